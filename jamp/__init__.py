@@ -1,0 +1,19 @@
+"""PyTorch's automatic mixed precision for JAX, equal to torch bit for bit."""
+
+from . import linen as linen
+
+# GradScaler: the object as in PyTorch, for Flax NNX
+from ._grad_scaler import GradScaler as GradScaler
+
+# Loss scaling in optax
+from ._optax import DynamicLossScaleState as DynamicLossScaleState
+from ._optax import dynamic_loss_scale as dynamic_loss_scale
+from ._optax import loss_scale as loss_scale
+from ._optax import metrics as metrics
+from ._optax import scale_loss as scale_loss
+from ._optax import static_loss_scale as static_loss_scale
+from ._optax import step as step
+from ._optax import unscale as unscale
+from ._optax import value_and_grad as value_and_grad
+
+__version__ = "0.1.0"  # the one place; pyproject.toml reads it

@@ -1,0 +1,467 @@
+"""`GradScaler`: torch's object, for Flax NNX, over the arithmetic of `_loss_scale`.
+
+The scale and its trackers are `nnx.Variable`s, so that the scaler travels through
+`nnx.jit` and into checkpoints as a model does. The factors and the interval are
+static: changing one retraces a jitted step that takes the scaler.
+
+What happens between `unscale_` or `step` and `update` (torch's stage of each optimizer,
+its `found_inf`) is no state of the scaler but of one iteration. It lives in plain
+Python, keyed by the optimizer object, and does not outlive the trace it was made in:
+a trace gives every optimizer a new identity. Flattening the scaler in the middle of an
+iteration, as `nnx.jit`, `nnx.split`, deepcopy and checkpoints do, raises.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend.core import get_opaque_trace_state
+
+from . import _loss_scale
+from ._loss_scale import LossScaleConfig, LossScaleState
+from ._tree import check_gradients_match, dtype_of, is_inexact
+
+_HALF_WAY = (
+    "GradScaler crossed a trace boundary, or was copied or saved, in the middle of an "
+    "iteration. An iteration (scale, unscale_, step, update) must lie inside one "
+    "trace, or wholly outside. Call update() before the jitted function returns:\n"
+    "    @nnx.jit\n"
+    "    def train_step(model, optimizer, scaler, x):\n"
+    "        ...\n"
+    "        scaler.step(optimizer, model, grads)\n"
+    "        scaler.update()"
+)
+
+
+class _Stage(enum.Enum):
+    UNSCALED = enum.auto()
+    STEPPED = enum.auto()
+
+
+@dataclasses.dataclass
+class _Record:
+    """What one optimizer did in this iteration."""
+
+    optimizer: Any  # held, so that its id is not given to another one
+    stage: _Stage
+    finite: Any  # bool []
+    scaled: Any  # one scaled gradient leaf, to know it again
+
+
+@jax.tree_util.register_pytree_node_class
+class _Iteration:
+    """The records of the current iteration: a pytree only while there are none."""
+
+    def __init__(self):
+        self.records: dict[int, _Record] = {}
+        self.trace = None
+
+    def tree_flatten(self):
+        if self.records:
+            raise RuntimeError(_HALF_WAY)
+        return (), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        del aux, children
+        return cls()
+
+    def record_of(self, optimizer: Any) -> _Record | None:
+        trace = get_opaque_trace_state(convention="nnx")
+        if self.records and self.trace != trace:
+            self.records.clear()
+            raise RuntimeError(_HALF_WAY)
+        self.trace = trace
+        return self.records.get(id(optimizer))
+
+
+class GradScaler(nnx.Pytree):
+    """Dynamic loss scaling as in `torch.amp.GradScaler`, for Flax NNX.
+
+    Works eagerly and under `nnx.jit`. Several models and optimizers may share one
+    scaler: each is skipped alone, and `update` backs off if any of them overflowed.
+
+    Args:
+      init_scale: first scale, in float32's normal range.
+      growth_factor: > 1; what the scale is multiplied by when it grows.
+      backoff_factor: in (0, 1); what it is multiplied by after an overflow.
+      growth_interval: finite steps in a row before the scale grows, >= 1.
+      enabled: if False, `scale` and `unscale_` are the identity, `step` always steps,
+        `get_scale` is 1.0 and `state_dict` is empty.
+      min_scale, max_scale, hysteresis, axis_name: as in `jamp.dynamic_loss_scale`.
+
+    Raises:
+      ValueError: a value is out of its range; it is named.
+      TypeError: a value is not a number. torch's first argument, the device, has no
+        counterpart here: leave it out.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> scaler = jamp.GradScaler()
+      >>> @nnx.jit
+      ... def train_step(model, optimizer, scaler, x):
+      ...     loss_fn = lambda model: scaler.scale(jnp.mean(model(x) ** 2))
+      ...     grads = nnx.grad(loss_fn)(model)
+      ...     skipped = scaler.step(optimizer, model, grads)
+      ...     scaler.update()
+      ...     return skipped
+      >>> print(train_step(model, optimizer, scaler, jnp.ones((4, 2))))
+      False
+      >>> print(train_step(model, optimizer, scaler, jnp.full((4, 2), jnp.inf)))
+      True
+      >>> scaler.get_scale()
+      32768.0
+
+    PyTorch: `torch.amp.GradScaler`. `unscale_` returns the gradients instead of
+    writing into them, `step` takes the model and the gradients and returns whether it
+    was skipped.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 0.0,
+        max_scale: float = float("inf"),
+        hysteresis: int = 1,
+        axis_name: str | Sequence[str] | None = None,
+    ):
+        if isinstance(init_scale, str):
+            raise TypeError(
+                f"init_scale must be a number; got {init_scale!r}. The device that "
+                "torch.amp.GradScaler takes first has no counterpart: leave it out."
+            )
+        self._config = LossScaleConfig(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            hysteresis=hysteresis,
+        )
+        self._enabled = bool(enabled)
+        axis_names = [axis_name] if isinstance(axis_name, str) else axis_name
+        self._axis_name = None if axis_names is None else tuple(axis_names)
+        state = _loss_scale.init(self._config)
+        self.loss_scale = nnx.Variable(state.loss_scale)
+        self.growth_tracker = nnx.Variable(state.growth_tracker)
+        self.hysteresis_tracker = nnx.Variable(state.hysteresis_tracker)
+        self._iteration = nnx.data(_Iteration())
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies an array, or every array of a nest, by the scale.
+
+        A scalar is promoted to float32 at least, an array with dimensions keeps its
+        dtype; the product is formed in float32.
+
+        Args:
+          outputs: array or pytree of arrays, usually the loss.
+
+        Raises:
+          ValueError: a leaf is not an array or a number.
+        """
+        if not self._enabled:
+            return outputs
+        loss_scale = self.loss_scale[...]
+
+        def scale_leaf(leaf):
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, int)):
+                raise ValueError(
+                    "outputs must be an array or a nest of arrays; got "
+                    f"{leaf!r} of type {type(leaf).__name__}."
+                )
+            return _loss_scale.scale(leaf, loss_scale)
+
+        return jax.tree.map(scale_leaf, outputs, is_leaf=lambda leaf: leaf is None)
+
+    def unscale_(self, optimizer: nnx.Optimizer, grads: Any) -> Any:
+        """Checks the gradients of one optimizer and divides them by the scale.
+
+        Optional: for clipping and logging between the backward pass and `step`. Use
+        what it returns from there on.
+
+        Args:
+          optimizer: the optimizer that will step with these gradients.
+          grads: scaled gradients from `nnx.grad`.
+
+        Returns:
+          The unscaled gradients; dtypes are kept.
+
+        Raises:
+          RuntimeError: called twice for this optimizer, or after `step`.
+          ValueError: a gradient is float16; its path is named.
+        """
+        if not self._enabled:
+            return grads
+        record = self._iteration.record_of(optimizer)
+        if record is not None and record.stage is _Stage.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last "
+                "update()."
+            )
+        if record is not None:
+            raise RuntimeError("unscale_() is being called after step().")
+        finite = self._check(grads)
+        leaves = [leaf for leaf in jax.tree.leaves(grads) if is_inexact(leaf)]
+        self._iteration.records[id(optimizer)] = _Record(
+            optimizer, _Stage.UNSCALED, finite, scaled=leaves[0]
+        )
+        return self._unscaled(grads)
+
+    def step(
+        self, optimizer: nnx.Optimizer, model: Any, grads: Any, **kwargs: Any
+    ) -> jax.Array:
+        """`optimizer.update(model, grads)`, unless a gradient is inf or nan.
+
+        Unscales first if `unscale_` was not called. On a skip the model and the
+        optimizer, its step count included, are left as they are.
+
+        Args:
+          optimizer: the optimizer to step.
+          model: the model it updates.
+          grads: scaled gradients; or, after `unscale_`, what that returned.
+          **kwargs: passed on to `optimizer.update`.
+
+        Returns:
+          Whether the step was skipped: bool [].
+
+        Raises:
+          RuntimeError: called twice since the last `update`, or with a closure.
+          ValueError: the gradients do not match the model's parameters, are float16,
+            or are still those that went into `unscale_`.
+        """
+        if not self._enabled:
+            optimizer.update(model, grads, **kwargs)
+            return jnp.zeros([], jnp.bool_)
+        if "closure" in kwargs or "value_fn" in kwargs:
+            raise RuntimeError(
+                "Closure use is not currently supported if GradScaler is enabled."
+            )
+        record = self._iteration.record_of(optimizer)
+        if record is not None and record.stage is _Stage.STEPPED:
+            raise RuntimeError(
+                "step() has already been called since the last update()."
+            )
+        params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+        own_grads = nnx.as_pure(nnx.state(grads, optimizer.wrt))
+        check_gradients_match(own_grads, params, "GradScaler.step")
+        if record is None:
+            finite, unscaled = self._check(grads), lambda: self._unscaled(grads)
+        elif any(leaf is record.scaled for leaf in jax.tree.leaves(grads)):
+            raise ValueError(
+                "step() got the gradients that went into unscale_(); pass the ones "
+                "it returned: grads = scaler.unscale_(optimizer, grads)."
+            )
+        else:
+            finite, unscaled = record.finite, lambda: grads
+        _update_if(finite, optimizer, model, unscaled, kwargs)
+        self._iteration.records[id(optimizer)] = _Record(
+            optimizer, _Stage.STEPPED, finite, scaled=None
+        )
+        return jnp.logical_not(finite)
+
+    def update(self, new_scale: Any = None) -> None:
+        """Moves the scale, once every optimizer of the iteration has stepped.
+
+        Args:
+          new_scale: a number or float32 []; set as the scale, the tracker untouched.
+
+        Raises:
+          RuntimeError: no optimizer was unscaled or stepped, and no `new_scale`.
+          ValueError: `new_scale` is out of float32's normal range or not a scalar.
+        """
+        if not self._enabled:
+            return
+        self._iteration.record_of(None)
+        if new_scale is not None:
+            self.loss_scale[...] = _as_scale(new_scale)
+        else:
+            flags = [record.finite for record in self._iteration.records.values()]
+            if not flags:
+                raise RuntimeError("No inf checks were recorded prior to update.")
+            found_inf = jnp.logical_not(jnp.all(jnp.stack(flags)))
+            state = _loss_scale.update(self._state(), found_inf, self._config)
+            for name, value in state._asdict().items():
+                getattr(self, name)[...] = value
+        self._iteration.records.clear()
+
+    def get_scale(self) -> float | jax.Array:
+        """The scale: a Python float outside a trace, the traced array inside, 1.0 if
+        disabled."""
+        if not self._enabled:
+            return 1.0
+        loss_scale = self.loss_scale[...]
+        return loss_scale if _is_traced(loss_scale) else float(loss_scale)
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return self._config.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the growth factor; ValueError unless > 1."""
+        self._config = dataclasses.replace(self._config, growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by after an overflow."""
+        return self._config.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the backoff factor; ValueError unless in (0, 1)."""
+        self._config = dataclasses.replace(self._config, backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """How many finite steps in a row make the scale grow."""
+        return self._config.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the growth interval; ValueError unless >= 1.
+
+        The scale grows when the tracker *equals* the interval, as in torch: set below
+        the current tracker, it does not grow until an overflow resets the tracker.
+        """
+        self._config = dataclasses.replace(self._config, growth_interval=new_interval)
+
+    def is_enabled(self) -> bool:
+        """Whether scaling is enabled."""
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as Python scalars, with torch's five keys; `{}` if disabled.
+
+        `torch.amp.GradScaler.load_state_dict` takes it. With `hysteresis` above 1 a
+        sixth key, `_hysteresis_tracker`, is there; torch ignores it.
+
+        Raises:
+          RuntimeError: called inside a trace, or in the middle of an iteration.
+        """
+        if not self._enabled:
+            return {}
+        self._require_whole_iteration()
+        state = self._state()
+        if _is_traced(state.loss_scale):
+            raise RuntimeError(
+                "state_dict() needs the values of the scale and was called inside a "
+                "trace; call it outside the jitted function."
+            )
+        result = {
+            "scale": float(state.loss_scale),
+            "growth_factor": self._config.growth_factor,
+            "backoff_factor": self._config.backoff_factor,
+            "growth_interval": self._config.growth_interval,
+            "_growth_tracker": int(state.growth_tracker),
+        }
+        if self._config.hysteresis > 1:
+            result["_hysteresis_tracker"] = int(state.hysteresis_tracker)
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` of this class or of torch's returned.
+
+        Does nothing if disabled.
+
+        Raises:
+          RuntimeError: the dict is empty, as that of a disabled scaler is.
+          ValueError: a key is missing, or a value is out of its range. Nothing is
+            loaded then.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved from a "
+                "disabled instance of GradScaler."
+            )
+        keys = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+        missing = {*keys, "_growth_tracker"} - state_dict.keys()
+        if missing:
+            raise ValueError(
+                f"state_dict lacks {', '.join(sorted(missing))}; it has "
+                f"{', '.join(map(str, state_dict))}. Pass what state_dict() returned."
+            )
+        scale, tracker = _as_scale(state_dict["scale"]), state_dict["_growth_tracker"]
+        _loss_scale.check_range("_growth_tracker", tracker, ">= 0", 0, 2**31 - 1)
+        left = state_dict.get("_hysteresis_tracker", self._config.hysteresis)
+        self._config = dataclasses.replace(
+            self._config, **{key: state_dict[key] for key in keys[1:]}
+        )
+        self.loss_scale[...] = scale
+        self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)
+        self.hysteresis_tracker[...] = jnp.asarray(left, jnp.int32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._require_whole_iteration()
+        return super().__getstate__()
+
+    def _require_whole_iteration(self) -> None:
+        self._iteration.tree_flatten()
+
+    def _state(self) -> LossScaleState:
+        return LossScaleState(
+            *(getattr(self, name)[...] for name in LossScaleState._fields)
+        )
+
+    def _check(self, grads: Any) -> Any:
+        """Whether the scaled gradients are finite; ValueError for float16 ones."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.as_pure(grads))
+        for path, leaf in leaves:
+            if dtype_of(leaf) == jnp.float16:
+                raise ValueError(
+                    "Attempting to unscale FP16 gradients. The gradient at "
+                    f"{jax.tree_util.keystr(path) or 'the root'} is float16: keep the "
+                    "parameters in float32 and cast them on use, or use "
+                    "jamp.dynamic_loss_scale, which unscales in float32."
+                )
+        if not any(is_inexact(leaf) for _, leaf in leaves):
+            raise RuntimeError("No inf checks were recorded for this optimizer.")
+        return _loss_scale.all_finite(grads, self._axis_name)
+
+    def _unscaled(self, grads: Any) -> Any:
+        """Divided by the scale in float32, then back in the dtypes they came in."""
+        return jax.tree.map(
+            lambda new, old: new if dtype_of(new) == dtype_of(old) else new.astype(old.dtype),
+            _loss_scale.unscale(grads, self.loss_scale[...]),
+            grads,
+        )
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def _as_scale(value: Any) -> jax.Array:
+    """A scale given by the user as float32 []."""
+    if jnp.size(value) != 1:
+        raise ValueError(
+            f"the scale must be a number or one element; got shape {jnp.shape(value)}."
+        )
+    if _is_traced(value):
+        return jnp.reshape(value, []).astype(jnp.float32)
+    value = np.asarray(value).item()
+    return jnp.asarray(_loss_scale.check_scale("the scale", value), jnp.float32)
+
+
+def _update_if(
+    finite: Any, optimizer: Any, model: Any, grads: Any, kwargs: dict[str, Any]
+) -> None:
+    """`optimizer.update(model, grads(), **kwargs)` if finite."""
+
+    def run(optimizer, model):
+        optimizer.update(model, grads(), **kwargs)
+
+    if _is_traced(finite):
+        nnx.cond(finite, run, lambda optimizer, model: None, optimizer, model)
+    elif finite:
+        run(optimizer, model)

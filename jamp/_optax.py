@@ -1,0 +1,528 @@
+"""Loss scaling as an optax wrapper, and the functions that read its state.
+
+The wrapper sees scaled gradients and hands unscaled ones to the optimizer inside it.
+When a gradient is not finite nothing inside moves: the updates are zero and
+`inner_state` is the one that came in.
+
+`step` exists for speed. `update` must return updates that somebody else applies, so
+the choice between running and skipping has to copy them. `step` puts the optimizer and
+`optax.apply_updates` behind one `lax.cond`, whose skipped side returns its inputs.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from . import _loss_scale
+from ._loss_scale import LossScaleConfig, LossScaleState
+from ._tree import check_gradients_match, dtype_of, is_hole, widen
+
+
+class DynamicLossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale` and `static_loss_scale`."""
+
+    loss_scale: jax.Array  # float32 []: what the loss is multiplied by
+    growth_tracker: jax.Array  # int32 []: finite steps since the scale last changed
+    found_inf: jax.Array  # bool []: whether the last step was skipped
+    skipped_steps: jax.Array  # int32 []: steps skipped so far
+    hysteresis_tracker: jax.Array  # int32 []: overflows left before backing off
+    inner_state: optax.OptState  # of the wrapped optimizer, held on a skipped step
+
+
+class _LossScaledTransformation(optax.GradientTransformationExtraArgs):
+    """A gradient transformation that can also apply its updates, for `step`."""
+
+    fused_step: Callable[..., tuple[optax.Params, DynamicLossScaleState]]
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    enabled: bool = True,
+    *,
+    min_scale: float = 0.0,
+    max_scale: float = float("inf"),
+    hysteresis: int = 1,
+    axis_name: str | Sequence[str] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it takes scaled gradients and skips overflows.
+
+    `update` checks the scaled gradients, unscales them, runs `inner` on them and
+    moves the scale. If any element is inf or nan, the updates are zeros and
+    `inner_state` is held bit for bit: moments, schedule counts, everything. The scale
+    follows `torch.amp.GradScaler` bit for bit:
+
+        if found_inf: scale, growth_tracker = scale * backoff_factor, 0
+        else:
+            growth_tracker = growth_tracker + 1
+            if growth_tracker == growth_interval:
+                scale, growth_tracker = scale * growth_factor, 0   # unless it is inf
+
+    Inside the wrapper all is float32: half-precision gradients are unscaled in
+    float32, and `inner` sees half-precision parameters as float32. The updates that
+    come out have the dtype of the parameters.
+
+    What must see unscaled gradients goes inside, clipping above all:
+    `dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.), optax.adamw(3e-4)))`.
+    Around `optax.MultiSteps`, a bad microbatch is dropped alone.
+
+    Line searches (`optax.lbfgs`) work: an extra argument named `grad` is taken to be
+    scaled like the gradients and is unscaled with them; `value` and `value_fn` are
+    the plain loss. Do not use `optax.value_and_grad_from_state` with it: what that
+    reads back is no longer scaled.
+
+    Args:
+      inner: the optimizer, or an `optax.MultiSteps`.
+      init_scale: first scale, in float32's normal range.
+      growth_factor: > 1; what the scale is multiplied by when it grows.
+      backoff_factor: in (0, 1); what it is multiplied by after an overflow.
+      growth_interval: finite steps in a row before the scale grows, >= 1.
+      enabled: if False, the result is `inner` with a scale of 1 beside it: nothing is
+        checked and nothing is skipped.
+      min_scale: floor when backing off. At 0 the floor is 2**-126.
+      max_scale: ceiling when growing.
+      hysteresis: how many overflows since the last growth it takes to back off
+        (Megatron-LM's rule). Overflows before that are skipped at the same scale.
+      axis_name: mapped axis or axes (`shard_map`, `pmap`) over which an overflow on
+        one replica skips the step on all. Under plain jit leave it out: a sharded
+        gradient is one array there.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with `DynamicLossScaleState` as state.
+
+    Raises:
+      ValueError: an argument is out of its range, or the gradients given to `update`
+        do not match the parameters in structure or shape.
+      TypeError: `inner` is not a gradient transformation, or a number is not one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> params = {"w": jnp.ones(3)}
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.5), growth_interval=100)
+      >>> opt_state = tx.init(params)
+      >>> loss_fn = lambda params, x: jnp.sum(params["w"] * x)
+      >>> x = jnp.arange(3.0)
+      >>> loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
+      >>> print(loss, grads["w"])
+      3.0 [     0.  65536. 131072.]
+      >>> updates, opt_state = tx.update(grads, opt_state, params)
+      >>> print(optax.apply_updates(params, updates)["w"])
+      [1.  0.5 0. ]
+
+    PyTorch: `torch.amp.GradScaler`. The last four arguments are additions; their
+    defaults change nothing.
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018 (arXiv 1710.03740).
+    """
+    config = LossScaleConfig(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        hysteresis=hysteresis,
+    )
+    if not enabled:
+        return _disabled(inner)
+
+    def next_scale(state, found_inf):
+        return _loss_scale.update(state, found_inf, config)
+
+    return _loss_scaled(
+        inner, lambda: _loss_scale.init(config), next_scale, axis_name
+    )
+
+
+def static_loss_scale(
+    inner: optax.GradientTransformation,
+    loss_scale: float,
+    *,
+    axis_name: str | Sequence[str] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer with a loss scale that never changes.
+
+    The fixed sibling of `dynamic_loss_scale`: the same state, the same skipping of
+    steps whose gradients are not finite.
+
+    Args:
+      inner: the optimizer, or an `optax.MultiSteps`.
+      loss_scale: the scale, in float32's normal range.
+      axis_name: as in `dynamic_loss_scale`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with `DynamicLossScaleState` as state.
+
+    Raises:
+      ValueError, TypeError: as in `dynamic_loss_scale`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.static_loss_scale(optax.sgd(0.1), loss_scale=1024.0)
+      >>> print(jamp.loss_scale(tx.init({"w": jnp.ones(3)})))
+      1024.0
+
+    PyTorch: apex's `loss_scale=1024.0`; `torch.amp` has no counterpart.
+    """
+    _loss_scale.check_scale("loss_scale", loss_scale)
+    config = LossScaleConfig(init_scale=loss_scale)
+    return _loss_scaled(
+        inner, lambda: _loss_scale.init(config), lambda state, _: state, axis_name
+    )
+
+
+def _loss_scaled(inner, init_scale_state, next_scale, axis_name):
+    inner = _as_transformation(inner)
+
+    def init_fn(params):
+        scale_state = init_scale_state()
+        return DynamicLossScaleState(
+            loss_scale=scale_state.loss_scale,
+            growth_tracker=scale_state.growth_tracker,
+            found_inf=jnp.zeros([], jnp.bool_),
+            skipped_steps=jnp.zeros([], jnp.int32),
+            hysteresis_tracker=scale_state.hysteresis_tracker,
+            inner_state=inner.init(widen(params)),
+        )
+
+    def run_inner(grads, state, params, extra_args):
+        if "grad" in extra_args:
+            grad = _loss_scale.unscale(extra_args["grad"], state.loss_scale)
+            extra_args = {**extra_args, "grad": grad}
+        grads = _loss_scale.unscale(grads, state.loss_scale)
+        updates, inner_state = inner.update(
+            grads, state.inner_state, widen(params), **extra_args
+        )
+        if params is not None:
+            updates = jax.tree.map(_cast_update, updates, params, is_leaf=is_hole)
+        return updates, inner_state
+
+    def advance(state, finite, inner_state):
+        found_inf = jnp.logical_not(finite)
+        scale_state = LossScaleState(
+            state.loss_scale, state.growth_tracker, state.hysteresis_tracker
+        )
+        return DynamicLossScaleState(
+            **next_scale(scale_state, found_inf)._asdict(),
+            found_inf=found_inf,
+            skipped_steps=state.skipped_steps + found_inf.astype(jnp.int32),
+            inner_state=inner_state,
+        )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        if params is not None:
+            check_gradients_match(updates, params, "dynamic_loss_scale's update")
+        finite = _loss_scale.all_finite(updates, axis_name)
+        run = lambda: run_inner(updates, state, params, extra_args)
+
+        def skip():
+            shapes, _ = jax.eval_shape(run)
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), state.inner_state
+
+        updates, inner_state = _loss_scale.run_or_hold(finite, run, skip)
+        return updates, advance(state, finite, inner_state)
+
+    def fused_step(grads, state, params, **extra_args):
+        check_gradients_match(grads, params, "jamp.step")
+        finite = _loss_scale.all_finite(grads, axis_name)
+
+        def run():
+            updates, inner_state = run_inner(grads, state, params, extra_args)
+            return optax.apply_updates(params, updates), inner_state
+
+        params, inner_state = _loss_scale.run_or_hold(finite, run, lambda: (params, state.inner_state))
+        return params, advance(state, finite, inner_state)
+
+    tx = _LossScaledTransformation(init_fn, update_fn)
+    tx.fused_step = fused_step
+    return tx
+
+
+def _cast_update(update: Any, param: Any) -> Any:
+    if is_hole(update):
+        return update
+    if dtype_of(update) == jax.dtypes.float0:
+        return jnp.zeros(jnp.shape(param), dtype_of(param))
+    return lax.convert_element_type(update, dtype_of(param))
+
+
+def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(
+            "inner must be an optax.GradientTransformation or an optax.MultiSteps; got "
+            f"{inner!r} of type {type(inner).__name__}."
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def _disabled(inner: Any) -> optax.GradientTransformationExtraArgs:
+    inner = _as_transformation(inner)
+
+    def init_fn(params):
+        return DynamicLossScaleState(
+            loss_scale=jnp.ones([], jnp.float32),
+            growth_tracker=jnp.zeros([], jnp.int32),
+            found_inf=jnp.zeros([], jnp.bool_),
+            skipped_steps=jnp.zeros([], jnp.int32),
+            hysteresis_tracker=jnp.ones([], jnp.int32),
+            inner_state=inner.init(params),
+        )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        updates, inner_state = inner.update(
+            updates, state.inner_state, params, **extra_args
+        )
+        return updates, state._replace(inner_state=inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def step(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    **extra_args: Any,
+) -> tuple[optax.Params, optax.OptState]:
+    """Updates the optimizer and applies the updates, in one.
+
+    Equal to `tx.update` followed by `optax.apply_updates`, and faster when `tx` is
+    what `dynamic_loss_scale` or `static_loss_scale` returned: a skipped step then
+    costs no copy of the parameters. For any other transformation, one that holds a
+    loss scale deeper inside included, it is those two calls.
+
+    Args:
+      tx: a gradient transformation.
+      grads: scaled gradients, of the structure and shapes of `params`.
+      opt_state: the state of `tx`.
+      params: the parameters.
+      **extra_args: passed on to the optimizer.
+
+    Returns:
+      The new parameters and the new optimizer state.
+
+    Raises:
+      ValueError: the gradients do not match the parameters; the path is named.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> params = {"w": jnp.ones(2)}
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.5), init_scale=8.0)
+      >>> opt_state = tx.init(params)
+      >>> grads = {"w": jnp.array([8.0, jnp.inf])}
+      >>> params, opt_state = jamp.step(tx, grads, opt_state, params)
+      >>> print(params["w"], jamp.loss_scale(opt_state))
+      [1. 1.] 4.0
+
+    PyTorch: `scaler.step(optimizer); scaler.update()`.
+    """
+    if isinstance(tx, _LossScaledTransformation):
+        return tx.fused_step(grads, opt_state, params, **extra_args)
+    updates, opt_state = _as_transformation(tx).update(
+        grads, opt_state, params, **extra_args
+    )
+    return optax.apply_updates(params, updates), opt_state
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    opt_state: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` of the scaled loss: plain loss, scaled gradients.
+
+    The loss comes back as `fun` returned it. The gradients are those of
+    `scale_loss(loss, opt_state)`; give them to `tx.update` or `step` as they are.
+
+    Args:
+      fun: returns a floating scalar loss, or `(loss, aux)` with `has_aux`.
+      opt_state: any pytree that holds one loss scale, such as the state of an
+        `optax.chain` with `dynamic_loss_scale` inside, or a whole `TrainState`.
+      argnums: which arguments to differentiate, as in JAX.
+      has_aux: whether `fun` returns a pair.
+      allow_int: whether integer arguments are allowed, as in JAX.
+
+    Returns:
+      A function with the arguments of `fun` that returns `(loss, grads)`, or
+      `((loss, aux), grads)` with `has_aux`.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one.
+      TypeError: with `has_aux`, `fun` did not return a pair.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> params = jnp.float16(3.0)
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=1024.0)
+      >>> opt_state = tx.init(params)
+      >>> loss, grads = jamp.value_and_grad(lambda p: p * p, opt_state)(params)
+      >>> print(loss, float(grads))
+      9.0 6144.0
+
+    PyTorch: `scaler.scale(loss).backward()`.
+    """
+    current = loss_scale(opt_state)
+
+    def scaled(*args, **kwargs):
+        result = fun(*args, **kwargs)
+        if not has_aux:
+            return _loss_scale.scale(result, current), result
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(
+                "with has_aux=True, fun must return (loss, aux); got "
+                f"{type(result).__name__}."
+            )
+        return _loss_scale.scale(result[0], current), result
+
+    grad_fn = jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def value_and_grad_fn(*args, **kwargs):
+        grads, result = grad_fn(*args, **kwargs)
+        return result, grads
+
+    return value_and_grad_fn
+
+
+def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
+    """The loss times the scale, for those who call `jax.grad` themselves.
+
+    A scalar is promoted to float32 at least, an array with dimensions keeps its
+    dtype: the product is formed in float32 either way, as in torch.
+
+    Args:
+      loss: number or array of any shape.
+      opt_state: any pytree that holds one loss scale.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> opt_state = jamp.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(3))
+      >>> jamp.scale_loss(jnp.float16(2.0), opt_state)
+      Array(131072., dtype=float32)
+
+    PyTorch: `scaler.scale(loss)`.
+    """
+    return _loss_scale.scale(loss, loss_scale(opt_state))
+
+
+def unscale(grads: Any, opt_state: Any) -> Any:
+    """Scaled gradients divided by the scale, for logging.
+
+    `tx.update` does this itself; give it the scaled gradients. Half-precision leaves
+    come out float32, everything that is not floating or complex passes.
+
+    Args:
+      grads: pytree of scaled gradients.
+      opt_state: the state they were scaled with, from before `tx.update`.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=8.0)
+      >>> jamp.unscale({"w": jnp.float16(4.0)}, tx.init({"w": jnp.float32(0.0)}))
+      {'w': Array(0.5, dtype=float32)}
+
+    PyTorch: `scaler.unscale_(optimizer)`, without its bookkeeping.
+    """
+    return _loss_scale.unscale(grads, loss_scale(opt_state))
+
+
+def loss_scale(opt_state: Any) -> jax.Array:
+    """The current loss scale, found anywhere in a nested optax state: float32 [].
+
+    Args:
+      opt_state: any pytree that holds one loss scale.
+
+    Raises:
+      ValueError: it holds none, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = optax.chain(jamp.dynamic_loss_scale(optax.adam(1e-3)), optax.scale(0.5))
+      >>> print(jamp.loss_scale(tx.init(jnp.ones(3))))
+      65536.0
+
+    PyTorch: `scaler.get_scale()`.
+    """
+    return metrics(opt_state)["loss_scale"]
+
+
+def metrics(opt_state: Any) -> dict[str, jax.Array]:
+    """The scalars worth logging, found anywhere in a nested optax state.
+
+    Args:
+      opt_state: any pytree that holds one loss scale, after `tx.update`.
+
+    Returns:
+      `{"loss_scale": float32 [], "growth_tracker": int32 [], "found_inf": bool [],
+      "skipped_steps": int32 []}`. `found_inf` tells whether the last step was skipped.
+
+    Raises:
+      ValueError: it holds none, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.adam(1e-3))
+      >>> for name, value in jamp.metrics(tx.init(jnp.ones(3))).items():
+      ...     print(name, value)
+      loss_scale 65536.0
+      growth_tracker 0
+      found_inf False
+      skipped_steps 0
+
+    PyTorch: `get_scale()` and `state_dict()`; torch cannot tell that a step was
+    skipped (pytorch#67590).
+    """
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        opt_state, is_leaf=lambda node: isinstance(node, DynamicLossScaleState)
+    )
+    found = {
+        jax.tree_util.keystr(path) or "the root": node
+        for path, node in nodes
+        if isinstance(node, DynamicLossScaleState)
+    }
+    if len(found) == 1:
+        (state,) = found.values()
+        names = ("loss_scale", "growth_tracker", "found_inf", "skipped_steps")
+        # NNX wraps each array of an optimizer state in a Variable of one leaf.
+        return {name: jax.tree.leaves(getattr(state, name))[0] for name in names}
+    if found:
+        raise ValueError(
+            f"opt_state holds {len(found)} loss scales, at {', '.join(found)}; pass "
+            "the part that holds the one you mean."
+        )
+    raise ValueError(
+        f"opt_state holds no loss scale; found {_describe(opt_state)}. Wrap the "
+        "optimizer in jamp.dynamic_loss_scale and pass the state from its init."
+    )
+
+
+def _describe(tree: Any) -> str:
+    states = []
+
+    def note(node):
+        if hasattr(node, "_fields") or hasattr(node, "__dataclass_fields__"):
+            states.append(type(node).__name__)
+        return False
+
+    jax.tree.leaves(tree, is_leaf=note)
+    return ", ".join(dict.fromkeys(states)) or f"a {type(tree).__name__}"

@@ -1,0 +1,47 @@
+"""Flax Linen: a train state whose step costs no copy when it is skipped."""
+
+from typing import Any
+
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training import train_state
+
+from ._optax import step
+
+
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState` with `apply_gradients` on `jamp.step`.
+
+    The same fields, the same `create`, the same results; checkpoints are
+    interchangeable. With `tx=jamp.dynamic_loss_scale(...)` a step with non-finite
+    gradients leaves `params` and the inner optimizer state as they are. `step` counts
+    every call, skipped or not; `jamp.metrics(state)["skipped_steps"]` counts the
+    skipped ones.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> state = jamp.linen.TrainState.create(
+      ...     apply_fn=None,
+      ...     params={"w": jnp.ones(2)},
+      ...     tx=jamp.dynamic_loss_scale(optax.sgd(0.5), init_scale=8.0),
+      ... )
+      >>> loss_fn = lambda params: jnp.sum(params["w"] ** 2)
+      >>> loss, grads = jamp.value_and_grad(loss_fn, state)(state.params)
+      >>> state = state.apply_gradients(grads=grads)
+      >>> print(loss, state.params["w"], jamp.loss_scale(state))
+      2.0 [0. 0.] 8.0
+    """
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+        """One optimizer step: `jamp.step`, then `step + 1` and `**kwargs` replaced.
+
+        Args:
+          grads: scaled gradients, of the structure of `params`.
+          **kwargs: other fields to replace, such as `batch_stats`. They are replaced
+            on a skipped step too.
+        """
+        if OVERWRITE_WITH_GRADIENT in grads:  # Flax's fp8 scales: Flax handles them
+            return super().apply_gradients(grads=grads, **kwargs)
+        params, opt_state = step(self.tx, grads, self.opt_state, self.params)
+        return self.replace(
+            step=self.step + 1, params=params, opt_state=opt_state, **kwargs
+        )

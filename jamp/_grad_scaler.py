@@ -23,7 +23,7 @@ from flax import nnx
 from jax.extend.core import get_opaque_trace_state
 
 from . import _loss_scale
-from ._loss_scale import LossScaleConfig, LossScaleState
+from ._loss_scale import InverseScale, LossScaleConfig, LossScaleState
 from ._tree import check_gradients_match, dtype_of, is_inexact
 
 _HALF_WAY = (
@@ -219,7 +219,7 @@ class GradScaler(nnx.Pytree):
         self._iteration.records[id(optimizer)] = _Record(
             optimizer, _Stage.UNSCALED, finite, scaled=leaves[0]
         )
-        return self._unscaled(grads)
+        return self._unscaled(grads, _loss_scale.invert(self.loss_scale[...]))
 
     def step(
         self, optimizer: nnx.Optimizer, model: Any, grads: Any, **kwargs: Any
@@ -259,7 +259,9 @@ class GradScaler(nnx.Pytree):
         own_grads = nnx.as_pure(nnx.state(grads, optimizer.wrt))
         check_gradients_match(own_grads, params, "GradScaler.step")
         if record is None:
-            finite, unscaled = self._check(grads), lambda: self._unscaled(grads)
+            finite = self._check(grads)
+            inverse = _loss_scale.invert(self.loss_scale[...])
+            unscaled = lambda: self._unscaled(grads, inverse)
         elif any(leaf is record.scaled for leaf in jax.tree.leaves(grads)):
             raise ValueError(
                 "step() got the gradients that went into unscale_(); pass the ones "
@@ -428,11 +430,13 @@ class GradScaler(nnx.Pytree):
             raise RuntimeError("No inf checks were recorded for this optimizer.")
         return _loss_scale.all_finite(grads, self._axis_name)
 
-    def _unscaled(self, grads: Any) -> Any:
+    def _unscaled(self, grads: Any, inverse: InverseScale) -> Any:
         """Divided by the scale in float32, then back in the dtypes they came in."""
         return jax.tree.map(
-            lambda new, old: new if dtype_of(new) == dtype_of(old) else new.astype(old.dtype),
-            _loss_scale.unscale(grads, self.loss_scale[...]),
+            lambda new, old: (
+                new if dtype_of(new) == dtype_of(old) else new.astype(old.dtype)
+            ),
+            _loss_scale.unscale(grads, inverse),
             grads,
         )
 

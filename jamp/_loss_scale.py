@@ -200,7 +200,9 @@ def all_finite(
       axis_name: mapped axis or axes over which all replicas must be finite.
     """
     checks = [
-        jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)
+        jnp.all(jnp.isfinite(leaf))
+        for leaf in jax.tree.leaves(tree)
+        if is_inexact(leaf)
     ]
     finite = functools.reduce(jnp.logical_and, checks, np.True_)
     if axis_name is None:
@@ -222,8 +224,34 @@ def run_or_hold(
     return run() if finite else hold()
 
 
-def unscale(tree: Any, loss_scale: jax.Array) -> Any:
-    """Multiplies gradients by `float32(1 / float64(loss_scale))`, as torch does.
+class InverseScale(NamedTuple):
+    """`float32(1 / float64(loss_scale))` as two factors, neither of them subnormal.
+
+    Above a scale of 2**126 the inverse is subnormal, and XLA's CPU backend would make
+    it 0 and every update vanish. `shift` is a power of two, so that the product with
+    both factors rounds as the product with their product does.
+    """
+
+    inverse: jax.Array  # float32 []
+    shift: jax.Array  # float32 []: 1, or 2**-64 for a scale above 2**64
+
+
+def invert(loss_scale: jax.Array) -> InverseScale:
+    """The inverse of a scale, as torch rounds it."""
+    with jax.enable_x64(True):
+        exact = 1.0 / lax.convert_element_type(loss_scale, jnp.float64)
+        # Below 2**-126 float32 has a fixed spacing of 2**-149: round as it would.
+        coarse = lax.round(exact * 2.0**149, lax.RoundingMethod.TO_NEAREST_EVEN)
+        exact = jnp.where(exact < SMALLEST_SCALE, coarse * 2.0**-149, exact)
+        shift = jnp.where(exact < 2.0**-64, 2.0**-64, 1.0)
+        return InverseScale(
+            lax.convert_element_type(exact / shift, jnp.float32),
+            lax.convert_element_type(shift, jnp.float32),
+        )
+
+
+def unscale(tree: Any, inverse: InverseScale) -> Any:
+    """Multiplies gradients by the inverse scale, as torch does.
 
     Half-precision leaves come out float32: in float16 the product would flush to zero
     what the scale has saved. Complex leaves are multiplied part by part; integer,
@@ -231,39 +259,20 @@ def unscale(tree: Any, loss_scale: jax.Array) -> Any:
 
     Args:
       tree: pytree of scaled gradients.
-      loss_scale: float32 [].
+      inverse: from `invert`. Made outside a `run_or_hold`, so that the scalar
+        arithmetic is not repeated for every element inside.
 
     Returns:
       A tree of the same structure and shapes.
     """
-    inverse, shift = _inverse(loss_scale)
 
     def unscale_leaf(leaf):
         if not is_inexact(leaf):
             return leaf
         wide = jnp.asarray(leaf, widened(dtype_of(leaf)))
-        return _times(_times(wide, inverse), shift)
+        return _times(_times(wide, inverse.inverse), inverse.shift)
 
     return jax.tree.map(unscale_leaf, tree)
-
-
-def _inverse(loss_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The inverse as two float32 factors, `inverse * shift`, neither of them subnormal.
-
-    Above a scale of 2**126 the inverse is subnormal, and XLA's CPU backend would make
-    it 0 and every update vanish. `shift` is a power of two, so that the product with
-    both factors rounds as the product with their product does.
-    """
-    with jax.enable_x64(True):
-        exact = 1.0 / lax.convert_element_type(loss_scale, jnp.float64)
-        # Below 2**-126 float32 has a fixed spacing of 2**-149: round as it would.
-        coarse = lax.round(exact * 2.0**149, lax.RoundingMethod.TO_NEAREST_EVEN)
-        exact = jnp.where(exact < SMALLEST_SCALE, coarse * 2.0**-149, exact)
-        shift = jnp.where(exact < 2.0**-64, 2.0**-64, 1.0)
-        return (
-            lax.convert_element_type(exact / shift, jnp.float32),
-            lax.convert_element_type(shift, jnp.float32),
-        )
 
 
 def _times(x: jax.Array, factor: jax.Array) -> jax.Array:

@@ -138,9 +138,7 @@ def dynamic_loss_scale(
     def next_scale(state, found_inf):
         return _loss_scale.update(state, found_inf, config)
 
-    return _loss_scaled(
-        inner, lambda: _loss_scale.init(config), next_scale, axis_name
-    )
+    return _loss_scaled(inner, lambda: _loss_scale.init(config), next_scale, axis_name)
 
 
 def static_loss_scale(
@@ -194,11 +192,11 @@ def _loss_scaled(inner, init_scale_state, next_scale, axis_name):
             inner_state=inner.init(widen(params)),
         )
 
-    def run_inner(grads, state, params, extra_args):
+    def run_inner(grads, inverse, state, params, extra_args):
         if "grad" in extra_args:
-            grad = _loss_scale.unscale(extra_args["grad"], state.loss_scale)
+            grad = _loss_scale.unscale(extra_args["grad"], inverse)
             extra_args = {**extra_args, "grad": grad}
-        grads = _loss_scale.unscale(grads, state.loss_scale)
+        grads = _loss_scale.unscale(grads, inverse)
         updates, inner_state = inner.update(
             grads, state.inner_state, widen(params), **extra_args
         )
@@ -222,11 +220,14 @@ def _loss_scaled(inner, init_scale_state, next_scale, axis_name):
         if params is not None:
             check_gradients_match(updates, params, "dynamic_loss_scale's update")
         finite = _loss_scale.all_finite(updates, axis_name)
-        run = lambda: run_inner(updates, state, params, extra_args)
+        inverse = _loss_scale.invert(state.loss_scale)
+        run = lambda: run_inner(updates, inverse, state, params, extra_args)
 
         def skip():
             shapes, _ = jax.eval_shape(run)
-            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), state.inner_state
+            return jax.tree.map(
+                lambda s: jnp.zeros(s.shape, s.dtype), shapes
+            ), state.inner_state
 
         updates, inner_state = _loss_scale.run_or_hold(finite, run, skip)
         return updates, advance(state, finite, inner_state)
@@ -234,12 +235,15 @@ def _loss_scaled(inner, init_scale_state, next_scale, axis_name):
     def fused_step(grads, state, params, **extra_args):
         check_gradients_match(grads, params, "jamp.step")
         finite = _loss_scale.all_finite(grads, axis_name)
+        inverse = _loss_scale.invert(state.loss_scale)
 
         def run():
-            updates, inner_state = run_inner(grads, state, params, extra_args)
+            updates, inner_state = run_inner(grads, inverse, state, params, extra_args)
             return optax.apply_updates(params, updates), inner_state
 
-        params, inner_state = _loss_scale.run_or_hold(finite, run, lambda: (params, state.inner_state))
+        params, inner_state = _loss_scale.run_or_hold(
+            finite, run, lambda: (params, state.inner_state)
+        )
         return params, advance(state, finite, inner_state)
 
     tx = _LossScaledTransformation(init_fn, update_fn)
@@ -443,7 +447,7 @@ def unscale(grads: Any, opt_state: Any) -> Any:
 
     PyTorch: `scaler.unscale_(optimizer)`, without its bookkeeping.
     """
-    return _loss_scale.unscale(grads, loss_scale(opt_state))
+    return _loss_scale.unscale(grads, _loss_scale.invert(loss_scale(opt_state)))
 
 
 def loss_scale(opt_state: Any) -> jax.Array:

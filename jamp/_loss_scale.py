@@ -116,7 +116,7 @@ class LossScaleConfig:
             ceiling = f"at most max_scale ({self.max_scale})"
             check_range("init_scale", self.init_scale, ceiling, 0.0, self.max_scale)
         above_one, below_one = math.nextafter(1.0, 2.0), math.nextafter(1.0, 0.0)
-        check_range("growth_factor", self.growth_factor, "> 1", above_one, huge)
+        check_range("growth_factor", self.growth_factor, "finite and > 1", above_one, huge)
         check_range(
             "backoff_factor", self.backoff_factor, "in (0, 1)", 5e-324, below_one
         )

@@ -72,7 +72,8 @@ def dynamic_loss_scale(
 
     What must see unscaled gradients goes inside, clipping above all:
     `dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.), optax.adamw(3e-4)))`.
-    Around `optax.MultiSteps`, a bad microbatch is dropped alone.
+    Around `optax.MultiSteps`, a bad microbatch is dropped alone. The other way round,
+    `MultiSteps` adds scaled gradients unchecked, and one inf stays in its mean for good.
 
     Line searches (`optax.lbfgs`) work: an extra argument named `grad` is taken to be
     scaled like the gradients and is unscaled with them; `value` and `value_fn` are

@@ -71,6 +71,10 @@ class _Iteration:
         del aux, children
         return cls()
 
+    def __reduce__(self):
+        self.tree_flatten()
+        return type(self), ()
+
     def record_of(self, optimizer: Any) -> _Record | None:
         trace = get_opaque_trace_state(convention="nnx")
         if self.records and self.trace != trace:
@@ -351,7 +355,7 @@ class GradScaler(nnx.Pytree):
         """
         if not self._enabled:
             return {}
-        self._require_whole_iteration()
+        self._iteration.tree_flatten()  # raises in the middle of an iteration
         state = self._state()
         if _is_traced(state.loss_scale):
             raise RuntimeError(
@@ -402,13 +406,6 @@ class GradScaler(nnx.Pytree):
         self.loss_scale[...] = scale
         self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)
         self.hysteresis_tracker[...] = jnp.asarray(left, jnp.int32)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._require_whole_iteration()
-        return super().__getstate__()
-
-    def _require_whole_iteration(self) -> None:
-        self._iteration.tree_flatten()
 
     def _state(self) -> LossScaleState:
         return LossScaleState(

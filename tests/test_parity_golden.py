@@ -1,15 +1,15 @@
 """jamp against results that torch left in parity/golden.npz; torch is not needed."""
 
-import jax
 import numpy as np
 import pytest
 
 from parity import golden, jamp_side
-from parity.cases import CASES, LONG_RUN, Case
+from parity.cases import CASES, LONG_RUN, Case, overflows
 from parity.trajectory import digest
 
 OPTAX_CASES = [case for case in CASES if jamp_side.fits_optax(case)]
 FIRST_OF_KIND = list({case.kind: case for case in reversed(CASES)}.values())
+OTHER_CASES = [case for case in CASES if case not in (*OPTAX_CASES, *FIRST_OF_KIND)]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,13 @@ def test_grad_scaler_equals_torch(case: Case, torch_results):
     golden.assert_equal(case, run, torch_results[case.name])
 
 
+@pytest.mark.parametrize("case", OTHER_CASES, ids=lambda case: case.name)
+def test_grad_scaler_in_a_scan_equals_torch(case: Case, torch_results):
+    golden.assert_equal(case, jamp_side.run_nnx(case), torch_results[case.name])
+
+
 def test_a_million_steps_equal_torch():
-    scales, trackers = jamp_side.run_long(LONG_RUN)
+    scales, trackers = jamp_side.run_scale(LONG_RUN, overflows(LONG_RUN))
     np.testing.assert_array_equal(digest(scales, trackers), golden.load()["long_run"])
 
 

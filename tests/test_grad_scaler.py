@@ -1,0 +1,475 @@
+"""GradScaler: torch's methods and errors, eagerly and under nnx.jit."""
+
+import copy
+import pickle
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import jamp
+
+X = jnp.ones((3, 2))
+BAD = X.at[0, 0].set(jnp.inf)
+
+
+def make_model(seed=0):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(seed))
+    return model, nnx.Optimizer(model, optax.sgd(0.5, momentum=0.5), wrt=nnx.Param)
+
+
+def mean_square(model, x):
+    return jnp.mean((x @ model.kernel[...]) ** 2)
+
+
+def scaled_grads(model, scaler, x):
+    return nnx.grad(lambda model: scaler.scale(mean_square(model, x)))(model)
+
+
+def train_step(model, optimizer, scaler, x):
+    grads = scaled_grads(model, scaler, x)
+    skipped = scaler.step(optimizer, model, grads)
+    scaler.update()
+    return skipped
+
+
+def arrays(*nodes):
+    return [jax.tree.map(np.asarray, nnx.as_pure(nnx.state(node))) for node in nodes]
+
+
+@pytest.fixture(params=["eager", "jit"])
+def wrap(request):
+    return {"eager": lambda function: function, "jit": nnx.jit}[request.param]
+
+
+def test_step_and_skip(wrap):
+    (model, optimizer), scaler = make_model(), jamp.GradScaler(growth_interval=2)
+    bare, bare_optimizer = make_model()
+    step = wrap(train_step)
+    skipped = [bool(step(model, optimizer, scaler, x)) for x in (X, BAD, 2 * X, X)]
+    assert skipped == [False, True, False, False]
+    for x in (X, 2 * X, X):
+        grads = nnx.grad(lambda model, x=x: mean_square(model, x))(bare)
+        bare_optimizer.update(bare, grads)
+    chex.assert_trees_all_close(
+        arrays(model, optimizer), arrays(bare, bare_optimizer), rtol=1e-6
+    )
+    assert optimizer.step[...] == 3
+    assert scaler.state_dict() == {
+        "scale": 2.0**16,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2,
+        "_growth_tracker": 0,
+    }
+
+
+def test_a_skip_holds_model_and_optimizer_bit_for_bit(wrap):
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    step = wrap(train_step)
+    step(model, optimizer, scaler, X)
+    before = arrays(model, optimizer)
+    assert step(model, optimizer, scaler, BAD)
+    chex.assert_trees_all_equal(arrays(model, optimizer), before)
+    assert not step(model, optimizer, scaler, X)  # the control
+    assert np.any(arrays(model)[0]["kernel"] != before[0]["kernel"])
+
+
+def test_unscale_gives_plain_gradients_for_clipping(wrap):
+    def clipped_step(model, optimizer, scaler, x):
+        grads = scaler.unscale_(optimizer, scaled_grads(model, scaler, x))
+        norm = optax.tree.norm(nnx.as_pure(grads))
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads)
+        skipped = scaler.step(optimizer, model, grads)
+        scaler.update()
+        return norm, skipped
+
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    plain = nnx.as_pure(nnx.grad(lambda m: mean_square(m, X))(model))
+    before = arrays(model)[0]["kernel"]
+    norm, skipped = wrap(clipped_step)(model, optimizer, scaler, X)
+    np.testing.assert_allclose(norm, optax.tree.norm(plain), rtol=1e-6)
+    moved = np.linalg.norm(arrays(model)[0]["kernel"] - before)
+    np.testing.assert_allclose(moved, 0.5 * 0.1, rtol=1e-5)
+    assert not skipped
+    norm, skipped = wrap(clipped_step)(model, optimizer, scaler, BAD)
+    assert skipped and not np.isfinite(norm)
+
+
+def test_two_models_on_one_scaler_are_skipped_alone(wrap):
+    def two_steps(first, second, scaler, x, y):
+        grads = [scaled_grads(m, scaler, z) for (m, _), z in ((first, x), (second, y))]
+        skipped = scaler.step(first[1], first[0], grads[0])
+        also = scaler.step(second[1], second[0], grads[1])
+        scaler.update()
+        return skipped, also
+
+    first, second, scaler = make_model(0), make_model(1), jamp.GradScaler()
+    before = arrays(*first, *second)
+    skipped = wrap(two_steps)(first, second, scaler, X, BAD)
+    assert [bool(flag) for flag in skipped] == [False, True]
+    after = arrays(*first, *second)
+    assert np.any(after[0]["kernel"] != before[0]["kernel"])
+    chex.assert_trees_all_equal(after[2:], before[2:])
+    assert scaler.get_scale() == 2.0**15  # any overflow backs off
+
+
+def test_accumulated_gradients_are_checked_once(wrap):
+    def accumulated(model, optimizer, scaler, xs):
+        grads = [scaled_grads(model, scaler, x) for x in xs]
+        total = jax.tree.map(lambda *g: sum(g[1:], g[0]) / len(g), *grads)
+        skipped = scaler.step(optimizer, model, total)
+        scaler.update()
+        return skipped
+
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    assert not wrap(accumulated)(model, optimizer, scaler, [X, 2 * X])
+    assert wrap(accumulated)(model, optimizer, scaler, [X, BAD])
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_batch_norm_and_dropout_train_under_jit(standard_promotion):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(2, 4, dtype=jnp.float16, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.norm(self.dense(x)))
+
+    @nnx.jit
+    def step(model, optimizer, scaler, x):
+        loss_fn = lambda model: scaler.scale(jnp.mean(model(x) ** 2))
+        grads = nnx.grad(loss_fn)(model)
+        skipped = scaler.step(optimizer, model, grads)
+        scaler.update()
+        return skipped
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    scaler = jamp.GradScaler(init_scale=2.0**8)
+    x = jax.random.normal(jax.random.key(0), (8, 2))
+    before = np.asarray(model.norm.mean[...])
+    drawn = int(model.dropout.rngs.count[...])
+    assert not step(model, optimizer, scaler, x)
+    assert np.any(np.asarray(model.norm.mean[...]) != before)
+    assert int(model.dropout.rngs.count[...]) == drawn + 1
+
+
+def test_works_with_the_optax_wrapper_in_an_nnx_optimizer():
+    model, _ = make_model()
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.5))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss_fn = lambda m: jamp.scale_loss(mean_square(m, x), optimizer.opt_state)
+        optimizer.update(model, nnx.grad(loss_fn)(model))
+
+    step(model, optimizer, X)
+    before = arrays(model)
+    step(model, optimizer, BAD)
+    chex.assert_trees_all_equal(arrays(model), before)
+    assert jamp.metrics(optimizer.opt_state)["skipped_steps"] == 1
+    assert jamp.loss_scale(optimizer.opt_state) == 2.0**15
+
+
+def test_scale_takes_nests_and_keeps_array_dtypes():
+    scaler = jamp.GradScaler(8.0)
+    nest = {"a": jnp.float16(2), "b": [jnp.ones(2, jnp.float16), (3.0, jnp.int32(1))]}
+    scaled = scaler.scale(nest)
+    assert scaled["a"] == 16 and scaled["a"].dtype == jnp.float32
+    assert scaled["b"][0].dtype == jnp.float16
+    assert [float(value) for value in scaled["b"][1]] == [24.0, 8.0]
+    for bad in ("loss", None, [jnp.ones(1), object()]):
+        with pytest.raises(ValueError, match="outputs must be an array or a nest"):
+            scaler.scale(bad)
+
+
+def test_update_with_a_new_scale(wrap):
+    def body(scaler, value):
+        scaler.update(value)
+        return scaler.get_scale()
+
+    scaler = jamp.GradScaler()
+    scaler.growth_tracker[...] = jnp.int32(5)
+    assert wrap(body)(scaler, jnp.float32(3.7)) == np.float32(3.7)
+    scaler.update(2)
+    scaler.update(new_scale=np.float64(1024))
+    assert scaler.state_dict()["scale"] == 1024.0
+    assert scaler.state_dict()["_growth_tracker"] == 5
+    for bad in (0.0, -1.0, np.inf, np.nan):
+        with pytest.raises(ValueError, match=r"the scale must be finite and > 0"):
+            scaler.update(bad)
+    with pytest.raises(ValueError, match=r"one element; got shape \(2,\)"):
+        scaler.update(jnp.ones(2))
+
+
+def test_get_scale_is_a_float_outside_and_an_array_inside_a_trace():
+    scaler = jamp.GradScaler()
+    assert type(scaler.get_scale()) is float
+
+    @nnx.jit
+    def inside(scaler):
+        assert isinstance(scaler.get_scale(), jax.core.Tracer)
+        return scaler.get_scale()
+
+    assert inside(scaler) == 2.0**16
+
+
+def test_setters_are_checked_and_take_effect(wrap):
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    scaler.set_growth_interval(1)
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.25)
+    assert scaler.get_growth_interval() == 1
+    assert scaler.get_growth_factor() == 4.0 and scaler.get_backoff_factor() == 0.25
+    step = wrap(train_step)
+    step(model, optimizer, scaler, X)
+    assert scaler.get_scale() == 2.0**18
+    step(model, optimizer, scaler, BAD)
+    assert scaler.get_scale() == 2.0**16
+    for setter, value in (
+        (scaler.set_growth_factor, 1.0),
+        (scaler.set_backoff_factor, 1.0),
+        (scaler.set_growth_interval, 0),
+    ):
+        with pytest.raises(ValueError, match=f"{setter.__name__[4:]} must be"):
+            setter(value)
+    assert scaler.get_growth_factor() == 4.0
+
+
+def test_disabled(wrap):
+    (model, optimizer), scaler = make_model(), jamp.GradScaler(enabled=False)
+    assert not scaler.is_enabled() and jamp.GradScaler().is_enabled()
+    loss = jnp.float16(3)
+    assert scaler.scale(loss) is loss and scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+    assert not wrap(train_step)(model, optimizer, scaler, BAD)
+    assert not np.all(np.isfinite(arrays(model)[0]["kernel"]))  # applied, as in torch
+    scaler.load_state_dict({})
+    scaler.update()
+
+
+def test_torchs_errors_in_torchs_words(wrap):
+    def expect(message, body):
+        (model, optimizer), scaler = make_model(), jamp.GradScaler()
+        grads = scaled_grads(model, scaler, X)
+        with pytest.raises(RuntimeError, match=message):
+            wrap(body)(model, optimizer, scaler, grads)
+
+    def unscale_twice(model, optimizer, scaler, grads):
+        grads = scaler.unscale_(optimizer, grads)
+        scaler.unscale_(optimizer, grads)
+
+    def unscale_after_step(model, optimizer, scaler, grads):
+        scaler.step(optimizer, model, grads)
+        scaler.unscale_(optimizer, grads)
+
+    def step_twice(model, optimizer, scaler, grads):
+        scaler.step(optimizer, model, grads)
+        scaler.step(optimizer, model, grads)
+
+    def update_alone(model, optimizer, scaler, grads):
+        scaler.update()
+
+    def closure(model, optimizer, scaler, grads):
+        scaler.step(optimizer, model, grads, value_fn=lambda params: 0.0)
+
+    since = "since the last update"
+    expect(rf"unscale_\(\) has already been called on this .* {since}", unscale_twice)
+    expect(r"unscale_\(\) is being called after step\(\)", unscale_after_step)
+    expect(rf"step\(\) has already been called {since}", step_twice)
+    expect("No inf checks were recorded prior to update", update_alone)
+    expect("Closure use is not currently supported if GradScaler is enabled", closure)
+
+
+def test_float16_gradients_name_the_leaf(wrap):
+    class Nested(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.inner = nnx.Linear(2, 2, param_dtype=jnp.float16, rngs=rngs)
+
+    model, scaler = Nested(), jamp.GradScaler()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    message = r"Attempting to unscale FP16 gradients.*\['inner'\]\['bias'\] is float16"
+    for method in ("unscale_", "step"):
+
+        def body(model, optimizer, scaler, grads, method=method):
+            if method == "unscale_":
+                return scaler.unscale_(optimizer, grads)
+            return scaler.step(optimizer, model, grads)
+
+        with pytest.raises(ValueError, match=message):
+            wrap(body)(model, optimizer, scaler, grads)
+
+
+def test_an_empty_gradient_is_an_error_as_in_torch():
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    with pytest.raises(RuntimeError, match="No inf checks were recorded for this opt"):
+        scaler.unscale_(optimizer, nnx.State({}))
+
+
+def test_passing_the_scaled_gradients_on_after_unscale_is_an_error(wrap):
+    def body(model, optimizer, scaler, x):
+        grads = scaled_grads(model, scaler, x)
+        scaler.unscale_(optimizer, grads)  # torch would have changed them in place
+        scaler.step(optimizer, model, grads)
+
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    with pytest.raises(ValueError, match="pass the ones it returned"):
+        wrap(body)(model, optimizer, scaler, X)
+
+
+def test_gradients_of_another_model_name_the_path():
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    grads = nnx.State({"kernel": nnx.Param(jnp.ones((3, 2))), "bias": nnx.Param(X[0])})
+    with pytest.raises(ValueError, match=r"\['kernel'\].*shape \(3, 2\).*\(2, 2\)"):
+        scaler.step(optimizer, model, grads)
+    del grads["kernel"]
+    with pytest.raises(ValueError, match=r"parameters have a leaf at \['kernel'\]"):
+        scaler.step(optimizer, model, grads)
+
+
+def test_half_an_iteration_cannot_leave_a_trace():
+    @nnx.jit
+    def half(model, optimizer, scaler):
+        scaler.unscale_(optimizer, scaled_grads(model, scaler, X))
+
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    with pytest.raises(RuntimeError, match="in the middle of an iteration"):
+        half(model, optimizer, scaler)
+    assert not nnx.jit(train_step)(model, optimizer, scaler, X)  # still usable
+
+
+def test_half_an_iteration_cannot_enter_a_trace_or_be_copied():
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    scaler.unscale_(optimizer, scaled_grads(model, scaler, X))
+    for action in (
+        lambda: nnx.jit(train_step)(model, optimizer, scaler, X),
+        lambda: copy.deepcopy(scaler),
+        lambda: pickle.dumps(scaler),
+        lambda: nnx.split(scaler),
+        lambda: scaler.state_dict(),
+    ):
+        with pytest.raises(RuntimeError, match="in the middle of an iteration"):
+            action()
+    scaler.update()
+    copy.deepcopy(scaler)
+
+
+def test_a_scaler_closed_over_by_a_trace_recovers():
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+
+    @nnx.jit
+    def step(model, optimizer):  # wrong: the scaler is no argument
+        return train_step(model, optimizer, scaler, X)
+
+    with pytest.raises(Exception, match="different trace level"):
+        step(model, optimizer)
+    with pytest.raises(RuntimeError, match="in the middle of an iteration"):
+        train_step(model, optimizer, scaler, X)
+    assert not train_step(model, optimizer, scaler, X)
+
+
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))]
+)
+def test_copies_are_equal_and_apart(copier):
+    (model, optimizer), scaler = make_model(), jamp.GradScaler(growth_interval=3)
+    train_step(model, optimizer, scaler, X)
+    twin = copier(scaler)
+    assert twin.state_dict() == scaler.state_dict()
+    train_step(model, optimizer, scaler, BAD)
+    assert twin.get_scale() == 2 * scaler.get_scale()
+    assert nnx.jit(train_step)(model, optimizer, twin, BAD)
+
+
+def test_orbax_saves_and_restores(tmp_path):
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    train_step(model, optimizer, scaler, BAD)
+    train_step(model, optimizer, scaler, X)
+    fresh = jamp.GradScaler()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "scaler", nnx.state(scaler))
+        checkpointer.wait_until_finished()
+        nnx.update(
+            fresh,
+            checkpointer.restore(tmp_path / "scaler", nnx.state(jamp.GradScaler())),
+        )
+    assert fresh.state_dict() == scaler.state_dict()
+
+
+def test_state_dict_round_trip_and_errors():
+    (model, optimizer), scaler = make_model(), jamp.GradScaler(3.7, hysteresis=2)
+    train_step(model, optimizer, scaler, BAD)
+    saved = scaler.state_dict()
+    assert (
+        saved["scale"] == float(np.float32(3.7)) and saved["_hysteresis_tracker"] == 1
+    )
+    fresh = jamp.GradScaler(hysteresis=2)
+    fresh.load_state_dict(saved)
+    assert fresh.state_dict() == saved
+
+    with pytest.raises(RuntimeError, match="The source state dict is empty"):
+        fresh.load_state_dict({})
+    with pytest.raises(ValueError, match="state_dict lacks _growth_tracker, scale"):
+        fresh.load_state_dict(
+            {k: v for k, v in saved.items() if k not in ("scale", "_growth_tracker")}
+        )
+    for key, bad in (("scale", 0.0), ("growth_factor", 1.0), ("_growth_tracker", -1)):
+        with pytest.raises(ValueError, match="must be"):
+            fresh.load_state_dict({**saved, key: bad})
+    assert fresh.state_dict() == saved  # nothing was loaded by halves
+
+    @nnx.jit
+    def inside(scaler):
+        scaler.state_dict()
+
+    with pytest.raises(RuntimeError, match="called inside a trace"):
+        inside(fresh)
+
+
+def test_torchs_device_argument_is_explained():
+    with pytest.raises(TypeError, match="torch.amp.GradScaler takes first"):
+        jamp.GradScaler("cuda")
+    with pytest.raises(ValueError, match="growth_factor must be"):
+        jamp.GradScaler(growth_factor=1.0)
+
+
+def test_bfloat16_gradients_keep_their_dtype():
+    model, scaler = make_model()[0], jamp.GradScaler(3.0)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    grads = jax.tree.map(
+        lambda p: jnp.full(p.shape, 2, jnp.bfloat16), nnx.state(model, nnx.Param)
+    )
+    unscaled = nnx.as_pure(scaler.unscale_(optimizer, grads))
+    assert unscaled["kernel"].dtype == jnp.bfloat16
+    expected = (jnp.float32(2) * np.float32(1 / 3)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(unscaled["kernel"], jnp.full((2, 2), expected))
+
+
+def test_a_jitted_step_traces_once_and_transfers_nothing():
+    (model, optimizer), scaler = make_model(), jamp.GradScaler(growth_interval=7)
+    traces = []
+
+    @nnx.jit
+    def step(model, optimizer, scaler, x):
+        traces.append(1)
+        return train_step(model, optimizer, scaler, x)
+
+    x, bad = jax.device_put(X), jax.device_put(BAD)
+    with jax.transfer_guard("disallow"), jax.checking_leaks():
+        skipped = [
+            step(model, optimizer, scaler, bad if i % 10 == 3 else x)
+            for i in range(100)
+        ]
+    assert len(traces) == 1
+    assert sum(map(int, skipped)) == 10

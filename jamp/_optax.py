@@ -226,9 +226,7 @@ def _loss_scaled(inner, init_scale_state, next_scale, axis_name):
 
         def skip():
             shapes, _ = jax.eval_shape(run)
-            return jax.tree.map(
-                lambda s: jnp.zeros(s.shape, s.dtype), shapes
-            ), state.inner_state
+            return jax.tree.map(jnp.zeros_like, shapes), state.inner_state
 
         updates, inner_state = _loss_scale.run_or_hold(finite, run, skip)
         return updates, advance(state, finite, inner_state)

@@ -1,0 +1,52 @@
+# `make` prints the targets. Each one makes what it needs in .venv by itself.
+
+VENV := .venv
+PYTHON ?= $(shell scripts/find-python)
+BIN := $(VENV)/bin
+# An interpreter with JAX and CUDA, for `make gpu`; nothing is installed into it.
+GPU_PYTHON ?= python3
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test parity lint docs bench gpu newest clean
+
+help: ## print the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1|/' \
+		| column -t -s '|'
+
+# .venv/.<extra> is made when jamp is installed there with that extra.
+$(VENV)/.%: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/.test ## the tests; no torch needed
+	$(BIN)/python -m pytest tests
+
+parity: $(VENV)/.parity ## compare with live torch, bit for bit; writes parity/report.md
+	$(BIN)/python -m parity
+	$(BIN)/python -m pytest parity
+
+lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+docs: $(VENV)/.docs ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.benchmarks ## benchmarks on the CPU; prints tables
+	$(BIN)/python -m benchmarks.loss_scale_overhead
+
+gpu: ## GPU tests, parity and benchmarks, with GPU_PYTHON and from the source tree
+	$(GPU_PYTHON) -m pytest tests/test_gpu.py
+	$(GPU_PYTHON) -m parity --device cuda
+	$(GPU_PYTHON) -m benchmarks.loss_scale_overhead --device gpu
+
+newest: ## the tests on the newest JAX, with Python 3.12 and 3.13 where they are
+	scripts/test-newest
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .venv-* build dist site

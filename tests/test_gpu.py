@@ -1,0 +1,78 @@
+"""What only a GPU can show; skipped without one. `make gpu` runs it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+from jamp import _loss_scale
+from jamp._loss_scale import LossScaleConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("standard_promotion"),
+]
+
+
+def test_the_float64_product_is_the_hosts():
+    config = LossScaleConfig(growth_factor=1.1, backoff_factor=0.7, growth_interval=2)
+    flags = np.random.default_rng(0).random(2000) < 0.35
+
+    def step(state, found_inf):
+        state = _loss_scale.update(state, found_inf, config)
+        return state, state.loss_scale
+
+    train = jax.jit(lambda f: jax.lax.scan(step, _loss_scale.init(config), f)[1])
+    on_gpu = np.asarray(train(flags))
+    with jax.default_device(jax.devices("cpu")[0]):
+        on_cpu = np.asarray(train(flags))
+    np.testing.assert_array_equal(on_gpu.view(np.uint32), on_cpu.view(np.uint32))
+
+
+def test_float16_training_overflows_and_recovers():
+    kernel = jax.random.normal(jax.random.key(0), (256, 256)) / 16
+    params = {"first": kernel, "second": kernel}
+    tx = jamp.dynamic_loss_scale(optax.adamw(1e-3), 2.0**20, growth_interval=20)
+    x = jax.random.normal(jax.random.key(1), (64, 256), jnp.float16)
+
+    def loss_fn(params):
+        hidden = jax.nn.relu(x @ params["first"].astype(jnp.float16))
+        output = (hidden @ params["second"].astype(jnp.float16)).astype(jnp.float32)
+        return jnp.mean((output - x.astype(jnp.float32)) ** 2)
+
+    @jax.jit
+    def train_step(params, state):
+        loss, grads = jamp.value_and_grad(loss_fn, state)(params)
+        params, state = jamp.step(tx, grads, state, params)
+        return params, state, loss
+
+    state, losses = tx.init(params), []
+    for _ in range(200):
+        params, state, loss = train_step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]
+    assert 0 < jamp.metrics(state)["skipped_steps"] < 100
+
+
+def test_grad_scaler_makes_no_transfer():
+    model = nnx.Linear(256, 256, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    scaler = jamp.GradScaler(growth_interval=5)
+
+    @nnx.jit
+    def train_step(model, optimizer, scaler, x):
+        loss_fn = lambda m: scaler.scale(jnp.mean(m(x).astype(jnp.float32) ** 2))
+        skipped = scaler.step(optimizer, model, nnx.grad(loss_fn)(model))
+        scaler.update()
+        return skipped
+
+    x = jax.device_put(jnp.ones((32, 256)))
+    train_step(model, optimizer, scaler, x)
+    with jax.transfer_guard("disallow"):
+        for _ in range(20):
+            train_step(model, optimizer, scaler, x)
+    assert scaler.get_scale() > 2.0**16

@@ -1,0 +1,92 @@
+"""The package as a whole: names, docstrings, imports, version switches."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+import jamp
+
+PACKAGE = Path(jamp.__file__).parent
+MODULES = [f"jamp.{module.name}" for module in pkgutil.iter_modules([str(PACKAGE)])]
+PUBLIC = [name for name in vars(jamp) if not name.startswith("_")]
+
+# Imports point one way: a module may import from the layers before its own.
+LAYERS = [
+    {"_compat", "_tree", "_types"},
+    {"_loss_scale", "_policy", "_op_rules"},
+    {"_optax", "_grad_scaler", "_nested", "_autocast"},
+    {"linen", "nnx", "debug", "sharding"},
+    {"__init__"},
+]
+
+
+def imports_of(path):
+    """Names of the jamp modules that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            yield from [node.module] if node.module else [a.name for a in node.names]
+
+
+def layer_of(name):
+    return next(index for index, layer in enumerate(LAYERS) if name in layer)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+def test_imports_point_one_way(path):
+    for name in imports_of(path):
+        assert layer_of(name) < layer_of(path.stem), f"{path.stem} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+def test_private_jax_and_version_switches_live_in_compat_alone(path):
+    if path.stem != "_compat":
+        assert not re.search(r"jax\._src|__version__\s*[<>=]=?\s", path.read_text())
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+def test_modules_stay_readable(path):
+    assert len(path.read_text().splitlines()) <= 500
+
+
+def test_the_export_list_is_short():
+    assert 0 < len(PUBLIC) <= 21
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name):
+    value = getattr(jamp, name)
+    documentation = inspect.getdoc(value)
+    assert documentation
+    if inspect.isclass(value):
+        for method, function in inspect.getmembers(value, inspect.isfunction):
+            if not method.startswith("_") and function.__module__.startswith("jamp"):
+                assert inspect.getdoc(function), f"{name}.{method}"
+    if inspect.isfunction(value):
+        assert ">>>" in documentation, f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name, standard_promotion):
+    module = importlib.import_module(name)
+    failed, _ = doctest.testmod(module)
+    assert not failed
+
+
+def test_examples_are_found():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    tests = [t for n in MODULES for t in finder.find(importlib.import_module(n))]
+    assert sum(bool(test.examples) for test in tests) >= 10
+
+
+def test_version_is_that_of_the_distribution():
+    try:
+        assert version("jamp-jax") == jamp.__version__
+    except PackageNotFoundError:
+        pytest.skip("jamp runs from the source tree")

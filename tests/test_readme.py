@@ -1,0 +1,30 @@
+"""Every Python block of the documentation runs, in order, page by page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+TORCH = re.compile(r"^\s*import torch|torch\.", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_blocks_run(page, standard_promotion, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = PYTHON.findall(page.read_text())
+    if page.name == "README.md":
+        assert blocks
+    if any(TORCH.search(block) for block in blocks):
+        pytest.importorskip("torch")
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target

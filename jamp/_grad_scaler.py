@@ -3,16 +3,9 @@
 The scale and its trackers are `nnx.Variable`s, so that the scaler travels through
 `nnx.jit` and into checkpoints as a model does. The factors and the interval are
 static: changing one retraces a jitted step that takes the scaler.
-
-What happens between `unscale_` or `step` and `update` (torch's stage of each optimizer,
-its `found_inf`) is no state of the scaler but of one iteration. It lives in plain
-Python, keyed by the optimizer object, and does not outlive the trace it was made in:
-a trace gives every optimizer a new identity. Flattening the scaler in the middle of an
-iteration, as `nnx.jit`, `nnx.split`, deepcopy and checkpoints do, raises.
 """
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,68 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.extend.core import get_opaque_trace_state
 
 from . import _loss_scale
+from ._iteration import Iteration, Record, Stage
 from ._loss_scale import InverseScale, LossScaleConfig, LossScaleState
-from ._tree import check_gradients_match, dtype_of, is_inexact
-
-_HALF_WAY = (
-    "GradScaler crossed a trace boundary, or was copied or saved, in the middle of an "
-    "iteration. An iteration (scale, unscale_, step, update) must lie inside one "
-    "trace, or wholly outside. Call update() before the jitted function returns:\n"
-    "    @nnx.jit\n"
-    "    def train_step(model, optimizer, scaler, x):\n"
-    "        ...\n"
-    "        scaler.step(optimizer, model, grads)\n"
-    "        scaler.update()"
-)
-
-
-class _Stage(enum.Enum):
-    UNSCALED = enum.auto()
-    STEPPED = enum.auto()
-
-
-@dataclasses.dataclass
-class _Record:
-    """What one optimizer did in this iteration."""
-
-    optimizer: Any  # held, so that its id is not given to another one
-    stage: _Stage
-    finite: Any  # bool []
-    scaled: Any  # one scaled gradient leaf, to know it again
-
-
-@jax.tree_util.register_pytree_node_class
-class _Iteration:
-    """The records of the current iteration: a pytree only while there are none."""
-
-    def __init__(self):
-        self.records: dict[int, _Record] = {}
-        self.trace = None
-
-    def tree_flatten(self):
-        if self.records:
-            raise RuntimeError(_HALF_WAY)
-        return (), None
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        del aux, children
-        return cls()
-
-    def __reduce__(self):
-        self.tree_flatten()
-        return type(self), ()
-
-    def record_of(self, optimizer: Any) -> _Record | None:
-        trace = get_opaque_trace_state(convention="nnx")
-        if self.records and self.trace != trace:
-            self.records.clear()
-            raise RuntimeError(_HALF_WAY)
-        self.trace = trace
-        return self.records.get(id(optimizer))
+from ._tree import check_gradients_match, dtype_of, is_inexact, is_traced
 
 
 class GradScaler(nnx.Pytree):
@@ -97,7 +33,10 @@ class GradScaler(nnx.Pytree):
       growth_interval: finite steps in a row before the scale grows, >= 1.
       enabled: if False, `scale` and `unscale_` are the identity, `step` always steps,
         `get_scale` is 1.0 and `state_dict` is empty.
-      min_scale, max_scale, hysteresis, axis_name: as in `jamp.dynamic_loss_scale`.
+      min_scale: as in `jamp.dynamic_loss_scale`, and so the others.
+      max_scale: ceiling when growing.
+      hysteresis: how many overflows since the last growth it takes to back off.
+      axis_name: mapped axis or axes over which an overflow counts for all replicas.
 
     Raises:
       ValueError: a value is out of its range; it is named.
@@ -163,7 +102,7 @@ class GradScaler(nnx.Pytree):
         self.loss_scale = nnx.Variable(state.loss_scale)
         self.growth_tracker = nnx.Variable(state.growth_tracker)
         self.hysteresis_tracker = nnx.Variable(state.hysteresis_tracker)
-        self._iteration = nnx.data(_Iteration())
+        self._iteration = nnx.data(Iteration())
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies an array, or every array of a nest, by the scale.
@@ -172,10 +111,7 @@ class GradScaler(nnx.Pytree):
         dtype; the product is formed in float32.
 
         Args:
-          outputs: array or pytree of arrays, usually the loss.
-
-        Raises:
-          ValueError: a leaf is not an array or a number.
+          outputs: array or pytree of arrays, usually the loss; else ValueError.
         """
         if not self._enabled:
             return outputs
@@ -211,7 +147,7 @@ class GradScaler(nnx.Pytree):
         if not self._enabled:
             return grads
         record = self._iteration.record_of(optimizer)
-        if record is not None and record.stage is _Stage.UNSCALED:
+        if record is not None and record.stage is Stage.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last "
                 "update()."
@@ -220,8 +156,8 @@ class GradScaler(nnx.Pytree):
             raise RuntimeError("unscale_() is being called after step().")
         finite = self._check(grads)
         leaves = [leaf for leaf in jax.tree.leaves(grads) if is_inexact(leaf)]
-        self._iteration.records[id(optimizer)] = _Record(
-            optimizer, _Stage.UNSCALED, finite, scaled=leaves[0]
+        self._iteration.records[id(optimizer)] = Record(
+            optimizer, Stage.UNSCALED, finite, scaled=leaves[0]
         )
         return self._unscaled(grads, _loss_scale.invert(self.loss_scale[...]))
 
@@ -255,7 +191,7 @@ class GradScaler(nnx.Pytree):
                 "Closure use is not currently supported if GradScaler is enabled."
             )
         record = self._iteration.record_of(optimizer)
-        if record is not None and record.stage is _Stage.STEPPED:
+        if record is not None and record.stage is Stage.STEPPED:
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
@@ -274,8 +210,8 @@ class GradScaler(nnx.Pytree):
         else:
             finite, unscaled = record.finite, lambda: grads
         _update_if(finite, optimizer, model, unscaled, kwargs)
-        self._iteration.records[id(optimizer)] = _Record(
-            optimizer, _Stage.STEPPED, finite, scaled=None
+        self._iteration.records[id(optimizer)] = Record(
+            optimizer, Stage.STEPPED, finite, scaled=None
         )
         return jnp.logical_not(finite)
 
@@ -310,7 +246,7 @@ class GradScaler(nnx.Pytree):
         if not self._enabled:
             return 1.0
         loss_scale = self.loss_scale[...]
-        return loss_scale if _is_traced(loss_scale) else float(loss_scale)
+        return loss_scale if is_traced(loss_scale) else float(loss_scale)
 
     def get_growth_factor(self) -> float:
         """What the scale is multiplied by when it grows."""
@@ -357,7 +293,7 @@ class GradScaler(nnx.Pytree):
             return {}
         self._iteration.tree_flatten()  # raises in the middle of an iteration
         state = self._state()
-        if _is_traced(state.loss_scale):
+        if is_traced(state.loss_scale):
             raise RuntimeError(
                 "state_dict() needs the values of the scale and was called inside a "
                 "trace; call it outside the jitted function."
@@ -438,17 +374,13 @@ class GradScaler(nnx.Pytree):
         )
 
 
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
-
-
 def _as_scale(value: Any) -> jax.Array:
     """A scale given by the user as float32 []."""
     if jnp.size(value) != 1:
         raise ValueError(
             f"the scale must be a number or one element; got shape {jnp.shape(value)}."
         )
-    if _is_traced(value):
+    if is_traced(value):
         return jnp.reshape(value, []).astype(jnp.float32)
     value = np.asarray(value).item()
     return jnp.asarray(_loss_scale.check_scale("the scale", value), jnp.float32)
@@ -462,7 +394,7 @@ def _update_if(
     def run(optimizer, model):
         optimizer.update(model, grads(), **kwargs)
 
-    if _is_traced(finite):
+    if is_traced(finite):
         nnx.cond(finite, run, lambda optimizer, model: None, optimizer, model)
     elif finite:
         run(optimizer, model)

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._tree import dtype_of, is_inexact, widened
+from ._tree import dtype_of, is_inexact, is_traced, widened
 
 T = TypeVar("T")
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # 2**-126
@@ -105,18 +105,20 @@ class LossScaleConfig:
             object.__setattr__(self, name, _number(name, getattr(self, name), convert))
         huge = LARGEST_SCALE
         check_range("min_scale", self.min_scale, "in [0, 3.4e38]", 0.0, huge)
-        if _is_known(self.max_scale) and self.max_scale > huge:
+        if not is_traced(self.max_scale) and self.max_scale > huge:
             object.__setattr__(self, "max_scale", math.inf)
         check_scale("init_scale", self.init_scale)
-        if _is_known(self.min_scale):
+        if not is_traced(self.min_scale):
             floor = f"at least min_scale ({self.min_scale})"
             check_range("max_scale", self.max_scale, floor, self.min_scale, math.inf)
             check_range("init_scale", self.init_scale, floor, self.min_scale, huge)
-        if _is_known(self.max_scale):
+        if not is_traced(self.max_scale):
             ceiling = f"at most max_scale ({self.max_scale})"
             check_range("init_scale", self.init_scale, ceiling, 0.0, self.max_scale)
         above_one, below_one = math.nextafter(1.0, 2.0), math.nextafter(1.0, 0.0)
-        check_range("growth_factor", self.growth_factor, "finite and > 1", above_one, huge)
+        check_range(
+            "growth_factor", self.growth_factor, "finite and > 1", above_one, huge
+        )
         check_range(
             "backoff_factor", self.backoff_factor, "in (0, 1)", 5e-324, below_one
         )
@@ -136,17 +138,13 @@ def check_range(
     name: str, value: Any, allowed: str, lowest: float, highest: float
 ) -> None:
     """Raises ValueError unless a known value lies in [lowest, highest]."""
-    if _is_known(value) and not lowest <= value <= highest:
+    if not is_traced(value) and not lowest <= value <= highest:
         raise ValueError(f"{name} must be {allowed}; got {value!r}.")
-
-
-def _is_known(value: Any) -> bool:
-    return not isinstance(value, jax.core.Tracer)
 
 
 def _number(name: str, value: Any, convert: Any) -> Any:
     """A Python number, or the traced scalar that `optax.inject_hyperparams` passes."""
-    if not _is_known(value):
+    if is_traced(value):
         return value
     kind = "an integer" if convert is operator.index else "a number"
     try:
@@ -219,7 +217,7 @@ def run_or_hold(
     copies far more with the branches the other way round. Outside a trace the value is
     known and only one side runs, as in torch, whose `step` reads the flag too.
     """
-    if isinstance(finite, jax.core.Tracer):
+    if is_traced(finite):
         return lax.cond(finite, run, hold)
     return run() if finite else hold()
 
@@ -324,15 +322,15 @@ def update(
 def _float64_product(x: jax.Array, factor: Any) -> jax.Array:
     """`float32(float64(x) * float64(factor))`, the product that torch forms."""
     with jax.enable_x64(True):
-        factor = np.float64(factor) if _is_known(factor) else factor
+        factor = factor if is_traced(factor) else np.float64(factor)
         wide = lax.convert_element_type(x, jnp.float64)
         product = wide * lax.convert_element_type(factor, jnp.float64)
         return lax.convert_element_type(product, jnp.float32)
 
 
 def _float32(value: Any) -> Any:
-    return np.float32(value) if _is_known(value) else value.astype(jnp.float32)
+    return value.astype(jnp.float32) if is_traced(value) else np.float32(value)
 
 
 def _int32(value: Any) -> Any:
-    return np.int32(value) if _is_known(value) else value.astype(jnp.int32)
+    return value.astype(jnp.int32) if is_traced(value) else np.int32(value)

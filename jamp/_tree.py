@@ -5,6 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is known only when the traced function runs."""
+    return isinstance(value, Tracer)
 
 
 def dtype_of(leaf: Any) -> Any:
@@ -42,7 +48,8 @@ def check_gradients_match(grads: Any, params: Any, caller: str) -> None:
     """Raises ValueError naming the first path where gradients and parameters differ.
 
     `None` and `optax.MaskedNode` stand for "no gradient here", and so does a
-    parameter that is one of them. A scalar may meet any dtype; shapes must agree.
+    parameter that is one of them. Shapes must agree, but for a leading axis of
+    examples, which optax's differentially private transformations take.
     """
     if isinstance(params, optax.LookaheadParams):
         params = params.fast  # lookahead takes gradients of its fast parameters alone
@@ -68,11 +75,12 @@ def check_gradients_match(grads: Any, params: Any, caller: str) -> None:
                 f"the gradients have none there; pass the gradients of all parameters, "
                 f"or mask the optimizer (optax.masked). Gradient paths: {_some(found)}."
             )
-        if None not in (shape, found[path]) and shape != found[path]:
+        got = found[path]
+        if None not in (shape, got) and shape not in (got, got[1:]):
             raise ValueError(
                 f"{caller}: at {path or 'the root'} the gradient has shape "
-                f"{found[path]} and the parameter has shape {shape}; pass the "
-                f"gradients of these parameters."
+                f"{got} and the parameter has shape {shape}; pass the gradients of "
+                f"these parameters."
             )
 
 

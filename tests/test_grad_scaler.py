@@ -312,7 +312,7 @@ def test_float16_gradients_name_the_leaf(wrap):
 
 
 def test_an_empty_gradient_is_an_error_as_in_torch():
-    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    (_, optimizer), scaler = make_model(), jamp.GradScaler()
     with pytest.raises(RuntimeError, match="No inf checks were recorded for this opt"):
         scaler.unscale_(optimizer, nnx.State({}))
 
@@ -438,7 +438,7 @@ def test_state_dict_round_trip_and_errors():
 
 
 def test_torchs_device_argument_is_explained():
-    with pytest.raises(TypeError, match="torch.amp.GradScaler takes first"):
+    with pytest.raises(TypeError, match=r"torch\.amp\.GradScaler takes first"):
         jamp.GradScaler("cuda")
     with pytest.raises(ValueError, match="growth_factor must be"):
         jamp.GradScaler(growth_factor=1.0)

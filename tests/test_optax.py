@@ -237,6 +237,19 @@ def test_integer_float0_none_and_empty_leaves():
         assert new_state.found_inf
 
 
+def test_gradients_per_example():
+    aggregate = optax.contrib.differentially_private_aggregate(
+        1.0, 0.0, jax.random.key(0)
+    )
+    tx = jamp.dynamic_loss_scale(optax.chain(aggregate, optax.sgd(1.0)), init_scale=4.0)
+    params = jnp.ones(2)
+    grads = jnp.full((8, 2), 0.5) * 4
+    new_params, _ = jax.jit(lambda g, s: jamp.step(tx, g, s, params))(
+        grads, tx.init(params)
+    )
+    np.testing.assert_allclose(new_params, 0.5)
+
+
 def test_update_without_params():
     tx = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0)
     updates, _ = tx.update(jnp.array([4.0, 8.0]), tx.init(jnp.ones(2)))
@@ -442,7 +455,7 @@ def test_gradients_that_do_not_match_name_the_path(how, grads, message):
 
 def test_inner_that_is_no_transformation():
     with pytest.raises(
-        TypeError, match="inner must be an optax.GradientTransformation"
+        TypeError, match=r"inner must be an optax\.GradientTransformation"
     ):
         jamp.dynamic_loss_scale(3.0)
     with pytest.raises(TypeError, match=r"inner must be .*; got <function adam"):

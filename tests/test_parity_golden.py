@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from parity import golden, jamp_side
-from parity.cases import CASES, LONG_RUN, Case, overflows
+from parity.cases import CASES, FIRST_OF_KIND, LONG_RUN, Case, overflows
 from parity.trajectory import digest
 
 OPTAX_CASES = [case for case in CASES if jamp_side.fits_optax(case)]
-FIRST_OF_KIND = list({case.kind: case for case in reversed(CASES)}.values())
 OTHER_CASES = [case for case in CASES if case not in (*OPTAX_CASES, *FIRST_OF_KIND)]
 
 

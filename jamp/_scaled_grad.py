@@ -1,0 +1,207 @@
+"""Around the wrapper: scaled gradients, and what its state tells.
+
+Each function finds the one `DynamicLossScaleState` in whatever nest of optax, Flax or
+user states it is given, so that it works the same in a chain and in a `TrainState`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from . import _loss_scale
+from ._optax import DynamicLossScaleState
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    opt_state: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` of the scaled loss: plain loss, scaled gradients.
+
+    The loss comes back as `fun` returned it. The gradients are those of
+    `scale_loss(loss, opt_state)`; give them to `tx.update` or `step` as they are.
+
+    Args:
+      fun: returns a floating scalar loss, or `(loss, aux)` with `has_aux`.
+      opt_state: any pytree that holds one loss scale, such as the state of an
+        `optax.chain` with `dynamic_loss_scale` inside, or a whole `TrainState`.
+      argnums: which arguments to differentiate, as in JAX.
+      has_aux: whether `fun` returns a pair.
+      allow_int: whether integer arguments are allowed, as in JAX.
+
+    Returns:
+      A function with the arguments of `fun` that returns `(loss, grads)`, or
+      `((loss, aux), grads)` with `has_aux`.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one.
+      TypeError: with `has_aux`, `fun` did not return a pair.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> params = jnp.float16(3.0)
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=1024.0)
+      >>> opt_state = tx.init(params)
+      >>> loss, grads = jamp.value_and_grad(lambda p: p * p, opt_state)(params)
+      >>> print(loss, float(grads))
+      9.0 6144.0
+
+    PyTorch: `scaler.scale(loss).backward()`.
+    """
+    current = loss_scale(opt_state)
+
+    def scaled(*args, **kwargs):
+        result = fun(*args, **kwargs)
+        if not has_aux:
+            return _loss_scale.scale(result, current), result
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(
+                "with has_aux=True, fun must return (loss, aux); got "
+                f"{type(result).__name__}."
+            )
+        return _loss_scale.scale(result[0], current), result
+
+    grad_fn = jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def value_and_grad_fn(*args, **kwargs):
+        grads, result = grad_fn(*args, **kwargs)
+        return result, grads
+
+    return value_and_grad_fn
+
+
+def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
+    """The loss times the scale, for those who call `jax.grad` themselves.
+
+    A scalar is promoted to float32 at least, an array with dimensions keeps its
+    dtype: the product is formed in float32 either way, as in torch.
+
+    Args:
+      loss: number or array of any shape.
+      opt_state: any pytree that holds one loss scale.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> opt_state = jamp.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(3))
+      >>> jamp.scale_loss(jnp.float16(2.0), opt_state)
+      Array(131072., dtype=float32)
+
+    PyTorch: `scaler.scale(loss)`.
+    """
+    return _loss_scale.scale(loss, loss_scale(opt_state))
+
+
+def unscale(grads: Any, opt_state: Any) -> Any:
+    """Scaled gradients divided by the scale, for logging.
+
+    `tx.update` does this itself; give it the scaled gradients. Half-precision leaves
+    come out float32, everything that is not floating or complex passes.
+
+    Args:
+      grads: pytree of scaled gradients.
+      opt_state: the state they were scaled with, from before `tx.update`.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=8.0)
+      >>> jamp.unscale({"w": jnp.float16(4.0)}, tx.init({"w": jnp.float32(0.0)}))
+      {'w': Array(0.5, dtype=float32)}
+
+    PyTorch: `scaler.unscale_(optimizer)`, without its bookkeeping.
+    """
+    return _loss_scale.unscale(grads, _loss_scale.invert(loss_scale(opt_state)))
+
+
+def loss_scale(opt_state: Any) -> jax.Array:
+    """The current loss scale, found anywhere in a nested optax state: float32 [].
+
+    Args:
+      opt_state: any pytree that holds one loss scale.
+
+    Raises:
+      ValueError: it holds none, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = optax.chain(jamp.dynamic_loss_scale(optax.adam(1e-3)), optax.scale(0.5))
+      >>> print(jamp.loss_scale(tx.init(jnp.ones(3))))
+      65536.0
+
+    PyTorch: `scaler.get_scale()`.
+    """
+    return metrics(opt_state)["loss_scale"]
+
+
+def metrics(opt_state: Any) -> dict[str, jax.Array]:
+    """The scalars worth logging, found anywhere in a nested optax state.
+
+    Args:
+      opt_state: any pytree that holds one loss scale, after `tx.update`.
+
+    Returns:
+      `{"loss_scale": float32 [], "growth_tracker": int32 [], "found_inf": bool [],
+      "skipped_steps": int32 []}`. `found_inf` tells whether the last step was skipped.
+
+    Raises:
+      ValueError: it holds none, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.adam(1e-3))
+      >>> for name, value in jamp.metrics(tx.init(jnp.ones(3))).items():
+      ...     print(name, value)
+      loss_scale 65536.0
+      growth_tracker 0
+      found_inf False
+      skipped_steps 0
+
+    PyTorch: `get_scale()` and `state_dict()`; torch cannot tell that a step was
+    skipped (pytorch#67590).
+    """
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        opt_state, is_leaf=lambda node: isinstance(node, DynamicLossScaleState)
+    )
+    found = {
+        jax.tree_util.keystr(path) or "the root": node
+        for path, node in nodes
+        if isinstance(node, DynamicLossScaleState)
+    }
+    if len(found) == 1:
+        (state,) = found.values()
+        names = ("loss_scale", "growth_tracker", "found_inf", "skipped_steps")
+        # NNX wraps each array of an optimizer state in a Variable of one leaf.
+        return {name: jax.tree.leaves(getattr(state, name))[0] for name in names}
+    if found:
+        raise ValueError(
+            f"opt_state holds {len(found)} loss scales, at {', '.join(found)}; pass "
+            "the part that holds the one you mean."
+        )
+    raise ValueError(
+        f"opt_state holds no loss scale; found {_describe(opt_state)}. Wrap the "
+        "optimizer in jamp.dynamic_loss_scale and pass the state from its init."
+    )
+
+
+def _describe(tree: Any) -> str:
+    states = []
+
+    def note(node):
+        if hasattr(node, "_fields") or hasattr(node, "__dataclass_fields__"):
+            states.append(type(node).__name__)
+        return False
+
+    jax.tree.leaves(tree, is_leaf=note)
+    return ", ".join(dict.fromkeys(states)) or f"a {type(tree).__name__}"

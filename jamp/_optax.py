@@ -138,7 +138,7 @@ def dynamic_loss_scale(
     def next_scale(state, found_inf):
         return _loss_scale.update(state, found_inf, config)
 
-    return _loss_scaled(inner, lambda: _loss_scale.init(config), next_scale, axis_name)
+    return _loss_scaled(inner, config, next_scale, axis_name)
 
 
 def static_loss_scale(
@@ -173,24 +173,14 @@ def static_loss_scale(
     """
     _loss_scale.check_scale("loss_scale", loss_scale)
     config = LossScaleConfig(init_scale=loss_scale)
-    return _loss_scaled(
-        inner, lambda: _loss_scale.init(config), lambda state, _: state, axis_name
-    )
+    return _loss_scaled(inner, config, lambda state, found_inf: state, axis_name)
 
 
-def _loss_scaled(inner, init_scale_state, next_scale, axis_name):
+def _loss_scaled(inner, config, next_scale, axis_name):
     inner = _as_transformation(inner)
 
     def init_fn(params):
-        scale_state = init_scale_state()
-        return DynamicLossScaleState(
-            loss_scale=scale_state.loss_scale,
-            growth_tracker=scale_state.growth_tracker,
-            found_inf=jnp.zeros([], jnp.bool_),
-            skipped_steps=jnp.zeros([], jnp.int32),
-            hysteresis_tracker=scale_state.hysteresis_tracker,
-            inner_state=inner.init(widen(params)),
-        )
+        return _initial_state(config, inner.init(widen(params)))
 
     def run_inner(grads, inverse, state, params, extra_args):
         if "grad" in extra_args:
@@ -249,6 +239,17 @@ def _loss_scaled(inner, init_scale_state, next_scale, axis_name):
     return tx
 
 
+def _initial_state(
+    config: LossScaleConfig, inner_state: optax.OptState
+) -> DynamicLossScaleState:
+    return DynamicLossScaleState(
+        **_loss_scale.init(config)._asdict(),
+        found_inf=jnp.zeros([], jnp.bool_),
+        skipped_steps=jnp.zeros([], jnp.int32),
+        inner_state=inner_state,
+    )
+
+
 def _cast_update(update: Any, param: Any) -> Any:
     if is_hole(update):
         return update
@@ -272,14 +273,7 @@ def _disabled(inner: Any) -> optax.GradientTransformationExtraArgs:
     inner = _as_transformation(inner)
 
     def init_fn(params):
-        return DynamicLossScaleState(
-            loss_scale=jnp.ones([], jnp.float32),
-            growth_tracker=jnp.zeros([], jnp.int32),
-            found_inf=jnp.zeros([], jnp.bool_),
-            skipped_steps=jnp.zeros([], jnp.int32),
-            hysteresis_tracker=jnp.ones([], jnp.int32),
-            inner_state=inner.init(params),
-        )
+        return _initial_state(LossScaleConfig(init_scale=1.0), inner.init(params))
 
     def update_fn(updates, state, params=None, **extra_args):
         updates, inner_state = inner.update(

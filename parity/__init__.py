@@ -1,0 +1,1 @@
+"""jamp against live torch: the same streams of gradients through both, bit by bit."""

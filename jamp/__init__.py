@@ -6,7 +6,6 @@ from . import linen as linen
 from ._grad_scaler import GradScaler as GradScaler
 
 # Loss scaling in optax
-from ._optax import DynamicLossScaleState as DynamicLossScaleState
 from ._optax import dynamic_loss_scale as dynamic_loss_scale
 from ._optax import static_loss_scale as static_loss_scale
 from ._optax import step as step
@@ -15,5 +14,6 @@ from ._scaled_grad import metrics as metrics
 from ._scaled_grad import scale_loss as scale_loss
 from ._scaled_grad import unscale as unscale
 from ._scaled_grad import value_and_grad as value_and_grad
+from ._state import DynamicLossScaleState as DynamicLossScaleState
 
 __version__ = "0.1.0"  # the one place; pyproject.toml reads it

@@ -6,7 +6,7 @@ static: changing one retraces a jitted step that takes the scaler.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ from flax import nnx
 
 from . import _loss_scale
 from ._iteration import Iteration, Record, Stage
-from ._loss_scale import InverseScale, LossScaleConfig, LossScaleState
-from ._tree import check_gradients_match, dtype_of, is_inexact, is_traced
+from ._loss_scale import LossScaleConfig, LossScaleState
+from ._nnx_grads import check_own_gradients, own_gradients, unscale_own, update_if
+from ._tree import is_inexact, is_traced
 
 
 class GradScaler(nnx.Pytree):
@@ -86,8 +87,8 @@ class GradScaler(nnx.Pytree):
                 f"init_scale must be a number; got {init_scale!r}. The device that "
                 "torch.amp.GradScaler takes first has no counterpart: leave it out."
             )
-        self._config = LossScaleConfig(
-            init_scale=init_scale,
+        self._config = LossScaleConfig(init_scale=init_scale)
+        self._configure(
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
@@ -96,8 +97,7 @@ class GradScaler(nnx.Pytree):
             hysteresis=hysteresis,
         )
         self._enabled = bool(enabled)
-        axis_names = [axis_name] if isinstance(axis_name, str) else axis_name
-        self._axis_name = None if axis_names is None else tuple(axis_names)
+        self._axis_name = _loss_scale.axis_names(axis_name)
         state = _loss_scale.init(self._config)
         self.loss_scale = nnx.Variable(state.loss_scale)
         self.growth_tracker = nnx.Variable(state.growth_tracker)
@@ -130,8 +130,14 @@ class GradScaler(nnx.Pytree):
     def unscale_(self, optimizer: nnx.Optimizer, grads: Any) -> Any:
         """Checks the gradients of one optimizer and divides them by the scale.
 
-        Optional: for clipping and logging between the backward pass and `step`. Use
-        what it returns from there on.
+        Optional, for clipping and logging between the backward pass and `step`. torch
+        writes into the gradients; this returns them, so use what it returns:
+
+            grads = scaler.unscale_(optimizer, grads)   # right
+            scaler.unscale_(optimizer, grads)           # wrong: grads are still scaled
+
+        `step` raises if it is given the same arrays that went in here. It cannot know
+        arrays that were made from them.
 
         Args:
           optimizer: the optimizer that will step with these gradients.
@@ -142,7 +148,9 @@ class GradScaler(nnx.Pytree):
 
         Raises:
           RuntimeError: called twice for this optimizer, or after `step`.
-          ValueError: a gradient is float16; its path is named.
+          ValueError: a gradient is float16 (its path is named), or the optimizer is
+            one of `jamp.dynamic_loss_scale` and would unscale again.
+          TypeError: `optimizer` is no `nnx.Optimizer`.
         """
         if not self._enabled:
             return grads
@@ -154,12 +162,12 @@ class GradScaler(nnx.Pytree):
             )
         if record is not None:
             raise RuntimeError("unscale_() is being called after step().")
-        finite = self._check(grads)
-        leaves = [leaf for leaf in jax.tree.leaves(grads) if is_inexact(leaf)]
-        self._iteration.records[id(optimizer)] = Record(
-            optimizer, Stage.UNSCALED, finite, scaled=leaves[0]
-        )
-        return self._unscaled(grads, _loss_scale.invert(self.loss_scale[...]))
+        own = own_gradients(optimizer, grads)
+        finite = _loss_scale.all_finite(own, self._axis_name)
+        scaled = next(leaf for leaf in jax.tree.leaves(own) if is_inexact(leaf))
+        self._iteration.add(Record(optimizer, Stage.UNSCALED, finite, scaled))
+        inverse = _loss_scale.invert(self.loss_scale[...])
+        return unscale_own(optimizer, grads, inverse)
 
     def step(
         self, optimizer: nnx.Optimizer, model: Any, grads: Any, **kwargs: Any
@@ -195,24 +203,25 @@ class GradScaler(nnx.Pytree):
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
-        params = nnx.as_pure(nnx.state(model, optimizer.wrt))
-        own_grads = nnx.as_pure(nnx.state(grads, optimizer.wrt))
-        check_gradients_match(own_grads, params, "GradScaler.step")
+        own = own_gradients(optimizer, grads)
+        with self._iteration.set_aside():  # the model may hold the scaler
+            check_own_gradients(optimizer, model, own)
         if record is None:
-            finite = self._check(grads)
+            finite = _loss_scale.all_finite(own, self._axis_name)
             inverse = _loss_scale.invert(self.loss_scale[...])
-            unscaled = lambda: self._unscaled(grads, inverse)
-        elif any(leaf is record.scaled for leaf in jax.tree.leaves(grads)):
+            unscaled = lambda: unscale_own(optimizer, grads, inverse)
+        elif any(leaf is record.scaled for leaf in jax.tree.leaves(own)):
             raise ValueError(
                 "step() got the gradients that went into unscale_(); pass the ones "
                 "it returned: grads = scaler.unscale_(optimizer, grads)."
             )
         else:
             finite, unscaled = record.finite, lambda: grads
-        _update_if(finite, optimizer, model, unscaled, kwargs)
-        self._iteration.records[id(optimizer)] = Record(
-            optimizer, Stage.STEPPED, finite, scaled=None
-        )
+        iteration = self._iteration
+        with iteration.set_aside():
+            update_if(finite, optimizer, model, unscaled, kwargs)
+            self._iteration = iteration  # NNX puts a new one into a scaler it updates
+        iteration.add(Record(optimizer, Stage.STEPPED, finite, scaled=None))
         return jnp.logical_not(finite)
 
     def update(self, new_scale: Any = None) -> None:
@@ -227,7 +236,7 @@ class GradScaler(nnx.Pytree):
         """
         if not self._enabled:
             return
-        self._iteration.record_of(None)
+        self._iteration.check_trace()
         if new_scale is not None:
             self.loss_scale[...] = _as_scale(new_scale)
         else:
@@ -254,7 +263,7 @@ class GradScaler(nnx.Pytree):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Sets the growth factor; ValueError unless > 1."""
-        self._config = dataclasses.replace(self._config, growth_factor=new_factor)
+        self._configure(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
         """What the scale is multiplied by after an overflow."""
@@ -262,7 +271,7 @@ class GradScaler(nnx.Pytree):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Sets the backoff factor; ValueError unless in (0, 1)."""
-        self._config = dataclasses.replace(self._config, backoff_factor=new_factor)
+        self._configure(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
         """How many finite steps in a row make the scale grow."""
@@ -274,7 +283,7 @@ class GradScaler(nnx.Pytree):
         The scale grows when the tracker *equals* the interval, as in torch: set below
         the current tracker, it does not grow until an overflow resets the tracker.
         """
-        self._config = dataclasses.replace(self._config, growth_interval=new_interval)
+        self._configure(growth_interval=new_interval)
 
     def is_enabled(self) -> bool:
         """Whether scaling is enabled."""
@@ -291,7 +300,7 @@ class GradScaler(nnx.Pytree):
         """
         if not self._enabled:
             return {}
-        self._iteration.tree_flatten()  # raises in the middle of an iteration
+        self._iteration.check_whole()
         state = self._state()
         if is_traced(state.loss_scale):
             raise RuntimeError(
@@ -321,6 +330,10 @@ class GradScaler(nnx.Pytree):
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"state_dict must be a mapping; got {type(state_dict).__name__}."
+            )
         if not state_dict:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved from a "
@@ -333,44 +346,30 @@ class GradScaler(nnx.Pytree):
                 f"state_dict lacks {', '.join(sorted(missing))}; it has "
                 f"{', '.join(map(str, state_dict))}. Pass what state_dict() returned."
             )
-        scale, tracker = _as_scale(state_dict["scale"]), state_dict["_growth_tracker"]
-        _loss_scale.check_range("_growth_tracker", tracker, ">= 0", 0, 2**31 - 1)
-        left = state_dict.get("_hysteresis_tracker", self._config.hysteresis)
-        self._config = dataclasses.replace(
-            self._config, **{key: state_dict[key] for key in keys[1:]}
+        scale = _as_scale(state_dict["scale"])
+        tracker = _loss_scale.check_count(
+            "_growth_tracker", state_dict["_growth_tracker"]
         )
+        left = state_dict.get("_hysteresis_tracker", self._config.hysteresis)
+        left = _loss_scale.check_count("_hysteresis_tracker", left)
+        left = min(left, self._config.hysteresis)
+        self._configure(**{key: state_dict[key] for key in keys[1:]})
         self.loss_scale[...] = scale
         self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)
         self.hysteresis_tracker[...] = jnp.asarray(left, jnp.int32)
 
+    def _configure(self, **changes: Any) -> None:
+        for name, value in changes.items():
+            if is_traced(value):
+                raise TypeError(
+                    f"{name} of a GradScaler is static; got a traced value. Set it "
+                    "outside the jitted function, to a Python number."
+                )
+        self._config = dataclasses.replace(self._config, **changes)
+
     def _state(self) -> LossScaleState:
         return LossScaleState(
             *(getattr(self, name)[...] for name in LossScaleState._fields)
-        )
-
-    def _check(self, grads: Any) -> Any:
-        """Whether the scaled gradients are finite; ValueError for float16 ones."""
-        leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.as_pure(grads))
-        for path, leaf in leaves:
-            if dtype_of(leaf) == jnp.float16:
-                raise ValueError(
-                    "Attempting to unscale FP16 gradients. The gradient at "
-                    f"{jax.tree_util.keystr(path) or 'the root'} is float16: keep the "
-                    "parameters in float32 and cast them on use, or use "
-                    "jamp.dynamic_loss_scale, which unscales in float32."
-                )
-        if not any(is_inexact(leaf) for _, leaf in leaves):
-            raise RuntimeError("No inf checks were recorded for this optimizer.")
-        return _loss_scale.all_finite(grads, self._axis_name)
-
-    def _unscaled(self, grads: Any, inverse: InverseScale) -> Any:
-        """Divided by the scale in float32, then back in the dtypes they came in."""
-        return jax.tree.map(
-            lambda new, old: (
-                new if dtype_of(new) == dtype_of(old) else new.astype(old.dtype)
-            ),
-            _loss_scale.unscale(grads, inverse),
-            grads,
         )
 
 
@@ -384,17 +383,3 @@ def _as_scale(value: Any) -> jax.Array:
         return jnp.reshape(value, []).astype(jnp.float32)
     value = np.asarray(value).item()
     return jnp.asarray(_loss_scale.check_scale("the scale", value), jnp.float32)
-
-
-def _update_if(
-    finite: Any, optimizer: Any, model: Any, grads: Any, kwargs: dict[str, Any]
-) -> None:
-    """`optimizer.update(model, grads(), **kwargs)` if finite."""
-
-    def run(optimizer, model):
-        optimizer.update(model, grads(), **kwargs)
-
-    if is_traced(finite):
-        nnx.cond(finite, run, lambda optimizer, model: None, optimizer, model)
-    elif finite:
-        run(optimizer, model)

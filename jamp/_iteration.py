@@ -7,8 +7,10 @@ Flattening the scaler in the middle of an iteration, as `nnx.jit`, `nnx.split`, 
 and checkpoints do, raises.
 """
 
+import contextlib
 import dataclasses
 import enum
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -50,8 +52,7 @@ class Iteration:
         self.trace = None
 
     def tree_flatten(self):
-        if self.records:
-            raise RuntimeError(HALF_WAY)
+        self.check_whole()
         return (), None
 
     @classmethod
@@ -60,13 +61,37 @@ class Iteration:
         return cls()
 
     def __reduce__(self):
-        self.tree_flatten()
+        self.check_whole()
         return type(self), ()
 
-    def record_of(self, optimizer: Any) -> Record | None:
-        trace = get_opaque_trace_state(convention="nnx")
-        if self.records and self.trace != trace:
+    def check_whole(self) -> None:
+        """Raises RuntimeError in the middle of an iteration."""
+        if self.records:
+            raise RuntimeError(HALF_WAY)
+
+    def check_trace(self) -> None:
+        """Raises RuntimeError if the records are of another trace, and drops them."""
+        if self.records and self.trace != _current_trace():
             self.records.clear()
             raise RuntimeError(HALF_WAY)
-        self.trace = trace
+
+    def record_of(self, optimizer: Any) -> Record | None:
+        self.check_trace()
         return self.records.get(id(optimizer))
+
+    def add(self, record: Record) -> None:
+        self.trace = _current_trace()
+        self.records[id(record.optimizer)] = record
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """While NNX flattens a model that holds the scaler, which is fine."""
+        records, self.records = self.records, {}
+        try:
+            yield
+        finally:
+            self.records = records
+
+
+def _current_trace() -> Any:
+    return get_opaque_trace_state(convention="nnx")

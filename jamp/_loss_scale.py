@@ -41,7 +41,7 @@ class LossScaleState(NamedTuple):
     """What is carried from step to step."""
 
     loss_scale: jax.Array  # float32 []: what the loss is multiplied by
-    growth_tracker: jax.Array  # int32 []: finite steps since the last change
+    growth_tracker: jax.Array  # int32 []: finite steps in a row, 0 after a growth
     hysteresis_tracker: jax.Array  # int32 []: overflows left before backing off
 
 
@@ -102,7 +102,7 @@ class LossScaleConfig:
             ("max_scale", float),
             ("hysteresis", operator.index),
         ):
-            object.__setattr__(self, name, _number(name, getattr(self, name), convert))
+            object.__setattr__(self, name, number(name, getattr(self, name), convert))
         huge = LARGEST_SCALE
         check_range("min_scale", self.min_scale, "in [0, 3.4e38]", 0.0, huge)
         if not is_traced(self.max_scale) and self.max_scale > huge:
@@ -128,9 +128,16 @@ class LossScaleConfig:
 
 def check_scale(name: str, value: Any) -> float:
     """The value as a Python number, or ValueError if float32 cannot hold it."""
-    value = _number(name, value, float)
+    value = number(name, value, float)
     allowed = "finite and > 0, in float32's normal range [2**-126, 3.4e38]"
     check_range(name, value, allowed, SMALLEST_SCALE, LARGEST_SCALE)
+    return value
+
+
+def check_count(name: str, value: Any) -> int:
+    """The value as a Python integer, or ValueError if it is negative."""
+    value = number(name, value, operator.index)
+    check_range(name, value, ">= 0", 0, 2**31 - 1)
     return value
 
 
@@ -142,7 +149,7 @@ def check_range(
         raise ValueError(f"{name} must be {allowed}; got {value!r}.")
 
 
-def _number(name: str, value: Any, convert: Any) -> Any:
+def number(name: str, value: Any, convert: Any) -> Any:
     """A Python number, or the traced scalar that `optax.inject_hyperparams` passes."""
     if is_traced(value):
         return value
@@ -159,8 +166,10 @@ def _number(name: str, value: Any, convert: Any) -> Any:
 
 def init(config: LossScaleConfig) -> LossScaleState:
     """The state before the first step."""
+    init_scale = jnp.asarray(config.init_scale, jnp.float32)
     return LossScaleState(
-        loss_scale=jnp.asarray(config.init_scale, jnp.float32),
+        # Unchecked inside a trace: optax.inject_hyperparams may have cast it to inf.
+        loss_scale=jnp.clip(init_scale, SMALLEST_SCALE, LARGEST_SCALE),
         growth_tracker=jnp.zeros([], jnp.int32),
         hysteresis_tracker=jnp.asarray(config.hysteresis, jnp.int32),
     )
@@ -183,6 +192,17 @@ def scale(x: Any, loss_scale: jax.Array) -> jax.Array:
     dtype = dtype_of(x) if is_inexact(x) else jnp.dtype(jnp.float32)
     product = _times(jnp.asarray(x, widened(dtype)), loss_scale)
     return product if jnp.ndim(x) == 0 else lax.convert_element_type(product, dtype)
+
+
+def axis_names(axis_name: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """The axes as a tuple, or TypeError naming `axis_name`."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    is_sequence = isinstance(names, Sequence) and all(isinstance(n, str) for n in names)
+    if names is not None and not is_sequence:
+        raise TypeError(
+            f"axis_name must be a name or a sequence of names; got {axis_name!r}."
+        )
+    return None if names is None else tuple(names)
 
 
 def all_finite(

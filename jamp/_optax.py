@@ -5,12 +5,13 @@ When a gradient is not finite nothing inside moves: the updates are zero and
 `inner_state` is the one that came in.
 
 `step` exists for speed. `update` must return updates that somebody else applies, so
-the choice between running and skipping has to copy them. `step` puts the optimizer and
-`optax.apply_updates` behind one `lax.cond`, whose skipped side returns its inputs.
+the choice between running and skipping has to store them. `step` puts the optimizer and
+`optax.apply_updates` behind one `lax.cond`, whose skipped side returns its inputs: no
+copy, if the caller donates its buffers.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +20,15 @@ from jax import lax
 
 from . import _loss_scale
 from ._loss_scale import LossScaleConfig, LossScaleState
-from ._tree import check_gradients_match, dtype_of, is_hole, widen
-
-
-class DynamicLossScaleState(NamedTuple):
-    """State of `dynamic_loss_scale` and `static_loss_scale`."""
-
-    loss_scale: jax.Array  # float32 []: what the loss is multiplied by
-    growth_tracker: jax.Array  # int32 []: finite steps since the scale last changed
-    found_inf: jax.Array  # bool []: whether the last step was skipped
-    skipped_steps: jax.Array  # int32 []: steps skipped so far
-    hysteresis_tracker: jax.Array  # int32 []: overflows left before backing off
-    inner_state: optax.OptState  # of the wrapped optimizer, held on a skipped step
+from ._match import check_gradients_match, check_update_matches, is_hole
+from ._state import DynamicLossScaleState, check_not_scaled_yet, describe
+from ._tree import dtype_of, widen
 
 
 class _LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """A gradient transformation that can also apply its updates, for `step`."""
 
-    fused_step: Callable[..., tuple[optax.Params, DynamicLossScaleState]]
+    fused_step: Callable[..., tuple[optax.Params, DynamicLossScaleState]] | None = None
 
 
 def dynamic_loss_scale(
@@ -99,8 +91,8 @@ def dynamic_loss_scale(
       An `optax.GradientTransformationExtraArgs` with `DynamicLossScaleState` as state.
 
     Raises:
-      ValueError: an argument is out of its range, or the gradients given to `update`
-        do not match the parameters in structure or shape.
+      ValueError: an argument is out of its range; `inner` holds a loss scale already;
+        the gradients given to `update` do not match the parameters.
       TypeError: `inner` is not a gradient transformation, or a number is not one.
 
     Example:
@@ -179,8 +171,21 @@ def static_loss_scale(
 def _loss_scaled(inner, config, next_scale, axis_name):
     inner = _as_transformation(inner)
 
+    axis_name = _loss_scale.axis_names(axis_name)
+
     def init_fn(params):
-        return _initial_state(config, inner.init(widen(params)))
+        inner_state = inner.init(widen(params))
+        check_not_scaled_yet(inner_state, "inner")
+        return _initial_state(config, inner_state)
+
+    def check(caller, grads, state, params):
+        if not isinstance(state, DynamicLossScaleState):
+            raise ValueError(
+                f"{caller}: the state must be a DynamicLossScaleState, as made by this "
+                f"transformation's init; got {describe(state)}."
+            )
+        if params is not None:
+            check_gradients_match(grads, params, caller, wrapped=True)
 
     def run_inner(grads, inverse, state, params, extra_args):
         if "grad" in extra_args:
@@ -191,7 +196,9 @@ def _loss_scaled(inner, config, next_scale, axis_name):
             grads, state.inner_state, widen(params), **extra_args
         )
         if params is not None:
-            updates = jax.tree.map(_cast_update, updates, params, is_leaf=is_hole)
+            updates = jax.tree_util.tree_map_with_path(
+                _cast_update, updates, params, is_leaf=is_hole
+            )
         return updates, inner_state
 
     def advance(state, finite, inner_state):
@@ -207,8 +214,7 @@ def _loss_scaled(inner, config, next_scale, axis_name):
         )
 
     def update_fn(updates, state, params=None, **extra_args):
-        if params is not None:
-            check_gradients_match(updates, params, "dynamic_loss_scale's update")
+        check("dynamic_loss_scale's update", updates, state, params)
         finite = _loss_scale.all_finite(updates, axis_name)
         inverse = _loss_scale.invert(state.loss_scale)
         run = lambda: run_inner(updates, inverse, state, params, extra_args)
@@ -221,13 +227,13 @@ def _loss_scaled(inner, config, next_scale, axis_name):
         return updates, advance(state, finite, inner_state)
 
     def fused_step(grads, state, params, **extra_args):
-        check_gradients_match(grads, params, "jamp.step")
+        check("jamp.step", grads, state, params)
         finite = _loss_scale.all_finite(grads, axis_name)
         inverse = _loss_scale.invert(state.loss_scale)
 
         def run():
             updates, inner_state = run_inner(grads, inverse, state, params, extra_args)
-            return optax.apply_updates(params, updates), inner_state
+            return _apply_updates(params, updates), inner_state
 
         params, inner_state = _loss_scale.run_or_hold(
             finite, run, lambda: (params, state.inner_state)
@@ -250,9 +256,11 @@ def _initial_state(
     )
 
 
-def _cast_update(update: Any, param: Any) -> Any:
+def _cast_update(path: Any, update: Any, param: Any) -> Any:
+    """The update in the dtype of its parameter."""
     if is_hole(update):
         return update
+    check_update_matches(path, update, param, "dynamic_loss_scale")
     if dtype_of(update) == jax.dtypes.float0:
         return jnp.zeros(jnp.shape(param), dtype_of(param))
     return lax.convert_element_type(update, dtype_of(param))
@@ -284,6 +292,15 @@ def _disabled(inner: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """`optax.apply_updates`, but a missing update leaves its parameter."""
+
+    def apply(update, param):
+        return param if is_hole(update) else optax.apply_updates(param, update)
+
+    return jax.tree.map(apply, updates, params, is_leaf=is_hole)
+
+
 def step(
     tx: optax.GradientTransformation,
     grads: optax.Updates,
@@ -294,8 +311,8 @@ def step(
     """Updates the optimizer and applies the updates, in one.
 
     Equal to `tx.update` followed by `optax.apply_updates`, and faster when `tx` is
-    what `dynamic_loss_scale` or `static_loss_scale` returned: a skipped step then
-    costs no copy of the parameters. For any other transformation, one that holds a
+    what `dynamic_loss_scale` or `static_loss_scale` returned: with donated buffers a
+    step then copies no parameters. For any other transformation, one that holds a
     loss scale deeper inside included, it is those two calls.
 
     Args:
@@ -323,9 +340,11 @@ def step(
 
     PyTorch: `scaler.step(optimizer); scaler.update()`.
     """
-    if isinstance(tx, _LossScaledTransformation):
+    if params is None:
+        raise ValueError("params must be the parameters to step; got None.")
+    if isinstance(tx, _LossScaledTransformation) and tx.fused_step is not None:
         return tx.fused_step(grads, opt_state, params, **extra_args)
     updates, opt_state = _as_transformation(tx).update(
         grads, opt_state, params, **extra_args
     )
-    return optax.apply_updates(params, updates), opt_state
+    return _apply_updates(params, updates), opt_state

@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from . import _loss_scale
-from ._optax import DynamicLossScaleState
+from ._state import describe, find_states
+from ._tree import dtype_of
 
 
 def value_and_grad(
@@ -27,6 +31,9 @@ def value_and_grad(
     The loss comes back as `fun` returned it. The gradients are those of
     `scale_loss(loss, opt_state)`; give them to `tx.update` or `step` as they are.
 
+    The scale is the one in `opt_state` when this is called, so call it inside the
+    training step, with that step's state, not once before the loop.
+
     Args:
       fun: returns a floating scalar loss, or `(loss, aux)` with `has_aux`.
       opt_state: any pytree that holds one loss scale, such as the state of an
@@ -41,7 +48,9 @@ def value_and_grad(
 
     Raises:
       ValueError: `opt_state` holds no loss scale, or more than one.
-      TypeError: with `has_aux`, `fun` did not return a pair.
+      TypeError: the loss is not a floating scalar; with `has_aux`, `fun` did not return
+        a pair; an argument is an `nnx.Module`, whose state JAX would lose: take
+        `nnx.value_and_grad` of `scale_loss` for those.
 
     Example:
       >>> import jax.numpy as jnp, optax, jamp
@@ -57,24 +66,40 @@ def value_and_grad(
     current = loss_scale(opt_state)
 
     def scaled(*args, **kwargs):
-        result = fun(*args, **kwargs)
-        if not has_aux:
-            return _loss_scale.scale(result, current), result
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(
-                "with has_aux=True, fun must return (loss, aux); got "
-                f"{type(result).__name__}."
-            )
-        return _loss_scale.scale(result[0], current), result
+        result = loss = fun(*args, **kwargs)
+        if has_aux:
+            if not (isinstance(result, tuple) and len(result) == 2):
+                raise TypeError(
+                    "with has_aux=True, fun must return (loss, aux); got "
+                    f"{type(result).__name__}."
+                )
+            loss = result[0]
+        _check_loss(loss)
+        return _loss_scale.scale(loss, current), result
 
     grad_fn = jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args, **kwargs):
+        if any(isinstance(arg, nnx.Module) for arg in (*args, *kwargs.values())):
+            raise TypeError(
+                "jamp.value_and_grad got an nnx.Module, and jax.grad would lose what "
+                "its forward pass changes; use nnx.value_and_grad of "
+                "lambda model: jamp.scale_loss(loss_fn(model), opt_state)."
+            )
         grads, result = grad_fn(*args, **kwargs)
         return result, grads
 
     return value_and_grad_fn
+
+
+def _check_loss(loss: Any) -> None:
+    is_array = isinstance(loss, (jax.Array, np.ndarray, np.generic, float))
+    if not (is_array and jnp.issubdtype(dtype_of(loss), jnp.floating)):
+        raise TypeError(
+            f"fun must return a floating scalar loss; got {loss!r} of type "
+            f"{type(loss).__name__}."
+        )
 
 
 def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
@@ -171,14 +196,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     PyTorch: `get_scale()` and `state_dict()`; torch cannot tell that a step was
     skipped (pytorch#67590).
     """
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
-        opt_state, is_leaf=lambda node: isinstance(node, DynamicLossScaleState)
-    )
-    found = {
-        jax.tree_util.keystr(path) or "the root": node
-        for path, node in nodes
-        if isinstance(node, DynamicLossScaleState)
-    }
+    found = find_states(opt_state)
     if len(found) == 1:
         (state,) = found.values()
         names = ("loss_scale", "growth_tracker", "found_inf", "skipped_steps")
@@ -190,18 +208,6 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
             "the part that holds the one you mean."
         )
     raise ValueError(
-        f"opt_state holds no loss scale; found {_describe(opt_state)}. Wrap the "
+        f"opt_state holds no loss scale; found {describe(opt_state)}. Wrap the "
         "optimizer in jamp.dynamic_loss_scale and pass the state from its init."
     )
-
-
-def _describe(tree: Any) -> str:
-    states = []
-
-    def note(node):
-        if hasattr(node, "_fields") or hasattr(node, "__dataclass_fields__"):
-            states.append(type(node).__name__)
-        return False
-
-    jax.tree.leaves(tree, is_leaf=note)
-    return ", ".join(dict.fromkeys(states)) or f"a {type(tree).__name__}"

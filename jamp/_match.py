@@ -1,0 +1,75 @@
+"""How a tree of gradients differs from the tree of parameters it belongs to."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def is_hole(node: Any) -> bool:
+    """Whether a node stands for "no gradient here"."""
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def check_gradients_match(
+    grads: Any, params: Any, caller: str, *, wrapped: bool = False
+) -> None:
+    """Raises ValueError naming the first path where gradients and parameters differ.
+
+    Args:
+      grads: pytree of gradients.
+      params: pytree of parameters. `None` and `optax.MaskedNode` in it match anything.
+      caller: what the message begins with.
+      wrapped: whether an optax transformation comes in between that may take what
+        parameters do not have: `None` or `optax.MaskedNode` for "no gradient here",
+        and a leading axis of examples (differential privacy).
+    """
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast  # lookahead takes gradients of its fast parameters alone
+
+    def leaves_by_path(tree):
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)
+        return {
+            jax.tree_util.keystr(path): None if is_hole(leaf) else jnp.shape(leaf)
+            for path, leaf in leaves
+        }
+
+    found, expected = leaves_by_path(grads), leaves_by_path(params)
+    for path in found.keys() - expected.keys():
+        raise ValueError(
+            f"{caller}: the gradients have a leaf at {path or 'the root'} and the "
+            f"parameters have none there; pass the gradients of these parameters. "
+            f"Parameter paths: {_some(expected)}."
+        )
+    for path, shape in expected.items():
+        got = found.get(path)
+        if shape is None or (wrapped and path in found and got is None):
+            continue
+        if got is None:
+            raise ValueError(
+                f"{caller}: the parameters have a leaf at {path or 'the root'} and "
+                f"the gradients have none there; pass the gradients of all parameters, "
+                f"or mask the optimizer (optax.masked). Gradient paths: {_some(found)}."
+            )
+        if shape != got and not (wrapped and shape == got[1:]):
+            raise ValueError(
+                f"{caller}: at {path or 'the root'} the gradient has shape {got} and "
+                f"the parameter has shape {shape}; pass the gradients of these "
+                "parameters."
+            )
+
+
+def check_update_matches(path: Any, update: Any, param: Any, caller: str) -> None:
+    """Raises ValueError if an update has not the shape of its parameter."""
+    if jnp.shape(update) != jnp.shape(param):
+        raise ValueError(
+            f"{caller}: at {jax.tree_util.keystr(path) or 'the root'} the optimizer "
+            f"made an update of shape {jnp.shape(update)} for a parameter of shape "
+            f"{jnp.shape(param)}; were the gradients averaged over their first axis?"
+        )
+
+
+def _some(paths: Any, most: int = 8) -> str:
+    shown = ", ".join(path or "the root" for path in list(paths)[:most])
+    return shown + (f", and {len(paths) - most} more" if len(paths) > most else "")

@@ -1,0 +1,87 @@
+"""The gradients of an NNX optimizer: which are its own, finite or not, unscaled.
+
+An optimizer owns the parameters that its `wrt` filter selects, and as in torch only
+their gradients are checked and unscaled for it. So two optimizers may share one model
+and one tree of gradients.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from . import _loss_scale
+from ._loss_scale import InverseScale
+from ._match import check_gradients_match
+from ._state import check_not_scaled_yet
+from ._tree import dtype_of, is_inexact, is_traced
+
+
+def own_gradients(optimizer: nnx.Optimizer, grads: Any) -> nnx.State:
+    """The gradients that an optimizer will apply.
+
+    Raises:
+      TypeError: `optimizer` is no `nnx.Optimizer`.
+      ValueError: a gradient is float16, none is a Variable as NNX makes them, or the
+        optimizer unscales by itself.
+      RuntimeError: there is no gradient at all.
+    """
+    is_pair = isinstance(optimizer, nnx.ModelAndOptimizer)
+    if not isinstance(optimizer, nnx.Optimizer) or is_pair:
+        raise TypeError(
+            "optimizer must be an nnx.Optimizer (nnx.ModelAndOptimizer is not "
+            f"supported); got {type(optimizer).__name__}."
+        )
+    check_not_scaled_yet(optimizer.opt_state, "optimizer")
+    own = nnx.state(grads, optimizer.wrt)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.as_pure(own))
+    for path, leaf in leaves:
+        if dtype_of(leaf) == jnp.float16:
+            raise ValueError(
+                "Attempting to unscale FP16 gradients. The gradient at "
+                f"{jax.tree_util.keystr(path) or 'the root'} is float16: keep the "
+                "parameters in float32 and cast them on use, or use "
+                "jamp.dynamic_loss_scale, which unscales in float32."
+            )
+    if not leaves and jax.tree.leaves(grads):
+        raise ValueError(
+            f"grads holds no gradient of {optimizer.wrt!r}, which the optimizer "
+            "updates; pass what nnx.grad returned, not nnx.as_pure of it."
+        )
+    if not any(is_inexact(leaf) for _, leaf in leaves):
+        raise RuntimeError("No inf checks were recorded for this optimizer.")
+    return own
+
+
+def check_own_gradients(optimizer: nnx.Optimizer, model: Any, own: nnx.State) -> None:
+    """Raises ValueError if gradients do not match the model's parameters."""
+    params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+    check_gradients_match(nnx.as_pure(own), params, "GradScaler.step")
+
+
+def unscale_own(optimizer: nnx.Optimizer, grads: Any, inverse: InverseScale) -> Any:
+    """Gradients with the optimizer's own divided by the scale, in their dtypes."""
+    own = nnx.state(grads, optimizer.wrt)
+    unscaled = jax.tree.map(
+        lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype),
+        _loss_scale.unscale(own, inverse),
+        own,
+    )
+    result = jax.tree.map(lambda leaf: leaf, grads)  # Variables of its own
+    nnx.update(result, unscaled)
+    return result
+
+
+def update_if(
+    finite: Any, optimizer: nnx.Optimizer, model: Any, grads: Any, kwargs: Any
+) -> None:
+    """`optimizer.update(model, grads(), **kwargs)` if finite."""
+
+    def run(optimizer, model):
+        optimizer.update(model, grads(), **kwargs)
+
+    if is_traced(finite):
+        nnx.cond(finite, run, lambda optimizer, model: None, optimizer, model)
+    elif finite:
+        run(optimizer, model)

@@ -1,0 +1,52 @@
+"""The state of the optax wrapper, and how to find it in a nest of states."""
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+
+class DynamicLossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale` and `static_loss_scale`."""
+
+    loss_scale: jax.Array  # float32 []: what the loss is multiplied by
+    growth_tracker: jax.Array  # int32 []: finite steps in a row, 0 after a growth
+    found_inf: jax.Array  # bool []: whether the last step was skipped
+    skipped_steps: jax.Array  # int32 []: steps skipped so far
+    hysteresis_tracker: jax.Array  # int32 []: overflows left before backing off
+    inner_state: optax.OptState  # of the wrapped optimizer, held on a skipped step
+
+
+def find_states(tree: Any) -> dict[str, DynamicLossScaleState]:
+    """The loss-scale states in a pytree, by path; those inside one are not searched."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, DynamicLossScaleState)
+    )
+    return {
+        jax.tree_util.keystr(path) or "the root": node
+        for path, node in nodes
+        if isinstance(node, DynamicLossScaleState)
+    }
+
+
+def check_not_scaled_yet(opt_state: Any, argument: str) -> None:
+    """Raises ValueError if an optimizer state scales gradients already."""
+    found = find_states(opt_state)
+    if found:
+        raise ValueError(
+            f"{argument} already holds a loss scale, at {', '.join(found)}, and would "
+            "divide the gradients twice; use one of the two."
+        )
+
+
+def describe(tree: Any) -> str:
+    """The named states in a pytree, for messages."""
+    states = []
+
+    def note(node):
+        if hasattr(node, "_fields") or hasattr(node, "__dataclass_fields__"):
+            states.append(type(node).__name__)
+        return False
+
+    jax.tree.leaves(tree, is_leaf=note)
+    return ", ".join(dict.fromkeys(states)) or f"a {type(tree).__name__}"

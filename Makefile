@@ -7,15 +7,15 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help demo test parity lint docs bench gpu newest clean
 
 help: ## print the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1|/' \
-		| column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 # .venv/.<extra> is made when jamp is installed there with that extra.
 $(VENV)/.%: pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || { test -n "$(PYTHON)" && $(PYTHON) -m venv $(VENV); }
 	$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	@touch $@
 

@@ -104,6 +104,11 @@ class GradScaler(nnx.Pytree):
         self.hysteresis_tracker = nnx.Variable(state.hysteresis_tracker)
         self._iteration = nnx.data(Iteration())
 
+    def __repr__(self) -> str:
+        values = {"scale": self.loss_scale[...], "tracker": self.growth_tracker[...]}
+        shown = ", ".join(f"{name}={value}" for name, value in values.items())
+        return f"GradScaler({shown}, enabled={self._enabled}, {self._config})"
+
     def scale(self, outputs: Any) -> Any:
         """Multiplies an array, or every array of a nest, by the scale.
 

@@ -15,7 +15,7 @@ class TrainState(train_state.TrainState):
     interchangeable. With `tx=jamp.dynamic_loss_scale(...)` a step with non-finite
     gradients leaves `params` and the inner optimizer state as they are. `step` counts
     every call, skipped or not; `jamp.metrics(state)["skipped_steps"]` counts the
-    skipped ones.
+    skipped ones. Flax's fp8 scales, which gradients overwrite, are not held.
 
     Example:
       >>> import jax.numpy as jnp, optax, jamp

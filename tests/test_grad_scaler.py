@@ -370,13 +370,128 @@ def test_a_scaler_closed_over_by_a_trace_recovers():
 
     @nnx.jit
     def step(model, optimizer):  # wrong: the scaler is no argument
-        return train_step(model, optimizer, scaler, X)
+        scaler.unscale_(optimizer, scaled_grads(model, scaler, X))
+        scaler.update()
 
     with pytest.raises(Exception, match="different trace level"):
         step(model, optimizer)
     with pytest.raises(RuntimeError, match="in the middle of an iteration"):
         train_step(model, optimizer, scaler, X)
     assert not train_step(model, optimizer, scaler, X)
+
+
+class First(nnx.Param):
+    pass
+
+
+class Second(nnx.Param):
+    pass
+
+
+class TwoParts(nnx.Module):
+    def __init__(self):
+        self.first, self.second = First(jnp.ones(2)), Second(jnp.ones(2))
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_two_optimizers_on_one_model_share_its_gradients(wrap, unscale):
+    def body(model, optimizers, scaler, grads):
+        if unscale:
+            for optimizer in optimizers:
+                grads = scaler.unscale_(optimizer, grads)
+        skipped = [scaler.step(optimizer, model, grads) for optimizer in optimizers]
+        scaler.update()
+        return skipped
+
+    model, scaler = TwoParts(), jamp.GradScaler(8.0)
+    optimizers = [nnx.Optimizer(model, optax.sgd(1.0), wrt=w) for w in (First, Second)]
+    grads = nnx.State({"first": First(jnp.full(2, 8.0)), "second": Second(BAD[0])})
+    skipped = wrap(body)(model, optimizers, scaler, grads)
+    assert [bool(flag) for flag in skipped] == [False, True]
+    np.testing.assert_array_equal(model.first[...], 0.0)  # unscaled once
+    np.testing.assert_array_equal(model.second[...], 1.0)
+    assert scaler.get_scale() == 4.0
+
+
+def test_a_model_may_hold_its_scaler(wrap):
+    class Trainee(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+            self.scaler = jamp.GradScaler()
+
+    def body(model, optimizer, x):
+        grads = nnx.grad(lambda m: m.scaler.scale(jnp.mean(m.dense(x) ** 2)))(model)
+        grads = model.scaler.unscale_(optimizer, grads)
+        skipped = model.scaler.step(optimizer, model, grads)
+        model.scaler.update()
+        return skipped
+
+    model = Trainee()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    assert not wrap(body)(model, optimizer, X)
+    assert wrap(body)(model, optimizer, BAD)
+    assert model.scaler.get_scale() == 2.0**15
+
+
+def test_what_is_no_plain_optimizer_is_refused():
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    grads = scaled_grads(model, scaler, X)
+    for wrong in (model, optimizer.tx):
+        with pytest.raises(TypeError, match=r"optimizer must be an nnx\.Optimizer"):
+            scaler.unscale_(wrong, grads)
+        with pytest.raises(TypeError, match=r"optimizer must be an nnx\.Optimizer"):
+            scaler.step(wrong, model, grads)
+    tx = optax.chain(jamp.dynamic_loss_scale(optax.sgd(0.1)))
+    scaling = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    with pytest.raises(ValueError, match="optimizer already holds a loss scale"):
+        scaler.step(scaling, model, grads)
+    with pytest.raises(ValueError, match=r"not nnx\.as_pure of it"):
+        scaler.step(optimizer, model, nnx.as_pure(grads))
+
+
+def test_bounds_and_hysteresis_are_those_of_the_wrapper():
+    (model, optimizer) = make_model()
+    scaler = jamp.GradScaler(
+        8.0, growth_interval=1, min_scale=4.0, max_scale=16.0, hysteresis=2
+    )
+    scales = []
+    for x in (X, X, BAD, BAD, BAD, BAD):
+        train_step(model, optimizer, scaler, x)
+        scales.append(scaler.get_scale())
+    assert scales == [16.0, 16.0, 16.0, 8.0, 4.0, 4.0]
+
+
+def test_extra_arguments_reach_the_optimizer(wrap):
+    def body(model, optimizer, scaler, grads):
+        return scaler.step(optimizer, model, grads, value=jnp.float32(0.25))
+
+    model, scaler = make_model()[0], jamp.GradScaler(2.0)
+    optimizer = nnx.Optimizer(model, optax.polyak_sgd(), wrt=nnx.Param)
+    grads = jax.tree.map(lambda p: 2 * jnp.ones_like(p), nnx.state(model, nnx.Param))
+    before = arrays(model)[0]["kernel"]
+
+    def whole(*args):
+        body(*args)
+        args[2].update()
+
+    wrap(whole)(model, optimizer, scaler, grads)
+    moved = before - arrays(model)[0]["kernel"]  # value / |grad|^2, |grad|^2 = 6
+    np.testing.assert_allclose(moved, 0.25 / 6, rtol=1e-4)
+
+
+def test_static_numbers_may_not_be_traced():
+    @nnx.jit
+    def make(factor):
+        return jamp.GradScaler(growth_factor=factor)
+
+    with pytest.raises(TypeError, match="growth_factor of a GradScaler is static"):
+        make(jnp.float32(2))
+
+
+def test_repr_in_the_middle_of_an_iteration():
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    scaler.unscale_(optimizer, scaled_grads(model, scaler, X))
+    assert "scale=65536.0" in repr(scaler) and "growth_interval=2000" in repr(scaler)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +542,17 @@ def test_state_dict_round_trip_and_errors():
     for key, bad in (("scale", 0.0), ("growth_factor", 1.0), ("_growth_tracker", -1)):
         with pytest.raises(ValueError, match="must be"):
             fresh.load_state_dict({**saved, key: bad})
+    for key, bad in (("_growth_tracker", 1.5), ("scale", "x")):
+        with pytest.raises(TypeError, match="must be"):
+            fresh.load_state_dict({**saved, key: bad})
+    with pytest.raises(ValueError, match="_hysteresis_tracker must be >= 0"):
+        fresh.load_state_dict({**saved, "_hysteresis_tracker": -5})
+    with pytest.raises(TypeError, match="state_dict must be a mapping; got list"):
+        fresh.load_state_dict([1])
     assert fresh.state_dict() == saved  # nothing was loaded by halves
+    plain = jamp.GradScaler()
+    plain.load_state_dict({**saved, "_hysteresis_tracker": 3})
+    assert plain.hysteresis_tracker[...] == 1
 
     @nnx.jit
     def inside(scaler):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training import train_state
 
 import jamp
@@ -250,6 +251,26 @@ def test_gradients_per_example():
     np.testing.assert_allclose(new_params, 0.5)
 
 
+def test_gradients_that_were_not_averaged_name_the_path(standard_promotion):
+    tx, params = scaled_sgd(), make_params()
+    state = tx.init(params)
+    grads = jax.tree.map(lambda p: jnp.ones((5, *p.shape)), params)
+    for wrap in (lambda function: function, jax.jit):
+        with pytest.raises(ValueError, match=r"at \['b'\] .* shape \(5, 2\)"):
+            wrap(lambda g: jamp.step(tx, g, state, params))(grads)
+        with pytest.raises(ValueError, match="averaged over their first axis"):
+            wrap(lambda g: tx.update(g, state, params))(grads)
+
+
+def test_a_missing_gradient_leaves_its_parameter():
+    tx, params = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=2.0), make_params()
+    grads = {"w": jnp.full((4, 2), 2.0), "b": None}
+    for wrap in (lambda function: function, jax.jit):
+        new_params, _ = wrap(lambda g: jamp.step(tx, g, tx.init(params), params))(grads)
+        np.testing.assert_array_equal(new_params["w"], 0.0)
+        np.testing.assert_array_equal(new_params["b"], params["b"])
+
+
 def test_update_without_params():
     tx = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0)
     updates, _ = tx.update(jnp.array([4.0, 8.0]), tx.init(jnp.ones(2)))
@@ -311,6 +332,103 @@ def test_value_and_grad_returns_the_plain_loss_and_scaled_gradients():
     chex.assert_trees_all_equal(by_hand, scaled)
 
 
+def test_the_loss_comes_back_as_it_was():
+    params = jnp.ones(2, jnp.float16)
+    state = jamp.dynamic_loss_scale(optax.sgd(0.5)).init(params)
+    loss, grads = jamp.value_and_grad(lambda p: jnp.sum(p) * 1e-3, state)(params)
+    assert loss.dtype == jnp.float16 and grads.dtype == jnp.float16
+
+
+def test_losses_that_are_no_floating_scalar():
+    params, state = make_params(), scaled_sgd().init(make_params())
+    for bad in (
+        lambda p: jnp.sum(p["w"] > 0),
+        lambda p: (p["w"].sum(), 1),
+        lambda p: None,
+    ):
+        with pytest.raises(TypeError, match="fun must return a floating scalar loss"):
+            jamp.value_and_grad(bad, state)(params)
+    with pytest.raises(TypeError, match="scalar-output"):
+        jamp.value_and_grad(lambda p: p["b"], state)(params)
+
+
+def test_an_nnx_module_is_sent_to_nnx():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    state = scaled_sgd().init(make_params())
+    with pytest.raises(TypeError, match=r"use nnx.value_and_grad of"):
+        jamp.value_and_grad(lambda model: 0.0, state)(model)
+
+
+def test_scaling_twice_is_refused():
+    once = jamp.dynamic_loss_scale(optax.sgd(1.0))
+    for inner in (once, optax.chain(once, optax.scale(1.0))):
+        with pytest.raises(ValueError, match="inner already holds a loss scale"):
+            jamp.static_loss_scale(inner, 8.0).init(make_params())
+
+
+def test_a_state_of_something_else_is_named():
+    tx, params = scaled_sgd(), make_params()
+    wrong = optax.adam(0.1).init(params)
+    for call in (
+        lambda: jamp.step(tx, params, wrong, params),
+        lambda: tx.update(params, wrong, params),
+    ):
+        with pytest.raises(ValueError, match=r"made by this .* got ScaleByAdamState"):
+            call()
+    with pytest.raises(ValueError, match="params must be the parameters"):
+        jamp.step(tx, params, tx.init(params), None)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_float16_hyperparameters_do_not_make_the_scale_infinite(standard_promotion):
+    tx = optax.inject_hyperparams(jamp.dynamic_loss_scale, static_args=("inner",))(
+        optax.sgd(0.1)
+    )
+    state = jax.jit(tx.init)(jnp.ones(2, jnp.float16))
+    assert np.isfinite(jamp.loss_scale(state))
+
+
+def test_axis_names_are_checked():
+    for bad in (0, ("data", 1)):
+        with pytest.raises(TypeError, match="axis_name must be a name or a sequence"):
+            jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name=bad)
+
+
+def test_the_fused_step_accesses_no_more_bytes_than_the_plain_one(standard_promotion):
+    inner = optax.adamw(1e-3)
+    tx = jamp.dynamic_loss_scale(inner)
+    params = {name: jnp.ones((256, 256)) for name in "abc"}
+    x = jnp.ones((8, 256))
+
+    def objective(params):
+        h = x
+        for kernel in params.values():
+            h = jnp.tanh(h @ kernel)
+        return jnp.mean(h**2)
+
+    def plain(params, state):
+        grads = jax.grad(objective)(params)
+        updates, state = inner.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def fused(params, state):
+        _, grads = jamp.value_and_grad(objective, state)(params)
+        return jamp.step(tx, grads, state, params)
+
+    def updated(params, state):
+        _, grads = jamp.value_and_grad(objective, state)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def megabytes(step, state):
+        jitted = jax.jit(step, donate_argnums=(0, 1))
+        return jitted.lower(params, state).compile().cost_analysis()["bytes accessed"]
+
+    floor = megabytes(plain, inner.init(params))
+    assert megabytes(fused, tx.init(params)) <= 1.05 * floor
+    assert megabytes(updated, tx.init(params)) > 1.05 * floor  # the control
+
+
 def test_has_aux_without_a_pair():
     state = scaled_sgd().init(make_params())
     with pytest.raises(TypeError, match=r"fun must return \(loss, aux\)"):
@@ -346,6 +464,18 @@ def test_train_state_replaces_other_fields():
     grads = jax.tree.map(jnp.zeros_like, state.params)
     state = state.apply_gradients(grads=grads, batch_stats={"mean": 1})
     assert state.batch_stats == {"mean": 1} and state.step == 1
+
+
+def test_train_state_leaves_fp8_scales_to_flax():
+    key = "_overwrite_with_gradient"
+    params = {"params": make_params(), key: {"scale": jnp.float32(1)}}
+    state = jamp.linen.TrainState.create(
+        apply_fn=None, params=params, tx=scaled_sgd(init_scale=1.0)
+    )
+    grads = {"params": make_params(), key: {"scale": jnp.float32(3)}}
+    new_state = state.apply_gradients(grads=grads)
+    assert new_state.params[key]["scale"] == 3 and new_state.step == 1
+    np.testing.assert_array_equal(new_state.params["params"]["w"], 0.5)
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +81,46 @@ def test_without_axis_name_each_replica_decides_alone():
     )(jnp.zeros((DEVICES, 4)), one_bad(3))
     np.testing.assert_array_equal(new_params[3], 0.0)
     np.testing.assert_array_equal(new_params[4], -0.25)
+
+
+def test_a_static_scale_combines_found_inf_too():
+    tx = jamp.static_loss_scale(optax.sgd(1.0), 4.0, axis_name="data")
+
+    def local_step(params, grads):
+        return jamp.step(tx, grads, tx.init(params), params)[0]
+
+    new_params = jax.shard_map(
+        local_step, mesh=make_mesh(), in_specs=P("data"), out_specs=P("data")
+    )(jnp.zeros((DEVICES, 4)), one_bad(3))
+    np.testing.assert_array_equal(new_params, 0.0)
+
+
+def test_data_parallel_shard_map_equals_one_device():
+    x = jax.random.normal(jax.random.key(0), (DEVICES * 2, 16))
+    params = {"w": jax.random.normal(jax.random.key(1), (16, 4))}
+
+    def train(tx, loss_fn, wrap):
+        def step(params, state, x):
+            loss, grads = jamp.value_and_grad(loss_fn, state)(params, x)
+            return *jamp.step(tx, grads, state, params), loss
+
+        return jax.jit(wrap(step))(params, tx.init(params), x)
+
+    def mean_loss(params, x):
+        return jax.lax.pmean(data_parallel_loss(params, x), "data")
+
+    expected = train(
+        jamp.dynamic_loss_scale(optax.sgd(0.5)), data_parallel_loss, lambda f: f
+    )
+    mapped = train(
+        jamp.dynamic_loss_scale(optax.sgd(0.5), axis_name="data"),
+        mean_loss,
+        lambda step: jax.shard_map(
+            step, mesh=make_mesh(), in_specs=(P(), P(), P("data")), out_specs=P()
+        ),
+    )
+    chex.assert_trees_all_close(mapped[0], expected[0], atol=1e-6)
+    np.testing.assert_allclose(mapped[2], expected[2], rtol=1e-6)
 
 
 def test_shard_map_over_two_axes():

@@ -366,6 +366,12 @@ def test_scaling_twice_is_refused():
             jamp.static_loss_scale(inner, 8.0).init(make_params())
 
 
+def test_the_scale_can_be_set():
+    state = optax.chain(optax.identity(), scaled_sgd()).init(make_params())
+    state = optax.tree.set(state, loss_scale=jnp.float32(3.0))
+    assert jamp.loss_scale(state) == 3.0
+
+
 def test_a_state_of_something_else_is_named():
     tx, params = scaled_sgd(), make_params()
     wrong = optax.adam(0.1).init(params)

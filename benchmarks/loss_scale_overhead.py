@@ -141,52 +141,45 @@ def build_rows(args):
     flax_state = jax.tree.map(jnp.asarray, flax_state)
     rows["flax DynamicScale"] = (flax_scale, flax_state, None)
 
+    def selecting(all_finite, update):
+        """The step that jmp and mpx ask for, around their checks and selections."""
+
+        def step(state, x, y):
+            params, opt_state, scale = state
+
+            def objective(params):
+                loss = loss_fn(params, x, y)
+                return scale.scale(loss), loss
+
+            grads, loss = jax.grad(objective, has_aux=True)(params)
+            grads = scale.unscale(grads)
+            finite = all_finite(grads)
+            params, opt_state = update(params, opt_state, grads, finite)
+            return (params, opt_state, scale.adjust(finite)), loss
+
+        return step
+
     if importlib.util.find_spec("jmp"):
         import jmp
 
-        def jmp_scale(state, x, y):
-            params, opt_state, scale = state
-            objective = lambda p: (lambda loss: (scale.scale(loss), loss))(
-                loss_fn(p, x, y)
-            )
-            grads, loss = jax.grad(objective, has_aux=True)(params)
-            grads = scale.unscale(grads)
-            finite = jmp.all_finite(grads)
+        def jmp_update(params, opt_state, grads, finite):
             updates, new_opt_state = inner.update(grads, opt_state, params)
             new = optax.apply_updates(params, updates), new_opt_state
-            params, opt_state = jmp.select_tree(finite, new, (params, opt_state))
-            return (params, opt_state, scale.adjust(finite)), loss
+            return jmp.select_tree(finite, new, (params, opt_state))
 
         scale = jmp.DynamicLossScale(jnp.float32(2.0**15), jnp.int32(0))
-        rows["jmp"] = (
-            jmp_scale,
-            (init_params(), inner.init(init_params()), scale),
-            None,
-        )
+        state = (init_params(), inner.init(init_params()), scale)
+        rows["jmp"] = (selecting(jmp.all_finite, jmp_update), state, None)
 
     if importlib.util.find_spec("mpx"):
-        import mpx
+        import mpx  # by its parts: its value_and_grad would also compute in float16
 
-        def mpx_scale(state, x, y):
-            # mpx's own value_and_grad would also compute in float16: its parts, then.
-            params, opt_state, scale = state
-            objective = lambda p: (lambda loss: (scale.scale(loss), loss))(
-                loss_fn(p, x, y)
-            )
-            grads, loss = jax.grad(objective, has_aux=True)(params)
-            grads = scale.unscale(grads)
-            finite = mpx.all_finite(grads)
-            params, opt_state = mpx.optimizer_update(
-                params, inner, opt_state, grads, finite
-            )
-            return (params, opt_state, scale.adjust(finite)), loss
+        def mpx_update(params, opt_state, grads, finite):
+            return mpx.optimizer_update(params, inner, opt_state, grads, finite)
 
         scale = mpx.DynamicLossScaling(jnp.float32(2.0**15), jnp.float32(1))
-        rows["mpx"] = (
-            mpx_scale,
-            (init_params(), inner.init(init_params()), scale),
-            None,
-        )
+        state = (init_params(), inner.init(init_params()), scale)
+        rows["mpx"] = (selecting(mpx.all_finite, mpx_update), state, None)
 
     if importlib.util.find_spec("keras"):
         import keras

@@ -330,8 +330,8 @@ class GradScaler(nnx.Pytree):
 
         Raises:
           RuntimeError: the dict is empty, as that of a disabled scaler is.
-          ValueError: a key is missing, or a value is out of its range. Nothing is
-            loaded then.
+          ValueError, TypeError: a key is missing, or a value is out of its range or no
+            number. Nothing is loaded then.
         """
         if not self._enabled:
             return

@@ -2,6 +2,11 @@
 
 from . import linen as linen
 
+# autocast: op-level casting
+from ._autocast import autocast as autocast
+from ._autocast import get_autocast_dtype as get_autocast_dtype
+from ._autocast import is_autocast_enabled as is_autocast_enabled
+
 # GradScaler: the object as in PyTorch, for Flax NNX
 from ._grad_scaler import GradScaler as GradScaler
 

@@ -19,11 +19,12 @@ PUBLIC = [name for name in vars(jamp) if not name.startswith("_")]
 
 # Imports point one way: a module may import from the layers before its own.
 LAYERS = [
-    {"_compat", "_match", "_tree", "_types"},
-    {"_iteration", "_loss_scale", "_policy", "_op_rules", "_state"},
-    {"_nnx_grads"},
-    {"_optax", "_grad_scaler", "_nested", "_autocast"},
-    {"_scaled_grad"},
+    {"_compat", "_match", "_op_rules", "_provenance", "_tree", "_types"},
+    {"_iteration", "_loss_scale", "_policy", "_rules", "_state"},
+    {"_nested", "_nnx_grads"},
+    {"_custom"},
+    {"_optax", "_grad_scaler", "_trace"},
+    {"_autocast", "_scaled_grad"},
     {"linen", "nnx", "debug", "sharding"},
     {"__init__"},
 ]

@@ -1,0 +1,118 @@
+"""What jamp takes from JAX's inside, and what differs between JAX's versions.
+
+No other module imports `jax._src` or asks for a version. Tried with JAX 0.10 to 0.12.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import core, source_info_util, traceback_util
+from jax._src import linear_util as lu
+from jax._src.interpreters import ad, batching, partial_eval
+from jax.extend.core import ClosedJaxpr, Jaxpr, set_current_trace
+
+Trace = core.Trace
+Primitive = core.Primitive
+Tracer = core.Tracer
+Literal = core.Literal
+eval_trace = core.eval_trace
+user_context = source_info_util.user_context
+current_name_stack = source_info_util.current_name_stack
+
+# Errors and profiles name the user's line, not the line in jamp that passed the op on.
+for _file in ("_autocast", "_compat", "_custom", "_nested", "_trace"):
+    _path = __file__.replace("_compat.py", f"{_file}.py")
+    source_info_util.register_exclusion(_path)
+    traceback_util.register_exclusion(_path)
+
+
+def current_trace() -> Trace:
+    return core.trace_ctx.trace
+
+
+def bind(trace: Trace, primitive: Primitive, args: Sequence[Any], params: dict) -> Any:
+    """`primitive.bind` with `trace` as the current one."""
+    with set_current_trace(trace):
+        return primitive.bind(*args, **params)
+
+
+def current_traceback() -> Any:
+    return source_info_util.current().traceback
+
+
+def source_codes() -> tuple[CodeType, ...]:
+    """The Python functions, innermost first, that the current op comes from.
+
+    JAX records them for every op, and keeps the record in jaxprs. They reach up to the
+    function that is being traced.
+    """
+    traceback = current_traceback()
+    return tuple(traceback.raw_frames()[0]) if traceback is not None else ()
+
+
+def scopes(start: int = 0) -> list[tuple[bool, str]]:
+    """Entries of the name stack: whether it is a transform (`jvp`), and its name."""
+    entries = current_name_stack().stack[start:]
+    return [(isinstance(e, source_info_util.Transform), e.name) for e in entries]
+
+
+def is_batched(x: Any) -> bool:
+    """Whether `vmap` added a dimension to `x` that its shape does not show."""
+    while isinstance(x, ad.JVPTracer | ad.LinearizeTracer):
+        x = x.primal
+    return isinstance(x, batching.BatchTracer) and x.batch_dim is not None
+
+
+def inlined_early(params: dict) -> bool:
+    """Whether a `jit` equation is dissolved into the function that called it."""
+    inline = params.get("inline")
+    return inline is True or getattr(inline, "name", None) == "JAX_EARLY"
+
+
+def source_name(debug_info: Any) -> str:
+    """ "name at file:line" of the function that a jaxpr was made of."""
+    return debug_info.func_src_info or ""
+
+
+def wrap(fun: Callable, debug_info: Any) -> Any:
+    return lu.wrap_init(fun, debug_info=debug_info.with_unknown_names())
+
+
+def trace_to_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any) -> ClosedJaxpr:
+    """The jaxpr of a function of a flat list of arguments to a flat list."""
+    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(
+        wrap(fun, debug_info), tuple(avals)
+    )
+    return ClosedJaxpr(jaxpr, consts)
+
+
+def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
+    """A jaxpr without constants, and the values of its new first arguments."""
+    if isinstance(closed.jaxpr, ClosedJaxpr):  # 0.12: there is one class
+        return closed.with_consts(()), list(closed.consts)  # pyright: ignore
+    return partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
+
+
+def scan_arity(params: dict) -> tuple[int, int]:
+    """How many arguments of a `scan` equation are constants, and how many carry."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def dtype_of(x: Any) -> Any:
+    """The dtype of an array, and None for keys, references and other things."""
+    aval = jax.typeof(x)
+    return aval.dtype if isinstance(aval, core.ShapedArray) else None
+
+
+@functools.lru_cache
+def widest(dtypes: frozenset[Any]) -> Any:
+    """JAX's usual promotion, also where the user has made it strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)

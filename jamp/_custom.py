@@ -1,0 +1,187 @@
+"""Autocast through primitives that hold Python functions: custom_jvp, custom_vjp.
+
+Each function is wrapped so that it runs under an autocast trace wherever JAX calls it,
+perhaps long after the region has ended. The dtypes of the results are those of the
+primal code; what the rules of the derivative return is cast to them. The rules run
+`baked`: their products are in half precision, and all that Python sees has the dtypes
+that it would have without autocast.
+
+When such a primitive arrives as an equation of a jaxpr, its primal code is a jaxpr, and
+may get other dtypes than it was traced with. Its rules may not, and get theirs cast.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+from . import _compat
+from ._nested import avals_of, evaluate
+from ._rules import Action
+
+
+class Function:
+    """A Python function that JAX holds, run under autocast wherever JAX calls it."""
+
+    def __init__(self, trace, function, baked=False):
+        self.trace, self.function, self.baked = trace, function, baked
+        self.path = trace.path()
+
+    def child(self):
+        return self.trace.spawn(_compat.current_trace(), self.baked, self.path)
+
+    def __call__(self, *args):
+        """Returns the results, and the trace that they were computed on."""
+        for store in self.function.stores:
+            store and store.reset()
+        child = self.child()
+        with _compat.set_current_trace(child):
+            return list(self.function.call_wrapped(*args)), child
+
+
+class JaxprFunction(Function):
+    """The same for a jaxpr, whose inputs may have other dtypes by now."""
+
+    def __init__(self, trace, jaxpr, forced):
+        super().__init__(trace, jaxpr)
+        self.forced = forced
+
+    def __call__(self, *args):
+        child = self.child()
+        return evaluate(child, self.function, args, self.forced, True), child
+
+
+class Contract:
+    """The dtypes of a custom function's results: those of its primal code."""
+
+    def __init__(self, run: Function, args, debug_info):
+        self.run, self.debug_info = run, debug_info
+        self.avals, self.dtypes = avals_of(args), None
+
+    def primal(self, *args):
+        outs, _ = self.run(*args)
+        self.dtypes = [_compat.dtype_of(x) for x in outs]
+        return outs
+
+    def fulfilled(self):
+        if self.dtypes is None:  # the primal code has not run, only its derivative
+            _compat.trace_to_jaxpr(self.primal, self.avals, self.debug_info)
+        return self.dtypes
+
+
+def cast_all(child, values, dtypes):
+    """Casts arrays; what stands for a zero is left."""
+    return [
+        child.cast(v, d) if d is not None and isinstance(v, jax.Array) else v
+        for v, d in zip(values, dtypes, strict=True)
+    ]
+
+
+def custom_jvp(trace, primitive, fun, jvp, args, params, eqn=None):
+    foreign, differentiated = trace.scope()
+    baked = trace.baked or differentiated
+    source = _compat.source_name(fun.debug_info)
+    action = trace.action(primitive, source) if eqn is None else eqn.forced
+    if foreign or (eqn is None and action is not None):
+        if action is not None and action.dtype is not None and not (foreign or baked):
+            args = [trace.cast(x, action.dtype) for x in args]
+        subfuns = {"subfuns": (fun, jvp)}
+        return trace.bind(primitive, args, params | subfuns)
+
+    run = Function(trace, fun, baked)
+    if eqn is not None:
+        run = JaxprFunction(trace, eqn.jaxpr, eqn.forced)
+    contract = Contract(run, args, fun.debug_info)
+    derivative = Function(trace, jvp, baked or eqn is not None)
+
+    def autocast_jvp(*primals_and_tangents):
+        if eqn is not None:
+            traced = [a.dtype for a in eqn.jaxpr.in_avals] * 2
+            primals_and_tangents = cast_all(
+                derivative.child(), primals_and_tangents, traced
+            )
+        outs, child = derivative(*primals_and_tangents)
+        return cast_all(child, outs, contract.fulfilled() * 2)
+
+    subfuns = (
+        _compat.wrap(contract.primal, fun.debug_info),
+        _compat.wrap(autocast_jvp, jvp.debug_info),
+    )
+    return trace.bind(primitive, args, params | {"subfuns": subfuns})
+
+
+def custom_vjp(trace, primitive, fun, fwd, bwd, args, params, eqn=None):
+    foreign, differentiated = trace.scope()
+    if foreign:
+        return trace.bind(primitive, args, params | {"subfuns": (fun, fwd, bwd)})
+    baked = trace.baked or differentiated
+    run = Function(trace, fun, baked)
+    if eqn is not None:
+        run = JaxprFunction(trace, eqn.jaxpr, eqn.forced)
+    contract = Contract(run, args, fun.debug_info)
+    forward = Function(trace, fwd, baked or eqn is not None)
+    backward = Function(trace, bwd, baked=True)
+    dtypes = [_compat.dtype_of(x) for x in args]
+
+    def autocast_fwd(*args_and_flags):
+        outs, child = forward(*args_and_flags)
+        dtypes = contract.fulfilled()
+        return cast_all(child, outs, [None] * (len(outs) - len(dtypes)) + dtypes)
+
+    def autocast_bwd(*residuals_and_cotangents):
+        outs, child = backward(*residuals_and_cotangents)
+        return cast_all(child, outs, dtypes)
+
+    subfuns = (
+        _compat.wrap(contract.primal, fun.debug_info),
+        _compat.wrap(autocast_fwd, fwd.debug_info),
+        _compat.wrap(autocast_bwd, bwd.debug_info),
+    )
+    return trace.bind(primitive, args, params | {"subfuns": subfuns})
+
+
+class Equation(NamedTuple):
+    """A custom function that arrives as an equation of a jaxpr."""
+
+    jaxpr: _compat.ClosedJaxpr
+    forced: Action | None
+
+
+def custom_call(rule):
+    def from_equation(trace, primitive, args, params, avals, forced, baked):
+        jaxpr = params["call_jaxpr"]
+        source = _compat.source_name(jaxpr.jaxpr.debug_info)
+        eqn = Equation(jaxpr, forced or trace.action(primitive, source))
+        params = primitive.get_bind_params(params)
+        subfuns = params.pop("subfuns")
+        if rule is custom_vjp:
+            args = trace.as_traced(args, jaxpr.in_avals)
+        return rule(trace, primitive, *subfuns, args, params, eqn)
+
+    return from_equation
+
+
+def shard_map(trace, primitive, fun, args, params):
+    foreign, differentiated = trace.scope()
+    baked, path = trace.baked or differentiated, trace.path()
+
+    def autocast_fun(*args):
+        child = trace.spawn(_compat.current_trace(), baked, path)
+        with _compat.set_current_trace(child):
+            return fun(*args)
+
+    run = fun if foreign else autocast_fun
+    return trace.bind(primitive, args, params | {"subfuns": (run,)})
+
+
+def shard_map_equation(trace, primitive, args, params, avals, forced, baked):
+    args = trace.as_traced(args, avals)
+    params = primitive.get_bind_params(params)
+    (fun,) = params.pop("subfuns")
+    return shard_map(trace.as_baked(), primitive, fun, args, params)
+
+
+CUSTOM = {
+    "custom_jvp_call": custom_call(custom_jvp),
+    "custom_vjp_call": custom_call(custom_vjp),
+    "shard_map": shard_map_equation,
+}

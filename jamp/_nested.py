@@ -1,0 +1,245 @@
+"""Autocast through primitives that hold jaxprs: jit, remat, scan, while, cond.
+
+The jaxpr is rewritten: evaluated under an autocast trace inside a new jaxpr, and the
+primitive is bound with that. The result is kept with the old jaxpr, so that each is
+rewritten once per dtype. The results of jit and remat may change dtype, and what scan
+stacks; a carry keeps its dtype, and the branches of a cond agree on the widest.
+
+To support another such primitive, write a rule and enter it in `NESTED`; if its inside
+must not be touched (a kernel, a callback), enter its name in `LEFT_ALONE`. What holds
+Python functions instead of jaxprs is in `_custom.py`.
+"""
+
+import functools
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from . import _compat
+from ._provenance import Note
+from ._rules import Action
+
+LIBRARY = os.path.dirname(jax.__file__) + os.sep
+
+LEFT_ALONE = frozenset(
+    """
+    approx_top_k call_exported composite custom_lin custom_linear_solve dce_sink
+    debug_callback debug_print ffi_call for io_callback pallas_call pure_callback reduce
+    reduce_window run_state scatter scatter-add scatter-max scatter-min scatter-mul
+    scatter-sub select_and_scatter tpu_custom_call triton_kernel_call
+    """.split()
+)
+
+NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
+({params}).
+Put the code around it under `with jamp.autocast(enabled=False):`, or add a rule to \
+NESTED (or the name to LEFT_ALONE) in jamp/_nested.py."""
+
+
+def check_left_alone(primitive, params: dict[str, Any]):
+    """Raises for a primitive with a function inside that no rule knows."""
+    if primitive.name in LEFT_ALONE:
+        return
+    held = [name for name, value in params.items() if holds_jaxpr(value)]
+    if held:
+        raise NotImplementedError(
+            NO_RULE.format(name=primitive.name, params=", ".join(held))
+        )
+
+
+def holds_jaxpr(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(holds_jaxpr, value))
+    return isinstance(value, _compat.Jaxpr | _compat.ClosedJaxpr)
+
+
+def evaluate(trace, jaxpr, args, forced: Action | None = None, own_sources=False):
+    """Runs a jaxpr op by op on an autocast trace.
+
+    With `own_sources`, ops keep the record of where they come from that the jaxpr has;
+    otherwise they come from the call that is being evaluated.
+    """
+    values: dict[Any, Any] = dict(
+        zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
+    ) | dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, _compat.Literal) else values[atom]
+
+    for eqn in jaxpr.jaxpr.eqns:
+        source = eqn.source_info
+        name_stack = _compat.current_name_stack() + source.name_stack
+        traceback = source.traceback if own_sources else _compat.current_traceback()
+        inputs, avals = map(read, eqn.invars), [v.aval for v in eqn.invars]
+        with (
+            _compat.user_context(traceback, name_stack=name_stack),
+            eqn.ctx.manager,
+        ):
+            out = trace.apply(
+                eqn.primitive, list(inputs), dict(eqn.params), avals, forced
+            )
+        outs = out if eqn.primitive.multiple_results else [out]
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.jaxpr.outvars]
+
+
+class Rewritten(NamedTuple):
+    """A jaxpr with casts, what is known of its results, and what was done to it."""
+
+    jaxpr: _compat.ClosedJaxpr
+    notes: Sequence[Note]
+    record: Any
+
+
+CACHE: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def rewrite(trace, jaxpr, avals, forced=None, outs=None, baked=False) -> Rewritten:
+    """A jaxpr with casts for inputs of these abstract values.
+
+    Args:
+      outs: for each result the dtype that it must have, or None.
+    """
+    path, outs = trace.path(), tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
+    baked = baked or trace.baked
+    key = (tuple(avals), outs, forced, baked, trace.settings, path)
+    cache = CACHE.setdefault(jaxpr.jaxpr, {})
+    if key not in cache:
+        notes, record = [], type(trace.record)()
+
+        def run(*args):
+            child = trace.spawn(_compat.current_trace(), baked, path, record)
+            results = evaluate(child, jaxpr, args, forced, own_sources=True)
+            results = [
+                r if dtype is None else child.cast(r, dtype)
+                for r, dtype in zip(results, outs, strict=True)
+            ]
+            notes.extend(child.notes[r] for r in results)
+            return results
+
+        new = _compat.trace_to_jaxpr(run, avals, jaxpr.jaxpr.debug_info)
+        record.touched |= list(new.in_avals) != list(jaxpr.in_avals)
+        cache[key] = Rewritten(new if record.touched else jaxpr, notes, record)
+    result = cache[key]
+    trace.record.hits |= result.record.hits
+    trace.record.touched |= result.record.touched
+    return result
+
+
+def avals_of(args):
+    return [jax.typeof(x) for x in args]
+
+
+def with_dtype(aval, value):
+    """The abstract value of an argument of which `scan` passes one slice."""
+    dtype = _compat.dtype_of(value)
+    return aval if dtype in (None, aval.dtype) else aval.update(dtype=dtype)
+
+
+def annotate(trace, outs, new: Rewritten):
+    for value, note in zip(outs, new.notes, strict=True):
+        trace.notes[value] = note
+    return outs
+
+
+def jit(trace, primitive, args, params, avals, forced, baked):
+    jaxpr = params["jaxpr"]
+    source = _compat.source_name(jaxpr.jaxpr.debug_info)
+    action = forced or trace.action(primitive, source)
+    small = is_library(source) and any(map(differs, args, jaxpr.in_avals))
+    if _compat.inlined_early(params) or small:
+        return evaluate(trace, jaxpr, args, action)
+    new = rewrite(trace, jaxpr, avals_of(args), action, baked=baked)
+    outs = trace.bind(primitive, args, params | {"jaxpr": new.jaxpr})
+    return annotate(trace, outs, new)
+
+
+def is_library(source: str) -> bool:
+    return source.partition(" at ")[2].startswith(LIBRARY)
+
+
+def differs(value, aval) -> bool:
+    return _compat.dtype_of(value) != getattr(aval, "dtype", None)
+
+
+def remat(trace, primitive, args, params, avals, forced, baked):
+    jaxpr = _compat.ClosedJaxpr(params["jaxpr"], ())
+    new = rewrite(trace, jaxpr, avals_of(args), forced, baked=baked)
+    opened, consts = _compat.open_jaxpr(new.jaxpr)
+    outs = trace.bind(primitive, [*consts, *args], params | {"jaxpr": opened})
+    return annotate(trace, outs, new)
+
+
+def scan(trace, primitive, args, params, avals, forced, baked):
+    jaxpr = params["jaxpr"]
+    start, n_carry = _compat.scan_arity(params)
+    stop = start + n_carry
+    carry = jaxpr.in_avals[start:stop]
+    args = [*args[:start], *trace.as_traced(args[start:stop], carry), *args[stop:]]
+    inside = [*map(with_dtype, jaxpr.in_avals, args)]
+    n_stacked = len(jaxpr.jaxpr.outvars) - n_carry
+    outs = [a.dtype for a in carry] + [None] * n_stacked
+    new = rewrite(trace, jaxpr, inside, forced, outs, baked)
+    return trace.bind(primitive, args, params | {"jaxpr": new.jaxpr})
+
+
+def while_loop(trace, primitive, args, params, avals, forced, baked):
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    n_condition, n_body = params["cond_nconsts"], params["body_nconsts"]
+    start = n_condition + n_body
+    carry = body.in_avals[n_body:]
+    args = [*args[:start], *trace.as_traced(args[start:], carry)]
+    known = avals_of(args)
+    dtypes = [a.dtype for a in carry]
+    new_condition = rewrite(
+        trace, condition, [*known[:n_condition], *carry], forced, baked=baked
+    )
+    new_body = rewrite(
+        trace, body, [*known[n_condition:start], *carry], forced, dtypes, baked
+    )
+    jaxprs = {"cond_jaxpr": new_condition.jaxpr, "body_jaxpr": new_body.jaxpr}
+    return trace.bind(primitive, args, params | jaxprs)
+
+
+def cond(trace, primitive, args, params, avals, forced, baked):
+    """The branches agree on the widest dtype of each result."""
+    branches, known = params["branches"], avals_of(args[1:])
+    new = [rewrite(trace, b, known, forced, None, baked) for b in branches]
+    results = zip(*(n.jaxpr.out_avals for n in new), strict=True)
+    dtypes = [_compat.widest(frozenset(a.dtype for a in avals)) for avals in results]
+    new = [rewrite(trace, b, known, forced, dtypes, baked) for b in branches]
+    jaxprs = tuple(n.jaxpr for n in new)
+    return trace.bind(primitive, args, params | {"branches": jaxprs})
+
+
+def custom_vmap(trace, primitive, args, params, avals, forced, baked):
+    jaxpr, rule = params["call"], params["rule"]
+    dtypes = [a.dtype for a in jaxpr.out_avals]
+    args = trace.as_traced(args, jaxpr.in_avals)
+    new = rewrite(trace, jaxpr, jaxpr.in_avals, forced, dtypes, baked)
+    path = trace.path()
+
+    @functools.wraps(rule)
+    def autocast_rule(*rule_args):
+        child = trace.spawn(_compat.current_trace(), prefix=path)
+        with _compat.set_current_trace(child):
+            out, batched = rule(*rule_args)
+        leaves, tree = jax.tree.flatten(out)
+        return tree.unflatten(map(child.cast, leaves, dtypes)), batched
+
+    changed = {"call": new.jaxpr, "rule": autocast_rule}
+    return trace.bind(primitive, args, params | changed)
+
+
+NESTED = {
+    "jit": jit,
+    "remat2": remat,
+    "checkpoint": remat,
+    "scan": scan,
+    "while": while_loop,
+    "cond": cond,
+    "custom_vmap_call": custom_vmap,
+}

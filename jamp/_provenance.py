@@ -1,0 +1,173 @@
+"""What an autocast trace remembers of the values that it has seen.
+
+Three facts, by identity of the value and as long as the value lives:
+
+    casts      the copy of a float32 value in half precision, so that it is made once
+               and saved for the backward pass once; and for a value that was widened,
+               the half-precision value that it was made of
+    constant   the number that a scalar or an array filled with it holds
+    sides      for the result of a matrix product or convolution, which operand each
+               dimension comes from; for a broadcast value, along which it varies.
+               A sum of the two is a layer's bias if it varies along one side alone.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Note(NamedTuple):
+    constant: float | None = None
+    sides: tuple[str, ...] | None = None  # "l" or "r" for each dimension
+    varies: frozenset[int] | None = None  # the dimensions along which it varies
+
+
+NOTHING = Note()
+
+
+class Memory:
+    """Facts about values, by identity, each forgotten when its value dies."""
+
+    def __init__(self):
+        self.facts: dict[int, tuple[weakref.ref, Any]] = {}
+
+    def get(self, value, default):
+        reference, fact = self.facts.get(id(value), (None, default))
+        return fact if reference is not None and reference() is value else default
+
+    def set(self, value, fact):
+        key, facts = id(value), weakref.ref(self)
+
+        def forget(reference):
+            if (memory := facts()) is not None:
+                if memory.facts.get(key, (None,))[0] is reference:
+                    del memory.facts[key]
+
+        self.facts[key] = weakref.ref(value, forget), fact
+
+
+class Notes:
+    """Notes and casts of one trace."""
+
+    def __init__(self):
+        self._notes, self._casts = Memory(), Memory()
+
+    def __getitem__(self, value) -> Note:
+        if not isinstance(value, jax.Array):
+            return Note(constant=scalar(value))
+        return self._notes.get(value, NOTHING)
+
+    def __setitem__(self, value, note: Note):
+        if note != NOTHING and isinstance(value, jax.Array):
+            self._notes.set(value, note)
+
+    def cast(self, value, dtype):
+        """The copy of `value` in `dtype`, or None."""
+        return self._casts.get(value, {}).get(dtype)
+
+    def remember_cast(self, value, copy):
+        copies = self._casts.get(value, None)
+        if copies is None:
+            self._casts.set(value, copies := {})
+        copies[copy.dtype] = copy
+
+    def clear(self):
+        self._notes, self._casts = Memory(), Memory()
+
+
+def scalar(value) -> float | None:
+    """The number in a literal; arrays are not read, for that would wait for them."""
+    if isinstance(value, jax.Array) or np.ndim(value) or not hasattr(value, "dtype"):
+        return None
+    return float(value) if jnp.issubdtype(value.dtype, np.floating) else None
+
+
+def fits(number: float, dtype) -> bool:
+    """Whether the number survives in `dtype`: a literal such as -1e10 or 1e-9 may not.
+
+    >>> fits(0.5, jnp.float16), fits(-1e10, jnp.float16), fits(1e-9, jnp.float16)
+    (True, False, False)
+    """
+    limits = jnp.finfo(dtype)
+    usual = float(limits.tiny) <= abs(number) <= float(limits.max)
+    return usual or number == 0 or not np.isfinite(number)
+
+
+def product_sides(primitive_name: str, args, params) -> tuple[str, ...] | None:
+    """The sides of a matrix product's or convolution's result."""
+    if primitive_name == "conv_general_dilated":
+        feature = params["dimension_numbers"].out_spec[1]
+        return tuple("r" if d == feature else "l" for d in range(np.ndim(args[0])))
+    contracting, batch = params["dimension_numbers"]
+    if batch[0]:
+        return None
+    left, right = (np.ndim(a) - len(c) for a, c in zip(args, contracting, strict=True))
+    return ("l",) * left + ("r",) * right
+
+
+def passed_on(primitive_name: str, args, params, notes: Notes) -> Note:
+    """The note of the result of an op that moves values about."""
+    x = args[0]
+    note, ndim = notes[x], np.ndim(x)
+    sides = note.sides
+    if primitive_name == "transpose":
+        order = params["permutation"]
+        return note._replace(sides=sides and tuple(sides[d] for d in order))
+    if primitive_name == "squeeze":
+        kept = [d for d in range(ndim) if d not in params["dimensions"]]
+        return note._replace(sides=sides and tuple(sides[d] for d in kept))
+    if primitive_name == "broadcast_in_dim":
+        to, shape = params["broadcast_dimensions"], params["shape"]
+        new = [to[d] for d in range(ndim) if np.shape(x)[d] == shape[to[d]] != 1]
+        return Note(note.constant, varies=frozenset(new))
+    if primitive_name == "reshape":
+        old, new = np.shape(x), params["new_sizes"]
+        varies = None
+        if [n for n in old if n != 1] == [n for n in new if n != 1]:
+            varies = frozenset(d for d, n in enumerate(new) if n != 1)
+        varies = varies if len(new) > len(old) else None
+        return Note(note.constant, sides and reshaped(sides, old, new), varies)
+    if primitive_name in ("slice", "copy", "neg", "optimization_barrier"):
+        return note._replace(constant=None, varies=None)
+    return NOTHING
+
+
+def reshaped(sides, old, new) -> tuple[str, ...] | None:
+    """Sides after a reshape that merges and splits dimensions of one side alone.
+
+    >>> reshaped(("l", "l", "r"), (2, 3, 4), (6, 4))
+    ('l', 'r')
+    >>> reshaped(("l", "r"), (6, 4), (24,)) is None
+    True
+    """
+    result, position = [], 0
+    for size in new:
+        if size == 1:
+            result.append("l")
+            continue
+        group = set()
+        while position < len(old) and size > 1:
+            if old[position] == 1:
+                position += 1
+                continue
+            group.add(sides[position])
+            if old[position] % size == 0:  # a part of this dimension
+                old = (*old[:position], old[position] // size, *old[position + 1 :])
+                size = 1
+            elif size % old[position] == 0:
+                size //= old[position]
+                position += 1
+            else:
+                return None
+        if len(group) != 1:
+            return None
+        result += group
+    return tuple(result)
+
+
+def is_bias_of(sides, varies, shape) -> bool:
+    """Whether a value that varies along these dimensions lies on one side alone."""
+    return len({sides[d] for d in varies if shape[d] != 1}) <= 1

@@ -1,0 +1,180 @@
+"""Which rule decides about an op: the user's table, then functions, then primitives."""
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ._compat import Primitive
+from ._op_rules import EXEMPT, FUNCTIONS, KEEP, LOWER, PRIMITIVES, Kind
+
+CASTABLE = tuple(jnp.dtype(d) for d in ("float16", "bfloat16", "float32"))
+
+BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
+A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
+regular expression that is searched for in the module path ("lm_head"). A value is the \
+dtype to run in: float16, bfloat16 or float32, or None to leave the op as it is."""
+
+
+class Action(NamedTuple):
+    """What to do with an op: what its table says, or one dtype for all that it runs."""
+
+    kind: Kind | None
+    dtype: Any = None
+
+
+class UserRule(NamedTuple):
+    """One row of `autocast(rules=...)`. Equal rows of two regions are equal."""
+
+    name: str  # what the user wrote, for messages
+    test: Any  # a primitive, a regular expression, or (code, "name at file:line")
+    action: Action
+
+
+class Settings(NamedTuple):
+    """What a region was asked for. Hashable: jitted functions are cached by it."""
+
+    dtype: Any
+    rules: tuple[UserRule, ...] = ()
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code object of a function, under jit, custom_jvp and other wrappers."""
+    while True:
+        inner = getattr(function, "__wrapped__", None) or getattr(function, "fun", None)
+        inner = inner or getattr(function, "func", None)
+        inner = inner or getattr(function, "__func__", None)
+        if inner is None or inner is function:
+            return getattr(function, "__code__", None)
+        function = inner
+
+
+def source_of(code: CodeType) -> str:
+    """As JAX records it with the jaxpr of a jitted function."""
+    return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
+
+
+def compile_rules(rules: Mapping[Any, Any] | None) -> tuple[UserRule, ...]:
+    """Checks a user's table."""
+    if rules is None:
+        return ()
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"autocast(rules=...) must be a dict, got {type(rules)}")
+    return tuple(compile_rule(key, value) for key, value in rules.items())
+
+
+def compile_rule(key: Any, value: Any) -> UserRule:
+    def bad(problem):
+        return ValueError(BAD_RULE.format(key=key, problem=problem))
+
+    if value is None:
+        action = Action(KEEP)
+    else:
+        try:
+            dtype = jnp.dtype(value)
+        except TypeError:
+            raise bad(f"{value!r} is not a dtype") from None
+        if dtype not in CASTABLE:
+            raise bad(f"cannot run in {dtype}")
+        action = Action(None, dtype)
+    if isinstance(key, Primitive):
+        return UserRule(key.name, key, action)
+    if isinstance(key, str):
+        try:
+            return UserRule(key, re.compile(key), action)
+        except re.error as error:
+            raise bad(f"not a regular expression: {error}") from None
+    if isinstance(key, type):
+        key = key.__call__  # a module class
+    code = code_of(key) if callable(key) else None
+    if code is None:
+        raise bad(f"{type(key).__name__} is none of the three kinds of keys")
+    name = getattr(key, "__qualname__", code.co_name)
+    return UserRule(name, (code, source_of(code)), action)
+
+
+@functools.lru_cache
+def functions_of(modules: frozenset[str]) -> dict[Any, Action]:
+    """`FUNCTIONS` by code and by source, for the libraries that are imported."""
+    table = {}
+    for path, row in FUNCTIONS.items():
+        if (code := resolve(path, modules)) is not None:
+            table[code] = table[source_of(code)] = Action(row.kind)
+    return table
+
+
+@functools.lru_cache
+def exempt_of(modules: frozenset[str]) -> frozenset[CodeType | None]:
+    return frozenset(resolve(path, modules) for path in EXEMPT)
+
+
+def resolve(path: str, modules: frozenset[str]) -> CodeType | None:
+    root, *names = path.split(".")
+    if root not in modules:
+        return None
+    value = sys.modules[root]
+    for name in names:
+        value = inspect.getattr_static(value, name, None) or getattr(value, name, None)
+        if value is None:
+            return None
+    return code_of(value)
+
+
+LIBRARIES = frozenset(path.split(".")[0] for path in FUNCTIONS)
+
+
+class Decider:
+    """Finds the rule for an op, and notes which of the user's rules were used."""
+
+    def __init__(self, settings: Settings, hits: set[int]):
+        self.settings, self.hits = settings, hits
+        modules = frozenset(LIBRARIES & sys.modules.keys())
+        self.functions, self.exempt = functions_of(modules), exempt_of(modules)
+        self.uses_paths = any(isinstance(r.test, re.Pattern) for r in settings.rules)
+
+    def __call__(
+        self,
+        primitive: Primitive,
+        codes: tuple[CodeType, ...],
+        path: Callable[[], str],
+        source: str | None = None,
+    ) -> Action | None:
+        """The action for an op, or None if no table knows it.
+
+        Args:
+          codes: the functions that the op comes from, innermost first.
+          path: makes the module path.
+          source: "name at file:line" of the function that a jitted op stands for.
+        """
+        if not self.exempt.isdisjoint(codes):
+            return Action(KEEP)
+        for index, (_, test, action) in enumerate(self.settings.rules):
+            if isinstance(test, tuple):
+                matches = test[0] in codes or test[1] == source
+            elif isinstance(test, re.Pattern):
+                matches = test.search(path()) is not None
+            else:
+                matches = test is primitive
+            if matches:
+                self.hits.add(index)
+                return action
+        functions = self.functions
+        action = functions.get(source) if source else None
+        if action is None:
+            action = next((functions[c] for c in codes if c in functions), None)
+        if action is None and (row := PRIMITIVES.get(primitive.name)) is not None:
+            return Action(row.kind)
+        return action and self.for_all_inside(action)
+
+    def for_all_inside(self, action: Action) -> Action:
+        """A function's row as an action for each op inside the function."""
+        if action.kind is LOWER:
+            return Action(None, self.settings.dtype)
+        if action.kind is Kind.FLOAT32:
+            return Action(None, jnp.dtype("float32"))
+        return action

@@ -1,0 +1,319 @@
+"""The trace that casts: what happens to one op inside an autocast region."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _compat
+from ._compat import Tracer, dtype_of
+from ._custom import CUSTOM, custom_jvp, custom_vjp, shard_map
+from ._nested import NESTED, check_left_alone
+from ._op_rules import FLOAT32, KEEP, LOWER, PRIMITIVES, PROMOTE
+from ._provenance import (
+    Note,
+    Notes,
+    fits,
+    is_bias_of,
+    passed_on,
+    product_sides,
+)
+from ._rules import CASTABLE, Action, Decider, Settings
+
+RULES = NESTED | CUSTOM  # for primitives that hold functions
+MARK = "jamp.autocast"  # how the scopes of regions begin in the name stack
+DIFFERENTIATION = ("jvp", "transpose", "linearize")
+PASSED_ON = ("transpose", "squeeze", "broadcast_in_dim", "reshape", "slice", "copy")
+
+
+class Record:
+    """What a region, or the rewriting of a jaxpr, did."""
+
+    def __init__(self):
+        self.hits: set[int] = set()  # the user's rules that were used
+        self.touched = False  # whether anything was changed
+
+
+class AutocastTrace(_compat.Trace):
+    """Casts the inputs of each op and binds it on the parent trace.
+
+    Values are those of the parent: nothing is boxed. With `baked`, each result gets the
+    dtype that it would have without autocast, for code whose dtypes are fixed already:
+    the rules of a derivative, and what they were derived from.
+    """
+
+    def __init__(
+        self,
+        parent: _compat.Trace,
+        settings: Settings,
+        record: Record,
+        baked: bool = False,
+        prefix: str = "",
+    ):
+        super().__init__()
+        self.parent, self.settings, self.baked = parent, settings, baked
+        self.requires_low = parent.requires_low
+        # Flax NNX refuses to update a Variable on another trace than the one that made
+        # it, and compares traces by this reference. Values live on both alike.
+        self._weakref = parent._weakref
+        self.prefix = prefix  # the module path at which a jaxpr's own paths begin
+        self.record = record
+        self.depth = len(_compat.current_name_stack())
+        self.decide = Decider(settings, record.hits)
+        self.notes = Notes()
+
+    def spawn(self, parent, baked=False, prefix=None, record=None) -> "AutocastTrace":
+        """A trace with these settings for code that runs on another parent."""
+        baked, prefix = self.baked or baked, self.path() if prefix is None else prefix
+        return AutocastTrace(
+            parent, self.settings, record or self.record, baked, prefix
+        )
+
+    def as_baked(self) -> "AutocastTrace":
+        return self.spawn(self.parent, baked=True)
+
+    def bind(self, primitive, args, params):
+        return _compat.bind(self.parent, primitive, args, params)
+
+    def path(self) -> str:
+        """The module path, such as "GPT/block_3/attention"."""
+        if not self.decide.uses_paths:
+            return ""
+        names = [n for transform, n in _compat.scopes() if not transform]
+        names = [n for n in names if not n.startswith(MARK)]
+        return "/".join([self.prefix, *names] if self.prefix else names)
+
+    # What JAX calls.
+
+    def process_primitive(self, primitive, tracers, params, /):
+        return self.apply(primitive, tracers, params)
+
+    def stage_value(self, val):
+        return self.parent.stage_value(val)
+
+    def cur_qdd(self, x):
+        return self.parent.cur_qdd(x)  # pyright: ignore
+
+    def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, **params):
+        return custom_jvp(self, primitive, fun, jvp, tracers, params)
+
+    def process_custom_vjp_call(self, primitive, fun, fwd, bwd, tracers, /, **params):
+        return custom_vjp(self, primitive, fun, fwd, bwd, tracers, params)
+
+    def process_shard_map(self, primitive, fun, tracers, /, **params):
+        return shard_map(self, primitive, fun, tracers, params)
+
+    # One op.
+
+    def scope(self) -> tuple[bool, bool]:
+        """Whether an inner region decides, and whether a derivative is being taken."""
+        entries = _compat.scopes(self.depth)
+        foreign = any(not t and name.startswith(MARK) for t, name in entries)
+        return foreign, any(t and name in DIFFERENTIATION for t, name in entries)
+
+    def action(self, primitive, source=None) -> Action | None:
+        return self.decide(primitive, _compat.source_codes(), self.path, source)
+
+    def apply(self, primitive, args, params, avals=None, forced=None):
+        """Runs one op.
+
+        Args:
+          avals: the abstract values that the op was traced with, where it comes from a
+            jaxpr. By now its inputs may have other floating dtypes.
+          forced: the action for all ops of the function that this one is part of.
+        """
+        foreign, differentiated = self.scope()
+        if foreign:
+            return self.bind(primitive, self.as_traced(args, avals), params)
+        baked = self.baked or differentiated
+        if baked:
+            args = self.as_traced(args, avals)
+        if (nested := RULES.get(primitive.name)) is not None:
+            return nested(self, primitive, args, params, avals, forced, baked)
+        check_left_alone(primitive, params)
+        action = forced or self.action(primitive)
+        if action is None or primitive.name not in PRIMITIVES:
+            return self.bind(primitive, self.as_traced(args, avals), params)
+        if primitive.name == "convert_element_type":
+            return self.convert(primitive, args, params, avals, action, baked)
+        if action.kind is KEEP and avals is not None:  # dtypes may be mixed by now
+            action = Action(PROMOTE)
+        if primitive.name in PASSED_ON and not baked and action.dtype is None:
+            narrow = self.notes.cast(args[0], self.settings.dtype)
+            if narrow is not None and self.notes[narrow].sides is not None:
+                # Moved before it is widened, a product is still known as one.
+                out = self.apply(primitive, [narrow, *args[1:]], params)
+                return self.cast(out, dtype_of(args[0]))
+        inputs, new_params = self.prepare(primitive, args, params, action)
+        if primitive.name == "add" and action.kind is PROMOTE and not baked:
+            inputs = self.with_bias(args, forced) or inputs
+        if action.kind is LOWER and not baked and is_wide(inputs, new_params):
+            return self.wide_product(primitive, inputs, new_params)
+        out = self.bind(primitive, inputs, new_params)
+        if baked:
+            return out if inputs is args else self.as_without(out, args, params)
+        self.take_note(primitive, inputs, params, out)
+        return out
+
+    def prepare(self, primitive, args, params, action):
+        """The inputs and parameters in the dtypes that the action asks for."""
+        name, dtype = primitive.name, action.dtype
+        floats = [x for x in args if is_float(x)]
+        kind = action.kind
+        if kind is LOWER:
+            castable = all(dtype_of(x) in CASTABLE for x in floats)
+            kind = LOWER if castable and not is_dot(name, args) else PROMOTE
+        if kind is LOWER:
+            dtype = self.settings.dtype
+        elif kind is FLOAT32:
+            dtype = jnp.dtype("float32")
+        elif kind is PROMOTE:
+            dtype = self.widest(floats)
+        if dtype is None:
+            return args, params
+        preferred = params.get("preferred_element_type")
+        widens = any(dtype_of(x) == jnp.float32 for x in floats)
+        if preferred in CASTABLE and (widens or kind is None):
+            # Recorded for float32 inputs; for half-precision ones the user's wish.
+            self.record.touched |= preferred != dtype
+            params = params | {"preferred_element_type": dtype}
+        return [self.cast(x, dtype) for x in args], params
+
+    def widest(self, floats):
+        """The dtype to promote to, or None. Numbers follow arrays where they fit."""
+        if len({dtype_of(x) for x in floats}) < 2:
+            return None
+        free = [x for x in floats if self.notes[x].constant is None]
+        dtype = _compat.widest(frozenset(map(dtype_of, free or floats)))
+        numbers = (self.notes[x].constant for x in floats)
+        if all(n is None or fits(n, dtype) for n in numbers):
+            return dtype
+        return _compat.widest(frozenset(map(dtype_of, floats)))
+
+    def cast(self, x, dtype):
+        """`x` in `dtype` if it is of a castable dtype. Each copy is made once."""
+        if dtype_of(x) == dtype or dtype_of(x) not in CASTABLE:
+            return x
+        if not isinstance(x, jax.Array):
+            return np.asarray(x).astype(dtype)
+        if (copy := self.notes.cast(x, dtype)) is None:
+            with _compat.set_current_trace(self.parent):
+                copy = lax.convert_element_type(x, dtype)
+            self.record.touched = True
+            self.notes[copy] = self.notes[x]
+            widened = dtype == jnp.float32
+            if widened:
+                self.notes.remember_cast(copy, x)
+            if not widened or isinstance(x, Tracer):  # else they keep each other alive
+                self.notes.remember_cast(x, copy)
+        return copy
+
+    def convert(self, primitive, args, params, avals, action, baked):
+        (x,), dtype = args, jnp.dtype(params["new_dtype"])
+        if not is_float(x) or dtype_of(x) not in CASTABLE or dtype not in CASTABLE:
+            if action.dtype is not None and dtype in CASTABLE and not baked:
+                self.record.touched |= dtype != action.dtype
+                params = params | {"new_dtype": action.dtype}
+            return self.bind(primitive, args, params)
+        if not baked:
+            if action.dtype is not None:
+                self.record.touched |= dtype != action.dtype
+                dtype = action.dtype
+            elif avals is not None and avals[0].dtype == dtype != dtype_of(x):
+                return x  # nothing was converted when this was traced
+        if dtype != dtype_of(x) and params["sharding"] is None:
+            return self.cast(x, dtype)
+        out = self.bind(primitive, args, params | {"new_dtype": dtype})
+        self.notes[out] = self.notes[x]
+        return out
+
+    def with_bias(self, args, forced):
+        """The inputs of a sum that adds a bias to a product in half precision."""
+        if forced is not None:
+            return None
+        dtype = self.settings.dtype
+        for x, bias in (args, args[::-1]):
+            product = x if dtype_of(x) == dtype else self.notes.cast(x, dtype)
+            if product is None or dtype_of(bias) != jnp.float32:
+                continue
+            sides, shape = self.notes[product].sides, np.shape(product)
+            varies = self.notes[bias].varies
+            if np.shape(bias) != shape:
+                varies = frozenset(d for d, n in enumerate(np.shape(bias)) if n != 1)
+            elif varies is None and _compat.is_batched(product):
+                # Under vmap, the bias is what has no batch dimension.
+                if not _compat.is_batched(bias):
+                    varies = frozenset(range(len(shape)))
+            if sides is None or varies is None or not is_bias_of(sides, varies, shape):
+                continue
+            with _compat.set_current_trace(self.parent):
+                # Broadcast in float32, so that its gradient is summed in float32.
+                bias = lax.broadcast_in_dim(bias, shape, range(len(shape)))
+            return product, self.cast(bias, dtype)
+        return None
+
+    def wide_product(self, primitive, args, params):
+        """A product of half-precision inputs that was asked for in float32.
+
+        Its own derivative would multiply float32 by float16. This one casts the
+        (co)tangent first, so that backward runs in half precision too.
+        """
+        narrow = params | {"preferred_element_type": dtype_of(args[0])}
+        if params.get("precision") == lax.DotAlgorithmPreset.F16_F16_F32:
+            narrow["precision"] = None
+            if jax.default_backend() == "cpu":  # which does not have it
+                params = params | {"precision": None}
+
+        @jax.custom_jvp
+        def product(x, y):
+            return primitive.bind(x, y, **params)
+
+        @product.defjvp
+        def _(primals, tangents):
+            (x, y), (dx, dy) = primals, tangents
+            tangent = primitive.bind(dx, y, **narrow) + primitive.bind(x, dy, **narrow)
+            wide = params["preferred_element_type"]
+            return product(x, y), lax.convert_element_type(tangent, wide)
+
+        with _compat.set_current_trace(self.parent):
+            return product(*args)
+
+    def take_note(self, primitive, args, params, out):
+        name = primitive.name
+        if name in PASSED_ON:
+            self.notes[out] = passed_on(name, args, params, self.notes)
+        elif PRIMITIVES[name].kind is LOWER and dtype_of(out) == self.settings.dtype:
+            if name != "ragged_dot_general":
+                self.notes[out] = Note(sides=product_sides(name, args, params))
+
+    def as_traced(self, args, avals):
+        """The values in the dtypes that they were traced with."""
+        if avals is None:
+            return args
+        pairs = zip(args, avals, strict=True)
+        return [self.cast(x, a.dtype) if hasattr(a, "dtype") else x for x, a in pairs]
+
+    def as_without(self, out, args, params):
+        """Results in the dtype that they would have without autocast."""
+        dtypes = [dtype_of(x) for x in args if dtype_of(x) in CASTABLE]
+        preferred = params.get("preferred_element_type")
+        if preferred is None and not dtypes:
+            return out
+        dtype = _compat.widest(frozenset(dtypes)) if preferred is None else preferred
+        return jax.tree.map(lambda x: self.cast(x, dtype), out)
+
+
+def is_float(x) -> bool:
+    dtype = dtype_of(x)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_wide(args, params) -> bool:
+    """Whether half-precision inputs are to give a float32 result."""
+    halves = all(dtype_of(x) in CASTABLE[:2] for x in args)
+    return halves and params.get("preferred_element_type") == jnp.float32
+
+
+def is_dot(name, args) -> bool:
+    """A contraction of two vectors, torch's `dot`."""
+    return name == "dot_general" and all(np.ndim(x) == 1 for x in args)

@@ -11,12 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat
-from ._rules import CASTABLE, Settings, compile_rules
-from ._trace import MARK, AutocastTrace, Record
-
-# The settings of the innermost region, or None. JAX keys its caches by it, so that a
-# function is traced anew in a region of another kind.
-_region = jax.make_user_context(None)
+from ._rules import CASTABLE, REGION, Settings, compile_rules
+from ._trace import AutocastTrace, Record, mark
 
 BAD_DTYPE = """autocast({}={!r}): the dtype must be float16 or bfloat16.
 There is no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
@@ -37,7 +33,7 @@ def is_autocast_enabled() -> bool:
     ...     is_autocast_enabled()
     True
     """
-    return _region.value is not None
+    return REGION.value is not None
 
 
 def get_autocast_dtype() -> Any:
@@ -47,7 +43,7 @@ def get_autocast_dtype() -> Any:
     ...     get_autocast_dtype()
     dtype('float16')
     """
-    return default_dtype() if _region.value is None else _region.value.dtype
+    return default_dtype() if REGION.value is None else REGION.value.dtype
 
 
 def default_dtype() -> Any:
@@ -95,12 +91,15 @@ class autocast:
         if self.cast_inputs is not None:
             raise TypeError(NOT_A_DECORATOR)
         region = contextlib.ExitStack()
-        region.enter_context(_region(self.settings if self.enabled else None))
-        name = self.settings.dtype.name if self.enabled else "off"
-        region.enter_context(jax.named_scope(f"{MARK}({name})"))
+        outer = REGION.value
+        depth = 0 if outer is None else outer.depth + 1
+        settings = self.settings._replace(depth=depth)
+        region.enter_context(REGION(settings if self.enabled else None))
+        name = settings.dtype.name if self.enabled else "off"
+        region.enter_context(jax.named_scope(mark(name, depth)))
         trace = None
         if self.enabled:
-            trace = AutocastTrace(_compat.current_trace(), self.settings, Record())
+            trace = AutocastTrace(_compat.current_trace(), settings, Record())
             region.enter_context(_compat.set_current_trace(trace))
         self._entered.__dict__.setdefault("stack", []).append((region, trace))
         return self

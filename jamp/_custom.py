@@ -23,27 +23,29 @@ class Function:
     """A Python function that JAX holds, run under autocast wherever JAX calls it."""
 
     def __init__(self, trace, function, baked=False):
-        self.trace, self.function, self.baked = trace, function, baked
-        self.path = trace.path()
-
-    def child(self):
-        return self.trace.spawn(_compat.current_trace(), self.baked, self.path)
+        self.function, self.child = function, trace.spawner(baked)
 
     def __call__(self, *args):
         """Returns the results, and the trace that they were computed on."""
+        self.forget()
+        with self.child().current() as child:
+            return list(self.function.call_wrapped(*args)), child
+
+    def forget(self):
+        """Lets the function be called again: it notes the tree of its results."""
         for store in self.function.stores:
             store and store.reset()
-        child = self.child()
-        with _compat.set_current_trace(child):
-            return list(self.function.call_wrapped(*args)), child
 
 
 class JaxprFunction(Function):
     """The same for a jaxpr, whose inputs may have other dtypes by now."""
 
-    def __init__(self, trace, jaxpr, forced):
-        super().__init__(trace, jaxpr)
+    def __init__(self, trace, jaxpr, forced, baked=False):
+        super().__init__(trace, jaxpr, baked)
         self.forced = forced
+
+    def forget(self):
+        pass
 
     def __call__(self, *args):
         child = self.child()
@@ -65,6 +67,7 @@ class Contract:
     def fulfilled(self):
         if self.dtypes is None:  # the primal code has not run, only its derivative
             _compat.trace_to_jaxpr(self.primal, self.avals, self.debug_info)
+            self.run.forget()
         return self.dtypes
 
 
@@ -89,9 +92,9 @@ def custom_jvp(trace, primitive, fun, jvp, args, params, eqn=None):
 
     run = Function(trace, fun, baked)
     if eqn is not None:
-        run = JaxprFunction(trace, eqn.jaxpr, eqn.forced)
+        run = JaxprFunction(trace, eqn.jaxpr, eqn.forced, baked)
     contract = Contract(run, args, fun.debug_info)
-    derivative = Function(trace, jvp, baked or eqn is not None)
+    derivative = Function(trace, jvp, baked=True)
 
     def autocast_jvp(*primals_and_tangents):
         if eqn is not None:
@@ -116,7 +119,7 @@ def custom_vjp(trace, primitive, fun, fwd, bwd, args, params, eqn=None):
     baked = trace.baked or differentiated
     run = Function(trace, fun, baked)
     if eqn is not None:
-        run = JaxprFunction(trace, eqn.jaxpr, eqn.forced)
+        run = JaxprFunction(trace, eqn.jaxpr, eqn.forced, baked)
     contract = Contract(run, args, fun.debug_info)
     forward = Function(trace, fwd, baked or eqn is not None)
     backward = Function(trace, bwd, baked=True)
@@ -162,11 +165,10 @@ def custom_call(rule):
 
 def shard_map(trace, primitive, fun, args, params):
     foreign, differentiated = trace.scope()
-    baked, path = trace.baked or differentiated, trace.path()
+    make_child = trace.spawner(differentiated)
 
     def autocast_fun(*args):
-        child = trace.spawn(_compat.current_trace(), baked, path)
-        with _compat.set_current_trace(child):
+        with make_child().current():
             return fun(*args)
 
     run = fun if foreign else autocast_fun

@@ -109,9 +109,10 @@ def rewrite(trace, jaxpr, avals, forced=None, outs=None, baked=False) -> Rewritt
     cache = CACHE.setdefault(jaxpr.jaxpr, {})
     if key not in cache:
         notes, record = [], type(trace.record)()
+        make_child = trace.spawner(baked, record)
 
         def run(*args):
-            child = trace.spawn(_compat.current_trace(), baked, path, record)
+            child = make_child()
             results = evaluate(child, jaxpr, args, forced, own_sources=True)
             results = [
                 r if dtype is None else child.cast(r, dtype)
@@ -220,12 +221,11 @@ def custom_vmap(trace, primitive, args, params, avals, forced, baked):
     dtypes = [a.dtype for a in jaxpr.out_avals]
     args = trace.as_traced(args, jaxpr.in_avals)
     new = rewrite(trace, jaxpr, jaxpr.in_avals, forced, dtypes, baked)
-    path = trace.path()
+    make_child = trace.spawner(baked)
 
     @functools.wraps(rule)
     def autocast_rule(*rule_args):
-        child = trace.spawn(_compat.current_trace(), prefix=path)
-        with _compat.set_current_trace(child):
+        with make_child().current() as child:
             out, batched = rule(*rule_args)
         leaves, tree = jax.tree.flatten(out)
         return tree.unflatten(map(child.cast, leaves, dtypes)), batched

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from ._compat import Primitive
@@ -41,6 +42,7 @@ class Settings(NamedTuple):
 
     dtype: Any
     rules: tuple[UserRule, ...] = ()
+    depth: int = 0  # how many other regions it is in
 
 
 def code_of(function: Any) -> CodeType | None:
@@ -126,6 +128,11 @@ def resolve(path: str, modules: frozenset[str]) -> CodeType | None:
 
 
 LIBRARIES = frozenset(path.split(".")[0] for path in FUNCTIONS)
+
+
+# The settings of the innermost region, or None. JAX keys its caches by it, so that a
+# function is traced anew in a region of another kind.
+REGION = jax.make_user_context(None)
 
 
 class Decider:

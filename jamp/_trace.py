@@ -1,5 +1,9 @@
 """The trace that casts: what happens to one op inside an autocast region."""
 
+import contextlib
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +22,11 @@ from ._provenance import (
     passed_on,
     product_sides,
 )
-from ._rules import CASTABLE, Action, Decider, Settings
+from ._rules import CASTABLE, REGION, Action, Decider, Settings
 
 RULES = NESTED | CUSTOM  # for primitives that hold functions
-MARK = "jamp.autocast"  # how the scopes of regions begin in the name stack
+# Each region leaves its mark in the name stack of its ops, with its depth in others.
+MARK = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\(")
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
 PASSED_ON = ("transpose", "squeeze", "broadcast_in_dim", "reshape", "slice", "copy")
 
@@ -62,15 +67,29 @@ class AutocastTrace(_compat.Trace):
         self.decide = Decider(settings, record.hits)
         self.notes = Notes()
 
-    def spawn(self, parent, baked=False, prefix=None, record=None) -> "AutocastTrace":
-        """A trace with these settings for code that runs on another parent."""
-        baked, prefix = self.baked or baked, self.path() if prefix is None else prefix
-        return AutocastTrace(
-            parent, self.settings, record or self.record, baked, prefix
+    def spawner(self, baked=False, record=None):
+        """Makes traces with these settings on the trace that is current by then.
+
+        It does not hold this trace, nor the values that it remembers.
+        """
+        make = functools.partial(
+            AutocastTrace,
+            settings=self.settings,
+            record=record or self.record,
+            baked=self.baked or baked,
+            prefix=self.path(),
         )
+        return lambda: make(_compat.current_trace())
 
     def as_baked(self) -> "AutocastTrace":
-        return self.spawn(self.parent, baked=True)
+        with _compat.set_current_trace(self.parent):
+            return self.spawner(baked=True)()
+
+    @contextlib.contextmanager
+    def current(self):
+        """Runs Python code on this trace, perhaps after its region has ended."""
+        with REGION(self.settings), _compat.set_current_trace(self):
+            yield self
 
     def bind(self, primitive, args, params):
         return _compat.bind(self.parent, primitive, args, params)
@@ -80,7 +99,7 @@ class AutocastTrace(_compat.Trace):
         if not self.decide.uses_paths:
             return ""
         names = [n for transform, n in _compat.scopes() if not transform]
-        names = [n for n in names if not n.startswith(MARK)]
+        names = [n for n in names if not MARK.match(n)]
         return "/".join([self.prefix, *names] if self.prefix else names)
 
     # What JAX calls.
@@ -108,7 +127,8 @@ class AutocastTrace(_compat.Trace):
     def scope(self) -> tuple[bool, bool]:
         """Whether an inner region decides, and whether a derivative is being taken."""
         entries = _compat.scopes(self.depth)
-        foreign = any(not t and name.startswith(MARK) for t, name in entries)
+        marks = [MARK.match(name) for transform, name in entries if not transform]
+        foreign = any(m and int(m[1] or 0) > self.settings.depth for m in marks)
         return foreign, any(t and name in DIFFERENTIATION for t, name in entries)
 
     def action(self, primitive, source=None) -> Action | None:
@@ -162,7 +182,7 @@ class AutocastTrace(_compat.Trace):
         kind = action.kind
         if kind is LOWER:
             castable = all(dtype_of(x) in CASTABLE for x in floats)
-            kind = LOWER if castable and not is_dot(name, args) else PROMOTE
+            kind = LOWER if castable and not is_dot(name, args, params) else PROMOTE
         if kind is LOWER:
             dtype = self.settings.dtype
         elif kind is FLOAT32:
@@ -210,6 +230,8 @@ class AutocastTrace(_compat.Trace):
 
     def convert(self, primitive, args, params, avals, action, baked):
         (x,), dtype = args, jnp.dtype(params["new_dtype"])
+        if not isinstance(x, jax.Array):  # a number stays a known number
+            return np.asarray(x).astype(dtype)
         if not is_float(x) or dtype_of(x) not in CASTABLE or dtype not in CASTABLE:
             if action.dtype is not None and dtype in CASTABLE and not baked:
                 self.record.touched |= dtype != action.dtype
@@ -233,8 +255,13 @@ class AutocastTrace(_compat.Trace):
             return None
         dtype = self.settings.dtype
         for x, bias in (args, args[::-1]):
+            if not isinstance(bias, jax.Array):
+                continue
             product = x if dtype_of(x) == dtype else self.notes.cast(x, dtype)
             if product is None or dtype_of(bias) != jnp.float32:
+                continue
+            number = self.notes[bias].constant
+            if number is not None and not fits(number, dtype):
                 continue
             sides, shape = self.notes[product].sides, np.shape(product)
             varies = self.notes[bias].varies
@@ -248,7 +275,7 @@ class AutocastTrace(_compat.Trace):
                 continue
             with _compat.set_current_trace(self.parent):
                 # Broadcast in float32, so that its gradient is summed in float32.
-                bias = lax.broadcast_in_dim(bias, shape, range(len(shape)))
+                bias = lax.broadcast_in_dim(bias, shape, range(np.ndim(bias)))
             return product, self.cast(bias, dtype)
         return None
 
@@ -303,6 +330,10 @@ class AutocastTrace(_compat.Trace):
         return jax.tree.map(lambda x: self.cast(x, dtype), out)
 
 
+def mark(name: str, depth: int) -> str:
+    return f"jamp.autocast[{depth}]({name})" if depth else f"jamp.autocast({name})"
+
+
 def is_float(x) -> bool:
     dtype = dtype_of(x)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
@@ -314,6 +345,9 @@ def is_wide(args, params) -> bool:
     return halves and params.get("preferred_element_type") == jnp.float32
 
 
-def is_dot(name, args) -> bool:
+def is_dot(name, args, params) -> bool:
     """A contraction of two vectors, torch's `dot`."""
-    return name == "dot_general" and all(np.ndim(x) == 1 for x in args)
+    if name != "dot_general":
+        return False
+    (contracting, _), _ = params["dimension_numbers"]
+    return all(np.ndim(x) == len(contracting) == 1 for x in args)

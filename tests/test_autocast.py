@@ -1,0 +1,684 @@
+"""autocast: regions, layers, rules, errors."""
+
+import gc
+import threading
+import weakref
+from functools import partial
+
+import chex
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.extend.core import Primitive
+
+import jamp
+
+from .jaxprs import all_half, equations, products
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+f16, bf16, f32 = jnp.float16, jnp.bfloat16, jnp.float32
+half = partial(jamp.autocast, dtype=f16)
+off = partial(jamp.autocast, enabled=False)
+N = 8
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = (jax.random.normal(key, (N, N)) for key in keys[:2])
+    return x, w / N**0.5, jax.random.normal(keys[2], (N,))
+
+
+# Regions
+
+
+def test_region_is_known_inside_and_gone_outside():
+    assert not jamp.is_autocast_enabled()
+    assert jamp.get_autocast_dtype() == bf16  # the default on a CPU
+    with half():
+        assert jamp.is_autocast_enabled() and jamp.get_autocast_dtype() == f16
+        with off():
+            assert not jamp.is_autocast_enabled()
+            with jamp.autocast(dtype=bf16):
+                assert jamp.get_autocast_dtype() == bf16
+        assert jamp.get_autocast_dtype() == f16
+    assert not jamp.is_autocast_enabled()
+    x, w, _ = arrays()
+    assert (x @ w).dtype == f32
+
+
+def test_default_dtype_is_bfloat16_on_a_cpu():
+    x, w, _ = arrays()
+    with jamp.autocast():
+        assert (x @ w).dtype == bf16
+
+
+def test_decorator():
+    @half()
+    def product(x, w):
+        """Multiplies."""
+        return x @ w
+
+    x, w, _ = arrays()
+    assert product(x, w).dtype == f16
+    assert product.__name__ == "product" and product.__doc__ == "Multiplies."
+
+
+def test_one_object_can_be_entered_again_and_inside_itself():
+    region, (x, w, _) = half(), arrays()
+    for _ in range(2):
+        with region:
+            with region:
+                assert (x @ w).dtype == f16
+            assert (x @ w).dtype == f16
+        assert (x @ w).dtype == f32
+
+
+def test_an_exception_ends_the_region():
+    x, w, _ = arrays()
+    with pytest.raises(ZeroDivisionError), half(rules={"no such module": f32}):
+        raise ZeroDivisionError
+    assert not jamp.is_autocast_enabled()
+    assert (x @ w).dtype == f32
+
+
+def test_regions_of_threads_do_not_mix():
+    x, w, _ = arrays()
+    region, inside, outside = half(), threading.Barrier(2), threading.Barrier(2)
+    seen = {}
+
+    def work(name, dtype):
+        with region if dtype == f16 else jamp.autocast(dtype=dtype):
+            inside.wait()
+            seen[name] = (x @ w).dtype, jamp.get_autocast_dtype()
+            outside.wait()
+
+    threads = [threading.Thread(target=work, args=a) for a in (("a", f16), ("b", bf16))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"a": (f16, f16), "b": (bf16, bf16)}
+    assert (x @ w).dtype == f32
+
+
+def test_jitted_functions_are_not_confused_by_regions():
+    x, w, _ = arrays()
+
+    @jax.jit
+    def product(x, w):
+        return x @ w
+
+    for _ in range(2):
+        assert product(x, w).dtype == f32
+        with half():
+            assert product(x, w).dtype == f16
+            assert product(x, w).dtype == f16
+            with off():
+                assert product(x, w).dtype == f32
+        with jamp.autocast(dtype=bf16):
+            assert product(x, w).dtype == bf16
+        with half(rules={lax.dot_general_p: f32}):
+            assert product(x, w).dtype == f32
+
+
+def test_a_jitted_function_sees_whether_it_is_in_a_region():
+    @jax.jit
+    def seen(x):
+        return x + float(jamp.is_autocast_enabled())
+
+    assert seen(0.0) == 0
+    with half():
+        assert seen(0.0) == 1
+    assert seen(0.0) == 0
+
+
+def test_an_inner_function_is_traced_once_per_dtype():
+    x, w, _ = arrays()
+    traces = []
+
+    @jax.jit
+    def inner(x, w):
+        traces.append(jamp.get_autocast_dtype())
+        return jnp.tanh(x @ w)
+
+    @jax.jit
+    def outer(x, w):
+        with half():
+            for _ in range(4):
+                x = inner(x, w)
+        with jamp.autocast(dtype=bf16):
+            return inner(inner(x.astype(f32), w).astype(f32), w)
+
+    for _ in range(2):
+        outer(x, w)
+    # Under float16 with float32 input, with float16 input, under bfloat16.
+    assert traces == [f16, f16, bf16]
+
+
+def test_a_step_is_traced_once_and_runs_without_the_host():
+    x, w, b = arrays()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(w, x):
+        def loss(w):
+            with half():
+                return jnp.mean(jax.nn.gelu(x @ w + b).astype(f32))
+
+        return w - jax.grad(loss)(w)
+
+    w = step(w, x)
+    with jax.transfer_guard("disallow"):
+        for _ in range(3):
+            w = step(w, x)
+    assert w.dtype == f32
+
+
+def test_no_value_outlives_its_use():
+    x, w, b = arrays()
+    with half():
+        y = jax.nn.softmax(x @ w + b)
+        kept = weakref.ref(y)
+        del y
+        assert kept() is None  # already in the region
+        z = x @ w
+        kept = weakref.ref(z)
+    del z
+    gc.collect()
+    assert kept() is None
+
+
+# Nested regions
+
+
+def enclosed(region):
+    """Runs a product in an inner region, and one around it."""
+
+    def product(x, w):
+        with region:
+            return x @ w
+
+    return product
+
+
+def carried(wrapped):
+    """What a function returns, through another transformation."""
+
+    @jax.custom_vjp
+    def custom(x, w):
+        return wrapped(x, w)
+
+    custom.defvjp(
+        lambda x, w: (wrapped(x, w), w),
+        lambda w, g: (wrapped(g, w.T), jnp.zeros_like(w)),
+    )
+    return {
+        "plain": wrapped,
+        "jit": jax.jit(wrapped),
+        "vmap": lambda x, w: jax.vmap(wrapped, in_axes=(0, None))(x[None], w)[0],
+        "scan": lambda x, w: lax.scan(
+            lambda c, _: (c, wrapped(c, w)), x, None, length=1
+        )[1][0],
+        "remat": jax.checkpoint(wrapped),
+        "custom_vjp": custom,
+    }
+
+
+@pytest.mark.parametrize("outer_jit", [False, True])
+@pytest.mark.parametrize("way", ["plain", "jit", "vmap", "scan", "remat", "custom_vjp"])
+@pytest.mark.parametrize("inner", ["off", "bfloat16"])
+def test_the_inner_region_wins(inner, way, outer_jit):
+    x, w, _ = arrays()
+    region = off() if inner == "off" else jamp.autocast(dtype=bf16)
+    inner_dtype = "float32" if inner == "off" else "bfloat16"
+    function = carried(enclosed(region))[way]
+
+    def both(x, w):
+        with half():
+            return function(x, w), x @ w
+
+    both = jax.jit(both) if outer_jit else both
+    inside, outside = both(x, w)
+    assert inside.dtype == inner_dtype and outside.dtype == f16
+    found = sorted(map(sorted, products(both, x, w)))
+    assert found == sorted([[inner_dtype], ["float16"]])
+
+    def loss(x, w):
+        inside, outside = both(x, w)
+        return jnp.sum(inside.astype(f32)) + jnp.sum(outside.astype(f32))
+
+    gradient = jax.grad(loss)(x, w)
+    assert gradient.dtype == f32
+    np.testing.assert_allclose(
+        gradient, jax.grad(lambda x, w: 2 * jnp.sum(x @ w))(x, w), rtol=0.03, atol=0.03
+    )
+    found = products(jax.grad(loss), x, w)
+    assert {inner_dtype} in found and {"float16"} in found
+    assert all(len(dtypes) == 1 for dtypes in found)
+
+
+def test_a_region_inside_a_disabled_one_in_a_region():
+    x, w, _ = arrays()
+
+    def function(x, w):
+        with half():
+            a = x @ w
+            with off():
+                b = x @ w
+                with jamp.autocast(dtype=bf16):
+                    c = x @ w
+        return a, b, c
+
+    for run in (function, jax.jit(function), half()(jax.jit(function))):
+        assert [y.dtype for y in run(x, w)] == [f16, f32, bf16]
+
+
+# Layers
+
+
+def linen(module, x):
+    variables = module.init(jax.random.key(0), x)
+    return partial(module.apply, variables)
+
+
+IMAGES = (2, N, N, 3)
+LAYERS = {
+    "linen Dense": (lambda x: linen(nn.Dense(5), x), (4, N), f16),
+    "linen Dense, batch of 1": (lambda x: linen(nn.Dense(5), x), (1, N), f16),
+    "linen Dense, sequence": (lambda x: linen(nn.Dense(5), x), (2, 3, N), f16),
+    "linen DenseGeneral": (lambda x: linen(nn.DenseGeneral((2, 3)), x), (4, N), f16),
+    "linen DenseGeneral, axes": (
+        lambda x: linen(nn.DenseGeneral(5, axis=(-2, -1)), x),
+        (4, 2, N),
+        f16,
+    ),
+    "linen Conv": (lambda x: linen(nn.Conv(4, (3, 3)), x), IMAGES, f16),
+    "linen Conv, one image": (lambda x: linen(nn.Conv(4, (3, 3)), x), (N, N, 3), f16),
+    "linen ConvTranspose": (
+        lambda x: linen(nn.ConvTranspose(4, (3, 3)), x),
+        IMAGES,
+        f16,
+    ),
+    "linen attention": (
+        lambda x: linen(nn.MultiHeadDotProductAttention(2), x),
+        (2, 3, N),
+        f16,
+    ),
+    "linen Einsum": (
+        lambda x: linen(nn.Einsum((N, 2, 3), "bi,ijk->bjk"), x),
+        (4, N),
+        f16,
+    ),
+    "linen LayerNorm": (lambda x: linen(nn.LayerNorm(), x), (4, N), f32),
+    "linen LayerNorm, bare": (
+        lambda x: linen(nn.LayerNorm(use_bias=False, use_scale=False), x),
+        (4, N),
+        f32,
+    ),
+    "linen RMSNorm": (lambda x: linen(nn.RMSNorm(), x), (4, N), f32),
+    "linen GroupNorm": (lambda x: linen(nn.GroupNorm(2), x), (4, N), f32),
+    "nnx Linear": (lambda x: nnx.Linear(N, 5, rngs=nnx.Rngs(0)), (4, N), f16),
+    "nnx Conv": (lambda x: nnx.Conv(3, 4, (3, 3), rngs=nnx.Rngs(0)), IMAGES, f16),
+    "nnx attention": (
+        lambda x: nnx.MultiHeadAttention(2, N, decode=False, rngs=nnx.Rngs(0)),
+        (2, 3, N),
+        f16,
+    ),
+    "nnx LayerNorm": (lambda x: nnx.LayerNorm(N, rngs=nnx.Rngs(0)), (4, N), f32),
+    "equinox Linear": (
+        lambda x: jax.vmap(eqx.nn.Linear(N, 5, key=jax.random.key(0))),
+        (4, N),
+        f16,
+    ),
+    "equinox Conv": (
+        lambda x: jax.vmap(eqx.nn.Conv2d(3, 4, 3, key=jax.random.key(0))),
+        (2, 3, N, N),
+        f16,
+    ),
+    "equinox LayerNorm": (lambda x: jax.vmap(eqx.nn.LayerNorm(N)), (4, N), f32),
+    "plain": (lambda x: lambda x: x @ jnp.ones((N, 5)) + jnp.ones(5), (4, N), f16),
+}
+
+
+@pytest.mark.parametrize("input_dtype", [f32, f16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_dtype_of_a_layer(name, input_dtype):
+    make, shape, dtype = LAYERS[name]
+    x = jax.random.normal(jax.random.key(1), shape)
+    layer = make(x)
+    with half():
+        y = layer(x.astype(input_dtype))
+    assert y.dtype == dtype
+    np.testing.assert_allclose(y.astype(f32), layer(x), rtol=0.02, atol=0.02)
+    assert jax.jit(half()(layer))(x.astype(input_dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("layer", ["Linear", "Conv"])
+def test_equinox_layers_with_the_region_under_vmap(layer):
+    key = jax.random.key(0)
+    if layer == "Linear":
+        module, x = eqx.nn.Linear(N, 5, key=key), jnp.ones((4, N))
+    else:
+        module, x = eqx.nn.Conv2d(3, 4, 3, key=key), jnp.ones((2, 3, N, N))
+
+    def forward(module):
+        y = jax.vmap(half()(lambda x: module(x)))(x)
+        assert y.dtype == f16
+        return y
+
+    def loss(module):
+        return jnp.sum(forward(module).astype(f32))
+
+    forward(module)
+
+    gradients = eqx.filter_jit(eqx.filter_grad(loss))(module)
+    assert gradients.weight.dtype == gradients.bias.dtype == f32
+
+
+def test_a_bias_gradient_is_summed_in_float32():
+    rows = 4096  # more than the integers that float16 can count
+    x, w = jnp.ones((rows, 1)), jnp.ones((1, N))
+
+    def loss(b):
+        with half():
+            y = x @ w + b
+        assert y.dtype == f16
+        return jnp.sum(y.astype(f32))
+
+    gradient = jax.grad(loss)(jnp.ones(N))
+    np.testing.assert_array_equal(gradient, rows)
+    eqns = equations(jax.make_jaxpr(jax.grad(loss))(jnp.ones(N)))
+    sums = [e.invars[0].aval.dtype for e in eqns if e.primitive.name == "reduce_sum"]
+    assert set(sums) == {jnp.dtype(f32)}
+
+
+def test_residual_sums_are_float32():
+    x, w, b = arrays()
+    with half():
+        assert (x + (x @ w + b)).dtype == f32
+        assert ((x @ w + b) + x).dtype == f32
+        assert (x @ w + x).dtype == f32
+        assert jax.jit(lambda x: x + x @ w)(x).dtype == f32
+        assert jax.jit(lambda x: x @ w + b)(x).dtype == f16
+
+
+def test_masks_on_attention_scores_are_not_biases():
+    q = jax.random.normal(jax.random.key(0), (2, 4, N))
+    mask = jnp.full((2, 1, 4), -1e10, f32)
+    with half():
+        scores = jnp.einsum("bqd,bkd->bqk", q, q)
+        assert (scores + mask).dtype == f32  # in float16 it would be -inf
+
+
+def test_batchnorm_keeps_statistics_in_float32():
+    model = nn.Sequential([nn.Dense(N), nn.BatchNorm(use_running_average=False)])
+    x = jax.random.normal(jax.random.key(1), (64, N)) + 100
+    variables = model.init(jax.random.key(0), x)
+    with half():
+        _, state = model.apply(variables, x, mutable=["batch_stats"])
+    _, expected = model.apply(variables, x, mutable=["batch_stats"])
+    for a, b in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        assert a.dtype == f32
+        np.testing.assert_allclose(a, b, rtol=5e-3)
+
+
+def test_linen_decorated_method_makes_float32_parameters():
+    class Model(nn.Module):
+        @nn.compact
+        @half()
+        def __call__(self, x):
+            return nn.Dense(3, kernel_init=nn.initializers.orthogonal())(x)
+
+    model, x = Model(), jnp.ones((2, N))
+    variables = model.init(jax.random.key(0), x)
+    assert {v.dtype for v in jax.tree.leaves(variables)} == {jnp.dtype(f32)}
+    assert model.apply(variables, x).dtype == f16
+
+
+def test_nnx_dropout_and_batchnorm_mutate_in_an_eager_region():
+    model = nnx.Sequential(
+        nnx.Linear(N, N, rngs=nnx.Rngs(0)),
+        nnx.BatchNorm(N, rngs=nnx.Rngs(0)),
+        nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
+    )
+    for _ in range(2):
+        with half():
+            model(jnp.ones((4, N)))
+    model(jnp.ones((4, N)))
+    assert model.layers[2].rngs.count[...] == 3
+
+
+# What was traced before the casts reach it
+
+
+def test_numbers_that_do_not_fit_into_float16_widen():
+    x, w, _ = arrays()
+
+    @jax.jit
+    def masked(x):
+        y = x @ w
+        return jnp.where(y > 0, y, -1e10), y * 0.5, y + 1e-9, jnp.zeros_like(y) + y
+
+    with half():
+        dtypes = [y.dtype for y in masked(x)]
+    assert dtypes == [f32, f16, f32, f16]
+
+
+def test_activations_stay_in_half_precision_when_traced_before():
+    x, w, b = arrays()
+    functions = [jax.nn.relu, jax.nn.gelu, jax.nn.silu, jnp.tanh, jax.nn.sigmoid]
+    functions += [jnp.mean, lambda x: jnp.where(x > 0, x, 0), partial(jnp.clip, max=6)]
+    for function in functions:
+        with half():
+            assert jax.jit(lambda x, f=function: f(x @ w + b))(x).dtype == f16
+            assert jax.checkpoint(lambda x, f=function: f(x @ w + b))(x).dtype == f16
+            assert function(x @ w + b).dtype == f16
+    for function in (jax.nn.softmax, jax.nn.logsumexp, jnp.sum, jnp.linalg.norm):
+        with half():
+            assert jax.jit(lambda x, f=function: f(x @ w + b))(x).dtype == f32
+            assert function(x @ w + b).dtype == f32
+
+
+def test_softmax_subtracts_its_maximum_in_float32():
+    x = (jnp.arange(N, dtype=f32) * 0.37 + 100).astype(f16)
+    with half():
+        y = jax.nn.softmax(x)
+    np.testing.assert_array_equal(y, jax.nn.softmax(x.astype(f32)))
+
+
+def test_bit_casts_get_what_they_were_traced_with():
+    x, w, _ = arrays()
+
+    @jax.jit
+    def bits(x):
+        return lax.bitcast_convert_type(x @ w, jnp.uint32)
+
+    with half():
+        assert bits(x).dtype == jnp.uint32
+
+
+def test_a_wider_result_that_was_asked_for():
+    x, w, _ = arrays()
+    x, w = x.astype(f16), w.astype(f16)
+
+    def wide(x, w):
+        return jnp.matmul(x, w, preferred_element_type=f32)
+
+    def loss(x, w):
+        with half():
+            y = wide(x, w)
+        assert y.dtype == f32
+        return jnp.sum(y**2)
+
+    all_half(jax.grad(loss), x, w)
+    expected = jax.grad(lambda x, w: jnp.sum(wide(x, w) ** 2))(x, w)
+    np.testing.assert_allclose(jax.grad(loss)(x, w), expected, rtol=0.01, atol=0.05)
+    with half():
+        assert jax.jvp(wide, (x, w), (x, w))[1].dtype == f32
+
+
+def test_float64_complex_and_integers_are_left():
+    with jax.enable_x64(True), half():
+        double = jnp.ones((2, 2), jnp.float64)
+        assert (double @ double).dtype == jnp.float64
+        assert jnp.exp(double).dtype == jnp.float64
+    with half():
+        assert (jnp.ones((2, 2), jnp.complex64) @ jnp.ones((2, 2))).dtype == "complex64"
+        assert (jnp.ones((2, 2), int) @ jnp.ones((2, 2), int)).dtype == "int32"
+
+
+# Rules
+
+
+def test_rules_by_primitive_function_and_path():
+    x, w, _ = arrays()
+    with half(rules={lax.exp_p: f16}):
+        assert jnp.exp(x @ w).dtype == f16
+    with half(rules={jax.nn.softmax: f16}):
+        assert jax.nn.softmax(x @ w).dtype == f16
+    with half(rules={jax.nn.silu: f32}):  # a jitted function
+        assert jax.nn.silu(x @ w).dtype == f32
+    with half(rules={jax.nn.relu: f32}):  # a custom_jvp function
+        assert jax.nn.relu(x @ w).dtype == f32
+    with half(rules={lax.dot_general_p: None}):
+        assert (x @ w).dtype == f32
+
+    def head(x):
+        return x @ w
+
+    with half(rules={head: f32}):
+        assert head(x @ w).dtype == f32
+        assert (x @ w).dtype == f16
+    with half(rules={"lm_head$": f32}):
+        with jax.named_scope("lm_head"):
+            assert (x @ w).dtype == f32
+        with jax.named_scope("lm_head_2"):
+            assert (x @ w).dtype == f16
+    with half(rules={"decoder": f32}), jax.named_scope("decoder"):
+        assert jax.jit(lambda x: x @ w)(x).dtype == f32
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(nn.Dense)(N, name="block")
+        return nn.Dense(N, name="lm_head")(nn.relu(block(x)))
+
+
+def test_rules_by_linen_module():
+    x, _, _ = arrays()
+    model = Model()
+    variables = model.init(jax.random.key(0), x)
+    for rules, dtypes in [
+        ({"lm_head": f32}, [["float16"], ["float32"]]),
+        ({"block": f32}, [["float32"], ["float16"]]),
+        ({"Model/block": f32, "Model": f16}, [["float32"], ["float16"]]),
+        ({nn.Dense: f32}, [["float32"], ["float32"]]),
+    ]:
+        forward = half(rules=rules)(model.apply)
+        found = products(forward, variables, x)
+        assert list(map(sorted, found)) == dtypes, rules
+
+
+def test_the_first_rule_that_matches_decides():
+    x, w, _ = arrays()
+    with half(rules={"head": f32, lax.dot_general_p: bf16}):
+        with jax.named_scope("head"):
+            assert (x @ w).dtype == f32
+        assert (x @ w).dtype == bf16
+
+
+def test_a_rule_that_matches_nothing_is_named_at_the_end():
+    x, w, _ = arrays()
+    with pytest.raises(ValueError, match=r"no op matched 'no such', 'softmax'"):
+        with half(rules={"no such": f32, jax.nn.softmax: f16, lax.dot_general_p: f16}):
+            x @ w
+
+    @jax.jit
+    def product(x):
+        return x @ w
+
+    for _ in range(2):  # also when the rewritten function is reused
+        with half(rules={lax.dot_general_p: bf16}):
+            product(x)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"(": f32}, "not a regular expression"),
+        ({"head": "float33"}, "is not a dtype"),
+        ({"head": jnp.int32}, "cannot run in int32"),
+        ({3: f32}, "int is none of the three kinds of keys"),
+        ({len: f32}, "none of the three kinds"),
+    ],
+)
+def test_bad_rules(rules, message):
+    with pytest.raises(ValueError, match=message):
+        half(rules=rules)
+
+
+def test_rules_must_be_a_dict():
+    with pytest.raises(TypeError, match="must be a dict"):
+        half(rules=[("head", f32)])
+
+
+# cast_inputs
+
+
+def test_cast_inputs():
+    x, w, _ = arrays()
+
+    @jamp.autocast(cast_inputs=f32)
+    def precise(x, w, scale):
+        assert not jamp.is_autocast_enabled()
+        return x @ w * scale["n"], x.dtype
+
+    with half():
+        y, seen = precise(x @ w, w, {"n": 2})
+        assert (y.dtype, seen) == (f32, f32)
+    assert precise(x.astype(f16), w.astype(f16), {"n": 2})[1] == f16  # as torch's
+
+    def loss(x):
+        with half():
+            return jnp.sum(precise(x @ w, w, {"n": 2})[0])
+
+    assert jax.grad(loss)(x).dtype == f32
+    found = products(jax.grad(loss), x)
+    assert {"float32"} in found and {"float16"} in found
+
+
+# Errors
+
+
+@pytest.mark.parametrize("dtype", [f32, jnp.int32, jnp.float64, "cuda", 3.0])
+def test_bad_dtype(dtype):
+    with pytest.raises(ValueError, match=r"autocast\(dtype=.*must be float16 or bfl"):
+        jamp.autocast(dtype)
+
+
+def test_bad_enabled_and_cast_inputs():
+    with pytest.raises(TypeError, match="enabled"):
+        jamp.autocast(enabled=f16)
+    with pytest.raises(ValueError, match="cast_inputs"):
+        jamp.autocast(cast_inputs=jnp.int32)
+    with pytest.raises(TypeError, match="decorates a function"):
+        with jamp.autocast(cast_inputs=f32):
+            pass
+
+
+def test_a_nested_primitive_without_a_rule_raises():
+    x, w, _ = arrays()
+    new = Primitive("brand_new")
+    new.def_impl(lambda x, jaxpr: x)
+    jaxpr = jax.make_jaxpr(lambda x: x @ w)(x)
+    with half(), pytest.raises(NotImplementedError, match=r"(?s)'brand_new'.*NESTED"):
+        new.bind(x, jaxpr=jaxpr)
+    with half(), off():
+        new.bind(x, jaxpr=jaxpr)

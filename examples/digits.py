@@ -1,4 +1,4 @@
-"""Float16 training with `jamp.GradScaler`, beside the same run in float32.
+"""Float16 training with `jamp.autocast` and `jamp.GradScaler`, beside float32.
 
 A small Flax NNX CNN learns scikit-learn's `load_digits` twice, from the same weights
 and with the same batches. The growth interval is short, so the loss scale climbs until
@@ -35,14 +35,13 @@ FETCH_EVERY = 20  # steps; fetching the metrics makes the host wait for the devi
 
 
 class CNN(nnx.Module):
-    """Computes in `dtype`; the parameters are float32 whatever it is."""
+    """Knows nothing of mixed precision."""
 
-    def __init__(self, dtype, rngs):
-        self.dtype = dtype
-        self.conv1 = nnx.Conv(1, 32, (3, 3), dtype=dtype, rngs=rngs)
-        self.conv2 = nnx.Conv(32, 64, (3, 3), dtype=dtype, rngs=rngs)
-        self.dense1 = nnx.Linear(4 * 4 * 64, 128, dtype=dtype, rngs=rngs)
-        self.dense2 = nnx.Linear(128, 10, dtype=dtype, rngs=rngs)
+    def __init__(self, rngs):
+        self.conv1 = nnx.Conv(1, 32, (3, 3), rngs=rngs)
+        self.conv2 = nnx.Conv(32, 64, (3, 3), rngs=rngs)
+        self.dense1 = nnx.Linear(4 * 4 * 64, 128, rngs=rngs)
+        self.dense2 = nnx.Linear(128, 10, rngs=rngs)
 
     def __call__(self, images):  # [batch, 8, 8, 1]
         x = nnx.relu(self.conv1(images))
@@ -52,18 +51,17 @@ class CNN(nnx.Module):
         return self.dense2(x)
 
 
-def loss_and_accuracy(model, images, labels):
-    # `with jamp.autocast(dtype=model.dtype):` here will replace the layers' `dtype=`.
-    logits = model(images)
-    logits = logits.astype(jnp.float32)  # the loss is float32
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return losses.mean(), (logits.argmax(-1) == labels).mean()
+def loss_and_accuracy(model, images, labels, use_amp):
+    with jamp.autocast(dtype=jnp.float16, enabled=use_amp):
+        logits = model(images)  # float16
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), (logits.argmax(-1) == labels).mean()
 
 
-@nnx.jit
-def train_step(model, optimizer, scaler, images, labels):
+@nnx.jit(static_argnames="use_amp")
+def train_step(model, optimizer, scaler, images, labels, use_amp):
     def loss_fn(model):
-        loss, accuracy = loss_and_accuracy(model, images, labels)
+        loss, accuracy = loss_and_accuracy(model, images, labels, use_amp)
         return scaler.scale(loss), (loss, accuracy)
 
     scale = scaler.get_scale()  # the one of this step; update() may change it
@@ -73,26 +71,27 @@ def train_step(model, optimizer, scaler, images, labels):
     return {"loss": loss, "accuracy": accuracy, "scale": scale, "skipped": skipped}
 
 
-def train(dtype, data, args, progress, task):
+def train(use_amp, data, args, progress, task):
     """Metrics of every step; accuracy and loss on the test set; seconds."""
     train_images, test_images, train_labels, test_labels = data
     start = time.perf_counter()
-    model = CNN(dtype, nnx.Rngs(args.seed))
+    model = CNN(nnx.Rngs(args.seed))
     schedule = optax.cosine_decay_schedule(args.learning_rate, args.steps)
     optimizer = nnx.Optimizer(model, optax.adam(schedule), wrt=nnx.Param)
-    enabled = dtype == jnp.float16
-    scaler = jamp.GradScaler(growth_interval=args.growth_interval, enabled=enabled)
+    scaler = jamp.GradScaler(growth_interval=args.growth_interval, enabled=use_amp)
 
     history = []  # on the device at first, fetched a few steps at a time
     for step, batch in enumerate(batches(len(train_images), args), start=1):
         images, labels = train_images[batch], train_labels[batch]
-        history.append(train_step(model, optimizer, scaler, images, labels))
+        metrics = train_step(model, optimizer, scaler, images, labels, use_amp)
+        history.append(metrics)
         if step % FETCH_EVERY == 0 or step == args.steps:
             history[-FETCH_EVERY:] = jax.device_get(history[-FETCH_EVERY:])
             progress.update(task, completed=step, metrics=describe(history))
 
-    evaluate = nnx.jit(loss_and_accuracy)
-    loss, accuracy = jax.device_get(evaluate(model, test_images, test_labels))
+    evaluate = nnx.jit(loss_and_accuracy, static_argnames="use_amp")
+    results = evaluate(model, test_images, test_labels, use_amp)
+    loss, accuracy = jax.device_get(results)
     seconds = time.perf_counter() - start
     metrics = {key: np.array([step[key] for step in history]) for key in history[0]}
     return metrics, accuracy, loss, seconds
@@ -188,7 +187,7 @@ def main():
     with Progress(text, BarColumn(12), MofNCompleteColumn(), live) as progress:
         tasks = {n: progress.add_task(n, total=args.steps, metrics="") for n in names}
         for name, task in tasks.items():
-            runs[name] = train(jnp.dtype(name), data, args, progress, task)
+            runs[name] = train(name == "float16", data, args, progress, task)
 
     rich.print(results_table(runs))
     draw(runs, args.out / "scale.png")

@@ -1,4 +1,63 @@
-"""autocast."""
+"""`torch.autocast` for JAX: unmodified code runs each op in the dtype that suits it.
+
+    with jamp.autocast(dtype=jnp.float16):
+        h = model.apply(params, x)           # matrix products and convolutions: float16
+        loss = jax.nn.log_softmax(h).mean()  # exp, sums, norms, losses: float32
+
+The mechanism
+-------------
+Whenever JAX code runs, some *trace* is current, and each op goes to it: `jax.jit`'s
+writes an equation, `jax.grad`'s notes how to differentiate, the outermost one computes.
+A region puts an `AutocastTrace` (`_trace.py`) on top of the trace that is current. It
+casts the inputs of an op and hands it to the trace below. Values are not wrapped, so
+Python sees real dtypes: after a matrix product `h.dtype` is float16, as in torch.
+
+Differentiation happens below, on ops that are cast already. So the backward pass of a
+float16 product is float16 products, and the gradient of a cast is a cast: gradients
+have the dtypes of the parameters.
+
+A jitted function, a `scan` or a `remat` was traced before the region sees it: it
+arrives as one op with a jaxpr inside, made for float32. It is evaluated again, op by
+op, on a new autocast trace, into a new jaxpr that is kept (`_nested.py`). Custom
+derivative rules are run under such a trace whenever JAX calls them (`_custom.py`).
+
+Which rule wins
+---------------
+1. The making of parameters in Flax and Haiku is left alone.
+2. The innermost region. Each marks its ops in JAX's name stack, which survives jit,
+   grad and vmap, so that an outer region knows what an inner one has decided.
+3. The user's `rules`, in their order.
+4. Functions that torch treats as one op: softmax, gelu, LayerNorm (`_op_rules.py`). JAX
+   records for each op which Python functions it comes from; the innermost wins.
+5. Primitives: *lower*, *float32*, *promote* or *keep*, from the same tables.
+
+To this come two refinements. A sum of a half-precision product and a value that is
+broadcast along all the dimensions of one operand is a layer's bias: it stays in half
+precision, where adding float32 would widen it. And a number in code that was traced
+in float32 does not widen what has become float16, unless it would not survive there
+(-1e10, 1e-9).
+
+Sharp edges
+-----------
+- The forward pass belongs in the region, the differentiation around it. With `jax.grad`
+  inside, each op computes in the same dtype but gives its result back in the one that
+  it would have without autocast: gradients are right, activations take float32's
+  memory.
+- Inside a function that was jitted, scanned or rematerialized in the region, Python
+  runs before the casts: it sees float32, and `x.astype(jnp.float32)` says nothing. To
+  keep a part in float32 there, put it under `autocast(enabled=False)`, or write a rule.
+- A carry of `scan` and `while_loop` keeps the dtype that it starts with.
+- A plain `x @ w + b` is a layer with a bias if `b` is broadcast. A bias that is added
+  to a product with batch dimensions (an ensemble's, an expert's) is not recognized:
+  float32.
+- `jax.numpy_dtype_promotion("strict")` forbids what autocast makes common: mixed
+  dtypes.
+- Kernels (`pallas_call`), callbacks, exported functions and custom solvers are left
+  alone.
+- Code under `jax.ensure_compile_time_eval` leaves the region.
+- An eager region keeps half-precision copies of what it has cast for as long as the
+  originals live, at most to its end.
+"""
 
 import contextlib
 import functools
@@ -51,21 +110,58 @@ def default_dtype() -> Any:
 
 
 class autocast:
-    """Runs matrix products in half precision, and what needs it in float32.
+    """A region in which matrix products run in half precision: `torch.autocast`.
+
+    Ops on torch's list run in half precision, those that need it in float32, and mixed
+    inputs are promoted; all other ops run in the dtype that they get. Parameters stay
+    as they are, and gradients have their dtypes. Put the forward pass and the loss in
+    the region, and the differentiation around it. Use it as a context manager or as a
+    decorator; regions nest, and one object may be used again and by several threads.
 
     Args:
-      dtype: float16 or bfloat16; by default float16 on a GPU, bfloat16 elsewhere.
-      enabled: False makes a region in which nothing is cast, also inside another one.
-      rules: the user's table, looked up before jamp's: {key: dtype}. A key is a JAX
-        primitive, a Python function or module class, or a regular expression searched
-        for in the module path; the first that matches decides. With a dtype, all the
-        floating inputs of an op are cast to it; with None, they are left.
-      cast_inputs: for a decorated function that needs this dtype: in a region, its
-        floating inputs are cast and it runs with autocast off.
+      dtype: float16 or bfloat16. By default float16 on a GPU, bfloat16 elsewhere.
+      enabled: with False nothing is cast, also inside another region.
+      rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
+        Python function or module class, or a regular expression that is searched for in
+        the module path (the name stack that Flax Linen, Haiku and `jax.named_scope`
+        write). A value is the dtype that its ops run in (float16, bfloat16, float32),
+        or None to leave them. The first rule that matches an op decides.
+      cast_inputs: for a decorated function that needs one dtype: in a region, its
+        floating inputs are cast to it and it runs with autocast off. Outside of
+        regions it does nothing. torch's `custom_fwd(cast_inputs=...)`.
 
     Raises:
-      ValueError: for another dtype, for a bad rule, and at the region's end for a rule
-        that matched nothing.
+      TypeError: `enabled` is no bool, `rules` no dict; `cast_inputs` in a `with`.
+      ValueError: another dtype; a bad rule; at the end of the region, a rule that
+        matched no op.
+      NotImplementedError: a primitive that holds a function and has no rule.
+
+    Example:
+      >>> x, w, b = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.zeros(4)
+      >>> with autocast(dtype=jnp.float16):
+      ...     h = x @ w + b
+      ...     p = jax.nn.softmax(h)
+      >>> h.dtype, p.dtype
+      (dtype('float16'), dtype('float32'))
+
+      >>> @jax.jit
+      ... def loss(w):
+      ...     with autocast(dtype=jnp.float16, rules={"head": jnp.float32}):
+      ...         with jax.named_scope("head"):
+      ...             return jnp.sum((x @ w + b) ** 2)
+      >>> jax.grad(loss)(w).dtype
+      dtype('float32')
+
+      >>> @autocast(cast_inputs=jnp.float32)
+      ... def precise(x):
+      ...     return x.dtype
+      >>> with autocast(dtype=jnp.float16):
+      ...     precise(x @ w)
+      dtype('float32')
+
+    PyTorch: `torch.autocast(device_type, dtype, enabled)`. There is no device, and no
+    `cache_enabled`: a cast is made once in a region. `rules` is new. The op lists are
+    those of CUDA; `parity/report.md` compares them op by op.
     """
 
     def __init__(

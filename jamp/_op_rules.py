@@ -42,7 +42,7 @@ LOWER, FLOAT32, PROMOTE, KEEP = Kind.LOWER, Kind.FLOAT32, Kind.PROMOTE, Kind.KEE
 PRIMITIVES: dict[str, Row] = {
     "dot_general": Row(
         LOWER,
-        "matmul mm mv bmm addmm addmv addr addbmm baddbmm linear einsum chain_matmul "
+        "matmul mm mv bmm addmm addbmm linear einsum chain_matmul "
         "linalg_multi_dot dot vdot scaled_dot_product_attention",
     ),
     "ragged_dot_general": Row(LOWER),
@@ -109,7 +109,9 @@ PRIMITIVES |= dict.fromkeys(
 # JAX records with its jaxpr. A row whose function does not exist is passed over, and so
 # is one whose library is not imported.
 FUNCTIONS: dict[str, Row] = {
+    "jax.numpy.vecdot": Row(LOWER, "linalg_vecdot"),
     "jax.numpy.linalg.vecdot": Row(LOWER, "linalg_vecdot"),
+    "jax.numpy.tensordot": Row(LOWER),  # else it widens the product again
     "flax.linen.PReLU.__call__": Row(LOWER, "prelu"),
     "flax.nnx.PReLU.__call__": Row(LOWER, "prelu"),
     "equinox.nn.PReLU.__call__": Row(LOWER, "prelu"),
@@ -167,11 +169,13 @@ FUNCTIONS: dict[str, Row] = {
     "optax.cosine_similarity": Row(FLOAT32, "cosine_similarity"),
     "optax.cosine_distance": Row(FLOAT32, "cosine_embedding_loss"),
     "optax.kl_divergence": Row(FLOAT32, "kl_div"),
+    "optax.losses.kl_divergence_with_log_targets": Row(FLOAT32, "kl_div"),
     "optax.losses.triplet_margin_loss": Row(FLOAT32, "triplet_margin_loss"),
     "optax.sigmoid_binary_cross_entropy": Row(
         FLOAT32, "binary_cross_entropy_with_logits soft_margin_loss"
     ),
     "optax.softmax_cross_entropy": Row(FLOAT32),
+    "optax.safe_softmax_cross_entropy": Row(FLOAT32),
     "optax.softmax_cross_entropy_with_integer_labels": Row(FLOAT32, "nll_loss"),
 } | dict.fromkeys(
     # torch lists none of these: half precision in, half precision out.
@@ -198,10 +202,13 @@ NO_COUNTERPART = {
     "_scaled_dot_product_flash_attention": "a kernel that torch chooses by itself",
     "_thnn_fused_gru_cell": "a kernel that torch chooses by itself",
     "_thnn_fused_lstm_cell": "a kernel that torch chooses by itself",
+    "addmv": "no such function in JAX; x + a @ v is a product and a sum",
+    "addr": "no such function in JAX; jnp.outer multiplies, and so keeps its dtype",
+    "baddbmm": "no such function in JAX; x + a @ b is a product and a sum",
     "bilinear": "no such layer in JAX, Flax or optax",
     "cdist": "no such function in JAX",
     "dist": "no such function in JAX; jnp.linalg.norm(x - y) is float32",
-    "grid_sampler": "map_coordinates takes indices, not a normalised grid",
+    "grid_sampler": "map_coordinates takes indices, not a normalized grid",
     "l1_loss": "no such function in optax",
     "margin_ranking_loss": "no such function in optax",
     "multi_margin_loss": "no such function in optax",

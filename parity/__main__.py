@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import golden, jamp_side, report, torch_side
+from . import golden, jamp_side, ops, report, torch_side
 from .cases import CASES, FIRST_OF_KIND, LONG_RUN, overflows
 from .trajectory import bits, compare
 
@@ -33,6 +33,10 @@ def _versions() -> str:
     )
 
 
+def _compare_ops() -> list[ops.Result]:
+    return [ops.compare(op) for op in track(ops.LISTED + ops.UNLISTED, "autocast")]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if anything differs from torch or the golden file."""
     parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
@@ -40,11 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write-golden", action="store_true", help="replace parity/golden.npz"
     )
+    parser.add_argument(
+        "--ops", action="store_true", help="print the section on autocast alone"
+    )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
     if options.device == "cuda" and options.write_golden:
         parser.error("--write-golden: the golden file is made on the CPU")
+
+    if options.ops:
+        results = _compare_ops()
+        print(report.ops(results))
+        return 0 if all(result.expected for result in results) else 1
 
     start = time.perf_counter()
     torch_runs, pictured, comparisons = [], {}, []
@@ -72,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tracker": int(np.count_nonzero(long_torch[1] != long_jamp[1])),
     }
 
+    # Autocast's section needs no GPU, and its values are those of the CPU.
+    op_results = _compare_ops() if options.device == "cpu" else []
+
     made = golden.pack(torch_runs, long_torch, torch.__version__)
     if options.write_golden:
         golden.save(made)
@@ -87,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=options.device,
         arguments="" if options.device == "cpu" else " --device cuda",
         picture=picture.name,
+        ops=report.ops(op_results) if op_results else "",
         versions=_versions(),
         seconds=time.perf_counter() - start,
     )
@@ -95,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if stale:
         print(f"parity/golden.npz differs from live torch in: {', '.join(stale)}")
     different = any(item.where for item in comparisons) or any(long_mismatches.values())
+    different |= not all(result.expected for result in op_results)
     return 1 if different or stale else 0
 
 

@@ -7,7 +7,7 @@ in the last place of the narrower of the two results' dtypes.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jax import lax
 from torch import Tensor
 
 import jamp
-from jamp._op_rules import DIFFERENCES
+from jamp._op_rules import DIFFERENCES, Kind
 
 from . import torch_autocast
 
@@ -39,7 +39,8 @@ class Op(NamedTuple):
       shapes: of its inputs.
       signed: whether the inputs are negative too, instead of in [0.25, 0.75).
       mixed: whether JAX takes inputs of several dtypes.
-      apart: why the values are not compared.
+      values: whether the values are compared.
+      note: why they are not, or lie far apart.
     """
 
     name: str
@@ -49,7 +50,8 @@ class Op(NamedTuple):
     shapes: tuple[Shape, ...]
     signed: bool = False
     mixed: bool = True
-    apart: str = ""
+    values: bool = True
+    note: str = ""
 
     @property
     def base(self) -> str:
@@ -166,7 +168,9 @@ def _conv_tbc(x, w, b):
 _CONV = ([1], [0], [1], False, [0], 1)  # what follows weight and bias in torch
 
 
-def _resize(method: str, scale: int = 2, antialias: bool = False) -> Callable[[Any], Any]:
+def _resize(
+    method: str, scale: int = 2, antialias: bool = False
+) -> Callable[[Any], Any]:
     def resize(x):
         shape = (*x.shape[:2], *(scale * n for n in x.shape[2:]))
         return jax.image.resize(x, shape, method, antialias=antialias)
@@ -191,7 +195,12 @@ def _rows_torch(x: Tensor) -> Tensor:
 
 
 def _scatter_add(x: Tensor, y: Tensor) -> Tensor:
-    return torch.scatter_add(x, 0, _rows_torch(x)[:, None].expand(2, 6), y)
+    return torch.scatter_add(x, 0, _rows_torch(x).unsqueeze(1).expand(2, 6), y)
+
+
+def _attention(*x):
+    out = jax.nn.dot_product_attention(*(jnp.swapaxes(a, 1, 2) for a in x))
+    return jnp.swapaxes(out, 1, 2)
 
 
 def _params(module: nn.Module, **params: str) -> Callable[..., Any]:
@@ -279,7 +288,6 @@ LISTED = (
         lambda x, a, b: a @ b + x,
         ((3,), M, (6, 3)),
     ),
-    Op("addmv", torch.addmv, "a @ v + bias", lambda x, a, v: a @ v + x, ((4,), M, (6,))),
     Op(
         "addbmm",
         torch.addbmm,
@@ -347,10 +355,9 @@ LISTED = (
         "scaled_dot_product_attention",
         F.scaled_dot_product_attention,
         "jax.nn.dot_product_attention",
-        lambda *x: jnp.swapaxes(
-            jax.nn.dot_product_attention(*(jnp.swapaxes(a, 1, 2) for a in x)), 1, 2
-        ),
+        _attention,
         ((2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 4)),
+        mixed=False,
     ),
     # Float32.
     Op("acos", torch.acos, "jnp.acos", jnp.acos, (M,)),
@@ -435,6 +442,7 @@ LISTED = (
         "optax.cosine_similarity",
         optax.cosine_similarity,
         (M, M),
+        note="the CPU divides the float16 input by its norm in float16",
     ),
     Op(
         "cosine_embedding_loss",
@@ -452,7 +460,8 @@ LISTED = (
         "optax.softmax_cross_entropy_with_integer_labels",
         lambda x: optax.softmax_cross_entropy_with_integer_labels(x, _LABELS),
         (M,),
-        apart="torch's takes log-probabilities; see cross_entropy_loss",
+        values=False,
+        note="torch's takes log-probabilities, optax's logits; see cross_entropy_loss",
     ),
     Op(
         "hinge_embedding_loss",
@@ -527,8 +536,13 @@ LISTED = (
     ),
     *(
         Op(
-            name, _interpolate(*mode), "jax.image.resize", _resize(method), shape,
-            apart=_CUBIC if name == "upsample_bicubic2d" else "",
+            name,
+            _interpolate(*mode),
+            "jax.image.resize",
+            _resize(method),
+            shape,
+            values=name != "upsample_bicubic2d",
+            note=_CUBIC if name == "upsample_bicubic2d" else "",
         )
         for name, mode, method, shape in (
             ("upsample_nearest1d", ("nearest",), "nearest", ((2, 3, 5),)),
@@ -639,6 +653,7 @@ LISTED = (
         "x + y / z",
         lambda x, y, z: x + y / z,
         (M, M, M),
+        note="in JAX, the quotient of float16 y and z is rounded to float16",
     ),
     Op(
         "addcmul",
@@ -646,9 +661,17 @@ LISTED = (
         "x + y * z",
         lambda x, y, z: x + y * z,
         (M, M, M),
+        note="in JAX, the product of float16 y and z is rounded to float16",
     ),
     Op("atan2", torch.atan2, "jnp.atan2", jnp.atan2, (M, M)),
-    Op("cross", torch.linalg.cross, "jnp.cross", jnp.cross, ((4, 3), (4, 3))),
+    Op(
+        "cross",
+        lambda x, y: torch.cross(x, y, 1),
+        "jnp.cross",
+        jnp.cross,
+        ((4, 3), (4, 3)),
+        note="a difference of products, which JAX rounds to float16 and torch does not",
+    ),
     Op("dot", torch.dot, "jnp.dot", jnp.dot, (V, V)),
     Op("vdot", torch.vdot, "jnp.vdot", jnp.vdot, (V, V)),
     Op(
@@ -700,19 +723,6 @@ UNLISTED = (
         (M,),
     ),
     Op("amax", torch.amax, "jnp.max", jnp.max, (M,)),
-    Op(
-        "batch_norm",
-        lambda x, mean, var, w, b: F.batch_norm(x, mean, var, w, b),
-        "nn.BatchNorm",
-        lambda x, mean, var, w, b: nn.BatchNorm(True, epsilon=1e-5).apply(
-            {
-                "params": {"scale": w, "bias": b},
-                "batch_stats": {"mean": mean, "var": var},
-            },
-            x,
-        ),
-        (M, (6,), (6,), (6,), (6,)),
-    ),
     Op("add.Tensor", torch.add, "x + y", jnp.add, (M, M)),
     Op("sub.Tensor", torch.sub, "x - y", jnp.subtract, (M, M)),
     Op("mul.Tensor", torch.mul, "x * y", jnp.multiply, (M, M)),
@@ -725,7 +735,9 @@ UNLISTED = (
         lambda *x: jnp.concatenate(x),
         (M, M),
     ),
-    Op("stack", lambda *x: torch.stack(x), "jnp.stack", lambda *x: jnp.stack(x), (M, M)),
+    Op(
+        "stack", lambda *x: torch.stack(x), "jnp.stack", lambda *x: jnp.stack(x), (M, M)
+    ),
     Op(
         "where.self",
         lambda x, y: torch.where(x > y, x, y),
@@ -748,6 +760,8 @@ class Result(NamedTuple):
     """What an op gave, by the dtypes of its inputs.
 
     Attributes:
+      kind: of the list of torch that it is in, or None.
+      on_cpu: whether it is in one of the CPU's lists too.
       cuda: the dtype of torch's autocast on CUDA.
       cpu: the same on the CPU, or None where torch cannot run the op there.
       jamp: jamp's dtypes, outside jit and inside.
@@ -755,6 +769,8 @@ class Result(NamedTuple):
     """
 
     op: Op
+    kind: Kind | None
+    on_cpu: bool
     cuda: dict[str, str]
     cpu: dict[str, str | None]
     jamp: dict[str, tuple[str, str]]
@@ -764,6 +780,11 @@ class Result(NamedTuple):
     def agrees(self) -> bool:
         """Whether jamp's dtypes are those of CUDA."""
         return all(self.jamp[k] == (dtype, dtype) for k, dtype in self.cuda.items())
+
+    @property
+    def expected(self) -> bool:
+        """Whether it agrees, unless jamp says that it does not."""
+        return self.agrees != (self.op.base in DIFFERENCES)
 
 
 def run_jamp(op: Op, inputs: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
@@ -781,63 +802,45 @@ def run_jamp(op: Op, inputs: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     return [[np.asarray(x) for x in jax.tree.leaves(r)] for r in results]
 
 
+def _dtype(results: Iterable[np.ndarray]) -> str:
+    return ", ".join(sorted({x.dtype.name for x in results}))
+
+
 def _ordered(x: np.ndarray) -> np.ndarray:
     """Integers that count the floating numbers from zero to x."""
-    bits = x.view(f"int{8 * x.itemsize}").astype(np.int64)
-    return np.where(bits < 0, -(bits & np.iinfo(f"int{8 * x.itemsize}").max), bits)
+    integer = np.dtype(f"int{8 * x.itemsize}")
+    bits = x.view(integer).astype(np.int64)
+    return np.where(bits < 0, np.iinfo(integer).min - bits, bits)
 
 
-def ulps(x: np.ndarray, y: np.ndarray) -> int:
-    """The largest distance, in the narrower of two dtypes."""
+def ulps(x: np.ndarray, y: np.ndarray) -> tuple[str, int]:
+    """The narrower of two arrays' dtypes, and their largest distance in it.
+
+    Raises:
+      ValueError: the shapes differ, or not all is finite.
+    """
     dtype = min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize)
-    assert x.shape == y.shape and np.isfinite(x).all() and np.isfinite(y).all()
-    x, y = x.astype(dtype), y.astype(dtype)
-    return int(np.abs(_ordered(x) - _ordered(y)).max())
+    if x.shape != y.shape or not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise ValueError(f"not comparable: {x}, {y}")
+    x, y = _ordered(x.astype(dtype)), _ordered(y.astype(dtype))
+    return dtype.name, int(np.abs(x - y).max())
 
 
 def compare(op: Op) -> Result:
     """Runs an op in torch and in jamp with each of its dtypes."""
-    result = Result(op, {}, {}, {}, {})
+    kind = torch_autocast.lists().get(op.name)
+    on_cpu = torch_autocast.is_listed(op.name, "CPU")
+    result = Result(op, kind, on_cpu, {}, {}, {}, {})
     for dtypes in op.dtypes:
         inputs = arrays(op, dtypes)
         result.cuda[dtypes] = torch_autocast.cuda_dtype(op.torch, inputs)
         eager, jitted = run_jamp(op, inputs)
-        found = tuple(
-            ", ".join(sorted({x.dtype.name for x in r})) for r in (eager, jitted)
-        )
-        result.jamp[dtypes] = (found[0], found[1])
+        result.jamp[dtypes] = _dtype(eager), _dtype(jitted)
         reference = torch_autocast.run_on_cpu(op.torch, inputs)
         result.cpu[dtypes] = reference and reference[0].dtype.name
-        if reference is None or op.apart:
+        if reference is None or not op.values:
             continue
         for x, y in zip(reference * 2, eager + jitted, strict=True):
-            dtype = min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize).name
-            result.ulps[dtype] = max(result.ulps.get(dtype, 0), ulps(x, y))
+            dtype, distance = ulps(x, y)
+            result.ulps[dtype] = max(result.ulps.get(dtype, 0), distance)
     return result
-
-
-def _dtypes(dtypes: Iterable[str | None]) -> str:
-    """One dtype if all are the same, else all of them in the order of the inputs."""
-    names = [dtype or "-" for dtype in dtypes]
-    return names[0] if len(set(names)) == 1 else ", ".join(names)
-
-
-def _rows(results: Iterable[Result]) -> Iterator[str]:
-    kinds = torch_autocast.lists()
-    for result in results:
-        op, jitted = result.op, [found[1] for found in result.jamp.values()]
-        eager = _dtypes(found[0] for found in result.jamp.values())
-        distance = ", ".join(f"{result.ulps[d]} {d}" for d in sorted(result.ulps))
-        yield " | ".join(
-            [
-                f"| `{op.name}`",
-                kinds[op.name].value if op.name in kinds else "none",
-                f"`{op.written}`",
-                _dtypes(result.cuda.values()),
-                _dtypes(result.cpu.values())
-                + ("" if torch_autocast.is_listed(op.name, "CPU") else " (not listed)"),
-                eager if eager == _dtypes(jitted) else f"{eager}; in jit {jitted}",
-                distance or "-",
-                "yes |" if result.agrees else "no |",
-            ]
-        )

@@ -8,7 +8,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from jamp._op_rules import DIFFERENCES, NO_COUNTERPART
+
 from .cases import LONG_RUN, Case
+from .ops import Result
 from .trajectory import Comparison, Trajectory, floats
 
 PANELS = {  # title: name of the case
@@ -43,8 +46,91 @@ The long run: {long_run}.
 
 ![The scale by step: torch's line thick and light, jamp's thin and dark]({picture})
 
-{failures}Made with {versions}, in {seconds:.0f} seconds.
+{failures}{ops}Made with {versions}, in {seconds:.0f} seconds.
 """
+
+
+_OPS = """## Autocast, op by op
+
+The lists of `autocast_mode.h` have {listed} ops; {compared} have a counterpart in JAX.
+Each runs under `jamp.autocast(dtype=jnp.float16)`, outside jit and inside, with inputs
+of float32; of float16; and if it has several and JAX takes them, the first of float32
+and the rest of float16, and the other way round. Where the results' dtypes differ they
+stand in this order.
+
+**{agree} of the {compared} ops agree with CUDA in every dtype;** {differing} do not{bad}.
+Of {unlisted} ops in none of the lists, {unlisted_agree} agree.
+
+CUDA's dtypes are those of fake tensors under CUDA's autocast; no GPU was used. CPU is
+`torch.autocast("cpu", dtype=torch.float16)`, really run. Its lists are shorter: an op
+that they lack keeps its dtype there, and `-` is where torch refuses to run it. jamp
+follows CUDA. ULPs are the largest distance between torch's values on the CPU and
+jamp's, in the narrower of the two dtypes; they depend on the machine.
+
+{table}
+
+{notes}
+
+Without a counterpart:
+
+{missing}
+
+"""
+
+
+def ops(results: Sequence[Result]) -> str:
+    """The section "Autocast, op by op"."""
+    listed = {r.op.base: True for r in results if r.kind}
+    for result in results:
+        if result.kind:
+            listed[result.op.base] &= result.agrees
+    differing = [name for name, agrees in listed.items() if not agrees]
+    wrong = [name for name in differing if name not in DIFFERENCES]
+    unlisted = {r.op.name: r.agrees for r in results if r.kind is None}
+    notes = [f"- `{n}`, as jamp has it: {why}." for n, why in DIFFERENCES.items()]
+    notes += [f"- `{r.op.name}`: {r.op.note}." for r in results if r.op.note]
+    return _OPS.format(
+        listed=len(listed) + len(NO_COUNTERPART),
+        compared=len(listed),
+        agree=len(listed) - len(differing),
+        differing=len(differing),
+        bad=f", and jamp is wrong in {', '.join(wrong)}" if wrong else "",
+        unlisted=len(unlisted),
+        unlisted_agree=sum(unlisted.values()),
+        table=op_table(results),
+        notes="\n".join(notes),
+        missing="\n".join(f"- `{n}`: {why}." for n, why in NO_COUNTERPART.items()),
+    )
+
+
+def op_table(results: Iterable[Result]) -> str:
+    """A row for each op."""
+    head = ["op", "torch's list", "in JAX", "torch, CUDA", "torch, CPU", "jamp"]
+    head += ["ULPs", "agrees with CUDA"]
+    lines = [head, ["---"] * len(head)]
+    for result in results:
+        op, distances = result.op, sorted(result.ulps.items())
+        eager, jitted = (_dtypes(d[i] for d in result.jamp.values()) for i in (0, 1))
+        lines.append(
+            [
+                f"`{op.name}`",
+                result.kind.value if result.kind else "none",
+                f"`{op.written}`",
+                _dtypes(result.cuda.values()),
+                _dtypes(result.cpu.values())
+                + ("" if result.on_cpu else " (not listed)"),
+                eager if eager == jitted else f"{eager}; in jit {jitted}",
+                ", ".join(f"{n} {dtype}" for dtype, n in distances) or "-",
+                "yes" if result.agrees else "no",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _dtypes(dtypes: Iterable[str | None]) -> str:
+    """One dtype if all are the same, else each, in the order of `Op.dtypes`."""
+    names = [dtype or "-" for dtype in dtypes]
+    return names[0] if len(set(names)) == 1 else ", ".join(names)
 
 
 def _total(comparison: Comparison) -> int:

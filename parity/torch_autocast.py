@@ -8,6 +8,7 @@ own, which are shorter: what they lack keeps its dtype there.
 import contextlib
 import pathlib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -84,7 +85,8 @@ def _dtype(results: Iterable[torch.Tensor]) -> str:
 
 def cuda_dtype(op: Callable[..., Any], arrays: Iterable[np.ndarray]) -> str:
     """The dtype of an op's results under autocast on CUDA."""
-    with _fake_cuda(), torch.no_grad():
+    with _fake_cuda(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated ops, mixed dtypes and so on
         inputs = [
             torch.empty(a.shape, dtype=torch.from_numpy(a).dtype, device="cuda")
             for a in arrays
@@ -101,7 +103,12 @@ def run_on_cpu(
     several dtypes.
     """
     inputs = [torch.from_numpy(a.copy()) for a in arrays]
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.float16),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
         try:
             results = _leaves(op(*inputs))
         except (RuntimeError, ValueError):

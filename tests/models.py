@@ -128,8 +128,8 @@ def mnist(widths=(4, 8), hidden=32, batch=16):
         DigitsCNN(widths, hidden),
         inputs=lambda data: (data["image"],),
         loss=lambda logits, data: classification_loss(logits, data["label"]),
-        batch=lambda rng: labeled_images(rng, batch, 28, 1, noise=3.0),
-        optimizer=optax.sgd(0.01, momentum=0.9),
+        batch=lambda rng: labeled_images(rng, batch, 28, 1),
+        optimizer=optax.adam(3e-3),
     )
 
 
@@ -174,13 +174,13 @@ class ResNet(nn.Module):
         return nn.Dense(self.classes)(jnp.mean(x, axis=(1, 2)))
 
 
-def resnet50(width=2, size=32, batch=8, classes=10):
+def resnet50(width=2, size=32, batch=32, classes=10):
     return linen_task(
         ResNet(width, classes=classes),
         inputs=lambda data: (data["image"],),
         loss=lambda logits, data: classification_loss(logits, data["label"]),
-        batch=lambda rng: labeled_images(rng, batch, size, 3, classes),
-        optimizer=optax.sgd(0.01, momentum=0.9),
+        batch=lambda rng: labeled_images(rng, batch, size, 3, classes, noise=0.3),
+        optimizer=optax.sgd(5e-4, momentum=0.9),
     )
 
 
@@ -210,7 +210,7 @@ def evidence_loss(outputs, data):
 
 def vae(hidden=32, latents=8, size=28, batch=16):
     def binary_images(rng):
-        images = labeled_images(rng, batch, size, 1)["image"]
+        images = labeled_images(rng, batch, size, 1, noise=0.3)["image"]
         return {"image": (images.reshape(batch, -1) > 0).astype(np.float32)}
 
     return linen_task(
@@ -258,7 +258,7 @@ def clipped_policy_loss(outputs, data, clip=0.2):
     return 0.5 * error - jnp.mean(gain) - 0.01 * entropy
 
 
-def ppo(widths=(4, 8, 8), hidden=32, actions=4, size=84, batch=8):
+def ppo(widths=(4, 8, 8), hidden=32, actions=4, size=84, batch=16):
     """Frames with a bright square; where it is, its return and its best action are."""
 
     def transitions(rng):
@@ -282,7 +282,7 @@ def ppo(widths=(4, 8, 8), hidden=32, actions=4, size=84, batch=8):
         inputs=lambda data: (data["frames"],),
         loss=clipped_policy_loss,
         batch=transitions,
-        optimizer=optax.adam(1e-3),
+        optimizer=optax.adam(5e-4),
     )
 
 
@@ -470,7 +470,9 @@ def vit(size=16, patch=4, width=32, heads=4, depth=2, batch=8, classes=10, *, in
         return VisionTransformer(size, patch, width, heads, depth, classes, key)
 
     shapes = eqx.filter_eval_shape(make, jax.random.key(0))
-    static = eqx.filter(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct), inverse=True)
+    static = eqx.filter(
+        shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct), inverse=True
+    )
 
     def init(key):
         return eqx.filter(make(key), eqx.is_inexact_array), {}
@@ -489,7 +491,7 @@ def vit(size=16, patch=4, width=32, heads=4, depth=2, batch=8, classes=10, *, in
             return classification_loss(logits, data["label"]), state
 
     def batch_of(rng):
-        return labeled_images(rng, batch, size, 3, classes, noise=3.0)
+        return labeled_images(rng, batch, size, 3, classes)
 
     return Task(init, loss, batch_of, optax.adam(1e-3))
 
@@ -497,7 +499,7 @@ def vit(size=16, patch=4, width=32, heads=4, depth=2, batch=8, classes=10, *, in
 # Haiku.
 
 
-def haiku_resnet18(widths=(4, 8, 8, 16), size=32, batch=8, classes=10):
+def haiku_resnet18(widths=(4, 8, 8, 16), size=32, batch=32, classes=10):
     """`hk.nets.ResNet18`, which itself has no argument for its widths."""
 
     def forward(images):
@@ -520,9 +522,9 @@ def haiku_resnet18(widths=(4, 8, 8, 16), size=32, batch=8, classes=10):
             return classification_loss(logits, data["label"]), state
 
     def batch_of(rng):
-        return labeled_images(rng, batch, size, 3, classes)
+        return labeled_images(rng, batch, size, 3, classes, noise=0.3)
 
-    return Task(init, loss, batch_of, optax.sgd(0.01, momentum=0.9))
+    return Task(init, loss, batch_of, optax.sgd(2e-3, momentum=0.9))
 
 
 # Flax NNX.

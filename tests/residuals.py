@@ -1,7 +1,8 @@
 """What a backward pass is given of its forward pass, and models to measure it on."""
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -19,62 +20,58 @@ class Residual(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    op: str  # the op that made it; "argument" for a parameter as it is
-    path: str  # the module that the op belongs to, with its numbers starred
-    constant: bool  # a number that fills an array: XLA never stores it
+    op: str  # what made it, such as "dot_general"; "argument" for a parameter itself
+    path: str  # the module that the op belongs to, with stars for the modules' numbers
+    constant: bool  # one number all over, which XLA does not store
 
 
-def total(residuals) -> int:
+def total(residuals: Iterable[Residual]) -> int:
     return sum(r.bytes for r in residuals)
 
 
-def saved_bytes(loss: Callable, params: Any, *rest: Any) -> int:
-    """The bytes of all that the function has which `jax.vjp` returns."""
-    vjp = jax.eval_shape(lambda p, *r: jax.vjp(lambda q: loss(q, *r), p)[1], params, *rest)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
+def saved(loss: Callable, params: Any, *rest: Any) -> list[Any]:
+    """The leaves of what `jax.vjp` returns for the gradient of the parameters."""
+    return jax.tree.leaves(jax.vjp(lambda p: loss(p, *rest), params)[1])
 
 
-def residuals(loss: Callable, params: Any, *rest: Any) -> list[Residual]:
-    """The same one by one, with the op that made each."""
-
-    def saved(p, *r):
-        return jax.tree.leaves(jax.vjp(lambda q: loss(q, *r), p)[1])
-
-    jaxpr = jax.make_jaxpr(saved)(params, *rest).jaxpr
-    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    return [describe(v, makers, jaxpr) for v in jaxpr.outvars]
+def saved_bytes(loss: Callable, *args: Any) -> int:
+    leaves = jax.eval_shape(functools.partial(saved, loss), *args)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def describe(var, makers, jaxpr) -> Residual:
-    aval = var.aval
-    op, path, constant = origin(var, makers)
-    size = aval.size * aval.dtype.itemsize
-    return Residual(str(aval.dtype), aval.shape, size, op, path, constant)
+def residuals(loss: Callable, *args: Any) -> list[Residual]:
+    """The same leaves, with the op that made each."""
+    jaxpr = jax.make_jaxpr(functools.partial(saved, loss))(*args).jaxpr
+    found = []
+    for var in jaxpr.outvars:
+        dtype, shape = var.aval.dtype, var.aval.shape
+        size = var.aval.size * dtype.itemsize
+        found.append(Residual(str(dtype), shape, size, *origin(jaxpr, var)))
+    return found
 
 
-def origin(var, makers) -> tuple[str, str, bool]:
-    """The op that made a value, its module, and whether it is a number's broadcast."""
+def origin(jaxpr, var) -> tuple[str, str, bool]:
+    """The op that made a value, its module, and whether it is one number all over."""
     if isinstance(var, Literal):
         return "literal", "", True
-    if (eqn := makers.get(var)) is None:
+    eqn = next((e for e in reversed(jaxpr.eqns) if var in e.outvars), None)
+    if eqn is None:
         return "argument", "", False
-    path = re.sub(r"_\d+", "_*", module_path(eqn))
-    if eqn.primitive.name == "jit":
+    op, path = eqn.primitive.name, module_path(eqn)
+    if op == "jit":
         inner = eqn.params["jaxpr"].jaxpr
-        inside = {v: e for e in inner.eqns for v in e.outvars}
-        op, deeper, constant = origin(
-            inner.outvars[eqn.outvars.index(var)], inside
-        )
-        return f"{eqn.params['name']}: {op}", path or deeper, constant
-    filled = eqn.primitive.name == "broadcast_in_dim"
-    return eqn.primitive.name, path, filled and isinstance(eqn.invars[0], Literal)
+        result = inner.outvars[eqn.outvars.index(var)]
+        op, _, constant = origin(inner, result)
+        return f"{eqn.params['name']}: {op}", path, constant
+    filled = op == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+    return op, path, filled
 
 
 def module_path(eqn) -> str:
-    """The module path in an op's name stack, without transforms and regions."""
+    """From "jvp(jamp.autocast(float16))/CNN/Conv_0" to "CNN/Conv_*"."""
     path = str(eqn.source_info.name_stack)
-    names = re.sub(r"jamp\.autocast\(\w+\)|\w+\(|\)", "", path).split("/")
-    return "/".join(filter(None, names))
+    path = re.sub(r"jamp\.autocast\([^)]*\)|\w+\(|\)", "", path)
+    return re.sub(r"_\d+", "_*", "/".join(filter(None, path.split("/"))))
 
 
 # The models. `dtype` is what somebody casting by hand gives to every layer.
@@ -174,20 +171,22 @@ class Transformer(nn.Module):
 class Case(NamedTuple):
     model: Callable  # of a dtype
     inputs: jax.ShapeDtypeStruct
-    target: float  # the most that autocast may keep, over the model cast by hand
+    target: float  # how many times the bytes of the model cast by hand
 
 
 def images(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def tokens(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
 CASES = {
     "MLP": Case(MLP, images(512, 784), 1.02),
     "CNN": Case(CNN, images(64, 32, 32, 3), 1.10),
     "ResNet-50": Case(ResNet50, images(32, 224, 224, 3), 1.10),
-    "transformer": Case(
-        Transformer, jax.ShapeDtypeStruct((8, 512), jnp.int32), 1.35
-    ),
+    "transformer": Case(Transformer, tokens(8, 512), 1.35),
 }
 STYLES = ("float32", "by hand", "autocast")
 
@@ -207,8 +206,9 @@ def loss_of(model: Callable, style: str, dtype: Any = jnp.float16) -> Callable:
     return loss
 
 
-def arguments(model: Callable, inputs) -> tuple:
+def arguments(case: Case) -> tuple[Any, Any, Any, Any]:
     """Abstract parameters, state, inputs and labels."""
-    outputs, state = jax.eval_shape(model().init_with_output, jax.random.key(0), inputs)
-    labels = jax.ShapeDtypeStruct(outputs.shape[:-1], jnp.int32)
-    return state.pop("params"), state, inputs, labels
+    init = case.model().init_with_output
+    logits, state = jax.eval_shape(init, jax.random.key(0), case.inputs)
+    labels = jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
+    return state.pop("params"), state, case.inputs, labels

@@ -97,6 +97,17 @@ def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     return partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
 
 
+def split_bwd(results: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The cotangents that a custom_vjp's bwd returned, and what to return for others.
+
+    JAX 0.12 returns a second thing beside them.
+    """
+    if results and isinstance(results[0], list | tuple):
+        cotangents, *rest = results
+        return list(cotangents), lambda new: (new, *rest)
+    return list(results), lambda new: new
+
+
 def scan_arity(params: dict) -> tuple[int, int]:
     """How many arguments of a `scan` equation are constants, and how many carry."""
     if "num_carry" in params:

@@ -132,7 +132,8 @@ def custom_vjp(trace, primitive, fun, fwd, bwd, args, params, eqn=None):
 
     def autocast_bwd(*residuals_and_cotangents):
         outs, child = backward(*residuals_and_cotangents)
-        return cast_all(child, outs, dtypes)
+        cotangents, packed = _compat.split_bwd(outs)
+        return packed(cast_all(child, cotangents, dtypes))
 
     subfuns = (
         _compat.wrap(contract.primal, fun.debug_info),

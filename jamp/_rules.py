@@ -101,18 +101,22 @@ def compile_rule(key: Any, value: Any) -> UserRule:
 
 
 @functools.lru_cache
-def functions_of(modules: frozenset[str]) -> dict[Any, Action]:
-    """`FUNCTIONS` by code and by source, for the libraries that are imported."""
+def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Action]]:
+    """`FUNCTIONS` by the code's id and by source, for the libraries that are imported.
+
+    By id, because the hash of a code reads all of it, and an op comes from a hundred.
+    """
     table = {}
     for path, row in FUNCTIONS.items():
         if (code := resolve(path, modules)) is not None:
-            table[code] = table[source_of(code)] = Action(row.kind)
+            table[id(code)] = table[source_of(code)] = code, Action(row.kind)
     return table
 
 
 @functools.lru_cache
-def exempt_of(modules: frozenset[str]) -> frozenset[CodeType | None]:
-    return frozenset(resolve(path, modules) for path in EXEMPT)
+def exempt_of(modules: frozenset[str]) -> dict[int, CodeType | None]:
+    codes = [resolve(path, modules) for path in EXEMPT]
+    return {id(code): code for code in codes}
 
 
 def resolve(path: str, modules: frozenset[str]) -> CodeType | None:
@@ -158,7 +162,8 @@ class Decider:
           path: makes the module path.
           source: "name at file:line" of the function that a jitted op stands for.
         """
-        if not self.exempt.isdisjoint(codes):
+        ids = list(map(id, codes))
+        if not self.exempt.keys().isdisjoint(ids):
             return Action(KEEP)
         for index, (_, test, action) in enumerate(self.settings.rules):
             if isinstance(test, tuple):
@@ -171,9 +176,9 @@ class Decider:
                 self.hits.add(index)
                 return action
         functions = self.functions
-        action = functions.get(source) if source else None
-        if action is None:
-            action = next((functions[c] for c in codes if c in functions), None)
+        _, action = functions.get(source or "", (None, None))
+        if action is None and not functions.keys().isdisjoint(ids):
+            _, action = next(functions[i] for i in ids if i in functions)
         if action is None and (row := PRIMITIVES.get(primitive.name)) is not None:
             return Action(row.kind)
         return action and self.for_all_inside(action)

@@ -1,7 +1,7 @@
 """What is saved for the backward pass: autocast beside a model cast by hand.
 
-    python -m benchmarks.memory
-    python -m benchmarks.memory --all
+    python -m benchmarks.memory           # groups of residuals that differ
+    python -m benchmarks.memory --all     # every group of residuals, by shape
 
 Nothing runs: the bytes are those of the abstract leaves of what `jax.vjp` returns, for
 float32 parameters. The models are Flax Linen's. By hand, every layer has dtype=float16,
@@ -13,7 +13,6 @@ derivative, which a compiled program does not store.
 import argparse
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
 import jax
@@ -23,7 +22,7 @@ from tests.residuals import CASES, STYLES, arguments, loss_of, residuals, total
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="equal groups as well")
+    parser.add_argument("--all", action="store_true", help="every group, by shape")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     return parser.parse_args()
 
@@ -35,79 +34,76 @@ def measure(case):
 
 
 def summarize(kept):
+    stored = {style: [r for r in kept[style] if not r.constant] for style in STYLES}
     row = {style: total(kept[style]) for style in STYLES}
-    row["ratio"] = row["autocast"] / row["by hand"]
-    stored = {
-        style: total(r for r in kept[style] if not r.constant) for style in STYLES
-    }
-    row["stored"] = stored
-    row["stored_ratio"] = stored["autocast"] / stored["by hand"]
+    row["stored"] = {style: total(stored[style]) for style in STYLES}
+    for sizes in (row, row["stored"]):
+        sizes["ratio"] = sizes["autocast"] / sizes["by hand"]
+    row["groups"] = break_down(kept)
     return row
 
 
-def group(kept):
-    """Bytes and number of the residuals, by dtype, op and module."""
-    sizes, counts = Counter(), Counter()
-    for r in kept:
-        key = (r.dtype, r.op, r.path, "x".join(map(str, r.shape)))
-        sizes[key] += r.bytes
-        counts[key] += 1
-    return sizes, counts
+def break_down(kept):
+    """The residuals of both by dtype, op, module and shape, the largest group first."""
+    groups = {}
+    for style in ("by hand", "autocast"):
+        for r in kept[style]:
+            key = (r.dtype, r.constant, r.op, r.path, r.shape)
+            sizes = groups.setdefault(key, {"by hand": [], "autocast": []})
+            sizes[style].append(r.bytes)
+    names = ("dtype", "constant", "op", "module", "shape")
+    rows = [dict(zip(names, key, strict=True)) | groups[key] for key in groups]
+    return sorted(rows, key=lambda row: -sum(row["by hand"] + row["autocast"]))
 
 
-def break_down(kept, everything):
-    """Groups of residuals in which the two styles differ, the largest first."""
-    (hand, hand_counts), (auto, auto_counts) = map(
-        group, (kept["by hand"], kept["autocast"])
-    )
-    rows = [
-        {
-            "dtype": dtype,
-            "op": op,
-            "module": path,
-            "shape": shape,
-            "by_hand": [hand_counts[key], hand[key]],
-            "autocast": [auto_counts[key], auto[key]],
-        }
-        for key in sorted(hand | auto, key=lambda k: -max(hand[k], auto[k]))
-        for dtype, op, path, shape in [key]
-        if everything or hand[key] != auto[key]
-    ]
-    return rows
+def merge_shapes(rows):
+    merged = {}
+    for row in rows:
+        key = (row["dtype"], row["constant"], row["op"], row["module"])
+        start = row | {"shape": (), "by hand": [], "autocast": []}
+        into = merged.setdefault(key, start)
+        into["by hand"] += row["by hand"]
+        into["autocast"] += row["autocast"]
+    return merged.values()
 
 
 def print_table(table):
-    print(
-        "\n| model | float32 | by hand | autocast | ratio | ratio of what is stored |"
-    )
+    print("\n| model | float32 | by hand | autocast | ratio | stored ratio |")
     print("|---|---:|---:|---:|---:|---:|")
     for name, row in table.items():
         sizes = " | ".join(f"{row[style] / 1e6:.1f} MB" for style in STYLES)
-        print(f"| {name} | {sizes} | {row['ratio']:.3f} | {row['stored_ratio']:.3f} |")
+        ratios = f"{row['ratio']:.3f} | {row['stored']['ratio']:.3f}"
+        print(f"| {name} | {sizes} | {ratios} |")
 
 
-def print_break_down(name, rows, least=1e6):
-    print(f"\n{name}: where the two differ, in MB (number)\n")
-    print("| dtype | shape | op | module | by hand | autocast |")
-    print("|---|---|---|---|---:|---:|")
+def print_break_down(name, rows):
+    print(f"\n{name}, MB (number of arrays)\n")
+    print("| arrays | op | module | by hand | autocast |")
+    print("|---|---|---|---:|---:|")
     for row in rows:
-        cells = [row["by_hand"], row["autocast"]]
-        if max(size for _, size in cells) < least:
-            continue
-        sizes = " | ".join(f"{size / 1e6:.1f} ({n})" for n, size in cells)
-        names = " | ".join(row[k] for k in ("dtype", "shape", "op", "module"))
-        print(f"| {names} | {sizes} |")
+        op = row["op"] + " of a number" * row["constant"]
+        shape = f"[{','.join(map(str, row['shape']))}]" if row["shape"] else ""
+        cells = [row["dtype"] + shape, op, row["module"]]
+        for sizes in (row["by hand"], row["autocast"]):
+            cells.append(f"{sum(sizes) / 1e6:.1f} ({len(sizes)})")
+        print(f"| {' | '.join(cells)} |")
+
+
+def is_large(row, least=1e6):
+    return max(sum(row["by hand"]), sum(row["autocast"])) > least
 
 
 def main():
     args = parse_args()
     print(f"Python {sys.version.split()[0]}, JAX {jax.__version__}")
-    kept = {name: measure(case) for name, case in CASES.items()}
-    table = {name: summarize(k) for name, k in kept.items()}
+    table = {name: summarize(measure(case)) for name, case in CASES.items()}
     print_table(table)
-    for name, k in kept.items():
-        table[name]["groups"] = rows = break_down(k, args.all)
-        if rows:
+    for name, row in table.items():
+        rows = row["groups"]
+        if not args.all:
+            rows = merge_shapes(rows)
+            rows = [r for r in rows if sum(r["by hand"]) != sum(r["autocast"])]
+        if rows := [r for r in rows if is_large(r)]:
             print_break_down(name, rows)
     if args.json:
         args.json.write_text(json.dumps(table, indent=2) + "\n")

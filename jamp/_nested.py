@@ -152,7 +152,8 @@ def jit(trace, primitive, args, params, avals, forced, baked):
     action = forced or trace.action(primitive, source)
     small = is_library(source) and any(map(differs, args, jaxpr.in_avals))
     if _compat.inlined_early(params) or small:
-        return evaluate(trace, jaxpr, args, action)
+        outs = evaluate(trace, jaxpr, args, action)
+        return [trace.as_array(x) for x in outs]
     new = rewrite(trace, jaxpr, avals_of(args), action, baked=baked)
     outs = trace.bind(primitive, args, params | {"jaxpr": new.jaxpr})
     return annotate(trace, outs, new)

@@ -22,13 +22,17 @@ from ._provenance import (
     passed_on,
     product_sides,
 )
-from ._rules import CASTABLE, REGION, Action, Decider, Settings
+from ._rules import CASTABLE, REGION, Action, Decider, Settings, code_of
 
 RULES = NESTED | CUSTOM  # for primitives that hold functions
 # Each region leaves its mark in the name stack of its ops, with its depth in others.
 MARK = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\(")
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
 PASSED_ON = ("transpose", "squeeze", "broadcast_in_dim", "reshape", "slice", "copy")
+# A user who calls one of these on a product wants what it gives: see `with_bias`.
+EXPLICIT = frozenset(
+    map(code_of, (jnp.astype, jnp.asarray, jnp.array, lax.convert_element_type))
+)
 
 
 class Record:
@@ -160,7 +164,7 @@ class AutocastTrace(_compat.Trace):
             action = Action(PROMOTE)
         if primitive.name in PASSED_ON and not baked and action.dtype is None:
             narrow = self.notes.cast(args[0], self.settings.dtype)
-            if narrow is not None and self.notes[narrow].sides is not None:
+            if narrow is not None and self.notes[args[0]].sides is not None:
                 # Moved before it is widened, a product is still known as one.
                 out = self.apply(primitive, [narrow, *args[1:]], params)
                 return self.cast(out, dtype_of(args[0]))
@@ -230,8 +234,8 @@ class AutocastTrace(_compat.Trace):
 
     def convert(self, primitive, args, params, avals, action, baked):
         (x,), dtype = args, jnp.dtype(params["new_dtype"])
-        if not isinstance(x, jax.Array):  # a number stays a known number
-            return np.asarray(x).astype(dtype)
+        if avals is not None and not isinstance(x, jax.Array):
+            return np.asarray(x).astype(dtype)  # a number stays a known number
         if not is_float(x) or dtype_of(x) not in CASTABLE or dtype not in CASTABLE:
             if action.dtype is not None and dtype in CASTABLE and not baked:
                 self.record.touched |= dtype != action.dtype
@@ -243,10 +247,14 @@ class AutocastTrace(_compat.Trace):
                 dtype = action.dtype
             elif avals is not None and avals[0].dtype == dtype != dtype_of(x):
                 return x  # nothing was converted when this was traced
-        if dtype != dtype_of(x) and params["sharding"] is None:
-            return self.cast(x, dtype)
+        explicit = not EXPLICIT.isdisjoint(_compat.source_codes())
+        if isinstance(x, jax.Array) and params["sharding"] is None and not explicit:
+            if dtype != dtype_of(x):
+                return self.cast(x, dtype)
         out = self.bind(primitive, args, params | {"new_dtype": dtype})
-        self.notes[out] = self.notes[x]
+        self.notes[out] = self.notes[x]._replace(sides=None)
+        if dtype == jnp.float32:
+            self.notes.remember_cast(out, x)
         return out
 
     def with_bias(self, args, forced):
@@ -263,7 +271,7 @@ class AutocastTrace(_compat.Trace):
             number = self.notes[bias].constant
             if number is not None and not fits(number, dtype):
                 continue
-            sides, shape = self.notes[product].sides, np.shape(product)
+            sides, shape = self.notes[x].sides, np.shape(product)
             varies = self.notes[bias].varies
             if np.shape(bias) != shape:
                 varies = frozenset(d for d, n in enumerate(np.shape(bias)) if n != 1)
@@ -312,6 +320,13 @@ class AutocastTrace(_compat.Trace):
         elif PRIMITIVES[name].kind is LOWER and dtype_of(out) == self.settings.dtype:
             if name != "ragged_dot_general":
                 self.notes[out] = Note(sides=product_sides(name, args, params))
+
+    def as_array(self, x):
+        """A result that Python may see, if it is a number so far."""
+        if isinstance(x, np.ndarray | np.generic | float | int):
+            with _compat.set_current_trace(self.parent):
+                return jnp.asarray(x)
+        return x
 
     def as_traced(self, args, avals):
         """The values in the dtypes that they were traced with."""

@@ -58,7 +58,7 @@ of float32; of float16; and if it has several and JAX takes them, the first of f
 and the rest of float16, and the other way round. Where the results' dtypes differ they
 stand in this order.
 
-**{agree} of the {compared} ops agree with CUDA in every dtype;** {differing} do not{bad}.
+**{agree} of the {compared} ops agree with CUDA in every dtype;** {disagree}.
 Of {unlisted} ops in none of the lists, {unlisted_agree} agree.
 
 CUDA's dtypes are those of fake tensors under CUDA's autocast; no GPU was used. CPU is
@@ -93,8 +93,8 @@ def ops(results: Sequence[Result]) -> str:
         listed=len(listed) + len(NO_COUNTERPART),
         compared=len(listed),
         agree=len(listed) - len(differing),
-        differing=len(differing),
-        bad=f", and jamp is wrong in {', '.join(wrong)}" if wrong else "",
+        disagree=f"{len(differing)} do not"
+        + (f", and jamp is wrong in {', '.join(wrong)}" if wrong else ""),
         unlisted=len(unlisted),
         unlisted_agree=sum(unlisted.values()),
         table=op_table(results),

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from jamp._op_rules import (
@@ -24,6 +25,15 @@ LISTS = {name.split(".")[0]: kind for name, kind in OVERLOADS.items()}
 DOT = {"dot", "vdot"}
 MOST_ULPS = 8  # unless a note in the table says why
 
+PREFERRED = "preferred_element_type of a traced float32 outlives the float32"
+INNER = "log_sigmoid inside it keeps float16"
+BUGS = {
+    ("test_dtypes", "chain_matmul"): PREFERRED,
+    ("test_dtypes", "linalg_multi_dot"): PREFERRED,
+    ("test_values", "soft_margin_loss"): INNER,
+    ("test_values", "binary_cross_entropy_with_logits"): INNER,
+}
+
 compare = functools.cache(ops.compare)
 
 
@@ -32,8 +42,14 @@ def rows() -> Iterator[tuple[str, Row]]:
         yield from ((op, row) for op in row.torch.split())
 
 
-def case_id(op) -> str:
-    return f"{op.name}: {op.written}"
+def cases(test: str) -> list:
+    """All ops; where a bug of jamp is known, the test has to fail."""
+    params = []
+    for op in ops.LISTED + ops.UNLISTED:
+        reason = BUGS.get((test, op.name))
+        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+        params.append(pytest.param(op, marks=marks, id=f"{op.name}: {op.written}"))
+    return params
 
 
 def test_the_header_is_read_whole():
@@ -65,13 +81,13 @@ def test_rows_are_of_the_kind_of_the_list(op: str):
 
 
 def test_the_cases_are_what_the_lists_have():
-    cases = {op.name for op in ops.LISTED}
-    assert cases == {o for o in OVERLOADS if o.split(".")[0] not in NO_COUNTERPART}
+    names = {op.name for op in ops.LISTED}
+    assert names == {o for o in OVERLOADS if o.split(".")[0] not in NO_COUNTERPART}
     for op in ops.UNLISTED:
         assert not torch_autocast.is_listed(op.name, "CUDA")
 
 
-@pytest.mark.parametrize("op", ops.LISTED + ops.UNLISTED, ids=case_id)
+@pytest.mark.parametrize("op", cases("test_dtypes"))
 def test_dtypes(op):
     result = compare(op)
     if op.base not in DIFFERENCES:
@@ -79,7 +95,7 @@ def test_dtypes(op):
         assert result.jamp == expected
 
 
-@pytest.mark.parametrize("op", ops.LISTED + ops.UNLISTED, ids=case_id)
+@pytest.mark.parametrize("op", cases("test_values"))
 def test_values(op):
     distances = compare(op).ulps
     if op.values:
@@ -119,10 +135,10 @@ def test_a_header_without_a_list_is_an_error():
 
 
 def test_ulps():
-    x, y = (ops.np.float32([v]) for v in (1.0, 1.0 + 2.0**-10))
+    x, y = (np.float32([v]) for v in (1.0, 1.0 + 2.0**-10))
     assert ops.ulps(x, y) == ("float32", 2**13)
     assert ops.ulps(x.astype("float16"), y) == ("float16", 1)
-    tiny = ops.np.float32([1e-45])
+    tiny = np.float32([1e-45])
     assert ops.ulps(-tiny, tiny) == ("float32", 2)
     with pytest.raises(ValueError, match="not comparable"):
-        ops.ulps(x, x * ops.np.float32("inf"))
+        ops.ulps(x, x * np.float32("inf"))

@@ -408,6 +408,25 @@ def test_residual_sums_are_float32():
         assert jax.jit(lambda x: x @ w + b)(x).dtype == f16
 
 
+def test_an_explicit_float32_is_kept():
+    x, w, b = arrays()
+    with half():
+        assert ((x @ w).astype(f32) + b).dtype == f32
+        assert (jnp.float32(x @ w) + b).dtype == f32
+        assert (lax.convert_element_type(x @ w, f32) + b[None]).dtype == f32
+
+
+def test_numpy_arrays_and_numbers_become_jax_arrays():
+    with half():
+        for value in (np.ones(3), np.float32(2), 2.0, np.ones((2, 2), np.float16)):
+            for dtype in (f16, f32, jnp.int32):
+                assert isinstance(jnp.asarray(value, dtype), jax.Array)
+                assert isinstance(lax.convert_element_type(value, dtype), jax.Array)
+            assert isinstance(jnp.real(value), jax.Array)
+            assert isinstance(jnp.add(value, 1), jax.Array)
+            assert (np.ones((2, 2), np.float32) @ jnp.ones((2, 2))).dtype == f16
+
+
 def test_masks_on_attention_scores_are_not_biases():
     q = jax.random.normal(jax.random.key(0), (2, 4, N))
     mask = jnp.full((2, 1, 4), -1e10, f32)

@@ -39,6 +39,8 @@ docs: $(VENV)/.docs ## build the documentation into site/
 
 bench: $(VENV)/.benchmarks ## benchmarks on the CPU; prints tables
 	$(BIN)/python -m benchmarks.loss_scale_overhead
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.compile_time
 
 gpu: ## GPU tests, parity and benchmarks, with GPU_PYTHON and from the source tree
 	$(GPU_PYTHON) -m pytest tests/test_gpu.py

@@ -63,7 +63,7 @@ def count_products(text):
     """Matrix products of a program's text (StableHLO or HLO) by operand dtypes."""
     counts = Counter()
     for types in re.findall(r"stablehlo\.dot_general .*: \((.*)\) ->", text):
-        counts[" x ".join(re.findall(r"([a-z]+\d+)>", types))] += 1
+        counts[" x ".join(re.findall(r"[x<]([a-z]+\d+)>", types))] += 1
     dtypes = dict(re.findall(r"%?([\w.-]+) = (\w+)\[", text))
     for operands in re.findall(r" dot\(([^)]*)\)", text):
         names = re.findall(r"%?([\w.-]+)(?:,|$)", operands)

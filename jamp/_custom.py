@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 
 from . import _compat
+from ._epilogue import narrowed
 from ._nested import avals_of, evaluate
 from ._rules import Action
 
@@ -84,6 +85,8 @@ def custom_jvp(trace, primitive, fun, jvp, args, params, eqn=None):
     baked = trace.baked or differentiated
     source = _compat.source_name(fun.debug_info)
     action = trace.action(primitive, source) if eqn is None else eqn.forced
+    if eqn is None and not (foreign or baked):
+        args = narrowed(trace, primitive, args, None)
     if foreign or (eqn is None and action is not None):
         if action is not None and action.dtype is not None and not (foreign or baked):
             args = [trace.cast(x, action.dtype) for x in args]
@@ -117,6 +120,8 @@ def custom_vjp(trace, primitive, fun, fwd, bwd, args, params, eqn=None):
     if foreign:
         return trace.bind(primitive, args, params | {"subfuns": (fun, fwd, bwd)})
     baked = trace.baked or differentiated
+    if eqn is None and not baked:
+        args = narrowed(trace, primitive, args, None)
     run = Function(trace, fun, baked)
     if eqn is not None:
         run = JaxprFunction(trace, eqn.jaxpr, eqn.forced, baked)

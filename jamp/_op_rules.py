@@ -7,6 +7,8 @@ The categories are those of `torch/include/ATen/autocast_mode.h`, the lists that
     FLOAT32    half-precision inputs are cast to float32
     PROMOTE    inputs of several floating dtypes are cast to the widest
     KEEP       runs in the dtype that it is given
+    STATISTIC  the same, but float32 if it was traced in float32: a mean sums many
+    BATCH_NORM float32 inside; outside, the result has the dtype of the input
 
 `PRIMITIVES` maps the names of JAX's primitives, `FUNCTIONS` the Python functions of JAX
 and the libraries around it that torch treats as one op. A function's row holds for all
@@ -29,6 +31,8 @@ class Kind(enum.Enum):
     FLOAT32 = "float32"
     PROMOTE = "promote"
     KEEP = "keep"
+    STATISTIC = "statistic"
+    BATCH_NORM = "batch_norm"
 
 
 class Row(NamedTuple):
@@ -37,6 +41,7 @@ class Row(NamedTuple):
 
 
 LOWER, FLOAT32, PROMOTE, KEEP = Kind.LOWER, Kind.FLOAT32, Kind.PROMOTE, Kind.KEEP
+STATISTIC, BATCH_NORM = Kind.STATISTIC, Kind.BATCH_NORM
 
 # A contraction of two vectors is torch's `dot`, which promotes; see `_trace.py`.
 PRIMITIVES: dict[str, Row] = {
@@ -161,7 +166,10 @@ FUNCTIONS: dict[str, Row] = {
     "haiku.LayerNorm.__call__": Row(FLOAT32, "layer_norm native_layer_norm"),
     "haiku.RMSNorm.__call__": Row(FLOAT32, "rms_norm"),
     "haiku.GroupNorm.__call__": Row(FLOAT32, "group_norm"),
-    "haiku.BatchNorm.__call__": Row(FLOAT32),  # it keeps its statistics in x's dtype
+    "flax.linen.BatchNorm.__call__": Row(BATCH_NORM),
+    "flax.nnx.BatchNorm.__call__": Row(BATCH_NORM),
+    "equinox.nn.BatchNorm.__call__": Row(BATCH_NORM),
+    "haiku.BatchNorm.__call__": Row(BATCH_NORM),
     "optax.squared_error": Row(FLOAT32, "mse_loss"),
     "optax.l2_loss": Row(FLOAT32, "mse_loss"),
     "optax.huber_loss": Row(FLOAT32, "huber_loss smooth_l1_loss"),
@@ -184,10 +192,16 @@ FUNCTIONS: dict[str, Row] = {
     jax.nn.hard_tanh jax.nn.leaky_relu jax.nn.log_sigmoid jax.nn.mish jax.nn.relu
     jax.nn.relu6 jax.nn.selu jax.nn.sigmoid jax.nn.silu jax.nn.soft_sign
     jax.nn.squareplus jax.nn.tanh
-    jax.numpy.logaddexp jax.numpy.logaddexp2 jax.numpy.mean jax.numpy.nanmean
-    jax.numpy.nanstd jax.numpy.nanvar jax.numpy.std jax.numpy.var
     """.split(),
     Row(KEEP),
+)
+
+FUNCTIONS |= dict.fromkeys(
+    """
+    jax.numpy.mean jax.numpy.nanmean jax.numpy.nanstd jax.numpy.nanvar jax.numpy.std
+    jax.numpy.var
+    """.split(),
+    Row(STATISTIC),
 )
 
 # Parameters are made in the dtype that they ask for, whatever goes on around.

@@ -1,6 +1,6 @@
 """What an autocast trace remembers of the values that it has seen.
 
-Three facts, by identity of the value and as long as the value lives:
+By identity of the value and as long as the value lives:
 
     casts      the copy of a float32 value in half precision, so that it is made once
                and saved for the backward pass once; and for a value that was widened,
@@ -23,6 +23,8 @@ class Note(NamedTuple):
     constant: float | None = None
     sides: tuple[str, ...] | None = None  # "l" or "r" for each dimension
     varies: frozenset[int] | None = None  # the dimensions along which it varies
+    widened: bool = False  # float32 only because JAX promoted a half-precision value
+    result: bool = False  # float32, to be half precision outside of its BatchNorm
 
 
 NOTHING = Note()
@@ -166,8 +168,3 @@ def reshaped(sides, old, new) -> tuple[str, ...] | None:
             return None
         result += group
     return tuple(result)
-
-
-def is_bias_of(sides, varies, shape) -> bool:
-    """Whether a value that varies along these dimensions lies on one side alone."""
-    return len({sides[d] for d in varies if shape[d] != 1}) <= 1

@@ -27,6 +27,7 @@ class Action(NamedTuple):
 
     kind: Kind | None
     dtype: Any = None
+    marks: bool = False  # its results are half precision outside of the function
 
 
 class UserRule(NamedTuple):
@@ -175,10 +176,11 @@ class Decider:
             if matches:
                 self.hits.add(index)
                 return action
-        functions = self.functions
-        _, action = functions.get(source or "", (None, None))
-        if action is None and not functions.keys().isdisjoint(ids):
-            _, action = next(functions[i] for i in ids if i in functions)
+        functions, action = self.functions, None
+        if not functions.keys().isdisjoint(ids):  # the outermost decides for all inside
+            _, action = next(functions[i] for i in reversed(ids) if i in functions)
+        elif source is not None:
+            _, action = functions.get(source, (None, None))
         if action is None and (row := PRIMITIVES.get(primitive.name)) is not None:
             return Action(row.kind)
         return action and self.for_all_inside(action)
@@ -187,6 +189,7 @@ class Decider:
         """A function's row as an action for each op inside the function."""
         if action.kind is LOWER:
             return Action(None, self.settings.dtype)
-        if action.kind is Kind.FLOAT32:
-            return Action(None, jnp.dtype("float32"))
+        if action.kind in (Kind.FLOAT32, Kind.BATCH_NORM):
+            marks = action.kind is Kind.BATCH_NORM
+            return Action(None, jnp.dtype("float32"), marks)
         return action

@@ -12,16 +12,10 @@ from jax import lax
 from . import _compat
 from ._compat import Tracer, dtype_of
 from ._custom import CUSTOM, custom_jvp, custom_vjp, shard_map
-from ._nested import NESTED, check_left_alone
-from ._op_rules import FLOAT32, KEEP, LOWER, PRIMITIVES, PROMOTE
-from ._provenance import (
-    Note,
-    Notes,
-    fits,
-    is_bias_of,
-    passed_on,
-    product_sides,
-)
+from ._epilogue import narrowed, with_bias
+from ._nested import NESTED, check_left_alone, differs
+from ._op_rules import FLOAT32, KEEP, LOWER, PRIMITIVES, PROMOTE, STATISTIC
+from ._provenance import Note, Notes, fits, passed_on, product_sides
 from ._rules import CASTABLE, REGION, Action, Decider, Settings, code_of
 
 RULES = NESTED | CUSTOM  # for primitives that hold functions
@@ -152,14 +146,22 @@ class AutocastTrace(_compat.Trace):
         baked = self.baked or differentiated
         if baked:
             args = self.as_traced(args, avals)
+        else:
+            args = narrowed(self, primitive, args, forced)
         if (nested := RULES.get(primitive.name)) is not None:
             return nested(self, primitive, args, params, avals, forced, baked)
         check_left_alone(primitive, params)
         action = forced or self.action(primitive)
         if action is None or primitive.name not in PRIMITIVES:
             return self.bind(primitive, self.as_traced(args, avals), params)
+        if action.kind is STATISTIC:
+            widen = avals is not None and any(map(differs, args, avals))
+            action = Action(None, jnp.dtype("float32")) if widen else Action(KEEP)
         if primitive.name == "convert_element_type":
-            return self.convert(primitive, args, params, avals, action, baked)
+            out = self.convert(primitive, args, params, avals, action, baked)
+            if action.marks:
+                self.mark_results(args, out)
+            return out
         if action.kind is KEEP and avals is not None:  # dtypes may be mixed by now
             action = Action(PROMOTE)
         if primitive.name in PASSED_ON and not baked and action.dtype is None:
@@ -168,18 +170,21 @@ class AutocastTrace(_compat.Trace):
                 # Moved before it is widened, a product is still known as one.
                 out = self.apply(primitive, [narrow, *args[1:]], params)
                 return self.cast(out, dtype_of(args[0]))
-        inputs, new_params = self.prepare(primitive, args, params, action)
-        if primitive.name == "add" and action.kind is PROMOTE and not baked:
-            inputs = self.with_bias(args, forced) or inputs
+        if primitive.name == "add" and not (baked or forced or action.dtype):
+            if (out := with_bias(self, primitive, args, params)) is not None:
+                return out
+        inputs, new_params = self.prepare(primitive, args, params, avals, action)
         if action.kind is LOWER and not baked and is_wide(inputs, new_params):
             return self.wide_product(primitive, inputs, new_params)
         out = self.bind(primitive, inputs, new_params)
         if baked:
             return out if inputs is args else self.as_without(out, args, params)
         self.take_note(primitive, inputs, params, out)
+        if action.marks:
+            self.mark_results(args, out)
         return out
 
-    def prepare(self, primitive, args, params, action):
+    def prepare(self, primitive, args, params, avals, action):
         """The inputs and parameters in the dtypes that the action asks for."""
         name, dtype = primitive.name, action.dtype
         floats = [x for x in args if is_float(x)]
@@ -196,7 +201,9 @@ class AutocastTrace(_compat.Trace):
         if dtype is None:
             return args, params
         preferred = params.get("preferred_element_type")
-        widens = any(dtype_of(x) == jnp.float32 for x in floats)
+        dtypes = [dtype_of(x) for x in floats]
+        dtypes += [getattr(a, "dtype", None) for a in avals or ()]
+        widens = jnp.dtype("float32") in dtypes
         if preferred in CASTABLE and (widens or kind is None):
             # Recorded for float32 inputs; for half-precision ones the user's wish.
             self.record.touched |= preferred != dtype
@@ -207,6 +214,13 @@ class AutocastTrace(_compat.Trace):
         """The dtype to promote to, or None. Numbers follow arrays where they fit."""
         if len({dtype_of(x) for x in floats}) < 2:
             return None
+        half = self.settings.dtype
+        known = (x for x in floats if dtype_of(x) != half)
+        if all(
+            self.notes[x].widened and self.notes.cast(x, half) is not None
+            for x in known
+        ):
+            return half  # float32 only as the others were, when this was traced
         free = [x for x in floats if self.notes[x].constant is None]
         dtype = _compat.widest(frozenset(map(dtype_of, free or floats)))
         numbers = (self.notes[x].constant for x in floats)
@@ -224,8 +238,8 @@ class AutocastTrace(_compat.Trace):
             with _compat.set_current_trace(self.parent):
                 copy = lax.convert_element_type(x, dtype)
             self.record.touched = True
-            self.notes[copy] = self.notes[x]
             widened = dtype == jnp.float32
+            self.notes[copy] = self.notes[x]._replace(widened=widened)
             if widened:
                 self.notes.remember_cast(copy, x)
             if not widened or isinstance(x, Tracer):  # else they keep each other alive
@@ -257,42 +271,13 @@ class AutocastTrace(_compat.Trace):
             self.notes.remember_cast(out, x)
         return out
 
-    def with_bias(self, args, forced):
-        """The inputs of a sum that adds a bias to a product in half precision."""
-        if forced is not None:
-            return None
-        dtype = self.settings.dtype
-        for x, bias in (args, args[::-1]):
-            if not isinstance(bias, jax.Array):
-                continue
-            product = x if dtype_of(x) == dtype else self.notes.cast(x, dtype)
-            if product is None or dtype_of(bias) != jnp.float32:
-                continue
-            number = self.notes[bias].constant
-            if number is not None and not fits(number, dtype):
-                continue
-            sides, shape = self.notes[x].sides, np.shape(product)
-            varies = self.notes[bias].varies
-            if np.shape(bias) != shape:
-                varies = frozenset(d for d, n in enumerate(np.shape(bias)) if n != 1)
-            elif varies is None and _compat.is_batched(product):
-                # Under vmap, the bias is what has no batch dimension.
-                if not _compat.is_batched(bias):
-                    varies = frozenset(range(len(shape)))
-            if sides is None or varies is None or not is_bias_of(sides, varies, shape):
-                continue
-            with _compat.set_current_trace(self.parent):
-                # Broadcast in float32, so that its gradient is summed in float32.
-                bias = lax.broadcast_in_dim(bias, shape, range(np.ndim(bias)))
-            return product, self.cast(bias, dtype)
-        return None
-
     def wide_product(self, primitive, args, params):
         """A product of half-precision inputs that was asked for in float32.
 
         Its own derivative would multiply float32 by float16. This one casts the
         (co)tangent first, so that backward runs in half precision too.
         """
+        self.record.touched = True
         narrow = params | {"preferred_element_type": dtype_of(args[0])}
         if params.get("precision") == lax.DotAlgorithmPreset.F16_F16_F32:
             narrow["precision"] = None
@@ -320,6 +305,14 @@ class AutocastTrace(_compat.Trace):
         elif PRIMITIVES[name].kind is LOWER and dtype_of(out) == self.settings.dtype:
             if name != "ragged_dot_general":
                 self.notes[out] = Note(sides=product_sides(name, args, params))
+
+    def mark_results(self, args, out):
+        """Remembers results of a BatchNorm that come from half precision."""
+        notes = [self.notes[x] for x in args]
+        halves = any(dtype_of(x) in CASTABLE[:2] for x in args)
+        if halves or any(note.widened or note.result for note in notes):
+            for x in jax.tree.leaves(out):
+                self.notes[x] = self.notes[x]._replace(result=True)
 
     def as_array(self, x):
         """A result that Python may see, if it is a number so far."""

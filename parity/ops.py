@@ -219,7 +219,9 @@ LISTED = (
     # Lower precision.
     Op(
         "_convolution.deprecated",
-        lambda x, w: torch._convolution(x, w, None, *_CONV, False, False, False),
+        lambda x, w: torch.ops.aten._convolution.deprecated(
+            x, w, None, *_CONV, False, False, False
+        ),
         "lax.conv",
         _lax_conv,
         ((2, 3, 5), (4, 3, 2)),
@@ -227,7 +229,9 @@ LISTED = (
     ),
     Op(
         "_convolution",
-        lambda x, w: torch._convolution(x, w, None, *_CONV, False, False, False, False),
+        lambda x, w: torch.ops.aten._convolution(
+            x, w, None, *_CONV, False, False, False, False
+        ),
         "lax.conv",
         _lax_conv,
         ((2, 3, 5), (4, 3, 2)),
@@ -537,7 +541,7 @@ LISTED = (
     *(
         Op(
             name,
-            _interpolate(*mode),
+            _interpolate(mode, name.endswith("_aa")),
             "jax.image.resize",
             _resize(method),
             shape,
@@ -545,23 +549,23 @@ LISTED = (
             note=_CUBIC if name == "upsample_bicubic2d" else "",
         )
         for name, mode, method, shape in (
-            ("upsample_nearest1d", ("nearest",), "nearest", ((2, 3, 5),)),
-            ("upsample_nearest2d", ("nearest",), "nearest", ((2, 3, 5, 4),)),
-            ("upsample_nearest3d", ("nearest",), "nearest", ((2, 3, 5, 4, 3),)),
-            ("_upsample_nearest_exact1d", ("nearest-exact",), "nearest", ((2, 3, 5),)),
-            ("_upsample_nearest_exact2d", ("nearest-exact",), "nearest", (B[:1] + B,)),
+            ("upsample_nearest1d", "nearest", "nearest", ((2, 3, 5),)),
+            ("upsample_nearest2d", "nearest", "nearest", ((2, 3, 5, 4),)),
+            ("upsample_nearest3d", "nearest", "nearest", ((2, 3, 5, 4, 3),)),
+            ("_upsample_nearest_exact1d", "nearest-exact", "nearest", ((2, 3, 5),)),
+            ("_upsample_nearest_exact2d", "nearest-exact", "nearest", (B[:1] + B,)),
             (
                 "_upsample_nearest_exact3d",
-                ("nearest-exact",),
+                "nearest-exact",
                 "nearest",
                 ((2, 3, 5, 4, 3),),
             ),
-            ("upsample_linear1d", ("linear",), "linear", ((2, 3, 5),)),
-            ("upsample_bilinear2d", ("bilinear",), "linear", ((2, 3, 5, 4),)),
-            ("_upsample_bilinear2d_aa", ("bilinear", True), "linear", ((2, 3, 5, 4),)),
-            ("upsample_trilinear3d", ("trilinear",), "linear", ((2, 3, 5, 4, 3),)),
-            ("upsample_bicubic2d", ("bicubic",), "cubic", ((2, 3, 5, 4),)),
-            ("_upsample_bicubic2d_aa", ("bicubic", True), "cubic", ((2, 3, 5, 4),)),
+            ("upsample_linear1d", "linear", "linear", ((2, 3, 5),)),
+            ("upsample_bilinear2d", "bilinear", "linear", ((2, 3, 5, 4),)),
+            ("_upsample_bilinear2d_aa", "bilinear", "linear", ((2, 3, 5, 4),)),
+            ("upsample_trilinear3d", "trilinear", "linear", ((2, 3, 5, 4, 3),)),
+            ("upsample_bicubic2d", "bicubic", "cubic", ((2, 3, 5, 4),)),
+            ("_upsample_bicubic2d_aa", "bicubic", "cubic", ((2, 3, 5, 4),)),
         )
     ),
     # Float32 unless a dtype is given.
@@ -683,10 +687,10 @@ LISTED = (
     ),
     Op(
         "tensordot",
-        lambda x, y: torch.tensordot(x, y, ([1], [1])),
+        lambda x, y: torch.tensordot(x, y, dims=1),
         "jnp.tensordot",
-        lambda x, y: jnp.tensordot(x, y, ([1], [1])),
-        (M, (3, 6)),
+        lambda x, y: jnp.tensordot(x, y, axes=1),
+        (M, (6, 3)),
     ),
     Op(
         "scatter_add",
@@ -837,7 +841,7 @@ def compare(op: Op) -> Result:
         eager, jitted = run_jamp(op, inputs)
         result.jamp[dtypes] = _dtype(eager), _dtype(jitted)
         reference = torch_autocast.run_on_cpu(op.torch, inputs)
-        result.cpu[dtypes] = reference and reference[0].dtype.name
+        result.cpu[dtypes] = reference[0].dtype.name if reference else None
         if reference is None or not op.values:
             continue
         for x, y in zip(reference * 2, eager + jitted, strict=True):

@@ -4,6 +4,7 @@ No layer is given a dtype: these are float32 models. Sizes are arguments; the de
 are small enough to train on a CPU in a test.
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -129,8 +130,13 @@ def mnist(widths=(4, 8), hidden=32, batch=16):
         inputs=lambda data: (data["image"],),
         loss=lambda logits, data: classification_loss(logits, data["label"]),
         batch=lambda rng: labeled_images(rng, batch, 28, 1),
-        optimizer=optax.adam(3e-3),
+        optimizer=optax.adam(2e-3),
     )
+
+
+ImageConv = functools.partial(
+    nn.Conv, use_bias=False, kernel_init=nn.initializers.he_uniform()
+)
 
 
 class Bottleneck(nn.Module):
@@ -142,7 +148,7 @@ class Bottleneck(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         def conv(features, kernel, stride=1):
-            return nn.Conv(features, (kernel, kernel), (stride, stride), use_bias=False)
+            return ImageConv(features, (kernel, kernel), (stride, stride))
 
         def norm(**kwargs):
             return nn.BatchNorm(use_running_average=not train, momentum=0.9, **kwargs)
@@ -164,7 +170,7 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        x = nn.Conv(self.width, (7, 7), (2, 2), [(3, 3), (3, 3)], use_bias=False)(x)
+        x = ImageConv(self.width, (7, 7), (2, 2), [(3, 3), (3, 3)])(x)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
         for stage, blocks in enumerate(self.stages):
@@ -396,7 +402,7 @@ class TranslationModel(nn.Module):
         return embed.attend(nn.LayerNorm()(y))
 
 
-def wmt(vocabulary=32, width=32, heads=4, depth=2, length=10, batch=8):
+def wmt(vocabulary=32, width=32, heads=4, depth=1, length=10, batch=8):
     """The target is the source with each token replaced by another."""
     dictionary = np.random.default_rng(9).permutation(vocabulary - 1) + 1
     dictionary = np.concatenate([[0], dictionary]).astype(np.int32)

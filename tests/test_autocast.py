@@ -8,6 +8,7 @@ from functools import partial
 import chex
 import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -398,6 +399,17 @@ def test_a_bias_gradient_is_summed_in_float32():
     assert set(sums) == {jnp.dtype(f32)}
 
 
+def test_a_bias_gradient_is_summed_in_float32_with_the_region_under_vmap():
+    x, w = jnp.ones((4096, 3)), jnp.ones((N, 3))
+
+    def loss(b):
+        y = jax.vmap(half()(lambda row: w @ row + b))(x)
+        assert y.dtype == f16
+        return 32 * jnp.sum(y.astype(f32))  # float16 ends at 65504
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(N)), 32 * 4096)
+
+
 def test_residual_sums_are_float32():
     x, w, b = arrays()
     with half():
@@ -433,6 +445,46 @@ def test_masks_on_attention_scores_are_not_biases():
     with half():
         scores = jnp.einsum("bqd,bkd->bqk", q, q)
         assert (scores + mask).dtype == f32  # in float16 it would be -inf
+
+
+def test_a_mean_of_many_does_not_overflow():
+    x, w = jnp.ones((400, 400)), 2 * jnp.eye(400)
+    for function in (jnp.mean, lambda y: jnp.var(300 * y), lambda y: jnp.std(y * 100)):
+        run = lambda x, w, f=function: f(x @ w)
+        for way in (half()(run), jax.jit(half()(run)), half()(jax.jit(run))):
+            np.testing.assert_allclose(way(x, w), run(x, w), rtol=1e-3)
+
+
+def batch_norms():
+    x = jnp.ones((4, N))
+    linen_norm = nn.BatchNorm(use_running_average=False)
+    variables = linen_norm.init(jax.random.key(0), x)
+    nnx_norm = nnx.BatchNorm(N, use_running_average=True, rngs=nnx.Rngs(0))
+    haiku_norm = hk.transform_with_state(
+        lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True)
+    )
+    initial = haiku_norm.init(None, x)
+    return {
+        "linen": lambda x: linen_norm.apply(variables, x, mutable=["batch_stats"])[0],
+        "nnx": nnx_norm,
+        "haiku": lambda x: haiku_norm.apply(*initial, None, x)[0],
+    }
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "haiku"])
+def test_what_follows_a_batchnorm_gets_the_dtype_of_its_input(kind):
+    norm, (x, w, _) = batch_norms()[kind], arrays()
+
+    def block(x):
+        y = norm(x @ w)
+        return jax.nn.relu(y), norm(x @ w) + y, x + y, jnp.concatenate([y, x @ w])
+
+    for run in (half()(block), jax.jit(half()(block)), half()(jax.checkpoint(block))):
+        assert [y.dtype for y in run(x)] == [f16, f16, f32, f16]
+        for y, expected in zip(run(x), block(x), strict=True):
+            np.testing.assert_allclose(y.astype(f32), expected, atol=0.01, rtol=0.01)
+    with half():
+        assert jax.nn.relu(norm(x)).dtype == f32  # as its input
 
 
 def test_batchnorm_keeps_statistics_in_float32():
@@ -492,7 +544,7 @@ def test_numbers_that_do_not_fit_into_float16_widen():
 def test_activations_stay_in_half_precision_when_traced_before():
     x, w, b = arrays()
     functions = [jax.nn.relu, jax.nn.gelu, jax.nn.silu, jnp.tanh, jax.nn.sigmoid]
-    functions += [jnp.mean, lambda x: jnp.where(x > 0, x, 0), partial(jnp.clip, max=6)]
+    functions += [lambda x: jnp.where(x > 0, x, 0), partial(jnp.clip, max=6)]
     for function in functions:
         with half():
             assert jax.jit(lambda x, f=function: f(x @ w + b))(x).dtype == f16

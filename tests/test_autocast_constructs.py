@@ -1,4 +1,4 @@
-"""One table of constructs x ways to run them: dtypes and values, forward and backward."""
+"""A table of constructs and ways to run them: dtypes and values, forward and back."""
 
 from functools import partial
 
@@ -337,12 +337,12 @@ LIFTED = {
         variable_axes={"params": 0},
         split_rngs={"params": True},
         length=3,
-    )(),  # fmt: skip
+    )(),
     "vmap": lambda: nn.vmap(
         Block,
         variable_axes={"params": 0},
         split_rngs={"params": True},
-    )(),  # fmt: skip
+    )(),
     "jit": lambda: nn.jit(Block)(),
 }
 

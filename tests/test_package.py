@@ -21,7 +21,7 @@ PUBLIC = [name for name in vars(jamp) if not name.startswith("_")]
 LAYERS = [
     {"_compat", "_match", "_op_rules", "_provenance", "_tree", "_types"},
     {"_iteration", "_loss_scale", "_policy", "_rules", "_state"},
-    {"_nested", "_nnx_grads"},
+    {"_epilogue", "_nested", "_nnx_grads"},
     {"_custom"},
     {"_optax", "_grad_scaler", "_trace"},
     {"_autocast", "_scaled_grad"},

@@ -23,11 +23,11 @@ demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.test ## the tests; no torch needed
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n auto tests
 
 parity: $(VENV)/.parity ## compare with live torch, bit for bit; writes parity/report.md
 	$(BIN)/python -m parity
-	$(BIN)/python -m pytest parity
+	$(BIN)/python -m pytest -n auto parity
 
 lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## ruff and pyright
 	$(BIN)/ruff check .
@@ -46,6 +46,7 @@ gpu: ## GPU tests, parity and benchmarks, with GPU_PYTHON and from the source tr
 	$(GPU_PYTHON) -m pytest tests/test_gpu.py
 	$(GPU_PYTHON) -m parity --device cuda
 	$(GPU_PYTHON) -m benchmarks.loss_scale_overhead --device gpu
+	$(GPU_PYTHON) -m benchmarks.compile_time
 
 newest: ## the tests on the newest JAX, with Python 3.12 and 3.13 where they are
 	scripts/test-newest

@@ -28,12 +28,13 @@ Which rule wins
    grad and vmap, so that an outer region knows what an inner one has decided.
 3. The user's `rules`, in their order.
 4. Functions that torch treats as one op: softmax, gelu, LayerNorm (`_op_rules.py`). JAX
-   records for each op which Python functions it comes from; the innermost wins.
+   records for each op which Python functions it comes from; the outermost wins.
 5. Primitives: *lower*, *float32*, *promote* or *keep*, from the same tables.
 
-To this come two refinements. A sum of a half-precision product and a value that is
+To this come some refinements (`_epilogue.py`). A sum of a half-precision product and a value that is
 broadcast along all the dimensions of one operand is a layer's bias: it stays in half
-precision, where adding float32 would widen it. And a number in code that was traced
+precision, where adding float32 would widen it. The result of a BatchNorm is cast when
+an op outside uses it. And a number in code that was traced
 in float32 does not widen what has become float16, unless it would not survive there
 (-1e10, 1e-9).
 
@@ -47,6 +48,7 @@ Sharp edges
   runs before the casts: it sees float32, and `x.astype(jnp.float32)` says nothing. To
   keep a part in float32 there, put it under `autocast(enabled=False)`, or write a rule.
 - A carry of `scan` and `while_loop` keeps the dtype that it starts with.
+- The result of a BatchNorm says float32; `rules={nn.BatchNorm: None}` keeps it so.
 - A plain `x @ w + b` is a layer with a bias if `b` is broadcast. A bias that is added
   to a product with batch dimensions (an ensemble's, an expert's) is not recognized:
   float32.

@@ -25,18 +25,6 @@ LISTS = {name.split(".")[0]: kind for name, kind in OVERLOADS.items()}
 DOT = {"dot", "vdot"}
 MOST_ULPS = 8  # unless a note in the table says why
 
-PREFERRED = "preferred_element_type of a traced float32 outlives the float32"
-INNER = "log_sigmoid inside it keeps float16"
-PRECISION = "in jit, the CPU is asked for a precision that it does not have"
-BUGS = {
-    ("test_dtypes", "scaled_dot_product_attention"): PRECISION,
-    ("test_values", "scaled_dot_product_attention"): PRECISION,
-    ("test_dtypes", "chain_matmul"): PREFERRED,
-    ("test_dtypes", "linalg_multi_dot"): PREFERRED,
-    ("test_values", "soft_margin_loss"): INNER,
-    ("test_values", "binary_cross_entropy_with_logits"): INNER,
-}
-
 compare = functools.cache(ops.compare)
 
 
@@ -45,14 +33,9 @@ def rows() -> Iterator[tuple[str, Row]]:
         yield from ((op, row) for op in row.torch.split())
 
 
-def cases(test: str) -> list:
-    """All ops; where a bug of jamp is known, the test has to fail."""
-    params = []
-    for op in ops.LISTED + ops.UNLISTED:
-        reason = BUGS.get((test, op.name))
-        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        params.append(pytest.param(op, marks=marks, id=f"{op.name}: {op.written}"))
-    return params
+CASES = [
+    pytest.param(op, id=f"{op.name}: {op.written}") for op in ops.LISTED + ops.UNLISTED
+]
 
 
 def test_the_header_is_read_whole():
@@ -90,7 +73,7 @@ def test_the_cases_are_what_the_lists_have():
         assert not torch_autocast.is_listed(op.name, "CUDA")
 
 
-@pytest.mark.parametrize("op", cases("test_dtypes"))
+@pytest.mark.parametrize("op", CASES)
 def test_dtypes(op):
     result = compare(op)
     if op.base not in DIFFERENCES:
@@ -98,7 +81,7 @@ def test_dtypes(op):
         assert result.jamp == expected
 
 
-@pytest.mark.parametrize("op", cases("test_values"))
+@pytest.mark.parametrize("op", CASES)
 def test_values(op):
     distances = compare(op).ulps
     if op.values:

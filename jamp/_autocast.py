@@ -31,12 +31,11 @@ Which rule wins
    records for each op which Python functions it comes from; the outermost wins.
 5. Primitives: *lower*, *float32*, *promote* or *keep*, from the same tables.
 
-To this come some refinements (`_epilogue.py`). A sum of a half-precision product and a value that is
-broadcast along all the dimensions of one operand is a layer's bias: it stays in half
-precision, where adding float32 would widen it. The result of a BatchNorm is cast when
-an op outside uses it. And a number in code that was traced
-in float32 does not widen what has become float16, unless it would not survive there
-(-1e10, 1e-9).
+To this come some refinements (`_epilogue.py`). A sum of a half-precision product and a
+value that is broadcast along all the dimensions of one operand is a layer's bias: it
+stays in half precision, where adding float32 would widen it. The result of a BatchNorm
+is cast when an op outside uses it. And a number in code that was traced in float32 does
+not widen what has become float16, unless it would not survive there (-1e10, 1e-9).
 
 Sharp edges
 -----------

@@ -10,7 +10,7 @@ When such a primitive arrives as an equation of a jaxpr, its primal code is a ja
 may get other dtypes than it was traced with. Its rules may not, and get theirs cast.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,8 +34,8 @@ class Function:
 
     def forget(self):
         """Lets the function be called again: it notes the tree of its results."""
-        for store in self.function.stores:
-            store and store.reset()
+        for store in filter(None, self.function.stores):
+            store.reset()
 
 
 class JaxprFunction(Function):
@@ -58,18 +58,18 @@ class Contract:
 
     def __init__(self, run: Function, args, debug_info):
         self.run, self.debug_info = run, debug_info
-        self.avals, self.dtypes = avals_of(args), None
+        self.avals, self.known = avals_of(args), None
 
     def primal(self, *args):
         outs, _ = self.run(*args)
-        self.dtypes = [_compat.dtype_of(x) for x in outs]
+        self.known = [_compat.dtype_of(x) for x in outs]
         return outs
 
-    def fulfilled(self):
-        if self.dtypes is None:  # the primal code has not run, only its derivative
+    def dtypes(self) -> list[Any]:
+        if self.known is None:  # the primal code has not run, only its derivative
             _compat.trace_to_jaxpr(self.primal, self.avals, self.debug_info)
             self.run.forget()
-        return self.dtypes
+        return self.known or []
 
 
 def cast_all(child, values, dtypes):
@@ -106,7 +106,7 @@ def custom_jvp(trace, primitive, fun, jvp, args, params, eqn=None):
                 derivative.child(), primals_and_tangents, traced
             )
         outs, child = derivative(*primals_and_tangents)
-        return cast_all(child, outs, contract.fulfilled() * 2)
+        return cast_all(child, outs, contract.dtypes() * 2)
 
     subfuns = (
         _compat.wrap(contract.primal, fun.debug_info),
@@ -132,7 +132,7 @@ def custom_vjp(trace, primitive, fun, fwd, bwd, args, params, eqn=None):
 
     def autocast_fwd(*args_and_flags):
         outs, child = forward(*args_and_flags)
-        dtypes = contract.fulfilled()
+        dtypes = contract.dtypes()
         return cast_all(child, outs, [None] * (len(outs) - len(dtypes)) + dtypes)
 
     def autocast_bwd(*residuals_and_cotangents):

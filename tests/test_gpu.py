@@ -76,3 +76,24 @@ def test_grad_scaler_makes_no_transfer():
         for _ in range(20):
             train_step(model, optimizer, scaler, x)
     assert scaler.get_scale() > 2.0**16
+
+
+def test_autocast_runs_its_products_in_float16():
+    model = nnx.MultiHeadAttention(8, 256, decode=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (4, 128, 256))
+
+    def loss(model):
+        with jamp.autocast():  # float16 is the default on a GPU
+            y = model(x)
+        assert y.dtype == jnp.float16
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    step = nnx.jit(nnx.value_and_grad(loss))
+    value, gradients = step(model)
+    expected = jnp.mean(model(x) ** 2)
+    np.testing.assert_allclose(value, expected, rtol=0.01)
+    assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    graph, state = nnx.split(model)
+    compiled = jax.jit(lambda s: jax.grad(lambda s: loss(nnx.merge(graph, s)))(s))
+    text = compiled.lower(state).compile().as_text()
+    assert "f16[" in text

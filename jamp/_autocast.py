@@ -46,7 +46,10 @@ Sharp edges
 - Inside a function that was jitted, scanned or rematerialized in the region, Python
   runs before the casts: it sees float32, and `x.astype(jnp.float32)` says nothing. To
   keep a part in float32 there, put it under `autocast(enabled=False)`, or write a rule.
-- A carry of `scan` and `while_loop` keeps the dtype that it starts with.
+- A carry of `scan` and `while_loop` keeps the dtype that it starts with. One that
+  starts in half precision and comes back in float32 is a TypeError of JAX's, as are
+  branches of `cond` that differ: start from float32, or `jax.jit` the model inside the
+  region.
 - The result of a BatchNorm says float32; `rules={nn.BatchNorm: None}` keeps it so.
 - A plain `x @ w + b` is a layer with a bias if `b` is broadcast. A bias that is added
   to a product with batch dimensions (an ensemble's, an expert's) is not recognized:
@@ -62,6 +65,7 @@ Sharp edges
 
 import contextlib
 import functools
+import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,6 +85,13 @@ float32, write `enabled=False`."""
 UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is searched for \
 in the name stack, which Flax Linen, Haiku and jax.named_scope write; a function \
 matches while it runs in the region."""
+
+HALF_CARRY = """In an autocast region this value is in half precision, and the \
+function gives it back in float32. JAX compares the two before autocast can see the \
+function. Start from float32 (`x.astype(jnp.float32)`), or put `jax.jit` around the \
+model, inside the region."""
+
+HALF_CARRY_SIGN = re.compile(r"(?s)(carry|branches).*float16")
 
 NOT_A_DECORATOR = """autocast(cast_inputs=...) decorates a function, whose inputs it \
 casts; it cannot be entered with `with`."""
@@ -208,6 +219,8 @@ class autocast:
             trace.notes.clear()
             if error_type is None:
                 self._check_all_used(trace.record.hits)
+            elif isinstance(error, TypeError) and HALF_CARRY_SIGN.search(str(error)):
+                error.add_note(HALF_CARRY)
 
     def __call__(self, function: Callable) -> Callable:
         @functools.wraps(function)

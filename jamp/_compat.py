@@ -54,9 +54,9 @@ def source_codes() -> tuple[CodeType, ...]:
     return tuple(traceback.raw_frames()[0]) if traceback is not None else ()
 
 
-def scopes(start: int = 0) -> list[tuple[bool, str]]:
+def scopes() -> list[tuple[bool, str]]:
     """Entries of the name stack: whether it is a transform (`jvp`), and its name."""
-    entries = current_name_stack().stack[start:]
+    entries = current_name_stack().stack
     return [(isinstance(e, source_info_util.Transform), e.name) for e in entries]
 
 

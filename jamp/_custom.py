@@ -126,17 +126,23 @@ def custom_vjp(trace, primitive, fun, fwd, bwd, args, params, eqn=None):
     if eqn is not None:
         run = JaxprFunction(trace, eqn.jaxpr, eqn.forced, baked)
     contract = Contract(run, args, fun.debug_info)
-    forward = Function(trace, fwd, baked or eqn is not None)
-    backward = Function(trace, bwd, baked=True)
+    forward, backward = Function(trace, fwd, True), Function(trace, bwd, True)
     dtypes = [_compat.dtype_of(x) for x in args]
+    natural = []  # the dtypes that the rules know the results in
 
     def autocast_fwd(*args_and_flags):
+        run.forget()  # else JAX compares the dtypes before they are cast
         outs, child = forward(*args_and_flags)
-        dtypes = contract.dtypes()
-        return cast_all(child, outs, [None] * (len(outs) - len(dtypes)) + dtypes)
+        results = contract.dtypes()
+        n_residuals = len(outs) - len(results)
+        natural[:] = map(_compat.dtype_of, outs[n_residuals:])
+        return cast_all(child, outs, [None] * n_residuals + results)
 
     def autocast_bwd(*residuals_and_cotangents):
-        outs, child = backward(*residuals_and_cotangents)
+        n_residuals = len(residuals_and_cotangents) - len(natural)
+        cotangent_dtypes = [None] * n_residuals + natural
+        inputs = cast_all(backward.child(), residuals_and_cotangents, cotangent_dtypes)
+        outs, child = backward(*inputs)
         cotangents, packed = _compat.split_bwd(outs)
         return packed(cast_all(child, cotangents, dtypes))
 

@@ -39,6 +39,10 @@ def with_bias(trace, add, args, params):
             continue
         if len({sides[d] for d in varies if np.shape(product)[d] != 1}) > 1:
             continue
+        if dtype == jnp.float16:  # a mask of -1e9 must not become -inf
+            limit = np.float32(jnp.finfo(dtype).max)
+            with _compat.set_current_trace(trace.parent):
+                bias = lax.clamp(-limit, bias, limit)
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
             wide = trace.cast(product, jnp.dtype("float32"))
             return trace.cast(trace.bind(add, [wide, bias], params), dtype)

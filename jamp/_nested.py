@@ -89,7 +89,7 @@ def evaluate(trace, jaxpr, args, forced: Action | None = None, own_sources=False
 class Rewritten(NamedTuple):
     """A jaxpr with casts, what is known of its results, and what was done to it."""
 
-    jaxpr: _compat.ClosedJaxpr
+    jaxpr: Any
     notes: Sequence[Note]
     record: Any
 
@@ -123,8 +123,11 @@ def rewrite(trace, jaxpr, avals, forced=None, outs=None, baked=False) -> Rewritt
 
         new = _compat.trace_to_jaxpr(run, avals, jaxpr.jaxpr.debug_info)
         record.touched |= list(new.in_avals) != list(jaxpr.in_avals)
-        cache[key] = Rewritten(new if record.touched else jaxpr, notes, record)
+        # An entry that held its own key would never die.
+        cache[key] = Rewritten(new if record.touched else None, notes, record)
     result = cache[key]
+    if result.jaxpr is None:  # nothing had to be changed
+        result = result._replace(jaxpr=jaxpr)
     trace.record.hits |= result.record.hits
     trace.record.touched |= result.record.touched
     return result
@@ -211,10 +214,16 @@ def cond(trace, primitive, args, params, avals, forced, baked):
     branches, known = params["branches"], avals_of(args[1:])
     new = [rewrite(trace, b, known, forced, None, baked) for b in branches]
     results = zip(*(n.jaxpr.out_avals for n in new), strict=True)
-    dtypes = [_compat.widest(frozenset(a.dtype for a in avals)) for avals in results]
+    dtypes = [agreed(avals) for avals in results]
     new = [rewrite(trace, b, known, forced, dtypes, baked) for b in branches]
     jaxprs = tuple(n.jaxpr for n in new)
     return trace.bind(primitive, args, params | {"branches": jaxprs})
+
+
+def agreed(avals):
+    """The widest dtype of a result, or None if it has none to agree on."""
+    dtypes = frozenset(getattr(a, "dtype", None) for a in avals)
+    return _compat.widest(dtypes) if len(dtypes) > 1 else None
 
 
 def custom_vmap(trace, primitive, args, params, avals, forced, baked):

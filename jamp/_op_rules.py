@@ -8,7 +8,7 @@ The categories are those of `torch/include/ATen/autocast_mode.h`, the lists that
     PROMOTE    inputs of several floating dtypes are cast to the widest
     KEEP       runs in the dtype that it is given
     STATISTIC  the same, but float32 if it was traced in float32: a mean sums many
-    BATCH_NORM float32 inside; outside, the result has the dtype of the input
+    FLOAT32_INSIDE  outside, the result has the dtype of the input: BatchNorm, avg_pool
 
 `PRIMITIVES` maps the names of JAX's primitives, `FUNCTIONS` the Python functions of JAX
 and the libraries around it that torch treats as one op. A function's row holds for all
@@ -32,7 +32,7 @@ class Kind(enum.Enum):
     PROMOTE = "promote"
     KEEP = "keep"
     STATISTIC = "statistic"
-    BATCH_NORM = "batch_norm"
+    FLOAT32_INSIDE = "float32_inside"
 
 
 class Row(NamedTuple):
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 LOWER, FLOAT32, PROMOTE, KEEP = Kind.LOWER, Kind.FLOAT32, Kind.PROMOTE, Kind.KEEP
-STATISTIC, BATCH_NORM = Kind.STATISTIC, Kind.BATCH_NORM
+STATISTIC, FLOAT32_INSIDE = Kind.STATISTIC, Kind.FLOAT32_INSIDE
 
 # A contraction of two vectors is torch's `dot`, which promotes; see `_trace.py`.
 PRIMITIVES: dict[str, Row] = {
@@ -73,6 +73,7 @@ PRIMITIVES: dict[str, Row] = {
     "square": Row(FLOAT32, "pow"),
     "reduce_sum": Row(FLOAT32, "sum"),
     "reduce_prod": Row(FLOAT32, "prod"),
+    "reduce_window_sum": Row(FLOAT32),
     "cumsum": Row(FLOAT32, "cumsum"),
     "cumprod": Row(FLOAT32, "cumprod"),
     "cumlogsumexp": Row(FLOAT32),
@@ -103,7 +104,7 @@ PRIMITIVES |= dict.fromkeys(
     floor gather imag is_finite lgamma logistic mesh_cast name neg one_minus_square
     optimization_barrier pbroadcast pcast pmax pmin ppermute preduced psum
     psum_invariant pvary real reduce_max reduce_min reduce_scatter reduce_window_max
-    reduce_window_min reduce_window_sum reshape reshard rev round sharding_constraint
+    reduce_window_min reshape reshard rev round sharding_constraint
     sign sin slice sort split sqrt squeeze stage stop_gradient tanh tie tile top_k
     transpose unreduced_psum unreduced_reduce_scatter unstack vary_unreduced_cast
     """.split(),
@@ -166,10 +167,16 @@ FUNCTIONS: dict[str, Row] = {
     "haiku.LayerNorm.__call__": Row(FLOAT32, "layer_norm native_layer_norm"),
     "haiku.RMSNorm.__call__": Row(FLOAT32, "rms_norm"),
     "haiku.GroupNorm.__call__": Row(FLOAT32, "group_norm"),
-    "flax.linen.BatchNorm.__call__": Row(BATCH_NORM),
-    "flax.nnx.BatchNorm.__call__": Row(BATCH_NORM),
-    "equinox.nn.BatchNorm.__call__": Row(BATCH_NORM),
-    "haiku.BatchNorm.__call__": Row(BATCH_NORM),
+    "flax.linen.avg_pool": Row(FLOAT32_INSIDE),
+    "haiku.avg_pool": Row(FLOAT32_INSIDE),
+    "equinox.nn.AvgPool1d.__call__": Row(FLOAT32_INSIDE),
+    "equinox.nn.AvgPool2d.__call__": Row(FLOAT32_INSIDE),
+    "equinox.nn.AvgPool3d.__call__": Row(FLOAT32_INSIDE),
+    "equinox.nn.AdaptiveAvgPool2d.__call__": Row(FLOAT32_INSIDE),
+    "flax.linen.BatchNorm.__call__": Row(FLOAT32_INSIDE),
+    "flax.nnx.BatchNorm.__call__": Row(FLOAT32_INSIDE),
+    "equinox.nn.BatchNorm.__call__": Row(FLOAT32_INSIDE),
+    "haiku.BatchNorm.__call__": Row(FLOAT32_INSIDE),
     "optax.squared_error": Row(FLOAT32, "mse_loss"),
     "optax.l2_loss": Row(FLOAT32, "mse_loss"),
     "optax.huber_loss": Row(FLOAT32, "huber_loss smooth_l1_loss"),

@@ -189,7 +189,7 @@ class Decider:
         """A function's row as an action for each op inside the function."""
         if action.kind is LOWER:
             return Action(None, self.settings.dtype)
-        if action.kind in (Kind.FLOAT32, Kind.BATCH_NORM):
-            marks = action.kind is Kind.BATCH_NORM
+        if action.kind in (Kind.FLOAT32, Kind.FLOAT32_INSIDE):
+            marks = action.kind is Kind.FLOAT32_INSIDE
             return Action(None, jnp.dtype("float32"), marks)
         return action

@@ -61,7 +61,7 @@ class AutocastTrace(_compat.Trace):
         self._weakref = parent._weakref
         self.prefix = prefix  # the module path at which a jaxpr's own paths begin
         self.record = record
-        self.depth = len(_compat.current_name_stack())
+        self.scopes = _compat.scopes()  # those around the code that runs on this trace
         self.decide = Decider(settings, record.hits)
         self.notes = Notes()
 
@@ -124,7 +124,10 @@ class AutocastTrace(_compat.Trace):
 
     def scope(self) -> tuple[bool, bool]:
         """Whether an inner region decides, and whether a derivative is being taken."""
-        entries = _compat.scopes(self.depth)
+        entries, depth = _compat.scopes(), len(self.scopes)
+        if entries[:depth] != self.scopes:
+            return False, True  # JAX evaluates a part of what it differentiates
+        entries = entries[depth:]
         marks = [MARK.match(name) for transform, name in entries if not transform]
         foreign = any(m and int(m[1] or 0) > self.settings.depth for m in marks)
         return foreign, any(t and name in DIFFERENTIATION for t, name in entries)

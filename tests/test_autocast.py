@@ -604,6 +604,111 @@ def test_float64_complex_and_integers_are_left():
         assert (jnp.ones((2, 2), int) @ jnp.ones((2, 2), int)).dtype == "int32"
 
 
+# What a review found
+
+
+def test_a_jaxpr_that_needs_no_casts_dies_with_its_function():
+    big = jnp.ones((1000, 16)) + 0
+    kept, function = weakref.ref(big), jax.jit((lambda b: lambda x: x * b)(big))
+    with half():
+        function(jnp.ones(16))
+    del function, big
+    jax.clear_caches()
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_custom_vjp_that_keeps_a_vjp():
+    x, w, _ = arrays()
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(lambda x, w: jax.vjp(jnp.matmul, x, w), lambda vjp, g: vjp(g))
+
+    def loss(w):
+        return jnp.sum(product(x, w).astype(f32) ** 2)
+
+    for run in (half()(loss), half()(jax.jit(loss)), jax.jit(half()(loss))):
+        gradient = jax.grad(run)(w)
+        assert gradient.dtype == f32
+        np.testing.assert_allclose(gradient, jax.grad(loss)(w), rtol=0.02, atol=0.2)
+        all_half(jax.grad(run), w)
+
+
+def test_a_mask_added_like_a_bias_stays_finite():
+    x, w, _ = arrays()
+    allowed = jnp.arange(N) < 3
+
+    def entropy(x, mask):
+        logits = w @ x + mask
+        log_p = jax.nn.log_softmax(logits)
+        return -jnp.sum(jnp.exp(log_p) * log_p)
+
+    mask = jnp.where(allowed, 0.0, f32(-1e9))
+    expected = jax.vmap(entropy, (0, None))(x, mask)
+    for run in (
+        half()(jax.vmap(entropy, (0, None))),
+        jax.vmap(half()(entropy), (0, None)),
+    ):
+        np.testing.assert_allclose(run(x, mask), expected, rtol=0.01)
+    with half():
+        scores = jax.nn.softmax(x @ w + jnp.full((N,), -1e9, f32))
+        assert jnp.all(jnp.isfinite(scores))
+        assert jnp.all(jnp.isfinite(jax.nn.softmax(x @ w + mask)))
+
+
+def test_branches_that_return_keys():
+    with half():
+        key = lax.cond(
+            True, lambda k: k, lambda k: jax.random.split(k)[0], jax.random.key(0)
+        )
+    assert key == jax.random.key(0)
+
+
+def test_grad_inside_over_a_scan_with_a_product_that_does_not_change():
+    _, w, _ = arrays()
+
+    def loss(c):
+        body = lambda c, _: (lax.add(c * 2.0, lax.dot(w, w)), None)
+        return jnp.sum(lax.scan(body, c, None, length=3)[0])
+
+    with half():
+        assert jax.grad(loss)(w).dtype == f32
+    model, x = nn.RNN(nn.LSTMCell(N)), jnp.ones((2, 3, N))
+    variables = model.init(jax.random.key(0), x)
+    with half():
+        gradients = jax.grad(lambda v: jnp.sum(model.apply(v, x)))(variables)
+    assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype(f32)}
+
+
+def test_average_pooling_of_large_sums():
+    x = jnp.full((1, 64, 64, 1), 40.0, f16)
+    with half():
+        y = nn.avg_pool(x, (64, 64))
+        assert jax.nn.relu(y).dtype == f16
+    np.testing.assert_allclose(y, 40.0)
+
+
+@pytest.mark.parametrize("way", ["scan", "fori", "cond", "switch"])
+def test_a_half_carry_says_what_to_do(way):
+    x, w, _ = arrays()
+    body = lambda c: jnp.tanh(c @ w) + x
+    run = {
+        "scan": lambda c: lax.scan(lambda c, _: (body(c), None), c, None, length=2),
+        "fori": lambda c: lax.fori_loop(0, 2, lambda _, c: body(c), c),
+        "cond": lambda c: lax.cond(True, lambda c: c, body, c),
+        "switch": lambda c: lax.switch(1, [lambda c: c, body], c),
+    }[way]
+    with pytest.raises(TypeError) as error, half():
+        run(x @ w)
+    assert any("Start from float32" in note for note in error.value.__notes__)
+    with half():
+        run((x @ w).astype(f32))
+        jax.jit(lambda x: run(x @ w))(x)
+
+
 # Rules
 
 

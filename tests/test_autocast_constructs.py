@@ -18,7 +18,10 @@ import jamp
 
 from .jaxprs import all_half, products
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 N = 8
 half = partial(jamp.autocast, dtype=jnp.float16)
@@ -276,7 +279,7 @@ def test_nothing_leaks(name):
     if name in UNBATCHED:
         pytest.skip("pmap keeps its arguments")
     with jax.checking_leaks():
-        jitted(loss_of(inside(CONSTRUCTS[name])))(params(), batch())
+        jax.make_jaxpr(jitted(loss_of(inside(CONSTRUCTS[name]))))(params(), batch())
 
 
 def test_kernels_and_callbacks_are_left_alone():

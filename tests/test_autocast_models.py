@@ -14,7 +14,10 @@ import jamp
 
 from . import models
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 STEPS = 50
 TASKS = {

@@ -3,12 +3,15 @@
 The categories are those of `torch/include/ATen/autocast_mode.h`, the lists that
 `torch.autocast("cuda")` uses:
 
-    LOWER      floating inputs are cast to the region's dtype
-    FLOAT32    half-precision inputs are cast to float32
-    PROMOTE    inputs of several floating dtypes are cast to the widest
-    KEEP       runs in the dtype that it is given
-    STATISTIC  the same, but float32 if it was traced in float32: a mean sums many
-    FLOAT32_INSIDE  outside, the result has the dtype of the input: BatchNorm, avg_pool
+    LOWER           floating inputs are cast to the region's dtype
+    FLOAT32         half-precision inputs are cast to float32
+    PROMOTE         inputs of several floating dtypes are cast to the widest
+    KEEP            runs in the dtype that it is given
+
+and for functions that torch lists nowhere, but that lose too much in half precision:
+
+    STATISTIC       KEEP, but FLOAT32 if it was traced in float32: a mean sums many
+    FLOAT32_INSIDE  FLOAT32; outside, the result has the dtype of the input
 
 `PRIMITIVES` maps the names of JAX's primitives, `FUNCTIONS` the Python functions of JAX
 and the libraries around it that torch treats as one op. A function's row holds for all

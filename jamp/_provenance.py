@@ -8,7 +8,9 @@ By identity of the value and as long as the value lives:
     constant   the number that a scalar or an array filled with it holds
     sides      for the result of a matrix product or convolution, which operand each
                dimension comes from; for a broadcast value, along which it varies.
-               A sum of the two is a layer's bias if it varies along one side alone.
+               A sum of the two is a layer's bias if it varies along one side alone
+    widened    float32 only because JAX promoted a half-precision value
+    result     float32, and half precision for ops outside of the function it is from
 """
 
 import weakref
@@ -23,8 +25,8 @@ class Note(NamedTuple):
     constant: float | None = None
     sides: tuple[str, ...] | None = None  # "l" or "r" for each dimension
     varies: frozenset[int] | None = None  # the dimensions along which it varies
-    widened: bool = False  # float32 only because JAX promoted a half-precision value
-    result: bool = False  # float32, to be half precision outside of its BatchNorm
+    widened: bool = False
+    result: bool = False
 
 
 NOTHING = Note()

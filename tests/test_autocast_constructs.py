@@ -221,6 +221,16 @@ def mapped(loss):
     return jax.value_and_grad(mean_loss)
 
 
+def assert_near(results, expected):
+    (value, gradients), (true_value, true_gradients) = results, expected
+    np.testing.assert_allclose(value, true_value, rtol=5e-3)
+    for gradient, truth in zip(
+        *map(jax.tree.leaves, (gradients, true_gradients)), strict=True
+    ):
+        scale = np.abs(truth).max()
+        np.testing.assert_allclose(gradient, truth, rtol=0.01, atol=0.005 * scale)
+
+
 WAYS = {"eager": eager, "jit": jitted, "vmap": mapped}
 
 
@@ -233,12 +243,7 @@ def test_products_in_float16_gradients_in_float32(name, way):
     value, gradients = WAYS[way](loss_of(inside(construct)))(p, x)
     true_value, true_gradients = WAYS[way](loss_of(construct))(p, x)
     assert dtypes(gradients) == dtypes(p)
-    np.testing.assert_allclose(value, true_value, rtol=5e-3)
-    for key in p:
-        scale = np.abs(true_gradients[key]).max()
-        np.testing.assert_allclose(
-            gradients[key], true_gradients[key], rtol=0.01, atol=0.005 * scale
-        )
+    assert_near((value, gradients), (true_value, true_gradients))
     all_half(WAYS[way](loss_of(inside(construct))), p, x)
 
 
@@ -249,12 +254,7 @@ def test_a_jitted_function_is_rewritten(name):
     value, gradients = step(p, x)
     true_value, true_gradients = jax.value_and_grad(loss_of(construct))(p, x)
     assert dtypes(gradients) == dtypes(p)
-    np.testing.assert_allclose(value, true_value, rtol=5e-3)
-    for key in p:
-        scale = np.abs(true_gradients[key]).max()
-        np.testing.assert_allclose(
-            gradients[key], true_gradients[key], rtol=0.01, atol=0.005 * scale
-        )
+    assert_near((value, gradients), (true_value, true_gradients))
     all_half(step, p, x)
 
 

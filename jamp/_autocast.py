@@ -121,6 +121,13 @@ def default_dtype() -> Any:
     return jnp.dtype("float16" if jax.default_backend() == "gpu" else "bfloat16")
 
 
+class Entered(threading.local):
+    """The regions that one thread has entered with one object."""
+
+    def __init__(self):
+        self.stack: list[Any] = []
+
+
 class autocast:
     """A region in which matrix products run in half precision: `torch.autocast`.
 
@@ -193,7 +200,7 @@ class autocast:
             cast_inputs = dtype_argument("cast_inputs", cast_inputs)
         self.settings = Settings(dtype, compile_rules(rules))
         self.enabled, self.cast_inputs = enabled, cast_inputs
-        self._entered = threading.local()
+        self._entered = Entered()
 
     def __enter__(self):
         if self.cast_inputs is not None:
@@ -209,7 +216,7 @@ class autocast:
         if self.enabled:
             trace = AutocastTrace(_compat.current_trace(), settings, Record())
             region.enter_context(_compat.set_current_trace(trace))
-        self._entered.__dict__.setdefault("stack", []).append((region, trace))
+        self._entered.stack.append((region, trace))
         return self
 
     def __exit__(self, error_type, error, traceback):

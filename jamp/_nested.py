@@ -69,10 +69,11 @@ def evaluate(trace, jaxpr, args, forced: Action | None = None, own_sources=False
     def read(atom):
         return atom.val if isinstance(atom, _compat.Literal) else values[atom]
 
+    outer = _compat.current_name_stack()
+    call = None if own_sources else _compat.current_traceback()
     for eqn in jaxpr.jaxpr.eqns:
-        source = eqn.source_info
-        name_stack = _compat.current_name_stack() + source.name_stack
-        traceback = source.traceback if own_sources else _compat.current_traceback()
+        name_stack = outer + eqn.source_info.name_stack
+        traceback = call or eqn.source_info.traceback
         inputs, avals = map(read, eqn.invars), [v.aval for v in eqn.invars]
         with (
             _compat.user_context(traceback, name_stack=name_stack),
@@ -215,13 +216,14 @@ def cond(trace, primitive, args, params, avals, forced, baked):
     new = [rewrite(trace, b, known, forced, None, baked) for b in branches]
     results = zip(*(n.jaxpr.out_avals for n in new), strict=True)
     dtypes = [agreed(avals) for avals in results]
-    new = [rewrite(trace, b, known, forced, dtypes, baked) for b in branches]
+    if any(dtypes):
+        new = [rewrite(trace, b, known, forced, dtypes, baked) for b in branches]
     jaxprs = tuple(n.jaxpr for n in new)
     return trace.bind(primitive, args, params | {"branches": jaxprs})
 
 
 def agreed(avals):
-    """The widest dtype of a result, or None if it has none to agree on."""
+    """The widest dtype of a result, or None if the branches agree already."""
     dtypes = frozenset(getattr(a, "dtype", None) for a in avals)
     return _compat.widest(dtypes) if len(dtypes) > 1 else None
 

@@ -132,8 +132,12 @@ def resolve(path: str, modules: frozenset[str]) -> CodeType | None:
     return code_of(value)
 
 
-LIBRARIES = frozenset(path.split(".")[0] for path in FUNCTIONS)
-
+# All that may be a module in the paths. Which of them are imported may change.
+PREFIXES = frozenset(
+    path.rsplit(".", depth)[0]
+    for path in (*FUNCTIONS, *EXEMPT)
+    for depth in range(1, path.count(".") + 1)
+)
 
 # The settings of the innermost region, or None. JAX keys its caches by it, so that a
 # function is traced anew in a region of another kind.
@@ -145,7 +149,7 @@ class Decider:
 
     def __init__(self, settings: Settings, hits: set[int]):
         self.settings, self.hits = settings, hits
-        modules = frozenset(LIBRARIES & sys.modules.keys())
+        modules = frozenset(PREFIXES & sys.modules.keys())
         self.functions, self.exempt = functions_of(modules), exempt_of(modules)
         self.uses_paths = any(isinstance(r.test, re.Pattern) for r in settings.rules)
 

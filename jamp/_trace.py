@@ -62,6 +62,7 @@ class AutocastTrace(_compat.Trace):
         self.prefix = prefix  # the module path at which a jaxpr's own paths begin
         self.record = record
         self.scopes = _compat.scopes()  # those around the code that runs on this trace
+        self.last_stack, self.last_scope = None, (False, False)
         self.decide = Decider(settings, record.hits)
         self.notes = Notes()
 
@@ -124,6 +125,12 @@ class AutocastTrace(_compat.Trace):
 
     def scope(self) -> tuple[bool, bool]:
         """Whether an inner region decides, and whether a derivative is being taken."""
+        stack = _compat.current_name_stack()
+        if stack is not self.last_stack:  # the same for op after op
+            self.last_stack, self.last_scope = stack, self.read_scope()
+        return self.last_scope
+
+    def read_scope(self) -> tuple[bool, bool]:
         entries, depth = _compat.scopes(), len(self.scopes)
         if entries[:depth] != self.scopes:
             return False, True  # JAX evaluates a part of what it differentiates

@@ -6,6 +6,7 @@ torch's autocast on CUDA. Values are compared with torch's autocast on the CPU, 
 in the last place of the narrower of the two results' dtypes.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -256,26 +257,15 @@ LISTED = (
         ((5, 2, 3), (2, 3, 4), (4,)),
         mixed=False,
     ),
-    Op(
-        "conv_transpose1d",
-        lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2),
-        "nn.ConvTranspose",
-        _conv_transpose,
-        _conv_shapes(1, transposed=True),
-    ),
-    Op(
-        "conv_transpose2d.input",
-        lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2),
-        "nn.ConvTranspose",
-        _conv_transpose,
-        _conv_shapes(2, transposed=True),
-    ),
-    Op(
-        "conv_transpose3d.input",
-        lambda x, w, b: F.conv_transpose3d(x, w, b, stride=2),
-        "nn.ConvTranspose",
-        _conv_transpose,
-        _conv_shapes(3, transposed=True),
+    *(
+        Op(
+            f"conv_transpose{n}d{overload}",
+            functools.partial(getattr(F, f"conv_transpose{n}d"), stride=2),
+            "nn.ConvTranspose",
+            _conv_transpose,
+            _conv_shapes(n, transposed=True),
+        )
+        for n, overload in ((1, ""), (2, ".input"), (3, ".input"))
     ),
     Op(
         "prelu",

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jamp._op_rules import Kind
@@ -30,7 +31,7 @@ LISTS = {  # the macros of the header
 _ENTRY = re.compile(r'_\(\s*(?:ADD_NS\(\w+\),\s*"([\w.]+)"|(\w+)(?:, (\w+))?)')
 
 # The one fused kernel without a shape function: it gives the new hidden state.
-_FUSED_GRU = torch.library.Library("aten", "IMPL", "Meta")
+_FUSED_GRU = library.Library("aten", "IMPL", "Meta")
 _FUSED_GRU.impl(
     "_thnn_fused_gru_cell",
     lambda gates, _, hidden, *biases: (torch.empty_like(hidden), gates),

@@ -21,8 +21,12 @@ def is_jaxpr(value):
 
 def products(function, *args):
     """The operands' dtypes of each floating matrix product and convolution."""
+    return products_of(jax.make_jaxpr(function)(*args))
+
+
+def products_of(jaxpr):
     found = []
-    for eqn in equations(jax.make_jaxpr(function)(*args)):
+    for eqn in equations(jaxpr):
         dtypes = {v.aval.dtype for v in eqn.invars if hasattr(v.aval, "dtype")}
         floating = any(jnp.issubdtype(d, jnp.floating) for d in dtypes)
         if eqn.primitive.name in PRODUCTS and floating:

@@ -1,6 +1,8 @@
 """autocast: regions, layers, rules, errors."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from functools import partial
@@ -18,6 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
+from jamp import _compat
 
 from .jaxprs import all_half, equations, products
 
@@ -707,6 +710,40 @@ def test_a_half_carry_says_what_to_do(way):
     with half():
         run((x @ w).astype(f32))
         jax.jit(lambda x: run(x @ w))(x)
+
+
+def test_rows_of_a_library_that_is_imported_late_hold():
+    program = """if True:
+        import sys, jax.numpy as jnp, jamp
+        def region():
+            return jamp.autocast(dtype=jnp.float16)
+        with region():
+            x = jnp.ones((4, 4)) @ jnp.ones((4, 4))
+        assert "equinox" not in sys.modules
+        import equinox
+        with region():
+            assert equinox.nn.LayerNorm(4)(x[0]).dtype == jnp.float32
+        """
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_branches_are_rewritten_once_if_they_agree():
+    x, w, _ = arrays()
+
+    def nested(depth):
+        if depth == 0:
+            return lambda x: x + x @ w
+        branch = nested(depth - 1)
+        return lambda x: lax.cond(x.sum() > 0, branch, lambda x: -x, x)
+
+    function, traced = nested(4), []
+    make = _compat.trace_to_jaxpr
+    with pytest.MonkeyPatch.context() as patch, half():
+        patch.setattr(
+            _compat, "trace_to_jaxpr", lambda *a: (traced.append(a), make(*a))[1]
+        )
+        function(x)
+    assert len(traced) == 2 * 4
 
 
 # Rules

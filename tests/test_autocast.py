@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 
 import jamp
 from jamp import _compat
@@ -129,6 +129,16 @@ def test_jitted_functions_are_not_confused_by_regions():
             assert product(x, w).dtype == bf16
         with half(rules={lax.dot_general_p: f32}):
             assert product(x, w).dtype == f32
+
+
+def test_one_jaxpr_in_regions_of_several_dtypes():
+    x, w, _ = arrays()
+    run = jaxpr_as_fun(jax.make_jaxpr(jax.jit(lambda x: x @ w))(x))
+    for _ in range(2):
+        for dtype in (f16, bf16):
+            with jamp.autocast(dtype=dtype):
+                assert run(x)[0].dtype == dtype
+        assert run(x)[0].dtype == f32
 
 
 def test_a_jitted_function_sees_whether_it_is_in_a_region():

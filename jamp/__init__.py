@@ -1,6 +1,7 @@
 """PyTorch's automatic mixed precision for JAX, equal to torch bit for bit."""
 
 from . import linen as linen
+from . import nnx as nnx
 
 # autocast: op-level casting
 from ._autocast import autocast as autocast
@@ -14,6 +15,13 @@ from ._grad_scaler import GradScaler as GradScaler
 from ._optax import dynamic_loss_scale as dynamic_loss_scale
 from ._optax import static_loss_scale as static_loss_scale
 from ._optax import step as step
+
+# Policy: casting by module, with jmp's names
+from ._policy import Policy as Policy
+from ._policy import cast_to_full as cast_to_full
+from ._policy import cast_to_half as cast_to_half
+from ._policy import get_policy as get_policy
+from ._policy import half_dtype as half_dtype
 from ._scaled_grad import loss_scale as loss_scale
 from ._scaled_grad import metrics as metrics
 from ._scaled_grad import scale_loss as scale_loss

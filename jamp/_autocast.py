@@ -104,7 +104,7 @@ def is_autocast_enabled() -> bool:
     ...     is_autocast_enabled()
     True
     """
-    return REGION.value is not None
+    return REGION.value is not None and REGION.value.listed
 
 
 def get_autocast_dtype() -> Any:
@@ -114,11 +114,29 @@ def get_autocast_dtype() -> Any:
     ...     get_autocast_dtype()
     dtype('float16')
     """
-    return default_dtype() if REGION.value is None else REGION.value.dtype
+    return REGION.value.dtype if is_autocast_enabled() else default_dtype()
 
 
 def default_dtype() -> Any:
     return jnp.dtype("float16" if jax.default_backend() == "gpu" else "bfloat16")
+
+
+@contextlib.contextmanager
+def enter(settings: Settings | None):
+    """A region with these settings, or with None one in which nothing is cast."""
+    outer = REGION.value
+    depth = 0 if outer is None else outer.depth + 1
+    name = "off" if settings is None else settings.dtype.name
+    if settings is not None:
+        settings = settings._replace(depth=depth)
+    with REGION(settings), jax.named_scope(mark(name, depth)):
+        if settings is None:
+            yield None
+            return
+        trace = AutocastTrace(_compat.current_trace(), settings, Record())
+        with _compat.set_current_trace(trace):
+            yield trace
+        trace.notes.clear()
 
 
 class Entered(threading.local):
@@ -206,16 +224,7 @@ class autocast:
         if self.cast_inputs is not None:
             raise TypeError(NOT_A_DECORATOR)
         region = contextlib.ExitStack()
-        outer = REGION.value
-        depth = 0 if outer is None else outer.depth + 1
-        settings = self.settings._replace(depth=depth)
-        region.enter_context(REGION(settings if self.enabled else None))
-        name = settings.dtype.name if self.enabled else "off"
-        region.enter_context(jax.named_scope(mark(name, depth)))
-        trace = None
-        if self.enabled:
-            trace = AutocastTrace(_compat.current_trace(), settings, Record())
-            region.enter_context(_compat.set_current_trace(trace))
+        trace = region.enter_context(enter(self.settings if self.enabled else None))
         self._entered.stack.append((region, trace))
         return self
 
@@ -223,7 +232,6 @@ class autocast:
         region, trace = self._entered.stack.pop()
         region.close()
         if trace is not None:
-            trace.notes.clear()
             if error_type is None:
                 self._check_all_used(trace.record.hits)
             elif isinstance(error, TypeError) and HALF_CARRY_SIGN.search(str(error)):

@@ -214,6 +214,14 @@ FUNCTIONS |= dict.fromkeys(
     Row(STATISTIC),
 )
 
+# What a policy keeps in float32 unless it is told otherwise, by the names that
+# `float32_for=` takes.
+KEPT = {
+    "norms": tuple(path for path in FUNCTIONS if path.endswith("Norm.__call__")),
+    "softmax": ("jax.nn.softmax", "jax.nn.log_softmax", "jax.nn.logsumexp"),
+    "losses": tuple(path for path in FUNCTIONS if path.startswith("optax.")),
+}
+
 # Parameters are made in the dtype that they ask for, whatever goes on around.
 EXEMPT = (
     "flax.core.scope.Scope.param",

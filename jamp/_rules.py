@@ -44,6 +44,7 @@ class Settings(NamedTuple):
     dtype: Any
     rules: tuple[UserRule, ...] = ()
     depth: int = 0  # how many other regions it is in
+    listed: bool = True  # False under a policy: the rules alone decide
 
 
 def code_of(function: Any) -> CodeType | None:
@@ -121,15 +122,16 @@ def exempt_of(modules: frozenset[str]) -> dict[int, CodeType | None]:
 
 
 def resolve(path: str, modules: frozenset[str]) -> CodeType | None:
+    return code_of(find(path, modules))
+
+
+def find(path: str, modules: frozenset[str]) -> Any:
+    """What a path such as "jax.nn.softmax" names, or None."""
     root, *names = path.split(".")
-    if root not in modules:
-        return None
-    value = sys.modules[root]
+    value = sys.modules[root] if root in modules else None
     for name in names:
         value = inspect.getattr_static(value, name, None) or getattr(value, name, None)
-        if value is None:
-            return None
-    return code_of(value)
+    return value
 
 
 # All that may be a module in the paths. Which of them are imported may change.
@@ -138,6 +140,12 @@ PREFIXES = frozenset(
     for path in (*FUNCTIONS, *EXEMPT)
     for depth in range(1, path.count(".") + 1)
 )
+
+
+def loaded() -> frozenset[str]:
+    """Which of them are imported."""
+    return frozenset(PREFIXES & sys.modules.keys())
+
 
 # The settings of the innermost region, or None. JAX keys its caches by it, so that a
 # function is traced anew in a region of another kind.
@@ -149,7 +157,7 @@ class Decider:
 
     def __init__(self, settings: Settings, hits: set[int]):
         self.settings, self.hits = settings, hits
-        modules = frozenset(PREFIXES & sys.modules.keys())
+        modules = loaded()
         self.functions, self.exempt = functions_of(modules), exempt_of(modules)
         self.uses_paths = any(isinstance(r.test, re.Pattern) for r in settings.rules)
 
@@ -180,6 +188,8 @@ class Decider:
             if matches:
                 self.hits.add(index)
                 return action
+        if not self.settings.listed:
+            return Action(KEEP)
         functions, action = self.functions, None
         if not functions.keys().isdisjoint(ids):  # the outermost decides for all inside
             _, action = next(functions[i] for i in reversed(ids) if i in functions)

@@ -157,7 +157,9 @@ class AutocastTrace(_compat.Trace):
         if baked:
             args = self.as_traced(args, avals)
         else:
-            args = narrowed(self, primitive, args, forced)
+            given, args = args, narrowed(self, primitive, args, forced)
+            if args is not given and not self.settings.listed:
+                params = self.as_if_given(args, params)
         if (nested := RULES.get(primitive.name)) is not None:
             return nested(self, primitive, args, params, avals, forced, baked)
         check_left_alone(primitive, params)
@@ -174,13 +176,14 @@ class AutocastTrace(_compat.Trace):
             return out
         if action.kind is KEEP and avals is not None:  # dtypes may be mixed by now
             action = Action(PROMOTE)
-        if primitive.name in PASSED_ON and not baked and action.dtype is None:
+        refined = self.settings.listed and not baked
+        if primitive.name in PASSED_ON and refined and action.dtype is None:
             narrow = self.notes.cast(args[0], self.settings.dtype)
             if narrow is not None and self.notes[args[0]].sides is not None:
                 # Moved before it is widened, a product is still known as one.
                 out = self.apply(primitive, [narrow, *args[1:]], params)
                 return self.cast(out, dtype_of(args[0]))
-        if primitive.name == "add" and not (baked or forced or action.dtype):
+        if primitive.name == "add" and refined and not (forced or action.dtype):
             if (out := with_bias(self, primitive, args, params)) is not None:
                 return out
         inputs, new_params = self.prepare(primitive, args, params, avals, action)
@@ -219,6 +222,12 @@ class AutocastTrace(_compat.Trace):
             self.record.touched |= preferred != dtype
             params = params | {"preferred_element_type": dtype}
         return [self.cast(x, dtype) for x in args], params
+
+    def as_if_given(self, args, params):
+        """Parameters for inputs that Python saw in float32, in half precision."""
+        if is_wide(args, params):
+            return params | {"preferred_element_type": self.settings.dtype}
+        return params
 
     def widest(self, floats):
         """The dtype to promote to, or None. Numbers follow arrays where they fit."""

@@ -1,10 +1,11 @@
-"""Flax Linen: a train state whose step costs no copy when it is skipped."""
+"""Flax Linen: a policy for a model and its parts, and a train state for `jamp.step`."""
 
 from typing import Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
+from ._linen_policy import with_policy as with_policy
 from ._optax import step
 
 

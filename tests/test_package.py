@@ -20,11 +20,15 @@ PUBLIC = [name for name in vars(jamp) if not name.startswith("_")]
 # Imports point one way: a module may import from the layers before its own.
 LAYERS = [
     {"_compat", "_match", "_op_rules", "_provenance", "_tree", "_types"},
-    {"_iteration", "_loss_scale", "_policy", "_rules", "_state"},
+    {"_iteration", "_loss_scale", "_rules", "_state"},
     {"_epilogue", "_nested", "_nnx_grads"},
     {"_custom"},
     {"_optax", "_grad_scaler", "_trace"},
     {"_autocast", "_scaled_grad"},
+    {"_master_weights", "_regions"},
+    {"_policy"},
+    {"_overrides"},
+    {"_linen_policy", "_nnx_policy"},
     {"linen", "nnx", "debug", "sharding"},
     {"__init__"},
 ]

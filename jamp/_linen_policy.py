@@ -1,0 +1,316 @@
+"""`with_policy` for Flax Linen.
+
+The result is the same module with another class: one whose methods run under Flax's
+method interceptors, which see every call of every module inside, with its path. While
+they run, each parameter lies in a box of the kind that Flax uses for sharding
+annotations and opens when a module reads its parameter. Opening it casts. So neither
+the tree of parameters nor the modules change, and lifted transformations see the
+parameters as they are stored.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import re
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from flax import linen as nn
+from flax.core import meta
+
+from ._overrides import (
+    COMPUTE_DTYPE,
+    ROOT,
+    Place,
+    Plan,
+    call,
+    check_all_used,
+    make_plan,
+    methods_of,
+    place_of,
+    subclass,
+)
+from ._policy import Policy, cast_floating
+from ._regions import FLOAT32_FOR
+
+CALLER = "jamp.linen.with_policy"
+
+
+def with_policy(
+    module: nn.Module,
+    policy: Policy | str,
+    overrides: Mapping[str | type, Policy | str] | None = None,
+    *,
+    float32_for: Collection[str] = FLOAT32_FOR,
+) -> nn.Module:
+    """The module with a policy for it and for all modules inside.
+
+    Parameters are stored in `param_dtype` (`init` makes them so) and cast to
+    `compute_dtype` when a module reads them. Each module's inputs are cast to
+    `compute_dtype`, the results of the outermost one to `output_dtype`. Other
+    collections, such as batch statistics, are left as they are. The tree of variables
+    is that of the plain module: checkpoints load both ways.
+
+    Overrides give other policies to modules inside, and to all that is in those. The
+    first that matches decides. Norms get one by themselves: they store and compute in
+    float32 and give back what the modules around them compute in.
+
+    A layer's own `dtype=` wins over its policy, as does a cast in the module's code.
+
+    Args:
+      module: a Linen module, bound or not.
+      policy: a `Policy`, or a string for `get_policy`.
+      overrides: maps module paths or classes to policies. A path is a regular
+        expression that is searched for in names such as "encoder/Dense_0"; "^head$" is
+        the module `head` alone, with all inside.
+      float32_for: what stays in float32 although its policy says half precision:
+        "norms" (Flax's classes and those derived from them), "softmax", "losses"
+        (optax's). `()` for nothing.
+
+    Returns:
+      A module of a subclass, to be used as the plain one: `init`, `apply`, `bind`, as a
+      submodule. A module that is part of another one already is changed in place.
+
+    Raises:
+      TypeError: an argument is of the wrong type.
+      ValueError: the module has a policy already; a bad policy. When it is called: an
+        override matches no module; the nearest paths are shown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, flax.linen as nn, jamp
+      >>> model = nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(2)])
+      >>> model = jamp.linen.with_policy(model, "mixed_float16", {"layers_2": "full"})
+      >>> params = model.init(jax.random.key(0), jnp.ones((1, 4)))  # float32
+      >>> y, kept = model.apply(params, jnp.ones((1, 4)), capture_intermediates=True)
+      >>> y.dtype, kept["intermediates"]["layers_0"]["__call__"][0].dtype
+      (dtype('float32'), dtype('float16'))
+
+    PyTorch: FSDP's `MixedPrecision` and apex's opt level O2. Keras's `DTypePolicyMap`
+    maps paths in this way.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{CALLER}: module must be a Linen module; got {module!r}. For Flax NNX "
+            "there is jamp.nnx.with_policy, for functions policy.wrap."
+        )
+    plan = make_plan(CALLER, policy, overrides, float32_for)
+    if hasattr(type(module), "_jamp_plan"):
+        raise ValueError(
+            f"{CALLER}: the module has a policy already; pass the plain module, and "
+            "all overrides at once."
+        )
+    if module.parent is None:
+        module = module.clone()
+    object.__setattr__(module, "__class__", policied(type(module), plan))
+    return module
+
+
+class Frame(NamedTuple):
+    """A module that is being called."""
+
+    run: "Run"
+    path: tuple[str, ...]
+    place: Place
+
+
+class Run:
+    """One call of a module that was given a policy."""
+
+    def __init__(self, plan: Plan, root: tuple[str, ...], hits: set[int]):
+        self.plan, self.root = plan, root
+        self.hits = hits  # the overrides that matched a module, ever
+        self.places: dict[str, Place] = {}  # the modules that were called
+
+    def name(self, path: tuple[str, ...]) -> str:
+        inside = path[: len(self.root)] == self.root
+        return "/".join(path[len(self.root) :] if inside else path)
+
+
+class Frames(threading.local):
+    def __init__(self):
+        self.stack: list[Frame] = []
+
+
+FRAMES = Frames()
+
+
+@contextlib.contextmanager
+def on_top(frame: Frame):
+    frame.run.places.setdefault(frame.run.name(frame.path), frame.place)
+    FRAMES.stack.append(frame)
+    try:
+        yield
+    finally:
+        FRAMES.stack.pop()
+
+
+def intercept(next_function, args, kwargs, context):
+    """Flax calls this for each method of each module."""
+    module, name, top = context.module, context.method_name, FRAMES.stack[-1]
+    if module.scope is None or hasattr(type(module), "_jamp_plan"):
+        return next_function(*args, **kwargs)  # unbound, or with a policy of its own
+    if module.path == top.path:
+        return next_function(*args, **kwargs)  # called by itself
+    run = top.run
+    place = place_of(run.plan, run.name(module.path), module, top.place, run.hits)
+    frame = Frame(run, module.path, place)
+    with on_top(frame):
+        if name == "setup" or (name.startswith("_") and name != "__call__"):
+            with COMPUTE_DTYPE(place.policy.compute_dtype):  # arguments stay
+                return next_function(*args, **kwargs)
+        boundary = place != top.place
+        return call(
+            run.plan, place, top.place, boundary, module, next_function, args, kwargs
+        )
+
+
+@functools.cache
+def policied(base: type, plan: Plan) -> type:
+    """A subclass whose methods run under a policy."""
+    hits: set[int] = set()
+
+    def governed(name, function):
+        @nn.nowrap  # or Flax would run setup with the parameters as they are stored
+        def method(self, *args, **kwargs):
+            top = FRAMES.stack[-1] if FRAMES.stack else None
+            if self.scope is None or (top is not None and top.path == self.path):
+                return function(self, *args, **kwargs)
+            return run_root(self, name, function, Run(plan, self.path, hits), args, kwargs)
+
+        functools.update_wrapper(method, function, updated=())
+        return method
+
+    def translated(name):
+        function = getattr(nn.Module, name)
+
+        @nn.nowrap
+        def method(self, *args, **kwargs):
+            given = kwargs.get("method")
+            plain = getattr(given, "__func__", given)  # such as Model.encode
+            if callable(plain) and getattr(plain, "__name__", "") in methods:
+                if plain is methods[plain.__name__]:
+                    kwargs["method"] = plain.__name__
+            return function(self, *args, **kwargs)
+
+        functools.update_wrapper(method, function, updated=())
+        return method
+
+    methods = methods_of(base, nn.Module)
+    methods = {n: f for n, f in methods.items() if n not in base.__dataclass_fields__}
+    namespace: dict[str, Any] = {"_jamp_plan": plan}
+    namespace |= {name: governed(name, f) for name, f in methods.items()}
+    namespace |= {n: translated(n) for n in ("apply", "init", "init_with_output")}
+    return subclass(base, namespace, (policied, (base, plan)))
+
+
+def run_root(module, name, function, run: Run, args, kwargs):
+    """Calls a method of the module that was given the policy."""
+    initializing = module.is_initializing()
+    place = place_of(run.plan, "", module, Place(run.plan.policy, ROOT), run.hits)
+    caller = FRAMES.stack[-1].place if FRAMES.stack else None
+
+    def inside(module, *args, **kwargs):
+        return function(module, *args, **kwargs)
+
+    def store(variables):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: cast_floating(x, stored_dtype(run, path)), variables
+        )
+
+    mapped = nn.map_variables(
+        inside,
+        "params",
+        trans_in_fn=(lambda variables: variables) if initializing else box,
+        trans_out_fn=store,
+        mutable=initializing,
+    )
+    bound = functools.partial(mapped, module)
+    with contextlib.ExitStack() as contexts:
+        if caller is None:  # else the interceptor is there already
+            contexts.enter_context(nn.intercept_methods(intercept))
+        contexts.enter_context(on_top(Frame(run, module.path, place)))
+        out = call(run.plan, place, caller, True, module, bound, args, kwargs)
+    if initializing or name == "__call__":
+        check_used(module, run, initializing)
+    return out
+
+
+def stored_dtype(run: Run, path) -> Any:
+    """The param dtype of the module that a parameter belongs to."""
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][1:]
+    for depth in range(len(names), -1, -1):
+        if (place := run.places.get("/".join(names[:depth]))) is not None:
+            return place.policy.param_dtype
+    return run.plan.policy.param_dtype
+
+
+def check_used(module, run: Run, initializing: bool):
+    """Raises for an override that matches no module, as far as this call can tell.
+
+    `init` calls all modules. Another call may pass some by, so there only paths are
+    held against those of the variables, and what ever matched is remembered.
+    """
+    paths = set(run.places)
+    for tree in module.variables.values():
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
+            paths |= {"/".join(names[:depth]) for depth in range(len(names))}
+    for index, (key, _) in enumerate(run.plan.overrides):
+        if isinstance(key, str):
+            if any(re.search(key, path) for path in paths):
+                run.hits.add(index)
+        elif not initializing:
+            run.hits.add(index)
+    check_all_used(CALLER, run.plan, run.hits, paths)
+
+
+# The box.
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class CastOnUse(meta.AxisMetadata):
+    """A parameter, perhaps with a sharding annotation, that is cast when it is read."""
+
+    value: Any
+
+    def unbox(self):
+        dtype = COMPUTE_DTYPE.value
+        value = meta.unbox(self.value)
+        return value if dtype is None else cast_floating(value, dtype)
+
+    def replace_boxed(self, val):
+        return CastOnUse(meta.replace_boxed(self.value, val))
+
+    def add_axis(self, index, params):
+        return CastOnUse(meta.add_axis(self.value, index, params))
+
+    def remove_axis(self, index, params):
+        return CastOnUse(meta.remove_axis(self.value, index, params))
+
+    # For code that reads self.variables["params"] instead of self.param(...).
+
+    def __jax_array__(self):
+        return self.unbox()
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "value":
+            raise AttributeError(name)
+        return getattr(self.unbox(), name)
+
+    def __getitem__(self, index):
+        return self.unbox()[index]
+
+
+def box(variables):
+    def put(x):
+        return x if isinstance(x, CastOnUse) else CastOnUse(x)
+
+    def is_boxed(x):
+        return isinstance(x, meta.AxisMetadata)
+
+    return jax.tree.map(put, variables, is_leaf=is_boxed)

@@ -1,0 +1,203 @@
+"""`with_policy` for Flax NNX.
+
+Each module of the copy gets a subclass of its class, whose methods cast, and each
+parameter a subclass of its Variable type, which casts when it is read inside of such a
+method. Attributes, paths and metadata stay, and so do `isinstance` and NNX's filters.
+"""
+
+import functools
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from ._overrides import (
+    COMPUTE_DTYPE,
+    ROOT,
+    Place,
+    Plan,
+    call,
+    check_all_used,
+    make_plan,
+    methods_of,
+    place_of,
+    subclass,
+)
+from ._policy import Policy, cast_floating
+from ._regions import FLOAT32_FOR
+
+M = TypeVar("M", bound=nnx.Module)
+CALLER = "jamp.nnx.with_policy"
+
+
+def with_policy(
+    model: M,
+    policy: Policy | str,
+    overrides: Mapping[str | type, Policy | str] | None = None,
+    *,
+    float32_for: Collection[str] = FLOAT32_FOR,
+) -> M:
+    """A copy of the model with a policy for it and for all modules inside.
+
+    Parameters (`nnx.Param` and what derives from it) are stored in `param_dtype` and
+    cast to `compute_dtype` when they are read in a call of a module; outside of calls
+    they read as stored. Each module's inputs are cast to `compute_dtype`, the results
+    of the outermost one to `output_dtype`. Other Variables, such as batch statistics,
+    are left as they are. The state has the paths of the plain model's: checkpoints
+    load both ways. The arrays are shared with `model` where no cast is needed.
+
+    Overrides give other policies to modules inside, and to all that is in those. The
+    first that matches decides. Norms get one by themselves: they store and compute in
+    float32 and give back what the modules around them compute in.
+
+    A layer's own `dtype=` wins over its policy, as does a cast in the module's code. A
+    parameter that several modules share is cast by the one that reads it, and stored
+    as the first path that leads to it says.
+
+    Args:
+      model: an NNX module.
+      policy: a `Policy`, or a string for `get_policy`.
+      overrides: maps module paths or classes to policies. A path is a regular
+        expression that is searched for in names such as "blocks/0/attention"; "^head$"
+        is the module `head` alone, with all inside.
+      float32_for: what stays in float32 although its policy says half precision:
+        "norms" (Flax's classes and those derived from them), "softmax", "losses"
+        (optax's). `()` for nothing.
+
+    Returns:
+      The copy. Make the optimizer for it, not for `model`.
+
+    Raises:
+      TypeError: an argument is of the wrong type.
+      ValueError: the model has a policy already; a bad policy; an override matches no
+        module; the nearest paths are shown.
+
+    Example:
+      >>> import jax.numpy as jnp, jamp
+      >>> from flax import nnx
+      >>> rngs = nnx.Rngs(0)
+      >>> layers = nnx.Linear(4, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
+      >>> model = jamp.nnx.with_policy(nnx.Sequential(*layers), "c=float16")
+      >>> model(jnp.ones((1, 4))).dtype, model.layers[0].kernel.dtype
+      (dtype('float16'), dtype('float32'))
+
+    PyTorch: FSDP's `MixedPrecision` and apex's opt level O2. Keras's `DTypePolicyMap`
+    maps paths in this way.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"{CALLER}: model must be an NNX module; got {model!r}. For Flax Linen "
+            "there is jamp.linen.with_policy, for functions policy.wrap."
+        )
+    plan = make_plan(CALLER, policy, overrides, float32_for)
+    if has_policy(model):
+        raise ValueError(
+            f"{CALLER}: the model has a policy already; pass the plain model, and all "
+            "overrides at once."
+        )
+    model = nnx.clone(model)
+    places = assign(model, plan)
+    for path, module in list(nnx.iter_modules(model)):
+        if path in places:
+            outer, place = places[path]
+            cls = policied(type(module), plan, place, place != outer)
+            object.__setattr__(module, "__class__", cls)
+    for path, variable in list(nnx.iter_graph(model)):
+        if isinstance(variable, nnx.Param) and (owner := nearest(path, places)):
+            dtype = places[owner[0]][1].policy.param_dtype
+            raw = cast_floating(variable.get_raw_value(), dtype)
+            variable.set_raw_value(raw)
+            object.__setattr__(variable, "__class__", cast_on_use(type(variable)))
+    return model
+
+
+Path = tuple[Any, ...]
+
+
+def has_policy(module: Any) -> bool:
+    return hasattr(type(module), "_jamp_place")
+
+
+def nearest(path: Path, known: Mapping[Path, Any]) -> tuple[Path] | None:
+    """The longest part of a path, from its start, that is known; none inside others'."""
+    for depth in range(len(path), -1, -1):
+        if path[:depth] in known:
+            return (path[:depth],) if known[path[:depth]] is not None else None
+    return None
+
+
+def assign(model: nnx.Module, plan: Plan) -> dict[Path, tuple[Place | None, Place]]:
+    """The places of the modules: of the one around each, and its own.
+
+    Modules that have a policy of their own are left out, with all inside.
+    """
+    hits: set[int] = set()
+    found: dict[Path, Any] = {}
+    modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
+    for path, module in modules:
+        around = nearest(path[:-1], found) if path else None
+        if has_policy(module) or (path and around is None):
+            found[path] = None
+            continue
+        outer = found[around[0]][1] if around else None
+        name = "/".join(map(str, path))
+        base = outer or Place(plan.policy, ROOT)
+        found[path] = outer, place_of(plan, name, module, base, hits)
+    names = ("/".join(map(str, path)) for path, _ in modules)
+    check_all_used(CALLER, plan, hits, names)
+    return {path: places for path, places in found.items() if places is not None}
+
+
+class Current(threading.local):
+    """The module that is being called, and its place."""
+
+    module: Any = None
+    place: Place | None = None
+
+
+CURRENT = Current()
+
+
+@functools.cache
+def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
+    """A subclass whose methods run under a policy.
+
+    Args:
+      boundary: whether the module around it has another place.
+    """
+
+    def governed(function):
+        def method(self, *args, **kwargs):
+            if CURRENT.module is self:
+                return function(self, *args, **kwargs)
+            before = CURRENT.module, CURRENT.place
+            CURRENT.module, CURRENT.place = self, place
+            try:
+                bound = functools.partial(function, self)
+                caller = before[1]
+                return call(plan, place, caller, boundary, self, bound, args, kwargs)
+            finally:
+                CURRENT.module, CURRENT.place = before
+
+        functools.update_wrapper(method, function, updated=())
+        return method
+
+    if issubclass(base, nnx.List | nnx.Dict):
+        return base  # containers
+    namespace = {name: governed(f) for name, f in methods_of(base, nnx.Module).items()}
+    rebuild = (policied, (base, plan, place, boundary))
+    return subclass(base, namespace | {"_jamp_place": place}, rebuild)
+
+
+@functools.cache
+def cast_on_use(base: type) -> type:
+    """A subclass of a Variable type that casts when it is read in a call."""
+
+    def get_value(self, **kwargs):
+        value = base.get_value(self, **kwargs)
+        dtype = COMPUTE_DTYPE.value
+        return value if dtype is None else cast_floating(value, dtype)
+
+    namespace = {"get_value": get_value}
+    return subclass(base, namespace, (cast_on_use, (base,)))

@@ -1,0 +1,208 @@
+"""Which module has which policy, and what that does to a call of the module.
+
+A policy governs the module that it is given to and all modules inside, up to one that
+an override, or `float32_for`, gives another policy. On the way into a module its inputs
+are cast to the compute dtype, and so are parameters when they are read. Where one
+policy's territory ends, results are cast to its output dtype; in between they are left,
+so that nothing is widened between two layers.
+"""
+
+import contextlib
+import copyreg
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+from ._policy import Policy, cast_floating, get_policy
+from ._regions import check_float32_for, float32_region, is_norm
+
+# What parameters are cast to when they are read, or None. JAX keys its caches by it.
+COMPUTE_DTYPE = jax.make_user_context(None)
+
+ROOT, NORM = -1, -2
+
+BAD_KEY = """{}: overrides[{!r}]: {}
+A key is a regular expression that is searched for in the module's path ("encoder/.*", \
+"^lm_head$") or a module class (nn.LayerNorm); a value is a policy or its string."""
+
+UNUSED = """{}: overrides match no module: {}.
+Module paths nearest to them: {}."""
+
+
+class Plan(NamedTuple):
+    """What `with_policy` was asked for. Hashable."""
+
+    policy: Policy
+    overrides: tuple[tuple[str | type, Policy], ...]
+    float32_for: frozenset[str]
+
+
+class Place(NamedTuple):
+    """The policy of a module, and where it is from: an override's index, ROOT, NORM."""
+
+    policy: Policy
+    source: int
+
+
+def make_plan(
+    caller: str, policy: Any, overrides: Any, float32_for: Collection[str]
+) -> Plan:
+    """Checks the arguments of `with_policy`."""
+    if not isinstance(policy, Policy | str):
+        raise TypeError(
+            f"{caller}: policy must be a jamp.Policy or a string for jamp.get_policy; "
+            f"got {policy!r}."
+        )
+    if not isinstance(overrides, Mapping | None):
+        raise TypeError(
+            f"{caller}: overrides must be a dict of module paths and policies; got "
+            f"{type(overrides).__name__}."
+        )
+    rows = []
+    for key, value in (overrides or {}).items():
+        if not isinstance(value, Policy | str):
+            raise TypeError(BAD_KEY.format(caller, key, f"{value!r} is no policy."))
+        if not isinstance(key, str | type):
+            raise TypeError(BAD_KEY.format(caller, key, "neither a string nor a class."))
+        if isinstance(key, str):
+            try:
+                re.compile(key)
+            except re.error as error:
+                problem = f"not a regular expression: {error}."
+                raise ValueError(BAD_KEY.format(caller, key, problem)) from None
+        rows.append((key, get_policy(value)))
+    return Plan(get_policy(policy), tuple(rows), check_float32_for(float32_for))
+
+
+def place_of(
+    plan: Plan, path: str, module: Any, outer: Place, hits: set[int]
+) -> Place:
+    """The place of a module that is called from another one; notes the overrides."""
+    found = [
+        index
+        for index, (key, _) in enumerate(plan.overrides)
+        if (re.search(key, path) if isinstance(key, str) else isinstance(module, key))
+    ]
+    hits.update(found)
+    if found:
+        return Place(plan.overrides[found[0]][1], found[0])
+    policy, full = outer.policy, jnp.dtype("float32")
+    narrow = jnp.finfo(policy.compute_dtype).bits < 32
+    if "norms" in plan.float32_for and narrow and is_norm(module):
+        return Place(Policy(full, full, policy.compute_dtype), NORM)
+    return outer
+
+
+def check_all_used(
+    caller: str, plan: Plan, hits: Collection[int], paths: Iterable[str]
+) -> None:
+    """Raises ValueError if an override matches nothing, with the nearest paths."""
+    unused = [str(k) for i, (k, _) in enumerate(plan.overrides) if i not in hits]
+    if unused:
+        known = sorted(set(paths) - {""})
+        near = [
+            path
+            for key in unused
+            for path in difflib.get_close_matches(key, known, n=5, cutoff=0.0)
+        ]
+        names = ", ".join(map(repr, dict.fromkeys(near))) or "there is none"
+        raise ValueError(UNUSED.format(caller, ", ".join(map(repr, unused)), names))
+
+
+def call(
+    plan: Plan,
+    place: Place,
+    caller: Place | None,
+    boundary: bool,
+    module: Any,
+    function: Callable,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """Calls a module's method as its policy wants it.
+
+    Args:
+      caller: the place of the module that calls; None where no policy governs.
+      boundary: whether the policy ends at this module, so that results are cast.
+    """
+    policy = place.policy
+    dtype = policy.compute_dtype
+    carry, inputs = split_carry(module, args)
+    inputs, kwargs = cast_arrays((inputs, kwargs), dtype)
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(COMPUTE_DTYPE(dtype))
+        if caller is None or caller.policy.compute_dtype != dtype:
+            contexts.enter_context(float32_region(dtype, plan.float32_for)())
+        out = function(*carry, *inputs, **kwargs)
+    if carry:
+        out = (restore(out[0], carry[0]), *out[1:])
+    return cast_arrays(out, policy.output_dtype) if boundary else out
+
+
+def split_carry(module: Any, args: tuple) -> tuple[tuple, tuple]:
+    """The carry of a recurrent cell, which keeps its dtype, and the other arguments."""
+    if isinstance(module, nn.RNNCellBase | nnx.RNNCellBase) and len(args) == 2:
+        return args[:1], args[1:]
+    return (), args
+
+
+def restore(tree: Any, like: Any) -> Any:
+    """The arrays of a tree in the dtypes that those of another one have."""
+    return jax.tree.map(lambda x, y: cast_floating(x, jnp.result_type(y)), tree, like)
+
+
+def cast_arrays(tree: Any, dtype: Any) -> Any:
+    """Casts floating arrays, but not inside of modules and Variables, which have state."""
+
+    def is_stateful(node):
+        return isinstance(node, nnx.Pytree | nnx.Variable)
+
+    def cast(node):
+        return node if is_stateful(node) else cast_floating(node, dtype)
+
+    return jax.tree.map(cast, tree, is_leaf=is_stateful)
+
+
+def methods_of(base: type, root: type) -> dict[str, Callable]:
+    """The methods of a module class that its users call: public, and not Flax's own."""
+    found = {}
+    for name in dir(base):
+        function = inspect.getattr_static(base, name)
+        public = name == "__call__" or not name.startswith("_")
+        inherited = name != "__call__" and hasattr(root, name)
+        if inspect.isfunction(function) and public and not inherited:
+            if not hasattr(function, "nowrap"):
+                found[name] = function
+    return found
+
+
+def subclass(base: type, namespace: dict[str, Any], rebuild: tuple) -> type:
+    """A class of the same name, pickled as the call `rebuild[0](*rebuild[1])`.
+
+    Args:
+      namespace: what it adds to `base`.
+    """
+    namespace = namespace | {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_jamp_rebuild": rebuild,
+    }
+    return pickled_meta(type(base))(base.__name__, (base,), namespace)
+
+
+@functools.cache
+def pickled_meta(meta: type) -> type:
+    if "_jamp_pickled" in vars(meta):
+        return meta
+    made = type(meta)(meta.__name__, (meta,), {"_jamp_pickled": True})
+    copyreg.pickle(made, lambda cls: cls._jamp_rebuild)
+    return made

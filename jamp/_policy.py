@@ -1,0 +1,314 @@
+"""Policy: which dtypes parameters, computation and outputs have. jmp's names."""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._regions import FLOAT32_FOR, float32_region, is_flax, is_norm, is_state
+
+Tree = TypeVar("Tree")
+
+# The first name of a dtype is the one that `str` shows, as in jmp.
+DTYPE_NAMES = {
+    "bfloat16": ("bf16", "bfloat16"),
+    "float16": ("f16", "float16"),
+    "float32": ("full", "f32", "float32"),
+    "float64": ("f64", "float64"),
+}
+DTYPES = {name: dtype for dtype, names in DTYPE_NAMES.items() for name in names}
+KEYS = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
+KEYS |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
+NAMED = {
+    "mixed_float16": "p=f32,c=f16,o=f32",
+    "mixed_bfloat16": "p=f32,c=bf16,o=f32",
+}
+
+BAD_STRING = """get_policy({!r}): {}
+Write "params=float32,compute=float16,output=float32", shorter "c=float16,o=full", one \
+dtype for all three ("half"), or "mixed_float16"."""
+
+
+def half_dtype() -> Any:
+    """The half-precision dtype of the default device: bfloat16 on TPU, else float16.
+
+    >>> half_dtype()
+    dtype('float16')
+    """
+    on_tpu = jax.local_devices()[0].platform == "tpu"
+    return jnp.dtype("bfloat16" if on_tpu else "float16")
+
+
+def cast_to_full(tree: Tree) -> Tree:
+    """A copy of a pytree with its floating leaves in float32.
+
+    >>> cast_to_full({"w": jnp.float16(1.0), "step": 3})
+    {'step': 3, 'w': Array(1., dtype=float32)}
+    """
+    return cast_floating(tree, jnp.dtype("float32"))
+
+
+def cast_to_half(tree: Tree) -> Tree:
+    """A copy of a pytree with its floating leaves in `half_dtype()`.
+
+    >>> cast_to_half({"w": jnp.float32(1.0), "step": 3})
+    {'step': 3, 'w': Array(1., dtype=float16)}
+    """
+    return cast_floating(tree, half_dtype())
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Policy:
+    """The dtypes of a model's parameters, of its computation and of its outputs.
+
+    Frozen and hashable. A dtype may be given as JAX takes it or by name: "half" is
+    float16, on TPU bfloat16; "full" is float32. `str(policy)` is jmp's short form, and
+    `get_policy` reads it back.
+
+    The casts change the floating arrays of a pytree: JAX's, NumPy's (which stay
+    NumPy's) and `jax.ShapeDtypeStruct`. Integers, bools, complex numbers, PRNG keys,
+    `None`, Python numbers (which follow what they meet) and other objects pass.
+
+    Args:
+      param_dtype: what parameters are stored in.
+      compute_dtype: what parameters and inputs are cast to for the computation.
+      output_dtype: what results are cast to.
+
+    Raises:
+      ValueError: not a floating dtype, or an unknown name.
+
+    Example:
+      >>> policy = Policy("float32", jnp.float16, "full")
+      >>> policy
+      get_policy('params=float32,compute=float16,output=float32')
+      >>> str(policy)
+      'p=full,c=f16,o=full'
+      >>> policy.cast_to_compute({"w": jnp.ones(2), "step": 3})
+      {'step': 3, 'w': Array([1., 1.], dtype=float16)}
+
+    PyTorch: FSDP's `MixedPrecision(param_dtype=...)`, which calls the compute dtype
+    so, and apex's opt levels O2 and O3. Source of names and results: jmp.
+    """
+
+    param_dtype: Any
+    compute_dtype: Any
+    output_dtype: Any
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            dtype = _floating(getattr(self, field.name), f"Policy({field.name}=...)")
+            object.__setattr__(self, field.name, dtype)
+
+    def cast_to_param(self, tree: Tree) -> Tree:
+        """A copy of a pytree with its floating arrays in `param_dtype`."""
+        return cast_floating(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: Tree) -> Tree:
+        """A copy of a pytree with its floating arrays in `compute_dtype`."""
+        return cast_floating(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: Tree) -> Tree:
+        """A copy of a pytree with its floating arrays in `output_dtype`."""
+        return cast_floating(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: Any) -> "Policy":
+        """The same policy with another output dtype."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def wrap(
+        self, function: Callable, *, float32_for: tuple[str, ...] = FLOAT32_FOR
+    ) -> Callable:
+        """Applies the policy to a function of arrays: plain JAX, Equinox, Haiku.
+
+        All floating arrays in the arguments, parameters among them, are cast to
+        `compute_dtype` and those in the result to `output_dtype`. The casts are
+        differentiable: gradients have the dtypes of the arguments.
+
+        Args:
+          function: any function of pytrees. An `equinox.Module` is one.
+          float32_for: what stays in float32: "norms" (of Equinox, where they lie in
+            the arguments), "softmax", "losses" (optax's).
+
+        Raises:
+          TypeError: `function` cannot be called.
+          ValueError: an unknown name in `float32_for`.
+
+        Example:
+          >>> def model(params, x):
+          ...     return x @ params["w"]
+          >>> model = get_policy("mixed_float16").wrap(model)
+          >>> params, x = {"w": jnp.full((2, 2), 0.1)}, jnp.ones((1, 2))
+          >>> model(params, x)  # computed in float16
+          Array([[0.19995117, 0.19995117]], dtype=float32)
+          >>> jax.grad(lambda params: model(params, x).sum())(params)["w"].dtype
+          dtype('float32')
+        """
+        if not callable(function) or is_flax(function):
+            raise TypeError(
+                f"policy.wrap: {type(function).__name__} is not a function of arrays; "
+                "for Flax there are jamp.linen.with_policy and jamp.nnx.with_policy."
+            )
+        region = float32_region(self.compute_dtype, float32_for)
+        keeps_norms = "norms" in float32_for
+
+        def is_kept(node):
+            return is_state(node) or is_norm(node)
+
+        def cast_argument(node):
+            if is_state(node):
+                return node
+            if is_norm(node) and keeps_norms:
+                return KeptNorm(node, self.compute_dtype)
+            return self.cast_to_compute(node)
+
+        def cast_result(node):
+            return node if is_state(node) else self.cast_to_output(node)
+
+        @functools.wraps(function, updated=())
+        def wrapped(*args, **kwargs):
+            call = (function, args, kwargs)  # an equinox.Module has arrays inside
+            run, args, kwargs = jax.tree.map(cast_argument, call, is_leaf=is_kept)
+            with region():
+                out = run(*args, **kwargs)
+            return jax.tree.map(cast_result, out, is_leaf=is_state)
+
+        return wrapped
+
+    def __str__(self):
+        names = [_short_name(dtype) for dtype in dataclasses.astuple(self)]
+        return "p={},c={},o={}".format(*names)
+
+    def __repr__(self):
+        dtypes = "params={},compute={},output={}".format(*dataclasses.astuple(self))
+        return f"get_policy({dtypes!r})"
+
+
+def get_policy(policy_name: str) -> Policy:
+    """The policy that a string describes.
+
+    The string is a list such as `"params=float32,compute=float16,output=float32"` (or
+    `p`, `c`, `o`), the name of one dtype for all three, or `"mixed_float16"` or
+    `"mixed_bfloat16"`: float32 parameters and outputs, half-precision computation. In
+    a list, params are float32 by default, compute is what params are, and output what
+    compute is.
+
+    Args:
+      policy_name: the string. A `Policy` is returned as it is.
+
+    Raises:
+      ValueError: an unknown key or dtype; the nearest names are shown.
+      TypeError: neither a string nor a policy.
+
+    Example:
+      >>> get_policy("c=f16")
+      get_policy('params=float32,compute=float16,output=float16')
+      >>> get_policy("mixed_float16").output_dtype
+      dtype('float32')
+
+    PyTorch: none. Source of the grammar: jmp; the last two names are Keras's.
+    """
+    if isinstance(policy_name, Policy):
+        return policy_name
+    if not isinstance(policy_name, str):
+        raise TypeError(f"get_policy takes a string; got {policy_name!r}.")
+    text = NAMED.get(policy_name.strip(), policy_name)
+    if "=" not in text:
+        try:
+            dtype = _floating(text.strip(), "Policy")
+        except ValueError as error:
+            raise ValueError(BAD_STRING.format(policy_name, error)) from None
+        return Policy(dtype, dtype, dtype)
+    found = {}
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        field = KEYS.get(key)
+        if field is None or field in found:
+            problem = "Unknown key" if field is None else "Second value for key"
+            problem = f"{problem} {key!r}; there are 'params', 'compute', 'output'."
+            raise ValueError(BAD_STRING.format(policy_name, problem))
+        try:
+            found[field] = _floating(value, key)
+        except ValueError as error:
+            raise ValueError(BAD_STRING.format(policy_name, error)) from None
+    param = found.get("param_dtype", jnp.dtype("float32"))
+    compute = found.get("compute_dtype", param)
+    return Policy(param, compute, found.get("output_dtype", compute))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["norm"],
+    meta_fields=["dtype"],
+)
+@dataclasses.dataclass
+class KeptNorm:
+    """A norm of Equinox that computes in float32 and gives back half precision."""
+
+    norm: Any
+    dtype: Any
+
+    def __call__(self, *args, **kwargs):
+        args = [_cast_array(x, jnp.dtype("float32")) for x in args]
+        out = self.norm(*args, **kwargs)
+        if isinstance(out, tuple):  # with the new state
+            return tuple(_cast_array(x, self.dtype) for x in out)
+        return _cast_array(out, self.dtype)
+
+    def __getattr__(self, name):
+        if name == "norm":  # while it is being unpickled or copied
+            raise AttributeError(name)
+        return getattr(self.norm, name)
+
+
+def _cast_array(x: Any, dtype: Any) -> Any:
+    return cast_floating(x, dtype) if isinstance(x, jax.Array | np.ndarray) else x
+
+
+def _short_name(dtype: Any) -> str:
+    return DTYPE_NAMES.get(dtype.name, (dtype.name,))[0]
+
+
+def _floating(value: Any, where: str) -> Any:
+    if isinstance(value, str) and value == "half":
+        return half_dtype()
+    known = DTYPES.get(value, value) if isinstance(value, str) else value
+    try:
+        if known is None or isinstance(known, bool | int | float):
+            raise TypeError  # NumPy reads None as float64
+        dtype = jnp.dtype(known)
+    except TypeError:
+        names = [*DTYPES, "half", *NAMED]
+        near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4) or names
+        raise ValueError(
+            f"{where}: Unknown dtype {value!r}; the nearest names are "
+            f"{', '.join(near)}."
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{where}: {dtype} is not a floating dtype; take one of "
+            f"{', '.join(DTYPE_NAMES)}. Integers and bools are never cast."
+        )
+    return dtype
+
+
+def cast_floating(tree: Any, dtype: Any) -> Any:
+    """Casts the floating arrays of a pytree. What has the dtype already is not copied."""
+
+    def cast(x):
+        is_array = isinstance(
+            x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+        )
+        if not (is_array and jnp.issubdtype(x.dtype, jnp.floating)):
+            return x
+        if x.dtype == dtype and not getattr(x, "weak_type", False):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(dtype=dtype, weak_type=False)
+        return x.astype(dtype)
+
+    return jax.tree.map(cast, tree)

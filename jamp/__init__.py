@@ -11,7 +11,8 @@ from ._autocast import is_autocast_enabled as is_autocast_enabled
 # GradScaler: the object as in PyTorch, for Flax NNX
 from ._grad_scaler import GradScaler as GradScaler
 
-# Loss scaling in optax
+# Loss scaling and float16 parameters in optax
+from ._master_weights import master_weights as master_weights
 from ._optax import dynamic_loss_scale as dynamic_loss_scale
 from ._optax import static_loss_scale as static_loss_scale
 from ._optax import step as step

@@ -23,9 +23,9 @@ from flax.core import meta
 from ._overrides import (
     COMPUTE_DTYPE,
     ROOT,
+    Call,
     Place,
     Plan,
-    call,
     check_all_used,
     make_plan,
     methods_of,
@@ -151,8 +151,9 @@ def intercept(next_function, args, kwargs, context):
     module, name, top = context.module, context.method_name, FRAMES.stack[-1]
     if module.scope is None or hasattr(type(module), "_jamp_plan"):
         return next_function(*args, **kwargs)  # unbound, or with a policy of its own
-    if module.path == top.path:
-        return next_function(*args, **kwargs)  # called by itself
+    if module.path == top.path or not hasattr(type(module), name):
+        # Called by itself, or a function that a lifted transformation calls with it.
+        return next_function(*args, **kwargs)
     run = top.run
     place = place_of(run.plan, run.name(module.path), module, top.place, run.hits)
     frame = Frame(run, module.path, place)
@@ -161,9 +162,8 @@ def intercept(next_function, args, kwargs, context):
             with COMPUTE_DTYPE(place.policy.compute_dtype):  # arguments stay
                 return next_function(*args, **kwargs)
         boundary = place != top.place
-        return call(
-            run.plan, place, top.place, boundary, module, next_function, args, kwargs
-        )
+        call = Call(run.plan, place, top.place, boundary, module, name)
+        return call.run(next_function, args, kwargs)
 
 
 @functools.cache
@@ -177,7 +177,9 @@ def policied(base: type, plan: Plan) -> type:
             top = FRAMES.stack[-1] if FRAMES.stack else None
             if self.scope is None or (top is not None and top.path == self.path):
                 return function(self, *args, **kwargs)
-            return run_root(self, name, function, Run(plan, self.path, hits), args, kwargs)
+            return run_root(
+                self, name, function, Run(plan, self.path, hits), args, kwargs
+            )
 
         functools.update_wrapper(method, function, updated=())
         return method
@@ -231,7 +233,8 @@ def run_root(module, name, function, run: Run, args, kwargs):
         if caller is None:  # else the interceptor is there already
             contexts.enter_context(nn.intercept_methods(intercept))
         contexts.enter_context(on_top(Frame(run, module.path, place)))
-        out = call(run.plan, place, caller, True, module, bound, args, kwargs)
+        call = Call(run.plan, place, caller, True, module, name)
+        out = call.run(bound, args, kwargs)
     if initializing or name == "__call__":
         check_used(module, run, initializing)
     return out

@@ -15,9 +15,9 @@ from flax import nnx
 from ._overrides import (
     COMPUTE_DTYPE,
     ROOT,
+    Call,
     Place,
     Plan,
-    call,
     check_all_used,
     make_plan,
     methods_of,
@@ -103,6 +103,8 @@ def with_policy(
             outer, place = places[path]
             cls = policied(type(module), plan, place, place != outer)
             object.__setattr__(module, "__class__", cls)
+            if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
+                module.dtype = None  # by default it is that of the stored parameter
     for path, variable in list(nnx.iter_graph(model)):
         if isinstance(variable, nnx.Param) and (owner := nearest(path, places)):
             dtype = places[owner[0]][1].policy.param_dtype
@@ -120,7 +122,7 @@ def has_policy(module: Any) -> bool:
 
 
 def nearest(path: Path, known: Mapping[Path, Any]) -> tuple[Path] | None:
-    """The longest part of a path, from its start, that is known; none inside others'."""
+    """The longest start of a path that is known, or none if it is known as None."""
     for depth in range(len(path), -1, -1):
         if path[:depth] in known:
             return (path[:depth],) if known[path[:depth]] is not None else None
@@ -167,7 +169,7 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
       boundary: whether the module around it has another place.
     """
 
-    def governed(function):
+    def governed(name, function):
         def method(self, *args, **kwargs):
             if CURRENT.module is self:
                 return function(self, *args, **kwargs)
@@ -175,8 +177,8 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
             CURRENT.module, CURRENT.place = self, place
             try:
                 bound = functools.partial(function, self)
-                caller = before[1]
-                return call(plan, place, caller, boundary, self, bound, args, kwargs)
+                call = Call(plan, place, before[1], boundary, self, name)
+                return call.run(bound, args, kwargs)
             finally:
                 CURRENT.module, CURRENT.place = before
 
@@ -185,7 +187,8 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
 
     if issubclass(base, nnx.List | nnx.Dict):
         return base  # containers
-    namespace = {name: governed(f) for name, f in methods_of(base, nnx.Module).items()}
+    methods = methods_of(base, nnx.Module)
+    namespace = {name: governed(name, function) for name, function in methods.items()}
     rebuild = (policied, (base, plan, place, boundary))
     return subclass(base, namespace | {"_jamp_place": place}, rebuild)
 

@@ -21,8 +21,13 @@ from jax import lax
 from . import _loss_scale
 from ._loss_scale import LossScaleConfig, LossScaleState
 from ._match import check_gradients_match, check_update_matches, is_hole
-from ._state import DynamicLossScaleState, check_not_scaled_yet, describe
-from ._tree import dtype_of, widen
+from ._state import (
+    DynamicLossScaleState,
+    check_not_scaled_yet,
+    describe,
+    keeps_master_weights,
+)
+from ._tree import dtype_of, is_half, widen
 
 
 class _LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -59,7 +64,7 @@ def dynamic_loss_scale(
 
     Inside the wrapper all is float32: half-precision gradients are unscaled in
     float32, and `inner` sees half-precision parameters as float32. The updates that
-    come out have the dtype of the parameters.
+    come out have the dtype of the parameters (with `master_weights` inside, float32).
 
     What must see unscaled gradients goes inside, clipping above all:
     `dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.), optax.adamw(3e-4)))`.
@@ -169,12 +174,14 @@ def static_loss_scale(
 
 
 def _loss_scaled(inner, config, next_scale, axis_name):
-    inner = _as_transformation(inner)
+    inner = as_transformation(inner)
 
     axis_name = _loss_scale.axis_names(axis_name)
 
     def init_fn(params):
-        inner_state = inner.init(widen(params))
+        inner_state = inner.init(params)
+        if not keeps_master_weights(inner_state):
+            inner_state = inner.init(widen(params))
         check_not_scaled_yet(inner_state, "inner")
         return _initial_state(config, inner_state)
 
@@ -192,10 +199,15 @@ def _loss_scaled(inner, config, next_scale, axis_name):
             grad = _loss_scale.unscale(extra_args["grad"], inverse)
             extra_args = {**extra_args, "grad": grad}
         grads = _loss_scale.unscale(grads, inverse)
+        # Master weights must see the dtypes of the parameters, and be added unrounded.
+        as_they_are = keeps_master_weights(state.inner_state)
         updates, inner_state = inner.update(
-            grads, state.inner_state, widen(params), **extra_args
+            grads,
+            state.inner_state,
+            params if as_they_are else widen(params),
+            **extra_args,
         )
-        if params is not None:
+        if params is not None and not as_they_are:
             updates = jax.tree_util.tree_map_with_path(
                 _cast_update, updates, params, is_leaf=is_hole
             )
@@ -266,7 +278,8 @@ def _cast_update(path: Any, update: Any, param: Any) -> Any:
     return lax.convert_element_type(update, dtype_of(param))
 
 
-def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """What a wrapper takes, with `**extra_args`."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
@@ -278,7 +291,7 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _disabled(inner: Any) -> optax.GradientTransformationExtraArgs:
-    inner = _as_transformation(inner)
+    inner = as_transformation(inner)
 
     def init_fn(params):
         return _initial_state(LossScaleConfig(init_scale=1.0), inner.init(params))
@@ -296,7 +309,12 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
     """`optax.apply_updates`, but a missing update leaves its parameter."""
 
     def apply(update, param):
-        return param if is_hole(update) else optax.apply_updates(param, update)
+        if is_hole(update):
+            return param
+        if is_half(param) and dtype_of(update) == jnp.float32:  # of master weights
+            moved = lax.convert_element_type(param, jnp.float32) + update
+            return lax.convert_element_type(moved, dtype_of(param))
+        return optax.apply_updates(param, update)
 
     return jax.tree.map(apply, updates, params, is_leaf=is_hole)
 
@@ -344,7 +362,7 @@ def step(
         raise ValueError("params must be the parameters to step; got None.")
     if isinstance(tx, _LossScaledTransformation) and tx.fused_step is not None:
         return tx.fused_step(grads, opt_state, params, **extra_args)
-    updates, opt_state = _as_transformation(tx).update(
+    updates, opt_state = as_transformation(tx).update(
         grads, opt_state, params, **extra_args
     )
     return _apply_updates(params, updates), opt_state

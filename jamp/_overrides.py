@@ -71,7 +71,9 @@ def make_plan(
         if not isinstance(value, Policy | str):
             raise TypeError(BAD_KEY.format(caller, key, f"{value!r} is no policy."))
         if not isinstance(key, str | type):
-            raise TypeError(BAD_KEY.format(caller, key, "neither a string nor a class."))
+            raise TypeError(
+                BAD_KEY.format(caller, key, "neither a string nor a class.")
+            )
         if isinstance(key, str):
             try:
                 re.compile(key)
@@ -82,9 +84,7 @@ def make_plan(
     return Plan(get_policy(policy), tuple(rows), check_float32_for(float32_for))
 
 
-def place_of(
-    plan: Plan, path: str, module: Any, outer: Place, hits: set[int]
-) -> Place:
+def place_of(plan: Plan, path: str, module: Any, outer: Place, hits: set[int]) -> Place:
     """The place of a module that is called from another one; notes the overrides."""
     found = [
         index
@@ -117,41 +117,39 @@ def check_all_used(
         raise ValueError(UNUSED.format(caller, ", ".join(map(repr, unused)), names))
 
 
-def call(
-    plan: Plan,
-    place: Place,
-    caller: Place | None,
-    boundary: bool,
-    module: Any,
-    function: Callable,
-    args: tuple,
-    kwargs: dict,
-) -> Any:
-    """Calls a module's method as its policy wants it.
+class Call(NamedTuple):
+    """A call of a module's method."""
 
-    Args:
-      caller: the place of the module that calls; None where no policy governs.
-      boundary: whether the policy ends at this module, so that results are cast.
-    """
-    policy = place.policy
-    dtype = policy.compute_dtype
-    carry, inputs = split_carry(module, args)
-    inputs, kwargs = cast_arrays((inputs, kwargs), dtype)
-    with contextlib.ExitStack() as contexts:
-        contexts.enter_context(COMPUTE_DTYPE(dtype))
-        if caller is None or caller.policy.compute_dtype != dtype:
-            contexts.enter_context(float32_region(dtype, plan.float32_for)())
-        out = function(*carry, *inputs, **kwargs)
-    if carry:
-        out = (restore(out[0], carry[0]), *out[1:])
-    return cast_arrays(out, policy.output_dtype) if boundary else out
+    plan: Plan
+    place: Place  # of the module
+    caller: Place | None  # of the module that calls; None where no policy governs
+    boundary: bool  # whether the policy ends at this module, so that results are cast
+    module: Any
+    method: str
 
+    def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Calls the function as the policy wants it."""
+        dtype = self.place.policy.compute_dtype
+        carry, inputs = self.split_carry(args)
+        inputs, kwargs = cast_arrays((inputs, kwargs), dtype)
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(COMPUTE_DTYPE(dtype))
+            if self.caller is None or self.caller.policy.compute_dtype != dtype:
+                region = float32_region(dtype, self.plan.float32_for)
+                contexts.enter_context(region())
+            out = function(*carry, *inputs, **kwargs)
+        if carry:
+            out = (restore(out[0], carry[0]), *out[1:])
+        if self.boundary:
+            out = cast_arrays(out, self.place.policy.output_dtype)
+        return out
 
-def split_carry(module: Any, args: tuple) -> tuple[tuple, tuple]:
-    """The carry of a recurrent cell, which keeps its dtype, and the other arguments."""
-    if isinstance(module, nn.RNNCellBase | nnx.RNNCellBase) and len(args) == 2:
-        return args[:1], args[1:]
-    return (), args
+    def split_carry(self, args: tuple) -> tuple[tuple, tuple]:
+        """A recurrent cell's carry, which keeps its dtype, and the other inputs."""
+        is_cell = isinstance(self.module, nn.RNNCellBase | nnx.RNNCellBase)
+        if is_cell and self.method == "__call__":
+            return args[:1], args[1:]
+        return (), args
 
 
 def restore(tree: Any, like: Any) -> Any:
@@ -160,7 +158,7 @@ def restore(tree: Any, like: Any) -> Any:
 
 
 def cast_arrays(tree: Any, dtype: Any) -> Any:
-    """Casts floating arrays, but not inside of modules and Variables, which have state."""
+    """Casts floating arrays, but none in NNX modules and Variables: a copy is no use."""
 
     def is_stateful(node):
         return isinstance(node, nnx.Pytree | nnx.Variable)

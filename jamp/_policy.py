@@ -188,7 +188,7 @@ class Policy:
         return f"get_policy({dtypes!r})"
 
 
-def get_policy(policy_name: str) -> Policy:
+def get_policy(policy_name: str | Policy) -> Policy:
     """The policy that a string describes.
 
     The string is a list such as `"params=float32,compute=float16,output=float32"` (or
@@ -297,7 +297,7 @@ def _floating(value: Any, where: str) -> Any:
 
 
 def cast_floating(tree: Any, dtype: Any) -> Any:
-    """Casts the floating arrays of a pytree. What has the dtype already is not copied."""
+    """Casts the floating arrays of a pytree; no copy of what has the dtype already."""
 
     def cast(x):
         is_array = isinstance(

@@ -44,7 +44,8 @@ def check_float32_for(names: Any) -> frozenset[str]:
     """
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(
-            f"float32_for must be a tuple of names, such as {FLOAT32_FOR}; got {names!r}."
+            f"float32_for must be a tuple of names, such as {FLOAT32_FOR}; got "
+            f"{names!r}."
         )
     for name in names:
         if name not in KEPT:
@@ -75,9 +76,7 @@ def float32_region(
 
 
 @functools.lru_cache
-def rules_for(
-    names: frozenset[str], modules: frozenset[str]
-) -> tuple[UserRule, ...]:
+def rules_for(names: frozenset[str], modules: frozenset[str]) -> tuple[UserRule, ...]:
     rules = []
     for path in (path for name in sorted(names) for path in KEPT[name]):
         if (code := resolve(path, modules)) is not None:
@@ -88,7 +87,7 @@ def rules_for(
 
 
 def is_norm(module: Any) -> bool:
-    """Whether a module is a norm of Flax, Equinox or Haiku, or of a class made of it."""
+    """Whether a module is a norm of Flax, Equinox or Haiku, or derives from one."""
     return isinstance(module, norm_classes(loaded()))
 
 

@@ -1,4 +1,4 @@
-"""The state of the optax wrapper, and how to find it in a nest of states."""
+"""The states of the optax wrappers, and how to find them in a nest of states."""
 
 from typing import Any, NamedTuple
 
@@ -15,6 +15,24 @@ class DynamicLossScaleState(NamedTuple):
     skipped_steps: jax.Array  # int32 []: steps skipped so far
     hysteresis_tracker: jax.Array  # int32 []: overflows left before backing off
     inner_state: optax.OptState  # of the wrapped optimizer, held on a skipped step
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`."""
+
+    master: (
+        optax.Params
+    )  # float32 copies of half-precision leaves; MaskedNode for others
+    inner_state: optax.OptState  # of the wrapped optimizer, for float32 parameters
+
+
+def keeps_master_weights(opt_state: Any) -> bool:
+    """Whether there is a `MasterWeightsState` anywhere in an optimizer state."""
+
+    def is_master(node):
+        return isinstance(node, MasterWeightsState)
+
+    return any(map(is_master, jax.tree.leaves(opt_state, is_leaf=is_master)))
 
 
 def find_states(tree: Any) -> dict[str, DynamicLossScaleState]:

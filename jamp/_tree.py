@@ -28,6 +28,11 @@ def widened(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if narrow else dtype
 
 
+def is_half(leaf: Any) -> bool:
+    """Whether a leaf is floating and narrower than float32."""
+    return widened(dtype_of(leaf)) != dtype_of(leaf)
+
+
 def widen(tree: Any) -> Any:
     """Casts the half-precision leaves of a tree to float32."""
 

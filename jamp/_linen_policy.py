@@ -102,7 +102,7 @@ def with_policy(
             "all overrides at once."
         )
     if module.parent is None:
-        module = module.clone()
+        module = module.clone(name=module.name)
     object.__setattr__(module, "__class__", policied(type(module), plan))
     return module
 
@@ -163,7 +163,20 @@ def intercept(next_function, args, kwargs, context):
                 return next_function(*args, **kwargs)
         boundary = place != top.place
         call = Call(run.plan, place, top.place, boundary, module, name)
+        if isinstance(module, nn.WeightNorm | nn.SpectralNorm) and name == "__call__":
+            next_function = functools.partial(with_open_boxes, module)
         return call.run(next_function, args, kwargs)
+
+
+def with_open_boxes(module, *args, **kwargs):
+    """Calls a module that names parameters by their paths in the tree of variables."""
+
+    def run(module, *args, **kwargs):
+        return module(*args, **kwargs)
+
+    initializing = module.is_initializing()
+    run = nn.map_variables(run, "params", trans_in_fn=opened, mutable=initializing)
+    return run(module, *args, **kwargs)
 
 
 @functools.cache
@@ -307,6 +320,15 @@ class CastOnUse(meta.AxisMetadata):
 
     def __getitem__(self, index):
         return self.unbox()[index]
+
+
+def opened(variables):
+    def is_box(x):
+        return isinstance(x, CastOnUse)
+
+    return jax.tree.map(
+        lambda x: x.unbox() if is_box(x) else x, variables, is_leaf=is_box
+    )
 
 
 def box(variables):

@@ -135,7 +135,8 @@ class Call(NamedTuple):
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(COMPUTE_DTYPE(dtype))
             if self.caller is None or self.caller.policy.compute_dtype != dtype:
-                region = float32_region(dtype, self.plan.float32_for)
+                functions = self.plan.float32_for - {"norms"}  # modules, here
+                region = float32_region(dtype, functions)
                 contexts.enter_context(region())
             out = function(*carry, *inputs, **kwargs)
         if carry:
@@ -158,7 +159,7 @@ def restore(tree: Any, like: Any) -> Any:
 
 
 def cast_arrays(tree: Any, dtype: Any) -> Any:
-    """Casts floating arrays, but none in NNX modules and Variables: a copy is no use."""
+    """Casts floating arrays, those in NNX modules and Variables excepted."""
 
     def is_stateful(node):
         return isinstance(node, nnx.Pytree | nnx.Variable)

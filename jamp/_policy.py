@@ -131,8 +131,9 @@ class Policy:
 
         Args:
           function: any function of pytrees. An `equinox.Module` is one.
-          float32_for: what stays in float32: "norms" (of Equinox, where they lie in
-            the arguments), "softmax", "losses" (optax's).
+          float32_for: what stays in float32: "norms" (Equinox's, with their
+            parameters, and Haiku's), "softmax", "losses" (optax's). To Python the
+            results of the first two are float32; what uses them gets half precision.
 
         Raises:
           TypeError: `function` cannot be called.
@@ -157,14 +158,10 @@ class Policy:
         keeps_norms = "norms" in float32_for
 
         def is_kept(node):
-            return is_state(node) or is_norm(node)
+            return is_state(node) or (keeps_norms and is_norm(node))
 
         def cast_argument(node):
-            if is_state(node):
-                return node
-            if is_norm(node) and keeps_norms:
-                return KeptNorm(node, self.compute_dtype)
-            return self.cast_to_compute(node)
+            return node if is_kept(node) else self.cast_to_compute(node)
 
         def cast_result(node):
             return node if is_state(node) else self.cast_to_output(node)
@@ -240,35 +237,6 @@ def get_policy(policy_name: str | Policy) -> Policy:
     return Policy(param, compute, found.get("output_dtype", compute))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["norm"],
-    meta_fields=["dtype"],
-)
-@dataclasses.dataclass
-class KeptNorm:
-    """A norm of Equinox that computes in float32 and gives back half precision."""
-
-    norm: Any
-    dtype: Any
-
-    def __call__(self, *args, **kwargs):
-        args = [_cast_array(x, jnp.dtype("float32")) for x in args]
-        out = self.norm(*args, **kwargs)
-        if isinstance(out, tuple):  # with the new state
-            return tuple(_cast_array(x, self.dtype) for x in out)
-        return _cast_array(out, self.dtype)
-
-    def __getattr__(self, name):
-        if name == "norm":  # while it is being unpickled or copied
-            raise AttributeError(name)
-        return getattr(self.norm, name)
-
-
-def _cast_array(x: Any, dtype: Any) -> Any:
-    return cast_floating(x, dtype) if isinstance(x, jax.Array | np.ndarray) else x
-
-
 def _short_name(dtype: Any) -> str:
     return DTYPE_NAMES.get(dtype.name, (dtype.name,))[0]
 
@@ -281,6 +249,8 @@ def _floating(value: Any, where: str) -> Any:
         if known is None or isinstance(known, bool | int | float):
             raise TypeError  # NumPy reads None as float64
         dtype = jnp.dtype(known)
+        if isinstance(known, str) and dtype.name != known:
+            raise TypeError  # and "f16" as sixteen bytes, "float" as float64
     except TypeError:
         names = [*DTYPES, "half", *NAMED]
         near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4) or names
@@ -288,7 +258,7 @@ def _floating(value: Any, where: str) -> Any:
             f"{where}: Unknown dtype {value!r}; the nearest names are "
             f"{', '.join(near)}."
         ) from None
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
         raise ValueError(
             f"{where}: {dtype} is not a floating dtype; take one of "
             f"{', '.join(DTYPE_NAMES)}. Integers and bools are never cast."

@@ -1,9 +1,10 @@
 """What stays in float32 under a policy: norms, softmax and losses.
 
-A norm is recognized by its class, and gets other casts than the modules around it. A
-function (softmax, a loss) is recognized by an autocast region whose table holds these
-functions and nothing else, so that all other ops run in what the policy's casts give
-them. Being the inner region, it also turns off an autocast region around the model.
+A norm of Flax is recognized by its class, and gets other casts than the modules around
+it. A function (softmax, a loss, a norm of Equinox or Haiku) is recognized by an
+autocast region whose table holds these functions and nothing else, so that all other
+ops run in what the policy's casts give them. Being the inner region, it also turns off
+an autocast region around the model.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ def float32_region(
     dtype: Any, names: Collection[str]
 ) -> Callable[[], contextlib.AbstractContextManager]:
     """Makes the region for a computation in `dtype` that keeps some functions."""
-    functions = check_float32_for(names) - {"norms"}
+    functions = check_float32_for(names)
 
     def region():
         rules = ()
@@ -78,10 +79,11 @@ def float32_region(
 @functools.lru_cache
 def rules_for(names: frozenset[str], modules: frozenset[str]) -> tuple[UserRule, ...]:
     rules = []
-    for path in (path for name in sorted(names) for path in KEPT[name]):
+    for path, name in ((path, n) for n in sorted(names) for path in KEPT[n]):
         if (code := resolve(path, modules)) is not None:
-            # What follows softmax takes its result in half precision, if its input was.
-            action = Action(None, jnp.dtype("float32"), path == "jax.nn.softmax")
+            # What follows a norm or softmax gets half precision, if its input was.
+            inside = name == "norms" or path == "jax.nn.softmax"
+            action = Action(None, jnp.dtype("float32"), marks=inside)
             rules.append(UserRule(path, (code, source_of(code)), action))
     return tuple(rules)
 

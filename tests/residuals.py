@@ -74,7 +74,8 @@ def module_path(eqn) -> str:
     return re.sub(r"_\d+", "_*", "/".join(filter(None, path.split("/"))))
 
 
-# The models. `dtype` is what somebody casting by hand gives to every layer.
+# The models. `dtype` is what somebody casting by hand gives to every layer, `norms` what
+# the norms give back, if it is not what they give back by default.
 
 
 def norm_dtype(dtype):
@@ -107,6 +108,7 @@ class Bottleneck(nn.Module):
     width: int
     stride: int
     dtype: Any = None
+    norms: Any = None
 
     @nn.compact
     def __call__(self, x):
@@ -121,33 +123,42 @@ class Bottleneck(nn.Module):
 def conv_norm(module, x, width, size, stride=1):
     sizes, strides = (size, size), (stride, stride)
     x = nn.Conv(width, sizes, strides, use_bias=False, dtype=module.dtype)(x)
-    return nn.BatchNorm(use_running_average=False, dtype=module.dtype)(x)
+    dtype = module.norms or module.dtype
+    return nn.BatchNorm(use_running_average=False, dtype=dtype)(x)
 
 
 class ResNet50(nn.Module):
     dtype: Any = None
+    norms: Any = None
+    blocks: tuple[int, ...] = (3, 4, 6, 3)
+    width: int = 64
+    classes: int = 1000
 
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(conv_norm(self, x, 64, 7, 2))
+        x = nn.relu(conv_norm(self, x, self.width, 7, 2))
         x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
-        for stage, blocks in enumerate((3, 4, 6, 3)):
+        for stage, blocks in enumerate(self.blocks):
             for block in range(blocks):
-                stride = 2 if stage and not block else 1
-                x = Bottleneck(64 * 2**stage, stride, self.dtype)(x)
-        return nn.Dense(1000, dtype=self.dtype)(x.mean((1, 2)))
+                width, stride = self.width * 2**stage, 2 if stage and not block else 1
+                x = Bottleneck(width, stride, self.dtype, self.norms)(x)
+        return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
 
 
 class Block(nn.Module):
     heads: int
     dtype: Any = None
+    norms: Any = None
+    attend: Callable = nn.dot_product_attention
 
     @nn.compact
     def __call__(self, x):
-        width = x.shape[-1]
-        y = nn.LayerNorm(dtype=norm_dtype(self.dtype))(x)
-        x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(y)
-        y = nn.LayerNorm(dtype=norm_dtype(self.dtype))(x)
+        width, norms = x.shape[-1], self.norms or norm_dtype(self.dtype)
+        y = nn.LayerNorm(dtype=norms)(x)
+        x = x + nn.MultiHeadDotProductAttention(
+            self.heads, dtype=self.dtype, attention_fn=self.attend
+        )(y)
+        y = nn.LayerNorm(dtype=norms)(x)
         y = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(y))
         return x + nn.Dense(width, dtype=self.dtype)(y)
 
@@ -158,13 +169,15 @@ class Transformer(nn.Module):
     heads: int = 12
     vocabulary: int = 32000
     dtype: Any = None
+    norms: Any = None
+    attend: Callable = nn.dot_product_attention
 
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
         for _ in range(self.layers):
-            x = Block(self.heads, self.dtype)(x)
-        x = nn.LayerNorm(dtype=norm_dtype(self.dtype))(x)
+            x = Block(self.heads, self.dtype, self.norms, self.attend)(x)
+        x = nn.LayerNorm(dtype=self.norms or norm_dtype(self.dtype))(x)
         return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
 
 

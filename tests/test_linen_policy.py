@@ -1,0 +1,609 @@
+"""`jamp.linen.with_policy`: casts by module, paths, lifted transformations."""
+
+import copy
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from flax.training import train_state
+
+import jamp
+
+from .jaxprs import equations, products
+
+MIXED = jamp.get_policy("mixed_float16")
+RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+X = jax.random.normal(jax.random.key(2), (4, 8))
+MUTABLE = ["batch_stats", "intermediates"]
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(8)(nn.LayerNorm()(x)), None
+
+
+class Own(nn.Module):
+    """Reads its parameter in setup, and calls its own method."""
+
+    def setup(self):
+        self.w = self.param("w", nn.initializers.normal(), (8, 8))
+
+    def __call__(self, x):
+        return self.helper(x)
+
+    def helper(self, x):
+        return x @ self.w
+
+
+class Compact(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(8)(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        x, _ = nn.remat(Block)()(x)
+        split = {"params": True}
+        x, _ = nn.scan(Block, {"params": 0}, split_rngs=split, length=3)()(x, None)
+        x, _ = nn.jit(Block)(name="jitted")(x)
+        vmapped = nn.vmap(nn.Dense, {"params": 0}, split_rngs=split)
+        x = vmapped(8)(x)
+        x = Own()(x)
+        self.sow("intermediates", "h", x)
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return nn.Dense(3, kernel_init=init)(x)
+
+
+class Setup(nn.Module):
+    def setup(self):
+        self.own = Own()
+        self.head = nn.Dense(2)
+        self.w = self.param("w", nn.initializers.normal(), (8, 8))
+
+    def __call__(self, x, train=True):
+        return self.head(self.own(x) @ self.w)
+
+    def encode(self, x):
+        return self.own(x)
+
+    @nn.nowrap
+    def describe(self):
+        return "a model"
+
+
+class Tied(nn.Module):
+    def setup(self):
+        self.embed = nn.Embed(16, 8)
+
+    def __call__(self, x):
+        tokens = jnp.arange(4)
+        return self.embed.attend(self.embed(tokens) + x)
+
+
+class Parent(nn.Module):
+    """Has a module with a policy as a part; the rest is float32."""
+
+    plain: bool = False
+    inner: type = Compact
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        inner = self.inner()
+        inner = inner if self.plain else jamp.linen.with_policy(inner, MIXED)
+        return nn.Dense(2)(inner(x, train=train))
+
+
+class SetupParent(Parent):
+    def setup(self):
+        inner = self.inner()
+        self.part = inner if self.plain else jamp.linen.with_policy(inner, MIXED)
+        self.head = nn.Dense(2)
+
+    def __call__(self, x, train=True):
+        return self.head(self.part(x, train=train))
+
+
+PAIRS = {
+    "compact": (Compact(), jamp.linen.with_policy(Compact(), MIXED), 7, 0),
+    "setup": (Setup(), jamp.linen.with_policy(Setup(), MIXED), 3, 0),
+    "part, compact": (Parent(True), Parent(), 7, 1),
+    "part, setup": (SetupParent(True), SetupParent(), 7, 1),
+    "part with setup": (Parent(True, Setup), Parent(False, Setup), 3, 1),
+    "part with setup in setup": (
+        SetupParent(True, Setup),
+        SetupParent(False, Setup),
+        3,
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_plain_model_with_casts(name):
+    """Same variables bit for bit, products in float16, values near float32's."""
+    plain, mixed, half, full = PAIRS[name]
+    variables, ours = plain.init(RNGS, X), mixed.init(RNGS, X)
+    assert jax.tree.structure(variables) == jax.tree.structure(ours)
+    jax.tree.map(np.testing.assert_array_equal, variables, ours)
+
+    def run(model, variables):
+        return model.apply(variables, X, rngs=RNGS, mutable=MUTABLE)
+
+    (y, state), (out, new) = run(plain, variables), run(mixed, variables)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, y, rtol=1e-2, atol=2e-3)
+    assert jax.tree.structure(state) == jax.tree.structure(new)
+    stats = jax.tree.leaves(new.get("batch_stats", {}))
+    assert {s.dtype for s in stats} <= {jnp.dtype("float32")}
+
+    def loss(params):
+        return jnp.sum(run(mixed, {**variables, "params": params})[0] ** 2)
+
+    found = products(lambda v: run(mixed, v)[0], variables)
+    assert found.count({"float16"}) == half
+    assert found.count({"float32"}) == full == len(found) - half
+    grads = jax.grad(loss)(variables["params"])
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    backward = products(jax.grad(loss), variables["params"])
+    assert backward.count({"float16"}) >= 3 * half - 1
+    assert backward.count({"float32"}) == 3 * full
+
+
+def test_dtypes_between_modules():
+    model = jamp.linen.with_policy(Compact(), MIXED)
+    variables = model.init(RNGS, X)
+    run = dict(rngs=RNGS, mutable=MUTABLE, capture_intermediates=True)
+    y, state = model.apply(variables, X, **run)
+    kept = state["intermediates"]
+    for name in ("Dense_0", "BatchNorm_0", "Dropout_0", "Own_0", "Dense_1"):
+        assert kept[name]["__call__"][0].dtype == jnp.float16, name
+    assert kept["h"][0].dtype == jnp.float16
+    assert kept["CheckpointBlock_0"]["LayerNorm_0"]["__call__"][0].dtype == jnp.float16
+    assert y.dtype == jnp.float32
+
+
+def norm_dtypes(model, variables):
+    found = set()
+    run = jax.make_jaxpr(lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0])
+    for eqn in equations(run(variables)):
+        if eqn.primitive.name in ("rsqrt", "square", "integer_pow"):
+            found |= {v.aval.dtype.name for v in eqn.invars}
+    return found
+
+
+def test_norms_compute_in_float32_with_float32_parameters():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for norm in (nn.LayerNorm, nn.RMSNorm, nn.InstanceNorm):
+                x = nn.Dense(8)(norm()(x[:, None])[:, 0])
+            x = nn.GroupNorm(num_groups=2)(x)
+            seen.append(x.dtype)
+            return nn.BatchNorm(use_running_average=False)(x)
+
+    seen = []
+    kept = jamp.linen.with_policy(Model(), "half")
+    variables = kept.init(RNGS, X)
+    dtypes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.dtype.name
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"])
+    }
+    for path, dtype in dtypes.items():
+        assert dtype == ("float32" if "Norm" in path else "float16"), path
+    seen.clear()
+    assert norm_dtypes(kept, variables) == {"float32"}
+    assert seen == [jnp.float16]
+    everything = jamp.linen.with_policy(Model(), "half", float32_for=())
+    assert "float16" in {
+        leaf.dtype.name
+        for path, leaf in jax.tree_util.tree_leaves_with_path(everything.init(RNGS, X))
+        if "Norm" in str(path)
+    }
+
+
+def test_softmax_in_attention_is_float32():
+    model = nn.MultiHeadDotProductAttention(2)
+    mixed = jamp.linen.with_policy(model, MIXED)
+    loose = jamp.linen.with_policy(model, MIXED, float32_for=("norms",))
+    x = X[None]
+    params = model.init(RNGS, x)
+
+    def exponentials(model):
+        found = equations(jax.make_jaxpr(lambda p: model.apply(p, x))(params))
+        return {e.invars[0].aval.dtype for e in found if e.primitive.name == "exp"}
+
+    assert exponentials(mixed) == {jnp.dtype("float32")}
+    assert exponentials(loose) == {jnp.dtype("float16")}
+    assert products(lambda p: mixed.apply(p, x), params) == [{"float16"}] * 6
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.OptimizedLSTMCell])
+def test_a_recurrent_carry_keeps_its_dtype(cell):
+    model = jamp.linen.with_policy(nn.RNN(cell(8), return_carry=True), MIXED)
+    x = X[None]
+    params = model.init(RNGS, x)
+    carry, y = model.apply(params, x)
+    assert {c.dtype for c in jax.tree.leaves(carry)} == {jnp.dtype("float32")}
+    assert y.dtype == jnp.float32
+    wrong = [d for d in products(lambda p: model.apply(p, x), params) if len(d) > 1]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "encode",
+        Setup.encode,
+        Setup().encode,
+        jamp.linen.with_policy(Setup(), MIXED).encode,
+        lambda model, x: model.encode(x),
+    ],
+    ids=["name", "function", "method", "our method", "lambda"],
+)
+def test_other_methods(method):
+    model = jamp.linen.with_policy(Setup(), MIXED)
+    params = model.init(RNGS, X)
+    run = lambda params: model.apply(params, X, method=method)
+    assert run(params).dtype == jnp.float32
+    assert products(run, params) == [{"float16"}]
+    assert model.describe() == "a model"
+
+
+def test_bound_modules():
+    model = jamp.linen.with_policy(Setup(), MIXED)
+    params = model.init(RNGS, X)
+    bound = model.bind(params)
+    np.testing.assert_array_equal(bound(X), model.apply(params, X))
+    assert products(lambda p: model.bind(p).encode(X), params) == [{"float16"}]
+
+
+def test_it_is_still_the_module():
+    model = jamp.linen.with_policy(Setup(name="gpt"), MIXED)
+    assert isinstance(model, Setup)
+    assert type(model).__name__ == "Setup"
+    assert model.name == "gpt"
+    again = jamp.linen.with_policy(Setup(name="gpt"), "mixed_float16")
+    assert model == again
+    assert hash(model) == hash(again)
+    assert model != jamp.linen.with_policy(Setup(name="gpt"), "half")
+    for other in (
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(model),
+        model.copy(),
+    ):
+        assert other == model
+    assert "Setup" in model.tabulate(RNGS, X)
+
+
+def test_the_module_that_is_given_stays_plain():
+    plain = Setup()
+    jamp.linen.with_policy(plain, "half")
+    assert type(plain) is Setup
+
+
+def test_tied_parameters_are_cast_by_their_reader():
+    model = jamp.linen.with_policy(Tied(), MIXED)
+    params = model.init(RNGS, X)
+    assert products(lambda p: model.apply(p, X), params) == [{"float16"}]
+
+
+def test_parameters_read_as_variables_are_cast():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(8)
+            x = layer(x)
+            kernel = layer.variables["params"]["kernel"]
+            assert kernel.shape == (8, 8)
+            assert kernel.T.dtype == jnp.float16
+            return jnp.dot(x, kernel) + kernel[0] + jnp.asarray(kernel).sum()
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    params = nn.Dense(8).init(RNGS, X)
+    params = {"params": {"Dense_0": params["params"]}}
+    assert products(lambda p: model.apply(p, X), params) == [{"float16"}] * 2
+
+
+def test_weight_norm_and_map_variables():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.WeightNorm(nn.Dense(8))(x)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    variables = Model().init(RNGS, X)
+    assert products(lambda v: model.apply(v, X), variables) == [{"float16"}]
+    np.testing.assert_allclose(
+        model.apply(variables, X), Model().apply(variables, X), atol=5e-3
+    )
+
+
+# Overrides.
+
+
+def test_overrides_by_path_and_class():
+    overrides = {"^Dense_1$": "full", Own: "c=bf16", Block: jamp.get_policy("full")}
+    model = jamp.linen.with_policy(Compact(), MIXED, overrides)
+    variables = model.init(RNGS, X)
+    run = lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0]
+    found = products(run, variables)
+    # Dense_0, remat, scan, jit, vmap, Own, Dense_1
+    assert found == [
+        {"float16"},
+        {"float32"},
+        {"float32"},
+        {"float32"},
+        {"float16"},
+        {"bfloat16"},
+        {"float32"},
+    ]
+
+
+def test_the_first_override_decides_and_children_follow():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return MLP(name="mlp")(x)
+
+    class MLP(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(3):
+                x = nn.Dense(8, name=f"layers_{i}")(x)
+            return x
+
+    def found(overrides):
+        model = jamp.linen.with_policy(Model(), MIXED, overrides)
+        params = model.init(RNGS, X)
+        return products(lambda p: model.apply(p, X), params)
+
+    half, full, other = {"float16"}, {"float32"}, {"bfloat16"}
+    assert found({}) == [half] * 3
+    assert found({"^mlp$": "full"}) == [full] * 3
+    assert found({"layers_1": "bf16", "mlp": "full"}) == [full, other, full]
+    assert found({"mlp": "full", "layers_1": "bf16"}) == [full] * 3
+    assert found({nn.Dense: "bf16", "mlp": "full"}) == [other] * 3
+
+
+def test_an_override_of_the_output():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            seen["hidden"] = (x := nn.Dense(8, name="hidden")(x)).dtype
+            seen["logits"] = (x := nn.Dense(8, name="logits")(x)).dtype
+            return x
+
+    seen = {}
+    overrides = {"logits": "c=f16,o=f32", "hidden": "p=f32,c=f32,o=bf16"}
+    model = jamp.linen.with_policy(Model(), "half", overrides)
+    assert model.init_with_output(RNGS, X)[0].dtype == jnp.float16
+    assert seen == {"hidden": jnp.bfloat16, "logits": jnp.float32}
+
+
+def test_param_dtypes_by_module():
+    overrides = {"jitted/Dense": "p=bf16,c=f16", "ScanBlock": "full"}
+    params = jamp.linen.with_policy(Compact(), "half", overrides).init(RNGS, X)[
+        "params"
+    ]
+    assert params["jitted"]["Dense_0"]["kernel"].dtype == jnp.bfloat16
+    assert params["jitted"]["LayerNorm_0"]["scale"].dtype == jnp.float32
+    assert params["ScanBlock_0"]["Dense_0"]["kernel"].dtype == jnp.float32
+    assert params["Dense_0"]["kernel"].dtype == jnp.float16
+    kernel = params["Dense_1"]["kernel"]
+    assert isinstance(kernel, nn.Partitioned)
+    assert kernel.value.dtype == jnp.float16
+
+
+def test_a_layers_own_dtype_wins():
+    model = nn.Sequential([nn.Dense(8, dtype=jnp.float32), nn.Dense(8)])
+    model = jamp.linen.with_policy(model, MIXED)
+    params = model.init(RNGS, X)
+    found = products(lambda p: model.apply(p, X), params)
+    assert found == [{"float32"}, {"float16"}]
+
+
+def test_a_policy_in_a_policy_wins():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            x = jamp.linen.with_policy(Setup(), "bf16")(x)
+            return nn.Dense(8)(x)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    params = model.init(RNGS, X)
+    found = products(lambda p: model.apply(p, X), params)
+    assert found == [{"float16"}, *[{"bfloat16"}] * 3, {"float16"}]
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"Dens_0": "full"}, r"'Dens_0'.*\n.*'Dense_0'"),
+        ({"^Dense$": "full"}, r"'Dense_0'|'Dense_1'"),
+        ({"Dense_0": "full", "encoder": "full"}, "no module: 'encoder'"),
+        ({nn.Conv: "full"}, "Conv"),
+    ],
+)
+def test_overrides_that_match_nothing(overrides, message):
+    model = jamp.linen.with_policy(Compact(), MIXED, overrides)
+    with pytest.raises(ValueError, match=message):
+        model.init(RNGS, X)
+    variables = Compact().init(RNGS, X)
+    if nn.Conv not in overrides:  # a path is held against those of the variables
+        with pytest.raises(ValueError, match=message):
+            model.apply(variables, X, rngs=RNGS, mutable=MUTABLE)
+
+
+def test_overrides_of_what_one_call_leaves_out():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            if train:
+                x = x + nn.Dense(8, name="auxiliary")(x)
+                x = nn.Dropout(0.5, deterministic=False, name="drop")(x)
+            return nn.Dense(8)(x)
+
+        def other(self, x):
+            return x
+
+    overrides = {"auxiliary": "full", "drop": "full", nn.Dropout: "full"}
+    model = jamp.linen.with_policy(Model(), MIXED, overrides)
+    variables = model.init(RNGS, X)
+    model.apply(variables, X, train=False)
+    model.apply(variables, X, method="other")
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"module": nn.Dense}, TypeError, "must be a Linen module"),
+        ({"module": lambda x: x}, TypeError, "policy.wrap"),
+        ({"policy": jnp.float16}, TypeError, "policy must be a jamp.Policy"),
+        ({"policy": "flaot16"}, ValueError, "float16"),
+        ({"overrides": ["Dense"]}, TypeError, "overrides must be a dict"),
+        ({"overrides": {"Dense": None}}, TypeError, "None is no policy"),
+        ({"overrides": {3: "half"}}, TypeError, "neither a string nor a class"),
+        ({"overrides": {"(": "half"}}, ValueError, "not a regular expression"),
+        ({"overrides": {"Dense": "int8"}}, ValueError, "not a floating dtype"),
+        ({"float32_for": ("norm",)}, ValueError, "did you mean 'norms'"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    arguments = {"module": nn.Dense(2), "policy": "half"} | arguments
+    with pytest.raises(error, match=message):
+        jamp.linen.with_policy(**arguments)
+
+
+def test_one_policy_is_enough():
+    model = jamp.linen.with_policy(nn.Dense(2), "half")
+    with pytest.raises(ValueError, match="has a policy already"):
+        jamp.linen.with_policy(model, "half")
+
+
+# Training.
+
+
+@pytest.mark.parametrize("text", ["mixed_float16", "half"])
+def test_training_is_traced_once_and_donates(text):
+    model = jamp.linen.with_policy(Setup(), text)
+    inner = jamp.master_weights(optax.adam(1e-2))
+    params = model.init(RNGS, X)["params"]
+    state = jamp.linen.TrainState.create(
+        apply_fn=model.apply, params=params, tx=jamp.dynamic_loss_scale(inner)
+    )
+    traces = []
+
+    @jax.jit
+    def step(state, x):
+        traces.append(x)
+
+        def loss_fn(params):
+            y = state.apply_fn({"params": params}, x)
+            return jnp.mean((y.astype(jnp.float32) - 1) ** 2)
+
+        loss, grads = jamp.value_and_grad(loss_fn, state)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    step = jax.jit(step, donate_argnums=0)
+    losses = []
+    dtypes = jax.tree.map(lambda p: p.dtype, state.params)
+    for _ in range(30):
+        state, loss = step(state, X)
+        losses.append(float(loss))
+    assert len(traces) == 1
+    assert losses[-1] < 0.3 * losses[0]
+    assert jax.tree.map(lambda p: p.dtype, state.params) == dtypes
+
+
+def test_flax_train_state_and_checkpoints():
+    plain, mixed = Compact(), jamp.linen.with_policy(Compact(), MIXED)
+    variables = plain.init(RNGS, X)
+    saved = serialization.to_bytes(variables)
+    restored = serialization.from_bytes(mixed.init(RNGS, X), saved)
+    jax.tree.map(np.testing.assert_array_equal, restored, variables)
+    mixed.apply(restored, X, rngs=RNGS, mutable=MUTABLE)
+    train_state.TrainState.create(
+        apply_fn=mixed.apply, params=restored["params"], tx=optax.sgd(0.1)
+    )
+
+
+def test_partitioned_parameters_under_a_mesh():
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+            return nn.Dense(8, kernel_init=init)(nn.LayerNorm()(x))
+
+    model = jamp.linen.with_policy(Model(), "half")
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(model.init, RNGS, X)
+        specs = nn.get_partition_spec(shapes)
+        assert specs["params"]["Dense_0"]["kernel"] == jax.P(None, "model")
+        shardings = nn.get_sharding(shapes, mesh)
+        variables = jax.jit(model.init, out_shardings=shardings)(RNGS, X)
+        kernel = variables["params"]["Dense_0"]["kernel"].value
+        assert kernel.dtype == jnp.float16
+        assert kernel.sharding.spec == jax.P(None, "model")
+        out = jax.jit(model.apply)(variables, X)
+    assert out.dtype == jnp.float16
+
+
+def test_region_inside_and_around():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            with jamp.autocast(dtype=jnp.bfloat16):
+                return nn.Dense(8)(x)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    params = model.init(RNGS, X)
+
+    def run(params):
+        with jamp.autocast(dtype=jnp.bfloat16):
+            return model.apply(params, X) @ jnp.eye(8)
+
+    assert products(run, params) == [{"float16"}, {"bfloat16"}, {"bfloat16"}]
+
+
+def test_no_tracer_leaks_and_threads():
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = jamp.linen.with_policy(Compact(), MIXED)
+    variables = model.init(RNGS, X)
+    run = lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0]
+    with jax.checking_leaks():
+        expected = jax.jit(run)(variables)
+    with ThreadPoolExecutor(4) as pool:
+        for out in pool.map(jax.jit(run), [variables] * 8):
+            np.testing.assert_array_equal(out, expected)
+
+
+def test_an_error_in_a_module_leaves_nothing_behind():
+    class Model(nn.Module):
+        fail: bool = True
+
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            if self.fail:
+                raise KeyError("mine")
+            return x
+
+    with pytest.raises(KeyError, match="mine"):
+        jamp.linen.with_policy(Model(), "half").init(RNGS, X)
+    params = Model(fail=False).init(RNGS, X)
+    assert params["params"]["Dense_0"]["kernel"].dtype == jnp.float32
+    assert Model(fail=False).apply(params, X).dtype == jnp.float32
+    assert not jamp.is_autocast_enabled()

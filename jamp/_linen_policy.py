@@ -53,9 +53,10 @@ def with_policy(
     collections, such as batch statistics, are left as they are. The tree of variables
     is that of the plain module: checkpoints load both ways.
 
-    Overrides give other policies to modules inside, and to all that is in those. The
-    first that matches decides. Norms get one by themselves: they store and compute in
-    float32 and give back what the modules around them compute in.
+    Overrides give other policies to modules inside, and to all that is in those, up to
+    the next override. If several are for the same module, the first decides. Norms get
+    a policy by themselves: they store and compute in float32 and give back what the
+    modules around them compute in.
 
     A layer's own `dtype=` wins over its policy, as does a cast in the module's code.
 
@@ -64,7 +65,7 @@ def with_policy(
       policy: a `Policy`, or a string for `get_policy`.
       overrides: maps module paths or classes to policies. A path is a regular
         expression that is searched for in names such as "encoder/Dense_0"; "^head$" is
-        the module `head` alone, with all inside.
+        the outermost `head`. A name or class stands for the module with all inside.
       float32_for: what stays in float32 although its policy says half precision:
         "norms" (Flax's classes and those derived from them), "softmax", "losses"
         (optax's). `()` for nothing.

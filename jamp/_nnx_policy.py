@@ -47,9 +47,10 @@ def with_policy(
     are left as they are. The state has the paths of the plain model's: checkpoints
     load both ways. The arrays are shared with `model` where no cast is needed.
 
-    Overrides give other policies to modules inside, and to all that is in those. The
-    first that matches decides. Norms get one by themselves: they store and compute in
-    float32 and give back what the modules around them compute in.
+    Overrides give other policies to modules inside, and to all that is in those, up to
+    the next override. If several are for the same module, the first decides. Norms get
+    a policy by themselves: they store and compute in float32 and give back what the
+    modules around them compute in.
 
     A layer's own `dtype=` wins over its policy, as does a cast in the module's code. A
     parameter that several modules share is cast by the one that reads it, and stored
@@ -60,7 +61,7 @@ def with_policy(
       policy: a `Policy`, or a string for `get_policy`.
       overrides: maps module paths or classes to policies. A path is a regular
         expression that is searched for in names such as "blocks/0/attention"; "^head$"
-        is the module `head` alone, with all inside.
+        is the outermost `head`. A name or class stands for the module with all inside.
       float32_for: what stays in float32 although its policy says half precision:
         "norms" (Flax's classes and those derived from them), "softmax", "losses"
         (optax's). `()` for nothing.
@@ -99,18 +100,18 @@ def with_policy(
     model = nnx.clone(model)
     places = assign(model, plan)
     for path, module in list(nnx.iter_modules(model)):
-        if path in places:
-            outer, place = places[path]
+        if (around_and_own := places[path]) is not None:
+            outer, place = around_and_own
             cls = policied(type(module), plan, place, place != outer)
             object.__setattr__(module, "__class__", cls)
             if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
                 module.dtype = None  # by default it is that of the stored parameter
     for path, variable in list(nnx.iter_graph(model)):
-        if isinstance(variable, nnx.Param) and (owner := nearest(path, places)):
-            dtype = places[owner[0]][1].policy.param_dtype
+        if isinstance(variable, nnx.Param) and (found := nearest(path, places)):
+            dtype = found[1].policy.param_dtype
             raw = cast_floating(variable.get_raw_value(), dtype)
             variable.set_raw_value(raw)
-            object.__setattr__(variable, "__class__", cast_on_use(type(variable)))
+    cast_parameters_on_use(model)
     return model
 
 
@@ -121,34 +122,35 @@ def has_policy(module: Any) -> bool:
     return hasattr(type(module), "_jamp_place")
 
 
-def nearest(path: Path, known: Mapping[Path, Any]) -> tuple[Path] | None:
-    """The longest start of a path that is known, or none if it is known as None."""
-    for depth in range(len(path), -1, -1):
-        if path[:depth] in known:
-            return (path[:depth],) if known[path[:depth]] is not None else None
-    return None
+Places = dict[Path, tuple[Place | None, Place] | None]
 
 
-def assign(model: nnx.Module, plan: Plan) -> dict[Path, tuple[Place | None, Place]]:
-    """The places of the modules: of the one around each, and its own.
+def nearest(path: Path, places: Places) -> tuple[Place | None, Place] | None:
+    """The places at the longest start of a path that has an entry."""
+    starts = (path[:depth] for depth in range(len(path), -1, -1))
+    return next(places[start] for start in starts if start in places)
 
-    Modules that have a policy of their own are left out, with all inside.
+
+def assign(model: nnx.Module, plan: Plan) -> Places:
+    """For each module the place of the one around it, and its own.
+
+    None for modules that have a policy already, and for those inside.
     """
     hits: set[int] = set()
-    found: dict[Path, Any] = {}
+    places: Places = {}
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
     for path, module in modules:
-        around = nearest(path[:-1], found) if path else None
-        if has_policy(module) or (path and around is None):
-            found[path] = None
+        around = nearest(path[:-1], places) if path else (None, None)
+        if has_policy(module) or around is None:
+            places[path] = None
             continue
-        outer = found[around[0]][1] if around else None
         name = "/".join(map(str, path))
+        outer = around[1]
         base = outer or Place(plan.policy, ROOT)
-        found[path] = outer, place_of(plan, name, module, base, hits)
+        places[path] = outer, place_of(plan, name, module, base, hits)
     names = ("/".join(map(str, path)) for path, _ in modules)
     check_all_used(CALLER, plan, hits, names)
-    return {path: places for path, places in found.items() if places is not None}
+    return places
 
 
 class Current(threading.local):
@@ -174,6 +176,8 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
             if CURRENT.module is self:
                 return function(self, *args, **kwargs)
             before = CURRENT.module, CURRENT.place
+            if before[0] is None:  # perhaps just merged from a plain model's state
+                cast_parameters_on_use(self)
             CURRENT.module, CURRENT.place = self, place
             try:
                 bound = functools.partial(function, self)
@@ -191,6 +195,13 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
     namespace = {name: governed(name, function) for name, function in methods.items()}
     rebuild = (policied, (base, plan, place, boundary))
     return subclass(base, namespace | {"_jamp_place": place}, rebuild)
+
+
+def cast_parameters_on_use(model: nnx.Module) -> None:
+    for _, variable in nnx.iter_graph(model):
+        base = type(variable)
+        if issubclass(base, nnx.Param) and not hasattr(base, "_jamp_rebuild"):
+            object.__setattr__(variable, "__class__", cast_on_use(base))
 
 
 @functools.cache

@@ -86,11 +86,7 @@ def make_plan(
 
 def place_of(plan: Plan, path: str, module: Any, outer: Place, hits: set[int]) -> Place:
     """The place of a module that is called from another one; notes the overrides."""
-    found = [
-        index
-        for index, (key, _) in enumerate(plan.overrides)
-        if (re.search(key, path) if isinstance(key, str) else isinstance(module, key))
-    ]
+    found = [i for i, (key, _) in enumerate(plan.overrides) if names(key, path, module)]
     hits.update(found)
     if found:
         return Place(plan.overrides[found[0]][1], found[0])
@@ -99,6 +95,15 @@ def place_of(plan: Plan, path: str, module: Any, outer: Place, hits: set[int]) -
     if "norms" in plan.float32_for and narrow and is_norm(module):
         return Place(Policy(full, full, policy.compute_dtype), NORM)
     return outer
+
+
+def names(key: str | type, path: str, module: Any) -> bool:
+    """Whether an override is for this module, and not just for one around it."""
+    if isinstance(key, type):
+        return isinstance(module, key)
+    around = path.rpartition("/")[0]
+    found = re.search(key, path) is not None
+    return found and (path == "" or re.search(key, around) is None)
 
 
 def check_all_used(

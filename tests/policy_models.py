@@ -198,15 +198,29 @@ CASES = {
     "nnx ResNet-50": Case(ResNet50, ways(), IMAGES),
     "nnx transformer": Case(Transformer, ways(attend=attend_by_hand), TOKENS),
 }
+FUSED = {"attend": nnx.dot_product_attention}
+ONLY_TRACED = {
+    "nnx transformer, attention of nnx": Case(
+        Transformer,
+        ways(),
+        {size: (kwargs | FUSED, inputs) for size, (kwargs, inputs) in TOKENS.items()},
+    ),
+    "linen transformer, softmax in float16": Case(
+        residuals.Transformer, ways(), TOKENS
+    ),
+    "nnx transformer, softmax in float16": Case(Transformer, ways(), TOKENS),
+}
 
 
-def build(case, style, size="small", **policy):
+@functools.cache
+def build(name, style, size="small", **policy):
     """A model with abstract parameters.
 
     Args:
       style: "float32", "policy", or one of the case's ways of casting by hand.
       policy: more arguments for `with_policy`.
     """
+    case = (CASES | ONLY_TRACED)[name]
     sizes, inputs = case.sizes[size]
     dtypes = case.by_hand.get(style, {})
     make = {"linen": build_linen, "nnx": build_nnx}[case.library]

@@ -74,8 +74,8 @@ def module_path(eqn) -> str:
     return re.sub(r"_\d+", "_*", "/".join(filter(None, path.split("/"))))
 
 
-# The models. `dtype` is what somebody casting by hand gives to every layer, `norms` what
-# the norms give back, if it is not what they give back by default.
+# The models. `dtype` is what somebody casting by hand gives to every layer, and `norms`
+# what the norms give back, if not what they do by default.
 
 
 def norm_dtype(dtype):

@@ -273,6 +273,7 @@ def test_it_is_still_the_module():
     assert model == again
     assert hash(model) == hash(again)
     assert model != jamp.linen.with_policy(Setup(name="gpt"), "half")
+    model = jamp.linen.with_policy(Setup(), MIXED)
     for other in (
         pickle.loads(pickle.dumps(model)),
         copy.deepcopy(model),
@@ -346,7 +347,7 @@ def test_overrides_by_path_and_class():
     ]
 
 
-def test_the_first_override_decides_and_children_follow():
+def test_the_innermost_override_decides_then_the_first():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -368,8 +369,22 @@ def test_the_first_override_decides_and_children_follow():
     assert found({}) == [half] * 3
     assert found({"^mlp$": "full"}) == [full] * 3
     assert found({"layers_1": "bf16", "mlp": "full"}) == [full, other, full]
-    assert found({"mlp": "full", "layers_1": "bf16"}) == [full] * 3
+    assert found({"mlp": "full", "layers_1": "bf16"}) == [full, other, full]
     assert found({nn.Dense: "bf16", "mlp": "full"}) == [other] * 3
+    assert found({"layers": "full", "layers_1": "bf16"}) == [full] * 3
+    assert found({"layers_1": "bf16", "layers": "full"}) == [full, other, full]
+    assert found({"": "bf16", "layers_1$": "full"}) == [other, full, other]
+
+
+def test_norms_stay_in_float32_in_what_an_override_names():
+    def scale(overrides):
+        model = jamp.linen.with_policy(Compact(), MIXED, overrides)
+        return model.init(RNGS, X)["params"]["jitted"]["LayerNorm_0"]["scale"].dtype
+
+    assert scale({"jitted": "half"}) == jnp.float32
+    assert scale({"": "half"}) == jnp.float32
+    assert scale({"jitted/LayerNorm": "half"}) == jnp.float16
+    assert scale({nn.LayerNorm: "half"}) == jnp.float16
 
 
 def test_an_override_of_the_output():

@@ -18,10 +18,11 @@ from .jaxprs import equations, is_jaxpr, products, products_of
 from .policy_models import CASES, POLICY, build
 from .residuals import saved_bytes
 
+# Flax mixes dtypes where they are set by hand, optax anyway.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 WAYS = [(name, way) for name, case in CASES.items() for way in case.by_hand]
 LEAN = "norms give float16"
-
-third_party = pytest.mark.usefixtures("standard_promotion")  # by hand, Flax mixes
 
 
 @functools.cache
@@ -40,7 +41,6 @@ def dtypes_of(tree):
 # 1. Products.
 
 
-@third_party
 @pytest.mark.parametrize("name", CASES)
 def test_products_are_float16_parameters_and_gradients_float32(name):
     jaxpr, model, grads = traced(name, "policy")
@@ -52,7 +52,6 @@ def test_products_are_float16_parameters_and_gradients_float32(name):
     assert jax.tree.structure(grads) == jax.tree.structure(model.params)
 
 
-@third_party
 def test_attention_of_nnx_has_the_products_that_it_has_by_hand():
     # Its backward pass multiplies float32 with float16, which is JAX's doing.
     found = {}
@@ -103,7 +102,6 @@ def is_norms(path):
     return any(word in path for word in ("BatchNorm_", "LayerNorm_", "norm"))
 
 
-@third_party
 @pytest.mark.parametrize("name", CASES)
 def test_norms_compute_in_float32(name):
     jaxpr, model, _ = traced(name, "policy")
@@ -116,7 +114,6 @@ def test_norms_compute_in_float32(name):
     assert "float16" in floating(in_norms(traced(name, LEAN)[0]))  # the control
 
 
-@third_party
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_are_cast_once_and_those_of_norms_never(name):
     jaxpr, model, _ = traced(name, "policy")
@@ -124,7 +121,6 @@ def test_parameters_are_cast_once_and_those_of_norms_never(name):
         assert dtypes == ([] if is_norms(path) else ["float16"]), path
 
 
-@third_party
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_of_norms_are_cast_if_asked_for(name):
     jaxpr, model, _ = traced(name, "policy", float32_for=("softmax", "losses"))
@@ -141,19 +137,16 @@ def saved(name, style, **policy):
     return saved_bytes(model.loss, *model.args)
 
 
-@third_party
 @pytest.mark.parametrize("name, way", WAYS)
 def test_saved_bytes(name, way):
     assert saved(name, "policy") <= 1.02 * saved(name, way)
 
 
-@third_party
 def test_saved_bytes_with_the_attention_of_nnx():
     name = "nnx transformer, attention of nnx"
     assert saved(name, "policy") <= 1.02 * saved(name, LEAN)
 
 
-@third_party
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_saved_bytes_with_softmax_in_float16(library):
     name = f"{library} transformer, softmax in float16"
@@ -187,7 +180,6 @@ def products_of_hlo(text):
     return found
 
 
-@third_party
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_products_are_those_by_hand(name):
     lowered, compiled = {}, {}
@@ -229,8 +221,18 @@ def test_variables_are_those_of_the_plain_model(name):
     assert dtypes_of(policied.params) == {"float32"}
 
 
-def outputs(case, style):
-    """Logits of a model with the parameters that the plain one makes from key 0."""
+@functools.cache
+def plain_variables(name):
+    case = CASES[name]
+    sizes, inputs = case.sizes["small"]
+    if case.library == "nnx":
+        return nnx.state(case.model(nnx.Rngs(0), **sizes))
+    return jax.jit(case.model(**sizes).init)(jax.random.key(0), values(inputs))
+
+
+def outputs(name, style):
+    """Logits of a model with the variables of the plain one."""
+    case = CASES[name]
     sizes, inputs = case.sizes["small"]
     make = functools.partial(case.model, **sizes | case.by_hand.get(style, {}))
     x, in_nnx = values(inputs), case.library == "nnx"
@@ -238,18 +240,16 @@ def outputs(case, style):
     if style == "policy":
         model = getattr(jamp, case.library).with_policy(model, POLICY)
     if in_nnx:
-        nnx.update(model, nnx.state(case.model(nnx.Rngs(0), **sizes)))
+        nnx.update(model, plain_variables(name))
         return nnx.jit(lambda model, x: model(x))(model, x)
-    variables = jax.jit(case.model(**sizes).init)(jax.random.key(0), x)
     apply = functools.partial(model.apply, mutable="batch_stats")
-    return jax.jit(apply)(variables, x)[0]
+    return jax.jit(apply)(plain_variables(name), x)[0]
 
 
-@third_party
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_are_those_by_hand_and_near_float32(name):
     full, by_hand, policy = (
-        outputs(CASES[name], style) for style in ("float32", LEAN, "policy")
+        outputs(name, style) for style in ("float32", LEAN, "policy")
     )
     assert policy.dtype == jnp.float32
     np.testing.assert_array_equal(policy, by_hand.astype(jnp.float32))
@@ -314,7 +314,6 @@ def train_nnx(model, x, labels, tx):
     return losses, len(traces), dtypes_of(state), optimizer.opt_state
 
 
-@third_party
 @pytest.mark.parametrize("name", CASES)
 def test_training_step_is_traced_once(name):
     case = CASES[name]

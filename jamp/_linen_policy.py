@@ -232,15 +232,17 @@ def run_root(module, name, function, run: Run, args, kwargs):
 
     def store(variables):
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: cast_floating(x, stored_dtype(run, path)), variables
+            lambda path, x: cast_floating(x, stored_dtype(run, path)),
+            without_boxes(variables),
         )
 
     mapped = nn.map_variables(
         inside,
         "params",
-        trans_in_fn=(lambda variables: variables) if initializing else box,
+        trans_in_fn=box,
         trans_out_fn=store,
-        mutable=initializing,
+        mutable=module.is_mutable_collection("params"),
+        init=initializing,  # runs twice, so that state gets the dtypes it will have
     )
     bound = functools.partial(mapped, module)
     with contextlib.ExitStack() as contexts:
@@ -324,11 +326,21 @@ class CastOnUse(meta.AxisMetadata):
 
 
 def opened(variables):
+    """The parameters as modules see them."""
+    return each_box(lambda x: x.unbox(), variables)
+
+
+def without_boxes(variables):
+    """The parameters as they are stored."""
+    return each_box(lambda x: x.value, variables)
+
+
+def each_box(function, variables):
     def is_box(x):
         return isinstance(x, CastOnUse)
 
     return jax.tree.map(
-        lambda x: x.unbox() if is_box(x) else x, variables, is_leaf=is_box
+        lambda x: function(x) if is_box(x) else x, variables, is_leaf=is_box
     )
 
 

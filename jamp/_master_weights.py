@@ -126,15 +126,20 @@ def move(update: Any, copy: Any, param: Any) -> tuple[Any, Any]:
     the parameter is thousands of times larger than what it becomes, so that float32
     cannot hold their difference. There the copy goes to where the parameter lands: it
     is as far off as any sum of the two. Bits are compared, for XLA may leave out the
-    rounding of a number that it rounds and widens again.
+    rounding of a number that it rounds and widens again. About zero the update is not
+    rounded: 0 plus -0 is 0, and a copy too small for a float16 would be lost there.
     """
+    if not is_hole(update) and dtype_of(update) == jax.dtypes.float0:
+        update = jnp.zeros(jnp.shape(param), dtype_of(param))
     if is_hole(update) or is_hole(copy):
         return update, copy
     dtype = dtype_of(param)
     moved = copy + lax.convert_element_type(update, jnp.float32)
     wide = lax.convert_element_type(param, jnp.float32)
     rounded = lax.convert_element_type(moved, dtype)
-    update = lax.convert_element_type(rounded, jnp.float32) - wide
+    target = lax.convert_element_type(rounded, jnp.float32)
+    target = jnp.where(target == 0, moved, target)
+    update = jnp.where(wide == 0, moved, target - wide)
     lands = lax.convert_element_type(wide + update, dtype)
     agrees = bits(lands) == bits(rounded)
     return update, jnp.where(

@@ -97,3 +97,30 @@ def test_autocast_runs_its_products_in_float16():
     compiled = jax.jit(lambda s: jax.grad(lambda s: loss(nnx.merge(graph, s)))(s))
     text = compiled.lower(state).compile().as_text()
     assert "f16[" in text
+
+
+def test_policy_with_master_weights():
+    model = jamp.nnx.with_policy(nnx.Linear(256, 256, rngs=nnx.Rngs(0)), "half")
+    tx = jamp.dynamic_loss_scale(jamp.master_weights(optax.adam(1e-4)))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model, optimizer, x):
+        def loss_fn(model):
+            loss = jnp.mean((model(x).astype(jnp.float32) - x) ** 2)
+            return jamp.scale_loss(loss, optimizer.opt_state), loss
+
+        grads, loss = nnx.grad(loss_fn, has_aux=True)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    x = jax.random.normal(jax.random.key(1), (64, 256))
+    losses = [float(train_step(model, optimizer, x)) for _ in range(100)]
+    assert losses[-1] < 0.9 * losses[0]
+    kernel = nnx.as_pure(nnx.state(model, nnx.Param))["kernel"]
+    master = nnx.as_pure(optimizer.opt_state).inner_state.master["kernel"]
+    assert kernel.dtype == jnp.float16
+    rounded = np.asarray(master).astype(np.float16)
+    np.testing.assert_array_equal(
+        rounded.view("uint16"), np.asarray(kernel).view("uint16")
+    )

@@ -162,6 +162,7 @@ def test_dtypes_between_modules():
     run = dict(rngs=RNGS, mutable=MUTABLE, capture_intermediates=True)
     y, state = model.apply(variables, X, **run)
     kept = state["intermediates"]
+    assert model.init_with_output(RNGS, X)[0].dtype == jnp.float32
     for name in ("Dense_0", "BatchNorm_0", "Dropout_0", "Own_0", "Dense_1"):
         assert kept[name]["__call__"][0].dtype == jnp.float16, name
     assert kept["h"][0].dtype == jnp.float16
@@ -312,6 +313,37 @@ def test_parameters_read_as_variables_are_cast():
     assert products(lambda p: model.apply(p, X), params) == [{"float16"}] * 2
 
 
+def test_decoding_caches_have_the_compute_dtype():
+    plain = nn.MultiHeadDotProductAttention(2, decode=True)
+    model, x = jamp.linen.with_policy(plain, MIXED), X[None]
+    variables = model.init(RNGS, x)
+    expected = plain.init(RNGS, x)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], expected["params"])
+    for name in ("cached_key", "cached_value"):
+        assert variables["cache"][name].dtype == jnp.float16
+    y, state = model.apply(variables, x[:, :1], mutable=["cache"])
+    assert y.dtype == jnp.float32
+    assert state["cache"]["cache_index"] == 1
+
+
+def test_parameters_that_a_module_changes():
+    class Decays(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.ones, (8,))
+            if not self.is_initializing() and self.is_mutable_collection("params"):
+                self.put_variable("params", "w", w / 2)
+            return nn.Dense(8)(x) * w
+
+    model = jamp.linen.with_policy(Decays(), MIXED)
+    variables = model.init(RNGS, X)
+    _, state = model.apply(variables, X, mutable=["params"])
+    kernel = state["params"]["Dense_0"]["kernel"]
+    assert state["params"]["w"][0] == 0.5
+    assert state["params"]["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(kernel, variables["params"]["Dense_0"]["kernel"])
+
+
 def test_weight_norm_and_map_variables():
     class Model(nn.Module):
         @nn.compact
@@ -403,7 +435,7 @@ def test_an_override_of_the_output():
 
 
 def test_param_dtypes_by_module():
-    overrides = {"jitted/Dense": "p=bf16,c=f16", "ScanBlock": "full"}
+    overrides = {"jitted/Dense": "p=bf16,c=f16", "ScanBlock": "c=full,o=half"}
     params = jamp.linen.with_policy(Compact(), "half", overrides).init(RNGS, X)[
         "params"
     ]

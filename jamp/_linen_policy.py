@@ -122,6 +122,7 @@ class Run:
     def __init__(self, plan: Plan, root: tuple[str, ...], hits: set[int]):
         self.plan, self.root = plan, root
         self.hits = hits  # the overrides that matched a module, ever
+        self.casts = True
         self.places: dict[str, Place] = {}  # the modules that were called
 
     def name(self, path: tuple[str, ...]) -> str:
@@ -159,6 +160,8 @@ def intercept(next_function, args, kwargs, context):
     place = place_of(run.plan, run.name(module.path), module, top.place, run.hits)
     frame = Frame(run, module.path, place)
     with on_top(frame):
+        if not run.casts:
+            return next_function(*args, **kwargs)
         if name == "setup" or (name.startswith("_") and name != "__call__"):
             with COMPUTE_DTYPE(place.policy.compute_dtype):  # arguments stay
                 return next_function(*args, **kwargs)
@@ -224,11 +227,18 @@ def policied(base: type, plan: Plan) -> type:
 def run_root(module, name, function, run: Run, args, kwargs):
     """Calls a method of the module that was given the policy."""
     initializing = module.is_initializing()
+    run.casts = not initializing
     place = place_of(run.plan, "", module, Place(run.plan.policy, ROOT), run.hits)
     caller = FRAMES.stack[-1].place if FRAMES.stack else None
 
     def inside(module, *args, **kwargs):
-        return function(module, *args, **kwargs)
+        bound = functools.partial(function, module)
+        if not run.casts:  # makes the parameters, as the plain module does
+            out = bound(*args, **kwargs)
+            run.casts = True
+            return out
+        call = Call(run.plan, place, caller, True, module, name)
+        return call.run(bound, args, kwargs)
 
     def store(variables):
         return jax.tree_util.tree_map_with_path(
@@ -242,15 +252,14 @@ def run_root(module, name, function, run: Run, args, kwargs):
         trans_in_fn=box,
         trans_out_fn=store,
         mutable=module.is_mutable_collection("params"),
-        init=initializing,  # runs twice, so that state gets the dtypes it will have
+        init=initializing,  # then it runs again with casts, and makes the other state
     )
-    bound = functools.partial(mapped, module)
     with contextlib.ExitStack() as contexts:
         if caller is None:  # else the interceptor is there already
             contexts.enter_context(nn.intercept_methods(intercept))
         contexts.enter_context(on_top(Frame(run, module.path, place)))
-        call = Call(run.plan, place, caller, True, module, name)
-        out = call.run(bound, args, kwargs)
+        contexts.enter_context(COMPUTE_DTYPE(place.policy.compute_dtype))  # for setup
+        out = mapped(module, *args, **kwargs)
     if initializing or name == "__call__":
         check_used(module, run, initializing)
     return out

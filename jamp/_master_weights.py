@@ -29,7 +29,8 @@ def master_weights(
 
         params == master.astype(params.dtype)   # every bit, after every step
 
-    A parameter that is float32 already has no copy. For that equality the updates must
+    (Compiled by JAX 0.10 for a CPU, a parameter may in rare cases be the neighbor of
+    that, for one step.) A parameter that is float32 already has no copy. For that equality the updates must
     reach the parameters as they are: nothing may come after `master_weights` in an
     `optax.chain`. With loss scaling, write
     `dynamic_loss_scale(master_weights(inner))`: a skipped step holds the copies. The
@@ -135,6 +136,8 @@ def move(update: Any, copy: Any, param: Any) -> tuple[Any, Any]:
         return update, copy
     dtype = dtype_of(param)
     moved = copy + lax.convert_element_type(update, jnp.float32)
+    # Computed once: XLA could do it again for the parameter, with another last bit.
+    moved = lax.optimization_barrier(moved)
     wide = lax.convert_element_type(param, jnp.float32)
     rounded = lax.convert_element_type(moved, dtype)
     target = lax.convert_element_type(rounded, jnp.float32)

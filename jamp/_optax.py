@@ -27,7 +27,7 @@ from ._state import (
     describe,
     keeps_master_weights,
 )
-from ._tree import dtype_of, is_half, widen
+from ._tree import dtype_of, is_half, is_inexact, widen
 
 
 class _LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -233,7 +233,7 @@ def _loss_scaled(inner, config, next_scale, axis_name):
 
         def skip():
             shapes, _ = jax.eval_shape(run)
-            return jax.tree.map(jnp.zeros_like, shapes), state.inner_state
+            return jax.tree.map(_no_update, shapes), state.inner_state
 
         updates, inner_state = _loss_scale.run_or_hold(finite, run, skip)
         return updates, advance(state, finite, inner_state)
@@ -303,6 +303,12 @@ def _disabled(inner: Any) -> optax.GradientTransformationExtraArgs:
         return updates, state._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _no_update(like: Any) -> jax.Array:
+    """What added to any parameter leaves its bits: 0 would turn -0 into 0."""
+    zeros = jnp.zeros_like(like)
+    return -zeros if is_inexact(like) else zeros
 
 
 def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:

@@ -240,7 +240,7 @@ SCALED = ["scaled", "scaled, clipped", "scaled statically", "scaled inside"]
 @pytest.mark.parametrize(
     "name, way",
     [(name, "jit") for name in NESTINGS]
-    + [(name, way) for name in SCALED for way in ("eager", "two jits", "step")],
+    + [(name, way) for name in SCALED for way in ("two jits", "step")],
 )
 def test_nesting_keeps_parameters_rounded(name, way):
     tx = NESTINGS[name](OPTIMIZERS["adamw"]())
@@ -286,6 +286,21 @@ def test_parameters_that_collapse(dtype, way):
         params, state = step(params, state, grads)
         assert_rounded(params, state)
         grads = {"w": state.master["w"] * (1 - part)}
+
+
+@pytest.mark.parametrize("way", ["eager", "jit", "two jits", "step", "eager step"])
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+def test_where_no_update_reaches_the_rounded_copy(dtype, way):
+    """From 1, of which the copy is 1 - 2**-24, to -2**-24: further than float32 has."""
+    power = jnp.asarray(2.0 ** np.arange(15), jnp.float32)
+    params = {"w": power.astype(dtype)}
+    tx = jamp.master_weights(optax.sgd(1.0))
+    state, step = tx.init(params), WAYS[way](tx)
+    params, state = step(params, state, {"w": power * 2.0**-24})
+    np.testing.assert_array_equal(state.master["w"], power * (1 - 2.0**-24))
+    params, state = step(params, state, {"w": power})
+    assert_rounded(params, state)
+    assert np.all(np.abs(state.master["w"]) <= power * 2.0**-24)
 
 
 BITS = st.lists(st.integers(0, 2**16 - 1), min_size=8, max_size=8)
@@ -391,15 +406,15 @@ def parts(state):
     return copies.master, pair[1].inner_state, scaling
 
 
-@pytest.mark.parametrize("bad", [-np.inf, np.nan])
 @pytest.mark.parametrize("way", ["eager", "jit", "two jits", "step"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_skipped_step_holds_every_bit(order, way, bad):
+def test_a_skipped_step_holds_every_bit(order, way):
     tx = ORDERS[order](OPTIMIZERS["adamw"](), init_scale=SCALE)
     params = make_params(zeros=(0.0,))
     state, step = tx.init(params), WAYS[way](tx)
     grads = make_grads(0, params)
-    for leaf in (None, "half", "brain", "full", None):
+    leaves = (None, "half", "brain", "full", None)
+    for leaf, bad in zip(leaves, (0, np.inf, np.nan, -np.inf, 0), strict=True):
         these = dict(grads)
         if leaf:
             these[leaf] = these[leaf].at[3, 5].set(bad)
@@ -418,17 +433,8 @@ def test_a_skipped_step_holds_every_bit(order, way, bad):
         assert_rounded(params, state)
 
 
-def negative_zero_case(order, way):
-    known = (order, way) != ("scale outside", "step")
-    reason = "updates of a skipped step are 0, and -0 + 0 is 0"
-    marks = [pytest.mark.xfail(reason=reason, strict=True)] if known else []
-    return pytest.param(order, way, marks=marks)
-
-
-@pytest.mark.parametrize(
-    "order, way",
-    [negative_zero_case(order, way) for order in ORDERS for way in ("jit", "step")],
-)
+@pytest.mark.parametrize("way", ["jit", "step"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_skipped_step_holds_negative_zeros(order, way):
     tx = ORDERS[order](optax.sgd(1.0))
     params = {"w": jnp.array([-0.0, 0.0, 1.0], jnp.float16)}
@@ -576,7 +582,7 @@ def test_a_missing_gradient_leaves_its_parameter_and_copy():
 
 
 @pytest.mark.parametrize("way", ["eager", "step"])
-@pytest.mark.parametrize("name", ["momentum", "adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_float32_parameters_behave_as_with_the_bare_optimizer(name, way):
     inner = OPTIMIZERS[name]()
     tx = wrap(inner)
@@ -683,7 +689,7 @@ def test_vmap_over_models():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("order", ["alone", *ORDERS])
+@pytest.mark.parametrize("order", ["alone", "scale outside"])
 def test_copies_have_the_sharding_of_their_parameters(order):
     mesh = jax.make_mesh(
         (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2

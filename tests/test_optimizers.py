@@ -8,8 +8,8 @@ import sys
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jamp
@@ -95,7 +95,7 @@ def test_a_skipped_step_holds_everything(name):
         grads = scaled(make_grads(1))
         grads["bias"] = grads["bias"].at[3].set(bad)
         updates, skipped = update(grads, state, params, extra)
-        assert_same_bits(updates, jax.tree.map(jnp.zeros_like, params))
+        assert_same_bits(optax.apply_updates(params, updates), params)
         assert_same_bits(skipped.inner_state, state.inner_state)
         chex.assert_trees_all_equal_shapes_and_dtypes(skipped, state)
         assert skipped.found_inf and skipped.skipped_steps == 1

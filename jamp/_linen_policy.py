@@ -112,8 +112,13 @@ class Frame(NamedTuple):
     """A module that is being called."""
 
     run: "Run"
-    path: tuple[str, ...]
+    module: nn.Module
     place: Place
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether this is the module itself, or a copy that a transformation made."""
+        same_class = issubclass(type(self.module), type(module))
+        return same_class and self.module.path == module.path
 
 
 class Run:
@@ -129,6 +134,19 @@ class Run:
         inside = path[: len(self.root)] == self.root
         return "/".join(path[len(self.root) :] if inside else path)
 
+    def place_around(self, path: tuple[str, ...], top: Frame) -> Place:
+        """The place of the module around one: that of the caller, if it is that one."""
+        start, place = len(top.module.path), top.place
+        if path[:start] != top.module.path:  # made elsewhere and handed on
+            start, place = len(self.root), self.places[""]
+        for depth in range(start + 1, len(path)):
+            name = self.name(path[:depth])
+            if name in self.places:
+                place = self.places[name]
+            else:  # not called yet, so that its class is not known
+                place = place_of(self.plan, name, None, place, set())
+        return place
+
 
 class Frames(threading.local):
     def __init__(self):
@@ -140,7 +158,10 @@ FRAMES = Frames()
 
 @contextlib.contextmanager
 def on_top(frame: Frame):
-    frame.run.places.setdefault(frame.run.name(frame.path), frame.place)
+    run, path = frame.run, frame.module.path
+    shared = bool(FRAMES.stack) and FRAMES.stack[-1].module.path == path
+    if shared or run.name(path) not in run.places:  # nn.share_scope: the inner one's
+        run.places[run.name(path)] = frame.place
     FRAMES.stack.append(frame)
     try:
         yield
@@ -153,13 +174,13 @@ def intercept(next_function, args, kwargs, context):
     module, name, top = context.module, context.method_name, FRAMES.stack[-1]
     if module.scope is None or hasattr(type(module), "_jamp_plan"):
         return next_function(*args, **kwargs)  # unbound, or with a policy of its own
-    if module.path == top.path or not hasattr(type(module), name):
+    if top.is_of(module) or not hasattr(type(module), name):
         # Called by itself, or a function that a lifted transformation calls with it.
         return next_function(*args, **kwargs)
     run = top.run
-    place = place_of(run.plan, run.name(module.path), module, top.place, run.hits)
-    frame = Frame(run, module.path, place)
-    with on_top(frame):
+    around = run.place_around(module.path, top)
+    place = place_of(run.plan, run.name(module.path), module, around, run.hits)
+    with on_top(Frame(run, module, place)):
         if not run.casts:
             return next_function(*args, **kwargs)
         if name == "setup" or (name.startswith("_") and name != "__call__"):
@@ -192,7 +213,7 @@ def policied(base: type, plan: Plan) -> type:
         @nn.nowrap  # or Flax would run setup with the parameters as they are stored
         def method(self, *args, **kwargs):
             top = FRAMES.stack[-1] if FRAMES.stack else None
-            if self.scope is None or (top is not None and top.path == self.path):
+            if self.scope is None or (top is not None and top.is_of(self)):
                 return function(self, *args, **kwargs)
             return run_root(
                 self, name, function, Run(plan, self.path, hits), args, kwargs
@@ -207,10 +228,13 @@ def policied(base: type, plan: Plan) -> type:
         @nn.nowrap
         def method(self, *args, **kwargs):
             given = kwargs.get("method")
-            plain = getattr(given, "__func__", given)  # such as Model.encode
-            if callable(plain) and getattr(plain, "__name__", "") in methods:
-                if plain is methods[plain.__name__]:
-                    kwargs["method"] = plain.__name__
+            given = getattr(given, "__func__", given)
+            if isinstance(given, str) and given not in methods:
+                given = getattr(base, given, given)
+            known = getattr(given, "__name__", "")
+            if callable(given) and given is not vars(made).get(known):
+                # Model.encode, a private method, or a function of the module.
+                kwargs["method"] = governed(known, given)
             return function(self, *args, **kwargs)
 
         functools.update_wrapper(method, function, updated=())
@@ -221,13 +245,16 @@ def policied(base: type, plan: Plan) -> type:
     namespace: dict[str, Any] = {"_jamp_plan": plan}
     namespace |= {name: governed(name, f) for name, f in methods.items()}
     namespace |= {n: translated(n) for n in ("apply", "init", "init_with_output")}
-    return subclass(base, namespace, (policied, (base, plan)))
+    made = subclass(base, namespace, (policied, (base, plan)))
+    return made
 
 
 def run_root(module, name, function, run: Run, args, kwargs):
     """Calls a method of the module that was given the policy."""
     initializing = module.is_initializing()
     run.casts = not initializing
+    if initializing and name == "__call__":
+        run.hits.clear()  # of other models of the class
     place = place_of(run.plan, "", module, Place(run.plan.policy, ROOT), run.hits)
     caller = FRAMES.stack[-1].place if FRAMES.stack else None
 
@@ -257,10 +284,10 @@ def run_root(module, name, function, run: Run, args, kwargs):
     with contextlib.ExitStack() as contexts:
         if caller is None:  # else the interceptor is there already
             contexts.enter_context(nn.intercept_methods(intercept))
-        contexts.enter_context(on_top(Frame(run, module.path, place)))
+        contexts.enter_context(on_top(Frame(run, module, place)))
         contexts.enter_context(COMPUTE_DTYPE(place.policy.compute_dtype))  # for setup
         out = mapped(module, *args, **kwargs)
-    if initializing or name == "__call__":
+    if name == "__call__":
         check_used(module, run, initializing)
     return out
 

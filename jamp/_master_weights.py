@@ -30,11 +30,17 @@ def master_weights(
         params == master.astype(params.dtype)   # every bit, after every step
 
     (Compiled by JAX 0.10 for a CPU, a parameter may in rare cases be the neighbor of
-    that, for one step.) A parameter that is float32 already has no copy. For that equality the updates must
-    reach the parameters as they are: nothing may come after `master_weights` in an
-    `optax.chain`. With loss scaling, write
-    `dynamic_loss_scale(master_weights(inner))`: a skipped step holds the copies. The
-    other order, `master_weights(dynamic_loss_scale(inner))`, gives the same numbers.
+    that for one step.) For this the updates must reach the parameters as they are:
+    nothing may come after `master_weights` in an `optax.chain`. A parameter that is
+    float32 already has no copy.
+
+    With loss scaling, write `dynamic_loss_scale(master_weights(inner))`: a skipped step
+    holds the copies. `master_weights(dynamic_loss_scale(inner))` gives the same
+    numbers.
+
+    Parameters that were changed by somebody else since the last step (a checkpoint, a
+    clipped weight) are taken over: where one is not its rounded copy or a neighbor of
+    that, the copy becomes the parameter.
 
     Args:
       inner: the optimizer, with clipping and schedules.
@@ -96,12 +102,13 @@ def master_weights(
         check_gradients_match(updates, params, caller, wrapped=True)
         if "grad" in extra_args:  # of line searches
             extra_args = {**extra_args, "grad": widen(extra_args["grad"])}
-        full = in_float32(state.master, params)
+        known = jax.tree.map(taken_over, state.master, params, is_leaf=is_hole)
+        full = in_float32(known, params)
         updates, inner_state = inner.update(
             widen(updates), state.inner_state, full, **extra_args
         )
         leaves, tree = jax.tree.flatten(updates, is_leaf=is_hole)
-        copies, held = tree.flatten_up_to(state.master), tree.flatten_up_to(params)
+        copies, held = tree.flatten_up_to(known), tree.flatten_up_to(params)
         pairs = [move(*row) for row in zip(leaves, copies, held, strict=True)]
         updates = tree.unflatten(update for update, _ in pairs)
         master = tree.unflatten(copy for _, copy in pairs)
@@ -118,6 +125,18 @@ def in_float32(master: optax.Params, params: optax.Params) -> optax.Params:
         params,
         is_leaf=is_hole,
     )
+
+
+def taken_over(copy: Any, param: Any) -> Any:
+    """The copy, or the parameter where it is another number."""
+    if is_hole(copy):
+        return copy
+    limits, wide = (
+        jnp.finfo(dtype_of(param)),
+        lax.convert_element_type(param, copy.dtype),
+    )
+    step = jnp.maximum(abs(wide) * float(limits.eps), float(limits.smallest_subnormal))
+    return jnp.where(abs(copy - wide) <= step, copy, wide)
 
 
 def move(update: Any, copy: Any, param: Any) -> tuple[Any, Any]:

@@ -97,6 +97,11 @@ def with_policy(
             f"{CALLER}: the model has a policy already; pass the plain model, and all "
             "overrides at once."
         )
+    if any(getattr(v, "hijax", False) for _, v in nnx.iter_graph(model) if is_param(v)):
+        raise NotImplementedError(
+            f"{CALLER}: the model has hijax Variables, which cannot be cast when they "
+            "are read; make it without (nnx.use_hijax(False))."
+        )
     model = nnx.clone(model)
     places = assign(model, plan)
     for path, module in list(nnx.iter_modules(model)):
@@ -107,7 +112,7 @@ def with_policy(
             if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
                 module.dtype = None  # by default it is that of the stored parameter
     for path, variable in list(nnx.iter_graph(model)):
-        if isinstance(variable, nnx.Param) and (found := nearest(path, places)):
+        if is_param(variable) and (found := nearest(path, places)):
             dtype = found[1].policy.param_dtype
             raw = cast_floating(variable.get_raw_value(), dtype)
             variable.set_raw_value(raw)
@@ -116,6 +121,10 @@ def with_policy(
 
 
 Path = tuple[Any, ...]
+
+
+def is_param(node: Any) -> bool:
+    return isinstance(node, nnx.Param)
 
 
 def has_policy(module: Any) -> bool:
@@ -173,8 +182,9 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
 
     def governed(name, function):
         def method(self, *args, **kwargs):
-            if CURRENT.module is self:
-                return function(self, *args, **kwargs)
+            inside = CURRENT.module
+            if inside is self or (boundary and type(inside) is type(self)):
+                return function(self, *args, **kwargs)  # itself, or a copy under jit
             before = CURRENT.module, CURRENT.place
             if before[0] is None:  # perhaps just merged from a plain model's state
                 cast_parameters_on_use(self)
@@ -198,10 +208,14 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
 
 
 def cast_parameters_on_use(model: nnx.Module) -> None:
-    for _, variable in nnx.iter_graph(model):
+    nodes = [node for _, node in nnx.iter_graph(model)]
+    bridges = [node for node in nodes if isinstance(node, nnx.bridge.ToNNX)]
+    foreign = {id(v) for bridge in bridges for _, v in nnx.iter_graph(bridge)}
+    for variable in nodes:
         base = type(variable)
         if issubclass(base, nnx.Param) and not hasattr(base, "_jamp_rebuild"):
-            object.__setattr__(variable, "__class__", cast_on_use(base))
+            if id(variable) not in foreign:  # Linen's, which knows no such types
+                object.__setattr__(variable, "__class__", cast_on_use(base))
 
 
 @functools.cache
@@ -213,5 +227,13 @@ def cast_on_use(base: type) -> type:
         dtype = COMPUTE_DTYPE.value
         return value if dtype is None else cast_floating(value, dtype)
 
-    namespace = {"get_value": get_value}
-    return subclass(base, namespace, (cast_on_use, (base,)))
+    def __getattr__(self, name):
+        value = base.__getattr__(self, name)  # metadata, or of the array as stored
+        if COMPUTE_DTYPE.value is None or name in self.get_metadata():
+            return value
+        return getattr(self.get_value(), name)
+
+    namespace = {"get_value": get_value, "__getattr__": __getattr__}
+    made = subclass(base, namespace, (cast_on_use, (base,)))
+    made.__module__ = "jamp.nnx"  # to tell the two apart in messages
+    return made

@@ -176,16 +176,31 @@ def cast_arrays(tree: Any, dtype: Any) -> Any:
 
 
 def methods_of(base: type, root: type) -> dict[str, Callable]:
-    """The methods of a module class that its users call: public, and not Flax's own."""
+    """The methods of a module class that its users call: public, and not Flax's own.
+
+    Each as a function of the module, whatever it was decorated with.
+    """
     found = {}
     for name in dir(base):
-        function = inspect.getattr_static(base, name)
+        method = inspect.getattr_static(base, name)
         public = name == "__call__" or not name.startswith("_")
         inherited = name != "__call__" and hasattr(root, name)
-        if inspect.isfunction(function) and public and not inherited:
-            if not hasattr(function, "nowrap"):
-                found[name] = function
+        binds = callable(method) or isinstance(method, functools.partialmethod)
+        if not (public and binds and hasattr(method, "__get__")) or inherited:
+            continue
+        if isinstance(method, type | staticmethod) or hasattr(method, "nowrap"):
+            continue
+        found[name] = method if inspect.isfunction(method) else unbound(method)
     return found
+
+
+def unbound(method: Any) -> Callable:
+    """A function of the module, for a method that is jitted, partial and the like."""
+
+    def function(self, *args, **kwargs):
+        return method.__get__(self, type(self))(*args, **kwargs)
+
+    return functools.update_wrapper(function, method, updated=())
 
 
 def subclass(base: type, namespace: dict[str, Any], rebuild: tuple) -> type:

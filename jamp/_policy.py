@@ -127,7 +127,8 @@ class Policy:
 
         All floating arrays in the arguments, parameters among them, are cast to
         `compute_dtype` and those in the result to `output_dtype`. The casts are
-        differentiable: gradients have the dtypes of the arguments.
+        differentiable: gradients have the dtypes of the arguments. Arrays that the
+        function gets in another way, from a closure or an object's attributes, stay.
 
         Args:
           function: any function of pytrees. An `equinox.Module` is one.
@@ -149,6 +150,10 @@ class Policy:
           >>> jax.grad(lambda params: model(params, x).sum())(params)["w"].dtype
           dtype('float32')
         """
+        if type(function) is functools.partial:  # to JAX a leaf, arrays and all
+            function = jax.tree_util.Partial(
+                function.func, *function.args, **function.keywords
+            )
         if not callable(function) or is_flax(function):
             raise TypeError(
                 f"policy.wrap: {type(function).__name__} is not a function of arrays; "

@@ -106,6 +106,10 @@ def is_state(node: Any) -> bool:
     return state is not None and isinstance(node, state)
 
 
+FLAX = (nn.Module, nnx.Module)
+
+
 def is_flax(function: Any) -> bool:
     """Whether something is a Flax module, whose state would be lost in a cast copy."""
-    return isinstance(function, nn.Module | nnx.Module)
+    owner = getattr(function, "__self__", None)  # of a bound method
+    return isinstance(function, FLAX) or isinstance(owner, FLAX)

@@ -125,6 +125,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_plain_model_with_casts(name):
     """Same variables bit for bit, products in float16, values near float32's."""
@@ -654,3 +655,137 @@ def test_an_error_in_a_module_leaves_nothing_behind():
     assert params["params"]["Dense_0"]["kernel"].dtype == jnp.float32
     assert Model(fail=False).apply(params, X).dtype == jnp.float32
     assert not jamp.is_autocast_enabled()
+
+
+# Ways into a model.
+
+
+class Encoder(nn.Module):
+    def setup(self):
+        self.embed = nn.Dense(8)
+
+    def __call__(self, x):
+        return self.embed(x)
+
+
+class Outer(nn.Module):
+    def setup(self):
+        self.encoder = Encoder()
+        self.head = nn.Dense(8)
+
+    def __call__(self, x):
+        x = self.head(x)
+        self.encoder(x)
+        return self.encoder.embed(x)
+
+    def _private(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "method", ["_private", Outer._private, lambda model, x: model.head(x)]
+)
+def test_methods_that_are_not_the_models_public_ones(method):
+    model = jamp.linen.with_policy(Outer(), MIXED)
+    params = model.init(RNGS, X)
+    run = lambda params: model.apply(params, X, method=method)
+    assert run(params).dtype == jnp.float32
+    assert products(run, params) == [{"float16"}]
+
+
+def test_a_module_called_from_elsewhere_keeps_the_policy_of_its_path():
+    model = jamp.linen.with_policy(Outer(), MIXED, {"encoder": "full"})
+    params = model.init(RNGS, X)
+    found = products(lambda p: model.apply(p, X), params)
+    assert found == [{"float16"}, {"float32"}, {"float32"}]
+
+
+def test_a_module_handed_on_keeps_the_policy_of_its_path():
+    class Decoder(nn.Module):
+        embed: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return self.embed(nn.Dense(8)(x))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            embed = nn.Dense(8, name="embed")
+            return Decoder(embed, name="decoder")(x)
+
+    def found(overrides):
+        model = jamp.linen.with_policy(Model(), MIXED, overrides)
+        return products(lambda p: model.apply(p, X), model.init(RNGS, X))
+
+    assert found({"decoder": "full"}) == [{"float32"}, {"float16"}]
+    assert found({"embed": "full"}) == [{"float16"}, {"float32"}]
+
+
+def test_a_model_applied_in_a_model_has_its_own_policy():
+    inner = jamp.linen.with_policy(nn.Dense(8), "bf16")
+    variables = inner.init(RNGS, X)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(inner.apply(variables, x))
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    params = model.init(RNGS, X)
+    found = products(lambda p: model.apply(p, X), params)
+    assert found == [{"bfloat16"}, {"float16"}]
+
+
+def test_modules_that_share_a_scope():
+    class Norm(nn.Module):
+        def setup(self):
+            self.norm = nn.LayerNorm()
+            nn.share_scope(self, self.norm)
+
+        def __call__(self, x):
+            seen.append(x.dtype)
+            return self.norm(x)
+
+    seen = []
+    model = jamp.linen.with_policy(nn.Sequential([nn.Dense(8), Norm()]), "half")
+    params = model.init(RNGS, X)["params"]
+    assert params["layers_1"]["scale"].dtype == jnp.float32
+    assert params["layers_0"]["kernel"].dtype == jnp.float16
+    assert norm_dtypes(model, {"params": params}) == {"float32"}
+    assert seen[-1] == jnp.float16
+
+
+def test_partial_methods():
+    import functools
+
+    class Model(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(8)
+
+        def __call__(self, x, times=1):
+            return self.dense(x) * times
+
+        twice = functools.partialmethod(__call__, times=2)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    params = model.init(RNGS, X)
+    run = lambda p: model.apply(p, X, method="twice")
+    assert run(params).dtype == jnp.float32
+    assert products(run, params) == [{"float16"}]
+
+
+def test_init_forgets_what_matched_in_other_models():
+    class Model(nn.Module):
+        blocks: int
+
+        @nn.compact
+        def __call__(self, x):
+            for i in range(self.blocks):
+                x = nn.Dense(8, name=f"block_{i}")(x)
+            return x
+
+    overrides = {"block_1": "full"}
+    jamp.linen.with_policy(Model(2), MIXED, overrides).init(RNGS, X)
+    with pytest.raises(ValueError, match="'block_0'"):
+        jamp.linen.with_policy(Model(1), MIXED, overrides).init(RNGS, X)

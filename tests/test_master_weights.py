@@ -966,3 +966,20 @@ def test_training_follows_float32_where_naive_float16_does_not(name):
         assert fall(bare) < 0.5 * fall(reference), "it stalls"
     else:
         assert not np.isfinite(bare[-1]), "Adam's eps is 0 in float16"
+
+
+def test_parameters_changed_from_outside_are_taken_over():
+    tx = jamp.master_weights(optax.sgd(0.5))
+    params = {"w": jnp.array([1.0, 2.0, -3.0], jnp.float16)}
+    state = tx.init(params)
+    grads = {"w": jnp.full(3, 2**-13, jnp.float16)}
+    for _ in range(3):
+        params, state = jamp.step(tx, grads, state, params)
+    kept = np.asarray(state.master["w"])
+    assert kept[0] == 1 - 3 * 2**-14  # not a float16
+    params = {"w": params["w"].at[1].set(5.0)}  # as a checkpoint would
+    params, state = jamp.step(tx, grads, state, params)
+    after = np.asarray(state.master["w"])
+    assert after[1] == 5 - 2**-14
+    assert after[0] == kept[0] - 2**-14
+    assert after[2] == kept[2] - 2**-14

@@ -83,6 +83,7 @@ def model_products(model, *args):
     return products(lambda state: nnx.merge(graphdef, state)(*args), state)
 
 
+@pytest.mark.slow
 def test_the_plain_model_with_casts():
     plain, twin = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
     mixed = jamp.nnx.with_policy(twin, MIXED)
@@ -99,6 +100,7 @@ def test_the_plain_model_with_casts():
     np.testing.assert_allclose(mixed.norm.mean[...], plain.norm.mean[...], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gradients_and_backward_products():
     mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED)
     graphdef, state = nnx.split(mixed)
@@ -440,3 +442,92 @@ def test_an_error_in_a_module_leaves_nothing_behind():
             mixed(jnp.ones((1, 2)))
     assert mixed.linear.kernel[...].dtype == FULL
     assert not jamp.is_autocast_enabled()
+
+
+# Ways into a model.
+
+
+@pytest.mark.parametrize("decorate", [nnx.jit, nnx.remat, jax.jit])
+def test_decorated_methods(decorate):
+    class Part(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.w = nnx.Param(jnp.eye(4))
+
+        @decorate
+        def __call__(self, x):
+            return self.helper(self.linear(x) @ self.w)
+
+        def helper(self, x):
+            seen.append(x.dtype)
+            return x @ self.w.T
+
+    class Whole(nnx.Module):
+        def __init__(self, rngs):
+            self.part = Part(rngs)
+            self.head = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.part(x))
+
+    seen, x, rngs = [], jnp.ones((1, 4)), nnx.Rngs(0)
+    part = jamp.nnx.with_policy(Part(rngs), MIXED)
+    assert part(x).dtype == FULL
+    whole = jamp.nnx.with_policy(Whole(rngs), MIXED, {"part": "c=bf16,o=half"})
+    assert whole(x).dtype == FULL
+    assert seen == [jnp.float16, jnp.bfloat16]
+    assert model_products(whole, x) == [*[{"bfloat16"}] * 3, {"float16"}]
+
+
+def test_every_way_to_read_a_parameter():
+    class Reads(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.eye(4))
+            self.many = nnx.List([nnx.Param(jnp.eye(4))])
+            self.tree = nnx.Param({"w": jnp.eye(4)})
+
+        def __call__(self, x):
+            w = self.w
+            values = [
+                w[...],
+                w.T,
+                w.sum(),
+                w + 0,
+                -w,
+                jnp.asarray(w),
+                w.astype(w.dtype),
+            ]
+            values += [w.get_value(), self.many[0][...], self.tree["w"], w[0]]
+            dtypes.extend(v.dtype for v in values)
+            assert w.shape == (4, 4)
+            return x
+
+    dtypes = []
+    jamp.nnx.with_policy(Reads(), MIXED)(jnp.ones((1, 4)))
+    assert set(dtypes) == {jnp.dtype("float16")}
+
+
+def test_linen_modules_in_a_bridge():
+    import flax.linen as nn
+
+    x = jnp.ones((1, 4))
+
+    class Whole(nnx.Module):
+        def __init__(self, linen):
+            self.part = nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(0)).lazy_init(x)
+            self.head = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.head(self.part(x))
+
+    plain = jamp.nnx.with_policy(Whole(nn.Dense(4)), MIXED)
+    assert plain(x).dtype == FULL
+    governed = jamp.linen.with_policy(nn.Dense(4), MIXED)
+    mixed = jamp.nnx.with_policy(Whole(governed), MIXED)
+    assert model_products(mixed, x) == [{"float16"}] * 2
+
+
+def test_hijax_variables_are_refused():
+    linear = nnx.with_vars(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), hijax=True)
+    with pytest.raises(NotImplementedError, match="hijax"):
+        jamp.nnx.with_policy(linear, MIXED)

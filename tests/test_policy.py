@@ -509,3 +509,18 @@ def test_wrap_refuses_flax_modules():
     for module in (linen.Dense(2), nnx.Linear(2, 2, rngs=nnx.Rngs(0))):
         with pytest.raises(TypeError, match="with_policy"):
             jamp.get_policy("half").wrap(module)
+
+
+def test_wrap_casts_what_a_partial_holds(standard_promotion):
+    import functools
+
+    wrapped = jamp.get_policy("mixed_float16").wrap(functools.partial(layer, PARAMS))
+    assert products(wrapped, X) == [{"float16"}] * 2
+
+
+def test_wrap_refuses_methods_of_flax_modules():
+    from flax import nnx
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="with_policy"):
+        jamp.get_policy("half").wrap(model.__call__)

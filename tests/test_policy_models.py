@@ -19,7 +19,10 @@ from .policy_models import CASES, POLICY, build
 from .residuals import saved_bytes
 
 # Flax mixes dtypes where they are set by hand, optax anyway.
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 WAYS = [(name, way) for name, case in CASES.items() for way in case.by_hand]
 LEAN = "norms give float16"

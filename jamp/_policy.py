@@ -150,7 +150,7 @@ class Policy:
           >>> jax.grad(lambda params: model(params, x).sum())(params)["w"].dtype
           dtype('float32')
         """
-        if type(function) is functools.partial:  # to JAX a leaf, arrays and all
+        if isinstance(function, functools.partial):  # to JAX a leaf, arrays and all
             function = jax.tree_util.Partial(
                 function.func, *function.args, **function.keywords
             )

@@ -21,7 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jamp
 from jamp._state import DynamicLossScaleState, MasterWeightsState
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 HALVES = {"half": jnp.float16, "brain": jnp.bfloat16}
 SHAPE = (128, 128)  # adafactor factors it

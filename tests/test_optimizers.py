@@ -27,7 +27,10 @@ from .optimizer_bits import (
 )
 from .optimizers import OPTIMIZERS, exported_names
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -187,7 +187,9 @@ class AutocastTrace(_compat.Trace):
             if (out := with_bias(self, primitive, args, params)) is not None:
                 return out
         inputs, new_params = self.prepare(primitive, args, params, avals, action)
-        if action.kind is LOWER and not baked and is_wide(inputs, new_params):
+        is_product = PRIMITIVES[primitive.name].kind is LOWER
+        lowers = action.kind is LOWER or (is_product and not self.settings.listed)
+        if lowers and not baked and is_wide(inputs, new_params):
             return self.wide_product(primitive, inputs, new_params)
         out = self.bind(primitive, inputs, new_params)
         if baked:

@@ -507,6 +507,20 @@ def test_every_way_to_read_a_parameter():
     assert set(dtypes) == {jnp.dtype("float16")}
 
 
+def test_attention_runs_on_a_cpu():
+    """By hand JAX refuses to compile it: F16_F16_F32 is not supported there."""
+    attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    mixed = jamp.nnx.with_policy(attention, MIXED)
+    x = jax.random.normal(jax.random.key(0), (1, 4, 8))
+    run = nnx.jit(nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2)))
+    (value, grads), (expected, others) = run(mixed, x), run(attention, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-2)
+    assert all(grad.dtype == FULL for grad in jax.tree.leaves(grads))
+    grads, others = nnx.as_pure(grads), nnx.as_pure(others)
+    distance = optax.tree.norm(optax.tree.sub(grads, others))
+    assert distance < 0.02 * optax.tree.norm(others)
+
+
 def test_linen_modules_in_a_bridge():
     import flax.linen as nn
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jamp
@@ -63,6 +63,7 @@ def spelled(draw):
     return jamp.Policy(*names), ",".join(draw(st.permutations(parts)))
 
 
+@settings(deadline=None, derandomize=True)
 @given(spelled())
 def test_equal_policies_hash_equal(pair):
     policy, text = pair
@@ -75,6 +76,7 @@ def test_equal_policies_hash_equal(pair):
         assert hash(same) == hash(policy)
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.sampled_from(all_policies()), st.sampled_from(all_policies()))
 def test_policies_differ_as_their_dtypes_do(one, other):
     def dtypes(policy):

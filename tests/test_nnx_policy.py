@@ -270,7 +270,7 @@ def test_a_policy_in_a_policy_wins():
     assert mixed.first.kernel.dtype == FULL
 
 
-@pytest.mark.parametrize("cell", [nnx.LSTMCell, nnx.GRUCell, nnx.OptimizedLSTMCell])
+@pytest.mark.parametrize("cell", [nnx.LSTMCell, nnx.GRUCell, nnx.SimpleCell])
 def test_a_recurrent_carry_keeps_its_dtype(cell):
     rnn = nnx.RNN(cell(8, 8, rngs=nnx.Rngs(0)), return_carry=True)
     mixed = jamp.nnx.with_policy(rnn, MIXED)

@@ -151,7 +151,7 @@ class Case(NamedTuple):
     sizes: dict[str, tuple[dict[str, Any], jax.ShapeDtypeStruct]]  # and the inputs
 
     @property
-    def library(self):
+    def flax_api(self):
         return "linen" if issubclass(self.model, nn.Module) else "nnx"
 
 
@@ -223,9 +223,9 @@ def build(name, style, size="small", **policy):
     case = (CASES | ONLY_TRACED)[name]
     sizes, inputs = case.sizes[size]
     dtypes = case.by_hand.get(style, {})
-    make = {"linen": build_linen, "nnx": build_nnx}[case.library]
+    make = {"linen": build_linen, "nnx": build_nnx}[case.flax_api]
     with_policy = functools.partial(
-        getattr(jamp, case.library).with_policy, policy=POLICY, **policy
+        getattr(jamp, case.flax_api).with_policy, policy=POLICY, **policy
     )
     predict, params, state = make(
         functools.partial(case.model, **sizes | dtypes),

@@ -227,7 +227,7 @@ def test_variables_are_those_of_the_plain_model(name):
 def plain_variables(name):
     case = CASES[name]
     sizes, inputs = case.sizes["small"]
-    if case.library == "nnx":
+    if case.flax_api == "nnx":
         return jax.jit(lambda: nnx.state(case.model(nnx.Rngs(0), **sizes)))()
     return jax.jit(case.model(**sizes).init)(jax.random.key(0), values(inputs))
 
@@ -237,10 +237,10 @@ def outputs(name, style):
     case = CASES[name]
     sizes, inputs = case.sizes["small"]
     make = functools.partial(case.model, **sizes | case.by_hand.get(style, {}))
-    x, in_nnx = values(inputs), case.library == "nnx"
+    x, in_nnx = values(inputs), case.flax_api == "nnx"
     model = nnx.eval_shape(lambda: make(nnx.Rngs(1))) if in_nnx else make()
     if style == "policy":
-        model = getattr(jamp, case.library).with_policy(model, POLICY)
+        model = getattr(jamp, case.flax_api).with_policy(model, POLICY)
     if in_nnx:
         nnx.update(model, plain_variables(name))
         return nnx.jit(lambda model, x: model(x))(model, x)
@@ -322,9 +322,9 @@ def test_training_step_is_traced_once(name):
     sizes, inputs = case.sizes["small"]
     x = values(inputs)
     tx = jamp.dynamic_loss_scale(optax.adam(1e-3))
-    in_nnx = case.library == "nnx"
+    in_nnx = case.flax_api == "nnx"
     model = case.model(nnx.Rngs(0), **sizes) if in_nnx else case.model(**sizes)
-    model = getattr(jamp, case.library).with_policy(model, POLICY)
+    model = getattr(jamp, case.flax_api).with_policy(model, POLICY)
     labels = values(build(name, "policy").labels, seed=1)
     train = train_nnx if in_nnx else train_linen
     losses, traces, dtypes, opt_state = train(model, x, labels, tx)

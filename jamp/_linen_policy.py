@@ -91,17 +91,7 @@ def with_policy(
     PyTorch: FSDP's `MixedPrecision` and apex's opt level O2. Keras's `DTypePolicyMap`
     maps paths in this way.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"{CALLER}: module must be a Linen module; got {module!r}. For Flax NNX "
-            "there is jamp.nnx.with_policy, for functions policy.wrap."
-        )
-    plan = make_plan(CALLER, policy, overrides, float32_for)
-    if hasattr(type(module), "_jamp_plan"):
-        raise ValueError(
-            f"{CALLER}: the module has a policy already; pass the plain module, and "
-            "all overrides at once."
-        )
+    plan = make_plan(CALLER, module, nn.Module, policy, overrides, float32_for)
     if module.parent is None:
         module = module.clone(name=module.name)
     object.__setattr__(module, "__class__", policied(type(module), plan))

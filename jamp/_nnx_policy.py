@@ -86,17 +86,7 @@ def with_policy(
     PyTorch: FSDP's `MixedPrecision` and apex's opt level O2. Keras's `DTypePolicyMap`
     maps paths in this way.
     """
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"{CALLER}: model must be an NNX module; got {model!r}. For Flax Linen "
-            "there is jamp.linen.with_policy, for functions policy.wrap."
-        )
-    plan = make_plan(CALLER, policy, overrides, float32_for)
-    if has_policy(model):
-        raise ValueError(
-            f"{CALLER}: the model has a policy already; pass the plain model, and all "
-            "overrides at once."
-        )
+    plan = make_plan(CALLER, model, nnx.Module, policy, overrides, float32_for)
     if any(getattr(v, "hijax", False) for _, v in nnx.iter_graph(model) if is_param(v)):
         raise NotImplementedError(
             f"{CALLER}: the model has hijax Variables, which cannot be cast when they "

@@ -179,9 +179,10 @@ def _loss_scaled(inner, config, next_scale, axis_name):
     axis_name = _loss_scale.axis_names(axis_name)
 
     def init_fn(params):
+        if any(map(is_half, jax.tree.leaves(params))):
+            if not keeps_master_weights(jax.eval_shape(inner.init, params)):
+                params = widen(params)
         inner_state = inner.init(params)
-        if not keeps_master_weights(inner_state):
-            inner_state = inner.init(widen(params))
         check_not_scaled_yet(inner_state, "inner")
         return _initial_state(config, inner_state)
 

@@ -22,12 +22,18 @@ from flax import linen as nn
 from flax import nnx
 
 from ._policy import Policy, cast_floating, get_policy
-from ._regions import check_float32_for, float32_region, is_norm
+from ._regions import check_float32_for, float32_region, norm_classes
 
 # What parameters are cast to when they are read, or None. JAX keys its caches by it.
 COMPUTE_DTYPE = jax.make_user_context(None)
 
 ROOT, NORM = -1, -2
+
+STATEFUL = (nnx.Pytree, nnx.Variable)  # of which a cast copy would be of no use
+
+NO_MODULE = """{}: what is given must be a module; got {!r}.
+For Flax Linen there is jamp.linen.with_policy, for NNX jamp.nnx.with_policy, for \
+functions policy.wrap."""
 
 BAD_KEY = """{}: overrides[{!r}]: {}
 A key is a regular expression that is searched for in the module's path ("encoder/.*", \
@@ -53,9 +59,21 @@ class Place(NamedTuple):
 
 
 def make_plan(
-    caller: str, policy: Any, overrides: Any, float32_for: Collection[str]
+    caller: str,
+    module: Any,
+    base: type,
+    policy: Any,
+    overrides: Any,
+    float32_for: Collection[str],
 ) -> Plan:
-    """Checks the arguments of `with_policy`."""
+    """Checks the arguments of `with_policy` for modules that derive from `base`."""
+    if not isinstance(module, base):
+        raise TypeError(NO_MODULE.format(caller, module))
+    if hasattr(type(module), "_jamp_rebuild"):
+        raise ValueError(
+            f"{caller}: the module has a policy already; pass the plain module, and "
+            "all overrides at once."
+        )
     if not isinstance(policy, Policy | str):
         raise TypeError(
             f"{caller}: policy must be a jamp.Policy or a string for jamp.get_policy; "
@@ -92,7 +110,7 @@ def place_of(plan: Plan, path: str, module: Any, outer: Place, hits: set[int]) -
         return Place(plan.overrides[found[0]][1], found[0])
     policy, full = outer.policy, jnp.dtype("float32")
     narrow = jnp.finfo(policy.compute_dtype).bits < 32
-    if "norms" in plan.float32_for and narrow and is_norm(module):
+    if "norms" in plan.float32_for and narrow and isinstance(module, norm_classes()):
         return Place(Policy(full, full, policy.compute_dtype), NORM)
     return outer
 
@@ -136,18 +154,17 @@ class Call(NamedTuple):
         """Calls the function as the policy wants it."""
         dtype = self.place.policy.compute_dtype
         carry, inputs = self.split_carry(args)
-        inputs, kwargs = cast_arrays((inputs, kwargs), dtype)
+        inputs, kwargs = cast_floating((inputs, kwargs), dtype, STATEFUL)
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(COMPUTE_DTYPE(dtype))
             if self.caller is None or self.caller.policy.compute_dtype != dtype:
                 functions = self.plan.float32_for - {"norms"}  # modules, here
-                region = float32_region(dtype, functions)
-                contexts.enter_context(region())
+                contexts.enter_context(float32_region(dtype, functions))
             out = function(*carry, *inputs, **kwargs)
         if carry:
             out = (restore(out[0], carry[0]), *out[1:])
         if self.boundary:
-            out = cast_arrays(out, self.place.policy.output_dtype)
+            out = cast_floating(out, self.place.policy.output_dtype, STATEFUL)
         return out
 
     def split_carry(self, args: tuple) -> tuple[tuple, tuple]:
@@ -161,18 +178,6 @@ class Call(NamedTuple):
 def restore(tree: Any, like: Any) -> Any:
     """The arrays of a tree in the dtypes that those of another one have."""
     return jax.tree.map(lambda x, y: cast_floating(x, jnp.result_type(y)), tree, like)
-
-
-def cast_arrays(tree: Any, dtype: Any) -> Any:
-    """Casts floating arrays, those in NNX modules and Variables excepted."""
-
-    def is_stateful(node):
-        return isinstance(node, nnx.Pytree | nnx.Variable)
-
-    def cast(node):
-        return node if is_stateful(node) else cast_floating(node, dtype)
-
-    return jax.tree.map(cast, tree, is_leaf=is_stateful)
 
 
 def methods_of(base: type, root: type) -> dict[str, Callable]:

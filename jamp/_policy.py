@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._regions import FLOAT32_FOR, float32_region, is_flax, is_norm, is_state
+from ._regions import (
+    FLOAT32_FOR,
+    check_float32_for,
+    float32_region,
+    is_flax,
+    norm_classes,
+    state_classes,
+)
 
 Tree = TypeVar("Tree")
 
@@ -159,25 +166,18 @@ class Policy:
                 f"policy.wrap: {type(function).__name__} is not a function of arrays; "
                 "for Flax there are jamp.linen.with_policy and jamp.nnx.with_policy."
             )
-        region = float32_region(self.compute_dtype, float32_for)
-        keeps_norms = "norms" in float32_for
-
-        def is_kept(node):
-            return is_state(node) or (keeps_norms and is_norm(node))
-
-        def cast_argument(node):
-            return node if is_kept(node) else self.cast_to_compute(node)
-
-        def cast_result(node):
-            return node if is_state(node) else self.cast_to_output(node)
+        kept = check_float32_for(float32_for)
 
         @functools.wraps(function, updated=())
         def wrapped(*args, **kwargs):
+            states = state_classes()
+            norms = norm_classes() if "norms" in kept else ()
             call = (function, args, kwargs)  # an equinox.Module has arrays inside
-            run, args, kwargs = jax.tree.map(cast_argument, call, is_leaf=is_kept)
-            with region():
+            call = cast_floating(call, self.compute_dtype, states + norms)
+            run, args, kwargs = call
+            with float32_region(self.compute_dtype, kept):
                 out = run(*args, **kwargs)
-            return jax.tree.map(cast_result, out, is_leaf=is_state)
+            return cast_floating(out, self.output_dtype, states)
 
         return wrapped
 
@@ -271,14 +271,21 @@ def _floating(value: Any, where: str) -> Any:
     return dtype
 
 
-def cast_floating(tree: Any, dtype: Any) -> Any:
-    """Casts the floating arrays of a pytree; no copy of what has the dtype already."""
+def cast_floating(tree: Any, dtype: Any, kept: tuple[type, ...] = ()) -> Any:
+    """Casts the floating arrays of a pytree; no copy of what has the dtype already.
+
+    Args:
+      kept: classes of nodes that pass with all inside.
+    """
+
+    def is_kept(x):
+        return isinstance(x, kept)
 
     def cast(x):
         is_array = isinstance(
             x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
         )
-        if not (is_array and jnp.issubdtype(x.dtype, jnp.floating)):
+        if is_kept(x) or not (is_array and jnp.issubdtype(x.dtype, jnp.floating)):
             return x
         if x.dtype == dtype and not getattr(x, "weak_type", False):
             return x
@@ -286,4 +293,4 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
             return x.update(dtype=dtype, weak_type=False)
         return x.astype(dtype)
 
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(cast, tree, is_leaf=is_kept)

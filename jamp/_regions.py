@@ -10,7 +10,7 @@ an autocast region around the model.
 import contextlib
 import difflib
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ from ._rules import (
 )
 
 FLOAT32_FOR = tuple(KEPT)
-# Norms that torch's lists do not have.
-OTHER_NORMS = ("flax.linen.InstanceNorm.__call__", "flax.nnx.InstanceNorm.__call__")
+NORMS = tuple(path.removesuffix(".__call__") for path in KEPT["norms"])
+NORMS += ("flax.linen.InstanceNorm", "flax.nnx.InstanceNorm")  # not in torch's lists
 
 
 def check_float32_for(names: Any) -> frozenset[str]:
@@ -60,20 +60,13 @@ def check_float32_for(names: Any) -> frozenset[str]:
 
 
 def float32_region(
-    dtype: Any, names: Collection[str]
-) -> Callable[[], contextlib.AbstractContextManager]:
-    """Makes the region for a computation in `dtype` that keeps some functions."""
-    functions = check_float32_for(names)
-
-    def region():
-        rules = ()
-        if dtype in CASTABLE[:2] and functions:
-            rules = rules_for(functions, loaded())
-        if rules:
-            return enter(Settings(dtype, rules, listed=False))
-        return contextlib.nullcontext() if REGION.value is None else enter(None)
-
-    return region
+    dtype: Any, names: frozenset[str]
+) -> contextlib.AbstractContextManager:
+    """The region for a computation in `dtype` that keeps some functions."""
+    rules = rules_for(names, loaded()) if dtype in CASTABLE[:2] else ()
+    if rules:
+        return enter(Settings(dtype, rules, listed=False))
+    return contextlib.nullcontext() if REGION.value is None else enter(None)
 
 
 @functools.lru_cache
@@ -88,22 +81,20 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> tuple[UserRule,
     return tuple(rules)
 
 
-def is_norm(module: Any) -> bool:
-    """Whether a module is a norm of Flax, Equinox or Haiku, or derives from one."""
-    return isinstance(module, norm_classes(loaded()))
+def norm_classes() -> tuple[type, ...]:
+    """The norms of Flax, Equinox and Haiku, as far as they are imported."""
+    return classes(NORMS, loaded())
+
+
+def state_classes() -> tuple[type, ...]:
+    """What holds state, such as the averages of a BatchNorm of Equinox."""
+    return classes(("equinox.nn.State",), loaded())
 
 
 @functools.lru_cache
-def norm_classes(modules: frozenset[str]) -> tuple[type, ...]:
-    paths = (path.removesuffix(".__call__") for path in (*KEPT["norms"], *OTHER_NORMS))
+def classes(paths: tuple[str, ...], modules: frozenset[str]) -> tuple[type, ...]:
     found = (find(path, modules) for path in paths)
     return tuple(value for value in found if isinstance(value, type))
-
-
-def is_state(node: Any) -> bool:
-    """Whether a node is Equinox's state, such as the averages of a BatchNorm."""
-    state = find("equinox.nn.State", loaded())
-    return state is not None and isinstance(node, state)
 
 
 FLAX = (nn.Module, nnx.Module)

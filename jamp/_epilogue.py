@@ -6,7 +6,8 @@ give half precision.
 
 A sum of a half-precision product and a float32 value is a layer with a bias, if the
 value varies along dimensions of one operand of the product alone. The bias is broadcast
-in float32 and then cast, so that its gradient is summed in float32.
+in float32 and then cast, so that its gradient is summed in float32; then the sum is
+rounded to half precision, and overflows, as torch's does.
 
 A BatchNorm computes in float32. That its result, and not some value inside, is at hand
 shows only when an op outside uses it. That op gets it in half precision.
@@ -43,6 +44,7 @@ def with_bias(trace, add, args, params):
             limit = np.float32(jnp.finfo(dtype).max)
             with _compat.set_current_trace(trace.parent):
                 bias = lax.clamp(-limit, bias, limit)
+        bias = rounded(trace, bias)
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
             wide = trace.cast(product, jnp.dtype("float32"))
             return trace.cast(trace.bind(add, [wide, bias], params), dtype)
@@ -50,6 +52,16 @@ def with_bias(trace, add, args, params):
             bias = lax.broadcast_in_dim(bias, np.shape(product), range(np.ndim(bias)))
         return trace.bind(add, [product, trace.cast(bias, dtype)], params)
     return None
+
+
+def rounded(trace, bias):
+    """A bias rounded to half precision, and so its gradient; both stay float32.
+
+    XLA may drop a pair of casts, but not this.
+    """
+    info = jnp.finfo(trace.settings.dtype)
+    with _compat.set_current_trace(trace.parent):
+        return lax.reduce_precision(bias, info.nexp, info.nmant)
 
 
 def dimensions(trace, bias, product):

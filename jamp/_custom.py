@@ -8,11 +8,14 @@ that it would have without autocast.
 
 When such a primitive arrives as an equation of a jaxpr, its primal code is a jaxpr, and
 may get other dtypes than it was traced with. Its rules may not, and get theirs cast.
+But inside a function that runs in float32 a JVP rule is evaluated as the jaxpr that it
+was traced to: cast to half precision it would round what the function has computed.
 """
 
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from . import _compat
 from ._epilogue import narrowed
@@ -51,6 +54,34 @@ class JaxprFunction(Function):
     def __call__(self, *args):
         child = self.child()
         return evaluate(child, self.function, args, self.forced, True), child
+
+
+class WideRule(Function):
+    """The JVP rule of an equation, in the dtype that all of its function runs in."""
+
+    def __init__(self, trace, eqn, baked):
+        super().__init__(trace, None, baked)
+        self.eqn = eqn
+
+    def forget(self):
+        pass
+
+    def __call__(self, *args):
+        half, n_consts = len(args) // 2, self.eqn.n_consts
+        given = [*args[n_consts:half], *args[half + n_consts :]]
+        flags = [False] * (half - n_consts)
+        jaxpr, consts, zeros = self.eqn.jvp.call_wrapped(*flags)
+        child = self.child()
+        closed = _compat.ClosedJaxpr(jaxpr, consts)
+        outs = evaluate(child, closed, given, self.eqn.forced, True)
+        primals, tangents = outs[: len(zeros)], iter(outs[len(zeros) :])
+        return [
+            *primals,
+            *(
+                jnp.zeros_like(x) if is_zero else next(tangents)
+                for x, is_zero in zip(primals, zeros, strict=True)
+            ),
+        ], child
 
 
 class Contract:
@@ -98,9 +129,12 @@ def custom_jvp(trace, primitive, fun, jvp, args, params, eqn=None):
         run = JaxprFunction(trace, eqn.jaxpr, eqn.forced, baked)
     contract = Contract(run, args, fun.debug_info)
     derivative = Function(trace, jvp, baked=True)
+    symbolic = params["symbolic_zeros"]
+    if eqn is not None and eqn.in_float32 and not symbolic:
+        derivative = WideRule(trace, eqn, baked)
 
     def autocast_jvp(*primals_and_tangents):
-        if eqn is not None:
+        if eqn is not None and not isinstance(derivative, WideRule):
             traced = [a.dtype for a in eqn.jaxpr.in_avals] * 2
             primals_and_tangents = cast_all(
                 derivative.child(), primals_and_tangents, traced
@@ -159,13 +193,22 @@ class Equation(NamedTuple):
 
     jaxpr: _compat.ClosedJaxpr
     forced: Action | None
+    jvp: Any  # gives the JVP rule as a jaxpr
+    n_consts: int
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether it is part of a function that runs in float32."""
+        return self.forced is not None and self.forced.dtype == jnp.float32
 
 
 def custom_call(rule):
     def from_equation(trace, primitive, args, params, avals, forced, baked):
         jaxpr = params["call_jaxpr"]
         source = _compat.source_name(jaxpr.jaxpr.debug_info)
-        eqn = Equation(jaxpr, forced or trace.action(primitive, source))
+        action = forced or trace.action(primitive, source)
+        rule_jaxpr = params.get("jvp_jaxpr_fun")
+        eqn = Equation(jaxpr, action, rule_jaxpr, params["num_consts"])
         params = primitive.get_bind_params(params)
         subfuns = params.pop("subfuns")
         if rule is custom_vjp:

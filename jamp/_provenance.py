@@ -100,6 +100,23 @@ def fits(number: float, dtype) -> bool:
     return usual or number == 0 or not np.isfinite(number)
 
 
+# Numbers in JAX's own functions: of log10, and of norms whose order is no power of 2.
+EXACT = (1 / np.log(10), *(1 / n for n in (3, 5, 6, 7, 9, 10)))
+
+
+def unrounded(number: Any) -> Any:
+    """A number of a jaxpr in float32, as it was before JAX rounded it for its array.
+
+    >>> unrounded(np.float16(1 / 3)) == np.float32(1 / 3)
+    True
+    """
+    number = np.asarray(number)
+    for exact in EXACT if number.ndim == 0 else ():
+        if number == number.dtype.type(exact):
+            return np.asarray(exact, np.float32)
+    return number.astype(np.float32)
+
+
 def product_sides(primitive_name: str, args, params) -> tuple[str, ...] | None:
     """The sides of a matrix product's or convolution's result."""
     if primitive_name == "conv_general_dilated":

@@ -15,7 +15,7 @@ from ._custom import CUSTOM, custom_jvp, custom_vjp, shard_map
 from ._epilogue import narrowed, with_bias
 from ._nested import NESTED, check_left_alone, differs
 from ._op_rules import FLOAT32, KEEP, LOWER, PRIMITIVES, PROMOTE, STATISTIC
-from ._provenance import Note, Notes, fits, passed_on, product_sides
+from ._provenance import Note, Notes, fits, passed_on, product_sides, unrounded
 from ._rules import CASTABLE, REGION, Action, Decider, Settings, code_of
 
 RULES = NESTED | CUSTOM  # for primitives that hold functions
@@ -254,7 +254,7 @@ class AutocastTrace(_compat.Trace):
         if dtype_of(x) == dtype or dtype_of(x) not in CASTABLE:
             return x
         if not isinstance(x, jax.Array):
-            return np.asarray(x).astype(dtype)
+            return unrounded(x) if dtype == jnp.float32 else np.asarray(x, dtype)
         if (copy := self.notes.cast(x, dtype)) is None:
             with _compat.set_current_trace(self.parent):
                 copy = lax.convert_element_type(x, dtype)

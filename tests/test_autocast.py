@@ -14,6 +14,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -418,9 +419,28 @@ def test_a_bias_gradient_is_summed_in_float32_with_the_region_under_vmap():
     def loss(b):
         y = jax.vmap(half()(lambda row: w @ row + b))(x)
         assert y.dtype == f16
-        return 32 * jnp.sum(y.astype(f32))  # float16 ends at 65504
+        return jnp.sum(y.astype(f32))
 
-    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(N)), 32 * 4096)
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(N)), 4096)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("vmap", [False, True])
+def test_a_bias_gradient_is_rounded_as_torch_rounds_it(jit, vmap):
+    x, w = jnp.ones((1024, 3)), jnp.ones((3, N))
+
+    def gradient(b, scale):
+        with half():
+            layer = lambda x: x @ w + b
+            y = jax.vmap(layer)(x) if vmap else layer(x)
+        return jnp.sum(scale * y.astype(f32))
+
+    gradient = jax.grad(gradient)
+    gradient = jax.jit(gradient) if jit else gradient
+    b = jnp.ones(N)
+    np.testing.assert_array_equal(gradient(b, 2.0 + 2.0**-9), 2048 + 2)
+    np.testing.assert_array_equal(gradient(b, 3.0), 3072)
+    np.testing.assert_array_equal(gradient(b, 64.0), np.inf)  # 65536
 
 
 def test_residual_sums_are_float32():
@@ -905,3 +925,46 @@ def test_a_nested_primitive_without_a_rule_raises():
         new.bind(x, jaxpr=jaxpr)
     with half(), off():
         new.bind(x, jaxpr=jaxpr)
+
+
+@pytest.mark.parametrize("dtype", [f16, jnp.bfloat16])
+@pytest.mark.parametrize("jit", [False, True])
+def test_float32_functions_are_float32_under_differentiation(dtype, jit):
+    x = jnp.asarray([-1.3, 0.7, 2.1], dtype)
+    y = jnp.asarray([0.2, 0.9, 0.4])
+
+    def loss(x, y):
+        with jamp.autocast(dtype=dtype):
+            a = jax.nn.softplus(x)
+            b = optax.sigmoid_binary_cross_entropy(x, y)
+        return a, b
+
+    def expected(x, y):
+        x = x.astype(f32)
+        return jax.nn.softplus(x), optax.sigmoid_binary_cross_entropy(x, y)
+
+    def run(function):
+        outs, pullback = jax.vjp(function, x, y)
+        return outs, pullback(tuple(map(jnp.ones_like, outs)))
+
+    outs, gradients = (jax.jit(run, static_argnums=0) if jit else run)(loss)
+    wanted, wanted_gradients = run(expected)
+    for found, want in zip(
+        (*outs, gradients[1]), (*wanted, wanted_gradients[1]), strict=True
+    ):
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+    assert gradients[0].dtype == dtype
+    np.testing.assert_allclose(
+        gradients[0].astype(f32), wanted_gradients[0].astype(f32), rtol=0.01
+    )
+
+
+@pytest.mark.parametrize("dtype", [f16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "function", [jnp.log10, lambda x: jnp.linalg.norm(x, 3), jnp.log2]
+)
+def test_float32_functions_have_exact_constants(dtype, function):
+    x = jnp.asarray([0.3, 0.7, 1.9], dtype)
+    half_region = jamp.autocast(dtype=dtype)
+    for run in (half_region(function), jax.jit(half_region(function))):
+        np.testing.assert_allclose(run(x), function(x.astype(f32)), rtol=1e-6)

@@ -23,11 +23,11 @@ demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.test ## the tests; no torch needed
-	$(BIN)/python -m pytest -n auto tests
+	$(BIN)/python -m pytest -n auto --durations 15 tests
 
-parity: $(VENV)/.parity ## compare with live torch, bit for bit; writes parity/report.md
+parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
 	$(BIN)/python -m parity
-	$(BIN)/python -m pytest -n auto parity
+	$(BIN)/python -m pytest -n auto -m "not suite" parity
 
 lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## ruff and pyright
 	$(BIN)/ruff check .

@@ -85,7 +85,7 @@ def with_policy(
       >>> model = jamp.linen.with_policy(model, "mixed_float16", {"layers_2": "full"})
       >>> params = model.init(jax.random.key(0), jnp.ones((1, 4)))  # float32
       >>> y, kept = model.apply(params, jnp.ones((1, 4)), capture_intermediates=True)
-      >>> y.dtype, kept["intermediates"]["layers_0"]["__call__"][0].dtype
+      >>> y.dtype, jax.tree.leaves(kept)[1].dtype
       (dtype('float32'), dtype('float16'))
 
     PyTorch: FSDP's `MixedPrecision` and apex's opt level O2. Keras's `DTypePolicyMap`

@@ -81,7 +81,6 @@ PRIMITIVES: dict[str, Row] = {
     "cumprod": Row(FLOAT32, "cumprod"),
     "cumlogsumexp": Row(FLOAT32),
     "atan2": Row(PROMOTE, "atan2"),
-    "add": Row(PROMOTE, "addcmul addcdiv"),
     "sub": Row(PROMOTE, "cross"),
 }
 PRIMITIVES |= dict.fromkeys(  # no kernel takes half precision
@@ -93,7 +92,7 @@ PRIMITIVES |= dict.fromkeys(  # no kernel takes half precision
 )
 PRIMITIVES |= dict.fromkeys(
     """
-    add_any clamp concatenate div dynamic_update_slice eq ge gt igamma igamma_grad_a
+    add add_any clamp concatenate div dynamic_update_slice eq ge gt igamma igamma_grad_a
     igammac le lt max min mul ne nextafter pad polygamma regularized_incomplete_beta rem
     select_and_gather_add select_and_scatter_add select_n stack zeta
     """.split(),
@@ -234,6 +233,8 @@ NO_COUNTERPART = {
     "_scaled_dot_product_flash_attention": "a kernel that torch chooses by itself",
     "_thnn_fused_gru_cell": "a kernel that torch chooses by itself",
     "_thnn_fused_lstm_cell": "a kernel that torch chooses by itself",
+    "addcdiv": "no such function in JAX; x + y / z is a quotient and a sum",
+    "addcmul": "no such function in JAX; x + y * z is a product and a sum",
     "addmv": "no such function in JAX; x + a @ v is a product and a sum",
     "addr": "no such function in JAX; jnp.outer multiplies, and so keeps its dtype",
     "baddbmm": "no such function in JAX; x + a @ b is a product and a sum",
@@ -252,7 +253,7 @@ NO_COUNTERPART = {
 }
 
 DIFFERENCES = {
-    "tensordot": "float16, where torch promotes: to JAX it is any other matrix product",
+    "tensordot": "half precision, where torch promotes: to JAX it is any other product",
     "index_put": "x.at[i].set(y) keeps the dtype of x, where torch promotes",
     "scatter_add": "x.at[i].add(y) keeps the dtype of x, where torch promotes",
 }

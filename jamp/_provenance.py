@@ -107,7 +107,7 @@ EXACT = (1 / np.log(10), *(1 / n for n in (3, 5, 6, 7, 9, 10)))
 def unrounded(number: Any) -> Any:
     """A number of a jaxpr in float32, as it was before JAX rounded it for its array.
 
-    >>> unrounded(np.float16(1 / 3)) == np.float32(1 / 3)
+    >>> bool(unrounded(np.float16(1 / 3)) == np.float32(1 / 3))
     True
     """
     number = np.asarray(number)

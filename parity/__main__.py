@@ -1,118 +1,134 @@
-"""`python -m parity`: runs every case, compares, writes the report and the picture."""
+"""`python -m parity`: runs every case, compares, writes the report and the pictures."""
 
 import argparse
+import os
 import platform
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import numpy as np
-import torch
-
-from . import golden, jamp_side, ops, report, torch_side
-from .cases import CASES, FIRST_OF_KIND, LONG_RUN, overflows
-from .trajectory import bits, compare
+from . import NAMES, golden, part_named, pictures, report, runner, scale, training
 
 try:
     from rich.progress import track
 except ImportError:
 
-    def track(sequence: Iterable[Any], description: str) -> Iterable[Any]:
+    def track(sequence: Iterable[Any], description: str, total: int) -> Iterable[Any]:
         """Stands in for rich's progress bar."""
-        print(description)
+        print(f"{description}: {total} cases")
         return sequence
 
 
+LIBRARIES = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "jmp", "keras")
+LIBRARIES += ("mixed-precision-for-JAX", "grampax")
+
+
 def _versions() -> str:
-    names = ("torch", "jax", "jaxlib", "flax", "optax", "numpy")
-    return ", ".join(
-        [f"{name} {version(name)}" for name in names]
-        + [f"Python {platform.python_version()}"]
-    )
+    found = []
+    for name in LIBRARIES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join([*found, f"Python {platform.python_version()}"])
 
 
-def _compare_ops() -> list[ops.Result]:
-    return [ops.compare(op) for op in track(ops.LISTED + ops.UNLISTED, "autocast")]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 if anything differs from torch or the golden file."""
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--write-golden", action="store_true", help="replace parity/golden.npz"
+        "--write-golden", action="store_true", help="replace the golden files"
     )
     parser.add_argument(
-        "--ops", action="store_true", help="print the section on autocast alone"
+        "--only",
+        choices=NAMES,
+        nargs="+",
+        help="print the sections of these parts; no report is written",
+    )
+    parser.add_argument(
+        "--case", default="", help="with --only: the cases whose names have this"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        help="how many run at a time; one with cuda, else one for each core",
     )
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here")
-    if options.device == "cuda" and options.write_golden:
-        parser.error("--write-golden: the golden file is made on the CPU")
+    if options.case and not options.only:
+        parser.error("--case: needs --only, since a report has all cases")
+    if options.write_golden and options.only:
+        parser.error("--write-golden: golden files have all parts; leave out --only")
+    if options.device == "cuda":
+        import torch
 
-    if options.ops:
-        results = _compare_ops()
-        print(report.ops(results))
-        return 0 if all(result.expected for result in results) else 1
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: torch sees no GPU here")
+        if options.write_golden:
+            parser.error("--write-golden: golden files are made on the CPU")
+    if options.processes is None:
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+        options.processes = 1 if options.device == "cuda" else cores
+    return options
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 if anything differs from torch or a golden file."""
+    options = _arguments(arguments)
+    parts = [part_named(name) for name in options.only or NAMES]
     start = time.perf_counter()
-    torch_runs, pictured, comparisons = [], {}, []
-    for case in track(CASES, "torch and jamp"):
-        expected = torch_side.run(case, options.device)
-        scanned = jamp_side.run_nnx(case)
-        runs = {"GradScaler, nnx.scan": scanned}
-        if case in FIRST_OF_KIND:
-            runs["GradScaler, step by step"] = jamp_side.run_nnx(
-                case, step_by_step=True
-            )
-        if jamp_side.fits_optax(case):
-            runs["dynamic_loss_scale, lax.scan"] = jamp_side.run_optax(case)
-        comparisons += [compare(case, p, expected, found) for p, found in runs.items()]
-        torch_runs.append(expected)
-        pictured[case.name] = (case, expected, scanned)
-
-    print(f"long run of {LONG_RUN.steps:,} steps")
-    found_inf = overflows(LONG_RUN)
-    long_torch = torch_side.run_scale(LONG_RUN, found_inf, options.device)
-    long_jamp = jamp_side.run_scale(LONG_RUN, found_inf)
-    long_bits = [bits(scales) for scales, _ in (long_torch, long_jamp)]
-    long_mismatches = {
-        "scale": int(np.count_nonzero(long_bits[0] != long_bits[1])),
-        "tracker": int(np.count_nonzero(long_torch[1] != long_jamp[1])),
+    total = sum(options.case in name for part in parts for name in part.CASES)
+    found = {part: {} for part in parts}
+    seconds = dict.fromkeys(parts, 0.0)
+    for ran in track(
+        runner.results(parts, options.case, options.device, options.processes),
+        description="torch and jamp",
+        total=total,
+    ):
+        found[ran.part][ran.result.case] = ran.result
+        seconds[ran.part] += ran.seconds
+    results = {
+        part: [found[part][name] for name in part.CASES if name in found[part]]
+        for part in parts
     }
+    every = [result for of_part in results.values() for result in of_part]
+    wrong = [result for result in every if not result.as_expected]
+    for result in wrong:
+        print(f"differs: {result.where or result.case}")
+    if options.only:
+        print("\n\n".join(report.section(*item) for item in results.items()))
+        print(f"{len(every)} cases, {len(wrong)} not as expected")
+        return 1 if wrong or not every else 0
 
-    # Autocast's section needs no GPU, and its values are those of the CPU.
-    op_results = _compare_ops() if options.device == "cpu" else []
-
-    made = golden.pack(torch_runs, long_torch, torch.__version__)
-    if options.write_golden:
-        golden.save(made)
-    stale = golden.differences(golden.load(), made)
-
+    if any(result.raised for result in every):
+        print("no report is written, as a case raised an exception")
+        return 1
+    # On a GPU the sums of the other parts round in another way.
+    checked = results if options.device == "cpu" else {scale: results[scale]}
+    stale = golden.check(checked, write=options.write_golden)
     suffix = "" if options.device == "cpu" else "-cuda"
-    picture = golden.PATH.with_name(f"trajectories{suffix}.png")
-    report.draw(picture, pictured, (long_torch[0], long_jamp[0]))
+    folder = golden.PATH.parent
+    names = {name: f"{name}{suffix}.png" for name in ("trajectories", "training")}
+    pictures.trajectories(folder / names["trajectories"], found[scale])
+    pictures.training(folder / names["training"], results[training])
     text = report.text(
-        comparisons,
-        long_torch,
-        long_mismatches,
-        device=options.device,
+        results,
         arguments="" if options.device == "cpu" else " --device cuda",
-        picture=picture.name,
-        ops=report.ops(op_results) if op_results else "",
+        device=f'on "{options.device}"',
         versions=_versions(),
-        seconds=time.perf_counter() - start,
+        seconds=f"{time.perf_counter() - start:.0f}",
+        by_part=", ".join(
+            f"{part.__name__.rpartition('.')[2]} {took:.0f}"
+            for part, took in seconds.items()
+        ),
+        **names,
     )
-    golden.PATH.with_name(f"report{suffix}.md").write_text(text, encoding="utf-8")
+    (folder / f"report{suffix}.md").write_text(text, encoding="utf-8")
     print(text)
     if stale:
-        print(f"parity/golden.npz differs from live torch in: {', '.join(stale)}")
-    different = any(item.where for item in comparisons) or any(long_mismatches.values())
-    different |= not all(result.expected for result in op_results)
-    return 1 if different or stale else 0
+        print(f"differs from live torch: {', '.join(stale)}")
+    return 1 if wrong or stale else 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 SIZE = 8  # elements of a gradient
 LEARNING_RATE, MOMENTUM = 2.0**-4, 0.5  # exact products: a fused multiply-add is equal
-_POISONS = np.array([np.inf, -np.inf, np.nan], np.float32)
+_POISONS = (math.inf, -math.inf, math.nan)
 Event = tuple[int, str, float]
 
 
@@ -34,6 +34,7 @@ class Case:
       kind: the group it is reported in.
       overflow: chance that a step of an optimizer holds an inf or nan.
       unscale_first: whether `unscale_` is called before `step`.
+      poisons: what a poisoned gradient holds.
       events: `(step, method, value)`. A setter such as `set_growth_interval` is called
         before that step; `update` means that the step ends in `update(value)`.
     """
@@ -50,6 +51,7 @@ class Case:
     steps: int = 1000
     n_optimizers: int = 1
     unscale_first: bool = False
+    poisons: tuple[float, ...] = _POISONS
     events: tuple[Event, ...] = ()
 
     @property
@@ -95,7 +97,7 @@ def streams(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
     poisoned = random.random_sample(shape[:2]) < case.overflow
     place = random.randint(0, SIZE, shape[:2])[..., None] == np.arange(SIZE)
-    value = random.choice(_POISONS, shape[:2])[..., None]
+    value = random.choice(np.array(case.poisons, np.float32), shape[:2])[..., None]
     poison = np.where(poisoned[..., None] & place, value, np.float32(0))
     return base, poison
 
@@ -233,6 +235,16 @@ CASES: tuple[Case, ...] = (
         "unscale_ first",
         (80, 81),
         _grid(n_optimizers=(1, 2), growth_interval=(3,), unscale_first=(True,)),
+    ),
+    *_family(
+        "overflow in the product",  # with the inverse scale: torch does not skip
+        (85, 86),
+        _grid(
+            init_scale=(2.0**-100,),
+            growth_interval=(100,),
+            overflow=(0.05,),
+            poisons=((2.0**40, -(2.0**40)),),
+        ),
     ),
     *_family(
         "disabled",

@@ -1,46 +1,71 @@
-"""torch's results in one file, so that jamp can be checked without torch."""
+"""torch's results in files, so that jamp can be checked without torch.
+
+`golden.npz` has what the parts with a function `golden` give; the dtypes of ops are in
+`golden_ops.json`.
+"""
 
 import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from . import behaviors, ops, ops_golden
 from .cases import CASES, Case
+from .result import Result
 from .trajectory import Trajectory, digest
 
 PATH = pathlib.Path(__file__).with_name("golden.npz")
 
 
-def pack(
-    runs: Sequence[Trajectory], long_run: Sequence[np.ndarray], torch_version: str
-) -> dict[str, np.ndarray]:
-    """The arrays of the golden file, the runs of `CASES` laid end to end.
+# Whose rounding depends on the machine: runs to compare with, and what is compared in
+# another way.
+ELSEWHERE = ("training/", "behavior/", "torch_version")
 
-    Parameters and the long run are there as digests, the other fields in full.
+
+def check(
+    results: Mapping[ModuleType, Sequence[Result]], write: bool = False
+) -> list[str]:
+    """Holds the golden files against what live torch has just given.
+
+    Args:
+      results: of the parts; all if `write`.
+      write: whether the files are replaced first.
+
+    Returns:
+      What differs, in words.
     """
-    return {
-        "names": np.array([case.name for case in CASES]),
-        "scale": np.concatenate([run.scale for run in runs]),
-        "tracker": np.concatenate([run.tracker.astype(np.uint16) for run in runs]),
-        "skipped": np.packbits(np.concatenate([run.skipped.ravel() for run in runs])),
-        "params": np.stack([digest(run.params) for run in runs]),
-        "long_run": digest(*long_run),
-        "torch_version": np.array(torch_version),
-    }
+    made = pack(results)
+    if write:
+        save(made)
+        ops_golden.write_golden(results[ops])
+    committed = load()
+    found = differences(committed, made) + behaviors.stale(committed, made)
+    return found + (ops_golden.differences(results[ops]) if ops in results else [])
+
+
+def pack(results: Mapping[ModuleType, Sequence[Result]]) -> dict[str, np.ndarray]:
+    """The arrays of the golden file: what each part that has `golden` gives."""
+    arrays = {"torch_version": np.array(version("torch").split("+")[0])}
+    for part, found in results.items():
+        if hasattr(part, "golden"):
+            arrays |= part.golden(found)
+    return arrays
 
 
 def differences(
     committed: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]
 ) -> list[str]:
-    """Names of the arrays that differ; another version of torch is no difference."""
-    return [
+    """Names of the arrays that differ, but for what depends on the machine."""
+    names = {name for name in made if not name.startswith(ELSEWHERE)}
+    return sorted(
         name
-        for name in made
-        if name != "torch_version"
-        and not (name in committed and np.array_equal(committed[name], made[name]))
-    ]
+        for name in names
+        if not (name in committed and np.array_equal(committed[name], made[name]))
+    )
 
 
 def load() -> dict[str, np.ndarray]:

@@ -17,6 +17,8 @@ from jamp import _loss_scale
 from .cases import LEARNING_RATE, MOMENTUM, SIZE, Case, streams
 from .trajectory import Trajectory, trajectory
 
+Gradients = tuple[np.ndarray, np.ndarray]  # what `cases.streams` gives
+
 SGD = optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
 
 
@@ -65,15 +67,18 @@ def _jit_steps(train: Any, gradients: Any, unscale_first: bool) -> tuple[Any, ..
     return records
 
 
-def run_nnx(case: Case, step_by_step: bool = False) -> Trajectory:
+def run_nnx(
+    case: Case, step_by_step: bool = False, gradients: Gradients | None = None
+) -> Trajectory:
     """Runs a case with `jamp.GradScaler` and `nnx.Optimizer` under `nnx.jit`.
 
     Args:
       case: the case.
       step_by_step: one call of a jitted function for every step, as in a training
         script, instead of one `nnx.scan` from event to event, which is faster.
+      gradients: used instead of `streams(case)`.
     """
-    base, poison = streams(case)
+    base, poison = gradients or streams(case)
     scaler = jamp.GradScaler(**case.scaler_kwargs)
     models = tuple(Model() for _ in range(case.n_optimizers))
     optimizers = tuple(nnx.Optimizer(model, SGD, wrt=nnx.Param) for model in models)
@@ -129,13 +134,18 @@ def _optax_scan(
     return records
 
 
-def run_optax(case: Case) -> Trajectory:
-    """Runs a case with `jamp.dynamic_loss_scale` and `jamp.step`, all in one scan."""
+def run_optax(case: Case, gradients: Gradients | None = None) -> Trajectory:
+    """Runs a case with `jamp.dynamic_loss_scale` and `jamp.step`, all in one scan.
+
+    Args:
+      case: the case.
+      gradients: used instead of `streams(case)`.
+    """
     kwargs = case.scaler_kwargs
     init_scale = kwargs.pop("init_scale")
     if not case.enabled:
         init_scale = 1.0
-    base, poison = streams(case)
+    base, poison = gradients or streams(case)
     scale, tracker, skipped, params = _optax_scan(
         jnp.float32(init_scale), base[:, 0], poison[:, 0], **kwargs
     )

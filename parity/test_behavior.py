@@ -1,203 +1,148 @@
-"""What surrounds the numbers: messages, saved states, dtypes of `scale`, bfloat16."""
+"""Whether `behaviors` would see a difference: controls of its comparison and its data.
 
-import json
+The cases themselves run in `test_suite`.
+"""
+
+import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
-import jamp
+from jamp import _loss_scale
 
-from .jamp_side import Model
+from . import behaviors, behaviors_api
+from .behaviors import BEHAVIORS, CASES, Case, compare
+from .behaviors_compare import Reference
+from .behaviors_table import FLOAT16_TOLERANCE, HANDOVER, JIT, OPTAX, STEPS, Record
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-CONFIG = {
-    "init_scale": 1000.1,
-    "growth_factor": 1.1,
-    "backoff_factor": 0.7,
-    "growth_interval": 3,
+from . import behaviors_torch
+
+PLAIN = CASES[f"plain, SGD: {OPTAX}"]
+RUNS = {b.name: b for b in BEHAVIORS}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Reference]:
+    return {name: behaviors_torch.reference(b, "cpu") for name, b in RUNS.items()}
+
+
+def changed(record: Record, field: str, index: Any, change: Any) -> Record:
+    array = getattr(record, field).copy()
+    array[index] = change(array[index])
+    return record._replace(**{field: array})
+
+
+CHANGES = {
+    "scale": ((20,), lambda x: np.nextafter(x, np.float32(np.inf))),
+    "tracker": ((20,), lambda x: x + 1),
+    "skipped": ((20, 0), np.logical_not),
+    "loss": ((20,), lambda x: x * np.float32(1 + 2e-6)),
+    "params": ((20, 0, 70), lambda x: np.nextafter(x, np.float32(np.inf))),
 }
 
 
-class TorchDriver:
-    """One parameter, one optimizer and torch's scaler."""
-
-    def __init__(self, dtype: str = "float32", **config: Any):
-        dtype = getattr(torch, dtype)
-        self.param = torch.zeros(8, dtype=dtype, requires_grad=True)
-        self.param.grad = torch.ones(8, dtype=dtype)
-        self.optimizer = torch.optim.SGD([self.param], lr=2.0**-4)
-        self.scaler = torch.amp.GradScaler("cpu", **config)
-        self.scaler.scale(torch.ones(()))  # torch makes the scale on first use
-
-    def set_gradient(self, values: np.ndarray):
-        self.param.grad = torch.from_numpy(values).to(self.param.dtype)
-
-    def drop_gradient(self):
-        self.param.grad = None
-
-    def unscale_(self) -> np.ndarray:
-        self.scaler.unscale_(self.optimizer)
-        return self.param.grad.float().numpy()
-
-    def step(self, **kwargs: Any) -> np.ndarray:
-        self.scaler.step(self.optimizer, **kwargs)
-        return self.param.detach().float().numpy().copy()
+@pytest.mark.parametrize("field", Record._fields)
+def test_one_wrong_value_is_counted_and_named(field, references):
+    torch = references[PLAIN.behavior.name]
+    index, change = CHANGES[field]
+    result = compare(PLAIN, torch, changed(torch.record, field, index, change))
+    assert result.mismatches == dict.fromkeys(Record._fields, 0) | {field: 1}
+    assert result.where == f"step 20: {field} differs"
+    assert result.compared == STEPS * (4 + 144)
 
 
-class JampDriver:
-    """The same with jamp's scaler, outside any trace."""
-
-    def __init__(self, dtype: str = "float32", **config: Any):
-        self.model = Model(dtype)
-        self.optimizer = nnx.Optimizer(self.model, optax.sgd(2.0**-4), wrt=nnx.Param)
-        self.scaler = jamp.GradScaler(**config)
-        self.set_gradient(np.ones(8, np.float32))
-
-    def set_gradient(self, values: np.ndarray):
-        self.grads = jax.tree.map(
-            lambda param: jnp.asarray(values, param.dtype),
-            nnx.state(self.model, nnx.Param),
-        )
-
-    def drop_gradient(self):
-        self.grads = jax.tree.map(lambda _: None, self.grads)
-
-    def unscale_(self) -> np.ndarray:
-        self.grads = self.scaler.unscale_(self.optimizer, self.grads)
-        return np.asarray(self.grads["w"][...], np.float32)
-
-    def step(self, **kwargs: Any) -> np.ndarray:
-        self.scaler.step(self.optimizer, self.model, self.grads, **kwargs)
-        return np.asarray(self.model.w[...], np.float32)
+@pytest.mark.parametrize(
+    "name, tolerance",
+    [("plain, AdamW", 1e-6), ("autocast, AdamW", FLOAT16_TOLERANCE)],
+)
+def test_the_tolerance_is_of_the_largest_of_the_leaf(name, tolerance, references):
+    case, torch = CASES[f"{name}: {OPTAX}"], references[name]
+    largest = np.abs(torch.record.params[5, 0, 64:72]).max()
+    for share, mismatches in ((0.9, 0), (1.1, 1), (np.inf, 1), (np.nan, 1)):
+        move = lambda x, by=share * tolerance * largest: x + by
+        moved = changed(torch.record, "params", (5, 0, 66), move)
+        assert compare(case, torch, moved).mismatches["params"] == mismatches
 
 
-def iterate(driver: Any, overflow: bool) -> tuple[float, int]:
-    values = np.ones(8, np.float32)
-    values[3] = np.inf if overflow else 1.0
-    driver.set_gradient(values)
-    driver.step()
-    driver.scaler.update()
-    return driver.scaler.get_scale(), driver.scaler.state_dict()["_growth_tracker"]
+def test_a_run_that_is_taken_up_is_compared_with_the_end(references):
+    case = CASES["saved and resumed: torch to jamp"]
+    torch = references[case.behavior.name]
+    part = Record(*(array[HANDOVER:] for array in torch.record))
+    assert not compare(case, torch, part).differs
+    early = Record(*(array[HANDOVER - 1 : -1] for array in torch.record))
+    assert compare(case, torch, early).differs
 
 
-MISUSES = {
-    "unscale_ twice": lambda d: (d.unscale_(), d.unscale_()),
-    "unscale_ after step": lambda d: (d.step(), d.unscale_()),
-    "step twice": lambda d: (d.step(), d.step()),
-    "update before step": lambda d: d.scaler.update(),
-    "update twice": lambda d: (d.step(), d.scaler.update(), d.scaler.update()),
-    "no gradient": lambda d: (d.drop_gradient(), d.step()),
-    "closure": lambda d: d.step(closure=lambda: 0.0),
-    "empty state": lambda d: d.scaler.load_state_dict({}),
+def late(state, found_inf, config):
+    """Grows a step late, as flax's DynamicScale does."""
+    later = dataclasses.replace(config, growth_interval=config.growth_interval + 1)
+    return update(state, found_inf, later)
+
+
+def float32(x, factor):
+    return x * np.float32(factor)
+
+
+update = _loss_scale.update
+FAULTS = {
+    "grows a step late": ("update", late, "plain, SGD"),
+    "float32 product": ("_float64_product", float32, "clipping of scaled gradients"),
+    "nothing is checked": ("all_finite", lambda *_: np.True_, "plain, SGD"),
 }
 
 
-@pytest.mark.parametrize("misuse", MISUSES)
-def test_messages(misuse: str):
-    # torch raises AssertionError for what it checks with `if`; jamp a RuntimeError.
-    with pytest.raises((RuntimeError, AssertionError)) as in_torch:
-        MISUSES[misuse](TorchDriver())
-    with pytest.raises(RuntimeError) as in_jamp:
-        MISUSES[misuse](JampDriver())
-    assert str(in_jamp.value) == str(in_torch.value)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("side", [JIT, OPTAX])
+def test_a_fault_in_jamp_is_seen(fault, side, references, monkeypatch, request):
+    name, wrong, behavior = FAULTS[fault]
+    monkeypatch.setattr(_loss_scale, name, wrong)
+    jax.clear_caches()  # what was compiled without the fault, and then with it
+    request.addfinalizer(jax.clear_caches)
+    case, torch = CASES[f"{behavior}: {side}"], references[behavior]
+    found = behaviors.run_jamp(RUNS[behavior], side, None)
+    assert compare(case, torch, found).differs
 
 
-@pytest.mark.parametrize("method", ["unscale_", "step"])
-def test_message_for_float16_gradients(method: str):
-    with pytest.raises(ValueError) as in_torch:
-        getattr(TorchDriver("float16"), method)()
-    with pytest.raises(ValueError) as in_jamp:
-        getattr(JampDriver("float16"), method)()
-    assert str(in_jamp.value).startswith(str(in_torch.value))
+def test_a_wrong_answer_is_seen():
+    probe = behaviors_api.PROBES[0]
+    case = Case(probe, behaviors_api.SCALER)
+    answers = probe.ask(behaviors_api.Driver)
+    wrong = answers | {"step twice, text": "step() again."}
+    assert not behaviors.compare_answers(case, answers, answers).differs
+    assert behaviors.compare_answers(case, answers, wrong).mismatches == {"answers": 1}
+    assert behaviors.compare_answers(case, answers, {}).differs
 
 
-@pytest.mark.parametrize(
-    "first, second", [(TorchDriver, JampDriver), (JampDriver, TorchDriver)]
-)
-def test_states_are_interchangeable(first: Any, second: Any):
-    flags = (np.random.RandomState(0).random_sample(180) < 0.1).tolist()
-    reference = TorchDriver(**CONFIG)
-    expected = [iterate(reference, flag) for flag in flags]
-
-    found, driver = [], first(**CONFIG)
-    for part, following in (
-        (flags[:60], second),
-        (flags[60:120], first),
-        (flags[120:], first),
-    ):
-        found += [iterate(driver, flag) for flag in part]
-        state = json.loads(json.dumps(driver.scaler.state_dict()))
-        driver = following()
-        driver.scaler.load_state_dict(state)
-    assert found == expected
-    assert driver.scaler.state_dict() == reference.scaler.state_dict()
+def test_a_stale_golden_file_is_seen(references):
+    results = [
+        compare(PLAIN, references["plain, SGD"], references["plain, SGD"].record)
+    ]
+    made = behaviors.golden(results)
+    assert behaviors.stale(made, made) == []
+    assert behaviors.stale({}, made) == ["plain, SGD"]
+    for name in made:
+        old = made | {name: made[name].copy()}
+        old[name].flat[0] += 64 if name.endswith("loss") else 1  # bits
+        assert len(behaviors.stale(old, made)) == 1
 
 
-def test_state_dicts_have_the_same_keys_and_types():
-    states = [d(**CONFIG).scaler.state_dict() for d in (TorchDriver, JampDriver)]
-    kinds = [{key: type(value) for key, value in state.items()} for state in states]
-    assert kinds[0] == kinds[1]
-    disabled = [d(enabled=False).scaler.state_dict() for d in (TorchDriver, JampDriver)]
-    assert disabled == [{}, {}]
-
-
-@pytest.mark.parametrize("scale", [2.0**16, 1000.1, 2.0**-20, 3e38])
-@pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "float32", "float64", "int32", "bool"]
-)
-def test_dtype_and_value_of_scale(dtype: str, scale: float):
-    values = [0.0, 1.0, -1.5, 0.1, 3.0, 1e4, np.inf, -np.inf, np.nan]
-    if dtype in ("int32", "bool"):
-        values = [0, 1, 3, 2**24 + 1] if dtype == "int32" else [0, 1]
-    in_torch = torch.amp.GradScaler("cpu", init_scale=scale)
-    in_jamp = jamp.GradScaler(init_scale=scale)
-    with jax.enable_x64(dtype == "float64"):
-        for outputs in (*values, values, [values]):
-            expected = in_torch.scale(
-                torch.tensor(outputs, dtype=getattr(torch, dtype))
-            )
-            found = in_jamp.scale(jnp.array(outputs, dtype=dtype))
-            assert str(found.dtype) == str(expected.dtype).removeprefix("torch.")
-            np.testing.assert_array_equal(
-                np.asarray(found, np.float64), expected.double().numpy(), strict=True
-            )
-
-
-def drawn_gradients(steps: int) -> np.ndarray:
-    """Random bfloat16 values as float32, one in ten steps with an inf."""
-    random = np.random.RandomState(1)
-    values = random.standard_normal((steps, 8)).astype(np.float32) * 1000
-    values[random.random_sample(steps) < 0.1, 2] = np.inf
-    return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float32)
-
-
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("unscale_first", [False, True])
-def test_bfloat16_gradients(jit: bool, unscale_first: bool):
-    # bfloat16 parameters too: the unscaled gradients go back to bfloat16, as in torch.
-    def step(model, optimizer, scaler, grads):
-        if unscale_first:
-            grads = scaler.unscale_(optimizer, grads)
-        scaler.step(optimizer, model, grads)
-        scaler.update()
-        return grads["w"][...]
-
-    step = nnx.jit(step) if jit else step
-    in_torch = TorchDriver("bfloat16", **CONFIG)
-    in_jamp = JampDriver("bfloat16", **CONFIG)
-    for values in drawn_gradients(100):
-        for driver in (in_torch, in_jamp):
-            driver.set_gradient(values)
-        expected = in_torch.unscale_() if unscale_first else values
-        params = in_torch.step()
-        in_torch.scaler.update()
-        found = step(in_jamp.model, in_jamp.optimizer, in_jamp.scaler, in_jamp.grads)
-        np.testing.assert_array_equal(np.float32(found), expected)
-        np.testing.assert_array_equal(np.float32(in_jamp.model.w[...]), params)
-        assert in_jamp.scaler.get_scale() == in_torch.scaler.get_scale()
+def test_the_runs_show_what_they_are_for(references):
+    for name, torch in references.items():
+        record, behavior = torch.record, RUNS[name]
+        scales = record.scale
+        assert np.isfinite(scales).all() and (scales >= 2.0**-126).all()
+        if not behavior.enabled or behavior.overwrite:
+            assert not record.skipped.any()
+            assert not np.isfinite(record.params[-1]).all()
+            continue
+        assert record.skipped.any(0).all(), name  # each optimizer
+        assert not record.skipped.all(1).all(), name
+        assert (np.diff(scales) > 0).any() and (np.diff(scales) < 0).any(), name
+        assert np.isfinite(record.params).all(), name
+        assert not np.array_equal(record.params[0], record.params[-1])
+    most = references["growth that must not overflow"].record.scale.max()
+    assert most * np.float64(16) > np.finfo(np.float32).max

@@ -1,0 +1,300 @@
+"""What GradScaler does, step by step, as torch's own tests of it cover.
+
+A case is a behavior and the part of jamp that shows it: a training run in
+`behaviors_table`, or a probe in `behaviors_api`. torch is imported where it runs, so
+that jamp can be compared with the golden file where there is none.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from . import behaviors_jamp
+from .behaviors_api import DRIVERS, PROBES, Answers, Probe
+from .behaviors_compare import (
+    GOLDEN_ROWS,
+    PREFIX,
+    Reference,
+    differences,
+    pack,
+    share_equal,
+    unpack,
+)
+from .behaviors_table import (
+    BEHAVIORS,
+    HANDOVER,
+    JAMP_TO_JAMP,
+    JAMP_TO_TORCH,
+    JIT,
+    LIVE,
+    OPTAX,
+    STEPS,
+    TORCH_TO_JAMP,
+    TORCH_TO_TORCH,
+    WIDTH,
+    Behavior,
+    Record,
+    Saved,
+)
+from .result import Result
+
+TITLE = "GradScaler, behavior by behavior"
+
+
+class Case(NamedTuple):
+    """A behavior and the part of jamp that shows it."""
+
+    behavior: Behavior | Probe
+    side: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.behavior.name}: {self.side}"
+
+
+class Shown(NamedTuple):
+    """What the section and the golden file show of a case."""
+
+    arrays: dict[str, np.ndarray]  # torch's, for the golden file
+    skipped: int = 0  # steps of an optimizer
+    equal: float = 1.0  # share of the parameters that are equal in bits
+
+
+CASES = {
+    case.name: case
+    for behavior in (*BEHAVIORS, *PROBES)
+    for case in (Case(behavior, side) for side in behavior.sides)
+}
+
+
+def run(case: Case, device: str) -> Result:
+    """Runs a case in torch and in jamp."""
+    behavior, side = case
+    if isinstance(behavior, Probe):
+        from . import behaviors_api_torch
+
+        answers = behavior.ask(behaviors_api_torch.DRIVERS[device])
+        return compare_answers(case, answers, behavior.ask(DRIVERS[side]))
+    from . import behaviors_torch
+
+    torch = behaviors_torch.reference(behavior, device)
+    resume = lambda saved: behaviors_torch.Run(behavior, saved, device).run(HANDOVER)
+    if side == TORCH_TO_TORCH:
+        found = resume(torch.saved)
+    elif side == JAMP_TO_TORCH:
+        first, saved = _first_part(behavior)
+        found = first.then(resume(saved))
+    else:
+        found = run_jamp(behavior, side, torch.saved)
+    return compare(case, torch, found)
+
+
+def compare_with(case: Case, golden: Mapping[str, np.ndarray]) -> Result:
+    """Runs jamp's side of a case and compares it with a golden file.
+
+    Raises:
+      KeyError: the file lacks the case.
+      ValueError: the case ends in torch.
+    """
+    behavior, side = case
+    if side in LIVE:
+        raise ValueError(f"{case.name} needs torch")
+    if isinstance(behavior, Probe):
+        recorded = golden[f"{PREFIX}{behavior.name}/answers"].tolist()
+        answers = dict(line.split("\t") for line in recorded)
+        return compare_answers(case, answers, behavior.ask(DRIVERS[side]))
+    torch = unpack(behavior, golden)
+    return compare(case, torch, run_jamp(behavior, side, torch.saved))
+
+
+def run_jamp(behavior: Behavior, side: str, saved: Saved | None) -> Record:
+    """jamp's part of a run: all of it, or what follows on a saved state."""
+    with (
+        jax.default_matmul_precision("float32"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        if side == OPTAX:
+            return behaviors_jamp.run_optax(behavior)
+        if side == TORCH_TO_JAMP:
+            return behaviors_jamp.Run(behavior, JIT, saved).run(HANDOVER)
+        if side == JAMP_TO_JAMP:
+            first, saved = _first_part(behavior)
+            return first.then(behaviors_jamp.Run(behavior, JIT, saved).run(HANDOVER))
+        return behaviors_jamp.Run(behavior, side).run()
+
+
+def _first_part(behavior: Behavior) -> tuple[Record, Saved]:
+    first = behaviors_jamp.Run(behavior, JIT)
+    return first.run(0, HANDOVER), first.save()
+
+
+def compare(case: Case, torch: Reference, found: Record) -> Result:
+    """Compares every value of two runs."""
+    behavior = case.behavior
+    assert isinstance(behavior, Behavior)
+    differ, where = differences(behavior, torch, found)
+    shown = Shown(
+        pack(behavior, torch),
+        int(torch.record.skipped.sum()),
+        share_equal(torch, found),
+    )
+    return Result(
+        case.name,
+        sum(wrong.size for wrong in differ.values()),
+        {name: int(wrong.sum()) for name, wrong in differ.items()},
+        where,
+        data=shown,
+    )
+
+
+def compare_answers(case: Case, torch: Answers, found: Answers) -> Result:
+    """Compares the answers to all questions."""
+    wrong = [
+        name
+        for name in dict.fromkeys((*torch, *found))
+        if torch.get(name) != found.get(name)
+    ]
+    where = ""
+    if wrong:
+        name = wrong[0]
+        where = f"{name}: {found.get(name)}; torch: {torch.get(name)}"
+    lines = np.array([f"{name}\t{answer}" for name, answer in torch.items()])
+    return Result(
+        case.name,
+        len(torch),
+        {"answers": len(wrong)},
+        where,
+        data=Shown({f"{PREFIX}{case.behavior.name}/answers": lines}),
+    )
+
+
+def golden(results: Iterable[Result]) -> dict[str, np.ndarray]:
+    """torch's side of the cases, for the golden file."""
+    arrays = {}
+    for result in results:
+        arrays |= result.data.arrays
+    return arrays
+
+
+def stale(
+    committed: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]
+) -> list[str]:
+    """Behaviors of which live torch gives other arrays than a golden file.
+
+    Losses and parameters need only agree as closely as jamp's must, since their last
+    bits depend on the processor.
+    """
+    found = []
+    for behavior in (*BEHAVIORS, *PROBES):
+        names = [n for n in made if n.startswith(f"{PREFIX}{behavior.name}/")]
+        if not names:
+            continue
+        if not committed.keys() >= set(names):
+            found.append(behavior.name)
+        elif isinstance(behavior, Probe):
+            if any(committed[n].tolist() != made[n].tolist() for n in names):
+                found.append(behavior.name)
+        else:
+            old, new = unpack(behavior, committed), unpack(behavior, made).record
+            params = np.zeros((STEPS, *new.params.shape[1:]), np.float32)
+            params[list(GOLDEN_ROWS)] = new.params
+            _, where = differences(behavior, old, new._replace(params=params))
+            found += [f"{behavior.name}, {where}"] if where else []
+    return found
+
+
+_TEXT = """{runs} training runs of {steps} steps went through torch and jamp with \
+the same weights, batches and settings: a model of two {width} x {width} layers, the \
+mean squared error, and an inf or nan at recorded steps in the input, the loss or a \
+scaled gradient. After every step the bits of the scale, the growth tracker, the \
+skipped flags, the loss and every parameter were compared. Parameters are equal in \
+bits where the arithmetic is exact, and within 1e-6 of the largest of their leaf \
+elsewhere; with autocast within 2^-10, one unit in the last place of float16. The \
+last column says how many are equal in bits. Losses agree to 1e-6, with autocast to \
+2^-10. Below the runs stand questions about the interface, with the number of answers \
+compared.
+
+| behavior | torch's tests | in jamp | steps | skipped | values compared | \
+mismatches | parameters |
+| --- | --- | --- | ---: | ---: | ---: | ---: | --- |
+{rows}
+
+{notes}"""
+
+_NOTES = (
+    "torch's tests are those of `test_torch.py`, `test_cuda.py` and their siblings, "
+    "without `test_`. Where they train, it is for four steps, beside an unscaled run.",
+    "Exact runs round the parameters to multiples of 1/16 in the forward pass (with a "
+    "gradient of 1) and use binary fractions throughout, so that no sum is rounded.",
+    "The growth factor is a power of 2 in exact runs, with a backoff factor to match, "
+    "and 1.1 with 0.7 in most others; the interval is 1 to 5.",
+    "Under autocast the scale, the tracker and the skipped flags must be equal too. A "
+    "gradient may be one unit in the last place of float16 off, at worst to the same "
+    "side in every step, and over a run a parameter goes about as far as the largest "
+    "one is from zero: hence 2^-10 of that.",
+    "`torch.nn.utils.clip_grad_norm_` adds 1e-6 to the norm, which "
+    "`optax.clip_by_global_norm` does not; here both sides use torch's formula. In "
+    "optax the clipping of unscaled gradients is inside the wrapper.",
+    "AdamW has beta2 = 0.96875 and a weight decay of 2^-7. With torch's defaults optax "
+    "and torch differ by more than 1e-6 without any scaler: optax corrects the bias in "
+    "float32, and torch rounds 1 - rate x decay before it multiplies.",
+    "`dynamic_loss_scale` holds one optimizer and has no state to set, so two "
+    "optimizers, `update(new_scale)` and what follows `unscale_` are compared with "
+    "`GradScaler` alone. Its setters are a new wrapper on the old state. Gradients are "
+    "summed by hand: around or inside `optax.MultiSteps` it is checked at other times.",
+    "In bfloat16 `dynamic_loss_scale` keeps unscaled gradients in float32, where torch "
+    "rounds them to bfloat16; with a scale that is a power of two that is the same. "
+    "It takes float16 gradients, which torch and `GradScaler` refuse.",
+    "torch checks its arguments by assertions; jamp raises `RuntimeError` with the "
+    "same text for misuse, and `ValueError` with its own for bad numbers. A "
+    "constructor of jamp refuses more: intervals below 1, factors that are not finite.",
+    "No counterpart: sparse gradients (JAX's are dense), parameters whose `grad` is "
+    "`None` (JAX gives zeros; `wrt` leaves parameters out), optimizers that unscale "
+    "by themselves (`grad_scaler_pass_itself`), several devices in one process, and "
+    "`step` before the first `scale`, as jamp's scale is there from the start.",
+)
+
+
+def section(results: Sequence[Result]) -> str:
+    """One table, a row for each behavior, and what to know about it."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(CASES[result.case].behavior.name, []).append(result)
+    runs = sum(isinstance(CASES[r.case].behavior, Behavior) for r in results)
+    failures = [f"- {r.case}: {r.where}." for r in results if r.where]
+    return _TEXT.format(
+        runs=runs,
+        steps=STEPS,
+        width=WIDTH,
+        rows="\n".join(_row(group) for group in groups.values()),
+        notes="\n".join([*failures, *(f"- {note}" for note in _NOTES)]),
+    )
+
+
+def _row(results: Sequence[Result]) -> str:
+    behavior = CASES[results[0].case].behavior
+    is_run = isinstance(behavior, Behavior)
+    equal = min(r.data.equal for r in results)
+    cells = [
+        behavior.name,
+        ", ".join(f"`{test}`" for test in behavior.tests) or "-",
+        ", ".join(CASES[r.case].side for r in results),
+        f"{STEPS}" if is_run else "-",
+        f"{results[0].data.skipped}" if is_run else "-",
+        f"{sum(r.compared for r in results):,}",
+        f"{sum(sum(r.mismatches.values()) for r in results):,}",
+        _parameters(behavior, equal, results) if is_run else "-",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _parameters(behavior: Behavior, equal: float, results: Sequence[Result]) -> str:
+    if any(r.mismatches["params"] for r in results):
+        return "differ"
+    if equal == 1:
+        return "equal in bits"
+    limit = "2^-10" if behavior.autocast else "1e-6"
+    return f"within {limit}, {round(10 * equal) * 10}% in bits"

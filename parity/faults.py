@@ -1,0 +1,218 @@
+"""Would the suite notice? Faults planted in a copy of jamp, and what turns red.
+
+Each fault is one change of jamp's source. The suite then runs on the copy, in a process
+of its own, as `python -m parity --only PART --case CASE`. A fault counts as caught if a
+case differs from torch; a copy that does not even run would say nothing.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .result import Result
+
+TITLE = "Planted faults"
+ROOT = pathlib.Path(__file__).parent.parent
+_VERDICT = re.compile(r"^(\d+) cases, (\d+) not as expected$", re.MULTILINE)
+
+
+class Fault(NamedTuple):
+    """A change of jamp's source, and the part of the suite that is to notice it.
+
+    Attributes:
+      name: what is wrong then.
+      file: in `jamp/`.
+      before: what stands there once.
+      after: what stands there instead.
+      part: of the suite.
+      case: those of its cases that have this in their name.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    part: str
+    case: str
+
+
+_STATE = "_loss_scale.py"
+FAULTS = (
+    Fault(
+        "the scale grows one step late",
+        _STATE,
+        "successes == _int32",
+        "state.growth_tracker == _int32",
+        "scale",
+        "interval: growth_interval=3",
+    ),
+    Fault(
+        "gradients are unscaled in float16",
+        _STATE,
+        "return _times(_times(wide, inverse.inverse), inverse.shift)",
+        "half = jnp.asarray(wide, jnp.float16)\n"
+        "        half = _times(_times(half, inverse.inverse), inverse.shift)\n"
+        "        return jnp.asarray(half, wide.dtype)",
+        "scale",
+        "default: seed=0",
+    ),
+    Fault(
+        "infs are looked for after the product with the inverse scale",
+        "_grad_scaler.py",
+        "if record is None:\n"
+        "            finite = _loss_scale.all_finite(own, self._axis_name)",
+        "if record is None:\n"
+        "            inverse = _loss_scale.invert(self.loss_scale[...])\n"
+        "            wide = _loss_scale.unscale(own, inverse)\n"
+        "            finite = _loss_scale.all_finite(wide)",
+        "scale",
+        "overflow in the product",
+    ),
+    Fault(
+        "the scale's product is formed in float32",
+        _STATE,
+        "factor = factor if is_traced(factor) else np.float64(factor)",
+        "return x * jnp.asarray(factor, jnp.float32)",
+        "scale",
+        "growth_factor=1.1, backoff_factor=0.7, growth_interval=3",
+    ),
+    Fault(
+        "a key of the state dict has another name",
+        "_grad_scaler.py",
+        '"_growth_tracker": int(',
+        '"growth_tracker": int(',
+        "behaviors",
+        "save",
+    ),
+    Fault(
+        "softmax is in the list of float16",
+        "_op_rules.py",
+        '"jax.nn.softmax": Row(FLOAT32, "softmax")',
+        '"jax.nn.softmax": Row(LOWER, "softmax")',
+        "ops",
+        "softmax.int: jax.nn.softmax, float16",
+    ),
+    Fault(
+        "a tracker that is past the interval grows the scale",
+        _STATE,
+        "successes == _int32",
+        "successes >= _int32",
+        "scale",
+        "interval changed",
+    ),
+    Fault(
+        "the scale grows to infinity",
+        _STATE,
+        "grow & jnp.isfinite(grown)",
+        "grow",
+        "scale",
+        "long run",
+    ),
+    Fault(
+        "only the last optimizer's overflow counts",
+        "_grad_scaler.py",
+        "jnp.all(jnp.stack(flags))",
+        "flags[-1]",
+        "scale",
+        "n_optimizers=2, growth_interval=3, growth_factor=2, seed=70",
+    ),
+    Fault(
+        "an overflow leaves the growth tracker alone",
+        _STATE,
+        "jnp.where(found_inf | grow, 0, successes)",
+        "jnp.where(grow, 0, successes)",
+        "scale",
+        "interval: growth_interval=10",
+    ),
+    Fault(
+        "a skipped step takes the momentum away",
+        "_optax.py",
+        "lambda: (params, state.inner_state)",
+        "lambda: (params, jax.tree.map(jnp.zeros_like, state.inner_state))",
+        "scale",
+        "default: seed=1",
+    ),
+    Fault(
+        "the gradient of a bias is not rounded to float16",
+        "_epilogue.py",
+        "return lax.reduce_precision(bias, info.nexp, info.nmant)",
+        "return bias",
+        "ops",
+        "linear: nn.Dense, float16",
+    ),
+)
+CASES = {fault.name: fault for fault in FAULTS}
+
+
+def plant(fault: Fault, folder: pathlib.Path) -> None:
+    """Copies jamp and the suite, and changes one place.
+
+    Raises:
+      ValueError: the place is not there once.
+    """
+    for name in ("jamp", "parity"):
+        shutil.copytree(ROOT / name, folder / name)
+    path = folder / "jamp" / fault.file
+    source = path.read_text(encoding="utf-8")
+    if source.count(fault.before) != 1:
+        raise ValueError(f"{fault.file} does not have {fault.before!r} once.")
+    path.write_text(source.replace(fault.before, fault.after), encoding="utf-8")
+
+
+def suite(folder: pathlib.Path, part: str, case: str) -> tuple[int, str]:
+    """Runs a part of the suite on the copy of jamp in a folder.
+
+    Returns:
+      How many of the cases are not as expected, and the first that is not.
+
+    Raises:
+      RuntimeError: there were no cases, or the copy did not run to the end.
+    """
+    command = [sys.executable, "-m", "parity", "--processes", "1"]
+    command += ["--only", part, "--case", case]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    verdict = _VERDICT.search(done.stdout)
+    if verdict is None or verdict[1] == "0":
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("differs: ")]
+    return int(verdict[2]), wrong[0].removeprefix("differs: ") if wrong else ""
+
+
+def run(fault: Fault, device: str) -> Result:
+    """Plants a fault and counts it as a mismatch if nothing turns red."""
+    with tempfile.TemporaryDirectory() as folder:
+        plant(fault, pathlib.Path(folder))
+        wrong, first = suite(pathlib.Path(folder), fault.part, fault.case)
+    where = "" if wrong else f"{fault.name}: not noticed"
+    return Result(fault.name, 1, {"unnoticed": int(not wrong)}, where, data=first)
+
+
+def section(results: Sequence[Result]) -> str:
+    """A row for each fault."""
+    rows = [
+        f"| {r.case} | `jamp/{CASES[r.case].file}` | {'no' if r.differs else 'yes'} "
+        f"| {r.data} |"
+        for r in results
+    ]
+    return "\n".join(
+        [
+            "Each fault is planted in a copy of jamp, and the suite runs on the copy.",
+            "",
+            "| fault | in | caught | the first case that differs |",
+            "| --- | --- | --- | --- |",
+            *rows,
+        ]
+    )

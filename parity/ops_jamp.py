@@ -1,0 +1,107 @@
+"""jamp's side of `ops`: results and gradients under `jamp.autocast`."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jamp
+
+from .ops_table import Op, Side
+
+# XLA may else drop a cast to bfloat16 and back.
+_OPTIONS = {"xla_allow_excess_precision": False}
+# LLVM's optimizations take a third of the time, at these sizes for nothing.
+_CPU_OPTIONS = {"xla_backend_optimization_level": 0}
+JITTED = ("in jit", "jitted in the region")
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        warnings.catch_warnings(),
+    ):
+        # JAX is to refuse one day what `x.at[i].set(y)` does with a wider y.
+        warnings.filterwarnings("ignore", "scatter inputs have incompatible types")
+        yield
+
+
+def _forward(op: Op, half: str, jit: bool) -> Callable[..., list[jax.Array]]:
+    """The op in a region, jitted there or not."""
+
+    def forward(*inputs):
+        with jamp.autocast(dtype=half):
+            return jax.tree.leaves((jax.jit(op.jax) if jit else op.jax)(*inputs))
+
+    return forward
+
+
+def _derivative(op: Op, half: str, jit: bool) -> Callable[..., Any]:
+    """Results and gradients, the derivative taken outside the region."""
+    forward = _forward(op, half, jit)
+
+    def derivative(*inputs):
+        results, vjp = jax.vjp(forward, *inputs)
+        given = op.cotangents([x.shape for x in results])
+        cast = [jnp.asarray(g, x.dtype) for g, x in zip(given, results, strict=True)]
+        return results, vjp(cast)
+
+    return derivative
+
+
+def _derivatives(op: Op, half: str) -> Callable[..., Any]:
+    """Those of `JITTED` for all inputs, to be compiled as one."""
+    paths = {path: _derivative(op, half, path != "in jit") for path in JITTED}
+
+    def derivatives(inputs):
+        return {
+            name: {path: derivative(*x) for path, derivative in paths.items()}
+            for name, x in inputs.items()
+        }
+
+    return derivatives
+
+
+def run(op: Op, half: str) -> dict[str, dict[str, Side]]:
+    """What jamp makes of an op, by inputs and by how it is run.
+
+    Outside jit each step compiles alone, which takes most of the time. So there are no
+    gradients, and none of it in bfloat16, where Python takes the same way.
+    """
+    inputs = {name: op.arrays(name, half) for name in op.inputs}
+    inputs = jax.tree.map(jnp.asarray, inputs)
+    with _settings():
+        options = _OPTIONS | (_CPU_OPTIONS if jax.default_backend() == "cpu" else {})
+        found = jax.jit(_derivatives(op, half), compiler_options=options)(inputs)
+        for name, x in inputs.items():
+            if half == "float16":
+                eager = _forward(op, half, jit=False)(*x)
+                found[name] = {"outside jit": (eager, ())} | found[name]
+    return {
+        name: {path: _side(*side) for path, side in paths.items()}
+        for name, paths in found.items()
+    }
+
+
+def _side(results: Iterable[jax.Array], grads: Iterable[jax.Array]) -> Side:
+    return Side([np.asarray(x) for x in results], [np.asarray(x) for x in grads])
+
+
+def dtypes(op: Op, half: str) -> dict[str, dict[str, list[list[str]]]]:
+    """The dtypes of results and gradients by `JITTED`, without running anything."""
+    inputs = {name: op.arrays(name, half) for name in op.inputs}
+    with _settings():
+        found = jax.eval_shape(_derivatives(op, half), inputs)
+    return {
+        name: {
+            path: [[x.dtype.name for x in part] for part in side]
+            for path, side in paths.items()
+        }
+        for name, paths in found.items()
+    }

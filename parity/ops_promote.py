@@ -1,0 +1,125 @@
+"""The ops that autocast runs in the widest dtype of their inputs, and unlisted ones."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .ops_table import CENTERED, LABELS, SIGNED, F, M, Op, V, by_labels, torch
+
+_ROWS = np.array([2, 0])
+
+
+def _rows_torch(x: Any) -> Any:
+    return torch.tensor(_ROWS.tolist(), device=x.device)
+
+
+def _scatter_add(x: Any, y: Any) -> Any:
+    return torch.scatter_add(x, 0, _rows_torch(x).unsqueeze(1).expand(2, 6), y)
+
+
+PROMOTE = (
+    Op("atan2", torch.atan2, "jnp.atan2", jnp.atan2, (M, M)),
+    Op(
+        "cross",
+        lambda x, y: torch.cross(x, y, 1),
+        "jnp.cross",
+        jnp.cross,
+        ((4, 3), (4, 3)),
+        cancels="a difference of products, which JAX rounds and torch does not",
+    ),
+    Op("dot", torch.dot, "jnp.dot", jnp.dot, (V, V)),
+    Op("vdot", torch.vdot, "jnp.vdot", jnp.vdot, (V, V)),
+    Op(
+        "index_put",
+        lambda x, y: torch.index_put(x, (_rows_torch(x),), y),
+        "x.at[i].set(y)",
+        lambda x, y: x.at[_ROWS].set(y),
+        (M, (2, 6)),
+    ),
+    Op(
+        "tensordot",
+        lambda x, y: torch.tensordot(x, y, dims=1),
+        "jnp.tensordot",
+        lambda x, y: jnp.tensordot(x, y, axes=1),
+        (M, (6, 3)),
+    ),
+    Op(
+        "scatter_add",
+        _scatter_add,
+        "x.at[i].add(y)",
+        lambda x, y: x.at[_ROWS].add(y),
+        (M, (2, 6)),
+    ),
+)
+
+# In none of the lists: they keep their dtype, or promote as they do without autocast.
+UNLISTED = (
+    Op(
+        "gelu",
+        lambda x: F.gelu(x, approximate="tanh"),
+        "jax.nn.gelu",
+        jax.nn.gelu,
+        (M,),
+        span=SIGNED,
+        cancels="1 + tanh(...), which is close to 0 for x < 0",
+    ),
+    Op("silu", F.silu, "jax.nn.silu", jax.nn.silu, (M,), span=SIGNED),
+    Op("relu", F.relu, "jax.nn.relu", jax.nn.relu, (M,), span=SIGNED),
+    Op("elu", F.elu, "jax.nn.elu", jax.nn.elu, (M,), span=SIGNED),
+    Op(
+        "tanh",
+        torch.tanh,
+        "jnp.tanh",
+        jnp.tanh,
+        (M,),
+        span=SIGNED,
+        grad_cancels="1 - tanh(x) ** 2, which is close to 0",
+    ),
+    Op("sigmoid", torch.sigmoid, "jax.nn.sigmoid", jax.nn.sigmoid, (M,), span=SIGNED),
+    Op("sqrt", torch.sqrt, "jnp.sqrt", jnp.sqrt, (M,)),
+    Op("sin", torch.sin, "jnp.sin", jnp.sin, (M,)),
+    Op("mean", torch.mean, "jnp.mean", jnp.mean, (M,)),
+    Op(
+        "var",
+        lambda x: torch.var(x, unbiased=False),
+        "jnp.var",
+        jnp.var,
+        (M,),
+        grad_cancels=CENTERED,
+    ),
+    Op("amax", torch.amax, "jnp.max", jnp.max, (M,)),
+    Op("add.Tensor", torch.add, "x + y", jnp.add, (M, M)),
+    Op("sub.Tensor", torch.sub, "x - y", jnp.subtract, (M, M)),
+    Op("mul.Tensor", torch.mul, "x * y", jnp.multiply, (M, M)),
+    Op("div.Tensor", torch.div, "x / y", jnp.divide, (M, M)),
+    Op("maximum", torch.maximum, "jnp.maximum", jnp.maximum, (M, M)),
+    Op(
+        "cat",
+        lambda *x: torch.cat(x),
+        "jnp.concatenate",
+        lambda *x: jnp.concatenate(x),
+        (M, M),
+    ),
+    Op(
+        "stack", lambda *x: torch.stack(x), "jnp.stack", lambda *x: jnp.stack(x), (M, M)
+    ),
+    Op(
+        "where.self",
+        lambda x, y: torch.where(x > y, x, y),
+        "jnp.where",
+        lambda x, y: jnp.where(x > y, x, y),
+        (M, M),
+    ),
+    Op(
+        "cross_entropy_loss",
+        by_labels(F.cross_entropy),
+        "optax.softmax_cross_entropy_with_integer_labels",
+        lambda x: optax.softmax_cross_entropy_with_integer_labels(x, LABELS),
+        (M,),
+        span=SIGNED,
+        dtypes_only="torch rounds log-probabilities to the dtype of the logits",
+    ),
+)

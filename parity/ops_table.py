@@ -1,0 +1,160 @@
+"""What a row of the table of ops is: an op in torch beside the same op in JAX.
+
+The rows are in `ops_lower`, `ops_float32` and `ops_promote`, by torch's lists. They
+name torch's functions without importing torch, so that the golden file can be checked
+where there is none.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._op_rules import Kind
+
+HALVES = ("float16", "bfloat16")  # the dtypes of a region
+# The dtypes of the first input and of the others; "half" is the region's.
+INPUTS = {
+    "float32": ("float32", "float32"),
+    "half": ("half", "half"),
+    "mixed": ("float32", "half"),
+    "mixed, half first": ("half", "float32"),
+}
+Shape = tuple[int, ...]
+# Sums of products of values of one sign do not cancel.
+POSITIVE, SIGNED, SMALL = (0.25, 0.75), (-2.0, 2.0), (-0.5, 0.5)
+# What cancels.
+CENTERED = "what is left after a mean is subtracted"
+DIFFERENCE = "a difference of two values that may be close"
+SIGNS = "a sum of terms of both signs"
+V, M, B = (5,), (4, 6), (2, 4, 6)  # a vector, a matrix, a batch of matrices
+
+
+class Late:
+    """A function or a module of torch, looked up when it is called."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __getattr__(self, name: str) -> "Late":
+        return Late(f"{self._path}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        root, *names = self._path.split(".")
+        function: Any = functools.reduce(getattr, names, importlib.import_module(root))
+        return function(*args, **kwargs)
+
+
+torch, F = Late("torch"), Late("torch.nn.functional")
+
+
+class Op(NamedTuple):
+    """An op on both sides.
+
+    Attributes:
+      name: as in torch's header, with the overload.
+      torch: the op in torch.
+      written: how it reads in JAX.
+      jax: the op in JAX.
+      shapes: of its inputs.
+      span: of its inputs' values, and of its cotangents'.
+      mixed: whether JAX takes inputs of several dtypes.
+      dtypes_only: why the values are not compared; empty if they are.
+      cancels: what makes small results of large terms, so that distances of results and
+        gradients are counted in units of the largest element; empty if nothing does.
+      grad_cancels: the same for the gradients alone.
+    """
+
+    name: str
+    torch: Callable[..., Any]
+    written: str
+    jax: Callable[..., Any]
+    shapes: tuple[Shape, ...]
+    span: tuple[float, float] = POSITIVE
+    mixed: bool = True
+    dtypes_only: str = ""
+    cancels: str = ""
+    grad_cancels: str = ""
+
+    @property
+    def base(self) -> str:
+        """The name without the overload, as in jamp's tables."""
+        return self.name.split(".")[0]
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {self.written}"
+
+    @property
+    def inputs(self) -> list[str]:
+        """The keys of `INPUTS` that it runs with."""
+        several = len(self.shapes) > 1 and self.mixed
+        return list(INPUTS) if several else ["float32", "half"]
+
+    def arrays(self, inputs: str, half: str) -> list[np.ndarray]:
+        """The inputs, the same numbers for all dtypes but for their rounding."""
+        random = np.random.RandomState(0)
+        first, rest = (half if d == "half" else d for d in INPUTS[inputs])
+        values = [random.uniform(*self.span, shape) for shape in self.shapes]
+        return [v.astype(jnp.dtype(rest if i else first)) for i, v in enumerate(values)]
+
+    def cotangents(self, shapes: list[Shape]) -> list[np.ndarray]:
+        """The gradients of the results, before they get the results' dtypes."""
+        random = np.random.RandomState(1)
+        return [random.uniform(*self.span, shape) for shape in shapes]
+
+
+class Side(NamedTuple):
+    """What one of the libraries makes of an op."""
+
+    results: list[np.ndarray]
+    grads: list[np.ndarray]  # with respect to each input; none outside jit
+
+
+def by_labels(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A loss of torch with labels beside its input."""
+    return lambda x: function(
+        x, torch.tensor(LABELS.tolist(), device=x.device), reduction="none"
+    )
+
+
+def channels_last(layer: Callable[[Any], Any], x: Any) -> Any:
+    return jnp.moveaxis(layer(jnp.moveaxis(x, 1, -1)), -1, 1)
+
+
+def params(module: Any, **names: str) -> Callable[..., Any]:
+    """Applies a Flax module to its input and to parameters in the order given."""
+
+    def run(x, *values):
+        named: Mapping[str, jax.Array] = dict(zip(names, values, strict=True))
+        return module.apply({"params": named}, x)
+
+    return run
+
+
+LABELS = np.array([1, 0, 3, 5])
+
+
+class Found(NamedTuple):
+    """What a case found, for the section and the golden file.
+
+    Attributes:
+      case: the op and the region's dtype.
+      kind: of the list of torch that the op is in, or None.
+      torch: the dtypes of torch's results, by the inputs.
+      grads: the dtypes of its gradients.
+      jamp: the dtypes of jamp's results on each path.
+      ulps: the largest distances of values and of gradients, by the dtype that they are
+        counted in.
+    """
+
+    case: Any
+    kind: Kind | None
+    torch: dict[str, list[str]]
+    grads: dict[str, list[str]]
+    jamp: dict[str, list[list[str]]]
+    ulps: dict[str, dict[str, float]]

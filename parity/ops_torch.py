@@ -1,0 +1,65 @@
+"""torch's side of `ops`: results, gradients and dtypes under its autocast."""
+
+import contextlib
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from .ops_table import Op, Side
+from .torch_autocast import cuda_lists, fake_cuda
+
+
+def _tensor(x: np.ndarray, device: str) -> torch.Tensor:
+    if x.dtype == jnp.bfloat16:  # which torch does not take from NumPy
+        return torch.tensor(x.view(np.int16), device=device).view(torch.bfloat16)
+    return torch.tensor(x, device=device)
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    x = x.detach().cpu()
+    if x.dtype is torch.bfloat16:
+        return x.view(torch.int16).numpy().view(jnp.bfloat16)
+    return x.numpy()
+
+
+def _results(op: Op, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated ops, mixed dtypes and so on
+        results = op.torch(*inputs)
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def run(op: Op, half: str, device: str) -> dict[str, Side]:
+    """Runs an op and its derivative, the derivative outside the region."""
+    region = torch.autocast(device, dtype=getattr(torch, half))
+    found = {}
+    # A GPU has the lists of CUDA by itself.
+    with cuda_lists() if device == "cpu" else contextlib.nullcontext():
+        for name in op.inputs:
+            inputs = [
+                _tensor(x, device).requires_grad_() for x in op.arrays(name, half)
+            ]
+            with region:
+                results = _results(op, inputs)
+            given = op.cotangents([tuple(x.shape) for x in results])
+            pairs = zip(given, results, strict=True)
+            cast = [torch.tensor(g, device=device).to(x.dtype) for g, x in pairs]
+            grads = torch.autograd.grad(results, inputs, cast)
+            found[name] = Side([_array(x) for x in results], [_array(x) for x in grads])
+    return found
+
+
+def fake_dtypes(op: Op, half: str) -> dict[str, list[str]]:
+    """The dtypes of an op's results under autocast on CUDA, on fake tensors."""
+    found = {}
+    with fake_cuda(getattr(torch, half)):
+        for name in op.inputs:
+            inputs = [
+                torch.empty(x.shape, dtype=getattr(torch, x.dtype.name), device="cuda")
+                for x in op.arrays(name, half)
+            ]
+            names = [str(x.dtype) for x in _results(op, inputs)]
+            found[name] = [name.removeprefix("torch.") for name in names]
+    return found

@@ -1,0 +1,49 @@
+"""What every part of the suite gives for each of its cases.
+
+A part is a module with these names, which `__main__` and `test_suite` use:
+
+- `TITLE`: its name in the report.
+- `CASES`: what is compared, by name.
+- `run(case, device) -> Result`: runs a case in torch and in jamp. It is called in a
+  process of its own, so cases and results can be pickled.
+- `section(results) -> str`: its section of the report, in Markdown; equal results give
+  equal text.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Result(NamedTuple):
+    """What comparing one case gave.
+
+    Attributes:
+      case: its name.
+      compared: how many values were compared.
+      mismatches: how many of them differ, by what they are.
+      where: the first difference in words; empty if there is none.
+      reason: why jamp differs on purpose; empty if it should not.
+      data: what the section, the pictures and the golden file show of it.
+    """
+
+    case: str
+    compared: int
+    mismatches: Mapping[str, int]
+    where: str = ""
+    reason: str = ""
+    data: Any = None
+
+    @property
+    def raised(self) -> bool:
+        """Whether the case raised an exception, and so has no `data`."""
+        return "raised" in self.mismatches
+
+    @property
+    def differs(self) -> bool:
+        """Whether any value differs."""
+        return any(self.mismatches.values())
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether it agrees, or differs where a reason says that it does."""
+        return self.differs == bool(self.reason)

@@ -1,0 +1,180 @@
+"""The loss scale by itself: every case of `cases` through torch and through jamp."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import jamp_side
+from .cases import CASES as STREAMS
+from .cases import FIRST_OF_KIND, LONG_RUN, Case, overflows
+from .result import Result
+from .trajectory import Comparison, Trajectory, bits, compare, digest
+
+TITLE = "Loss scale on streams of gradients"
+LONG = "long run"
+CASES = {LONG: LONG_RUN} | {case.name: case for case in STREAMS}
+
+PANELS = {  # of the picture; title: name of the case
+    "torch's defaults": "default: seed=4",
+    "growth 1.1, backoff 0.7, interval 3": "factors: init_scale=1000.1, "
+    "growth_factor=1.1, backoff_factor=0.7, growth_interval=3, seed=20",
+    "growth 3.7, backoff 0.1, interval 1": "factors: init_scale=65536, "
+    "growth_factor=3.7, backoff_factor=0.1, growth_interval=1, seed=20",
+    "close above 2**-126": "small scale: init_scale=1.9983404e-38, "
+    "growth_factor=1.1, backoff_factor=0.9, growth_interval=3, seed=43",
+    "update(new_scale)": "update(new_scale): growth_interval=3, seed=60",
+}
+
+
+class Streamed(NamedTuple):
+    """What a case left behind."""
+
+    comparisons: list[Comparison]
+    torch: Trajectory
+    jamp: Trajectory | None  # where it is drawn
+
+
+class LongRun(NamedTuple):
+    """Scales and trackers of the long run, torch's and jamp's."""
+
+    torch: tuple[np.ndarray, np.ndarray]
+    jamp: tuple[np.ndarray, np.ndarray]
+
+
+def run(case: Case, device: str) -> Result:
+    """Runs a case on every side of jamp that it can be told to."""
+    from . import torch_side
+
+    if case == LONG_RUN:
+        return _long_run(device)
+    expected = torch_side.run(case, device)
+    runs = {}
+    if case.kind != "factors" or case.growth_interval == 3:  # the others cost minutes
+        runs["GradScaler, nnx.scan"] = jamp_side.run_nnx(case)
+    if case in FIRST_OF_KIND:
+        runs["GradScaler, step by step"] = jamp_side.run_nnx(case, step_by_step=True)
+    if jamp_side.fits_optax(case):
+        runs["dynamic_loss_scale, lax.scan"] = jamp_side.run_optax(case)
+    comparisons = [compare(case, path, expected, found) for path, found in runs.items()]
+    return Result(
+        case.name,
+        sum(item.values for item in comparisons),
+        {
+            field: sum(item.mismatches[field] for item in comparisons)
+            for field in Trajectory._fields
+        },
+        next((item.where for item in comparisons if item.where), ""),
+        data=Streamed(comparisons, expected, _drawn(case, runs)),
+    )
+
+
+def _drawn(case: Case, runs: Mapping[str, Trajectory]) -> Trajectory | None:
+    return next(iter(runs.values())) if case.name in PANELS.values() else None
+
+
+def _long_run(device: str) -> Result:
+    from . import torch_side
+
+    found_inf = overflows(LONG_RUN)
+    data = LongRun(
+        torch_side.run_scale(LONG_RUN, found_inf, device),
+        jamp_side.run_scale(LONG_RUN, found_inf),
+    )
+    differ = {
+        "scale": bits(data.torch[0]) != bits(data.jamp[0]),
+        "tracker": data.torch[1] != data.jamp[1],
+    }
+    first = [f"{LONG}, step {np.argmax(d)}: {n}" for n, d in differ.items() if d.any()]
+    return Result(
+        LONG,
+        2 * LONG_RUN.steps,
+        {name: int(np.count_nonzero(d)) for name, d in differ.items()},
+        "; ".join(first),
+        data=data,
+    )
+
+
+def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
+    """torch's runs for the golden file, laid end to end.
+
+    Parameters and the long run are there as digests, the other fields in full.
+    """
+    runs = [r.data.torch for r in results if isinstance(r.data, Streamed)]
+    (long,) = (r.data.torch for r in results if isinstance(r.data, LongRun))
+    return {
+        "names": np.array([r.case for r in results if r.case != LONG]),
+        "scale": np.concatenate([run.scale for run in runs]),
+        "tracker": np.concatenate([run.tracker.astype(np.uint16) for run in runs]),
+        "skipped": np.packbits(np.concatenate([run.skipped.ravel() for run in runs])),
+        "params": np.stack([digest(run.params) for run in runs]),
+        "long_run": digest(*long),
+    }
+
+
+_SECTION = """\
+{cases} cases of {configurations} configurations, {steps:,} steps, went through torch's
+own `GradScaler` and through jamp, with the same streams of finite, inf, -inf and nan
+gradients. After every step the bits of the scale, the growth tracker, the skipped flags
+and the parameters were compared, and in a run of {long_steps:,} steps of the scale
+alone the scale and the tracker. The cases are in `cases.py`; a run is a case on one of
+jamp's sides.
+
+{by_kind}
+
+{by_path}
+
+The long run: {long_run}."""
+
+
+def section(results: Sequence[Result]) -> str:
+    """Two tables: by kind of case, and by jamp's side."""
+    streamed = [r.data for r in results if isinstance(r.data, Streamed)]
+    comparisons = [item for data in streamed for item in data.comparisons]
+    cases = [CASES[r.case] for r in results if r.case != LONG]
+    long = [r for r in results if r.case == LONG]
+    rows = [
+        f"| {LONG} | 1 | {LONG_RUN.steps:,} | {r.compared:,} | "
+        f"{r.mismatches['scale']:,} | {r.mismatches['tracker']:,} | - | - |"
+        for r in long
+    ]
+    return _SECTION.format(
+        cases=len(cases),
+        steps=sum(case.steps for case in cases),
+        configurations=len({case.configuration for case in cases}),
+        long_steps=LONG_RUN.steps,
+        by_kind="\n".join([*_table("kind", comparisons, lambda c: c.case.kind), *rows]),
+        by_path="\n".join(_table("jamp's side", comparisons, lambda c: c.path)),
+        long_run="; ".join(_describe(*r.data.torch) for r in long) or "left out",
+    )
+
+
+def _table(heading: str, comparisons: Iterable[Comparison], key: Any) -> list[str]:
+    """A row for each group; a case that several paths ran counts once for each."""
+    groups: dict[str, list[Comparison]] = {}
+    for item in comparisons:
+        groups.setdefault(key(item), []).append(item)
+    fields = Trajectory._fields
+    head = [heading, "runs", "steps", "values compared"]
+    head += [f"{field} differs" for field in fields]
+    lines = [" | ".join(head), " | ".join(["---"] + ["---:"] * (len(head) - 1))]
+    for name, items in groups.items():
+        counts = [
+            len(items),
+            sum(item.case.steps for item in items),
+            sum(item.values for item in items),
+            *(sum(item.mismatches[field] for item in items) for field in fields),
+        ]
+        lines.append(" | ".join([name, *(f"{count:,}" for count in counts)]))
+    return [f"| {line} |" for line in lines]
+
+
+def _describe(scales: np.ndarray, trackers: np.ndarray) -> str:
+    ratio = scales[1:] / scales[:-1]
+    return (
+        f"growth factor {LONG_RUN.growth_factor}, backoff factor "
+        f"{LONG_RUN.backoff_factor}, interval {LONG_RUN.growth_interval}; the scale "
+        f"grew {np.count_nonzero(ratio > 1):,} times, backed off "
+        f"{np.count_nonzero(ratio < 1):,} times, and ranged from "
+        f"{scales.min():.3g} to {scales.max():.3g}"
+    )

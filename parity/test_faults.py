@@ -1,0 +1,117 @@
+"""The harness that plants faults, and the comparison of training runs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from . import faults, training
+
+torch = pytest.importorskip("torch")
+
+
+def test_there_are_ten_faults_or_more_and_each_is_another():
+    assert len(faults.FAULTS) >= 10
+    assert (
+        len(faults.CASES) == len({f[1:4] for f in faults.FAULTS}) == len(faults.FAULTS)
+    )
+
+
+def test_a_fault_whose_place_is_gone_is_an_error(tmp_path):
+    fault = faults.FAULTS[0]._replace(before="no such text")
+    with pytest.raises(ValueError, match="does not have 'no such text' once"):
+        faults.plant(fault, tmp_path)
+
+
+def test_a_copy_without_a_fault_stays_green(tmp_path):
+    fault = faults.FAULTS[0]
+    faults.plant(fault._replace(after=fault.before), tmp_path)
+    assert faults.suite(tmp_path, "scale", "interval: growth_interval=3") == (0, "")
+
+
+def test_a_copy_that_does_not_run_is_an_error(tmp_path):
+    fault = faults.FAULTS[0]
+    faults.plant(fault._replace(after="successes = = _int32"), tmp_path)
+    with pytest.raises(RuntimeError, match="SyntaxError"):
+        faults.suite(tmp_path, "scale", "interval: growth_interval=3")
+
+
+def test_a_case_that_is_not_there_is_an_error(tmp_path):
+    fault = faults.FAULTS[0]
+    faults.plant(fault._replace(after=fault.before), tmp_path)
+    with pytest.raises(RuntimeError, match="0 cases"):
+        faults.suite(tmp_path, "scale", "no such case")
+
+
+def run(loss: float, skips: int = 0, w: float = 1.0) -> training.Run:
+    steps = training.STEPS
+    return training.Run(
+        np.full(steps, loss, np.float32),
+        np.full(steps, 2.0**16, np.float32),
+        np.zeros(steps, np.int32),
+        np.arange(steps)[:, None] < skips,
+        {"w": np.full(3, w, np.float32)},
+    )
+
+
+TASK = next(iter(training.CASES.values()))
+
+
+@pytest.mark.parametrize(
+    "jamp, replayed, field",
+    [
+        (run(1.0), 0, None),
+        (run(1.19, skips=2), 0, None),
+        (run(1.21), 0, "final loss"),
+        (run(np.nan), 0, "final loss"),
+        (run(1.0, skips=3), 0, "number of skips"),
+        (run(1.0), 1, "replayed steps"),
+    ],
+)
+def test_what_a_training_run_is_held_against(jamp, replayed, field):
+    trained = training.Trained([run(1.0), run(1.1)], jamp, replayed)
+    result = training.compare(TASK, [trained] * 3)
+    assert {name for name, n in result.mismatches.items() if n} == {field} - {None}
+    assert bool(result.where) == (field is not None)
+    row = training.section([result]).splitlines()
+    assert sum(line.endswith("| no |") for line in row) == 3 * bool(field)
+
+
+def test_a_replay_sees_a_wrong_scale():
+    flags = np.random.RandomState(0).random_sample((training.STEPS, 1)) < 0.05
+    recorded = run(1.0)._replace(skipped=flags)
+    assert training.replay(recorded) > 0
+
+
+def test_distances():
+    assert training.distance(run(1.0), run(1.0)) == 0.0
+    np.testing.assert_allclose(training.distance(run(1.0), run(1.0, w=1.5)), 0.5)
+
+
+def test_variants_differ_in_rounding_alone():
+    from . import training_torch
+
+    task = training.CASES["mlp, SGD"]
+    first, *others = (
+        training_torch.run(task, 0, variant, "cpu", steps=3)
+        for variant in training.VARIANTS
+    )
+    assert len(first.loss) == 3
+    for other in others:
+        np.testing.assert_allclose(other.loss, first.loss, rtol=1e-3)
+        assert 0 < training.distance(first, other) < 1e-3
+
+
+def test_parameters_go_there_and_back():
+    from . import training_jamp
+
+    for model in {task.model for task in training.CASES.values()}:
+        params = training.weights(model, 0)
+        back = training_jamp.to_torch(training_jamp.to_flax(params), params)
+        assert back.keys() == params.keys()
+        for name, value in params.items():
+            np.testing.assert_array_equal(back[name], value)
+
+
+def test_tasks_are_plain_data():
+    assert dataclasses.is_dataclass(TASK) and len(training.CASES) == 8

@@ -1,0 +1,433 @@
+"""Whole training runs in float16, with the same weights and batches on both sides.
+
+A task says what is trained, in arrays alone; `training_torch` and `training_jamp` have
+the models. Both run it with autocast in float16 and a `GradScaler` whose growth
+interval is short, so that the scale finds the edge of float16 and stays there.
+
+Two float16 runs that round differently drift apart, so jamp's distance from torch is
+held against torch's distance from itself: torch runs each task in `VARIANTS` that are
+equal but for the order in which numbers are added, and so for their rounding.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .cases import SIZE, Case
+from .result import Result
+from .trajectory import bits
+
+TITLE = "Training runs"
+
+STEPS = 500
+SEEDS = (0, 1, 2)
+LAST = 50  # the final loss is the mean of so many steps
+GROWTH_INTERVAL = 20
+SKIPS_APART = 2  # how many skipped steps two runs may differ by
+NOISE = 2.0  # how far from torch a loss may end, in torch's distances from itself
+
+
+class Variant(NamedTuple):
+    """How torch runs a task.
+
+    Attributes:
+      rows: puts the rows of each batch in another order.
+      kernels: whether torch's own kernels run instead of oneDNN's. For the CNN they
+        always do, as oneDNN's take minutes on a CPU.
+      bias: whether a bias is added after its product has been rounded, as XLA does on
+        a CPU, instead of before.
+    """
+
+    rows: Callable[[np.ndarray], np.ndarray] = np.asarray
+    kernels: bool = False
+    bias: bool = False
+
+
+# The first is the one that jamp is compared with.
+VARIANTS = (
+    Variant(),
+    Variant(rows=lambda rows: rows[::-1].copy(), kernels=True),
+    Variant(bias=True),
+    Variant(
+        rows=lambda rows: np.roll(rows, len(rows) // 3, axis=0), kernels=True, bias=True
+    ),
+)
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model, an optimizer and the data.
+
+    Attributes:
+      model: "mlp", "cnn", "transformer" or "gan".
+      optimizer: "SGD" (with momentum) or "AdamW".
+    """
+
+    model: str
+    optimizer: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.optimizer}"
+
+
+CASES = {
+    task.name: task
+    for task in itertools.starmap(
+        Task, itertools.product(("mlp", "cnn", "transformer", "gan"), ("SGD", "AdamW"))
+    )
+}
+
+
+class Run(NamedTuple):
+    """What a training run leaves behind."""
+
+    loss: np.ndarray  # float32 [steps]: of a GAN the discriminator's
+    scale: np.ndarray  # float32 [steps]: after the step
+    tracker: np.ndarray  # int32 [steps]
+    skipped: np.ndarray  # bool [steps, n_optimizers]
+    params: Arrays  # float32, by torch's names, at the end
+
+    @property
+    def final_loss(self) -> float:
+        return float(self.loss[-LAST:].mean(dtype=np.float64))
+
+
+# Weights: torch's names and layouts.
+
+
+def _linear(random: Any, name: str, n_in: int, n_out: int) -> Arrays:
+    bound = n_in**-0.5
+    return {
+        f"{name}.weight": random.uniform(-bound, bound, (n_out, n_in)),
+        f"{name}.bias": random.uniform(-bound, bound, n_out),
+    }
+
+
+def _conv(random: Any, name: str, n_in: int, n_out: int) -> Arrays:
+    bound = (9 * n_in) ** -0.5
+    return {
+        f"{name}.weight": random.uniform(-bound, bound, (n_out, n_in, 3, 3)),
+        f"{name}.bias": random.uniform(-bound, bound, n_out),
+    }
+
+
+def _norm(name: str, size: int) -> Arrays:
+    return {f"{name}.weight": np.ones(size), f"{name}.bias": np.zeros(size)}
+
+
+WIDTH, VOCABULARY, LENGTH, BLOCKS = 32, 16, 8, 4
+# Of the leaky ReLUs; float16 holds it. JAX rounds a number to the dtype of the array
+# that it is multiplied with, torch multiplies in float32; 0.01 would differ by 2e-4.
+SLOPE = 0.25
+
+
+def weights(model: str, seed: int) -> Arrays:
+    """Initial parameters by torch's names, float32."""
+    random = np.random.RandomState(1000 + seed)
+    make: dict[str, Callable[[], Sequence[Arrays]]] = {
+        "mlp": lambda: (
+            _linear(random, "fc1", 64, 128),
+            _linear(random, "fc2", 128, 128),
+            _linear(random, "fc3", 128, 10),
+        ),
+        "cnn": lambda: (
+            _conv(random, "conv1", 1, 8),
+            _norm("bn1", 8),
+            _conv(random, "conv2", 8, 16),
+            _norm("bn2", 16),
+            _linear(random, "fc", 16, 10),
+        ),
+        "transformer": lambda: (
+            {
+                "token.weight": 0.1 * random.standard_normal((VOCABULARY, WIDTH)),
+                "position.weight": 0.1 * random.standard_normal((LENGTH, WIDTH)),
+            },
+            *(
+                part
+                for block in (f"block{i}" for i in range(BLOCKS))
+                for part in (
+                    _norm(f"{block}.ln1", WIDTH),
+                    *(_linear(random, f"{block}.{n}", WIDTH, WIDTH) for n in "qkvo"),
+                    _norm(f"{block}.ln2", WIDTH),
+                    _linear(random, f"{block}.up", WIDTH, 4 * WIDTH),
+                    _linear(random, f"{block}.down", 4 * WIDTH, WIDTH),
+                )
+            ),
+            _norm("ln", WIDTH),
+            _linear(random, "head", WIDTH, VOCABULARY),
+        ),
+        "gan": lambda: (
+            _linear(random, "generator.fc1", 8, 32),
+            _linear(random, "generator.fc2", 32, 32),
+            _linear(random, "generator.fc3", 32, 8),
+            _linear(random, "discriminator.fc1", 8, 32),
+            _linear(random, "discriminator.fc2", 32, 32),
+            _linear(random, "discriminator.fc3", 32, 1),
+        ),
+    }
+    return {
+        name: value.astype(np.float32)
+        for part in make[model]()
+        for name, value in part.items()
+    }
+
+
+# Batches: new rows at each step, so that nothing can be learned by heart.
+
+
+def _classes(random: Any, shape: tuple[int, ...], noise: float) -> list[np.ndarray]:
+    templates = random.standard_normal((10, *shape))
+    labels = random.randint(0, 10, (STEPS, 32))
+    x = templates[labels] + noise * random.standard_normal((STEPS, 32, *shape))
+    return [x.astype(np.float32), labels.astype(np.int32)]
+
+
+def _chain(random: Any) -> list[np.ndarray]:
+    """Sequences of a Markov chain, and the same moved on by one."""
+    logits = 1.5 * random.standard_normal((VOCABULARY, VOCABULARY))
+    cumulative = np.cumsum(np.exp(logits), axis=1)
+    cumulative /= cumulative[:, -1:]
+    tokens = random.randint(0, VOCABULARY, (STEPS, 8, 1))
+    for _ in range(LENGTH):
+        chance = random.random_sample((STEPS, 8, 1))
+        following = (chance > cumulative[tokens[..., -1]]).sum(axis=-1, keepdims=True)
+        tokens = np.concatenate([tokens, following], axis=-1)
+    tokens = np.minimum(tokens, VOCABULARY - 1).astype(np.int32)
+    return [tokens[..., :-1], tokens[..., 1:]]
+
+
+def _rings(random: Any) -> list[np.ndarray]:
+    """Real samples of a mixture, and the noise that the generator starts from."""
+    centers = random.standard_normal((8, 8))
+    chosen = random.randint(0, 8, (STEPS, 32))
+    real = centers[chosen] + 0.3 * random.standard_normal((STEPS, 32, 8))
+    noise = random.standard_normal((STEPS, 32, 8))
+    return [real.astype(np.float32), noise.astype(np.float32)]
+
+
+def batches(model: str, seed: int) -> list[np.ndarray]:
+    """The arrays of a task's batches, each [STEPS, rows, ...]; images are NHWC."""
+    random = np.random.RandomState(seed)
+    return {
+        "mlp": lambda: _classes(random, (64,), 4.0),
+        "cnn": lambda: _classes(random, (8, 8, 1), 2.0),
+        "transformer": lambda: _chain(random),
+        "gan": lambda: _rings(random),
+    }[model]()
+
+
+LEARNING_RATES = {
+    "mlp": {"SGD": 0.003, "AdamW": 5e-4},
+    "cnn": {"SGD": 0.01, "AdamW": 1e-3},
+    "transformer": {"SGD": 0.05, "AdamW": 2e-3},
+    "gan": {"SGD": 0.002, "AdamW": 2e-4},
+}
+MOMENTUM = 0.9
+ADAMW: dict[str, Any] = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+
+
+class Trained(NamedTuple):
+    """One seed of a task.
+
+    Attributes:
+      torch: a run for each of `VARIANTS`.
+      jamp: jamp's run.
+      replayed: values of jamp's scales and trackers that differ when torch's skipped
+        steps are played to its scalers.
+    """
+
+    torch: list[Run]
+    jamp: Run
+    replayed: int
+
+    @property
+    def noise(self) -> float:
+        """The largest distance between torch's final losses."""
+        finals = [run.final_loss for run in self.torch]
+        return max(finals) - min(finals)
+
+    @property
+    def loss_apart(self) -> float:
+        """The distance of jamp's final loss from torch's."""
+        return abs(self.jamp.final_loss - self.torch[0].final_loss)
+
+    @property
+    def skips_apart(self) -> int:
+        """By how many skipped steps jamp differs from torch, over all optimizers."""
+        skips = [run.skipped.sum(0) for run in (self.torch[0], self.jamp)]
+        return int(np.abs(skips[0] - skips[1]).max())
+
+
+def replay(run: Run) -> int:
+    """Plays torch's overflows to jamp's scalers and counts what differs."""
+    from . import jamp_side
+
+    steps, n_optimizers = run.skipped.shape
+    case = Case(
+        "replay",
+        "replay",
+        growth_interval=GROWTH_INTERVAL,
+        steps=steps,
+        n_optimizers=n_optimizers,
+    )
+    base = np.ones((steps, n_optimizers, SIZE), np.float32)
+    gradients = base, np.where(run.skipped[..., None], np.inf, 0 * base)
+    found = [jamp_side.run_nnx(case, gradients=gradients)]
+    if jamp_side.fits_optax(case):
+        found.append(jamp_side.run_optax(case, gradients=gradients))
+    return sum(
+        int(np.count_nonzero(differ))
+        for jamp in found
+        for differ in (
+            jamp.scale != bits(run.scale),
+            jamp.tracker != run.tracker,
+            jamp.skipped != run.skipped,
+        )
+    )
+
+
+def run(task: Task, device: str) -> Result:
+    """Trains a task with each seed, in torch as each variant and in jamp."""
+    from . import training_jamp, training_torch
+
+    trained = []
+    for seed in SEEDS:
+        runs = [training_torch.run(task, seed, v, device) for v in VARIANTS]
+        jamp = training_jamp.run(task, seed)
+        trained.append(Trained(runs, jamp, replay(runs[0])))
+    return compare(task, trained)
+
+
+def compare(task: Task, trained: Sequence[Trained]) -> Result:
+    """Holds jamp's distance from torch against torch's from itself.
+
+    The noise of a task is the largest of its seeds.
+    """
+    noise = max(seed.noise for seed in trained)
+    n_flags = trained[0].jamp.skipped.shape[1]
+    replays = 1 if n_flags > 1 else 2
+    differ = {
+        "replayed steps": [seed.replayed for seed in trained],
+        "number of skips": [int(s.skips_apart > SKIPS_APART) for s in trained],
+        "final loss": [int(not s.loss_apart <= NOISE * noise) for s in trained],
+    }
+    where = [
+        f"seed {seed}: {name}"
+        for name, counts in differ.items()
+        for seed, count in zip(SEEDS, counts, strict=True)
+        if count
+    ]
+    return Result(
+        task.name,
+        len(trained) * (replays * STEPS * (2 + n_flags) + n_flags + 1),
+        {name: sum(counts) for name, counts in differ.items()},
+        f"{task.name}: {', '.join(where)}" if where else "",
+        data=list(trained),
+    )
+
+
+def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
+    """torch's runs, to play to jamp's scalers and to compare losses with."""
+    arrays = {}
+    for result in results:
+        noise = max(seed.noise for seed in result.data)
+        arrays[f"training/{result.case}/noise"] = np.float32(noise)
+        for seed, trained in zip(SEEDS, result.data, strict=True):
+            run = trained.torch[0]
+            for field in ("loss", "scale", "tracker", "skipped"):
+                name = f"training/{result.case}/{seed}/{field}"
+                arrays[name] = getattr(run, field)
+    return arrays
+
+
+def recorded(golden: Mapping[str, np.ndarray], task: Task, seed: int) -> Run:
+    """torch's run in the golden file, without its parameters."""
+    fields = ("loss", "scale", "tracker", "skipped")
+    prefix = f"training/{task.name}/{seed}"
+    return Run(*(golden[f"{prefix}/{field}"] for field in fields), params={})
+
+
+_SECTION = """\
+The same weights, batches and hyperparameters, {steps} steps, autocast in float16 and a
+scaler with a growth interval of {interval} on both sides, {seeds} seeds. torch has the
+lists of CUDA, also on the CPU. The MLP and the transformer are Linen modules under
+`jamp.dynamic_loss_scale`, the CNN and the GAN are NNX modules under `jamp.GradScaler`.
+
+torch's own distance is that of {variants} runs that add the same numbers in other
+orders: the rows of a batch in another order, in other kernels; a bias added after its
+product has been rounded; both. The final loss is the mean of the last {last} steps.
+Distances of parameters are norms, relative to torch's. The steps that torch skipped,
+played to both of jamp's scalers, give the same scale and tracker at each step, bit for
+bit, in {exact} of {runs} runs.
+
+{table}
+
+Skips are those of each optimizer. "else apart" is the largest distance of the scales'
+logarithms to base 2."""
+
+
+def section(results: Sequence[Result]) -> str:
+    """A row for each run."""
+    head = ["run", "seed", "skips: torch", "torch, other orders", "jamp"]
+    head += ["final loss: torch", "jamp", "apart", "torch from itself"]
+    head += ["parameters apart", "torch from itself"]
+    head += ["steps with equal scale", "torch with itself", "else apart", "as expected"]
+    lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 3) + ["---"]]
+    for result in results:
+        noise = max(seed.noise for seed in result.data)
+        for seed, trained in zip(SEEDS, result.data, strict=True):
+            lines.append([result.case, str(seed), *_figures(trained, noise)])
+    replays = [trained.replayed for result in results for trained in result.data]
+    return _SECTION.format(
+        steps=STEPS,
+        interval=GROWTH_INTERVAL,
+        seeds=len(SEEDS),
+        variants=len(VARIANTS),
+        last=LAST,
+        exact=sum(not count for count in replays),
+        runs=len(replays),
+        table="\n".join(f"| {' | '.join(line)} |" for line in lines),
+    )
+
+
+def _figures(trained: Trained, noise: float) -> list[str]:
+    first, *others = trained.torch
+    ratios = np.abs(np.log2(first.scale) - np.log2(trained.jamp.scale))
+    is_close = trained.loss_apart <= NOISE * noise  # a nan is not
+    is_close &= trained.skips_apart <= SKIPS_APART and not trained.replayed
+    return [
+        _skips(first),
+        ", ".join(_skips(run) for run in others),
+        _skips(trained.jamp),
+        f"{first.final_loss:.3f}",
+        f"{trained.jamp.final_loss:.3f}",
+        f"{trained.loss_apart:.1g}",
+        f"{noise:.1g}",
+        f"{distance(first, trained.jamp):.1g}",
+        f"{max(distance(first, run) for run in others):.1g}",
+        f"{_equal(first, trained.jamp):.0%}",
+        f"{min(_equal(first, run) for run in others):.0%}",
+        f"{ratios.max():.0f}",
+        "yes" if is_close else "no",
+    ]
+
+
+def _skips(run: Run) -> str:
+    return "+".join(map(str, run.skipped.sum(0)))
+
+
+def _equal(first: Run, second: Run) -> float:
+    return float((first.scale == second.scale).mean())
+
+
+def distance(first: Run, second: Run) -> float:
+    """How far two runs' parameters are apart, as a share of the first's norm."""
+    pairs = [(value, second.params[name]) for name, value in first.params.items()]
+    apart = sum(float(np.sum((x - y) ** 2, dtype=np.float64)) for x, y in pairs)
+    return (apart / sum(float(np.sum(x**2, dtype=np.float64)) for x, _ in pairs)) ** 0.5

@@ -8,8 +8,7 @@ from jamp._op_rules import DIFFERENCES, NO_COUNTERPART
 from .ops_table import HALVES, Found, Op
 from .result import Result
 
-_TEXT = """## Autocast, op by op
-
+_TEXT = """\
 The lists of torch's `autocast_mode.h` have {listed} ops; {compared} have a counterpart
 in JAX. Each runs in a region of float16 and in one of bfloat16, in jit, jitted inside
 the region, and in float16 outside jit. Its inputs are of float32; of the region's dtype

@@ -35,7 +35,10 @@ def text(results: Mapping[ModuleType, Sequence[Result]], **facts: object) -> str
     every = [result for found in compared.values() for result in found]
     rows = [_row(part.TITLE, found) for part, found in compared.items()]
     rows.append(_row("**all**", every))
-    reasons = [f"- {r.case}: {r.reason}.\n" for r in every if r.reason]
+    reasons = [
+        f"- {reason}: {', '.join(cases)}.\n"
+        for reason, cases in _reasons(every).items()
+    ]
     failures = [
         f"- {r.case}: {r.where or 'agrees, though a reason says that it does not'}\n"
         for r in every
@@ -63,9 +66,18 @@ def _counts(found: Sequence[Result]) -> bool:
     return any(result.mismatches for result in found)
 
 
+def _reasons(found: Sequence[Result]) -> dict[str, list[str]]:
+    """The cases that differ on purpose, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for result in found:
+        if result.reason:
+            reasons.setdefault(result.reason, []).append(result.case)
+    return reasons
+
+
 def _row(name: str, found: Sequence[Result]) -> str:
     """Cases, values and mismatches; values that differ on purpose count apart."""
-    known = sum(bool(r.reason) for r in found)
+    known = len(_reasons(found))
     wrong = sum(sum(r.mismatches.values()) for r in found if not r.reason)
     wrong += sum(bool(r.reason) and not r.differs for r in found)
     compared = sum(r.compared for r in found)

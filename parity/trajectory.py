@@ -65,12 +65,12 @@ def compare(case: Case, path: str, torch: Trajectory, jamp: Trajectory) -> Compa
     }
     where = ""
     if any(map(np.any, differ.values())):
-        step, name = min(
-            (np.argwhere(d)[0][0], n) for n, d in differ.items() if d.any()
-        )
+        first = {n: tuple(np.argwhere(d)[0]) for n, d in differ.items() if d.any()}
+        name = min(first, key=lambda name: first[name][0])
+        here, there = (_shown(getattr(run, name)[first[name]]) for run in (jamp, torch))
         where = (
-            f"{case.name}, {path}, step {step}: {name} is "
-            f"{getattr(jamp, name)[step]}, torch has {getattr(torch, name)[step]}"
+            f"{case.name}, {path}, step {first[name][0]}: {name} is {here}, torch has "
+            f"{there}"
         )
     return Comparison(
         case,
@@ -79,6 +79,12 @@ def compare(case: Case, path: str, torch: Trajectory, jamp: Trajectory) -> Compa
         {name: int(np.count_nonzero(d)) for name, d in differ.items()},
         where,
     )
+
+
+def _shown(value: Any) -> str:
+    """A value in words; unsigned integers are the bits of float32 values."""
+    is_bits = value.dtype == np.uint32
+    return f"{value.view(np.float32):.9g}" if is_bits else f"{value}"
 
 
 def require_normal_scales(case: Case, run: Trajectory) -> None:

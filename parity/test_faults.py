@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from . import faults, training
+from . import faults, training, training_data
 
 torch = pytest.importorskip("torch")
 
@@ -43,9 +43,9 @@ def test_a_case_that_is_not_there_is_an_error(tmp_path):
         faults.suite(tmp_path, "scale", "no such case")
 
 
-def run(loss: float, skips: int = 0, w: float = 1.0) -> training.Run:
-    steps = training.STEPS
-    return training.Run(
+def run(loss: float, skips: int = 0, w: float = 1.0) -> training_data.Run:
+    steps = training_data.STEPS
+    return training_data.Run(
         np.full(steps, loss, np.float32),
         np.full(steps, 2.0**16, np.float32),
         np.zeros(steps, np.int32),
@@ -78,7 +78,7 @@ def test_what_a_training_run_is_held_against(jamp, replayed, field):
 
 
 def test_a_replay_sees_a_wrong_scale():
-    flags = np.random.RandomState(0).random_sample((training.STEPS, 1)) < 0.05
+    flags = np.random.RandomState(0).random_sample((training_data.STEPS, 1)) < 0.05
     recorded = run(1.0)._replace(skipped=flags)
     assert training.replay(recorded) > 0
 
@@ -106,7 +106,7 @@ def test_parameters_go_there_and_back():
     from . import training_jamp
 
     for model in {task.model for task in training.CASES.values()}:
-        params = training.weights(model, 0)
+        params = training_data.weights(model, 0)
         back = training_jamp.to_torch(training_jamp.to_flax(params), params)
         assert back.keys() == params.keys()
         for name, value in params.items():

@@ -18,7 +18,7 @@ from jax import lax
 
 import jamp
 
-from .training import (
+from .training_data import (
     ADAMW,
     BLOCKS,
     GROWTH_INTERVAL,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import torch_autocast
-from .training import (
+from .training_data import (
     ADAMW,
     BLOCKS,
     GROWTH_INTERVAL,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parity import golden, training, training_jamp
+from parity import golden, training, training_data, training_jamp
 
 RUNS = [(task, seed) for task in training.CASES.values() for seed in training.SEEDS]
 QUICK = [training.CASES[name] for name in ("mlp, AdamW", "gan, AdamW")]
@@ -18,7 +18,7 @@ def arrays():
 )
 def test_scales_follow_the_overflows_of_torch(task, seed, arrays):
     torch = training.recorded(arrays, task, seed)
-    assert torch.skipped.any() and len(torch.scale) == training.STEPS
+    assert torch.skipped.any() and len(torch.scale) == training_data.STEPS
     assert training.replay(torch) == 0
 
 

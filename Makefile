@@ -23,7 +23,7 @@ demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.test ## the tests; no torch needed
-	$(BIN)/python -m pytest -n auto --durations 15 tests
+	$(BIN)/python -m pytest -n auto --dist loadgroup tests
 
 parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
 	$(BIN)/python -m parity

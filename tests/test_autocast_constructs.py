@@ -19,7 +19,6 @@ import jamp
 from .jaxprs import all_half, products
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.usefixtures("standard_promotion"),
 ]
 

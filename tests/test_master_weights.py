@@ -22,7 +22,6 @@ import jamp
 from jamp._state import DynamicLossScaleState, MasterWeightsState
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.usefixtures("standard_promotion"),
 ]
 

@@ -29,6 +29,7 @@ from .optimizers import OPTIMIZERS, exported_names
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("optimizers"),  # its fixture takes a minute
     pytest.mark.usefixtures("standard_promotion"),
 ]
 

@@ -36,7 +36,7 @@ def text(results: Mapping[ModuleType, Sequence[Result]], **facts: object) -> str
     rows = [_row(part.TITLE, found) for part, found in compared.items()]
     rows.append(_row("**all**", every))
     reasons = [
-        f"- {reason}: {', '.join(cases)}.\n"
+        f"- {' and '.join(cases)}: {reason}.\n"
         for reason, cases in _reasons(every).items()
     ]
     failures = [

@@ -1,5 +1,8 @@
 """jamp's dtypes under autocast against torch's on CUDA; torch is not needed."""
 
+import re
+
+import jax
 import pytest
 
 from jamp._op_rules import DIFFERENCES
@@ -12,8 +15,26 @@ def test_the_file_is_of_these_cases():
     assert GOLDEN.keys() == ops.CASES.keys()
 
 
+REFUSAL = "does not accept dtype b?float16"
+
+
+def refuses_half(op) -> bool:
+    """Whether JAX itself refuses to trace an op, as newer ones do the nuclear norm."""
+    try:
+        jax.eval_shape(op.jax, *op.arrays("half", "float16"))
+    except TypeError as error:
+        return re.search(REFUSAL, str(error)) is not None
+    return False
+
+
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("case", ops.CASES.values(), ids=lambda case: case.name)
 def test_dtypes_equal_torch(case: ops.Case):
+    if refuses_half(case.op):  # a jitted function is traced before the casts
+        assert case.op.base == "nuclear_norm"
+        with pytest.raises(TypeError, match=REFUSAL):
+            ops_jamp.dtypes(case.op, case.half)
+        return
     found = ops_jamp.dtypes(case.op, case.half)
     assert found.keys() == GOLDEN[case.name].keys()
     agree = [

@@ -56,32 +56,23 @@ class JaxprFunction(Function):
         return evaluate(child, self.function, args, self.forced, True), child
 
 
-class WideRule(Function):
+class WideRule(JaxprFunction):
     """The JVP rule of an equation, in the dtype that all of its function runs in."""
 
     def __init__(self, trace, eqn, baked):
-        super().__init__(trace, None, baked)
+        super().__init__(trace, None, eqn.forced, baked)
         self.eqn = eqn
-
-    def forget(self):
-        pass
 
     def __call__(self, *args):
         half, n_consts = len(args) // 2, self.eqn.n_consts
-        given = [*args[n_consts:half], *args[half + n_consts :]]
-        flags = [False] * (half - n_consts)
+        flags = [False] * (half - n_consts)  # no tangent is known to be zero
         jaxpr, consts, zeros = self.eqn.jvp.call_wrapped(*flags)
-        child = self.child()
-        closed = _compat.ClosedJaxpr(jaxpr, consts)
-        outs = evaluate(child, closed, given, self.eqn.forced, True)
+        self.function = _compat.ClosedJaxpr(jaxpr, consts)
+        outs, child = super().__call__(*args[n_consts:half], *args[half + n_consts :])
         primals, tangents = outs[: len(zeros)], iter(outs[len(zeros) :])
-        return [
-            *primals,
-            *(
-                jnp.zeros_like(x) if is_zero else next(tangents)
-                for x, is_zero in zip(primals, zeros, strict=True)
-            ),
-        ], child
+        pairs = zip(primals, zeros, strict=True)
+        tangents = [jnp.zeros_like(x) if zero else next(tangents) for x, zero in pairs]
+        return [*primals, *tangents], child
 
 
 class Contract:
@@ -128,14 +119,14 @@ def custom_jvp(trace, primitive, fun, jvp, args, params, eqn=None):
     if eqn is not None:
         run = JaxprFunction(trace, eqn.jaxpr, eqn.forced, baked)
     contract = Contract(run, args, fun.debug_info)
-    derivative = Function(trace, jvp, baked=True)
-    symbolic = params["symbolic_zeros"]
-    if eqn is not None and eqn.in_float32 and not symbolic:
+    derivative, traced = Function(trace, jvp, baked=True), None
+    if eqn is not None and eqn.in_float32 and not params["symbolic_zeros"]:
         derivative = WideRule(trace, eqn, baked)
+    elif eqn is not None:
+        traced = [a.dtype for a in eqn.jaxpr.in_avals] * 2
 
     def autocast_jvp(*primals_and_tangents):
-        if eqn is not None and not isinstance(derivative, WideRule):
-            traced = [a.dtype for a in eqn.jaxpr.in_avals] * 2
+        if traced is not None:
             primals_and_tangents = cast_all(
                 derivative.child(), primals_and_tangents, traced
             )

@@ -100,8 +100,13 @@ def fits(number: float, dtype) -> bool:
     return usual or number == 0 or not np.isfinite(number)
 
 
-# Numbers in JAX's own functions: of log10, and of norms whose order is no power of 2.
-EXACT = (1 / np.log(10), *(1 / n for n in (3, 5, 6, 7, 9, 10)))
+# Numbers in JAX's own functions, of log10 and of norms whose order is no power of 2, by
+# what they are rounded to.
+NUMBERS = (1 / np.log(10), *(1 / n for n in (3, 5, 6, 7, 9, 10)))
+EXACT = {
+    jnp.dtype(half): {float(np.asarray(x, half)): x for x in NUMBERS}
+    for half in (jnp.float16, jnp.bfloat16)
+}
 
 
 def unrounded(number: Any) -> Any:
@@ -111,10 +116,9 @@ def unrounded(number: Any) -> Any:
     True
     """
     number = np.asarray(number)
-    for exact in EXACT if number.ndim == 0 else ():
-        if number == number.dtype.type(exact):
-            return np.asarray(exact, np.float32)
-    return number.astype(np.float32)
+    if number.ndim == 0:
+        number = EXACT.get(number.dtype, {}).get(float(number), number)
+    return np.asarray(number, np.float32)
 
 
 def product_sides(primitive_name: str, args, params) -> tuple[str, ...] | None:

@@ -32,6 +32,7 @@ class Fault(NamedTuple):
       after: what stands there instead.
       part: of the suite.
       case: those of its cases that have this in their name.
+      raises: the error that torch meets then; empty if values differ instead.
     """
 
     name: str
@@ -40,6 +41,12 @@ class Fault(NamedTuple):
     after: str
     part: str
     case: str
+    raises: str = ""
+
+    def explains(self, first: str) -> bool:
+        """Whether the first case that differs does so because of this fault."""
+        raised = f"raised {self.raises}" if self.raises else "raised"
+        return bool(first) and (raised in first) == bool(self.raises)
 
 
 _STATE = "_loss_scale.py"
@@ -89,6 +96,7 @@ FAULTS = (
         '"growth_tracker": int(',
         "behaviors",
         "save",
+        raises="KeyError: '_growth_tracker'",
     ),
     Fault(
         "softmax is in the list of float16",
@@ -195,9 +203,10 @@ def run(fault: Fault, device: str) -> Result:
     """Plants a fault and counts it as a mismatch if nothing turns red."""
     with tempfile.TemporaryDirectory() as folder:
         plant(fault, pathlib.Path(folder))
-        wrong, first = suite(pathlib.Path(folder), fault.part, fault.case)
-    where = "" if wrong else f"{fault.name}: not noticed"
-    return Result(fault.name, 1, {"unnoticed": int(not wrong)}, where, data=first)
+        _, first = suite(pathlib.Path(folder), fault.part, fault.case)
+    caught = fault.explains(first)
+    where = "" if caught else f"{fault.name}: not noticed, but {first or 'nothing'}"
+    return Result(fault.name, 1, {"unnoticed": int(not caught)}, where, data=first)
 
 
 def section(results: Sequence[Result]) -> str:

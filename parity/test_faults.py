@@ -36,6 +36,17 @@ def test_a_copy_that_does_not_run_is_an_error(tmp_path):
         faults.suite(tmp_path, "scale", "interval: growth_interval=3")
 
 
+def test_an_error_counts_only_where_it_is_expected():
+    fault = faults.FAULTS[0]
+    assert fault.explains("interval: step 17: scale is 1, torch has 2")
+    assert not fault.explains("interval: raised NameError: no_such_name")
+    assert not fault.explains("")
+    raising = fault._replace(raises="KeyError: '_growth_tracker'")
+    assert raising.explains("saved: raised KeyError: '_growth_tracker'")
+    assert not raising.explains("saved: raised NameError: no_such_name")
+    assert not raising.explains("saved: scale is 1, torch has 2")
+
+
 def test_a_case_that_is_not_there_is_an_error(tmp_path):
     fault = faults.FAULTS[0]
     faults.plant(fault._replace(after=fault.before), tmp_path)

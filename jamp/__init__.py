@@ -1,5 +1,6 @@
 """PyTorch's automatic mixed precision for JAX, equal to torch bit for bit."""
 
+from . import debug as debug
 from . import linen as linen
 from . import nnx as nnx
 

@@ -75,7 +75,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat
-from ._rules import CASTABLE, REGION, Settings, compile_rules
+from ._rules import CASTABLE, OBSERVED, REGION, Settings, compile_rules
 from ._trace import AutocastTrace, Record, mark
 
 BAD_DTYPE = """autocast({}={!r}): the dtype must be float16 or bfloat16.
@@ -128,7 +128,7 @@ def enter(settings: Settings | None):
     depth = 0 if outer is None else outer.depth + 1
     name = "off" if settings is None else settings.dtype.name
     if settings is not None:
-        settings = settings._replace(depth=depth)
+        settings = settings._replace(depth=depth, observed=OBSERVED.value)
     with REGION(settings), jax.named_scope(mark(name, depth)):
         if settings is None:
             yield None

@@ -53,10 +53,42 @@ def source_codes() -> tuple[CodeType, ...]:
     return tuple(traceback.raw_frames()[0]) if traceback is not None else ()
 
 
+def frames(source_info: Any) -> list[tuple[str, int, str]]:
+    """Where an equation comes from: file, line and function, innermost first.
+
+    Frames in JAX and in the casting modules of jamp are left out.
+    """
+    found = source_info_util.user_frames(source_info.traceback)
+    return [(f.file_name, f.start_line, f.function_name) for f in found]
+
+
+def codes_of(source_info: Any) -> tuple[CodeType, ...]:
+    """The Python functions that an equation comes from, innermost first."""
+    traceback = source_info.traceback
+    return tuple(traceback.raw_frames()[0]) if traceback is not None else ()
+
+
+def stack_entries(name_stack: Any) -> list[tuple[bool, str]]:
+    """Entries of a name stack: whether it is a transform (`jvp`), and its name."""
+    is_transform = source_info_util.Transform
+    return [(isinstance(e, is_transform), e.name) for e in name_stack.stack]
+
+
+def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Runs one equation of a jaxpr on other values."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    name_stack = current_name_stack() + eqn.source_info.name_stack
+    with (
+        user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+    ):
+        out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
 def scopes() -> list[tuple[bool, str]]:
     """Entries of the name stack: whether it is a transform (`jvp`), and its name."""
-    entries = current_name_stack().stack
-    return [(isinstance(e, source_info_util.Transform), e.name) for e in entries]
+    return stack_entries(current_name_stack())
 
 
 def is_batched(x: Any) -> bool:

@@ -12,6 +12,7 @@ But inside a function that runs in float32 a JVP rule is evaluated as the jaxpr 
 was traced to: cast to half precision it would round what the function has computed.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -112,8 +113,9 @@ def custom_jvp(trace, primitive, fun, jvp, args, params, eqn=None):
     if foreign or (eqn is None and action is not None):
         if action is not None and action.dtype is not None and not (foreign or baked):
             args = [trace.cast(x, action.dtype) for x in args]
-        subfuns = {"subfuns": (fun, jvp)}
-        return trace.bind(primitive, args, params | subfuns)
+        params = params | {"subfuns": (fun, jvp)}
+        with contextlib.nullcontext() if action is None else trace.noted(action):
+            return trace.bind(primitive, args, params)
 
     run = Function(trace, fun, baked)
     if eqn is not None:

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import _loss_scale
+from . import _health, _loss_scale
+from ._health import Health
 from ._iteration import Iteration, Record, Stage
 from ._loss_scale import LossScaleConfig, LossScaleState
 from ._nnx_grads import check_own_gradients, own_gradients, unscale_own, update_if
+from ._state import part
 from ._tree import is_inexact, is_traced
 
 
@@ -98,10 +100,12 @@ class GradScaler(nnx.Pytree):
         )
         self._enabled = bool(enabled)
         self._axis_name = _loss_scale.axis_names(axis_name)
-        state = _loss_scale.init(self._config)
-        self.loss_scale = nnx.Variable(state.loss_scale)
-        self.growth_tracker = nnx.Variable(state.growth_tracker)
-        self.hysteresis_tracker = nnx.Variable(state.hysteresis_tracker)
+        self.loss_scale: nnx.Variable[jax.Array]
+        self.growth_tracker: nnx.Variable[jax.Array]
+        self.hysteresis_tracker: nnx.Variable[jax.Array]
+        for state in (_loss_scale.init(self._config), _health.init()):
+            for name, value in state._asdict().items():
+                setattr(self, name, nnx.Variable(value))
         self._iteration = nnx.data(Iteration())
 
     def __repr__(self) -> str:
@@ -250,7 +254,9 @@ class GradScaler(nnx.Pytree):
                 raise RuntimeError("No inf checks were recorded prior to update.")
             found_inf = jnp.logical_not(jnp.all(jnp.stack(flags)))
             state = _loss_scale.update(self._state(), found_inf, self._config)
-            for name, value in state._asdict().items():
+            at_floor = state.loss_scale <= _loss_scale.floor(self._config)
+            health = _health.record(Health(*part(self, Health)), found_inf, at_floor)
+            for name, value in (state._asdict() | health._asdict()).items():
                 getattr(self, name)[...] = value
         self._iteration.records.clear()
 
@@ -373,9 +379,7 @@ class GradScaler(nnx.Pytree):
         self._config = dataclasses.replace(self._config, **changes)
 
     def _state(self) -> LossScaleState:
-        return LossScaleState(
-            *(getattr(self, name)[...] for name in LossScaleState._fields)
-        )
+        return LossScaleState(*part(self, LossScaleState))
 
 
 def _as_scale(value: Any) -> jax.Array:

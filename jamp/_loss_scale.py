@@ -324,8 +324,7 @@ def update(
     grown = _float64_product(state.loss_scale, config.growth_factor)
     grown = jnp.minimum(grown, _float32(config.max_scale))
     shrunk = _float64_product(state.loss_scale, config.backoff_factor)
-    floor = jnp.maximum(_float32(config.min_scale), np.float32(SMALLEST_SCALE))
-    shrunk = jnp.maximum(shrunk, floor)
+    shrunk = jnp.maximum(shrunk, floor(config))
 
     loss_scale = jnp.where(grow & jnp.isfinite(grown), grown, state.loss_scale)
     return LossScaleState(
@@ -337,6 +336,11 @@ def update(
             jnp.where(grow, _int32(config.hysteresis), state.hysteresis_tracker),
         ),
     )
+
+
+def floor(config: LossScaleConfig) -> jax.Array:
+    """Where backing off ends: float32 []."""
+    return jnp.maximum(_float32(config.min_scale), np.float32(SMALLEST_SCALE))
 
 
 def _float64_product(x: jax.Array, factor: Any) -> jax.Array:

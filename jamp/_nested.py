@@ -11,7 +11,6 @@ Python functions instead of jaxprs is in `_custom.py`.
 """
 
 import functools
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,8 +20,7 @@ import jax
 from . import _compat
 from ._provenance import Note
 from ._rules import Action
-
-LIBRARY = os.path.dirname(jax.__file__) + os.sep
+from ._sources import is_library
 
 LEFT_ALONE = frozenset(
     """
@@ -161,10 +159,6 @@ def jit(trace, primitive, args, params, avals, forced, baked):
     new = rewrite(trace, jaxpr, avals_of(args), action, baked=baked)
     outs = trace.bind(primitive, args, params | {"jaxpr": new.jaxpr})
     return annotate(trace, outs, new)
-
-
-def is_library(source: str) -> bool:
-    return source.partition(" at ")[2].startswith(LIBRARY)
 
 
 def differs(value, aval) -> bool:

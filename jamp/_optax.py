@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from . import _loss_scale
+from . import _health, _loss_scale
+from ._health import Health
 from ._loss_scale import LossScaleConfig, LossScaleState
 from ._match import check_gradients_match, check_update_matches, is_hole
 from ._state import (
@@ -26,6 +27,7 @@ from ._state import (
     check_not_scaled_yet,
     describe,
     keeps_master_weights,
+    part,
 )
 from ._tree import dtype_of, is_half, is_inexact, widen
 
@@ -216,14 +218,11 @@ def _loss_scaled(inner, config, next_scale, axis_name):
 
     def advance(state, finite, inner_state):
         found_inf = jnp.logical_not(finite)
-        scale_state = LossScaleState(
-            state.loss_scale, state.growth_tracker, state.hysteresis_tracker
-        )
+        scaling = next_scale(LossScaleState(*part(state, LossScaleState)), found_inf)
+        at_floor = scaling.loss_scale <= _loss_scale.floor(config)
+        health = _health.record(Health(*part(state, Health)), found_inf, at_floor)
         return DynamicLossScaleState(
-            **next_scale(scale_state, found_inf)._asdict(),
-            found_inf=found_inf,
-            skipped_steps=state.skipped_steps + found_inf.astype(jnp.int32),
-            inner_state=inner_state,
+            **scaling._asdict(), **health._asdict(), inner_state=inner_state
         )
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -261,11 +260,9 @@ def _loss_scaled(inner, config, next_scale, axis_name):
 def _initial_state(
     config: LossScaleConfig, inner_state: optax.OptState
 ) -> DynamicLossScaleState:
+    scaling, health = _loss_scale.init(config), _health.init()
     return DynamicLossScaleState(
-        **_loss_scale.init(config)._asdict(),
-        found_inf=jnp.zeros([], jnp.bool_),
-        skipped_steps=jnp.zeros([], jnp.int32),
-        inner_state=inner_state,
+        **scaling._asdict(), **health._asdict(), inner_state=inner_state
     )
 
 

@@ -28,6 +28,7 @@ class Action(NamedTuple):
     kind: Kind | None
     dtype: Any = None
     marks: bool = False  # its results are half precision outside of the function
+    why: str = ""  # the row that says so, for `jamp.debug.explain`
 
 
 class UserRule(NamedTuple):
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
     rules: tuple[UserRule, ...] = ()
     depth: int = 0  # how many other regions it is in
     listed: bool = True  # False under a policy: the rules alone decide
+    observed: bool = False  # each op's rule is written into its name stack
 
 
 def code_of(function: Any) -> CodeType | None:
@@ -76,8 +78,9 @@ def compile_rule(key: Any, value: Any) -> UserRule:
     def bad(problem):
         return ValueError(BAD_RULE.format(key=key, problem=problem))
 
+    why = f"rules[{getattr(key, '__name__', None) or key!r}]"
     if value is None:
-        action = Action(KEEP)
+        action = Action(KEEP, why=why)
     else:
         try:
             dtype = jnp.dtype(value)
@@ -85,7 +88,7 @@ def compile_rule(key: Any, value: Any) -> UserRule:
             raise bad(f"{value!r} is not a dtype") from None
         if dtype not in CASTABLE:
             raise bad(f"cannot run in {dtype}")
-        action = Action(None, dtype)
+        action = Action(None, dtype, why=why)
     if isinstance(key, Primitive):
         return UserRule(key.name, key, action)
     if isinstance(key, str):
@@ -111,7 +114,8 @@ def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Act
     table = {}
     for path, row in FUNCTIONS.items():
         if (code := resolve(path, modules)) is not None:
-            table[id(code)] = table[source_of(code)] = code, Action(row.kind)
+            action = Action(row.kind, why=f"{row.kind.value} {path}")
+            table[id(code)] = table[source_of(code)] = code, action
     return table
 
 
@@ -150,6 +154,15 @@ def loaded() -> frozenset[str]:
 # The settings of the innermost region, or None. JAX keys its caches by it, so that a
 # function is traced anew in a region of another kind.
 REGION = jax.make_user_context(None)
+# Whether regions are entered to be explained.
+OBSERVED = jax.make_user_context(False)
+
+ACTIONS = {
+    name: Action(row.kind, why=f"{row.kind.value} {name}")
+    for name, row in PRIMITIVES.items()
+}
+EXEMPTED = Action(KEEP, why="keep parameter")
+POLICY = Action(KEEP, why="keep policy")
 
 
 class Decider:
@@ -177,7 +190,7 @@ class Decider:
         """
         ids = list(map(id, codes))
         if not self.exempt.keys().isdisjoint(ids):
-            return Action(KEEP)
+            return EXEMPTED
         for index, (_, test, action) in enumerate(self.settings.rules):
             if isinstance(test, tuple):
                 matches = test[0] in codes or test[1] == source
@@ -189,21 +202,21 @@ class Decider:
                 self.hits.add(index)
                 return action
         if not self.settings.listed:
-            return Action(KEEP)
+            return POLICY
         functions, action = self.functions, None
         if not functions.keys().isdisjoint(ids):  # the outermost decides for all inside
             _, action = next(functions[i] for i in reversed(ids) if i in functions)
         elif source is not None:
             _, action = functions.get(source, (None, None))
-        if action is None and (row := PRIMITIVES.get(primitive.name)) is not None:
-            return Action(row.kind)
-        return action and self.for_all_inside(action)
+        if action is None:
+            return ACTIONS.get(primitive.name)
+        return self.for_all_inside(action)
 
     def for_all_inside(self, action: Action) -> Action:
         """A function's row as an action for each op inside the function."""
         if action.kind is LOWER:
-            return Action(None, self.settings.dtype)
+            return Action(None, self.settings.dtype, why=action.why)
         if action.kind in (Kind.FLOAT32, Kind.FLOAT32_INSIDE):
             marks = action.kind is Kind.FLOAT32_INSIDE
-            return Action(None, jnp.dtype("float32"), marks)
+            return Action(None, jnp.dtype("float32"), marks, action.why)
         return action

@@ -13,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import _loss_scale
-from ._state import describe, find_states
+from . import _health, _loss_scale
+from ._grad_scaler import GradScaler
+from ._health import Health
+from ._loss_scale import LossScaleState
+from ._state import describe, find_states, part
 from ._tree import dtype_of
 
 
@@ -167,21 +170,45 @@ def loss_scale(opt_state: Any) -> jax.Array:
 
     PyTorch: `scaler.get_scale()`.
     """
-    return metrics(opt_state)["loss_scale"]
+    return part(_only_state(opt_state), LossScaleState)[0]
 
 
-def metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """The scalars worth logging, found anywhere in a nested optax state.
+def metrics(
+    opt_state: Any,
+    *,
+    floor_steps: int = 32,
+    window: int = 32,
+    skipped_share: float = 0.5,
+) -> dict[str, jax.Array]:
+    """The scalars worth logging, and alarms, found anywhere in a nested optax state.
+
+    All stay on the device, inside jit and outside: fetch them when you want to read
+    them, or let `jamp.debug.History` do it. `jamp.debug.check` turns an alarm into an
+    exception that lists likely causes.
 
     Args:
-      opt_state: any pytree that holds one loss scale, after `tx.update`.
+      opt_state: any pytree that holds one loss scale, after `tx.update`; or a
+        `GradScaler`, after `update`.
+      floor_steps: steps at the floor that raise `scale_at_floor`, >= 1.
+      window: how many of the last steps `many_skips` looks at, 1 to 32.
+      skipped_share: share of them that may be skipped, in [0, 1).
 
     Returns:
-      `{"loss_scale": float32 [], "growth_tracker": int32 [], "found_inf": bool [],
-      "skipped_steps": int32 []}`. `found_inf` tells whether the last step was skipped.
+      A dict of scalars:
+
+      - `loss_scale`: float32, for the next step.
+      - `growth_tracker`: int32, finite steps since the scale moved.
+      - `found_inf`: bool, whether the last step was skipped.
+      - `skipped_steps`: int32, steps skipped so far.
+      - `scale_at_floor`: bool, the scale has been at its floor (`min_scale`, or
+        2**-126) for `floor_steps` steps since a step overflowed there.
+      - `scale_below_one`: bool, the gradients overflow without any scaling.
+      - `many_skips`: bool, more than `skipped_share` of the last `window` steps were
+        skipped.
 
     Raises:
-      ValueError: it holds none, or more than one.
+      ValueError: it holds none, or more than one; a limit is out of its range.
+      TypeError: a limit is no number.
 
     Example:
       >>> import jax.numpy as jnp, optax, jamp
@@ -192,16 +219,34 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       growth_tracker 0
       found_inf False
       skipped_steps 0
+      scale_at_floor False
+      scale_below_one False
+      many_skips False
 
     PyTorch: `get_scale()` and `state_dict()`; torch cannot tell that a step was
     skipped (pytorch#67590).
     """
+    state = _only_state(opt_state)
+    scaling, health = LossScaleState(*part(state, LossScaleState)), part(state, Health)
+    health = Health(*health)
+    return {
+        "loss_scale": scaling.loss_scale,
+        "growth_tracker": scaling.growth_tracker,
+        "found_inf": health.found_inf,
+        "skipped_steps": health.skipped_steps,
+        **_health.alarms(
+            scaling.loss_scale, health, floor_steps, window, skipped_share
+        ),
+    }
+
+
+def _only_state(opt_state: Any) -> Any:
+    """The `DynamicLossScaleState`, or the `GradScaler`, in what a user passed."""
+    if isinstance(opt_state, GradScaler):
+        return opt_state
     found = find_states(opt_state)
     if len(found) == 1:
-        (state,) = found.values()
-        names = ("loss_scale", "growth_tracker", "found_inf", "skipped_steps")
-        # NNX wraps each array of an optimizer state in a Variable of one leaf.
-        return {name: jax.tree.leaves(getattr(state, name))[0] for name in names}
+        return next(iter(found.values()))
     if found:
         raise ValueError(
             f"opt_state holds {len(found)} loss scales, at {', '.join(found)}; pass "

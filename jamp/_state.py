@@ -14,6 +14,8 @@ class DynamicLossScaleState(NamedTuple):
     found_inf: jax.Array  # bool []: whether the last step was skipped
     skipped_steps: jax.Array  # int32 []: steps skipped so far
     hysteresis_tracker: jax.Array  # int32 []: overflows left before backing off
+    recent_skips: jax.Array  # uint32 []: the last 32 steps, the newest lowest; 1: skip
+    floor_steps: jax.Array  # int32 []: steps at the floor since it overflowed there
     inner_state: optax.OptState  # of the wrapped optimizer, held on a skipped step
 
 
@@ -24,6 +26,14 @@ class MasterWeightsState(NamedTuple):
         optax.Params
     )  # float32 copies of half-precision leaves; MaskedNode for others
     inner_state: optax.OptState  # of the wrapped optimizer, for float32 parameters
+
+
+def part(state: Any, fields: Any) -> list[Any]:
+    """The values of those fields that another NamedTuple has too.
+
+    NNX wraps each array of a state in a Variable of one leaf.
+    """
+    return [jax.tree.leaves(getattr(state, name))[0] for name in fields._fields]
 
 
 def keeps_master_weights(opt_state: Any) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,9 @@ from ._nested import NESTED, check_left_alone, differs
 from ._op_rules import FLOAT32, KEEP, LOWER, PRIMITIVES, PROMOTE, STATISTIC
 from ._provenance import Note, Notes, fits, passed_on, product_sides, unrounded
 from ._rules import CASTABLE, REGION, Action, Decider, Settings, code_of
+from ._sources import MARK, RULE
 
 RULES = NESTED | CUSTOM  # for primitives that hold functions
-# Each region leaves its mark in the name stack of its ops, with its depth in others.
-MARK = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\(")
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
 PASSED_ON = ("transpose", "squeeze", "broadcast_in_dim", "reshape", "slice", "copy")
 # A user who calls one of these on a product wants what it gives: see `with_bias`.
@@ -98,7 +96,7 @@ class AutocastTrace(_compat.Trace):
         if not self.decide.uses_paths:
             return ""
         names = [n for transform, n in _compat.scopes() if not transform]
-        names = [n for n in names if not MARK.match(n)]
+        names = [n for n in names if not (MARK.match(n) or n.startswith(RULE))]
         return "/".join([self.prefix, *names] if self.prefix else names)
 
     # What JAX calls.
@@ -166,6 +164,17 @@ class AutocastTrace(_compat.Trace):
         action = forced or self.action(primitive)
         if action is None or primitive.name not in PRIMITIVES:
             return self.bind(primitive, self.as_traced(args, avals), params)
+        with self.noted(action):
+            return self.run(primitive, args, params, avals, action, forced, baked)
+
+    def noted(self, action):
+        """Writes an op's rule into its name stack, if the region is observed."""
+        if not self.settings.observed:
+            return contextlib.nullcontext()
+        return jax.named_scope(RULE + action.why)
+
+    def run(self, primitive, args, params, avals, action, forced, baked):
+        """Runs an op that holds no function, as its rule says."""
         if action.kind is STATISTIC:
             widen = avals is not None and any(map(differs, args, avals))
             action = Action(None, jnp.dtype("float32")) if widen else Action(KEEP)

@@ -1,0 +1,158 @@
+"""A call with modules, pytrees and numbers as a function of a flat list of arrays.
+
+What `jamp.debug` looks into is given as the user calls it: a loss over Flax, Equinox or
+plain parameters, a whole train step with a `GradScaler`. Arrays get names from the
+function's signature ("params/encoder/kernel"); everything else stays as it is, so that
+`train=True` is as true as in the user's own call.
+"""
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+class Call(NamedTuple):
+    """What to run, on which arrays."""
+
+    run: Callable[[Sequence[Any]], Any]  # a list of arrays -> what the function returns
+    arrays: list[Any]
+    names: tuple[str, ...]  # one for each array
+    function: str  # its name, for messages
+    n_first: int  # how many of the arrays are in the first argument
+
+
+def open_call(caller: str, fn: Any, args: Any, kwargs: Any) -> Call:
+    """Takes a call apart.
+
+    Args:
+      caller: what a message begins with.
+      fn: a function; or a module, whose own arrays are arguments then too.
+
+    Raises:
+      TypeError: `fn` cannot be called.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"{caller}(fn)(*args): fn must be a function; got {fn!r} of type "
+            f"{type(fn).__name__}. Pass the function, and its arguments to the result."
+        )
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if _has_arrays(fn):
+        labels, given, call = [name], [fn], lambda f, *a, **k: f(*a, **k)
+    elif isinstance(fn, types.MethodType) and _has_arrays(fn.__self__):
+        labels, given, call = [type(fn.__self__).__name__], [fn.__self__], fn.__func__
+    else:
+        labels, given, call = [], [], fn
+    labels += argument_names(fn, len(args))
+    values = [*given, *args, *kwargs.values()]
+    labelled = list(zip([*labels, *kwargs], values, strict=True))
+    n_kwargs = len(kwargs)
+
+    def run(values):
+        positional = values[: len(values) - n_kwargs]
+        keywords = dict(zip(kwargs, values[len(positional) :], strict=True))
+        return call(*positional, **keywords)
+
+    return _flatten(run, labelled, name)
+
+
+def _flatten(run: Callable, labelled: Sequence[tuple[str, Any]], name: str) -> Call:
+    values = [value for _, value in labelled]
+    graph, modules = None, [i for i, v in enumerate(values) if _has_modules(v)]
+    if modules:  # what two of them share, they go on sharing
+        graph, state = nnx.split([values[i] for i in modules])
+        for place, i in enumerate(modules):
+            values[i] = state[place] if place in state else {}
+    paths, tree = jax.tree_util.tree_flatten_with_path(values)
+    is_array = [isinstance(leaf, ARRAYS) for _, leaf in paths]
+    arrays = [leaf for (_, leaf), is_one in zip(paths, is_array, strict=True) if is_one]
+    names = [
+        "/".join(filter(None, (labelled[path[0].idx][0], path_name(path[1:]))))
+        for (path, _), is_one in zip(paths, is_array, strict=True)
+        if is_one
+    ]
+
+    def run_flat(arrays):
+        arrays = iter(arrays)
+        leaves = [
+            next(arrays) if is_one else leaf
+            for (_, leaf), is_one in zip(paths, is_array, strict=True)
+        ]
+        values = jax.tree.unflatten(tree, leaves)
+        if graph is not None:
+            parts = {p: values[i] for p, i in enumerate(modules) if len(values[i])}
+            merged = nnx.merge(graph, nnx.State(parts))
+            for place, i in enumerate(modules):
+                values[i] = merged[place]
+        return run(values)
+
+    first = [path[0].idx for (path, _), a in zip(paths, is_array, strict=True) if a]
+    return Call(run_flat, arrays, tuple(names), name, first.count(0))
+
+
+def argument_names(fn: Any, n_args: int) -> list[str]:
+    """The names of positional arguments, as the signature has them.
+
+    >>> argument_names(lambda params, *batch: 0, 3)
+    ['params', 'batch[0]', 'batch[1]']
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    names = []
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            rest = n_args - len(names)
+            names += [f"{parameter.name}[{i}]" for i in range(rest)]
+        elif parameter.kind is not parameter.KEYWORD_ONLY:
+            names.append(parameter.name)
+    return [*names[:n_args], *(f"args[{i}]" for i in range(len(names), n_args))]
+
+
+def path_name(path: Any) -> str:
+    """The path of a leaf, such as "encoder/kernel".
+
+    NNX keeps the array of a Variable one step deeper.
+    """
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.removesuffix("/value").removesuffix("/.value")
+
+
+def _has_arrays(value: Any) -> bool:
+    if isinstance(value, type) or inspect.isfunction(value):
+        return False
+    return _has_modules(value) or any(
+        isinstance(leaf, ARRAYS) for leaf in jax.tree.leaves(value)
+    )
+
+
+def _has_modules(value: Any) -> bool:
+    is_module = lambda node: isinstance(node, (nnx.Pytree, nnx.Variable))
+    return any(map(is_module, jax.tree.leaves(value, is_leaf=is_module)))
+
+
+def named_leaves(caller: str, tree: Any) -> list[tuple[str, Any]]:
+    """The floating and complex leaves of a tree of gradients, each with its path.
+
+    Raises:
+      TypeError: something in it is no array.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    named = []
+    for path, leaf in leaves:
+        if not isinstance(leaf, (*ARRAYS, float, int, complex)):
+            raise TypeError(
+                f"{caller}: grads must be a pytree of arrays; got {leaf!r} of type "
+                f"{type(leaf).__name__} at {path_name(path) or 'the root'}."
+            )
+        if jax.numpy.issubdtype(jax.numpy.result_type(leaf), jax.numpy.inexact):
+            named.append((path_name(path) or "the root", leaf))
+    return named

@@ -1,0 +1,369 @@
+"""Runs a jaxpr and notes for each value whether it holds an inf or a nan.
+
+The notes are small arrays that are computed with everything else, eagerly or inside a
+trace; which value each belongs to is written down once, in a `Program`. `_blame.py`
+reads both.
+
+jit, remat and custom derivatives are run in place. The bodies of scan and cond are
+Programs of their own; of a while loop only the first iteration that goes wrong is kept.
+What else holds functions (shard_map, kernels) counts as one op.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from . import _compat, _loss_scale
+from ._nested import holds_jaxpr
+from ._sources import Around, Site, site_of
+
+FINE, INF, NAN = 0, 1, 2
+# Results hold an inf or nan exactly where the input does.
+PRESERVING = frozenset(
+    """
+    abs broadcast_in_dim copy copy_p expand_dims name neg optimization_barrier
+    reshape rev sharding_constraint squeeze stop_gradient transpose
+    """.split()
+)
+CALLS = frozenset(
+    """
+    checkpoint closed_call core_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr custom_vmap_call jit pjit remat2
+    """.split()
+)
+CHECK = _loss_scale.all_finite.__code__
+
+
+class Node(NamedTuple):
+    """One op of a Program. Values are known by number."""
+
+    site: Site
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    is_check: bool  # whether a loss scaler looks here whether gradients are finite
+    inner: "Inner | None" = None
+
+
+class Inner(NamedTuple):
+    """The bodies of a scan, while or cond."""
+
+    kind: str
+    programs: "tuple[Program, ...]"
+    place: int  # among the inner marks of the Program around it
+    n_consts: int = 0  # inputs of the body that are the same in all iterations
+    skipped: int = 0  # inputs of the op that the body does not get
+    n_carry: int = 0
+    reverse: bool = False
+
+
+class Program:
+    """What ran, in order; and where the mark of each value is."""
+
+    def __init__(self):
+        self.nodes: list[Node] = []
+        self.made_by: dict[int, Node] = {}
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
+        self.slots: dict[int, int] = {}  # value -> place in the marks
+        self.known: dict[int, int] = {}  # value -> mark of a literal
+        self.constants: set[int] = set()
+        self._numbers = itertools.count()
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+
+class Marks(NamedTuple):
+    """The marks of one Program, or of all iterations of one, stacked."""
+
+    values: jax.Array  # uint8 [slots]: 0 finite, 1 inf, 2 nan
+    inner: tuple[Any, ...]  # per scan: Marks [length]; while: Loop; cond: Branches
+
+
+class Loop(NamedTuple):
+    """The first iteration of a while loop that made an inf or nan."""
+
+    iteration: jax.Array  # int32 [], -1 if there was none
+    marks: Marks
+
+
+class Branches(NamedTuple):
+    chosen: jax.Array  # int32 []: the branch that ran
+    marks: tuple[Marks, ...]  # zeros for the others
+
+
+def run_marked(jaxpr: Any, args: Sequence[Any]) -> tuple[list[Any], Marks, Program]:
+    """Runs a closed jaxpr. Returns its results, the marks, and what they belong to."""
+    return Recorder().whole(jaxpr, args, Around())
+
+
+class Recorder:
+    """Runs equations and writes a Program."""
+
+    def __init__(self):
+        self.program = Program()
+        self.values: list[Any] = []  # the marks so far
+        self.inner: list[Any] = []
+
+    def whole(self, jaxpr, args, around):
+        """A whole Program: the results, the marks, and what they belong to."""
+        for value in args:
+            number = self.program.number()
+            self.program.inputs.append(number)
+            self.mark(number, value)
+        given = list(zip(args, self.program.inputs, strict=True))
+        outs = self.run(jaxpr, given, around)
+        self.program.outputs = [number for _, number in outs]
+        return [value for value, _ in outs], self.marks(), self.program
+
+    def marks(self) -> Marks:
+        size = 256  # one op with thousands of operands compiles slowly
+        blocks = [jnp.stack(block) for block in _chunks(self.values, size)]
+        values = jnp.concatenate(blocks) if blocks else jnp.zeros(0, jnp.uint8)
+        return Marks(values, tuple(self.inner))
+
+    def mark(self, number: int, value: Any) -> None:
+        if is_float(value):
+            self.program.slots[number] = len(self.values)
+            self.values.append(mark_of(value))
+
+    def run(self, jaxpr, args, around, is_check=False):
+        """Runs a closed jaxpr on pairs of a value and its number; returns such pairs.
+
+        Args:
+          is_check: whether a loss scaler's check calls it.
+        """
+        env = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+        for variable, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
+            env[variable] = value, self.constant(value)
+        last_use = {v: i for i, e in enumerate(jaxpr.jaxpr.eqns) for v in _vars(e)}
+        keep = {v for v in jaxpr.jaxpr.outvars if not _is_literal(v)}
+
+        def read(atom):
+            if _is_literal(atom):
+                return atom.val, self.constant(atom.val)
+            return env[atom]
+
+        for index, eqn in enumerate(jaxpr.jaxpr.eqns):
+            inputs = [read(atom) for atom in eqn.invars]
+            check = is_check or CHECK in _compat.codes_of(eqn.source_info)
+            outs = self.equation(eqn, inputs, around, check)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            for variable in _vars(eqn):  # big values are let go at once
+                if last_use[variable] == index and variable not in keep:
+                    env.pop(variable, None)
+        return [read(atom) for atom in jaxpr.jaxpr.outvars]
+
+    def constant(self, value) -> int:
+        number = self.program.number()
+        self.program.constants.add(number)
+        if isinstance(value, jax.Array):
+            self.mark(number, value)
+        elif is_float(value):
+            bad = NAN if np.any(np.isnan(value)) else INF if _any_inf(value) else FINE
+            self.program.known[number] = bad
+        return number
+
+    def equation(self, eqn, inputs, around, is_check):
+        name, values = eqn.primitive.name, [value for value, _ in inputs]
+        if name in CALLS and (inside := inside_of(eqn)) is not None:
+            return self.run(inside, inputs, around.inside(eqn, inside.jaxpr), is_check)
+        site = site_of(eqn, around)
+        if name in ("scan", "while", "cond"):
+            rule = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}
+            outs, inner = rule[name](eqn, values, around)
+            return self.add(site, inputs, outs, is_check, inner)
+        outs = _compat.bind_eqn(eqn, values)
+        return self.add(site, inputs, outs, is_check, None, preserves(eqn))
+
+    def add(self, site, inputs, outs, is_check, inner=None, preserves=False):
+        program, numbers = self.program, []
+        for value in outs:
+            number = program.number()
+            numbers.append(number)
+            source = inputs[0][1] if inputs else None
+            if preserves and source in program.slots:
+                program.slots[number] = program.slots[source]
+            elif preserves and source in program.known:
+                program.known[number] = program.known[source]
+            else:
+                self.mark(number, value)
+        given = tuple(number for _, number in inputs)
+        node = Node(site, given, tuple(numbers), is_check, inner)
+        program.nodes.append(node)
+        program.made_by.update(dict.fromkeys(numbers, node))
+        return list(zip(outs, numbers, strict=True))
+
+    # Loops and branches.
+
+    def scan(self, eqn, values, around):
+        params = eqn.params
+        n_consts, n_carry = _compat.scan_arity(params)
+        consts, carry, xs = _split(values, n_consts, n_carry)
+        inside = around.inside(eqn, params["jaxpr"].jaxpr)
+        programs = []
+
+        def body(carry, xs):
+            outs, marks, program = Recorder().whole(
+                params["jaxpr"], [*consts, *carry, *xs], inside
+            )
+            programs[:] = [program]
+            return outs[:n_carry], (outs[n_carry:], marks)
+
+        carry, (ys, marks) = lax.scan(
+            body, carry, xs, params["length"], params["reverse"], params["unroll"]
+        )
+        inner = self.keep(marks, "scan", programs, n_consts, 0, n_carry)
+        return [*carry, *ys], inner._replace(reverse=params["reverse"])
+
+    def while_loop(self, eqn, values, around):
+        params = eqn.params
+        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts, body_consts, carry = _split(values, n_cond, n_body)
+        condition, programs = params["cond_jaxpr"], []
+        inside = around.inside(eqn, params["body_jaxpr"].jaxpr)
+
+        def body(carry):
+            outs, marks, program = Recorder().whole(
+                params["body_jaxpr"], [*body_consts, *carry], inside
+            )
+            programs[:] = [program]
+            return outs, marks, program
+
+        shapes = jax.eval_shape(lambda carry: body(carry)[1], carry)
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+        def step(state):
+            count, loop, carry = state
+            outs, marks, program = body(carry)
+            before = [program.slots.get(n) for n in program.inputs[n_body:]]
+            after = [program.slots.get(n) for n in program.outputs]
+            worse = [
+                marks.values[a] > marks.values[b]
+                for a, b in zip(after, before, strict=True)
+                if a is not None and b is not None
+            ]
+            worse = jnp.any(jnp.stack(worse)) if worse else jnp.zeros([], bool)
+            first = worse & (loop.iteration < 0)
+            new = Loop(count, marks)
+            loop = jax.tree.map(lambda x, y: jnp.where(first, x, y), new, loop)
+            return count + 1, loop, outs
+
+        def goes_on(state):
+            args = [*cond_consts, *state[2]]
+            return jaxpr_as_fun(condition)(*args)[0]
+
+        start = jnp.int32(0), Loop(jnp.int32(-1), nothing), carry
+        _, loop, outs = lax.while_loop(goes_on, step, start)
+        return outs, self.keep(loop, "while", programs, n_body, n_cond, len(carry))
+
+    def cond(self, eqn, values, around):
+        index, *values = values
+        jaxprs = eqn.params["branches"]
+        programs: list[Any] = [None] * len(jaxprs)
+        inside = around.inside(eqn, jaxprs[0].jaxpr)
+
+        def branch(place, *values):
+            outs, marks, program = Recorder().whole(jaxprs[place], values, inside)
+            programs[place] = program
+            return outs, marks
+
+        shapes = [
+            jax.eval_shape(lambda *v, p=place: branch(p, *v)[1], *values)
+            for place in range(len(jaxprs))
+        ]
+
+        def chosen(place, *values):
+            outs, marks = branch(place, *values)
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            return outs, [*zeros[:place], marks, *zeros[place + 1 :]]
+
+        index = jnp.clip(jnp.asarray(index, jnp.int32), 0, len(jaxprs) - 1)
+        outs, marks = lax.switch(
+            index,
+            [lambda *v, p=place: chosen(p, *v) for place in range(len(jaxprs))],
+            *values,
+        )
+        inner = self.keep(Branches(index, tuple(marks)), "cond", programs, 0, 1)
+        return outs, inner
+
+    def keep(self, marks, kind, programs, n_consts, skipped, n_carry=0) -> Inner:
+        self.inner.append(marks)
+        place = len(self.inner) - 1
+        return Inner(kind, tuple(programs), place, n_consts, skipped, n_carry)
+
+
+@jax.jit
+def mark_of(x: Any) -> jax.Array:
+    """uint8 []: 0 if all is finite, 1 if there is an inf, 2 if there is a nan.
+
+    Half precision is read as bits: XLA might look at the float32 value that it computes
+    it from, which has not overflowed.
+    """
+    if jnp.iscomplexobj(x):
+        return jnp.maximum(mark_of(x.real), mark_of(x.imag))
+    if x.dtype in (jnp.float16, jnp.bfloat16):
+        bits = lax.bitcast_convert_type(x, jnp.uint16) & np.uint16(0x7FFF)
+        infinity = np.asarray(np.inf, x.dtype).view(np.uint16)
+        top = jnp.max(bits, initial=np.uint16(0))
+        return (top >= infinity).astype(jnp.uint8) + (top > infinity).astype(jnp.uint8)
+    is_nan = jnp.any(lax.ne(x, x))
+    return (is_nan | ~jnp.all(lax.is_finite(x))).astype(jnp.uint8) + is_nan.astype(
+        jnp.uint8
+    )
+
+
+def inside_of(eqn: Any) -> Any:
+    """The jaxpr that an equation calls with its inputs, or None."""
+    held = [value for value in eqn.params.values() if holds_jaxpr(value)]
+    if len(held) != 1 or isinstance(held[0], tuple | list):
+        return None
+    inside: Any = held[0]
+    if not hasattr(inside, "jaxpr"):
+        inside = _compat.ClosedJaxpr(inside, ())
+    return inside if len(inside.jaxpr.invars) == len(eqn.invars) else None
+
+
+def preserves(eqn: Any) -> bool:
+    if eqn.primitive.name == "convert_element_type":
+        old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        floats = all(jnp.issubdtype(d, jnp.floating) for d in (old, new))
+        return floats and bool(jnp.finfo(new).max >= jnp.finfo(old).max)
+    return eqn.primitive.name in PRESERVING and len(eqn.outvars) == 1
+
+
+def is_float(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, float)
+    return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1
+
+
+def _any_inf(value: Any) -> bool:
+    return bool(np.any(np.isinf(np.asarray(value, np.complex128))))
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, _compat.Literal)
+
+
+def _vars(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not _is_literal(v)]
+
+
+def _split(values: Sequence[Any], *sizes: int) -> list[list[Any]]:
+    values, parts = list(values), []
+    for size in sizes:
+        parts.append(values[:size])
+        values = values[size:]
+    return [*parts, values]
+
+
+def _chunks(values: list[Any], size: int) -> list[list[Any]]:
+    return [values[i : i + size] for i in range(0, len(values), size)]

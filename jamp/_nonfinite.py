@@ -1,0 +1,210 @@
+"""`find_nonfinite`: the first op that made an inf or nan of finite numbers."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._blame import trace_back
+from ._call import ARRAYS, open_call, path_name
+from ._marks import Marks, Program, run_marked
+from ._report import Report, only_when, report, stacked, static
+from ._table import markdown_table
+
+SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """What the marks of a report belong to."""
+
+    program: Program
+    function: str
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+@report
+class NonfiniteReport(Report):
+    """Where infs and nans come from. From `find_nonfinite`."""
+
+    marks: Marks
+    layout: Layout = static()
+
+    @property
+    def found(self) -> list[str]:
+        """What made an inf or nan, in the order in which it ran: the arguments that
+        held one, then the ops. Empty if nothing was found."""
+        row = self.to_dict()
+        return [*row.get("bad_arguments", ()), *(o["op"] for o in row.get("ops", ()))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was found, or `{}`.
+
+        Keys: `ops`, a list with, for each op, `op` (one line of text), `made` ("inf" or
+        "nan"), `primitive`, `dtypes_in`, `dtypes_out`, `line`, `path` (of modules),
+        `region`, `backward`, `loops` (pairs such as ("scan", 17)), `times` (in how many
+        iterations, or how often on that line), `arguments` (those that go into it) and
+        `from_inf` (whether it made a nan of an inf); then
+        `bad_arguments`, `bad_constant` (bool), and `results`, the paths of the results
+        that are not finite. With a train step whose results are finite because it was
+        skipped, `results` is empty.
+        """
+        if np.ndim(self.marks.values) > 1:
+            raise ValueError(
+                "this find_nonfinite report is stacked, of "
+                f"{np.shape(self.marks.values)[0]} steps; index it first: report[i]."
+            )
+        program, names = self.layout.program, self.layout.arguments
+        marks = jax.tree.map(np.asarray, self.marks)
+        slots = map(program.slots.get, program.outputs)
+        is_bad = [slot is not None and marks.values[slot] > 0 for slot in slots]
+        results = list(itertools.compress(self.layout.results, is_bad))
+        bad = list(itertools.compress(program.outputs, is_bad))
+        ops, inputs, constant = trace_back(program, marks, bad, checked=not bad)
+        if not (ops or inputs or constant or results):
+            return {}
+        if any(not o.from_inf for o in ops):  # the others follow from these
+            ops = [o for o in ops if not o.from_inf]
+        first = {}  # of the iterations of a loop, and of equal ops on a line
+        for o in ops:
+            first.setdefault((o.site, o.made, o.from_inf), []).append(o)
+        return {
+            "ops": [
+                {"op": str(site), "made": made, "from_inf": from_inf}
+                | site._asdict()
+                | {"loops": list(same[0].loops), "times": len(same)}
+                | {"arguments": [names[i] for i in sorted(same[0].fed_by)]}
+                for (site, made, from_inf), same in first.items()
+            ],
+            "bad_arguments": [names[i] for i in sorted(inputs)],
+            "bad_constant": constant,
+            "results": results,
+        }
+
+    def _parts(self, table):
+        if np.ndim(self.marks.values) > 1:
+            slots = map(self.layout.program.slots.get, self.layout.program.outputs)
+            slots = [slot for slot in slots if slot is not None]
+            bad = np.any(np.asarray(self.marks.values)[..., slots] > 0, axis=-1)
+            return [stacked("find_nonfinite", self.marks.values, np.flatnonzero(bad))]
+        row, layout = self.to_dict(), self.layout
+        bullet = "- " if table is markdown_table else ""
+        if not row:
+            n = len(layout.results)
+            return [f"no inf or nan in the {n} results of {layout.function}"]
+        lines = []
+        if row["bad_arguments"]:
+            lines.append(f"inf or nan given in {some(row['bad_arguments'])}")
+        elif row["bad_constant"] and all(o["from_inf"] for o in row["ops"]):
+            lines.append("inf or nan given as a constant")
+        lines += [bullet + described(op) for op in row["ops"][:SHOWN]]
+        if len(row["ops"]) > SHOWN:
+            lines.append(f"... and {len(row['ops']) - SHOWN} ops more")
+        if row["results"]:
+            n = len(layout.results)
+            reached = f"{len(row['results'])} of {n} results: {some(row['results'])}"
+            lines.append(f"reaches {reached}")
+        else:
+            lines.append("reaches the loss scaler's check; the step was skipped")
+        return lines
+
+
+def described(op: dict[str, Any]) -> str:
+    of = "of an inf" if op["from_inf"] else "of finite numbers"
+    text = f"{op['made']} made {of} by {op['op']}"
+    text += "".join(f", in iteration {i} of a {kind}" for kind, i in op["loops"])
+    text += f", and {op['times'] - 1} times after it" if op["times"] > 1 else ""
+    return text + (f", from {some(op['arguments'])}" if op["arguments"] else "")
+
+
+def some(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def find_nonfinite(
+    fn: Callable[..., Any], *, when: Any = None
+) -> Callable[..., NonfiniteReport]:
+    """Finds the first op, forward or backward, that made an inf or nan.
+
+    Runs `fn` op by op with the arguments given, notes for each value whether it holds
+    an inf or a nan, and goes back from the results that do to the op that made them of
+    finite numbers: through jit, scan, while, cond, remat and custom derivatives. Only
+    what leads to a result counts, so that a mask of -inf or the branch that `where`
+    did not take are no faults. To see the backward pass, give it the function that
+    takes the gradient, or the whole train step:
+
+        jamp.debug.find_nonfinite(jax.grad(loss_fn))(params, batch)
+        grad_fn = jamp.value_and_grad(loss_fn, opt_state)
+        jamp.debug.find_nonfinite(grad_fn)(params, batch)
+        jamp.debug.find_nonfinite(train_step)(model, optimizer, scaler, batch)
+
+    A train step that was skipped gives finite results; then what the loss scaler found
+    is followed. With `when` inside a jitted step, the search costs nothing on steps
+    where it is false: the function is run again only when it is true.
+
+        report = jamp.debug.find_nonfinite(grad_fn, when=skipped)(params, batch)
+
+    Args:
+      fn: any function of pytrees, Flax, Equinox or Haiku modules; a Flax module or its
+        method. Its side effects happen again.
+      when: bool [], or None to look always.
+
+    Returns:
+      A function with the arguments of `fn` that returns a `NonfiniteReport`: a pytree
+      of marks, and of names that stay in Python. Printed it says which op made the
+      inf, in which dtype, on which line, in which module, forward or backward, in
+      which iteration of a scan, from which parameters, and what it reaches. `found` is
+      a list of lines, `to_dict()` has the parts.
+
+    Raises:
+      TypeError: `fn` cannot be called, `when` is no bool.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> def loss_fn(params, x):
+      ...     with jax.named_scope("head"):
+      ...         return jnp.sum(jnp.log(x @ params["w"]))
+      >>> params = {"w": jnp.zeros((2, 3))}
+      >>> find = jamp.debug.find_nonfinite(jax.grad(loss_fn))
+      >>> report = find(params, jnp.ones((1, 2)))
+      >>> op = report.to_dict()["ops"][0]
+      >>> op["made"], op["primitive"], op["path"], op["backward"]
+      ('inf', 'div', 'head', True)
+
+    PyTorch: `torch.autograd.detect_anomaly`, which sees nans in the backward pass.
+    """
+
+    @functools.wraps(fn)
+    def find(*args, **kwargs):
+        call = open_call("find_nonfinite", fn, args, kwargs)
+        names = []
+
+        def flat(*arrays):
+            leaves = jax.tree_util.tree_leaves_with_path(call.run(arrays))
+            leaves = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
+            names[:] = [path_name(path) or "the result" for path, _ in leaves]
+            return [leaf for _, leaf in leaves]
+
+        jaxpr = jax.make_jaxpr(flat)(*call.arrays)
+        programs = []
+
+        def run():
+            _, marks, program = run_marked(jaxpr, call.arrays)
+            programs[:] = [program]
+            return marks
+
+        marks = only_when(when, run)
+        layout = Layout(programs[0], call.function, call.names, tuple(names))
+        return NonfiniteReport(marks, layout)
+
+    return find
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, (*ARRAYS, float, int, complex))

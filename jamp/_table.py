@@ -1,0 +1,67 @@
+"""Tables of text: for a terminal, and in Markdown."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Columns side by side; those of numbers are set flush right.
+
+    >>> print(text_table(("op", "count"), [("add", 12), ("dot_general", 3)]))
+    op           count
+    add             12
+    dot_general      3
+    """
+    rows = [list(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    right = [all(_is_number(row[i]) for row in rows) for i in range(len(header))]
+
+    def line(cells):
+        placed = [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(cells, widths, right, strict=True)
+        ]
+        return "  ".join(placed).rstrip()
+
+    return "\n".join(map(line, [header, *rows]))
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """The same for Markdown, as notebooks and GitHub show it.
+
+    >>> print(markdown_table(("op", "count"), [("a|b", 3)]))
+    | op | count |
+    | --- | --- |
+    | a\\|b | 3 |
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+        for cells in lines
+    )
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell[0].isdigit() or (cell[0] in "+-<" and cell[1:2].isdigit())
+
+
+def percent(share: float) -> str:
+    """A share as text that never calls a little nothing, nor nearly all of it all.
+
+    >>> percent(0), percent(1e-9), percent(0.5), percent(0.99999), percent(1)
+    ('0 %', '<0.01 %', '50 %', '>99.99 %', '100 %')
+    """
+    if 0 < share < 1e-4:
+        return "<0.01 %"
+    if 1 - 1e-4 < share < 1:
+        return ">99.99 %"
+    return f"{100 * share:.4g} %"
+
+
+def shortened(text: str, width: int) -> str:
+    """The end of a long text, which says more than its beginning in a path.
+
+    >>> shortened("encoder/layers/3/kernel", 12)
+    '...s/3/kernel'
+    """
+    return text if len(text) <= width + 3 else "..." + text[-(width - 2) :]

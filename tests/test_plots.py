@@ -1,0 +1,223 @@
+"""`jamp.debug.grad_histogram` and the pictures."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jamp
+from jamp import debug
+
+
+def reference(values):
+    """Exponents of float32 by NumPy, as {exponent: count}."""
+    values = np.abs(np.asarray(values, np.float64))
+    values = values[np.isfinite(values) & (values > 0)]
+    exponents, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
+    return dict(zip(exponents.tolist(), counts.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_every_magnitude_lands_in_its_bin(dtype, wrap):
+    info = jnp.finfo(dtype)
+    rng = np.random.default_rng(0)
+    exponents = rng.integers(info.minexp, info.maxexp, 500)
+    values = np.float64(rng.choice([-1, 1], 500) * 1.75) * 2.0**exponents
+    grads = np.asarray([*values, 0, -0.0, np.inf, -np.inf, np.nan], dtype)
+    histogram = wrap(debug.grad_histogram)(grads)
+    assert histogram.to_dict()["exponents"] == reference(grads)
+    assert histogram.zeros == 2 and histogram.nonfinite == 3
+    assert histogram.counts[255] == 0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_subnormals_of_float16_are_no_zeros(wrap):
+    grads = np.float16([2.0**-24, 3 * 2.0**-24, 2.0**-15, 2.0**-14])
+    histogram = wrap(debug.grad_histogram)(jnp.asarray(grads))
+    expected = {-24: 1, -23: 1, -15: 1, -14: 1}
+    assert histogram.to_dict()["exponents"] == expected and histogram.zeros == 0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_subnormals_of_float32_share_the_first_bin(wrap):
+    subnormal = np.float32([1e-45, -1e-40, 0.0])
+    grads = [subnormal, subnormal.astype(jnp.bfloat16)]  # 1e-45 becomes 0 in bfloat16
+    histogram = wrap(debug.grad_histogram)(grads)
+    assert histogram.to_dict()["exponents"] == {-127: 3} and histogram.zeros == 3
+
+
+def test_float64_keeps_to_the_exponents_of_float32():
+    values = [1e300, 1e-300, 1.0, 5e-324, 0.0, 2 - 1e-12, np.inf, np.nan]
+    with jax.enable_x64(True):
+        histogram = jax.jit(debug.grad_histogram)(np.float64(values))
+        assert histogram.counts.dtype == jnp.uint32
+        assert histogram.to_dict()["exponents"] == {-127: 2, 0: 2, 127: 1}
+    assert histogram.zeros == 1 and histogram.nonfinite == 2
+
+
+def test_what_is_not_floating_passes():
+    grads = {
+        "int": jnp.arange(3),
+        "bool": jnp.ones(2, jnp.bool_),
+        "float0": np.zeros(3, jax.dtypes.float0),
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "complex": jnp.asarray([1 + 4j, 0 - 2j], jnp.complex64),
+        "empty": jnp.zeros([0, 3]),
+        "number": 8.0,
+        "float8": jnp.asarray([0.5], jnp.float8_e5m2),
+    }
+    result = debug.grad_histogram(grads).to_dict()
+    assert result["exponents"] == {-1: 1, 0: 1, 1: 1, 2: 1, 3: 1}
+    assert result["zeros"] == 1 and debug.grad_histogram({}).counts.sum() == 0
+
+
+def test_the_exponents_are_those_of_the_unscaled_gradients():
+    grads = jnp.asarray([2.0**-30, 2.0**-3]) * 2.0**16
+    expected = {"exponents": {-30: 1, -3: 1}, "zeros": 0, "nonfinite": 0}
+    result = debug.grad_histogram(grads, jnp.float32(2.0**16)).to_dict()
+    assert result == expected | {"scale": 2.0**16}
+    assert json.loads(json.dumps(result))["exponents"] == {"-30": 1, "-3": 1}
+
+
+def test_inside_a_training_step_and_stacked_by_scan():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=256.0)
+    params = {"w": jnp.ones([4, 4], jnp.float16)}
+
+    @jax.jit
+    def train(params):
+        def body(carry, _):
+            params, opt_state = carry
+            loss_fn = lambda p: jnp.sum(p["w"])
+            _, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
+            histogram = debug.grad_histogram(grads, jamp.loss_scale(opt_state))
+            return jamp.step(tx, grads, opt_state, params), histogram
+
+        return lax.scan(body, (params, tx.init(params)), length=3)[1]
+
+    stacked = train(params)
+    assert isinstance(stacked, debug.GradHistogram) and stacked.counts.shape == (3, 256)
+    with pytest.raises(ValueError, match=r"stacked: counts \(3, 256\); take one step"):
+        stacked.to_dict()
+    single = jax.tree.map(lambda x: x[1], stacked)
+    assert single.to_dict()["exponents"] == {0: 16} and single.scale == 256
+    assert "stacked" not in str(stacked)  # prints as it is
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_gradients_are_counted_where_they_are(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)
+    grads = jax.device_put(values, NamedSharding(mesh, P("data")))
+    counting = jax.jit(debug.grad_histogram)
+    histogram = counting([grads, grads.astype(jnp.float16)])
+    assert histogram.to_dict()["exponents"] == reference([values, values])
+    assert "all-gather" not in counting.lower([grads]).compile().as_text()
+    with jax.set_mesh(mesh):
+        assert debug.grad_histogram(grads).counts.sum() == values.size
+
+
+def test_under_a_transfer_guard_and_with_debug_nans():
+    grads, scale = jnp.asarray([1.0, jnp.inf]), jnp.float32(2.0)
+    counting = jax.jit(debug.grad_histogram)
+    with jax.transfer_guard("disallow"), jax.debug_nans(True):
+        histogram = counting(grads, scale)
+    assert histogram.nonfinite == 1
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="grads must be a pytree of arrays"):
+        debug.grad_histogram({"w": "a"})
+    with pytest.raises(ValueError, match="scale must be > 0"):
+        debug.grad_histogram(jnp.ones(3), 0.0)
+    opt_state = jamp.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(3))
+    with pytest.raises(TypeError, match="scale must be a number"):
+        debug.grad_histogram(jnp.ones(3), opt_state)
+
+
+def wide_histogram(scale=2.0**12):
+    rng = np.random.default_rng(0)
+    values = np.exp2(rng.normal(-24, 7, 4998)) * scale
+    return debug.grad_histogram(np.float32([*values, 0, np.nan]), scale)
+
+
+def test_as_text():
+    text = str(wide_histogram())
+    lines = text.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 90
+    assert lines[0].startswith("5,000 gradients with a scale of 2^12: 0.02 % zero")
+    assert "float16 with the scale:" in text and "█" in text
+    assert "with the scale" not in str(wide_histogram(1.0))
+    assert len(str(debug.grad_histogram(jnp.zeros(3))).splitlines()) == 1
+    jax.jit(lambda x: print(debug.grad_histogram(x)))(jnp.ones(3))  # traced, no error
+
+
+def test_text_and_numbers_agree():
+    grads = jnp.asarray([2.0**-30, 2.0**-20, 1.0, 2.0]) * 16
+    *_, without, scaled, room = str(debug.grad_histogram(grads, 16.0)).splitlines()
+    assert without.endswith(": 25 % become zero, 25 % subnormal, 0 % overflow")
+    assert scaled.endswith(": 25 % become zero, 25 % subnormal, 0 % overflow")
+    assert room == "head-room to 65504: 10 doublings of the scale"
+    assert 32 * 2**10 < 65504 < 32 * 2**11
+    text = str(debug.grad_histogram(jnp.asarray([1e5])))
+    assert text.endswith("no head-room: some are above 65504")
+
+
+@pytest.fixture
+def matplotlib():
+    return pytest.importorskip("matplotlib")
+
+
+def test_a_histogram_is_drawn(matplotlib, tmp_path):
+    for scale in (1.0, 2.0**12, 1000.0):
+        ax = wide_histogram(scale).plot()
+        ax.figure.savefig(tmp_path / "histogram.png")
+        texts = {text.get_text() for text in ax.texts}
+        assert {"normal", "float16 without a scale"} <= texts
+        dashed = [line for line in ax.lines if line.get_linestyle() == "--"]
+        assert len(dashed) == (0 if scale == 1 else 3)
+    assert ax.get_yscale() == "log" and "0.02 % are zero" in ax.get_xlabel()
+    empty = debug.grad_histogram(jnp.zeros(3), 1024.0).plot()
+    empty.figure.savefig(tmp_path / "empty.png")
+    assert "100 % are zero" in empty.get_xlabel()
+    given = matplotlib.figure.Figure().subplots()
+    assert wide_histogram().plot(given) is given
+
+
+def test_the_scale_is_drawn(matplotlib, tmp_path):
+    history = debug.History(start=10)
+    for scale, skipped in [(8.0, False), (4.0, True), (4.0, False)]:
+        history.append({"loss_scale": jnp.float32(scale), "found_inf": skipped})
+    ax = debug.plot_scale(history)
+    ax.figure.savefig(tmp_path / "scale.png")
+    line, skips = ax.lines
+    assert line.get_xydata().tolist() == [[10, 8], [11, 4], [12, 4]]
+    assert skips.get_xydata().tolist() == [[11, 4]]
+    assert skips.get_label() == "skipped step (1 of 3)"
+    columns = {"loss_scale": [8.0, 4.0], "found_inf": [False, False]}
+    given = matplotlib.figure.Figure().subplots()
+    assert debug.plot_scale(columns, given) is given
+    debug.plot_scale({"loss_scale": [], "found_inf": []}).figure.savefig(
+        tmp_path / "empty.png"
+    )
+
+
+def test_plot_scale_says_what_is_missing():
+    with pytest.raises(ValueError, match=r'"found_inf".*it has loss_scale'):
+        debug.plot_scale({"loss_scale": [1.0]})
+
+
+def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'plot_scale needs .*"jamp-jax\[plot\]"'):
+        debug.plot_scale({"loss_scale": [1.0], "found_inf": [False]})
+    with pytest.raises(ImportError, match=r"GradHistogram.plot needs matplotlib"):
+        wide_histogram().plot()

@@ -103,7 +103,8 @@ class GradScaler(nnx.Pytree):
         self.loss_scale: nnx.Variable[jax.Array]
         self.growth_tracker: nnx.Variable[jax.Array]
         self.hysteresis_tracker: nnx.Variable[jax.Array]
-        for state in (_loss_scale.init(self._config), _health.init()):
+        start = self._config if self._enabled else LossScaleConfig(init_scale=1.0)
+        for state in (_loss_scale.init(start), _health.init()):
             for name, value in state._asdict().items():
                 setattr(self, name, nnx.Variable(value))
         self._iteration = nnx.data(Iteration())

@@ -1,0 +1,181 @@
+"""`overflow_report` and `underflow_report`: counts by path, on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+from jamp import debug
+
+GRADS = {
+    "embed": jnp.array([1.0, jnp.inf, -jnp.inf, jnp.nan]),
+    "blocks": [{"w": jnp.ones((2, 3), jnp.float16)}, {"w": jnp.full(2, jnp.nan)}],
+    "steps": jnp.arange(3),
+    "frozen": None,
+    "masked": optax.MaskedNode(),
+    "phase": jnp.array([1 + 1j, complex(np.inf, 0)]),
+    "empty": jnp.zeros((0, 4)),
+}
+FOUND = {
+    "blocks/1/w": {"inf": 0, "nan": 2, "size": 2},
+    "embed": {"inf": 2, "nan": 1, "size": 4},
+    "phase": {"inf": 1, "nan": 0, "size": 2},
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_overflow_is_counted_by_path(jit):
+    report = (jax.jit if jit else lambda f: f)(debug.overflow_report)(GRADS)
+    assert report.to_dict() == FOUND
+    assert report.found == ["blocks/1/w", "embed", "phase"]
+    text = str(report)
+    assert text.startswith("3 of 5 gradients hold an inf or nan\n")
+    assert "| embed | 2 | 1 | 4 |" in report.to_markdown()
+
+
+def test_clean_gradients_are_said_to_be_clean():
+    report = debug.overflow_report({"w": jnp.ones(3)})
+    assert report.found == [] and report.to_dict() == {}
+    assert str(report) == "none of 1 gradients holds an inf or nan"
+
+
+def test_nnx_gradients_have_the_paths_of_the_model():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return jnp.sum(x)
+
+    model, x = Model(nnx.Rngs(0)), jnp.full((1, 2), jnp.inf)
+    report = debug.overflow_report(nnx.grad(lambda model: model(x))(model))
+    assert "layers/0/kernel" in report.found
+
+
+def test_nothing_is_counted_when_nothing_was_skipped():
+    grads = {"w": jnp.array([jnp.inf, 1.0])}
+    report = jax.jit(lambda grads, when: debug.overflow_report(grads, when=when))
+    assert report(grads, True).found == ["w"]
+    assert report(grads, False).found == []
+    jaxpr = jax.make_jaxpr(report)(grads, True)
+    (call,) = jaxpr.jaxpr.eqns
+    names = [eqn.primitive.name for eqn in call.params["jaxpr"].jaxpr.eqns]
+    assert not {"is_finite", "reduce_sum", "eq"} & set(names)
+    assert "cond" in names  # the counting is in there, and nowhere else
+
+
+def test_a_report_of_each_step_of_a_scan():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+
+    @jax.jit
+    def train(opt_state, infs):
+        def body(opt_state, is_bad):
+            grads = {"a": jnp.ones(2), "b": jnp.where(is_bad, jnp.inf, jnp.ones(2))}
+            _, opt_state = jamp.step(tx, grads, opt_state, params)
+            skipped = jamp.metrics(opt_state)["found_inf"]
+            return opt_state, debug.overflow_report(grads, when=skipped)
+
+        return jax.lax.scan(body, opt_state, infs)
+
+    infs = jnp.arange(50) % 20 == 7
+    _, reports = train(tx.init(params), infs)
+    assert "of 50 steps, something found in 3: 7, 27, 47" in str(reports)
+    assert reports[7].found == ["b"] and reports[8].found == []
+    with pytest.raises(ValueError, match=r"is stacked, of \(50,\) steps; index it"):
+        reports.to_dict()
+
+
+def test_the_host_is_not_needed_until_somebody_reads():
+    grads = jax.device_put({"w": jnp.ones(4)})
+    scale = jax.device_put(jnp.float32(8.0))
+    run = jax.jit(lambda g, s: (debug.overflow_report(g), debug.underflow_report(g, s)))
+    run(grads, scale)
+    with jax.transfer_guard("disallow"):
+        run(grads, scale)
+
+
+def test_printing_inside_a_trace_says_so():
+    @jax.jit
+    def f(grads):
+        report = debug.overflow_report(grads)
+        assert str(report) == "OverflowReport, inside a trace"
+        return report.inf
+
+    f({"w": jnp.ones(2)})
+
+
+SIZES = [2.0**-24, 2.0**-25, 2.0**-26, 0.0, 1.0, -(2.0**-26), 60000.0, 2.0**-149]
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0, 1024.0, 2.0**16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_flushed_elements_are_those_that_float16_makes_zero(scale, dtype):
+    x = np.asarray(jnp.asarray(SIZES, dtype)).astype(np.float64)
+    x = np.where(np.abs(x) < 2.0**-126, 0, x)  # which XLA's CPU backend flushes
+    flushed = np.sum((x.astype(np.float16) == 0) & (x != 0))
+    unscaled = np.sum(((x / scale).astype(np.float16) == 0) & (x != 0))
+    report = debug.underflow_report({"w": jnp.asarray(SIZES, dtype)}, scale)
+    row = report.to_dict()["w"]
+    assert row["flushed"] == flushed / len(SIZES)
+    assert row["flushed_unscaled"] == unscaled / len(SIZES)
+
+
+def test_head_room_counts_the_doublings_to_the_largest_float16():
+    grads = {"w": jnp.array([1.0, -4.0]), "inf": jnp.array([jnp.inf, 2.0])}
+    rows = debug.underflow_report(grads, 8.0).to_dict()
+    assert rows["w"]["headroom_bits"] == pytest.approx(np.log2(65504 / 4))
+    assert rows["inf"]["largest"] == 2.0
+
+
+def test_a_gradient_of_zeros_is_found():
+    grads = {"w": jnp.ones(4), "dead": jnp.zeros(4)}
+    assert debug.underflow_report(grads, 1.0).found == ["dead"]
+
+
+def test_what_the_scale_saves_is_shown():
+    grads = jax.random.normal(jax.random.key(0), (1000,)) * 1e-8 * 2**16
+    report = debug.underflow_report({"w": grads}, jnp.float32(2**16))
+    row = report.to_dict()["w"]
+    assert row["flushed"] < 0.01 and row["flushed_unscaled"] > 0.9
+    assert report.found == []
+    assert "with a scale of 65536" in str(report) and "| w |" in report.to_markdown()
+
+
+@pytest.mark.parametrize("report", [debug.overflow_report, debug.underflow_report])
+def test_no_gradients_at_all(report):
+    args = ({"n": None},) if report is debug.overflow_report else ({"n": None}, 1.0)
+    assert report(*args).to_dict() == {} and str(report(*args))
+
+
+def test_sharded_gradients(standard_promotion):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    grads = {"w": jax.device_put(jnp.ones(64).at[40].set(jnp.inf), spread)}
+    assert jax.jit(debug.overflow_report)(grads).to_dict()["w"]["inf"] == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: debug.overflow_report({"w": "x"}), TypeError, "'x' of type str at w"),
+        (
+            lambda: debug.overflow_report(GRADS, when=jnp.ones(2, bool)),
+            TypeError,
+            r"when must be a bool or a bool array of shape \[\]",
+        ),
+        (lambda: debug.overflow_report(GRADS, when=3), TypeError, "when must be a"),
+        (lambda: debug.underflow_report(GRADS, 0.0), ValueError, "scale must be > 0"),
+        (lambda: debug.underflow_report(GRADS, "8"), TypeError, "must be a number"),
+        (lambda: debug.underflow_report(GRADS, jnp.ones(2)), ValueError, "one number"),
+        (lambda: debug.underflow_report(GRADS, None), TypeError, "jamp.loss_scale"),
+    ],
+)
+def test_bad_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

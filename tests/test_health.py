@@ -1,0 +1,184 @@
+"""Alarms: flags in `metrics`, and the exception that `jamp.debug.check` makes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+from jamp import debug
+
+FLAGS = ("scale_at_floor", "scale_below_one", "many_skips")
+BAD, GOOD = jnp.full(3, jnp.inf), jnp.ones(3)
+
+
+def train(tx, skips, opt_state=None):
+    """The state after steps of which some overflow, and all metrics on the way."""
+    params = jnp.zeros(3)
+
+    @jax.jit
+    def run(opt_state, skips):
+        def body(opt_state, skip):
+            grads = jnp.where(skip, BAD, GOOD)
+            _, opt_state = jamp.step(tx, grads, opt_state, params)
+            return opt_state, jamp.metrics(opt_state)
+
+        return jax.lax.scan(body, opt_state, skips)
+
+    opt_state = tx.init(params) if opt_state is None else opt_state
+    return run(opt_state, jnp.asarray(skips, bool))
+
+
+def flags(metrics):
+    return {name: bool(metrics[name]) for name in FLAGS}
+
+
+def test_a_healthy_run_has_no_alarm():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), growth_interval=50)
+    skips = np.zeros(500, bool)
+    skips[[0, 1, 2, 60, 200]] = True  # calibration, and what growth provokes
+    state, seen = train(tx, skips)
+    assert not any(np.any(seen[name]) for name in FLAGS)
+    debug.check(state)
+
+
+def test_sixteen_skips_at_the_start_are_calibration():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+    state, _ = train(tx, np.ones(16, bool))
+    assert jamp.loss_scale(state) == 1.0
+    assert not any(flags(jamp.metrics(state)).values())
+
+
+def test_a_scale_below_one_is_told():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0)
+    _, seen = train(tx, [True, False, True, False])
+    np.testing.assert_array_equal(seen["scale_below_one"], [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("window", [1, 5, 31, 32])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.99])
+def test_many_skips_counts_the_last_steps(window, share):
+    skips = np.random.default_rng(window).random(300) < share + 0.05
+    tx = jamp.static_loss_scale(optax.sgd(0.1), 8.0)
+    params, state, seen = jnp.zeros(3), tx.init(jnp.zeros(3)), []
+    step = jax.jit(lambda grads, state: jamp.step(tx, grads, state, params)[1])
+    for skip in skips:
+        state = step(BAD if skip else GOOD, state)
+        limits = {"window": window, "skipped_share": share}
+        seen.append(bool(jamp.metrics(state, **limits)["many_skips"]))
+    last = [skips[max(0, i + 1 - window) : i + 1].sum() for i in range(len(skips))]
+    np.testing.assert_array_equal(seen, np.array(last) > share * window)
+
+
+def test_steps_at_the_floor_are_counted_from_the_first_overflow_there():
+    options = {"init_scale": 4.0, "min_scale": 4.0, "growth_interval": 50}
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), **options)
+    state, seen = train(tx, np.zeros(40, bool))
+    assert state.floor_steps == 0 and not np.any(seen["scale_at_floor"])
+    state, seen = train(tx, [True] + 31 * [False], state)
+    np.testing.assert_array_equal(seen["scale_at_floor"], 31 * [False] + [True])
+    state, _ = train(tx, np.zeros(50, bool), state)  # it grows
+    assert state.floor_steps == 0 and jamp.loss_scale(state) == 8.0
+    assert jamp.metrics(state, floor_steps=1)["scale_at_floor"] == np.False_
+
+
+def test_the_lowest_scale_of_all_is_a_floor():
+    options = {"init_scale": 2.0**-120, "backoff_factor": 0.5}
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), **options)
+    state, seen = train(tx, np.ones(40, bool))
+    assert np.flatnonzero(seen["scale_at_floor"])[0] == 5 + 31
+    with pytest.raises(FloatingPointError, match=r"stuck at its floor, 1\.17549e-38"):
+        debug.check(state)
+
+
+def test_a_grad_scaler_has_the_same_metrics():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    options = {"init_scale": 4.0, "growth_interval": 7, "min_scale": 0.25}
+    scaler = jamp.GradScaler(**options)
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), **options)
+    state = tx.init(jnp.zeros(3))
+
+    @nnx.jit
+    def step(model, optimizer, scaler, factor):
+        loss = lambda model: scaler.scale(factor * jnp.mean(model(jnp.ones((2, 3)))))
+        scaler.step(optimizer, model, nnx.grad(loss)(model))
+        scaler.update()
+        return jamp.metrics(scaler)
+
+    for skip in np.random.default_rng(0).random(60) < 0.4:
+        metrics = step(model, optimizer, scaler, jnp.where(skip, jnp.inf, 1.0))
+        state, _ = train(tx, [skip], state)
+        assert metrics == jamp.metrics(state) == jamp.metrics(scaler)
+    assert jamp.loss_scale(scaler) == scaler.get_scale()
+
+
+def test_a_disabled_scaler_has_metrics():
+    metrics = jamp.metrics(jamp.GradScaler(enabled=False))
+    assert metrics["loss_scale"] == 1.0 and not any(flags(metrics).values())
+
+
+def test_metrics_keep_the_host_out():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+    state, _ = train(tx, [False])
+    jamp.metrics(state)
+    with jax.transfer_guard("disallow"):
+        assert all(isinstance(x, jax.Array) for x in jamp.metrics(state).values())
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"floor_steps": 0}, "floor_steps must be >= 1; got 0"),
+        ({"window": 33}, r"window must be in \[1, 32\]; got 33"),
+        ({"window": 0}, r"window must be in \[1, 32\]; got 0"),
+        ({"skipped_share": 1.0}, r"skipped_share must be in \[0, 1\); got 1.0"),
+        ({"skipped_share": -0.1}, r"skipped_share must be in \[0, 1\)"),
+        ({"window": 2.5}, "window must be an integer; got 2.5"),
+        ({"skipped_share": "half"}, "skipped_share must be a number; got 'half'"),
+    ],
+)
+def test_limits_out_of_range_are_named(limits, message):
+    state = jamp.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.zeros(3))
+    for read in (jamp.metrics, debug.check):
+        with pytest.raises((ValueError, TypeError), match=message):
+            read(state, **limits)
+
+
+def test_check_names_numbers_and_causes():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=4.0)
+    state, _ = train(tx, np.ones(20, bool))
+    sources = (state, jamp.metrics(state), {"opt": (state, None)})
+    for source in sources:
+        with pytest.raises(FloatingPointError) as error:
+            debug.check(source)
+        message = str(error.value)
+        assert "below 1, at 3.8147e-06" in message and "20 steps skipped" in message
+        assert "too many of the last steps" in message
+        for advice in ("find_nonfinite(", "overflow_report(", "rules={"):
+            assert advice in message
+
+
+def test_check_reads_a_history():
+    history = debug.History(every=10)
+    for step in range(100):
+        skip = step >= 40 and step % 2 == 0
+        history.append({"loss_scale": 8.0, "found_inf": skip, "many_skips": False})
+    debug.check(history, window=100, skipped_share=0.3)
+    with pytest.raises(FloatingPointError, match="too many of the last steps"):
+        debug.check(history, window=60, skipped_share=0.49)
+    debug.check(debug.History())  # nothing to say yet
+
+
+def test_check_inside_a_trace_says_where_it_belongs():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+    state = tx.init(jnp.zeros(3))
+    with pytest.raises(TypeError, match="was called inside a trace"):
+        jax.jit(debug.check)(state)
+
+
+def test_check_of_something_else_says_what_it_takes():
+    with pytest.raises(ValueError, match="holds no loss scale"):
+        debug.check({"params": jnp.ones(3)})

@@ -1,0 +1,396 @@
+"""`find_nonfinite`: through every construct of JAX, eagerly and inside jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+from jamp import debug
+
+ZERO, ONE = jnp.float32(0.0), jnp.float32(1.0)
+
+
+def scanned(x):
+    def body(carry, t):
+        return carry + 1.0, jnp.log(x + 0.0 * t)
+
+    return jax.lax.scan(body, 0.0, jnp.arange(4.0))[1]
+
+
+def carried(x):
+    body = lambda carry, t: (carry * jnp.where(t == 2, 1.0 / x, 1.0), t)
+    return jax.lax.scan(body, 1.0, jnp.arange(4))[0]
+
+
+def backwards(x):
+    body = lambda carry, t: (carry + jnp.where(t == 2, 1.0 / x, 1.0), t)
+    return jax.lax.scan(body, 1.0, jnp.arange(4), reverse=True)[0]
+
+
+def looped(x):
+    body = lambda s: (s[0] + 1, s[1] + jnp.where(s[0] == 3, 1.0 / x, 0.0))
+    return jax.lax.while_loop(lambda s: s[0] < 5, body, (0, 1.0))[1]
+
+
+def fori(x):
+    body = lambda i, s: s + jnp.where(i == 3, 1.0 / x, 0.0)
+    return jax.lax.fori_loop(0, 5, body, 1.0)
+
+
+def branched(x):
+    return jax.lax.cond(x > 0.5, lambda x: x, lambda x: 1.0 / x, x)
+
+
+def nested(x):
+    def outer(carry, t):
+        inner = lambda c, s: (c + jnp.where((t == 1) & (s == 2), 1.0 / x, 0.0), s)
+        return jax.lax.scan(inner, carry, jnp.arange(3))[0], t
+
+    return jax.lax.scan(outer, 0.0, jnp.arange(2))[0]
+
+
+@jax.jit
+def jitted(x):
+    return jax.jit(lambda x: 1.0 / x)(x)
+
+
+def rematerialized(x):
+    return jax.checkpoint(lambda x: jnp.sin(1.0 / x))(x)
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return 1.0 / x
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), tangents[0]))
+
+
+@jax.custom_vjp
+def with_vjp(x):
+    return 1.0 / x
+
+
+with_vjp.defvjp(lambda x: (with_vjp(x), None), lambda _, g: (g,))
+
+
+def mapped(x):
+    return jax.vmap(lambda y: y / x)(jnp.arange(1.0, 4.0))
+
+
+CONSTRUCTS = {
+    scanned: "log",
+    carried: "div",
+    backwards: "div",
+    looped: "div",
+    fori: "div",
+    branched: "div",
+    nested: "div",
+    jitted: "div",
+    rematerialized: "div",
+    with_jvp: "div",
+    with_vjp: "div",
+    mapped: "div",
+}
+LOOPS = {
+    scanned: [("scan", 0)],
+    carried: [("scan", 2)],
+    backwards: [("scan", 2)],
+    looped: [("while", 3)],
+    fori: [("scan", 3)],
+    nested: [("scan", 1), ("scan", 2)],
+}
+
+
+@pytest.mark.parametrize("fn", CONSTRUCTS, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_op_is_found(fn, jit):
+    find = debug.find_nonfinite(fn)
+    find = jax.jit(find) if jit else find
+    (op, *_) = find(ZERO).to_dict()["ops"]
+    assert op["made"] == "inf" and op["primitive"] == CONSTRUCTS[fn]
+    assert op["line"].startswith("test_nonfinite.py:")
+    assert op["loops"] == LOOPS.get(fn, []) and op["arguments"] == ["x"]
+    assert find(ONE).to_dict() == {} and find(ONE).found == []
+
+
+@pytest.mark.parametrize(
+    "fn", [fn for fn in CONSTRUCTS if fn is not looped], ids=lambda fn: fn.__name__
+)
+def test_the_gradient_is_searched_too(fn):
+    find = debug.find_nonfinite(jax.grad(lambda x: jnp.sum(fn(x))))
+    report = find(ZERO)
+    if fn in (with_jvp, with_vjp):  # their rules give a finite gradient
+        assert report.found == []
+    else:
+        assert report.found
+    assert find(ONE).found == []
+
+
+def test_intended_infs_are_no_fault():
+    def attention(x, mask):
+        logits = jnp.where(mask, x @ x.T, -jnp.inf)
+        best = jnp.max(logits, axis=-1, keepdims=True)
+        masked_log = jnp.where(x > 0, jnp.log(x), 0.0)
+        return jnp.sum(jax.nn.softmax(logits - best) @ x) + jnp.sum(masked_log)
+
+    mask = jnp.tril(jnp.ones((3, 3), bool))
+    x = jnp.abs(jax.random.normal(jax.random.key(0), (3, 4))).at[0, 0].set(0.0)
+    assert debug.find_nonfinite(attention)(x, mask).found == []
+
+
+def test_a_running_maximum_that_starts_at_minus_infinity():
+    def online_softmax(x):
+        def body(carry, x):
+            best, total = carry
+            new = jnp.maximum(best, x)
+            return (new, total * jnp.exp(best - new) + jnp.exp(x - new)), None
+
+        (best, total), _ = jax.lax.scan(body, (-jnp.inf, 0.0), x)
+        return best + jnp.log(total)
+
+    x = jnp.arange(5.0)
+    assert debug.find_nonfinite(online_softmax)(x).found == []
+    found = debug.find_nonfinite(online_softmax)(x.at[3].set(-jnp.inf)).found
+    assert found == []  # exp of it is zero
+    report = debug.find_nonfinite(online_softmax)(x.at[0].set(-jnp.inf))
+    (op,) = report.to_dict()["ops"]
+    assert op["primitive"] == "sub" and op["made"] == "nan" and op["from_inf"]
+
+
+def test_the_first_of_several_comes_first():
+    def f(x):
+        a = jnp.log(x)
+        b = jnp.sqrt(x - 1.0)
+        return b, a
+
+    ops = debug.find_nonfinite(f)(ZERO).to_dict()["ops"]
+    assert [(op["primitive"], op["made"]) for op in ops] == [
+        ("log", "inf"),
+        ("sqrt", "nan"),
+    ]
+
+
+def test_a_nan_is_followed_through_nans():
+    def f(x):
+        return jnp.log(x) + jnp.sqrt(x - 1.0)  # the first is a mask, for all we know
+
+    (op,) = debug.find_nonfinite(f)(ZERO).to_dict()["ops"]
+    assert op["primitive"] == "sqrt"
+
+
+def test_the_line_is_that_of_the_call_though_jax_traced_it_before():
+    def first(x):
+        return jnp.logaddexp(x, x) - jnp.nanmean(1.0 / x)
+
+    def second(x):
+        y = jnp.where(x < 0, x, 1.0 / x)
+        return y
+
+    debug.find_nonfinite(first)(ZERO)
+    line = second.__code__.co_firstlineno + 1
+    (op,) = debug.find_nonfinite(second)(ZERO).to_dict()["ops"]
+    assert op["line"] == f"test_nonfinite.py:{line} in second"
+
+
+def test_an_argument_that_is_not_finite_is_named():
+    params = {"a": jnp.ones(2), "b": {"w": jnp.array([1.0, jnp.nan])}}
+    f = lambda params, x: jnp.sum(params["a"] * x + params["b"]["w"])
+    report = debug.find_nonfinite(f)(params, jnp.ones(2))
+    assert report.found == ["params/b/w"]
+    assert "inf or nan given in params/b/w" in str(report)
+
+
+def test_a_constant_that_is_not_finite_is_told():
+    report = debug.find_nonfinite(lambda x: x * jnp.inf - jnp.inf)(ONE)
+    assert "given as a constant" in str(report)
+    assert report.to_dict()["ops"][0]["primitive"] == "sub"
+
+
+def test_results_are_named():
+    f = lambda x: {"fine": x, "loss": 1.0 / x, "aux": (x, jnp.log(x))}
+    report = debug.find_nonfinite(f)(ZERO)
+    assert report.to_dict()["results"] == ["aux/1", "loss"]
+    assert "reaches 2 of 4 results: aux/1, loss" in str(report)
+
+
+def loss_fn(params, x):
+    with jamp.autocast(dtype=jnp.float16):
+        with jax.named_scope("head"):
+            h = x @ params["w"]
+        return jnp.mean(h**2)
+
+
+def make_step(tx):
+    @jax.jit
+    def train_step(params, opt_state, x):
+        grad_fn = jamp.value_and_grad(loss_fn, opt_state)
+        _, grads = grad_fn(params, x)
+        params_after, opt_state = jamp.step(tx, grads, opt_state, params)
+        skipped = jamp.metrics(opt_state)["found_inf"]
+        report = debug.find_nonfinite(grad_fn, when=skipped)(params, x)
+        return params_after, opt_state, report
+
+    return train_step
+
+
+def test_a_skipped_step_is_explained_afterwards(standard_promotion):
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.0), init_scale=8.0)
+    step, params = make_step(tx), {"w": jnp.full((64, 8), 30.0)}
+    opt_state, reports = tx.init(params), []
+    for factor in (0.01, 60.0, 0.01):
+        x = jnp.full((2, 64), factor)
+        params, opt_state, report = step(params, opt_state, x)
+        reports.append(report)
+    assert [bool(report.found) for report in reports] == [False, True, False]
+    (op, *_) = reports[1].to_dict()["ops"]
+    assert op["primitive"] == "dot_general" and op["dtypes_out"] == ("float16",)
+    assert op["path"] == "head" and set(op["arguments"]) == {"params/w", "x"}
+    assert step._cache_size() == 1
+
+
+def test_a_step_that_is_fine_does_not_run_the_search(standard_promotion):
+    calls = []
+
+    def watched(x):
+        jax.debug.callback(lambda: calls.append(1))
+        return 1.0 / x
+
+    run = jax.jit(lambda x, when: debug.find_nonfinite(watched, when=when)(x))
+    assert run(ZERO, False).found == []
+    jax.effects_barrier()
+    assert not calls
+    assert run(ZERO, True).found
+    jax.effects_barrier()
+    assert len(calls) == 1
+
+
+def test_a_scan_of_train_steps(standard_promotion):
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.0), init_scale=8.0)
+    step, params = make_step(tx), {"w": jnp.full((64, 8), 30.0)}
+
+    def train(params, opt_state, xs):
+        def body(carry, x):
+            *carry, report = step(*carry, x)
+            return tuple(carry), report
+
+        return jax.lax.scan(body, (params, opt_state), xs)
+
+    xs = jnp.full((6, 2, 64), 0.01).at[4].set(60.0)
+    _, reports = jax.jit(train)(params, tx.init(params), xs)
+    assert "something found in 1: 4." in str(reports)
+    assert reports[4].found and not reports[3].found
+    with pytest.raises(ValueError, match=r"stacked, of 6 steps; index it first"):
+        reports.to_dict()
+    # The steps are skipped, so that all results are finite.
+    report = debug.find_nonfinite(lambda *args: train(*args)[0])(
+        params, tx.init(params), xs
+    )
+    row = report.to_dict()
+    assert row["results"] == [] and row["ops"][0]["loops"] == [("scan", 4)]
+    assert "the step was skipped" in str(report)
+
+
+def test_a_train_step_of_nnx(standard_promotion):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(64, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.drop(self.dense(x)))
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    scaler = jamp.GradScaler()
+
+    @nnx.jit
+    def train_step(model, optimizer, scaler, x):
+        def loss(model):
+            with jamp.autocast(dtype=jnp.float16):
+                return scaler.scale(jnp.mean(model(x) ** 2))
+
+        grads = nnx.grad(loss)(model)
+        skipped = scaler.step(optimizer, model, grads)
+        scaler.update()
+        return skipped
+
+    before = jax.tree.leaves(nnx.state((model, optimizer, scaler)))
+    x = jax.random.normal(jax.random.key(1), (4, 64))
+    find = debug.find_nonfinite(train_step)
+    assert find(model, optimizer, scaler, x).found == []
+    report = find(model, optimizer, scaler, 1e6 * x)
+    (op, *_) = report.to_dict()["ops"]
+    assert op["primitive"] == "convert_element_type" and op["arguments"] == ["x"]
+    after = jax.tree.leaves(nnx.state((model, optimizer, scaler)))
+    assert all(a is b for a, b in zip(before, after, strict=True))  # nothing moved
+
+
+def test_modules_and_methods_are_called_with_their_parameters(standard_promotion):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(2, 2, rngs=rngs)
+
+        def __call__(self, x, *, train):
+            assert train is True
+            return self.score(x)
+
+        def score(self, x):
+            return self.dense(x)
+
+    model = Model(nnx.Rngs(0))
+    model.dense.kernel[...] = jnp.full((2, 2), jnp.inf)
+    x = jnp.ones((1, 2))
+    assert debug.find_nonfinite(model)(x, train=True).found == ["Model/dense/kernel"]
+    assert debug.find_nonfinite(model.score)(x).found == ["Model/dense/kernel"]
+
+
+def test_half_precision_is_seen_though_xla_computes_in_float32():
+    f = lambda x: ((x * jnp.float16(300)) * jnp.float16(300)).astype(jnp.float32)
+    report = jax.jit(debug.find_nonfinite(f))(jnp.float16(1.0))
+    if report.found:  # XLA may keep the product in float32 all the way
+        assert "mul (float16 -> float16)" in report.found[0]
+    report = debug.find_nonfinite(f)(jnp.float16(1.0))
+    assert "mul (float16 -> float16)" in report.found[0]
+
+
+def test_other_transformations(standard_promotion):
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(
+        lambda x: jax.lax.psum(1.0 / x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+    )
+    (op,) = debug.find_nonfinite(sharded)(jnp.arange(8.0)).to_dict()["ops"]
+    assert op["primitive"] == "shard_map"
+    callback = lambda x: jax.pure_callback(lambda x: x / 0, x, x)
+    with np.errstate(divide="ignore"):
+        (op,) = debug.find_nonfinite(callback)(ONE).to_dict()["ops"]
+    assert op["primitive"] == "pure_callback"
+
+
+@pytest.mark.parametrize("value", [jnp.complex64(0), jnp.float16(0), jnp.bfloat16(0)])
+def test_dtypes(value):
+    assert debug.find_nonfinite(lambda x: 1 / x)(value).found
+    assert not debug.find_nonfinite(lambda x: 1 / (1 + x))(value).found
+
+
+def test_what_is_no_array_stays_as_it_is():
+    def f(x, mode, n=2, key=None, scale=1.0):
+        assert mode == "double" and isinstance(n, int) and isinstance(scale, float)
+        return jax.random.normal(key, (n,)) * x / scale
+
+    find = debug.find_nonfinite(f)
+    assert find(ONE, "double", n=3, key=jax.random.key(0)).found == []
+    assert find(ONE, "double", key=jax.random.key(0), scale=0.0).found
+
+
+def test_what_cannot_be_called_is_named():
+    with pytest.raises(TypeError, match=r"fn must be a function; got 3 of type int"):
+        debug.find_nonfinite(3)(ONE)
+    with pytest.raises(TypeError, match="when must be a bool"):
+        debug.find_nonfinite(jnp.log, when=1)(ONE)

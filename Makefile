@@ -42,11 +42,13 @@ bench: $(VENV)/.benchmarks ## benchmarks on the CPU; prints tables
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.compile_time
 	$(BIN)/python -m benchmarks.master_weights
+	$(BIN)/python -m benchmarks.logging_overhead
 
 gpu: ## GPU tests, parity and benchmarks, with GPU_PYTHON and from the source tree
 	$(GPU_PYTHON) -m pytest tests/test_gpu.py
 	$(GPU_PYTHON) -m parity --device cuda
 	$(GPU_PYTHON) -m benchmarks.loss_scale_overhead --device gpu
+	$(GPU_PYTHON) -m benchmarks.logging_overhead --device gpu --rounds 30
 	$(GPU_PYTHON) -m benchmarks.compile_time
 
 newest: ## the tests on the newest JAX, with Python 3.12 and 3.13 where they are

@@ -104,10 +104,16 @@ def rows_of(ops: Iterable[Op]) -> list[OpRow]:
     """Ops of one kind as one row, those with most work first."""
     groups: dict[Any, list[Op]] = {}
     for op in ops:
-        if not is_cast(op) and op.site.dtypes_out:
+        if not (is_cast(op) or is_helper(op)) and op.site.dtypes_out:
             groups.setdefault(key_of(op), []).append(op)
     rows = [row_of(key, group) for key, group in groups.items()]
     return sorted(rows, key=lambda row: (-row.flops, -row.bytes))
+
+
+def is_helper(op: Op) -> bool:
+    """Whether autocast needs an op to run another one, such as a layer's bias."""
+    name = op.site.rule.rpartition(" ")[2]
+    return name in PRIMITIVES and name != op.site.primitive
 
 
 def key_of(op: Op) -> Any:

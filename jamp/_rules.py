@@ -162,7 +162,7 @@ ACTIONS = {
     for name, row in PRIMITIVES.items()
 }
 EXEMPTED = Action(KEEP, why="keep parameter")
-POLICY = Action(KEEP, why="keep policy")
+POLICY = Action(KEEP, why="policy")
 
 
 class Decider:

@@ -42,7 +42,11 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return not cell or cell[0].isdigit() or (cell[0] in "+-<" and cell[1:2].isdigit())
+    return (
+        cell in ("", "inf", "nan")
+        or cell[0].isdigit()
+        or (cell[0] in "+-<" and cell[1:2].isdigit())
+    )
 
 
 def percent(share: float) -> str:

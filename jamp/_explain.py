@@ -18,7 +18,7 @@ from ._residuals import saved_for_backward
 from ._rules import OBSERVED
 from ._sources import floating, rule_of
 from ._trace import EXPLICIT
-from ._walk import PRODUCTS, Op, flops, nbytes, reduced, starred, walk
+from ._walk import PRODUCTS, Op, flops, nbytes, reduced, walk
 
 HALF = ("float16", "bfloat16")
 MANY = 1024  # elements: a float16 sum of so many numbers of 64 overflows
@@ -83,7 +83,8 @@ def explain(
                 return call.run(arrays)
 
         closed = jax.make_jaxpr(run)(call.arrays)
-        ops = list(walk(closed.jaxpr))
+        names = dict(zip(closed.jaxpr.invars, call.names, strict=True))
+        ops = list(walk(closed.jaxpr, names))
         saved = None
         if not any(op.site.backward for op in ops):
             saved = saved_for_backward(run, call.arrays, call.n_first)
@@ -120,12 +121,12 @@ def key_of(op: Op) -> Any:
     site = op.site
     kind, _, name = site.rule.partition(" ")
     if "." in name and not kind.startswith("rules["):  # a function, as one op
-        return name, kind, site.line, starred(site.path), site.backward
+        return name, kind, site.line, op.path, site.backward
     if not site.rule:
         kind = {"": "no region", "off": "off"}.get(site.region, "no rule")
     dtypes = site.dtypes_in, site.dtypes_out
     rule = site.rule if site.rule.startswith("rules[") else kind
-    key = site.primitive, rule, site.line, starred(site.path), site.backward
+    key = site.primitive, rule, site.line, op.path, site.backward
     return (*key, dtypes)
 
 
@@ -208,7 +209,7 @@ def promotions(ops: Iterable[Op]) -> list[Promotion]:
             if user.primitive.name in MIXING and any(
                 is_float32(v, op) for v in user.invars if v is not out
             ):
-                key = user.primitive.name, op.site.line, starred(op.site.path)
+                key = user.primitive.name, op.site.line, op.path
                 before = found.get(key, Promotion(*key, 0, 0))
                 found[key] = before._replace(
                     times=before.times + op.times,
@@ -254,7 +255,7 @@ def reductions(ops: Iterable[Op]) -> list[Reduction]:
             for user in users
         )
         if (given, made) == ("float16", "float16") or narrowed:
-            key = op.eqn.primitive.name, op.site.line, starred(op.site.path)
+            key = op.eqn.primitive.name, op.site.line, op.path
             before = found.get(key, Reduction(*key, 0, n))
             found[key] = before._replace(
                 times=before.times + op.times, elements=max(before.elements, n)

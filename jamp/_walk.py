@@ -12,6 +12,13 @@ from ._nested import holds_jaxpr
 from ._sources import Around, site_of
 
 OUTERMOST = Around()
+# A result is the first input, moved about or cast.
+MOVES = frozenset(
+    """
+    broadcast_in_dim convert_element_type copy expand_dims reshape slice squeeze
+    stop_gradient transpose
+    """.split()
+)
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
@@ -23,27 +30,54 @@ class Op(NamedTuple):
     times: int  # how often it runs; a while loop counts as one iteration
     made_by: dict[Any, Any]  # the equations beside it, by what they make
     used_by: dict[Any, list[Any]]
+    given: tuple[str, ...]  # the names of the arguments that are its inputs
+
+    @property
+    def path(self) -> str:
+        """The modules around it, or those of its parameters: NNX names no ops."""
+        owners = [name.rpartition("/")[0] for name in self.given]
+        deepest = max(owners, key=lambda owner: owner.count("/"), default="")
+        return starred(self.site.path or deepest)
 
 
-def walk(jaxpr: Any, around: Around = OUTERMOST, times: int = 1) -> Iterator[Op]:
+def walk(
+    jaxpr: Any, names: dict[Any, str], around: Around = OUTERMOST, times: int = 1
+) -> Iterator[Op]:
     """The ops of an open jaxpr, depth first, in the order in which they run.
 
     Args:
+      names: of arguments, by variable.
       times: how often it runs.
     """
+    names = dict(names)
     made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     used_by: dict[Any, list[Any]] = {}
     for eqn in jaxpr.eqns:
         for v in eqn.invars:
-            if not isinstance(v, _compat.Literal):
+            if not _is_literal(v):
                 used_by.setdefault(v, []).append(eqn)
     for eqn in jaxpr.eqns:
+        given = {v: names[v] for v in eqn.invars if not _is_literal(v) and v in names}
+        if eqn.primitive.name in MOVES and given:
+            names[eqn.outvars[0]] = next(iter(given.values()))
         inside = list(held_by(eqn)) if eqn.primitive.name != "pallas_call" else []
         for inner in inside:
             n = times * int(eqn.params.get("length", 1) or 1)
-            yield from walk(inner, around.inside(eqn, inner), n)
+            inputs = eqn.invars[1:] if eqn.primitive.name == "cond" else eqn.invars
+            known = {}
+            if len(inputs) == len(inner.invars):
+                pairs = zip(inner.invars, inputs, strict=True)
+                known = {
+                    i: given[v] for i, v in pairs if not _is_literal(v) and v in given
+                }
+            yield from walk(inner, known, around.inside(eqn, inner), n)
         if not inside:
-            yield Op(eqn, site_of(eqn, around), times, made_by, used_by)
+            arguments = tuple(given.values())
+            yield Op(eqn, site_of(eqn, around), times, made_by, used_by, arguments)
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, _compat.Literal)
 
 
 def held_by(eqn: Any) -> Iterator[Any]:

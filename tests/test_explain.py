@@ -212,7 +212,9 @@ def test_an_nnx_model_is_explained_as_it_is():
     model = Model(nnx.Rngs(0))
     table = debug.explain(model, dtype=jnp.float16)(jnp.ones((2, 4))).to_dict()
     assert table["function"] == "Model" and table["matmul_share"] == 1.0
-    assert any(row["op"] == "flax.nnx.BatchNorm.__call__" for row in table["rows"])
+    paths = {row["op"]: row["path"] for row in table["rows"]}
+    assert paths["dot_general"] == "Model/dense"  # of its parameters: NNX names no ops
+    assert paths["flax.nnx.BatchNorm.__call__"] == "Model/norm"
     assert table["saved_bytes"]
 
 

@@ -139,6 +139,11 @@ def enter(settings: Settings | None):
         trace.notes.clear()
 
 
+def ambient() -> contextlib.AbstractContextManager:
+    """The region that is current, for code that is traced apart from what is around."""
+    return contextlib.nullcontext() if REGION.value is None else enter(REGION.value)
+
+
 class Entered(threading.local):
     """The regions that one thread has entered with one object."""
 

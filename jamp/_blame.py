@@ -2,17 +2,19 @@
 
 Only what leads to a result counts. A mask of -inf that a softmax turns into zeros is no
 fault, nor is log(0) in the branch that `where` does not take. From each bad result the
-search goes to the inputs of the op that made it which are bad too, and on from there;
-a nan is followed through nans where there are any. It ends at an op all of whose inputs
-are finite, at an argument, or at a constant.
+search goes to the inputs of the op that made it which are bad too, and on from there.
+An inf is followed through infs, a nan through nans where there are any, unless it is a
+single number. The search ends at an op that made it of finite numbers, at an argument,
+or at a constant.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._marks import FINE, NAN, Inner, Marks, Program
+from ._finiteness import FINE, FRESH, INF, NAN
+from ._marks import Inner, Marks, Program
 from ._sources import Site
 
 # A value is its input, moved about or in another dtype.
@@ -22,6 +24,7 @@ MOVES = frozenset(
     sharding_constraint slice dynamic_slice squeeze stop_gradient transpose
     """.split()
 )
+Wanted = dict[int, int]  # values, or places of values, and what is sought: INF, NAN
 
 
 class Origin(NamedTuple):
@@ -38,55 +41,72 @@ class Trail(NamedTuple):
     """Where bad values come from, in the order in which it ran."""
 
     origins: list[Origin]
-    inputs: set[int]  # places of inputs of the Program that were bad before
-    constant: bool  # whether a constant was
+    inputs: Wanted  # places of inputs of the Program that were bad before
+    constants: list[Site]  # the ops that were given a constant that is bad
 
 
 def trace_back(
-    program: Program, marks: Marks, wanted: Iterable[int], checked: bool = False
+    program: Program, marks: Marks, wanted: Mapping[int, int], checked: bool = False
 ) -> Trail:
     """Follows bad values back.
 
     Args:
       marks: of this program, as NumPy arrays.
-      wanted: the numbers of the values to explain; those that are finite pass.
+      wanted: the numbers of the values to explain, with INF, NAN or both.
       checked: whether to explain too what a loss scaler found not to be finite.
     """
-    wanted, origins = set(wanted), []
+    sought, origins, constants = dict(wanted), [], []
 
-    def mark(number):
+    def mark(number) -> int:
         slot = program.slots.get(number)
-        return program.known.get(number, FINE) if slot is None else marks.values[slot]
+        known = program.known.get(number, FINE)
+        return known if slot is None else int(marks.values[slot])
+
+    def seek(numbers, kind):
+        for number in numbers:
+            sought[number] = sought.get(number, 0) | kind
 
     for node in reversed(program.nodes):
-        bad = [n for n in node.outputs if n in wanted and mark(n)]
-        sources = [n for n in node.inputs if mark(n)]
+        bad = {n: sought[n] & mark(n) for n in node.outputs if n in sought}
+        bad = {n: kind for n, kind in bad.items() if kind}
         if checked and node.is_check:
-            wanted.update(sources)
-        if not (bad or (checked and node.inner)):
-            continue
-        if node.inner is not None:
-            places = [node.outputs.index(n) for n in bad]
+            seek(node.inputs, INF | NAN)
+        if node.inner is not None and (bad or checked):
+            places = {node.outputs.index(n): kind for n, kind in bad.items()}
             trail = inside(node.inner, marks, places, checked)
-            if trail.origins or trail.inputs:
-                wanted.update(node.inputs[i] for i in trail.inputs)
-                origins[:0] = [lifted(o, program, node) for o in trail.origins]
+            for place, kind in trail.inputs.items():
+                seek([node.inputs[place]], kind)
+            origins[:0] = [lifted(o, program, node) for o in trail.origins]
+            constants[:0] = trail.constants
+            if any(trail):
                 continue
         if not bad:
             continue
-        makes_nan = any(mark(n) == NAN for n in bad)
-        nans = [n for n in sources if mark(n) == NAN]
-        if not sources or (makes_nan and not nans):
-            made = "nan" if makes_nan else "inf"
-            fed_by = arguments(program, node.inputs)
-            origins.insert(0, Origin(node.site, made, (), fed_by, bool(sources)))
-        wanted.update(nans if makes_nan and nans else sources)
-    inputs = {i for i, n in enumerate(program.inputs) if n in wanted and mark(n)}
-    constant = any(mark(n) for n in wanted & program.constants)
-    return Trail(origins, inputs, constant)
+        makes = {kind for kind in (INF, NAN) if any(k & kind for k in bad.values())}
+        infs, nans = ([n for n in node.inputs if mark(n) & k] for k in (INF, NAN))
+        made_inf = INF in makes and not infs
+        made_nan = NAN in makes and not nans
+        fresh = made_inf or (made_nan and not infs)
+        slots = {program.slots.get(n) for n in node.inputs}  # which it may pass on
+        made_here = [n for n in bad if program.slots.get(n) not in slots]
+        fresh = fresh or any(mark(n) & FRESH for n in made_here)
+        if fresh or made_nan:
+            made, fed_by = (
+                "nan" if NAN in makes else "inf",
+                arguments(program, node.inputs),
+            )
+            origins.insert(0, Origin(node.site, made, (), fed_by, not fresh))
+        if INF in makes or made_nan or node.is_single:
+            seek(infs, INF)
+        if NAN in makes:
+            seek(nans, NAN)
+        if any(sought.get(n, 0) & mark(n) for n in program.constants & {*node.inputs}):
+            constants.insert(0, node.site)
+    inputs = {i: sought.get(n, 0) & mark(n) for i, n in enumerate(program.inputs)}
+    return Trail(origins, {i: kind for i, kind in inputs.items() if kind}, constants)
 
 
-def inside(inner: Inner, marks: Marks, outputs: list[int], checked: bool) -> Trail:
+def inside(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
     """The same for the bodies of a scan, while or cond.
 
     Args:
@@ -96,50 +116,82 @@ def inside(inner: Inner, marks: Marks, outputs: list[int], checked: bool) -> Tra
       A Trail whose `inputs` are places of the op's own inputs.
     """
     kept = marks.inner[inner.place]
-    if inner.kind == "cond":
-        chosen = int(kept.chosen)
-        body, marks = inner.programs[chosen], kept.marks[chosen]
-        trail = trace_back(body, marks, [body.outputs[i] for i in outputs], checked)
-        return trail._replace(inputs={i + inner.skipped for i in trail.inputs})
-    body = inner.programs[0]
+    if inner.kind == "scan":
+        return through_scan(inner, kept, outputs, checked)
     if inner.kind == "while":
-        if kept.iteration < 0:  # bad before it began
-            start = inner.skipped + inner.n_consts
-            return Trail([], {start + i for i in outputs}, False)
-        trail = trace_back(body, kept.marks, body.outputs, checked)
-        loops = (("while", int(kept.iteration)),)
-        origins = [o._replace(loops=loops + o.loops) for o in trail.origins]
-        inputs = {i + inner.skipped for i in trail.inputs}
-        return Trail(origins, inputs, trail.constant)
-    return through_scan(inner, kept, outputs, checked)
+        return through_while(inner, kept, outputs, checked)
+    chosen = int(kept.chosen)
+    body = inner.programs[chosen]
+    wanted = {body.outputs[i]: kind for i, kind in outputs.items()}
+    trail = trace_back(body, kept.marks[chosen], wanted, checked)
+    inputs = {i + inner.skipped: kind for i, kind in trail.inputs.items()}
+    return trail._replace(inputs=inputs)
 
 
-def through_scan(
-    inner: Inner, marks: Marks, outputs: list[int], checked: bool
-) -> Trail:
+def through_while(inner: Inner, loop: Any, outputs: Wanted, checked: bool) -> Trail:
+    """From a carried value to the iteration that made it bad, and on to others."""
+    body, first = inner.programs[0], inner.n_consts
+    waiting, seen = [(i, k) for i, both in outputs.items() for k in split(both)], set()
+    origins, inputs, constants = [], {}, []
+    while waiting:
+        place, kind = waiting.pop()
+        if (place, kind) in seen:
+            continue
+        seen.add((place, kind))
+        row = (INF, NAN).index(kind)
+        iteration = int(loop.iteration[row, place])
+        if iteration < 0:  # bad before it began
+            start = inner.skipped + first + place
+            inputs[start] = inputs.get(start, 0) | kind
+            continue
+        wanted = {body.outputs[place]: kind}
+        here = at(at(loop.marks, row), place)
+        trail = trace_back(body, here, wanted, checked)
+        loops = (("while", iteration),)
+        origins += [o._replace(loops=loops + o.loops) for o in trail.origins]
+        constants += trail.constants
+        for i, kind in trail.inputs.items():
+            if i < first:
+                inputs[i + inner.skipped] = inputs.get(i + inner.skipped, 0) | kind
+            else:
+                waiting += [(i - first, k) for k in split(kind)]
+    return Trail(sorted(origins, key=lambda o: o.loops), inputs, constants)
+
+
+def split(kind: int) -> list[int]:
+    return [k for k in (INF, NAN) if kind & k]
+
+
+def through_scan(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
+    """From the last iteration to the first."""
     body, first, last = (
         inner.programs[0],
         inner.n_consts,
         inner.n_consts + inner.n_carry,
     )
-    carry = {i for i in outputs if i < inner.n_carry}
-    stacked = {body.outputs[i] for i in outputs if i >= inner.n_carry}
-    origins, inputs, constant = [], set(), False
+    carry = {i: kind for i, kind in outputs.items() if i < inner.n_carry}
+    stacked = {i: kind for i, kind in outputs.items() if i >= inner.n_carry}
+    origins, inputs, constants = [], {}, []
     length = len(marks.values)
     for step in reversed(range(length)):
         place = length - 1 - step if inner.reverse else step
         here = at(marks, place)
         if not here.values.any():
-            carry = set()
+            carry = {}
             continue
-        wanted = stacked | {body.outputs[i] for i in carry}
+        wanted = {body.outputs[i]: kind for i, kind in stacked.items()}
+        for i, kind in carry.items():  # a result may be stacked and carried on
+            wanted[body.outputs[i]] = wanted.get(body.outputs[i], 0) | kind
         trail = trace_back(body, here, wanted, checked)
         loops = (("scan", place),)
         origins[:0] = [o._replace(loops=loops + o.loops) for o in trail.origins]
-        constant |= trail.constant
-        carry = {i - first for i in trail.inputs if first <= i < last}
-        inputs |= trail.inputs - {i + first for i in carry}
-    return Trail(origins, inputs | {i + first for i in carry}, constant)
+        constants[:0] = trail.constants
+        carry = {i - first: k for i, k in trail.inputs.items() if first <= i < last}
+        for i, kind in trail.inputs.items():
+            if not first <= i < last:
+                inputs[i] = inputs.get(i, 0) | kind
+    inputs |= {i + first: kind for i, kind in carry.items()}
+    return Trail(origins, inputs, constants)
 
 
 def at(marks: Any, place: int) -> Any:

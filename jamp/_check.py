@@ -19,6 +19,7 @@ Likely causes, and how to see which:
 - parameters that have grown: a learning rate that is too high, no clipping, no
   warm-up. overflow_report(grads) names the gradients."""
 
+FLAGS = ("scale_at_floor", "scale_below_one", "many_skips")
 BACKWARD = """\
 - gradients that are too large for float16 without any scaling: see whether the loss is
   a sum over the batch instead of a mean."""
@@ -43,6 +44,7 @@ def check(
     Raises:
       FloatingPointError: an alarm is on. The message has the numbers and likely causes.
       TypeError: `source` is none of these, or traced.
+      ValueError: metrics without the alarms; a limit is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optax, jamp
@@ -65,6 +67,11 @@ def check(
         row = _last_of(source, window, skipped_share)
     elif isinstance(source, Mapping) and "loss_scale" in source:
         row = dict(source)
+        if missing := [flag for flag in FLAGS if flag not in row]:
+            raise ValueError(
+                f"check: the metrics lack {', '.join(missing)}; pass what "
+                "jamp.metrics(opt_state) returned, an optimizer state or a GradScaler."
+            )
     else:
         limits = {"window": window, "skipped_share": skipped_share}
         row = metrics(source, floor_steps=floor_steps, **limits)

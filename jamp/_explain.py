@@ -1,6 +1,5 @@
 """`explain`: which op runs in which dtype, why, and what that costs."""
 
-import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _compat
-from ._autocast import autocast
+from ._autocast import ambient, autocast
 from ._call import open_call
 from ._explanation import Explanation, OpRow, Promotion, Reduction
 from ._op_rules import FUNCTIONS, PRIMITIVES
@@ -34,7 +33,7 @@ def explain(
     Traces `fn` without running it; arguments may be `jax.ShapeDtypeStruct`s. Give it
     the loss function, to see as well what is kept for the backward pass (with respect
     to the first argument, as `jax.grad` does it), or a whole train step, to see the
-    backward pass.
+    backward pass. A function that JAX cannot differentiate is explained without that.
 
     Args:
       fn: any function of pytrees, Flax, Equinox or Haiku modules; a Flax module or its
@@ -79,21 +78,25 @@ def explain(
         call = open_call("explain", fn, args, kwargs)
 
         def run(arrays):
-            with OBSERVED(True), region or contextlib.nullcontext():
+            with OBSERVED(True), region or ambient():
                 return call.run(arrays)
 
         closed = jax.make_jaxpr(run)(call.arrays)
         names = dict(zip(closed.jaxpr.invars, call.names, strict=True))
         ops = list(walk(closed.jaxpr, names))
-        saved = None
+        saved, refusal = None, ""
         if not any(op.site.backward for op in ops):
-            saved = saved_for_backward(run, call.arrays, call.n_first)
+            try:
+                saved = saved_for_backward(run, call.arrays, call.n_first)
+            except (NotImplementedError, TypeError, ValueError) as error:
+                refusal = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         return Explanation(
             function=call.function,
             rows=rows_of(ops),
             matmul_flops=matmul_flops(ops),
             casts=sum(op.times for op in ops if is_cast(op)),
             saved=saved,
+            refusal=refusal,
             promotions=promotions(ops),
             reductions=reductions(ops),
         )

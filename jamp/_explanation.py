@@ -63,8 +63,12 @@ class Explanation(Report):
     matmul_flops: dict[str, int]
     casts: int
     saved: list[Saved] | None
+    refusal: str  # why there is nothing saved: what JAX said when differentiating
     promotions: list[Promotion]
     reductions: list[Reduction]
+
+    def _stacked_shape(self):
+        return ()
 
     @property
     def found(self) -> list[str]:
@@ -102,7 +106,8 @@ class Explanation(Report):
 
         Keys: `function`, `rows`, `matmul_flops` by dtype, `matmul_share` (in half
         precision, of all), `casts`, `saved_bytes` by dtype and `saved` (both None if
-        there was nothing to differentiate), `promotions`, `reductions`, `found`.
+        there was nothing to differentiate, or if JAX refused: `refusal`),
+        `promotions`, `reductions`, `found`.
         """
         saved = None if self.saved is None else self._largest()
         return {
@@ -113,6 +118,7 @@ class Explanation(Report):
             "casts": self.casts,
             "saved_bytes": None if self.saved is None else self._saved_bytes(),
             "saved": saved,
+            "refusal": self.refusal,
             "promotions": [p._asdict() for p in self.promotions],
             "reductions": [r._asdict() for r in self.reductions],
             "found": self.found,
@@ -146,7 +152,7 @@ class Explanation(Report):
         return sorted(rows, key=lambda row: -row["bytes"])
 
     def _parts(self, table):
-        parts = [self._summary(), self._ops_table(table)]
+        parts = [self._summary(), self._ops_table(table) if self.rows else ""]
         if self.saved:
             by_dtype = ", ".join(
                 f"{size(n)} {dtype}" for dtype, n in self._saved_bytes().items()
@@ -155,6 +161,8 @@ class Explanation(Report):
                 f"kept for the backward pass: {by_dtype}",
                 self._saved_table(table),
             ]
+        if self.refusal:
+            parts.append(f"not differentiated, {self.refusal}")
         for title, lines in (
             ("float32 operands that widen half precision:", self._promoted()),
             ("float16 sums that may overflow:", self._sums()),

@@ -25,6 +25,9 @@ class OverflowReport(Report):
     paths: tuple[str, ...] = static()
     sizes: tuple[int, ...] = static()
 
+    def _stacked_shape(self):
+        return np.shape(self.inf)[:-1]
+
     @property
     def found(self) -> list[str]:
         """The paths of the gradients that hold an inf or nan."""
@@ -32,15 +35,15 @@ class OverflowReport(Report):
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         """`{path: {"inf": n, "nan": n, "size": n}}` of those that hold any."""
-        check_single(self.inf, 1, "overflow_report")
+        check_single(self)
         inf, nan = np.asarray(self.inf), np.asarray(self.nan)
         rows = zip(self.paths, inf.tolist(), nan.tolist(), self.sizes, strict=True)
         return {p: {"inf": i, "nan": n, "size": s} for p, i, n, s in rows if i or n}
 
     def _parts(self, table):
-        if np.ndim(self.inf) > 1:
-            steps = np.flatnonzero(np.any(np.asarray(self.inf + self.nan) > 0, axis=-1))
-            return [stacked("overflow_report", self.inf, steps)]
+        if self._stacked_shape():
+            is_found = (np.asarray(self.inf) > 0) | (np.asarray(self.nan) > 0)
+            return [stacked(self, is_found)]
         found = self.to_dict().items()
         rows = [(path, row["inf"], row["nan"], row["size"]) for path, row in found]
         first = f"{len(rows)} of {len(self.paths)} gradients hold an inf or nan"
@@ -108,6 +111,9 @@ class UnderflowReport(Report):
     paths: tuple[str, ...] = static()
     sizes: tuple[int, ...] = static()
 
+    def _stacked_shape(self):
+        return np.shape(self.flushed)[:-1]
+
     @property
     def found(self) -> list[str]:
         """The paths of the gradients that lose more than 1 % with the scale, or all
@@ -118,7 +124,7 @@ class UnderflowReport(Report):
     def to_dict(self) -> dict[str, dict[str, float]]:
         """By path: the shares `flushed`, `flushed_unscaled` and `zeros`; the `largest`
         magnitude, scaled; `headroom_bits`, the doublings that it has left to 65504."""
-        check_single(self.flushed, 1, "underflow_report")
+        check_single(self)
         columns = (self.flushed, self.flushed_unscaled, self.zeros, self.largest)
         rows = zip(*(np.asarray(c).tolist() for c in columns), strict=True)
         result = {}
@@ -137,10 +143,9 @@ class UnderflowReport(Report):
         return result
 
     def _parts(self, table):
-        if np.ndim(self.flushed) > 1:
+        if self._stacked_shape():
             sizes = np.maximum(np.asarray(self.sizes), 1)
-            lost = np.any(np.asarray(self.flushed) / sizes > 0.01, axis=-1)
-            return [stacked("underflow_report", self.flushed, np.flatnonzero(lost))]
+            return [stacked(self, np.asarray(self.flushed) / sizes > 0.01)]
         total = max(sum(self.sizes), 1)
         scaled, unscaled = np.sum(self.flushed) / total, np.sum(self.flushed_unscaled)
         rows = [
@@ -187,7 +192,7 @@ def underflow_report(grads: Any, scale: Any) -> UnderflowReport:
 
     Raises:
       TypeError: a leaf is no array; the scale is no number.
-      ValueError: the scale is not positive.
+      ValueError: the scale is not finite and positive.
 
     Example:
       >>> import jax.numpy as jnp, jamp
@@ -225,7 +230,8 @@ def underflow_report(grads: Any, scale: Any) -> UnderflowReport:
 def scale_argument(caller: str, scale: Any) -> jax.Array:
     """A loss scale given by the user as float32 []."""
     is_array = isinstance(scale, jax.Array | np.ndarray | np.generic)
-    if isinstance(scale, bool) or not (is_array or isinstance(scale, int | float)):
+    is_bool = getattr(scale, "dtype", type(scale)) in (bool, np.bool_)
+    if is_bool or not (is_array or isinstance(scale, int | float)):
         raise TypeError(
             f"{caller}: scale must be a number; got {scale!r} of type "
             f"{type(scale).__name__}. jamp.loss_scale(opt_state) and "
@@ -235,8 +241,8 @@ def scale_argument(caller: str, scale: Any) -> jax.Array:
         raise ValueError(
             f"{caller}: scale must be one number; got shape {jnp.shape(scale)}."
         )
-    if not is_traced(scale) and not float(np.asarray(scale).item()) > 0:
-        raise ValueError(f"{caller}: scale must be > 0; got {scale}.")
+    if not is_traced(scale) and not 0 < float(np.asarray(scale).item()) < np.inf:
+        raise ValueError(f"{caller}: scale must be finite and > 0; got {scale}.")
     return jnp.reshape(jnp.asarray(scale), []).astype(jnp.float32)
 
 

@@ -20,15 +20,23 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from . import _compat, _loss_scale
+from ._finiteness import FINE, INF, NAN, is_float, known_mark, mark_of
 from ._nested import holds_jaxpr
 from ._sources import Around, Site, site_of
 
-FINE, INF, NAN = 0, 1, 2
 # Results hold an inf or nan exactly where the input does.
 PRESERVING = frozenset(
     """
     abs broadcast_in_dim copy copy_p expand_dims name neg optimization_barrier
     reshape rev sharding_constraint squeeze stop_gradient transpose
+    """.split()
+)
+ELEMENTWISE = frozenset(
+    """
+    acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp convert_element_type
+    cos cosh digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p
+    log2 logistic max min mul nextafter pow reduce_precision rem rsqrt select_n sin sinh
+    sqrt square sub tan tanh
     """.split()
 )
 CALLS = frozenset(
@@ -47,6 +55,7 @@ class Node(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     is_check: bool  # whether a loss scaler looks here whether gradients are finite
+    is_single: bool  # whether it makes single numbers: then all of its inputs count
     inner: "Inner | None" = None
 
 
@@ -82,15 +91,15 @@ class Program:
 class Marks(NamedTuple):
     """The marks of one Program, or of all iterations of one, stacked."""
 
-    values: jax.Array  # uint8 [slots]: 0 finite, 1 inf, 2 nan
+    values: jax.Array  # uint8 [slots]
     inner: tuple[Any, ...]  # per scan: Marks [length]; while: Loop; cond: Branches
 
 
 class Loop(NamedTuple):
-    """The first iteration of a while loop that made an inf or nan."""
+    """For each carried value, the iterations of a while loop that made it bad."""
 
-    iteration: jax.Array  # int32 [], -1 if there was none
-    marks: Marks
+    iteration: jax.Array  # int32 [2, carry]: INF, and NAN; -1 if there was none
+    marks: Marks  # of those iterations, [2, carry]
 
 
 class Branches(NamedTuple):
@@ -128,10 +137,10 @@ class Recorder:
         values = jnp.concatenate(blocks) if blocks else jnp.zeros(0, jnp.uint8)
         return Marks(values, tuple(self.inner))
 
-    def mark(self, number: int, value: Any) -> None:
+    def mark(self, number: int, value: Any, inputs: Sequence[Any] = ()) -> None:
         if is_float(value):
             self.program.slots[number] = len(self.values)
-            self.values.append(mark_of(value))
+            self.values.append(mark_of(value, *inputs))
 
     def run(self, jaxpr, args, around, is_check=False):
         """Runs a closed jaxpr on pairs of a value and its number; returns such pairs.
@@ -166,8 +175,7 @@ class Recorder:
         if isinstance(value, jax.Array):
             self.mark(number, value)
         elif is_float(value):
-            bad = NAN if np.any(np.isnan(value)) else INF if _any_inf(value) else FINE
-            self.program.known[number] = bad
+            self.program.known[number] = known_mark(value)
         return number
 
     def equation(self, eqn, inputs, around, is_check):
@@ -180,9 +188,27 @@ class Recorder:
             outs, inner = rule[name](eqn, values, around)
             return self.add(site, inputs, outs, is_check, inner)
         outs = _compat.bind_eqn(eqn, values)
-        return self.add(site, inputs, outs, is_check, None, preserves(eqn))
+        if name == "select_n":
+            inputs = [inputs[0], *self.chosen(site, *inputs)]
+        same = [x for x in values if np.shape(x) == np.shape(outs[0]) and is_float(x)]
+        is_elementwise = name in ELEMENTWISE and len(same) == len(values)
+        fresh = same if is_elementwise else ()
+        return self.add(site, inputs, outs, is_check, None, preserves(eqn), fresh)
 
-    def add(self, site, inputs, outs, is_check, inner=None, preserves=False):
+    def chosen(self, site, which, *cases):
+        """What a select takes of each case: the rest of it leads nowhere."""
+        selector, _ = which
+        for index, (case, number) in enumerate(cases):
+            taken = case
+            if is_float(case):
+                with jax.enable_x64(True):  # scalars of a loss scale are float64
+                    is_taken = jnp.equal(selector, jnp.asarray(index, selector.dtype))
+                    taken = jnp.where(is_taken, case, jnp.zeros([], case.dtype))
+            yield from self.add(site, [(case, number)], [taken], False)
+
+    def add(
+        self, site, inputs, outs, is_check, inner=None, preserves=False, elementwise=()
+    ):
         program, numbers = self.program, []
         for value in outs:
             number = program.number()
@@ -193,9 +219,10 @@ class Recorder:
             elif preserves and source in program.known:
                 program.known[number] = program.known[source]
             else:
-                self.mark(number, value)
+                self.mark(number, value, elementwise)
         given = tuple(number for _, number in inputs)
-        node = Node(site, given, tuple(numbers), is_check, inner)
+        is_single = all(np.size(value) == 1 for value in outs)
+        node = Node(site, given, tuple(numbers), is_check, is_single, inner)
         program.nodes.append(node)
         program.made_by.update(dict.fromkeys(numbers, node))
         return list(zip(outs, numbers, strict=True))
@@ -236,30 +263,31 @@ class Recorder:
             programs[:] = [program]
             return outs, marks, program
 
+        kinds = np.array([[INF], [NAN]], np.uint8)
+        shape = 2, len(carry)
         shapes = jax.eval_shape(lambda carry: body(carry)[1], carry)
-        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        nothing = jax.tree.map(lambda s: jnp.zeros((*shape, *s.shape), s.dtype), shapes)
 
         def step(state):
             count, loop, carry = state
             outs, marks, program = body(carry)
-            before = [program.slots.get(n) for n in program.inputs[n_body:]]
-            after = [program.slots.get(n) for n in program.outputs]
-            worse = [
-                marks.values[a] > marks.values[b]
-                for a, b in zip(after, before, strict=True)
-                if a is not None and b is not None
-            ]
-            worse = jnp.any(jnp.stack(worse)) if worse else jnp.zeros([], bool)
-            first = worse & (loop.iteration < 0)
-            new = Loop(count, marks)
-            loop = jax.tree.map(lambda x, y: jnp.where(first, x, y), new, loop)
-            return count + 1, loop, outs
+            before = marks_of(program, marks, program.inputs[n_body:])
+            after = marks_of(program, marks, program.outputs)
+            worse = ((after & ~before)[None] & kinds) > 0
+            iteration = jnp.where(worse, count, loop.iteration)
+
+            def latest(new, old):
+                is_new = worse.reshape(*shape, *[1] * new.ndim)
+                return jnp.where(is_new, new, old)
+
+            kept = jax.tree.map(latest, marks, loop.marks)
+            return count + 1, Loop(iteration, kept), outs
 
         def goes_on(state):
             args = [*cond_consts, *state[2]]
             return jaxpr_as_fun(condition)(*args)[0]
 
-        start = jnp.int32(0), Loop(jnp.int32(-1), nothing), carry
+        start = jnp.int32(0), Loop(jnp.full(shape, -1, jnp.int32), nothing), carry
         _, loop, outs = lax.while_loop(goes_on, step, start)
         return outs, self.keep(loop, "while", programs, n_body, n_cond, len(carry))
 
@@ -299,24 +327,11 @@ class Recorder:
         return Inner(kind, tuple(programs), place, n_consts, skipped, n_carry)
 
 
-@jax.jit
-def mark_of(x: Any) -> jax.Array:
-    """uint8 []: 0 if all is finite, 1 if there is an inf, 2 if there is a nan.
-
-    Half precision is read as bits: XLA might look at the float32 value that it computes
-    it from, which has not overflowed.
-    """
-    if jnp.iscomplexobj(x):
-        return jnp.maximum(mark_of(x.real), mark_of(x.imag))
-    if x.dtype in (jnp.float16, jnp.bfloat16):
-        bits = lax.bitcast_convert_type(x, jnp.uint16) & np.uint16(0x7FFF)
-        infinity = np.asarray(np.inf, x.dtype).view(np.uint16)
-        top = jnp.max(bits, initial=np.uint16(0))
-        return (top >= infinity).astype(jnp.uint8) + (top > infinity).astype(jnp.uint8)
-    is_nan = jnp.any(lax.ne(x, x))
-    return (is_nan | ~jnp.all(lax.is_finite(x))).astype(jnp.uint8) + is_nan.astype(
-        jnp.uint8
-    )
+def marks_of(program: Program, marks: Marks, numbers: Sequence[int]) -> jax.Array:
+    """The marks of some values: uint8 [values]."""
+    slots = [program.slots.get(number) for number in numbers]
+    fine = np.uint8(FINE)
+    return jnp.stack([fine if s is None else marks.values[s] for s in slots])
 
 
 def inside_of(eqn: Any) -> Any:
@@ -335,18 +350,8 @@ def preserves(eqn: Any) -> bool:
         old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
         floats = all(jnp.issubdtype(d, jnp.floating) for d in (old, new))
         return floats and bool(jnp.finfo(new).max >= jnp.finfo(old).max)
-    return eqn.primitive.name in PRESERVING and len(eqn.outvars) == 1
-
-
-def is_float(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        return isinstance(value, float)
-    return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1
-
-
-def _any_inf(value: Any) -> bool:
-    return bool(np.any(np.isinf(np.asarray(value, np.complex128))))
+    is_single = len(eqn.outvars) == 1 and 0 not in eqn.outvars[0].aval.shape
+    return eqn.primitive.name in PRESERVING and is_single
 
 
 def _is_literal(atom: Any) -> bool:

@@ -3,17 +3,20 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from ._autocast import ambient
 from ._blame import trace_back
 from ._call import ARRAYS, open_call, path_name
+from ._finiteness import INF, NAN
 from ._marks import Marks, Program, run_marked
-from ._report import Report, only_when, report, stacked, static
+from ._report import Report, check_single, only_when, report, stacked, static
 from ._table import markdown_table
+from ._tree import is_traced
 
 SHOWN = 5
 
@@ -35,6 +38,9 @@ class NonfiniteReport(Report):
     marks: Marks
     layout: Layout = static()
 
+    def _stacked_shape(self):
+        return np.shape(self.marks.values)[:-1]
+
     @property
     def found(self) -> list[str]:
         """What made an inf or nan, in the order in which it ran: the arguments that
@@ -49,24 +55,24 @@ class NonfiniteReport(Report):
         "nan"), `primitive`, `dtypes_in`, `dtypes_out`, `line`, `path` (of modules),
         `region`, `backward`, `loops` (pairs such as ("scan", 17)), `times` (in how many
         iterations, or how often on that line), `arguments` (those that go into it) and
-        `from_inf` (whether it made a nan of an inf); then
-        `bad_arguments`, `bad_constant` (bool), and `results`, the paths of the results
+        `from_inf` (whether it made a nan of an inf); then `bad_arguments`,
+        `bad_constants` (lines), and `results`, the paths of the results
         that are not finite. With a train step whose results are finite because it was
         skipped, `results` is empty.
         """
-        if np.ndim(self.marks.values) > 1:
-            raise ValueError(
-                "this find_nonfinite report is stacked, of "
-                f"{np.shape(self.marks.values)[0]} steps; index it first: report[i]."
-            )
+        check_single(self)
         program, names = self.layout.program, self.layout.arguments
         marks = jax.tree.map(np.asarray, self.marks)
         slots = map(program.slots.get, program.outputs)
         is_bad = [slot is not None and marks.values[slot] > 0 for slot in slots]
         results = list(itertools.compress(self.layout.results, is_bad))
-        bad = list(itertools.compress(program.outputs, is_bad))
-        ops, inputs, constant = trace_back(program, marks, bad, checked=not bad)
-        if not (ops or inputs or constant or results):
+        bad = dict.fromkeys(itertools.compress(program.outputs, is_bad), INF | NAN)
+        ops, inputs, constants = trace_back(program, marks, bad)
+        if all(o.from_inf for o in ops):  # nothing, or what was given so
+            checks = trace_back(program, marks, {}, checked=True)
+            ops, inputs = [*ops, *checks.origins], inputs | checks.inputs
+            constants += checks.constants
+        if not (ops or inputs or constants or results):
             return {}
         if any(not o.from_inf for o in ops):  # the others follow from these
             ops = [o for o in ops if not o.from_inf]
@@ -82,16 +88,15 @@ class NonfiniteReport(Report):
                 for (site, made, from_inf), same in first.items()
             ],
             "bad_arguments": [names[i] for i in sorted(inputs)],
-            "bad_constant": constant,
+            "bad_constants": list(dict.fromkeys(site.line for site in constants)),
             "results": results,
         }
 
     def _parts(self, table):
-        if np.ndim(self.marks.values) > 1:
+        if self._stacked_shape():
             slots = map(self.layout.program.slots.get, self.layout.program.outputs)
             slots = [slot for slot in slots if slot is not None]
-            bad = np.any(np.asarray(self.marks.values)[..., slots] > 0, axis=-1)
-            return [stacked("find_nonfinite", self.marks.values, np.flatnonzero(bad))]
+            return [stacked(self, np.asarray(self.marks.values)[..., slots] > 0)]
         row, layout = self.to_dict(), self.layout
         bullet = "- " if table is markdown_table else ""
         if not row:
@@ -100,8 +105,9 @@ class NonfiniteReport(Report):
         lines = []
         if row["bad_arguments"]:
             lines.append(f"inf or nan given in {some(row['bad_arguments'])}")
-        elif row["bad_constant"] and all(o["from_inf"] for o in row["ops"]):
-            lines.append("inf or nan given as a constant")
+        elif row["bad_constants"] and all(o["from_inf"] for o in row["ops"]):
+            given = some(row["bad_constants"])
+            lines.append(f"inf or nan given as a constant at {given}")
         lines += [bullet + described(op) for op in row["ops"][:SHOWN]]
         if len(row["ops"]) > SHOWN:
             lines.append(f"... and {len(row['ops']) - SHOWN} ops more")
@@ -186,7 +192,9 @@ def find_nonfinite(
         names = []
 
         def flat(*arrays):
-            leaves = jax.tree_util.tree_leaves_with_path(call.run(arrays))
+            with ambient():
+                result = call.run(arrays)
+            leaves = jax.tree_util.tree_leaves_with_path(result)
             leaves = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
             names[:] = [path_name(path) or "the result" for path, _ in leaves]
             return [leaf for _, leaf in leaves]
@@ -199,11 +207,18 @@ def find_nonfinite(
             programs[:] = [program]
             return marks
 
-        marks = only_when(when, run)
+        # Op by op JAX does not bring constants to the devices of a sharded array.
+        marks = only_when(when, jax.jit(run) if is_spread(call.arrays) else run)
         layout = Layout(programs[0], call.function, call.names, tuple(names))
         return NonfiniteReport(marks, layout)
 
     return find
+
+
+def is_spread(arrays: Sequence[Any]) -> bool:
+    """Whether an array lies on several devices."""
+    concrete = [a for a in arrays if isinstance(a, jax.Array) and not is_traced(a)]
+    return any(len(array.sharding.device_set) > 1 for array in concrete)
 
 
 def is_array(value: Any) -> bool:

@@ -6,7 +6,8 @@ printing needs the values.
 """
 
 import dataclasses
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -39,8 +40,34 @@ class Report:
     def _parts(self, table: Callable[..., str]) -> list[str]:
         raise NotImplementedError
 
-    def __getitem__(self, index: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[index], self)
+    def _stacked_shape(self) -> tuple[int, ...]:
+        """The steps of a report that `lax.scan` or `vmap` has stacked, or ()."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        shape = self._stacked_shape()
+        if not shape:
+            raise TypeError(
+                f"this {type(self).__name__} is of one step, it has no len."
+            )
+        return shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Any:
+        """One step of a stacked report."""
+        steps = len(self)
+        if not -steps <= operator.index(index) < steps:
+            raise IndexError(f"report[{index}] of a report of {steps} steps.")
+
+        def pick(leaf):  # by NumPy, which does not ask how an array is sharded
+            return leaf[index] if is_traced(leaf) else np.asarray(leaf)[index]
+
+        return jax.tree.map(pick, self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a report is neither true nor false; ask for report.found.")
 
 
 def report(cls: type) -> type:
@@ -59,7 +86,8 @@ def only_when(when: Any, compute: Callable[[], Any]) -> Any:
     """`compute()`, or zeros of its shapes where `when` is false."""
     if when is None:
         return compute()
-    if jnp.shape(when) != () or jnp.result_type(when) != jnp.bool_:
+    is_bool = isinstance(when, bool) or getattr(when, "dtype", None) == jnp.bool_
+    if not is_bool or jnp.shape(when) != ():
         raise TypeError(
             f"when must be a bool or a bool array of shape []; got {when!r}. "
             'jamp.metrics(opt_state)["found_inf"] and what scaler.step returns are.'
@@ -69,15 +97,19 @@ def only_when(when: Any, compute: Callable[[], Any]) -> Any:
     return lax.cond(when, compute, zeros)
 
 
-def check_single(array: Any, ndim: int, caller: str) -> None:
-    if np.ndim(array) != ndim:
+def check_single(report: Report) -> None:
+    """Raises ValueError if a report is stacked."""
+    if shape := report._stacked_shape():
         raise ValueError(
-            f"this {caller} is stacked, of {np.shape(array)[: np.ndim(array) - ndim]} "
-            "steps; index it first: report[i]."
+            f"this {type(report).__name__} is stacked, of {shape[0]} steps; index it "
+            "first: report[i]."
         )
 
 
-def stacked(caller: str, array: Any, steps: np.ndarray) -> str:
+def stacked(report: Report, is_found: Any) -> str:
+    """The text of a stacked report, with whether something was found by step."""
+    shape = report._stacked_shape()
+    steps = np.flatnonzero(np.asarray(is_found).reshape(shape[0], -1).any(axis=1))
     shown = ", ".join(map(str, steps[:SHOWN])) + (", ..." if len(steps) > SHOWN else "")
     found = f"something found in {len(steps)}: {shown}" if len(steps) else "all clean"
-    return f"{caller} of {len(array)} steps, {found}. Index it: report[i]."
+    return f"{type(report).__name__} of {shape[0]} steps, {found}. Index it: report[i]."

@@ -15,10 +15,11 @@ from . import _compat
 MARK = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\((\w+)\)")
 RULE = "jamp.rule "  # before what `Action.why` says, in a region that is observed
 JAX = os.path.dirname(jax.__file__) + os.sep
+JAMP = os.path.dirname(__file__) + os.sep
 LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
     | {os.path.dirname(os.path.dirname(jax.__file__)) + os.sep}
-    | {os.path.dirname(__file__) + os.sep}
+    | {JAMP}
 )
 
 
@@ -60,7 +61,7 @@ class Around(NamedTuple):
         is_cached = is_library(_compat.source_name(jaxpr.debug_info))
         if call is None and name == "jit" and is_cached:
             call = eqn.source_info
-        line = line_of(call or eqn.source_info) or self.line
+        line = own_line(call or eqn.source_info) or self.line
         return Around(self.stack_of(eqn), call, line)
 
     def stack_of(self, eqn: Any) -> Any:
@@ -74,12 +75,12 @@ def site_of(eqn: Any, around: Around) -> Site:
     names = [name for is_transform, name in entries if not is_transform]
     marks = [mark for mark in map(MARK.fullmatch, names) if mark]
     rules = [name.removeprefix(RULE) for name in names if name.startswith(RULE)]
-    own = [n for n in names if not (MARK.fullmatch(n) or n.startswith(RULE))]
+    own = [n.removesuffix(".inside") for n in names if is_module(n)]
     return Site(
         primitive=eqn.primitive.name,
         dtypes_in=floating(eqn.invars),
         dtypes_out=floating(eqn.outvars),
-        line=line_of(around.call or eqn.source_info) or around.line,
+        line=line_of(around.call or eqn.source_info, around.line),
         path="/".join(own),
         backward=any(is_one and name == "transpose" for is_one, name in entries),
         region=marks[-1][2] if marks else "",
@@ -105,14 +106,40 @@ def is_library(source: str) -> bool:
     return source.partition(" at ")[2].startswith(JAX)
 
 
-def line_of(source_info: Any) -> str:
-    """The innermost line that belongs to no installed library, else the innermost."""
+def is_module(name: str) -> bool:
+    """Whether an entry of the name stack is a module's, or a user's scope.
+
+    Others are of autocast, of `jax.checkpoint`, and the formulas of einsums.
+    """
+    is_mark = MARK.fullmatch(name) or name.startswith(RULE)
+    return not (
+        is_mark or "->" in name or name in ("checkpoint", "rematted_computation")
+    )
+
+
+def line_of(source_info: Any, called_at: str) -> str:
+    """The line of an op: its own, that of the call around it, or a library's."""
+    if line := own_line(source_info):
+        return line
+    if called_at:
+        return called_at
+    frames = [f for f in _compat.frames(source_info) if not f[0].startswith(JAMP)]
+    return described(frames[0]) if frames else ""
+
+
+def own_line(source_info: Any) -> str:
+    """The innermost line that belongs to no installed library, or ""."""
     frames = _compat.frames(source_info)
-    own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
-    for file, line, function in own or frames:
-        text = f"{os.path.basename(file)}:{line} in {function.split('.')[-1]}"
-        return text + (", its custom_vjp" if in_custom_vjp(source_info) else "")
-    return ""
+    own = (frame for frame in frames if not frame[0].startswith(LIBRARIES))
+    frame = next(own, None)
+    if frame is None:
+        return ""
+    return described(frame) + (", its custom_vjp" if in_custom_vjp(source_info) else "")
+
+
+def described(frame: tuple[str, int, str]) -> str:
+    file, line, function = frame
+    return f"{os.path.basename(file)}:{line} in {function.split('.')[-1]}"
 
 
 def in_custom_vjp(source_info: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _compat
-from ._nested import holds_jaxpr
+from ._nested import LEFT_ALONE, holds_jaxpr
 from ._sources import Around, site_of
 
 OUTERMOST = Around()
@@ -60,7 +60,7 @@ def walk(
         given = {v: names[v] for v in eqn.invars if not _is_literal(v) and v in names}
         if eqn.primitive.name in MOVES and given:
             names[eqn.outvars[0]] = next(iter(given.values()))
-        inside = list(held_by(eqn)) if eqn.primitive.name != "pallas_call" else []
+        inside = list(held_by(eqn))
         for inner in inside:
             n = times * int(eqn.params.get("length", 1) or 1)
             inputs = eqn.invars[1:] if eqn.primitive.name == "cond" else eqn.invars
@@ -81,7 +81,10 @@ def _is_literal(atom: Any) -> bool:
 
 
 def held_by(eqn: Any) -> Iterator[Any]:
-    """The open jaxprs that an equation holds."""
+    """The open jaxprs that an equation runs, but for kernels and how it adds two."""
+    name = eqn.primitive.name
+    if name in LEFT_ALONE or name.startswith(("reduce_", "select_and_")):
+        return
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if holds_jaxpr(item):

@@ -255,3 +255,43 @@ def test_the_report_of_a_whole_model_is_short():
 def test_bad_arguments_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_what_cannot_be_differentiated_is_explained_all_the_same():
+    def f(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda x: x, shape, x @ x.T)
+
+    explanation = debug.explain(f)(jnp.ones((2, 2)))
+    assert explanation.saved is None and "JVP" in explanation.refusal
+    assert "not differentiated, ValueError: Pure callbacks" in str(explanation)
+
+
+def test_scatters_and_reductions_are_one_op():
+    def f(x, i):
+        wide = jnp.zeros((8, 4)).at[i].add(x)
+        return wide, jax.lax.reduce(x, 0.0, lambda a, b: jax.lax.max(a, b) + 0, (0,))
+
+    explanation = debug.explain(f)(jnp.ones((2, 4)), jnp.arange(2))
+    ops = {row.op: row for row in explanation.rows}
+    assert ops["scatter-add"].bytes == 8 * 4 * 4 and "reduce" in ops
+    assert "max" not in ops and "add" not in ops
+
+
+def test_nothing_to_explain():
+    assert str(debug.explain(lambda x: x)(X)) == "<lambda>: no matrix products; 0 casts"
+
+
+def test_rows_of_a_train_step_have_the_users_lines():
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    def step(model, optimizer, scaler, x):
+        grads = nnx.grad(lambda model: scaler.scale(jnp.mean(model(x) ** 2)))(model)
+        scaler.step(optimizer, model, grads)
+        scaler.update()
+
+    args = model, optimizer, jamp.GradScaler(), jnp.ones((2, 4))
+    rows = debug.explain(step)(*args).rows
+    lines = {row.line.partition(":")[0] for row in rows}
+    assert lines == {"test_explain.py"}

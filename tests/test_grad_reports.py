@@ -87,7 +87,18 @@ def test_a_report_of_each_step_of_a_scan():
     _, reports = train(tx.init(params), infs)
     assert "of 50 steps, something found in 3: 7, 27, 47" in str(reports)
     assert reports[7].found == ["b"] and reports[8].found == []
-    with pytest.raises(ValueError, match=r"is stacked, of \(50,\) steps; index it"):
+    assert len(list(reports)) == len(reports) == 50 and reports[-3].found == ["b"]
+    for out_of_range in (50, -51):
+        with pytest.raises(
+            IndexError, match=f"{out_of_range}. of a report of 50 steps"
+        ):
+            reports[out_of_range]
+    for single in (len, iter, lambda report: report[0]):
+        with pytest.raises(TypeError, match="is of one step"):
+            next(single(reports[7]))
+    with pytest.raises(TypeError, match=r"ask for report\.found"):
+        assert reports[7]
+    with pytest.raises(ValueError, match=r"is stacked, of 50 steps; index it"):
         reports.to_dict()
 
 
@@ -170,7 +181,14 @@ def test_sharded_gradients(standard_promotion):
             r"when must be a bool or a bool array of shape \[\]",
         ),
         (lambda: debug.overflow_report(GRADS, when=3), TypeError, "when must be a"),
-        (lambda: debug.underflow_report(GRADS, 0.0), ValueError, "scale must be > 0"),
+        (
+            lambda: debug.underflow_report(GRADS, 0.0),
+            ValueError,
+            "scale must be finite and > 0",
+        ),
+        (lambda: debug.underflow_report(GRADS, jnp.inf), ValueError, "must be finite"),
+        (lambda: debug.underflow_report(GRADS, jnp.array(True)), TypeError, "a number"),
+        (lambda: debug.overflow_report(GRADS, when="x"), TypeError, "got 'x'"),
         (lambda: debug.underflow_report(GRADS, "8"), TypeError, "must be a number"),
         (lambda: debug.underflow_report(GRADS, jnp.ones(2)), ValueError, "one number"),
         (lambda: debug.underflow_report(GRADS, None), TypeError, "jamp.loss_scale"),

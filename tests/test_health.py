@@ -182,3 +182,8 @@ def test_check_inside_a_trace_says_where_it_belongs():
 def test_check_of_something_else_says_what_it_takes():
     with pytest.raises(ValueError, match="holds no loss scale"):
         debug.check({"params": jnp.ones(3)})
+
+
+def test_check_of_metrics_without_alarms_is_refused():
+    with pytest.raises(ValueError, match="lack scale_at_floor, scale_below_one, many_"):
+        debug.check({"loss_scale": 0.5})

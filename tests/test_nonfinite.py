@@ -1,5 +1,7 @@
 """`find_nonfinite`: through every construct of JAX, eagerly and inside jit."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,8 +180,10 @@ def test_a_nan_is_followed_through_nans():
     def f(x):
         return jnp.log(x) + jnp.sqrt(x - 1.0)  # the first is a mask, for all we know
 
-    (op,) = debug.find_nonfinite(f)(ZERO).to_dict()["ops"]
+    (op,) = debug.find_nonfinite(f)(jnp.zeros(2)).to_dict()["ops"]
     assert op["primitive"] == "sqrt"
+    ops = debug.find_nonfinite(f)(ZERO).to_dict()["ops"]  # no mask
+    assert [op["primitive"] for op in ops] == ["log", "sqrt"]
 
 
 def test_the_line_is_that_of_the_call_though_jax_traced_it_before():
@@ -394,3 +398,151 @@ def test_what_cannot_be_called_is_named():
         debug.find_nonfinite(3)(ONE)
     with pytest.raises(TypeError, match="when must be a bool"):
         debug.find_nonfinite(jnp.log, when=1)(ONE)
+
+
+# What other eyes found.
+
+
+def test_an_overflow_beside_a_mask_of_minus_infinity():
+    def masked(q):
+        logits = q @ q.T
+        logits = jnp.where(jnp.tril(jnp.ones(logits.shape, bool)), logits, -jnp.inf)
+        logits = logits.astype(jnp.float16)  # here
+        return jnp.sum(jax.nn.softmax(logits))
+
+    report = debug.find_nonfinite(masked)(jnp.ones((4, 4)) * 1e3)
+    (op, *_) = report.to_dict()["ops"]
+    line = masked.__code__.co_firstlineno + 3
+    assert op["line"] == f"test_nonfinite.py:{line} in masked"
+    assert op["primitive"] == "convert_element_type" and op["made"] == "inf"
+    assert debug.find_nonfinite(masked)(jnp.ones((4, 4))).found == []
+
+
+def test_a_fault_in_a_buffer_that_starts_as_nan():
+    def fill(x):
+        def body(buffer, i):
+            return buffer.at[i].set(jnp.log(x[i])), None
+
+        return jax.lax.scan(body, jnp.full(3, jnp.nan), jnp.arange(3))[0]
+
+    (op, *_) = debug.find_nonfinite(fill)(jnp.array([1.0, 0.0, 2.0])).to_dict()["ops"]
+    assert op["primitive"] == "log" and op["loops"] == [("scan", 1)]
+    assert debug.find_nonfinite(fill)(jnp.ones(3)).found == []
+
+
+def test_a_while_loop_with_an_inf_that_goes_away(standard_promotion):
+    def loop(x):
+        def body(state):
+            i, best, total = state
+            best = jnp.where(i == 0, 1 / i.astype(jnp.float32), 1.0)
+            return i + 1, best, total + jnp.log(x - i)
+
+        start = jnp.int32(0), jnp.float32(1), jnp.float32(0)
+        return jax.lax.while_loop(lambda s: s[0] < 5, body, start)[2]
+
+    (op, *_) = debug.find_nonfinite(loop)(jnp.float32(3.0)).to_dict()["ops"]
+    assert op["primitive"] == "log" and op["loops"] == [("while", 3)]
+    assert debug.find_nonfinite(loop)(jnp.float32(10.0)).found == []
+
+
+def test_a_while_loop_whose_carries_pass_it_on():
+    def loop(x):
+        body = lambda s: (
+            s[0] + 1,
+            jnp.where(s[0] == 2, 1.0 / x, 0.0),
+            s[1],
+            s[3] + s[2],
+        )
+        return jax.lax.while_loop(lambda s: s[0] < 6, body, (0, 0.0, 0.0, 0.0))[3]
+
+    (op,) = debug.find_nonfinite(loop)(ZERO).to_dict()["ops"]
+    assert op["primitive"] == "div"
+
+
+def test_only_the_case_that_was_chosen_is_followed():
+    def f(x, y):
+        kept = jnp.where(x > 0, jnp.log(x), jnp.exp(y))
+        return jnp.sum(kept)
+
+    (op,) = debug.find_nonfinite(f)(
+        jnp.array([-1.0, 0.0, 2.0]), 1e3 * jnp.ones(3)
+    ).to_dict()["ops"]
+    assert op["primitive"] == "exp"
+    branch = lambda x: jax.lax.cond(x > 0, jnp.sqrt, lambda x: jnp.log(x + 1), x)
+    x = jnp.array([-1.0, 0.0, 1.0])
+    (op,) = debug.find_nonfinite(jax.vmap(branch))(x).to_dict()["ops"]
+    assert op["primitive"] == "log"
+
+
+def test_the_users_line_is_preferred_to_a_librarys(standard_promotion):
+    tx = jamp.dynamic_loss_scale(optax.adam(1e-3, eps=0.0))
+    params = {"w": jnp.ones(2)}
+    line = inspect.currentframe().f_lineno + 1
+    step = lambda params, state, grads: jamp.step(tx, grads, state, params)
+    zeros = {"w": jnp.zeros(2)}
+    (op, *_) = debug.find_nonfinite(step)(params, tx.init(params), zeros).to_dict()[
+        "ops"
+    ]
+    assert op["line"].startswith(f"test_nonfinite.py:{line} ")
+    assert debug.find_nonfinite(jnp.log)(ZERO).to_dict()["ops"][0]["line"] == ""
+
+
+def test_an_inf_that_was_given_does_not_hide_a_skipped_step(standard_promotion):
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+    params = {"c": jnp.zeros(3)}
+
+    def step(params, state, best, x):
+        loss = lambda params: jnp.sqrt(jnp.sum((params["c"] - x) ** 2))
+        value, grads = jamp.value_and_grad(loss, state)(params)
+        params, state = jamp.step(tx, grads, state, params)
+        return params, state, jnp.where(jamp.metrics(state)["found_inf"], best, value)
+
+    args = params, tx.init(params), jnp.float32(jnp.inf), jnp.zeros(3)
+    row = debug.find_nonfinite(step)(*args).to_dict()
+    assert row["bad_arguments"] == ["best"]
+    assert row["ops"][0]["primitive"] == "div"
+
+
+def test_a_jitted_function_of_sharded_arrays():
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, P("x"))
+    x = jax.device_put(jnp.arange(8.0), spread)
+    total = jax.shard_map(
+        lambda x: jax.lax.psum(jnp.log(x).sum(), "x"),
+        mesh=mesh,
+        in_specs=P("x"),
+        out_specs=P(),
+    )
+    for fn in (total, jax.grad(total), lambda x: jnp.sum(jnp.log(x))):
+        assert debug.find_nonfinite(jax.jit(fn))(x).found
+        assert not debug.find_nonfinite(jax.jit(fn))(x + 1).found
+
+
+def test_a_region_around_it_counts(standard_promotion):
+    x, w = jnp.full((2, 64), 60.0), jnp.full((64, 2), 30.0)
+    with jamp.autocast(dtype=jnp.float16):
+        report = debug.find_nonfinite(lambda x, w: x @ w)(x, w)
+    assert "dot_general (float16 -> float16)" in report.found[0]
+
+
+def test_float8():
+    def f(x):
+        return (x * 1000.0).astype(jnp.float8_e4m3fn).reshape(-1).astype(jnp.float32)
+
+    (op,) = debug.find_nonfinite(f)(jnp.ones((2, 2))).to_dict()["ops"]
+    assert op["dtypes_out"] == ("float8_e4m3fn",)
+
+
+def test_a_constant_is_told_with_the_line_that_uses_it():
+    def f(x):
+        return jnp.where(x > 0, x, -jnp.inf)
+
+    report = debug.find_nonfinite(f)(jnp.arange(3.0))
+    line = f.__code__.co_firstlineno + 1
+    assert f"given as a constant at test_nonfinite.py:{line} in f" in str(report)
+
+
+def test_nothing_is_no_fault():
+    assert not debug.find_nonfinite(lambda x: jnp.broadcast_to(x, (0,)))(jnp.inf).found

@@ -22,6 +22,7 @@ LAYERS = [
     {
         "_compat",
         "_exponents",
+        "_finiteness",
         "_match",
         "_op_rules",
         "_provenance",

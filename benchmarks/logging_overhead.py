@@ -1,4 +1,4 @@
-"""What logging costs: a jitted float16 step without metrics, with them, with a History.
+"""What looking costs: a jitted float16 step with metrics, a History, reports on skips.
 
     python -m benchmarks.logging_overhead             # on the CPU
     python -m benchmarks.logging_overhead --device gpu --width 4096 --rounds 100
@@ -6,7 +6,8 @@
 An MLP of 12.6 million parameters, float16 autocast, AdamW, dynamic loss scale, donated
 buffers. "jamp.metrics" returns the metrics from the step and drops them; "History"
 appends them and the loss to a `jamp.debug.History(every=100)`, with an `on_row` that
-reads one value, as a logger does. The rows take turns, `--steps` steps each, round
+reads one value, as a logger does. The last two rows make a report of steps that are
+skipped, of which there are none. The rows take turns, `--steps` steps each, round
 after round; the host waits once at the end of a turn, for all rows alike, so what a
 History does between is measured, and so would be its waiting. A row's ratio is the
 median over rounds of its time over the plain step's in the same round; the rows change
@@ -16,6 +17,7 @@ malloc is set up as in `benchmarks.loss_scale_overhead`.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -62,18 +64,27 @@ def build_rows(args):
         ]
         return params, tx.init(params)
 
+    @jamp.autocast(dtype=jnp.float16)
+    def loss_fn(params, x, y):
+        for layer in params:
+            x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+        return jnp.mean((x - y) ** 2)
+
     def train_step(state, x, y):
         params, opt_state = state
-
-        def loss_fn(params):
-            with jamp.autocast(dtype=jnp.float16):
-                h = x
-                for layer in params:
-                    h = jnp.tanh(h @ layer["kernel"] + layer["bias"])
-                return jnp.mean((h - y) ** 2)
-
-        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x, y)
         return jamp.step(tx, grads, opt_state, params), loss
+
+    def explained_step(state, x, y, search=False):
+        params, opt_state = state
+        grad_fn = jamp.value_and_grad(loss_fn, opt_state)
+        loss, grads = grad_fn(params, x, y)
+        state = jamp.step(tx, grads, opt_state, params)
+        skipped = jamp.metrics(state)["found_inf"]
+        report = jamp.debug.overflow_report(grads, when=skipped)
+        if search:
+            report = jamp.debug.find_nonfinite(grad_fn, when=skipped)(params, x, y)
+        return state, (loss, report)
 
     def step_with_metrics(state, x, y):
         state, loss = train_step(state, x, y)
@@ -85,6 +96,11 @@ def build_rows(args):
         "no metrics": (train_step, None),
         "jamp.metrics": (step_with_metrics, None),
         f"+ History(every={args.every})": (step_with_metrics, history.append),
+        "overflow_report(when=skipped)": (explained_step, None),
+        "find_nonfinite(when=skipped)": (
+            functools.partial(explained_step, search=True),
+            None,
+        ),
     }
     keys = jax.random.split(jax.random.key(1))
     batch = tuple(jax.random.normal(k, (args.batch, args.width)) for k in keys)

@@ -151,8 +151,8 @@ def find_nonfinite(
         jamp.debug.find_nonfinite(train_step)(model, optimizer, scaler, batch)
 
     A train step that was skipped gives finite results; then what the loss scaler found
-    is followed. With `when` inside a jitted step, the search costs nothing on steps
-    where it is false: the function is run again only when it is true.
+    is followed. With `when` inside a jitted step, the function is run again only on
+    steps where it is true; it takes longer to compile.
 
         report = jamp.debug.find_nonfinite(grad_fn, when=skipped)(params, batch)
 

@@ -179,7 +179,7 @@ def find_nonfinite(
       >>> params = {"w": jnp.zeros((2, 3))}
       >>> find = jamp.debug.find_nonfinite(jax.grad(loss_fn))
       >>> report = find(params, jnp.ones((1, 2)))
-      >>> op = report.to_dict()["ops"][0]
+      >>> op, *_ = report.to_dict()["ops"]
       >>> op["made"], op["primitive"], op["path"], op["backward"]
       ('inf', 'div', 'head', True)
 

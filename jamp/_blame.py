@@ -8,12 +8,13 @@ single number. The search ends at an op that made it of finite numbers, at an ar
 or at a constant.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._finiteness import FINE, FRESH, INF, NAN
+from ._finiteness import FRESH, INF, NAN
 from ._marks import Inner, Marks, Program
 from ._sources import Site
 
@@ -57,10 +58,7 @@ def trace_back(
     """
     sought, origins, constants = dict(wanted), [], []
 
-    def mark(number) -> int:
-        slot = program.slots.get(number)
-        known = program.known.get(number, FINE)
-        return known if slot is None else int(marks.values[slot])
+    mark = functools.partial(program.mark, marks)
 
     def seek(numbers, kind):
         for number in numbers:

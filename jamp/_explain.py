@@ -73,7 +73,7 @@ def explain(
         raise ValueError("explain(rules=...): give dtype too; rules are of its region.")
     region = None if dtype is None else autocast(dtype, rules=rules)
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())
     def explained(*args, **kwargs):
         call = open_call("explain", fn, args, kwargs)
 

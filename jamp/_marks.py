@@ -5,7 +5,7 @@ trace; which value each belongs to is written down once, in a `Program`. `_blame
 reads both.
 
 jit, remat and custom derivatives are run in place. The bodies of scan and cond are
-Programs of their own; of a while loop only the first iteration that goes wrong is kept.
+Programs of their own; of a while loop only iterations that made something bad are kept.
 What else holds functions (shard_map, kernels) counts as one op.
 """
 
@@ -86,6 +86,12 @@ class Program:
 
     def number(self) -> int:
         return next(self._numbers)
+
+    def mark(self, marks: "Marks", number: int) -> int:
+        """The mark of a value."""
+        slot = self.slots.get(number)
+        known = self.known.get(number, FINE)
+        return known if slot is None else int(marks.values[slot])
 
 
 class Marks(NamedTuple):

@@ -56,15 +56,13 @@ class NonfiniteReport(Report):
         `region`, `backward`, `loops` (pairs such as ("scan", 17)), `times` (in how many
         iterations, or how often on that line), `arguments` (those that go into it) and
         `from_inf` (whether it made a nan of an inf); then `bad_arguments`,
-        `bad_constants` (lines), and `results`, the paths of the results
-        that are not finite. With a train step whose results are finite because it was
-        skipped, `results` is empty.
+        `bad_constants` (lines), and `results`, the paths of the results that are not
+        finite: none, if a train step was skipped.
         """
         check_single(self)
         program, names = self.layout.program, self.layout.arguments
         marks = jax.tree.map(np.asarray, self.marks)
-        slots = map(program.slots.get, program.outputs)
-        is_bad = [slot is not None and marks.values[slot] > 0 for slot in slots]
+        is_bad = [program.mark(marks, number) > 0 for number in program.outputs]
         results = list(itertools.compress(self.layout.results, is_bad))
         bad = dict.fromkeys(itertools.compress(program.outputs, is_bad), INF | NAN)
         ops, inputs, constants = trace_back(program, marks, bad)
@@ -186,7 +184,7 @@ def find_nonfinite(
     PyTorch: `torch.autograd.detect_anomaly`, which sees nans in the backward pass.
     """
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())
     def find(*args, **kwargs):
         call = open_call("find_nonfinite", fn, args, kwargs)
         names = []
@@ -203,7 +201,8 @@ def find_nonfinite(
         programs = []
 
         def run():
-            _, marks, program = run_marked(jaxpr, call.arrays)
+            with jax.debug_nans(False), jax.debug_infs(False):  # they would stop it
+                _, marks, program = run_marked(jaxpr, call.arrays)
             programs[:] = [program]
             return marks
 

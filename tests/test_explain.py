@@ -235,13 +235,15 @@ def test_nothing_of_it_is_left_behind():
     assert "jamp.rule" not in after.as_text(debug_info=True)
 
 
-def test_the_report_of_a_whole_model_is_short():
-    case = residuals.CASES["CNN"]
+@pytest.mark.parametrize("name", ["ResNet-50", "transformer"])
+def test_the_report_of_a_whole_model_is_short(name):
+    case = residuals.CASES[name]
     loss, args = residuals.loss_of(case.model, "autocast"), residuals.arguments(case)
     explanation = debug.explain(loss)(*args)
     assert len(str(explanation).splitlines()) <= 60
     assert str(explanation) == repr(explanation)
     assert "| dot_general |" in explanation._repr_markdown_()
+    assert explanation.to_dict()["matmul_share"] == 1.0
 
 
 @pytest.mark.parametrize(

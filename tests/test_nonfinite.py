@@ -546,3 +546,13 @@ def test_a_constant_is_told_with_the_line_that_uses_it():
 
 def test_nothing_is_no_fault():
     assert not debug.find_nonfinite(lambda x: jnp.broadcast_to(x, (0,)))(jnp.inf).found
+
+
+def test_a_result_that_is_a_constant():
+    report = debug.find_nonfinite(lambda x: jnp.full(3, jnp.nan))(ONE)
+    assert report.to_dict()["results"] == ["the result"]
+
+
+def test_jax_debug_nans_does_not_stop_the_search():
+    with jax.debug_nans(True), jax.debug_infs(True):
+        assert debug.find_nonfinite(lambda x: jnp.log(x))(ZERO).found

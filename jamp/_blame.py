@@ -16,15 +16,8 @@ import numpy as np
 
 from ._finiteness import FRESH, INF, NAN
 from ._marks import Inner, Marks, Program
-from ._sources import Site
+from ._sources import MOVES, Site
 
-# A value is its input, moved about or in another dtype.
-MOVES = frozenset(
-    """
-    broadcast_in_dim convert_element_type copy expand_dims gather reshape
-    sharding_constraint slice dynamic_slice squeeze stop_gradient transpose
-    """.split()
-)
 Wanted = dict[int, int]  # values, or places of values, and what is sought: INF, NAN
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -153,6 +154,6 @@ def named_leaves(caller: str, tree: Any) -> list[tuple[str, Any]]:
                 f"{caller}: grads must be a pytree of arrays; got {leaf!r} of type "
                 f"{type(leaf).__name__} at {path_name(path) or 'the root'}."
             )
-        if jax.numpy.issubdtype(jax.numpy.result_type(leaf), jax.numpy.inexact):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             named.append((path_name(path) or "the root", leaf))
     return named

@@ -89,7 +89,8 @@ def explain(
             try:
                 saved = saved_for_backward(run, call.arrays, call.n_first)
             except (NotImplementedError, TypeError, ValueError) as error:
-                refusal = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                first_line = str(error).partition("\n")[0]
+                refusal = f"{type(error).__name__}: {first_line}"
         return Explanation(
             function=call.function,
             rows=rows_of(ops),
@@ -223,11 +224,8 @@ def promotions(ops: Iterable[Op]) -> list[Promotion]:
 
 
 def widens(op: Op) -> bool:
-    return (
-        op.site.dtypes_in[:1]
-        and op.site.dtypes_in[0] in HALF
-        and (op.site.dtypes_out == ("float32",))
-    )
+    given, made = op.site.dtypes_in, op.site.dtypes_out
+    return given in (("float16",), ("bfloat16",)) and made == ("float32",)
 
 
 def is_float32(variable: Any, op: Op) -> bool:

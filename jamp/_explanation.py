@@ -10,7 +10,7 @@ from ._table import percent, shortened
 from ._walk import starred
 
 ROWS, LARGEST, FEW = 20, 10, 4  # lines that are printed
-MOVES = frozenset(  # ops that need no line
+UNPRINTED = frozenset(  # ops that need no line
     """
     broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice expand_dims
     gather pad reduce_precision reshape rev slice split squeeze stop_gradient transpose
@@ -183,7 +183,7 @@ class Explanation(Report):
         return f"{self.function}: {share}; {self.casts} casts"
 
     def _ops_table(self, table) -> str:
-        shown = [row for row in self.rows if row.op not in MOVES][:ROWS]
+        shown = [row for row in self.rows if row.op not in UNPRINTED][:ROWS]
         cells = [
             (
                 short_name(row.op),

@@ -14,6 +14,13 @@ from . import _compat
 # A region's mark in the name stack, with its depth if it is in another one.
 MARK = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\((\w+)\)")
 RULE = "jamp.rule "  # before what `Action.why` says, in a region that is observed
+# Ops whose result is their first input, moved about or cast.
+MOVES = frozenset(
+    """
+    broadcast_in_dim convert_element_type copy expand_dims reshape sharding_constraint
+    slice squeeze stop_gradient transpose
+    """.split()
+)
 JAX = os.path.dirname(jax.__file__) + os.sep
 JAMP = os.path.dirname(__file__) + os.sep
 LIBRARIES = tuple(

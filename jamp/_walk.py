@@ -9,16 +9,9 @@ import numpy as np
 
 from . import _compat
 from ._nested import LEFT_ALONE, holds_jaxpr
-from ._sources import Around, site_of
+from ._sources import MOVES, Around, site_of
 
 OUTERMOST = Around()
-# A result is the first input, moved about or cast.
-MOVES = frozenset(
-    """
-    broadcast_in_dim convert_element_type copy expand_dims reshape slice squeeze
-    stop_gradient transpose
-    """.split()
-)
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 

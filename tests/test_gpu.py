@@ -124,3 +124,36 @@ def test_policy_with_master_weights():
     np.testing.assert_array_equal(
         rounded.view("uint16"), np.asarray(kernel).view("uint16")
     )
+
+
+def test_history_does_not_wait_for_the_gpu():
+    @jax.jit
+    def slow(x):
+        return jnp.sum(jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), x))
+
+    x = jax.random.normal(jax.random.key(0), (4096, 4096)) / 64
+    jax.block_until_ready(slow(x))
+    history = jamp.debug.History(every=2)
+    for _ in range(2):  # compiles what append runs
+        history.append({"loss": jnp.float32(0)})
+    history.fetch()
+    with jax.transfer_guard("disallow"):
+        late = slow(x)
+        for _ in range(4):
+            history.append({"loss": late})
+        assert not late.is_ready()
+    assert history["loss"].shape == (6,)
+
+
+def test_an_overflow_on_the_gpu_is_named():
+    def loss_fn(params, x):
+        with jamp.autocast(dtype=jnp.float16):
+            with jax.named_scope("head"):
+                return jnp.mean((x @ params["w"]) ** 2)
+
+    params, x = {"w": jnp.full((256, 64), 30.0)}, jnp.full((32, 256), 60.0)
+    find = jamp.debug.find_nonfinite(jax.grad(loss_fn))
+    for report in (find(params, x), jax.jit(find)(params, x)):
+        (op, *_) = report.to_dict()["ops"]
+        assert op["primitive"] == "dot_general" and op["path"] == "head"
+    assert find(params, x / 1000).found == []

@@ -136,7 +136,7 @@ def test_under_a_transfer_guard_and_with_debug_nans():
 def test_bad_arguments():
     with pytest.raises(TypeError, match="grads must be a pytree of arrays"):
         debug.grad_histogram({"w": "a"})
-    with pytest.raises(ValueError, match="scale must be > 0"):
+    with pytest.raises(ValueError, match="scale must be finite and > 0"):
         debug.grad_histogram(jnp.ones(3), 0.0)
     opt_state = jamp.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(3))
     with pytest.raises(TypeError, match="scale must be a number"):

@@ -7,11 +7,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+SLOW = ("debugging.md",)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 TORCH = re.compile(r"^\s*import torch|torch\.", re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW else [])
+        for page in PAGES
+    ],
+    ids=lambda page: page.name,
+)
 def test_code_blocks_run(page, standard_promotion, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = PYTHON.findall(page.read_text())

@@ -47,7 +47,7 @@ def saved_for_backward(
     jaxpr = jax.make_jaxpr(residuals)(list(arrays)).jaxpr
     found = {}
     for variable in jaxpr.outvars:
-        if isinstance(variable, _compat.Literal) or variable in found:
+        if isinstance(variable, _compat.Literal):
             continue
         origin = origin_of(jaxpr, variable)
         if origin is not None and jnp.issubdtype(variable.aval.dtype, jnp.floating):

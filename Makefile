@@ -6,6 +6,11 @@ BIN := $(VENV)/bin
 # An interpreter with JAX and CUDA, for `make gpu`; nothing is installed into it.
 GPU_PYTHON ?= python3
 
+# Tests compile the same little programs again and again, in each process.
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
+CACHED := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/$(VENV)/jax-cache
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test parity lint docs bench gpu newest clean
@@ -23,7 +28,7 @@ demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.test ## the tests; no torch needed
-	$(BIN)/python -m pytest -n auto --dist loadgroup tests
+	$(CACHED) $(BIN)/python -m pytest -n auto --dist loadgroup tests
 
 parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
 	$(BIN)/python -m parity

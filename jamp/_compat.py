@@ -49,8 +49,7 @@ def source_codes() -> tuple[CodeType, ...]:
     JAX records them for every op, and keeps the record in jaxprs. They reach up to the
     function that is being traced.
     """
-    traceback = current_traceback()
-    return tuple(traceback.raw_frames()[0]) if traceback is not None else ()
+    return codes_of(source_info_util.current())
 
 
 def frames(source_info: Any) -> list[tuple[str, int, str]]:

@@ -3,6 +3,7 @@
 from . import debug as debug
 from . import linen as linen
 from . import nnx as nnx
+from . import sharding as sharding
 
 # autocast: op-level casting
 from ._autocast import autocast as autocast

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import _mesh
 from ._tree import dtype_of, is_inexact, is_traced, widened
 
 T = TypeVar("T")
@@ -217,15 +218,16 @@ def all_finite(
       tree: pytree of scaled gradients.
       axis_name: mapped axis or axes over which all replicas must be finite.
     """
-    checks = [
-        jnp.all(jnp.isfinite(leaf))
-        for leaf in jax.tree.leaves(tree)
-        if is_inexact(leaf)
-    ]
-    finite = functools.reduce(jnp.logical_and, checks, np.True_)
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    finite = _mesh.everywhere(_all_finite, leaves)
     if axis_name is None:
         return finite
     return lax.pmin(jnp.int32(finite), axis_name) == 1
+
+
+def _all_finite(leaves: Sequence[Any]) -> jax.Array | np.bool:
+    checks = (jnp.all(jnp.isfinite(leaf)) for leaf in leaves)
+    return functools.reduce(jnp.logical_and, checks, np.True_)
 
 
 def run_or_hold(

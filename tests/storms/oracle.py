@@ -1,0 +1,134 @@
+"""torch's rule in NumPy and float64, bits compared, random settings."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jamp
+
+TINY = np.float32(2.0**-126)
+STEPS = (1, 2, 3, 7, 15, 30)
+FACTORS = {"growth_factor": (1.1, 1.5, 2.0, 3.7), "backoff_factor": (0.3, 0.5, 0.9)}
+# So a compiled step rounds as its ops one by one, wherever it stands: fusion makes one
+# rounding of a * b + c, the simplifier reorders products.
+UNFUSED = {
+    "xla_backend_optimization_level": 0,
+    "xla_allow_excess_precision": False,
+    "xla_disable_hlo_passes": "fusion,algsimp,small-while-loop-hoisting",
+}
+
+
+class Scaling(NamedTuple):
+    """The oracle's state: torch's two numbers, hysteresis, and counts of skips."""
+
+    scale: np.float32
+    tracker: int
+    left: int
+    found_inf: bool = False
+    skipped: int = 0
+    recent: int = 0
+    floor_steps: int = 0
+
+
+def next_scaling(was: Scaling, found_inf: bool, numbers: dict[str, Any]) -> Scaling:
+    """One step of torch's rule: products in float64, rounded once to float32."""
+    scale, tracker, left = was[:3]
+    floor = max(np.float32(numbers["min_scale"]), TINY)
+    with np.errstate(over="ignore"):
+        shrunk = np.float32(np.float64(scale) * np.float64(numbers["backoff_factor"]))
+        grown = np.float32(np.float64(scale) * np.float64(numbers["growth_factor"]))
+        grown = min(grown, np.float32(numbers["max_scale"]))
+    if numbers.get("fixed"):
+        pass
+    elif found_inf:
+        tracker, left = 0, max(left - 1, 0)
+        scale = max(shrunk, floor) if left == 0 else scale
+    elif tracker + 1 == numbers["growth_interval"]:
+        tracker, left = 0, numbers["hysteresis"]
+        scale = grown if np.isfinite(grown) else scale
+    else:
+        tracker += 1
+    stuck = scale <= floor and (found_inf or was.floor_steps > 0)
+    return Scaling(
+        scale,
+        tracker,
+        left,
+        found_inf,
+        was.skipped + found_inf,
+        (was.recent << 1 | found_inf) % 2**32,
+        was.floor_steps + 1 if stuck else 0,
+    )
+
+
+def trajectory(start: Scaling, found: np.ndarray, numbers: dict[str, Any]) -> Scaling:
+    """The states after each step, stacked."""
+    states = []
+    for flag in found:
+        start = next_scaling(start, bool(flag), numbers)
+        states.append(start)
+    return Scaling(*map(np.array, zip(*states, strict=True)))
+
+
+def scaling_of(state: jamp.DynamicLossScaleState) -> Scaling:
+    """The same numbers of jamp's state."""
+    return Scaling(
+        state.loss_scale,
+        state.growth_tracker,
+        state.hysteresis_tracker,
+        state.found_inf,
+        state.skipped_steps,
+        state.recent_skips,
+        state.floor_steps,
+    )
+
+
+def check_bits(what: str, got: Any, expected: Any) -> None:
+    """Raises AssertionError unless two trees agree in every bit; any nan is nan."""
+    got_leaves, got_tree = jax.tree_util.tree_flatten_with_path(got)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(expected)
+    assert got_tree == tree, f"{what}: {got_tree} is not {tree}"
+    for (path, a), (_, b) in zip(got_leaves, leaves, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        name = f"{what} at {jax.tree_util.keystr(path)}"
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), (
+            f"{name}: {a.dtype}{a.shape} is not {b.dtype}{b.shape}"
+        )
+        a, b = as_real(a), as_real(b)
+        bits = f"u{a.dtype.itemsize}"
+        differ = a.view(bits) != b.view(bits)
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            differ &= ~(np.isnan(a) & np.isnan(b))
+        where = np.argwhere(differ)
+        assert not len(where), (
+            f"{name}: {len(where)} of {a.size} differ, first at {tuple(where[0])}: "
+            f"{a[tuple(where[0])]} is not {b[tuple(where[0])]}"
+        )
+
+
+def as_real(array: np.ndarray) -> np.ndarray:
+    """A complex array as pairs of real numbers."""
+    array = np.ascontiguousarray(array).reshape(array.shape)
+    if not np.iscomplexobj(array):
+        return array
+    return array[..., None].view(f"f{array.dtype.itemsize // 2}")
+
+
+def draw_numbers(rng: np.random.Generator) -> dict[str, Any]:
+    """Random arguments of a dynamic loss scale."""
+    numbers: dict[str, Any] = {k: float(rng.choice(v)) for k, v in FACTORS.items()}
+    low, high = sorted(2.0 ** rng.integers(-4, 24, 2))
+    numbers["growth_interval"] = int(rng.integers(1, 6))
+    numbers["hysteresis"] = int(rng.choice([1, 1, 2, 3]))
+    numbers["min_scale"] = float(rng.choice([0.0, low]))
+    numbers["max_scale"] = float(rng.choice([math.inf, high]))
+    numbers["init_scale"] = float(np.float32(rng.uniform(low, high)))
+    return numbers
+
+
+def draw_steps(rng: np.random.Generator, steps: int, cases: int) -> np.ndarray:
+    """Which steps are bad: a share of each case, from none to all."""
+    share = rng.choice([0.0, 0.1, 0.3, 0.7, 1.0], size=(cases, 1))
+    return rng.random((cases, steps)) < share

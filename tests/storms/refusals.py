@@ -1,0 +1,50 @@
+"""Whose refusal an exception is: jamp's, or another's."""
+
+import pathlib
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import flax
+
+import jamp
+
+HERE = pathlib.Path(__file__).parent  # with the loss functions that jamp is given
+INSIDE = pathlib.Path(jamp.__file__).parent
+
+
+def refused(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
+    """Raises AssertionError unless the call raises an error with these words."""
+    try:
+        call()
+    except kind as error:
+        assert words in str(error), f"{error} instead of {words}"
+        assert raised_in_jamp(error), f"{error} is not jamp's own"
+    else:
+        raise AssertionError(f"nothing instead of {words}")
+
+
+def raised_in_jamp(error: Exception) -> bool:
+    """Whether the innermost frame of an error is jamp's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return pathlib.Path(frames[-1].filename).parent == INSIDE
+
+
+def raised_by_others(error: Exception) -> bool:
+    """Whether code of others that jamp called failed on what the caller gave it.
+
+    That is the optimizer inside, the loss function, and NNX where a scaler is changed
+    in a trace that it was not passed into.
+    """
+    if isinstance(error, flax.errors.TraceContextError):
+        return True
+    files = [
+        pathlib.Path(f.filename) for f in traceback.extract_tb(error.__traceback__)
+    ]
+    last = max(i for i, file in enumerate(files) if file.parent == INSIDE)
+    after = files[last + 1 :]
+    return any(
+        file.parent == HERE or "optax" in file.parts or file.name == "optimizer.py"
+        for file in after
+        if file.name != "update.py"  # of optax: `apply_updates`, which jamp calls
+    )

@@ -65,6 +65,7 @@ Sharp edges
 
 import contextlib
 import functools
+import inspect
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -77,10 +78,14 @@ import numpy as np
 from . import _compat
 from ._rules import CASTABLE, OBSERVED, REGION, Settings, compile_rules
 from ._trace import AutocastTrace, Record, mark
+from ._tree import as_dtype, brief, shown
 
-BAD_DTYPE = """autocast({}={!r}): the dtype must be float16 or bfloat16.
+BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16.
 There is no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
 float32, write `enabled=False`."""
+
+BAD_INPUTS = """autocast(cast_inputs={}): the dtype must be float16, bfloat16 or \
+float32."""
 
 UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is searched for \
 in the name stack, which Flax Linen, Haiku and jax.named_scope write; a function \
@@ -91,10 +96,20 @@ function gives it back in float32. JAX compares the two before autocast can see 
 function. Start from float32 (`x.astype(jnp.float32)`), or put `jax.jit` around the \
 model, inside the region."""
 
+# Functions whose body runs when the region has ended.
+RUNS_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
+
 HALF_CARRY_SIGN = re.compile(r"(?s)(carry|branches).*float16")
 
 NOT_A_DECORATOR = """autocast(cast_inputs=...) decorates a function, whose inputs it \
 casts; it cannot be entered with `with`."""
+
+NOT_A_FUNCTION = """autocast(...) decorates a function; got {}. Of a class decorate \
+the method that computes; in a generator or coroutine write `with jamp.autocast():`."""
 
 
 def is_autocast_enabled() -> bool:
@@ -173,7 +188,8 @@ class autocast:
         regions it does nothing. torch's `custom_fwd(cast_inputs=...)`.
 
     Raises:
-      TypeError: `enabled` is no bool, `rules` no dict; `cast_inputs` in a `with`.
+      TypeError: `enabled` is no bool, `rules` no dict; `cast_inputs` in a `with`; what
+        is decorated is no function, or one that runs later.
       ValueError: another dtype; a bad rule; at the end of the region, a rule that
         matched no op.
       NotImplementedError: a primitive that holds a function and has no rule.
@@ -214,13 +230,12 @@ class autocast:
         rules: Mapping[Any, Any] | None = None,
         cast_inputs: Any = None,
     ):
+        dtype = default_dtype() if dtype is None else dtype
+        dtype = dtype_argument(dtype, CASTABLE[:2], BAD_DTYPE)
         if not isinstance(enabled, bool):
             raise TypeError(f"autocast(enabled=...) must be a bool, got {enabled!r}")
-        dtype = dtype_argument("dtype", default_dtype() if dtype is None else dtype)
-        if dtype not in CASTABLE[:2]:
-            raise ValueError(BAD_DTYPE.format("dtype", str(dtype)))
         if cast_inputs is not None:
-            cast_inputs = dtype_argument("cast_inputs", cast_inputs)
+            cast_inputs = dtype_argument(cast_inputs, CASTABLE, BAD_INPUTS)
         self.settings = Settings(dtype, compile_rules(rules))
         self.enabled, self.cast_inputs = enabled, cast_inputs
         self._entered = Entered()
@@ -243,6 +258,10 @@ class autocast:
                 error.add_note(HALF_CARRY)
 
     def __call__(self, function: Callable) -> Callable:
+        later = any(is_kind(function) for is_kind in RUNS_LATER)
+        if later or isinstance(function, type) or not callable(function):
+            raise TypeError(NOT_A_FUNCTION.format(shown(function)))
+
         @functools.wraps(function)
         def wrapped(*args, **kwargs):
             if self.cast_inputs is None:
@@ -267,11 +286,12 @@ class autocast:
             raise ValueError(UNUSED_RULES.format(", ".join(map(repr, unused))))
 
 
-def dtype_argument(name: str, value: Any) -> Any:
+def dtype_argument(value: Any, allowed: Any, message: str) -> Any:
+    """The dtype that a user gave, or ValueError with the message."""
     try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        raise ValueError(BAD_DTYPE.format(name, value)) from None
-    if dtype not in CASTABLE:
-        raise ValueError(BAD_DTYPE.format(name, str(dtype)))
+        dtype = as_dtype(value)
+    except (TypeError, ValueError):
+        raise ValueError(message.format(brief(value))) from None
+    if dtype not in allowed:
+        raise ValueError(message.format(repr(str(dtype))))
     return dtype

@@ -149,7 +149,8 @@ def named_leaves(caller: str, tree: Any) -> list[tuple[str, Any]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = []
     for path, leaf in leaves:
-        if not isinstance(leaf, (*ARRAYS, float, int, complex)):
+        known = isinstance(leaf, (*ARRAYS, float, int, complex))
+        if not known or isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
                 f"{caller}: grads must be a pytree of arrays; got {leaf!r} of type "
                 f"{type(leaf).__name__} at {path_name(path) or 'the root'}."

@@ -43,8 +43,9 @@ def check(
 
     Raises:
       FloatingPointError: an alarm is on. The message has the numbers and likely causes.
-      TypeError: `source` is none of these, or traced.
-      ValueError: metrics without the alarms; a limit is out of its range.
+      TypeError: `source` is traced.
+      ValueError: `source` is none of these; metrics without the alarms; a limit is out
+        of its range.
 
     Example:
       >>> import jax.numpy as jnp, optax, jamp
@@ -80,6 +81,11 @@ def check(
             "jamp.debug.check raises on values, and was called inside a trace; return "
             "jamp.metrics(opt_state) from the jitted function and check that."
         )
+    if stacked := [name for name, value in row.items() if np.ndim(value)]:
+        raise ValueError(
+            f"check: {stacked[0]} must be one number; got shape "
+            f"{np.shape(row[stacked[0]])}. Of stacked states check one at a time."
+        )
     alarms = []
     if row.get("scale_below_one"):
         alarms.append(f"is below 1, at {float(row['loss_scale']):g}")
@@ -102,6 +108,11 @@ def _last_of(history: Any, window: int, skipped_share: float) -> dict[str, Any]:
         1, min(window, 32) if isinstance(window, int) else window, skipped_share
     )
     keys = set(history.keys())
+    if len(history) and keys.isdisjoint({"found_inf", *FLAGS}):
+        raise ValueError(
+            f"check: the history has neither found_inf nor {', '.join(FLAGS)}; append "
+            "what jamp.metrics(opt_state) returned."
+        )
     row = {key: np.asarray(history[key])[-1] for key in keys if len(history)}
     if "found_inf" in keys and len(history):
         skips = np.asarray(history["found_inf"])[-window:]

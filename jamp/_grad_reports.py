@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._call import named_leaves
+from ._loss_scale import check_scale
 from ._report import SHOWN, Report, check_single, only_when, report, stacked, static
 from ._table import percent
-from ._tree import is_traced
+from ._tree import is_traced, shown
 
 FLOAT16_MAX = 65504.0
 # Half of float16's smallest number: it and all below are rounded to zero.
@@ -192,7 +193,7 @@ def underflow_report(grads: Any, scale: Any) -> UnderflowReport:
 
     Raises:
       TypeError: a leaf is no array; the scale is no number.
-      ValueError: the scale is not finite and positive.
+      ValueError: the scale is not in float32's normal range.
 
     Example:
       >>> import jax.numpy as jnp, jamp
@@ -230,19 +231,22 @@ def underflow_report(grads: Any, scale: Any) -> UnderflowReport:
 def scale_argument(caller: str, scale: Any) -> jax.Array:
     """A loss scale given by the user as float32 []."""
     is_array = isinstance(scale, jax.Array | np.ndarray | np.generic)
-    is_bool = getattr(scale, "dtype", type(scale)) in (bool, np.bool_)
-    if is_bool or not (is_array or isinstance(scale, int | float)):
+    if is_array:
+        kinds = (jnp.integer, jnp.floating)
+        is_real = any(jnp.issubdtype(scale.dtype, kind) for kind in kinds)
+    else:
+        is_real = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not is_real:
         raise TypeError(
-            f"{caller}: scale must be a number; got {scale!r} of type "
-            f"{type(scale).__name__}. jamp.loss_scale(opt_state) and "
-            "scaler.get_scale() give it."
+            f"{caller}: scale must be a number; got {shown(scale)}. "
+            "jamp.loss_scale(opt_state) and scaler.get_scale() give it."
         )
     if jnp.size(scale) != 1:
         raise ValueError(
             f"{caller}: scale must be one number; got shape {jnp.shape(scale)}."
         )
-    if not is_traced(scale) and not 0 < float(np.asarray(scale).item()) < np.inf:
-        raise ValueError(f"{caller}: scale must be finite and > 0; got {scale}.")
+    if not is_traced(scale):
+        check_scale(f"{caller}: scale", np.asarray(scale).item())
     return jnp.reshape(jnp.asarray(scale), []).astype(jnp.float32)
 
 

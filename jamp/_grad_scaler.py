@@ -20,7 +20,7 @@ from ._iteration import Iteration, Record, Stage
 from ._loss_scale import LossScaleConfig, LossScaleState
 from ._nnx_grads import check_own_gradients, own_gradients, unscale_own, update_if
 from ._state import part
-from ._tree import is_inexact, is_traced
+from ._tree import is_inexact, is_traced, shown
 
 
 class GradScaler(nnx.Pytree):
@@ -98,7 +98,7 @@ class GradScaler(nnx.Pytree):
             max_scale=max_scale,
             hysteresis=hysteresis,
         )
-        self._enabled = bool(enabled)
+        self._enabled = _loss_scale.flag("enabled", enabled)
         self._axis_name = _loss_scale.axis_names(axis_name)
         self.loss_scale: nnx.Variable[jax.Array]
         self.growth_tracker: nnx.Variable[jax.Array]
@@ -128,10 +128,9 @@ class GradScaler(nnx.Pytree):
         loss_scale = self.loss_scale[...]
 
         def scale_leaf(leaf):
-            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, int)):
+            if not _loss_scale.is_scalable(leaf):
                 raise ValueError(
-                    "outputs must be an array or a nest of arrays; got "
-                    f"{leaf!r} of type {type(leaf).__name__}."
+                    f"outputs must be an array or a nest of arrays; got {shown(leaf)}."
                 )
             return _loss_scale.scale(leaf, loss_scale)
 
@@ -215,7 +214,7 @@ class GradScaler(nnx.Pytree):
             )
         own = own_gradients(optimizer, grads)
         with self._iteration.set_aside():  # the model may hold the scaler
-            check_own_gradients(optimizer, model, own)
+            check_own_gradients(optimizer, model, grads, own)
         if record is None:
             finite = _loss_scale.all_finite(own, self._axis_name)
             inverse = _loss_scale.invert(self.loss_scale[...])
@@ -385,11 +384,12 @@ class GradScaler(nnx.Pytree):
 
 def _as_scale(value: Any) -> jax.Array:
     """A scale given by the user as float32 []."""
-    if jnp.size(value) != 1:
+    if np.size(value) != 1:
         raise ValueError(
-            f"the scale must be a number or one element; got shape {jnp.shape(value)}."
+            f"the scale must be a number or one element; got shape {np.shape(value)}."
         )
     if is_traced(value):
-        return jnp.reshape(value, []).astype(jnp.float32)
+        value = _loss_scale.number("the scale", jnp.reshape(value, []), float)
+        return value.astype(jnp.float32)
     value = np.asarray(value).item()
     return jnp.asarray(_loss_scale.check_scale("the scale", value), jnp.float32)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._loss_scale import check_range, number
+from ._tree import is_traced
 
 WINDOW = 32  # steps that `recent_skips` remembers
 
@@ -65,7 +66,8 @@ def alarms(
       ValueError: a limit is out of its range.
       TypeError: a limit is no number.
     """
-    check_limits(floor_steps, window, skipped_share)
+    limits = check_limits(floor_steps, window, skipped_share)
+    floor_steps, window, skipped_share = limits
     most = int(skipped_share * window)
     flags = _alarms(loss_scale, health, floor_steps, window, most)
     names = ("scale_at_floor", "scale_below_one", "many_skips")
@@ -79,10 +81,20 @@ def _alarms(loss_scale, health, floor_steps, window, most):
     return health.floor_steps >= floor_steps, loss_scale < 1, many_skips
 
 
-def check_limits(floor_steps: Any, window: Any, skipped_share: Any) -> None:
-    number("floor_steps", floor_steps, operator.index)
+def check_limits(
+    floor_steps: Any, window: Any, skipped_share: Any
+) -> tuple[int, int, float]:
+    """The limits as Python numbers."""
+    floor_steps = _static("floor_steps", floor_steps, operator.index)
     check_range("floor_steps", floor_steps, ">= 1", 1, 2**31 - 1)
-    number("window", window, operator.index)
+    window = _static("window", window, operator.index)
     check_range("window", window, f"in [1, {WINDOW}]", 1, WINDOW)
-    number("skipped_share", skipped_share, float)
+    skipped_share = _static("skipped_share", skipped_share, float)
     check_range("skipped_share", skipped_share, "in [0, 1)", 0.0, 1 - 2**-53)
+    return floor_steps, window, skipped_share
+
+
+def _static(name: str, value: Any, convert: Any) -> Any:
+    if is_traced(value):
+        raise TypeError(f"{name} must be a Python number; got a traced value.")
+    return number(name, value, convert)

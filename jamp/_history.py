@@ -17,6 +17,7 @@ import numpy as np
 
 from ._packing import Layout, Packed, pack, stack, unpack
 from ._table import percent, text_table
+from ._tree import shown
 
 SHOWN = 5  # steps of a printed table
 
@@ -207,8 +208,7 @@ class History:
     def _check_names(self, caller: str, metrics: Any) -> tuple[str, ...]:
         if not isinstance(metrics, Mapping):
             raise TypeError(
-                f"{caller} needs a dict of name -> value; got {metrics!r} of type "
-                f"{type(metrics).__name__}."
+                f"{caller} needs a dict of name -> value; got {shown(metrics)}."
             )
         if self._names:
             if metrics.keys() == set(self._names):
@@ -276,11 +276,12 @@ class History:
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(
-            f"{name} must be an integer; got {value!r} of type {type(value).__name__}."
-        )
-    return operator.index(value)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer; got {shown(value)}.") from None
 
 
 def _rows(chunk: dict[str, np.ndarray], last: int | None = None) -> list[dict]:

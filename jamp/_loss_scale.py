@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 from . import _mesh
-from ._tree import dtype_of, is_inexact, is_traced, widened
+from ._tree import dtype_of, is_inexact, is_traced, shown, widened
 
 T = TypeVar("T")
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # 2**-126
@@ -123,8 +123,8 @@ class LossScaleConfig:
         check_range(
             "backoff_factor", self.backoff_factor, "in (0, 1)", 5e-324, below_one
         )
-        check_range("growth_interval", self.growth_interval, ">= 1", 1, 2**31 - 1)
-        check_range("hysteresis", self.hysteresis, ">= 1", 1, 2**31 - 1)
+        for name in ("growth_interval", "hysteresis"):
+            check_range(name, getattr(self, name), ">= 1 and < 2**31", 1, 2**31 - 1)
 
 
 def check_scale(name: str, value: Any) -> float:
@@ -136,9 +136,9 @@ def check_scale(name: str, value: Any) -> float:
 
 
 def check_count(name: str, value: Any) -> int:
-    """The value as a Python integer, or ValueError if it is negative."""
+    """The value as a Python integer, or ValueError if int32 has it not, or below 0."""
     value = number(name, value, operator.index)
-    check_range(name, value, ">= 0", 0, 2**31 - 1)
+    check_range(name, value, ">= 0 and < 2**31", 0, 2**31 - 1)
     return value
 
 
@@ -152,17 +152,38 @@ def check_range(
 
 def number(name: str, value: Any, convert: Any) -> Any:
     """A Python number, or the traced scalar that `optax.inject_hyperparams` passes."""
-    if is_traced(value):
-        return value
     kind = "an integer" if convert is operator.index else "a number"
     try:
-        if isinstance(value, (bool, str)):
+        if isinstance(value, bool | str | bytes) or not _is_scalar(value):
             raise TypeError
-        return convert(value)
+        return value if is_traced(value) else convert(value)
+    except OverflowError:  # an integer that no float holds
+        return math.inf if operator.gt(value, 0) else -math.inf
     except (TypeError, ValueError):
-        raise TypeError(
-            f"{name} must be {kind}; got {value!r} of type {type(value).__name__}."
-        ) from None
+        raise TypeError(f"{name} must be {kind}; got {shown(value)}.") from None
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether an array is a real number of shape []; True for all that is no array."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        return True
+    is_real = any(jnp.issubdtype(value.dtype, d) for d in (jnp.integer, jnp.floating))
+    return is_real and value.shape == ()
+
+
+def flag(name: str, value: Any) -> bool:
+    """The value as a bool, or TypeError: "False" is true, and 0.5 is too."""
+    if not isinstance(value, bool | np.bool):
+        raise TypeError(f"{name} must be a bool; got {shown(value)}.")
+    return bool(value)
+
+
+def is_scalable(x: Any) -> bool:
+    """Whether `scale` takes it."""
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    if not is_array:
+        return isinstance(x, int | float | complex) and not isinstance(x, bool)
+    return x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)
 
 
 def init(config: LossScaleConfig) -> LossScaleState:
@@ -222,7 +243,14 @@ def all_finite(
     finite = _mesh.everywhere(_all_finite, leaves)
     if axis_name is None:
         return finite
-    return lax.pmin(jnp.int32(finite), axis_name) == 1
+    try:
+        return lax.pmin(jnp.int32(finite), axis_name) == 1
+    except NameError as error:
+        names = axis_name if isinstance(axis_name, str) else ", ".join(axis_name)
+        raise ValueError(
+            f"axis_name {names!r} is not a mapped axis here. It is for shard_map and "
+            "pmap; under plain jit leave it out: a sharded gradient is one array there."
+        ) from error
 
 
 def _all_finite(leaves: Sequence[Any]) -> jax.Array | np.bool:

@@ -14,8 +14,13 @@ from jax import lax
 
 from ._match import check_gradients_match, is_hole
 from ._optax import as_transformation
-from ._state import MasterWeightsState, describe, keeps_master_weights
-from ._tree import dtype_of, is_half, widen
+from ._state import (
+    MasterWeightsState,
+    check_state,
+    explained,
+    keeps_master_weights,
+)
+from ._tree import check_leaves, dtype_of, is_half, widen
 
 
 def master_weights(
@@ -76,6 +81,7 @@ def master_weights(
     inner = as_transformation(inner)
 
     def init_fn(params):
+        check_leaves(params, "master_weights's init: the parameter")
         master = jax.tree.map(
             lambda p: jnp.asarray(p, jnp.float32) if is_half(p) else optax.MaskedNode(),
             params,
@@ -89,24 +95,23 @@ def master_weights(
 
     def update_fn(updates, state, params=None, **extra_args):
         caller = "master_weights's update"
-        if not isinstance(state, MasterWeightsState):
-            raise ValueError(
-                f"{caller}: the state must be a MasterWeightsState, as made by this "
-                f"transformation's init; got {describe(state)}."
-            )
+        check_state(state, MasterWeightsState, caller)
         if params is None:
             raise ValueError(
                 f"{caller}: params must be the parameters to step; got None. Write "
                 "tx.update(grads, opt_state, params)."
             )
+        check_leaves(updates, f"{caller}: the gradient")
+        check_leaves(params, f"{caller}: the parameter")
         check_gradients_match(updates, params, caller, wrapped=True)
         if "grad" in extra_args:  # of line searches
             extra_args = {**extra_args, "grad": widen(extra_args["grad"])}
-        known = jax.tree.map(taken_over, state.master, params, is_leaf=is_hole)
-        full = in_float32(known, params)
-        updates, inner_state = inner.update(
-            widen(updates), state.inner_state, full, **extra_args
-        )
+        with explained(caller, init_fn, state, params):
+            known = jax.tree.map(taken_over, state.master, params, is_leaf=is_hole)
+            full = in_float32(known, params)
+            updates, inner_state = inner.update(
+                widen(updates), state.inner_state, full, **extra_args
+            )
         leaves, tree = jax.tree.flatten(updates, is_leaf=is_hole)
         copies, held = tree.flatten_up_to(known), tree.flatten_up_to(params)
         pairs = [move(*row) for row in zip(leaves, copies, held, strict=True)]
@@ -130,7 +135,14 @@ def in_float32(master: optax.Params, params: optax.Params) -> optax.Params:
 def taken_over(copy: Any, param: Any) -> Any:
     """The copy, or the parameter where it is another number."""
     if is_hole(copy):
+        if not is_hole(param) and is_half(param):
+            raise ValueError("a half-precision parameter has no float32 copy.")
         return copy
+    if dtype_of(copy) != jnp.float32:
+        raise ValueError(
+            f"master_weights's update: a copy in the state is {dtype_of(copy)}, not "
+            "float32; pass the state as init made it."
+        )
     limits, wide = (
         jnp.finfo(dtype_of(param)),
         lax.convert_element_type(param, copy.dtype),

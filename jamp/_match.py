@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._tree import dtype_of
+
 
 def is_hole(node: Any) -> bool:
     """Whether a node stands for "no gradient here"."""
@@ -28,6 +30,9 @@ def check_gradients_match(
     if isinstance(params, optax.LookaheadParams):
         params = params.fast  # lookahead takes gradients of its fast parameters alone
 
+    if grads is None and params is not None:
+        raise ValueError(f"{caller}: the gradients must be a pytree; got None.")
+
     def leaves_by_path(tree):
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)
         return {
@@ -35,8 +40,13 @@ def check_gradients_match(
             for path, leaf in leaves
         }
 
+    def dtypes_by_path(tree):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): dtype_of(leaf) for path, leaf in leaves}
+
     found, expected = leaves_by_path(grads), leaves_by_path(params)
-    for path in found.keys() - expected.keys():
+    dtypes = dtypes_by_path(grads), dtypes_by_path(params)
+    for path in [path for path in found if path not in expected]:
         raise ValueError(
             f"{caller}: the gradients have a leaf at {path or 'the root'} and the "
             f"parameters have none there; pass the gradients of these parameters. "
@@ -58,10 +68,30 @@ def check_gradients_match(
                 f"the parameter has shape {shape}; pass the gradients of these "
                 "parameters."
             )
+        if got is not None and not _is_gradient(dtypes[0][path], dtypes[1][path]):
+            raise ValueError(
+                f"{caller}: at {path or 'the root'} the gradient is {dtypes[0][path]} "
+                f"and the parameter is {dtypes[1][path]}; pass the gradients of these "
+                "parameters."
+            )
+
+
+def _is_gradient(dtype: Any, of: Any) -> bool:
+    """Whether a dtype can be that of a gradient; integers would not be unscaled."""
+    if jnp.issubdtype(of, jnp.complexfloating):
+        return jnp.issubdtype(dtype, jnp.inexact)
+    if jnp.issubdtype(of, jnp.floating):
+        return jnp.issubdtype(dtype, jnp.floating)
+    return True
 
 
 def check_update_matches(path: Any, update: Any, param: Any, caller: str) -> None:
     """Raises ValueError if an update has not the shape of its parameter."""
+    if is_hole(param):
+        raise ValueError(
+            f"{caller}: at {jax.tree_util.keystr(path) or 'the root'} there is an "
+            "update and no parameter; pass the gradients of these parameters."
+        )
     if jnp.shape(update) != jnp.shape(param):
         raise ValueError(
             f"{caller}: at {jax.tree_util.keystr(path) or 'the root'} the optimizer "

@@ -15,14 +15,14 @@ from . import _loss_scale
 from ._loss_scale import InverseScale
 from ._match import check_gradients_match
 from ._state import check_not_scaled_yet
-from ._tree import dtype_of, is_inexact, is_traced
+from ._tree import check_leaves, dtype_of, is_inexact, is_traced, shown
 
 
 def own_gradients(optimizer: nnx.Optimizer, grads: Any) -> nnx.State:
     """The gradients that an optimizer will apply.
 
     Raises:
-      TypeError: `optimizer` is no `nnx.Optimizer`.
+      TypeError: `optimizer` is no `nnx.Optimizer`, or `grads` is no tree.
       ValueError: a gradient is float16, none is a Variable as NNX makes them, or the
         optimizer unscales by itself.
       RuntimeError: there is no gradient at all.
@@ -33,6 +33,8 @@ def own_gradients(optimizer: nnx.Optimizer, grads: Any) -> nnx.State:
             "optimizer must be an nnx.Optimizer (nnx.ModelAndOptimizer is not "
             f"supported); got {type(optimizer).__name__}."
         )
+    if grads is None or jax.tree_util.all_leaves([grads]):
+        raise TypeError(f"grads must be what nnx.grad returned; got {shown(grads)}.")
     check_not_scaled_yet(optimizer.opt_state, "optimizer")
     own = nnx.state(grads, optimizer.wrt)
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.as_pure(own))
@@ -54,9 +56,21 @@ def own_gradients(optimizer: nnx.Optimizer, grads: Any) -> nnx.State:
     return own
 
 
-def check_own_gradients(optimizer: nnx.Optimizer, model: Any, own: nnx.State) -> None:
-    """Raises ValueError if gradients do not match the model's parameters."""
+def check_own_gradients(
+    optimizer: nnx.Optimizer, model: Any, grads: Any, own: nnx.State
+) -> None:
+    """Raises ValueError if gradients do not match the model's parameters.
+
+    And TypeError if there is no model.
+    """
+    swapped = isinstance(model, nnx.State) and isinstance(grads, nnx.Module)
+    if swapped or model is None or jax.tree_util.all_leaves([model]):
+        raise TypeError(
+            f"model must be the NNX module to update; got {shown(model)}. Write "
+            "scaler.step(optimizer, model, grads)."
+        )
     params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+    check_leaves(params, "GradScaler.step: the parameter")
     check_gradients_match(nnx.as_pure(own), params, "GradScaler.step")
 
 
@@ -64,7 +78,9 @@ def unscale_own(optimizer: nnx.Optimizer, grads: Any, inverse: InverseScale) -> 
     """Gradients with the optimizer's own divided by the scale, in their dtypes."""
     own = nnx.state(grads, optimizer.wrt)
     unscaled = jax.tree.map(
-        lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype),
+        lambda new, old: (
+            new if dtype_of(new) == dtype_of(old) else new.astype(dtype_of(old))
+        ),
         _loss_scale.unscale(own, inverse),
         own,
     )

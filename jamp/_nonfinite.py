@@ -167,7 +167,7 @@ def find_nonfinite(
       a list of lines, `to_dict()` has the parts.
 
     Raises:
-      TypeError: `fn` cannot be called, `when` is no bool.
+      TypeError: `fn` cannot be called, `when` is no bool, an array has no values.
 
     Example:
       >>> import jax, jax.numpy as jnp, jamp
@@ -187,6 +187,12 @@ def find_nonfinite(
     @functools.wraps(fn, updated=())
     def find(*args, **kwargs):
         call = open_call("find_nonfinite", fn, args, kwargs)
+        for name, array in zip(call.names, call.arrays, strict=True):
+            if isinstance(array, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"find_nonfinite runs the function: {name!r} must be an array; got "
+                    f"{array!r}."
+                )
         names = []
 
         def flat(*arrays):

@@ -25,11 +25,13 @@ from ._match import check_gradients_match, check_update_matches, is_hole
 from ._state import (
     DynamicLossScaleState,
     check_not_scaled_yet,
-    describe,
+    check_numbers,
+    check_state,
+    explained,
     keeps_master_weights,
     part,
 )
-from ._tree import dtype_of, is_half, is_inexact, widen
+from ._tree import check_leaves, dtype_of, is_half, is_inexact, shown, widen
 
 
 class _LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -131,7 +133,7 @@ def dynamic_loss_scale(
         max_scale=max_scale,
         hysteresis=hysteresis,
     )
-    if not enabled:
+    if not _loss_scale.flag("enabled", enabled):
         return _disabled(inner)
 
     def next_scale(state, found_inf):
@@ -180,36 +182,46 @@ def _loss_scaled(inner, config, next_scale, axis_name):
 
     axis_name = _loss_scale.axis_names(axis_name)
 
-    def init_fn(params):
+    def init_inner(params):
         if any(map(is_half, jax.tree.leaves(params))):
             if not keeps_master_weights(jax.eval_shape(inner.init, params)):
                 params = widen(params)
-        inner_state = inner.init(params)
+        return inner.init(params)
+
+    def init_fn(params):
+        check_leaves(params, "dynamic_loss_scale's init: the parameter")
+        inner_state = init_inner(params)
         check_not_scaled_yet(inner_state, "inner")
         return _initial_state(config, inner_state)
 
     def check(caller, grads, state, params):
-        if not isinstance(state, DynamicLossScaleState):
+        check_state(state, DynamicLossScaleState, caller)
+        scale = state.loss_scale
+        if not isinstance(scale, float) and getattr(scale, "shape", None) != ():
             raise ValueError(
-                f"{caller}: the state must be a DynamicLossScaleState, as made by this "
-                f"transformation's init; got {describe(state)}."
+                f"{caller}: loss_scale of the state must be one number; got "
+                f"{shown(scale)}. For stacked states use jax.vmap."
             )
+        check_numbers(state, caller)
+        check_leaves(grads, f"{caller}: the gradient")
         if params is not None:
+            check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
 
-    def run_inner(grads, inverse, state, params, extra_args):
+    def run_inner(caller, grads, inverse, state, params, extra_args):
         if "grad" in extra_args:
             grad = _loss_scale.unscale(extra_args["grad"], inverse)
             extra_args = {**extra_args, "grad": grad}
         grads = _loss_scale.unscale(grads, inverse)
         # Master weights must see the dtypes of the parameters, and be added unrounded.
         as_they_are = keeps_master_weights(state.inner_state)
-        updates, inner_state = inner.update(
-            grads,
-            state.inner_state,
-            params if as_they_are else widen(params),
-            **extra_args,
-        )
+        with explained(caller, init_inner, state.inner_state, params):
+            updates, inner_state = inner.update(
+                grads,
+                state.inner_state,
+                params if as_they_are else widen(params),
+                **extra_args,
+            )
         if params is not None and not as_they_are:
             updates = jax.tree_util.tree_map_with_path(
                 _cast_update, updates, params, is_leaf=is_hole
@@ -226,10 +238,11 @@ def _loss_scaled(inner, config, next_scale, axis_name):
         )
 
     def update_fn(updates, state, params=None, **extra_args):
-        check("dynamic_loss_scale's update", updates, state, params)
+        caller = "dynamic_loss_scale's update"
+        check(caller, updates, state, params)
         finite = _loss_scale.all_finite(updates, axis_name)
         inverse = _loss_scale.invert(state.loss_scale)
-        run = lambda: run_inner(updates, inverse, state, params, extra_args)
+        run = lambda: run_inner(caller, updates, inverse, state, params, extra_args)
 
         def skip():
             shapes, _ = jax.eval_shape(run)
@@ -244,7 +257,9 @@ def _loss_scaled(inner, config, next_scale, axis_name):
         inverse = _loss_scale.invert(state.loss_scale)
 
         def run():
-            updates, inner_state = run_inner(grads, inverse, state, params, extra_args)
+            updates, inner_state = run_inner(
+                "jamp.step", grads, inverse, state, params, extra_args
+            )
             return _apply_updates(params, updates), inner_state
 
         params, inner_state = _loss_scale.run_or_hold(
@@ -276,14 +291,18 @@ def _cast_update(path: Any, update: Any, param: Any) -> Any:
     return lax.convert_element_type(update, dtype_of(param))
 
 
-def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+def as_transformation(
+    inner: Any, name: str = "inner"
+) -> optax.GradientTransformationExtraArgs:
     """What a wrapper takes, with `**extra_args`."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+    has_both = hasattr(inner, "init") and hasattr(inner, "update")
+    if isinstance(inner, type) or not has_both:
+        advice = " Call it first, with its arguments." if callable(inner) else ""
         raise TypeError(
-            "inner must be an optax.GradientTransformation or an optax.MultiSteps; got "
-            f"{inner!r} of type {type(inner).__name__}."
+            f"{name} must be an optax.GradientTransformation or an optax.MultiSteps; "
+            f"got {shown(inner)}.{advice}"
         )
     return optax.with_extra_args_support(inner)
 
@@ -295,6 +314,7 @@ def _disabled(inner: Any) -> optax.GradientTransformationExtraArgs:
         return _initial_state(LossScaleConfig(init_scale=1.0), inner.init(params))
 
     def update_fn(updates, state, params=None, **extra_args):
+        check_state(state, DynamicLossScaleState, "dynamic_loss_scale's update")
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
@@ -313,7 +333,7 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
     """`optax.apply_updates`, but a missing update leaves its parameter."""
 
     def apply(update, param):
-        if is_hole(update):
+        if is_hole(update) or dtype_of(update) == jax.dtypes.float0:
             return param
         if is_half(param) and dtype_of(update) == jnp.float32:  # of master weights
             moved = lax.convert_element_type(param, jnp.float32) + update
@@ -349,6 +369,7 @@ def step(
 
     Raises:
       ValueError: the gradients do not match the parameters; the path is named.
+      TypeError: `tx` is not a gradient transformation; a gradient is no array.
 
     Example:
       >>> import jax.numpy as jnp, optax, jamp
@@ -366,7 +387,9 @@ def step(
         raise ValueError("params must be the parameters to step; got None.")
     if isinstance(tx, _LossScaledTransformation) and tx.fused_step is not None:
         return tx.fused_step(grads, opt_state, params, **extra_args)
-    updates, opt_state = as_transformation(tx).update(
-        grads, opt_state, params, **extra_args
-    )
+    tx = as_transformation(tx, "tx")
+    check_leaves(grads, "jamp.step: the gradient")
+    check_gradients_match(grads, params, "jamp.step", wrapped=True)
+    with explained("jamp.step", tx.init, opt_state, params):
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     return _apply_updates(params, updates), opt_state

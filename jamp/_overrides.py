@@ -23,6 +23,7 @@ from flax import nnx
 
 from ._policy import Policy, cast_floating, get_policy
 from ._regions import check_float32_for, float32_region, norm_classes
+from ._tree import shown
 
 # What parameters are cast to when they are read, or None. JAX keys its caches by it.
 COMPUTE_DTYPE = jax.make_user_context(None)
@@ -31,7 +32,7 @@ ROOT, NORM = -1, -2
 
 STATEFUL = (nnx.Pytree, nnx.Variable)  # of which a cast copy would be of no use
 
-NO_MODULE = """{}: what is given must be a module; got {!r}.
+NO_MODULE = """{}: what is given must be a module; got {}.
 For Flax Linen there is jamp.linen.with_policy, for NNX jamp.nnx.with_policy, for \
 functions policy.wrap."""
 
@@ -68,7 +69,7 @@ def make_plan(
 ) -> Plan:
     """Checks the arguments of `with_policy` for modules that derive from `base`."""
     if not isinstance(module, base):
-        raise TypeError(NO_MODULE.format(caller, module))
+        raise TypeError(NO_MODULE.format(caller, shown(module)))
     if hasattr(type(module), "_jamp_rebuild"):
         raise ValueError(
             f"{caller}: the module has a policy already; pass the plain module, and "

@@ -127,6 +127,8 @@ def _of_host(caller: str, name: str, value: Any, ndim: int) -> Any:
             f"{caller}: {name!r} must be a number or an array; got {value!r} of type "
             f"{type(value).__name__}."
         )
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"{caller}: {name!r} is an integer of more than 64 bits.")
     if np.ndim(value) != ndim:
         raise _shape_error(caller, name, np.shape(value), ndim)
     return value

@@ -13,8 +13,9 @@ import numpy as np
 from ._call import named_leaves
 from ._exponents import BIAS, count_exponents
 from ._grad_reports import scale_argument
+from ._report import check_fetchable
 from ._table import percent, text_table
-from ._tree import is_traced
+from ._tree import is_traced, shown
 
 # What float16 makes of a magnitude that lies between two powers of two. Up to 2**-25 it
 # rounds to zero, from 2**-14 on it has all its bits; from 65520 on it rounds to inf.
@@ -188,6 +189,7 @@ def grad_histogram(grads: Any, scale: Any = 1.0) -> GradHistogram:
 
 
 def _fetched(histogram: GradHistogram) -> tuple[np.ndarray, int, int, float]:
+    check_fetchable(histogram)
     if np.ndim(histogram.counts) != 1:
         raise ValueError(
             f"this GradHistogram is stacked: counts {np.shape(histogram.counts)}; take "
@@ -260,7 +262,8 @@ def plot_scale(history: Mapping[str, Any], ax: Any = None) -> Any:
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: `history` lacks one of the two.
+      TypeError: `history` is no mapping, or `ax` no Axes.
+      ValueError: `history` lacks one of the two, or their lengths differ.
 
     Example:
       >>> import jamp
@@ -270,13 +273,23 @@ def plot_scale(history: Mapping[str, Any], ax: Any = None) -> Any:
 
     PyTorch: none.
     """
+    if not hasattr(history, "keys"):
+        raise TypeError(
+            "plot_scale: history must be a jamp.debug.History or a mapping; got "
+            f"{shown(history)}."
+        )
     if not {"loss_scale", "found_inf"} <= set(history.keys()):
         raise ValueError(
             'plot_scale: history needs "loss_scale" and "found_inf", as jamp.metrics '
             f"has them; it has {', '.join(map(str, history.keys())) or 'nothing'}."
         )
-    scale = np.asarray(history["loss_scale"], np.float64)
-    skipped = np.flatnonzero(np.asarray(history["found_inf"]))
+    scale, found = np.asarray(history["loss_scale"]), np.asarray(history["found_inf"])
+    if scale.ndim != 1 or scale.shape != found.shape:
+        raise ValueError(
+            'plot_scale: "loss_scale" and "found_inf" must be sequences of one length, '
+            f"with a value for each step; got shapes {scale.shape} and {found.shape}."
+        )
+    scale, skipped = scale.astype(np.float64), np.flatnonzero(found)
     steps = getattr(history, "steps", np.arange(len(scale)))
 
     ax = _axes("plot_scale", ax, (8, 3.5))
@@ -297,6 +310,11 @@ def plot_scale(history: Mapping[str, Any], ax: Any = None) -> Any:
 def _axes(caller: str, ax: Any, size: tuple[float, float]) -> Any:
     """The user's Axes, or new ones in a figure that pyplot knows nothing of."""
     if ax is not None:
+        if not hasattr(ax, "plot"):
+            raise TypeError(
+                f"{caller}: ax must be matplotlib Axes or None; got {shown(ax)}. To "
+                "write a file: ax.figure.savefig(path) of what is returned."
+            )
         return ax
     try:
         from matplotlib.figure import Figure

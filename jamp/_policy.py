@@ -18,6 +18,7 @@ from ._regions import (
     norm_classes,
     state_classes,
 )
+from ._tree import as_dtype, brief
 
 Tree = TypeVar("Tree")
 
@@ -162,8 +163,9 @@ class Policy:
                 function.func, *function.args, **function.keywords
             )
         if not callable(function) or is_flax(function):
+            kind = function if isinstance(function, type) else type(function)
             raise TypeError(
-                f"policy.wrap: {type(function).__name__} is not a function of arrays; "
+                f"policy.wrap: {kind.__name__} is not a function of arrays; "
                 "for Flax there are jamp.linen.with_policy and jamp.nnx.with_policy."
             )
         kept = check_float32_for(float32_for)
@@ -249,18 +251,22 @@ def _short_name(dtype: Any) -> str:
 def _floating(value: Any, where: str) -> Any:
     if isinstance(value, str) and value == "half":
         return half_dtype()
+    if isinstance(value, str) and value in NAMED:
+        raise ValueError(
+            f"{where}: {value!r} is a policy and no dtype; write get_policy({value!r})."
+        )
     known = DTYPES.get(value, value) if isinstance(value, str) else value
     try:
         if known is None or isinstance(known, bool | int | float):
             raise TypeError  # NumPy reads None as float64
-        dtype = jnp.dtype(known)
+        dtype = as_dtype(known)
         if isinstance(known, str) and dtype.name != known:
             raise TypeError  # and "f16" as sixteen bytes, "float" as float64
-    except TypeError:
+    except (TypeError, ValueError):
         names = [*DTYPES, "half", *NAMED]
         near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4) or names
         raise ValueError(
-            f"{where}: Unknown dtype {value!r}; the nearest names are "
+            f"{where}: Unknown dtype {brief(value)}; the nearest names are "
             f"{', '.join(near)}."
         ) from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:

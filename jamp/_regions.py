@@ -49,7 +49,7 @@ def check_float32_for(names: Any) -> frozenset[str]:
             f"{names!r}."
         )
     for name in names:
-        if name not in KEPT:
+        if not isinstance(name, str) or name not in KEPT:
             near = difflib.get_close_matches(str(name), KEPT, n=1)
             raise ValueError(
                 f"float32_for: unknown name {name!r}"
@@ -101,6 +101,11 @@ FLAX = (nn.Module, nnx.Module)
 
 
 def is_flax(function: Any) -> bool:
-    """Whether something is a Flax module, whose state would be lost in a cast copy."""
+    """Whether something is a Flax module, whose state would be lost in a cast copy.
+
+    Or a class of modules, which is no function of arrays.
+    """
+    if isinstance(function, type):
+        return issubclass(function, FLAX)
     owner = getattr(function, "__self__", None)  # of a bound method
     return isinstance(function, FLAX) or isinstance(owner, FLAX)

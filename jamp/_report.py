@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from ._table import markdown_table, text_table
-from ._tree import is_traced
+from ._tree import brief, is_traced
 
 SHOWN = 20  # rows of a printed table
 
@@ -57,7 +57,14 @@ class Report:
 
     def __getitem__(self, index: int) -> Any:
         """One step of a stacked report."""
+        if not self._stacked_shape():
+            raise TypeError(
+                f"this {type(self).__name__} is of one step and cannot be indexed; "
+                "to_dict() has its parts."
+            )
         steps = len(self)
+        if not isinstance(index, int | np.integer):
+            raise TypeError(f"report[i] takes the number of a step; got {index!r}.")
         if not -steps <= operator.index(index) < steps:
             raise IndexError(f"report[{index}] of a report of {steps} steps.")
 
@@ -89,7 +96,7 @@ def only_when(when: Any, compute: Callable[[], Any]) -> Any:
     is_bool = isinstance(when, bool) or getattr(when, "dtype", None) == jnp.bool_
     if not is_bool or jnp.shape(when) != ():
         raise TypeError(
-            f"when must be a bool or a bool array of shape []; got {when!r}. "
+            f"when must be a bool or a bool array of shape []; got {brief(when)}. "
             'jamp.metrics(opt_state)["found_inf"] and what scaler.step returns are.'
         )
     shapes = jax.eval_shape(compute)
@@ -98,11 +105,20 @@ def only_when(when: Any, compute: Callable[[], Any]) -> Any:
 
 
 def check_single(report: Report) -> None:
-    """Raises ValueError if a report is stacked."""
+    """Raises ValueError if a report is stacked, TypeError if it has no values yet."""
+    check_fetchable(report)
     if shape := report._stacked_shape():
         raise ValueError(
             f"this {type(report).__name__} is stacked, of {shape[0]} steps; index it "
             "first: report[i]."
+        )
+
+
+def check_fetchable(report: Any) -> None:
+    if any(map(is_traced, jax.tree.leaves(report))):
+        raise TypeError(
+            f"this {type(report).__name__} is inside a trace, where it has no numbers; "
+            "return it from the jitted function and read it outside."
         )
 
 

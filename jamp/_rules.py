@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ._compat import Primitive
 from ._op_rules import EXEMPT, FUNCTIONS, KEEP, LOWER, PRIMITIVES, Kind
+from ._tree import as_dtype
 
 CASTABLE = tuple(jnp.dtype(d) for d in ("float16", "bfloat16", "float32"))
 
@@ -83,8 +84,8 @@ def compile_rule(key: Any, value: Any) -> UserRule:
         action = Action(KEEP, why=why)
     else:
         try:
-            dtype = jnp.dtype(value)
-        except TypeError:
+            dtype = as_dtype(value)
+        except (TypeError, ValueError):
             raise bad(f"{value!r} is not a dtype") from None
         if dtype not in CASTABLE:
             raise bad(f"cannot run in {dtype}")

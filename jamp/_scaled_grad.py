@@ -17,8 +17,8 @@ from . import _health, _loss_scale
 from ._grad_scaler import GradScaler
 from ._health import Health
 from ._loss_scale import LossScaleState
-from ._state import describe, find_states, part
-from ._tree import dtype_of
+from ._state import check_numbers, describe, find_states, part
+from ._tree import check_leaves, dtype_of, shown
 
 
 def value_and_grad(
@@ -66,7 +66,9 @@ def value_and_grad(
 
     PyTorch: `scaler.scale(loss).backward()`.
     """
-    current = loss_scale(opt_state)
+    current = _one_scale(opt_state)
+    if not callable(fun):
+        raise TypeError(f"fun must be a function of the loss; got {shown(fun)}.")
 
     def scaled(*args, **kwargs):
         result = loss = fun(*args, **kwargs)
@@ -98,10 +100,12 @@ def value_and_grad(
 
 def _check_loss(loss: Any) -> None:
     is_array = isinstance(loss, (jax.Array, np.ndarray, np.generic, float))
-    if not (is_array and jnp.issubdtype(dtype_of(loss), jnp.floating)):
+    if not is_array:
+        raise TypeError(f"fun must return a floating scalar loss; got {shown(loss)}.")
+    if not jnp.issubdtype(dtype_of(loss), jnp.floating):
         raise TypeError(
-            f"fun must return a floating scalar loss; got {loss!r} of type "
-            f"{type(loss).__name__}."
+            "fun must return a floating scalar loss; got an array of dtype "
+            f"{dtype_of(loss)}."
         )
 
 
@@ -116,6 +120,7 @@ def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
       opt_state: any pytree that holds one loss scale.
 
     Raises:
+      TypeError: `loss` is neither.
       ValueError: `opt_state` holds no loss scale, or more than one.
 
     Example:
@@ -126,7 +131,10 @@ def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
 
     PyTorch: `scaler.scale(loss)`.
     """
-    return _loss_scale.scale(loss, loss_scale(opt_state))
+    current = _one_scale(opt_state)
+    if not _loss_scale.is_scalable(loss):
+        raise TypeError(f"loss must be an array or a number; got {shown(loss)}.")
+    return _loss_scale.scale(loss, current)
 
 
 def unscale(grads: Any, opt_state: Any) -> Any:
@@ -150,7 +158,20 @@ def unscale(grads: Any, opt_state: Any) -> Any:
 
     PyTorch: `scaler.unscale_(optimizer)`, without its bookkeeping.
     """
-    return _loss_scale.unscale(grads, _loss_scale.invert(loss_scale(opt_state)))
+    current = _one_scale(opt_state)
+    check_leaves(grads, "jamp.unscale: the gradient")
+    return _loss_scale.unscale(grads, _loss_scale.invert(current))
+
+
+def _one_scale(opt_state: Any) -> jax.Array:
+    """The scale, or ValueError if states are stacked."""
+    current = loss_scale(opt_state)
+    if jnp.shape(current) != ():
+        raise ValueError(
+            "the loss scale in opt_state must be one number; got shape "
+            f"{jnp.shape(current)}. For stacked states use jax.vmap."
+        )
+    return current
 
 
 def loss_scale(opt_state: Any) -> jax.Array:
@@ -246,7 +267,9 @@ def _only_state(opt_state: Any) -> Any:
         return opt_state
     found = find_states(opt_state)
     if len(found) == 1:
-        return next(iter(found.values()))
+        (state,) = found.values()
+        check_numbers(state, "opt_state", stacked=True)
+        return state
     if found:
         raise ValueError(
             f"opt_state holds {len(found)} loss scales, at {', '.join(found)}; pass "

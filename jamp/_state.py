@@ -1,9 +1,14 @@
 """The states of the optax wrappers, and how to find them in a nest of states."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+
+from ._tree import NUMBERS
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -17,6 +22,17 @@ class DynamicLossScaleState(NamedTuple):
     recent_skips: jax.Array  # uint32 []: the last 32 steps, the newest lowest; 1: skip
     floor_steps: jax.Array  # int32 []: steps at the floor since it overflowed there
     inner_state: optax.OptState  # of the wrapped optimizer, held on a skipped step
+
+
+DTYPES = {
+    "loss_scale": "float32",
+    "growth_tracker": "int32",
+    "found_inf": "bool",
+    "skipped_steps": "int32",
+    "hysteresis_tracker": "int32",
+    "recent_skips": "uint32",
+    "floor_steps": "int32",
+}
 
 
 class MasterWeightsState(NamedTuple):
@@ -33,7 +49,12 @@ def part(state: Any, fields: Any) -> list[Any]:
 
     NNX wraps each array of a state in a Variable of one leaf.
     """
-    return [jax.tree.leaves(getattr(state, name))[0] for name in fields._fields]
+    found = {name: jax.tree.leaves(getattr(state, name)) for name in fields._fields}
+    if missing := [name for name, leaves in found.items() if not leaves]:
+        raise ValueError(
+            f"the state has no {', '.join(missing)}; pass it as init made it."
+        )
+    return [leaves[0] for leaves in found.values()]
 
 
 def keeps_master_weights(opt_state: Any) -> bool:
@@ -65,6 +86,73 @@ def check_not_scaled_yet(opt_state: Any, argument: str) -> None:
             f"{argument} already holds a loss scale, at {', '.join(found)}, and would "
             "divide the gradients twice; use one of the two."
         )
+
+
+def check_numbers(state: Any, caller: str, *, stacked: bool = False) -> None:
+    """Raises ValueError unless the numbers of a state are as init made them.
+
+    With `stacked` they may have any shape, as those of states made under vmap.
+    """
+    for name, dtype in DTYPES.items():
+        value = getattr(state, name)
+        if type(value) is {"float32": float, "bool": bool}.get(dtype, int):
+            continue
+        found = getattr(value, "dtype", None), getattr(value, "shape", None)
+        if stacked and (found[0] == dtype or not jax.tree.leaves(value)):
+            continue
+        if found != (dtype, ()):
+            raise ValueError(
+                f"{caller}: {name} of the state must be {dtype} of shape (); got "
+                f"{found[0]} of shape {found[1]}. Pass the state as init made it."
+            )
+
+
+def check_state(state: Any, cls: type, caller: str) -> None:
+    """Raises ValueError unless an optimizer state is of a class of this module."""
+    if not isinstance(state, cls):
+        raise ValueError(
+            f"{caller}: the state must be a {cls.__name__}, as made by this "
+            f"transformation's init; got {describe(state)}."
+        )
+
+
+@contextlib.contextmanager
+def explained(
+    caller: str, init: Callable[..., Any], state: Any, params: Any
+) -> Iterator[None]:
+    """If an optimizer fails, and its state is another one's: ValueError saying so."""
+    try:
+        yield
+    except Exception as error:
+        if params is None:
+            raise
+        difference = _difference(state, jax.eval_shape(init, params))
+        if not difference:
+            raise
+        raise ValueError(
+            f"{caller}: the state is of another optimizer, or of other parameters: "
+            f"{difference}. Pass the state that this transformation's init made."
+        ) from error
+
+
+def _difference(given: Any, made: Any) -> str:
+    """Where a state is not what `init` makes, or ""."""
+
+    def shape(leaf):
+        is_array = hasattr(leaf, "shape") or isinstance(leaf, NUMBERS)
+        return f"shape {jnp.shape(leaf)}" if is_array else f"a {type(leaf).__name__}"
+
+    def shapes(state):
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return {jax.tree_util.keystr(path): shape(leaf) for path, leaf in leaves}
+
+    found, expected = shapes(given), shapes(made)
+    for path in expected | found:
+        has, wants = found.get(path, "nothing"), expected.get(path, "nothing")
+        if has != wants:
+            return f"at {path or 'the root'} it has {has}, init makes {wants}"
+    same = jax.tree.structure(given) == jax.tree.structure(made)
+    return "" if same else "it is another tree than the one that init makes"
 
 
 def describe(tree: Any) -> str:

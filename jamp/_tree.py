@@ -4,7 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
+
+NUMBERS = (bool, int, float, complex)
 
 
 def is_traced(value: Any) -> bool:
@@ -14,7 +17,43 @@ def is_traced(value: Any) -> bool:
 
 def dtype_of(leaf: Any) -> Any:
     """Dtype of an array, NumPy array or Python scalar, `float0` included."""
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.dtypes.canonicalize_dtype(leaf.dtype)  # 64 bits are 32 without x64
+    if hasattr(leaf, "dtype"):
+        return leaf.dtype
+    if not isinstance(leaf, NUMBERS):
+        raise TypeError(f"a leaf must be an array or a number; got {shown(leaf)}.")
+    return jnp.result_type(leaf)
+
+
+def as_dtype(value: Any) -> Any:
+    """`jnp.dtype(value)`, but TypeError for an array, whose dtype that would take."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{shown(value)} is no dtype")
+    return jnp.dtype(value)
+
+
+def check_leaves(tree: Any, what: str) -> None:
+    """Raises TypeError naming the first leaf that is no array."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        of = getattr(leaf, "dtype", np.dtype(object))
+        is_array = getattr(of, "kind", "V") not in "OSU"  # no objects, no text
+        if not (is_array or isinstance(leaf, NUMBERS)):
+            at = jax.tree_util.keystr(path) or "the root"
+            raise TypeError(
+                f"{what} at {at} must be an array or a number; got {shown(leaf)}."
+            )
+
+
+def shown(value: Any) -> str:
+    """A value and its type, for messages."""
+    return f"{brief(value)} of type {type(value).__name__}"
+
+
+def brief(value: Any) -> str:
+    """The `repr` of a value in one line, or the beginning of it."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 72 else f"{text[:69]}..."
 
 
 def is_inexact(leaf: Any) -> bool:

@@ -1,12 +1,13 @@
 """Flax Linen: a policy for a model and its parts, and a train state for `jamp.step`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from ._linen_policy import with_policy as with_policy
-from ._optax import step
+from ._optax import as_transformation, step
 
 
 class TrainState(train_state.TrainState):
@@ -32,6 +33,16 @@ class TrainState(train_state.TrainState):
       2.0 [0. 0.] 8.0
     """
 
+    @classmethod
+    def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Any:
+        """A state at step 0, with `tx.init(params)`: Flax's `create`.
+
+        Raises:
+          TypeError: `tx` is not a gradient transformation.
+        """
+        as_transformation(tx, "tx")
+        return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
         """One optimizer step: `jamp.step`, then `step + 1` and `**kwargs` replaced.
 
@@ -40,7 +51,8 @@ class TrainState(train_state.TrainState):
           **kwargs: other fields to replace, such as `batch_stats`. They are replaced
             on a skipped step too.
         """
-        if OVERWRITE_WITH_GRADIENT in grads:  # Flax's fp8 scales: Flax handles them
+        is_dict = isinstance(grads, Mapping)
+        if is_dict and OVERWRITE_WITH_GRADIENT in grads:  # fp8 scales: Flax's matter
             return super().apply_gradients(grads=grads, **kwargs)
         params, opt_state = step(self.tx, grads, self.opt_state, self.params)
         return self.replace(

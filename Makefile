@@ -28,11 +28,11 @@ demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.test ## the tests; no torch needed
-	$(CACHED) $(BIN)/python -m pytest -n auto --dist loadgroup tests
+	$(CACHED) $(BIN)/python -m pytest -n auto tests
 
 parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
-	$(BIN)/python -m parity
-	$(BIN)/python -m pytest -n auto -m "not suite" parity
+	$(CACHED) $(BIN)/python -m parity
+	$(CACHED) $(BIN)/python -m pytest -n auto -m "not suite" parity
 
 lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## ruff and pyright
 	$(BIN)/ruff check .

@@ -78,7 +78,7 @@ import numpy as np
 from . import _compat
 from ._rules import CASTABLE, OBSERVED, REGION, Settings, compile_rules
 from ._trace import AutocastTrace, Record, mark
-from ._tree import as_dtype, brief, shown
+from ._tree import as_dtype, brief, flag, shown
 
 BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16.
 There is no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
@@ -232,12 +232,11 @@ class autocast:
     ):
         dtype = default_dtype() if dtype is None else dtype
         dtype = dtype_argument(dtype, CASTABLE[:2], BAD_DTYPE)
-        if not isinstance(enabled, bool):
-            raise TypeError(f"autocast(enabled=...) must be a bool, got {enabled!r}")
         if cast_inputs is not None:
             cast_inputs = dtype_argument(cast_inputs, CASTABLE, BAD_INPUTS)
         self.settings = Settings(dtype, compile_rules(rules))
-        self.enabled, self.cast_inputs = enabled, cast_inputs
+        self.enabled = flag("autocast(enabled=...)", enabled)
+        self.cast_inputs = cast_inputs
         self._entered = Entered()
 
     def __enter__(self):

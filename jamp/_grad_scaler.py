@@ -20,7 +20,7 @@ from ._iteration import Iteration, Record, Stage
 from ._loss_scale import LossScaleConfig, LossScaleState
 from ._nnx_grads import check_own_gradients, own_gradients, unscale_own, update_if
 from ._state import part
-from ._tree import is_inexact, is_traced, shown
+from ._tree import flag, is_inexact, is_traced, shown
 
 
 class GradScaler(nnx.Pytree):
@@ -98,7 +98,7 @@ class GradScaler(nnx.Pytree):
             max_scale=max_scale,
             hysteresis=hysteresis,
         )
-        self._enabled = _loss_scale.flag("enabled", enabled)
+        self._enabled = flag("enabled", enabled)
         self._axis_name = _loss_scale.axis_names(axis_name)
         self.loss_scale: nnx.Variable[jax.Array]
         self.growth_tracker: nnx.Variable[jax.Array]

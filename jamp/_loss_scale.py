@@ -171,13 +171,6 @@ def _is_scalar(value: Any) -> bool:
     return is_real and value.shape == ()
 
 
-def flag(name: str, value: Any) -> bool:
-    """The value as a bool, or TypeError: "False" is true, and 0.5 is too."""
-    if not isinstance(value, bool | np.bool):
-        raise TypeError(f"{name} must be a bool; got {shown(value)}.")
-    return bool(value)
-
-
 def is_scalable(x: Any) -> bool:
     """Whether `scale` takes it."""
     is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
@@ -217,13 +210,15 @@ def scale(x: Any, loss_scale: jax.Array) -> jax.Array:
 
 
 def axis_names(axis_name: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """The axes as a tuple, or TypeError naming `axis_name`."""
+    """The axes as a tuple, or an error naming `axis_name`."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     is_sequence = isinstance(names, Sequence) and all(isinstance(n, str) for n in names)
     if names is not None and not is_sequence:
         raise TypeError(
             f"axis_name must be a name or a sequence of names; got {axis_name!r}."
         )
+    if names is not None and len(set(names)) < len(names):
+        raise ValueError(f"axis_name must name each axis once; got {axis_name!r}.")
     return None if names is None else tuple(names)
 
 

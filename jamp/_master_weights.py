@@ -138,6 +138,8 @@ def taken_over(copy: Any, param: Any) -> Any:
         if not is_hole(param) and is_half(param):
             raise ValueError("a half-precision parameter has no float32 copy.")
         return copy
+    if not jnp.issubdtype(dtype_of(param), jnp.floating):
+        raise ValueError(f"a parameter with a float32 copy is {dtype_of(param)}.")
     if dtype_of(copy) != jnp.float32:
         raise ValueError(
             f"master_weights's update: a copy in the state is {dtype_of(copy)}, not "

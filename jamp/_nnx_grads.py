@@ -64,7 +64,9 @@ def check_own_gradients(
     And TypeError if there is no model.
     """
     swapped = isinstance(model, nnx.State) and isinstance(grads, nnx.Module)
-    if swapped or model is None or jax.tree_util.all_leaves([model]):
+    is_module = isinstance(model, nnx.Module)
+    is_leaf = model is None or jax.tree_util.all_leaves([model])
+    if swapped or (is_leaf and not is_module):
         raise TypeError(
             f"model must be the NNX module to update; got {shown(model)}. Write "
             "scaler.step(optimizer, model, grads)."

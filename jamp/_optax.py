@@ -25,13 +25,13 @@ from ._match import check_gradients_match, check_update_matches, is_hole
 from ._state import (
     DynamicLossScaleState,
     check_not_scaled_yet,
-    check_numbers,
+    check_not_stacked,
     check_state,
     explained,
     keeps_master_weights,
     part,
 )
-from ._tree import check_leaves, dtype_of, is_half, is_inexact, shown, widen
+from ._tree import check_leaves, dtype_of, flag, is_half, is_inexact, shown, widen
 
 
 class _LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -133,7 +133,7 @@ def dynamic_loss_scale(
         max_scale=max_scale,
         hysteresis=hysteresis,
     )
-    if not _loss_scale.flag("enabled", enabled):
+    if not flag("enabled", enabled):
         return _disabled(inner)
 
     def next_scale(state, found_inf):
@@ -196,17 +196,14 @@ def _loss_scaled(inner, config, next_scale, axis_name):
 
     def check(caller, grads, state, params):
         check_state(state, DynamicLossScaleState, caller)
-        scale = state.loss_scale
-        if not isinstance(scale, float) and getattr(scale, "shape", None) != ():
-            raise ValueError(
-                f"{caller}: loss_scale of the state must be one number; got "
-                f"{shown(scale)}. For stacked states use jax.vmap."
-            )
-        check_numbers(state, caller)
+        scaling = LossScaleState(*part(state, LossScaleState))
+        health = Health(*part(state, Health))
+        check_not_stacked(scaling._asdict() | health._asdict(), caller)
         check_leaves(grads, f"{caller}: the gradient")
         if params is not None:
             check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
+        return scaling, health
 
     def run_inner(caller, grads, inverse, state, params, extra_args):
         if "grad" in extra_args:
@@ -228,20 +225,20 @@ def _loss_scaled(inner, config, next_scale, axis_name):
             )
         return updates, inner_state
 
-    def advance(state, finite, inner_state):
+    def advance(scaling, health, finite, inner_state):
         found_inf = jnp.logical_not(finite)
-        scaling = next_scale(LossScaleState(*part(state, LossScaleState)), found_inf)
+        scaling = next_scale(scaling, found_inf)
         at_floor = scaling.loss_scale <= _loss_scale.floor(config)
-        health = _health.record(Health(*part(state, Health)), found_inf, at_floor)
+        health = _health.record(health, found_inf, at_floor)
         return DynamicLossScaleState(
             **scaling._asdict(), **health._asdict(), inner_state=inner_state
         )
 
     def update_fn(updates, state, params=None, **extra_args):
         caller = "dynamic_loss_scale's update"
-        check(caller, updates, state, params)
+        scaling, health = check(caller, updates, state, params)
         finite = _loss_scale.all_finite(updates, axis_name)
-        inverse = _loss_scale.invert(state.loss_scale)
+        inverse = _loss_scale.invert(scaling.loss_scale)
         run = lambda: run_inner(caller, updates, inverse, state, params, extra_args)
 
         def skip():
@@ -249,12 +246,12 @@ def _loss_scaled(inner, config, next_scale, axis_name):
             return jax.tree.map(_no_update, shapes), state.inner_state
 
         updates, inner_state = _loss_scale.run_or_hold(finite, run, skip)
-        return updates, advance(state, finite, inner_state)
+        return updates, advance(scaling, health, finite, inner_state)
 
     def fused_step(grads, state, params, **extra_args):
-        check("jamp.step", grads, state, params)
+        scaling, health = check("jamp.step", grads, state, params)
         finite = _loss_scale.all_finite(grads, axis_name)
-        inverse = _loss_scale.invert(state.loss_scale)
+        inverse = _loss_scale.invert(scaling.loss_scale)
 
         def run():
             updates, inner_state = run_inner(
@@ -265,7 +262,7 @@ def _loss_scaled(inner, config, next_scale, axis_name):
         params, inner_state = _loss_scale.run_or_hold(
             finite, run, lambda: (params, state.inner_state)
         )
-        return params, advance(state, finite, inner_state)
+        return params, advance(scaling, health, finite, inner_state)
 
     tx = _LossScaledTransformation(init_fn, update_fn)
     tx.fused_step = fused_step

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from ._tree import NUMBERS
+from ._tree import NUMBERS, dtype_of, shown
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -24,7 +25,7 @@ class DynamicLossScaleState(NamedTuple):
     inner_state: optax.OptState  # of the wrapped optimizer, held on a skipped step
 
 
-DTYPES = {
+DTYPES = {  # of the numbers above
     "loss_scale": "float32",
     "growth_tracker": "int32",
     "found_inf": "bool",
@@ -45,16 +46,34 @@ class MasterWeightsState(NamedTuple):
 
 
 def part(state: Any, fields: Any) -> list[Any]:
-    """The values of those fields that another NamedTuple has too.
+    """Those fields of a `DynamicLossScaleState` or a `GradScaler` that a type has.
 
-    NNX wraps each array of a state in a Variable of one leaf.
+    Numbers that come from elsewhere (NumPy, JSON) get the dtypes that init makes. NNX
+    wraps each array of a state in a Variable of one leaf.
+
+    Raises:
+      ValueError: one is missing, or cannot be what init makes.
     """
-    found = {name: jax.tree.leaves(getattr(state, name)) for name in fields._fields}
-    if missing := [name for name, leaves in found.items() if not leaves]:
-        raise ValueError(
-            f"the state has no {', '.join(missing)}; pass it as init made it."
-        )
-    return [leaves[0] for leaves in found.values()]
+    return [_number(name, getattr(state, name)) for name in fields._fields]
+
+
+def _number(name: str, value: Any) -> Any:
+    leaves = jax.tree.leaves(value)
+    leaf = leaves[0] if len(leaves) == 1 else None
+    wanted = jnp.dtype(DTYPES[name])
+    kinds = {"f": (jnp.floating, jnp.integer), "b": (jnp.bool_,)}
+    is_number = isinstance(leaf, (jax.Array, np.ndarray, np.generic, *NUMBERS))
+    given = dtype_of(leaf) if is_number else None
+    if given == wanted and isinstance(leaf, jax.Array) and not leaf.weak_type:
+        return leaf
+    fits = kinds.get(wanted.kind, (jnp.integer,))
+    if given is not None and any(jnp.issubdtype(given, kind) for kind in fits):
+        with contextlib.suppress(OverflowError):  # an integer of too many bits
+            return jnp.asarray(leaf, wanted)
+    raise ValueError(
+        f"{name} of the state must be {wanted}; got {shown(value)}. Pass the state as "
+        "init made it."
+    )
 
 
 def keeps_master_weights(opt_state: Any) -> bool:
@@ -88,22 +107,13 @@ def check_not_scaled_yet(opt_state: Any, argument: str) -> None:
         )
 
 
-def check_numbers(state: Any, caller: str, *, stacked: bool = False) -> None:
-    """Raises ValueError unless the numbers of a state are as init made them.
-
-    With `stacked` they may have any shape, as those of states made under vmap.
-    """
-    for name, dtype in DTYPES.items():
-        value = getattr(state, name)
-        if type(value) is {"float32": float, "bool": bool}.get(dtype, int):
-            continue
-        found = getattr(value, "dtype", None), getattr(value, "shape", None)
-        if stacked and (found[0] == dtype or not jax.tree.leaves(value)):
-            continue
-        if found != (dtype, ()):
+def check_not_stacked(numbers: dict[str, Any], caller: str) -> None:
+    """Raises ValueError if one of the numbers of a state has dimensions."""
+    for name, value in numbers.items():
+        if shape := jnp.shape(value):
             raise ValueError(
-                f"{caller}: {name} of the state must be {dtype} of shape (); got "
-                f"{found[0]} of shape {found[1]}. Pass the state as init made it."
+                f"{caller}: {name} of the state must be one number; got shape {shape}. "
+                "For stacked states use jax.vmap."
             )
 
 
@@ -123,7 +133,7 @@ def explained(
     """If an optimizer fails, and its state is another one's: ValueError saying so."""
     try:
         yield
-    except Exception as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         if params is None:
             raise
         difference = _difference(state, jax.eval_shape(init, params))

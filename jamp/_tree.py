@@ -33,6 +33,14 @@ def as_dtype(value: Any) -> Any:
     return jnp.dtype(value)
 
 
+def flag(name: str, value: Any) -> bool:
+    """A bool, or 0 or 1; else TypeError, for "False" is true, and 0.5 is too."""
+    is_bool = isinstance(value, bool | np.bool)
+    if not is_bool and not (isinstance(value, int) and value in (0, 1)):
+        raise TypeError(f"{name} must be a bool; got {shown(value)}.")
+    return bool(value)
+
+
 def check_leaves(tree: Any, what: str) -> None:
     """Raises TypeError naming the first leaf that is no array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

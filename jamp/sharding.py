@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ._loss_scale import axis_names
 from ._mesh import names
-from ._tree import dtype_of, is_inexact
+from ._tree import as_dtype, dtype_of, is_inexact, shown
 
 
 def gather(
@@ -33,6 +33,11 @@ def gather(
     came in. Each device then computes the loss of its own part of the batch, and the
     gradient is the mean of these over `axis_name`. An overflow in `reduce_dtype` is an
     inf on all devices, and the loss scale skips the step.
+
+    Differentiate that own loss, not its `pmean`: the mean is taken here, and would be
+    taken twice. And use no parameter but through what this returns: the gradient of
+    one that is used as it came in is summed by JAX. Only reverse mode works
+    (`jax.grad`, `jax.vjp`), and not twice.
 
     A parameter that `specs` says is split over `axis_name` is gathered in the forward
     pass and its gradient comes back split (`all_gather`, `reduce_scatter`): fully
@@ -58,7 +63,8 @@ def gather(
 
     Raises:
       TypeError: a dtype is not floating; `axis_name` is no name; a spec is none.
-      ValueError: `axis_name` is not mapped here; `specs` does not match `params`.
+      ValueError: `axis_name` is not mapped here; `specs` does not match `params`, or
+        names an axis to gather over before one that stays split.
 
     Example:
       >>> import jax, jax.numpy as jnp, jamp
@@ -98,17 +104,33 @@ def gather(
         if param is None or not is_inexact(param):
             return param
         spec = PartitionSpec() if spec is None else spec
-        dims = [tuple(n for n in names(entry) if n in axes) for entry in spec]
+        where = jax.tree_util.keystr(path) or "the parameter"
+        dims = tuple(last_of(entry, axes, where) for entry in spec)
         try:
-            return _gather(tuple(dims), axes, param_dtype, reduce_dtype, param)
+            return _gather(dims, axes, param_dtype, reduce_dtype, param)
         except ValueError as error:
             raise ValueError(
-                f"specs must be those of shard_map's in_specs; got {spec} for "
-                f"{jax.tree_util.keystr(path) or 'the parameter'} of shape "
-                f"{jnp.shape(param)} on each device: {error}"
+                f"gather of {where}, of shape {jnp.shape(param)} on each device and "
+                f"split by {spec}: {error} The specs must be the in_specs of shard_map."
             ) from error
 
     return jax.tree_util.tree_map_with_path(gather_leaf, specs, params, is_leaf=is_spec)
+
+
+def last_of(entry: Any, axes: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """The axes of an entry of a spec to gather over: ValueError unless they come last.
+
+    The first axis of an entry splits into large blocks, the last one splits those.
+    """
+    entry = names(entry)
+    chosen = tuple(name for name in entry if name in axes)
+    if chosen != entry[len(entry) - len(chosen) :]:
+        raise ValueError(
+            f"gather of {where}: specs splits a dimension over {entry}, of which "
+            f"{chosen} cannot be gathered before the rest; gather over all of them, or "
+            "over the last ones first."
+        )
+    return chosen
 
 
 def mapped(axis_name: Any) -> tuple[str, ...]:
@@ -132,11 +154,11 @@ def floating(name: str, dtype: Any) -> Any:
     if dtype is None:
         return None
     try:
-        known = jnp.dtype(dtype)
+        known = as_dtype(dtype)
     except TypeError:
         known = None
     if known is None or not jnp.issubdtype(known, jnp.floating):
-        raise TypeError(f"{name} must be a floating dtype or None; got {dtype!r}.")
+        raise TypeError(f"{name} must be a floating dtype or None; got {shown(dtype)}.")
     return known
 
 

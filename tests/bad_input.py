@@ -109,10 +109,10 @@ jamp.autocast
     bfloat16. ...
     > `jamp.autocast(jnp.float16)(loss_fn)`.
   jamp.autocast(enabled="False")
-    TypeError: autocast(enabled=...) must be a bool, got 'False'
+    TypeError: autocast(enabled=...) must be a bool; got 'False' of type str.
     > A string from the command line is true.
   jax.jit(lambda on: jamp.autocast(enabled=on))(True)
-    TypeError: autocast(enabled=...) must be a bool, got ...
+    TypeError: autocast(enabled=...) must be a bool; got ... of type ....
     > Make it static: `static_argnums`.
   jamp.autocast(rules=["head"])
     TypeError: autocast(rules=...) must be a dict, got <class 'list'>
@@ -459,8 +459,7 @@ jamp.dynamic_loss_scale
     > Call `update` of the chain.
   tx.update(grads, opt_state._replace(loss_scale=jnp.ones(3)), params)
     ValueError: dynamic_loss_scale's update: loss_scale of the state must be one number;
-    got Array([1., 1., 1.], dtype=float32) of type ArrayImpl. For stacked states use
-    jax.vmap.
+    got shape (3,). For stacked states use jax.vmap.
   adam_tx.update(grads, opt_state, params)
     ValueError: dynamic_loss_scale's update: the state is of another optimizer, or of
     other parameters: at [0].count it has nothing, init makes shape (). Pass the state
@@ -569,7 +568,8 @@ jamp.loss_scale
     ValueError: opt_state holds 2 loss scales, at [0], [1]; pass the part that holds the
     one you mean.
   jamp.loss_scale(opt_state._replace(loss_scale=None))
-    ValueError: the state has no loss_scale; pass it as init made it.
+    ValueError: loss_scale of the state must be float32; got None of type NoneType. Pass
+    the state as init made it.
 
 jamp.metrics
   jamp.metrics(scaler.state_dict())
@@ -1077,7 +1077,7 @@ jamp.sharding.gather
   jamp.sharding.gather(params, None)
     TypeError: axis_name must name a mapped axis; got None.
   jamp.sharding.gather(params, "data", reduce_dtype="int8")
-    TypeError: reduce_dtype must be a floating dtype or None; got 'int8'.
+    TypeError: reduce_dtype must be a floating dtype or None; got 'int8' of type str.
   jamp.sharding.gather(params, "data", "data")
     TypeError: specs must be PartitionSpecs or None; got 'data'.
     > `PartitionSpec("data")`.

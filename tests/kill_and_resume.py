@@ -242,7 +242,8 @@ def wait_for_moment(
     """
     starting, in_a_save = rng.random() < 1 / 8, rng.random() < 1 / 2
     lines = 1 if starting else rng.randrange(2, 14)
-    while process.is_alive():
+    deadline = time.monotonic() + 300
+    while process.is_alive() and time.monotonic() < deadline:
         words = read_log(folder)[before:]
         fits = starting or save_under_way(words, folder) == in_a_save
         if fits and len(words) >= lines:

@@ -598,3 +598,22 @@ def test_a_jitted_step_traces_once_and_transfers_nothing():
         ]
     assert len(traces) == 1
     assert sum(map(int, skipped)) == 10
+
+
+@pytest.mark.parametrize("enabled", [1, np.True_, True])
+def test_enabled_takes_what_torch_scripts_pass(enabled):
+    assert jamp.GradScaler(enabled=enabled).is_enabled() is True
+    assert jamp.GradScaler(enabled=type(enabled)(0)).is_enabled() is False
+
+
+def test_a_module_that_is_no_pytree_is_trained():
+    class Model(nnx.Module, pytree=False):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(3))
+            self.sizes = [1, 2]
+
+    model, scaler = Model(), jamp.GradScaler()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.25), wrt=nnx.Param)
+    loss_fn = lambda model: scaler.scale(jnp.sum(model.w[...] ** 2))
+    assert not scaler.step(optimizer, model, nnx.grad(loss_fn)(model))
+    np.testing.assert_array_equal(model.w[...], 0.5)

@@ -398,6 +398,8 @@ def test_axis_names_are_checked():
     for bad in (0, ("data", 1)):
         with pytest.raises(TypeError, match="axis_name must be a name or a sequence"):
             jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name=bad)
+    with pytest.raises(ValueError, match="axis_name must name each axis once; got"):
+        jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name=("data", "data"))
 
 
 def test_the_fused_step_accesses_no_more_bytes_than_the_plain_one(standard_promotion):
@@ -605,3 +607,53 @@ def test_factory_arguments_are_checked():
         jamp.dynamic_loss_scale(optax.sgd(0.1), growth_factor=0.9)
     with pytest.raises(ValueError, match=r"loss_scale must be finite and > 0"):
         jamp.static_loss_scale(optax.sgd(0.1), 0.0)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_numbers_of_a_state_may_come_from_elsewhere(jit):
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0))
+    state, grads = tx.init(jnp.ones(2)), jnp.full(2, 512.0)
+    step = lambda state: jamp.step(tx, grads, state, jnp.ones(2))
+    step = jax.jit(step) if jit else step
+    for scale in (1024, 1024.0, np.float64(1024), np.int64(1024), jnp.asarray(1024)):
+        given = optax.tree.set(state, loss_scale=scale, growth_tracker=np.int64(3))
+        params, moved = step(given)
+        np.testing.assert_array_equal(params, 0.5)
+        assert moved.loss_scale == 1024.0 and moved.growth_tracker == 4
+        chex.assert_trees_all_equal_dtypes(moved, state)
+        assert jamp.loss_scale(given).dtype == jnp.float32
+    items = jax.tree.map(lambda leaf: np.asarray(leaf).item(), state)
+    assert items.recent_skips == 0 and type(items.recent_skips) is int
+    chex.assert_trees_all_equal(step(items), step(state))
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(step(items)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loss_scale": "x"},
+        {"loss_scale": True},
+        {"loss_scale": 1j},
+        {"growth_tracker": 1.5},
+        {"growth_tracker": 2**40},
+        {"found_inf": 3},
+        {"recent_skips": jnp.ones(2, jnp.float16)},
+    ],
+    ids=str,
+)
+def test_numbers_of_a_state_that_cannot_be_are_named(wrong):
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0))
+    state = tx.init(jnp.ones(2))._replace(**wrong)
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} of the state must be"):
+        tx.update(jnp.ones(2), state, jnp.ones(2))
+
+
+def test_an_optimizer_may_fail_in_its_own_words():
+    def fails(updates, state, params=None):
+        raise RuntimeError("out of budget")
+
+    inner = optax.GradientTransformation(lambda params: jnp.zeros(3), fails)
+    tx = jamp.dynamic_loss_scale(inner)
+    state = tx.init(jnp.ones(2))._replace(inner_state=jnp.zeros(4))
+    with pytest.raises(RuntimeError, match="out of budget"):
+        tx.update(jnp.ones(2), state, jnp.ones(2))

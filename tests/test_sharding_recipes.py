@@ -319,9 +319,11 @@ def test_gather_leaves_integers_and_takes_a_tree_of_specs():
 
 def test_gather_refuses_specs_that_are_not_those_of_the_parameters():
     params = {"w": jnp.ones(8)}
-    with pytest.raises(ValueError, match=r"got P\(\) for \['w'\] of shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"\['w'\], of shape \(1,\) .*split by P\(\)"):
         gathered(params, P("data"))
-    with pytest.raises(ValueError, match=r"specs must be those.*'data', 'data'"):
+    with pytest.raises(
+        ValueError, match=r"split by P\('data', 'data'\).* must be the in_"
+    ):
         gathered(params, P("data"), P("data", "data"))
 
 
@@ -352,6 +354,7 @@ def test_gather_averages_over_two_axes(spec):
 
 def test_two_calls_reduce_first_in_float16_and_then_in_float32():
     mesh = jax.make_mesh((4, 2), ("host", "chip"), axis_types=(AxisType.Auto,) * 2)
+    both = ("host", "chip")
 
     def local_gradient(w, x):
         def loss_fn(w):
@@ -362,12 +365,7 @@ def test_two_calls_reduce_first_in_float16_and_then_in_float32():
         return jax.grad(loss_fn)(w)
 
     step = jax.jit(
-        jax.shard_map(
-            local_gradient,
-            mesh=mesh,
-            in_specs=(P(), P(("host", "chip"))),
-            out_specs=P(),
-        )
+        jax.shard_map(local_gradient, mesh=mesh, in_specs=(P(), P(both)), out_specs=P())
     )
     # Exact in float16 on each host; their mean, 1 + 2**-12, is not.
     x = jnp.repeat(1.0 + jnp.array([0.0, 0.0, 1.0, 3.0]) * 2.0**-10, 2)
@@ -376,6 +374,30 @@ def test_two_calls_reduce_first_in_float16_and_then_in_float32():
     assert step(jnp.ones([1]), x)[0] == 1.0 + 2.0**-12
     hlo = step.lower(jnp.ones([1]), x).compile().as_text()
     assert "f16[1]{0} all-reduce" in hlo and "f32[1]{0} all-reduce" in hlo
+
+
+@pytest.mark.parametrize("spec", [P(("a", "b")), P(("b", "a")), P("b", "a")])
+def test_gather_undoes_a_split_over_two_axes_in_one_call_and_in_two(spec):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    w, gather = jnp.arange(64.0).reshape(8, 8), jamp.sharding.gather
+
+    def run(f):
+        return jax.shard_map(
+            lambda w: f(w)[None], mesh=mesh, in_specs=spec, out_specs=P(("a", "b"))
+        )(w)
+
+    whole = np.broadcast_to(w, (8, 8, 8))
+    np.testing.assert_array_equal(run(lambda w: gather(w, ("a", "b"), spec)), whole)
+    in_two = {
+        P(("a", "b")): lambda w: gather(gather(w, "b", spec), "a", P("a")),
+        P(("b", "a")): lambda w: gather(gather(w, "a", spec), "b", P("b")),
+        P("b", "a"): lambda w: gather(gather(w, "a", spec), "b", spec),
+    }[spec]
+    np.testing.assert_array_equal(run(in_two), whole)
+    if len(spec) == 1:
+        first = spec[0][0]
+        with pytest.raises(ValueError, match=rf"\('{first}',\) cannot be gathered bef"):
+            run(lambda w: gather(w, first, spec))
 
 
 def test_gather_inside_the_region_and_under_checkpoint():
@@ -421,6 +443,7 @@ def test_gather_inside_the_region_and_under_checkpoint():
     [
         ({"axis_name": 3}, TypeError, "axis_name must be a name or a sequence"),
         ({"axis_name": ()}, TypeError, "axis_name must name a mapped axis; got"),
+        ({"axis_name": ("a", "a")}, ValueError, "axis_name must name each axis once"),
         ({"reduce_dtype": "int8"}, TypeError, "reduce_dtype must be a floating dtype"),
         ({"param_dtype": "text"}, TypeError, "param_dtype must be a floating dtype"),
         (

@@ -48,6 +48,7 @@ bench: $(VENV)/.benchmarks ## benchmarks on the CPU; prints tables
 	$(BIN)/python -m benchmarks.compile_time
 	$(BIN)/python -m benchmarks.master_weights
 	$(BIN)/python -m benchmarks.logging_overhead
+	$(BIN)/python -m benchmarks.collectives
 
 gpu: ## GPU tests, parity and benchmarks, with GPU_PYTHON and from the source tree
 	$(GPU_PYTHON) -m pytest tests/test_gpu.py

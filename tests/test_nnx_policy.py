@@ -116,6 +116,7 @@ def test_gradients_and_backward_products():
     assert all(dtypes == {"float16"} for dtypes in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["mixed_float16", "half"])
 def test_training_is_traced_once_and_keeps_its_dtypes(text):
     mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), text)

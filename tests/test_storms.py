@@ -31,7 +31,7 @@ RULE = {
     "kind, seed, count, cases",
     [
         ("rule", 0, 4, 600),
-        ("trees", 0, 4, 215),
+        pytest.param("trees", 0, 4, 215, marks=pytest.mark.slow),
         pytest.param("trees", 1, 4, 215, marks=pytest.mark.slow),
         ("calls", 0, 8, 25),
         ("garbage", 0, 8, 100),

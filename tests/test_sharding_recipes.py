@@ -11,7 +11,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from benchmarks.collectives import HALF, LAYOUTS, ROWS, measure, training
+from benchmarks.collectives import (
+    HALF,
+    LAYOUTS,
+    ROWS,
+    collectives_of,
+    measure,
+    training,
+)
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
@@ -85,7 +92,8 @@ def test_a_sharded_training_is_that_of_one_device(row, one_device):
 
 # Where XLA places the collectives, there is one for each set of axes that parameters
 # are split over, and in it a byte for each parameter.
-PARTS = 4 * SIZES["layers"]
+BLOCK = {**SIZES, "layers": 1}
+PARTS = 4
 MORE = {
     ("FSDP", "jit"): (1, PARTS),
     ("tensor parallel", "jit"): (1, PARTS * 3 // 4),
@@ -98,7 +106,7 @@ MORE = {
 
 @pytest.mark.parametrize("row", ROWS, ids=row_ids)
 def test_loss_scaling_adds_one_scalar_to_what_devices_exchange(row):
-    measured = measure(*row, **SIZES)
+    measured = measure(*row, **BLOCK)
     count, size = MORE.get(row[:2], (1, 4))
     assert measured["plain"]["count"] > 0
     assert measured["extra_count"] <= count
@@ -106,17 +114,17 @@ def test_loss_scaling_adds_one_scalar_to_what_devices_exchange(row):
 
 
 def reduced(mode, **options):
-    return measure("data parallel", mode, options, **SIZES)["plain"]["by_dtype"]
+    layout = LAYOUTS["data parallel"]
+    plain = training(layout, mode, scaled=False, **BLOCK, **options)
+    return collectives_of(plain).by_dtype
 
 
 def test_gradients_are_reduced_in_the_dtype_asked_for():
-    size = sum(x.size for x in jax.tree.leaves(sgd_training(LAYOUTS["FSDP"]).params))
-    loss = 4
+    kernels, biases, loss = 2 * 32 * 64, 32 + 64, 4
+    size = kernels + biases
     assert reduced("shard_map") == {"f32": 4 * size + loss}
     assert reduced("shard_map", **HALF) == {"f16": 2 * size, "f32": loss}
     # Under jit a kernel's gradient is reduced as its matrix product comes: in float16.
-    kernels = 2 * 32 * 64 * SIZES["layers"]
-    biases = size - kernels
     assert reduced("jit") == {"f16": 2 * kernels, "f32": 4 * biases + loss}
 
 

@@ -36,42 +36,38 @@ def check_gradients_match(
     def leaves_by_path(tree):
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)
         return {
-            jax.tree_util.keystr(path): None if is_hole(leaf) else jnp.shape(leaf)
+            jax.tree_util.keystr(path): None if is_hole(leaf) else leaf
             for path, leaf in leaves
         }
 
-    def dtypes_by_path(tree):
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): dtype_of(leaf) for path, leaf in leaves}
-
     found, expected = leaves_by_path(grads), leaves_by_path(params)
-    dtypes = dtypes_by_path(grads), dtypes_by_path(params)
     for path in [path for path in found if path not in expected]:
         raise ValueError(
             f"{caller}: the gradients have a leaf at {path or 'the root'} and the "
             f"parameters have none there; pass the gradients of these parameters. "
             f"Parameter paths: {_some(expected)}."
         )
-    for path, shape in expected.items():
-        got = found.get(path)
-        if shape is None or (wrapped and path in found and got is None):
+    for path, param in expected.items():
+        grad = found.get(path)
+        if param is None or (wrapped and path in found and grad is None):
             continue
-        if got is None:
+        if grad is None:
             raise ValueError(
                 f"{caller}: the parameters have a leaf at {path or 'the root'} and "
                 f"the gradients have none there; pass the gradients of all parameters, "
                 f"or mask the optimizer (optax.masked). Gradient paths: {_some(found)}."
             )
+        got, shape = jnp.shape(grad), jnp.shape(param)
         if shape != got and not (wrapped and shape == got[1:]):
             raise ValueError(
                 f"{caller}: at {path or 'the root'} the gradient has shape {got} and "
                 f"the parameter has shape {shape}; pass the gradients of these "
                 "parameters."
             )
-        if got is not None and not _is_gradient(dtypes[0][path], dtypes[1][path]):
+        if not _is_gradient(dtype_of(grad), dtype_of(param)):
             raise ValueError(
-                f"{caller}: at {path or 'the root'} the gradient is {dtypes[0][path]} "
-                f"and the parameter is {dtypes[1][path]}; pass the gradients of these "
+                f"{caller}: at {path or 'the root'} the gradient is {dtype_of(grad)} "
+                f"and the parameter is {dtype_of(param)}; pass the gradients of these "
                 "parameters."
             )
 

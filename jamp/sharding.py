@@ -169,8 +169,13 @@ def _gather(dims, axes, param_dtype, reduce_dtype, param):
     for dim, split_over in enumerate(dims):
         if split_over:
             param = lax.all_gather(param, split_over, axis=dim, tiled=True)
-    held = [axis for axis in axes if not any(axis in names for names in dims)]
-    return lax.pcast(param, tuple(held), to="varying") if held else param
+    rest = _not_split(dims, axes)
+    return lax.pcast(param, rest, to="varying") if rest else param
+
+
+def _not_split(dims, axes):
+    """The axes that no dimension is split over: there all devices hold the same."""
+    return tuple(axis for axis in axes if not any(axis in dim for dim in dims))
 
 
 def _gather_forward(dims, axes, param_dtype, reduce_dtype, param):
@@ -186,8 +191,8 @@ def _gather_backward(dims, axes, param_dtype, reduce_dtype, like, grad):
     for dim, split_over in enumerate(dims):
         if split_over:
             grad = lax.psum_scatter(grad, split_over, scatter_dimension=dim, tiled=True)
-    held = [axis for axis in axes if not any(axis in names for names in dims)]
-    grad = lax.psum(grad, tuple(held)) if held else grad
+    rest = _not_split(dims, axes)
+    grad = lax.psum(grad, rest) if rest else grad
     return (lax.convert_element_type(grad, dtype_of(like)),)
 
 

@@ -1,0 +1,107 @@
+"""What the benchmarks share: arguments, turns, tables and files.
+
+Rows of one table take turns in one process, and change places from round to round. A
+ratio is the median over rounds of a row's time over its baseline's in the same round.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# On a CPU, glibc's malloc returns large buffers to the system at each step; to fault
+# them in again costs more than what is measured.
+RAISED_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**27),
+}
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "torch")
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """A parser with the arguments that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
+    parser.add_argument("--small", action="store_true", help="seconds, to try the code")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--default-malloc", action="store_true", help="as glibc has it")
+    return parser
+
+
+def prepare(args: argparse.Namespace, module: str) -> None:
+    """Call this before JAX is imported. May restart the program, with malloc set up."""
+    raised = all(os.environ.get(k) == v for k, v in RAISED_MALLOC.items())
+    if args.device == "cpu" and not args.default_malloc and not raised:
+        os.environ.update(RAISED_MALLOC)
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+    os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[args.device]
+
+
+def describe() -> dict[str, str]:
+    """Where and with what this runs."""
+    import jax
+
+    versions = {"python": sys.version.split()[0]}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = ""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "cpus": str(os.cpu_count()),
+        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
+        **versions,
+    }
+
+
+def _module() -> str:
+    path = Path(sys.argv[0])
+    return f"{path.parent.name}.{path.stem}"
+
+
+def take_turns(
+    rows: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of each row by round. A row waits for its own work before it returns."""
+    names = list(rows)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + warmup):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            start = time.perf_counter()
+            rows[name]()
+            if turn >= warmup:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(seconds: Iterable[float], base: Iterable[float]) -> float:
+    """The median of the ratios of the rounds."""
+    return statistics.median(a / b for a, b in zip(seconds, base, strict=True))
+
+
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """A Markdown table; the first column is text, the others are figures."""
+    columns = list(columns)
+    print(f"\n| {' | '.join(columns)} |")
+    print("|---" + "|---:" * (len(columns) - 1) + "|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def save(path: Path | None, results: Any) -> None:
+    """Writes the figures and where they were taken, if a path was given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document = {"run": describe(), "results": results}
+        path.write_text(json.dumps(document, indent=2) + "\n")

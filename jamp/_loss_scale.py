@@ -22,8 +22,8 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ from jax import lax
 from . import _mesh
 from ._tree import dtype_of, is_inexact, is_traced, shown, widened
 
-T = TypeVar("T")
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # 2**-126
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
@@ -253,20 +252,6 @@ def _all_finite(leaves: Sequence[Any]) -> jax.Array | np.bool:
     return functools.reduce(jnp.logical_and, checks, np.True_)
 
 
-def run_or_hold(
-    finite: jax.Array | np.bool, run: Callable[[], T], hold: Callable[[], T]
-) -> T:
-    """`run()` if finite, else `hold()`; both return the same structure and dtypes.
-
-    Inside a trace this is a `lax.cond` with the finite side as its true branch: XLA
-    copies far more with the branches the other way round. Outside a trace the value is
-    known and only one side runs, as in torch, whose `step` reads the flag too.
-    """
-    if is_traced(finite):
-        return lax.cond(finite, run, hold)
-    return run() if finite else hold()
-
-
 class InverseScale(NamedTuple):
     """`float32(1 / float64(loss_scale))` as two factors, neither of them subnormal.
 
@@ -302,7 +287,7 @@ def unscale(tree: Any, inverse: InverseScale) -> Any:
 
     Args:
       tree: pytree of scaled gradients.
-      inverse: from `invert`. Made outside a `run_or_hold`, so that the scalar
+      inverse: from `invert`. Made outside a `_skip.run_or_hold`, so that the scalar
         arithmetic is not repeated for every element inside.
 
     Returns:

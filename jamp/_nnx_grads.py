@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from . import _loss_scale
+from . import _loss_scale, _skip
 from ._loss_scale import InverseScale
 from ._match import check_gradients_match
 from ._state import check_not_scaled_yet
@@ -97,9 +97,15 @@ def update_if(
     """`optimizer.update(model, grads(), **kwargs)` if finite."""
 
     def run(optimizer, model):
-        optimizer.update(model, grads(), **kwargs)
+        optimizer.update(model, _skip.harmless(finite, grads()), **kwargs)
 
-    if is_traced(finite):
+    if not is_traced(finite):
+        if finite:
+            run(optimizer, model)
+    elif _skip.by_branch():
         nnx.cond(finite, run, lambda optimizer, model: None, optimizer, model)
-    elif finite:
+    else:
+        old = nnx.as_pure(nnx.state((optimizer, model)))
         run(optimizer, model)
+        new = nnx.as_pure(nnx.state((optimizer, model)))
+        nnx.update((optimizer, model), _skip.select(finite, new, old))

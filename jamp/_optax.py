@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from . import _health, _loss_scale
+from . import _health, _loss_scale, _skip
 from ._health import Health
 from ._loss_scale import LossScaleConfig, LossScaleState
 from ._match import check_gradients_match, check_update_matches, is_hole
@@ -239,19 +239,20 @@ def _loss_scaled(inner, config, next_scale, axis_name):
         scaling, health = check(caller, updates, state, params)
         finite = _loss_scale.all_finite(updates, axis_name)
         inverse = _loss_scale.invert(scaling.loss_scale)
-        run = lambda: run_inner(caller, updates, inverse, state, params, extra_args)
+        grads = _skip.harmless(finite, updates)
+        run = lambda: run_inner(caller, grads, inverse, state, params, extra_args)
 
-        def skip():
-            shapes, _ = jax.eval_shape(run)
-            return jax.tree.map(_no_update, shapes), state.inner_state
+        def skip(like):
+            return jax.tree.map(_no_update, like()[0]), state.inner_state
 
-        updates, inner_state = _loss_scale.run_or_hold(finite, run, skip)
+        updates, inner_state = _skip.run_or_hold(finite, run, skip)
         return updates, advance(scaling, health, finite, inner_state)
 
     def fused_step(grads, state, params, **extra_args):
         scaling, health = check("jamp.step", grads, state, params)
         finite = _loss_scale.all_finite(grads, axis_name)
         inverse = _loss_scale.invert(scaling.loss_scale)
+        grads = _skip.harmless(finite, grads)
 
         def run():
             updates, inner_state = run_inner(
@@ -259,8 +260,8 @@ def _loss_scaled(inner, config, next_scale, axis_name):
             )
             return _apply_updates(params, updates), inner_state
 
-        params, inner_state = _loss_scale.run_or_hold(
-            finite, run, lambda: (params, state.inner_state)
+        params, inner_state = _skip.run_or_hold(
+            finite, run, lambda _: (params, state.inner_state)
         )
         return params, advance(scaling, health, finite, inner_state)
 

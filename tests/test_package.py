@@ -37,6 +37,7 @@ LAYERS = [
         "_packing",
         "_report",
         "_rules",
+        "_skip",
         "_sources",
     },
     {"_loss_scale"},

@@ -1,0 +1,212 @@
+"""Branching and selecting: which backend takes which, and that they give the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+from jamp import _skip
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+WAYS = {"branch": True, "select": False}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    monkeypatch.setattr(_skip, "by_branch", lambda: WAYS[request.param])
+    return request.param
+
+
+def start():
+    # Numbers of few bits: no product is rounded, fused with a sum or not.
+    return {"w": jnp.arange(-3.0, 3.0).reshape(2, 3) / 4, "b": jnp.ones(3)}
+
+
+def gradients(overflow):
+    grads = jax.tree.map(lambda p: 2.0**16 * (p + 0.25), start())
+    return grads | {"b": jnp.where(overflow, jnp.array([1, jnp.nan, 2]), grads["b"])}
+
+
+def primitives(fn, *args):
+    return {eqn.primitive.name for eqn in jax.make_jaxpr(fn)(*args).eqns}
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def test_the_cpu_branches_and_a_gpu_selects(monkeypatch):
+    tx = jamp.dynamic_loss_scale(optax.adam(0.1))
+    params = start()
+
+    def step(grads):  # a new one each time: traces are kept by function
+        return lambda g: jamp.step(tx, g, tx.init(params), params)
+
+    grads = gradients(False)
+    assert "cond" in primitives(step(grads), grads)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "cond" not in primitives(step(grads), grads)
+
+
+def train(step, flags):
+    """Five steps under jit, of which `flags` overflow."""
+    tx = jamp.dynamic_loss_scale(
+        optax.chain(optax.clip(1.0), optax.sgd(0.125, momentum=0.5)), growth_interval=2
+    )
+
+    @jax.jit
+    def train_step(carry, overflow):
+        return step(tx, gradients(overflow), *carry)
+
+    params = start()
+    carry = params, tx.init(params)
+    shapes = jax.tree.map(jax.typeof, carry)
+    seen = []
+    for overflow in flags:
+        carry = train_step((carry[1], carry[0]), jnp.bool_(overflow))
+        assert jax.tree.map(jax.typeof, carry) == shapes
+        seen.append(bits(carry))
+    assert train_step._cache_size() == 1
+    return seen
+
+
+def fused(tx, grads, state, params):
+    return jamp.step(tx, grads, state, params)
+
+
+def updated(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+FLAGS = [False, True, False, False, True]
+
+
+@pytest.mark.parametrize("step", [fused, updated])
+def test_both_ways_give_the_same_bits(step, monkeypatch):
+    runs = []
+    for branch in WAYS.values():
+        monkeypatch.setattr(_skip, "by_branch", lambda branch=branch: branch)
+        runs.append(train(step, FLAGS))
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][2]
+
+
+def test_a_skipped_step_holds_every_bit(way):
+    tx = jamp.dynamic_loss_scale(optax.adam(optax.linear_schedule(0.1, 0.0, 10)))
+    params = start() | {"b": jnp.array([-0.0, 0.0, 1.0])}
+    state = tx.init(params)
+    step = jax.jit(lambda g, s, p: jamp.step(tx, g, s, p))
+    params, state = step(gradients(False), state, params)
+    new_params, new_state = step(gradients(True), state, params)
+    assert bits(new_params) == bits(params)
+    assert bits(new_state.inner_state) == bits(state.inner_state)
+    assert new_state.skipped_steps == 1
+    assert new_state.loss_scale == state.loss_scale / 2
+
+
+def test_an_optimizer_never_meets_an_inf(way):
+    met = []
+
+    def look(updates, state, params=None):
+        finite = jnp.all(
+            jnp.stack([jnp.all(jnp.isfinite(u)) for u in updates.values()])
+        )
+        jax.debug.callback(lambda flag: met.append(bool(flag)), finite)
+        return updates, state
+
+    looking = optax.GradientTransformation(lambda params: optax.EmptyState(), look)
+    tx = jamp.dynamic_loss_scale(looking)
+    params = start()
+    for overflow in FLAGS:
+        jax.jit(tx.update)(gradients(overflow), tx.init(params), params)
+    jax.effects_barrier()
+    assert all(met)
+    assert len(met) == (FLAGS.count(False) if way == "branch" else len(FLAGS))
+
+
+def test_selecting_takes_leaves_that_are_no_plain_arrays(monkeypatch):
+    monkeypatch.setattr(_skip, "by_branch", lambda: False)
+    frozen = np.zeros(3, jax.dtypes.float0)
+    old = {"key": jax.random.key(0), "none": None, "int": 3, "frozen": frozen}
+    new = old | {"key": jax.random.key(1), "int": 4}
+
+    @jax.jit
+    def pick(finite):
+        picked = _skip.run_or_hold(finite, lambda: new, lambda like: old)
+        assert picked.pop("frozen") is frozen
+        return picked
+
+    for finite, expected in ((True, new), (False, old)):
+        picked = pick(finite)
+        assert picked["int"] == expected["int"]
+        assert picked["none"] is None
+        assert jnp.all(
+            jax.random.key_data(picked["key"]) == jax.random.key_data(expected["key"])
+        )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda s: s.astype(jnp.float16), r"keep the dtype .*\[0\] became float16"),
+        (
+            lambda s: jnp.stack([s, s]),
+            r"keep the shape .*\[0\] became \(2,\) from \(\)",
+        ),
+        (lambda s: (s, s), "structure that it was given"),
+    ],
+)
+def test_a_state_that_changes_its_type_is_refused(change, message, monkeypatch):
+    monkeypatch.setattr(_skip, "by_branch", lambda: False)
+    changing = optax.GradientTransformation(
+        lambda params: (jnp.zeros([]),),
+        lambda updates, state, params=None: (updates, (change(state[0]),)),
+    )
+    tx = jamp.dynamic_loss_scale(changing)
+    params = start()
+    with pytest.raises(TypeError, match=message):
+        jax.jit(tx.update)(gradients(False), tx.init(params), params)
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        self.calls = nnx.BatchStat(jnp.zeros([], jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.linear(x)
+
+
+def test_grad_scaler_by_both_ways(monkeypatch):
+    def train():
+        model = Net()
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+        scaler = jamp.GradScaler(growth_interval=2)
+
+        @nnx.jit
+        def train_step(model, optimizer, scaler, x):
+            loss_fn = lambda model: scaler.scale(jnp.mean(model(x) ** 2))
+            grads = nnx.grad(loss_fn)(model)
+            skipped = scaler.step(optimizer, model, grads)
+            scaler.update()
+            return skipped
+
+        seen = []
+        for overflow in FLAGS:
+            x = jnp.full((4, 3), jnp.inf if overflow else 0.5)
+            assert train_step(model, optimizer, scaler, x) == overflow
+            seen.append(bits(nnx.state((model, optimizer, scaler))))
+        assert model.calls[...] == len(FLAGS)  # held is what the optimizer owns
+        return seen
+
+    runs = []
+    for branch in WAYS.values():
+        monkeypatch.setattr(_skip, "by_branch", lambda branch=branch: branch)
+        runs.append(train())
+    assert runs[0] == runs[1]

@@ -248,7 +248,12 @@ def all_finite(
 
 
 def _all_finite(leaves: Sequence[Any]) -> jax.Array | np.bool:
-    checks = (jnp.all(jnp.isfinite(leaf)) for leaf in leaves)
+    # Layers repeat: arrays of one shape take one reduction instead of one each.
+    alike: dict[Any, list[Any]] = {}
+    for index, leaf in enumerate(leaves):
+        key = index if _mesh.may_be_split(leaf) else jnp.shape(leaf)
+        alike.setdefault(key, []).append(jnp.isfinite(leaf))
+    checks = (jnp.all(functools.reduce(jnp.logical_and, c)) for c in alike.values())
     return functools.reduce(jnp.logical_and, checks, np.True_)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from ._tree import is_traced
 
@@ -40,6 +40,19 @@ def everywhere(
         out_specs=PartitionSpec(),
         axis_names=set(axes),
     )(arrays)
+
+
+def may_be_split(array: Any) -> bool:
+    """Whether devices may hold parts of an array, here where it is looked at.
+
+    Two arrays of which neither is split can be combined without moving anything.
+    """
+    sharding = jax.typeof(array).sharding
+    if sharding.mesh.empty:  # which `jit(in_shardings=...)` leaves so
+        return jax.device_count() > 1
+    axes = zip(sharding.mesh.axis_sizes, sharding.mesh.axis_types, strict=True)
+    unknown = any(size > 1 and kind == AxisType.Auto for size, kind in axes)
+    return unknown or bool(axes_of(array))
 
 
 def axes_of(array: Any) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 VENV := .venv
 PYTHON ?= $(shell scripts/find-python)
 BIN := $(VENV)/bin
-# An interpreter with JAX and CUDA, for `make gpu`; nothing is installed into it.
+# An interpreter with JAX and torch for CUDA; nothing is installed into it.
 GPU_PYTHON ?= python3
 
 # Tests compile the same little programs again and again, in each process.
@@ -42,20 +42,23 @@ lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## ruff and pyright
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
-bench: $(VENV)/.benchmarks ## benchmarks on the CPU; prints tables
+bench: $(VENV)/.benchmarks $(VENV)/.test ## benchmarks on the CPU; prints tables
+	$(BIN)/python -m benchmarks.train_step
 	$(BIN)/python -m benchmarks.loss_scale_overhead
-	$(BIN)/python -m benchmarks.memory
-	$(BIN)/python -m benchmarks.compile_time
-	$(BIN)/python -m benchmarks.master_weights
 	$(BIN)/python -m benchmarks.logging_overhead
+	$(BIN)/python -m benchmarks.eager_overhead
+	$(BIN)/python -m benchmarks.compile_time
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.master_weights
 	$(BIN)/python -m benchmarks.collectives
 
-gpu: ## GPU tests, parity and benchmarks, with GPU_PYTHON and from the source tree
-	$(GPU_PYTHON) -m pytest tests/test_gpu.py
-	$(GPU_PYTHON) -m parity --device cuda
-	$(GPU_PYTHON) -m benchmarks.loss_scale_overhead --device gpu
-	$(GPU_PYTHON) -m benchmarks.logging_overhead --device gpu --rounds 30
-	$(GPU_PYTHON) -m benchmarks.compile_time
+ifdef DRY
+gpu: $(VENV)/.parity
+	$(BIN)/python -m benchmarks.gpu --dry-run
+else
+gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1 tries them here
+	$(GPU_PYTHON) -m benchmarks.gpu
+endif
 
 newest: ## the tests on the newest JAX, with Python 3.12 and 3.13 where they are
 	scripts/test-newest

@@ -36,32 +36,62 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
+def parse_sizes(
+    parser: argparse.ArgumentParser, sizes: Mapping[str, Mapping[str, int]]
+) -> argparse.Namespace:
+    """The arguments, with an option for each size.
+
+    Args:
+      sizes: for "cpu", "gpu" and "small" the defaults by name.
+    """
+    for name in sizes["cpu"]:
+        parser.add_argument(f"--{name}", type=int)
+    known, _ = parser.parse_known_args()
+    parser.set_defaults(**sizes["small" if known.small else known.device])
+    return parser.parse_args()
+
+
 def prepare(args: argparse.Namespace, module: str) -> None:
-    """Call this before JAX is imported. May restart the program, with malloc set up."""
+    """Call this before JAX computes. May restart the program, with malloc set up."""
     raised = all(os.environ.get(k) == v for k, v in RAISED_MALLOC.items())
     if args.device == "cpu" and not args.default_malloc and not raised:
         os.environ.update(RAISED_MALLOC)
         os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
-    os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[args.device]
+    platform = {"cpu": "cpu", "gpu": "cuda"}[args.device]
+    os.environ["JAX_PLATFORMS"] = platform
+    if "jax" in sys.modules:  # which has read the environment already
+        sys.modules["jax"].config.update("jax_platforms", platform)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the libraries; "" for one that is not installed."""
+    found = {"python": sys.version.split()[0]}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
 
 
 def describe() -> dict[str, str]:
     """Where and with what this runs."""
     import jax
 
-    versions = {"python": sys.version.split()[0]}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = ""
     return {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
         "cpus": str(os.cpu_count()),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
-        **versions,
+        **versions(),
     }
+
+
+def print_heading(*facts: str) -> None:
+    """A line with the versions, the device and what else is to be said."""
+    run = describe()
+    names = f"Python {run['python']}", f"JAX {run['jax']}"
+    print(", ".join([*names, run["device"], *facts]))
 
 
 def _module() -> str:

@@ -10,14 +10,11 @@ collective's result. Nothing runs, so counts do not depend on the machine; they 
 the backend, for XLA joins collectives differently on each.
 """
 
-import argparse
 import collections
 import functools
-import json
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +24,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jamp
+from benchmarks import _harness
+
+FULL = {"devices": 8, "layers": 12, "width": 256, "rows": 64}
+SIZES = {
+    "cpu": FULL,
+    "gpu": FULL,  # as many as there are
+    "small": {"devices": 4, "layers": 1, "width": 16, "rows": 8},
+}
 
 
 class Layout(NamedTuple):
@@ -270,33 +275,27 @@ def measure(name, mode, gather_dtypes, **sizes):
     }
 
 
-def show(rows):
-    print("| layout | mode | collectives | MB: float16 | float32 | extra | bytes |")
-    print("|---|---|---:|---:|---:|---:|---:|")
+def print_table(rows):
+    columns = ("layout", "mode", "collectives", "MB: float16", "float32")
+    table = []
     for row in rows:
         count, _, by_dtype = row["plain"].values()
         megabytes = (f"{by_dtype.get(d, 0) / 1e6:.3f}" for d in ("f16", "f32"))
-        cells = [row["layout"], row["mode"], count, *megabytes]
-        cells += [f"+{row['extra_count']}", f"+{row['extra_bytes']}"]
-        print("|", " | ".join(map(str, cells)), "|")
+        extra = f"+{row['extra_count']}", f"+{row['extra_bytes']}"
+        table.append((row["layout"], row["mode"], str(count), *megabytes, *extra))
+    _harness.print_table((*columns, "extra", "bytes"), table)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    args = parser.parse_args()
+    args = _harness.parse_sizes(_harness.parser(__doc__), SIZES)
+    _harness.prepare(args, "benchmarks.collectives")
     jax.config.update("jax_num_cpu_devices", args.devices)
     sizes = {"layers": args.layers, "width": args.width, "rows": args.rows}
-    rows = [measure(*row, **sizes) for row in ROWS]
-    backend = f"{jax.device_count()} {jax.default_backend()} devices"
-    print(f"JAX {jax.__version__}, {backend}")
-    show(rows)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    wanted = ROWS[::8] if args.small else ROWS
+    rows = [measure(*row, **sizes) for row in wanted]
+    _harness.print_heading(f"{jax.device_count()} devices")
+    print_table(rows)
+    _harness.save(args.json, rows)
 
 
 if __name__ == "__main__":

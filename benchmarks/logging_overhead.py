@@ -1,49 +1,31 @@
 """What looking costs: a jitted float16 step with metrics, a History, reports on skips.
 
     python -m benchmarks.logging_overhead             # on the CPU
-    python -m benchmarks.logging_overhead --device gpu --width 4096 --rounds 100
+    python -m benchmarks.logging_overhead --device gpu
 
-An MLP of 12.6 million parameters, float16 autocast, AdamW, dynamic loss scale, donated
-buffers. "jamp.metrics" returns the metrics from the step and drops them; "History"
-appends them and the loss to a `jamp.debug.History(every=100)`, with an `on_row` that
-reads one value, as a logger does. The last two rows make a report of steps that are
-skipped, of which there are none. The rows take turns, `--steps` steps each, round
-after round; the host waits once at the end of a turn, for all rows alike, so what a
-History does between is measured, and so would be its waiting. A row's ratio is the
-median over rounds of its time over the plain step's in the same round; the rows change
-places from round to round.
-
-malloc is set up as in `benchmarks.loss_scale_overhead`.
+An MLP of 12.6 million parameters (on a GPU 67 million), float16 autocast, AdamW,
+dynamic loss scale, donated buffers. "jamp.metrics" returns the metrics from the step
+and drops them; "History" appends them and the loss to a `jamp.debug.History`, with an
+`on_row` that reads one value, as a logger does. The last two rows make a report of
+steps that are skipped, of which there are none. A turn is `--steps` steps; the host
+waits once at its end, for all rows alike, so what a History does between is measured,
+and so would be its waiting.
 """
 
-import argparse
 import functools
-import json
-import os
 import statistics
-import sys
-import time
-from pathlib import Path
 
-from benchmarks.loss_scale_overhead import RAISED_MALLOC
+from benchmarks import _harness
 
-
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
-    parser.add_argument("--width", type=int, default=1773, help="units of a layer")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
-    parser.add_argument("--every", type=int, default=100, help="of the History")
-    parser.add_argument("--default-malloc", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    return parser.parse_args()
+SIZES = {
+    "cpu": {"width": 1773, "layers": 4, "batch": 64, "rounds": 50, "steps": 5},
+    "gpu": {"width": 4096, "layers": 4, "batch": 64, "rounds": 50, "steps": 5},
+    "small": {"width": 64, "layers": 2, "batch": 4, "rounds": 3, "steps": 2},
+}
 
 
 def build_rows(args):
-    """Name -> a dict with the compiled step, its state, and what takes its metrics."""
+    """Name -> a function that runs a turn; and the number of parameters."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -104,47 +86,41 @@ def build_rows(args):
     }
     keys = jax.random.split(jax.random.key(1))
     batch = tuple(jax.random.normal(k, (args.batch, args.width)) for k in keys)
-    compiled = {}
+    turns = {}
     for name, (step, append) in rows.items():
-        state = init_state()
         program = jax.jit(step, donate_argnums=0)
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(state[0]))
-        compiled[name] = {"step": program, "state": state, "append": append}
-        compiled[name] |= {"seconds": [], "parameters": parameters}
-    return compiled, batch
+        turns[name] = turn_of(program, init_state(), batch, append, args.steps)
+    shapes, _ = jax.eval_shape(init_state)
+    return turns, sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def measure(rows, batch, rounds, steps, warmup=2):
+def turn_of(step, state, batch, append, steps):
+    """A function that runs some steps, and waits for the last one."""
     import jax
 
-    names = list(rows)
-    for turn in range(rounds + warmup):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            row = rows[name]
-            step, append = row["step"], row["append"]
-            start = time.perf_counter()
-            for _ in range(steps):
-                row["state"], metrics = step(row["state"], *batch)
-                if append is not None:
-                    append(metrics)
-            jax.block_until_ready((row["state"], metrics))
-            if turn >= warmup:
-                row["seconds"].append((time.perf_counter() - start) / steps)
+    def turn():
+        nonlocal state
+        for _ in range(steps):
+            state, metrics = step(state, *batch)
+            if append is not None:
+                append(metrics)
+        jax.block_until_ready((state, metrics))
+
+    return turn
 
 
-def summarize(rows):
-    base = rows["no metrics"]["seconds"]
-    table = {}
-    for name, row in rows.items():
-        ratios = [a / b for a, b in zip(row["seconds"], base, strict=True)]
-        table[name] = {
-            "milliseconds": 1e3 * statistics.median(row["seconds"]),
-            "ratio": statistics.median(ratios),
+def summarize(seconds, steps):
+    base = seconds["no metrics"]
+    return {
+        name: {
+            "milliseconds": 1e3 * statistics.median(row) / steps,
+            "ratio": _harness.ratio(row, base),
         }
-    return table
+        for name, row in seconds.items()
+    }
 
 
-def append_microseconds(every):
+def append_microseconds(every, rounds=20):
     """What one `append` of a dozen finished scalars takes by itself."""
     import jax.numpy as jnp
 
@@ -152,45 +128,38 @@ def append_microseconds(every):
 
     metrics = {f"metric {i}": jnp.float32(i) for i in range(12)}
     history = jamp.debug.History(every)
-    for _ in range(2 * every):
-        history.append(metrics)
-    blocks = []
-    for _ in range(20):
-        start = time.perf_counter()
+
+    def append():
         for _ in range(every):
             history.append(metrics)
-        blocks.append(1e6 * (time.perf_counter() - start) / every)
-    return statistics.median(blocks)
+
+    blocks = _harness.take_turns({"append": append}, rounds)["append"]
+    return 1e6 * statistics.median(blocks) / every
 
 
 def main():
-    args = parse_args()
-    raised = all(os.environ.get(k) == v for k, v in RAISED_MALLOC.items())
-    if args.device == "cpu" and not args.default_malloc and not raised:
-        command = [sys.executable, "-m", "benchmarks.logging_overhead"]
-        os.environ.update(RAISED_MALLOC)
-        os.execv(sys.executable, [*command, *sys.argv[1:]])
-    os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[args.device]
-
-    import jax
-
-    rows, batch = build_rows(args)
-    parameters = rows["no metrics"]["parameters"]
-    print(
-        f"Python {sys.version.split()[0]}, JAX {jax.__version__}, "
-        f"{jax.devices()[0].device_kind}, {parameters / 1e6:.1f} million parameters, "
-        f"batch {args.batch}, {args.rounds} rounds of {args.steps} steps\n"
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--every", type=int, default=100, help="of the History")
+    args = _harness.parse_sizes(parser, SIZES)
+    _harness.prepare(args, "benchmarks.logging_overhead")
+    turns, parameters = build_rows(args)
+    _harness.print_heading(
+        f"{parameters / 1e6:.1f} million parameters",
+        f"batch {args.batch}",
+        f"{args.rounds} rounds of {args.steps} steps",
     )
-    measure(rows, batch, args.rounds, args.steps)
-    table = summarize(rows)
-    print("| step | time | ratio |\n|---|---:|---:|")
-    for name, row in table.items():
-        print(f"| {name} | {row['milliseconds']:.2f} ms | {row['ratio']:.4f} |")
+    table = summarize(_harness.take_turns(turns, args.rounds), args.steps)
+    _harness.print_table(
+        ("step", "time", "ratio"),
+        [
+            (name, f"{row['milliseconds']:.2f} ms", f"{row['ratio']:.4f}")
+            for name, row in table.items()
+        ],
+    )
     microseconds = append_microseconds(args.every)
     print(f"\nOne append of 12 scalars by itself: {microseconds:.0f} microseconds")
-    if args.json:
-        result = {"rows": table, "append_microseconds": microseconds}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    results = {"rows": table, "append_microseconds": microseconds}
+    _harness.save(args.json, results)
 
 
 if __name__ == "__main__":

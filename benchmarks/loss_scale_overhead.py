@@ -1,48 +1,46 @@
 """What loss scaling costs: a jitted AdamW step, plain, with jamp and with its peers.
 
     python -m benchmarks.loss_scale_overhead          # on the CPU
-    python -m benchmarks.loss_scale_overhead --device gpu --width 8192
+    python -m benchmarks.loss_scale_overhead --device gpu --parameters 1e6,1e8,1e9
 
-The model is an MLP whose step is bound by the optimizer, float32 throughout, so that
-nothing but the scaling differs. Every row is one compiled function from parameters,
-states and batch to the next ones. Rows take turns, one step each, round after round;
-a row's ratio is the median over rounds of its time over the plain step's in the same
-round. Keras brings its own AdamW and is compared with that.
+The model is an MLP of four layers on a batch of 64, whose step is bound by the
+optimizer, float32 throughout, so that nothing but the scaling differs. Every row is one
+compiled function from parameters, states and batch to the next ones. Keras brings its
+own AdamW and is compared with that.
 
-On a CPU, glibc's malloc returns large buffers to the system at each step, and faulting
-them in again costs more than what is measured. The program therefore restarts itself
-with malloc's thresholds raised; `--default-malloc` leaves them.
+All rows at the first number of parameters, with buffers donated and not; jamp's alone
+at the others, donated. "Reads" are the bytes that the compiled step moves beyond the
+plain one, in units of the gradients: a check must read them once.
 """
 
-import argparse
+import functools
 import importlib.util
-import json
 import os
 import statistics
-import sys
-import time
-from pathlib import Path
 
-RAISED_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),
-    "MALLOC_TRIM_THRESHOLD_": str(2**33),
-    "MALLOC_TOP_PAD_": str(2**27),
-}
+from benchmarks import _harness
+
+LAYERS, BATCH = 4, 64
+PARAMETERS = {"cpu": "4.2e6,1e6,1.7e7,1e8", "gpu": "1e8,1e6,1e7,1e9"}
+# Up to so many parameters, all rounds.
+FULL_ROUNDS = {"cpu": 2e7, "gpu": 2e9}
+PLAIN = "plain optax.adamw"
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
-    parser.add_argument("--width", type=int, default=1024, help="units of a layer")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=64)
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--parameters", help="numbers of them, by commas")
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--default-malloc", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    return parser.parse_args()
+    parser.add_argument("--donated", action="store_true", help="only donated buffers")
+    args = parser.parse_args()
+    default = "1e4,2e4" if args.small else PARAMETERS[args.device]
+    numbers = (args.parameters or default).split(",")
+    args.widths = [round((float(n) / LAYERS) ** 0.5) for n in numbers]
+    args.rounds = 3 if args.small else args.rounds
+    return args
 
 
-def build_rows(args):
+def build_rows(width, peers):
     """Name -> (step, state, baseline). `step(state, x, y) -> (state, loss)`."""
     import jax
     import jax.numpy as jnp
@@ -53,12 +51,12 @@ def build_rows(args):
     import jamp
 
     def init_params():
-        keys = jax.random.split(jax.random.key(0), args.layers)
-        shape = (args.width, args.width)
+        keys = jax.random.split(jax.random.key(0), LAYERS)
+        shape = (width, width)
         return [
             {
-                "kernel": jax.random.normal(key, shape) / args.width**0.5,
-                "bias": jnp.zeros(args.width),
+                "kernel": jax.random.normal(key, shape) / width**0.5,
+                "bias": jnp.zeros(width),
             }
             for key in keys
         ]
@@ -89,7 +87,7 @@ def build_rows(args):
         return (optax.apply_updates(params, updates), opt_state), loss
 
     rows = {
-        "plain optax.adamw": (plain, (init_params(), inner.init(init_params())), None),
+        PLAIN: (plain, (init_params(), inner.init(init_params())), None),
         "jamp.step": (jamp_step, (init_params(), scaled.init(init_params())), None),
         "jamp, tx.update": (
             jamp_update,
@@ -126,6 +124,8 @@ def build_rows(args):
         return nnx.state((model, optimizer, scaler)), loss
 
     rows["jamp.GradScaler"] = (jamp_grad_scaler, nnx_state, None)
+    if not peers:
+        return rows
 
     def select(finite, new, old):
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
@@ -219,6 +219,8 @@ def compile_rows(rows, batch, donate):
     import jax
     import jax.numpy as jnp
 
+    from benchmarks import _hlo
+
     compiled = {}
     for name, (step, state, baseline) in rows.items():
         leaves, treedef = jax.tree.flatten(state)
@@ -230,85 +232,97 @@ def compile_rows(rows, batch, donate):
 
         jitted = jax.jit(flat_step, donate_argnums=0 if donate else ())
         program = jitted.lower(leaves, *batch).compile()
-        text, cost = program.as_text(), program.cost_analysis()
         compiled[name] = {
             "program": program,
             "state": [jnp.array(leaf, copy=True) for leaf in leaves],
-            "baseline": baseline or "plain optax.adamw",
-            "instructions": text.count(" = "),
-            "bytes": cost["bytes accessed"],
-            "seconds": [],
+            "baseline": baseline or PLAIN,
+            "figures": _hlo.summarize(program),
         }
     return compiled
 
 
-def measure(compiled, batch, rounds, warmup=5):
+def measure(compiled, batch, rounds):
     import jax
 
-    for turn in range(rounds + warmup):
-        for row in compiled.values():
-            start = time.perf_counter()
-            row["state"], loss = row["program"](row["state"], *batch)
-            jax.block_until_ready((row["state"], loss))
-            if turn >= warmup:
-                row["seconds"].append(time.perf_counter() - start)
+    def turn(row):
+        row["state"], loss = row["program"](row["state"], *batch)
+        jax.block_until_ready((row["state"], loss))
+
+    turns = {name: functools.partial(turn, row) for name, row in compiled.items()}
+    return _harness.take_turns(turns, rounds, warmup=5)
 
 
-def summarize(compiled):
+def summarize(compiled, seconds, gradient_bytes):
     table = {}
     for name, row in compiled.items():
-        base = compiled[row["baseline"]]
-        ratios = [a / b for a, b in zip(row["seconds"], base["seconds"], strict=True)]
+        base, figures = compiled[row["baseline"]], row["figures"]
+        extra = figures.bytes - base["figures"].bytes
         table[name] = {
-            "milliseconds": 1e3 * statistics.median(row["seconds"]),
-            "ratio": statistics.median(ratios),
-            "bytes_ratio": row["bytes"] / base["bytes"],
-            "extra_megabytes": (row["bytes"] - base["bytes"]) / 1e6,
-            "extra_instructions": row["instructions"] - base["instructions"],
+            "milliseconds": 1e3 * statistics.median(seconds[name]),
+            "ratio": _harness.ratio(seconds[name], seconds[row["baseline"]]),
+            "reads": extra / gradient_bytes,
+            "peak_ratio": figures.peak_bytes / base["figures"].peak_bytes,
+            **figures._asdict(),
         }
     return table
 
 
-def print_table(title, table):
-    print(f"\n{title}\n")
-    print("| step | time | ratio | XLA's bytes | extra MB | extra HLO instructions |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for name, row in table.items():
-        print(
-            f"| {name} | {row['milliseconds']:.2f} ms | {row['ratio']:.2f} "
-            f"| {row['bytes_ratio']:.3f}x | {row['extra_megabytes']:+.1f} "
-            f"| {row['extra_instructions']:+d} |"
-        )
+def print_rows(title, table):
+    print(f"\n{title}")
+    columns = (
+        "step",
+        "time",
+        "ratio",
+        "MB moved",
+        "reads",
+        "kernels",
+        "copies",
+        "peak",
+    )
+    _harness.print_table(
+        columns,
+        (
+            (
+                name,
+                f"{row['milliseconds']:.2f} ms",
+                f"{row['ratio']:.2f}",
+                f"{row['bytes'] / 1e6:.1f}",
+                f"{row['reads']:+.2f}",
+                str(row["kernels"]),
+                str(row["copies"]),
+                f"{row['peak_ratio']:.2f}",
+            )
+            for name, row in table.items()
+        ),
+    )
 
 
 def main():
     args = parse_args()
-    raised = all(os.environ.get(k) == v for k, v in RAISED_MALLOC.items())
-    if args.device == "cpu" and not args.default_malloc and not raised:
-        command = [sys.executable, "-m", "benchmarks.loss_scale_overhead"]
-        os.environ.update(RAISED_MALLOC)
-        os.execv(sys.executable, [*command, *sys.argv[1:]])
+    _harness.prepare(args, "benchmarks.loss_scale_overhead")
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[args.device]
 
     import jax
 
-    keys = jax.random.split(jax.random.key(1))
-    batch = tuple(jax.random.normal(k, (args.batch, args.width)) for k in keys)
-    print(
-        f"Python {sys.version.split()[0]}, JAX {jax.__version__}, "
-        f"{jax.devices()[0].device_kind}, {args.layers} x {args.width}, "
-        f"batch {args.batch}, {args.rounds} rounds"
-    )
+    _harness.print_heading(f"{LAYERS} layers, batch {BATCH}")
     results = {}
-    for donate in (True, False):
-        compiled = compile_rows(build_rows(args), batch, donate)
-        measure(compiled, batch, args.rounds)
-        title = "Donated buffers" if donate else "Buffers not donated"
-        results[title] = summarize(compiled)
-        print_table(title, results[title])
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    for width in args.widths:
+        peers = width == args.widths[0]
+        keys = jax.random.split(jax.random.key(1))
+        batch = tuple(jax.random.normal(k, (BATCH, width)) for k in keys)
+        parameters = LAYERS * (width + 1) * width
+        for donate in (True, False) if peers and not args.donated else (True,):
+            compiled = compile_rows(build_rows(width, peers), batch, donate)
+            # A turn takes as long as there are parameters: fewer turns for more.
+            share = FULL_ROUNDS[args.device] / parameters
+            rounds = max(3, round(args.rounds * min(1, share)))
+            seconds = measure(compiled, batch, rounds)
+            title = f"{parameters / 1e6:.1f} million parameters, {rounds} rounds, "
+            title += "donated" if donate else "not donated"
+            results[title] = summarize(compiled, seconds, 4 * parameters)
+            print_rows(title, results[title])
+            del compiled
+    _harness.save(args.json, results)
 
 
 if __name__ == "__main__":

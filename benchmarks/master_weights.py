@@ -6,31 +6,47 @@ The problem is that of tests/test_master_weights.py: a wide net on 256 points, 1
 of the whole set. float16 means float16 parameters and a float16 forward and backward
 pass. Without a loss scale the optimizer, optax's own, works in float16 as well; under
 `jamp.dynamic_loss_scale` it works in float32 and its updates are rounded to float16.
+Nothing is timed.
 """
 
-import sys
-
-import jax
 import numpy as np
 
+from benchmarks import _harness
 from tests.test_master_weights import STEPS, TRAINED, curves, worst_difference
 
 
-def print_table(name, losses):
+def summarize(losses):
     reference = losses["float32"]
-    print(f"\n{name}\n")
-    print(f"| parameters | first loss | after {STEPS} steps | worst difference |")
-    print("|---|---:|---:|---:|")
-    for kind, curve in losses.items():
-        worst = worst_difference(curve, reference)
+    return {
+        kind: {
+            "first": float(curve[0]),
+            "last": float(curve[-1]),
+            "worst difference": float(worst_difference(curve, reference)),
+        }
+        for kind, curve in losses.items()
+    }
+
+
+def print_table(name, table):
+    print(f"\n{name}")
+    rows = []
+    for kind, row in table.items():
+        worst = row["worst difference"]
         far = f"{100 * worst:.2f} %" if np.isfinite(worst) else "not finite"
-        print(f"| {kind} | {curve[0]:.4f} | {curve[-1]:.4f} | {far} |")
+        rows.append((kind, f"{row['first']:.4f}", f"{row['last']:.4f}", far))
+    columns = ("parameters", "first loss", f"after {STEPS} steps", "worst difference")
+    _harness.print_table(columns, rows)
 
 
 def main():
-    print(f"Python {sys.version.split()[0]}, JAX {jax.__version__}")
-    for name, inner in TRAINED.items():
-        print_table(name, curves(inner))
+    args = _harness.parser(__doc__).parse_args()
+    _harness.prepare(args, "benchmarks.master_weights")
+    _harness.print_heading()
+    optimizers = list(TRAINED.items())[: 1 if args.small else None]
+    results = {name: summarize(curves(inner)) for name, inner in optimizers}
+    for name, table in results.items():
+        print_table(name, table)
+    _harness.save(args.json, results)
 
 
 if __name__ == "__main__":

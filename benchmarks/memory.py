@@ -10,21 +10,25 @@ set anywhere. "Stored" leaves out arrays of one number, such as the zeros of rel
 derivative, which a compiled program does not store.
 """
 
-import argparse
-import json
-import sys
-from pathlib import Path
+from functools import partial
 
-import jax
+from benchmarks import _harness
+from tests.residuals import (
+    CASES,
+    STYLES,
+    Case,
+    Transformer,
+    arguments,
+    loss_of,
+    residuals,
+    tokens,
+    total,
+)
 
-from tests.residuals import CASES, STYLES, arguments, loss_of, residuals, total
-
-
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="every group, by shape")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    return parser.parse_args()
+SMALL = {
+    "MLP": CASES["MLP"],
+    "transformer": Case(partial(Transformer, 1, 64, 2, 256), tokens(2, 16), 0),
+}
 
 
 def measure(case):
@@ -67,26 +71,35 @@ def merge_shapes(rows):
     return merged.values()
 
 
-def print_table(table):
-    print("\n| model | float32 | by hand | autocast | ratio | stored ratio |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for name, row in table.items():
-        sizes = " | ".join(f"{row[style] / 1e6:.1f} MB" for style in STYLES)
-        ratios = f"{row['ratio']:.3f} | {row['stored']['ratio']:.3f}"
-        print(f"| {name} | {sizes} | {ratios} |")
+def print_totals(table):
+    _harness.print_table(
+        ("model", *STYLES, "ratio", "stored ratio"),
+        [
+            (
+                name,
+                *(f"{row[style] / 1e6:.1f} MB" for style in STYLES),
+                f"{row['ratio']:.3f}",
+                f"{row['stored']['ratio']:.3f}",
+            )
+            for name, row in table.items()
+        ],
+    )
 
 
 def print_break_down(name, rows):
-    print(f"\n{name}, MB (number of arrays)\n")
-    print("| arrays | op | module | by hand | autocast |")
-    print("|---|---|---|---:|---:|")
-    for row in rows:
-        op = row["op"] + " of a number" * row["constant"]
-        shape = f"[{','.join(map(str, row['shape']))}]" if row["shape"] else ""
-        cells = [row["dtype"] + shape, op, row["module"]]
-        for sizes in (row["by hand"], row["autocast"]):
-            cells.append(f"{sum(sizes) / 1e6:.1f} ({len(sizes)})")
-        print(f"| {' | '.join(cells)} |")
+    print(f"\n{name}, MB (number of arrays)")
+    _harness.print_table(
+        ("arrays", "op", "module", "by hand", "autocast"), map(cells, rows)
+    )
+
+
+def cells(row):
+    shape = f"[{','.join(map(str, row['shape']))}]" if row["shape"] else ""
+    yield row["dtype"] + shape
+    yield row["op"] + " of a number" * row["constant"]
+    yield row["module"]
+    for sizes in (row["by hand"], row["autocast"]):
+        yield f"{sum(sizes) / 1e6:.1f} ({len(sizes)})"
 
 
 def is_large(row, least=1e6):
@@ -94,10 +107,14 @@ def is_large(row, least=1e6):
 
 
 def main():
-    args = parse_args()
-    print(f"Python {sys.version.split()[0]}, JAX {jax.__version__}")
-    table = {name: summarize(measure(case)) for name, case in CASES.items()}
-    print_table(table)
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--all", action="store_true", help="every group, by shape")
+    args = parser.parse_args()
+    _harness.prepare(args, "benchmarks.memory")
+    _harness.print_heading()
+    cases = SMALL if args.small else CASES
+    table = {name: summarize(measure(case)) for name, case in cases.items()}
+    print_totals(table)
     for name, row in table.items():
         rows = row["groups"]
         if not args.all:
@@ -105,8 +122,7 @@ def main():
             rows = [r for r in rows if sum(r["by hand"]) != sum(r["autocast"])]
         if rows := [r for r in rows if is_large(r)]:
             print_break_down(name, rows)
-    if args.json:
-        args.json.write_text(json.dumps(table, indent=2) + "\n")
+    _harness.save(args.json, table)
 
 
 if __name__ == "__main__":

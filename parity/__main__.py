@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from . import NAMES, golden, part_named, pictures, report, runner, scale, training
+from . import NAMES, golden, part_named, report, runner, scale, training
 
 try:
     from rich.progress import track
@@ -104,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(result.raised for result in every):
         print("no report is written, as a case raised an exception")
         return 1
+    from . import pictures  # with matplotlib, which is needed for nothing else
+
     # On a GPU the sums of the other parts round in another way.
     checked = results if options.device == "cpu" else {scale: results[scale]}
     stale = golden.check(checked, write=options.write_golden)

@@ -1,0 +1,100 @@
+"""What a compiled program does: its kernels, and the bytes that they read and write.
+
+Counted from the text of the optimized HLO. A kernel is an instruction of the entry that
+does work; of a conditional, the instructions of its true branch count, which a finite
+step runs. The bytes of a kernel are those of its operands and its results, whole.
+"""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+WIDTHS = {"pred": 1, "bf16": 2}
+FREE = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
+# What makes the host wait, or brings data to it.
+HOST = {"infeed", "outfeed", "recv", "recv-done", "send", "send-done"}
+INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+BRANCHES = re.compile(r"(?:branch_computations=\{|true_computation=)([^}]*)")
+
+
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    op: str
+    shape: str
+    operands: tuple[str, ...]
+    text: str
+
+
+class Program(NamedTuple):
+    """The figures of a compiled step."""
+
+    kernels: int
+    copies: int
+    conditionals: int
+    host: int  # instructions that talk to the host
+    bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+
+
+def summarize(compiled) -> Program:
+    """The figures of what `jax.jit(...).lower(...).compile()` returned."""
+    computations = parse(compiled.as_text())
+    kernels = list(executed(computations, "ENTRY"))
+    ops = Counter(instruction.op for instruction, _ in kernels)
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    temporary = memory.temp_size_in_bytes
+    return Program(
+        kernels=len(kernels),
+        copies=sum(ops[op] for op in ("copy", "copy-start")),
+        conditionals=sum(i.op == "conditional" for i in computations["ENTRY"]),
+        host=sum(ops[op] for op in HOST) + compiled.as_text().count("_callback"),
+        bytes=sum(size for _, size in kernels),
+        temporary_bytes=temporary,
+        peak_bytes=held - memory.alias_size_in_bytes + temporary,
+    )
+
+
+def executed(computations, name):
+    """Each kernel of a computation, with its bytes."""
+    shapes = {i.name: i.shape for i in computations[name]}
+    for instruction in computations[name]:
+        if instruction.op == "conditional":
+            run = BRANCHES.search(instruction.text).group(1).split(",")
+            # jax.lax.cond is a choice by index, the true branch last.
+            is_indexed = "branch_computations" in instruction.text
+            yield from executed(computations, run[-1 if is_indexed else 0].strip(" %"))
+        elif instruction.op not in FREE:
+            read = sum(size_of(shapes.get(n, "")) for n in instruction.operands)
+            yield instruction, read + size_of(instruction.shape)
+
+
+def parse(text: str) -> dict[str, list[Instruction]]:
+    """Computation -> its instructions; the entry as "ENTRY" too."""
+    computations, current = {}, None
+    for line in text.splitlines():
+        start = re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line)
+        if start:
+            current = computations.setdefault(start.group(2), [])
+            if start.group(1):
+                computations["ENTRY"] = current
+        elif current is not None and (match := INSTRUCTION.match(line.strip())):
+            name, shape, op, rest = match.groups()
+            operands = tuple(re.findall(r"%([\w.-]+)", rest.split("), ")[0]))
+            current.append(Instruction(name, op, shape, operands, line))
+    return computations
+
+
+def size_of(shape: str) -> int:
+    """Bytes of a shape, or of the shapes in a tuple."""
+    total = 0
+    for dtype, dimensions in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape):
+        count = 1
+        for dimension in filter(None, dimensions.split(",")):
+            count *= int(dimension)
+        digits = re.match(r"[a-z]+(\d+)", dtype)
+        total += count * (WIDTHS.get(dtype) or int(digits.group(1)) // 8)
+    return total

@@ -1,0 +1,176 @@
+"""`make gpu` on toy parts, and each benchmark at its smallest size."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _harness, gpu
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 60
+
+
+def toy(name, limit=LIMIT, module="this", dry=None):
+    return gpu.Part(name, limit, (module,), (dry or module,))
+
+
+def run(out, parts, minutes=5, **how):
+    runner = gpu.Runner(out, minutes, how.pop("dry", False))
+    status = gpu.run_all(runner, parts, **how)
+    entries = json.loads(runner.file.read_text()) if runner.file.exists() else {}
+    return status, {name: entry["status"] for name, entry in entries.items()}
+
+
+def lines_of(out, name):
+    return (out / f"{name}.log").read_text().splitlines()
+
+
+FAILING = toy("failing", module="nowhere_at_all")
+PASSING = toy("passing")
+
+
+def test_a_failed_part_does_not_stop_the_others(tmp_path, capsys):
+    status, entries = run(tmp_path, [FAILING, PASSING])
+    assert status == 1
+    assert entries == {"failing": "exit 1", "passing": "passed"}
+    assert "No module named nowhere_at_all" in lines_of(tmp_path, "failing")[-1]
+    assert "| failing | exit 1 |" in capsys.readouterr().out
+
+
+def test_what_has_passed_is_not_run_again(tmp_path):
+    log = tmp_path / "passing.log"
+    assert run(tmp_path, [PASSING])[0] == 0
+    log.write_text("kept")
+    assert run(tmp_path, [PASSING])[0] == 0
+    assert log.read_text() == "kept"
+    assert run(tmp_path, [PASSING], again=True)[0] == 0
+    assert log.read_text() != "kept"
+    log.write_text("kept")
+    assert run(tmp_path, [PASSING], dry=True)[0] == 0, "the same command"
+    assert log.read_text() == "kept"
+    other = PASSING._replace(command=("this", "-h"))
+    assert run(tmp_path, [other])[0] == 0
+    assert log.read_text() != "kept", "its command has changed"
+
+
+def test_what_has_failed_is_run_again(tmp_path):
+    assert run(tmp_path, [FAILING, PASSING])[0] == 1
+    mended = FAILING._replace(command=("this",))
+    assert run(tmp_path, [mended, PASSING]) == (
+        0,
+        {"failing": "passed", "passing": "passed"},
+    )
+
+
+def test_what_does_not_fit_is_left_and_what_fits_is_run(tmp_path, capsys):
+    long = toy("long", limit=600)
+    status, entries = run(tmp_path, [long, PASSING])
+    assert (status, entries) == (3, {"passing": "passed"})
+    assert "| long | left for the next call (needs 600 s) |" in capsys.readouterr().out
+    assert run(tmp_path, [long, FAILING])[0] == 1
+    assert run(tmp_path, [long, PASSING], minutes=11)[0] == 0
+
+
+SLEEPER = """
+import pathlib, subprocess, sys, time
+print("begun", flush=True)
+tick = "import time\\nwhile True: open({!r}, 'a').write('.'); time.sleep(0.05)"
+subprocess.Popen([sys.executable, "-c", tick.format({!r})])
+time.sleep(600)
+"""
+
+
+def test_a_part_and_its_children_are_killed_at_the_limit(tmp_path, monkeypatch):
+    ticks = tmp_path / "ticks"
+    (tmp_path / "sleeper.py").write_text(SLEEPER.format(str(ticks), str(ticks)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    parts = [toy("sleeping", limit=2, module="sleeper"), PASSING]
+    status, entries = run(tmp_path / "out", parts)
+    assert status == 1
+    assert entries == {"sleeping": "killed at its limit", "passing": "passed"}
+    assert lines_of(tmp_path / "out", "sleeping") == ["begun"]
+    size = ticks.stat().st_size
+    assert size > 0, "the child had begun"
+    time.sleep(0.5)
+    assert ticks.stat().st_size == size, "and has ended"
+
+
+def test_a_part_that_was_interrupted_has_not_passed(tmp_path, monkeypatch):
+    assert run(tmp_path, [PASSING])[0] == 0
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "run_group", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, [PASSING], again=True)
+    monkeypatch.undo()
+    assert not gpu.Runner(tmp_path, 1).has_passed(PASSING)
+    assert run(tmp_path, [PASSING])[0] == 0
+
+
+def test_tables_of_logs_are_shown(tmp_path, capsys):
+    log = tmp_path / "log"
+    log.write_text("noise\n\ntitle\n\n| a | b |\n|---|---:|\n| x | 1 |\nend\n")
+    gpu.print_tables("timing", log)
+    shown = capsys.readouterr().out
+    assert shown == "\n== timing\ntitle\n| a | b |\n|---|---:|\n| x | 1 |\n"
+    gpu.print_tables("parity-ops", log)
+    assert capsys.readouterr().out == "\n== parity-ops\nend\n"
+
+
+def test_parts_are_chosen_by_name():
+    assert gpu.chosen(None) == list(gpu.PARTS)
+    assert [part.name for part in gpu.chosen("memory,tests")] == ["tests", "memory"]
+    with pytest.raises(SystemExit, match="no nothing"):
+        gpu.chosen("tests,nothing")
+
+
+def test_every_part_fits_into_a_call():
+    names = [part.name for part in gpu.PARTS]
+    assert len(set(names)) == len(names)
+    assert all(part.limit + gpu.GRACE <= 8.5 * 60 for part in gpu.PARTS)
+
+
+def test_rows_take_turns_and_ratios_are_of_rounds():
+    order = []
+    rows = {name: lambda name=name: order.append(name) for name in "abc"}
+    seconds = _harness.take_turns(rows, rounds=2, warmup=1)
+    assert "".join(order) == "abcbcacab"
+    assert {name: len(row) for name, row in seconds.items()} == {k: 2 for k in "abc"}
+    assert _harness.ratio([2, 30, 4], [1, 10, 4]) == 2
+
+
+BENCHMARKS = {
+    "loss_scale_overhead": (),
+    "logging_overhead": (),
+    "eager_overhead": (),
+    "compile_time": (),
+    "memory": (),
+    "master_weights": (),
+    "collectives": (),
+    "train_step": ("--models", "gpt2", "--rows", "float16 by hand"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_runs_small_and_writes_its_figures(name, tmp_path):
+    command = [sys.executable, "-m", f"benchmarks.{name}", *BENCHMARKS[name]]
+    file = tmp_path / "figures.json"
+    options = ["--small", "--device", "cpu", "--json", str(file)]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    ran = subprocess.run(
+        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "|---" in ran.stdout
+    written = json.loads(file.read_text())
+    assert written["run"]["device"] == "cpu"
+    assert f"-m benchmarks.{name}" in written["run"]["command"]
+    assert written["results"]

@@ -44,12 +44,13 @@ def summarize(compiled) -> Program:
     computations = parse(compiled.as_text())
     kernels = list(executed(computations, "ENTRY"))
     ops = Counter(instruction.op for instruction, _ in kernels)
+    copies = [i for i, _ in kernels if i.op.startswith("copy") or "copy" in i.name]
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     temporary = memory.temp_size_in_bytes
     return Program(
         kernels=len(kernels),
-        copies=sum(ops[op] for op in ("copy", "copy-start")),
+        copies=len(copies),
         conditionals=sum(i.op == "conditional" for i in computations["ENTRY"]),
         host=sum(ops[op] for op in HOST) + compiled.as_text().count("_callback"),
         bytes=sum(size for _, size in kernels),
@@ -95,6 +96,6 @@ def size_of(shape: str) -> int:
         count = 1
         for dimension in filter(None, dimensions.split(",")):
             count *= int(dimension)
-        digits = re.match(r"[a-z]+(\d+)", dtype)
-        total += count * (WIDTHS.get(dtype) or int(digits.group(1)) // 8)
+        bits = re.match(r"[a-z]+(\d+)", dtype)
+        total += count * (WIDTHS.get(dtype) or (int(bits.group(1)) // 8 if bits else 0))
     return total

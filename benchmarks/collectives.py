@@ -2,6 +2,7 @@
 
     python -m benchmarks.collectives                  # 8 fake CPU devices
     python -m benchmarks.collectives --devices 512 --layers 1 --width 512 --rows 512
+    python -m benchmarks.collectives --for-h100       # as benchmarks.gpu_programs
 
 A float16 MLP of `--layers` residual blocks (two kernels and two biases each) and Adam,
 compiled for a mesh in each layout, once plainly and once with `dynamic_loss_scale` and
@@ -19,12 +20,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from benchmarks import _harness
+from benchmarks import _harness, gpu_programs
 
 FULL = {"devices": 8, "layers": 12, "width": 256, "rows": 64}
 SIZES = {
@@ -144,7 +146,7 @@ def on_mesh(mesh, tree):
 
 
 class Training(NamedTuple):
-    """A jitted, donating step on a mesh, and its arguments."""
+    """A jitted, donating step for a mesh that is set, and its arguments."""
 
     mesh: jax.sharding.Mesh
     step: Callable[..., Any]
@@ -209,12 +211,11 @@ def training(
         held = jax.tree.map(lambda x: manual(x.sharding.spec), (params, opt_state))
         step = jax.shard_map(
             mean_step,
-            mesh=mesh,
             in_specs=(*held, layout.batch),
             out_specs=(*held, P()),
             axis_names={"data"},
         )
-    out = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    out = jax.tree.map(lambda x: x.sharding.spec, (params, opt_state))
     step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*out, None))
     return Training(mesh, step, params, opt_state, batch)
 
@@ -226,15 +227,25 @@ class Collectives(NamedTuple):
 
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-COLLECTIVE = re.compile(rf"= (.*?) (?:{KINDS})(?:-start)?\(")
+# One that has a start gives back its operands too, before the results.
+COLLECTIVE = re.compile(rf"= (?:\(\(.*?\), )?(.*?) (?:{KINDS})(?:-start)?\(")
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
 
 
-def collectives_of(training):
-    """The collectives of a compiled step."""
+def collectives_of(training, devices=None):
+    """The collectives of a step, compiled for other devices if they are given."""
     mesh, step, *args = training
+    if devices is None:
+        devices = mesh.devices.flat
+    devices = np.array(devices).reshape(mesh.devices.shape)
+    mesh = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+    def moved(x):
+        sharding = NamedSharding(mesh, x.sharding.spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     with jax.set_mesh(mesh):
-        hlo = step.lower(*args).compile().as_text()
+        hlo = step.lower(*jax.tree.map(moved, args)).compile().as_text()
     found = COLLECTIVE.findall(hlo)
     by_dtype = collections.Counter()
     for result in found:
@@ -258,11 +269,12 @@ ROWS = [
 ]
 
 
-def measure(name, mode, gather_dtypes, **sizes):
+def measure(name, mode, gather_dtypes, devices=None, **sizes):
     """A row of the table, as a dict."""
     plain, scaled = (
         collectives_of(
-            training(LAYOUTS[name], mode, scaled=scaled, **gather_dtypes, **sizes)
+            training(LAYOUTS[name], mode, scaled=scaled, **gather_dtypes, **sizes),
+            devices,
         )
         for scaled in (False, True)
     )
@@ -287,13 +299,21 @@ def print_table(rows):
 
 
 def main():
-    args = _harness.parse_sizes(_harness.parser(__doc__), SIZES)
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--for-h100", action="store_true", help="compile for H100s")
+    args = _harness.parse_sizes(parser, SIZES)
     _harness.prepare(args, "benchmarks.collectives")
     jax.config.update("jax_num_cpu_devices", args.devices)
     sizes = {"layers": args.layers, "width": args.width, "rows": args.rows}
     wanted = ROWS[::8] if args.small else ROWS
-    rows = [measure(*row, **sizes) for row in wanted]
-    _harness.print_heading(f"{jax.device_count()} devices")
+    if args.for_h100:
+        sizes["devices"] = gpu_programs.h100s(jax.device_count())
+        with gpu_programs.as_on_a_gpu():
+            rows = [measure(*row, **sizes) for row in wanted]
+    else:
+        rows = [measure(*row, **sizes) for row in wanted]
+    facts = ["compiled for H100s"] if args.for_h100 else []
+    _harness.print_heading(f"{jax.device_count()} devices", *facts)
     print_table(rows)
     _harness.save(args.json, rows)
 

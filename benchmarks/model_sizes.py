@@ -1,0 +1,157 @@
+"""Sizes of the benchmarked models, and what the programs of JAX and torch agree on."""
+
+from typing import NamedTuple
+
+SEED = 0
+LEARNING_RATE = 1e-4
+# Dense float16 and bfloat16 with float32 sums, without sparsity: data sheets.
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "A100": 312}
+
+
+class GPT2(NamedTuple):
+    batch: int
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    vocabulary: int
+
+    items = property(lambda self: self.batch * self.sequence)
+    unit = "tokens"  # what `items` counts
+
+
+class ResNet50(NamedTuple):
+    batch: int
+    pixels: int
+    width: int  # channels of the first convolution
+    classes: int
+    stages: tuple[int, ...] = (3, 4, 6, 3)
+
+    items = property(lambda self: self.batch)
+    unit = "images"
+
+
+class ViT(NamedTuple):
+    batch: int
+    pixels: int
+    patch: int
+    layers: int
+    width: int
+    heads: int
+    classes: int
+
+    items = property(lambda self: self.batch)
+    unit = "images"
+
+
+# GPT-2's vocabulary of 50257 is padded to a multiple of 128, on all sides alike.
+SIZES = {
+    "gpu": {
+        "gpt2": GPT2(16, 12, 768, 12, 1024, 50304),
+        "resnet50": ResNet50(256, 224, 64, 1000),
+        "vit": ViT(128, 224, 16, 12, 768, 12, 1000),
+    },
+    "cpu": {
+        "gpt2": GPT2(8, 4, 256, 4, 128, 2048),
+        "resnet50": ResNet50(16, 64, 16, 100, (1, 1, 1, 1)),
+        "vit": ViT(16, 64, 8, 4, 256, 4, 100),
+    },
+    "small": {
+        "gpt2": GPT2(2, 1, 32, 2, 16, 128),
+        "resnet50": ResNet50(4, 32, 8, 10, (1, 1)),
+        "vit": ViT(2, 16, 8, 1, 32, 2, 10),
+    },
+}
+
+
+def chosen(args) -> dict[str, GPT2 | ResNet50 | ViT]:
+    """The models that the arguments ask for, by name."""
+    sizes = SIZES["small" if args.small else args.device]
+    names = args.models.split(",") if args.models else list(sizes)
+    if unknown := set(names) - set(sizes):
+        raise SystemExit(f"--models: no {sorted(unknown)}; there are {list(sizes)}")
+    batch = {} if args.batch is None else {"batch": args.batch}
+    return {name: sizes[name]._replace(**batch) for name in names}
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--models", help="some of gpt2,resnet50,vit")
+    parser.add_argument("--rows", help='those with one of these words: "jamp,by hand"')
+    parser.add_argument("--rounds", type=int, help="20, with --small 4")
+    parser.add_argument("--batch", type=int, help="instead of each model's own")
+    parser.add_argument("--peak-tflops", type=float, help="of the GPU, for the MFU")
+
+
+def rounds(args) -> int:
+    return args.rounds or (4 if args.small else 20)
+
+
+def is_wanted(row: str, args) -> bool:
+    words = args.rows.split(",") if args.rows else [""]
+    return any(word.strip().lower() in row.lower() for word in words)
+
+
+def peak_tflops(device: str, args) -> float | None:
+    """What the device can do at most; None on a CPU, where no MFU is shown."""
+    if args.device == "cpu":
+        return None
+    known = (
+        peak
+        for name, peak in PEAK_TFLOPS.items()
+        if all(word in device for word in name.split())
+    )
+    peak = args.peak_tflops or next(known, None)
+    if peak is None:
+        raise SystemExit(f"say --peak-tflops: that of a {device} is not known here")
+    return peak
+
+
+def parameters(size) -> int:
+    """How many numbers are trained."""
+    if isinstance(size, ResNet50):
+        *convolutions, (_, _, features) = resnet50_layers(size)
+        convolved = sum(weights + 2 * width for _, weights, width in convolutions)
+        return convolved + (features + 1) * size.classes
+    width = size.width
+    blocks = size.layers * (12 * width**2 + 13 * width) + 2 * width
+    if isinstance(size, GPT2):
+        return blocks + (size.vocabulary + size.sequence) * width
+    positions = (size.pixels // size.patch) ** 2
+    ends = width * (3 * size.patch**2 + 1 + positions) + (width + 1) * size.classes
+    return blocks + ends
+
+
+def step_flops(size) -> float:
+    """Those of the products, forward and backward, with nothing computed twice."""
+    if isinstance(size, ResNet50):
+        *convolutions, (_, _, features) = resnet50_layers(size)
+        products = sum(pixels * weights for pixels, weights, _ in convolutions)
+        return 6.0 * size.batch * (products + features * size.classes)
+    if isinstance(size, GPT2):  # arXiv 2204.02311, appendix B: as if not causal
+        attention = 12 * size.layers * size.width * size.sequence
+        return (6.0 * parameters(size) + attention) * size.items
+    length = (size.pixels // size.patch) ** 2
+    block = 24 * length * size.width**2 + 4 * length**2 * size.width
+    ends = 2 * size.width * (3 * length * size.patch**2 + size.classes)
+    return 3.0 * size.batch * (size.layers * block + ends)
+
+
+def resnet50_layers(size: ResNet50):
+    """Output pixels, weights and output channels of each convolution.
+
+    Behind each is a norm of its channels. The last, (0, 0, n), says what the head gets.
+    """
+    pixels, inputs = size.pixels // 2, size.width
+    yield pixels**2, 7**2 * 3 * inputs, inputs
+    pixels //= 2
+    for stage, depth in enumerate(size.stages):
+        width = size.width * 2**stage
+        for index in range(depth):
+            yield pixels**2, inputs * width, width
+            pixels //= 2 if stage > 0 and index == 0 else 1
+            yield pixels**2, 9 * width**2, width
+            yield pixels**2, 4 * width**2, 4 * width
+            if index == 0:
+                yield pixels**2, inputs * 4 * width, 4 * width
+            inputs = 4 * width
+    yield 0, 0, inputs

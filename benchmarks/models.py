@@ -1,0 +1,227 @@
+"""GPT-2, ResNet-50 and ViT-B/16 in Flax NNX, each with its loss.
+
+`dtype` casts by hand: every Linear, Conv and Embed computes in it, norms compute in
+float32 and what they give back is cast. With None the model says nothing of dtypes: it
+is float32, or what autocast or a policy makes of it. There is no dropout.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from .model_sizes import GPT2, SEED, ResNet50, ViT
+
+
+def cast(x, dtype):
+    return x if dtype is None else x.astype(dtype)
+
+
+def norm_dtype(dtype):
+    return None if dtype is None else jnp.float32
+
+
+class LayerNorm(nnx.Module):
+    def __init__(self, width, dtype, rngs):
+        self.dtype = dtype
+        self.norm = nnx.LayerNorm(width, dtype=norm_dtype(dtype), rngs=rngs)
+
+    def __call__(self, x):
+        return cast(self.norm(x), self.dtype)
+
+
+def plain_attention(q, k, v, causal):
+    """With the softmax in float32. `jax.nn`'s takes no float16 on a CPU."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k)
+    if causal:
+        mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def gpu_attention(q, k, v, causal):
+    """In half precision cuDNN's flash kernel, which takes no float32."""
+    half = q.dtype in (jnp.float16, jnp.bfloat16)
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=causal, implementation="cudnn" if half else "xla"
+    )
+
+
+class Attention(nnx.Module):
+    """Self-attention; on a GPU with `flash`."""
+
+    def __init__(self, width, heads, causal, flash, dtype, rngs):
+        self.heads, self.causal = heads, causal
+        self.attend = gpu_attention if flash else plain_attention
+        self.qkv = nnx.Linear(width, 3 * width, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        batch, length, width = x.shape
+        shape = (batch, length, self.heads, width // self.heads)
+        q, k, v = (t.reshape(shape) for t in jnp.split(self.qkv(x), 3, axis=-1))
+        x = self.attend(q, k, v, self.causal)
+        return self.out(x.reshape(batch, length, width))
+
+
+class Block(nnx.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width, heads, causal, flash, dtype, rngs):
+        self.norm1 = LayerNorm(width, dtype, rngs)
+        self.attention = Attention(width, heads, causal, flash, dtype, rngs)
+        self.norm2 = LayerNorm(width, dtype, rngs)
+        self.up = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nnx.Module):
+    def __init__(self, size: GPT2, flash, dtype, stream, rngs):
+        self.dtype = dtype
+        init = nnx.initializers.normal(0.02)
+        embed = functools.partial(
+            nnx.Embed, features=size.width, dtype=stream, embedding_init=init, rngs=rngs
+        )
+        self.tokens = embed(size.vocabulary)
+        self.positions = embed(size.sequence)
+        self.blocks = nnx.List(
+            Block(size.width, size.heads, True, flash, dtype, rngs)
+            for _ in range(size.layers)
+        )
+        self.norm = LayerNorm(size.width, dtype, rngs)
+
+    def __call__(self, tokens):
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ cast(self.tokens.embedding[...], self.dtype).T
+
+
+class VisionTransformer(nnx.Module):
+    """Without a class token: cuDNN's kernel, as JAX calls it, takes even lengths."""
+
+    def __init__(self, size: ViT, flash, dtype, stream, rngs):
+        self.stream = stream
+        patch = (size.patch, size.patch)
+        self.patches = nnx.Conv(
+            3, size.width, patch, strides=patch, dtype=dtype, rngs=rngs
+        )
+        length = (size.pixels // size.patch) ** 2
+        normal = nnx.initializers.normal(0.02)
+        self.positions = nnx.Param(normal(rngs.params(), (1, length, size.width)))
+        self.blocks = nnx.List(
+            Block(size.width, size.heads, False, flash, dtype, rngs)
+            for _ in range(size.layers)
+        )
+        self.norm = LayerNorm(size.width, dtype, rngs)
+        self.head = nnx.Linear(size.width, size.classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, images):
+        x = self.patches(images)
+        x = x.reshape(x.shape[0], -1, x.shape[-1])
+        x = x + cast(self.positions[...], self.stream)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(jnp.mean(self.norm(x), axis=1))
+
+
+class ConvNorm(nnx.Module):
+    def __init__(self, inputs, outputs, kernel, stride, dtype, rngs, zero=False):
+        self.dtype = dtype
+        self.conv = nnx.Conv(
+            inputs,
+            outputs,
+            (kernel, kernel),
+            strides=stride,
+            padding=kernel // 2,
+            use_bias=False,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.norm = nnx.BatchNorm(
+            outputs,
+            momentum=0.9,
+            scale_init=nnx.initializers.constant(0.0 if zero else 1.0),
+            dtype=norm_dtype(dtype),
+            rngs=rngs,
+        )
+
+    def __call__(self, x):
+        return cast(self.norm(self.conv(x)), self.dtype)
+
+
+class Bottleneck(nnx.Module):
+    def __init__(self, inputs, width, stride, dtype, rngs):
+        self.reduce = ConvNorm(inputs, width, 1, 1, dtype, rngs)
+        self.middle = ConvNorm(width, width, 3, stride, dtype, rngs)
+        self.expand = ConvNorm(width, 4 * width, 1, 1, dtype, rngs, zero=True)
+        same = stride == 1 and inputs == 4 * width
+        self.shortcut = nnx.data(
+            None if same else ConvNorm(inputs, 4 * width, 1, stride, dtype, rngs)
+        )
+
+    def __call__(self, x):
+        y = jax.nn.relu(self.reduce(x))
+        y = self.expand(jax.nn.relu(self.middle(y)))
+        return jax.nn.relu(y + (x if self.shortcut is None else self.shortcut(x)))
+
+
+class ResNet(nnx.Module):
+    def __init__(self, size: ResNet50, flash, dtype, stream, rngs):
+        del flash, stream
+        self.stem = ConvNorm(3, size.width, 7, 2, dtype, rngs)
+        blocks, inputs = [], size.width
+        for stage, depth in enumerate(size.stages):
+            width = size.width * 2**stage
+            for index in range(depth):
+                stride = 2 if stage > 0 and index == 0 else 1
+                blocks.append(Bottleneck(inputs, width, stride, dtype, rngs))
+                inputs = 4 * width
+        self.blocks = nnx.List(blocks)
+        self.head = nnx.Linear(inputs, size.classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, images):
+        x = jax.nn.relu(self.stem(images))
+        x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(jnp.mean(x, axis=(1, 2)))
+
+
+MODELS = {GPT2: GPT, ResNet50: ResNet, ViT: VisionTransformer}
+
+
+def make(size, flash, dtype=None, stream=None):
+    """The model, always with the same float32 parameters.
+
+    Args:
+      flash: whether attention is a GPU's.
+      stream: the dtype of a transformer's residual stream, if it is not `dtype`.
+    """
+    return MODELS[type(size)](size, flash, dtype, stream or dtype, nnx.Rngs(SEED))
+
+
+def make_batch(size):
+    """Inputs and labels, the same at every step."""
+    keys = jax.random.split(jax.random.key(SEED))
+    if isinstance(size, GPT2):
+        shape = (size.batch, size.sequence + 1)
+        tokens = jax.random.randint(keys[0], shape, 0, size.vocabulary)
+        return tokens[:, :-1], tokens[:, 1:]
+    images = jax.random.normal(keys[0], (size.batch, size.pixels, size.pixels, 3))
+    return images, jax.random.randint(keys[1], (size.batch,), 0, size.classes)
+
+
+def cross_entropy(logits, labels):
+    """In float32, whatever the logits are."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    )
+    return jnp.mean(losses)

@@ -1,0 +1,180 @@
+"""The training steps of train_step.py in torch: torch.autocast and GradScaler.
+
+    python -m benchmarks.torch_train_step                 # small models, on the CPU
+    python -m benchmarks.torch_train_step --device gpu    # eager and torch.compile
+
+The models, optimizer and FLOPs are those of train_step.py, and the JSON has its form,
+{"results": {model: {row: figures}}}. This is a process of its own, so that each has the
+GPU's memory for itself. Attention is scaled_dot_product_attention, AdamW is fused on a
+GPU, convolutions have their channels last; weights and batches are random, from torch.
+"memory" is the most that torch's allocator held, parameters and optimizer included. A
+CPU shows that the program runs, and nothing about speed.
+"""
+
+import datetime
+import gc
+import json
+import math
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+from . import _harness, torch_models
+from .model_sizes import (
+    LEARNING_RATE,
+    SEED,
+    add_arguments,
+    chosen,
+    is_wanted,
+    parameters,
+    peak_tflops,
+    rounds,
+    step_flops,
+)
+
+WEIGHT_DECAY = 1e-4  # optax.adamw's default
+WARMUP = 3
+
+# Row -> whether it casts, and whether it is compiled.
+ROWS = {
+    "torch float32": (False, False),
+    "torch AMP": (True, False),
+    "torch.compile float32": (False, True),
+    "torch.compile AMP": (True, True),
+}
+
+
+class Row:
+    """A model with its optimizer, and a training step."""
+
+    def __init__(self, size, device, amp, compiled):
+        torch.manual_seed(SEED)
+        self.amp, self.device = amp, device
+        self.model = torch_models.make(size, device)
+        self.batch = torch_models.make_batch(size, device)
+        count = sum(p.numel() for p in self.model.parameters())
+        assert count == parameters(size), f"{count}, in JAX {parameters(size)}"
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            fused=device == "cuda",
+        )
+        self.scaler = torch.amp.GradScaler(device, enabled=amp)
+        self.forward = torch.compile(self.loss) if compiled else self.loss
+        self.losses = []
+
+    def loss(self, x, y):
+        with torch.autocast(self.device, torch.float16, enabled=self.amp):
+            logits = self.model(x)
+            return F.cross_entropy(logits.flatten(0, -2).float(), y.flatten())
+
+    def __call__(self):
+        loss = self.forward(*self.batch)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(loss.detach())
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(size, args, device, peak):
+    """Trains one model in all rows, one after the other; row -> figures.
+
+    One at a time, because the allocator's peak is that of the process.
+    """
+    table = {}
+    for name, (amp, compiled) in ROWS.items():
+        if not is_wanted(name, args) or (compiled and not args.compile):
+            continue
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        row = Row(size, device, amp, compiled)
+        seconds = list(timed(row, rounds(args), warmup=WARMUP))
+        losses = [float(loss) for loss in row.losses]
+        assert all(map(math.isfinite, losses)), f"{name}: {losses}"
+        median = statistics.median(seconds)
+        used = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else None
+        table[name] = {
+            "milliseconds": 1e3 * median,
+            "per_second": size.items / median,
+            "unit": size.unit,
+            "mfu": step_flops(size) / median / peak / 1e12 if peak else None,
+            "peak_megabytes": used,
+            "losses": losses[:4],
+        }
+        del row
+        gc.collect()
+        if device == "cuda":
+            torch.compiler.reset()
+            torch.cuda.empty_cache()
+    return table
+
+
+def timed(row, rounds, warmup):
+    for turn in range(rounds + warmup):
+        start = time.perf_counter()
+        row()
+        if turn >= warmup:
+            yield time.perf_counter() - start
+
+
+def show(table):
+    unit = next(iter(table.values()))["unit"]
+    _harness.print_table(
+        ["step", "time", f"{unit}/s", "MFU", "memory", "losses"],
+        (
+            [
+                name,
+                f"{row['milliseconds']:.1f} ms",
+                f"{row['per_second']:,.0f}",
+                "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %",
+                "" if row["mfu"] is None else f"{row['peak_megabytes']:,.0f} MB",
+                " ".join(f"{loss:.3f}" for loss in row["losses"]),
+            ]
+            for name, row in table.items()
+        ),
+    )
+
+
+def describe(device):
+    """As `_harness.describe`, which would take memory of the GPU for JAX."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "command": " ".join(["python -m benchmarks.torch_train_step", *sys.argv[1:]]),
+        **_harness.versions(),
+    }
+
+
+def main():
+    parser = _harness.parser(__doc__)
+    add_arguments(parser)
+    parser.add_argument("--compile", action="store_true", help="on a CPU too")
+    args = parser.parse_args()
+    _harness.prepare(args, "benchmarks.torch_train_step")
+    device = {"cpu": "cpu", "gpu": "cuda"}[args.device]
+    args.compile |= device == "cuda"
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU
+    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    run = describe(device)
+    print(f"Python {run['python']}, torch {run['torch']}, {run['device']}")
+    peak = peak_tflops(run["device"], args)
+    results = {}
+    for model, size in chosen(args).items():
+        print(f"\n{model}: {parameters(size) / 1e6:.1f} M parameters, {size}")
+        results[model] = measure(size, args, device, peak)
+        show(results[model])
+        if args.json:  # after each model, in case that time runs out
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            document = {"run": run, "results": results}
+            args.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

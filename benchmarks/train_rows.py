@@ -1,0 +1,219 @@
+"""One training step in each of the ways that are compared.
+
+A row is a function from a size to `(step, state)`, and `step(state, x, y)` gives the
+next state and the loss. Each begins with the same float32 parameters, and its optimizer
+is `optax.adamw`. Batch statistics come out of every forward pass, also of one whose
+step is skipped, as in torch. The models of flax, jmp and mpx are cast by hand as well:
+left alone, `nnx.Embed` makes float32 of the parameters that jmp and mpx cast.
+"""
+
+import contextlib
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
+
+import jamp
+
+from . import models
+from .model_sizes import LEARNING_RATE, ResNet50, ViT
+
+INNER = optax.adamw(LEARNING_RATE)
+autocast = functools.partial(jamp.autocast, dtype=jnp.float16)
+tf32 = functools.partial(jax.default_matmul_precision, "tensorfloat32")
+
+
+def parts(model, region=contextlib.nullcontext):
+    """The loss as a function of parameters and batch statistics, and these two."""
+    graph, *states = nnx.split(model, nnx.Param, ...)
+    params, stats = nnx.as_pure(states)
+
+    def loss_fn(params, stats, x, y):
+        model = nnx.merge(graph, params, stats)
+        with region():
+            loss = models.cross_entropy(model(x), y)
+        return loss, nnx.as_pure(nnx.state(model, nnx.BatchStat))
+
+    return loss_fn, params, stats
+
+
+def unscaled(size, flash, *dtypes, region=contextlib.nullcontext):
+    loss_fn, params, stats = parts(models.make(size, flash, *dtypes), region)
+
+    def step(state, x, y):
+        params, stats, opt_state = state
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, stats), grads = grad_fn(params, stats, x, y)
+        updates, opt_state = INNER.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), stats, opt_state), loss
+
+    return step, (params, stats, INNER.init(params))
+
+
+def float32(size, flash):
+    return unscaled(size, flash, region=tf32 if flash else contextlib.nullcontext)
+
+
+def bfloat16_by_hand(size, flash):
+    return unscaled(size, flash, jnp.bfloat16)
+
+
+def float16_by_hand(size, flash):
+    return unscaled(size, flash, jnp.float16)
+
+
+def float32_residual(size, flash):
+    """Embeddings in float32, and so the residual stream, as under torch's autocast."""
+    return unscaled(size, flash, jnp.float16, jnp.float32)
+
+
+def with_dynamic_loss_scale(model, region=contextlib.nullcontext):
+    loss_fn, params, stats = parts(model, region)
+    tx = jamp.dynamic_loss_scale(INNER)
+
+    def step(state, x, y):
+        params, stats, opt_state = state
+        grad_fn = jamp.value_and_grad(loss_fn, opt_state, has_aux=True)
+        (loss, stats), grads = grad_fn(params, stats, x, y)
+        params, opt_state = jamp.step(tx, grads, opt_state, params)
+        return (params, stats, opt_state), loss
+
+    return step, (params, stats, tx.init(params))
+
+
+def jamp_autocast(size, flash):
+    return with_dynamic_loss_scale(models.make(size, flash), autocast)
+
+
+def jamp_autocast_embed(size, flash):
+    """With what the embeddings give rounded, and so the residual stream."""
+    region = functools.partial(autocast, rules={nnx.Embed: jnp.float16})
+    return with_dynamic_loss_scale(models.make(size, flash), region)
+
+
+def jamp_policy(size, flash):
+    model = models.make(size, flash)
+    return with_dynamic_loss_scale(jamp.nnx.with_policy(model, "mixed_float16"))
+
+
+def jamp_grad_scaler(size, flash):
+    model = models.make(size, flash)
+    optimizer = nnx.Optimizer(model, INNER, wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer, jamp.GradScaler()))
+
+    def step(state, x, y):
+        model, optimizer, scaler = nnx.merge(graph, state)
+
+        def loss_fn(model):
+            with autocast():
+                loss = models.cross_entropy(model(x), y)
+            return scaler.scale(loss), loss
+
+        (_, loss), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+        scaler.step(optimizer, model, grads)
+        scaler.update()
+        return nnx.state((model, optimizer, scaler)), loss
+
+    return step, state
+
+
+def flax_dynamic_scale(size, flash):
+    loss_fn, params, stats = parts(models.make(size, flash, jnp.float16))
+
+    def step(state, x, y):
+        params, stats, opt_state, scale = state
+        grad_fn = scale.value_and_grad(loss_fn, has_aux=True)
+        scale, finite, (loss, stats), grads = grad_fn(params, stats, x, y)
+        updates, new_opt_state = INNER.update(grads, opt_state, params)
+        params, opt_state = jax.tree.map(
+            functools.partial(jnp.where, finite),
+            (optax.apply_updates(params, updates), new_opt_state),
+            (params, opt_state),
+        )
+        return (params, stats, opt_state, scale), loss
+
+    scale = jax.tree.map(jnp.asarray, DynamicScale())
+    return step, (params, stats, INNER.init(params), scale)
+
+
+def by_jmp(size, flash):
+    import jmp
+
+    loss_fn, params, stats = parts(models.make(size, flash, jnp.float16))
+    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+
+    def step(state, x, y):
+        params, stats, opt_state, scale = state
+
+        def objective(params):
+            args = policy.cast_to_compute((params, x))
+            loss, new_stats = loss_fn(args[0], stats, args[1], y)
+            return scale.scale(loss), (loss, new_stats)
+
+        grads, (loss, stats) = jax.grad(objective, has_aux=True)(params)
+        grads = scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        updates, new_opt_state = INNER.update(grads, opt_state, params)
+        params, opt_state = jmp.select_tree(
+            finite,
+            (optax.apply_updates(params, updates), new_opt_state),
+            (params, opt_state),
+        )
+        return (params, stats, opt_state, scale.adjust(finite)), loss
+
+    scale = jmp.DynamicLossScale(jnp.float32(2.0**15), jnp.int32(0))
+    return step, (params, stats, INNER.init(params), scale)
+
+
+def by_mpx(size, flash):
+    import mpx
+
+    mpx.set_half_precision_datatype(jnp.float16)
+    loss_fn, params, stats = parts(models.make(size, flash, jnp.float16))
+
+    def step(state, x, y):
+        params, stats, opt_state, scale = state
+
+        def objective(params, x):  # mpx would cast the statistics too
+            loss, new_stats = loss_fn(params, stats, x, y)
+            return loss, (loss, new_stats)  # mpx's own loss is by the next scale
+
+        grad_fn = mpx.filter_value_and_grad(objective, scale, has_aux=True)
+        (_, (loss, stats)), scale, finite, grads = grad_fn(params, x)
+        params, opt_state = mpx.optimizer_update(
+            params, INNER, opt_state, grads, finite
+        )
+        return (params, stats, opt_state, scale), loss
+
+    scale = mpx.DynamicLossScaling(jnp.float32(2.0**15), jnp.float32(1))
+    return step, (params, stats, INNER.init(params), scale)
+
+
+EMBED = "the same, rules={nnx.Embed: float16}"
+BASE, REFERENCE = "float16 by hand", "float32"
+RESIDUAL = "float16 by hand, float32 residual"
+ROWS = {
+    REFERENCE: float32,
+    "bfloat16 by hand": bfloat16_by_hand,
+    BASE: float16_by_hand,
+    RESIDUAL: float32_residual,
+    "jamp.autocast + dynamic_loss_scale": jamp_autocast,
+    EMBED: jamp_autocast_embed,
+    "jamp Policy + dynamic_loss_scale": jamp_policy,
+    "jamp.autocast + GradScaler": jamp_grad_scaler,
+    "flax DynamicScale, by hand": flax_dynamic_scale,
+}
+PEERS = {"jmp": by_jmp, "mpx": by_mpx}
+ABSENT = [name for name in PEERS if importlib.util.find_spec(name) is None]
+ROWS |= {name: row for name, row in PEERS.items() if name not in ABSENT}
+
+
+def rows_for(size):
+    """The rows that there are for a model: embeddings are GPT-2's, ResNet-50 has no
+    residual stream that could be float32."""
+    dropped = {ResNet50: {RESIDUAL, EMBED}, ViT: {EMBED}}.get(type(size), set())
+    return {name: row for name, row in ROWS.items() if name not in dropped}

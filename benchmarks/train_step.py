@@ -1,0 +1,198 @@
+"""A whole training step of GPT-2, ResNet-50 and ViT-B/16, by jamp and by its peers.
+
+    python -m benchmarks.train_step                   # small models, on the CPU
+    python -m benchmarks.train_step --device gpu      # 124 M, 26 M and 87 M parameters
+    python -m benchmarks.train_step --models gpt2 --rows "float16 by hand,autocast"
+
+Every row is one compiled function from parameters, batch statistics, states and batch
+to the next ones, with its state donated. Rows begin with the same parameters and see
+the same batch at every step; they take turns, one step each. "ratio" is the median over
+rounds of a row's time over that of float16 by hand in the same round, "memory" XLA's
+peak, and "temporary" what it holds beside arguments and results: the activations.
+benchmarks/torch_train_step.py trains the same models in torch.
+
+Under autocast, as in torch, embeddings are float32 and so is a transformer's residual
+stream. By hand it is float16, in the row "float32 residual" as under autocast.
+
+What a CPU can show: that all rows train alike, and what jamp adds to a program: casts,
+the check, the selection. XLA's CPU backend widens float16 to float32 in each product
+and each loop, so it cannot show the gain over float32, nor float16's memory.
+
+On a GPU the float32 row multiplies in TF32, and half precision takes cuDNN's flash
+attention. The losses of the first steps must be finite and near those of float32. A
+step that was skipped shows the same loss twice, as the batch is the same: repeats are
+dropped before losses are compared.
+"""
+
+import gc
+import os
+import statistics
+
+from . import _harness
+from .model_sizes import (
+    add_arguments,
+    chosen,
+    is_wanted,
+    parameters,
+    peak_tflops,
+    rounds,
+    step_flops,
+)
+
+STEPS_COMPARED = 4
+TOLERANCE = 0.03  # relative; measured: below 0.01, float16 against float32
+
+
+def compile_row(build, size, flash, batch):
+    """The compiled step, its state as a list of arrays, and what HLO says of it."""
+    import jax
+    import jax.numpy as jnp
+
+    from . import _hlo
+
+    step, state = build(size, flash)
+    leaves, treedef = jax.tree.flatten(state)
+
+    def flat_step(leaves, x, y):
+        # Flat, because jmp's state cannot be rebuilt from abstract arguments.
+        state, loss = step(jax.tree.unflatten(treedef, leaves), x, y)
+        return jax.tree.leaves(state), loss
+
+    jitted = jax.jit(flat_step, donate_argnums=0)
+    compiled = jitted.lower(leaves, *batch).compile()
+    own = [jnp.array(leaf, copy=True) for leaf in leaves]  # some rows share theirs
+    return compiled, own, _hlo.summarize(compiled)
+
+
+class Row:
+    """One compiled step, its state, and the losses so far."""
+
+    def __init__(self, build, size, flash, batch):
+        self.batch, self.losses = batch, []
+        self.compiled, self.state, self.program = compile_row(build, size, flash, batch)
+
+    def __call__(self):
+        import jax
+
+        self.state, loss = self.compiled(self.state, *self.batch)
+        jax.block_until_ready((self.state, loss))
+        self.losses.append(loss)
+
+
+def first_losses(row):
+    """Of the first steps that moved the parameters."""
+    losses = [float(loss) for loss in row.losses]
+    distinct = [b for a, b in zip([None, *losses], losses, strict=False) if a != b]
+    return distinct[:STEPS_COMPARED]
+
+
+def check_losses(model, rows, reference):
+    """All rows train alike, or AssertionError."""
+    for name, row in rows.items():
+        losses = first_losses(row)
+        assert all(abs(x) < float("inf") for x in losses), f"{model}, {name}: {losses}"
+        if reference in rows:
+            pairs = zip(losses, first_losses(rows[reference]), strict=False)
+            worst = max(abs(a - b) / abs(b) for a, b in pairs)
+            assert worst < TOLERANCE, f"{model}, {name}: {losses}, {worst:.3f} off"
+
+
+def measure(model, size, args, peak):
+    """Trains one model in all rows; row -> figures."""
+    from . import models
+    from .train_rows import BASE, REFERENCE, rows_for
+
+    check_parameters(size)
+    batch = models.make_batch(size)
+    flash = args.device == "gpu"
+    rows = {
+        name: Row(build, size, flash, batch)
+        for name, build in rows_for(size).items()
+        if is_wanted(name, args)
+    }
+    seconds = _harness.take_turns(rows, rounds(args))
+    check_losses(model, rows, REFERENCE)
+    flops = step_flops(size)
+    table = {}
+    for name, row in rows.items():
+        median = statistics.median(seconds[name])
+        program = row.program
+        table[name] = {
+            "milliseconds": 1e3 * median,
+            "ratio": ratio_of(seconds, name, BASE),
+            "per_second": size.items / median,
+            "unit": size.unit,
+            "mfu": flops / median / peak / 1e12 if peak else None,
+            "peak_megabytes": program.peak_bytes / 1e6,
+            "temporary_megabytes": program.temporary_bytes / 1e6,
+            "kernels": program.kernels,
+            "losses": first_losses(row),
+            "skipped": len(row.losses) - len(set(map(float, row.losses))),
+        }
+    return table
+
+
+def check_parameters(size):
+    import jax
+    from flax import nnx
+
+    from . import models
+
+    model = nnx.eval_shape(lambda: models.make(size, flash=False))
+    params = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert sum(leaf.size for leaf in params) == parameters(size)
+
+
+def ratio_of(seconds, name, base):
+    if base not in seconds:
+        return None
+    return _harness.ratio(seconds[name], seconds[base])
+
+
+def show(table):
+    unit = next(iter(table.values()))["unit"]
+    columns = ["step", "time", "ratio", f"{unit}/s", "MFU", "memory", "temporary"]
+    _harness.print_table(
+        [*columns, "kernels", "losses", "skipped"],
+        (
+            [
+                name,
+                f"{row['milliseconds']:.1f} ms",
+                "" if row["ratio"] is None else f"{row['ratio']:.3f}",
+                f"{row['per_second']:,.0f}",
+                "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %",
+                f"{row['peak_megabytes']:,.0f} MB",
+                f"{row['temporary_megabytes']:,.0f} MB",
+                str(row["kernels"]),
+                " ".join(f"{loss:.3f}" for loss in row["losses"]),
+                str(row["skipped"]),
+            ]
+            for name, row in table.items()
+        ),
+    )
+
+
+def main():
+    parser = _harness.parser(__doc__)
+    add_arguments(parser)
+    args = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    _harness.prepare(args, "benchmarks.train_step")
+    import jax
+
+    from .train_rows import ABSENT
+
+    peak = peak_tflops(jax.devices()[0].device_kind, args)
+    _harness.print_heading(*(f"no {name} here" for name in ABSENT))
+    results = {}
+    for model, size in chosen(args).items():
+        print(f"\n{model}: {parameters(size) / 1e6:.1f} M parameters, {size}")
+        results[model] = measure(model, size, args, peak)
+        show(results[model])
+        gc.collect()  # modules refer to one another; their arrays must go
+        jax.clear_caches()
+        _harness.save(args.json, results)  # after each, in case that time runs out
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ No other module imports `jax._src` or asks for a version. Tried with JAX 0.10 to
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
@@ -33,10 +34,43 @@ def current_trace() -> Trace:
     return core.trace_ctx.trace
 
 
-def bind(trace: Trace, primitive: Primitive, args: Sequence[Any], params: dict) -> Any:
-    """`primitive.bind` with `trace` as the current one."""
+def run(
+    trace: Trace, function: Callable, args: Sequence[Any], params: dict, seen: Any
+) -> Any:
+    """Calls a function of arrays with `trace` as the current one.
+
+    JAX keeps the derivative of a jitted function, and makes that of an op anew each
+    time. So what is `seen` for the second time is jitted, if a set is given.
+    """
+    if seen is not None:
+        fixed = function, tuple(params.items())
+        key = fixed, tuple(map(jax.typeof, args))
+        if key in seen:
+            function, params = jitted(*fixed), {}
+        seen.add(key)
     with set_current_trace(trace):
-        return primitive.bind(*args, **params)
+        return function(*args, **params)
+
+
+@functools.lru_cache(maxsize=4096)
+def jitted(function: Callable, params: tuple[tuple[str, Any], ...]) -> Callable:
+    """The function with these parameters. In a jaxpr no `jit` is seen of it."""
+    inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+    return jax.jit(functools.partial(function, **dict(params)), inline=inline)
+
+
+SEEN: weakref.WeakKeyDictionary[Trace, set] = weakref.WeakKeyDictionary()
+
+
+def seen_on(trace: Trace) -> set | None:
+    """What ran on this trace, if it is differentiated and goes into a jaxpr."""
+    differentiated, base = False, trace
+    while isinstance(base, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
+        differentiated |= not isinstance(base, batching.BatchTrace)
+        base = base.parent_trace
+    if differentiated and isinstance(base, partial_eval.DynamicJaxprTrace):
+        return SEEN.setdefault(trace, set())
+    return None
 
 
 def current_traceback() -> Any:

@@ -40,28 +40,31 @@ def with_bias(trace, add, args, params):
             continue
         if len({sides[d] for d in varies if np.shape(product)[d] != 1}) > 1:
             continue
-        if dtype == jnp.float16:  # a mask of -1e9 must not become -inf
-            limit = np.float32(jnp.finfo(dtype).max)
-            with _compat.set_current_trace(trace.parent):
-                bias = lax.clamp(-limit, bias, limit)
-        bias = rounded(trace, bias)
+        trace.record.touched = True
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
+            bias = trace.call(rounded, [bias], {"dtype": dtype})
             wide = trace.cast(product, jnp.dtype("float32"))
             return trace.cast(trace.bind(add, [wide, bias], params), dtype)
-        with _compat.set_current_trace(trace.parent):
-            bias = lax.broadcast_in_dim(bias, np.shape(product), range(np.ndim(bias)))
-        return trace.bind(add, [product, trace.cast(bias, dtype)], params)
+        return trace.call(biased, [product, bias], {})
     return None
 
 
-def rounded(trace, bias):
+def biased(product, bias):
+    bias = rounded(bias, product.dtype)
+    bias = lax.broadcast_in_dim(bias, product.shape, range(bias.ndim))
+    return lax.add(product, lax.convert_element_type(bias, product.dtype))
+
+
+def rounded(bias, dtype):
     """A bias rounded to half precision, and so its gradient; both stay float32.
 
     XLA may drop a pair of casts, but not this.
     """
-    info = jnp.finfo(trace.settings.dtype)
-    with _compat.set_current_trace(trace.parent):
-        return lax.reduce_precision(bias, info.nexp, info.nmant)
+    info = jnp.finfo(dtype)
+    if dtype == jnp.float16:  # a mask of -1e9 must not become -inf
+        limit = np.float32(info.max)
+        bias = lax.clamp(-limit, bias, limit)
+    return lax.reduce_precision(bias, info.nexp, info.nmant)
 
 
 def dimensions(trace, bias, product):

@@ -54,6 +54,7 @@ class AutocastTrace(_compat.Trace):
         super().__init__()
         self.parent, self.settings, self.baked = parent, settings, baked
         self.requires_low = parent.requires_low
+        self.seen = _compat.seen_on(parent)
         # Flax NNX refuses to update a Variable on another trace than the one that made
         # it, and compares traces by this reference. Values live on both alike.
         self._weakref = parent._weakref
@@ -89,7 +90,12 @@ class AutocastTrace(_compat.Trace):
             yield self
 
     def bind(self, primitive, args, params):
-        return _compat.bind(self.parent, primitive, args, params)
+        seen = self.seen if primitive.name in PRIMITIVES else None
+        return _compat.run(self.parent, primitive.bind, args, params, seen)
+
+    def call(self, function, args, params):
+        """Runs a function of arrays on the parent trace."""
+        return _compat.run(self.parent, function, args, params, self.seen)
 
     def path(self) -> str:
         """The module path, such as "GPT/block_3/attention"."""
@@ -160,9 +166,9 @@ class AutocastTrace(_compat.Trace):
                 params = self.as_if_given(args, params)
         if (nested := RULES.get(primitive.name)) is not None:
             return nested(self, primitive, args, params, avals, forced, baked)
-        check_left_alone(primitive, params)
         action = forced or self.action(primitive)
-        if action is None or primitive.name not in PRIMITIVES:
+        if primitive.name not in PRIMITIVES:
+            check_left_alone(primitive, params)
             return self.bind(primitive, self.as_traced(args, avals), params)
         with self.noted(action):
             return self.run(primitive, args, params, avals, action, forced, baked)
@@ -265,8 +271,7 @@ class AutocastTrace(_compat.Trace):
         if not isinstance(x, jax.Array):
             return unrounded(x) if dtype == jnp.float32 else np.asarray(x, dtype)
         if (copy := self.notes.cast(x, dtype)) is None:
-            with _compat.set_current_trace(self.parent):
-                copy = lax.convert_element_type(x, dtype)
+            copy = self.call(lax.convert_element_type, [x], {"new_dtype": dtype})
             self.record.touched = True
             widened = dtype == jnp.float32
             self.notes[copy] = self.notes[x]._replace(widened=widened)

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 # On a CPU, glibc's malloc returns large buffers to the system at each step; to fault
-# them in again costs more than what is measured.
+# them in again costs more than what is measured. It takes no threshold for mmap above
+# 32 MB, so mmap is off.
 RAISED_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_ARENA_MAX": "1",
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
     "MALLOC_TOP_PAD_": str(2**27),
 }

@@ -51,7 +51,7 @@ def run_or_hold(
     return select(finite, new, hold(lambda: new))
 
 
-def select(finite: jax.Array, new: T, old: T) -> T:
+def select(finite: jax.Array | np.bool, new: T, old: T) -> T:
     """Each leaf of `new` if finite, else that of `old`.
 
     Raises:

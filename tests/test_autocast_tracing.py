@@ -1,0 +1,53 @@
+"""What autocast does to trace faster changes nothing in the program."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jamp
+from jamp import _compat
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def three_layers(w, b, x):
+    with jamp.autocast(dtype=jnp.float16):
+        for _ in range(3):
+            x = jnp.tanh(x @ w + b[None])
+        return jnp.sum(x)
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.value_and_grad, jax.jacfwd])
+def test_ops_jitted_for_their_derivatives_leave_no_trace(transform, monkeypatch):
+    """What recurs under a derivative is jitted; the program is as if it were not."""
+    args = jnp.eye(4), jnp.zeros(4), jnp.ones((2, 4))
+    used = []
+
+    def jitted(function, params, original=_compat.jitted):
+        used.append(function)
+        return original(function, params)
+
+    monkeypatch.setattr(_compat, "jitted", jitted)
+    kept = jax.jit(transform(three_layers)).trace(*args).jaxpr
+    assert used
+    monkeypatch.setattr(_compat, "seen_on", lambda trace: None)
+    used.clear()
+    plain = jax.jit(transform(lambda *args: three_layers(*args))).trace(*args).jaxpr
+    assert not used
+    assert equations(kept) == equations(plain)
+
+
+def equations(jaxpr):
+    """In no order: JAX adds up cotangents a little later."""
+    return sorted(
+        f"{e.primitive} {e.source_info.name_stack} {[v.aval for v in e.outvars]}"
+        for e in jaxpr.eqns
+    )
+
+
+def test_ops_are_not_jitted_where_they_are_not_differentiated(monkeypatch):
+    """Nor in an eager derivative, where each would be compiled anew."""
+    args = jnp.eye(4), jnp.zeros(4), jnp.ones((2, 4))
+    monkeypatch.setattr(_compat, "jitted", None)
+    jax.jit(three_layers).trace(*args)
+    jax.grad(three_layers)(*args)

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jamp
+from benchmarks import _hlo
 from jamp import _loss_scale
 from jamp._loss_scale import LossScaleConfig
 
@@ -76,6 +77,19 @@ def test_grad_scaler_makes_no_transfer():
         for _ in range(20):
             train_step(model, optimizer, scaler, x)
     assert scaler.get_scale() > 2.0**16
+
+
+def test_a_step_copies_no_parameter_and_never_asks_the_host():
+    tx = jamp.dynamic_loss_scale(optax.adamw(1e-3))
+    params = [jnp.ones((512, 512)) for _ in range(4)]
+
+    def train_step(params, state, grads):
+        return jamp.step(tx, grads, state, params)
+
+    step = jax.jit(train_step, donate_argnums=(0, 1))
+    figures = _hlo.summarize(step.lower(params, tx.init(params), params).compile())
+    assert figures.conditionals == figures.host == 0
+    assert figures.temporary_bytes < 2**20  # not as much as one parameter
 
 
 def test_autocast_runs_its_products_in_float16():

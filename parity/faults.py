@@ -141,8 +141,8 @@ FAULTS = (
     Fault(
         "a skipped step takes the momentum away",
         "_optax.py",
-        "lambda: (params, state.inner_state)",
-        "lambda: (params, jax.tree.map(jnp.zeros_like, state.inner_state))",
+        "lambda _: (params, state.inner_state)",
+        "lambda _: (params, jax.tree.map(jnp.zeros_like, state.inner_state))",
         "scale",
         "default: seed=1",
     ),

@@ -101,6 +101,20 @@ def _module() -> str:
     return f"{path.parent.name}.{path.stem}"
 
 
+def flat(step: Callable[..., Any], treedef: Any) -> Callable[..., Any]:
+    """A training step that takes and returns its state as a list of arrays.
+
+    jmp's state cannot be rebuilt from the abstract arguments of a lowering.
+    """
+    import jax
+
+    def flat_step(leaves, x, y):
+        state, loss = step(jax.tree.unflatten(treedef, leaves), x, y)
+        return jax.tree.leaves(state), loss
+
+    return flat_step
+
+
 def take_turns(
     rows: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:

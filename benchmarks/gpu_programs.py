@@ -95,14 +95,10 @@ def program(make_row, make_batch, sharding):
         leaves, treedef = jax.tree.flatten(state)
         return leaves
 
-    def flat_step(leaves, x, y):
-        state, loss = step(jax.tree.unflatten(treedef, leaves), x, y)
-        return jax.tree.leaves(state), loss
-
     with as_on_a_gpu():
         args = jax.eval_shape(init), *jax.eval_shape(make_batch)
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        jitted = jax.jit(flat_step, donate_argnums=0)
+        jitted = jax.jit(_harness.flat(step, treedef), donate_argnums=0)
         return _hlo.summarize(jitted.lower(*jax.tree.map(place, args)).compile())
 
 

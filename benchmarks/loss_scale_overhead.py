@@ -224,12 +224,7 @@ def compile_rows(rows, batch, donate):
     compiled = {}
     for name, (step, state, baseline) in rows.items():
         leaves, treedef = jax.tree.flatten(state)
-
-        def flat_step(leaves, x, y, step=step, treedef=treedef):
-            # Flat, because jmp's state cannot be rebuilt from abstract arguments.
-            state, loss = step(jax.tree.unflatten(treedef, leaves), x, y)
-            return jax.tree.leaves(state), loss
-
+        flat_step = _harness.flat(step, treedef)
         jitted = jax.jit(flat_step, donate_argnums=0 if donate else ())
         program = jitted.lower(leaves, *batch).compile()
         compiled[name] = {

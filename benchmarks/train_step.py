@@ -52,13 +52,7 @@ def compile_row(build, size, flash, batch):
 
     step, state = build(size, flash)
     leaves, treedef = jax.tree.flatten(state)
-
-    def flat_step(leaves, x, y):
-        # Flat, because jmp's state cannot be rebuilt from abstract arguments.
-        state, loss = step(jax.tree.unflatten(treedef, leaves), x, y)
-        return jax.tree.leaves(state), loss
-
-    jitted = jax.jit(flat_step, donate_argnums=0)
+    jitted = jax.jit(_harness.flat(step, treedef), donate_argnums=0)
     compiled = jitted.lower(leaves, *batch).compile()
     own = [jnp.array(leaf, copy=True) for leaf in leaves]  # some rows share theirs
     return compiled, own, _hlo.summarize(compiled)

@@ -1,0 +1,186 @@
+"""A small GPT learns Python from the sources of the standard library, byte by byte.
+
+Flax NNX, `jamp.autocast`, `jamp.GradScaler`, gradient accumulation and clipping:
+the loop of a PyTorch AMP script. Runs in float32 and in float16 from the same weights
+and with the same batches; prints a table and a sample, draws `runs/gpt/training.png`.
+
+    python examples/gpt.py                        # a minute or two on a CPU
+    python examples/gpt.py --seeds 0 1 2
+    python examples/gpt.py --layers 12 --width 768 --heads 12 --length 1024 \\
+        --batch-size 32 --accumulate 8 --steps 20000  # GPT-2's size, for a GPU
+
+Needs `pip install "jamp-jax[examples]"`.
+"""
+
+import functools
+import sysconfig
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from harness import Training, add_flag, compare, make_parser, report
+
+import jamp
+
+
+class Block(nnx.Module):
+    def __init__(self, width, heads, rngs):
+        self.norm1 = nnx.LayerNorm(width, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(width, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
+        self.out = nnx.Linear(width, width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        self.heads = heads
+
+    def __call__(self, x):  # [batch, length, width]
+        heads = (*x.shape[:2], 3, self.heads, -1)
+        q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)).reshape(heads), 2, 0)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.reshape(x.shape))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nnx.Module):
+    """Knows nothing of mixed precision."""
+
+    def __init__(self, args, rngs):
+        self.tokens = nnx.Embed(256, args.width, rngs=rngs)
+        self.positions = nnx.Embed(args.length, args.width, rngs=rngs)
+        blocks = [Block(args.width, args.heads, rngs) for _ in range(args.layers)]
+        self.blocks = nnx.List(blocks)
+        self.norm = nnx.LayerNorm(args.width, rngs=rngs)
+        self.head = nnx.Linear(args.width, 256, rngs=rngs)
+
+    def __call__(self, tokens):  # [batch, length] -> logits [batch, length, 256]
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def region(precision):
+    if precision == "float32":
+        return jamp.autocast(enabled=False)
+    return jamp.autocast(dtype=precision)
+
+
+def loss_fn(model, text, precision):
+    """Mean cross entropy of each next byte, in nats; text [batch, length + 1]."""
+    with region(precision):
+        logits = model(text[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])
+        return losses.mean()
+
+
+@functools.partial(nnx.jit, static_argnames=("precision", "clip"))
+def train_step(model, optimizer, scaler, microbatches, precision, clip):
+    def scaled_loss(model, text):
+        loss = loss_fn(model, text, precision) / len(microbatches)
+        return scaler.scale(loss), loss
+
+    grad_fn = nnx.grad(scaled_loss, has_aux=True)
+    grads, loss = grad_fn(model, microbatches[0])
+    for text in microbatches[1:]:  # accumulate at one scale, as in PyTorch
+        more, more_loss = grad_fn(model, text)
+        grads, loss = jax.tree.map(jnp.add, grads, more), loss + more_loss
+
+    grads = scaler.unscale_(optimizer, grads)  # before they are measured or clipped
+    norm = optax.tree.norm(nnx.as_pure(grads))
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / norm), grads)
+    scaler.step(optimizer, model, grads)
+    scaler.update()
+    return jamp.metrics(scaler) | {"loss": loss, "grad_norm": norm}
+
+
+def make_training(args, texts, precision, seed):
+    train_text, test_text = texts
+    model = GPT(args, nnx.Rngs(seed))
+    warmup = min(50, args.steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, args.learning_rate, warmup, args.steps
+    )
+    adamw = optax.adamw(schedule, weight_decay=0.1)
+    optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
+    scaler = jamp.GradScaler(
+        growth_interval=args.growth_interval, enabled=precision == "float16"
+    )
+
+    def step(state, microbatches):
+        model, optimizer, scaler = state
+        return state, train_step(
+            model, optimizer, scaler, microbatches, precision, args.clip
+        )
+
+    def evaluate(state):
+        rng = np.random.default_rng(0)
+        text = pieces(test_text, rng, (8, args.batch_size), args.length)
+        evaluate_one = nnx.jit(loss_fn, static_argnames="precision")
+        losses = [evaluate_one(state[0], batch, precision) for batch in text]
+        return {"test loss": np.mean(losses)}
+
+    def batch(number):
+        rng = np.random.default_rng((seed, number))
+        shape = args.accumulate, args.batch_size // args.accumulate
+        return pieces(train_text, rng, shape, args.length)
+
+    return Training((model, optimizer, scaler), step, batch, evaluate)
+
+
+def pieces(text, rng, shape, length):
+    """Random places of the text: bytes [*shape, length + 1]."""
+    starts = rng.integers(len(text) - length, size=(*shape, 1))
+    return text[starts + np.arange(length + 1)]
+
+
+def read_sources():
+    """The standard library's modules, of which every tenth is for the test."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
+    test = texts[::10]
+    del texts[::10]
+    return np.concatenate(texts), np.concatenate(test)
+
+
+@functools.partial(nnx.jit, static_argnames=("length", "precision"))
+def sample(model, prompt, key, length, precision):
+    """Continues the prompt [n], n <= length, to `length` bytes."""
+    text = jnp.zeros((1, length), jnp.uint8).at[0, : len(prompt)].set(prompt)
+
+    def write(position, text):
+        with region(precision):
+            logits = model(text)[0, position - 1]
+        draw = jax.random.categorical(jax.random.fold_in(key, position), logits / 0.7)
+        return text.at[0, position].set(draw.astype(jnp.uint8))
+
+    return jax.lax.fori_loop(len(prompt), length, write, text)[0]
+
+
+def main(argv=None):
+    parser = make_parser(__doc__, "gpt", steps=300)
+    add = functools.partial(add_flag, parser)
+    add("--layers", 3, "transformer blocks")
+    add("--width", 128, "of the residual stream")
+    add("--heads", 4, "of the attention")
+    add("--length", 96, "bytes that the model sees")
+    add("--batch-size", 16, "pieces of text in a step")
+    add("--accumulate", 2, "microbatches in a step")
+    add("--learning-rate", 3e-3, "AdamW's, after warm-up")
+    add("--clip", 1.0, "largest norm of the gradient")
+    args = parser.parse_args(argv)
+
+    texts = read_sources()
+    runs = compare(args, functools.partial(make_training, args, texts))
+    report(args, runs, title="Training loss (nats per byte)")
+    (precision, _), run = list(runs.items())[-1]
+    prompt = np.frombuffer(b"def ", np.uint8)
+    text = sample(run.state[0], prompt, jax.random.key(0), args.length, precision)
+    print(f"A sample of the {precision} run:\n{bytes(np.array(text)).decode('latin1')}")
+    return runs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""What the examples share; none of it is about mixed precision.
+
+An example gives `compare` a function that makes a `Training` of a precision and seed.
+`compare` trains one for each, with a progress bar, checkpoints and TensorBoard logs in
+`<out>/<precision>-seed<seed>/`; `report` sets the results side by side.
+"""
+
+import argparse
+import functools
+import itertools
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jamp
+
+try:
+    import orbax.checkpoint as ocp
+    import rich
+    from matplotlib.figure import Figure
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.table import Table
+    from tensorboardX import SummaryWriter
+except ModuleNotFoundError as error:
+    hint = 'pip install "jamp-jax[examples]"'
+    raise SystemExit(f"{error.name} is not installed. Run: {hint}") from None
+
+FETCH_EVERY = 10  # steps whose metrics are copied to the host together
+STYLES = {  # color and line width; all are drawn on top of each other
+    "float32": ("#f0a33c", 3.5),
+    "bfloat16": ("#4c9f70", 1.4),
+    "float16": ("#1761b0", 1.4),
+}
+RED = "#c8102e"
+
+
+class Training(NamedTuple):
+    """What is trained, and how. The state may be any pytree: Flax NNX objects are."""
+
+    state: Any
+    step: Callable[[Any, Any], tuple[Any, dict]]  # state, batch -> state, metrics
+    batch: Callable[[int], Any]  # step number -> batch, the same when resumed
+    evaluate: Callable[[Any], dict[str, Any]]  # state -> columns of the table
+
+
+class Run(NamedTuple):
+    """A training that has ended."""
+
+    state: Any
+    history: dict[str, np.ndarray]  # metric -> [steps]
+    results: dict[str, float]
+    seconds: float  # of this process, compilation included
+
+
+def make_parser(
+    doc: str | None, name: str, steps: int, precisions=("float32", "float16")
+):
+    """The flags that all examples have."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = functools.partial(add_flag, parser)
+    add("--steps", steps, "optimizer steps")
+    add("--seeds", [0], "a run for each, and their spread in the table", nargs="+")
+    add("--precisions", precisions, "to compare", nargs="+", choices=list(STYLES))
+    add("--growth-interval", 50, "finite steps until the loss scale grows")
+    add("--save-every", 100, "steps between checkpoints")
+    add("--out", Path("runs") / name, "folder of picture, logs and checkpoints")
+    text = "go on from the last checkpoints; without it, runs of that name start anew"
+    parser.add_argument("--resume", action="store_true", help=text)
+    return parser
+
+
+def add_flag(parser, flag, default, text, **options):
+    """Adds a flag of the default's type, which the help names."""
+    many = options.get("nargs") == "+"
+    kind = type(default[0] if many else default)
+    kind = Path if issubclass(kind, Path) else kind
+    shown = " ".join(map(str, default)) if many else default
+    text = f"{text} (default: {shown})"
+    parser.add_argument(flag, type=kind, default=default, help=text, **options)
+
+
+def compare(args, make: Callable[[str, int], Training]) -> dict[tuple[str, int], Run]:
+    """Trains once for each precision and seed."""
+    text, live = TextColumn("{task.description}"), TextColumn("{task.fields[live]}")
+    runs = {}
+    with Progress(text, BarColumn(12), MofNCompleteColumn(), live) as progress:
+        tasks = {
+            (precision, seed): progress.add_task(
+                f"{precision} seed {seed}", total=args.steps, live=""
+            )
+            for precision, seed in itertools.product(args.precisions, args.seeds)
+        }
+        for (precision, seed), task in tasks.items():
+            folder = args.out.absolute() / f"{precision}-seed{seed}"
+            show = functools.partial(progress.update, task)
+            training = make(precision, seed)
+            runs[precision, seed] = train(training, folder, args, show)
+    return runs
+
+
+def train(training: Training, folder: Path, args, show) -> Run:
+    """Trains to the last step, from the first or from the latest checkpoint."""
+    start = time.perf_counter()
+    if not args.resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    leaves, treedef = jax.tree.flatten(training.state)
+    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    with ocp.CheckpointManager(folder / "checkpoints", options=options) as manager:
+        first, earlier = manager.latest_step() or 0, {}
+        if first:
+            target = ocp.args.Composite(
+                state=ocp.args.StandardRestore(leaves), history=ocp.args.JsonRestore()
+            )
+            restored = manager.restore(first, args=target)
+            leaves, earlier = restored["state"], restored["history"]
+            show(completed=first)
+        state = jax.tree.unflatten(treedef, leaves)
+
+        writer = SummaryWriter(str(folder), purge_step=first)
+        on_row = functools.partial(log_row, writer, show)
+        history = jamp.debug.History(every=FETCH_EVERY, on_row=on_row, start=first)
+        try:
+            for step in range(first, args.steps):
+                state, metrics = training.step(state, training.batch(step))
+                history.append(metrics)
+                if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+                    save(manager, step + 1, state, joined(earlier, history))
+        finally:  # after Ctrl-C as well: log what the device has computed
+            history.fetch()
+            writer.close()
+
+    results = {key: float(x) for key, x in training.evaluate(state).items()}
+    seconds = time.perf_counter() - start
+    return Run(state, joined(earlier, history), results, seconds)
+
+
+def log_row(writer, show, step, row):
+    """To TensorBoard, which has no place for the infinite norm of a skipped step."""
+    for key, value in row.items():
+        if math.isfinite(value):
+            writer.add_scalar(f"train/{key}", value, step)
+    scale = f"2^{math.log2(row['loss_scale']):.0f}"
+    live = f"loss {row['loss']:.3f} scale {scale} skipped {row['skipped_steps']}"
+    show(completed=step + 1, live=live)
+
+
+def save(manager, step, state, history):
+    """State and metrics of all steps so far; written while training goes on."""
+    lists = {key: values.tolist() for key, values in history.items()}
+    parts = ocp.args.Composite(
+        state=ocp.args.StandardSave(jax.tree.leaves(state)),
+        history=ocp.args.JsonSave(lists),
+    )
+    manager.save(step, args=parts)
+
+
+def joined(earlier, history):
+    """Metrics from before and after the run was resumed."""
+    later = dict(history)
+    return {
+        key: np.array([*earlier.get(key, ()), *later.get(key, ())])
+        for key in earlier | later
+    }
+
+
+def report(args, runs, metric="loss", title="Training loss", log_scale=False):
+    """Prints a table, mean ± standard deviation over the seeds, and draws a picture."""
+    some = next(iter(runs.values()))
+    table = Table(caption="Times include compilation.")
+    for column in ("run", *some.results, "skipped steps", "seconds"):
+        table.add_column(column, justify="right")
+    for precision in args.precisions:
+        group = [run for (name, _), run in runs.items() if name == precision]
+        cells = [[run.results[key] for run in group] for key in some.results]
+        cells.append([run.history["found_inf"].sum() for run in group])
+        cells.append([run.seconds for run in group])
+        table.add_row(precision, *map(mean_and_deviation, cells))
+    rich.print(table)
+    path = args.out / "training.png"
+    draw(runs, path, metric, title, log_scale)
+    print(f"Curves: {path}. Logs: tensorboard --logdir {args.out}")
+
+
+def mean_and_deviation(values):
+    mean = f"{np.mean(values):.4g}"
+    return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.2g}"
+
+
+def draw(runs, path, metric, title, log_scale):
+    """The metric of all runs, and below it the loss scale of the float16 runs."""
+    figure = Figure(figsize=(9, 6), layout="constrained")  # Agg: needs no display
+    top, bottom = figure.subplots(2, sharex=True)
+    for (precision, seed), run in runs.items():
+        color, width = STYLES[precision]
+        values = run.history[metric]
+        window = max(1, min(25, len(values) // 10))
+        smooth = np.convolve(values, np.ones(window) / window, "valid")
+        centers = np.arange(len(smooth)) + (window - 1) / 2
+        first = seed == min(s for p, s in runs if p == precision)
+        label = precision if first else None
+        top.plot(centers, smooth, color=color, linewidth=width, label=label)
+        if precision == "float16":
+            scale = run.history["loss_scale"]
+            skips = run.history["found_inf"].astype(bool).nonzero()[0]
+            bottom.step(range(len(scale)), scale, where="post", color=color)
+            bottom.plot(skips, scale[skips], "x", color=RED)
+    top.set(title=title, yscale="log" if log_scale else "linear")
+    bottom.set(title="Float16 loss scale; x: a skipped step", xlabel="step")
+    bottom.set_yscale("log", base=2)
+    top.legend(frameon=False)
+    for axes in (top, bottom):
+        axes.margins(x=0.01)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.align_ylabels()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

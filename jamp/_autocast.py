@@ -113,11 +113,17 @@ the method that computes; in a generator or coroutine write `with jamp.autocast(
 
 
 def is_autocast_enabled() -> bool:
-    """Whether ops are cast here.
+    """Whether ops are cast here: a Python bool, known when the code is traced.
 
-    >>> with autocast(dtype=jnp.float16):
-    ...     is_autocast_enabled()
-    True
+    Returns:
+      True in a region, False outside and where `enabled=False` is the innermost.
+
+    Example:
+      >>> with autocast(dtype=jnp.float16):
+      ...     is_autocast_enabled()
+      True
+
+    PyTorch: `torch.is_autocast_enabled(device_type)`.
     """
     return REGION.value is not None and REGION.value.listed
 
@@ -125,9 +131,15 @@ def is_autocast_enabled() -> bool:
 def get_autocast_dtype() -> Any:
     """The dtype of the innermost region, or what `autocast()` would take by default.
 
-    >>> with autocast(dtype=jnp.float16):
-    ...     get_autocast_dtype()
-    dtype('float16')
+    Returns:
+      A NumPy dtype. By default float16 on a GPU, bfloat16 elsewhere.
+
+    Example:
+      >>> with autocast(dtype=jnp.float16):
+      ...     get_autocast_dtype()
+      dtype('float16')
+
+    PyTorch: `torch.get_autocast_dtype(device_type)`.
     """
     return REGION.value.dtype if is_autocast_enabled() else default_dtype()
 

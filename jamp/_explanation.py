@@ -56,14 +56,34 @@ class Reduction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Explanation(Report):
-    """Which op runs in which dtype, and what that costs. From `explain`."""
+    """Which op runs in which dtype, and what that costs. From `explain`.
+
+    Attributes:
+      function: its name.
+      rows: the ops, in the order in which they run, equal ones together.
+      matmul_flops: dtype -> floating-point operations of matrix products.
+      casts: how many there are.
+      saved: arrays saved for the backward pass; None if it cannot be differentiated.
+      refusal: why there is nothing saved: what JAX said when differentiating.
+      promotions: products that a float32 operand has widened.
+      reductions: long sums in float16.
+
+    Raises:
+      TypeError: read as a bool; ask for `found`.
+
+    Example:
+      >>> import jax.numpy as jnp, jamp
+      >>> explained = jamp.debug.explain(jnp.matmul, jnp.float16)
+      >>> explained(jnp.ones((2, 4)), jnp.ones((4, 3))).matmul_flops
+      {'float16': 48}
+    """
 
     function: str
     rows: list[OpRow]
     matmul_flops: dict[str, int]
     casts: int
     saved: list[Saved] | None
-    refusal: str  # why there is nothing saved: what JAX said when differentiating
+    refusal: str
     promotions: list[Promotion]
     reductions: list[Reduction]
 

@@ -19,10 +19,27 @@ FLUSHED = 2.0**-25
 
 @report
 class OverflowReport(Report):
-    """How many elements of each gradient are inf or nan. From `overflow_report`."""
+    """How many elements of each gradient are inf or nan. From `overflow_report`.
 
-    inf: jax.Array  # uint32 [leaves]
-    nan: jax.Array  # uint32 [leaves]
+    Attributes:
+      inf: uint32 [leaves]: elements that are inf.
+      nan: uint32 [leaves]: elements that are nan.
+      paths: of the leaves.
+      sizes: of the leaves, in elements.
+
+    Raises:
+      TypeError: read inside a trace, where it has no numbers, or as a bool.
+      ValueError: read while it is stacked, of several steps: index it first.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> report = overflow_report({"b": jnp.ones(2), "w": jnp.array([1.0, jnp.inf])})
+      >>> report.found, report.to_dict()
+      (['w'], {'w': {'inf': 1, 'nan': 0, 'size': 2}})
+    """
+
+    inf: jax.Array
+    nan: jax.Array
     paths: tuple[str, ...] = static()
     sizes: tuple[int, ...] = static()
 
@@ -102,13 +119,34 @@ def overflow_report(grads: Any, *, when: Any = None) -> OverflowReport:
 
 @report
 class UnderflowReport(Report):
-    """What float16 flushes to zero of each gradient. From `underflow_report`."""
+    """What float16 flushes to zero of each gradient. From `underflow_report`.
 
-    flushed: jax.Array  # uint32 [leaves]: elements that float16 makes zero
-    flushed_unscaled: jax.Array  # uint32 [leaves]: the same without the scale
-    zeros: jax.Array  # uint32 [leaves]: elements that are zero
-    largest: jax.Array  # float32 [leaves]: the largest finite magnitude, scaled
-    scale: jax.Array  # float32 []
+    Attributes:
+      flushed: uint32 [leaves]: elements that float16 makes zero.
+      flushed_unscaled: uint32 [leaves]: the same without the scale.
+      zeros: uint32 [leaves]: elements that are zero.
+      largest: float32 [leaves]: the largest finite magnitude, scaled.
+      scale: float32 [].
+      paths: of the leaves.
+      sizes: of the leaves, in elements.
+
+    Raises:
+      TypeError: read inside a trace, where it has no numbers, or as a bool.
+      ValueError: read while it is stacked, of several steps: index it first.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> scaled = {"w": jnp.array([1e-8, 1.0]) * 1024}
+      >>> row = underflow_report(scaled, 1024.0).to_dict()["w"]
+      >>> row["flushed_unscaled"], row["flushed"]
+      (0.5, 0.0)
+    """
+
+    flushed: jax.Array
+    flushed_unscaled: jax.Array
+    zeros: jax.Array
+    largest: jax.Array
+    scale: jax.Array
     paths: tuple[str, ...] = static()
     sizes: tuple[int, ...] = static()
 

@@ -273,7 +273,7 @@ class GradScaler(nnx.Pytree):
         return self._config.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the growth factor; ValueError unless > 1."""
+        """Sets it to `new_factor`; ValueError unless > 1."""
         self._configure(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -281,7 +281,7 @@ class GradScaler(nnx.Pytree):
         return self._config.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the backoff factor; ValueError unless in (0, 1)."""
+        """Sets it to `new_factor`; ValueError unless in (0, 1)."""
         self._configure(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
@@ -289,7 +289,7 @@ class GradScaler(nnx.Pytree):
         return self._config.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the growth interval; ValueError unless >= 1.
+        """Sets it to `new_interval`; ValueError unless >= 1.
 
         The scale grows when the tracker *equals* the interval, as in torch: set below
         the current tracker, it does not grow until an overflow resets the tracker.

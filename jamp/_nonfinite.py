@@ -33,7 +33,20 @@ class Layout:
 
 @report
 class NonfiniteReport(Report):
-    """Where infs and nans come from. From `find_nonfinite`."""
+    """Where infs and nans come from. From `find_nonfinite`.
+
+    A pytree, so that a jitted function can return it; `print` waits for the device.
+
+    Raises:
+      TypeError: read inside a trace, where it has no numbers, or as a bool.
+      ValueError: read while it is stacked, of several steps: index it first.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> report = find_nonfinite(lambda x: jnp.log(x) * 2)(jnp.zeros(2))
+      >>> report.to_dict()["ops"][0]["primitive"]
+      'log'
+    """
 
     marks: Marks
     layout: Layout = static()

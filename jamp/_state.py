@@ -13,16 +13,43 @@ from ._tree import NUMBERS, dtype_of, shown
 
 
 class DynamicLossScaleState(NamedTuple):
-    """State of `dynamic_loss_scale` and `static_loss_scale`."""
+    """State of `dynamic_loss_scale` and `static_loss_scale`.
 
-    loss_scale: jax.Array  # float32 []: what the loss is multiplied by
-    growth_tracker: jax.Array  # int32 []: finite steps in a row, 0 after a growth
-    found_inf: jax.Array  # bool []: whether the last step was skipped
-    skipped_steps: jax.Array  # int32 []: steps skipped so far
-    hysteresis_tracker: jax.Array  # int32 []: overflows left before backing off
-    recent_skips: jax.Array  # uint32 []: the last 32 steps, the newest lowest; 1: skip
-    floor_steps: jax.Array  # int32 []: steps at the floor since it overflowed there
-    inner_state: optax.OptState  # of the wrapped optimizer, held on a skipped step
+    A pytree of seven scalars and the state of the wrapped optimizer; save it, shard it
+    and donate it as any other. `jamp.metrics` and `jamp.loss_scale` find it in a nested
+    state, `optax.tree.set` changes a field.
+
+    Attributes:
+      loss_scale: float32 []: what the loss is multiplied by.
+      growth_tracker: int32 []: finite steps in a row, 0 after a growth.
+      found_inf: bool []: whether the last step was skipped.
+      skipped_steps: int32 []: steps skipped so far.
+      hysteresis_tracker: int32 []: overflows left before backing off.
+      recent_skips: uint32 []: the last 32 steps, the newest lowest; 1 is a skip.
+      floor_steps: int32 []: steps at the floor since it overflowed there.
+      inner_state: of the wrapped optimizer, held on a skipped step.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+      >>> state = tx.init({"w": jnp.ones(2)})
+      >>> print(state.loss_scale, state.growth_tracker, state.found_inf)
+      65536.0 0 False
+      >>> state = optax.tree.set(state, loss_scale=jnp.float32(1024))
+      >>> print(jamp.loss_scale(state))
+      1024.0
+
+    PyTorch: `_scale` and `_growth_tracker` of `GradScaler`; it counts no skips.
+    """
+
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    found_inf: jax.Array
+    skipped_steps: jax.Array
+    hysteresis_tracker: jax.Array
+    recent_skips: jax.Array
+    floor_steps: jax.Array
+    inner_state: optax.OptState
 
 
 DTYPES = {  # of the numbers above

@@ -19,6 +19,13 @@ class TrainState(train_state.TrainState):
     every call, skipped or not; `jamp.metrics(state)["skipped_steps"]` counts the
     skipped ones. Flax's fp8 scales, which gradients overwrite, are not held.
 
+    Attributes:
+      step: int32 []: calls of `apply_gradients` so far.
+      apply_fn: of the model; jamp does not call it.
+      params: any pytree of arrays.
+      tx: an optax transformation, such as `jamp.dynamic_loss_scale(...)`.
+      opt_state: its state.
+
     Example:
       >>> import jax.numpy as jnp, optax, jamp
       >>> state = jamp.linen.TrainState.create(
@@ -37,6 +44,12 @@ class TrainState(train_state.TrainState):
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Any:
         """A state at step 0, with `tx.init(params)`: Flax's `create`.
 
+        Args:
+          apply_fn: kept as it is; None will do.
+          params: any pytree of arrays.
+          tx: an optax transformation.
+          **kwargs: fields of a subclass.
+
         Raises:
           TypeError: `tx` is not a gradient transformation.
         """
@@ -50,6 +63,10 @@ class TrainState(train_state.TrainState):
           grads: scaled gradients, of the structure of `params`.
           **kwargs: other fields to replace, such as `batch_stats`. They are replaced
             on a skipped step too.
+
+        Raises:
+          ValueError: gradients that are not of the parameters' structure; an
+            `opt_state` of another `tx`.
         """
         is_dict = isinstance(grads, Mapping)
         if is_dict and OVERWRITE_WITH_GRADIENT in grads:  # fp8 scales: Flax's matter

@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import operator
 import pkgutil
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -13,8 +14,14 @@ import pytest
 
 import jamp
 
+from . import bad_input
+
 PACKAGE = Path(jamp.__file__).parent
 MODULES = [f"jamp.{module.name}" for module in pkgutil.iter_modules([str(PACKAGE)])]
+REFERENCE = re.findall(
+    r"^::: jamp\.(\S+)$", (PACKAGE.parent / "docs/api.md").read_text(), re.MULTILINE
+)
+MADE_BY_JAMP = {"marks", "layout"}  # fields of a report, which users do not make
 PUBLIC = [name for name in vars(jamp) if not name.startswith("_")]
 
 # Imports point one way: a module may import from the layers before its own.
@@ -65,6 +72,16 @@ def imports_of(path):
             yield from [node.module] if node.module else [a.name for a in node.names]
 
 
+def methods_of(value):
+    """The public methods that jamp itself defines."""
+    if not inspect.isclass(value):
+        return
+    for name, function in inspect.getmembers(value, inspect.isroutine):
+        module = getattr(function, "__module__", None) or ""
+        if not name.startswith("_") and module.startswith("jamp"):
+            yield function
+
+
 def layer_of(name):
     return next(index for index, layer in enumerate(LAYERS) if name in layer)
 
@@ -110,6 +127,29 @@ def test_public_names_are_documented(name):
 def test_public_names_are_in_the_reference(name):
     reference = PACKAGE.parent / "docs" / "api.md"
     assert f"::: jamp.{name}\n" in reference.read_text()
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_the_reference_has_an_example_and_every_argument(name):
+    value = operator.attrgetter(name)(jamp)
+    assert ">>>" in inspect.getdoc(value)
+    for called in [value, *methods_of(value)]:
+        text = inspect.getdoc(called)
+        arguments = {*inspect.signature(called).parameters}
+        for argument in arguments - {"self", "args", "kwargs"} - MADE_BY_JAMP:
+            assert re.search(rf"\b{argument}\b", text), (called, argument)
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_the_reference_names_the_errors(name):
+    jamps = [case for case in bad_input.CASES if "positional arg" not in case.message]
+    raising = {case.name for case in jamps}
+    value = operator.attrgetter(name)(jamp)
+    for called in [value, *methods_of(value)]:
+        own = "" if called is value else f".{called.__name__}"
+        if f"jamp.{name}{own}" in raising:
+            text = inspect.getdoc(called)
+            assert re.search(r"Raises:|Error", text), f"{name}{own} raises"
 
 
 @pytest.mark.parametrize("name", MODULES)

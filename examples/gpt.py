@@ -62,15 +62,9 @@ class GPT(nnx.Module):
         return self.head(self.norm(x))
 
 
-def region(precision):
-    if precision == "float32":
-        return jamp.autocast(enabled=False)
-    return jamp.autocast(dtype=precision)
-
-
 def loss_fn(model, text, precision):
     """Mean cross entropy of each next byte, in nats; text [batch, length + 1]."""
-    with region(precision):
+    with jamp.autocast(dtype=precision, enabled=precision != "float32"):
         logits = model(text[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])
         return losses.mean()
@@ -151,7 +145,7 @@ def sample(model, prompt, key, length, precision):
     text = jnp.zeros((1, length), jnp.uint8).at[0, : len(prompt)].set(prompt)
 
     def write(position, text):
-        with region(precision):
+        with jamp.autocast(dtype=precision, enabled=precision != "float32"):
             logits = model(text)[0, position - 1]
         draw = jax.random.categorical(jax.random.fold_in(key, position), logits / 0.7)
         return text.at[0, position].set(draw.astype(jnp.uint8))

@@ -118,7 +118,7 @@ def is_autocast_enabled() -> bool:
     Returns:
       True in a region, False outside and where `enabled=False` is the innermost.
 
-    Example:
+    Examples:
       >>> with autocast(dtype=jnp.float16):
       ...     is_autocast_enabled()
       True
@@ -134,7 +134,7 @@ def get_autocast_dtype() -> Any:
     Returns:
       A NumPy dtype. By default float16 on a GPU, bfloat16 elsewhere.
 
-    Example:
+    Examples:
       >>> with autocast(dtype=jnp.float16):
       ...     get_autocast_dtype()
       dtype('float16')
@@ -188,7 +188,8 @@ class autocast:
     decorator; regions nest, and one object may be used again and by several threads.
 
     Args:
-      dtype: float16 or bfloat16. By default float16 on a GPU, bfloat16 elsewhere.
+      dtype: float16 or bfloat16; float32 too if not enabled. By default float16 on a
+        GPU, bfloat16 elsewhere.
       enabled: with False nothing is cast, also inside another region.
       rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
         Python function or module class, or a regular expression that is searched for in
@@ -206,7 +207,7 @@ class autocast:
         matched no op.
       NotImplementedError: a primitive that holds a function and has no rule.
 
-    Example:
+    Examples:
       >>> x, w, b = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.zeros(4)
       >>> with autocast(dtype=jnp.float16):
       ...     h = x @ w + b
@@ -243,7 +244,8 @@ class autocast:
         cast_inputs: Any = None,
     ):
         dtype = default_dtype() if dtype is None else dtype
-        dtype = dtype_argument(dtype, CASTABLE[:2], BAD_DTYPE)
+        allowed = CASTABLE if enabled is False else CASTABLE[:2]
+        dtype = dtype_argument(dtype, allowed, BAD_DTYPE)
         if cast_inputs is not None:
             cast_inputs = dtype_argument(cast_inputs, CASTABLE, BAD_INPUTS)
         self.settings = Settings(dtype, compile_rules(rules))

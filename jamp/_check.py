@@ -47,7 +47,7 @@ def check(
       ValueError: `source` is none of these; metrics without the alarms; a limit is out
         of its range.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0)
       >>> params = jnp.ones(3)

@@ -55,7 +55,7 @@ def explain(
       TypeError: `fn` cannot be called.
       ValueError: `dtype` is not float16 or bfloat16; `rules` without `dtype`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jamp
       >>> def loss_fn(params, x):
       ...     return jnp.sum(jax.nn.softmax(x @ params["w"]))

@@ -71,7 +71,7 @@ class Explanation(Report):
     Raises:
       TypeError: read as a bool; ask for `found`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jamp
       >>> explained = jamp.debug.explain(jnp.matmul, jnp.float16)
       >>> explained(jnp.ones((2, 4)), jnp.ones((4, 3))).matmul_flops

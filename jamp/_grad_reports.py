@@ -31,7 +31,7 @@ class OverflowReport(Report):
       TypeError: read inside a trace, where it has no numbers, or as a bool.
       ValueError: read while it is stacked, of several steps: index it first.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> report = overflow_report({"b": jnp.ones(2), "w": jnp.array([1.0, jnp.inf])})
       >>> report.found, report.to_dict()
@@ -96,7 +96,7 @@ def overflow_report(grads: Any, *, when: Any = None) -> OverflowReport:
     Raises:
       TypeError: a leaf is no array.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jamp
       >>> grads = {"embed": jnp.ones(3), "head": jnp.array([1.0, jnp.inf, jnp.nan])}
       >>> jamp.debug.overflow_report(grads)
@@ -134,7 +134,7 @@ class UnderflowReport(Report):
       TypeError: read inside a trace, where it has no numbers, or as a bool.
       ValueError: read while it is stacked, of several steps: index it first.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> scaled = {"w": jnp.array([1e-8, 1.0]) * 1024}
       >>> row = underflow_report(scaled, 1024.0).to_dict()["w"]
@@ -233,7 +233,7 @@ def underflow_report(grads: Any, scale: Any) -> UnderflowReport:
       TypeError: a leaf is no array; the scale is no number.
       ValueError: the scale is not in float32's normal range.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jamp
       >>> grads = {"w": jnp.array([1e-5, 2e-9, 0.0, 4.0])}
       >>> jamp.debug.underflow_report(grads, scale=1024.0)

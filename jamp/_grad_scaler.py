@@ -46,7 +46,7 @@ class GradScaler(nnx.Pytree):
       TypeError: a value is not a number. torch's first argument, the device, has no
         counterpart here: leave it out.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> from flax import nnx
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

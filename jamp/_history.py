@@ -61,7 +61,7 @@ class History:
       ValueError: `every` is below 1.
       TypeError: `every` or `start` is no integer, or `on_row` is no function.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jamp
       >>> history = jamp.debug.History(on_row=print)
       >>> for step in range(3):

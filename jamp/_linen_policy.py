@@ -79,7 +79,7 @@ def with_policy(
       ValueError: the module has a policy already; a bad policy. When it is called: an
         override matches no module; the nearest paths are shown.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, flax.linen as nn, jamp
       >>> model = nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(2)])
       >>> model = jamp.linen.with_policy(model, "mixed_float16", {"layers_2": "full"})

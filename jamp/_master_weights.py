@@ -59,7 +59,7 @@ def master_weights(
       ValueError: `inner` keeps master weights already; no `params`; gradients that do
         not match them.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> params = {"w": jnp.float16(1.0)}
       >>> tx = jamp.master_weights(optax.sgd(1e-4))

@@ -74,7 +74,7 @@ def with_policy(
       ValueError: the model has a policy already; a bad policy; an override matches no
         module; the nearest paths are shown.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jamp
       >>> from flax import nnx
       >>> rngs = nnx.Rngs(0)

@@ -41,7 +41,7 @@ class NonfiniteReport(Report):
       TypeError: read inside a trace, where it has no numbers, or as a bool.
       ValueError: read while it is stacked, of several steps: index it first.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> report = find_nonfinite(lambda x: jnp.log(x) * 2)(jnp.zeros(2))
       >>> report.to_dict()["ops"][0]["primitive"]
@@ -182,7 +182,7 @@ def find_nonfinite(
     Raises:
       TypeError: `fn` cannot be called, `when` is no bool, an array has no values.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jamp
       >>> def loss_fn(params, x):
       ...     with jax.named_scope("head"):

@@ -104,7 +104,7 @@ def dynamic_loss_scale(
         the gradients given to `update` do not match the parameters.
       TypeError: `inner` is not a gradient transformation, or a number is not one.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> params = {"w": jnp.ones(3)}
       >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.5), growth_interval=100)
@@ -164,7 +164,7 @@ def static_loss_scale(
     Raises:
       ValueError, TypeError: as in `dynamic_loss_scale`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> tx = jamp.static_loss_scale(optax.sgd(0.1), loss_scale=1024.0)
       >>> print(jamp.loss_scale(tx.init({"w": jnp.ones(3)})))
@@ -369,7 +369,7 @@ def step(
       ValueError: the gradients do not match the parameters; the path is named.
       TypeError: `tx` is not a gradient transformation; a gradient is no array.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> params = {"w": jnp.ones(2)}
       >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.5), init_scale=8.0)

@@ -47,7 +47,7 @@ class GradHistogram(NamedTuple):
       TypeError: read inside a trace, where it has no numbers.
       ValueError: read while it is stacked, of several steps.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> grad_histogram({"w": jnp.array([0.5, 0.6, 0.0])}).to_dict()["exponents"]
       {-1: 2}
@@ -186,7 +186,7 @@ def grad_histogram(grads: Any, scale: Any = 1.0) -> GradHistogram:
       TypeError: a leaf is no array; the scale is no number.
       ValueError: the scale is not positive.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jamp
       >>> grads = {"w": jnp.array([3e-5, 0.002, 0.003, 0.0]) * 1024}
       >>> histogram = jamp.debug.grad_histogram(grads, scale=1024.0)
@@ -280,7 +280,7 @@ def plot_scale(history: Mapping[str, Any], ax: Any = None) -> Any:
       TypeError: `history` is no mapping, or `ax` no Axes.
       ValueError: `history` lacks one of the two, or their lengths differ.
 
-    Example:
+    Examples:
       >>> import jamp
       >>> history = {"loss_scale": [8.0, 4.0, 4.0], "found_inf": [False, True, False]}
       >>> ax = jamp.debug.plot_scale(history)  # doctest: +SKIP

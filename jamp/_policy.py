@@ -48,7 +48,7 @@ def half_dtype() -> Any:
     Returns:
       A NumPy dtype.
 
-    Example:
+    Examples:
       >>> half_dtype()
       dtype('float16')
 
@@ -67,7 +67,7 @@ def cast_to_full(tree: Tree) -> Tree:
     Returns:
       The same structure; arrays that are float32 already are not copied.
 
-    Example:
+    Examples:
       >>> cast_to_full({"w": jnp.float16(1.0), "step": 3})
       {'step': 3, 'w': Array(1., dtype=float32)}
 
@@ -85,7 +85,7 @@ def cast_to_half(tree: Tree) -> Tree:
     Returns:
       The same structure. float16 makes inf of what is above 65504.
 
-    Example:
+    Examples:
       >>> cast_to_half({"w": jnp.float32(1.0), "step": 3})
       {'step': 3, 'w': Array(1., dtype=float16)}
 
@@ -114,7 +114,7 @@ class Policy:
     Raises:
       ValueError: not a floating dtype, or an unknown name.
 
-    Example:
+    Examples:
       >>> policy = Policy("float32", jnp.float16, "full")
       >>> policy
       get_policy('params=float32,compute=float16,output=float32')
@@ -172,7 +172,7 @@ class Policy:
           TypeError: `function` cannot be called.
           ValueError: an unknown name in `float32_for`.
 
-        Example:
+        Examples:
           >>> def model(params, x):
           ...     return x @ params["w"]
           >>> model = get_policy("mixed_float16").wrap(model)
@@ -232,7 +232,7 @@ def get_policy(policy_name: str | Policy) -> Policy:
       ValueError: an unknown key or dtype; the nearest names are shown.
       TypeError: neither a string nor a policy.
 
-    Example:
+    Examples:
       >>> get_policy("c=f16")
       get_policy('params=float32,compute=float16,output=float16')
       >>> get_policy("mixed_float16").output_dtype

@@ -55,7 +55,7 @@ def value_and_grad(
         a pair; an argument is an `nnx.Module`, whose state JAX would lose: take
         `nnx.value_and_grad` of `scale_loss` for those.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> params = jnp.float16(3.0)
       >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=1024.0)
@@ -123,7 +123,7 @@ def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
       TypeError: `loss` is neither.
       ValueError: `opt_state` holds no loss scale, or more than one.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> opt_state = jamp.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(3))
       >>> jamp.scale_loss(jnp.float16(2.0), opt_state)
@@ -150,7 +150,7 @@ def unscale(grads: Any, opt_state: Any) -> Any:
     Raises:
       ValueError: `opt_state` holds no loss scale, or more than one.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=8.0)
       >>> jamp.unscale({"w": jnp.float16(4.0)}, tx.init({"w": jnp.float32(0.0)}))
@@ -183,7 +183,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     Raises:
       ValueError: it holds none, or more than one.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> tx = optax.chain(jamp.dynamic_loss_scale(optax.adam(1e-3)), optax.scale(0.5))
       >>> print(jamp.loss_scale(tx.init(jnp.ones(3))))
@@ -231,7 +231,7 @@ def metrics(
       ValueError: it holds none, or more than one; a limit is out of its range.
       TypeError: a limit is no number.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> tx = jamp.dynamic_loss_scale(optax.adam(1e-3))
       >>> for name, value in jamp.metrics(tx.init(jnp.ones(3))).items():

@@ -29,7 +29,7 @@ class DynamicLossScaleState(NamedTuple):
       floor_steps: int32 []: steps at the floor since it overflowed there.
       inner_state: of the wrapped optimizer, held on a skipped step.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
       >>> state = tx.init({"w": jnp.ones(2)})

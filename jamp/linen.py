@@ -26,7 +26,7 @@ class TrainState(train_state.TrainState):
       tx: an optax transformation, such as `jamp.dynamic_loss_scale(...)`.
       opt_state: its state.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> state = jamp.linen.TrainState.create(
       ...     apply_fn=None,

@@ -66,7 +66,7 @@ def gather(
       ValueError: `axis_name` is not mapped here; `specs` does not match `params`, or
         names an axis to gather over before one that stays split.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jamp
       >>> from jax.sharding import PartitionSpec as P
       >>> def local_gradient(w, x):

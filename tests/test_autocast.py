@@ -57,6 +57,17 @@ def test_region_is_known_inside_and_gone_outside():
     assert (x @ w).dtype == f32
 
 
+def test_a_region_that_is_off_takes_float32_as_in_torch():
+    x, w, _ = arrays()
+    for dtype in ("float32", "bfloat16", "float16"):
+        with jamp.autocast(dtype=dtype, enabled=dtype != "float32"):
+            assert (x @ w).dtype == dtype
+    with pytest.raises(ValueError, match="must be float16 or bfloat16"):
+        jamp.autocast(dtype="float32")
+    with pytest.raises(ValueError, match="must be float16 or bfloat16"):
+        jamp.autocast(dtype="float64", enabled=False)
+
+
 def test_default_dtype_is_bfloat16_on_a_cpu():
     x, w, _ = arrays()
     with jamp.autocast():

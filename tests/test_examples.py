@@ -1,26 +1,151 @@
-"""The examples that are quick enough run, and do what they say."""
+"""Each example runs, small, and does what it says."""
 
-import importlib.util
+import importlib
 import re
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+NAMES = [path.stem for path in EXAMPLES.glob("*.py")]
+SMALL = {
+    "resnet": "--steps 16 --stages 1 1 --width 4 --batch-size 16",
+    "gan": "--steps 12 --width 4 --batch-size 8",
+    "equinox_lstm": "--steps 40 --layers 1 --width 16 --batch-size 16",
+    "haiku_cnn": "--steps 40 --widths 8 8 --batch-size 16",
+}
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.fixture
-def logging_metrics(standard_promotion):
+def load(monkeypatch):
+    """Imports an example as Python does that runs it."""
     pytest.importorskip("sklearn")
+    pytest.importorskip("tensorboardX")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    yield importlib.import_module
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_float16_trains_beside_float32(name, load, tmp_path, capsys):
+    flags = "--growth-interval 3 --save-every 1000 --out"  # short: overflows soon
+    runs = load(name).main([*SMALL[name].split(), *flags.split(), str(tmp_path)])
+    full, half = runs["float32", 0], runs["float16", 0]
+    found_inf = half.history["found_inf"]
+    assert found_inf.any() and not full.history["found_inf"].any()
+    if name == "gan":  # the norm is the critic's
+        found_inf = half.history["critic_skipped"]
+        assert (found_inf != half.history["generator_skipped"]).any()
+    assert np.array_equal(np.isfinite(half.history["grad_norm"]), ~found_inf)
+    losses = [run.history["loss"] for run in (full, half)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.1)
+    assert losses[0][:3] == pytest.approx(losses[1][:3], rel=0.01)
+    assert full.results.keys() == half.results.keys()
+    assert (tmp_path / "training.png").stat().st_size > 10_000
+    (events,) = (tmp_path / "float16-seed0").glob("events.*")
+    for tag in (b"train/grad_norm", b"train/loss_scale", b"train/skipped_steps"):
+        assert tag in events.read_bytes()
+    assert re.search(r"float16.*\d", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_half_precision_disagrees_with_its_sampler(load, tmp_path):
+    flags = "--steps 8 --layers 1 --width 16 --heads 2 --prompts 8 --out"
+    runs = load("rl").main([*flags.split(), str(tmp_path)])
+    mismatch = {name: run.results["mismatch"] for (name, _), run in runs.items()}
+    assert 0 < mismatch["float32"] < mismatch["float16"] < mismatch["bfloat16"]
+    assert (tmp_path / "mismatch.png").exists()
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_device_is_skipped_by_all(load, tmp_path, capsys):
+    flags = "--steps 4 --layers 1 --width 32 --length 16 --precisions float16 --out"
+    run = load("fsdp").main([*flags.split(), str(tmp_path)])["float16", 0]
+    devices = jax.device_count()
+    assert run.results["MB a device"] < 1.02 / devices * run.results["MB of state"]
+    printed = capsys.readouterr().out
+    scales = ", ".join(["65536.0"] * devices), ", ".join(["32768.0"] * devices)
+    everywhere = [*range(devices)]
+    for planted, scale, changed in ((1.0, 0, everywhere), (np.inf, 1, [])):
+        assert (
+            f"{planted} in the batch of device {devices - 1}: "
+            f"loss scales [{scales[scale]}],\n"
+            f"  parameters and moments change on devices {changed}\n"
+        ) in printed
+    (difference,) = re.findall(r"on one device: the same within (\S+)", printed)
+    assert float(difference) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folders", [(), ("cats",)], ids=["none", "empty"])
+def test_a_folder_without_images_is_refused(load, tmp_path, folders):
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+    with pytest.raises(SystemExit, match=r"--images: .* has no (subfolders|images)"):
+        load("resnet").main(["--images", str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_an_exported_function_is_served_without_jamp(load, tmp_path):
+    flags = "--steps 20 --width 8 --precisions float16 --out"
+    main = load("export").main
+    _, dtypes, served, own = main([*flags.split(), str(tmp_path)])
+    assert [*map(set, dtypes)] == [{"f32"}, {"f16"}]
+    for name in ("float32", "float16"):
+        np.testing.assert_array_equal(served[name], own[name])
+    assert (served["float16"] != served["float32"]).any()
+
+
+class Stopped(Exception):
+    """The process is killed."""
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_run_that_was_not_stopped(load, tmp_path, monkeypatch):
+    gpt, harness = load("gpt"), load("harness")
+    flags = (
+        "--layers 1 --width 16 --heads 2 --length 16 --batch-size 4 --steps 12 "
+        "--precisions float16 --growth-interval 2 --save-every 4"
+    )
+    main = lambda folder, *more: gpt.main(
+        [*flags.split(), "--out", str(tmp_path / folder), *more]
+    )
+    whole = main("whole")["float16", 0]
+
+    train_step, calls = gpt.train_step, []
+
+    def stopping(*args):
+        calls.append(1)
+        if len(calls) == 7:
+            raise Stopped
+        return train_step(*args)
+
+    monkeypatch.setattr(gpt, "train_step", stopping)
+    with pytest.raises(Stopped):
+        main("stopped")
+    calls.append(1)  # not stopped again
+    resumed = main("stopped", "--resume")["float16", 0]
+    assert len(calls) == 7 + 1 + 12 - 4  # from the checkpoint of step 4
+    assert resumed.history.keys() == whole.history.keys()
+    for key, values in whole.history.items():
+        assert np.array_equal(resumed.history[key], values), key
+    for one, other in zip(*map(arrays, (resumed, whole)), strict=True):
+        assert np.array_equal(one, other)
+    assert harness.mean_and_deviation([1.0, 3.0]) == "2 ± 1.4"
+
+
+def arrays(run):
+    return jax.tree.leaves(run.state)
+
+
+@pytest.fixture
+def logging_metrics(load):
     return load("logging_metrics")
 
 
@@ -37,7 +162,6 @@ def test_metrics_are_printed(logging_metrics, capsys, tmp_path):
 
 
 def test_metrics_go_to_tensorboard(logging_metrics, tmp_path):
-    pytest.importorskip("tensorboardX")
     args = ["--logger", "tensorboard", "--steps", "5", "--logdir", str(tmp_path)]
     logging_metrics.main(args)
     (events,) = tmp_path.iterdir()

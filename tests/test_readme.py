@@ -7,6 +7,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+LINKED = [
+    *PAGES,
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")),
+    ROOT / "benchmarks" / "README.md",
+]
 SLOW = ("debugging.md",)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 TORCH = re.compile(r"^\s*import torch|torch\.", re.MULTILINE)
@@ -32,7 +37,18 @@ def test_code_blocks_run(page, standard_promotion, tmp_path, monkeypatch):
         exec(compile(block, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_files_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\(\s*([^)#:]*)(?:#([^)]*))?\)", text):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), f"{target}#{anchor}"
+
+
+def anchors(page):
+    """What the headings of a page are linked by."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
+    return {re.sub(r"[\s-]+", "-", word.strip()) for word in words}

@@ -1,0 +1,305 @@
+"""The migration guide, docs/coming-from-torch.md: both sides run, and agree.
+
+The blocks of each side run in order, in one namespace; what both sides of a recipe call
+alike is compared when it ends.
+"""
+
+import functools
+import re
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.test_coming_from_torch import (
+    BLOCKS,
+    BOTH,
+    JAMP,
+    OPTAX,
+    TEXT,
+    TORCH,
+    Block,
+    rows,
+)
+
+from . import behaviors_api
+from .behaviors_table import FLOAT16_TOLERANCE, TOLERANCE
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch.optim.optimizer import (  # noqa: E402
+    register_optimizer_step_post_hook,
+)
+
+from . import behaviors_api_torch  # noqa: E402
+
+RUN = ("model", "optimizer", "log")
+# What is compared of each recipe: of its blocks for NNX, and of those for optax.
+COMPARED = {
+    ("The example", JAMP): (),
+    ("Typical training", JAMP): (*RUN, "skips", "scales", "loss"),
+    ("Typical training", OPTAX): ("params", "log"),
+    ("Which dtype", JAMP): ("output", "loss", "mixed"),
+    ("Parts in float32", JAMP): ("half", "full", "again"),
+    ("Where am I?", JAMP): ("outside", "default", "inside", "dtype"),
+    ("As a decorator", JAMP): ("model", "output"),
+    ("bfloat16, without a scaler", JAMP): ("model", "optimizer", "loss"),
+    ("Inference and evaluation", JAMP): ("output",),
+    ("Binary cross entropy", JAMP): ("loss", "bias_grad"),
+    ("Clip or inspect gradients", JAMP): (*RUN, "norms"),
+    ("Clip or inspect gradients", OPTAX): ("params", "log"),
+    ("Accumulate gradients", JAMP): RUN,
+    ("Gradient penalty", JAMP): RUN,
+    ("Several models, losses and optimizers", JAMP): (
+        *("first", "second", "optimizer0", "optimizer1", "log"),
+    ),
+    ("DataParallel: one process, all its devices", JAMP): RUN,
+    ("DistributedDataParallel: a process for each device", JAMP): ("params", "log"),
+    ("Someone else's function", JAMP): ("half", "output"),
+    ("Several inputs, or ops that autocast casts", JAMP): ("output", "loss", "grad"),
+    ("Functions that need one dtype", JAMP): ("output", "loss", "grad"),
+    ("Switch it on and off", JAMP): ("model", "optimizer", "loss", "scale", "state"),
+    ("Save and resume", JAMP): ("model", "state", "growth_factor"),
+    ("Set the scale and the factors", JAMP): ("model", "scales", "enabled"),
+    ("Set the scale and the factors", OPTAX): ("params", "scales"),
+}
+# Of the largest number in an array. Parameters go as far apart as FLOAT16_TOLERANCE
+# says; an output may be a unit in the last place off after each of the two layers.
+TOLERANCES = {
+    "output": 2 * FLOAT16_TOLERANCE,
+    "mixed": 2 * FLOAT16_TOLERANCE,
+    "Switch it on and off": TOLERANCE,  # float32, added in another order
+    "bfloat16, without a scaler": 8 * FLOAT16_TOLERANCE,  # three bits less
+}
+NUMBERS = np.ndarray | np.generic
+
+
+class TorchSide:
+    """torch's values as plain ones."""
+
+    def __init__(self):
+        self.steps: Any = weakref.WeakKeyDictionary()
+
+    def count(self, optimizer: Any, *_: Any) -> None:
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+
+    def plain(self, value: Any) -> Any:
+        match value:
+            case torch.nn.Module():
+                return self.plain(value.state_dict())
+            case torch.optim.Optimizer():
+                return self.steps[value]
+            case torch.Tensor():
+                return value.detach().numpy()
+            case torch.dtype():
+                return str(value).removeprefix("torch.")
+            case dict():
+                return {key: self.plain(item) for key, item in value.items()}
+            case list():
+                return [self.plain(item) for item in value]
+        return value
+
+
+def jamp_plain(value: Any) -> Any:
+    """jamp's values as plain ones, with torch's names."""
+    match value:
+        case nnx.Optimizer():
+            return int(value.step[...])
+        case nnx.Module():
+            layers = nnx.to_pure_dict(nnx.state(value)).items()
+            weights = {f"{name}.weight": layer["kernel"].T for name, layer in layers}
+            biases = {f"{name}.bias": layer["bias"] for name, layer in layers}
+            return jamp_plain(weights | biases)
+        case {"loss_scale": scale, "growth_tracker": tracker}:
+            return {"scale": float(scale), "_growth_tracker": int(tracker)}
+        case jax.Array():
+            return np.asarray(value)
+        case np.dtype():
+            return value.name
+        case dict():
+            return {key: jamp_plain(item) for key, item in value.items()}
+        case list():
+            return [jamp_plain(item) for item in value]
+    return value
+
+
+def difference(left: Any, right: Any, tolerance: float) -> str:
+    """In what torch's value and jamp's differ; "" if they do not."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        if left.keys() != right.keys() != {"scale", "_growth_tracker"}:
+            return f"keys {[*left]} and {[*right]}"
+        pairs = {key: (left[key], right[key]) for key in right}
+    elif isinstance(left, list) and isinstance(right, list):
+        if len(left) != len(right):
+            return f"{len(left)} and {len(right)} items"
+        pairs = dict(enumerate(zip(left, right, strict=True)))
+    elif isinstance(left, NUMBERS) and isinstance(right, NUMBERS):
+        return _apart(left, right, tolerance)
+    else:
+        same = type(left) is type(right) and left == right
+        return "" if same else f"{left!r} and {right!r}"
+    for key, pair in pairs.items():
+        if found := difference(*pair, tolerance):
+            return f"[{key!r}]: {found}"
+    return ""
+
+
+def _apart(left: Any, right: Any, tolerance: float) -> str:
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return f"{left.dtype} {left.shape} and {right.dtype} {right.shape}"
+    finite = np.isfinite(left)
+    if not np.array_equal(finite, np.isfinite(right)):
+        return "one of them is not finite"
+    left, right = (side[finite].astype(np.float64) for side in (left, right))
+    if not left.size:
+        return ""
+    apart = np.abs(left - right).max() / np.abs(left).max()
+    return "" if apart <= tolerance else f"{apart:.3g} apart"
+
+
+def recipes(blocks: list[Block]) -> Iterator[tuple[str, list[Block]]]:
+    """The blocks below each heading."""
+    for heading in dict.fromkeys(block.recipe for block in blocks):
+        yield heading, [block for block in blocks if block.recipe == heading]
+
+
+def run(blocks: list[Block]) -> Iterator[tuple[str, str, str]]:
+    """Runs both sides: recipe, name and difference of each value compared."""
+    torch_side, left, right = TorchSide(), {}, {}
+    default = FLOAT16_TOLERANCE
+    hook = register_optimizer_step_post_hook(torch_side.count)
+    try:
+        for recipe, own in recipes(blocks):
+            names = {
+                name for (r, _), ns in COMPARED.items() if r == recipe for name in ns
+            }
+            execute([b for b in own if b.title in (BOTH, TORCH)], left, names)
+            for title in (JAMP, OPTAX):
+                if (recipe, title) not in COMPARED:
+                    continue
+                execute([b for b in own if b.title in (BOTH, title)], right, names)
+                for name in COMPARED[recipe, title]:
+                    found = difference(
+                        torch_side.plain(left["model" if name == "params" else name]),
+                        jamp_plain(right[name]),
+                        TOLERANCES.get(recipe) or TOLERANCES.get(name, default),
+                    )
+                    yield recipe, name, found
+    finally:
+        hook.remove()
+
+
+def execute(blocks: list[Block], namespace: dict[str, Any], names: set[str]) -> None:
+    """Runs blocks, which must make what is to be compared."""
+    for name in names:
+        namespace.pop(name, None)
+    for block in blocks:
+        exec(compile(block.code, block.recipe, "exec"), namespace)
+
+
+def _plant(block: Block) -> str:
+    right, wrong = FAULTS.get(block.recipe, ("", ""))
+    return block.code.replace(right, wrong) if block.title == JAMP else block.code
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A folder to write to, and what torchrun would say to a single process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    torchrun: Any = {
+        "store": torch._C._distributed_c10d.HashStore(),
+        "rank": 0,
+        "world_size": 1,
+    }
+    init = functools.partial(dist.init_process_group, **torchrun)
+    monkeypatch.setattr(dist, "init_process_group", init)
+
+
+def test_both_sides_of_each_recipe_agree(alone):
+    results = list(run(BLOCKS))
+    wrong = [" ".join(result) for result in results if result[2]]
+    assert not wrong, "\n".join(wrong)
+    assert len(results) == sum(map(len, COMPARED.values()))
+
+
+def test_each_recipe_is_compared():
+    shown = {(block.recipe, block.title) for block in BLOCKS}
+    assert COMPARED.keys() == {pair for pair in shown if pair[1] in (JAMP, OPTAX)}
+    assert [recipe for (recipe, _), names in COMPARED.items() if not names] == [
+        "The example"
+    ]
+
+
+FAULTS = {
+    "Parts in float32": ("enabled=False", "enabled=True"),
+    "Functions that need one dtype": ("float32_only(log_square)", "log_square"),
+    "Switch it on and off": ("jnp.float16, enabled=use_amp", "jnp.float16"),
+}
+NEEDED = ("The example", "Several inputs, or ops that autocast casts")
+
+
+def test_faults_in_jamps_side_are_seen(alone):
+    blocks = [block for block in BLOCKS if block.recipe in (*NEEDED, *FAULTS)]
+    faulty = [block._replace(code=_plant(block)) for block in blocks]
+    assert sum(old != new for old, new in zip(blocks, faulty, strict=True)) == 3
+    seen = {(recipe, name) for recipe, name, found in run(faulty) if found}
+    assert seen == {
+        *(("Parts in float32", name) for name in ("full", "again")),
+        *(
+            ("Functions that need one dtype", name)
+            for name in ("output", "loss", "grad")
+        ),
+        *(("Switch it on and off", name) for name in ("model", "loss")),
+    }
+
+
+def test_differences_are_seen():
+    x = np.linspace(1, 2, 8, dtype=np.float32)
+    state = {"scale": 8.0, "_growth_tracker": 1}
+    assert not difference(
+        {"x": [x, state, True]}, {"x": [x * 1.0009, state, True]}, 1e-3
+    )
+    assert not difference(state | {"growth_factor": 2.0}, state, 0.0)  # of optax
+    for left, right in (
+        (x, x * np.float32(1.002)),
+        (x, x.astype(np.float16)),
+        (x, x[:7]),
+        (x, np.where(x == 2, np.inf, x)),
+        ([x, x], [x]),
+        ({"x": x}, {"y": x}),
+        (state, state | {"_growth_tracker": 2}),
+        (state, state | {"scale": 8.0001}),
+        (True, 1),
+        ("float16", "bfloat16"),
+    ):
+        assert difference(left, right, 1e-3), (left, right)
+        assert difference([{"x": left}], [{"x": right}], 1e-3)
+
+
+def test_each_public_member_has_a_row():
+    left = " ".join(row[0] for row in rows(TEXT, "| torch | jamp with NNX |"))
+    members = {name for name in dir(torch.amp.GradScaler) if name[0] != "_"}
+    assert members == set(re.findall(r"scaler\.(\w+)\(", left))
+    for module in (torch.amp, torch.cuda.amp):
+        hidden = {"amp_definitely_not_available"}  # asks whether there is a GPU
+        for name in set(module.__all__) - hidden:
+            assert f"{module.__name__}.{name}" in left
+    for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
+        assert f"torch.{name}(" in left
+    for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
+        assert f"{name}=" in left
+
+
+def test_the_messages_are_torchs():
+    # The suite asks jamp the same.
+    raised = behaviors_api.messages(behaviors_api_torch.Driver).values()
+    known = {text.removesuffix(".") for text in raised}
+    table = rows(TEXT, "| message | when |")
+    assert len(table) > 5
+    assert {row[0].strip("`").removesuffix(".") for row in table} <= known

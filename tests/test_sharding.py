@@ -69,6 +69,7 @@ def test_shard_map_combines_found_inf(bad, how, axis_name, check_vma):
     np.testing.assert_array_equal(new_params, -0.25 if bad is None else 0.0)
 
 
+@pytest.mark.slow  # not jitted: each op is compiled for eight devices
 def test_without_axis_name_each_replica_decides_alone():
     tx = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0)
 
@@ -89,9 +90,10 @@ def test_a_static_scale_combines_found_inf_too():
     def local_step(params, grads):
         return jamp.step(tx, grads, tx.init(params), params)[0]
 
-    new_params = jax.shard_map(
+    sharded_step = jax.shard_map(
         local_step, mesh=make_mesh(), in_specs=P("data"), out_specs=P("data")
-    )(jnp.zeros((DEVICES, 4)), one_bad(3))
+    )
+    new_params = jax.jit(sharded_step)(jnp.zeros((DEVICES, 4)), one_bad(3))
     np.testing.assert_array_equal(new_params, 0.0)
 
 
@@ -127,6 +129,7 @@ def test_shard_map_over_two_axes():
     mesh = make_mesh((4, 2), ("data", "model"))
     tx = jamp.dynamic_loss_scale(optax.sgd(1.0), axis_name=("data", "model"))
 
+    @jax.jit
     @partial(
         jax.shard_map,
         mesh=mesh,
@@ -214,6 +217,7 @@ def test_grad_scaler_on_sharded_arrays_and_under_shard_map():
     np.testing.assert_array_equal(model.kernel[...], before)
     assert scaler.loss_scale[...].sharding.is_fully_replicated
 
+    @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P())
     def mapped(grads):
         local = nnx.Linear(4, 1, use_bias=False, rngs=nnx.Rngs(0))

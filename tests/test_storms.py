@@ -31,10 +31,10 @@ RULE = {
     "kind, seed, count, cases",
     [
         ("rule", 0, 4, 600),
-        pytest.param("trees", 0, 4, 215, marks=pytest.mark.slow),
-        pytest.param("trees", 1, 4, 215, marks=pytest.mark.slow),
-        ("calls", 0, 8, 25),
-        ("garbage", 0, 8, 100),
+        pytest.param("trees", 0, 4, 110, marks=pytest.mark.slow),
+        pytest.param("trees", 1, 4, 110, marks=pytest.mark.slow),
+        ("calls", 0, 5, 25),
+        ("garbage", 0, 4, 100),
     ],
 )
 def test_storms(kind, seed, count, cases):

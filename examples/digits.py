@@ -5,7 +5,7 @@ and with the same batches. The growth interval is short, so the loss scale climb
 gradients overflow: those steps are skipped and the scale backs off, all by itself.
 
 Run it with `make demo` or `python examples/digits.py`; a CPU is enough. It prints a
-table and draws `runs/digits/scale.png`. Needs `pip install "jamp-jax[examples]"`.
+table and draws `runs/digits/scale.png`. Needs `pip install ".[examples]"`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ try:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 except ModuleNotFoundError as error:
-    hint = 'pip install "jamp-jax[examples]"'
+    hint = 'pip install ".[examples]"'
     raise SystemExit(f"{error.name} is not installed. Run: {hint}") from None
 
 FETCH_EVERY = 20  # steps; fetching the metrics makes the host wait for the device

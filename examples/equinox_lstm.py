@@ -8,7 +8,7 @@ the same batches; prints a table and draws `runs/equinox_lstm/training.png`.
     python examples/equinox_lstm.py --seeds 0 1 2
     python examples/equinox_lstm.py --layers 4 --width 2048 --batch-size 1024  # GPU
 
-Needs `pip install "jamp-jax[examples]"`.
+Needs `pip install ".[examples]"`.
 """
 
 import functools

@@ -8,7 +8,7 @@ images and compares the answers with its own.
 
     python examples/export.py  # less than a minute on a CPU
 
-Needs `pip install "jamp-jax[examples]"`.
+Needs `pip install ".[examples]"`.
 """
 
 import functools
@@ -129,9 +129,15 @@ def serve(paths, batches):
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # two share a GPU
     pipe = {"stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=env, **pipe) as process:
-        port = int(process.stdout.readline().split()[-1])  # pyright: ignore
+        said = process.stdout.readline()  # pyright: ignore
+        if not said:
+            raise SystemExit(f"{server.name} did not start; see its error above.")
+        port = int(said.split()[-1])
         ask_all = lambda name: np.concatenate([ask(port, name, x) for x in batches])
-        return {path.stem: ask_all(path.stem) for path in paths}
+        try:
+            return {path.stem: ask_all(path.stem) for path in paths}
+        finally:
+            process.terminate()
 
 
 def ask(port, name, images):

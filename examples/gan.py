@@ -9,7 +9,7 @@ from the same weights and with the same batches; prints a table, draws
     python examples/gan.py --seeds 0 1 2
     python examples/gan.py --width 512 --batch-size 256 --steps 20000  # for a GPU
 
-Needs `pip install "jamp-jax[examples]"`.
+Needs `pip install ".[examples]"`.
 """
 
 import functools

@@ -9,7 +9,7 @@ and with the same batches; prints a table and a sample, draws `runs/gpt/training
     python examples/gpt.py --layers 12 --width 768 --heads 12 --length 1024 \\
         --batch-size 32 --accumulate 8 --steps 20000  # GPT-2's size, for a GPU
 
-Needs `pip install "jamp-jax[examples]"`.
+Needs `pip install ".[examples]"`.
 """
 
 import functools
@@ -165,12 +165,14 @@ def main(argv=None):
     add("--learning-rate", 3e-3, "AdamW's, after warm-up")
     add("--clip", 1.0, "largest norm of the gradient")
     args = parser.parse_args(argv)
+    if args.width % args.heads or args.batch_size % args.accumulate:
+        parser.error("--heads must divide --width, and --accumulate --batch-size")
 
     texts = read_sources()
     runs = compare(args, functools.partial(make_training, args, texts))
     report(args, runs, title="Training loss (nats per byte)")
     (precision, _), run = list(runs.items())[-1]
-    prompt = np.frombuffer(b"def ", np.uint8)
+    prompt = np.frombuffer(b"def ", np.uint8)[: args.length]
     text = sample(run.state[0], prompt, jax.random.key(0), args.length, precision)
     print(f"A sample of the {precision} run:\n{bytes(np.array(text)).decode('latin1')}")
     return runs

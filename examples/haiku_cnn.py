@@ -8,7 +8,7 @@ the same batches; prints a table and draws `runs/haiku_cnn/training.png`.
     python examples/haiku_cnn.py --seeds 0 1 2
     python examples/haiku_cnn.py --widths 256 512 --batch-size 1024  # for a GPU
 
-Needs `pip install "jamp-jax[examples]"`.
+Needs `pip install ".[examples]"`.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What the examples share; none of it is about mixed precision.
+"""What the examples share; it casts and scales nothing.
 
 An example gives `compare` a function that makes a `Training` of a precision and seed.
 `compare` trains one for each, with a progress bar, checkpoints and TensorBoard logs in
@@ -8,6 +8,7 @@ An example gives `compare` a function that makes a `Training` of a precision and
 import argparse
 import functools
 import itertools
+import json
 import math
 import shutil
 import time
@@ -28,7 +29,7 @@ try:
     from rich.table import Table
     from tensorboardX import SummaryWriter
 except ModuleNotFoundError as error:
-    hint = 'pip install "jamp-jax[examples]"'
+    hint = 'pip install ".[examples]"'
     raise SystemExit(f"{error.name} is not installed. Run: {hint}") from None
 
 FETCH_EVERY = 10  # steps whose metrics are copied to the host together
@@ -38,6 +39,7 @@ STYLES = {  # color and line width; all are drawn on top of each other
     "float16": ("#1761b0", 1.4),
 }
 RED = "#c8102e"
+MAY_CHANGE = {"steps", "seeds", "precisions", "save_every", "out", "resume", "devices"}
 
 
 class Training(NamedTuple):
@@ -80,15 +82,29 @@ def make_parser(
 def add_flag(parser, flag, default, text, **options):
     """Adds a flag of the default's type, which the help names."""
     many = options.get("nargs") == "+"
-    kind = type(default[0] if many else default)
-    kind = Path if issubclass(kind, Path) else kind
+    first = default[0] if many else default
+    kind = Path if isinstance(first, Path) else type(first)
+    if isinstance(first, int) and first > 0:
+        kind = positive
     shown = " ".join(map(str, default)) if many else default
     text = f"{text} (default: {shown})"
     parser.add_argument(flag, type=kind, default=default, help=text, **options)
 
 
+def positive(text):
+    """An integer of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return int(text)
+
+
 def compare(args, make: Callable[[str, int], Training]) -> dict[tuple[str, int], Run]:
     """Trains once for each precision and seed."""
+    args.seeds, args.precisions = map(
+        list, map(dict.fromkeys, (args.seeds, args.precisions))
+    )
+    if args.resume and not [*args.out.glob("*-seed*/checkpoints/*/")]:
+        raise SystemExit(f"--resume: there is no checkpoint in {args.out}.")
     text, live = TextColumn("{task.description}"), TextColumn("{task.fields[live]}")
     runs = {}
     with Progress(text, BarColumn(12), MofNCompleteColumn(), live) as progress:
@@ -101,20 +117,42 @@ def compare(args, make: Callable[[str, int], Training]) -> dict[tuple[str, int],
         for (precision, seed), task in tasks.items():
             folder = args.out.absolute() / f"{precision}-seed{seed}"
             show = functools.partial(progress.update, task)
-            training = make(precision, seed)
-            runs[precision, seed] = train(training, folder, args, show)
+            check_flags(folder, args)
+            try:
+                training = make(precision, seed)
+                runs[precision, seed] = train(training, folder, args, show)
+            except KeyboardInterrupt:
+                raise SystemExit("Stopped. To go on, add --resume.") from None
     return runs
+
+
+def check_flags(folder, args):
+    """A run goes on with the flags that it began with, or starts anew."""
+    flags = {k: v for k, v in vars(args).items() if k not in MAY_CHANGE}
+    flags = json.loads(json.dumps(flags, default=str))
+    path = folder / "flags.json"
+    if not args.resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif path.exists():
+        for key, value in json.loads(path.read_text()).items():
+            if flags[key] != value:
+                flag = "--" + key.replace("_", "-")
+                raise SystemExit(
+                    f"--resume: {folder} began with {flag} {value}; got {flags[key]}."
+                )
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(flags))
 
 
 def train(training: Training, folder: Path, args, show) -> Run:
     """Trains to the last step, from the first or from the latest checkpoint."""
     start = time.perf_counter()
-    if not args.resume:
-        shutil.rmtree(folder, ignore_errors=True)
     leaves, treedef = jax.tree.flatten(training.state)
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
     with ocp.CheckpointManager(folder / "checkpoints", options=options) as manager:
         first, earlier = manager.latest_step() or 0, {}
+        if first > args.steps:
+            raise SystemExit(f"--resume: {folder} is at step {first}; raise --steps.")
         if first:
             target = ocp.args.Composite(
                 state=ocp.args.StandardRestore(leaves), history=ocp.args.JsonRestore()

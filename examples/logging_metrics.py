@@ -10,7 +10,7 @@ them to the host while the next steps run, and hands each step's row to the logg
 
 Then `tensorboard --logdir runs/logging`, or `wandb sync` the folder that W&B names.
 
-Needs `pip install "jamp-jax[examples,logging]"`; a CPU is enough.
+Needs `pip install ".[examples,logging]"`; a CPU is enough.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def main(argv=None):
 
         on_row, close = open_logger(args.logger, args.logdir)
     except ModuleNotFoundError as error:
-        hint = 'pip install "jamp-jax[examples,logging]"'
+        hint = 'pip install ".[examples,logging]"'
         raise SystemExit(f"{error.name} is not installed. Run: {hint}") from None
     pixels, labels = load_digits(return_X_y=True)
     images = np.asarray(pixels / 16, np.float32)

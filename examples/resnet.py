@@ -11,7 +11,7 @@ from the same weights and with the same batches; prints a table and draws
     python examples/resnet.py --images FOLDER --size 224 --stages 3 4 6 3 --width 64 \\
         --batch-size 256 --steps 20000 --save-every 1000  # ResNet-50, for a GPU
 
-Needs `pip install "jamp-jax[examples]"`.
+Needs `pip install ".[examples]"`.
 """
 
 import functools
@@ -90,7 +90,6 @@ def train_step(state, batch):
     (loss, batch_stats), grads = grad_fn(state.params)
     norm = optax.tree.norm(jamp.unscale(grads, state))
     stepped = state.apply_gradients(grads=grads)
-
     # What overflowed may have reached the statistics: a skipped step holds them too.
     metrics = jamp.metrics(stepped) | {"loss": loss, "grad_norm": norm}
     hold = functools.partial(jnp.where, metrics["found_inf"])
@@ -108,7 +107,8 @@ def test_step(state, images, labels):
 
 def make_training(args, data, precision, seed):
     images, labels, test_images, test_labels = data
-    model = ResNet(tuple(args.stages), args.width, int(labels.max()) + 1)
+    classes = 1 + max(labels.max(), test_labels.max())
+    model = ResNet(tuple(args.stages), args.width, int(classes))
     if precision != "float32":  # norms, losses and parameters stay in float32
         model = jamp.linen.with_policy(model, f"mixed_{precision}")
     variables = model.init(jax.random.key(seed), images[:1], train=False)
@@ -189,7 +189,7 @@ def main(argv=None):
 
     data = read_folder(args.images, args.size) if args.images else read_digits()
     order = np.random.default_rng(0).permutation(len(data[1]))
-    test, train = np.split(order, [len(order) // 5])
+    test, train = np.split(order, [max(1, len(order) // 5)])
     data = [part[chosen] for chosen in (train, test) for part in data]
     runs = compare(args, functools.partial(make_training, args, data))
     report(args, runs, title="Training loss", log_scale=True)

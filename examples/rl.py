@@ -12,7 +12,7 @@ the rewards did not differ, for the task is small and forgives both.
     python examples/rl.py --digits 12 --layers 8 --width 512 --heads 8 \\
         --prompts 128 --group 16 --learning-rate 3e-4 --steps 5000  # for a GPU
 
-Needs `pip install "jamp-jax[examples]"`.
+Needs `pip install ".[examples]"`.
 """
 
 import functools

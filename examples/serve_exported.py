@@ -34,9 +34,9 @@ class Handler(BaseHTTPRequestHandler):
         shape, function = functions[self.path]
         try:
             array = np.frombuffer(self.rfile.read(int(size)), "<f4").reshape(shape)
+            answer = np.asarray(function(array), "<f4").tobytes()
         except ValueError:
             return self.send_error(400, f"not float32 of the shape {shape}")
-        answer = np.asarray(function(array), "<f4").tobytes()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -61,6 +61,9 @@ def main(argv=None):
     parser.add_argument("--port", type=int, default=0, help="default: any free one")
     parser.add_argument("--requests", type=int, default=1000, help="default: 1000")
     args = parser.parse_args(argv)
+    missing = [str(path) for path in args.files if not path.is_file()]
+    if missing or len({path.stem for path in args.files}) < len(args.files):
+        parser.error(f"files need names of their own, and to exist: {missing}")
 
     for path in args.files:
         exported = jax.export.deserialize(bytearray(path.read_bytes()))

@@ -84,6 +84,10 @@ BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16.
 There is no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
 float32, write `enabled=False`."""
 
+NO_DEVICE = """autocast takes no device, and no cache_enabled: write `with \
+jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs, and casts a value once \
+in a region."""
+
 BAD_INPUTS = """autocast(cast_inputs={}): the dtype must be float16, bfloat16 or \
 float32."""
 
@@ -178,6 +182,18 @@ class Entered(threading.local):
         self.stack: list[Any] = []
 
 
+def without_device(init):
+    """Says so where a call has torch's arguments, and Python would say less."""
+
+    @functools.wraps(init)
+    def checked(self, *args, **kwargs):
+        if (args and "dtype" in kwargs) or {"device_type", "cache_enabled"} & {*kwargs}:
+            raise TypeError(NO_DEVICE)
+        init(self, *args, **kwargs)
+
+    return checked
+
+
 class autocast:
     """A region in which matrix products run in half precision: `torch.autocast`.
 
@@ -235,6 +251,7 @@ class autocast:
     those of CUDA; `parity/report.md` compares them op by op.
     """
 
+    @without_device
     def __init__(
         self,
         dtype: Any = None,

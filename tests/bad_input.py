@@ -92,8 +92,15 @@ jamp.autocast
     no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in
     float32, write `enabled=False`.
     > There is no device: `jamp.autocast(jnp.float16)`.
+  jamp.autocast("cuda", dtype=jnp.float16)
+    TypeError: autocast takes no device, and no cache_enabled: write `with
+    jamp.autocast(dtype=jnp.float16):`. ...
+    > Leave the device out.
   jamp.autocast(device_type="cuda")
-    TypeError: autocast.__init__() got an unexpected keyword argument 'device_type'...
+    TypeError: autocast takes no device, and no cache_enabled: ...
+    > Leave it out.
+  jamp.autocast(jnp.float16, cache_enabled=False)
+    TypeError: autocast takes no device, and no cache_enabled: ...
     > Leave it out.
   jamp.autocast(jnp.float32)
     ValueError: autocast(dtype='float32'): the dtype must be float16 or bfloat16. ...

@@ -82,6 +82,20 @@ def test_an_overflow_on_one_device_is_skipped_by_all(load, tmp_path, capsys):
     assert float(difference) < 1e-3
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--steps 0", "argument --steps: must be at least 1; got 0"),
+        ("--save-every 0", "argument --save-every: must be at least 1"),
+        ("--heads 3", "--heads must divide --width"),
+    ],
+)
+def test_bad_flags_are_named(load, capsys, flags, message):
+    with pytest.raises(SystemExit):
+        load("gpt").main(flags.split())
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("folders", [(), ("cats",)], ids=["none", "empty"])
 def test_a_folder_without_images_is_refused(load, tmp_path, folders):
@@ -126,6 +140,12 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(load, tmp_path, monkeypat
             raise Stopped
         return train_step(*args)
 
+    with pytest.raises(SystemExit, match=r"--resume: there is no checkpoint in"):
+        main("nowhere", "--resume")
+    with pytest.raises(SystemExit, match=r"is at step 12; raise --steps"):
+        main("whole", "--resume", "--steps", "8")
+    with pytest.raises(SystemExit, match=r"began with --width 16; got 32"):
+        main("whole", "--resume", "--width", "32")
     monkeypatch.setattr(gpt, "train_step", stopping)
     with pytest.raises(Stopped):
         main("stopped")
@@ -170,7 +190,7 @@ def test_metrics_go_to_tensorboard(logging_metrics, tmp_path):
 
 def test_a_missing_logger_is_named(logging_metrics, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit, match=r'pip install "jamp-jax\[examples,logging\]"'):
+    with pytest.raises(SystemExit, match=r'pip install "\.\[examples,logging\]"'):
         logging_metrics.main(["--logger", "wandb", "--logdir", str(tmp_path)])
 
 

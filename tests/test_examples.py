@@ -60,6 +60,11 @@ def test_half_precision_disagrees_with_its_sampler(load, tmp_path):
     runs = load("rl").main([*flags.split(), str(tmp_path)])
     mismatch = {name: run.results["mismatch"] for (name, _), run in runs.items()}
     assert 0 < mismatch["float32"] < mismatch["float16"] < mismatch["bfloat16"]
+    rl, params = load("rl"), runs["float16", 0].state[0]
+    prompts = np.zeros((2, 4), np.int32)
+    lowered = rl.sample.lower(params, prompts, jax.random.key(0), "float16").as_text()
+    products = re.findall(r"dot_general.*: \((.*)\) ->", lowered)
+    assert products and all(types.count("xf16>") == 2 for types in products)
     assert (tmp_path / "mismatch.png").exists()
 
 

@@ -5,12 +5,18 @@ the results of both would be float32, where torch's `linear`, `conv` and `batch_
 give half precision.
 
 A sum of a half-precision product and a float32 value is a layer with a bias, if the
-value varies along dimensions of one operand of the product alone. The bias is broadcast
-in float32 and then cast, so that its gradient is summed in float32; then the sum is
-rounded to half precision, and overflows, as torch's does.
+value was broadcast from fewer dimensions and varies along those of one operand of the
+product alone. In the code of a layer library it may also have as many dimensions as the
+product: elsewhere that may be a batch of one, whose dtype must not differ from a batch
+of two. The bias is broadcast in float32 and then cast, so that its gradient is summed
+in float32; then the sum is rounded to half precision, and overflows, as torch's does.
+
+A user's own `x @ w + mask` may hold numbers such as -1e9, which float16 has not. They
+are kept finite there, with their gradients; inf and nan stay what they are.
 
 A BatchNorm computes in float32. That its result, and not some value inside, is at hand
-shows only when an op outside uses it. That op gets it in half precision.
+shows only when an op outside uses it. That op gets it in half precision. Its running
+statistics are no result: they stay float32.
 """
 
 import jax
@@ -20,12 +26,18 @@ from jax import lax
 
 from . import _compat
 from ._compat import dtype_of
+from ._op_rules import FLOAT32_NORM
 from ._provenance import fits
+from ._rules import CASTABLE
+from ._sources import is_in_layer
+
+SUMMED = ("psum", "psum_invariant", "pmax", "pmin")  # over a mapped axis
 
 
 def with_bias(trace, add, args, params):
     """The sum of a product in half precision and a bias, or None if it is another."""
     dtype = trace.settings.dtype
+    in_layer = is_in_layer(_compat.source_codes())
     for x, bias in (args, args[::-1]):
         if not isinstance(bias, jax.Array) or dtype_of(bias) != jnp.float32:
             continue
@@ -35,46 +47,62 @@ def with_bias(trace, add, args, params):
             continue
         if number is not None and not fits(number, dtype):
             continue
-        varies = dimensions(trace, bias, product)
+        varies = dimensions(trace, bias, product, in_layer)
         if varies is None:
             continue
         if len({sides[d] for d in varies if np.shape(product)[d] != 1}) > 1:
             continue
         trace.record.touched = True
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
-            bias = trace.call(rounded, [bias], {"dtype": dtype})
+            bias = trace.call(rounded, [bias], {"dtype": dtype, "masks": not in_layer})
             wide = trace.cast(product, jnp.dtype("float32"))
             return trace.cast(trace.bind(add, [wide, bias], params), dtype)
-        return trace.call(biased, [product, bias], {})
+        return trace.call(biased, [product, bias], {"masks": not in_layer})
     return None
 
 
-def biased(product, bias):
-    bias = rounded(bias, product.dtype)
+def biased(product, bias, *, masks):
+    bias = rounded(bias, product.dtype, masks)
     bias = lax.broadcast_in_dim(bias, product.shape, range(bias.ndim))
     return lax.add(product, lax.convert_element_type(bias, product.dtype))
 
 
-def rounded(bias, dtype):
+def rounded(bias, dtype, masks):
     """A bias rounded to half precision, and so its gradient; both stay float32.
 
     XLA may drop a pair of casts, but not this.
+
+    Args:
+      masks: whether finite numbers that are too large become the largest one.
     """
     info = jnp.finfo(dtype)
-    if dtype == jnp.float16:  # a mask of -1e9 must not become -inf
-        limit = np.float32(info.max)
-        bias = lax.clamp(-limit, bias, limit)
+    if dtype == jnp.float16 and masks:
+        bias = within_range(bias)
     return lax.reduce_precision(bias, info.nexp, info.nmant)
 
 
-def dimensions(trace, bias, product):
-    """The dimensions of a product along which a value varies, or None if unknown."""
-    if np.shape(bias) != np.shape(product):
+@jax.custom_jvp
+def within_range(bias):
+    """Finite numbers as float16 has them; the gradient is that of the identity."""
+    limit = np.float32(jnp.finfo(jnp.float16).max)
+    return lax.select(lax.is_finite(bias), lax.clamp(-limit, bias, limit), bias)
+
+
+@within_range.defjvp
+def _(primals, tangents):
+    return within_range(*primals), tangents[0]
+
+
+def dimensions(trace, bias, product, in_layer):
+    """The dimensions of a product along which a bias varies, or None if it is none."""
+    note = trace.notes[bias]
+    if note.varies is not None and (note.raised or in_layer):
+        return note.varies
+    # Under vmap it is the same for the whole batch.
+    shared = _compat.is_batched(product) and not _compat.is_batched(bias)
+    if in_layer or shared or np.ndim(bias) == 0:
         return {d for d, size in enumerate(np.shape(bias)) if size != 1}
-    varies = trace.notes[bias].varies
-    if varies is None and _compat.is_batched(product) and not _compat.is_batched(bias):
-        return range(np.ndim(product))  # under vmap: the same for the whole batch
-    return varies
+    return None
 
 
 def narrowed(trace, primitive, args, forced):
@@ -90,3 +118,23 @@ def narrowed(trace, primitive, args, forced):
         trace.cast(x, dtype) if mark or notes[x].widened else x
         for x, mark in zip(args, marked, strict=True)
     ]
+
+
+def mark_results(trace, primitive, action, args, out):
+    """Remembers what may be the result of a function of half precision.
+
+    That of a norm has the shape of the input. Its statistics have another, or are
+    summed over a mapped axis; they are the module's state, and stay float32.
+    """
+    is_norm = action.table is FLOAT32_NORM
+    if is_norm and primitive.name in SUMMED:
+        return
+    shapes = [np.shape(x) for x in args if is_or_was_half(trace, x)]
+    for x in jax.tree.leaves(out):
+        if np.shape(x) in shapes or (shapes and not is_norm):
+            trace.notes[x] = trace.notes[x]._replace(result=True)
+
+
+def is_or_was_half(trace, x) -> bool:
+    note = trace.notes[x]
+    return dtype_of(x) in CASTABLE[:2] or note.widened or note.result

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import jax
 
 from . import _compat
+from ._draws import redrawn
 from ._provenance import Note
+from ._refused import check_precision
 from ._rules import Action
 from ._sources import is_library
 
@@ -152,6 +154,9 @@ def jit(trace, primitive, args, params, avals, forced, baked):
     jaxpr = params["jaxpr"]
     source = _compat.source_name(jaxpr.jaxpr.debug_info)
     action = forced or trace.action(primitive, source)
+    check_precision(action, jaxpr.in_avals)
+    if (drawn := redrawn(trace, source, action, args, jaxpr)) is not None:
+        return drawn
     small = is_library(source) and any(map(differs, args, jaxpr.in_avals))
     if _compat.inlined_early(params) or small:
         outs = evaluate(trace, jaxpr, args, action)

@@ -10,8 +10,12 @@ The categories are those of `torch/include/ATen/autocast_mode.h`, the lists that
 
 and for functions that torch lists nowhere, but that lose too much in half precision:
 
-    STATISTIC       KEEP, but FLOAT32 if it was traced in float32: a mean sums many
+    STATISTIC       PROMOTE, but FLOAT32 if it was traced in float32: it sums many
     FLOAT32_INSIDE  FLOAT32; outside, the result has the dtype of the input
+    FLOAT32_NORM    the same for a result of the input's shape; statistics stay float32
+    DRAW            FLOAT32, and what it draws at random is drawn in float32
+    REFUSED         FLOAT32; half precision that Python hands to it is an error
+    COUNTED         the same for so many elements that half precision cannot count them
 
 `PRIMITIVES` maps the names of JAX's primitives, `FUNCTIONS` the Python functions of JAX
 and the libraries around it that torch treats as one op. A function's row holds for all
@@ -36,6 +40,10 @@ class Kind(enum.Enum):
     KEEP = "keep"
     STATISTIC = "statistic"
     FLOAT32_INSIDE = "float32_inside"
+    FLOAT32_NORM = "float32_norm"
+    DRAW = "draw"
+    REFUSED = "refused"
+    COUNTED = "counted"
 
 
 class Row(NamedTuple):
@@ -45,6 +53,8 @@ class Row(NamedTuple):
 
 LOWER, FLOAT32, PROMOTE, KEEP = Kind.LOWER, Kind.FLOAT32, Kind.PROMOTE, Kind.KEEP
 STATISTIC, FLOAT32_INSIDE = Kind.STATISTIC, Kind.FLOAT32_INSIDE
+FLOAT32_NORM = Kind.FLOAT32_NORM
+DRAW, REFUSED, COUNTED = Kind.DRAW, Kind.REFUSED, Kind.COUNTED
 
 # A contraction of two vectors is torch's `dot`, which promotes; see `_trace.py`.
 PRIMITIVES: dict[str, Row] = {
@@ -94,9 +104,13 @@ PRIMITIVES |= dict.fromkeys(
     """
     add add_any clamp concatenate div dynamic_update_slice eq ge gt igamma igamma_grad_a
     igammac le lt max min mul ne nextafter pad polygamma regularized_incomplete_beta rem
+    scatter scatter-max scatter-min
     select_and_gather_add select_and_scatter_add select_n stack zeta
     """.split(),
     Row(PROMOTE),
+)
+PRIMITIVES |= dict.fromkeys(
+    "scatter-add scatter-mul scatter-sub".split(), Row(STATISTIC)
 )
 PRIMITIVES |= dict.fromkeys(
     """
@@ -175,10 +189,10 @@ FUNCTIONS: dict[str, Row] = {
     "equinox.nn.AvgPool2d.__call__": Row(FLOAT32_INSIDE),
     "equinox.nn.AvgPool3d.__call__": Row(FLOAT32_INSIDE),
     "equinox.nn.AdaptiveAvgPool2d.__call__": Row(FLOAT32_INSIDE),
-    "flax.linen.BatchNorm.__call__": Row(FLOAT32_INSIDE),
-    "flax.nnx.BatchNorm.__call__": Row(FLOAT32_INSIDE),
-    "equinox.nn.BatchNorm.__call__": Row(FLOAT32_INSIDE),
-    "haiku.BatchNorm.__call__": Row(FLOAT32_INSIDE),
+    "flax.linen.BatchNorm.__call__": Row(FLOAT32_NORM),
+    "flax.nnx.BatchNorm.__call__": Row(FLOAT32_NORM),
+    "equinox.nn.BatchNorm.__call__": Row(FLOAT32_NORM),
+    "haiku.BatchNorm.__call__": Row(FLOAT32_NORM),
     "optax.squared_error": Row(FLOAT32, "mse_loss"),
     "optax.l2_loss": Row(FLOAT32, "mse_loss"),
     "optax.huber_loss": Row(FLOAT32, "huber_loss smooth_l1_loss"),
@@ -206,11 +220,54 @@ FUNCTIONS: dict[str, Row] = {
 )
 
 FUNCTIONS |= dict.fromkeys(
+    "jax.numpy.mean jax.numpy.std jax.numpy.var".split(), Row(STATISTIC)
+)
+FUNCTIONS |= dict.fromkeys(  # sums and counts of many numbers, powers of matrices
     """
-    jax.numpy.mean jax.numpy.nanmean jax.numpy.nanstd jax.numpy.nanvar jax.numpy.std
-    jax.numpy.var
+    jax.numpy.bincount jax.numpy.histogram jax.numpy.histogram2d jax.numpy.histogramdd
+    jax.numpy.nanmean jax.numpy.nanstd jax.numpy.nanvar jax.ops.segment_prod
+    jax.ops.segment_sum jax.scipy.linalg.expm
     """.split(),
-    Row(STATISTIC),
+    Row(FLOAT32),
+)
+FUNCTIONS |= dict.fromkeys(  # their index into the sorted input is a floating number
+    """
+    jax.numpy.median jax.numpy.nanmedian jax.numpy.nanpercentile jax.numpy.nanquantile
+    jax.numpy.percentile jax.numpy.quantile
+    """.split(),
+    Row(COUNTED),
+)
+FUNCTIONS |= (
+    dict.fromkeys(  # they take a tolerance or a degree from their input's dtype
+        """
+    jax.numpy.linalg.lstsq jax.numpy.linalg.matrix_rank jax.numpy.linalg.pinv
+    jax.numpy.polyfit jax.numpy.roots jax.random.binomial jax.random.multinomial
+    jax.scipy.linalg.funm jax.scipy.signal.detrend
+    jax.scipy.sparse.linalg.gmres
+    """.split(),
+        Row(REFUSED),
+    )
+)
+FUNCTIONS |= dict.fromkeys(  # JAX draws their noise in the dtype of a probability
+    """
+    jax.random.bernoulli jax.random.categorical jax.random.choice jax.random.geometric
+    jax.random.multivariate_normal
+    """.split(),
+    Row(DRAW),
+)
+FUNCTIONS |= dict.fromkeys(  # and of these in the dtype that they are asked for
+    """
+    jax.random.ball jax.random.beta jax.random.bits jax.random.cauchy
+    jax.random.chisquare jax.random.dirichlet jax.random.double_sided_maxwell
+    jax.random.exponential jax.random.f jax.random.gamma jax.random.generalized_normal
+    jax.random.gumbel jax.random.laplace jax.random.loggamma jax.random.logistic
+    jax.random.lognormal jax.random.maxwell jax.random.normal jax.random.orthogonal
+    jax.random.pareto jax.random.permutation jax.random.poisson jax.random.rademacher
+    jax.random.randint jax.random.rayleigh jax.random.t jax.random.triangular
+    jax.random.truncated_normal jax.random.uniform jax.random.wald
+    jax.random.weibull_min
+    """.split(),
+    Row(KEEP),
 )
 
 # What a policy keeps in float32 unless it is told otherwise, by the names that

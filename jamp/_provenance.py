@@ -7,8 +7,10 @@ By identity of the value and as long as the value lives:
                the half-precision value that it was made of
     constant   the number that a scalar or an array filled with it holds
     sides      for the result of a matrix product or convolution, which operand each
-               dimension comes from; for a broadcast value, along which it varies.
-               A sum of the two is a layer's bias if it varies along one side alone
+               dimension comes from
+    varies     for a broadcast value, the dimensions along which it varies. A sum of it
+               and a product is a layer's bias if it varies along one side alone
+    raised     it had fewer dimensions before: `b[None]`, and not a (1, n) array
     widened    float32 only because JAX promoted a half-precision value
     result     float32, and half precision for ops outside of the function it is from
 """
@@ -19,12 +21,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+from . import _compat
+from ._compat import dtype_of
+from ._sources import called_function, code_of
 
 
 class Note(NamedTuple):
     constant: float | None = None
     sides: tuple[str, ...] | None = None  # "l" or "r" for each dimension
     varies: frozenset[int] | None = None  # the dimensions along which it varies
+    raised: bool = False
     widened: bool = False
     result: bool = False
 
@@ -89,6 +97,49 @@ def scalar(value) -> float | None:
     return float(value) if jnp.issubdtype(value.dtype, np.floating) else None
 
 
+def parameters_of(function) -> tuple[str, ...]:
+    code = code_of(function)
+    n = 0 if code is None else code.co_argcount + code.co_kwonlyargcount
+    return () if code is None else code.co_varnames[:n]
+
+
+# Functions by which a user makes an array of one number.
+FILLING = frozenset(
+    map(code_of, (jnp.zeros, jnp.ones, jnp.full, jnp.empty, jnp.broadcast_to, lax.full))
+)
+
+
+def is_filled(number) -> bool:
+    """Whether the broadcast of a number is an array that a user made.
+
+    In torch a number follows the arrays that it meets, and `torch.zeros(4)` does not:
+    an accumulator that starts with it stays float32.
+    """
+    if np.ndim(number) or dtype_of(number) != jnp.float32:
+        return False
+    return called_function(_compat.source_codes()) in FILLING
+
+
+# Functions that give the dtype that they are asked for, and those that do not.
+STACKING = ("block", "concatenate", "dstack", "hstack", "stack", "vstack")
+TYPED = frozenset(
+    code_of(function)
+    for name, function in vars(jnp).items()
+    if name not in STACKING and "dtype" in parameters_of(function)
+)
+
+
+def is_weak_array(x) -> bool:
+    """Whether JAX is about to cast an array as if it were a Python number.
+
+    To JAX `jnp.full((4,), 2.0)` and `jnp.arange(4) * 0.1` are float32 for want of a
+    better dtype, and take that of the arrays that they meet. To torch they are float32.
+    """
+    if np.ndim(x) == 0 or dtype_of(x) != jnp.float32 or not jax.typeof(x).weak_type:
+        return False
+    return called_function(_compat.source_codes()) not in TYPED
+
+
 def fits(number: float, dtype) -> bool:
     """Whether the number survives in `dtype`: a literal such as -1e10 or 1e-9 may not.
 
@@ -147,16 +198,18 @@ def passed_on(primitive_name: str, args, params, notes: Notes) -> Note:
     if primitive_name == "broadcast_in_dim":
         to, shape = params["broadcast_dimensions"], params["shape"]
         new = [to[d] for d in range(ndim) if np.shape(x)[d] == shape[to[d]] != 1]
-        return Note(note.constant, varies=frozenset(new))
+        raised = note.raised or ndim < len(shape)
+        return Note(note.constant, varies=frozenset(new), raised=raised)
     if primitive_name == "reshape":
         old, new = np.shape(x), params["new_sizes"]
         varies = None
         if [n for n in old if n != 1] == [n for n in new if n != 1]:
             varies = frozenset(d for d, n in enumerate(new) if n != 1)
-        varies = varies if len(new) > len(old) else None
-        return Note(note.constant, sides and reshaped(sides, old, new), varies)
+        raised = len(new) > len(old)
+        varies = varies if raised else None
+        return Note(note.constant, sides and reshaped(sides, old, new), varies, raised)
     if primitive_name in ("slice", "copy", "neg", "optimization_barrier"):
-        return note._replace(constant=None, varies=None)
+        return note._replace(constant=None, varies=None, raised=False)
     return NOTHING
 
 

@@ -18,7 +18,7 @@ from flax import linen as nn
 from flax import nnx
 
 from ._autocast import enter
-from ._op_rules import KEPT
+from ._op_rules import FLOAT32_NORM, KEPT
 from ._rules import (
     CASTABLE,
     REGION,
@@ -76,7 +76,8 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> tuple[UserRule,
         if (code := resolve(path, modules)) is not None:
             # What follows a norm or softmax gets half precision, if its input was.
             inside = name == "norms" or path == "jax.nn.softmax"
-            action = Action(None, jnp.dtype("float32"), marks=inside)
+            table = FLOAT32_NORM if name == "norms" else None
+            action = Action(None, jnp.dtype("float32"), marks=inside, table=table)
             rules.append(UserRule(path, (code, source_of(code)), action))
     return tuple(rules)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ._compat import Primitive
 from ._op_rules import EXEMPT, FUNCTIONS, KEEP, LOWER, PRIMITIVES, Kind
+from ._sources import code_of
 from ._tree import as_dtype
 
 CASTABLE = tuple(jnp.dtype(d) for d in ("float16", "bfloat16", "float32"))
@@ -30,6 +31,7 @@ class Action(NamedTuple):
     dtype: Any = None
     marks: bool = False  # its results are half precision outside of the function
     why: str = ""  # the row that says so, for `jamp.debug.explain`
+    table: Kind | None = None  # what the row of a function says, for all inside
 
 
 class UserRule(NamedTuple):
@@ -48,17 +50,6 @@ class Settings(NamedTuple):
     depth: int = 0  # how many other regions it is in
     listed: bool = True  # False under a policy: the rules alone decide
     observed: bool = False  # each op's rule is written into its name stack
-
-
-def code_of(function: Any) -> CodeType | None:
-    """The code object of a function, under jit, custom_jvp and other wrappers."""
-    while True:
-        inner = getattr(function, "__wrapped__", None) or getattr(function, "fun", None)
-        inner = inner or getattr(function, "func", None)
-        inner = inner or getattr(function, "__func__", None)
-        if inner is None or inner is function:
-            return getattr(function, "__code__", None)
-        function = inner
 
 
 def source_of(code: CodeType) -> str:
@@ -215,9 +206,9 @@ class Decider:
 
     def for_all_inside(self, action: Action) -> Action:
         """A function's row as an action for each op inside the function."""
-        if action.kind is LOWER:
-            return Action(None, self.settings.dtype, why=action.why)
-        if action.kind in (Kind.FLOAT32, Kind.FLOAT32_INSIDE):
-            marks = action.kind is Kind.FLOAT32_INSIDE
-            return Action(None, jnp.dtype("float32"), marks, action.why)
-        return action
+        kind = action.kind
+        if kind in (KEEP, Kind.STATISTIC):
+            return action
+        dtype = self.settings.dtype if kind is LOWER else jnp.dtype("float32")
+        marks = kind in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM)
+        return Action(None, dtype, marks, action.why, kind)

@@ -4,7 +4,9 @@ import inspect
 import itertools
 import os
 import re
+import sys
 import sysconfig
+from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,9 @@ MOVES = frozenset(
     """.split()
 )
 JAX = os.path.dirname(jax.__file__) + os.sep
+PLUMBING = os.path.join(os.path.dirname(jax.__file__), "_src")  # jit, tracebacks
 JAMP = os.path.dirname(__file__) + os.sep
+LAYER_LIBRARIES = ("equinox", "flax", "haiku", "keras")
 LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
     | {os.path.dirname(os.path.dirname(jax.__file__)) + os.sep}
@@ -74,6 +78,43 @@ class Around(NamedTuple):
     def stack_of(self, eqn: Any) -> Any:
         stack = eqn.source_info.name_stack
         return stack if self.stack is None else self.stack + stack
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code object of a function, under jit, custom_jvp and other wrappers."""
+    while True:
+        inner = getattr(function, "__wrapped__", None) or getattr(function, "fun", None)
+        inner = inner or getattr(function, "func", None)
+        inner = inner or getattr(function, "__func__", None)
+        if inner is None or inner is function:
+            return getattr(function, "__code__", None)
+        function = inner
+
+
+def called_function(codes: tuple[CodeType, ...]) -> CodeType | None:
+    """The function of JAX that code outside of JAX has called, for the current op.
+
+    Args:
+      codes: the functions that the op comes from, innermost first.
+    """
+    called = None
+    for code in codes:
+        file = code.co_filename
+        if file.startswith(JAX):
+            if os.path.dirname(file) != PLUMBING:
+                called = code
+        elif not file.startswith(JAMP):
+            return called
+    return called
+
+
+def is_in_layer(codes: tuple[CodeType, ...]) -> bool:
+    """Whether the current op is of a layer of a library, and not of a user's own."""
+    found = (sys.modules.get(name) for name in LAYER_LIBRARIES)
+    roots = tuple(os.path.dirname(m.__file__ or "") + os.sep for m in found if m)
+    files = (code.co_filename for code in codes)
+    own = next((file for file in files if not file.startswith((JAX, JAMP))), "")
+    return own.startswith(roots)
 
 
 def site_of(eqn: Any, around: Around) -> Site:

@@ -11,16 +11,44 @@ from jax import lax
 from . import _compat
 from ._compat import Tracer, dtype_of
 from ._custom import CUSTOM, custom_jvp, custom_vjp, shard_map
-from ._epilogue import narrowed, with_bias
+from ._draws import check_drawn
+from ._epilogue import mark_results, narrowed, with_bias
 from ._nested import NESTED, check_left_alone, differs
-from ._op_rules import FLOAT32, KEEP, LOWER, PRIMITIVES, PROMOTE, STATISTIC
-from ._provenance import Note, Notes, fits, passed_on, product_sides, unrounded
-from ._rules import CASTABLE, REGION, Action, Decider, Settings, code_of
+from ._op_rules import (
+    DRAW,
+    FLOAT32,
+    KEEP,
+    LOWER,
+    PRIMITIVES,
+    PROMOTE,
+    STATISTIC,
+)
+from ._products import for_product, is_dot, is_wide, wide_product
+from ._provenance import (
+    Note,
+    Notes,
+    fits,
+    is_filled,
+    is_weak_array,
+    passed_on,
+    product_sides,
+    unrounded,
+)
+from ._refused import check_precision
+from ._rules import ACTIONS, CASTABLE, REGION, Action, Decider, Settings, code_of
 from ._sources import MARK, RULE
 
 RULES = NESTED | CUSTOM  # for primitives that hold functions
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
 PASSED_ON = ("transpose", "squeeze", "broadcast_in_dim", "reshape", "slice", "copy")
+KEPT = Action(KEEP)
+SCATTERS = {  # what they do with two numbers is recorded in the dtype of the numbers
+    "scatter-add": lax.scatter_add,
+    "scatter-max": lax.scatter_max,
+    "scatter-min": lax.scatter_min,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-sub": lax.scatter_sub,
+}
 # A user who calls one of these on a product wants what it gives: see `with_bias`.
 EXPLICIT = frozenset(
     map(code_of, (jnp.astype, jnp.asarray, jnp.array, lax.convert_element_type))
@@ -90,6 +118,10 @@ class AutocastTrace(_compat.Trace):
             yield self
 
     def bind(self, primitive, args, params):
+        if (scatter := SCATTERS.get(primitive.name)) is not None:
+            names = ("update_jaxpr", "update_consts")
+            params = {k: v for k, v in params.items() if k not in names}
+            return self.call(scatter, args, params)
         seen = self.seen if primitive.name in PRIMITIVES else None
         return _compat.run(self.parent, primitive.bind, args, params, seen)
 
@@ -158,6 +190,8 @@ class AutocastTrace(_compat.Trace):
         if foreign:
             return self.bind(primitive, self.as_traced(args, avals), params)
         baked = self.baked or differentiated
+        if baked and (forced or self.action(primitive) or KEPT).table is DRAW:
+            baked = False  # nothing is differentiated that is drawn
         if baked:
             args = self.as_traced(args, avals)
         else:
@@ -167,8 +201,11 @@ class AutocastTrace(_compat.Trace):
         if (nested := RULES.get(primitive.name)) is not None:
             return nested(self, primitive, args, params, avals, forced, baked)
         action = forced or self.action(primitive)
+        check_precision(action, avals or args)
+        action = for_product(action, primitive, avals or args, params)
         if primitive.name not in PRIMITIVES:
             check_left_alone(primitive, params)
+            check_drawn(primitive, params, action)
             return self.bind(primitive, self.as_traced(args, avals), params)
         with self.noted(action):
             return self.run(primitive, args, params, avals, action, forced, baked)
@@ -181,13 +218,15 @@ class AutocastTrace(_compat.Trace):
 
     def run(self, primitive, args, params, avals, action, forced, baked):
         """Runs an op that holds no function, as its rule says."""
+        if params.get("update_jaxpr") is not None and primitive.name == "scatter":
+            args, action = self.as_traced(args, avals), KEPT  # lax.scatter_apply
         if action.kind is STATISTIC:
             widen = avals is not None and any(map(differs, args, avals))
-            action = Action(None, jnp.dtype("float32")) if widen else Action(KEEP)
+            action = Action(None, jnp.dtype("float32")) if widen else Action(PROMOTE)
         if primitive.name == "convert_element_type":
             out = self.convert(primitive, args, params, avals, action, baked)
             if action.marks:
-                self.mark_results(args, out)
+                mark_results(self, primitive, action, args, out)
             return out
         if action.kind is KEEP and avals is not None:  # dtypes may be mixed by now
             action = Action(PROMOTE)
@@ -205,13 +244,15 @@ class AutocastTrace(_compat.Trace):
         is_product = PRIMITIVES[primitive.name].kind is LOWER
         lowers = action.kind is LOWER or (is_product and not self.settings.listed)
         if lowers and not baked and is_wide(inputs, new_params):
-            return self.wide_product(primitive, inputs, new_params)
+            return wide_product(self, primitive, inputs, new_params)
         out = self.bind(primitive, inputs, new_params)
         if baked:
             return out if inputs is args else self.as_without(out, args, params)
+        if primitive.name == "broadcast_in_dim" and is_filled(inputs[0]):
+            return out  # no number, but the user's array
         self.take_note(primitive, inputs, params, out)
         if action.marks:
-            self.mark_results(args, out)
+            mark_results(self, primitive, action, args, out)
         return out
 
     def prepare(self, primitive, args, params, avals, action):
@@ -297,6 +338,9 @@ class AutocastTrace(_compat.Trace):
             elif avals is not None and avals[0].dtype == dtype != dtype_of(x):
                 return x  # nothing was converted when this was traced
         explicit = not EXPLICIT.isdisjoint(_compat.source_codes())
+        promotes = action is ACTIONS[primitive.name] and not (explicit or baked)
+        if promotes and dtype == self.settings.dtype and is_weak_array(x):
+            return self.call(lax.convert_element_type, [x], {"new_dtype": x.dtype})
         if isinstance(x, jax.Array) and params["sharding"] is None and not explicit:
             if dtype != dtype_of(x):
                 return self.cast(x, dtype)
@@ -306,33 +350,6 @@ class AutocastTrace(_compat.Trace):
             self.notes.remember_cast(out, x)
         return out
 
-    def wide_product(self, primitive, args, params):
-        """A product of half-precision inputs that was asked for in float32.
-
-        Its own derivative would multiply float32 by float16. This one casts the
-        (co)tangent first, so that backward runs in half precision too.
-        """
-        self.record.touched = True
-        narrow = params | {"preferred_element_type": dtype_of(args[0])}
-        if params.get("precision") == lax.DotAlgorithmPreset.F16_F16_F32:
-            narrow["precision"] = None
-            if jax.default_backend() == "cpu":  # which does not have it
-                params = params | {"precision": None}
-
-        @jax.custom_jvp
-        def product(x, y):
-            return primitive.bind(x, y, **params)
-
-        @product.defjvp
-        def _(primals, tangents):
-            (x, y), (dx, dy) = primals, tangents
-            tangent = primitive.bind(dx, y, **narrow) + primitive.bind(x, dy, **narrow)
-            wide = params["preferred_element_type"]
-            return product(x, y), lax.convert_element_type(tangent, wide)
-
-        with _compat.set_current_trace(self.parent):
-            return product(*args)
-
     def take_note(self, primitive, args, params, out):
         name = primitive.name
         if name in PASSED_ON:
@@ -340,14 +357,6 @@ class AutocastTrace(_compat.Trace):
         elif PRIMITIVES[name].kind is LOWER and dtype_of(out) == self.settings.dtype:
             if name != "ragged_dot_general":
                 self.notes[out] = Note(sides=product_sides(name, args, params))
-
-    def mark_results(self, args, out):
-        """Remembers results of a BatchNorm that come from half precision."""
-        notes = [self.notes[x] for x in args]
-        halves = any(dtype_of(x) in CASTABLE[:2] for x in args)
-        if halves or any(note.widened or note.result for note in notes):
-            for x in jax.tree.leaves(out):
-                self.notes[x] = self.notes[x]._replace(result=True)
 
     def as_array(self, x):
         """A result that Python may see, if it is a number so far."""
@@ -380,17 +389,3 @@ def mark(name: str, depth: int) -> str:
 def is_float(x) -> bool:
     dtype = dtype_of(x)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def is_wide(args, params) -> bool:
-    """Whether half-precision inputs are to give a float32 result."""
-    halves = all(dtype_of(x) in CASTABLE[:2] for x in args)
-    return halves and params.get("preferred_element_type") == jnp.float32
-
-
-def is_dot(name, args, params) -> bool:
-    """A contraction of two vectors, torch's `dot`."""
-    if name != "dot_general":
-        return False
-    (contracting, _), _ = params["dimension_numbers"]
-    return all(np.ndim(x) == len(contracting) == 1 for x in args)

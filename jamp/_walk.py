@@ -76,7 +76,7 @@ def _is_literal(atom: Any) -> bool:
 def held_by(eqn: Any) -> Iterator[Any]:
     """The open jaxprs that an equation runs, but for kernels and how it adds two."""
     name = eqn.primitive.name
-    if name in LEFT_ALONE or name.startswith(("reduce_", "select_and_")):
+    if name in LEFT_ALONE or name.startswith(("reduce_", "scatter", "select_and_")):
         return
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):

@@ -1,0 +1,130 @@
+"""A bias overflows as in torch, a mask stays what it is, a batch of one is a batch."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jamp
+
+half = jamp.autocast(jnp.float16)
+HUGE = jnp.array([jnp.inf, -jnp.inf, 1e5, -1e9, 2.0, jnp.nan])
+IN_TORCH = np.array([np.inf, -np.inf, np.inf, -np.inf, 3.0, np.nan], np.float16)
+x = jnp.full((2, 4), 0.5)
+w = jnp.full((4, 6), 0.5)
+
+
+def linen_dense(bias, x):
+    return nn.Dense(6).apply({"params": {"kernel": w, "bias": bias}}, x)
+
+
+def linen_conv(bias, x):
+    params = {"kernel": w[None], "bias": bias}
+    return nn.Conv(6, (1,)).apply({"params": params}, x[:, None])[:, 0]
+
+
+def nnx_linear(bias, x):
+    layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    layer.kernel[...], layer.bias[...] = w, bias
+    return layer(x)
+
+
+def equinox_linear(bias, x):
+    layer = eqx.nn.Linear(4, 6, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (w.T, bias))
+    return jax.vmap(layer)(x)
+
+
+def equinox_linear_of_one(bias, x):
+    layer = eqx.nn.Linear(4, 6, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (w.T, bias))
+    return jnp.stack([layer(row) for row in x])
+
+
+def haiku_linear(bias, x):
+    layer = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(6)(x)))
+    return layer.apply({"linear": {"w": w, "b": bias}}, x)
+
+
+LAYERS = [
+    linen_dense,
+    linen_conv,
+    nnx_linear,
+    equinox_linear,
+    equinox_linear_of_one,
+    haiku_linear,
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_the_bias_of_a_layer_overflows_as_in_torch(layer, standard_promotion):
+    for function in (half(layer), jax.jit(half(layer)), half(jax.jit(layer))):
+        y = function(HUGE, x)
+        assert y.dtype == jnp.float16
+        np.testing.assert_array_equal(y, np.stack([IN_TORCH, IN_TORCH]))
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_a_bias_that_is_inf_is_seen_by_the_scaler(layer, standard_promotion):
+    bias = jnp.zeros(6).at[2].set(jnp.inf)
+
+    def loss_fn(bias):
+        with jamp.autocast(jnp.float16):
+            return jnp.mean(layer(bias, x) ** 2)
+
+    loss, grad = jax.value_and_grad(loss_fn)(bias)
+    assert not np.isfinite(loss)
+    assert not np.isfinite(np.asarray(grad)[2])
+    report = jamp.debug.find_nonfinite(loss_fn)(bias)
+    assert report.found
+
+
+def plain(bias, x):
+    return x @ w + bias
+
+
+@pytest.mark.parametrize("way", [half, lambda f: half(jax.jit(f))], ids=["live", "jit"])
+def test_a_mask_of_finite_numbers_stays_finite(way, standard_promotion):
+    y = np.asarray(way(plain)(HUGE, x))
+    assert y.dtype == np.float16
+    expected = np.array([np.inf, -np.inf, 65504, -65504, 3.0, np.nan], np.float16)
+    np.testing.assert_array_equal(y, np.stack([expected, expected]))
+
+
+@pytest.mark.parametrize("way", [half, lambda f: half(jax.jit(f))], ids=["live", "jit"])
+def test_gradients_of_a_bias_that_does_not_fit_are_kept(way, standard_promotion):
+    bias = jnp.array([1e5, -1e9, 1.0, 2.0, 3.0, 4.0])
+    loss_fn = way(lambda bias: jnp.sum(plain(bias, x)))
+    np.testing.assert_array_equal(jax.grad(loss_fn)(bias), np.full(6, 2.0))
+
+
+@pytest.mark.parametrize("way", [half, lambda f: half(jax.jit(f))], ids=["live", "jit"])
+def test_a_row_that_is_masked_whole(way, standard_promotion):
+    keys = jnp.full((5, 4), 0.5)
+
+    def attend(mask):
+        return jax.nn.softmax(x @ keys.T + mask)
+
+    for mask in (jnp.full(5, -jnp.inf), jnp.zeros(5).at[2:].set(-jnp.inf)):
+        np.testing.assert_allclose(way(attend)(mask), attend(mask), atol=1e-3)
+
+
+LINES = {
+    "residual": lambda y, b: y @ w[:, :4] + y,
+    "bias": lambda y, b: y @ w[:, :4] + b,
+    "row": lambda y, b: y @ w[:, :4] + b[None],
+    "row_that_was_a_row": lambda y, b: y @ w[:, :4] + jnp.stack([b]),
+}
+
+
+@pytest.mark.parametrize("way", [half, lambda f: half(jax.jit(f))], ids=["live", "jit"])
+@pytest.mark.parametrize("line", LINES)
+def test_the_dtype_of_a_line_is_that_of_any_batch(line, way, standard_promotion):
+    function, b = LINES[line], jnp.arange(4.0)
+    dtypes = {n: way(function)(x[:1].repeat(n, 0), b).dtype for n in (1, 2, 3)}
+    is_bias = line in ("bias", "row")
+    assert set(dtypes.values()) == {jnp.dtype("float16" if is_bias else "float32")}

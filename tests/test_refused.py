@@ -1,0 +1,84 @@
+"""Functions that take a number from the dtype of their input: float32, or refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import random
+from jax.scipy import linalg, signal
+from jax.scipy.sparse.linalg import gmres
+
+import jamp
+
+half = jamp.autocast(jnp.float16)
+key = random.key(0)
+tall = random.normal(key, (120, 12))
+square = tall[:12] + 4 * jnp.eye(12)
+line = jnp.linspace(0, 1, 200)
+
+CASES = {
+    "lstsq": (lambda a: jnp.linalg.lstsq(a, a[:, 0])[0], tall),
+    "matrix_rank": (jnp.linalg.matrix_rank, tall),
+    "pinv": (jnp.linalg.pinv, tall),
+    "polyfit": (lambda y: jnp.polyfit(line, y, 3), jnp.sin(line)),
+    "detrend": (signal.detrend, jnp.sin(line)),
+    "roots": (lambda p: jnp.roots(p, strip_zeros=False), jnp.array([1.0, -6, 11, -6])),
+    "expm": (linalg.expm, square / 12),
+    "gmres": (lambda a: gmres(lambda v: a @ v, a[0])[0], square),
+    "binomial": (lambda p: random.binomial(key, 3000.0, p, (9,)), jnp.full(9, 0.5)),
+}
+
+
+def ways(function):
+    return half(function), jax.jit(half(function)), half(jax.jit(function))
+
+
+SLOW = {"binomial", "gmres"}  # to compile
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - SLOW))
+def test_float32_gives_what_it_gives_outside(name, standard_promotion):
+    function, value = CASES[name]
+    expected = function(value)
+    for run in ways(function):
+        found = run(value)
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"expm", "pinv"}))
+def test_half_precision_is_refused_with_the_cure(name, standard_promotion):
+    function, value = CASES[name]
+    for run in ways(function):
+        with pytest.raises(
+            TypeError, match=rf"(?s){name} of a float16.*Cast the input"
+        ):
+            run(value.astype(jnp.float16))
+
+
+def test_pinv_gives_the_answer_of_float32_or_is_refused(standard_promotion):
+    # Called by Python, it gets float32 before it reads the dtype.
+    value = tall.astype(jnp.float16)
+    expected = np.linalg.pinv(np.asarray(value, np.float32))
+    for run in ways(jnp.linalg.pinv):
+        try:
+            found = run(value)
+        except TypeError as error:
+            assert "jax.numpy.linalg.pinv of a float16 value" in str(error)
+        else:
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_layer_before_and_a_cast_between(standard_promotion):
+    # What the message says to write.
+    def rank(a):
+        return jnp.linalg.matrix_rank((a @ jnp.eye(12)).astype(jnp.float32))
+
+    for run in (half(rank), jax.jit(half(rank))):
+        assert int(run(tall)) == 12
+
+
+def test_a_well_conditioned_system_of_many_rows(standard_promotion):
+    a = random.normal(key, (2000, 3))
+    solve = lambda a: jnp.linalg.lstsq(a, a @ jnp.arange(3.0))[0]
+    np.testing.assert_allclose(half(jax.jit(solve))(a), [0, 1, 2], atol=5e-3)

@@ -27,6 +27,8 @@ from . import _compat
 from ._compat import dtype_of
 from ._sources import called_function, code_of
 
+from ._compat import dtype_of
+
 
 class Note(NamedTuple):
     constant: float | None = None
@@ -92,7 +94,9 @@ class Notes:
 
 def scalar(value) -> float | None:
     """The number in a literal; arrays are not read, for that would wait for them."""
-    if isinstance(value, jax.Array) or np.ndim(value) or not hasattr(value, "dtype"):
+    if isinstance(value, jax.Array) or not hasattr(value, "dtype"):
+        return None
+    if dtype_of(value) is None or np.ndim(value):  # None for a reference or a token
         return None
     return float(value) if jnp.issubdtype(value.dtype, np.floating) else None
 

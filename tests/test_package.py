@@ -48,7 +48,7 @@ LAYERS = [
     },
     {"_draws", "_loss_scale", "_provenance", "_rules"},
     {"_grad_reports", "_health", "_history", "_state"},
-    {"_epilogue", "_nested", "_nnx_grads", "_plots", "_products"},
+    {"_epilogue", "_nested", "_nnx_grads", "_plots", "_products", "_writes"},
     {"_marks", "_walk"},
     {"_blame", "_residuals"},
     {"_explanation"},

@@ -24,7 +24,8 @@ user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
 # Errors and profiles name the user's line, not the line in jamp that passed the op on.
-for _file in ("_autocast", "_compat", "_custom", "_epilogue", "_nested", "_trace"):
+EXCLUDED = "_autocast _compat _custom _epilogue _nested _trace _writes"
+for _file in EXCLUDED.split():
     _path = __file__.replace("_compat.py", f"{_file}.py")
     source_info_util.register_exclusion(_path)
     traceback_util.register_exclusion(_path)

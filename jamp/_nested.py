@@ -28,8 +28,7 @@ LEFT_ALONE = frozenset(
     """
     approx_top_k call_exported composite custom_lin custom_linear_solve dce_sink
     debug_callback debug_print ffi_call for io_callback pallas_call pure_callback reduce
-    reduce_window run_state scatter scatter-add scatter-max scatter-min scatter-mul
-    scatter-sub select_and_scatter tpu_custom_call triton_kernel_call
+    reduce_window run_state select_and_scatter tpu_custom_call triton_kernel_call
     """.split()
 )
 

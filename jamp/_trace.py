@@ -37,8 +37,9 @@ from ._provenance import (
 from ._refused import check_precision
 from ._rules import ACTIONS, CASTABLE, REGION, Action, Decider, Settings, code_of
 from ._sources import MARK, RULE
+from ._writes import WRITES
 
-RULES = NESTED | CUSTOM  # for primitives that hold functions
+RULES = NESTED | CUSTOM | WRITES  # for primitives that are not in a table
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
 PASSED_ON = ("transpose", "squeeze", "broadcast_in_dim", "reshape", "slice", "copy")
 KEPT = Action(KEEP)

@@ -24,7 +24,7 @@ user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
 # Errors and profiles name the user's line, not the line in jamp that passed the op on.
-EXCLUDED = "_autocast _compat _custom _epilogue _nested _trace _writes"
+EXCLUDED = "_autocast _compat _custom _epilogue _nested _thunks _trace _writes"
 for _file in EXCLUDED.split():
     _path = __file__.replace("_compat.py", f"{_file}.py")
     source_info_util.register_exclusion(_path)

@@ -230,6 +230,23 @@ def shard_map_equation(trace, primitive, args, params, avals, forced, baked):
     return shard_map(trace.as_baked(), primitive, fun, args, params)
 
 
+class CallingTrace(_compat.Trace):
+    """What JAX calls on a trace for a primitive that is given Python functions."""
+
+    def process_call(self: Any, primitive, fun, tracers, params, /):
+        with self.current():
+            return fun.call_wrapped(*tracers)
+
+    def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, **params):
+        return custom_jvp(self, primitive, fun, jvp, tracers, params)
+
+    def process_custom_vjp_call(self, primitive, fun, fwd, bwd, tracers, /, **params):
+        return custom_vjp(self, primitive, fun, fwd, bwd, tracers, params)
+
+    def process_shard_map(self, primitive, fun, tracers, /, **params):
+        return shard_map(self, primitive, fun, tracers, params)
+
+
 CUSTOM = {
     "custom_jvp_call": custom_call(custom_jvp),
     "custom_vjp_call": custom_call(custom_vjp),

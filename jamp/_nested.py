@@ -26,9 +26,10 @@ from ._sources import is_library
 
 LEFT_ALONE = frozenset(
     """
-    approx_top_k call_exported composite custom_lin custom_linear_solve dce_sink
-    debug_callback debug_print ffi_call for io_callback pallas_call pure_callback reduce
-    reduce_window run_state select_and_scatter tpu_custom_call triton_kernel_call
+    approx_top_k call_exported composite custom_lin custom_linear_solve
+    custom_partitioning dce_sink debug_callback debug_print ffi_call for io_callback
+    pallas_call pure_callback reduce reduce_window run_state select_and_scatter
+    tpu_custom_call triton_kernel_call
     """.split()
 )
 
@@ -169,6 +170,21 @@ def differs(value, aval) -> bool:
     return _compat.dtype_of(value) != getattr(aval, "dtype", None)
 
 
+def call(trace, primitive, args, params, avals, forced, baked):
+    """What `jax.checkpoint` makes of a scan: a function that is called in place."""
+    jaxpr = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+    if not hasattr(jaxpr, "jaxpr"):
+        jaxpr = _compat.ClosedJaxpr(jaxpr, ())
+    outs = evaluate(trace, jaxpr, args, forced, own_sources=True)
+    return [trace.as_array(x) for x in outs]
+
+
+def compute_on(trace, primitive, args, params, avals, forced, baked):
+    new = rewrite(trace, params["jaxpr"], avals_of(args), forced, baked=baked)
+    outs = trace.bind(primitive, args, params | {"jaxpr": new.jaxpr})
+    return annotate(trace, outs, new)
+
+
 def remat(trace, primitive, args, params, avals, forced, baked):
     jaxpr = _compat.ClosedJaxpr(params["jaxpr"], ())
     new = rewrite(trace, jaxpr, avals_of(args), forced, baked=baked)
@@ -246,6 +262,10 @@ def custom_vmap(trace, primitive, args, params, avals, forced, baked):
 
 NESTED = {
     "jit": jit,
+    "call": call,
+    "closed_call": call,
+    "eval_jaxpr": call,
+    "compute_on": compute_on,
     "remat2": remat,
     "checkpoint": remat,
     "scan": scan,

@@ -10,7 +10,7 @@ from jax import lax
 
 from . import _compat
 from ._compat import Tracer, dtype_of
-from ._custom import CUSTOM, custom_jvp, custom_vjp, shard_map
+from ._custom import CUSTOM, CallingTrace
 from ._draws import check_drawn
 from ._epilogue import mark_results, narrowed, with_bias
 from ._nested import NESTED, check_left_alone, differs
@@ -37,9 +37,10 @@ from ._provenance import (
 from ._refused import check_precision
 from ._rules import ACTIONS, CASTABLE, REGION, Action, Decider, Settings, code_of
 from ._sources import MARK, RULE
+from ._thunks import THUNKS
 from ._writes import WRITES
 
-RULES = NESTED | CUSTOM | WRITES  # for primitives that are not in a table
+RULES = NESTED | CUSTOM | THUNKS | WRITES  # for primitives that are not in a table
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
 PASSED_ON = ("transpose", "squeeze", "broadcast_in_dim", "reshape", "slice", "copy")
 KEPT = Action(KEEP)
@@ -64,7 +65,7 @@ class Record:
         self.touched = False  # whether anything was changed
 
 
-class AutocastTrace(_compat.Trace):
+class AutocastTrace(CallingTrace):
     """Casts the inputs of each op and binds it on the parent trace.
 
     Values are those of the parent: nothing is boxed. With `baked`, each result gets the
@@ -148,15 +149,6 @@ class AutocastTrace(_compat.Trace):
 
     def cur_qdd(self, x):
         return self.parent.cur_qdd(x)  # pyright: ignore
-
-    def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, **params):
-        return custom_jvp(self, primitive, fun, jvp, tracers, params)
-
-    def process_custom_vjp_call(self, primitive, fun, fwd, bwd, tracers, /, **params):
-        return custom_vjp(self, primitive, fun, fwd, bwd, tracers, params)
-
-    def process_shard_map(self, primitive, fun, tracers, /, **params):
-        return shard_map(self, primitive, fun, tracers, params)
 
     # One op.
 

@@ -52,7 +52,7 @@ LAYERS = [
     {"_marks", "_walk"},
     {"_blame", "_residuals"},
     {"_explanation"},
-    {"_custom"},
+    {"_custom", "_thunks"},
     {"_optax", "_grad_scaler", "_trace"},
     {"_autocast", "_scaled_grad", "_master_weights"},
     {"_check", "_explain", "_nonfinite", "_regions"},

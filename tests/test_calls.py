@@ -1,0 +1,217 @@
+"""Primitives that hold a function in ways of their own, in a region."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_derivatives import linear_call
+from jax.experimental.custom_partitioning import custom_partitioning
+
+import jamp
+
+from .jaxprs import all_half, products
+
+pytestmark = [pytest.mark.usefixtures("standard_promotion")]
+
+half = functools.partial(jamp.autocast, dtype=jnp.float16)
+N = 4
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 2)
+    return jax.random.normal(keys[0], (N, N)), jax.random.normal(keys[1], (N, N)) / 2
+
+
+def close(found, expected, tolerance=0.02):
+    assert found.dtype == expected.dtype == jnp.float32
+    scale = float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+# A gradient, inside the region, of a `jax.checkpoint` around a loop.
+
+
+def scan(w, x):
+    carry, _ = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)
+    return jnp.sum(carry)
+
+
+def fori_loop(w, x):
+    return jnp.sum(lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w), x))
+
+
+def lax_map(w, x):
+    return jnp.sum(lax.map(lambda row: jnp.sin(row @ w), x))
+
+
+LOOPS = pytest.mark.parametrize(
+    "loop", [scan, fori_loop, lax_map], ids=lambda f: f.__name__
+)
+
+
+@LOOPS
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_gradient_inside_of_a_rematerialized_loop(loop, jit):
+    x, w = arrays()
+    gradient = jax.grad(jax.checkpoint(loop))
+    inside = half()(jax.jit(gradient) if jit else gradient)
+    close(inside(w, x), gradient(w, x))
+    all_half(inside, w, x)
+
+
+@LOOPS
+@pytest.mark.parametrize("order", ["one region", "region inside", "both"])
+def test_a_gradient_penalty_over_a_rematerialized_loop(order, loop):
+    x, w = arrays()
+
+    def penalty(w, x, inner, outer):
+        with outer():
+            gradient = jax.grad(inner()(jax.checkpoint(loop)))(w, x)
+            return jnp.sum(gradient**2)
+
+    nothing = functools.partial(jamp.autocast, enabled=False)
+    inner, outer = {
+        "one region": (nothing, half),
+        "region inside": (half, nothing),
+        "both": (half, half),
+    }[order]
+    if order == "one region":
+        inner = lambda: lambda function: function
+    found = jax.jit(jax.grad(functools.partial(penalty, inner=inner, outer=outer)))
+    expected = jax.grad(functools.partial(penalty, inner=nothing, outer=nothing))
+    close(found(w, x), expected(w, x))
+    all_half(found, w, x)
+
+
+# `optimize_remat` of a custom_vjp.
+
+
+def with_optimized_remat():
+    @jax.custom_vjp
+    def function(x, w):
+        return jnp.sin(x @ w)
+
+    def forward(x, w):
+        return jnp.sin(x @ w), (x, w)
+
+    def backward(residuals, g):
+        x, w = residuals
+        g = g * jnp.cos(x @ w)
+        return g @ w.T, x.T @ g
+
+    function.defvjp(forward, backward, optimize_remat=True)
+    return function
+
+
+@pytest.mark.parametrize("way", ["eager", "jit", "checkpoint", "vmap", "inside"])
+def test_optimized_remat_of_a_custom_vjp(way):
+    x, w = arrays()
+    function = with_optimized_remat()
+    wrapped = {
+        "jit": jax.jit,
+        "checkpoint": jax.checkpoint,
+        "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(x[:, None], w),
+    }.get(way, lambda f: f)
+
+    def loss(w):
+        return jnp.sum(wrapped(function)(x, w) ** 2)
+
+    expected = jax.grad(lambda w: jnp.sum(jnp.sin(x @ w) ** 2))(w)
+    found = half()(jax.grad(loss)) if way == "inside" else jax.grad(half()(loss))
+    close(jax.jit(found)(w), expected)
+    close(found(w), expected)
+    all_half(found, w)
+    close(half()(loss)(w), loss(w))
+
+
+# linear_call
+
+
+def linear(x, w):
+    def product(w, x):
+        return x @ w
+
+    def transpose(w, g):
+        return g @ w.T
+
+    return linear_call(product, transpose, w, x)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_linear_call(jit, inside):
+    x, w = arrays()
+    call = jax.jit(linear) if jit else linear
+
+    def loss(x):
+        return jnp.sum(jnp.sin(call(x @ w, w)))
+
+    expected = jax.grad(lambda x: jnp.sum(jnp.sin(x @ w @ w)))(x)
+    found = half()(jax.grad(loss)) if inside else jax.grad(half()(loss))
+    close(found(x), expected)
+    assert len(products(found, x)) >= 4
+    all_half(found, x)
+
+
+def test_the_transpose_of_a_linear_call_may_have_constants():
+    x, w = arrays()
+    more = jnp.asarray(np.eye(N), jnp.float32) * 2
+
+    def call(x):
+        return linear_call(
+            lambda _, x: (x @ w) @ more, lambda _, g: (g @ more.T) @ w.T, (), x
+        )
+
+    def loss(x):
+        return jnp.sum(jnp.sin(call(x)))
+
+    expected = jax.grad(loss)(x)
+    close(jax.grad(half()(loss))(x), expected)
+    close(jax.jit(jax.grad(half()(loss)))(x), expected)
+    all_half(jax.grad(half()(loss)), x)
+
+
+# compute_on and custom_partitioning
+
+
+def on_host(function):
+    from jax.experimental import compute_on
+
+    make = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    space = jax.memory.Space.Device
+    return make(function, compute_type="device_host", out_memory_spaces=space)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_compute_on_a_host(jit):
+    x, w = arrays()
+    function = on_host(lambda x: jnp.sin(x @ w))
+
+    def loss(x):
+        return jnp.sum((jax.jit(function) if jit else function)(x @ w))
+
+    gradient = jax.grad(half()(loss))
+    close(gradient(x), jax.grad(lambda x: jnp.sum(jnp.sin(x @ w @ w)))(x))
+    all_half(gradient, x)
+    with half():
+        assert function(x).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_custom_partitioning_is_left_alone(jit):
+    x, _ = arrays()
+
+    @custom_partitioning
+    def squared(x):
+        return x @ x
+
+    squared.def_partition(
+        partition=lambda mesh, given, made: None, sharding_rule="i j -> i j"
+    )
+    function = jax.jit(squared) if jit else squared
+    with half():
+        found = function(x)
+    np.testing.assert_array_equal(found, squared(x))

@@ -56,8 +56,8 @@ Sharp edges
   float32.
 - `jax.numpy_dtype_promotion("strict")` forbids what autocast makes common: mixed
   dtypes.
-- Kernels (`pallas_call`), callbacks, exported functions and custom solvers are left
-  alone.
+- Kernels (`pallas_call`), callbacks, exported functions, custom solvers and the
+  primitives of other libraries are left alone.
 - Code under `jax.ensure_compile_time_eval` leaves the region.
 - An eager region keeps half-precision copies of what it has cast for as long as the
   originals live, at most to its end.
@@ -221,7 +221,7 @@ class autocast:
         is decorated is no function, or one that runs later.
       ValueError: another dtype; a bad rule; at the end of the region, a rule that
         matched no op.
-      NotImplementedError: a primitive that holds a function and has no rule.
+      NotImplementedError: a primitive of JAX that holds a function and has no rule.
 
     Examples:
       >>> x, w, b = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.zeros(4)

@@ -4,6 +4,7 @@ No other module imports `jax._src` or asks for a version. Tried with JAX 0.10 to
 """
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType
@@ -24,7 +25,9 @@ user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
 # Errors and profiles name the user's line, not the line in jamp that passed the op on.
-EXCLUDED = "_autocast _compat _custom _epilogue _nested _thunks _trace _writes"
+EXCLUDED = (
+    "_autocast _compat _custom _epilogue _left_alone _nested _thunks _trace _writes"
+)
 for _file in EXCLUDED.split():
     _path = __file__.replace("_compat.py", f"{_file}.py")
     source_info_util.register_exclusion(_path)
@@ -106,6 +109,16 @@ def stack_entries(name_stack: Any) -> list[tuple[bool, str]]:
     """Entries of a name stack: whether it is a transform (`jvp`), and its name."""
     is_transform = source_info_util.Transform
     return [(isinstance(e, is_transform), e.name) for e in name_stack.stack]
+
+
+@functools.lru_cache(maxsize=4096)
+def is_jax_primitive(primitive: Primitive) -> bool:
+    """Whether a primitive is JAX's own: whether a module of JAX holds it.
+
+    A primitive does not say where it was made, and its rules may be JAX's helpers.
+    """
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("jax.")]
+    return any(v is primitive for m in modules for v in list(vars(m).values()))
 
 
 def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ class OpRow(NamedTuple):
     times: int
     dtypes: str  # what it is given and gives back: "float16, float32 -> float16"
     runs_in: str  # the dtype that the region has cast its first input to
-    rule: str  # "lower", "float32", ...; "rules['head']"; "no region", "off"
+    rule: str  # "lower", "left_alone", ...; "rules['head']"; "no region", "off"
     torch: tuple[str, ...]  # the ops of torch's lists that the rule mirrors
     line: str
     path: str

@@ -21,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from . import _compat, _loss_scale
 from ._finiteness import FINE, INF, NAN, is_float, known_mark, mark_of
-from ._nested import holds_jaxpr
+from ._left_alone import holds_jaxpr
 from ._sources import Around, Site, site_of
 
 # Results hold an inf or nan exactly where the input does.

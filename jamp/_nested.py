@@ -6,8 +6,8 @@ rewritten once per dtype. The results of jit and remat may change dtype, and wha
 stacks; a carry keeps its dtype, and the branches of a cond agree on the widest.
 
 To support another such primitive, write a rule and enter it in `NESTED`; if its inside
-must not be touched (a kernel, a callback), enter its name in `LEFT_ALONE`. What holds
-Python functions instead of jaxprs is in `_custom.py`.
+must not be touched (a kernel, a callback), enter its name in `_left_alone.py`. What
+holds Python functions instead of jaxprs is in `_custom.py`.
 """
 
 import functools
@@ -23,37 +23,6 @@ from ._provenance import Note
 from ._refused import check_precision
 from ._rules import Action
 from ._sources import is_library
-
-LEFT_ALONE = frozenset(
-    """
-    approx_top_k call_exported composite custom_lin custom_linear_solve
-    custom_partitioning dce_sink debug_callback debug_print ffi_call for io_callback
-    pallas_call pure_callback reduce reduce_window run_state select_and_scatter
-    tpu_custom_call triton_kernel_call
-    """.split()
-)
-
-NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
-({params}).
-Put the code around it under `with jamp.autocast(enabled=False):`, or add a rule to \
-NESTED (or the name to LEFT_ALONE) in jamp/_nested.py."""
-
-
-def check_left_alone(primitive, params: dict[str, Any]):
-    """Raises for a primitive with a function inside that no rule knows."""
-    if primitive.name in LEFT_ALONE:
-        return
-    held = [name for name, value in params.items() if holds_jaxpr(value)]
-    if held:
-        raise NotImplementedError(
-            NO_RULE.format(name=primitive.name, params=", ".join(held))
-        )
-
-
-def holds_jaxpr(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return any(map(holds_jaxpr, value))
-    return isinstance(value, _compat.Jaxpr | _compat.ClosedJaxpr)
 
 
 def evaluate(trace, jaxpr, args, forced: Action | None = None, own_sources=False):

@@ -13,7 +13,8 @@ from ._compat import Tracer, dtype_of
 from ._custom import CUSTOM, CallingTrace
 from ._draws import check_drawn
 from ._epilogue import mark_results, narrowed, with_bias
-from ._nested import NESTED, check_left_alone, differs
+from ._left_alone import leave_alone
+from ._nested import NESTED, differs
 from ._op_rules import (
     DRAW,
     FLOAT32,
@@ -197,9 +198,8 @@ class AutocastTrace(CallingTrace):
         check_precision(action, avals or args)
         action = for_product(action, primitive, avals or args, params)
         if primitive.name not in PRIMITIVES:
-            check_left_alone(primitive, params)
             check_drawn(primitive, params, action)
-            return self.bind(primitive, self.as_traced(args, avals), params)
+            return leave_alone(self, primitive, args, params, avals)
         with self.noted(action):
             return self.run(primitive, args, params, avals, action, forced, baked)
 

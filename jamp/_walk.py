@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _compat
-from ._nested import LEFT_ALONE, holds_jaxpr
+from ._left_alone import LEFT_ALONE, holds_jaxpr
 from ._sources import MOVES, Around, site_of
 
 OUTERMOST = Around()

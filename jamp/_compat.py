@@ -202,6 +202,11 @@ def dtype_of(x: Any) -> Any:
 
 @functools.lru_cache
 def widest(dtypes: frozenset[Any]) -> Any:
-    """JAX's usual promotion, also where the user has made it strict."""
+    """JAX's usual promotion, also where the user has made it strict.
+
+    None with numbers of 8 bits or less, which are never promoted.
+    """
+    if any(dtype.itemsize < 2 for dtype in dtypes):
+        return None
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)

@@ -8,6 +8,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
+from flax.linen import fp8_ops
 from jax import lax
 
 import jamp
@@ -200,3 +202,43 @@ def test_other_dtypes_are_left_alone():
         assert lax.add(jnp.ones(3, jnp.int8), jnp.ones(3, jnp.int8)).dtype == jnp.int8
         eighth = jnp.ones(3, jnp.float8_e4m3fn)
         assert lax.neg(eighth).dtype == jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_products_of_float8_are_left_alone(jit):
+    x = jnp.asarray([[1.0, 0.3], [-2.0, 7.0]], jnp.float8_e4m3fn)
+    w = jnp.asarray([[0.1, 4.0], [0.5, -1.0]], jnp.float8_e5m2)
+
+    def product(x, w):
+        dimensions = ((1,), (0,)), ((), ())
+        return [
+            lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
+            for a, b in ((x, w), (w, x), (x, x))
+            for dtype in (jnp.float32, jnp.bfloat16, None)[: 3 if a is b else 2]
+        ]
+
+    with jamp.autocast(dtype=jnp.float16):
+        found = (jax.jit(product) if jit else product)(x, w)
+    for one, expected in zip(found, product(x, w), strict=True):
+        assert one.dtype == expected.dtype
+        assert (one == expected).all()
+
+
+def test_a_layer_in_float8_is_left_alone(standard_promotion):
+    layer = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    variables = layer.init(jax.random.key(1), x)
+
+    def loss(params, region):
+        with region:
+            y = layer.apply(variables | {"params": params}, x)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    found, expected = (
+        gradient(variables["params"], jamp.autocast(dtype=jnp.float16, enabled=enabled))
+        for enabled in (True, False)
+    )
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert one.dtype == other.dtype
+        assert jnp.linalg.norm(one - other) < 0.01 * jnp.linalg.norm(other)

@@ -1,18 +1,15 @@
 """Ops that write a value into a place whose dtype is fixed: the value is cast to it.
 
 torch's `buffer[...] = h` casts h to the dtype of the buffer. JAX wants one dtype of a
-`Ref`, or of the operand of a `lax.scatter`, and of what is written there. In a region
-the place may be float32, and what is written the result of a matrix product.
+`Ref` and of what is written there. In a region the Ref may be float32, and what is
+written the result of a matrix product.
 """
 
 import jax
 
 from ._rules import CASTABLE
 
-PLACES = """
-    accum_grad_in_ref addupdate scatter scatter-add scatter-max scatter-min scatter-mul
-    scatter-sub swap
-"""
+PLACES = ("accum_grad_in_ref", "addupdate", "swap")
 
 
 def write(trace, primitive, args, params, avals, forced, baked):
@@ -23,4 +20,4 @@ def write(trace, primitive, args, params, avals, forced, baked):
     return trace.bind(primitive, [place, *values], params)
 
 
-WRITES = dict.fromkeys(PLACES.split(), write)
+WRITES = dict.fromkeys(PLACES, write)

@@ -210,8 +210,9 @@ class autocast:
       rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
         Python function or module class, or a regular expression that is searched for in
         the module path (the name stack that Flax Linen, Haiku and `jax.named_scope`
-        write). A value is the dtype that its ops run in (float16, bfloat16, float32),
-        or None to leave them. The first rule that matches an op decides.
+        write; a number at its end is whole, so that "block_1" does not match
+        "block_10"). A value is the dtype that its ops run in (float16, bfloat16,
+        float32), or None to leave them. The first rule that matches an op decides.
       cast_inputs: for a decorated function that needs one dtype: in a region, its
         floating inputs are cast to it and it runs with autocast off. Outside of
         regions it does nothing. torch's `custom_fwd(cast_inputs=...)`.

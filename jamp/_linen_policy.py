@@ -11,7 +11,6 @@ parameters as they are stored.
 import contextlib
 import dataclasses
 import functools
-import re
 import threading
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from ._overrides import (
     check_all_used,
     make_plan,
     methods_of,
+    pattern_of,
     place_of,
     subclass,
 )
@@ -65,7 +65,8 @@ def with_policy(
       policy: a `Policy`, or a string for `get_policy`.
       overrides: maps module paths or classes to policies. A path is a regular
         expression that is searched for in names such as "encoder/Dense_0"; "^head$" is
-        the outermost `head`. A name or class stands for the module with all inside.
+        the outermost `head`, and "block_1" is not "block_10". A name or class stands
+        for the module with all inside.
       float32_for: what stays in float32 although its policy says half precision:
         "norms" (Flax's classes and those derived from them), "softmax", "losses"
         (optax's). `()` for nothing.
@@ -304,7 +305,7 @@ def check_used(module, run: Run, initializing: bool):
             paths |= {"/".join(names[:depth]) for depth in range(len(names))}
     for index, (key, _) in enumerate(run.plan.overrides):
         if isinstance(key, str):
-            if any(re.search(key, path) for path in paths):
+            if any(map(pattern_of(key).search, paths)):
                 run.hits.add(index)
         elif not initializing:
             run.hits.add(index)

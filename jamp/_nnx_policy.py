@@ -61,7 +61,8 @@ def with_policy(
       policy: a `Policy`, or a string for `get_policy`.
       overrides: maps module paths or classes to policies. A path is a regular
         expression that is searched for in names such as "blocks/0/attention"; "^head$"
-        is the outermost `head`. A name or class stands for the module with all inside.
+        is the outermost `head`, and "blocks/1" is not "blocks/10". A name or class
+        stands for the module with all inside.
       float32_for: what stays in float32 although its policy says half precision:
         "norms" (Flax's classes and those derived from them), "softmax", "losses"
         (optax's). `()` for nothing.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
+from ._paths import PathPattern
 from ._policy import Policy, cast_floating, get_policy
 from ._regions import check_float32_for, float32_region, norm_classes
 from ._tree import shown
@@ -95,7 +96,7 @@ def make_plan(
             )
         if isinstance(key, str):
             try:
-                re.compile(key)
+                PathPattern(key)
             except re.error as error:
                 problem = f"not a regular expression: {error}."
                 raise ValueError(BAD_KEY.format(caller, key, problem)) from None
@@ -121,8 +122,11 @@ def names(key: str | type, path: str, module: Any) -> bool:
     if isinstance(key, type):
         return isinstance(module, key)
     around = path.rpartition("/")[0]
-    found = re.search(key, path) is not None
-    return found and (path == "" or re.search(key, around) is None)
+    pattern = pattern_of(key)
+    return pattern.search(path) and (path == "" or not pattern.search(around))
+
+
+pattern_of = functools.cache(PathPattern)
 
 
 def check_all_used(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ._compat import Primitive
 from ._op_rules import EXEMPT, FUNCTIONS, KEEP, LOWER, PRIMITIVES, Kind
 from ._sources import code_of
+from ._paths import PathPattern
 from ._tree import as_dtype
 
 CASTABLE = tuple(jnp.dtype(d) for d in ("float16", "bfloat16", "float32"))
@@ -38,7 +39,7 @@ class UserRule(NamedTuple):
     """One row of `autocast(rules=...)`. Equal rows of two regions are equal."""
 
     name: str  # what the user wrote, for messages
-    test: Any  # a primitive, a regular expression, or (code, "name at file:line")
+    test: Any  # a primitive, a PathPattern, or (code, "name at file:line")
     action: Action
 
 
@@ -85,7 +86,7 @@ def compile_rule(key: Any, value: Any) -> UserRule:
         return UserRule(key.name, key, action)
     if isinstance(key, str):
         try:
-            return UserRule(key, re.compile(key), action)
+            return UserRule(key, PathPattern(key), action)
         except re.error as error:
             raise bad(f"not a regular expression: {error}") from None
     if isinstance(key, type):
@@ -164,7 +165,7 @@ class Decider:
         self.settings, self.hits = settings, hits
         modules = loaded()
         self.functions, self.exempt = functions_of(modules), exempt_of(modules)
-        self.uses_paths = any(isinstance(r.test, re.Pattern) for r in settings.rules)
+        self.uses_paths = any(isinstance(r.test, PathPattern) for r in settings.rules)
 
     def __call__(
         self,
@@ -186,8 +187,8 @@ class Decider:
         for index, (_, test, action) in enumerate(self.settings.rules):
             if isinstance(test, tuple):
                 matches = test[0] in codes or test[1] == source
-            elif isinstance(test, re.Pattern):
-                matches = test.search(path()) is not None
+            elif isinstance(test, PathPattern):
+                matches = test.search(path())
             else:
                 matches = test is primitive
             if matches:

@@ -471,6 +471,20 @@ def test_a_policy_in_a_policy_wins():
     assert found == [{"float16"}, *[{"bfloat16"}] * 3, {"float16"}]
 
 
+def test_a_number_at_the_end_of_an_override_is_whole(standard_promotion):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(12):
+                x = nn.Dense(8, name=f"dense_{i}")(x)
+            return x
+
+    model = jamp.linen.with_policy(Model(), MIXED, {"dense_1": "full"})
+    variables = model.init(RNGS, X)
+    expected = [{"float32"} if i == 1 else {"float16"} for i in range(12)]
+    assert products(model.apply, variables, X) == expected
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [

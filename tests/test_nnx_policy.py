@@ -226,6 +226,14 @@ def test_overrides():
     assert mixed.attention.query.kernel.dtype == FULL
 
 
+def test_a_number_at_the_end_of_an_override_is_whole():
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=rngs) for _ in range(12)))
+    mixed = jamp.nnx.with_policy(model, MIXED, {"layers/1": "full"})
+    expected = [{"float32"} if i == 1 else {"float16"} for i in range(12)]
+    assert model_products(mixed, jnp.ones((2, 4))) == expected
+
+
 def test_a_shared_parameter_is_cast_by_its_reader():
     class Head(nnx.Module):
         def __init__(self, embedding):

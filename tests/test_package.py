@@ -31,6 +31,7 @@ LAYERS = [
         "_exponents",
         "_finiteness",
         "_op_rules",
+        "_paths",
         "_table",
         "_tree",
         "_types",

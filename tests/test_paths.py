@@ -1,0 +1,52 @@
+"""Regular expressions for module paths: a number at the end is whole."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jamp
+from jamp._paths import PathPattern
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "expected"),
+    [
+        ("block_1", "Model/block_1/Dense_0", True),
+        ("block_1", "Model/block_1", True),
+        ("block_1", "Model/block_10/Dense_0", False),
+        ("block_1", "block_10/block_1", True),
+        ("blocks/1", "blocks/12/attention", False),
+        ("block_1|block_10", "block_10", True),
+        ("block_(1|2)", "block_10", False),
+        ("block_[13]", "block_13", False),
+        ("block_[13]", "block_3", True),
+        ("block_1$", "block_11", False),
+        ("block_1$", "deep_block_1", True),
+        # No number is named: found as ever.
+        ("block_", "block_10", True),
+        ("block_.", "block_10", True),
+        (r"block_\d", "block_10", True),
+        ("block_[0-9]", "block_10", True),
+        ("block_1?", "block_10", True),
+        ("block_1.*", "block_10", True),
+        ("block_1/", "block_1/Dense_0", True),
+        ("(?i)BLOCK_1", "block_1", True),
+        ("(?i)BLOCK_1", "block_10", False),
+        ("(?x) block_1  # the second", "block_1", True),
+        ("(?x) block_1  # the second", "block_10", False),
+        (r"(\w)_\1", "a_a1", True),
+        ("", "", True),
+    ],
+)
+def test_a_number_at_the_end_is_whole(key, path, expected):
+    assert PathPattern(key).search(path) is expected
+
+
+def test_rules_of_a_region():
+    x = jnp.ones((2, 2))
+    with jamp.autocast(jnp.float16, rules={"block_1": jnp.float32}):
+        dtypes = []
+        for i in (1, 10, 2, 21):
+            with jax.named_scope(f"block_{i}"):
+                dtypes.append(str((x @ x).dtype))
+    assert dtypes == ["float32", "float16", "float16", "float16"]

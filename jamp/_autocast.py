@@ -208,7 +208,8 @@ class autocast:
         GPU, bfloat16 elsewhere.
       enabled: with False nothing is cast, also inside another region.
       rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
-        Python function or module class, or a regular expression that is searched for in
+        Python function (no closure, lambda or partial, which share their code with
+        others) or module class, or a regular expression that is searched for in
         the module path (the name stack that Flax Linen, Haiku and `jax.named_scope`
         write; a number at its end is whole, so that "block_1" does not match
         "block_10"). A value is the dtype that its ops run in (float16, bfloat16,

@@ -5,7 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from ._compat import Primitive
 from ._op_rules import EXEMPT, FUNCTIONS, KEEP, LOWER, PRIMITIVES, Kind
-from ._sources import code_of
 from ._paths import PathPattern
+from ._sources import code_of, unwrapped
 from ._tree import as_dtype
 
 CASTABLE = tuple(jnp.dtype(d) for d in ("float16", "bfloat16", "float32"))
@@ -23,6 +23,11 @@ BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
 regular expression that is searched for in the module path ("lm_head"). A value is the \
 dtype to run in: float16, bfloat16 or float32, or None to leave the op as it is."""
+
+
+SHARED_CODE = """a function is known by its code, and {}. Put what is meant into \
+`with jax.named_scope("name"):`, and make "name" the key; or define a function of its \
+own with `def`, which gets all that it needs as arguments."""
 
 
 class Action(NamedTuple):
@@ -51,6 +56,25 @@ class Settings(NamedTuple):
     depth: int = 0  # how many other regions it is in
     listed: bool = True  # False under a policy: the rules alone decide
     observed: bool = False  # each op's rule is written into its name stack
+
+
+def shared_by(function: Any) -> str:
+    """With what other functions a function shares its code, or ""."""
+    chain = unwrapped(function)
+    own = chain[-1]
+    for wrapper in chain:
+        if isinstance(wrapper, functools.partial):
+            return f"a partial has that of {own.__qualname__}"
+        owner = getattr(wrapper, "__self__", None)
+        if isinstance(wrapper, MethodType) and not isinstance(owner, type):
+            return f"the method of an object has that of {own.__qualname__}"
+    if own.__name__ == "<lambda>":
+        return "a lambda may have that of another one on its line"
+    held = set(own.__code__.co_freevars) - {"__class__"}
+    is_local = own.__qualname__.rpartition(".")[0].endswith("<locals>")
+    if held or (is_local and (own.__defaults__ or own.__kwdefaults__)):
+        return f"each function that `def {own.__name__}` makes here has the same"
+    return ""
 
 
 def source_of(code: CodeType) -> str:
@@ -94,6 +118,8 @@ def compile_rule(key: Any, value: Any) -> UserRule:
     code = code_of(key) if callable(key) else None
     if code is None:
         raise bad(f"{type(key).__name__} is none of the three kinds of keys")
+    if problem := shared_by(key):
+        raise bad(SHARED_CODE.format(problem))
     name = getattr(key, "__qualname__", code.co_name)
     return UserRule(name, (code, source_of(code)), action)
 

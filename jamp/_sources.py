@@ -82,13 +82,19 @@ class Around(NamedTuple):
 
 def code_of(function: Any) -> CodeType | None:
     """The code object of a function, under jit, custom_jvp and other wrappers."""
+    return getattr(unwrapped(function)[-1], "__code__", None)
+
+
+def unwrapped(function: Any) -> list[Any]:
+    """The function and those that it wraps, the innermost last."""
+    chain = [function]
     while True:
         inner = getattr(function, "__wrapped__", None) or getattr(function, "fun", None)
         inner = inner or getattr(function, "func", None)
         inner = inner or getattr(function, "__func__", None)
         if inner is None or inner is function:
-            return getattr(function, "__code__", None)
-        function = inner
+            return chain
+        chain.append(function := inner)
 
 
 def called_function(codes: tuple[CodeType, ...]) -> CodeType | None:

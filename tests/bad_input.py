@@ -136,6 +136,10 @@ jamp.autocast
   jamp.autocast(rules={net: None})
     ValueError: autocast(rules={Net(): ...}): Net is none of the three kinds of keys...
     > The class, `Net`, or its path, `"head"`.
+  jamp.autocast(rules={lambda x: x: None})
+    ValueError: autocast(rules={<function <lambda> at ...>: ...}): a function is known
+    by its code, and a lambda may have that of another one on its line...
+    > A path: put the ops into `with jax.named_scope("name"):`.
   with jamp.autocast(jnp.float16, rules={"decoder": None}): loss_fn(params, x)
     ValueError: autocast(rules=...): no op matched 'decoder'. A module path is searched
     for in the name stack, which Flax Linen, Haiku and jax.named_scope write; a function

@@ -803,11 +803,11 @@ def test_rules_by_primitive_function_and_path():
     with half(rules={lax.dot_general_p: None}):
         assert (x @ w).dtype == f32
 
-    def head(x):
+    def head(x, w):
         return x @ w
 
     with half(rules={head: f32}):
-        assert head(x @ w).dtype == f32
+        assert head(x @ w, w).dtype == f32
         assert (x @ w).dtype == f16
     with half(rules={"lm_head$": f32}):
         with jax.named_scope("lm_head"):
@@ -823,6 +823,61 @@ class Model(nn.Module):
     def __call__(self, x):
         block = nn.remat(nn.Dense)(N, name="block")
         return nn.Dense(N, name="lm_head")(nn.relu(block(x)))
+
+
+def make_layer(w):
+    def layer(x):
+        return x @ w
+
+    return layer
+
+
+def make_power(n):
+    def power(x, n=n):
+        return x**n
+
+    return power
+
+
+class Heads:
+    def __call__(self, x):
+        return self.head(x)
+
+    def head(self, x):
+        return x @ x
+
+    @classmethod
+    def make(cls, x):
+        return x @ x
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (make_layer(jnp.ones((2, 2))), "each function that `def layer` makes here"),
+        (jax.jit(make_layer(jnp.ones((2, 2)))), "each function that `def layer` makes"),
+        (jax.checkpoint(make_power(2.0)), "each function that `def power` makes here"),
+        (lambda x: x, "a lambda may have that of another one on its line"),
+        (jax.jit(lambda x: x @ x), "a lambda may have that of another one"),
+        (partial(jax.nn.softmax, axis=0), "a partial has that of softmax"),
+        (Heads().head, r"the method of an object has that of Heads\.head"),
+    ],
+)
+def test_a_function_that_cannot_be_told_from_others_is_no_key(key, message):
+    """A function is found by its code, which closures of one `def` have in common."""
+    with pytest.raises(ValueError, match=f"known by its code, and {message}"):
+        half(rules={key: f32})
+
+
+def test_a_function_with_code_of_its_own_is_a_key():
+    def square(x):
+        return x @ x
+
+    x = jnp.ones((2, 2))
+    for key, run in [(square, square), (Heads, Heads()), (Heads.make, Heads.make)]:
+        with half(rules={key: f32}):
+            assert run(x).dtype == f32
+            assert (x @ x).dtype == f16
 
 
 def test_rules_by_linen_module():

@@ -278,12 +278,16 @@ KEPT = {
     "losses": tuple(path for path in FUNCTIONS if path.startswith("optax.")),
 }
 
-# Parameters are made in the dtype that they ask for, whatever goes on around.
+# Parameters are made in the dtype that they ask for, whatever goes on around. NNX makes
+# them when a module is constructed; in Equinox they are drawn.
 EXEMPT = (
     "flax.core.scope.Scope.param",
     "flax.core.scope.Scope.variable",
+    "flax.nnx.pytreelib.PytreeMeta.__call__",
     "haiku.get_parameter",
     "haiku.get_state",
+    "jax.random.normal",
+    "jax.random.truncated_normal",
 )
 
 NO_COUNTERPART = {

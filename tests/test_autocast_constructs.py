@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.export
@@ -451,3 +452,47 @@ def test_nnx_parallel_ensemble():
 
     gradients = nnx.grad(loss)(models)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+
+
+def parameters_in_half():
+    f16, key, keys = jnp.float16, jax.random.key(0), jax.random.split(jax.random.key(0))
+    linear = lambda key: nnx.Linear(4, 4, param_dtype=f16, rngs=nnx.Rngs(key))
+    exp = lambda key, shape, dtype: jnp.exp(jax.random.normal(key, shape, dtype))
+    return {
+        "nnx.Linear": lambda: linear(0),
+        "nnx.Linear, own init": lambda: nnx.Linear(
+            4, 4, param_dtype=f16, kernel_init=exp, rngs=nnx.Rngs(0)
+        ),
+        "nnx.Conv": lambda: nnx.Conv(2, 4, (3,), param_dtype=f16, rngs=nnx.Rngs(0)),
+        "nnx.Embed": lambda: nnx.Embed(8, 4, param_dtype=f16, rngs=nnx.Rngs(0)),
+        "nnx.jit": lambda: nnx.jit(lambda: linear(0))(),
+        "nnx.vmap": lambda: nnx.vmap(linear)(keys),
+        "eqx.nn.Linear": lambda: eqx.nn.Linear(4, 4, dtype=f16, key=key),
+        "eqx.nn.Embedding": lambda: eqx.nn.Embedding(8, 4, dtype=f16, key=key),
+        "eqx.filter_jit": lambda: eqx.filter_jit(
+            lambda: eqx.nn.Embedding(8, 4, dtype=f16, key=key)
+        )(),
+        "lecun_normal": lambda: nn.initializers.lecun_normal()(key, (4, 4), f16),
+        "truncated_normal": lambda: jax.jit(
+            lambda: nn.initializers.truncated_normal(0.02)(key, (4, 4), f16)
+        )(),
+        "jax.random.normal": lambda: jax.random.normal(key, (4, 4), f16),
+    }
+
+
+@pytest.mark.parametrize("name", parameters_in_half())
+def test_half_precision_parameters_made_in_a_region_are_those_made_outside(name):
+    make = parameters_in_half()[name]
+    arrays = lambda tree: [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    outside = arrays(make())
+    with half():
+        inside = arrays(make())
+        assert (jnp.ones((2, 4)) @ jnp.ones((4, 2))).dtype == jnp.float16  # as ever
+    assert {leaf.dtype for leaf in outside} == {jnp.dtype("float16")}
+    for given, made in zip(inside, outside, strict=True):
+        assert given.dtype == made.dtype
+        np.testing.assert_array_equal(given, made)

@@ -16,11 +16,11 @@ from flax import nnx
 
 from . import _health, _loss_scale
 from ._health import Health
-from ._iteration import Iteration, Record, Stage
+from ._iteration import Iteration, Record, Stage, references
 from ._loss_scale import LossScaleConfig, LossScaleState
 from ._nnx_grads import check_own_gradients, own_gradients, unscale_own, update_if
 from ._state import part
-from ._tree import flag, is_inexact, is_traced, shown
+from ._tree import flag, is_traced, shown
 
 
 class GradScaler(nnx.Pytree):
@@ -126,6 +126,7 @@ class GradScaler(nnx.Pytree):
         if not self._enabled:
             return outputs
         loss_scale = self.loss_scale[...]
+        self._iteration.note_scaling()
 
         def scale_leaf(leaf):
             if not _loss_scale.is_scalable(leaf):
@@ -145,8 +146,9 @@ class GradScaler(nnx.Pytree):
             grads = scaler.unscale_(optimizer, grads)   # right
             scaler.unscale_(optimizer, grads)           # wrong: grads are still scaled
 
-        `step` raises if it is given the same arrays that went in here. It cannot know
-        arrays that were made from them.
+        `step` raises if it is given the same arrays that went in here, and warns of
+        others if a loss was scaled in between. It cannot know arrays that were made
+        from them. If an iteration ends early, by an exception, call `update`.
 
         Args:
           optimizer: the optimizer that will step with these gradients.
@@ -173,10 +175,13 @@ class GradScaler(nnx.Pytree):
             raise RuntimeError("unscale_() is being called after step().")
         own = own_gradients(optimizer, grads)
         finite = _loss_scale.all_finite(own, self._axis_name)
-        scaled = next(leaf for leaf in jax.tree.leaves(own) if is_inexact(leaf))
-        self._iteration.add(Record(optimizer, Stage.UNSCALED, finite, scaled))
         inverse = _loss_scale.invert(self.loss_scale[...])
-        return unscale_own(optimizer, grads, inverse)
+        unscaled = unscale_own(optimizer, grads, inverse)
+        went_in, came_out = references(own), references(unscaled)
+        self._iteration.add(
+            Record(optimizer, Stage.UNSCALED, finite, went_in, came_out)
+        )
+        return unscaled
 
     def step(
         self, optimizer: nnx.Optimizer, model: Any, grads: Any, **kwargs: Any
@@ -219,18 +224,14 @@ class GradScaler(nnx.Pytree):
             finite = _loss_scale.all_finite(own, self._axis_name)
             inverse = _loss_scale.invert(self.loss_scale[...])
             unscaled = lambda: unscale_own(optimizer, grads, inverse)
-        elif any(leaf is record.scaled for leaf in jax.tree.leaves(own)):
-            raise ValueError(
-                "step() got the gradients that went into unscale_(); pass the ones "
-                "it returned: grads = scaler.unscale_(optimizer, grads)."
-            )
         else:
+            record.check_unscaled(own)
             finite, unscaled = record.finite, lambda: grads
         iteration = self._iteration
         with iteration.set_aside():
             update_if(finite, optimizer, model, unscaled, kwargs)
             self._iteration = iteration  # NNX puts a new one into a scaler it updates
-        iteration.add(Record(optimizer, Stage.STEPPED, finite, scaled=None))
+        iteration.add(Record(optimizer, Stage.STEPPED, finite))
         return jnp.logical_not(finite)
 
     def update(self, new_scale: Any = None) -> None:

@@ -328,6 +328,83 @@ def test_passing_the_scaled_gradients_on_after_unscale_is_an_error(wrap):
         wrap(body)(model, optimizer, scaler, X)
 
 
+def clipped(grads):
+    return jax.tree.map(lambda g: jnp.clip(g, -0.1, 0.1), grads)
+
+
+def test_gradients_of_another_backward_pass_are_told_from_unscaled_ones(wrap):
+    def body(model, optimizer, scaler, x):
+        try:
+            scaler.unscale_(optimizer, scaled_grads(model, scaler, x))
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            pass
+        grads = scaled_grads(model, scaler, 2 * x)  # the next iteration, not unscaled
+        with pytest.warns(
+            RuntimeWarning, match=r"step\(\) got gradients that unscale_"
+        ):
+            scaler.step(optimizer, model, grads)
+        scaler.update()
+
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    wrap(body)(model, optimizer, scaler, X)
+
+
+@pytest.mark.filterwarnings("error")
+def test_after_update_an_iteration_that_ended_early_is_forgotten():
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+    scaler.unscale_(optimizer, scaled_grads(model, scaler, X))
+    scaler.update()  # what the message says
+    before = arrays(model)[0]["kernel"]
+    grads = nnx.as_pure(nnx.grad(lambda m: mean_square(m, X))(model))["kernel"]
+    assert not train_step(model, optimizer, scaler, X)
+    moved = before - arrays(model)[0]["kernel"]
+    np.testing.assert_allclose(moved, 0.5 * grads, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("order", ["one by one", "all at once", "unscaled between"])
+def test_several_losses_in_one_iteration_make_no_warning(wrap, order):
+    """As a GAN has them: two models, two losses, one scaler; gradients clipped."""
+
+    def one_by_one(pairs, scaler, x):
+        for model, optimizer in pairs:
+            grads = scaler.unscale_(optimizer, scaled_grads(model, scaler, x))
+            scaler.step(optimizer, model, clipped(grads))
+
+    def all_at_once(pairs, scaler, x):
+        grads = [scaled_grads(model, scaler, x) for model, _ in pairs]
+        grads = [
+            scaler.unscale_(optimizer, own)
+            for (_, optimizer), own in zip(pairs, grads, strict=True)
+        ]
+        for (model, optimizer), own in zip(pairs, grads, strict=True):
+            scaler.step(optimizer, model, clipped(own))
+
+    def unscaled_between(pairs, scaler, x):
+        grads = [
+            scaler.unscale_(optimizer, scaled_grads(model, scaler, x))
+            for model, optimizer in pairs
+        ]
+        for (model, optimizer), own in zip(pairs, grads, strict=True):
+            scaler.step(optimizer, model, own)
+
+    def body(first, second, scaler, x):
+        ways[order]((first, second), scaler, x)
+        scaler.update()
+
+    ways = {
+        "one by one": one_by_one,
+        "all at once": all_at_once,
+        "unscaled between": unscaled_between,
+    }
+    first, second, scaler = make_model(0), make_model(1), jamp.GradScaler()
+    before = arrays(first[0], second[0])
+    wrap(body)(first, second, scaler, X)
+    for old, new in zip(before, arrays(first[0], second[0]), strict=True):
+        assert 0 < np.max(np.abs(new["kernel"] - old["kernel"])) < 1
+
+
 def test_gradients_of_another_model_name_the_path():
     (model, optimizer), scaler = make_model(), jamp.GradScaler()
     grads = nnx.State({"kernel": nnx.Param(jnp.ones((3, 2))), "bias": nnx.Param(X[0])})

@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._tree import dtype_of
+from ._tree import dtype_of, is_inexact
+
+FROZEN = "or None for a frozen one, with optax.masked inside the wrapper, not around it"
+HANDED_ON = """{}: the update at {} is the scaled gradient itself: a mask around the \
+loss scale (optax.masked) hands on what it leaves out. Put the loss scale outside: \
+jamp.dynamic_loss_scale(optax.masked(...)). To freeze a parameter, give it \
+optax.set_to_zero(), as one of the optimizers of optax.multi_transform."""
+NOT_OWN = "or make the optimizer with a filter (wrt) that leaves this one out"
 
 
 def is_hole(node: Any) -> bool:
@@ -55,7 +62,7 @@ def check_gradients_match(
             raise ValueError(
                 f"{caller}: the parameters have a leaf at {path or 'the root'} and "
                 f"the gradients have none there; pass the gradients of all parameters, "
-                f"or mask the optimizer (optax.masked). Gradient paths: {_some(found)}."
+                f"{FROZEN if wrapped else NOT_OWN}. Gradient paths: {_some(found)}."
             )
         got, shape = jnp.shape(grad), jnp.shape(param)
         if shape != got and not (wrapped and shape == got[1:]):
@@ -81,7 +88,7 @@ def _is_gradient(dtype: Any, of: Any) -> bool:
     return True
 
 
-def check_update_matches(path: Any, update: Any, param: Any, caller: str) -> None:
+def check_update(path: Any, update: Any, param: Any, caller: str) -> None:
     """Raises ValueError if an update has not the shape of its parameter."""
     if is_hole(param):
         raise ValueError(
@@ -94,6 +101,16 @@ def check_update_matches(path: Any, update: Any, param: Any, caller: str) -> Non
             f"made an update of shape {jnp.shape(update)} for a parameter of shape "
             f"{jnp.shape(param)}; were the gradients averaged over their first axis?"
         )
+
+
+def check_no_gradient(updates: Any, grads: Any, caller: str) -> None:
+    """Raises ValueError if a scaled gradient has become an update as it is."""
+    given = {id(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(updates)
+    for path, leaf in leaves:
+        if id(leaf) in given:
+            where = jax.tree_util.keystr(path) or "the root"
+            raise ValueError(HANDED_ON.format(caller, where))
 
 
 def _some(paths: Any, most: int = 8) -> str:

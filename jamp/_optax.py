@@ -21,13 +21,14 @@ from jax import lax
 from . import _health, _loss_scale, _skip
 from ._health import Health
 from ._loss_scale import LossScaleConfig, LossScaleState
-from ._match import check_gradients_match, check_update_matches, is_hole
+from ._match import check_gradients_match, check_no_gradient, check_update, is_hole
 from ._state import (
     DynamicLossScaleState,
     check_not_scaled_yet,
     check_not_stacked,
     check_state,
     explained,
+    find_states,
     keeps_master_weights,
     part,
 )
@@ -74,6 +75,8 @@ def dynamic_loss_scale(
     `dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.), optax.adamw(3e-4)))`.
     Around `optax.MultiSteps`, a bad microbatch is dropped alone. The other way round
     `MultiSteps` adds scaled gradients unchecked, and keeps an inf in its mean for good.
+    `optax.masked` and `multi_transform` go inside too: around the wrapper, `masked`
+    hands on scaled gradients as updates of what it leaves out.
 
     Line searches (`optax.lbfgs`) work: an extra argument named `grad` is taken to be
     scaled like the gradients and is unscaled with them; `value` and `value_fn` are
@@ -283,7 +286,7 @@ def _cast_update(path: Any, update: Any, param: Any) -> Any:
     """The update in the dtype of its parameter."""
     if is_hole(update):
         return update
-    check_update_matches(path, update, param, "dynamic_loss_scale")
+    check_update(path, update, param, "dynamic_loss_scale")
     if dtype_of(update) == jax.dtypes.float0:
         return jnp.zeros(jnp.shape(param), dtype_of(param))
     return lax.convert_element_type(update, dtype_of(param))
@@ -390,4 +393,6 @@ def step(
     check_gradients_match(grads, params, "jamp.step", wrapped=True)
     with explained("jamp.step", tx.init, opt_state, params):
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+    if find_states(opt_state):
+        check_no_gradient(updates, grads, "jamp.step")
     return _apply_updates(params, updates), opt_state

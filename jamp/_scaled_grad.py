@@ -20,6 +20,11 @@ from ._loss_scale import LossScaleState
 from ._state import describe, find_states, part
 from ._tree import check_leaves, dtype_of, shown
 
+TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
+one must not be divided by the other. In one optimizer there must be one, around the \
+whole: jamp.dynamic_loss_scale(optax.multi_transform(...)). If these are several \
+optimizers, pass the state of the one whose gradients are taken."""
+
 
 def value_and_grad(
     fun: Callable[..., Any],
@@ -269,10 +274,7 @@ def _only_state(opt_state: Any) -> Any:
     if len(found) == 1:
         return next(iter(found.values()))
     if found:
-        raise ValueError(
-            f"opt_state holds {len(found)} loss scales, at {', '.join(found)}; pass "
-            "the part that holds the one you mean."
-        )
+        raise ValueError(TWO_SCALES.format(len(found), ", ".join(found)))
     raise ValueError(
         f"opt_state holds no loss scale; found {describe(opt_state)}. Wrap the "
         "optimizer in jamp.dynamic_loss_scale and pass the state from its init."

@@ -11,6 +11,9 @@ import optax
 
 from ._tree import NUMBERS, dtype_of, shown
 
+HIDDEN = """optax.apply_if_finite around a loss scale keeps from it the overflows that \
+it must back off at. Leave it out: jamp.dynamic_loss_scale skips such steps itself."""
+
 
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale` and `static_loss_scale`.
@@ -113,10 +116,18 @@ def keeps_master_weights(opt_state: Any) -> bool:
 
 
 def find_states(tree: Any) -> dict[str, DynamicLossScaleState]:
-    """The loss-scale states in a pytree, by path; those inside one are not searched."""
+    """The loss-scale states in a pytree, by path; those inside one are not searched.
+
+    Raises:
+      ValueError: what is around one keeps overflows from it.
+    """
+    kinds = DynamicLossScaleState, optax.ApplyIfFiniteState
     nodes, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, DynamicLossScaleState)
+        tree, is_leaf=lambda node: isinstance(node, kinds)
     )
+    for _, node in nodes:
+        if isinstance(node, optax.ApplyIfFiniteState) and find_states(node.inner_state):
+            raise ValueError(HIDDEN)
     return {
         jax.tree_util.keystr(path) or "the root": node
         for path, node in nodes

@@ -487,8 +487,9 @@ jamp.dynamic_loss_scale
     > `value_and_grad` returns the loss first.
   tx.update({"w": grads["w"]}, opt_state, params)
     ValueError: dynamic_loss_scale's update: the parameters have a leaf at ['b'] and the
-    gradients have none there; pass the gradients of all parameters, or mask the
-    optimizer (optax.masked). Gradient paths: ['w'].
+    gradients have none there; pass the gradients of all parameters, or None for a
+    frozen one, with optax.masked inside the wrapper, not around it. Gradient paths:
+    ['w'].
   tx.update({**grads, "c": x}, opt_state, params)
     ValueError: dynamic_loss_scale's update: the gradients have a leaf at ['c'] and the
     parameters have none there; pass the gradients of these parameters. Parameter paths:
@@ -559,8 +560,17 @@ jamp.step
     > `value_and_grad` returns the loss first.
   jamp.step(optax.sgd(0.1), {"w": x}, optax.sgd(0.1).init(params), params)
     ValueError: jamp.step: the parameters have a leaf at ['b'] and the gradients have
-    none there; pass the gradients of all parameters, or mask the optimizer
-    (optax.masked). Gradient paths: ['w'].
+    none there; pass the gradients of all parameters, or None for a frozen one, with
+    optax.masked inside the wrapper, not around it. Gradient paths: ['w'].
+  jamp.step(m := optax.masked(tx, {"w": 1, "b": 0}), grads, m.init(params), params)
+    ValueError: jamp.step: the update at ['b'] is the scaled gradient itself: a mask
+    around the loss scale (optax.masked) hands on what it leaves out. Put the loss scale
+    outside: jamp.dynamic_loss_scale(optax.masked(...)). To freeze a parameter, give it
+    optax.set_to_zero(), as one of the optimizers of optax.multi_transform.
+  jamp.step(f := optax.apply_if_finite(tx, 9), grads, f.init(params), params)
+    ValueError: optax.apply_if_finite around a loss scale keeps from it the overflows
+    that it must back off at. Leave it out: jamp.dynamic_loss_scale skips such steps
+    itself.
   jamp.step(tx, nnx_grads, opt_state, model)
     ValueError: jamp.step: the gradients have a leaf at ['bias'].value and the
     parameters have none there; pass the gradients of these parameters. Parameter paths:
@@ -576,8 +586,8 @@ jamp.loss_scale
     ValueError: opt_state holds no loss scale; found ScaleByAdamState, EmptyState. Wrap
     the optimizer in jamp.dynamic_loss_scale and pass the state from its init.
   jamp.loss_scale((opt_state, opt_state))
-    ValueError: opt_state holds 2 loss scales, at [0], [1]; pass the part that holds the
-    one you mean.
+    ValueError: opt_state holds 2 loss scales, at [0], [1]; gradients that are scaled by
+    one must not be divided by the other...
   jamp.loss_scale(opt_state._replace(loss_scale=None))
     ValueError: loss_scale of the state must be float32; got None of type NoneType. Pass
     the state as init made it.
@@ -695,8 +705,9 @@ jamp.master_weights
     by this transformation's init; got DynamicLossScaleState, EmptyState.
   master_tx.update({"w": grads["w"]}, master_tx.init(half), half)
     ValueError: master_weights's update: the parameters have a leaf at ['b'] and the
-    gradients have none there; pass the gradients of all parameters, or mask the
-    optimizer (optax.masked). Gradient paths: ['w'].
+    gradients have none there; pass the gradients of all parameters, or None for a
+    frozen one, with optax.masked inside the wrapper, not around it. Gradient paths:
+    ['w'].
   master_tx.update(grads, master_tx.init(params), half)
     ValueError: master_weights's update: the state is of another optimizer, or of other
     parameters: at .master['b'] it has nothing, init makes shape (3,). Pass the state
@@ -1071,8 +1082,8 @@ jamp.debug.check
   jamp.debug.check(opt_state, window=0)
     ValueError: window must be in [1, 32]; got 0.
   jamp.debug.check((opt_state, opt_state))
-    ValueError: opt_state holds 2 loss scales, at [0], [1]; pass the part that holds the
-    one you mean.
+    ValueError: opt_state holds 2 loss scales, at [0], [1]; gradients that are scaled by
+    one must not be divided by the other...
   jax.jit(jamp.debug.check)(opt_state)
     TypeError: jamp.debug.check raises on values, and was called inside a trace; return
     jamp.metrics(opt_state) from the jitted function and check that.

@@ -566,6 +566,46 @@ def test_a_state_with_two_loss_scales_names_their_paths():
     with pytest.raises(ValueError, match=r"holds 2 loss scales, at .*'a'.*'b'"):
         jamp.loss_scale(state)
     assert jamp.loss_scale(state.inner_states["a"]) == 2.0**16
+    with pytest.raises(ValueError, match=r"there must be one, around the whole: jamp"):
+        jamp.value_and_grad(loss_fn, state)
+
+
+def test_a_filter_of_overflows_around_the_loss_scale_is_refused():
+    tx = optax.chain(optax.apply_if_finite(scaled_sgd(), 5), optax.identity())
+    state = tx.init(make_params())
+    for use in (
+        lambda: jamp.value_and_grad(loss_fn, state),
+        lambda: jamp.scale_loss(1.0, state),
+        lambda: jamp.metrics(state),
+        lambda: jamp.step(tx, make_params(), state, make_params()),
+    ):
+        with pytest.raises(ValueError, match="apply_if_finite around a loss scale"):
+            use()
+    inside = jamp.dynamic_loss_scale(optax.apply_if_finite(optax.sgd(0.1), 5))
+    assert jamp.loss_scale(inside.init(make_params())) == 2.0**16
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_mask_around_the_loss_scale_hands_on_no_scaled_gradient(wrap):
+    def stepped(tx):
+        params = make_params()
+        state = tx.init(params)
+
+        def step(params, state):
+            _, grads = jamp.value_and_grad(loss_fn, state)(params, X)
+            return jamp.step(tx, grads, state, params)[0]
+
+        return wrap(step)(params, state)
+
+    masked = optax.masked(scaled_sgd(), MASK)
+    with pytest.raises(
+        ValueError, match=r"jamp\.step: the update at \['b'\] is the sc"
+    ):
+        stepped(masked)
+    rest = optax.masked(optax.set_to_zero(), {"w": False, "b": True})
+    frozen = stepped(optax.chain(masked, rest))  # legitimate
+    np.testing.assert_array_equal(frozen["b"], make_params()["b"])
+    assert jnp.all(frozen["w"] != make_params()["w"])
 
 
 @pytest.mark.parametrize("how", ["update", "step"])

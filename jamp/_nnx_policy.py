@@ -10,6 +10,8 @@ import threading
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ._overrides import (
@@ -25,10 +27,17 @@ from ._overrides import (
     subclass,
 )
 from ._policy import Policy, cast_floating
+from ._provenance import Memory
 from ._regions import FLOAT32_FOR
 
 M = TypeVar("M", bound=nnx.Module)
 CALLER = "jamp.nnx.with_policy"
+
+ROUNDED_WRITE = """{}: {} writes its parameter {!r} while it is called, and has read \
+it in {} before: what is stored in {} would be rounded by each call. If no optimizer \
+trains it, as a running average, make it a Variable that is no nnx.Param: policies \
+leave those alone. Else give the module an override in which it reads what is stored: \
+{{{}: "full"}}."""
 
 
 def with_policy(
@@ -73,7 +82,8 @@ def with_policy(
     Raises:
       TypeError: an argument is of the wrong type.
       ValueError: the model has a policy already; a bad policy; an override matches no
-        module; the nearest paths are shown.
+        module; the nearest paths are shown. In a call: a module writes a parameter that
+        it has read in fewer bits, such as a running average.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -154,10 +164,11 @@ def assign(model: nnx.Module, plan: Plan) -> Places:
 
 
 class Current(threading.local):
-    """The module that is being called, and its place."""
+    """The module that is being called, its place, and what was read so far."""
 
     module: Any = None
     place: Place | None = None
+    rounded = Memory()  # stored parameters that were read in fewer bits
 
 
 CURRENT = Current()
@@ -179,6 +190,7 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
             before = CURRENT.module, CURRENT.place
             if before[0] is None:  # perhaps just merged from a plain model's state
                 cast_parameters_on_use(self)
+                CURRENT.rounded = Memory()
             CURRENT.module, CURRENT.place = self, place
             try:
                 bound = functools.partial(function, self)
@@ -209,6 +221,20 @@ def cast_parameters_on_use(model: nnx.Module) -> None:
                 object.__setattr__(variable, "__class__", cast_on_use(base))
 
 
+def is_floating(value: Any) -> bool:
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def rounded_write(variable: nnx.Variable) -> str:
+    """What to say of a parameter that is written after it was read in fewer bits."""
+    module = CURRENT.module
+    found = (path for path, node in nnx.iter_graph(module) if node is variable)
+    name, kind = "/".join(map(str, next(found, ("?",)))), type(module).__name__
+    stored = variable.get_raw_value().dtype
+    read = COMPUTE_DTYPE.value
+    return ROUNDED_WRITE.format(CALLER, kind, name, read, stored, kind)
+
+
 @functools.cache
 def cast_on_use(base: type) -> type:
     """A subclass of a Variable type that casts when it is read in a call."""
@@ -216,7 +242,20 @@ def cast_on_use(base: type) -> type:
     def get_value(self, **kwargs):
         value = base.get_value(self, **kwargs)
         dtype = COMPUTE_DTYPE.value
-        return value if dtype is None else cast_floating(value, dtype)
+        if dtype is None:
+            return value
+        stored = self.get_raw_value()
+        if is_floating(stored) and dtype.itemsize < stored.dtype.itemsize:
+            CURRENT.rounded.set(stored, True)
+        return cast_floating(value, dtype)
+
+    def set_value(self, value, **kwargs):
+        stored = self.get_raw_value()
+        if COMPUTE_DTYPE.value is not None and is_floating(stored):
+            if CURRENT.rounded.get(stored, False):
+                raise ValueError(rounded_write(self))
+            value = cast_floating(value, stored.dtype)
+        base.set_value(self, value, **kwargs)
 
     def __getattr__(self, name):
         value = base.__getattr__(self, name)  # metadata, or of the array as stored
@@ -224,7 +263,8 @@ def cast_on_use(base: type) -> type:
             return value
         return getattr(self.get_value(), name)
 
-    namespace = {"get_value": get_value, "__getattr__": __getattr__}
+    namespace = {"get_value": get_value, "set_value": set_value}
+    namespace |= {"__getattr__": __getattr__}
     made = subclass(base, namespace, (cast_on_use, (base,)))
     made.__module__ = "jamp.nnx"  # to tell the two apart in messages
     return made

@@ -31,6 +31,9 @@ COMPUTE_DTYPE = jax.make_user_context(None)
 
 ROOT, NORM = -1, -2
 
+# They write the parameters of the layer inside, from what they read there.
+WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
+
 STATEFUL = (nnx.Pytree, nnx.Variable)  # of which a cast copy would be of no use
 
 NO_MODULE = """{}: what is given must be a module; got {}.
@@ -161,7 +164,8 @@ class Call(NamedTuple):
         carry, inputs = self.split_carry(args)
         inputs, kwargs = cast_floating((inputs, kwargs), dtype, STATEFUL)
         with contextlib.ExitStack() as contexts:
-            contexts.enter_context(COMPUTE_DTYPE(dtype))
+            reads = None if isinstance(self.module, WRITERS) else dtype
+            contexts.enter_context(COMPUTE_DTYPE(reads))
             if self.caller is None or self.caller.policy.compute_dtype != dtype:
                 functions = self.plan.float32_for - {"norms"}  # modules, here
                 contexts.enter_context(float32_region(dtype, functions))

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,6 +174,72 @@ def test_parameters_are_cast_in_calls_alone():
     assert isinstance(kernel, nnx.Param)
     assert type(kernel).__name__ == "Param"
     assert mixed.w.tag == "mine"
+
+
+class Average(nnx.Module):
+    """Keeps a running average of what it is given, in a Variable of a kind."""
+
+    def __init__(self, kind=nnx.Param):
+        self.mean = kind(jnp.zeros(4))
+
+    def __call__(self, x):
+        self.mean[...] = 0.999 * self.mean[...] + 0.001 * x.mean(0)
+        return x
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_parameter_is_not_written_from_its_rounded_value(wrap):
+    x = 1 + jax.random.uniform(jax.random.key(0), (8, 4))
+
+    @wrap
+    def run(model, x):
+        for _ in range(20):
+            model(x)
+
+    run(plain := Average(), x)
+    with pytest.raises(ValueError, match="Average writes its parameter 'mean' while"):
+        run(jamp.nnx.with_policy(Average(), MIXED), x)
+    cures = [
+        jamp.nnx.with_policy(Average(), MIXED, {Average: "full"}),
+        jamp.nnx.with_policy(Average(nnx.BatchStat), "c=f16,o=f32"),
+    ]
+    for model in cures:
+        run(model, x)
+        assert model.mean[...].dtype == FULL
+    np.testing.assert_array_equal(cures[0].mean[...], plain.mean[...])
+    np.testing.assert_allclose(cures[1].mean[...], plain.mean[...], rtol=1e-3)
+
+
+def test_a_parameter_that_is_written_keeps_the_dtype_that_it_is_stored_in():
+    class Last(nnx.Module):
+        def __init__(self):
+            self.whole, self.part = nnx.Param(jnp.zeros(4)), nnx.Param(jnp.ones(4) / 3)
+
+        def __call__(self, x):
+            self.whole.set_value(x[0])
+            self.part[1] = x[0, 0]
+            return self.whole[...]
+
+    last = jamp.nnx.with_policy(Last(), MIXED)
+    assert last(jnp.full((2, 4), 0.1)).dtype == FULL
+    assert last.whole[...].dtype == last.part[...].dtype == FULL
+    np.testing.assert_array_equal(last.part[...][2:], np.float32(1) / 3)  # unrounded
+
+
+@pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_norms_of_weights_store_what_the_plain_model_stores(norm):
+    def make():
+        rngs = nnx.Rngs(0)
+        return norm(nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
+
+    x = jax.random.normal(jax.random.key(1), (2, 4))
+    plain, mixed = make(), jamp.nnx.with_policy(make(), MIXED)
+    for _ in range(3):
+        expected, out = plain(x), mixed(x)
+    stored = [nnx.as_pure(nnx.state(model)) for model in (plain, mixed)]
+    chex.assert_trees_all_equal(*stored)
+    np.testing.assert_allclose(out, expected, atol=5e-3)
+    assert {"float16"} in model_products(mixed, x)
 
 
 def test_parts_are_called_by_themselves():

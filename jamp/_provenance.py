@@ -27,8 +27,6 @@ from . import _compat
 from ._compat import dtype_of
 from ._sources import called_function, code_of
 
-from ._compat import dtype_of
-
 
 class Note(NamedTuple):
     constant: float | None = None

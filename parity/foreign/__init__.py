@@ -1,0 +1,1 @@
+"""Other projects' own tests, run as they are, inside jamp's regions."""

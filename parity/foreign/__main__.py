@@ -1,0 +1,84 @@
+"""`python -m parity.foreign`: another project's own tests, in jamp's regions."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import records, report, result, running, suites
+from .records import PASSED, PLAIN, SKIPPED, WAYS
+
+KEPT_IN = running.ROOT / "runs" / "foreign"
+PAGE = running.ROOT / "docs" / "parity" / "foreign.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 if a region that decides nothing changes a test."""
+    options = parse(arguments)
+    suite = suites.SUITES[options.suite]
+    folder = options.folder / options.suite
+    suites.check_release(options.suite, options.source)
+    tests = suites.stage(suite, options.source, folder)
+    tasks = list(suites.tasks(suite, tests, options.select, options.sample))
+    deadline = time.time() + options.limit_seconds
+    limits = running.Limits(options.test_seconds, deadline)
+    environment = suites.environment(running.ROOT)
+    configuration = options.source.resolve() / "pyproject.toml"
+    broken = []
+    for task in tasks:
+        if options.rerun:
+            forget(folder, task, options.way or WAYS, options.rerun)
+        for way in options.way or WAYS:
+            said = running.run(
+                tests, folder, task, way, limits, environment, configuration
+            )
+            if said is not None:
+                broken.append(task.file)
+                print(f"{task.file} cannot be run {way}:\n{said}")
+                break
+        print(report.line(result.file(folder, task.file)), flush=True)
+    found = list(result.files(folder))
+    print("\n".join(report.details(found)))
+    report.write(options.page, options.folder)
+    wrong = any(file.differing() or result.uncovered(file) for file in found)
+    return 1 if broken or wrong else 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m parity.foreign")
+    add = parser.add_argument
+    add("--suite", choices=suites.SUITES, required=True)
+    add("--source", type=Path, required=True, help="a checkout of the installed tag")
+    add("--select", nargs="+", default=[], metavar="FILE[::PATTERN]")
+    add("--sample", type=int, help="so many tests of each file, always the same ones")
+    add("--way", choices=WAYS, nargs="+", help="by default all three")
+    add("--rerun", choices=("failed", "all"), help="run these again")
+    add("--limit-seconds", type=float, default=float("inf"), help="of all tests")
+    add("--test-seconds", type=float, default=120.0, help="of one plain test")
+    add("--folder", type=Path, default=KEPT_IN, help="where outcomes are kept")
+    add("--page", type=Path, default=PAGE, help="what is written")
+    options = parser.parse_args(arguments)
+    if not options.source.is_dir():
+        parser.error(f"--source {options.source}: no such folder; give a checkout")
+    return options
+
+
+def forget(folder: Path, task: suites.Task, ways: Sequence[str], which: str) -> None:
+    """Leaves out outcomes, so that these tests run again."""
+    for way in ways:
+        path = running.output(folder, task, way)
+        tests = [
+            x.test
+            for x in records.read(path).values()
+            if task.pattern in x.test
+            and (
+                which == "all" or (way != PLAIN and x.outcome not in (PASSED, SKIPPED))
+            )
+        ]
+        if tests:
+            records.forget(path, tests)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The page: a table of the files, and every exception by its cause."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from . import edges, inside, result
+from .records import FLOAT16, KEPT, PLAIN
+from .result import File
+
+BEGIN, END = "<!-- foreign: begin -->", "<!-- foreign: end -->"
+
+NO_MARKS = """{path}: the page has no line "{begin}" and "{end}" after it, between \
+which the tables are written. Restore the page from git."""
+
+HEAD = """| file | tests | pass plain | same in the region | listed | values | crashes |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
+
+
+def line(file: File) -> str:
+    """One line about a file, to print."""
+    return (
+        f"{file.suite} {file.name}: {len(file.passed(PLAIN))} pass plain, "
+        f"{len(file.failed(KEPT))} of them fail in a region that decides nothing "
+        f"({len(file.differing())} not on the list), {len(file.failed(FLOAT16))} in "
+        f"float16 ({len(file.crashes())} crashes, {len(result.uncovered(file))} not "
+        "covered)"
+    )
+
+
+def details(files: Iterable[File]) -> list[str]:
+    """What is to be mended, a line for each test."""
+    found = []
+    for file in files:
+        for way, outcomes in (
+            ("decides nothing", file.differing()),
+            ("float16", result.uncovered(file)),
+        ):
+            found += [f"{way}: {file.name}::{x.test}: {x.cause}" for x in outcomes]
+    return found
+
+
+def write(path: Path, folder: Path) -> None:
+    """Replaces what stands between the two marks of the page."""
+    text = path.read_text(encoding="utf-8")
+    before, found, rest = text.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise ValueError(NO_MARKS.format(path=path, begin=BEGIN, end=END))
+    suites = [list(result.files(folder / name)) for name in inside.INSIDE]
+    sections = "\n\n".join(section(files) for files in suites if files)
+    path.write_text(f"{before}{BEGIN}\n\n{sections}\n\n{END}{after}", encoding="utf-8")
+
+
+def section(files: Sequence[File]) -> str:
+    """What is known of one suite."""
+    suite = files[0].suite
+    parts = [f"## {suite} {version(suite)}", HEAD + "".join(map(row, files))]
+    if rows := exceptions(files):
+        head = "| tests | exception | where | for instance | what covers it |"
+        parts.append("\n".join([head, "| ---: | --- | --- | --- | --- |", *rows]))
+    return "\n\n".join(parts)
+
+
+def row(file: File) -> str:
+    tests = len(file.ways[PLAIN])
+    total = f"{tests:,} of {file.total:,}" if tests < file.total else f"{tests:,}"
+    passed, failed = len(file.passed(PLAIN)), file.failed(KEPT)
+    crashes = file.crashes()
+    values = len(file.failed(FLOAT16)) - len(crashes)
+    cells = [f"`{file.name}`", total, passed, passed - len(failed)]
+    cells += [len(failed) - len(file.differing()), values, len(crashes)]
+    return "\n| " + " | ".join(map(str, cells)) + " |"
+
+
+def exceptions(files: Sequence[File]) -> list[str]:
+    """A row for each cause; those of failed comparisons in float16 are left out."""
+    found = defaultdict(list)
+    for file in files:
+        for x in file.failed(KEPT):
+            why = file.reason(x) or "**nothing**"
+            found[x.cause, "decides nothing", why].append(f"{file.name}::{x.test}")
+        for x in file.crashes():
+            why = edges.edge(x.cause, x.message)
+            why = f"sharp edge: “{why}”" if why else "**nothing**"
+            found[x.cause, "float16", why].append(f"{file.name}::{x.test}")
+    ordered = sorted(found.items(), key=lambda item: (item[0][1], -len(item[1])))
+    return [
+        f"| {len(tests)} | `{cell(cause)}` | {where} | `{tests[0]}` | {cell(why)} |"
+        for (cause, where, why), tests in ordered
+    ]
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("`", "'")

@@ -1,0 +1,222 @@
+"""The runner of other projects' tests, on a project of a few lines."""
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parity.foreign import __main__ as command
+from parity.foreign import edges, inside, records, report, result, running, suites
+from parity.foreign.records import (
+    DIED,
+    FAILED,
+    FLOAT16,
+    KEPT,
+    PASSED,
+    PLAIN,
+    SKIPPED,
+    Outcome,
+)
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "parity" / "foreign.md"
+EMPTY = f"Before.\n\n{report.BEGIN}\n{report.END}\n\nAfter.\n"
+
+
+class Project:
+    """A checkout of a project "made", and what the command makes of it."""
+
+    def __init__(self, folder):
+        self.source = folder / "source"
+        self.kept, self.page = folder / "kept", folder / "page.md"
+        (self.source / "tests").mkdir(parents=True)
+        (self.source / "version.py").write_text('version = "1.2"\n')
+        (self.source / "pyproject.toml").write_text("")
+        shutil.copy(HERE / "foreign_project.py", self.source / "tests" / "a_test.py")
+        self.page.write_text(EMPTY)
+
+    def __call__(self, *arguments):
+        fixed = ["--suite", "made", "--source", self.source, "--folder", self.kept]
+        fixed += ["--page", self.page, *arguments]
+        return command.main(list(map(str, fixed)))
+
+    @property
+    def file(self):
+        return result.file(self.kept / "made", "a_test.py")
+
+    def outcomes(self, way):
+        return {x.test: x.outcome for x in self.file.ways[way].values()}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """The project, after all its tests ran all three ways."""
+    patch = pytest.MonkeyPatch()
+    made = suites.Suite("tests", ("version.py", "version"), {"*_test.py": None})
+    patch.setitem(suites.SUITES, "made", made)
+    patch.setitem(inside.INSIDE, "made", {})
+    patch.setattr(suites, "version", lambda name: "1.2")
+    patch.setattr(report, "version", lambda name: "1.2")
+    made = Project(tmp_path_factory.mktemp("project"))
+    made.status = made()
+    yield made
+    patch.undo()
+
+
+def test_each_test_runs_three_ways(project):
+    plain, kept = project.outcomes(PLAIN), project.outcomes(KEPT)
+    assert plain.pop("test_fails_plain") == FAILED
+    assert plain.pop("test_skips") == SKIPPED
+    assert set(plain.values()) == {PASSED}
+    assert kept.pop("test_looks_inside") == FAILED
+    assert kept.keys() | {"test_looks_inside"} == plain.keys()  # not what fails plain
+    assert set(kept.values()) == {PASSED}
+    assert project.file.total == 11
+
+
+def test_a_process_that_dies_is_survived_and_recorded(project):
+    half = project.outcomes(FLOAT16)
+    assert half["test_dies"] == DIED
+    assert half["test_after_it"] == PASSED
+
+
+def test_crashes_are_told_from_comparisons(project):
+    failed = {x.test: x for x in project.file.failed(FLOAT16)}
+    assert failed.pop("Case::test_compares").compared
+    crashes = {x.test: x.cause for x in project.file.crashes()}
+    assert crashes.keys() == failed.keys()
+    assert crashes["Case::test_crashes"] == "TypeError: got array at 0x"
+    assert crashes["Case::test_of_parts"].startswith("KeyError")
+    assert crashes["test_dies"] == "the process died"
+
+
+def test_a_difference_makes_the_command_fail(project, monkeypatch):
+    assert project.status == 1
+    assert [x.test for x in project.file.differing()] == ["test_looks_inside"]
+    listed = {"a_test.py::test_look*": "it looks at the trace"}
+    monkeypatch.setitem(inside.INSIDE, "made", listed)
+    assert project.file.differing() == []
+    assert project() == 1  # crashes in float16, which no sharp edge covers
+    assert "it looks at the trace" in project.page.read_text()
+    covered = {r"got float16|one|looks": "words", "process died": "more words"}
+    monkeypatch.setattr(edges, "EDGES", covered | {"JAX does not have": "words"})
+    assert project() == 0
+
+
+def test_it_goes_on_where_it_stopped(project):
+    ran = project.source / "tests" / "ran"
+    assert ran.read_text() == "xxx"
+    path = running.output(project.kept / "made", suites.Task("a_test.py"), KEPT)
+    records.append(path, Outcome("test_passes", records.BEGUN))  # stopped by force
+    assert project("--way", "kept") == 1
+    assert ran.read_text() == "xxx"
+    records.forget(path, ["test_passes"])
+    project("--way", "kept")
+    assert ran.read_text() == "xxxx"
+    project("--way", "kept", "--rerun", "failed", "--select", "a_test.py::looks")
+    assert ran.read_text() == "xxxx"
+    assert list(project.outcomes(KEPT))[-1] == "test_looks_inside"
+
+
+def test_the_page(project):
+    text = project.page.read_text()
+    assert text.startswith("Before.\n") and text.endswith("After.\n")
+    assert "## made 1.2" in text
+    row = next(x for x in text.splitlines() if "`a_test.py` |" in x)
+    assert row == "| `a_test.py` | 11 | 9 | 8 | 0 | 1 | 4 |"
+    row = next(x for x in text.splitlines() if "got array at" in x)
+    assert row.startswith("| 1 | `TypeError: got array at 0x` | float16 |")
+    before = text
+    report.write(project.page, project.kept)
+    assert project.page.read_text() == before
+
+
+def test_a_page_without_marks_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match=r"foreign: begin.*Restore"):
+        report.write(page, tmp_path)
+
+
+def test_a_file_that_cannot_be_run_makes_the_command_fail(project, tmp_path, capsys):
+    broken = Project(tmp_path)
+    (broken.source / "tests" / "a_test.py").write_text("import no_such_module")
+    assert broken() == 1
+    assert "a_test.py cannot be run plain" in capsys.readouterr().out
+
+
+def test_another_release_is_refused(project):
+    with pytest.raises(ValueError, match=r"made 1\.2, and 1\.3 is installed"):
+        suites.check_release("made", project.source, "1.3")
+    with pytest.raises(ValueError, match=r"no version\.py with a version"):
+        suites.check_release("made", project.source / "tests", "1.2")
+
+
+def test_a_file_that_is_not_there_is_refused(project):
+    with pytest.raises(ValueError, match=r"--select b_test\.py: there is no such file"):
+        project("--select", "b_test.py")
+
+
+def test_a_folder_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--suite", "jax", "--source", "/no/such/folder"])
+    assert "no such folder; give a checkout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "deadline"), [(0.5, 60), (60, 0.5)])
+def test_a_process_that_hangs_is_ended(tmp_path, limit, deadline):
+    start = time.time()
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
+    )
+    ended = running.watch(process, tmp_path / "none", limit, start + deadline)
+    assert ended == ("slow" if limit < deadline else "deadline")
+    assert process.returncode < 0 and time.time() - start < 30
+
+
+def test_a_sample_is_always_the_same_and_grows():
+    tests = [f"test_{i}" for i in range(100)]
+    small, large = records.sample(tests, 10), records.sample(reversed(tests), 20)
+    assert len(small) == 10 and small < large
+    assert small != set(tests[:10])
+    assert records.sample(tests, None) == set(tests)
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "plain.jsonl"
+    records.append(path, Outcome("test_a", PASSED))
+    with path.open("a") as file:
+        file.write('{"test": "test_b", "outc')
+    assert records.read(path).keys() == {"test_a"}
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("got f32[2,3] and bfloat16[] at line 12", "E: got array and array at line N"),
+        ("in /home/x/jax/_src/api.py:3:1\nmore", "E: in api.py:N:N"),
+        ("", "E"),
+    ],
+)
+def test_causes_have_no_numbers(message, cause):
+    assert Outcome("test_a", FAILED, "E", message).cause == cause
+
+
+def test_the_committed_list_is_short_and_says_why():
+    reasons = [why for listed in inside.INSIDE.values() for why in listed.values()]
+    assert len(reasons) <= 40
+    assert all(len(why.split()) > 3 for why in reasons)
+
+
+def test_the_sharp_edges_stand_in_the_page():
+    page = re.sub(r"\s+", " ", (PAGE.parents[1] / "sharp-edges.md").read_text())
+    for words in edges.EDGES.values():
+        assert words in page
+
+
+def test_the_page_has_its_marks():
+    assert re.search(f"{report.BEGIN}.*{report.END}", PAGE.read_text(), re.DOTALL)

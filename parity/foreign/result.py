@@ -9,22 +9,32 @@ from .records import FLOAT16, KEPT, PASSED, PLAIN, SKIPPED, WAYS, Outcome
 
 
 class File(NamedTuple):
-    """The outcomes of one file, by way and test; `total` has those left out."""
+    """The outcomes of one file, by way and test; `total` has those left out.
+
+    A test that passed plain counts once it has run in both regions too.
+    """
 
     suite: str
     name: str
     ways: dict[str, dict[str, Outcome]]
     total: int
 
-    def passed(self, way: str) -> list[str]:
-        return [x.test for x in self.ways[way].values() if x.outcome == PASSED]
+    def ran(self) -> list[Outcome]:
+        """How the tests went plain."""
+        regions = [self.ways[way].keys() for way in (KEPT, FLOAT16)]
+        return [
+            x
+            for x in self.ways[PLAIN].values()
+            if x.outcome != PASSED or all(x.test in region for region in regions)
+        ]
+
+    def passed(self) -> list[str]:
+        return [x.test for x in self.ran() if x.outcome == PASSED]
 
     def failed(self, way: str) -> list[Outcome]:
         """What passed plain and does not pass this way."""
-        passed = set(self.passed(PLAIN))
-        good = (PASSED, SKIPPED)
-        found = self.ways[way].values()
-        return [x for x in found if x.test in passed and x.outcome not in good]
+        found = (self.ways[way][test] for test in self.passed())
+        return [x for x in found if x.outcome not in (PASSED, SKIPPED)]
 
     def differing(self) -> list[Outcome]:
         """What fails in the region that decides nothing, and is not on the list."""
@@ -38,10 +48,6 @@ class File(NamedTuple):
         return [
             x for x in self.failed(FLOAT16) if not x.compared and self.reason(x) is None
         ]
-
-    def left(self, way: str) -> int:
-        """How many tests that passed plain have not run this way yet."""
-        return len(set(self.passed(PLAIN)) - self.ways[way].keys())
 
 
 def uncovered(file: File) -> list[Outcome]:

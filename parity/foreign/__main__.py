@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tasks = list(suites.tasks(suite, tests, options.select, options.sample))
     deadline = time.time() + options.limit_seconds
     limits = running.Limits(options.test_seconds, deadline)
-    environment = suites.environment(running.ROOT)
+    environment = suites.environment(suite, running.ROOT)
     configuration = options.source.resolve() / "pyproject.toml"
     broken = []
     for task in tasks:

@@ -3,7 +3,11 @@
 import re
 
 # What the error says, as a regular expression, and words that stand in the page.
-EDGES: dict[str, str] = {}
+EDGES: dict[str, str] = {
+    "FutureWarning: scatter inputs have incompatible types": (
+        "JAX warns when float32 is written into a half-precision buffer"
+    ),
+}
 
 
 def edge(cause: str, message: str) -> str | None:

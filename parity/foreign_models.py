@@ -1,0 +1,178 @@
+"""`python -m parity.foreign_models --source DIR`: real models of other projects.
+
+Trains each in float32, in a float16 region and with a float16 policy, 20 steps each,
+and compares. DIR holds checkouts: DIR/flax, DIR/bonsai, DIR/nanodo, DIR/equinox. A
+result is kept in runs/foreign_models until `--again`; when all are there, the table is
+written to docs/parity/foreign-models.md.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .models import MODELS, SOURCES, Checkouts
+from .models.training import STEPS, WAYS, Failed, Run, train
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "runs" / "foreign_models"
+PAGE = ROOT / "docs" / "parity" / "foreign-models.md"
+LOSS, COSINE = 5e-4, 0.9999  # how near a run has to be to float32's
+
+HEAD = """# Models of other projects
+
+Models that other people wrote, from checkouts of their repositories, in small sizes and
+on made-up data: {steps} steps of Adam in float32, in `jamp.autocast(jnp.float16)` with
+loss scaling, and with the policy "mixed_float16" (`with_policy`, in Equinox
+`Policy.wrap`). The bounds: the loss of the first step within {loss:g} of float32's, and
+a cosine of at least {cosine} between the gradients of the first step and float32's, all
+parameters together. A configuration that names a dtype has it set to `None` or, where
+that is not possible, to float32.
+
+- *half*: how much of the work in the matrix products of the forward pass is done in
+  float16.
+- *skipped*: steps that were skipped, and repeated on the same batch with a smaller scale.
+
+{date}, {versions}; `python -m parity.foreign_models --source DIR`. Checkouts:
+{checkouts}.
+
+| model | from | way | half | first loss, apart | cosine | skipped | last loss | |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def compared(runs: dict[str, Run | Failed]) -> dict[str, Any]:
+    """What a model's runs give, for its file."""
+    plain, result = runs["float32"], {}
+    for way, run in runs.items():
+        if isinstance(run, Failed):
+            result[way] = run._asdict() | {"ok": False}
+            continue
+        row: dict[str, Any] = {
+            "share": run.share,
+            "skipped": run.skipped,
+            "losses": run.losses,
+        }
+        if way != "float32" and isinstance(plain, Run):
+            first = plain.losses[0]
+            cosine, worst = cosines(plain.gradients, run.gradients)
+            row["apart"] = abs(run.losses[0] - first) / abs(first)
+            row["cosine"], row["worst"] = cosine, worst
+            row["ok"] = row["apart"] <= LOSS and cosine >= COSINE
+        result[way] = row
+    return result
+
+
+def cosines(
+    plain: dict[str, np.ndarray], other: dict[str, np.ndarray]
+) -> tuple[float, list[Any]]:
+    """The cosine of all gradients together, and the parameter with the smallest."""
+    if plain.keys() != other.keys():
+        raise ValueError(f"other parameters: {sorted(plain.keys() ^ other.keys())}")
+
+    def cosine(a, b):
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        return float(a @ b / np.sqrt((a @ a) * (b @ b))) if a @ a and b @ b else 1.0
+
+    def joined(tree):
+        return np.concatenate([tree[k].ravel() for k in plain])
+
+    by_leaf = {k: cosine(plain[k].ravel(), other[k].ravel()) for k in plain}
+    worst = min(by_leaf, key=lambda k: by_leaf[k])
+    return cosine(joined(plain), joined(other)), [worst, by_leaf[worst]]
+
+
+def lines(name: str, result: dict[str, Any]) -> str:
+    """The rows of a model in the table."""
+    project = MODELS[name].project
+    text, plain = "", result["float32"]
+    for way in WAYS:
+        row = result[way]
+        if "error" in row:
+            notes = " ".join(" ".join(row["notes"]).split())
+            said = f"{row['error'].replace('|', '/')} {'*Note:* ' + notes if notes else ''}"
+            text += f"| {name} | {project} | {way} | | | | | | {said.strip()} |\n"
+        elif way == "float32":
+            last = f"{plain['losses'][-1]:.4f}"
+            text += f"| {name} | {project} | {way} | | | | | {last} | |\n"
+        else:
+            share = "" if row["share"] is None else f"{row['share']:.0%}"
+            apart, cosine = (
+                f"{row.get('apart', float('nan')):.1e}",
+                row.get("cosine", 0),
+            )
+            verdict = "" if row.get("ok") else "**outside**"
+            text += (
+                f"| {name} | {project} | {way} | {share} | {apart} | {cosine:.6f} | "
+                f"{row['skipped']} | {row['losses'][-1]:.4f} | {verdict} |\n"
+            )
+    return text
+
+
+def page(results: dict[str, Any], checkouts: Checkouts) -> str:
+    """The page of the site."""
+    names = ("jax", "flax", "optax", "equinox")
+    versions = ", ".join(f"{n} {version(n)}" for n in names)
+    commits = "; ".join(
+        f"{where} {commit(checkouts.folder / project)}"
+        for project, where in SOURCES.items()
+    )
+    head = HEAD.format(
+        steps=STEPS,
+        loss=LOSS,
+        cosine=COSINE,
+        date=datetime.date.today(),
+        versions=f"{versions}, Python {platform.python_version()}",
+        checkouts=commits,
+    )
+    return head + "".join(lines(name, result) for name, result in results.items())
+
+
+def commit(folder: Path) -> str:
+    """The commit of a checkout, or nothing where it is no repository."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short=10", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return f"at {done.stdout.strip()}" if done.returncode == 0 else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what has no result yet. 1 if a model is outside of the bounds."""
+    parser = argparse.ArgumentParser(prog="python -m parity.foreign_models")
+    parser.add_argument("--source", type=Path, required=True, help="of the checkouts")
+    parser.add_argument("--only", nargs="+", choices=tuple(MODELS), metavar="NAME")
+    parser.add_argument("--again", action="store_true", help="also what has a result")
+    options = parser.parse_args(arguments)
+    checkouts = Checkouts(options.source.resolve())
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in options.only or MODELS:
+        file = RESULTS / f"{name.replace(' ', '_')}.json"
+        if file.exists() and not (options.again or options.only):
+            continue
+        began = time.perf_counter()
+        model = MODELS[name].make(checkouts)
+        result = compared({way: train(model, way) for way in WAYS})
+        file.write_text(json.dumps(result, indent=1))
+        print(f"{lines(name, result)}  {time.perf_counter() - began:.0f} s", flush=True)
+    files = {name: RESULTS / f"{name.replace(' ', '_')}.json" for name in MODELS}
+    if missing := [name for name, file in files.items() if not file.exists()]:
+        print(f"no page yet; no result of {', '.join(missing)}")
+        return 1
+    results = {name: json.loads(file.read_text()) for name, file in files.items()}
+    PAGE.write_text(page(results, checkouts))
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return int(
+        not all(row.get("ok", True) for r in results.values() for row in r.values())
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,6 +36,7 @@ value that is broadcast along all the dimensions of one operand is a layer's bia
 stays in half precision, where adding float32 would widen it. The result of a BatchNorm
 is cast when an op outside uses it. And a number in code that was traced in float32 does
 not widen what has become float16, unless it would not survive there (-1e10, 1e-9).
+A number too large for float16 in the user's own code, a mask of -1e10, widens it too.
 
 Sharp edges
 -----------

@@ -16,10 +16,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from . import _compat
 from ._draws import redrawn
-from ._provenance import Note
+from ._provenance import Note, holds
 from ._refused import check_precision
 from ._rules import Action
 from ._sources import is_library
@@ -53,7 +56,26 @@ def evaluate(trace, jaxpr, args, forced: Action | None = None, own_sources=False
             )
         outs = out if eqn.primitive.multiple_results else [out]
         values.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.jaxpr.outvars]
+    return [as_weak(trace, read(v), v.aval) for v in jaxpr.jaxpr.outvars]
+
+
+def as_array(trace, x, aval):
+    """A result that Python may see, if it is a number so far."""
+    if isinstance(x, np.ndarray | np.generic | float | int):
+        with _compat.set_current_trace(trace.parent):
+            x = jnp.asarray(x)
+    return as_weak(trace, x, aval)
+
+
+def as_weak(trace, x, aval):
+    """A result as weakly typed as when it was traced: it follows other arrays."""
+    weak = getattr(aval, "weak_type", False) and isinstance(x, jax.Array)
+    if not weak or x.dtype != aval.dtype or jax.typeof(x).weak_type:
+        return x
+    weakly = {"new_dtype": x.dtype, "weak_type": True, "sharding": None}
+    out = trace.bind(lax.convert_element_type_p, [x], weakly)
+    trace.notes[out] = trace.notes[x]
+    return out
 
 
 class Rewritten(NamedTuple):
@@ -126,10 +148,14 @@ def jit(trace, primitive, args, params, avals, forced, baked):
     check_precision(action, jaxpr.in_avals)
     if (drawn := redrawn(trace, source, action, args, jaxpr)) is not None:
         return drawn
-    small = is_library(source) and any(map(differs, args, jaxpr.in_avals))
+    half = trace.settings.dtype
+    small = any(map(differs, args, jaxpr.in_avals)) or not all(
+        isinstance(x, jax.Array) or holds(half, x) for x in args
+    )
+    small = small and is_library(source)
     if _compat.inlined_early(params) or small:
         outs = evaluate(trace, jaxpr, args, action)
-        return [trace.as_array(x) for x in outs]
+        return [*map(functools.partial(as_array, trace), outs, jaxpr.out_avals)]
     new = rewrite(trace, jaxpr, avals_of(args), action, baked=baked)
     outs = trace.bind(primitive, args, params | {"jaxpr": new.jaxpr})
     return annotate(trace, outs, new)

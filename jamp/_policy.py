@@ -166,7 +166,8 @@ class Policy:
           function: any function of pytrees. An `equinox.Module` is one.
           float32_for: what stays in float32: "norms" (Equinox's, with their
             parameters, and Haiku's), "softmax", "losses" (optax's). To Python the
-            results of the first two are float32; what uses them gets half precision.
+            results of softmax and of Haiku's norms are float32; what uses them gets
+            half precision. Equinox's norms give back the dtype that they got.
 
         Raises:
           TypeError: `function` cannot be called.

@@ -38,6 +38,7 @@ class Note(NamedTuple):
 
 
 NOTHING = Note()
+HALVES = (jnp.float16, jnp.bfloat16)
 
 
 class Memory:
@@ -153,12 +154,22 @@ def fits(number: float, dtype) -> bool:
     return usual or number == 0 or not np.isfinite(number)
 
 
+def holds(dtype, number) -> bool:
+    """Whether a number stays finite in half precision, as a mask of -1e10 does not.
+
+    >>> holds(jnp.float16, 6e4), holds(jnp.float16, -1e10), holds(jnp.bfloat16, -1e10)
+    (True, False, True)
+    """
+    if dtype not in HALVES or scalar(number) is None or not np.isfinite(number):
+        return True
+    return abs(float(number)) <= float(jnp.finfo(dtype).max)
+
+
 # Numbers in JAX's own functions, of log10 and of norms whose order is no power of 2, by
 # what they are rounded to.
 NUMBERS = (1 / np.log(10), *(1 / n for n in (3, 5, 6, 7, 9, 10)))
 EXACT = {
-    jnp.dtype(half): {float(np.asarray(x, half)): x for x in NUMBERS}
-    for half in (jnp.float16, jnp.bfloat16)
+    jnp.dtype(half): {float(np.asarray(x, half)): x for x in NUMBERS} for half in HALVES
 }
 
 

@@ -29,6 +29,7 @@ from ._provenance import (
     Note,
     Notes,
     fits,
+    holds,
     is_filled,
     is_weak_array,
     passed_on,
@@ -190,8 +191,11 @@ class AutocastTrace(CallingTrace):
             args = self.as_traced(args, avals)
         else:
             given, args = args, narrowed(self, primitive, args, forced)
-            if args is not given and not self.settings.listed:
-                params = self.as_if_given(args, params)
+            if args is not given:
+                if not self.settings.listed:
+                    params = self.as_if_given(args, params)
+                if avals is None and primitive.name != "convert_element_type":
+                    avals = list(map(jax.typeof, given))  # what Python saw
         if (nested := RULES.get(primitive.name)) is not None:
             return nested(self, primitive, args, params, avals, forced, baked)
         action = forced or self.action(primitive)
@@ -317,22 +321,25 @@ class AutocastTrace(CallingTrace):
 
     def convert(self, primitive, args, params, avals, action, baked):
         (x,), dtype = args, jnp.dtype(params["new_dtype"])
-        if avals is not None and not isinstance(x, jax.Array):
-            return np.asarray(x).astype(dtype)  # a number stays a known number
+        if avals is not None and not isinstance(x, jax.Array):  # stays a known number
+            return np.asarray(x).astype(dtype) if holds(dtype, x) else x
         if not is_float(x) or dtype_of(x) not in CASTABLE or dtype not in CASTABLE:
             if action.dtype is not None and dtype in CASTABLE and not baked:
                 self.record.touched |= dtype != action.dtype
                 params = params | {"new_dtype": action.dtype}
             return self.bind(primitive, args, params)
+        explicit = not EXPLICIT.isdisjoint(_compat.source_codes())
         if not baked:
-            if action.dtype is not None:
+            # Under a policy, a norm that casts its result back is believed.
+            kept = explicit and action.marks and dtype == self.settings.dtype
+            if action.dtype is not None and not (kept and not self.settings.listed):
                 self.record.touched |= dtype != action.dtype
                 dtype = action.dtype
             elif avals is not None and avals[0].dtype == dtype != dtype_of(x):
                 return x  # nothing was converted when this was traced
-        explicit = not EXPLICIT.isdisjoint(_compat.source_codes())
         promotes = action is ACTIONS[primitive.name] and not (explicit or baked)
         if promotes and dtype == self.settings.dtype and is_weak_array(x):
+            self.record.touched = True
             return self.call(lax.convert_element_type, [x], {"new_dtype": x.dtype})
         if isinstance(x, jax.Array) and params["sharding"] is None and not explicit:
             if dtype != dtype_of(x):
@@ -350,13 +357,6 @@ class AutocastTrace(CallingTrace):
         elif PRIMITIVES[name].kind is LOWER and dtype_of(out) == self.settings.dtype:
             if name != "ragged_dot_general":
                 self.notes[out] = Note(sides=product_sides(name, args, params))
-
-    def as_array(self, x):
-        """A result that Python may see, if it is a number so far."""
-        if isinstance(x, np.ndarray | np.generic | float | int):
-            with _compat.set_current_trace(self.parent):
-                return jnp.asarray(x)
-        return x
 
     def as_traced(self, args, avals):
         """The values in the dtypes that they were traced with."""

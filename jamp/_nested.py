@@ -171,7 +171,7 @@ def call(trace, primitive, args, params, avals, forced, baked):
     if not hasattr(jaxpr, "jaxpr"):
         jaxpr = _compat.ClosedJaxpr(jaxpr, ())
     outs = evaluate(trace, jaxpr, args, forced, own_sources=True)
-    return [trace.as_array(x) for x in outs]
+    return [*map(functools.partial(as_array, trace), outs, jaxpr.out_avals)]
 
 
 def compute_on(trace, primitive, args, params, avals, forced, baked):

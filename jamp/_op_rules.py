@@ -224,7 +224,8 @@ FUNCTIONS |= dict.fromkeys(
 )
 FUNCTIONS |= dict.fromkeys(  # sums and counts of many numbers, powers of matrices
     """
-    jax.numpy.bincount jax.numpy.histogram jax.numpy.histogram2d jax.numpy.histogramdd
+    jax.numpy.average jax.numpy.bincount jax.numpy.corrcoef jax.numpy.cov
+    jax.numpy.histogram jax.numpy.histogram2d jax.numpy.histogramdd
     jax.numpy.nanmean jax.numpy.nanstd jax.numpy.nanvar jax.ops.segment_prod
     jax.ops.segment_sum jax.scipy.linalg.expm
     """.split(),

@@ -20,7 +20,10 @@ def is_jaxpr(value):
 
 
 def products(function, *args):
-    """The operands' dtypes of each floating matrix product and convolution."""
+    """The operands' dtypes of each floating matrix product and convolution.
+
+    A product that contracts nothing is a multiplication.
+    """
     return products_of(jax.make_jaxpr(function)(*args))
 
 
@@ -29,7 +32,9 @@ def products_of(jaxpr):
     for eqn in equations(jaxpr):
         dtypes = {v.aval.dtype for v in eqn.invars if hasattr(v.aval, "dtype")}
         floating = any(jnp.issubdtype(d, jnp.floating) for d in dtypes)
-        if eqn.primitive.name in PRODUCTS and floating:
+        numbers = eqn.params.get("dimension_numbers")
+        is_outer = eqn.primitive.name == "dot_general" and not numbers[0][0]
+        if eqn.primitive.name in PRODUCTS and floating and not is_outer:
             found.append({d.name for d in dtypes})
     return found
 

@@ -44,7 +44,7 @@ def fori_loop(w, x):
 
 
 def lax_map(w, x):
-    return jnp.sum(lax.map(lambda row: jnp.sin(row @ w), x))
+    return jnp.sum(lax.map(lambda row: jnp.sin(row[None] @ w), x))
 
 
 LOOPS = pytest.mark.parametrize(

@@ -37,7 +37,6 @@ SUMMED = ("psum", "psum_invariant", "pmax", "pmin")  # over a mapped axis
 def with_bias(trace, add, args, params):
     """The sum of a product in half precision and a bias, or None if it is another."""
     dtype = trace.settings.dtype
-    in_layer = is_in_layer(_compat.source_codes())
     for x, bias in (args, args[::-1]):
         if not isinstance(bias, jax.Array) or dtype_of(bias) != jnp.float32:
             continue
@@ -47,6 +46,7 @@ def with_bias(trace, add, args, params):
             continue
         if number is not None and not fits(number, dtype):
             continue
+        in_layer = is_in_layer(_compat.source_codes())
         varies = dimensions(trace, bias, product, in_layer)
         if varies is None:
             continue

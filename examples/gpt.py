@@ -147,7 +147,8 @@ def sample(model, prompt, key, length, precision):
     def write(position, text):
         with jamp.autocast(dtype=precision, enabled=precision != "float32"):
             logits = model(text)[0, position - 1]
-        draw = jax.random.categorical(jax.random.fold_in(key, position), logits / 0.7)
+        logits = logits.astype(jnp.float32) / 0.7  # noise is drawn in their dtype
+        draw = jax.random.categorical(jax.random.fold_in(key, position), logits)
         return text.at[0, position].set(draw.astype(jnp.uint8))
 
     return jax.lax.fori_loop(len(prompt), length, write, text)[0]

@@ -271,6 +271,15 @@ FUNCTIONS |= dict.fromkeys(  # and of these in the dtype that they are asked for
     Row(KEEP),
 )
 
+# The last state of a recurrent network starts another one's scan, where JAX wants it
+# in the dtype of the carry.
+FUNCTIONS |= dict.fromkeys(
+    """
+    flax.linen.recurrent._select_last_carry flax.nnx.nn.recurrent._select_last_carry
+    """.split(),
+    Row(FLOAT32),
+)
+
 # What a policy keeps in float32 unless it is told otherwise, by the names that
 # `float32_for=` takes.
 KEPT = {

@@ -67,7 +67,6 @@ Sharp edges
 import contextlib
 import functools
 import inspect
-import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -77,6 +76,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat
+from ._advice import advise
 from ._rules import CASTABLE, OBSERVED, REGION, Settings, compile_rules
 from ._trace import AutocastTrace, Record, mark
 from ._tree import as_dtype, brief, flag, shown
@@ -96,11 +96,6 @@ UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is search
 in the name stack, which Flax Linen, Haiku and jax.named_scope write; a function \
 matches while it runs in the region."""
 
-HALF_CARRY = """In an autocast region this value is in half precision, and the \
-function gives it back in float32. JAX compares the two before autocast can see the \
-function. Start from float32 (`x.astype(jnp.float32)`), or put `jax.jit` around the \
-model, inside the region."""
-
 # Functions whose body runs when the region has ended.
 RUNS_LATER = (
     inspect.isgeneratorfunction,
@@ -108,13 +103,12 @@ RUNS_LATER = (
     inspect.isasyncgenfunction,
 )
 
-HALF_CARRY_SIGN = re.compile(r"(?s)(carry|branches).*float16")
-
 NOT_A_DECORATOR = """autocast(cast_inputs=...) decorates a function, whose inputs it \
 casts; it cannot be entered with `with`."""
 
 NOT_A_FUNCTION = """autocast(...) decorates a function; got {}. Of a class decorate \
-the method that computes; in a generator or coroutine write `with jamp.autocast():`."""
+the method that computes. A generator or coroutine would leave the region open while \
+other code runs: decorate the function that it calls."""
 
 
 def is_autocast_enabled() -> bool:
@@ -166,9 +160,14 @@ def enter(settings: Settings | None):
             yield None
             return
         trace = AutocastTrace(_compat.current_trace(), settings, Record())
-        with _compat.set_current_trace(trace):
-            yield trace
-        trace.notes.clear()
+        try:
+            with _compat.set_current_trace(trace):
+                yield trace
+        except (TypeError, ValueError) as error:
+            advise(error, settings.dtype)
+            raise
+        finally:
+            trace.notes.clear()
 
 
 def ambient() -> contextlib.AbstractContextManager:
@@ -271,7 +270,15 @@ class autocast:
         self.settings = Settings(dtype, compile_rules(rules))
         self.enabled = flag("autocast(enabled=...)", enabled)
         self.cast_inputs = cast_inputs
+        self._rules = dict(rules or {})
         self._entered = Entered()
+
+    def __deepcopy__(self, memo):
+        return self  # nothing in it changes but what each thread has entered
+
+    def __reduce__(self):
+        rules = {_compat.Named.of(key): value for key, value in self._rules.items()}
+        return reopened, (self.settings.dtype, self.enabled, rules, self.cast_inputs)
 
     def __enter__(self):
         if self.cast_inputs is not None:
@@ -283,12 +290,9 @@ class autocast:
 
     def __exit__(self, error_type, error, traceback):
         region, trace = self._entered.stack.pop()
-        region.close()
-        if trace is not None:
-            if error_type is None:
-                self._check_all_used(trace.record.hits)
-            elif isinstance(error, TypeError) and HALF_CARRY_SIGN.search(str(error)):
-                error.add_note(HALF_CARRY)
+        region.__exit__(error_type, error, traceback)
+        if trace is not None and error_type is None:
+            self._check_all_used(trace.record.hits)
 
     def __call__(self, function: Callable) -> Callable:
         later = any(is_kind(function) for is_kind in RUNS_LATER)
@@ -317,6 +321,12 @@ class autocast:
         unused = [rule.name for index, rule in rules if index not in hits]
         if unused:
             raise ValueError(UNUSED_RULES.format(", ".join(map(repr, unused))))
+
+
+def reopened(dtype: Any, enabled: bool, rules: dict, cast_inputs: Any) -> autocast:
+    """A region that was pickled. What was entered with it is not."""
+    rules = {_compat.Named.find(key): value for key, value in rules.items()}
+    return autocast(dtype, enabled, rules=rules, cast_inputs=cast_inputs)
 
 
 def dtype_argument(value: Any, allowed: Any, message: str) -> Any:

@@ -4,11 +4,12 @@ No other module imports `jax._src` or asks for a version. Tried with JAX 0.10 to
 """
 
 import functools
+import importlib
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,14 +112,43 @@ def stack_entries(name_stack: Any) -> list[tuple[bool, str]]:
     return [(isinstance(e, is_transform), e.name) for e in name_stack.stack]
 
 
+def names_of(primitive: Primitive) -> Iterator[tuple[str, str]]:
+    """Modules of JAX that hold a primitive, and its names there."""
+    for module, contents in list(sys.modules.items()):
+        if module.startswith("jax."):
+            for name, value in list(vars(contents).items()):
+                if value is primitive:
+                    yield module, name
+
+
 @functools.lru_cache(maxsize=4096)
 def is_jax_primitive(primitive: Primitive) -> bool:
-    """Whether a primitive is JAX's own: whether a module of JAX holds it.
+    """Whether a primitive is JAX's own.
 
     A primitive does not say where it was made, and its rules may be JAX's helpers.
     """
-    modules = [m for name, m in list(sys.modules.items()) if name.startswith("jax.")]
-    return any(v is primitive for m in modules for v in list(vars(m).values()))
+    return next(names_of(primitive), None) is not None
+
+
+class Named(NamedTuple):
+    """A primitive of JAX, which cannot be pickled, by its name."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def of(cls, key: Any) -> Any:
+        """What is pickled for a value."""
+        if not isinstance(key, Primitive) or not is_jax_primitive(key):
+            return key
+        is_private = lambda named: "._" in named[0]
+        return cls(*min(names_of(key), key=is_private))
+
+    @classmethod
+    def find(cls, key: Any) -> Any:
+        if not isinstance(key, cls):
+            return key
+        return getattr(importlib.import_module(key.module), key.name)
 
 
 def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:

@@ -157,23 +157,25 @@ jamp.autocast
     cannot be entered with `with`.
   jamp.autocast(jnp.float16)(None)
     TypeError: autocast(...) decorates a function; got None of type NoneType. Of a class
-    decorate the method that computes; in a generator or coroutine write `with
-    jamp.autocast():`.
+    decorate the method that computes. A generator or coroutine would leave the region
+    open while other code runs: decorate the function that it calls.
   jamp.autocast(jnp.float16)(loss_fn(params, x))
     TypeError: autocast(...) decorates a function; got Array(4., dtype=float32) of type
-    ArrayImpl. Of a class decorate the method that computes; in a generator or coroutine
-    write `with jamp.autocast():`.
+    ArrayImpl. Of a class decorate the method that computes. A generator or coroutine
+    would leave the region open while other code runs: decorate the function that it
+    calls.
     > Decorate the function, then call it.
   jamp.autocast(jnp.float16)(Net)
     TypeError: autocast(...) decorates a function; got <class '...Net'> of type type. Of
-    a class decorate the method that computes; in a generator or coroutine write `with
-    jamp.autocast():`.
+    a class decorate the method that computes. A generator or coroutine would leave the
+    region open while other code runs: decorate the function that it calls.
     > Decorate `__call__`.
   jamp.autocast(jnp.float16)(batches)
     TypeError: autocast(...) decorates a function; got <function batches...> of type
-    function. Of a class decorate the method that computes; in a generator or coroutine
-    write `with jamp.autocast():`.
-    > The body would run after the region.
+    function. Of a class decorate the method that computes. A generator or coroutine
+    would leave the region open while other code runs: decorate the function that it
+    calls.
+    > Compute in a plain function, and decorate that.
 
 jamp.is_autocast_enabled
   jamp.is_autocast_enabled("cuda")

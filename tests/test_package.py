@@ -47,7 +47,7 @@ LAYERS = [
         "_skip",
         "_sources",
     },
-    {"_draws", "_loss_scale", "_provenance", "_rules"},
+    {"_advice", "_draws", "_loss_scale", "_provenance", "_rules"},
     {"_grad_reports", "_health", "_history", "_state"},
     {
         "_epilogue",

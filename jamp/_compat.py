@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax._src import core, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
+from jax._src.state import discharge
 from jax.extend.core import ClosedJaxpr, Jaxpr, set_current_trace
 
 Trace = core.Trace
@@ -196,6 +197,13 @@ def trace_to_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any) -> Clos
         wrap(fun, debug_info), tuple(avals)
     )
     return ClosedJaxpr(jaxpr, consts)
+
+
+def without_refs(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """A jaxpr that makes references as one of values alone."""
+    if core.internal_mutable_array_effect not in jaxpr.effects:
+        return jaxpr
+    return discharge.discharge_state(jaxpr, lower=False)
 
 
 def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:

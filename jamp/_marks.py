@@ -41,8 +41,8 @@ ELEMENTWISE = frozenset(
 )
 CALLS = frozenset(
     """
-    checkpoint closed_call core_call custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr custom_vmap_call jit pjit remat2
+    call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit pjit remat2
     """.split()
 )
 CHECK = _loss_scale.all_finite.__code__

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.ref
 import numpy as np
 
+from . import _compat
 from ._autocast import ambient
 from ._blame import trace_back
 from ._call import ARRAYS, open_call, path_name
@@ -19,6 +21,10 @@ from ._table import markdown_table
 from ._tree import is_traced
 
 SHOWN = 5
+
+FOREIGN_REF = """find_nonfinite follows a `jax.Ref` that the function makes, and was \
+given one from outside: write a function that takes its value, `ref[...]`, and makes \
+the reference of that (`jax.new_ref(value)`)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,7 +186,8 @@ def find_nonfinite(
       a list of lines, `to_dict()` has the parts.
 
     Raises:
-      TypeError: `fn` cannot be called, `when` is no bool, an array has no values.
+      TypeError: `fn` cannot be called, `when` is no bool, an array has no values; a
+        `jax.Ref` that `fn` does not make.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -216,7 +223,10 @@ def find_nonfinite(
             names[:] = [path_name(path) or "the result" for path, _ in leaves]
             return [leaf for _, leaf in leaves]
 
-        jaxpr = jax.make_jaxpr(flat)(*call.arrays)
+        traced = jax.make_jaxpr(flat)(*call.arrays)
+        if any(is_reference(value) for value in (*call.arrays, *traced.consts)):
+            raise TypeError(FOREIGN_REF)
+        jaxpr = _compat.without_refs(traced)
         programs = []
 
         def run():
@@ -237,6 +247,10 @@ def is_spread(arrays: Sequence[Any]) -> bool:
     """Whether an array lies on several devices."""
     concrete = [a for a in arrays if isinstance(a, jax.Array) and not is_traced(a)]
     return any(len(array.sharding.device_set) > 1 for array in concrete)
+
+
+def is_reference(value: Any) -> bool:
+    return isinstance(jax.typeof(value), jax.ref.AbstractRef)
 
 
 def is_array(value: Any) -> bool:

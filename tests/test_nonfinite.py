@@ -556,3 +556,70 @@ def test_a_result_that_is_a_constant():
 def test_jax_debug_nans_does_not_stop_the_search():
     with jax.debug_nans(True), jax.debug_infs(True):
         assert debug.find_nonfinite(lambda x: jnp.log(x))(ZERO).found
+
+
+def written(x):
+    ref = jax.new_ref(jnp.ones_like(x))
+    ref[...] = jnp.log(x)
+    return jnp.sum(ref[...])
+
+
+def written_row(x):
+    ref = jax.new_ref(jnp.ones((2, 2)))
+    jax.jit(lambda x: ref.__setitem__(1, jnp.log(x)))(x)
+    return jnp.sum(jax.ref.freeze(ref))
+
+
+def added(x):
+    ref = jax.new_ref(jnp.float32(0.0))
+    jax.checkpoint(lambda x: jax.ref.addupdate(ref, ..., jnp.sum(jnp.log(x))))(x)
+    return ref[...]
+
+
+@pytest.mark.parametrize("fn", [written, written_row, added])
+@pytest.mark.parametrize("way", ["eager", "jit", "region"])
+def test_values_are_followed_through_references(fn, way):
+    wrap = {"jit": jax.jit, "region": jamp.autocast(dtype=jnp.float16)}.get(way)
+    run = wrap(fn) if wrap else fn
+    (op,) = debug.find_nonfinite(run)(jnp.zeros(2)).to_dict()["ops"]
+    assert (op["made"], op["primitive"]) == ("inf", "log")
+    assert f" in {fn.__name__}" in op["line"] or "lambda" in op["line"]
+    assert not debug.find_nonfinite(run)(jnp.ones(2)).found
+
+
+def overwritten(x):
+    ref = jax.new_ref(jnp.log(x))
+    ref[...] = x
+    return jnp.sum(ref[...])
+
+
+def test_what_a_reference_no_longer_holds_is_no_fault():
+    assert not debug.find_nonfinite(overwritten)(jnp.zeros(2)).found
+
+
+def test_the_iteration_that_made_a_reference_bad():
+    def fn(x):
+        ref = jax.new_ref(jnp.zeros_like(x))
+
+        def body(carry, _):
+            ref[...] += jnp.log(carry)
+            return carry - 1.0, None
+
+        jax.lax.scan(body, x, None, length=3)
+        return jnp.sum(ref[...])
+
+    (op,) = debug.find_nonfinite(fn)(jnp.full(2, 2.0)).to_dict()["ops"]
+    assert (op["made"], op["primitive"], op["loops"]) == ("inf", "log", [("scan", 2)])
+
+
+def test_a_reference_from_outside_is_refused():
+    ref = jax.new_ref(jnp.zeros(2))
+
+    def fn(x):
+        ref[...] = jnp.log(x)
+        return ref[...]
+
+    with pytest.raises(TypeError, match=r"jax\.Ref.*from outside.*`ref\[\.\.\.\]`"):
+        debug.find_nonfinite(fn)(jnp.ones(2))
+    with pytest.raises(TypeError, match="from outside"):
+        debug.find_nonfinite(lambda ref: ref[...])(ref)

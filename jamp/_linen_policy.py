@@ -163,10 +163,16 @@ def on_top(frame: Frame):
 def intercept(next_function, args, kwargs, context):
     """Flax calls this for each method of each module."""
     module, name, top = context.module, context.method_name, FRAMES.stack[-1]
-    if module.scope is None or hasattr(type(module), "_jamp_plan"):
-        return next_function(*args, **kwargs)  # unbound, or with a policy of its own
-    if top.is_of(module) or not hasattr(type(module), name):
-        # Called by itself, or a function that a lifted transformation calls with it.
+    if module.scope is None:
+        return next_function(*args, **kwargs)
+    if top.is_of(module):  # called by itself, or the copy that a transformation made
+        FRAMES.stack[-1] = top._replace(module=module)
+        try:
+            return next_function(*args, **kwargs)
+        finally:
+            FRAMES.stack[-1] = top
+    if hasattr(type(module), "_jamp_plan") or not hasattr(type(module), name):
+        # It has a policy of its own, or is what a transformation calls a function with.
         return next_function(*args, **kwargs)
     run = top.run
     around = run.place_around(module.path, top)
@@ -178,10 +184,23 @@ def intercept(next_function, args, kwargs, context):
             with COMPUTE_DTYPE(place.policy.compute_dtype):  # arguments stay
                 return next_function(*args, **kwargs)
         boundary = place != top.place
-        call = Call(run.plan, place, top.place, boundary, module, name)
+        loops = name == "__call__" and is_scanned(module, top.module)
+        call = Call(run.plan, place, top.place, boundary, module, name, loops)
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm) and name == "__call__":
             next_function = functools.partial(with_open_boxes, module)
         return call.run(next_function, args, kwargs)
+
+
+def is_scanned(module: nn.Module, parent: nn.Module) -> bool:
+    """Whether a module is the one that `nn.scan(Class)` runs in its loop.
+
+    Flax names the class of what the parent sees after the transformation: ScanBlock.
+    """
+    made = parent._state.children.get(module.name or "")
+    if module.path[:-1] != parent.path or not isinstance(made, nn.Module):
+        return False
+    transformations = type(made).__name__.removesuffix(type(module).__name__)
+    return "scan" in transformations.lower()
 
 
 def with_open_boxes(module, *args, **kwargs):

@@ -7,6 +7,7 @@ The categories are those of `torch/include/ATen/autocast_mode.h`, the lists that
     FLOAT32         half-precision inputs are cast to float32
     PROMOTE         inputs of several floating dtypes are cast to the widest
     KEEP            runs in the dtype that it is given
+    INTO            what is written gets the dtype of the array that it is written into
 
 and for functions that torch lists nowhere, but that lose too much in half precision:
 
@@ -38,6 +39,7 @@ class Kind(enum.Enum):
     FLOAT32 = "float32"
     PROMOTE = "promote"
     KEEP = "keep"
+    INTO = "into"
     STATISTIC = "statistic"
     FLOAT32_INSIDE = "float32_inside"
     FLOAT32_NORM = "float32_norm"
@@ -52,6 +54,7 @@ class Row(NamedTuple):
 
 
 LOWER, FLOAT32, PROMOTE, KEEP = Kind.LOWER, Kind.FLOAT32, Kind.PROMOTE, Kind.KEEP
+INTO = Kind.INTO
 STATISTIC, FLOAT32_INSIDE = Kind.STATISTIC, Kind.FLOAT32_INSIDE
 FLOAT32_NORM = Kind.FLOAT32_NORM
 DRAW, REFUSED, COUNTED = Kind.DRAW, Kind.REFUSED, Kind.COUNTED

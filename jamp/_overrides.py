@@ -47,6 +47,13 @@ A key is a regular expression that is searched for in the module's path ("encode
 UNUSED = """{}: overrides match no module: {}.
 Module paths nearest to them: {}."""
 
+# JAX's errors of two dtypes that must be one.
+MIXED = re.compile(r"(?s)(carry|branches|same dtypes|Cannot lower).*float16")
+
+HALF_IN_A_LOOP = """jamp: modules with a policy give back half precision, and JAX \
+wants it to have the dtype of what it meets here: the start of a loop, another branch, \
+a cache. Cast that one before (x.astype(h.dtype)), or the result (h.astype(x.dtype))."""
+
 
 class Plan(NamedTuple):
     """What `with_policy` was asked for. Hashable."""
@@ -157,6 +164,7 @@ class Call(NamedTuple):
     boundary: bool  # whether the policy ends at this module, so that results are cast
     module: Any
     method: str
+    loops: bool = False  # whether this is a step of a loop over the module
 
     def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls the function as the policy wants it."""
@@ -166,6 +174,8 @@ class Call(NamedTuple):
         with contextlib.ExitStack() as contexts:
             reads = None if isinstance(self.module, WRITERS) else dtype
             contexts.enter_context(COMPUTE_DTYPE(reads))
+            if self.caller is None:
+                contexts.enter_context(explained())
             if self.caller is None or self.caller.policy.compute_dtype != dtype:
                 functions = self.plan.float32_for - {"norms"}  # modules, here
                 contexts.enter_context(float32_region(dtype, functions))
@@ -174,7 +184,7 @@ class Call(NamedTuple):
             out = (restore(out[0], carry[0]), *out[1:])
         if self.boundary:
             out = cast_floating(out, self.place.policy.output_dtype, STATEFUL)
-        return out
+        return as_carried(out, args[0]) if self.loops else out
 
     def split_carry(self, args: tuple) -> tuple[tuple, tuple]:
         """A recurrent cell's carry, which keeps its dtype, and the other inputs."""
@@ -182,6 +192,27 @@ class Call(NamedTuple):
         if is_cell and self.method == "__call__":
             return args[:1], args[1:]
         return (), args
+
+
+@contextlib.contextmanager
+def explained():
+    """Says what to do where JAX compares dtypes, and casts make them differ."""
+    try:
+        yield
+    except TypeError as error:
+        if MIXED.search(str(error)):
+            error.add_note(HALF_IN_A_LOOP)
+        raise
+
+
+def as_carried(out: Any, carry: Any) -> Any:
+    """The result of a step of a loop, with the carry in the dtypes that came in."""
+    structure = jax.tree.structure(carry)
+    if jax.tree.structure(out) == structure:
+        return restore(out, carry)
+    if isinstance(out, tuple) and out and jax.tree.structure(out[0]) == structure:
+        return restore(out[0], carry), *out[1:]
+    return out
 
 
 def restore(tree: Any, like: Any) -> Any:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ._compat import Primitive
-from ._op_rules import EXEMPT, FUNCTIONS, KEEP, LOWER, PRIMITIVES, Kind
+from ._op_rules import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from ._paths import PathPattern
 from ._sources import code_of, unwrapped
 from ._tree import as_dtype
@@ -182,6 +182,9 @@ ACTIONS = {
 }
 EXEMPTED = Action(KEEP, why="keep parameter")
 POLICY = Action(KEEP, why="policy")
+# Of half precision into a float32 cache, which JAX refuses.
+WRITES = frozenset(("dynamic_update_slice",))
+POLICY_WRITE = Action(INTO, why="policy")
 
 
 class Decider:
@@ -221,7 +224,7 @@ class Decider:
                 self.hits.add(index)
                 return action
         if not self.settings.listed:
-            return POLICY
+            return POLICY_WRITE if primitive.name in WRITES else POLICY
         functions, action = self.functions, None
         if not functions.keys().isdisjoint(ids):  # the outermost decides for all inside
             _, action = next(functions[i] for i in reversed(ids) if i in functions)

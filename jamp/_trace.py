@@ -18,6 +18,7 @@ from ._nested import NESTED, differs
 from ._op_rules import (
     DRAW,
     FLOAT32,
+    INTO,
     KEEP,
     LOWER,
     PRIMITIVES,
@@ -266,6 +267,8 @@ class AutocastTrace(CallingTrace):
             dtype = jnp.dtype("float32")
         elif kind is PROMOTE:
             dtype = self.widest(floats)
+        elif kind is INTO and is_float(args[0]):
+            dtype = dtype_of(args[0])
         if dtype is None:
             return args, params
         preferred = params.get("preferred_element_type")

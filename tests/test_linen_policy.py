@@ -471,6 +471,108 @@ def test_a_policy_in_a_policy_wins():
     assert found == [{"float16"}, *[{"bfloat16"}] * 3, {"float16"}]
 
 
+class Cell(nn.Module):
+    """A recurrent cell that is none of Flax's."""
+
+    @nn.compact
+    def __call__(self, carry, x):
+        carry = nn.tanh(nn.Dense(8)(x) + nn.Dense(8)(carry["h"]))
+        return {"h": carry, "n": 0}, carry
+
+
+class Chain(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(nn.LayerNorm()(x))
+
+
+@pytest.mark.parametrize("policy", [MIXED, "half", "c=bf16,o=bf16"])
+@pytest.mark.parametrize("body", [Cell, nn.remat(Cell)])
+@pytest.mark.parametrize("overrides", [None, {Cell: "full"}, {Cell: "c=bf16,o=f16"}])
+def test_a_scanned_module_gives_back_the_carry_as_it_came(policy, body, overrides):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            share = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+            cell = nn.scan(body, **share, in_axes=1, out_axes=1)
+            start = {"h": jnp.zeros((4, 8)), "n": 0}  # float32
+            carry, out = cell(name="cell")(start, x)
+            assert carry["h"].dtype == jnp.float32
+            return out
+
+    x = jnp.ones((4, 3, 8))
+    plain, model = Model(), jamp.linen.with_policy(Model(), policy, overrides)
+    variables = plain.init(RNGS, x)
+    jax.eval_shape(model.init, RNGS, x)
+    dtype = "float32" if overrides == {Cell: "full"} else str(model_dtype(model, Cell))
+    assert all({dtype} == found for found in products(model.apply, variables, x))
+    out = model.apply(variables, x).astype(jnp.float32)
+    np.testing.assert_allclose(out, plain.apply(variables, x), atol=0.05)
+
+
+def model_dtype(model, cls):
+    """What the modules of a class compute in."""
+    plan = type(model)._jamp_plan
+    return dict(plan.overrides).get(cls, plan.policy).compute_dtype
+
+
+@pytest.mark.parametrize("lift", ["scan", "remat_scan"])
+def test_scanned_layers_take_a_float32_residual_stream(lift):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x) + jnp.ones(8, jnp.float32)  # float32
+            if lift == "scan":
+                axes, split = {"params": 0}, {"params": True}
+                layers = nn.scan(Block, axes, split_rngs=split, length=3)
+                return layers()(x, None)[0]
+            return nn.remat_scan(Chain, lengths=(3,))()(x)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    variables = model.init(RNGS, X)
+    found = products(model.apply, variables, X)
+    assert found and all(dtypes == {"float16"} for dtypes in found)
+    np.testing.assert_allclose(
+        model.apply(variables, X), Model().apply(variables, X), atol=0.05
+    )
+
+
+@pytest.mark.parametrize("policy", [MIXED, "half"])
+def test_a_float32_cache_takes_half_precision(policy):
+    class Cached(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            key = nn.Dense(8)(x)
+            cache = self.variable("cache", "key", jnp.zeros, (4, 8), jnp.float32)
+            index = self.variable("cache", "index", lambda: jnp.int32(1))
+            at = (index.value, 0)
+            cache.value = jax.lax.dynamic_update_slice(cache.value, key, at)
+            return key @ cache.value.T
+
+    model = jamp.linen.with_policy(Cached(), policy)
+    variables = model.init(RNGS, X[:1])
+    for run in (model.apply, jax.jit(model.apply, static_argnames="mutable")):
+        _, state = run(variables, X[:1], mutable=("cache",))
+        assert state["cache"]["key"].dtype == jnp.float32
+        assert np.count_nonzero(state["cache"]["key"]) == 8
+
+
+def test_a_carry_that_stays_unequal_is_explained():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            cell = lambda model, carry, x: (nn.Dense(8)(carry), None)
+            share = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+            return nn.scan(cell, **share)(self, x + jnp.ones(8), X)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    with pytest.raises(TypeError, match="carry input and carry output") as caught:
+        model.init(RNGS, X)
+    assert any(
+        "modules with a policy give back half" in n for n in caught.value.__notes__
+    )
+
+
 def test_a_number_at_the_end_of_an_override_is_whole(standard_promotion):
     class Model(nn.Module):
         @nn.compact

@@ -176,6 +176,42 @@ def test_parameters_are_cast_in_calls_alone():
     assert mixed.w.tag == "mine"
 
 
+class Layers(nnx.Module):
+    """Layers in a scan, of a float32 input."""
+
+    def __init__(self):
+        make = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))
+        self.layers = make(jax.random.split(jax.random.key(0), 3))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return layer(x)
+
+        return run(x * jnp.ones(4, jnp.float32), self.layers)
+
+
+def test_a_carry_that_differs_is_explained():
+    model = jamp.nnx.with_policy(Layers(), MIXED)
+    with pytest.raises(TypeError, match="carry input and carry output") as caught:
+        model(jnp.ones((2, 4)))
+    notes = "".join(caught.value.__notes__)
+    assert "x.astype(h.dtype)" in notes and "the start of a loop" in notes
+
+
+@pytest.mark.parametrize("cache_dtype", [jnp.float32, jnp.float16])
+def test_a_decoding_cache_keeps_its_dtype(cache_dtype):
+    attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+    mixed = jamp.nnx.with_policy(attention, MIXED)
+    for model, dtype in ((attention, FULL), (mixed, cache_dtype)):
+        model.init_cache((2, 3, 4), dtype=dtype)
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    for token in jnp.split(x, 3, axis=1):
+        out, expected = nnx.jit(lambda m, x: m(x))(mixed, token), attention(token)
+        np.testing.assert_allclose(out, expected, atol=2e-3)
+    assert mixed.cached_key[...].dtype == cache_dtype
+
+
 class Average(nnx.Module):
     """Keeps a running average of what it is given, in a Variable of a kind."""
 

@@ -7,6 +7,11 @@ EDGES: dict[str, str] = {
     "FutureWarning: scatter inputs have incompatible types": (
         "JAX warns when float32 is written into a half-precision buffer"
     ),
+    "requires arguments to have the same dtypes": (
+        "A half-precision array from outside of such a function (a cache, a state) "
+        "meets float32 in it"
+    ),
+    "carry.*float16|float16.*carry": "A carry of `scan` and `while_loop` keeps the dtype that it starts with",
 }
 
 

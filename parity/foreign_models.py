@@ -40,7 +40,7 @@ that is not possible, to float32.
 
 - *half*: how much of the work in the matrix products of the forward pass is done in
   float16.
-- *skipped*: steps that were skipped, and repeated on the same batch with a smaller scale.
+- *skipped*: how many steps were skipped, and repeated on the same batch.
 
 {date}, {versions}; `python -m parity.foreign_models --source DIR`. Checkouts:
 {checkouts}.
@@ -98,9 +98,8 @@ def lines(name: str, result: dict[str, Any]) -> str:
     for way in WAYS:
         row = result[way]
         if "error" in row:
-            notes = " ".join(" ".join(row["notes"]).split())
-            said = f"{row['error'].replace('|', '/')} {'*Note:* ' + notes if notes else ''}"
-            text += f"| {name} | {project} | {way} | | | | | | {said.strip()} |\n"
+            said = " ".join([row["error"], *row["notes"]]).replace("|", "/").split()
+            text += f"| {name} | {project} | {way} | | | | | | {' '.join(said)} |\n"
         elif way == "float32":
             last = f"{plain['losses'][-1]:.4f}"
             text += f"| {name} | {project} | {way} | | | | | {last} | |\n"

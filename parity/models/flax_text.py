@@ -125,7 +125,7 @@ def wmt(checkouts: Checkouts) -> Linen:
     models, train = checkouts.modules("flax/examples/wmt", "models", "train")
     options = small(share_embeddings=True, logits_via_embedding=True)
     module = models.Transformer(models.TransformerConfig(**options))
-    inputs, targets = tokens(3), tokens(4)
+    inputs, targets = tokens(3, batch=16), tokens(4, batch=16)
     weights = jnp.where(targets > 0, 1, 0).astype(jnp.float32)
 
     def loss(module, variables, key):

@@ -17,12 +17,16 @@ def imagenet(checkouts: Checkouts) -> Linen:
         stage_sizes=[1, 1],
         block_cls=models.BottleneckResNetBlock,
         num_classes=train.NUM_CLASSES,
-        num_filters=8,
+        num_filters=16,
         dtype=None,
     )
     rng = np.random.default_rng(0)
-    images = jnp.asarray(rng.normal(size=(2, 8, 32, 32, 3)), jnp.float32)
-    labels = jnp.asarray(rng.integers(0, 10, (2, 8)))
+    labels = rng.integers(0, 10, (2, 32))
+    # Blocks of 8x8 pixels that are the same for all images of a class, and noise.
+    blocks = np.kron(rng.normal(size=(10, 4, 4, 3)), np.ones((1, 8, 8, 1)))
+    noise = 0.3 * rng.normal(size=(2, 32, 32, 32, 3))
+    images = jnp.asarray(blocks[labels] + noise, jnp.float32)
+    labels = jnp.asarray(labels)
 
     def loss(module, variables, key):
         def on_one_device(images, labels):

@@ -66,7 +66,8 @@ def train(model: Linen | Nnx | Equinox, way: str) -> Run | Failed:
         return repeat(*start(model, way))
     except Exception as error:
         first = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        notes = list(getattr(error, "__notes__", []))
+        notes = getattr(error, "__notes__", [])
+        notes = [note for note in notes if "internal frames" not in note]
         return Failed(first, notes, traceback.format_exc())
 
 

@@ -82,7 +82,7 @@ def ppo(checkouts: Checkouts) -> Linen:
 
 def ogbg(checkouts: Checkouts, name: str, **fields) -> Linen:
     """A graph network on a batch of molecules with padding and missing labels."""
-    import jraph
+    import jraph  # pyright: ignore
 
     models, train = checkouts.modules("flax/examples/ogbg_molpcba", "models", "train")
     module = getattr(models, name)(

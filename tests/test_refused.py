@@ -1,5 +1,7 @@
 """Functions that take a number from the dtype of their input: float32, or refused."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,13 +48,15 @@ def test_float32_gives_what_it_gives_outside(name, standard_promotion):
         np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
 
 
+# JAX 0.12 refuses some of it by itself; then its error has a note.
+CURE = "(?s)({} of a float16.*Cast the input|Cast what you give it)"
+
+
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"expm", "pinv"}))
 def test_half_precision_is_refused_with_the_cure(name, standard_promotion):
     function, value = CASES[name]
     for run in ways(function):
-        with pytest.raises(
-            TypeError, match=rf"(?s){name} of a float16.*Cast the input"
-        ):
+        with pytest.raises(TypeError, match=CURE.format(name)):
             run(value.astype(jnp.float16))
 
 
@@ -64,7 +68,8 @@ def test_pinv_gives_the_answer_of_float32_or_is_refused(standard_promotion):
         try:
             found = run(value)
         except TypeError as error:
-            assert "jax.numpy.linalg.pinv of a float16 value" in str(error)
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            assert re.search(CURE.format("pinv"), text)
         else:
             np.testing.assert_allclose(found, expected, atol=1e-5)
 

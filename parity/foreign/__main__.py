@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import records, report, result, running, suites
-from .records import PASSED, PLAIN, SKIPPED, WAYS
+from .records import PASSED, PLAIN, WAYS
 
 KEPT_IN = running.ROOT / "runs" / "foreign"
 PAGE = running.ROOT / "docs" / "parity" / "foreign.md"
@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m parity.foreign")
+    parser = argparse.ArgumentParser(
+        prog="python -m parity.foreign", description=__doc__
+    )
     add = parser.add_argument
     add("--suite", choices=suites.SUITES, required=True)
     add("--source", type=Path, required=True, help="a checkout of the installed tag")
@@ -72,9 +74,7 @@ def forget(folder: Path, task: suites.Task, ways: Sequence[str], which: str) -> 
             x.test
             for x in records.read(path).values()
             if task.pattern in x.test
-            and (
-                which == "all" or (way != PLAIN and x.outcome not in (PASSED, SKIPPED))
-            )
+            and (which == "all" or (way != PLAIN and x.outcome != PASSED))
         ]
         if tests:
             records.forget(path, tests)

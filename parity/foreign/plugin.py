@@ -19,7 +19,7 @@ COMPARISONS = (AssertionError, pytest.fail.Exception)
 
 @contextlib.contextmanager
 def region(way: str):
-    """What a test runs in."""
+    """What a test runs in, if not plain."""
     import jax
     import jax.numpy as jnp
 
@@ -27,9 +27,7 @@ def region(way: str):
     from jamp._autocast import enter
     from jamp._rules import Settings
 
-    if way == PLAIN:
-        yield
-    elif way == KEPT:
+    if way == KEPT:
         with enter(Settings(jnp.dtype("float16"), listed=False)):
             yield
     else:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 PLAIN, KEPT, FLOAT16 = WAYS = ("plain", "kept", "float16")
 BEGUN = "begun"  # is followed by an outcome, unless the process died
 PASSED, SKIPPED, FAILED, DIED, SLOW = "passed", "skipped", "failed", "died", "slow"
+WITHOUT_ERROR = {DIED: "the process died", SLOW: "took too long", SKIPPED: "skipped"}
 
 # What differs between two runs, or between two tests with one cause.
 VARIABLE = (
@@ -47,7 +48,7 @@ class Outcome(NamedTuple):
     def cause(self) -> str:
         """The type and the first line, without what varies between tests."""
         if not self.error:
-            return {DIED: "the process died", SLOW: "took too long"}[self.outcome]
+            return WITHOUT_ERROR[self.outcome]
         lines = self.message.strip().splitlines()
         line = lines[0] if lines else ""
         for pattern, word in VARIABLE:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import edges, inside, records
-from .records import FLOAT16, KEPT, PASSED, PLAIN, SKIPPED, WAYS, Outcome
+from .records import FLOAT16, KEPT, PASSED, PLAIN, WAYS, Outcome
 
 
 class File(NamedTuple):
@@ -34,7 +34,7 @@ class File(NamedTuple):
     def failed(self, way: str) -> list[Outcome]:
         """What passed plain and does not pass this way."""
         found = (self.ways[way][test] for test in self.passed())
-        return [x for x in found if x.outcome not in (PASSED, SKIPPED)]
+        return [x for x in found if x.outcome != PASSED]
 
     def differing(self) -> list[Outcome]:
         """What fails in the region that decides nothing, and is not on the list."""

@@ -1,7 +1,7 @@
 """`explain`: which op runs in which dtype, why, and what that costs."""
 
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,9 +15,9 @@ from ._explanation import Explanation, OpRow, Promotion, Reduction
 from ._op_rules import FUNCTIONS, PRIMITIVES
 from ._residuals import saved_for_backward
 from ._rules import OBSERVED
-from ._sources import floating, rule_of
+from ._sources import floating, rule_of, site_of
 from ._trace import EXPLICIT
-from ._walk import PRODUCTS, Op, flops, nbytes, reduced, walk
+from ._walk import OUTERMOST, PRODUCTS, Op, flops, nbytes, reduced, walk
 
 HALF = ("float16", "bfloat16")
 MANY = 1024  # elements: a float16 sum of so many numbers of 64 overflows
@@ -48,8 +48,8 @@ def explain(
       the ops of torch's list that the rule mirrors; the share of matrix products in
       the lower dtype; the memory that is kept for the backward pass; half precision
       that silently became float32, float16 sums that may overflow, and matrix products
-      that run in float32. The last three are also its `found`. `to_dict()` has
-      everything, `to_markdown()` what is printed.
+      that run in float32, with the line that made their input float32. The last three
+      are also its `found`. `to_dict()` has everything, `to_markdown()` what is printed.
 
     Raises:
       TypeError: `fn` cannot be called.
@@ -156,7 +156,31 @@ def row_of(key: Any, group: list[Op]) -> OpRow:
         backward=backward,
         flops=sum(op.times * flops(op.eqn) for op in group),
         bytes=sum(op.times * sum(map(nbytes, outs(op))) for op in group),
+        since=widened_at(group[0]) if flops(group[0].eqn) else "",
     )
+
+
+def widened_at(op: Op) -> str:
+    """The line at which a float32 input of an op was half precision, or "".
+
+    Another line than the op's own, if there is one: that one has widened the others.
+    """
+    queue, seen, line = deque(op.eqn.invars), set(), ""
+    while queue:
+        variable = queue.popleft()
+        if isinstance(variable, _compat.Literal) or variable in seen:
+            continue
+        seen.add(variable)
+        maker = op.made_by.get(variable)
+        if maker is None or floating([variable]) != ("float32",):
+            continue
+        given = floating(maker.invars)
+        if "float32" not in given and not set(HALF).isdisjoint(given):
+            line = site_of(maker, OUTERMOST).line
+            if line != op.site.line:
+                break
+        queue.extend(maker.invars)
+    return line
 
 
 def given_dtypes(op: Op) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ class OpRow(NamedTuple):
     backward: bool
     flops: int  # of matrix products
     bytes: int  # of results
+    since: str = ""  # of a product in float32: where its input became float32
 
 
 class Promotion(NamedTuple):
@@ -103,10 +104,7 @@ class Explanation(Report):
                 f"float16 {r.op} of {r.elements} elements at {r.line}{_in(r.path)}"
                 for r in self.reductions
             ),
-            *(
-                f"float32 {row.op} at {row.line}{_in(row.path)}: {row.rule}"
-                for row in self.wide_products
-            ),
+            *(f"float32 {product}" for product in self._products()),
         ]
 
     @property
@@ -186,7 +184,7 @@ class Explanation(Report):
         for title, lines in (
             ("float32 operands that widen half precision:", self._promoted()),
             ("float16 sums that may overflow:", self._sums()),
-            ("matrix products in float32:", self._products()),
+            ("matrix products in float32:", [f"  {p}" for p in self._products()]),
         ):
             if lines:
                 more = [f"  and {len(lines) - FEW} more"] if len(lines) > FEW else []
@@ -254,9 +252,15 @@ class Explanation(Report):
 
     def _products(self) -> list[str]:
         return [
-            f"  {row.op} at {row.line}{_in(row.path)}: {row.rule}"
+            f"{row.op} at {row.line}{_in(row.path)}: {row.rule}{_since(row)}"
             for row in self.wide_products
         ]
+
+
+def _since(row: OpRow) -> str:
+    if row.since == row.line:
+        return ", cast in that line"
+    return f", float32 since {row.since}" if row.since else ""
 
 
 def _in(path: str) -> str:

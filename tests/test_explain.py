@@ -157,6 +157,53 @@ def test_policies():
     assert {row.rule for row in products} == {"policy"}
 
 
+class OwnNorm(nnx.Module):
+    """As many models have one: it casts, and gives float32 back."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        x = x.astype(jnp.float32)
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True)) * self.scale[...]
+
+
+class OwnAttention(nnx.Module):
+    def __init__(self, dtype, rngs):
+        self.qkv = nnx.Linear(8, 8, rngs=rngs)
+        self.out = nnx.Linear(8, 8, dtype=dtype, rngs=rngs)
+        self.norm = OwnNorm()
+
+    def __call__(self, x):
+        h = self.qkv(x)
+        q = self.norm(h)
+        logits = jnp.einsum("td,sd->ts", q, h)
+        return self.out(jnp.einsum("ts,sd->td", jax.nn.softmax(logits), h))
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_products_in_float32_under_a_policy_name_the_line_that_made_it_float32(dtype):
+    model = OwnAttention(dtype, nnx.Rngs(0))
+    model = jamp.nnx.with_policy(model, "mixed_float16")
+    explanation = debug.explain(model)(jnp.ones((4, 8)))
+    start = OwnAttention.__call__.__code__.co_firstlineno
+    norm = OwnNorm.__call__.__code__.co_firstlineno + 1
+    expected = [
+        f"float32 dot_general at test_explain.py:{start + 3} in __call__: policy, "
+        f"float32 since test_explain.py:{norm} in __call__",
+        f"float32 dot_general at test_explain.py:{start + 4} in __call__: policy, "
+        f"float32 since test_explain.py:{start + 3} in __call__",
+    ]
+    if dtype is not None:
+        expected.append(
+            f"float32 dot_general at test_explain.py:{start + 4} in __call__ in "
+            "OwnAttention/out: policy, cast in that line"
+        )
+    products = [line for line in explanation.found if "dot_general" in line]
+    assert sorted(products) == sorted(expected)
+    assert all(line.removeprefix("float32 ") in str(explanation) for line in products)
+
+
 def test_numbers_and_explicit_casts_are_no_silent_promotions():
     def f(w, x):
         h = x @ w

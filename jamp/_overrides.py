@@ -23,7 +23,7 @@ from flax import nnx
 
 from ._paths import PathPattern
 from ._policy import Policy, cast_floating, get_policy
-from ._regions import check_float32_for, float32_region, norm_classes
+from ._regions import check_float32_for, explained, float32_region, norm_classes
 from ._tree import shown
 
 # What parameters are cast to when they are read, or None. JAX keys its caches by it.
@@ -46,13 +46,6 @@ A key is a regular expression that is searched for in the module's path ("encode
 
 UNUSED = """{}: overrides match no module: {}.
 Module paths nearest to them: {}."""
-
-# JAX's errors of two dtypes that must be one.
-MIXED = re.compile(r"(?s)(carry|branches|same dtypes|Cannot lower).*float16")
-
-HALF_IN_A_LOOP = """jamp: modules with a policy give back half precision, and JAX \
-wants it to have the dtype of what it meets here: the start of a loop, another branch, \
-a cache. Cast that one before (x.astype(h.dtype)), or the result (h.astype(x.dtype))."""
 
 
 class Plan(NamedTuple):
@@ -192,17 +185,6 @@ class Call(NamedTuple):
         if is_cell and self.method == "__call__":
             return args[:1], args[1:]
         return (), args
-
-
-@contextlib.contextmanager
-def explained():
-    """Says what to do where JAX compares dtypes, and casts make them differ."""
-    try:
-        yield
-    except TypeError as error:
-        if MIXED.search(str(error)):
-            error.add_note(HALF_IN_A_LOOP)
-        raise
 
 
 def as_carried(out: Any, carry: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from ._regions import (
     FLOAT32_FOR,
     check_float32_for,
+    explained,
     float32_region,
     is_flax,
     norm_classes,
@@ -202,7 +203,7 @@ class Policy:
             call = (function, args, kwargs)  # an equinox.Module has arrays inside
             call = cast_floating(call, self.compute_dtype, states + norms)
             run, args, kwargs = call
-            with float32_region(self.compute_dtype, kept):
+            with explained(), float32_region(self.compute_dtype, kept):
                 out = run(*args, **kwargs)
             return cast_floating(out, self.output_dtype, states)
 

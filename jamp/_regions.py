@@ -10,6 +10,7 @@ an autocast region around the model.
 import contextlib
 import difflib
 import functools
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -34,6 +35,12 @@ from ._rules import (
 FLOAT32_FOR = tuple(KEPT)
 NORMS = tuple(path.removesuffix(".__call__") for path in KEPT["norms"])
 NORMS += ("flax.linen.InstanceNorm", "flax.nnx.InstanceNorm")  # not in torch's lists
+
+# JAX's errors of two dtypes that must be one.
+TWO_DTYPES = re.compile(r"(?s)(carry|branch|same dtypes).*float16")
+CAST_ONE = """jamp: what has a policy gives back half precision, and JAX wants it to \
+have the dtype of what it meets here: the start of a loop, another branch, a cache. \
+Cast that one before (x.astype(h.dtype)), or the result (h.astype(x.dtype))."""
 
 
 def check_float32_for(names: Any) -> frozenset[str]:
@@ -80,6 +87,17 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> tuple[UserRule,
             action = Action(None, jnp.dtype("float32"), marks=inside, table=table)
             rules.append(UserRule(path, (code, source_of(code)), action))
     return tuple(rules)
+
+
+@contextlib.contextmanager
+def explained():
+    """Says what to do where JAX compares dtypes, and a policy's casts made them two."""
+    try:
+        yield
+    except TypeError as error:
+        if TWO_DTYPES.search(str(error)):
+            error.add_note(CAST_ONE)
+        raise
 
 
 def norm_classes() -> tuple[type, ...]:

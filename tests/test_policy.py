@@ -526,3 +526,15 @@ def test_wrap_refuses_methods_of_flax_modules():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="with_policy"):
         jamp.get_policy("half").wrap(model.__call__)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_carry_that_differs_is_explained():
+    def run(params, xs):
+        step = lambda h, x: (x @ params, None)
+        return jax.lax.scan(step, jnp.zeros(4), xs)[0]
+
+    wrapped = jamp.get_policy("mixed_float16").wrap(run)
+    with pytest.raises(TypeError, match="carry input and carry output") as caught:
+        wrapped(jnp.ones((4, 4)), jnp.ones((3, 4)))
+    assert any("x.astype(h.dtype)" in note for note in caught.value.__notes__)

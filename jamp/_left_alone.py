@@ -14,10 +14,10 @@ from ._rules import Action
 
 LEFT_ALONE = frozenset(
     """
-    approx_top_k call_exported composite custom_lin custom_linear_solve
-    custom_partitioning dce_sink debug_callback debug_print ffi_call for io_callback
-    pallas_call pure_callback reduce reduce_window run_state select_and_scatter
-    tpu_custom_call triton_kernel_call
+    approx_top_k call_exported composite cudnn_fusion custom_lin custom_linear_solve
+    custom_partitioning dce_sink debug_callback debug_print ffi_call for fused_call
+    io_callback pallas_call pure_callback reduce reduce_window run_state
+    select_and_scatter tpu_custom_call triton_kernel_call
     """.split()
 )
 RULE_KIND = "left_alone"

@@ -174,7 +174,8 @@ def call(trace, primitive, args, params, avals, forced, baked):
     return [*map(functools.partial(as_array, trace), outs, jaxpr.out_avals)]
 
 
-def compute_on(trace, primitive, args, params, avals, forced, baked):
+def annotated(trace, primitive, args, params, avals, forced, baked):
+    """A function with a word for the compiler: where it runs, what it is called."""
     new = rewrite(trace, params["jaxpr"], avals_of(args), forced, baked=baked)
     outs = trace.bind(primitive, args, params | {"jaxpr": new.jaxpr})
     return annotate(trace, outs, new)
@@ -260,7 +261,8 @@ NESTED = {
     "call": call,
     "closed_call": call,
     "eval_jaxpr": call,
-    "compute_on": compute_on,
+    "compute_on": annotated,
+    "xla_metadata_call": annotated,
     "remat2": remat,
     "checkpoint": remat,
     "scan": scan,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.custom_derivatives import linear_call
+from jax.experimental import scheduling_groups
 from jax.experimental.custom_partitioning import custom_partitioning
 
 import jamp
@@ -185,10 +186,15 @@ def on_host(function):
     return make(function, compute_type="device_host", out_memory_spaces=space)
 
 
+def in_a_group(function):
+    return scheduling_groups.scheduling_group("first")(function)
+
+
+@pytest.mark.parametrize("annotate", [on_host, in_a_group], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("jit", [False, True])
-def test_compute_on_a_host(jit):
+def test_functions_with_a_word_for_the_compiler(jit, annotate):
     x, w = arrays()
-    function = on_host(lambda x: jnp.sin(x @ w))
+    function = annotate(lambda x: jnp.sin(x @ w))
 
     def loss(x):
         return jnp.sum((jax.jit(function) if jit else function)(x @ w))

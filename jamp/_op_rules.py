@@ -107,8 +107,8 @@ PRIMITIVES |= dict.fromkeys(
     """
     add add_any clamp concatenate div dynamic_update_slice eq ge gt igamma igamma_grad_a
     igammac le lt max min mul ne nextafter pad polygamma regularized_incomplete_beta rem
-    scatter scatter-max scatter-min
-    select_and_gather_add select_and_scatter_add select_n stack zeta
+    scatter scatter-max scatter-min select_and_gather_add select_and_scatter_add
+    select_n stack zeta
     """.split(),
     Row(PROMOTE),
 )
@@ -228,9 +228,9 @@ FUNCTIONS |= dict.fromkeys(
 FUNCTIONS |= dict.fromkeys(  # sums and counts of many numbers, powers of matrices
     """
     jax.numpy.average jax.numpy.bincount jax.numpy.corrcoef jax.numpy.cov
-    jax.numpy.histogram jax.numpy.histogram2d jax.numpy.histogramdd
-    jax.numpy.nanmean jax.numpy.nanstd jax.numpy.nanvar jax.ops.segment_prod
-    jax.ops.segment_sum jax.scipy.linalg.expm
+    jax.numpy.histogram jax.numpy.histogram2d jax.numpy.histogramdd jax.numpy.nanmean
+    jax.numpy.nanstd jax.numpy.nanvar jax.ops.segment_prod jax.ops.segment_sum
+    jax.scipy.linalg.expm
     """.split(),
     Row(FLOAT32),
 )
@@ -241,16 +241,13 @@ FUNCTIONS |= dict.fromkeys(  # their index into the sorted input is a floating n
     """.split(),
     Row(COUNTED),
 )
-FUNCTIONS |= (
-    dict.fromkeys(  # they take a tolerance or a degree from their input's dtype
-        """
+FUNCTIONS |= dict.fromkeys(  # they take a tolerance from the dtype of their input
+    """
     jax.numpy.linalg.lstsq jax.numpy.linalg.matrix_rank jax.numpy.linalg.pinv
     jax.numpy.polyfit jax.numpy.roots jax.random.binomial jax.random.multinomial
-    jax.scipy.linalg.funm jax.scipy.signal.detrend
-    jax.scipy.sparse.linalg.gmres
+    jax.scipy.linalg.funm jax.scipy.signal.detrend jax.scipy.sparse.linalg.gmres
     """.split(),
-        Row(REFUSED),
-    )
+    Row(REFUSED),
 )
 FUNCTIONS |= dict.fromkeys(  # JAX draws their noise in the dtype of a probability
     """
@@ -292,15 +289,13 @@ KEPT = {
 }
 
 # Parameters are made in the dtype that they ask for, whatever goes on around. NNX makes
-# them when a module is constructed; in Equinox they are drawn.
+# them when a module is constructed; in Equinox they are drawn (`jax.random` above).
 EXEMPT = (
     "flax.core.scope.Scope.param",
     "flax.core.scope.Scope.variable",
     "flax.nnx.pytreelib.PytreeMeta.__call__",
     "haiku.get_parameter",
     "haiku.get_state",
-    "jax.random.normal",
-    "jax.random.truncated_normal",
 )
 
 NO_COUNTERPART = {

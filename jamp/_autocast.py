@@ -23,7 +23,7 @@ derivative rules are run under such a trace whenever JAX calls them (`_custom.py
 
 Which rule wins
 ---------------
-1. The making of parameters in Flax and Haiku is left alone.
+1. The making of parameters is left alone.
 2. The innermost region. Each marks its ops in JAX's name stack, which survives jit,
    grad and vmap, so that an outer region knows what an inner one has decided.
 3. The user's `rules`, in their order.
@@ -31,12 +31,20 @@ Which rule wins
    records for each op which Python functions it comes from; the outermost wins.
 5. Primitives: *lower*, *float32*, *promote* or *keep*, from the same tables.
 
-To this come some refinements (`_epilogue.py`). A sum of a half-precision product and a
-value that is broadcast along all the dimensions of one operand is a layer's bias: it
-stays in half precision, where adding float32 would widen it. The result of a BatchNorm
-is cast when an op outside uses it. And a number in code that was traced in float32 does
-not widen what has become float16, unless it would not survive there (-1e10, 1e-9).
-A number too large for float16 in the user's own code, a mask of -1e10, widens it too.
+To this come some refinements:
+
+- A layer's bias (`_epilogue.py`). A sum of a half-precision product and a value that
+  was broadcast along all the dimensions of one operand stays in half precision, where
+  adding float32 would widen it.
+- The result of a BatchNorm is cast when an op outside uses it; its statistics are not.
+- Numbers (`_provenance.py`). A number in code that was traced in float32 does not widen
+  what has become float16, unless it would not survive there (-1e10, 1e-9); one in the
+  user's own code widens it if it would be inf. What the user's Python makes in
+  float32, such as `jnp.zeros((4, 4))`, is an array and no number.
+- Products that are none (`_products.py`): of two vectors, of nothing that is
+  contracted, and those whose call says `precision=HIGHEST`.
+- Draws (`_draws.py`) are made in float32, and functions that read the dtype of their
+  input in Python (`_refused.py`) refuse half precision.
 
 Sharp edges
 -----------
@@ -52,9 +60,9 @@ Sharp edges
   branches of `cond` that differ: start from float32, or `jax.jit` the model inside the
   region.
 - The result of a BatchNorm says float32; `rules={nn.BatchNorm: None}` keeps it so.
-- A plain `x @ w + b` is a layer with a bias if `b` is broadcast. A bias that is added
-  to a product with batch dimensions (an ensemble's, an expert's) is not recognized:
-  float32.
+- A plain `x @ w + b` is a layer with a bias if `b` has fewer dimensions. A bias that
+  is added to a product with batch dimensions (an ensemble's, an expert's) is not
+  recognized: float32.
 - `jax.numpy_dtype_promotion("strict")` forbids what autocast makes common: mixed
   dtypes.
 - Kernels (`pallas_call`), callbacks, exported functions, custom solvers and the

@@ -87,7 +87,7 @@ from . import _compat
 from ._advice import advise
 from ._rules import CASTABLE, OBSERVED, REGION, Settings, compile_rules
 from ._trace import AutocastTrace, Record, mark
-from ._tree import as_dtype, brief, flag, shown
+from ._tree import HALVES, as_dtype, brief, flag, shown
 
 BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16.
 There is no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
@@ -271,7 +271,7 @@ class autocast:
         cast_inputs: Any = None,
     ):
         dtype = default_dtype() if dtype is None else dtype
-        allowed = CASTABLE if enabled is False else CASTABLE[:2]
+        allowed = CASTABLE if enabled is False else HALVES
         dtype = dtype_argument(dtype, allowed, BAD_DTYPE)
         if cast_inputs is not None:
             cast_inputs = dtype_argument(cast_inputs, CASTABLE, BAD_INPUTS)

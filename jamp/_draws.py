@@ -23,8 +23,7 @@ from jax import random
 from . import _compat
 from ._op_rules import DRAW
 from ._sources import is_library
-
-HALF = tuple(jnp.dtype(d) for d in ("float16", "bfloat16"))
+from ._tree import HALVES
 
 UNKNOWN = """autocast: {function} would draw in half precision here, which is biased, \
 and this version of JAX draws in a way that autocast does not know. Cast what it is \
@@ -40,7 +39,7 @@ def redrawn(trace, source: str, action, args, jaxpr) -> list[Any] | None:
     if action is None or action.table is not DRAW or not is_library(source):
         return None
     avals = [*jaxpr.in_avals, *jaxpr.out_avals]
-    if name not in DRAWN or not any(_dtype(aval) in HALF for aval in avals):
+    if name not in DRAWN or not any(_dtype(aval) in HALVES for aval in avals):
         return None
     (key, *rest), shape = args, jaxpr.out_avals[0].shape
     twice = _draws_twice(jaxpr, shape)
@@ -101,7 +100,7 @@ def _draws_twice(jaxpr, shape: tuple[int, ...]) -> bool:
     """Whether two numbers are drawn for each element, for `mode="high"`."""
     drawn = (v.aval for eqn in jaxpr.jaxpr.eqns for v in eqn.outvars)
     return any(
-        _dtype(aval) in HALF and math.prod(aval.shape) == 2 * math.prod(shape)
+        _dtype(aval) in HALVES and math.prod(aval.shape) == 2 * math.prod(shape)
         for aval in drawn
     )
 

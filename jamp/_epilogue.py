@@ -28,8 +28,8 @@ from . import _compat
 from ._compat import dtype_of
 from ._op_rules import FLOAT32_NORM
 from ._provenance import fits
-from ._rules import CASTABLE
 from ._sources import is_in_layer
+from ._tree import HALVES
 
 SUMMED = ("psum", "psum_invariant", "pmax", "pmin")  # over a mapped axis
 
@@ -137,4 +137,4 @@ def mark_results(trace, primitive, action, args, out):
 
 def is_or_was_half(trace, x) -> bool:
     note = trace.notes[x]
-    return dtype_of(x) in CASTABLE[:2] or note.widened or note.result
+    return dtype_of(x) in HALVES or note.widened or note.result

@@ -19,7 +19,8 @@ from jax import lax
 from . import _compat
 from ._compat import dtype_of
 from ._op_rules import LOWER, PRIMITIVES, PROMOTE
-from ._rules import CASTABLE, Action
+from ._rules import Action
+from ._tree import HALVES
 
 OUTER = Action(PROMOTE, why="outer dot_general")
 HIGHEST = Action(PROMOTE, why="highest dot_general")
@@ -83,7 +84,7 @@ def wide_product(trace, primitive, args, params):
 
 def is_wide(args, params) -> bool:
     """Whether half-precision inputs are to give a float32 result."""
-    halves = all(dtype_of(x) in CASTABLE[:2] for x in args)
+    halves = all(dtype_of(x) in HALVES for x in args)
     return halves and params.get("preferred_element_type") == jnp.float32
 
 

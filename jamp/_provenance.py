@@ -26,6 +26,7 @@ from jax import lax
 from . import _compat
 from ._compat import dtype_of
 from ._sources import called_function, code_of
+from ._tree import HALVES
 
 
 class Note(NamedTuple):
@@ -38,7 +39,6 @@ class Note(NamedTuple):
 
 
 NOTHING = Note()
-HALVES = (jnp.float16, jnp.bfloat16)
 
 
 class Memory:

@@ -15,8 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ._op_rules import COUNTED, REFUSED
-
-HALF = tuple(jnp.dtype(d) for d in ("float16", "bfloat16"))
+from ._tree import HALVES
 
 READS_DTYPE = """{function} of a {dtype} value, in an autocast region: it takes {what} \
 from the dtype of its input, and that of {dtype} is too coarse. Cast the input: \
@@ -34,7 +33,7 @@ def check_precision(action: Any, given: Sequence[Any]) -> None:
         return
     for value in given:
         dtype = getattr(value, "dtype", None)
-        if dtype not in HALF:
+        if dtype not in HALVES:
             continue
         exact = 2 ** (jnp.finfo(dtype).nmant + 1)  # it counts up to here
         if action.table is COUNTED and math.prod(value.shape) <= exact:

@@ -21,7 +21,6 @@ from flax import nnx
 from ._autocast import enter
 from ._op_rules import FLOAT32_NORM, KEPT
 from ._rules import (
-    CASTABLE,
     REGION,
     Action,
     Settings,
@@ -31,6 +30,7 @@ from ._rules import (
     resolve,
     source_of,
 )
+from ._tree import HALVES
 
 FLOAT32_FOR = tuple(KEPT)
 NORMS = tuple(path.removesuffix(".__call__") for path in KEPT["norms"])
@@ -70,7 +70,7 @@ def float32_region(
     dtype: Any, names: frozenset[str]
 ) -> contextlib.AbstractContextManager:
     """The region for a computation in `dtype` that keeps some functions."""
-    rules = rules_for(names, loaded()) if dtype in CASTABLE[:2] else ()
+    rules = rules_for(names, loaded()) if dtype in HALVES else ()
     if rules:
         return enter(Settings(dtype, rules, listed=False))
     return contextlib.nullcontext() if REGION.value is None else enter(None)

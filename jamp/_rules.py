@@ -15,9 +15,9 @@ from ._compat import Primitive
 from ._op_rules import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from ._paths import PathPattern
 from ._sources import code_of, unwrapped
-from ._tree import as_dtype
+from ._tree import HALVES, as_dtype
 
-CASTABLE = tuple(jnp.dtype(d) for d in ("float16", "bfloat16", "float32"))
+CASTABLE = (*HALVES, jnp.dtype("float32"))
 
 BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \

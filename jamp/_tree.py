@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 NUMBERS = (bool, int, float, complex)
+HALVES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 
 
 def is_traced(value: Any) -> bool:

@@ -91,6 +91,12 @@ SAMPLERS = {
     "batched": lambda k, x: jax.vmap(random.categorical)(
         random.split(k, 3), jnp.stack([x, x, x])
     ),
+    "batched_bernoulli": lambda k, x: jax.vmap(random.bernoulli)(
+        random.split(k, 3), jnp.stack([softened(x), softened(x), softened(x)])
+    ),
+    "bernoulli_of_one_key": lambda k, x: jax.vmap(random.bernoulli, (None, 0))(
+        k, jnp.stack([softened(x), softened(x)])
+    ),
     "bernoulli": lambda k, x: random.bernoulli(k, softened(x)),
     "bernoulli_of_more_bits": lambda k, x: random.bernoulli(
         k, softened(x), mode="high"

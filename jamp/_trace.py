@@ -184,6 +184,8 @@ class AutocastTrace(CallingTrace):
         """
         foreign, differentiated = self.scope()
         if foreign:
+            if avals is not None:
+                params = primitive.get_bind_params(params)
             return self.bind(primitive, self.as_traced(args, avals), params)
         baked = self.baked or differentiated
         if baked and (forced or self.action(primitive) or KEPT).table is DRAW:

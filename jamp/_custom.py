@@ -128,6 +128,7 @@ def custom_jvp(trace, primitive, fun, jvp, args, params, eqn=None):
         traced = [a.dtype for a in eqn.jaxpr.in_avals] * 2
 
     def autocast_jvp(*primals_and_tangents):
+        run.forget()  # else JAX compares the dtypes before they are cast
         if traced is not None:
             primals_and_tangents = cast_all(
                 derivative.child(), primals_and_tangents, traced

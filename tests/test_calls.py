@@ -221,3 +221,53 @@ def test_custom_partitioning_is_left_alone(jit):
     with half():
         found = function(x)
     np.testing.assert_array_equal(found, squared(x))
+
+
+# Custom derivatives that an inner region has decided about, seen by an outer one.
+
+
+@jax.custom_jvp
+def sine(x):
+    return jnp.sin(x @ x)
+
+
+@sine.defjvp
+def _(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return sine(x), jnp.cos(x @ x) * (dx @ x + x @ dx)
+
+
+@jax.custom_vjp
+def cosine(x):
+    return jnp.cos(x @ x)
+
+
+cosine.defvjp(
+    lambda x: (cosine(x), x),
+    lambda x, g: ((-g * jnp.sin(x @ x)) @ x.T + x.T @ (-g * jnp.sin(x @ x)),),
+)
+
+
+@pytest.mark.parametrize("function", [jax.nn.relu, sine, cosine, jax.checkpoint(sine)])
+@pytest.mark.parametrize("inner", [{"dtype": jnp.bfloat16}, {"enabled": False}])
+@pytest.mark.parametrize("outer", [True, False])
+def test_custom_derivatives_in_an_inner_region(function, inner, outer):
+    x, _ = arrays()
+
+    def loss(x):
+        with jamp.autocast(**inner):
+            return jnp.sum(function(x) ** 2)
+
+    plain = lambda x: jnp.sum(function(x) ** 2)
+    around = half() if outer else jamp.autocast(enabled=False)
+    expected = plain(x), jax.grad(plain)(x)
+    tolerance = 1e-5 if inner == {"enabled": False} else 0.05
+    for found in (jax.jit(loss), jax.jit(jax.jit(loss))):
+        np.testing.assert_allclose(around(found)(x), expected[0], rtol=tolerance)
+    for found in (
+        jax.grad(jax.jit(loss)),
+        jax.jit(jax.grad(loss)),
+        jax.grad(jax.checkpoint(loss)),
+        jax.grad(around(jax.jit(loss))),
+    ):
+        close(around(found)(x), expected[1], tolerance)

@@ -54,24 +54,34 @@ def write(path: Path, folder: Path) -> None:
 
 
 def section(files: Sequence[File]) -> str:
-    """What is known of one suite."""
+    """What is known of one suite; files of which nothing ran are left out."""
     suite = files[0].suite
-    parts = [f"## {suite} {version(suite)}", HEAD + "".join(map(row, files))]
+    counts = {f"`{file.name}`": numbers(file) for file in files if file.passed()}
+    if len(counts) > 1:
+        columns = zip(*counts.values(), strict=True)
+        counts["**all**"] = tuple(map(sum, columns))
+    parts = [f"## {suite} {version(suite)}"]
+    parts.append("\n".join([HEAD, *(row(*item) for item in counts.items())]))
     if rows := exceptions(files):
         head = "| tests | exception | where | for instance | what covers it |"
         parts.append("\n".join([head, "| ---: | --- | --- | --- | --- |", *rows]))
     return "\n\n".join(parts)
 
 
-def row(file: File) -> str:
-    tests = len(file.ran())
-    total = f"{tests:,} of {file.total:,}" if tests < file.total else f"{tests:,}"
-    passed, failed = len(file.passed()), file.failed(KEPT)
-    crashes = file.crashes()
-    values = len(file.failed(FLOAT16)) - len(crashes)
-    cells = [f"`{file.name}`", total, passed, passed - len(failed)]
-    cells += [len(failed) - len(file.differing()), values, len(crashes)]
-    return "\n| " + " | ".join(map(str, cells)) + " |"
+def numbers(file: File) -> tuple[int, ...]:
+    """Those of the table's row, after how many tests the file has."""
+    ran, passed, failed = file.ran(), file.passed(), file.failed(KEPT)
+    listed, crashes = len(failed) - len(file.differing()), len(file.crashes())
+    values = len(file.failed(FLOAT16)) - crashes
+    every = max(file.total, len(ran))
+    same = len(passed) - len(failed)
+    return every, len(ran), len(passed), same, listed, values, crashes
+
+
+def row(name: str, counts: tuple[int, ...]) -> str:
+    every, ran, *rest = counts
+    tests = f"{ran:,} of {every:,}" if ran < every else f"{ran:,}"
+    return "| " + " | ".join([name, tests, *(f"{n:,}" for n in rest)]) + " |"
 
 
 def exceptions(files: Sequence[File]) -> list[str]:

@@ -164,12 +164,13 @@ class AutocastTrace(CallingTrace):
 
     def read_scope(self) -> tuple[bool, bool]:
         entries, depth = _compat.scopes(), len(self.scopes)
-        if entries[:depth] != self.scopes:
-            return False, True  # JAX evaluates a part of what it differentiates
-        entries = entries[depth:]
+        is_part = entries[:depth] != self.scopes  # of what JAX differentiates
+        if not is_part:
+            entries = entries[depth:]
         marks = [MARK.match(name) for transform, name in entries if not transform]
         foreign = any(m and int(m[1] or 0) > self.settings.depth for m in marks)
-        return foreign, any(t and name in DIFFERENTIATION for t, name in entries)
+        differentiated = any(t and name in DIFFERENTIATION for t, name in entries)
+        return foreign, is_part or differentiated
 
     def action(self, primitive, source=None) -> Action | None:
         return self.decide(primitive, _compat.source_codes(), self.path, source)

@@ -271,3 +271,26 @@ def test_custom_derivatives_in_an_inner_region(function, inner, outer):
         jax.grad(around(jax.jit(loss))),
     ):
         close(around(found)(x), expected[1], tolerance)
+
+
+@pytest.mark.parametrize("loop", ["scan", "hoisted", "fori", "checkpoint", "cond"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_gradient_inside_keeps_to_an_inner_region_in_a_loop(loop, jit):
+    x, w = arrays()
+
+    def step(carry, w):
+        with jamp.autocast(enabled=False):
+            return jnp.sin(carry @ w)
+
+    run = {
+        "scan": lambda w: lax.scan(lambda c, _: (step(c, w), None), x, None, 2)[0],
+        # JAX computes what is the same in all iterations once, before the loop.
+        "hoisted": lambda w: lax.fori_loop(0, 2, lambda _, c: c + step(x, w), x),
+        "fori": lambda w: lax.fori_loop(0, 2, lambda _, c: step(c, w), x),
+        "checkpoint": lambda w: jax.checkpoint(step)(x, w),
+        "cond": lambda w: lax.cond(jnp.sum(w) > -99.0, step, lambda x, w: x, x, w),
+    }[loop]
+    gradient = jax.grad(lambda w: jnp.sum(run(w) ** 2))
+    inside = half()(jax.jit(gradient) if jit else gradient)
+    assert all(dtypes == {"float32"} for dtypes in products(inside, w))
+    np.testing.assert_allclose(inside(w), gradient(w), rtol=1e-5, atol=1e-6)

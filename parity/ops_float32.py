@@ -22,6 +22,7 @@ from .ops_table import (
     V,
     by_labels,
     channels_last,
+    condition_number,
     params,
     torch,
 )
@@ -118,6 +119,7 @@ FLOAT32 = (
         ((2, 3),),
         span=SIGNED,
         grad_cancels=SIGNS,
+        condition=condition_number,
     ),
     Op(
         "nuclear_norm.dim",
@@ -127,6 +129,7 @@ FLOAT32 = (
         ((4, 2, 3),),
         span=SIGNED,
         grad_cancels=SIGNS,
+        condition=condition_number,
     ),
     Op(
         "cosine_similarity",

@@ -66,6 +66,12 @@ def section(results: Sequence[Result]) -> str:
         for op in ops
         if op.dtypes_only
     ]
+    notes += [
+        f"- `{op.name}` as `{op.written}`: its bound is {_CLASSES[-1]} ULPs times the "
+        "condition number of its input, since LAPACK rounds as the processor likes."
+        for op in ops
+        if op.condition is not None
+    ]
     return _TEXT.format(
         listed=len(listed) + len(NO_COUNTERPART),
         compared=len(listed),

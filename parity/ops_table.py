@@ -67,6 +67,9 @@ class Op(NamedTuple):
       cancels: what makes small results of large terms, so that distances of results and
         gradients are counted in units of the largest element; empty if nothing does.
       grad_cancels: the same for the gradients alone.
+      condition: how many times larger than that of its input the error of the exact
+        result may be, where it goes through LAPACK, whose rounding differs between
+        processors. The bound on distances grows with it.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Op(NamedTuple):
     dtypes_only: str = ""
     cancels: str = ""
     grad_cancels: str = ""
+    condition: Callable[[np.ndarray], float] | None = None
 
     @property
     def base(self) -> str:
@@ -106,6 +110,11 @@ class Op(NamedTuple):
         """The gradients of the results, before they get the results' dtypes."""
         random = np.random.RandomState(1)
         return [random.uniform(*self.span, shape) for shape in shapes]
+
+
+def condition_number(matrices: np.ndarray) -> float:
+    """The largest condition number of some matrices: that of their singular vectors."""
+    return float(np.linalg.cond(matrices.astype(np.float64)).max())
 
 
 class Side(NamedTuple):

@@ -41,6 +41,8 @@ def redrawn(trace, source: str, action, args, jaxpr) -> list[Any] | None:
     avals = [*jaxpr.in_avals, *jaxpr.out_avals]
     if name not in DRAWN or not any(_dtype(aval) in HALVES for aval in avals):
         return None
+    if len(args) != ARGUMENTS[name]:
+        return None  # JAX evaluates a part of it; the bits, if they are there, are seen
     (key, *rest), shape = args, jaxpr.out_avals[0].shape
     twice = _draws_twice(jaxpr, shape)
     if name == "_bernoulli" and not twice:
@@ -94,6 +96,9 @@ DRAWN = {
     "_gumbel": _gumbel,
     "_bernoulli": _bernoulli,
 }
+
+
+ARGUMENTS = {"_uniform": 3, "_normal": 1, "_gumbel": 1, "_bernoulli": 2}
 
 
 def _draws_twice(jaxpr, shape: tuple[int, ...]) -> bool:

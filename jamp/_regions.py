@@ -1,4 +1,4 @@
-"""What stays in float32 under a policy: norms, softmax and losses.
+"""What stays in float32 under a policy: norms, softmax, losses, and random draws.
 
 A norm of Flax is recognized by its class, and gets other casts than the modules around
 it. A function (softmax, a loss, a norm of Equinox or Haiku) is recognized by an
@@ -19,7 +19,7 @@ from flax import linen as nn
 from flax import nnx
 
 from ._autocast import enter
-from ._op_rules import FLOAT32_NORM, KEPT
+from ._op_rules import DRAW, FLOAT32_NORM, FUNCTIONS, KEPT
 from ._rules import (
     REGION,
     Action,
@@ -85,6 +85,10 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> tuple[UserRule,
             inside = name == "norms" or path == "jax.nn.softmax"
             table = FLOAT32_NORM if name == "norms" else None
             action = Action(None, jnp.dtype("float32"), marks=inside, table=table)
+            rules.append(UserRule(path, (code, source_of(code)), action))
+    for path in (path for path, row in FUNCTIONS.items() if row.kind is DRAW):
+        if (code := resolve(path, modules)) is not None:
+            action = Action(None, jnp.dtype("float32"), why=f"draw {path}", table=DRAW)
             rules.append(UserRule(path, (code, source_of(code)), action))
     return tuple(rules)
 

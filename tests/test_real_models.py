@@ -179,3 +179,57 @@ def test_a_number_that_fits_does_not_widen():
     with jamp.autocast(jnp.bfloat16):
         h = jnp.eye(2) @ jnp.eye(2)
         assert jnp.where(h > 0, h, MASK).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("float32_for", [("norms", "softmax", "losses"), ()])
+def test_draws_under_a_policy_are_those_of_float32(dtype, float32_for):
+    """Noise in half precision has ties, which go to the first tokens."""
+    policy = jamp.Policy("float32", dtype, "float32")
+    key = jax.random.key(0)
+    logits = 0.01 * jax.random.normal(jax.random.key(1), (1000,))
+
+    def draw(logits):
+        return jax.random.categorical(key, logits, shape=(2000,))
+
+    wrapped = policy.wrap(draw, float32_for=float32_for)
+    rounded = logits.astype(dtype).astype(jnp.float32)
+    np.testing.assert_array_equal(wrapped(logits), draw(rounded))
+    np.testing.assert_array_equal(jax.jit(wrapped)(logits), draw(rounded))
+
+
+class Writer(nn.RNNCellBase):
+    """Reads what it has drawn from its own logits."""
+
+    @nn.compact
+    def __call__(self, carry, x):
+        state, last = carry
+        state, y = nn.LSTMCell(8)(state, last)
+        logits = nn.Dense(64)(y)
+        drawn = jax.random.categorical(self.make_rng("draw"), logits)
+        return (state, jax.nn.one_hot(drawn, 8)), (logits, drawn)
+
+    @property
+    def num_feature_axes(self):
+        return 1
+
+
+class Text(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        state = nn.LSTMCell(8, parent=None).initialize_carry(
+            jax.random.key(0), x[:, 0].shape
+        )
+        writer = nn.RNN(Writer(), split_rngs={"params": False, "draw": True})
+        return writer(x, initial_carry=(state, x[:, 0]))
+
+
+def test_what_a_scanned_cell_draws_under_a_policy():
+    x = jnp.ones((4, 6, 8))
+    keys = {"params": jax.random.key(0), "draw": jax.random.key(1)}
+    variables = Text().init(keys, x)
+    half = jamp.linen.with_policy(Text(), POLICY)
+    logits, drawn = half.apply(variables, x, rngs=keys)
+    plain, drawn_plain = Text().apply(variables, x, rngs=keys)
+    np.testing.assert_array_equal(drawn, drawn_plain)
+    np.testing.assert_allclose(logits, plain, atol=2e-3)

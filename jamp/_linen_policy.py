@@ -26,6 +26,7 @@ from ._overrides import (
     Place,
     Plan,
     check_all_used,
+    is_scanned,
     make_plan,
     methods_of,
     pattern_of,
@@ -189,18 +190,6 @@ def intercept(next_function, args, kwargs, context):
         if isinstance(module, nn.WeightNorm | nn.SpectralNorm) and name == "__call__":
             next_function = functools.partial(with_open_boxes, module)
         return call.run(next_function, args, kwargs)
-
-
-def is_scanned(module: nn.Module, parent: nn.Module) -> bool:
-    """Whether a module is the one that `nn.scan(Class)` runs in its loop.
-
-    Flax names the class of what the parent sees after the transformation: ScanBlock.
-    """
-    made = parent._state.children.get(module.name or "")
-    if module.path[:-1] != parent.path or not isinstance(made, nn.Module):
-        return False
-    transformations = type(made).__name__.removesuffix(type(module).__name__)
-    return "scan" in transformations.lower()
 
 
 def with_open_boxes(module, *args, **kwargs):

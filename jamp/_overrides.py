@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from flax.core import lift
 
 from ._paths import PathPattern
 from ._policy import Policy, cast_floating, get_policy
@@ -185,6 +186,24 @@ class Call(NamedTuple):
         if is_cell and self.method == "__call__":
             return args[:1], args[1:]
         return (), args
+
+
+def is_scanned(module: nn.Module, parent: nn.Module) -> bool:
+    """Whether a module is one that `nn.scan` runs in its loop.
+
+    Flax names the class of what the parent sees after `nn.scan(Class)`: ScanBlock. As a
+    decorator of the method, `nn.scan` leaves a function that knows its transformation.
+    """
+    method = inspect.getattr_static(type(module), "__call__")
+    while method is not None:
+        if inspect.getclosurevars(method).nonlocals.get("transform") is lift.scan:
+            return True
+        method = getattr(method, "__wrapped__", None)
+    made = parent._state.children.get(module.name or "")
+    if module.path[:-1] != parent.path or not isinstance(made, nn.Module):
+        return False
+    transformations = type(made).__name__.removesuffix(type(module).__name__)
+    return "scan" in transformations.lower()
 
 
 def as_carried(out: Any, carry: Any) -> Any:

@@ -3,7 +3,9 @@
 Trains each in float32, in a float16 region and with a float16 policy, 20 steps each,
 and compares. DIR holds checkouts: DIR/flax, DIR/bonsai, DIR/nanodo, DIR/equinox. A
 result is kept in runs/foreign_models until `--again`; when all are there, the table is
-written to docs/parity/foreign-models.md.
+written to docs/parity/foreign-models.md. Their code needs a few packages more:
+`pip install clu einops jraph ml_collections wrapt`; those that only read data are made
+up (`models/source.py`).
 """
 
 import argparse

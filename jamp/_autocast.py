@@ -172,7 +172,8 @@ def enter(settings: Settings | None):
             with _compat.set_current_trace(trace):
                 yield trace
         except (TypeError, ValueError) as error:
-            advise(error, settings.dtype)
+            if settings.listed:  # a policy has a note of its own
+                advise(error, settings.dtype)
             raise
         finally:
             trace.notes.clear()

@@ -20,10 +20,7 @@ def is_jaxpr(value):
 
 
 def products(function, *args):
-    """The operands' dtypes of each floating matrix product and convolution.
-
-    A product that contracts nothing is a multiplication.
-    """
+    """The operands' dtypes of each floating matrix product and convolution."""
     return products_of(jax.make_jaxpr(function)(*args))
 
 
@@ -32,9 +29,7 @@ def products_of(jaxpr):
     for eqn in equations(jaxpr):
         dtypes = {v.aval.dtype for v in eqn.invars if hasattr(v.aval, "dtype")}
         floating = any(jnp.issubdtype(d, jnp.floating) for d in dtypes)
-        numbers = eqn.params.get("dimension_numbers")
-        is_outer = eqn.primitive.name == "dot_general" and not numbers[0][0]
-        if eqn.primitive.name in PRODUCTS and floating and not is_outer:
+        if eqn.primitive.name in PRODUCTS and floating:
             found.append({d.name for d in dtypes})
     return found
 

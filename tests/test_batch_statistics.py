@@ -23,9 +23,10 @@ def touched(stats):
     return jax.tree.map(lambda s: s * 1, stats)
 
 
-def linen(stats, x, axis_name=None):
+def linen(stats, x, axis_name=None, fast=True):
     layer = nn.BatchNorm(
         use_running_average=False, momentum=0.9, axis_name=axis_name,
+        use_fast_variance=fast,
         use_bias=False, use_scale=False,
     )  # fmt: skip
     y, new = layer.apply({"batch_stats": stats}, x @ jnp.eye(4), mutable="batch_stats")
@@ -40,8 +41,18 @@ def in_vmap(stats, x):
     return jax.vmap(lambda x: linen(stats, x, "batch"), axis_name="batch")(x)
 
 
+def in_slow_vmap(stats, x):
+    def run(x):
+        y, new = linen(stats, x, "batch", fast=False)
+        return y, touched(new)
+
+    return jax.vmap(run, axis_name="batch")(x)
+
+
 @WAYS
-@pytest.mark.parametrize("function", [linen, in_vmap], ids=["plain", "vmap"])
+@pytest.mark.parametrize(
+    "function", [linen, in_vmap, in_slow_vmap], ids=["plain", "vmap", "slow_vmap"]
+)
 def test_linen(function, way, standard_promotion):
     y, stats = way(lambda s, x: (function(s, x)[0], touched(function(s, x)[1])))(
         STATS, x

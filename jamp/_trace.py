@@ -188,9 +188,11 @@ class AutocastTrace(CallingTrace):
             if avals is not None:
                 params = primitive.get_bind_params(params)
             return self.bind(primitive, self.as_traced(args, avals), params)
-        baked = self.baked or differentiated
-        if baked and (forced or self.action(primitive) or KEPT).table is DRAW:
-            baked = False  # nothing is differentiated that is drawn
+        action, baked = forced, self.baked or differentiated
+        if baked:
+            action = action or self.action(primitive)
+            # Nothing is differentiated that is drawn.
+            baked = action is None or action.table is not DRAW
         if baked:
             args = self.as_traced(args, avals)
         else:
@@ -202,7 +204,7 @@ class AutocastTrace(CallingTrace):
                     avals = list(map(jax.typeof, given))  # what Python saw
         if (nested := RULES.get(primitive.name)) is not None:
             return nested(self, primitive, args, params, avals, forced, baked)
-        action = forced or self.action(primitive)
+        action = action or self.action(primitive)
         check_precision(action, avals or args)
         action = for_product(action, primitive, avals or args, params)
         if primitive.name not in PRIMITIVES:

@@ -64,6 +64,16 @@ def test_linen(function, way, standard_promotion):
     assert half(jax.nn.relu)(y).dtype in (jnp.float16, jnp.float32)
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_linen_with_the_region_inside_vmap(fast, standard_promotion):
+    # The mean is summed over the mapped axis, and has the shape of one example.
+    def run(x):
+        return touched(linen(STATS, x, "batch", fast)[1])
+
+    stats = jax.vmap(half(run), axis_name="batch")(x)
+    assert {s.dtype for s in jax.tree.leaves(stats)} == {jnp.dtype("float32")}
+
+
 @WAYS
 def test_what_follows_gets_half_precision(way, standard_promotion):
     y = way(lambda s, x: jax.nn.relu(linen(s, x)[0]))(STATS, x)

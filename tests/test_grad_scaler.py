@@ -470,6 +470,25 @@ class TwoParts(nnx.Module):
         self.first, self.second = First(jnp.ones(2)), Second(jnp.ones(2))
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_overflow_of_any_optimizer_halves_the_scale(wrap, bad):
+    def body(models, optimizers, scaler, inputs):
+        pairs = zip(models, optimizers, inputs, strict=True)
+        skipped = [
+            scaler.step(optimizer, model, scaled_grads(model, scaler, x))
+            for model, optimizer, x in pairs
+        ]
+        scaler.update()
+        return skipped
+
+    models, optimizers = zip(make_model(0), make_model(1), strict=True)
+    scaler, inputs = jamp.GradScaler(init_scale=8.0), [X, X]
+    inputs[bad] = BAD
+    skipped = wrap(body)(models, optimizers, scaler, inputs)
+    assert list(map(bool, skipped)) == [i == bad for i in (0, 1)]
+    assert scaler.get_scale() == 4.0
+
+
 @pytest.mark.parametrize("unscale", [False, True])
 def test_two_optimizers_on_one_model_share_its_gradients(wrap, unscale):
     def body(model, optimizers, scaler, grads):

@@ -230,3 +230,35 @@ def test_grad_scaler_on_sharded_arrays_and_under_shard_map():
 
     scale = mapped(one_bad(7))
     assert scale == 2.0**15
+
+
+def test_gather_divides_before_it_sums():
+    # Eight gradients of 40000 have a mean that float16 holds, and no such sum.
+    tx = jamp.dynamic_loss_scale(
+        optax.sgd(1.0), init_scale=1.0, axis_name="data", growth_interval=10
+    )
+
+    def local_step(w, split, x):
+        def loss_fn(w, split):
+            gathered = jamp.sharding.gather(w, "data", reduce_dtype=jnp.float16)
+            whole = jamp.sharding.gather(
+                split, "data", P("data"), reduce_dtype=jnp.float16
+            )
+            return jnp.sum(x * (gathered + whole))
+
+        params = w, split
+        return jamp.step(tx, jax.grad(loss_fn, (0, 1))(*params), tx.init(params), params)
+
+    step = jax.shard_map(
+        local_step,
+        mesh=make_mesh(),
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=((P(), P("data")), P()),
+        check_vma=False,
+    )
+    w = jnp.zeros(DEVICES)
+    x = jnp.full((DEVICES, DEVICES), 40000.0)
+    params, state = jax.jit(step)(w, w, x)
+    assert state.skipped_steps == 0
+    for new in params:
+        np.testing.assert_allclose(new, -40000.0, rtol=1e-3)

@@ -323,17 +323,17 @@ jamp.GradScaler.update
   scaler.update()
     RuntimeError: No inf checks
   scaler.update(float("nan"))
-    ValueError: the scale
+    ValueError: new_scale
   scaler.update(1e300)
-    ValueError: the scale
+    ValueError: new_scale
   scaler.update("2")
-    TypeError: the scale
+    TypeError: new_scale
   scaler.update(True)
-    TypeError: the scale
+    TypeError: new_scale
   scaler.update(jnp.ones(3))
-    ValueError: the scale
+    ValueError: new_scale
   nnx.jit(lambda s, new: s.update(new))(scaler, jnp.array(True))
-    TypeError: the scale
+    TypeError: new_scale
   jax.jit(lambda g: scaler.unscale_(optimizer, g))(nnx_grads); scaler.update()
     RuntimeError: in the middle of an iteration
 
@@ -368,7 +368,7 @@ jamp.GradScaler.load_state_dict
     TypeError: state_dict
     > `other.state_dict()`.
   scaler.load_state_dict({**scaler.state_dict(), "scale": -1.0})
-    ValueError: the scale
+    ValueError: scale
   scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0, "growth_interval": 1.5})
     TypeError: growth_interval
   scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": -1})
@@ -880,7 +880,7 @@ jamp.debug.History.extend
   history.extend({"loss": 1.0})
     ValueError: loss
   history.extend({"loss": ["a"]})
-    TypeError: numbers and bools
+    TypeError: loss
   history.extend({"loss": [1.0, 2.0], "accuracy": [1.0]})
     ValueError: accuracy
 

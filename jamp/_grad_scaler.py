@@ -248,7 +248,7 @@ class GradScaler(nnx.Pytree):
             return
         self._iteration.check_trace()
         if new_scale is not None:
-            self.loss_scale[...] = _as_scale(new_scale)
+            self.loss_scale[...] = _as_scale("new_scale", new_scale)
         else:
             flags = [record.finite for record in self._iteration.records.values()]
             if not flags:
@@ -358,7 +358,7 @@ class GradScaler(nnx.Pytree):
                 f"state_dict lacks {', '.join(sorted(missing))}; it has "
                 f"{', '.join(map(str, state_dict))}. Pass what state_dict() returned."
             )
-        scale = _as_scale(state_dict["scale"])
+        scale = _as_scale("scale", state_dict["scale"])
         tracker = _loss_scale.check_count(
             "_growth_tracker", state_dict["_growth_tracker"]
         )
@@ -383,14 +383,14 @@ class GradScaler(nnx.Pytree):
         return LossScaleState(*part(self, LossScaleState))
 
 
-def _as_scale(value: Any) -> jax.Array:
+def _as_scale(name: str, value: Any) -> jax.Array:
     """A scale given by the user as float32 []."""
     if np.size(value) != 1:
         raise ValueError(
-            f"the scale must be a number or one element; got shape {np.shape(value)}."
+            f"{name} must be a number or one element; got shape {np.shape(value)}."
         )
     if is_traced(value):
-        value = _loss_scale.number("the scale", jnp.reshape(value, []), float)
+        value = _loss_scale.number(name, jnp.reshape(value, []), float)
         return value.astype(jnp.float32)
     value = np.asarray(value).item()
-    return jnp.asarray(_loss_scale.check_scale("the scale", value), jnp.float32)
+    return jnp.asarray(_loss_scale.check_scale(name, value), jnp.float32)

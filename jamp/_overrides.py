@@ -137,15 +137,15 @@ def check_all_used(
     caller: str, plan: Plan, hits: Collection[int], paths: Iterable[str]
 ) -> None:
     """Raises ValueError if an override matches nothing, with the nearest paths."""
-    unused = [str(k) for i, (k, _) in enumerate(plan.overrides) if i not in hits]
+    unused = [key for i, (key, _) in enumerate(plan.overrides) if i not in hits]
     if unused:
         known = sorted(set(paths) - {""})
         near = [
             path
             for key in unused
-            for path in difflib.get_close_matches(key, known, n=5, cutoff=0.0)
+            for path in difflib.get_close_matches(str(key), known, n=5, cutoff=0.0)
         ]
-        names = ", ".join(map(repr, dict.fromkeys(near))) or "there is none"
+        names = ", ".join(map(repr, dict.fromkeys(near))) or "none"
         raise ValueError(UNUSED.format(caller, ", ".join(map(repr, unused)), names))
 
 

@@ -99,7 +99,7 @@ def _of_device(caller: str, name: str, value: jax.Array, ndim: int) -> tuple:
         raise TypeError(f"{caller}: {name!r} is traced. {OUTSIDE}")
     if value.ndim != ndim:
         raise _shape_error(caller, name, value.shape, ndim)
-    _words_in(value.dtype)
+    _check_dtype(caller, name, value.dtype)
     if value.is_deleted():
         raise ValueError(
             f"{caller}: the buffer of {name!r} was donated to a later step and is "
@@ -121,7 +121,7 @@ def _of_device(caller: str, name: str, value: jax.Array, ndim: int) -> tuple:
 def _of_host(caller: str, name: str, value: Any, ndim: int) -> Any:
     if isinstance(value, list | tuple | np.ndarray | np.generic):
         value = np.array(value)  # a copy: the caller may go on writing to it
-        _words_in(value.dtype)
+        _check_dtype(caller, name, value.dtype)
     elif not isinstance(value, bool | int | float | complex):
         raise TypeError(
             f"{caller}: {name!r} must be a number or an array; got {value!r} of type "
@@ -145,13 +145,20 @@ def _shape_error(caller: str, name: str, shape: tuple, ndim: int) -> ValueError:
     )
 
 
+def _check_dtype(caller: str, name: str, dtype: Any) -> None:
+    if not _words_in(dtype):
+        raise TypeError(
+            f"{caller}: {name!r} must hold numbers or bools; got dtype {dtype}."
+        )
+
+
 @functools.lru_cache
 def _words_in(dtype: Any) -> int:
-    """How many 32-bit words hold a number."""
+    """How many 32-bit words hold a number; 0 for what is neither number nor bool."""
     is_number = jnp.issubdtype(dtype, jnp.number)
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo
     if dtype != jnp.bool_ and not (is_number and info(dtype).bits >= 8):
-        raise TypeError(f"History collects numbers and bools; got dtype {dtype}.")
+        return 0
     return max(dtype.itemsize // 4, 1)
 
 

@@ -290,10 +290,11 @@ def _floating(value: Any, where: str) -> Any:
             raise TypeError  # and "f16" as sixteen bytes, "float" as float64
     except (TypeError, ValueError):
         names = [*DTYPES, "half", *NAMED]
-        near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4) or names
+        near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4)
+        there_are = "names near it:" if near else "there are"
         raise ValueError(
-            f"{where}: Unknown dtype {brief(value)}; the nearest names are "
-            f"{', '.join(near)}."
+            f"{where}: Unknown dtype {brief(value)}; {there_are} "
+            f"{', '.join(near or names)}."
         ) from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
         raise ValueError(

@@ -66,7 +66,9 @@ class Report:
         if not isinstance(index, int | np.integer):
             raise TypeError(f"report[i] takes the number of a step; got {index!r}.")
         if not -steps <= operator.index(index) < steps:
-            raise IndexError(f"report[{index}] of a report of {steps} steps.")
+            raise IndexError(
+                f"report[{index}] is out of range: the report has {steps} steps."
+            )
 
         def pick(leaf):  # by NumPy, which does not ask how an array is sharded
             return leaf[index] if is_traced(leaf) else np.asarray(leaf)[index]

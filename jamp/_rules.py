@@ -15,7 +15,7 @@ from ._compat import Primitive
 from ._op_rules import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from ._paths import PathPattern
 from ._sources import code_of, unwrapped
-from ._tree import HALVES, as_dtype
+from ._tree import HALVES, as_dtype, shown
 
 CASTABLE = (*HALVES, jnp.dtype("float32"))
 
@@ -87,7 +87,7 @@ def compile_rules(rules: Mapping[Any, Any] | None) -> tuple[UserRule, ...]:
     if rules is None:
         return ()
     if not isinstance(rules, Mapping):
-        raise TypeError(f"autocast(rules=...) must be a dict, got {type(rules)}")
+        raise TypeError(f"autocast(rules=...) must be a dict; got {shown(rules)}.")
     return tuple(compile_rule(key, value) for key, value in rules.items())
 
 
@@ -102,9 +102,9 @@ def compile_rule(key: Any, value: Any) -> UserRule:
         try:
             dtype = as_dtype(value)
         except (TypeError, ValueError):
-            raise bad(f"{value!r} is not a dtype") from None
+            raise bad(f"{value!r} is not a dtype.") from None
         if dtype not in CASTABLE:
-            raise bad(f"cannot run in {dtype}")
+            raise bad(f"cannot run in {dtype}.")
         action = Action(None, dtype, why=why)
     if isinstance(key, Primitive):
         return UserRule(key.name, key, action)
@@ -112,12 +112,12 @@ def compile_rule(key: Any, value: Any) -> UserRule:
         try:
             return UserRule(key, PathPattern(key), action)
         except re.error as error:
-            raise bad(f"not a regular expression: {error}") from None
+            raise bad(f"not a regular expression: {error}.") from None
     if isinstance(key, type):
         key = key.__call__  # a module class
     code = code_of(key) if callable(key) else None
     if code is None:
-        raise bad(f"{type(key).__name__} is none of the three kinds of keys")
+        raise bad(f"{type(key).__name__} is none of the three kinds of keys.")
     if problem := shared_by(key):
         raise bad(SHARED_CODE.format(problem))
     name = getattr(key, "__qualname__", code.co_name)

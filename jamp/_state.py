@@ -11,8 +11,9 @@ import optax
 
 from ._tree import NUMBERS, dtype_of, shown
 
-HIDDEN = """optax.apply_if_finite around a loss scale keeps from it the overflows that \
-it must back off at. Leave it out: jamp.dynamic_loss_scale skips such steps itself."""
+HIDDEN = """optax.apply_if_finite around a loss scale hides from it the overflows at \
+which it must back off. Leave it out: jamp.dynamic_loss_scale skips such steps \
+itself."""
 
 
 class DynamicLossScaleState(NamedTuple):

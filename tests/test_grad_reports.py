@@ -90,7 +90,7 @@ def test_a_report_of_each_step_of_a_scan():
     assert len(list(reports)) == len(reports) == 50 and reports[-3].found == ["b"]
     for out_of_range in (50, -51):
         with pytest.raises(
-            IndexError, match=f"{out_of_range}. of a report of 50 steps"
+            IndexError, match=f"{out_of_range}. is out of range: .* has 50 steps"
         ):
             reports[out_of_range]
     for single in (len, iter, lambda report: report[0]):

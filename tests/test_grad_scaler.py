@@ -205,7 +205,7 @@ def test_update_with_a_new_scale(wrap):
     assert scaler.state_dict()["scale"] == 1024.0
     assert scaler.state_dict()["_growth_tracker"] == 5
     for bad in (0.0, -1.0, np.inf, np.nan):
-        with pytest.raises(ValueError, match=r"the scale must be finite and > 0"):
+        with pytest.raises(ValueError, match=r"new_scale must be finite and > 0"):
             scaler.update(bad)
     with pytest.raises(ValueError, match=r"one element; got shape \(2,\)"):
         scaler.update(jnp.ones(2))

@@ -331,7 +331,7 @@ def test_other_names_are_refused():
         ("a", TypeError, "got 'a' of type str"),
         (None, TypeError, "got None of type NoneType"),
         ({"a": 1}, TypeError, "of type dict"),
-        (jax.random.key(0), TypeError, "numbers and bools; got dtype key"),
+        (jax.random.key(0), TypeError, "must hold numbers or bools; got dtype key"),
     ],
 )
 def test_other_values_are_refused(value, error, message):

@@ -13,10 +13,10 @@ CACHED := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/$(VENV)/jax-cache
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test parity lint docs bench gpu newest clean
+.PHONY: help demo test test-all parity lint docs bench gpu lowest newest clean
 
 help: ## print the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 # .venv/.<extra> is made when jamp is installed there with that extra.
 $(VENV)/.%: pyproject.toml
@@ -27,7 +27,10 @@ $(VENV)/.%: pyproject.toml
 demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
 	$(BIN)/python examples/digits.py
 
-test: $(VENV)/.test ## the tests; no torch needed
+test: $(VENV)/.test ## the quick tests, in minutes; no torch needed
+	$(CACHED) $(BIN)/python -m pytest -n auto -m "not slow" tests
+
+test-all: $(VENV)/.test ## all tests
 	$(CACHED) $(BIN)/python -m pytest -n auto tests
 
 parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
@@ -60,7 +63,10 @@ gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1 tries them
 	$(GPU_PYTHON) -m benchmarks.gpu
 endif
 
-newest: ## the tests on the newest JAX, with Python 3.12 and 3.13 where they are
+lowest: ## tests with the oldest JAX, Flax and optax that jamp runs on
+	scripts/test-lowest tests/test_{package,compat,grad_scaler,optax,policy,sampling}.py
+
+newest: ## the quick tests on the newest JAX, with Python 3.12 and 3.13 where they are
 	scripts/test-newest
 
 clean: ## remove what the targets made

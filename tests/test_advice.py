@@ -14,6 +14,8 @@ from jax.experimental.ode import odeint
 
 import jamp
 
+from .marks import mostly_slow
+
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
 half = functools.partial(jamp.autocast, dtype=jnp.float16)
@@ -64,7 +66,7 @@ def layers(h):
 def recurrent(h):
     cell = nn.LSTMCell(4)
     cells = nn.RNN(cell)
-    variables = cells.init(jax.random.key(0), x[:, None])
+    variables = jax.jit(cells.init)(jax.random.key(0), x[:, None])
     return cells.apply(variables, x[:, None], initial_carry=(h, h))
 
 
@@ -117,7 +119,7 @@ def note_of(function, *regions):
     return note
 
 
-@pytest.mark.parametrize("function", BEGIN_AND_END)
+@pytest.mark.parametrize("function", mostly_slow(BEGIN_AND_END, *BEGIN_AND_END[:3]))
 def test_dtypes_that_differ_where_a_function_begins_and_ends(function):
     assert "Start from float32" in note_of(function, half())
     with half():
@@ -172,6 +174,7 @@ def test_a_mesh_is_set_around_the_region():
         assert (x @ w).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_the_last_state_of_an_encoder_starts_a_decoder():
     class Translator(nn.Module):
         @nn.compact
@@ -183,7 +186,7 @@ def test_the_last_state_of_an_encoder_starts_a_decoder():
 
     model, inputs = Translator(), jax.random.normal(jax.random.key(0), (2, 5, 8))
     lengths = jnp.array([3, 5])
-    variables = model.init(jax.random.key(1), inputs, lengths)
+    variables = jax.jit(model.init)(jax.random.key(1), inputs, lengths)
     expected = model.apply(variables, inputs, lengths)
     with half():
         found = model.apply(variables, inputs, lengths)

@@ -24,6 +24,7 @@ import jamp
 from jamp import _compat
 
 from .jaxprs import all_half, equations, products
+from .marks import slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -256,7 +257,7 @@ def carried(wrapped):
     }
 
 
-@pytest.mark.parametrize("outer_jit", [False, True])
+@pytest.mark.parametrize("outer_jit", [False, slow(True)])
 @pytest.mark.parametrize("way", ["plain", "jit", "vmap", "scan", "remat", "custom_vjp"])
 @pytest.mark.parametrize("inner", ["off", "bfloat16"])
 def test_the_inner_region_wins(inner, way, outer_jit):
@@ -309,7 +310,7 @@ def test_a_region_inside_a_disabled_one_in_a_region():
 
 
 def linen(module, x):
-    variables = module.init(jax.random.key(0), x)
+    variables = jax.jit(module.init)(jax.random.key(0), x)
     return partial(module.apply, variables)
 
 
@@ -372,8 +373,10 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("input_dtype", [f32, f16])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "input_dtype"),
+    [(name, f16) for name in LAYERS] + [slow((name, f32)) for name in LAYERS],
+)
 def test_dtype_of_a_layer(name, input_dtype):
     make, shape, dtype = LAYERS[name]
     x = jax.random.normal(jax.random.key(1), shape)
@@ -502,7 +505,7 @@ def test_a_mean_of_many_does_not_overflow():
 def batch_norms():
     x = jnp.ones((4, N))
     linen_norm = nn.BatchNorm(use_running_average=False)
-    variables = linen_norm.init(jax.random.key(0), x)
+    variables = jax.jit(linen_norm.init)(jax.random.key(0), x)
     nnx_norm = nnx.BatchNorm(N, use_running_average=True, rngs=nnx.Rngs(0))
     haiku_norm = hk.transform_with_state(
         lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True)
@@ -534,7 +537,7 @@ def test_what_follows_a_batchnorm_gets_the_dtype_of_its_input(kind):
 def test_batchnorm_keeps_statistics_in_float32():
     model = nn.Sequential([nn.Dense(N), nn.BatchNorm(use_running_average=False)])
     x = jax.random.normal(jax.random.key(1), (64, N)) + 100
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     with half():
         _, state = model.apply(variables, x, mutable=["batch_stats"])
     _, expected = model.apply(variables, x, mutable=["batch_stats"])
@@ -551,7 +554,7 @@ def test_linen_decorated_method_makes_float32_parameters():
             return nn.Dense(3, kernel_init=nn.initializers.orthogonal())(x)
 
     model, x = Model(), jnp.ones((2, N))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     assert {v.dtype for v in jax.tree.leaves(variables)} == {jnp.dtype(f32)}
     assert model.apply(variables, x).dtype == f16
 
@@ -721,7 +724,7 @@ def test_grad_inside_over_a_scan_with_a_product_that_does_not_change():
     with half():
         assert jax.grad(loss)(w).dtype == f32
     model, x = nn.RNN(nn.LSTMCell(N)), jnp.ones((2, 3, N))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     with half():
         gradients = jax.grad(lambda v: jnp.sum(model.apply(v, x)))(variables)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype(f32)}
@@ -883,7 +886,7 @@ def test_a_function_with_code_of_its_own_is_a_key():
 def test_rules_by_linen_module():
     x, _, _ = arrays()
     model = Model()
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     for rules, dtypes in [
         ({"lm_head": f32}, [["float16"], ["float32"]]),
         ({"block": f32}, [["float32"], ["float16"]]),

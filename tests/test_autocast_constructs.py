@@ -1,6 +1,6 @@
 """A table of constructs and ways to run them: dtypes and values, forward and back."""
 
-from functools import partial
+from functools import cache, partial
 
 import equinox as eqx
 import flax.linen as nn
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jamp
 
 from .jaxprs import all_half, products
+from .marks import mostly_slow, slow
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
@@ -171,7 +172,6 @@ CONSTRUCTS = {
     "shard_map in jit": jax.jit(shard_mapped),
     "pmap": parallel_map,
 }
-UNBATCHED = {"pmap"}  # pmap cannot be mapped
 
 
 def dtypes(tree):
@@ -231,34 +231,43 @@ def assert_near(results, expected):
         np.testing.assert_allclose(gradient, truth, rtol=0.01, atol=0.005 * scale)
 
 
+@cache
+def in_float32(name):
+    """What each way of running a construct must come near to."""
+    return jitted(loss_of(CONSTRUCTS[name]))(params(), batch())
+
+
+# The quick tests hold each construct under jit, and the plain one every way.
 WAYS = {"eager": eager, "jit": jitted, "vmap": mapped}
+RUNS = [
+    (name, way) if way == "jit" or name == "plain" else slow((name, way))
+    for name in CONSTRUCTS
+    for way in WAYS
+    if (name, way) != ("pmap", "vmap")  # pmap cannot be mapped
+]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.parametrize(("name", "way"), RUNS)
 def test_products_in_float16_gradients_in_float32(name, way):
-    if way == "vmap" and name in UNBATCHED:
-        pytest.skip("pmap cannot be mapped")
-    p, x, construct = params(), batch(), CONSTRUCTS[name]
-    value, gradients = WAYS[way](loss_of(inside(construct)))(p, x)
-    true_value, true_gradients = WAYS[way](loss_of(construct))(p, x)
-    assert dtypes(gradients) == dtypes(p)
-    assert_near((value, gradients), (true_value, true_gradients))
-    all_half(WAYS[way](loss_of(inside(construct))), p, x)
-
-
-@pytest.mark.parametrize("name", CONSTRUCTS)
-def test_a_jitted_function_is_rewritten(name):
-    p, x, construct = params(), batch(), CONSTRUCTS[name]
-    step = region_around_jit(loss_of(construct))
+    p, x = params(), batch()
+    step = WAYS[way](loss_of(inside(CONSTRUCTS[name])))
     value, gradients = step(p, x)
-    true_value, true_gradients = jax.value_and_grad(loss_of(construct))(p, x)
     assert dtypes(gradients) == dtypes(p)
-    assert_near((value, gradients), (true_value, true_gradients))
+    assert_near((value, gradients), in_float32(name))
     all_half(step, p, x)
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)
+def test_a_jitted_function_is_rewritten(name):
+    p, x = params(), batch()
+    step = region_around_jit(loss_of(CONSTRUCTS[name]))
+    value, gradients = step(p, x)
+    assert dtypes(gradients) == dtypes(p)
+    assert_near((value, gradients), in_float32(name))
+    all_half(step, p, x)
+
+
+@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, "plain", "scan", "remat"))
 def test_a_jax_grad_inside_the_region_gives_the_same_dtypes(name):
     p, x, construct = params(), batch(), CONSTRUCTS[name]
     with half():
@@ -274,12 +283,23 @@ def test_a_jax_grad_inside_the_region_gives_the_same_dtypes(name):
     all_half(jax.jit(step), p, x)
 
 
-@pytest.mark.parametrize("name", CONSTRUCTS)
-def test_nothing_leaks(name):
-    if name in UNBATCHED:
-        pytest.skip("pmap keeps its arguments")
-    with jax.checking_leaks():
-        jax.make_jaxpr(jitted(loss_of(inside(CONSTRUCTS[name]))))(params(), batch())
+LEAKING = ["pmap"]  # it keeps its arguments
+
+
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        [name for name in CONSTRUCTS if name not in LEAKING],
+        "jit in jit",
+        "scan",
+        "cond",
+        "custom_vjp in scan",
+        "remat",
+        "shard_map",
+    ),
+)
+def test_nothing_leaks(name, checking_leaks):
+    jax.make_jaxpr(jitted(loss_of(inside(CONSTRUCTS[name]))))(params(), batch())
 
 
 def test_kernels_and_callbacks_are_left_alone():
@@ -350,10 +370,10 @@ LIFTED = {
 }
 
 
-@pytest.mark.parametrize("name", LIFTED)
+@pytest.mark.parametrize("name", mostly_slow(LIFTED, "remat scan", "jit"))
 def test_linen_lifted_transforms(name):
     model, x = LIFTED[name](), batch()
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
 
     def loss(variables):
         y, _ = model.apply(variables, x)
@@ -374,7 +394,7 @@ def test_linen_lifted_transforms(name):
 CELLS = [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.MGUCell, nn.SimpleCell]
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", mostly_slow(CELLS, nn.OptimizedLSTMCell))
 def test_recurrent_networks(cell):
     model, x = nn.RNN(cell(N)), jnp.stack([batch()] * 3, axis=1)
     with half():
@@ -406,7 +426,9 @@ def nnx_loss(model, x):
     return jnp.mean(jnp.float32(model(x)) ** 2)
 
 
-@pytest.mark.parametrize("way", ["eager", "jit", "remat", "scan", "jit inside"])
+@pytest.mark.parametrize(
+    "way", mostly_slow(["eager", "jit", "remat", "scan", "jit inside"], "jit", "remat")
+)
 def test_nnx_transforms_update_their_state(way):
     def run(autocast):
         model, x = Net(nnx.Rngs(0)), batch()

@@ -6,6 +6,7 @@ import pytest
 
 import jamp
 
+from .marks import mostly_slow
 from .residuals import CASES, STYLES, arguments, loss_of, residuals, saved_bytes, total
 
 
@@ -14,7 +15,7 @@ def saved(name, style):
     return residuals(loss_of(case.model, style), *arguments(case))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "transformer"))
 def test_saved_bytes(name, standard_promotion):
     by_hand, autocast = saved(name, "by hand"), saved(name, "autocast")
     assert total(autocast) <= CASES[name].target * total(by_hand)

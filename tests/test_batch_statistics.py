@@ -33,7 +33,7 @@ def linen(stats, x, axis_name=None, fast=True):
     return y, new["batch_stats"]
 
 
-LINEN = nn.BatchNorm(use_running_average=False).init(jax.random.key(0), x)
+LINEN = jax.jit(nn.BatchNorm(use_running_average=False).init)(jax.random.key(0), x)
 STATS = LINEN["batch_stats"]
 
 

@@ -6,15 +6,29 @@ from parity import golden
 from parity.behaviors import CASES, compare_with
 from parity.behaviors_table import LIVE
 
+from .marks import mostly_slow
+
 
 @pytest.fixture(scope="module")
 def recorded():
     return golden.load()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if case.side not in LIVE]
+QUICK = (
+    "plain, SGD: GradScaler in nnx.jit",
+    "autocast, AdamW: dynamic_loss_scale",
+    "clipping after unscale_: dynamic_loss_scale",
+    "two models, two optimizers, one poisoned: GradScaler in nnx.jit",
+    "saved and resumed: torch to jamp",
+    "update(new_scale), a float: GradScaler",
+    "error messages: GradScaler",
+    "what is refused: GradScaler",
+    "states: GradScaler",
 )
+NAMES = [name for name, case in CASES.items() if case.side not in LIVE]
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_behavior_equals_torch(name: str, recorded):
     result = compare_with(CASES[name], recorded)

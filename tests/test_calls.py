@@ -14,6 +14,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 import jamp
 
 from .jaxprs import all_half, products
+from .marks import slow
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
@@ -250,7 +251,7 @@ cosine.defvjp(
 
 @pytest.mark.parametrize("function", [jax.nn.relu, sine, cosine, jax.checkpoint(sine)])
 @pytest.mark.parametrize("inner", [{"dtype": jnp.bfloat16}, {"enabled": False}])
-@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("outer", [True, slow(False)])
 def test_custom_derivatives_in_an_inner_region(function, inner, outer):
     x, _ = arrays()
 

@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jamp
 import jamp.linen
 
+from .marks import mostly_slow
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SCALING = {"init_scale": 2.0**10, "growth_interval": 3, "hysteresis": 2}
@@ -153,7 +155,7 @@ def filled(target, saved):
     return saved
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", mostly_slow(TRAINERS, "MultiSteps", "GradScaler"))
 def test_saved_and_restored_on_one_device(kind, tmp_path):
     start, step = TRAINERS[kind]()
     middle, _ = train(step, start, 0, SAVED)
@@ -202,7 +204,7 @@ def make_mesh(shape):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", mostly_slow(TRAINERS))
 def test_saved_sharded_and_restored_onto_other_meshes(kind, tmp_path):
     carry, step = TRAINERS[kind]()
     alone, _ = train(step, carry, 0, 15)

@@ -46,6 +46,7 @@ TEXT = PAGE.read_text()
 BLOCKS = blocks(TEXT)
 
 
+@pytest.mark.slow
 def test_all_of_jamps_side_runs(standard_promotion, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace, models = {}, {}

@@ -174,6 +174,7 @@ def logging_metrics(load):
     return load("logging_metrics")
 
 
+@pytest.mark.slow
 def test_metrics_are_printed(logging_metrics, capsys, tmp_path):
     args = ["--logger", "print", "--steps", "110", "--logdir", str(tmp_path)]
     history = logging_metrics.main(args)

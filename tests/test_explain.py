@@ -11,6 +11,8 @@ import jamp
 from jamp import debug
 from tests import residuals
 
+from .marks import slow
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -282,7 +284,7 @@ def test_nothing_of_it_is_left_behind():
     assert "jamp.rule" not in after.as_text(debug_info=True)
 
 
-@pytest.mark.parametrize("name", ["ResNet-50", "transformer"])
+@pytest.mark.parametrize("name", [slow("ResNet-50"), "transformer"])
 def test_the_report_of_a_whole_model_is_short(name):
     case = residuals.CASES[name]
     loss, args = residuals.loss_of(case.model, "autocast"), residuals.arguments(case)

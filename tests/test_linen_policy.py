@@ -15,6 +15,7 @@ from flax.training import train_state
 import jamp
 
 from .jaxprs import equations, products
+from .marks import slow
 
 MIXED = jamp.get_policy("mixed_float16")
 RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -159,7 +160,7 @@ def test_the_plain_model_with_casts(name):
 
 def test_dtypes_between_modules():
     model = jamp.linen.with_policy(Compact(), MIXED)
-    variables = model.init(RNGS, X)
+    variables = jax.jit(model.init)(RNGS, X)
     run = dict(rngs=RNGS, mutable=MUTABLE, capture_intermediates=True)
     y, state = model.apply(variables, X, **run)
     kept = state["intermediates"]
@@ -192,7 +193,7 @@ def test_norms_compute_in_float32_with_float32_parameters():
 
     seen = []
     kept = jamp.linen.with_policy(Model(), "half")
-    variables = kept.init(RNGS, X)
+    variables = jax.jit(kept.init)(RNGS, X)
     dtypes = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.dtype.name
         for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"])
@@ -215,7 +216,7 @@ def test_softmax_in_attention_is_float32():
     mixed = jamp.linen.with_policy(model, MIXED)
     loose = jamp.linen.with_policy(model, MIXED, float32_for=("norms",))
     x = X[None]
-    params = model.init(RNGS, x)
+    params = jax.jit(model.init)(RNGS, x)
 
     def exponentials(model):
         found = equations(jax.make_jaxpr(lambda p: model.apply(p, x))(params))
@@ -230,7 +231,7 @@ def test_softmax_in_attention_is_float32():
 def test_a_recurrent_carry_keeps_its_dtype(cell):
     model = jamp.linen.with_policy(nn.RNN(cell(8), return_carry=True), MIXED)
     x = X[None]
-    params = model.init(RNGS, x)
+    params = jax.jit(model.init)(RNGS, x)
     carry, y = model.apply(params, x)
     assert {c.dtype for c in jax.tree.leaves(carry)} == {jnp.dtype("float32")}
     assert y.dtype == jnp.float32
@@ -251,7 +252,7 @@ def test_a_recurrent_carry_keeps_its_dtype(cell):
 )
 def test_other_methods(method):
     model = jamp.linen.with_policy(Setup(), MIXED)
-    params = model.init(RNGS, X)
+    params = jax.jit(model.init)(RNGS, X)
     run = lambda params: model.apply(params, X, method=method)
     assert run(params).dtype == jnp.float32
     assert products(run, params) == [{"float16"}]
@@ -260,7 +261,7 @@ def test_other_methods(method):
 
 def test_bound_modules():
     model = jamp.linen.with_policy(Setup(), MIXED)
-    params = model.init(RNGS, X)
+    params = jax.jit(model.init)(RNGS, X)
     bound = model.bind(params)
     np.testing.assert_array_equal(bound(X), model.apply(params, X))
     assert products(lambda p: model.bind(p).encode(X), params) == [{"float16"}]
@@ -293,7 +294,7 @@ def test_the_module_that_is_given_stays_plain():
 
 def test_tied_parameters_are_cast_by_their_reader():
     model = jamp.linen.with_policy(Tied(), MIXED)
-    params = model.init(RNGS, X)
+    params = jax.jit(model.init)(RNGS, X)
     assert products(lambda p: model.apply(p, X), params) == [{"float16"}]
 
 
@@ -309,7 +310,7 @@ def test_parameters_read_as_variables_are_cast():
             return jnp.dot(x, kernel) + kernel[0] + jnp.asarray(kernel).sum()
 
     model = jamp.linen.with_policy(Model(), MIXED)
-    params = nn.Dense(8).init(RNGS, X)
+    params = jax.jit(nn.Dense(8).init)(RNGS, X)
     params = {"params": {"Dense_0": params["params"]}}
     assert products(lambda p: model.apply(p, X), params) == [{"float16"}] * 2
 
@@ -317,8 +318,8 @@ def test_parameters_read_as_variables_are_cast():
 def test_decoding_caches_have_the_compute_dtype():
     plain = nn.MultiHeadDotProductAttention(2, decode=True)
     model, x = jamp.linen.with_policy(plain, MIXED), X[None]
-    variables = model.init(RNGS, x)
-    expected = plain.init(RNGS, x)
+    variables = jax.jit(model.init)(RNGS, x)
+    expected = jax.jit(plain.init)(RNGS, x)
     jax.tree.map(np.testing.assert_array_equal, variables["params"], expected["params"])
     for name in ("cached_key", "cached_value"):
         assert variables["cache"][name].dtype == jnp.float16
@@ -337,7 +338,7 @@ def test_parameters_that_a_module_changes():
             return nn.Dense(8)(x) * w
 
     model = jamp.linen.with_policy(Decays(), MIXED)
-    variables = model.init(RNGS, X)
+    variables = jax.jit(model.init)(RNGS, X)
     _, state = model.apply(variables, X, mutable=["params"])
     kernel = state["params"]["Dense_0"]["kernel"]
     assert state["params"]["w"][0] == 0.5
@@ -352,7 +353,7 @@ def test_weight_norm_and_map_variables():
             return nn.WeightNorm(nn.Dense(8))(x)
 
     model = jamp.linen.with_policy(Model(), MIXED)
-    variables = Model().init(RNGS, X)
+    variables = jax.jit(Model().init)(RNGS, X)
     assert products(lambda v: model.apply(v, X), variables) == [{"float16"}]
     np.testing.assert_allclose(
         model.apply(variables, X), Model().apply(variables, X), atol=5e-3
@@ -365,7 +366,7 @@ def test_weight_norm_and_map_variables():
 def test_overrides_by_path_and_class():
     overrides = {"^Dense_1$": "full", Own: "c=bf16", Block: jamp.get_policy("full")}
     model = jamp.linen.with_policy(Compact(), MIXED, overrides)
-    variables = model.init(RNGS, X)
+    variables = jax.jit(model.init)(RNGS, X)
     run = lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0]
     found = products(run, variables)
     # Dense_0, remat, scan, jit, vmap, Own, Dense_1
@@ -395,7 +396,7 @@ def test_the_innermost_override_decides_then_the_first():
 
     def found(overrides):
         model = jamp.linen.with_policy(Model(), MIXED, overrides)
-        params = model.init(RNGS, X)
+        params = jax.jit(model.init)(RNGS, X)
         return products(lambda p: model.apply(p, X), params)
 
     half, full, other = {"float16"}, {"float32"}, {"bfloat16"}
@@ -412,7 +413,9 @@ def test_the_innermost_override_decides_then_the_first():
 def test_norms_stay_in_float32_in_what_an_override_names():
     def scale(overrides):
         model = jamp.linen.with_policy(Compact(), MIXED, overrides)
-        return model.init(RNGS, X)["params"]["jitted"]["LayerNorm_0"]["scale"].dtype
+        return jax.jit(model.init)(RNGS, X)["params"]["jitted"]["LayerNorm_0"][
+            "scale"
+        ].dtype
 
     assert scale({"jitted": "half"}) == jnp.float32
     assert scale({"": "half"}) == jnp.float32
@@ -452,7 +455,7 @@ def test_param_dtypes_by_module():
 def test_a_layers_own_dtype_wins():
     model = nn.Sequential([nn.Dense(8, dtype=jnp.float32), nn.Dense(8)])
     model = jamp.linen.with_policy(model, MIXED)
-    params = model.init(RNGS, X)
+    params = jax.jit(model.init)(RNGS, X)
     found = products(lambda p: model.apply(p, X), params)
     assert found == [{"float32"}, {"float16"}]
 
@@ -466,7 +469,7 @@ def test_a_policy_in_a_policy_wins():
             return nn.Dense(8)(x)
 
     model = jamp.linen.with_policy(Model(), MIXED)
-    params = model.init(RNGS, X)
+    params = jax.jit(model.init)(RNGS, X)
     found = products(lambda p: model.apply(p, X), params)
     assert found == [{"float16"}, *[{"bfloat16"}] * 3, {"float16"}]
 
@@ -486,8 +489,8 @@ class Chain(nn.Module):
         return x + nn.Dense(8)(nn.LayerNorm()(x))
 
 
-@pytest.mark.parametrize("policy", [MIXED, "half", "c=bf16,o=bf16"])
-@pytest.mark.parametrize("body", [Cell, nn.remat(Cell)])
+@pytest.mark.parametrize("policy", [MIXED, slow("half"), slow("c=bf16,o=bf16")])
+@pytest.mark.parametrize("body", [Cell, slow(nn.remat(Cell))])
 @pytest.mark.parametrize("overrides", [None, {Cell: "full"}, {Cell: "c=bf16,o=f16"}])
 def test_a_scanned_module_gives_back_the_carry_as_it_came(policy, body, overrides):
     class Model(nn.Module):
@@ -502,7 +505,7 @@ def test_a_scanned_module_gives_back_the_carry_as_it_came(policy, body, override
 
     x = jnp.ones((4, 3, 8))
     plain, model = Model(), jamp.linen.with_policy(Model(), policy, overrides)
-    variables = plain.init(RNGS, x)
+    variables = jax.jit(plain.init)(RNGS, x)
     jax.eval_shape(model.init, RNGS, x)
     dtype = "float32" if overrides == {Cell: "full"} else str(model_dtype(model, Cell))
     assert all({dtype} == found for found in products(model.apply, variables, x))
@@ -529,7 +532,7 @@ def test_scanned_layers_take_a_float32_residual_stream(lift):
             return nn.remat_scan(Chain, lengths=(3,))()(x)
 
     model = jamp.linen.with_policy(Model(), MIXED)
-    variables = model.init(RNGS, X)
+    variables = jax.jit(model.init)(RNGS, X)
     found = products(model.apply, variables, X)
     assert found and all(dtypes == {"float16"} for dtypes in found)
     np.testing.assert_allclose(
@@ -550,7 +553,7 @@ def test_a_float32_cache_takes_half_precision(policy):
             return key @ cache.value.T
 
     model = jamp.linen.with_policy(Cached(), policy)
-    variables = model.init(RNGS, X[:1])
+    variables = jax.jit(model.init)(RNGS, X[:1])
     for run in (model.apply, jax.jit(model.apply, static_argnames="mutable")):
         _, state = run(variables, X[:1], mutable=("cache",))
         assert state["cache"]["key"].dtype == jnp.float32
@@ -580,7 +583,7 @@ def test_a_number_at_the_end_of_an_override_is_whole(standard_promotion):
             return x
 
     model = jamp.linen.with_policy(Model(), MIXED, {"dense_1": "full"})
-    variables = model.init(RNGS, X)
+    variables = jax.jit(model.init)(RNGS, X)
     expected = [{"float32"} if i == 1 else {"float16"} for i in range(12)]
     assert products(model.apply, variables, X) == expected
 
@@ -598,7 +601,7 @@ def test_overrides_that_match_nothing(overrides, message):
     model = jamp.linen.with_policy(Compact(), MIXED, overrides)
     with pytest.raises(ValueError, match=message):
         model.init(RNGS, X)
-    variables = Compact().init(RNGS, X)
+    variables = jax.jit(Compact().init)(RNGS, X)
     if nn.Conv not in overrides:  # a path is held against those of the variables
         with pytest.raises(ValueError, match=message):
             model.apply(variables, X, rngs=RNGS, mutable=MUTABLE)
@@ -618,7 +621,7 @@ def test_overrides_of_what_one_call_leaves_out():
 
     overrides = {"auxiliary": "full", "drop": "full", nn.Dropout: "full"}
     model = jamp.linen.with_policy(Model(), MIXED, overrides)
-    variables = model.init(RNGS, X)
+    variables = jax.jit(model.init)(RNGS, X)
     model.apply(variables, X, train=False)
     model.apply(variables, X, method="other")
 
@@ -657,7 +660,7 @@ def test_one_policy_is_enough():
 def test_training_is_traced_once_and_donates(text):
     model = jamp.linen.with_policy(Setup(), text)
     inner = jamp.master_weights(optax.adam(1e-2))
-    params = model.init(RNGS, X)["params"]
+    params = jax.jit(model.init)(RNGS, X)["params"]
     state = jamp.linen.TrainState.create(
         apply_fn=model.apply, params=params, tx=jamp.dynamic_loss_scale(inner)
     )
@@ -687,9 +690,9 @@ def test_training_is_traced_once_and_donates(text):
 
 def test_flax_train_state_and_checkpoints():
     plain, mixed = Compact(), jamp.linen.with_policy(Compact(), MIXED)
-    variables = plain.init(RNGS, X)
+    variables = jax.jit(plain.init)(RNGS, X)
     saved = serialization.to_bytes(variables)
-    restored = serialization.from_bytes(mixed.init(RNGS, X), saved)
+    restored = serialization.from_bytes(jax.jit(mixed.init)(RNGS, X), saved)
     jax.tree.map(np.testing.assert_array_equal, restored, variables)
     mixed.apply(restored, X, rngs=RNGS, mutable=MUTABLE)
     train_state.TrainState.create(
@@ -730,7 +733,7 @@ def test_region_inside_and_around():
                 return nn.Dense(8)(x)
 
     model = jamp.linen.with_policy(Model(), MIXED)
-    params = model.init(RNGS, X)
+    params = jax.jit(model.init)(RNGS, X)
 
     def run(params):
         with jamp.autocast(dtype=jnp.bfloat16):
@@ -743,7 +746,7 @@ def test_no_tracer_leaks_and_threads():
     from concurrent.futures import ThreadPoolExecutor
 
     model = jamp.linen.with_policy(Compact(), MIXED)
-    variables = model.init(RNGS, X)
+    variables = jax.jit(model.init)(RNGS, X)
     run = lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0]
     with jax.checking_leaks():
         expected = jax.jit(run)(variables)
@@ -801,7 +804,7 @@ class Outer(nn.Module):
 )
 def test_methods_that_are_not_the_models_public_ones(method):
     model = jamp.linen.with_policy(Outer(), MIXED)
-    params = model.init(RNGS, X)
+    params = jax.jit(model.init)(RNGS, X)
     run = lambda params: model.apply(params, X, method=method)
     assert run(params).dtype == jnp.float32
     assert products(run, params) == [{"float16"}]
@@ -809,7 +812,7 @@ def test_methods_that_are_not_the_models_public_ones(method):
 
 def test_a_module_called_from_elsewhere_keeps_the_policy_of_its_path():
     model = jamp.linen.with_policy(Outer(), MIXED, {"encoder": "full"})
-    params = model.init(RNGS, X)
+    params = jax.jit(model.init)(RNGS, X)
     found = products(lambda p: model.apply(p, X), params)
     assert found == [{"float16"}, {"float32"}, {"float32"}]
 
@@ -830,7 +833,7 @@ def test_a_module_handed_on_keeps_the_policy_of_its_path():
 
     def found(overrides):
         model = jamp.linen.with_policy(Model(), MIXED, overrides)
-        return products(lambda p: model.apply(p, X), model.init(RNGS, X))
+        return products(lambda p: model.apply(p, X), jax.jit(model.init)(RNGS, X))
 
     assert found({"decoder": "full"}) == [{"float32"}, {"float16"}]
     assert found({"embed": "full"}) == [{"float16"}, {"float32"}]
@@ -838,7 +841,7 @@ def test_a_module_handed_on_keeps_the_policy_of_its_path():
 
 def test_a_model_applied_in_a_model_has_its_own_policy():
     inner = jamp.linen.with_policy(nn.Dense(8), "bf16")
-    variables = inner.init(RNGS, X)
+    variables = jax.jit(inner.init)(RNGS, X)
 
     class Model(nn.Module):
         @nn.compact
@@ -846,7 +849,7 @@ def test_a_model_applied_in_a_model_has_its_own_policy():
             return nn.Dense(8)(inner.apply(variables, x))
 
     model = jamp.linen.with_policy(Model(), MIXED)
-    params = model.init(RNGS, X)
+    params = jax.jit(model.init)(RNGS, X)
     found = products(lambda p: model.apply(p, X), params)
     assert found == [{"bfloat16"}, {"float16"}]
 
@@ -863,7 +866,7 @@ def test_modules_that_share_a_scope():
 
     seen = []
     model = jamp.linen.with_policy(nn.Sequential([nn.Dense(8), Norm()]), "half")
-    params = model.init(RNGS, X)["params"]
+    params = jax.jit(model.init)(RNGS, X)["params"]
     assert params["layers_1"]["scale"].dtype == jnp.float32
     assert params["layers_0"]["kernel"].dtype == jnp.float16
     assert norm_dtypes(model, {"params": params}) == {"float32"}
@@ -883,7 +886,7 @@ def test_partial_methods():
         twice = functools.partialmethod(__call__, times=2)
 
     model = jamp.linen.with_policy(Model(), MIXED)
-    params = model.init(RNGS, X)
+    params = jax.jit(model.init)(RNGS, X)
     run = lambda p: model.apply(p, X, method="twice")
     assert run(params).dtype == jnp.float32
     assert products(run, params) == [{"float16"}]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jamp import _loss_scale
@@ -49,7 +49,6 @@ def reference(config, flags):
         yield scale, tracker, left
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     growth=st.floats(1.0000001, 16.0),
     backoff=st.floats(0.01, 0.999),

@@ -14,12 +14,14 @@ import pytest
 from flax import linen as nn
 from flax import nnx, serialization
 from flax.training import train_state
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jamp
 from jamp._state import DynamicLossScaleState, MasterWeightsState
+
+from .marks import mostly_slow, slow
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
@@ -171,8 +173,9 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     "name, way",
-    [(name, way) for name in OPTIMIZERS for way in ("jit", "step")]
-    + [(name, way) for name in ("momentum", "adamw") for way in MORE_WAYS],
+    [(name, "jit") for name in OPTIMIZERS]
+    + [slow((name, "step")) for name in OPTIMIZERS]
+    + [slow((name, way)) for name in ("momentum", "adamw") for way in MORE_WAYS],
 )
 def test_parameters_are_the_rounded_copies(name, way):
     tx = jamp.master_weights(OPTIMIZERS[name]())
@@ -241,8 +244,15 @@ SCALED = ["scaled", "scaled, clipped", "scaled statically", "scaled inside"]
 
 @pytest.mark.parametrize(
     "name, way",
-    [(name, "jit") for name in NESTINGS]
-    + [(name, way) for name in SCALED for way in ("two jits", "step")],
+    mostly_slow(
+        [(name, "jit") for name in NESTINGS]
+        + [(name, way) for name in SCALED for way in ("two jits", "step")],
+        ("scaled", "step"),
+        ("scaled inside", "jit"),
+        ("masked", "jit"),
+        ("multi steps inside, scaled", "jit"),
+        ("two of them", "jit"),
+    ),
 )
 def test_nesting_keeps_parameters_rounded(name, way):
     tx = NESTINGS[name](OPTIMIZERS["adamw"]())
@@ -311,7 +321,6 @@ SGD = jamp.master_weights(optax.sgd(1.0))
 SGD_STEPS = {"eager": updated(SGD), "jit": jax.jit(updated(SGD))}
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     halves=BITS,
     brains=BITS,
@@ -340,7 +349,7 @@ def test_any_parameters_and_gradients(halves, brains, grads, exponent, way):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("way", ["eager", "eager step"])
+@pytest.mark.parametrize("way", ["eager", slow("eager step")])
 def test_the_copies_move_as_float32_parameters_do(name, way):
     inner = OPTIMIZERS[name]()
     tx = jamp.master_weights(inner)
@@ -633,8 +642,16 @@ def test_a_checkpoint_goes_on_with_the_same_bits(order):
 
 @pytest.mark.parametrize(
     "order, how, donate",
-    [(order, how, True) for order in ("alone", *ORDERS) for how in (updated, stepped)]
-    + [("scale outside", stepped, False)],
+    mostly_slow(
+        [
+            (order, how, True)
+            for order in ("alone", *ORDERS)
+            for how in (updated, stepped)
+        ]
+        + [("scale outside", stepped, False)],
+        ("alone", updated, True),
+        ("scale outside", stepped, True),
+    ),
 )
 def test_a_jitted_step_traces_once_and_transfers_nothing(order, how, donate):
     chex.clear_trace_counter()
@@ -691,7 +708,7 @@ def test_vmap_over_models():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("order", ["alone", "scale outside"])
+@pytest.mark.parametrize("order", ["alone", slow("scale outside")])
 def test_copies_have_the_sharding_of_their_parameters(order):
     mesh = jax.make_mesh(
         (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
@@ -743,7 +760,7 @@ def regression(seed=0):
     return jnp.asarray(x), jnp.asarray(x[:, :1] * x[:, 1:2])
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", mostly_slow(ORDERS, "scale outside"))
 def test_nnx_optimizer(order):
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -796,7 +813,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("cls", [train_state.TrainState, jamp.linen.TrainState])
 def test_train_states(cls, order):
     model, (x, y) = Model(), regression()
-    params = model.init(jax.random.key(0), x)
+    params = jax.jit(model.init)(jax.random.key(0), x)
     tx = ORDERS[order](optax.adam(1e-2), init_scale=2.0**10)
     state = cls.create(apply_fn=model.apply, params=params, tx=tx)
 
@@ -954,7 +971,7 @@ def fall(losses):
     return losses[0] - losses[-1]
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", mostly_slow(TRAINED))
 def test_training_follows_float32_where_naive_float16_does_not(name):
     reference, master, scaled, bare = curves(TRAINED[name]).values()
     assert len(master) == STEPS + 1

@@ -149,6 +149,7 @@ def test_training_is_traced_once_and_keeps_its_dtypes(text):
     assert mixed.calls[...] == 20
 
 
+@pytest.mark.slow
 def test_grad_scaler():
     mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED)
     optimizer = nnx.Optimizer(mixed, optax.sgd(1e-3), wrt=nnx.Param)

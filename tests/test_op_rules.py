@@ -227,7 +227,7 @@ def test_products_of_float8_are_left_alone(jit):
 def test_a_layer_in_float8_is_left_alone(standard_promotion):
     layer = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
     x = jax.random.normal(jax.random.key(0), (16, 16))
-    variables = layer.init(jax.random.key(1), x)
+    variables = jax.jit(layer.init)(jax.random.key(1), x)
 
     def loss(params, region):
         with region:

@@ -7,8 +7,12 @@ from parity import golden, jamp_side
 from parity.cases import CASES, FIRST_OF_KIND, LONG_RUN, Case, overflows
 from parity.trajectory import digest
 
+from .marks import mostly_slow
+
 OPTAX_CASES = [case for case in CASES if jamp_side.fits_optax(case)]
 OTHER_CASES = [case for case in CASES if case not in (*OPTAX_CASES, *FIRST_OF_KIND)]
+# One of each kind.
+QUICK = {case.kind: case for case in reversed(OPTAX_CASES)}.values()
 
 
 @pytest.fixture(scope="module")
@@ -16,18 +20,24 @@ def torch_results():
     return golden.expected(golden.load())
 
 
-@pytest.mark.parametrize("case", OPTAX_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", mostly_slow(OPTAX_CASES, *QUICK), ids=lambda case: case.name
+)
 def test_dynamic_loss_scale_equals_torch(case: Case, torch_results):
     golden.assert_equal(case, jamp_side.run_optax(case), torch_results[case.name])
 
 
-@pytest.mark.parametrize("case", FIRST_OF_KIND, ids=lambda case: case.kind)
+@pytest.mark.parametrize(
+    "case", mostly_slow(FIRST_OF_KIND, *FIRST_OF_KIND[-3:]), ids=lambda case: case.kind
+)
 def test_grad_scaler_equals_torch(case: Case, torch_results):
     run = jamp_side.run_nnx(case, step_by_step=True)
     golden.assert_equal(case, run, torch_results[case.name])
 
 
-@pytest.mark.parametrize("case", OTHER_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", mostly_slow(OTHER_CASES, OTHER_CASES[0]), ids=lambda case: case.name
+)
 def test_grad_scaler_in_a_scan_equals_torch(case: Case, torch_results):
     golden.assert_equal(case, jamp_side.run_nnx(case), torch_results[case.name])
 

@@ -122,7 +122,7 @@ def of_batch_norm(use):
     """A function of a BatchNorm in a region, which reads float32."""
     norm = nn.BatchNorm(use_running_average=False)
     x = jnp.arange(16.0).reshape(4, 4)
-    variables = norm.init(jax.random.key(0), x)
+    variables = jax.jit(norm.init)(jax.random.key(0), x)
 
     def run(x):
         return use(norm.apply(variables, x @ jnp.eye(4), mutable=["batch_stats"])[0])
@@ -260,7 +260,7 @@ class Reader(nn.Module):
 
 def test_a_scanned_method_under_a_policy_keeps_its_carry():
     x = jax.random.normal(jax.random.key(0), (2, 3, 8))
-    variables = Reader().init(jax.random.key(1), x)
+    variables = jax.jit(Reader().init)(jax.random.key(1), x)
     model = jamp.linen.with_policy(Reader(), POLICY)
     out = model.apply(variables, x)
     np.testing.assert_allclose(out, Reader().apply(variables, x), atol=2e-3)

@@ -247,7 +247,9 @@ def test_gather_divides_before_it_sums():
             return jnp.sum(x * (gathered + whole))
 
         params = w, split
-        return jamp.step(tx, jax.grad(loss_fn, (0, 1))(*params), tx.init(params), params)
+        return jamp.step(
+            tx, jax.grad(loss_fn, (0, 1))(*params), tx.init(params), params
+        )
 
     step = jax.shard_map(
         local_step,

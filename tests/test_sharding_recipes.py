@@ -224,7 +224,7 @@ def test_linen_with_partitioned_parameters():
     def init(key):
         return jamp.linen.TrainState.create(
             apply_fn=model.apply,
-            params=model.init(key, jnp.ones((1, 16)))["params"],
+            params=jax.jit(model.init)(key, jnp.ones((1, 16)))["params"],
             tx=jamp.dynamic_loss_scale(optax.adamw(1e-2)),
         )
 

@@ -4,6 +4,8 @@ import pytest
 
 from parity import golden, training, training_data, training_jamp
 
+from .marks import mostly_slow
+
 RUNS = [(task, seed) for task in training.CASES.values() for seed in training.SEEDS]
 QUICK = [training.CASES[name] for name in ("mlp, AdamW", "gan, AdamW")]
 
@@ -23,7 +25,9 @@ def test_scales_follow_the_overflows_of_torch(task, seed, arrays):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("task", QUICK, ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task", mostly_slow(QUICK, QUICK[0]), ids=lambda task: task.name
+)
 def test_a_training_run_ends_where_torch_ends(task, arrays):
     torch = training.recorded(arrays, task, 0)
     jamp = training_jamp.run(task, 0)

@@ -5,8 +5,21 @@ At most 40 entries in all. A name may be a pattern of `fnmatch`.
 
 from fnmatch import fnmatchcase
 
+LOGS = "it reads what JAX logs when it traces and compiles"
+
 INSIDE: dict[str, dict[str, str]] = {
     "jax": {
+        "api_test.py::APITest::test_clear_cache": LOGS,
+        "api_test.py::APITest::test_jit_compilation_time_logging": LOGS,
+        "api_test.py::APITest::test_fwd_and_bwd": (
+            "it forbids tracing; a region traces what is jitted"
+        ),
+        "api_test.py::CleanupTest::test_call_wrapped_second_phase_cleanup": (
+            "it asks whether no trace is current; a region is one"
+        ),
+        "api_test.py::TracebackTest::test_custom_vjp_traceback": (
+            "it counts the frames of the stack"
+        ),
         "shard_map_test.py::*::test_different_devices_shmap_abstract_mesh_cache_hit": (
             "it counts how often JAX traces; a region traces a jaxpr once more"
         ),

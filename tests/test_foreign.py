@@ -161,10 +161,14 @@ def test_a_file_that_is_not_there_is_refused(project):
         project("--select", "b_test.py")
 
 
-def test_a_folder_that_is_not_there_is_refused(capsys):
+def test_what_is_not_there_is_refused(capsys, tmp_path):
     with pytest.raises(SystemExit):
         command.main(["--suite", "jax", "--source", "/no/such/folder"])
     assert "no such folder; give a checkout" in capsys.readouterr().err
+    page = ["--page", str(tmp_path / "page.md")]  # hours later it would be too late
+    with pytest.raises(SystemExit):
+        command.main(["--suite", "jax", "--source", str(tmp_path), *page])
+    assert "no such file; give a page" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("limit", "deadline"), [(0.5, 60), (60, 0.5)])

@@ -63,6 +63,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.source.is_dir():
         parser.error(f"--source {options.source}: no such folder; give a checkout")
+    if not options.page.is_file():
+        parser.error(f"--page {options.page}: no such file; give a page to write into")
     return options
 
 

@@ -18,7 +18,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # `make test` tries fewer random inputs. Each profile tries the same ones every time.
 repeatable = {"derandomize": True, "deadline": None, "database": None}
-hypothesis.settings.register_profile("quick", max_examples=20, **repeatable)
+hypothesis.settings.register_profile("quick", max_examples=10, **repeatable)
 hypothesis.settings.register_profile("all", max_examples=100, **repeatable)
 
 

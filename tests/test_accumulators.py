@@ -8,6 +8,8 @@ from jax import lax
 
 import jamp
 
+from .marks import slow
+
 N = 50_000
 half = jamp.autocast(jnp.float16)
 x, w = jnp.full((4, 8), 0.25), jnp.full((8, 4), 0.5)
@@ -26,7 +28,7 @@ def jit_inside(function):
 
 
 WAYS = pytest.mark.parametrize(
-    "way", [live, jit_around, jit_inside], ids=lambda way: way.__name__
+    "way", [live, slow(jit_around), jit_inside], ids=lambda way: way.__name__
 )
 
 MADE_IN_FLOAT32 = {

@@ -11,10 +11,12 @@ from flax import nnx
 
 import jamp
 
+from .marks import slow
+
 half = jamp.autocast(jnp.float16)
 x = 3 * jax.random.normal(jax.random.key(0), (16, 4))
 WAYS = pytest.mark.parametrize(
-    "way", [half, lambda f: jax.jit(half(f)), lambda f: half(jax.jit(f))],
+    "way", [half, slow(lambda f: jax.jit(half(f))), lambda f: half(jax.jit(f))],
     ids=["live", "jit_around", "jit_inside"],
 )  # fmt: skip
 

@@ -67,6 +67,7 @@ def project(tmp_path_factory):
     patch.undo()
 
 
+@pytest.mark.slow
 def test_each_test_runs_three_ways(project):
     plain, kept = project.outcomes(PLAIN), project.outcomes(KEPT)
     assert plain.pop("test_fails_plain") == FAILED
@@ -107,6 +108,7 @@ def test_a_difference_makes_the_command_fail(project, monkeypatch):
     assert project() == 0
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(project):
     ran = project.source / "tests" / "ran"
     assert ran.read_text() == "xxx"

@@ -677,7 +677,7 @@ def test_bfloat16_gradients_keep_their_dtype():
     np.testing.assert_array_equal(unscaled["kernel"], jnp.full((2, 2), expected))
 
 
-def test_a_jitted_step_traces_once_and_transfers_nothing():
+def test_a_jitted_step_traces_once_and_transfers_nothing(checking_leaks):
     (model, optimizer), scaler = make_model(), jamp.GradScaler(growth_interval=7)
     traces = []
 
@@ -687,7 +687,7 @@ def test_a_jitted_step_traces_once_and_transfers_nothing():
         return train_step(model, optimizer, scaler, x)
 
     x, bad = jax.device_put(X), jax.device_put(BAD)
-    with jax.transfer_guard("disallow"), jax.checking_leaks():
+    with jax.transfer_guard("disallow"):
         skipped = [
             step(model, optimizer, scaler, bad if i % 10 == 3 else x)
             for i in range(100)

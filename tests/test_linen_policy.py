@@ -227,7 +227,7 @@ def test_softmax_in_attention_is_float32():
     assert products(lambda p: mixed.apply(p, x), params) == [{"float16"}] * 6
 
 
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.SimpleCell])
+@pytest.mark.parametrize("cell", [slow(nn.LSTMCell), nn.GRUCell, slow(nn.SimpleCell)])
 def test_a_recurrent_carry_keeps_its_dtype(cell):
     model = jamp.linen.with_policy(nn.RNN(cell(8), return_carry=True), MIXED)
     x = X[None]
@@ -742,14 +742,14 @@ def test_region_inside_and_around():
     assert products(run, params) == [{"float16"}, {"bfloat16"}, {"bfloat16"}]
 
 
-def test_no_tracer_leaks_and_threads():
+@pytest.mark.slow
+def test_no_tracer_leaks_and_threads(checking_leaks):
     from concurrent.futures import ThreadPoolExecutor
 
     model = jamp.linen.with_policy(Compact(), MIXED)
     variables = jax.jit(model.init)(RNGS, X)
     run = lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0]
-    with jax.checking_leaks():
-        expected = jax.jit(run)(variables)
+    expected = jax.jit(run)(variables)
     with ThreadPoolExecutor(4) as pool:
         for out in pool.map(jax.jit(run), [variables] * 8):
             np.testing.assert_array_equal(out, expected)

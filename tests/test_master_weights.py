@@ -488,7 +488,7 @@ def test_both_orders_give_the_same_bits(name):
         assert_same_bits(outside, inside)
 
 
-@pytest.mark.parametrize("way", ["jit", "step"])
+@pytest.mark.parametrize("way", [slow("jit"), "step"])
 def test_both_orders_agree_when_compiled(way):
     """Two programs may multiply and add in one rounding or in two."""
     runs = [run_with_overflows(order, "adamw", way) for order in ORDERS]
@@ -708,7 +708,7 @@ def test_vmap_over_models():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("order", ["alone", slow("scale outside")])
+@pytest.mark.parametrize("order", mostly_slow(["alone", "scale outside"]))
 def test_copies_have_the_sharding_of_their_parameters(order):
     mesh = jax.make_mesh(
         (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
@@ -809,8 +809,8 @@ class Model(nn.Module):
         return nn.Dense(1, **kinds)(nn.relu(nn.Dense(64, **kinds)(x)))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("cls", [train_state.TrainState, jamp.linen.TrainState])
+@pytest.mark.parametrize("order", mostly_slow(ORDERS, "scale outside"))
+@pytest.mark.parametrize("cls", [slow(train_state.TrainState), jamp.linen.TrainState])
 def test_train_states(cls, order):
     model, (x, y) = Model(), regression()
     params = jax.jit(model.init)(jax.random.key(0), x)

@@ -14,6 +14,7 @@ from flax import nnx
 import jamp
 
 from .jaxprs import equations, products
+from .marks import slow
 
 MIXED = jamp.get_policy("mixed_float16")
 TOKENS = jnp.arange(8)[None]
@@ -200,7 +201,7 @@ def test_a_carry_that_differs_is_explained():
     assert "x.astype(h.dtype)" in notes and "the start of a loop" in notes
 
 
-@pytest.mark.parametrize("cache_dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("cache_dtype", [slow(jnp.float32), jnp.float16])
 def test_a_decoding_cache_keeps_its_dtype(cache_dtype):
     attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
     mixed = jamp.nnx.with_policy(attention, MIXED)
@@ -383,7 +384,9 @@ def test_a_policy_in_a_policy_wins():
     assert mixed.first.kernel.dtype == FULL
 
 
-@pytest.mark.parametrize("cell", [nnx.LSTMCell, nnx.GRUCell, nnx.SimpleCell])
+@pytest.mark.parametrize(
+    "cell", [slow(nnx.LSTMCell), nnx.GRUCell, slow(nnx.SimpleCell)]
+)
 def test_a_recurrent_carry_keeps_its_dtype(cell):
     rnn = nnx.RNN(cell(8, 8, rngs=nnx.Rngs(0)), return_carry=True)
     mixed = jamp.nnx.with_policy(rnn, MIXED)

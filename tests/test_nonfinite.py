@@ -12,6 +12,8 @@ from flax import nnx
 import jamp
 from jamp import debug
 
+from .marks import slow
+
 ZERO, ONE = jnp.float32(0.0), jnp.float32(1.0)
 
 
@@ -108,7 +110,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("fn", CONSTRUCTS, ids=lambda fn: fn.__name__)
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [slow(False), True])
 def test_the_op_is_found(fn, jit):
     find = debug.find_nonfinite(fn)
     find = jax.jit(find) if jit else find
@@ -272,6 +274,7 @@ def test_a_step_that_is_fine_does_not_run_the_search(standard_promotion):
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_a_scan_of_train_steps(standard_promotion):
     tx = jamp.dynamic_loss_scale(optax.sgd(0.0), init_scale=8.0)
     step, params = make_step(tx), {"w": jnp.full((64, 8), 30.0)}
@@ -298,6 +301,7 @@ def test_a_scan_of_train_steps(standard_promotion):
     assert "the step was skipped" in str(report)
 
 
+@pytest.mark.slow
 def test_a_train_step_of_nnx(standard_promotion):
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -8,7 +8,10 @@ import pytest
 from jamp._op_rules import DIFFERENCES
 from parity import ops, ops_golden, ops_jamp
 
+from .marks import mostly_slow
+
 GOLDEN = ops_golden.load()
+QUICK = [case for case in ops.CASES.values() if case.half == "float16"]
 
 
 def test_the_file_is_of_these_cases():
@@ -28,7 +31,9 @@ def refuses_half(op) -> bool:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("case", ops.CASES.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", mostly_slow(ops.CASES.values(), *QUICK), ids=lambda case: case.name
+)
 def test_dtypes_equal_torch(case: ops.Case):
     if refuses_half(case.op):  # a jitted function is traced before the casts
         assert case.op.base == "nuclear_norm"

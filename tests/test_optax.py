@@ -11,6 +11,8 @@ from flax.training import train_state
 
 import jamp
 
+from .marks import slow
+
 
 def loss_fn(params, x):
     return jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
@@ -159,7 +161,7 @@ def test_accumulation_as_in_torch_sums_scaled_gradients_and_checks_once():
     assert new_state.found_inf and new_state.skipped_steps == 1
 
 
-@pytest.mark.parametrize("linesearch", ["zoom", "backtracking"])
+@pytest.mark.parametrize("linesearch", [slow("zoom"), "backtracking"])
 def test_a_line_search_sees_unscaled_values(linesearch):
     search = {
         "zoom": optax.scale_by_zoom_linesearch(max_linesearch_steps=10),

@@ -9,12 +9,14 @@ from jax import lax
 
 import jamp
 
+from .marks import slow
+
 half = jamp.autocast(jnp.float16)
 HIGHEST = lax.Precision.HIGHEST
 PRESETS = lax.DotAlgorithmPreset
 WAYS = pytest.mark.parametrize(
     "way",
-    [half, lambda f: jax.jit(half(f)), lambda f: half(jax.jit(f))],
+    [half, slow(lambda f: jax.jit(half(f))), lambda f: half(jax.jit(f))],
     ids=["live", "jit_around", "jit_inside"],
 )
 x, w = jnp.full((2, 4), 0.1), jnp.full((4, 3), 0.1)

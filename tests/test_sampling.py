@@ -8,6 +8,8 @@ from jax import lax, random
 
 import jamp
 
+from .marks import slow
+
 HALVES = [jnp.float16, jnp.bfloat16]
 N_TOKENS, N_DRAWS, N_FLIPS = 1000, 512, 4096
 
@@ -50,7 +52,7 @@ def expected_draws(sample, value, n=20):
     return np.stack([run(key) for key in random.split(random.key(3), n)])
 
 
-WAYS = [eager, jit_around, jit_inside, scanned]
+WAYS = [eager, slow(jit_around), jit_inside, slow(scanned)]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

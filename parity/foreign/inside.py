@@ -20,6 +20,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "api_test.py::TracebackTest::test_custom_vjp_traceback": (
             "it counts the frames of the stack"
         ),
+        "random_test.py::PrngTest::testNoOpByOpUnderHash": (
+            "it forbids op by op execution, which is what a region does with a jaxpr"
+        ),
         "shard_map_test.py::*::test_different_devices_shmap_abstract_mesh_cache_hit": (
             "it counts how often JAX traces; a region traces a jaxpr once more"
         ),

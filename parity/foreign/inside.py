@@ -21,7 +21,7 @@ INSIDE: dict[str, dict[str, str]] = {
             "it counts the frames of the stack"
         ),
         "random_test.py::PrngTest::testNoOpByOpUnderHash": (
-            "it forbids op by op execution, which is what a region does with a jaxpr"
+            "it forbids that JAX runs op by op; a live region binds each op by itself"
         ),
         "shard_map_test.py::*::test_different_devices_shmap_abstract_mesh_cache_hit": (
             "it counts how often JAX traces; a region traces a jaxpr once more"

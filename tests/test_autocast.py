@@ -1,6 +1,7 @@
 """autocast: regions, layers, rules, errors."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ import jamp
 from jamp import _compat
 
 from .jaxprs import all_half, equations, products
-from .marks import slow
+from .marks import mostly_slow, slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -375,7 +376,17 @@ LAYERS = {
 
 @pytest.mark.parametrize(
     ("name", "input_dtype"),
-    [(name, f16) for name in LAYERS] + [slow((name, f32)) for name in LAYERS],
+    mostly_slow(
+        itertools.product(LAYERS, [f32, f16]),
+        ("linen Dense", f32),
+        ("linen Dense", f16),
+        ("linen Conv", f16),
+        ("linen LayerNorm", f16),
+        ("nnx Linear", f16),
+        ("nnx attention", f16),
+        ("equinox Linear", f16),
+        ("plain", f16),
+    ),
 )
 def test_dtype_of_a_layer(name, input_dtype):
     make, shape, dtype = LAYERS[name]

@@ -14,7 +14,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 import jamp
 
 from .jaxprs import all_half, products
-from .marks import slow
+from .marks import mostly_slow, slow
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
@@ -65,7 +65,9 @@ def test_a_gradient_inside_of_a_rematerialized_loop(loop, jit):
 
 
 @LOOPS
-@pytest.mark.parametrize("order", ["one region", "region inside", "both"])
+@pytest.mark.parametrize(
+    "order", mostly_slow(["one region", "region inside", "both"], "both")
+)
 def test_a_gradient_penalty_over_a_rematerialized_loop(order, loop):
     x, w = arrays()
 

@@ -237,14 +237,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        slow(case) if case.plant is overflow_in_attention_logits else case
-        for case in CASES
-    ],
-    ids=lambda case: case.plant.__name__,
-)
+QUICK = [
+    slow(case) if case.plant is overflow_in_attention_logits else case for case in CASES
+]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.plant.__name__)
 def test_the_fault_is_named(case):
     report = case.plant(True)
     first, text = report.found[0], str(report)
@@ -255,7 +253,7 @@ def test_the_fault_is_named(case):
     assert report.to_markdown()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.plant.__name__)
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.plant.__name__)
 def test_a_clean_control_reports_nothing(case):
     report = case.plant(False)
     assert report.found == []

@@ -187,6 +187,7 @@ def test_metrics_are_printed(logging_metrics, capsys, tmp_path):
     assert np.isfinite(history["loss"]).all() and history["loss"][-1] < 0.5
 
 
+@pytest.mark.slow
 def test_metrics_go_to_tensorboard(logging_metrics, tmp_path):
     args = ["--logger", "tensorboard", "--steps", "5", "--logdir", str(tmp_path)]
     logging_metrics.main(args)

@@ -79,12 +79,14 @@ def test_each_test_runs_three_ways(project):
     assert project.file.total == 11
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_survived_and_recorded(project):
     half = project.outcomes(FLOAT16)
     assert half["test_dies"] == DIED
     assert half["test_after_it"] == PASSED
 
 
+@pytest.mark.slow
 def test_crashes_are_told_from_comparisons(project):
     failed = {x.test: x for x in project.file.failed(FLOAT16)}
     assert failed.pop("Case::test_compares").compared
@@ -95,6 +97,7 @@ def test_crashes_are_told_from_comparisons(project):
     assert crashes["test_dies"] == "the process died"
 
 
+@pytest.mark.slow
 def test_a_difference_makes_the_command_fail(project, monkeypatch):
     assert project.status == 1
     assert [x.test for x in project.file.differing()] == ["test_looks_inside"]
@@ -124,7 +127,9 @@ def test_it_goes_on_where_it_stopped(project):
     assert list(project.outcomes(KEPT))[-1] == "test_looks_inside"
 
 
+@pytest.mark.slow
 def test_the_page(project):
+    report.write(project.page, project.kept)
     text = project.page.read_text()
     assert text.startswith("Before.\n") and text.endswith("After.\n")
     assert "## made 1.2" in text
@@ -144,6 +149,7 @@ def test_a_page_without_marks_is_refused(tmp_path):
         report.write(page, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_run_makes_the_command_fail(project, tmp_path, capsys):
     broken = Project(tmp_path)
     (broken.source / "tests" / "a_test.py").write_text("import no_such_module")
@@ -151,6 +157,7 @@ def test_a_file_that_cannot_be_run_makes_the_command_fail(project, tmp_path, cap
     assert "a_test.py cannot be run plain" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_release_is_refused(project):
     with pytest.raises(ValueError, match=r"made 1\.2, and 1\.3 is installed"):
         suites.check_release("made", project.source, "1.3")
@@ -158,6 +165,7 @@ def test_another_release_is_refused(project):
         suites.check_release("made", project.source / "tests", "1.2")
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_there_is_refused(project):
     with pytest.raises(ValueError, match=r"--select b_test\.py: there is no such file"):
         project("--select", "b_test.py")

@@ -160,11 +160,12 @@ def test_the_plain_model_with_casts(name):
 
 def test_dtypes_between_modules():
     model = jamp.linen.with_policy(Compact(), MIXED)
-    variables = jax.jit(model.init)(RNGS, X)
+    variables = jax.eval_shape(model.init, RNGS, X)
     run = dict(rngs=RNGS, mutable=MUTABLE, capture_intermediates=True)
-    y, state = model.apply(variables, X, **run)
+    y, state = jax.eval_shape(lambda v: model.apply(v, X, **run), variables)
     kept = state["intermediates"]
-    assert model.init_with_output(RNGS, X)[0].dtype == jnp.float32
+    out, _ = jax.eval_shape(model.init_with_output, RNGS, X)
+    assert out.dtype == jnp.float32
     for name in ("Dense_0", "BatchNorm_0", "Dropout_0", "Own_0", "Dense_1"):
         assert kept[name]["__call__"][0].dtype == jnp.float16, name
     assert kept["h"][0].dtype == jnp.float16
@@ -413,9 +414,8 @@ def test_the_innermost_override_decides_then_the_first():
 def test_norms_stay_in_float32_in_what_an_override_names():
     def scale(overrides):
         model = jamp.linen.with_policy(Compact(), MIXED, overrides)
-        return jax.jit(model.init)(RNGS, X)["params"]["jitted"]["LayerNorm_0"][
-            "scale"
-        ].dtype
+        params = jax.eval_shape(model.init, RNGS, X)["params"]
+        return params["jitted"]["LayerNorm_0"]["scale"].dtype
 
     assert scale({"jitted": "half"}) == jnp.float32
     assert scale({"": "half"}) == jnp.float32

@@ -288,6 +288,7 @@ def test_parts_are_called_by_themselves():
     assert mixed.project(x).dtype == FULL  # a method of the outermost one
 
 
+@pytest.mark.slow
 def test_half_parameters():
     mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), "half", {"stack": "p=bf16,c=f16"})
     for path, leaf in jax.tree_util.tree_leaves_with_path(pure(mixed, nnx.Param)):
@@ -623,6 +624,7 @@ def test_every_way_to_read_a_parameter():
     assert set(dtypes) == {jnp.dtype("float16")}
 
 
+@pytest.mark.slow
 def test_attention_runs_on_a_cpu():
     """By hand JAX refuses to compile it: F16_F16_F32 is not supported there."""
     attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))

@@ -24,6 +24,8 @@ from jamp._op_rules import (
 )
 from jamp._rules import resolve
 
+from .marks import mostly_slow
+
 # Modules that their library does not import by itself.
 MODULES = ("flax.linen", "flax.nnx", "equinox.nn", "jax.image", "optax.losses")
 
@@ -122,7 +124,7 @@ def test_most_of_the_table_is_called_here():
     assert found == {Kind.FLOAT32, Kind.KEEP, Kind.PROMOTE}
 
 
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("name", mostly_slow(ONE, *ONE[::4]))
 def test_a_primitive_of_one_array(name: str):
     function, kind = lax_function(name), PRIMITIVES[name].kind
     assert call(function, full()) == jnp.float32
@@ -130,7 +132,7 @@ def test_a_primitive_of_one_array(name: str):
     assert call(function, half()) == (jnp.float32 if in_float32 else jnp.float16)
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", mostly_slow(TWO, *TWO[::3]))
 def test_a_primitive_of_two_arrays(name: str):
     function, kind = lax_function(name), PRIMITIVES[name].kind
     assert call(function, full(), full()) == jnp.float32

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from .marks import slow
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 LINKED = [
@@ -12,17 +14,14 @@ LINKED = [
     *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")),
     ROOT / "benchmarks" / "README.md",
 ]
-SLOW = ("debugging.md",)
+QUICK = ("README.md", "index.md", "coming-from-torch.md", "checkpoints.md")
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 TORCH = re.compile(r"^\s*import torch|torch\.", re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW else [])
-        for page in PAGES
-    ],
+    [page if page.name in QUICK else slow(page) for page in PAGES],
     ids=lambda page: page.name,
 )
 def test_code_blocks_run(page, standard_promotion, tmp_path, monkeypatch):

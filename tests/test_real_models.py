@@ -87,6 +87,7 @@ class PostNorm(eqx.Module):
         return jax.vmap(self.norm)(jax.nn.gelu(h + x))
 
 
+@pytest.mark.slow
 def test_the_products_of_a_wrapped_equinox_model_are_in_float16():
     keys = jax.random.split(jax.random.key(0), 4)
     model = PostNorm(keys[0])
@@ -226,6 +227,7 @@ class Text(nn.Module):
         return writer(x, initial_carry=(state, x[:, 0]))
 
 
+@pytest.mark.slow
 def test_what_a_scanned_cell_draws_under_a_policy():
     x = jnp.ones((4, 6, 8))
     keys = {"params": jax.random.key(0), "draw": jax.random.key(1)}

@@ -10,7 +10,7 @@ import jamp
 
 from .marks import slow
 
-HALVES = [jnp.float16, jnp.bfloat16]
+HALVES = [jnp.float16, slow(jnp.bfloat16)]
 N_TOKENS, N_DRAWS, N_FLIPS = 1000, 512, 4096
 
 

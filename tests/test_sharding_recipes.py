@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 from benchmarks.collectives import (
+    ALL_HALF,
     HALF,
     LAYOUTS,
     ROWS,
@@ -26,11 +27,11 @@ pytestmark = [
 ]
 SIZES = {"layers": 2, "width": 32, "rows": 32}
 BAD_STEP, STEPS = 2, 5
-SLOW = {"tensor parallel", "2-D, FSDP x tensor"}  # on the newest JAX the others do
+QUICK = {("data parallel", "jit"), ("FSDP", "jit"), ("FSDP", "shard_map")}
 CASES = [
     pytest.param(
         row,
-        marks=[pytest.mark.slow] if row[0] in SLOW else [],
+        marks=[] if row[:2] in QUICK and row[2] != ALL_HALF else [pytest.mark.slow],
         id=" ".join([*row[:2], *row[2]]),
     )
     for row in ROWS
@@ -258,6 +259,7 @@ def test_linen_with_partitioned_parameters():
     assert jamp.loss_scale(state) == 2.0**15
 
 
+@pytest.mark.slow
 def test_nnx_with_partitioned_parameters():
     mesh = two_axes()
     with jax.set_mesh(mesh):

@@ -139,6 +139,7 @@ def train(dtype, seed, steps=40):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
+@pytest.mark.slow
 def test_two_threads_train_two_models():
     jobs = [(jnp.dtype(jnp.float16), 0), (jnp.dtype(jnp.bfloat16), 1)]
     alone = [train(*job) for job in jobs]

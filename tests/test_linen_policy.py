@@ -438,6 +438,7 @@ def test_an_override_of_the_output():
     assert seen == {"hidden": jnp.bfloat16, "logits": jnp.float32}
 
 
+@pytest.mark.slow
 def test_param_dtypes_by_module():
     overrides = {"jitted/Dense": "p=bf16,c=f16", "ScanBlock": "c=full,o=half"}
     params = jamp.linen.with_policy(Compact(), "half", overrides).init(RNGS, X)[

@@ -71,6 +71,7 @@ def test_what_the_storms_found():
     assert jamp.scale_loss(np.float64(2), state) == 2.0**17  # warned of float64
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps():
     """In a scan, and in a jitted loop with donated buffers: one trajectory."""
     steps = 10_000

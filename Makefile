@@ -16,7 +16,7 @@ CACHED := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/$(VENV)/jax-cache
 .PHONY: help demo test test-all parity lint docs bench gpu lowest newest clean
 
 help: ## print the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 # .venv/.<extra> is made when jamp is installed there with that extra.
 $(VENV)/.%: pyproject.toml
@@ -63,8 +63,8 @@ gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1 tries them
 	$(GPU_PYTHON) -m benchmarks.gpu
 endif
 
-lowest: ## tests with the oldest JAX, Flax and optax that jamp runs on
-	scripts/test-lowest tests/test_{package,compat,grad_scaler,optax,policy,sampling}.py
+lowest: ## some tests with the oldest JAX, Flax and optax that jamp runs on
+	scripts/test-lowest
 
 newest: ## the quick tests on the newest JAX, with Python 3.12 and 3.13 where they are
 	scripts/test-newest

@@ -231,7 +231,7 @@ def get_policy(policy_name: str | Policy) -> Policy:
       policy_name: the string. A `Policy` is returned as it is.
 
     Raises:
-      ValueError: an unknown key or dtype; the nearest names are shown.
+      ValueError: an unknown key or dtype; names near it are shown.
       TypeError: neither a string nor a policy.
 
     Examples:
@@ -289,7 +289,7 @@ def _floating(value: Any, where: str) -> Any:
         if isinstance(known, str) and dtype.name != known:
             raise TypeError  # and "f16" as sixteen bytes, "float" as float64
     except (TypeError, ValueError):
-        names = [*DTYPES, "half", *NAMED]
+        names = [*DTYPES, "half", *(NAMED if where == "Policy" else ())]
         near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4)
         there_are = "names near it:" if near else "there are"
         raise ValueError(

@@ -191,7 +191,7 @@ class AutocastTrace(CallingTrace):
         action, baked = forced, self.baked or differentiated
         if baked:
             action = action or self.action(primitive)
-            # Nothing is differentiated that is drawn.
+            # What is drawn is not differentiated.
             baked = action is None or action.table is not DRAW
         if baked:
             args = self.as_traced(args, avals)

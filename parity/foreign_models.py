@@ -111,10 +111,10 @@ def lines(name: str, result: dict[str, Any]) -> str:
                 f"{row.get('apart', float('nan')):.1e}",
                 row.get("cosine", 0),
             )
-            verdict = "" if row.get("ok") else "**outside**"
+            verdict = "" if row.get("ok") else "**outside** "
             text += (
                 f"| {name} | {project} | {way} | {share} | {apart} | {cosine:.6f} | "
-                f"{row['skipped']} | {row['losses'][-1]:.4f} | {verdict} |\n"
+                f"{row['skipped']} | {row['losses'][-1]:.4f} | {verdict}|\n"
             )
     return text
 

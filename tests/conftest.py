@@ -7,7 +7,6 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
-import hypothesis
 import jax
 import pytest
 
@@ -16,17 +15,25 @@ from . import time_limit
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# `make test` tries fewer random inputs. Each profile tries the same ones every time.
-repeatable = {"derandomize": True, "deadline": None, "database": None}
-hypothesis.settings.register_profile("quick", max_examples=10, **repeatable)
-hypothesis.settings.register_profile("all", max_examples=100, **repeatable)
+try:
+    import hypothesis
+except ImportError:  # `make gpu` does without
+    hypothesis = None
 
 
 def pytest_configure(config):
-    quick = config.getoption("markexpr") == "not slow"
-    hypothesis.settings.load_profile("quick" if quick else "all")
+    quick = config.getoption("markexpr") == "not slow"  # as `make test` says
     if quick:
         config.pluginmanager.register(time_limit)
+    if hypothesis is not None:  # the same random inputs every time, fewer of them
+        hypothesis.settings.register_profile(
+            "jamp",
+            max_examples=10 if quick else 100,
+            derandomize=True,
+            deadline=None,
+            database=None,
+        )
+        hypothesis.settings.load_profile("jamp")
 
 
 @pytest.fixture
@@ -40,7 +47,7 @@ def standard_promotion():
 def checking_leaks():
     """`jax.checking_leaks`, which searches all that Python holds, after each trace.
 
-    What was there before is left out: it is much, and a leak is in none of it.
+    Objects made before are left out: they are many, and none of them is a leak.
     """
     gc.collect()
     gc.freeze()

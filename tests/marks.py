@@ -9,10 +9,10 @@ SLOW = pytest.mark.slow
 
 
 def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """The cases, all of them marked slow but for the quick ones.
+    """The cases, marked slow except for the quick ones.
 
     Raises:
-      ValueError: a quick one is no case.
+      ValueError: a quick one is not a case.
     """
     cases = list(cases)
     if unknown := [case for case in quick if case not in cases]:

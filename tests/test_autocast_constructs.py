@@ -302,6 +302,12 @@ def test_nothing_leaks(name, checking_leaks):
     jax.make_jaxpr(jitted(loss_of(inside(CONSTRUCTS[name]))))(params(), batch())
 
 
+def test_a_leak_is_found(checking_leaks):  # the control
+    kept = []
+    with pytest.raises(Exception, match="Leaked"):
+        jax.make_jaxpr(lambda x: kept.append(x) or x)(1.0)
+
+
 def test_kernels_and_callbacks_are_left_alone():
     from jax.experimental import pallas as pl
 

@@ -204,7 +204,8 @@ def make_mesh(shape):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("kind", mostly_slow(TRAINERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRAINERS)
 def test_saved_sharded_and_restored_onto_other_meshes(kind, tmp_path):
     carry, step = TRAINERS[kind]()
     alone, _ = train(step, carry, 0, 15)

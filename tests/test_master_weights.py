@@ -708,7 +708,8 @@ def test_vmap_over_models():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("order", mostly_slow(["alone", "scale outside"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["alone", "scale outside"])
 def test_copies_have_the_sharding_of_their_parameters(order):
     mesh = jax.make_mesh(
         (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
@@ -971,7 +972,8 @@ def fall(losses):
     return losses[0] - losses[-1]
 
 
-@pytest.mark.parametrize("name", mostly_slow(TRAINED))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
 def test_training_follows_float32_where_naive_float16_does_not(name):
     reference, master, scaled, bare = curves(TRAINED[name]).values()
     assert len(master) == STEPS + 1

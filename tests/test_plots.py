@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 import jamp
 from jamp import debug
 
-from .marks import mostly_slow
-
 
 def reference(values):
     """Exponents of float32 by NumPy, as {exponent: count}."""
@@ -114,7 +112,8 @@ def test_inside_a_training_step_and_stacked_by_scan():
     assert "stacked" not in str(stacked)  # prints as it is
 
 
-@pytest.mark.parametrize("kind", mostly_slow([AxisType.Auto, AxisType.Explicit]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_gradients_are_counted_where_they_are(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     values = jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)

@@ -233,7 +233,7 @@ def test_grad_scaler_on_sharded_arrays_and_under_shard_map():
 
 
 def test_gather_divides_before_it_sums():
-    # Eight gradients of 40000 have a mean that float16 holds, and no such sum.
+    # Eight gradients of 40000 have a mean that float16 can hold; their sum overflows.
     tx = jamp.dynamic_loss_scale(
         optax.sgd(1.0), init_scale=1.0, axis_name="data", growth_interval=10
     )

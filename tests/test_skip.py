@@ -102,7 +102,7 @@ def test_a_skipped_step_holds_every_bit(step, way):
     state = tx.init(start())
     run = jax.jit(lambda g, s, p: step(tx, g, s, p))
     params, state = run(gradients(False), state, start())
-    params |= {"b": jnp.array([-0.0, 0.0, 1.0])}  # -0 too: an update of 0 would end it
+    params |= {"b": jnp.array([-0.0, 0.0, 1.0])}  # adding 0 would turn -0 into 0
     new_params, new_state = run(gradients(True), state, params)
     assert bits(new_params) == bits(params)
     assert bits(new_state.inner_state) == bits(state.inner_state)

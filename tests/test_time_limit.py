@@ -26,6 +26,7 @@ def test_marked(): exec(CODE.replace("0.4", str(time.process_time() + 0.4)))
 def outcomes(pytester, monkeypatch):
     """What a run of these tests said, with a limit of 0.2 s."""
     monkeypatch.setattr(time_limit, "LIMIT", 0.2)
+    monkeypatch.setattr(time_limit, "slowdown", lambda: 1.0)
     pytester.makepyfile(TESTS)
     pytester.makeini("[pytest]\nmarkers =\n  slow\n  gpu")
     return pytester.runpytest_inprocess(plugins=[time_limit])

@@ -1,8 +1,8 @@
-"""A pytest plugin: a test that is not marked slow may take five seconds.
+"""A pytest plugin of `make test`: a test that is not marked slow may take five seconds.
 
-Seconds are those of the processor, of the test and of the processes it waits for, so
-that another program on the machine fails no test. On a slower processor the limit is
-longer: a short calculation is timed at the start.
+These are CPU seconds of the test and of the processes that it waits for, without its
+fixtures, so that another program on the machine fails no test. On a slower processor
+the limit is longer: a short calculation is timed at the start.
 """
 
 import os
@@ -11,16 +11,18 @@ import time
 import pytest
 
 LIMIT = 5.0
-CALIBRATION = 0.015  # seconds that it takes on the machine on which the limit was set
+CALIBRATION = 0.015  # seconds that the calculation takes on a fast processor
 SAID = (
-    "{test} took {seconds:.1f} s of the processor's time; the limit is {limit:.1f} s. "
+    "{test} took {seconds:.1f} s of CPU time; the limit is {limit:.1f} s. "
     "Make it quicker (shapes instead of arrays, jit, a fixture for the module), or "
     "mark it slow."
 )
+limit_key = pytest.StashKey[float]()
+spent_key = pytest.StashKey[float]()
 
 
 def seconds() -> float:
-    """Those that this process and its finished children had of the processor."""
+    """CPU seconds of this process and of its finished children."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 
@@ -37,10 +39,6 @@ def slowdown() -> float:
 
 def pytest_configure(config):
     config.stash[limit_key] = LIMIT * slowdown()
-
-
-limit_key = pytest.StashKey[float]()
-spent_key = pytest.StashKey[float]()
 
 
 @pytest.hookimpl(wrapper=True)

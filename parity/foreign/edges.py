@@ -11,7 +11,6 @@ EDGES: dict[str, str] = {
         "A half-precision array from outside of such a function (a cache, a state) "
         "meets float32 in it"
     ),
-    "'no_tracing' is set": "`jax.no_tracing()` refuses jitted functions in it",
     r"(?s)carry.*float16|float16.*carry": (
         "A carry of `scan` and `while_loop` keeps the dtype that it starts with"
     ),

@@ -28,7 +28,7 @@ demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.test ## the quick tests, in minutes; no torch needed
-	$(CACHED) $(BIN)/python -m pytest -n auto -m "not slow" tests
+	$(CACHED) $(BIN)/python -m pytest -n auto -m "not slow" --time-limit tests
 
 test-all: $(VENV)/.test ## all tests
 	$(CACHED) $(BIN)/python -m pytest -n auto tests

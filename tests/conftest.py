@@ -21,11 +21,16 @@ except ImportError:  # `make gpu` does without
     hypothesis = None
 
 
+def pytest_addoption(parser):
+    said = "fail the tests that are not marked slow and take more than five seconds"
+    parser.addoption("--time-limit", action="store_true", help=said)
+
+
 def pytest_configure(config):
-    quick = config.getoption("markexpr") == "not slow"  # as `make test` says
-    if quick:
+    if config.getoption("time_limit"):
         config.pluginmanager.register(time_limit)
-    if hypothesis is not None:  # the same random inputs every time, fewer of them
+    quick = config.getoption("markexpr") == "not slow"
+    if hypothesis is not None:  # the same random inputs every time
         hypothesis.settings.register_profile(
             "jamp",
             max_examples=10 if quick else 100,

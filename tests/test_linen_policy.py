@@ -571,7 +571,7 @@ def test_a_carry_that_stays_unequal_is_explained():
 
     model = jamp.linen.with_policy(Model(), MIXED)
     with pytest.raises(TypeError, match="carry input and carry output") as caught:
-        model.init(RNGS, X)
+        jax.eval_shape(model.init, RNGS, X)
     assert any("has a policy gives back half" in n for n in caught.value.__notes__)
 
 
@@ -601,7 +601,7 @@ def test_a_number_at_the_end_of_an_override_is_whole(standard_promotion):
 def test_overrides_that_match_nothing(overrides, message):
     model = jamp.linen.with_policy(Compact(), MIXED, overrides)
     with pytest.raises(ValueError, match=message):
-        model.init(RNGS, X)
+        jax.eval_shape(model.init, RNGS, X)
     variables = jax.jit(Compact().init)(RNGS, X)
     if nn.Conv not in overrides:  # a path is held against those of the variables
         with pytest.raises(ValueError, match=message):
@@ -768,7 +768,7 @@ def test_an_error_in_a_module_leaves_nothing_behind():
             return x
 
     with pytest.raises(KeyError, match="mine"):
-        jamp.linen.with_policy(Model(), "half").init(RNGS, X)
+        jax.eval_shape(jamp.linen.with_policy(Model(), "half").init, RNGS, X)
     params = Model(fail=False).init(RNGS, X)
     assert params["params"]["Dense_0"]["kernel"].dtype == jnp.float32
     assert Model(fail=False).apply(params, X).dtype == jnp.float32
@@ -906,4 +906,4 @@ def test_init_forgets_what_matched_in_other_models():
     overrides = {"block_1": "full"}
     jamp.linen.with_policy(Model(2), MIXED, overrides).init(RNGS, X)
     with pytest.raises(ValueError, match="'block_0'"):
-        jamp.linen.with_policy(Model(1), MIXED, overrides).init(RNGS, X)
+        jax.eval_shape(jamp.linen.with_policy(Model(1), MIXED, overrides).init, RNGS, X)

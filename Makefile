@@ -6,10 +6,7 @@ BIN := $(VENV)/bin
 # An interpreter with JAX and torch for CUDA; nothing is installed into it.
 GPU_PYTHON ?= python3
 
-# Tests compile the same little programs again and again, in each process.
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
-CACHED := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/$(VENV)/jax-cache
+CACHED := scripts/cached-python $(VENV)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -28,14 +25,14 @@ demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.test ## the quick tests, in minutes; no torch needed
-	$(CACHED) $(BIN)/python -m pytest -n auto -m "not slow" --time-limit tests
+	$(CACHED) -m pytest -n auto -m "not slow" --time-limit tests
 
 test-all: $(VENV)/.test ## all tests
-	$(CACHED) $(BIN)/python -m pytest -n auto tests
+	$(CACHED) -m pytest -n auto --dist loadfile --no-loadscope-reorder tests
 
 parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
-	$(CACHED) $(BIN)/python -m parity
-	$(CACHED) $(BIN)/python -m pytest -n auto -m "not suite" parity
+	$(CACHED) -m parity
+	$(CACHED) -m pytest -n auto -m "not suite" parity
 
 lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## ruff and pyright
 	$(BIN)/ruff check .

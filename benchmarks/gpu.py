@@ -74,7 +74,7 @@ def parity(name: str, limit: float, quick_case: str) -> Part:
 
 
 sizes = lambda parameters: ("--donated", "--parameters", parameters)
-TESTS = ("pytest", "-p", "no:cacheprovider", "-q", "tests/test_gpu.py")
+TESTS = ("pytest", "-p", "no:cacheprovider", "-q", "--optimized", "tests/test_gpu.py")
 FEW_ROWS = ("--rows", "float16 by hand,autocast + dynamic")
 # What matters most comes first, for the time may be up before the end. Of parity, the
 # planted faults and the other libraries say nothing about a GPU.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import _health, _loss_scale
+from . import _arguments, _health, _loss_scale
 from ._health import Health
 from ._iteration import Iteration, Record, Stage, references
 from ._loss_scale import LossScaleConfig, LossScaleState
@@ -99,7 +99,7 @@ class GradScaler(nnx.Pytree):
             hysteresis=hysteresis,
         )
         self._enabled = flag("enabled", enabled)
-        self._axis_name = _loss_scale.axis_names(axis_name)
+        self._axis_name = _arguments.axis_names(axis_name)
         self.loss_scale: nnx.Variable[jax.Array]
         self.growth_tracker: nnx.Variable[jax.Array]
         self.hysteresis_tracker: nnx.Variable[jax.Array]
@@ -359,11 +359,11 @@ class GradScaler(nnx.Pytree):
                 f"{', '.join(map(str, state_dict))}. Pass what state_dict() returned."
             )
         scale = _as_scale("scale", state_dict["scale"])
-        tracker = _loss_scale.check_count(
+        tracker = _arguments.check_count(
             "_growth_tracker", state_dict["_growth_tracker"]
         )
         left = state_dict.get("_hysteresis_tracker", self._config.hysteresis)
-        left = _loss_scale.check_count("_hysteresis_tracker", left)
+        left = _arguments.check_count("_hysteresis_tracker", left)
         left = min(left, self._config.hysteresis)
         self._configure(**{key: state_dict[key] for key in keys[1:]})
         self.loss_scale[...] = scale
@@ -390,7 +390,7 @@ def _as_scale(name: str, value: Any) -> jax.Array:
             f"{name} must be a number or one element; got shape {np.shape(value)}."
         )
     if is_traced(value):
-        value = _loss_scale.number(name, jnp.reshape(value, []), float)
+        value = _arguments.number(name, jnp.reshape(value, []), float)
         return value.astype(jnp.float32)
     value = np.asarray(value).item()
     return jnp.asarray(_loss_scale.check_scale(name, value), jnp.float32)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._loss_scale import check_range, number
+from ._arguments import check_range, number
 from ._tree import is_traced
 
 WINDOW = 32  # steps that `recent_skips` remembers

@@ -208,7 +208,8 @@ class History:
     def _check_names(self, caller: str, metrics: Any) -> tuple[str, ...]:
         if not isinstance(metrics, Mapping):
             raise TypeError(
-                f"{caller} needs a dict of name -> value; got {shown(metrics)}."
+                f"{caller}: metrics must be a dict of name -> value; "
+                f"got {shown(metrics)}."
             )
         if self._names:
             if metrics.keys() == set(self._names):

@@ -2,14 +2,12 @@
 
 The result is the same module with another class: one whose methods run under Flax's
 method interceptors, which see every call of every module inside, with its path. While
-they run, each parameter lies in a box of the kind that Flax uses for sharding
-annotations and opens when a module reads its parameter. Opening it casts. So neither
-the tree of parameters nor the modules change, and lifted transformations see the
-parameters as they are stored.
+they run, each parameter lies in a box that casts it when a module reads it
+(`_linen_box.py`). So neither the tree of parameters nor the modules change, and lifted
+transformations see the parameters as they are stored.
 """
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Collection, Mapping
@@ -17,8 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
-from flax.core import meta
 
+from ._linen_box import box, opened, without_boxes
 from ._overrides import (
     COMPUTE_DTYPE,
     ROOT,
@@ -318,72 +316,3 @@ def check_used(module, run: Run, initializing: bool):
         elif not initializing:
             run.hits.add(index)
     check_all_used(CALLER, run.plan, run.hits, paths)
-
-
-# The box.
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
-class CastOnUse(meta.AxisMetadata):
-    """A parameter, perhaps with a sharding annotation, that is cast when it is read."""
-
-    value: Any
-
-    def unbox(self):
-        dtype = COMPUTE_DTYPE.value
-        value = meta.unbox(self.value)
-        return value if dtype is None else cast_floating(value, dtype)
-
-    def replace_boxed(self, val):
-        return CastOnUse(meta.replace_boxed(self.value, val))
-
-    def add_axis(self, index, params):
-        return CastOnUse(meta.add_axis(self.value, index, params))
-
-    def remove_axis(self, index, params):
-        return CastOnUse(meta.remove_axis(self.value, index, params))
-
-    # For code that reads self.variables["params"] instead of self.param(...).
-
-    def __jax_array__(self):
-        return self.unbox()
-
-    def __getattr__(self, name):
-        if name.startswith("__") or name == "value":
-            raise AttributeError(name)
-        return getattr(self.unbox(), name)
-
-    def __getitem__(self, index):
-        return self.unbox()[index]
-
-
-def opened(variables):
-    """The parameters as modules see them."""
-    return each_box(lambda x: x.unbox(), variables)
-
-
-def without_boxes(variables):
-    """The parameters as they are stored."""
-    return each_box(lambda x: x.value, variables)
-
-
-def each_box(function, variables):
-    def is_box(x):
-        return isinstance(x, CastOnUse)
-
-    return jax.tree.map(
-        lambda x: function(x) if is_box(x) else x, variables, is_leaf=is_box
-    )
-
-
-def box(variables):
-    def put(x):
-        return x if isinstance(x, CastOnUse) else CastOnUse(x)
-
-    def is_boxed(x):
-        return isinstance(x, meta.AxisMetadata)
-
-    return jax.tree.map(put, variables, is_leaf=is_boxed)

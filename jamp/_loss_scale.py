@@ -31,7 +31,8 @@ import numpy as np
 from jax import lax
 
 from . import _mesh
-from ._tree import dtype_of, is_inexact, is_traced, shown, widened
+from ._arguments import check_range, number
+from ._tree import dtype_of, is_inexact, is_traced, widened
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # 2**-126
 LARGEST_SCALE = float(np.finfo(np.float32).max)
@@ -134,42 +135,6 @@ def check_scale(name: str, value: Any) -> float:
     return value
 
 
-def check_count(name: str, value: Any) -> int:
-    """The value as a Python integer, or ValueError if int32 has it not, or below 0."""
-    value = number(name, value, operator.index)
-    check_range(name, value, ">= 0 and < 2**31", 0, 2**31 - 1)
-    return value
-
-
-def check_range(
-    name: str, value: Any, allowed: str, lowest: float, highest: float
-) -> None:
-    """Raises ValueError unless a known value lies in [lowest, highest]."""
-    if not is_traced(value) and not lowest <= value <= highest:
-        raise ValueError(f"{name} must be {allowed}; got {value!r}.")
-
-
-def number(name: str, value: Any, convert: Any) -> Any:
-    """A Python number, or the traced scalar that `optax.inject_hyperparams` passes."""
-    kind = "an integer" if convert is operator.index else "a number"
-    try:
-        if isinstance(value, bool | str | bytes) or not _is_scalar(value):
-            raise TypeError
-        return value if is_traced(value) else convert(value)
-    except OverflowError:  # an integer that no float holds
-        return math.inf if operator.gt(value, 0) else -math.inf
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be {kind}; got {shown(value)}.") from None
-
-
-def _is_scalar(value: Any) -> bool:
-    """Whether an array is a real number of shape []; True for all that is no array."""
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
-        return True
-    is_real = any(jnp.issubdtype(value.dtype, d) for d in (jnp.integer, jnp.floating))
-    return is_real and value.shape == ()
-
-
 def is_scalable(x: Any) -> bool:
     """Whether `scale` takes it."""
     is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
@@ -206,19 +171,6 @@ def scale(x: Any, loss_scale: jax.Array) -> jax.Array:
     dtype = dtype_of(x) if is_inexact(x) else jnp.dtype(jnp.float32)
     product = _times(jnp.asarray(x, widened(dtype)), loss_scale)
     return product if jnp.ndim(x) == 0 else lax.convert_element_type(product, dtype)
-
-
-def axis_names(axis_name: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """The axes as a tuple, or an error naming `axis_name`."""
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    is_sequence = isinstance(names, Sequence) and all(isinstance(n, str) for n in names)
-    if names is not None and not is_sequence:
-        raise TypeError(
-            f"axis_name must be a name or a sequence of names; got {axis_name!r}."
-        )
-    if names is not None and len(set(names)) < len(names):
-        raise ValueError(f"axis_name must name each axis once; got {axis_name!r}.")
-    return None if names is None else tuple(names)
 
 
 def all_finite(

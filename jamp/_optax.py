@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from . import _health, _loss_scale, _skip
+from . import _arguments, _health, _loss_scale, _skip
 from ._health import Health
 from ._loss_scale import LossScaleConfig, LossScaleState
 from ._match import check_gradients_match, check_no_gradient, check_update, is_hole
@@ -183,7 +183,7 @@ def static_loss_scale(
 def _loss_scaled(inner, config, next_scale, axis_name):
     inner = as_transformation(inner)
 
-    axis_name = _loss_scale.axis_names(axis_name)
+    axis_name = _arguments.axis_names(axis_name)
 
     def init_inner(params):
         if any(map(is_half, jax.tree.leaves(params))):

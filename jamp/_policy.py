@@ -245,7 +245,7 @@ def get_policy(policy_name: str | Policy) -> Policy:
     if isinstance(policy_name, Policy):
         return policy_name
     if not isinstance(policy_name, str):
-        raise TypeError(f"get_policy takes a string; got {policy_name!r}.")
+        raise TypeError(f"policy_name must be a string; got {policy_name!r}.")
     text = NAMED.get(policy_name.strip(), policy_name)
     if "=" not in text:
         try:

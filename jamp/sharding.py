@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ._loss_scale import axis_names
+from ._arguments import axis_names
 from ._mesh import names
 from ._tree import as_dtype, dtype_of, is_inexact, shown
 

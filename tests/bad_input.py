@@ -649,7 +649,7 @@ jamp.Policy.wrap
 
 jamp.get_policy
   jamp.get_policy(jnp.float16)
-    TypeError: a string
+    TypeError: policy_name
     > `"float16"`, or `jamp.Policy(...)`.
   jamp.get_policy("O2")
     ValueError: dtype 'O2'
@@ -859,9 +859,9 @@ jamp.debug.History
 
 jamp.debug.History.append
   history.append(3.0)
-    TypeError: a dict of name
+    TypeError: metrics
   history.append(opt_state)
-    TypeError: a dict of name
+    TypeError: metrics
     > `jamp.metrics(opt_state)`.
   history.append({"loss": None})
     TypeError: loss

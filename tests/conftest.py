@@ -3,10 +3,6 @@
 import gc
 import os
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
-
 import jax
 import pytest
 
@@ -14,6 +10,12 @@ from . import time_limit
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+DEVICES = "--xla_force_host_platform_device_count=8"
+# XLA compiles in a third of the time without LLVM's optimizations.
+UNOPTIMIZED = "--xla_backend_optimization_level=0"
+if jax.__version_info__ < (0, 11):  # later ones abort at a flag that is gone
+    UNOPTIMIZED += " --xla_cpu_use_fusion_emitters=false"
 
 try:
     import hypothesis
@@ -24,9 +26,13 @@ except ImportError:  # `make gpu` does without
 def pytest_addoption(parser):
     said = "fail the tests that are not marked slow and take more than five seconds"
     parser.addoption("--time-limit", action="store_true", help=said)
+    said = "compile as XLA does by default; otherwise compiling is quick"
+    parser.addoption("--optimized", action="store_true", help=said)
 
 
 def pytest_configure(config):
+    flags = DEVICES if config.getoption("optimized") else f"{DEVICES} {UNOPTIMIZED}"
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
     if config.getoption("time_limit"):
         config.pluginmanager.register(time_limit)
     quick = config.getoption("markexpr") == "not slow"
@@ -39,6 +45,13 @@ def pytest_configure(config):
             database=None,
         )
         hypothesis.settings.load_profile("jamp")
+
+
+def pytest_collection_finish():
+    """What exists by now stays: collecting garbage need not search it, nor so often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture
@@ -58,4 +71,3 @@ def checking_leaks():
     gc.freeze()
     with jax.checking_leaks():
         yield
-    gc.unfreeze()

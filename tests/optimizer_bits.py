@@ -7,7 +7,8 @@ is no such choice: by `python -m tests.optimizer_bits` under
 
     XLA_FLAGS=--xla_cpu_max_isa=AVX
 
-a processor without that instruction. It prints the failures as JSON.
+a processor without that instruction. It prints the failures as JSON. In the
+tests LLVM's optimizations are off too, unless pytest has `--optimized`.
 """
 
 import json

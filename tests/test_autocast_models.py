@@ -81,15 +81,9 @@ def test_products_run_in_float16_and_gradients_are_float32(name):
         assert (grad.shape, grad.dtype) == (param.shape, jnp.float32)
 
 
-# Compiling takes nearly all the time; code of lower quality is there sooner.
-quick_jit = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 1}
-)
-
-
 @functools.cache
 def initial(name):
-    return quick_jit(TASKS[name]().init)(new_key())
+    return jax.jit(TASKS[name]().init)(new_key())
 
 
 @functools.cache
@@ -115,7 +109,7 @@ def train(name, region):
         params, opt_state = jamp.step(tx, grads, opt_state, params)
         return (params, state, opt_state), (loss, finite)
 
-    @quick_jit
+    @jax.jit
     def run(params, state, batches):
         carry = params, state, tx.init(params)
         (_, state, opt_state), curves = lax.scan(

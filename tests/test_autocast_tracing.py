@@ -6,6 +6,7 @@ import pytest
 
 import jamp
 from jamp import _compat
+from jamp._trace import AutocastTrace
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -51,3 +52,18 @@ def test_ops_are_not_jitted_where_they_are_not_differentiated(monkeypatch):
     monkeypatch.setattr(_compat, "jitted", None)
     jax.jit(three_layers).trace(*args)
     jax.grad(three_layers)(*args)
+
+
+def test_each_op_of_a_derivative_is_decided_on_once(monkeypatch):
+    counts = {"apply": 0, "action": 0}
+    for name in counts:
+        method = getattr(AutocastTrace, name)
+
+        def counted(self, *args, name=name, method=method, **kwargs):
+            counts[name] += 1
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(AutocastTrace, name, counted)
+    with jamp.autocast(jnp.float16):
+        jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.ones((2, 3)) @ w)))(jnp.ones((3, 4)))
+    assert 0 < counts["action"] <= counts["apply"]

@@ -355,7 +355,7 @@ def test_bad_arguments():
     for metrics in ({}, {1: 2.0}):
         with pytest.raises(ValueError, match="names for the values"):
             History().append(metrics)
-    with pytest.raises(TypeError, match="needs a dict"):
+    with pytest.raises(TypeError, match="metrics must be a dict"):
         History().append(1.0)
 
 

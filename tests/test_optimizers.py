@@ -52,7 +52,7 @@ def without_fma(tmp_path_factory):
         return json.loads(result.read_text())
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_cpu_max_isa=AVX",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_cpu_max_isa=AVX",
         "JAX_PLATFORMS": "cpu",
     }
     command = [sys.executable, "-m", "tests.optimizer_bits"]

@@ -37,6 +37,7 @@ LAYERS = [
         "_types",
     },
     {
+        "_arguments",
         "_call",
         "_iteration",
         "_match",
@@ -67,6 +68,7 @@ LAYERS = [
     {"_check", "_explain", "_nonfinite", "_regions"},
     {"_policy"},
     {"_overrides"},
+    {"_linen_box"},
     {"_linen_policy", "_nnx_policy"},
     {"linen", "nnx", "debug", "sharding"},
     {"__init__"},

@@ -158,7 +158,7 @@ def test_what_is_no_dtype(value):
 
 @pytest.mark.parametrize("value", [None, 3, jnp.float16])
 def test_get_policy_takes_strings(value):
-    with pytest.raises(TypeError, match="get_policy takes a string"):
+    with pytest.raises(TypeError, match="policy_name must be a string"):
         jamp.get_policy(value)
 
 

@@ -14,18 +14,20 @@ import jamp
 
 half = jamp.autocast(jnp.float16)
 key = random.key(0)
-tall = random.normal(key, (120, 12))
-square = tall[:12] + 4 * jnp.eye(12)
-line = jnp.linspace(0, 1, 200)
+drawn = np.random.default_rng(0).normal(size=(120, 12)).astype(np.float32)
+tall = jnp.asarray(drawn)
+square = jnp.asarray(drawn[:12] + 4 * np.eye(12, dtype=np.float32))
+grid = np.linspace(0, 1, 200, dtype=np.float32)
+line, wave = jnp.asarray(grid), jnp.asarray(np.sin(grid))
 
 CASES = {
     "lstsq": (lambda a: jnp.linalg.lstsq(a, a[:, 0])[0], tall),
     "matrix_rank": (jnp.linalg.matrix_rank, tall),
     "pinv": (jnp.linalg.pinv, tall),
-    "polyfit": (lambda y: jnp.polyfit(line, y, 3), jnp.sin(line)),
-    "detrend": (signal.detrend, jnp.sin(line)),
+    "polyfit": (lambda y: jnp.polyfit(line, y, 3), wave),
+    "detrend": (signal.detrend, wave),
     "roots": (lambda p: jnp.roots(p, strip_zeros=False), jnp.array([1.0, -6, 11, -6])),
-    "expm": (linalg.expm, square / 12),
+    "expm": (lambda a: linalg.expm(a / 12), square),
     "gmres": (lambda a: gmres(lambda v: a @ v, a[0])[0], square),
     "binomial": (lambda p: random.binomial(key, 3000.0, p, (9,)), jnp.full(9, 0.5)),
 }

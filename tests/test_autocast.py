@@ -599,6 +599,14 @@ def test_numbers_that_do_not_fit_into_float16_widen():
     assert dtypes == [f32, f16, f32, f16]
 
 
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit, jax.vmap])
+def test_an_array_of_a_number_that_does_not_fit_is_no_bias(way):
+    x, w, _ = arrays()
+    huge = way(half()(lambda x: x @ w + jnp.float32(1e6)))(x)
+    assert huge.dtype == f32
+    np.testing.assert_allclose(huge, x @ w + 1e6, rtol=1e-6)
+
+
 def test_activations_stay_in_half_precision_when_traced_before():
     x, w, b = arrays()
     functions = [jax.nn.relu, jax.nn.gelu, jax.nn.silu, jnp.tanh, jax.nn.sigmoid]

@@ -228,7 +228,7 @@ def test_softmax_in_attention_is_float32():
     assert products(lambda p: mixed.apply(p, x), params) == [{"float16"}] * 6
 
 
-@pytest.mark.parametrize("cell", [slow(nn.LSTMCell), nn.GRUCell, slow(nn.SimpleCell)])
+@pytest.mark.parametrize("cell", [slow(nn.LSTMCell), slow(nn.GRUCell), nn.SimpleCell])
 def test_a_recurrent_carry_keeps_its_dtype(cell):
     model = jamp.linen.with_policy(nn.RNN(cell(8), return_carry=True), MIXED)
     x = X[None]

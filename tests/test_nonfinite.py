@@ -134,6 +134,16 @@ def test_the_gradient_is_searched_too(fn):
     assert find(ONE).found == []
 
 
+def test_what_follows_from_an_inf_is_not_listed():
+    def overflows(x):
+        big = x * x
+        return big - big, jnp.sin(big), jnp.log(x - x)
+
+    report = debug.find_nonfinite(overflows)(jnp.full(3, 1e30))
+    made = [(op["primitive"], op["made"]) for op in report.to_dict()["ops"]]
+    assert made == [("mul", "inf"), ("log", "inf")]
+
+
 def test_intended_infs_are_no_fault():
     def attention(x, mask):
         logits = jnp.where(mask, x @ x.T, -jnp.inf)

@@ -7,6 +7,7 @@ import pytest
 from jax import lax, random
 
 import jamp
+from jamp import _draws
 
 from .marks import slow
 
@@ -186,6 +187,33 @@ def test_logits_of_a_model_in_a_gradient(standard_promotion):
     with jamp.autocast(jnp.bfloat16):
         _, grad = jax.value_and_grad(loss_fn, has_aux=True)(w)
     assert grad.dtype == jnp.float32
+
+
+def test_a_draw_from_half_precision_in_a_gradient(standard_promotion):
+    key, w = random.key(8), jnp.eye(4)
+
+    def loss_fn(w):
+        mean = (jnp.ones((1, 4)) @ w)[0].astype(jnp.float16)
+        drawn = random.multivariate_normal(key, mean, jnp.eye(4, dtype=mean.dtype))
+        return jnp.sum(drawn), drawn
+
+    expected = random.multivariate_normal(key, jnp.ones(4), jnp.eye(4))
+    gradient = jax.grad(loss_fn, has_aux=True)
+    for run in (gradient, jax.jit(gradient)):
+        with jamp.autocast(jnp.float16):
+            _, drawn = run(w)
+        assert drawn.dtype == jnp.float32
+        np.testing.assert_allclose(drawn, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_draws_of_an_unknown_version_of_jax_are_refused(dtype, monkeypatch):
+    """What JAX's function is called, and how it draws, is for it to change."""
+    monkeypatch.setattr(_draws, "DRAWN", {})
+    sample = eager(random.categorical, dtype)
+    with pytest.raises(NotImplementedError, match="categorical would draw in half"):
+        sample(random.key(9), jnp.zeros(8, dtype))
+    assert sample(random.key(9), jnp.zeros(8)) < 8
 
 
 def test_explain_says_that_the_draw_is_in_float32():

@@ -197,6 +197,10 @@ def test_a_draw_from_half_precision_in_a_gradient(standard_promotion):
         drawn = random.multivariate_normal(key, mean, jnp.eye(4, dtype=mean.dtype))
         return jnp.sum(drawn), drawn
 
+    try:
+        jax.eval_shape(loss_fn, w)
+    except TypeError:
+        pytest.skip("this version of JAX does not draw from half precision")
     expected = random.multivariate_normal(key, jnp.ones(4), jnp.eye(4))
     gradient = jax.grad(loss_fn, has_aux=True)
     for run in (gradient, jax.jit(gradient)):

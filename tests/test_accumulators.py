@@ -57,18 +57,6 @@ def test_an_array_of_one_number_is_an_array(name, way, standard_promotion):
     assert way(lambda x: function(jnp.tanh(x @ w)))(x).dtype == jnp.float32
 
 
-def test_what_a_jitted_function_gives_is_weak_where_it_is_outside(standard_promotion):
-    def function(x):
-        return x @ w, jnp.full((4, 4), 2.0), jnp.arange(4)[:, None] * 0.1, 3.0 * x
-
-    def is_weak(run):
-        return [jax.typeof(y).weak_type for y in run(np.ones((4, 8), np.float32))]
-
-    assert is_weak(jax.jit(function)) == [False, True, True, False]
-    for run in (jit_inside(function), half(jax.jit(jax.checkpoint(function)))):
-        assert is_weak(run) == [False, True, True, False]
-
-
 FOLLOWS = {
     "number": lambda h: 2.0 * h + 1.0,
     "zeros_like": lambda h: jnp.zeros_like(h) + h,

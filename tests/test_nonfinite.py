@@ -240,11 +240,10 @@ def loss_fn(params, x):
         return jnp.mean(h**2)
 
 
-def make_step(tx, traces=None):
+def make_step(tx, traces):
     @jax.jit
     def train_step(params, opt_state, x):
-        if traces is not None:
-            traces.append(1)
+        traces.append(1)
         grad_fn = jamp.value_and_grad(loss_fn, opt_state)
         _, grads = grad_fn(params, x)
         params_after, opt_state = jamp.step(tx, grads, opt_state, params)
@@ -289,7 +288,7 @@ def test_a_step_that_is_fine_does_not_run_the_search(standard_promotion):
 @pytest.mark.slow
 def test_a_scan_of_train_steps(standard_promotion):
     tx = jamp.dynamic_loss_scale(optax.sgd(0.0), init_scale=8.0)
-    step, params = make_step(tx), {"w": jnp.full((64, 8), 30.0)}
+    step, params = make_step(tx, []), {"w": jnp.full((64, 8), 30.0)}
 
     def train(params, opt_state, xs):
         def body(carry, x):

@@ -18,7 +18,7 @@ help: ## print the targets
 # .venv/.<extra> is made when jamp is installed there with that extra.
 $(VENV)/.%: pyproject.toml
 	@test -x $(BIN)/python || { test -n "$(PYTHON)" && $(PYTHON) -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	scripts/install $(VENV) $*
 	@touch $@
 
 demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
@@ -67,4 +67,4 @@ newest: ## the quick tests on the newest JAX, with Python 3.12 and 3.13 where th
 	scripts/test-newest
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) .venv-* build dist site
+	rm -rf $(VENV) .venv-* .jax-cache build dist site

@@ -56,7 +56,7 @@ def evaluate(trace, jaxpr, args, forced: Action | None = None, own_sources=False
             )
         outs = out if eqn.primitive.multiple_results else [out]
         values.update(zip(eqn.outvars, outs, strict=True))
-    return [as_weak(trace, read(v), v.aval) for v in jaxpr.jaxpr.outvars]
+    return [read(v) for v in jaxpr.jaxpr.outvars]
 
 
 def as_array(trace, x, aval):
@@ -107,8 +107,8 @@ def rewrite(trace, jaxpr, avals, forced=None, outs=None, baked=False) -> Rewritt
             child = make_child()
             results = evaluate(child, jaxpr, args, forced, own_sources=True)
             results = [
-                r if dtype is None else child.cast(r, dtype)
-                for r, dtype in zip(results, outs, strict=True)
+                r if dtype is None else as_weak(child, child.cast(r, dtype), aval)
+                for r, dtype, aval in zip(results, outs, jaxpr.out_avals, strict=True)
             ]
             notes.extend(child.notes[r] for r in results)
             return results

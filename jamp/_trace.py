@@ -348,7 +348,9 @@ class AutocastTrace(CallingTrace):
         promotes = action is ACTIONS[primitive.name] and not (explicit or baked)
         if promotes and dtype == self.settings.dtype and is_weak_array(x):
             self.record.touched = True
-            return self.call(lax.convert_element_type, [x], {"new_dtype": x.dtype})
+            out = self.call(lax.convert_element_type, [x], {"new_dtype": x.dtype})
+            self.notes[out] = self.notes[x]._replace(constant=None)  # but may be a bias
+            return out
         if isinstance(x, jax.Array) and params["sharding"] is None and not explicit:
             if dtype != dtype_of(x):
                 return self.cast(x, dtype)

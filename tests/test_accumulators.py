@@ -53,8 +53,22 @@ MADE_IN_FLOAT32 = {
 @pytest.mark.parametrize("name", MADE_IN_FLOAT32)
 def test_an_array_of_one_number_is_an_array(name, way, standard_promotion):
     function = MADE_IN_FLOAT32[name]
-    assert way(lambda x: function(x @ w))(x).dtype == jnp.float32
+    y = way(lambda x: function(x @ w))(x)
+    assert y.dtype == jnp.float32
+    assert (y + y.astype(jnp.float16)).dtype == jnp.float32  # after the region too
     assert way(lambda x: function(jnp.tanh(x @ w)))(x).dtype == jnp.float32
+
+
+def test_a_loop_does_not_change_the_type_of_its_carry(standard_promotion):
+    c = jnp.full((4, 4), 0.25)  # it is weakly typed: it follows other arrays
+    body = lambda c: c @ c + c
+    loops = (
+        lambda c: lax.scan(lambda c, _: (body(c), None), c, None, 3)[0],
+        lambda c: lax.fori_loop(0, 3, lambda i, c: body(c), c),
+        lambda c: lax.while_loop(lambda c: c[0, 0] < 9, body, c),
+    )
+    for loop in loops:
+        assert jax.typeof(half(loop)(c)) == jax.typeof(loop(c)) == jax.typeof(c)
 
 
 FOLLOWS = {

@@ -102,6 +102,31 @@ def test_gradients_of_a_bias_that_does_not_fit_are_kept(way, standard_promotion)
     np.testing.assert_array_equal(jax.grad(loss_fn)(bias), np.full(6, 2.0))
 
 
+FILLED = {
+    "bias": lambda x: x @ w + jnp.full((6,), 1e6),
+    "row": lambda x: x @ w + jnp.full((6,), 1e6)[None],
+    "multiples": lambda x: x @ w + (jnp.full((6,), 1e3) * 1e3)[None],
+    "steps": lambda x: x @ w + (jnp.arange(6.0) * 1e6)[None],
+}
+WAYS = {
+    "live": half,
+    "jit": lambda f: jax.jit(half(f)),
+    "jit_inside": lambda f: half(jax.jit(f)),
+    "checkpoint": lambda f: half(jax.checkpoint(f)),
+    "vmap": lambda f: lambda x: jax.vmap(half(f))(x[:, None])[:, 0],
+    "vmap_inside": lambda f: half(lambda x: jax.vmap(f)(x[:, None])[:, 0]),
+}
+
+
+@pytest.mark.parametrize("line", FILLED)
+def test_an_array_that_was_filled_is_a_bias_everywhere(line, standard_promotion):
+    expected = np.minimum(np.float32(FILLED[line](x)), 65504).astype(np.float16)
+    for name, way in WAYS.items():
+        y = way(FILLED[line])(x)
+        assert y.dtype == jnp.float16, name
+        np.testing.assert_array_equal(y, expected, name)
+
+
 @pytest.mark.parametrize("way", [half, lambda f: half(jax.jit(f))], ids=["live", "jit"])
 def test_a_row_that_is_masked_whole(way, standard_promotion):
     keys = jnp.full((5, 4), 0.5)

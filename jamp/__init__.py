@@ -1,5 +1,6 @@
 """PyTorch's automatic mixed precision for JAX, equal to torch bit for bit."""
 
+from . import _stable
 from . import debug as debug
 from . import linen as linen
 from . import nnx as nnx
@@ -17,7 +18,6 @@ from ._grad_scaler import GradScaler as GradScaler
 from ._master_weights import master_weights as master_weights
 from ._optax import dynamic_loss_scale as dynamic_loss_scale
 from ._optax import static_loss_scale as static_loss_scale
-from ._optax import step as step
 
 # Policy: casting by module, with jmp's names
 from ._policy import Policy as Policy
@@ -31,5 +31,8 @@ from ._scaled_grad import scale_loss as scale_loss
 from ._scaled_grad import unscale as unscale
 from ._scaled_grad import value_and_grad as value_and_grad
 from ._state import DynamicLossScaleState as DynamicLossScaleState
+from ._step import step as step
 
 __version__ = "0.1.0"  # the one place; pyproject.toml reads it
+
+_stable.publish(__name__, debug.__name__, linen.__name__, nnx.__name__)

@@ -126,8 +126,9 @@ def is_autocast_enabled() -> bool:
       True in a region, False outside and where `enabled=False` is the innermost.
 
     Examples:
-      >>> with autocast(dtype=jnp.float16):
-      ...     is_autocast_enabled()
+      >>> import jamp, jax.numpy as jnp
+      >>> with jamp.autocast(dtype=jnp.float16):
+      ...     jamp.is_autocast_enabled()
       True
 
     PyTorch: `torch.is_autocast_enabled(device_type)`.
@@ -142,8 +143,9 @@ def get_autocast_dtype() -> Any:
       A NumPy dtype. By default float16 on a GPU, bfloat16 elsewhere.
 
     Examples:
-      >>> with autocast(dtype=jnp.float16):
-      ...     get_autocast_dtype()
+      >>> import jamp, jax.numpy as jnp
+      >>> with jamp.autocast(dtype=jnp.float16):
+      ...     jamp.get_autocast_dtype()
       dtype('float16')
 
     PyTorch: `torch.get_autocast_dtype(device_type)`.
@@ -235,8 +237,9 @@ class autocast:
       NotImplementedError: a primitive of JAX that holds a function and has no rule.
 
     Examples:
+      >>> import jamp, jax, jax.numpy as jnp
       >>> x, w, b = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.zeros(4)
-      >>> with autocast(dtype=jnp.float16):
+      >>> with jamp.autocast(dtype=jnp.float16):
       ...     h = x @ w + b
       ...     p = jax.nn.softmax(h)
       >>> h.dtype, p.dtype
@@ -244,16 +247,16 @@ class autocast:
 
       >>> @jax.jit
       ... def loss(w):
-      ...     with autocast(dtype=jnp.float16, rules={"head": jnp.float32}):
+      ...     with jamp.autocast(dtype=jnp.float16, rules={"head": jnp.float32}):
       ...         with jax.named_scope("head"):
       ...             return jnp.sum((x @ w + b) ** 2)
       >>> jax.grad(loss)(w).dtype
       dtype('float32')
 
-      >>> @autocast(cast_inputs=jnp.float32)
+      >>> @jamp.autocast(cast_inputs=jnp.float32)
       ... def precise(x):
       ...     return x.dtype
-      >>> with autocast(dtype=jnp.float16):
+      >>> with jamp.autocast(dtype=jnp.float16):
       ...     precise(x @ w)
       dtype('float32')
 

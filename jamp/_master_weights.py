@@ -13,13 +13,13 @@ import optax
 from jax import lax
 
 from ._match import check_gradients_match, is_hole
-from ._optax import as_transformation
 from ._state import (
     MasterWeightsState,
     check_state,
     explained,
     keeps_master_weights,
 )
+from ._step import as_transformation
 from ._tree import check_leaves, dtype_of, is_half, widen
 
 

@@ -15,7 +15,8 @@ from ._autocast import ambient
 from ._blame import trace_back
 from ._call import ARRAYS, open_call, path_name
 from ._finiteness import INF, NAN
-from ._marks import Marks, Program, run_marked
+from ._marks import Marks, Program
+from ._recorder import run_marked
 from ._report import Report, check_single, only_when, report, stacked, static
 from ._table import markdown_table
 from ._tree import is_traced

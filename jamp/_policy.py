@@ -50,7 +50,8 @@ def half_dtype() -> Any:
       A NumPy dtype.
 
     Examples:
-      >>> half_dtype()
+      >>> import jamp
+      >>> jamp.half_dtype()
       dtype('float16')
 
     PyTorch: none. Source: jmp.
@@ -69,7 +70,8 @@ def cast_to_full(tree: Tree) -> Tree:
       The same structure; arrays that are float32 already are not copied.
 
     Examples:
-      >>> cast_to_full({"w": jnp.float16(1.0), "step": 3})
+      >>> import jamp, jax.numpy as jnp
+      >>> jamp.cast_to_full({"w": jnp.float16(1.0), "step": 3})
       {'step': 3, 'w': Array(1., dtype=float32)}
 
     PyTorch: `module.float()`, which changes a module. Source: jmp.
@@ -87,7 +89,8 @@ def cast_to_half(tree: Tree) -> Tree:
       The same structure. float16 makes inf of what is above 65504.
 
     Examples:
-      >>> cast_to_half({"w": jnp.float32(1.0), "step": 3})
+      >>> import jamp, jax.numpy as jnp
+      >>> jamp.cast_to_half({"w": jnp.float32(1.0), "step": 3})
       {'step': 3, 'w': Array(1., dtype=float16)}
 
     PyTorch: `module.half()`, which changes a module. Source: jmp.
@@ -116,7 +119,8 @@ class Policy:
       ValueError: not a floating dtype, or an unknown name.
 
     Examples:
-      >>> policy = Policy("float32", jnp.float16, "full")
+      >>> import jamp, jax.numpy as jnp
+      >>> policy = jamp.Policy("float32", jnp.float16, "full")
       >>> policy
       get_policy('params=float32,compute=float16,output=float32')
       >>> str(policy)
@@ -175,9 +179,10 @@ class Policy:
           ValueError: an unknown name in `float32_for`.
 
         Examples:
+          >>> import jamp, jax, jax.numpy as jnp
           >>> def model(params, x):
           ...     return x @ params["w"]
-          >>> model = get_policy("mixed_float16").wrap(model)
+          >>> model = jamp.get_policy("mixed_float16").wrap(model)
           >>> params, x = {"w": jnp.full((2, 2), 0.1)}, jnp.ones((1, 2))
           >>> model(params, x)  # computed in float16
           Array([[0.19995117, 0.19995117]], dtype=float32)
@@ -235,9 +240,10 @@ def get_policy(policy_name: str | Policy) -> Policy:
       TypeError: neither a string nor a policy.
 
     Examples:
-      >>> get_policy("c=f16")
+      >>> import jamp
+      >>> jamp.get_policy("c=f16")
       get_policy('params=float32,compute=float16,output=float16')
-      >>> get_policy("mixed_float16").output_dtype
+      >>> jamp.get_policy("mixed_float16").output_dtype
       dtype('float32')
 
     PyTorch: none. Source of the grammar: jmp; the last two names are Keras's.

@@ -6,8 +6,8 @@ from typing import Any
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
+from . import _step
 from ._linen_policy import with_policy as with_policy
-from ._optax import as_transformation, step
 
 
 class TrainState(train_state.TrainState):
@@ -53,7 +53,7 @@ class TrainState(train_state.TrainState):
         Raises:
           TypeError: `tx` is not a gradient transformation.
         """
-        as_transformation(tx, "tx")
+        _step.as_transformation(tx, "tx")
         return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
@@ -71,7 +71,7 @@ class TrainState(train_state.TrainState):
         is_dict = isinstance(grads, Mapping)
         if is_dict and OVERWRITE_WITH_GRADIENT in grads:  # fp8 scales: Flax's matter
             return super().apply_gradients(grads=grads, **kwargs)
-        params, opt_state = step(self.tx, grads, self.opt_state, self.params)
+        params, opt_state = _step.step(self.tx, grads, self.opt_state, self.params)
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **kwargs
         )

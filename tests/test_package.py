@@ -17,7 +17,8 @@ import jamp
 from . import bad_input
 
 PACKAGE = Path(jamp.__file__).parent
-MODULES = [f"jamp.{module.name}" for module in pkgutil.iter_modules([str(PACKAGE)])]
+MODULES = ["jamp"]
+MODULES += [f"jamp.{module.name}" for module in pkgutil.iter_modules([str(PACKAGE)])]
 REFERENCE = re.findall(
     r"^::: jamp\.(\S+)$", (PACKAGE.parent / "docs/api.md").read_text(), re.MULTILINE
 )
@@ -57,10 +58,11 @@ LAYERS = [
         "_nnx_grads",
         "_plots",
         "_products",
+        "_step",
         "_writes",
     },
     {"_marks", "_walk"},
-    {"_blame", "_residuals"},
+    {"_blame", "_recorder", "_residuals"},
     {"_explanation"},
     {"_custom", "_thunks"},
     {"_optax", "_grad_scaler", "_trace"},
@@ -70,7 +72,7 @@ LAYERS = [
     {"_overrides"},
     {"_linen_box"},
     {"_linen_policy", "_nnx_policy"},
-    {"linen", "nnx", "debug", "sharding"},
+    {"linen", "nnx", "debug", "sharding", "_stable"},
     {"__init__"},
 ]
 
@@ -137,6 +139,12 @@ def test_public_names_are_documented(name):
 def test_public_names_are_in_the_reference(name):
     reference = PACKAGE.parent / "docs" / "api.md"
     assert f"::: jamp.{name}\n" in reference.read_text()
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_a_public_name_says_where_it_is_imported_from(name):
+    namespace = ".".join(["jamp", *name.split(".")[:-1]])
+    assert operator.attrgetter(name)(jamp).__module__ == namespace
 
 
 @pytest.mark.parametrize("name", REFERENCE)

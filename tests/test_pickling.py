@@ -2,12 +2,17 @@
 
 import copy
 import pickle
+import pickletools
+import re
 import threading
+from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jamp
@@ -111,3 +116,78 @@ def test_the_closure_of_a_decorated_function_is_pickled():
     (region,) = (c for c in cells if isinstance(c, jamp.autocast))
     with pickle.loads(pickle.dumps(region)):
         assert (x @ x).dtype == jnp.float16
+
+
+def made():
+    """What a user may save, of every kind; without functions and classes of theirs."""
+    params = {"w": jnp.ones(3), "h": jnp.ones(2, jnp.float16)}
+    loss_fn = lambda params: jnp.sum(params["w"] ** 2) / jnp.sum(params["h"])
+    history = jamp.debug.History()
+    history.append({"loss": jnp.float32(1)})
+    history.fetch()
+    tx = jamp.dynamic_loss_scale(jamp.master_weights(optax.adam(1e-3)))
+    scaler = jamp.GradScaler()
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    grads = jax.grad(lambda params: jnp.inf * loss_fn(params))
+    return {
+        "state": tx.init(params),
+        "static state": jamp.static_loss_scale(optax.sgd(0.1), 8.0).init(params),
+        "scaler": scaler,
+        "split scaler": nnx.split(scaler),
+        "policy": jamp.get_policy("mixed_float16"),
+        "region": jamp.autocast(jnp.float16, rules={"head": jnp.float32}),
+        "nnx model": jamp.nnx.with_policy(linear, "mixed_float16"),
+        "function": jamp.value_and_grad,
+        "history": history,
+        "explanation": jamp.debug.explain(jamp.autocast(jnp.float16)(loss_fn))(params),
+        "non-finite": jamp.debug.find_nonfinite(grads)(params),
+        "overflow": jamp.debug.overflow_report(params),
+        "underflow": jamp.debug.underflow_report(params, 8.0),
+        "histogram": jamp.debug.grad_histogram(params, 8.0),
+    }
+
+
+def modules_in(pickled):
+    """The modules of jamp that it names."""
+    strings = (argument for _, argument, _ in pickletools.genops(pickled))
+    return {str(text) for text in strings if re.fullmatch(r"jamp(\.\w+)*", str(text))}
+
+
+def test_pickles_name_nothing_that_moves():
+    stays = {"jamp", "jamp.debug", "jamp.linen", "jamp.nnx", "jamp._stable"}
+    for kind, value in made().items():
+        pickled = pickle.dumps(value)
+        assert set() < modules_in(pickled) <= stays, kind
+        assert type(pickle.loads(pickled)) is type(value), kind
+
+
+# Made once, of what needs no other library: `python -m tests.test_pickling`.
+SAVED = Path(__file__).parent / "data" / "saved.pickle"
+
+
+def what_was_saved():
+    tx = jamp.dynamic_loss_scale(jamp.master_weights(optax.sgd(0.1)), init_scale=8.0)
+    state = jax.device_get(tx.init({"w": jnp.ones(2, jnp.float16)}))
+    return {
+        "state": state._replace(inner_state=()),
+        "master weights": jamp.master_weights(optax.identity())
+        .init({})
+        ._replace(inner_state=()),
+        "config": jamp.GradScaler(growth_interval=3)._config,
+        "policy": jamp.get_policy("mixed_float16"),
+        "region": jamp.autocast(jnp.float16, rules={"head": jnp.float32}),
+    }
+
+
+def test_what_was_saved_by_an_older_version_is_loaded():
+    found, expected = pickle.loads(SAVED.read_bytes()), what_was_saved()
+    assert found.keys() == expected.keys()
+    region, expected_region = found.pop("region"), expected.pop("region")
+    assert region.settings == expected_region.settings
+    for kind, value in found.items():
+        assert type(value) is type(expected[kind])
+        assert value == expected[kind], kind
+
+
+if __name__ == "__main__":
+    SAVED.write_bytes(pickle.dumps(what_was_saved(), protocol=4))

@@ -653,7 +653,9 @@ def test_a_checkpoint_goes_on_with_the_same_bits(order):
         ("scale outside", stepped, True),
     ),
 )
-def test_a_jitted_step_traces_once_and_transfers_nothing(order, how, donate):
+def test_a_jitted_step_traces_once_and_transfers_nothing(
+    order, how, donate, checking_leaks
+):
     chex.clear_trace_counter()
     tx = (ORDERS | {"alone": wrap})[order](optax.adamw(1e-3))
     params = make_params()
@@ -664,12 +666,11 @@ def test_a_jitted_step_traces_once_and_transfers_nothing(order, how, donate):
     step = chex.assert_max_traces(how(tx), n=1)
     jitted = jax.jit(step, donate_argnums=(0, 1) if donate else ())
     shapes = jax.eval_shape(lambda: (params, state))
-    with jax.checking_leaks():
-        first = params, state
-        params, state = jitted(params, state, grads[0])
-        with jax.transfer_guard("disallow"):
-            for i in range(20):
-                params, state = jitted(params, state, grads[i % 2])
+    first = params, state
+    params, state = jitted(params, state, grads[0])
+    with jax.transfer_guard("disallow"):
+        for i in range(20):
+            params, state = jitted(params, state, grads[i % 2])
     chex.assert_trees_all_equal_shapes_and_dtypes((params, state), shapes)
     deleted = [x.is_deleted() for x in jax.tree.leaves(first)]
     assert any(deleted) == donate

@@ -491,7 +491,7 @@ def test_train_state_leaves_fp8_scales_to_flax():
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("how", ["update", "step"])
 def test_a_jitted_step_traces_once_and_transfers_nothing(
-    donate, how, standard_promotion
+    donate, how, standard_promotion, checking_leaks
 ):
     chex.clear_trace_counter()
     tx = jamp.dynamic_loss_scale(optax.adamw(1e-3), growth_interval=7)
@@ -513,7 +513,7 @@ def test_a_jitted_step_traces_once_and_transfers_nothing(
         jax.tree.structure(state),
         jax.tree.map(lambda a: a.dtype, state),
     )
-    with jax.transfer_guard("disallow"), jax.checking_leaks():
+    with jax.transfer_guard("disallow"):
         for i in range(100):
             params, state, _ = jitted(params, state, bad if i % 10 == 3 else x)
     assert jax.tree.structure(state) == structure

@@ -398,11 +398,8 @@ def test_wrap_is_traced_once(standard_promotion):
     assert traces == [jnp.float16]
 
 
-def test_wrap_leaks_no_tracers(standard_promotion):
-    with jax.checking_leaks():
-        jax.jit(
-            jax.grad(lambda x: jamp.get_policy("half").wrap(layer)(PARAMS, x)[0, 0])
-        )(X)
+def test_wrap_leaks_no_tracers(standard_promotion, checking_leaks):
+    jax.jit(jax.grad(lambda x: jamp.get_policy("half").wrap(layer)(PARAMS, x)[0, 0]))(X)
 
 
 class Block(eqx.Module):

@@ -81,13 +81,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from . import _compat
 from ._advice import advise
 from ._rules import CASTABLE, OBSERVED, REGION, Settings, compile_rules
 from ._trace import AutocastTrace, Record, mark
-from ._tree import HALVES, as_dtype, brief, flag, shown
+from ._tree import HALVES, as_dtype, brief, cast_floating, flag, shown
 
 BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16.
 There is no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
@@ -318,15 +317,12 @@ class autocast:
                     return function(*args, **kwargs)
             if not is_autocast_enabled():
                 return function(*args, **kwargs)
-            args, kwargs = jax.tree.map(self._cast_input, (args, kwargs))
+            inputs = args, kwargs
+            args, kwargs = cast_floating(inputs, self.cast_inputs, of=CASTABLE)
             with autocast(enabled=False):
                 return function(*args, **kwargs)
 
         return wrapped
-
-    def _cast_input(self, x):
-        is_array = isinstance(x, jax.Array | np.ndarray)
-        return x.astype(self.cast_inputs) if is_array and x.dtype in CASTABLE else x
 
     def _check_all_used(self, hits):
         rules = enumerate(self.settings.rules)

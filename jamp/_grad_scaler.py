@@ -255,8 +255,8 @@ class GradScaler(nnx.Pytree):
                 raise RuntimeError("No inf checks were recorded prior to update.")
             found_inf = jnp.logical_not(jnp.all(jnp.stack(flags)))
             state = _loss_scale.update(self._state(), found_inf, self._config)
-            at_floor = state.loss_scale <= _loss_scale.floor(self._config)
-            health = _health.record(Health(*part(self, Health)), found_inf, at_floor)
+            health = Health(*part(self, Health))
+            health = _health.record(health, found_inf, state.loss_scale, self._config)
             for name, value in (state._asdict() | health._asdict()).items():
                 getattr(self, name)[...] = value
         self._iteration.records.clear()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import check_range, number
+from ._loss_scale import LossScaleConfig, floor
 from ._tree import is_traced
 
 WINDOW = 32  # steps that `recent_skips` remembers
@@ -37,13 +38,15 @@ def init() -> Health:
     )
 
 
-def record(health: Health, found_inf: jax.Array, at_floor: jax.Array) -> Health:
-    """After one step, which left the scale at its floor or above.
+def record(
+    health: Health, found_inf: jax.Array, loss_scale: jax.Array, config: LossScaleConfig
+) -> Health:
+    """After one step, which left the scale where it is now.
 
     A scale that starts at its floor does no harm there: steps are counted from the
     first overflow on.
     """
-    skipped = jnp.asarray(found_inf)
+    skipped, at_floor = jnp.asarray(found_inf), loss_scale <= floor(config)
     stuck = at_floor & (skipped | (health.floor_steps > 0))
     return Health(
         found_inf=skipped,

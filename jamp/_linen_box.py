@@ -12,7 +12,7 @@ import jax
 from flax.core import meta
 
 from ._overrides import COMPUTE_DTYPE
-from ._policy import cast_floating
+from ._tree import cast_floating
 
 
 @functools.partial(

@@ -31,8 +31,9 @@ from ._overrides import (
     place_of,
     subclass,
 )
-from ._policy import Policy, cast_floating
+from ._policy import Policy
 from ._regions import FLOAT32_FOR
+from ._tree import cast_floating
 
 CALLER = "jamp.linen.with_policy"
 

@@ -26,9 +26,10 @@ from ._overrides import (
     place_of,
     subclass,
 )
-from ._policy import Policy, cast_floating
+from ._policy import Policy
 from ._provenance import Memory
 from ._regions import FLOAT32_FOR
+from ._tree import cast_floating
 
 M = TypeVar("M", bound=nnx.Module)
 CALLER = "jamp.nnx.with_policy"

@@ -220,8 +220,7 @@ def _loss_scaled(inner, config, next_scale, axis_name):
     def advance(scaling, health, finite, inner_state):
         found_inf = jnp.logical_not(finite)
         scaling = next_scale(scaling, found_inf)
-        at_floor = scaling.loss_scale <= _loss_scale.floor(config)
-        health = _health.record(health, found_inf, at_floor)
+        health = _health.record(health, found_inf, scaling.loss_scale, config)
         return DynamicLossScaleState(
             **scaling._asdict(), **health._asdict(), inner_state=inner_state
         )

@@ -23,9 +23,9 @@ from flax import nnx
 from flax.core import lift
 
 from ._paths import PathPattern
-from ._policy import Policy, cast_floating, get_policy
+from ._policy import Policy, get_policy
 from ._regions import check_float32_for, explained, float32_region, norm_classes
-from ._tree import shown
+from ._tree import cast_floating, shown
 
 # What parameters are cast to when they are read, or None. JAX keys its caches by it.
 COMPUTE_DTYPE = jax.make_user_context(None)

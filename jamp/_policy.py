@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._regions import (
     FLOAT32_FOR,
@@ -19,7 +18,7 @@ from ._regions import (
     norm_classes,
     state_classes,
 )
-from ._tree import as_dtype, brief
+from ._tree import as_dtype, brief, cast_floating
 
 Tree = TypeVar("Tree")
 
@@ -308,28 +307,3 @@ def _floating(value: Any, where: str) -> Any:
             f"{', '.join(DTYPE_NAMES)}. Integers and bools are never cast."
         )
     return dtype
-
-
-def cast_floating(tree: Any, dtype: Any, kept: tuple[type, ...] = ()) -> Any:
-    """Casts the floating arrays of a pytree; no copy of what has the dtype already.
-
-    Args:
-      kept: classes of nodes that pass with all inside.
-    """
-
-    def is_kept(x):
-        return isinstance(x, kept)
-
-    def cast(x):
-        is_array = isinstance(
-            x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-        )
-        if is_kept(x) or not (is_array and jnp.issubdtype(x.dtype, jnp.floating)):
-            return x
-        if x.dtype == dtype and not getattr(x, "weak_type", False):
-            return x
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return x.update(dtype=dtype, weak_type=False)
-        return x.astype(dtype)
-
-    return jax.tree.map(cast, tree, is_leaf=is_kept)

@@ -42,6 +42,36 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def cast_floating(
+    tree: Any, dtype: Any, kept: tuple[type, ...] = (), of: Any = None
+) -> Any:
+    """Casts the floating arrays of a pytree; no copy of what has the dtype already.
+
+    Args:
+      kept: classes of nodes that pass with all inside.
+      of: the dtypes that are cast; None: all floating ones.
+    """
+
+    def is_kept(x):
+        return isinstance(x, kept)
+
+    def cast(x):
+        is_array = isinstance(
+            x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+        )
+        if is_kept(x) or not (is_array and jnp.issubdtype(x.dtype, jnp.floating)):
+            return x
+        if of is not None and x.dtype not in of:
+            return x
+        if x.dtype == dtype and not getattr(x, "weak_type", False):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(dtype=dtype, weak_type=False)
+        return x.astype(dtype)
+
+    return jax.tree.map(cast, tree, is_leaf=is_kept)
+
+
 def check_leaves(tree: Any, what: str) -> None:
     """Raises TypeError naming the first leaf that is no array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -143,6 +143,7 @@ def to_torch(tree: Any, like: Arrays) -> Arrays:
     return found
 
 
+@functools.cache  # the same object: `nnx.jit` compiles once for all seeds
 def _optimizer(task: Task) -> optax.GradientTransformation:
     rate = LEARNING_RATES[task.model][task.optimizer]
     if task.optimizer == "SGD":

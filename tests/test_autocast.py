@@ -985,6 +985,18 @@ def test_cast_inputs():
     assert {"float32"} in found and {"float16"} in found
 
 
+def test_cast_inputs_are_floating_arrays_of_any_kind():
+    @jamp.autocast(cast_inputs=f32)
+    def seen(*inputs):
+        return [getattr(x, "dtype", type(x)) for x in inputs]
+
+    given = jnp.ones(2, f16), np.ones(2, f16), np.float16(1), jnp.ones(2, jnp.bfloat16)
+    left = np.float64(1), np.int32(1), 2.0, True
+    with half():
+        assert seen(*given) == [f32] * 4
+        assert seen(*left) == [np.float64, np.int32, float, bool]
+
+
 # Errors
 
 

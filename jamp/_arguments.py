@@ -30,14 +30,17 @@ def check_range(
 def number(name: str, value: Any, convert: Any) -> Any:
     """A Python number, or the traced scalar that `optax.inject_hyperparams` passes."""
     kind = "an integer" if convert is operator.index else "a number"
+    refused = lambda: TypeError(f"{name} must be {kind}; got {shown(value)}.")
+    if isinstance(value, bool | str | bytes) or not _is_scalar(value):
+        raise refused()
+    if is_traced(value):
+        return value
     try:
-        if isinstance(value, bool | str | bytes) or not _is_scalar(value):
-            raise TypeError
-        return value if is_traced(value) else convert(value)
+        return convert(value)
     except OverflowError:  # an integer that no float holds
         return math.inf if operator.gt(value, 0) else -math.inf
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be {kind}; got {shown(value)}.") from None
+        raise refused() from None
 
 
 def _is_scalar(value: Any) -> bool:

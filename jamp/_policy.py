@@ -279,6 +279,19 @@ def _short_name(dtype: Any) -> str:
     return DTYPE_NAMES.get(dtype.name, (dtype.name,))[0]
 
 
+def _dtype_named(value: Any) -> Any:
+    """The dtype that a name or a dtype means, or None."""
+    known = DTYPES.get(value, value) if isinstance(value, str) else value
+    if known is None or isinstance(known, bool | int | float):
+        return None  # NumPy reads None as float64
+    try:
+        dtype = as_dtype(known)
+    except (TypeError, ValueError):
+        return None
+    is_other = isinstance(known, str) and dtype.name != known
+    return None if is_other else dtype  # "f16" is sixteen bytes, "float" float64
+
+
 def _floating(value: Any, where: str) -> Any:
     if isinstance(value, str) and value == "half":
         return half_dtype()
@@ -286,21 +299,15 @@ def _floating(value: Any, where: str) -> Any:
         raise ValueError(
             f"{where}: {value!r} is a policy and no dtype; write get_policy({value!r})."
         )
-    known = DTYPES.get(value, value) if isinstance(value, str) else value
-    try:
-        if known is None or isinstance(known, bool | int | float):
-            raise TypeError  # NumPy reads None as float64
-        dtype = as_dtype(known)
-        if isinstance(known, str) and dtype.name != known:
-            raise TypeError  # and "f16" as sixteen bytes, "float" as float64
-    except (TypeError, ValueError):
+    dtype = _dtype_named(value)
+    if dtype is None:
         names = [*DTYPES, "half", *(NAMED if where == "Policy" else ())]
         near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4)
         there_are = "names near it:" if near else "there are"
         raise ValueError(
             f"{where}: Unknown dtype {brief(value)}; {there_are} "
             f"{', '.join(near or names)}."
-        ) from None
+        )
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
         raise ValueError(
             f"{where}: {dtype} is not a floating dtype; take one of "

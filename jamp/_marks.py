@@ -5,7 +5,6 @@ value each belongs to is written down once, in a `Program`. `_recorder.py` makes
 `_blame.py` reads them.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,10 +50,11 @@ class Program:
         self.slots: dict[int, int] = {}  # value -> place in the marks
         self.known: dict[int, int] = {}  # value -> mark of a literal
         self.constants: set[int] = set()
-        self._numbers = itertools.count()
+        self.numbers = 0  # of values so far
 
     def number(self) -> int:
-        return next(self._numbers)
+        self.numbers += 1
+        return self.numbers - 1
 
     def mark(self, marks: "Marks", number: int) -> int:
         """The mark of a value."""

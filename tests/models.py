@@ -180,9 +180,9 @@ class ResNet(nn.Module):
         return nn.Dense(self.classes)(jnp.mean(x, axis=(1, 2)))
 
 
-def resnet50(width=2, size=32, batch=32, classes=10, stages=(3, 4, 6, 3)):
+def resnet50(width=2, size=32, batch=32, classes=10):
     return linen_task(
-        ResNet(width, stages, classes),
+        ResNet(width, classes=classes),
         inputs=lambda data: (data["image"],),
         loss=lambda logits, data: classification_loss(logits, data["label"]),
         batch=lambda rng: labeled_images(rng, batch, size, 3, classes, noise=0.3),
@@ -505,18 +505,15 @@ def vit(size=16, patch=4, width=32, heads=4, depth=2, batch=8, classes=10, *, in
 # Haiku.
 
 
-def haiku_resnet18(
-    widths=(4, 8, 8, 16), size=32, batch=32, classes=10, blocks=(2, 2, 2, 2)
-):
+def haiku_resnet18(widths=(4, 8, 8, 16), size=32, batch=32, classes=10):
     """`hk.nets.ResNet18`, which itself has no argument for its widths."""
-    sizes = {"channels_per_group": widths, "blocks_per_group": blocks}
 
     def forward(images):
         net = hk.nets.ResNet(
             num_classes=classes,
             bn_config={"decay_rate": 0.9},
             initial_conv_config={"output_channels": widths[0]},
-            **hk.nets.ResNet.CONFIGS[18] | sizes,
+            **hk.nets.ResNet.CONFIGS[18] | {"channels_per_group": widths},
         )
         return net(images, is_training=True)
 

@@ -2,7 +2,7 @@
 
 The Linen models are those of `residuals.py`, and the NNX models here are the same
 networks. `dtype` is what somebody casting by hand gives to every layer, `norms` what
-the norms give back. The "full" ones have full width, and fewer of the equal blocks.
+the norms give back.
 """
 
 import functools
@@ -177,14 +177,14 @@ def ways(**kwargs):
 
 
 IMAGES = {
-    "full": ({"blocks": (2, 2, 2, 2)}, residuals.images(32, 224, 224, 3)),
+    "full": ({}, residuals.images(32, 224, 224, 3)),
     "small": (
         {"blocks": (2, 1), "width": 8, "classes": 10},
         residuals.images(4, 32, 32, 3),
     ),
 }
 TOKENS = {
-    "full": ({"layers": 3}, residuals.tokens(8, 512)),
+    "full": ({}, residuals.tokens(8, 512)),
     "small": (
         {"layers": 2, "width": 32, "heads": 4, "vocabulary": 50},
         residuals.tokens(4, 16),

@@ -35,9 +35,9 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 
-STEPS, INFS = 100, 14
+STEPS, INFS = 200, 20
 ROWS, FEATURES, HIDDEN, OUT = 32, 16, 32, 8
-SCALING = {"init_scale": 2.0**10, "growth_interval": 3}
+SCALING = {"init_scale": 2.0**10, "growth_interval": 5}
 WAYS = (
     "optax-replicated",
     "optax-fsdp",

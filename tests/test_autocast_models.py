@@ -21,20 +21,19 @@ pytestmark = [
 ]
 
 STEPS = 50
-# Those that are trained have fewer blocks, and all their kinds.
 TASKS = {
     "mnist": models.mnist,
-    "resnet50": functools.partial(models.resnet50, stages=(1, 2, 1, 1)),
+    "resnet50": models.resnet50,
     "vae": models.vae,
     "ppo": models.ppo,
     "lm1b": models.lm1b,
     "wmt": models.wmt,
     "vit": functools.partial(models.vit, inside=False),
     "vit_region_inside_vmap": functools.partial(models.vit, inside=True),
-    "haiku_resnet18": functools.partial(models.haiku_resnet18, blocks=(2, 1, 1, 1)),
+    "haiku_resnet18": models.haiku_resnet18,
     "nnx_transformer": models.nnx_transformer,
 }
-FULL_SIZE = TASKS | {
+FULL_WIDTH = TASKS | {
     "resnet50": functools.partial(models.resnet50, width=64, size=224, batch=2),
     "haiku_resnet18": functools.partial(
         models.haiku_resnet18, (64, 128, 256, 512), size=224, batch=2
@@ -71,7 +70,7 @@ def value_and_grad(task, region):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_products_run_in_float16_and_gradients_are_float32(name):
-    task = FULL_SIZE[name]()
+    task = FULL_WIDTH[name]()
     jaxpr, params, grads = value_and_grad(task, float16)
     plain, _, _ = value_and_grad(task, float32)
     found = products_of(jaxpr)

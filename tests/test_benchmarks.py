@@ -148,7 +148,7 @@ def test_rows_take_turns_and_ratios_are_of_rounds():
 
 # The others have no code but theirs, and `make gpu DRY=1` runs them all.
 BENCHMARKS = {
-    "loss_scale_overhead": ("--donated",),
+    "loss_scale_overhead": (),
     "eager_overhead": (),
     "train_step": ("--models", "gpt2", "--rows", "float16 by hand"),
 }

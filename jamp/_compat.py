@@ -5,6 +5,7 @@ No other module imports `jax._src` or asks for a version. Tried with JAX 0.10 to
 
 import functools
 import importlib
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +28,7 @@ user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
 # Errors and profiles name the user's line, not the line in jamp that passed the op on.
-EXCLUDED = (
-    "_autocast _compat _custom _epilogue _left_alone _nested _thunks _trace _writes"
-)
-for _file in EXCLUDED.split():
-    _path = __file__.replace("_compat.py", f"{_file}.py")
+for _path in (__file__, os.path.join(os.path.dirname(__file__), "_autocast", "")):
     source_info_util.register_exclusion(_path)
     traceback_util.register_exclusion(_path)
 

@@ -8,27 +8,29 @@ was ever here stays here.
 
 import sys
 
-from ._autocast import reopened as reopened
-from ._explanation import OpRow as OpRow
-from ._explanation import Promotion as Promotion
-from ._explanation import Reduction as Reduction
-from ._iteration import Iteration as Iteration
-from ._loss_scale import LossScaleConfig as LossScaleConfig
-from ._marks import Branches as Branches
-from ._marks import Inner as Inner
-from ._marks import Loop as Loop
-from ._marks import Marks as Marks
-from ._marks import Node as Node
-from ._marks import Program as Program
-from ._nnx_policy import cast_on_use as cast_on_use
-from ._nnx_policy import policied as policied
-from ._nonfinite import Layout as Layout
-from ._overrides import Place as Place
-from ._overrides import Plan as Plan
-from ._packing import Packed as Packed
-from ._residuals import Saved as Saved
-from ._sources import Site as Site
-from ._state import MasterWeightsState as MasterWeightsState
+from ._autocast.region import reopened as reopened
+from ._debug.explanation import OpRow as OpRow
+from ._debug.explanation import Promotion as Promotion
+from ._debug.explanation import Reduction as Reduction
+from ._debug.marks import Branches as Branches
+from ._debug.marks import Inner as Inner
+from ._debug.marks import Loop as Loop
+from ._debug.marks import Marks as Marks
+from ._debug.marks import Node as Node
+from ._debug.marks import Program as Program
+from ._debug.nonfinite import Layout as Layout
+from ._debug.packing import Packed as Packed
+from ._debug.residuals import Saved as Saved
+from ._debug.sites import Site as Site
+from ._policy.nnx import cast_on_use as cast_on_use
+from ._policy.nnx import policied as policied
+from ._policy.overrides import Place as Place
+from ._policy.overrides import Plan as Plan
+from ._scaling.arithmetic import LossScaleConfig as LossScaleConfig
+from ._scaling.grad_scaler import GradScaler as GradScaler
+from ._scaling.iteration import Iteration as Iteration
+from ._scaling.state import DynamicLossScaleState as DynamicLossScaleState
+from ._scaling.state import MasterWeightsState as MasterWeightsState
 
 
 def publish(*namespaces: str) -> None:
@@ -44,3 +46,7 @@ def publish(*namespaces: str) -> None:
 
 
 publish(__name__)
+
+# States that were pickled before these homes name the files of that time.
+for _file in ("_grad_scaler", "_iteration", "_loss_scale", "_state"):
+    sys.modules[f"{__package__}.{_file}"] = sys.modules[__name__]

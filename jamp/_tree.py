@@ -1,19 +1,15 @@
-"""Leaves: what takes part in scaling, in which dtype, and what is traced."""
+"""Leaves: what takes part in scaling, and in which dtype."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+
+from ._checks import shown
 
 NUMBERS = (bool, int, float, complex)
 HALVES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
-
-
-def is_traced(value: Any) -> bool:
-    """Whether a value is known only when the traced function runs."""
-    return isinstance(value, Tracer)
 
 
 def dtype_of(leaf: Any) -> Any:
@@ -25,21 +21,6 @@ def dtype_of(leaf: Any) -> Any:
     if not isinstance(leaf, NUMBERS):
         raise TypeError(f"a leaf must be an array or a number; got {shown(leaf)}.")
     return jnp.result_type(leaf)
-
-
-def as_dtype(value: Any) -> Any:
-    """`jnp.dtype(value)`, but TypeError for an array, whose dtype that would take."""
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        raise TypeError(f"{shown(value)} is no dtype")
-    return jnp.dtype(value)
-
-
-def flag(name: str, value: Any) -> bool:
-    """A bool, or 0 or 1; else TypeError, for "False" is true, and 0.5 is too."""
-    is_bool = isinstance(value, bool | np.bool)
-    if not is_bool and not (isinstance(value, int) and value in (0, 1)):
-        raise TypeError(f"{name} must be a bool; got {shown(value)}.")
-    return bool(value)
 
 
 def cast_floating(
@@ -82,17 +63,6 @@ def check_leaves(tree: Any, what: str) -> None:
             raise TypeError(
                 f"{what} at {at} must be an array or a number; got {shown(leaf)}."
             )
-
-
-def shown(value: Any) -> str:
-    """A value and its type, for messages."""
-    return f"{brief(value)} of type {type(value).__name__}"
-
-
-def brief(value: Any) -> str:
-    """The `repr` of a value in one line, or the beginning of it."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 72 else f"{text[:69]}..."
 
 
 def is_inexact(leaf: Any) -> bool:

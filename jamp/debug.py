@@ -1,20 +1,21 @@
 """See what mixed precision does: which dtypes, what overflowed, what was flushed."""
 
+# ruff: isort: off
 # What runs in which dtype, and why
-from ._check import check as check
-from ._explain import explain as explain
-from ._explanation import Explanation as Explanation
+from ._debug.explain import explain as explain
+from ._debug.explanation import Explanation as Explanation
 
 # What overflowed, what was flushed to zero
-from ._grad_reports import OverflowReport as OverflowReport
-from ._grad_reports import UnderflowReport as UnderflowReport
-from ._grad_reports import overflow_report as overflow_report
-from ._grad_reports import underflow_report as underflow_report
+from ._debug.grad_reports import OverflowReport as OverflowReport
+from ._debug.grad_reports import overflow_report as overflow_report
+from ._debug.grad_reports import UnderflowReport as UnderflowReport
+from ._debug.grad_reports import underflow_report as underflow_report
+from ._debug.histogram import GradHistogram as GradHistogram
+from ._debug.histogram import grad_histogram as grad_histogram
+from ._debug.nonfinite import NonfiniteReport as NonfiniteReport
+from ._debug.nonfinite import find_nonfinite as find_nonfinite
 
 # How a run goes
-from ._history import History as History
-from ._nonfinite import NonfiniteReport as NonfiniteReport
-from ._nonfinite import find_nonfinite as find_nonfinite
-from ._plots import GradHistogram as GradHistogram
-from ._plots import grad_histogram as grad_histogram
-from ._plots import plot_scale as plot_scale
+from ._scaling.check import check as check
+from ._debug.history import History as History
+from ._debug.plots import plot_scale as plot_scale

@@ -1,3 +1,3 @@
 """Flax NNX: a policy for a model and its parts."""
 
-from ._nnx_policy import with_policy as with_policy
+from ._policy.nnx import with_policy as with_policy

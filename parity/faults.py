@@ -49,7 +49,7 @@ class Fault(NamedTuple):
         return bool(first) and (raised in first) == bool(self.raises)
 
 
-_STATE = "_loss_scale.py"
+_STATE = "_scaling/arithmetic.py"
 FAULTS = (
     Fault(
         "the scale grows one step late",
@@ -71,7 +71,7 @@ FAULTS = (
     ),
     Fault(
         "infs are looked for after the product with the inverse scale",
-        "_grad_scaler.py",
+        "_scaling/grad_scaler.py",
         "if record is None:\n"
         "            finite = _loss_scale.all_finite(own, self._axis_name)",
         "if record is None:\n"
@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "a key of the state dict has another name",
-        "_grad_scaler.py",
+        "_scaling/grad_scaler.py",
         '"_growth_tracker": int(',
         '"growth_tracker": int(',
         "behaviors",
@@ -100,7 +100,7 @@ FAULTS = (
     ),
     Fault(
         "softmax is in the list of float16",
-        "_op_rules.py",
+        "_autocast/ops.py",
         '"jax.nn.softmax": Row(FLOAT32, "softmax")',
         '"jax.nn.softmax": Row(LOWER, "softmax")',
         "ops",
@@ -124,7 +124,7 @@ FAULTS = (
     ),
     Fault(
         "only the last optimizer's overflow counts",
-        "_grad_scaler.py",
+        "_scaling/grad_scaler.py",
         "jnp.all(jnp.stack(flags))",
         "flags[-1]",
         "scale",
@@ -140,7 +140,7 @@ FAULTS = (
     ),
     Fault(
         "a skipped step takes the momentum away",
-        "_optax.py",
+        "_scaling/wrapper.py",
         "lambda _: (params, state.inner_state)",
         "lambda _: (params, jax.tree.map(jnp.zeros_like, state.inner_state))",
         "scale",
@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "the gradient of a bias is not rounded to float16",
-        "_epilogue.py",
+        "_autocast/bias.py",
         "return lax.reduce_precision(bias, info.nexp, info.nmant)",
         "return bias",
         "ops",

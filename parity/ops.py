@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._op_rules import DIFFERENCES
+from jamp._autocast.ops import DIFFERENCES
 
 from . import ops_jamp
 from .ops_float32 import FLOAT32

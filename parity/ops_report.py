@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jamp._op_rules import DIFFERENCES, NO_COUNTERPART
+from jamp._autocast.ops import DIFFERENCES, NO_COUNTERPART
 
 from .ops_table import HALVES, Found, Op
 from .result import Result

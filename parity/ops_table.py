@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._op_rules import Kind
+from jamp._autocast.ops import Kind
 
 HALVES = ("float16", "bfloat16")  # the dtypes of a region
 # The dtypes of the first input and of the others; "half" is the region's.

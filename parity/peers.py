@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jamp._op_rules import DIFFERENCES
+from jamp._autocast.ops import DIFFERENCES
 
 from . import jamp_side
 from .cases import CASES as ALL_CASES

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jamp import _loss_scale
+from jamp._scaling import arithmetic
 
 from . import behaviors, behaviors_api
 from .behaviors import BEHAVIORS, CASES, Case, compare
@@ -87,7 +87,7 @@ def float32(x, factor):
     return x * np.float32(factor)
 
 
-update = _loss_scale.update
+update = arithmetic.update
 FAULTS = {
     "grows a step late": ("update", late, "plain, SGD"),
     "float32 product": ("_float64_product", float32, "clipping of scaled gradients"),
@@ -99,7 +99,7 @@ FAULTS = {
 @pytest.mark.parametrize("side", [JIT, OPTAX])
 def test_a_fault_in_jamp_is_seen(fault, side, references, monkeypatch, request):
     name, wrong, behavior = FAULTS[fault]
-    monkeypatch.setattr(_loss_scale, name, wrong)
+    monkeypatch.setattr(arithmetic, name, wrong)
     jax.clear_caches()  # what was compiled without the fault, and then with it
     request.addfinalizer(jax.clear_caches)
     case, torch = CASES[f"{behavior}: {side}"], references[behavior]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jamp._op_rules import (
+from jamp._autocast.ops import (
     DIFFERENCES,
     FUNCTIONS,
     NO_COUNTERPART,

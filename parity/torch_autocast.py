@@ -19,7 +19,7 @@ from torch import library
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from jamp._op_rules import Kind
+from jamp._autocast.ops import Kind
 
 HEADER = pathlib.Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jamp import _loss_scale
+from jamp._scaling import arithmetic
 
 from .jaxprs import equations
 
@@ -27,7 +27,7 @@ def reductions(check, tree):
 
 
 def all_finite(tree):
-    return _loss_scale.all_finite(tree)
+    return arithmetic.all_finite(tree)
 
 
 def mesh_of(axis_type, shape=(2, 4)):
@@ -115,7 +115,7 @@ def test_one_inf_or_nan_anywhere_is_found(grouped, dtype, value, monkeypatch):
             jnp.where(index == place, leaf.at[(-1,) * leaf.ndim].set(value), leaf)
             for index, leaf in enumerate(flat)
         ]
-        return _loss_scale.all_finite(jax.tree.unflatten(treedef, bad))
+        return arithmetic.all_finite(jax.tree.unflatten(treedef, bad))
 
     found = [bool(check(place)) for place in range(len(flat) + 1)]
     assert found == [False] * len(flat) + [True]
@@ -129,4 +129,4 @@ def test_mixed_dtypes_of_one_shape_and_nothing_at_all(monkeypatch):
     assert reductions(all_finite, tree) == 3
     assert jax.jit(all_finite)(tree)
     assert not jax.jit(all_finite)([*tree[1:], tree[0].at[0, 0].set(jnp.inf)])
-    assert _loss_scale.all_finite([])
+    assert arithmetic.all_finite([])

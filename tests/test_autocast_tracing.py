@@ -7,7 +7,7 @@ from jax import lax
 
 import jamp
 from jamp import _compat
-from jamp._trace import AutocastTrace
+from jamp._autocast.trace import AutocastTrace
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

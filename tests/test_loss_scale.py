@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jamp import _loss_scale
-from jamp._loss_scale import LossScaleConfig
+from jamp._scaling import arithmetic
+from jamp._scaling.arithmetic import LossScaleConfig
 
 TINY = 2.0**-126
 
@@ -20,11 +20,11 @@ def follow(config, flags):
     """The states after each of a sequence of found_inf flags, in one scan."""
 
     def step(state, found_inf):
-        state = _loss_scale.update(state, found_inf, config)
+        state = arithmetic.update(state, found_inf, config)
         return state, state
 
     _, states = jax.jit(
-        lambda flags: jax.lax.scan(step, _loss_scale.init(config), flags)
+        lambda flags: jax.lax.scan(step, arithmetic.init(config), flags)
     )(jnp.asarray(flags, bool))
     return jax.tree.map(np.asarray, states)
 
@@ -105,10 +105,10 @@ def test_the_scale_stops_at_the_smallest_normal_number():
 
 
 def test_a_tracker_past_the_interval_keeps_counting():
-    state = _loss_scale.init(LossScaleConfig())._replace(growth_tracker=jnp.int32(7))
+    state = arithmetic.init(LossScaleConfig())._replace(growth_tracker=jnp.int32(7))
     short = LossScaleConfig(growth_interval=5)
     for _ in range(3):
-        state = _loss_scale.update(state, jnp.bool_(False), short)
+        state = arithmetic.update(state, jnp.bool_(False), short)
     assert state.growth_tracker == 10 and state.loss_scale == 2.0**16
 
 
@@ -121,9 +121,9 @@ def test_hysteresis_forgives_overflows_until_the_next_growth():
 
 def test_update_under_vmap_and_cond():
     config = LossScaleConfig(growth_factor=1.1, growth_interval=1)
-    states = jax.vmap(lambda _: _loss_scale.init(config))(jnp.arange(4))
+    states = jax.vmap(lambda _: arithmetic.init(config))(jnp.arange(4))
     flags = jnp.array([True, False, True, False])
-    states = jax.jit(jax.vmap(lambda s, f: _loss_scale.update(s, f, config)))(
+    states = jax.jit(jax.vmap(lambda s, f: arithmetic.update(s, f, config)))(
         states, flags
     )
     grown = np.float32(65536 * 1.1)
@@ -135,9 +135,7 @@ def test_update_under_vmap_and_cond():
 def test_unscale_multiplies_by_the_rounded_inverse(scale, jit):
     scale = np.float32(scale)
     grads = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    result = jit(lambda g, s: _loss_scale.unscale(g, _loss_scale.invert(s)))(
-        grads, scale
-    )
+    result = jit(lambda g, s: arithmetic.unscale(g, arithmetic.invert(s)))(grads, scale)
     expected = grads * np.float32(1 / np.float64(scale))
     normal = np.abs(expected) >= TINY
     np.testing.assert_array_equal(np.asarray(result)[normal], expected[normal])
@@ -148,7 +146,7 @@ def test_unscale_where_the_inverse_is_subnormal(scale):
     # XLA's CPU backend flushes a subnormal inverse to zero: updates would vanish.
     scale = np.float32(scale)
     grads = np.array([3e38, -1.7e38, 1e30], np.float32)
-    result = jax.jit(lambda g, s: _loss_scale.unscale(g, _loss_scale.invert(s)))(
+    result = jax.jit(lambda g, s: arithmetic.unscale(g, arithmetic.invert(s)))(
         grads, scale
     )
     expected = grads * np.float32(1 / np.float64(scale))  # NumPy keeps subnormals
@@ -169,7 +167,7 @@ def test_unscale_widens_halves_and_leaves_the_rest():
         "masked": optax.MaskedNode(),
         "key": jax.random.key(0),
     }
-    result = _loss_scale.unscale(tree, _loss_scale.invert(jnp.float32(4)))
+    result = arithmetic.unscale(tree, arithmetic.invert(jnp.float32(4)))
     assert jax.tree.structure(result) == jax.tree.structure(tree)
     assert result["half"].dtype == result["brain"].dtype == jnp.float32
     np.testing.assert_array_equal(result["half"], [0.5, 0.5])
@@ -181,14 +179,14 @@ def test_unscale_widens_halves_and_leaves_the_rest():
 
 def test_unscale_keeps_what_float16_would_flush():
     grads = jnp.float16(6e-5)
-    result = _loss_scale.unscale(grads, _loss_scale.invert(jnp.float32(2**16)))
+    result = arithmetic.unscale(grads, arithmetic.invert(jnp.float32(2**16)))
     assert grads / jnp.float16(2**15) / 2 == 0  # the control: float16 loses it
     assert result == jnp.float32(grads) / 2**16
 
 
 def test_unscale_of_complex_does_not_mix_the_parts():
     grads = jnp.array([jnp.inf + 1j, 1 + 0j], jnp.complex64)
-    result = np.asarray(_loss_scale.unscale(grads, _loss_scale.invert(jnp.float32(2))))
+    result = np.asarray(arithmetic.unscale(grads, arithmetic.invert(jnp.float32(2))))
     assert result[0].real == np.inf and result[0].imag == 0.5
 
 
@@ -197,18 +195,18 @@ def test_unscale_of_complex_does_not_mix_the_parts():
 def test_all_finite_finds_one_bad_element(dtype, bad):
     good = jnp.ones((17, 3), dtype)
     tree = {"a": jnp.zeros(0), "b": good, "c": None, "i": jnp.arange(3)}
-    assert _loss_scale.all_finite(tree)
-    assert not _loss_scale.all_finite({**tree, "b": good.at[16, 2].set(bad)})
+    assert arithmetic.all_finite(tree)
+    assert not arithmetic.all_finite({**tree, "b": good.at[16, 2].set(bad)})
 
 
 def test_all_finite_sees_the_imaginary_part():
-    assert not _loss_scale.all_finite(jnp.array([1 + 1j * jnp.inf], jnp.complex64))
+    assert not arithmetic.all_finite(jnp.array([1 + 1j * jnp.inf], jnp.complex64))
 
 
 def test_all_finite_of_the_largest_numbers_and_of_nothing():
-    assert _loss_scale.all_finite(jnp.array([65504.0], jnp.float16))
-    assert _loss_scale.all_finite(jnp.finfo(jnp.float32).max)
-    assert _loss_scale.all_finite({}) and _loss_scale.all_finite(jnp.zeros((0, 4)))
+    assert arithmetic.all_finite(jnp.array([65504.0], jnp.float16))
+    assert arithmetic.all_finite(jnp.finfo(jnp.float32).max)
+    assert arithmetic.all_finite({}) and arithmetic.all_finite(jnp.zeros((0, 4)))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +224,7 @@ def test_all_finite_of_the_largest_numbers_and_of_nothing():
     ],
 )
 def test_scale_has_torchs_result_dtypes(value, dtype):
-    result = _loss_scale.scale(value, jnp.float32(2**10))
+    result = arithmetic.scale(value, jnp.float32(2**10))
     assert result.dtype == dtype
     np.testing.assert_array_equal(result, np.asarray(value).astype(dtype) * 2**10)
 
@@ -234,10 +232,10 @@ def test_scale_has_torchs_result_dtypes(value, dtype):
 def test_scale_and_unscale_of_float64():
     with jax.enable_x64(True):
         value = jnp.float64(1 / 3)
-        assert _loss_scale.scale(value, jnp.float32(4)) == 4 / 3
-        inverse = _loss_scale.invert(jnp.float32(3))
+        assert arithmetic.scale(value, jnp.float32(4)) == 4 / 3
+        inverse = arithmetic.invert(jnp.float32(3))
         expected = 1 / 3 * np.float64(np.float32(1 / 3))
-        assert _loss_scale.unscale(value, inverse) == expected
+        assert arithmetic.unscale(value, inverse) == expected
 
 
 @pytest.mark.parametrize(

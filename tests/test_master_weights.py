@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jamp
-from jamp._state import DynamicLossScaleState, MasterWeightsState
+from jamp._scaling.state import DynamicLossScaleState, MasterWeightsState
 
 from .marks import mostly_slow, slow
 

@@ -13,8 +13,8 @@ from flax.linen import fp8_ops
 from jax import lax
 
 import jamp
-from jamp import _op_rules
-from jamp._op_rules import (
+from jamp._autocast import ops
+from jamp._autocast.ops import (
     DIFFERENCES,
     EXEMPT,
     FUNCTIONS,
@@ -22,7 +22,7 @@ from jamp._op_rules import (
     PRIMITIVES,
     Kind,
 )
-from jamp._rules import resolve
+from jamp._autocast.rules import resolve
 
 from .marks import mostly_slow
 
@@ -85,7 +85,7 @@ def test_a_row_has_its_function(path: str):
 def test_no_key_is_written_twice():
     # A second row would replace the first without a word.
     names: dict[str, list[str]] = {"PRIMITIVES": [], "FUNCTIONS": []}
-    for node in ast.parse(inspect.getsource(_op_rules)).body:
+    for node in ast.parse(inspect.getsource(ops)).body:
         if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             continue
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target

@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-from jamp._op_rules import DIFFERENCES
+from jamp._autocast.ops import DIFFERENCES
 from parity import ops, ops_golden, ops_jamp
 
 from .marks import mostly_slow

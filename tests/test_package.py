@@ -18,70 +18,53 @@ from . import bad_input
 
 PACKAGE = Path(jamp.__file__).parent
 MODULES = ["jamp"]
-MODULES += [f"jamp.{module.name}" for module in pkgutil.iter_modules([str(PACKAGE)])]
+MODULES += [m.name for m in pkgutil.walk_packages([str(PACKAGE)], "jamp.")]
 REFERENCE = re.findall(
     r"^::: jamp\.(\S+)$", (PACKAGE.parent / "docs/api.md").read_text(), re.MULTILINE
 )
 MADE_BY_JAMP = {"marks", "layout"}  # fields of a report, which users do not make
 PUBLIC = [name for name in vars(jamp) if not name.startswith("_")]
 
-# Imports point one way: a module may import from the layers before its own.
-LAYERS = [
-    {
-        "_compat",
-        "_exponents",
-        "_finiteness",
-        "_op_rules",
-        "_paths",
-        "_table",
-        "_tree",
-        "_types",
-    },
-    {
-        "_arguments",
-        "_call",
-        "_iteration",
-        "_match",
-        "_mesh",
-        "_packing",
-        "_refused",
-        "_report",
-        "_skip",
-        "_sources",
-    },
-    {"_advice", "_draws", "_loss_scale", "_provenance", "_rules"},
-    {"_grad_reports", "_health", "_history", "_state"},
-    {
-        "_epilogue",
-        "_left_alone",
-        "_nested",
-        "_nnx_grads",
-        "_plots",
-        "_products",
-        "_step",
-        "_writes",
-    },
-    {"_marks", "_walk"},
-    {"_blame", "_recorder", "_residuals"},
-    {"_explanation"},
-    {"_custom", "_thunks"},
-    {"_optax", "_grad_scaler", "_trace"},
-    {"_autocast", "_scaled_grad", "_master_weights"},
-    {"_check", "_explain", "_nonfinite", "_regions"},
-    {"_policy"},
-    {"_overrides"},
-    {"_linen_box"},
-    {"_linen_policy", "_nnx_policy"},
-    {"linen", "nnx", "debug", "sharding", "_stable"},
+# What a file of jamp may import: its own wing, and the rows before its own. Within a
+# wing, imports form no cycle, and go down through few floors.
+FLOORS = (
+    {"_checks", "_tree", "_compat"},
+    {"_autocast", "_scaling"},
+    {"_policy", "_debug"},
+    {"debug", "linen", "nnx", "sharding", "_stable"},
     {"__init__"},
-]
+)
+SHARED = {"_tree": {"_checks"}, "_checks": set(), "_compat": set()}
+USES_COMPAT = {"_autocast", "_debug"}
+FLOORS_IN_A_WING = 6
+FILES = sorted(PACKAGE.rglob("*.py"))
+WINGS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
+
+
+def name_of(path):
+    """A file in jamp, as ("", "_tree") or ("_scaling", "state")."""
+    *wing, name = path.relative_to(PACKAGE).with_suffix("").parts
+    return "".join(wing), name
 
 
 def imports_of(path):
-    """Names of the jamp modules that a file imports."""
+    """The files of jamp that a file imports, by name."""
+    wing, _ = name_of(path)
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            yield from [node.module] if node.module else [a.name for a in node.names]
+        if isinstance(node, ast.ImportFrom) and node.level:
+            here = wing if node.level == 1 else ""
+            at, _, name = (node.module or "").rpartition(".")
+            names = [name] if name else [alias.name for alias in node.names]
+            for name in names:
+                if (PACKAGE / here / at / name).is_dir():
+                    names = [alias.name for alias in node.names]
+                    yield from ((name, inner) for inner in names)
+                else:
+                    yield here or at, name
+
+
+def floor_of(wing, name):
+    return next(index for index, row in enumerate(FLOORS) if (wing or name) in row)
 
 
 def methods_of(value):
@@ -94,23 +77,54 @@ def methods_of(value):
             yield function
 
 
-def layer_of(name):
-    return next(index for index, layer in enumerate(LAYERS) if name in layer)
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda p: "/".join(name_of(p)))
 def test_imports_point_one_way(path):
-    for name in imports_of(path):
-        assert layer_of(name) < layer_of(path.stem), f"{path.stem} imports {name}"
+    wing, name = name_of(path)
+    for other in imports_of(path):
+        assert (PACKAGE / other[0] / f"{other[1]}.py").exists(), other
+        if not wing and name in SHARED:
+            assert not other[0] and other[1] in SHARED[name], other
+        elif not wing or other[0] != wing:
+            assert floor_of(*other) < floor_of(wing, name), other
+        if other == ("", "_compat"):
+            assert wing in USES_COMPAT
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("wing", WINGS, ids=lambda p: p.name)
+def test_a_wing_has_few_floors(wing):
+    below = {
+        path.stem: {name for at, name in imports_of(path) if at == wing.name}
+        for path in wing.glob("*.py")
+    }
+
+    def height(name, above=()):
+        assert name not in above, f"imported in a circle: {[*above, name]}"
+        return 1 + max((height(n, (*above, name)) for n in below[name]), default=0)
+
+    heights = {name: height(name) for name in below}
+    assert max(heights.values()) <= FLOORS_IN_A_WING, heights
+
+
+@pytest.mark.parametrize("wing", WINGS, ids=lambda p: p.name)
+def test_a_wing_says_what_it_may_import(wing):
+    text = (wing / "__init__.py").read_text()
+    said = set(re.findall(r"`(\w+)`", text[text.index("May import:") :].split(".")[0]))
+    used = {at or name for path in wing.glob("*.py") for at, name in imports_of(path)}
+    assert used - {wing.name} <= said
+
+
+def test_the_folder_is_small():
+    entries = [p for p in PACKAGE.iterdir() if p.name != "__pycache__"]
+    assert len(entries) <= 14
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: "/".join(name_of(p)))
 def test_private_jax_and_version_switches_live_in_compat_alone(path):
     if path.stem != "_compat":
         assert not re.search(r"jax\._src|__version__\s*([<>]|[!=]=)", path.read_text())
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda p: "/".join(name_of(p)))
 def test_modules_stay_readable(path):
     assert len(path.read_text().splitlines()) <= 400
 

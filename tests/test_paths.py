@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from jamp._paths import PathPattern
+from jamp._autocast.paths import PathPattern
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jamp
-from jamp import _skip
+from jamp._scaling import skip
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -17,7 +17,7 @@ WAYS = {"branch": True, "select": False}
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    monkeypatch.setattr(_skip, "by_branch", lambda: WAYS[request.param])
+    monkeypatch.setattr(skip, "by_branch", lambda: WAYS[request.param])
     return request.param
 
 
@@ -93,7 +93,7 @@ FLAGS = [False, True, False, False, True]
 def test_both_ways_give_the_same_bits(step, monkeypatch):
     runs = []
     for branch in WAYS.values():
-        monkeypatch.setattr(_skip, "by_branch", lambda branch=branch: branch)
+        monkeypatch.setattr(skip, "by_branch", lambda branch=branch: branch)
         runs.append(train(step, FLAGS))
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][2]
@@ -134,14 +134,14 @@ def test_an_optimizer_never_meets_an_inf(way):
 
 
 def test_selecting_takes_leaves_that_are_no_plain_arrays(monkeypatch):
-    monkeypatch.setattr(_skip, "by_branch", lambda: False)
+    monkeypatch.setattr(skip, "by_branch", lambda: False)
     frozen = np.zeros(3, jax.dtypes.float0)
     old = {"key": jax.random.key(0), "none": None, "int": 3, "frozen": frozen}
     new = old | {"key": jax.random.key(1), "int": 4}
 
     @jax.jit
     def pick(finite):
-        picked = _skip.run_or_hold(finite, lambda: new, lambda like: old)
+        picked = skip.run_or_hold(finite, lambda: new, lambda like: old)
         assert picked.pop("frozen") is frozen
         return picked
 
@@ -166,7 +166,7 @@ def test_selecting_takes_leaves_that_are_no_plain_arrays(monkeypatch):
     ],
 )
 def test_a_state_that_changes_its_type_is_refused(change, message, monkeypatch):
-    monkeypatch.setattr(_skip, "by_branch", lambda: False)
+    monkeypatch.setattr(skip, "by_branch", lambda: False)
     changing = optax.GradientTransformation(
         lambda params: (jnp.zeros([]),),
         lambda updates, state, params=None: (updates, (change(state[0]),)),
@@ -211,6 +211,6 @@ def test_grad_scaler_by_both_ways(monkeypatch):
 
     runs = []
     for branch in WAYS.values():
-        monkeypatch.setattr(_skip, "by_branch", lambda branch=branch: branch)
+        monkeypatch.setattr(skip, "by_branch", lambda branch=branch: branch)
         runs.append(train())
     assert runs[0] == runs[1]

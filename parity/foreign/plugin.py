@@ -24,8 +24,8 @@ def region(way: str):
     import jax.numpy as jnp
 
     import jamp
-    from jamp._autocast import enter
-    from jamp._rules import Settings
+    from jamp._autocast.region import enter
+    from jamp._autocast.rules import Settings
 
     if way == KEPT:
         with enter(Settings(jnp.dtype("float16"), listed=False)):
@@ -43,8 +43,8 @@ def allow_set_mesh() -> None:
     import jax
     from jax.extend.core import set_current_trace
 
+    from jamp._autocast.trace import AutocastTrace
     from jamp._compat import current_trace
-    from jamp._trace import AutocastTrace
 
     wrapped = jax.set_mesh.__init__  # pyright: ignore
 

@@ -27,7 +27,7 @@ def refused(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
 def raised_in_jamp(error: Exception) -> bool:
     """Whether the innermost frame of an error is jamp's."""
     frames = traceback.extract_tb(error.__traceback__)
-    return pathlib.Path(frames[-1].filename).parent == INSIDE
+    return INSIDE in pathlib.Path(frames[-1].filename).parents
 
 
 def raised_by_others(error: Exception) -> bool:
@@ -41,7 +41,7 @@ def raised_by_others(error: Exception) -> bool:
     files = [
         pathlib.Path(f.filename) for f in traceback.extract_tb(error.__traceback__)
     ]
-    last = max(i for i, file in enumerate(files) if file.parent == INSIDE)
+    last = max(i for i, file in enumerate(files) if INSIDE in file.parents)
     after = files[last + 1 :]
     return any(
         file.parent == HERE or "optax" in file.parts or file.name == "optimizer.py"

@@ -1,0 +1,140 @@
+"""The ends of layers: what stays in half precision though float32 is added to it.
+
+A bias is float32, and so are the mean and the scale of a BatchNorm. JAX promotes, so
+the results of both would be float32, where torch's `linear`, `conv` and `batch_norm`
+give half precision.
+
+A sum of a half-precision product and a float32 value is a layer with a bias, if the
+value was broadcast from fewer dimensions and varies along those of one operand of the
+product alone. In the code of a layer library it may also have as many dimensions as the
+product: elsewhere that may be a batch of one, whose dtype must not differ from a batch
+of two. The bias is broadcast in float32 and then cast, so that its gradient is summed
+in float32; then the sum is rounded to half precision, and overflows, as torch's does.
+
+A user's own `x @ w + mask` may hold numbers such as -1e9, which float16 has not. They
+are kept finite there, with their gradients; inf and nan stay what they are.
+
+A BatchNorm computes in float32. That its result, and not some value inside, is at hand
+shows only when an op outside uses it. That op gets it in half precision. Its running
+statistics are no result: they stay float32.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._compat import dtype_of
+from .._tree import HALVES
+from .notes import fits
+from .ops import FLOAT32_NORM
+from .sources import is_in_layer
+
+SUMMED = ("psum", "psum_invariant", "pmax", "pmin")  # over a mapped axis
+
+
+def with_bias(trace, add, args, params):
+    """The sum of a product in half precision and a bias, or None if it is another."""
+    dtype = trace.settings.dtype
+    for x, bias in (args, args[::-1]):
+        if not isinstance(bias, jax.Array) or dtype_of(bias) != jnp.float32:
+            continue
+        product = x if dtype_of(x) == dtype else trace.notes.cast(x, dtype)
+        sides, number = trace.notes[x].sides, trace.notes[bias].constant
+        if product is None or sides is None:
+            continue
+        if number is not None and not fits(number, dtype):
+            continue
+        in_layer = is_in_layer(_compat.source_codes())
+        varies = dimensions(trace, bias, product, in_layer)
+        if varies is None:
+            continue
+        if len({sides[d] for d in varies if np.shape(product)[d] != 1}) > 1:
+            continue
+        trace.record.touched = True
+        if _compat.is_batched(product):  # vmap would broadcast the bias in half
+            bias = trace.call(rounded, [bias], {"dtype": dtype, "masks": not in_layer})
+            wide = trace.cast(product, jnp.dtype("float32"))
+            return trace.cast(trace.bind(add, [wide, bias], params), dtype)
+        return trace.call(biased, [product, bias], {"masks": not in_layer})
+    return None
+
+
+def biased(product, bias, *, masks):
+    bias = rounded(bias, product.dtype, masks)
+    bias = lax.broadcast_in_dim(bias, product.shape, range(bias.ndim))
+    return lax.add(product, lax.convert_element_type(bias, product.dtype))
+
+
+def rounded(bias, dtype, masks):
+    """A bias rounded to half precision, and so its gradient; both stay float32.
+
+    XLA may drop a pair of casts, but not this.
+
+    Args:
+      masks: whether finite numbers that are too large become the largest one.
+    """
+    info = jnp.finfo(dtype)
+    if dtype == jnp.float16 and masks:
+        bias = within_range(bias)
+    return lax.reduce_precision(bias, info.nexp, info.nmant)
+
+
+@jax.custom_jvp
+def within_range(bias):
+    """Finite numbers as float16 has them; the gradient is that of the identity."""
+    limit = np.float32(jnp.finfo(jnp.float16).max)
+    return lax.select(lax.is_finite(bias), lax.clamp(-limit, bias, limit), bias)
+
+
+@within_range.defjvp
+def _(primals, tangents):
+    return within_range(*primals), tangents[0]
+
+
+def dimensions(trace, bias, product, in_layer):
+    """The dimensions of a product along which a bias varies, or None if it is none."""
+    note = trace.notes[bias]
+    if note.varies is not None and (note.raised or in_layer):
+        return note.varies
+    # Under vmap it is the same for the whole batch.
+    shared = _compat.is_batched(product) and not _compat.is_batched(bias)
+    if in_layer or shared or np.ndim(bias) == 0:
+        return {d for d, size in enumerate(np.shape(bias)) if size != 1}
+    return None
+
+
+def narrowed(trace, primitive, args, forced):
+    """The inputs of an op, those that are results of a BatchNorm in half precision."""
+    marked = [trace.notes[x].result for x in args]
+    if not any(marked):
+        return args
+    action = forced or trace.action(primitive)
+    if action is not None and action.marks:
+        return args  # still inside
+    dtype, notes = trace.settings.dtype, trace.notes
+    return [
+        trace.cast(x, dtype) if mark or notes[x].widened else x
+        for x, mark in zip(args, marked, strict=True)
+    ]
+
+
+def mark_results(trace, primitive, action, args, out):
+    """Remembers what may be the result of a function of half precision.
+
+    That of a norm has the shape of the input. Its statistics have another, or are
+    summed over a mapped axis; they are the module's state, and stay float32.
+    """
+    is_norm = action.table is FLOAT32_NORM
+    if is_norm and primitive.name in SUMMED:
+        return
+    shapes = [np.shape(x) for x in args if is_or_was_half(trace, x)]
+    for x in jax.tree.leaves(out):
+        if np.shape(x) in shapes or (shapes and not is_norm):
+            trace.notes[x] = trace.notes[x]._replace(result=True)
+
+
+def is_or_was_half(trace, x) -> bool:
+    note = trace.notes[x]
+    return dtype_of(x) in HALVES or note.widened or note.result

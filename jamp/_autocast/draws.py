@@ -1,0 +1,114 @@
+"""Random draws in float32 where JAX would make them in half precision.
+
+`jax.random.categorical` draws its noise in the dtype of the logits, and `bernoulli` in
+that of the probability. In half precision the noise has so few values that draws tie,
+and ties go to the lowest index: of 1000 equal logits in bfloat16 the first 100 come
+more than half of the time. torch draws in float32. So inside these functions (`DRAW` in
+`ops.py`) a region makes the draw itself, from the same key and of the same shape:
+the results are those of float32 inputs, bit for bit.
+
+JAX jits each kind of noise as a function of its own, and a region sees the call: the
+name of the function, its arrays, and the jaxpr that tells shape and dtype.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import random
+
+from .. import _compat
+from .._tree import HALVES
+from .ops import DRAW
+from .sources import is_library
+
+UNKNOWN = """autocast: {function} would draw in half precision here, which is biased, \
+and this version of JAX draws in a way that autocast does not know. Cast what it is \
+given: `logits.astype(jnp.float32)`."""
+
+
+def redrawn(trace, source: str, action, args, jaxpr) -> list[Any] | None:
+    """The results of one of JAX's random functions, drawn in float32.
+
+    None if it is another function, or does not draw in half precision.
+    """
+    name = source.partition(" at ")[0]
+    if action is None or action.table is not DRAW or not is_library(source):
+        return None
+    avals = [*jaxpr.in_avals, *jaxpr.out_avals]
+    if name not in DRAWN or not any(_dtype(aval) in HALVES for aval in avals):
+        return None
+    if len(args) != ARGUMENTS[name]:
+        return None  # JAX evaluates a part of it; the bits, if they are there, are seen
+    (key, *rest), shape = args, jaxpr.out_avals[0].shape
+    twice = _draws_twice(jaxpr, shape)
+    if name == "_bernoulli" and not twice:
+        return None  # a comparison with a `_uniform`, which is drawn when it is met
+    n_batched = np.ndim(key)  # under vmap, each example has a key
+    draw = functools.partial(DRAWN[name], shape=shape[n_batched:], twice=twice)
+    is_known = shape[:n_batched] == np.shape(key) and not (n_batched and rest and twice)
+    if not is_known or (name == "_uniform" and any(map(np.ndim, rest))):
+        raise NotImplementedError(unknown(action))
+    for _ in range(n_batched):
+        draw = jax.vmap(draw, in_axes=(0, *[None] * len(rest)))
+    wide = [trace.cast(x, jnp.dtype("float32")) for x in rest]
+    trace.record.touched = True
+    with trace.noted(action), _compat.set_current_trace(trace.parent):
+        return [draw(key, *wide)]
+
+
+def check_drawn(primitive, params, action) -> None:
+    """Raises NotImplementedError for half-precision bits in a function that draws."""
+    if action is None or action.table is not DRAW or primitive.name != "random_bits":
+        return
+    if params.get("bit_width", 32) < 32:
+        raise NotImplementedError(unknown(action))
+
+
+def unknown(action) -> str:
+    return UNKNOWN.format(function=action.why.rpartition(" ")[2])
+
+
+def _uniform(key, low, high, *, shape, twice):
+    del twice
+    return random.uniform(key, shape, jnp.float32, low, high)
+
+
+def _normal(key, *, shape, twice):
+    del twice
+    return random.normal(key, shape, jnp.float32)
+
+
+def _gumbel(key, *, shape, twice):
+    return random.gumbel(key, shape, jnp.float32, "high" if twice else "low")
+
+
+def _bernoulli(key, p, *, shape, twice):
+    return random.bernoulli(key, p, shape, "high" if twice else "low")
+
+
+DRAWN = {
+    "_uniform": _uniform,
+    "_normal": _normal,
+    "_gumbel": _gumbel,
+    "_bernoulli": _bernoulli,
+}
+
+
+ARGUMENTS = {"_uniform": 3, "_normal": 1, "_gumbel": 1, "_bernoulli": 2}
+
+
+def _draws_twice(jaxpr, shape: tuple[int, ...]) -> bool:
+    """Whether two numbers are drawn for each element, for `mode="high"`."""
+    drawn = (v.aval for eqn in jaxpr.jaxpr.eqns for v in eqn.outvars)
+    return any(
+        _dtype(aval) in HALVES and math.prod(aval.shape) == 2 * math.prod(shape)
+        for aval in drawn
+    )
+
+
+def _dtype(aval: Any) -> Any:
+    return getattr(aval, "dtype", None)

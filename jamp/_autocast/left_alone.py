@@ -1,0 +1,44 @@
+"""Primitives that run as they were traced: autocast does not look into them.
+
+Kernels, callbacks and solvers of JAX are named in `LEFT_ALONE`; so is each primitive
+that another library defines, whatever it holds. Their inputs get the dtypes that they
+were traced with. A primitive of JAX itself that holds a function, and that no rule
+knows, is refused: it is newer than jamp.
+"""
+
+from .. import _compat
+from .ops import KEEP
+from .rules import Action
+from .sources import holds_jaxpr
+
+LEFT_ALONE = frozenset(
+    """
+    approx_top_k call_exported composite cudnn_fusion custom_lin custom_linear_solve
+    custom_partitioning dce_sink debug_callback debug_print ffi_call for fused_call
+    io_callback pallas_call pure_callback reduce reduce_window run_state
+    select_and_scatter tpu_custom_call triton_kernel_call
+    """.split()
+)
+RULE_KIND = "left_alone"
+
+NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
+({params}).
+Put the code around it under `with jamp.autocast(enabled=False):`, or add a rule to \
+NESTED in jamp/_autocast/nested.py (or the name to LEFT_ALONE, in left_alone.py)."""
+
+
+def leave_alone(trace, primitive, args, params, avals):
+    """Binds a primitive that is in no table, with the inputs that it was traced with.
+
+    Raises NotImplementedError for one of JAX's with a function inside.
+    """
+    inputs = trace.as_traced(args, avals)
+    held = [name for name, value in params.items() if holds_jaxpr(value)]
+    is_known = primitive.name in LEFT_ALONE
+    if not is_known and _compat.is_jax_primitive(primitive):
+        if held:
+            held = ", ".join(held)
+            raise NotImplementedError(NO_RULE.format(name=primitive.name, params=held))
+        return trace.bind(primitive, inputs, params)
+    with trace.noted(Action(KEEP, why=f"{RULE_KIND} {primitive.name}")):
+        return trace.bind(primitive, inputs, params)

@@ -1,0 +1,328 @@
+"""Which op runs in which dtype under `jamp.autocast`: the tables, as data.
+
+The categories are those of `torch/include/ATen/autocast_mode.h`, the lists that
+`torch.autocast("cuda")` uses:
+
+    LOWER           floating inputs are cast to the region's dtype
+    FLOAT32         half-precision inputs are cast to float32
+    PROMOTE         inputs of several floating dtypes are cast to the widest
+    KEEP            runs in the dtype that it is given
+    INTO            what is written gets the dtype of the array that it is written into
+
+and for functions that torch lists nowhere, but that lose too much in half precision:
+
+    STATISTIC       PROMOTE, but FLOAT32 if it was traced in float32: it sums many
+    FLOAT32_INSIDE  FLOAT32; outside, the result has the dtype of the input
+    FLOAT32_NORM    the same for a result of the input's shape; statistics stay float32
+    DRAW            FLOAT32, and what it draws at random is drawn in float32
+    REFUSED         FLOAT32; half precision that Python hands to it is an error
+    COUNTED         the same for so many elements that half precision cannot count them
+
+`PRIMITIVES` maps the names of JAX's primitives, `FUNCTIONS` the Python functions of JAX
+and the libraries around it that torch treats as one op. A function's row holds for all
+that runs inside the function, so that `softmax` subtracts its maximum in float32 too
+and `gelu` does not turn float32 because of the cube inside it. Each row names the torch
+ops that it mirrors; `NO_COUNTERPART` and `DIFFERENCES` have the rest of torch's lists,
+and a test compares them with the header of the installed torch.
+
+What is listed nowhere is KEEP, but inside a function that was jitted, scanned and the
+like before the casts reach it, its inputs get the dtypes that it was traced with.
+Float64 and complex numbers are never cast, nor are float8 and integers.
+"""
+
+import enum
+from typing import NamedTuple
+
+
+class Kind(enum.Enum):
+    LOWER = "lower"
+    FLOAT32 = "float32"
+    PROMOTE = "promote"
+    KEEP = "keep"
+    INTO = "into"
+    STATISTIC = "statistic"
+    FLOAT32_INSIDE = "float32_inside"
+    FLOAT32_NORM = "float32_norm"
+    DRAW = "draw"
+    REFUSED = "refused"
+    COUNTED = "counted"
+
+
+class Row(NamedTuple):
+    kind: Kind
+    torch: str = ""  # the ops of torch's lists that it mirrors, by their names there
+
+
+LOWER, FLOAT32, PROMOTE, KEEP = Kind.LOWER, Kind.FLOAT32, Kind.PROMOTE, Kind.KEEP
+INTO = Kind.INTO
+STATISTIC, FLOAT32_INSIDE = Kind.STATISTIC, Kind.FLOAT32_INSIDE
+FLOAT32_NORM = Kind.FLOAT32_NORM
+DRAW, REFUSED, COUNTED = Kind.DRAW, Kind.REFUSED, Kind.COUNTED
+
+# A contraction of two vectors is torch's `dot`, which promotes; see `trace.py`.
+PRIMITIVES: dict[str, Row] = {
+    "dot_general": Row(
+        LOWER,
+        "matmul mm mv bmm addmm addbmm linear einsum chain_matmul "
+        "linalg_multi_dot dot vdot scaled_dot_product_attention",
+    ),
+    "ragged_dot_general": Row(LOWER),
+    "conv_general_dilated": Row(
+        LOWER,
+        "_convolution convolution conv1d conv2d conv3d conv_tbc conv_transpose1d "
+        "conv_transpose2d conv_transpose3d",
+    ),
+    "acos": Row(FLOAT32, "acos"),
+    "asin": Row(FLOAT32, "asin"),
+    "cosh": Row(FLOAT32, "cosh"),
+    "erf_inv": Row(FLOAT32, "erfinv"),
+    "exp": Row(FLOAT32, "exp"),
+    "expm1": Row(FLOAT32, "expm1"),
+    "log": Row(FLOAT32, "log log2 log10"),
+    "log2": Row(FLOAT32, "log2"),
+    "log1p": Row(FLOAT32, "log1p"),
+    "rsqrt": Row(FLOAT32, "rsqrt"),
+    "sinh": Row(FLOAT32, "sinh"),
+    "tan": Row(FLOAT32, "tan"),
+    "pow": Row(FLOAT32, "pow"),
+    "integer_pow": Row(FLOAT32, "pow"),
+    "square": Row(FLOAT32, "pow"),
+    "reduce_sum": Row(FLOAT32, "sum"),
+    "reduce_prod": Row(FLOAT32, "prod"),
+    "reduce_window_sum": Row(FLOAT32),
+    "cumsum": Row(FLOAT32, "cumsum"),
+    "cumprod": Row(FLOAT32, "cumprod"),
+    "cumlogsumexp": Row(FLOAT32),
+    "atan2": Row(PROMOTE, "atan2"),
+    "sub": Row(PROMOTE, "cross"),
+}
+PRIMITIVES |= dict.fromkeys(  # no kernel takes half precision
+    """
+    cholesky cholesky_update eig eigh fft geqp3 geqrf hessenberg householder_product lu
+    ormqr qr schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve
+    """.split(),
+    Row(FLOAT32),
+)
+PRIMITIVES |= dict.fromkeys(
+    """
+    add add_any clamp concatenate div dynamic_update_slice eq ge gt igamma igamma_grad_a
+    igammac le lt max min mul ne nextafter pad polygamma regularized_incomplete_beta rem
+    scatter scatter-max scatter-min select_and_gather_add select_and_scatter_add
+    select_n stack zeta
+    """.split(),
+    Row(PROMOTE),
+)
+PRIMITIVES |= dict.fromkeys(
+    "scatter-add scatter-mul scatter-sub".split(), Row(STATISTIC)
+)
+PRIMITIVES |= dict.fromkeys(
+    """
+    abs acosh all_gather all_gather_invariant all_to_all argmax argmin asinh atan atanh
+    bessel_i0e bessel_i1e broadcast_in_dim cbrt ceil conj convert_element_type copy
+    copy_p cos cummax cummin device_put digamma dynamic_slice erf erfc exp2 expand_dims
+    floor gather imag is_finite lgamma logistic mesh_cast name neg one_minus_square
+    optimization_barrier pbroadcast pcast pmax pmin ppermute preduced psum
+    psum_invariant pvary real reduce_max reduce_min reduce_scatter reduce_window_max
+    reduce_window_min reshape reshard rev round sharding_constraint
+    sign sin slice sort split sqrt squeeze stage stop_gradient tanh tie tile top_k
+    transpose unreduced_psum unreduced_reduce_scatter unstack vary_unreduced_cast
+    """.split(),
+    Row(KEEP),
+)
+
+# A function is found by its code, or, if it is jitted, by the name and the line that
+# JAX records with its jaxpr. A row whose function does not exist is passed over, and so
+# is one whose library is not imported.
+FUNCTIONS: dict[str, Row] = {
+    "jax.numpy.vecdot": Row(LOWER, "linalg_vecdot"),
+    "jax.numpy.linalg.vecdot": Row(LOWER, "linalg_vecdot"),
+    "jax.numpy.tensordot": Row(LOWER),  # else it widens the product again
+    "flax.linen.PReLU.__call__": Row(LOWER, "prelu"),
+    "flax.nnx.PReLU.__call__": Row(LOWER, "prelu"),
+    "equinox.nn.PReLU.__call__": Row(LOWER, "prelu"),
+    "flax.linen.LSTMCell.__call__": Row(LOWER, "lstm_cell"),
+    "flax.linen.OptimizedLSTMCell.__call__": Row(LOWER, "lstm_cell"),
+    "flax.linen.GRUCell.__call__": Row(LOWER, "gru_cell"),
+    "flax.linen.MGUCell.__call__": Row(LOWER),
+    "flax.linen.SimpleCell.__call__": Row(LOWER, "rnn_tanh_cell rnn_relu_cell"),
+    "flax.nnx.LSTMCell.__call__": Row(LOWER, "lstm_cell"),
+    "flax.nnx.OptimizedLSTMCell.__call__": Row(LOWER, "lstm_cell"),
+    "flax.nnx.GRUCell.__call__": Row(LOWER, "gru_cell"),
+    "flax.nnx.SimpleCell.__call__": Row(LOWER, "rnn_tanh_cell rnn_relu_cell"),
+    "equinox.nn.LSTMCell.__call__": Row(LOWER, "lstm_cell"),
+    "equinox.nn.GRUCell.__call__": Row(LOWER, "gru_cell"),
+    "haiku.LSTM.__call__": Row(LOWER, "lstm_cell"),
+    "haiku.GRU.__call__": Row(LOWER, "gru_cell"),
+    "haiku.VanillaRNN.__call__": Row(LOWER, "rnn_relu_cell"),
+    "jax.nn.softmax": Row(FLOAT32, "softmax"),
+    "jax.nn.log_softmax": Row(FLOAT32, "log_softmax"),
+    "jax.nn.logsumexp": Row(FLOAT32, "logsumexp"),
+    "jax.nn.softplus": Row(FLOAT32, "softplus"),
+    "jax.numpy.sum": Row(FLOAT32, "sum"),
+    "jax.numpy.prod": Row(FLOAT32, "prod"),
+    "jax.numpy.cumsum": Row(FLOAT32, "cumsum"),
+    "jax.numpy.cumprod": Row(FLOAT32, "cumprod"),
+    "jax.numpy.reciprocal": Row(FLOAT32, "reciprocal"),
+    "jax.numpy.linalg.norm": Row(FLOAT32, "norm frobenius_norm nuclear_norm"),
+    "jax.numpy.linalg.vector_norm": Row(FLOAT32, "linalg_vector_norm"),
+    "jax.numpy.linalg.matrix_norm": Row(FLOAT32, "linalg_matrix_norm"),
+    "jax.image.resize": Row(
+        FLOAT32,
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+        "upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+        "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    ),
+    "jax.image.scale_and_translate": Row(FLOAT32),
+    "flax.linen.LayerNorm.__call__": Row(FLOAT32, "layer_norm native_layer_norm"),
+    "flax.linen.RMSNorm.__call__": Row(FLOAT32, "rms_norm"),
+    "flax.linen.GroupNorm.__call__": Row(FLOAT32, "group_norm"),
+    "flax.nnx.LayerNorm.__call__": Row(FLOAT32, "layer_norm native_layer_norm"),
+    "flax.nnx.RMSNorm.__call__": Row(FLOAT32, "rms_norm"),
+    "flax.nnx.GroupNorm.__call__": Row(FLOAT32, "group_norm"),
+    "equinox.nn.LayerNorm.__call__": Row(FLOAT32, "layer_norm native_layer_norm"),
+    "equinox.nn.RMSNorm.__call__": Row(FLOAT32, "rms_norm"),
+    "equinox.nn.GroupNorm.__call__": Row(FLOAT32, "group_norm"),
+    "haiku.LayerNorm.__call__": Row(FLOAT32, "layer_norm native_layer_norm"),
+    "haiku.RMSNorm.__call__": Row(FLOAT32, "rms_norm"),
+    "haiku.GroupNorm.__call__": Row(FLOAT32, "group_norm"),
+    "flax.linen.avg_pool": Row(FLOAT32_INSIDE),
+    "haiku.avg_pool": Row(FLOAT32_INSIDE),
+    "equinox.nn.AvgPool1d.__call__": Row(FLOAT32_INSIDE),
+    "equinox.nn.AvgPool2d.__call__": Row(FLOAT32_INSIDE),
+    "equinox.nn.AvgPool3d.__call__": Row(FLOAT32_INSIDE),
+    "equinox.nn.AdaptiveAvgPool2d.__call__": Row(FLOAT32_INSIDE),
+    "flax.linen.BatchNorm.__call__": Row(FLOAT32_NORM),
+    "flax.nnx.BatchNorm.__call__": Row(FLOAT32_NORM),
+    "equinox.nn.BatchNorm.__call__": Row(FLOAT32_NORM),
+    "haiku.BatchNorm.__call__": Row(FLOAT32_NORM),
+    "optax.squared_error": Row(FLOAT32, "mse_loss"),
+    "optax.l2_loss": Row(FLOAT32, "mse_loss"),
+    "optax.huber_loss": Row(FLOAT32, "huber_loss smooth_l1_loss"),
+    "optax.hinge_loss": Row(FLOAT32, "hinge_embedding_loss"),
+    "optax.cosine_similarity": Row(FLOAT32, "cosine_similarity"),
+    "optax.cosine_distance": Row(FLOAT32, "cosine_embedding_loss"),
+    "optax.kl_divergence": Row(FLOAT32, "kl_div"),
+    "optax.losses.kl_divergence_with_log_targets": Row(FLOAT32, "kl_div"),
+    "optax.losses.triplet_margin_loss": Row(FLOAT32, "triplet_margin_loss"),
+    "optax.sigmoid_binary_cross_entropy": Row(
+        FLOAT32, "binary_cross_entropy_with_logits soft_margin_loss"
+    ),
+    "optax.softmax_cross_entropy": Row(FLOAT32),
+    "optax.safe_softmax_cross_entropy": Row(FLOAT32),
+    "optax.softmax_cross_entropy_with_integer_labels": Row(FLOAT32, "nll_loss"),
+} | dict.fromkeys(
+    # torch lists none of these: half precision in, half precision out.
+    """
+    jax.nn.celu jax.nn.elu jax.nn.gelu jax.nn.glu jax.nn.hard_sigmoid jax.nn.hard_silu
+    jax.nn.hard_tanh jax.nn.leaky_relu jax.nn.log_sigmoid jax.nn.mish jax.nn.relu
+    jax.nn.relu6 jax.nn.selu jax.nn.sigmoid jax.nn.silu jax.nn.soft_sign
+    jax.nn.squareplus jax.nn.tanh
+    """.split(),
+    Row(KEEP),
+)
+
+FUNCTIONS |= dict.fromkeys(
+    "jax.numpy.mean jax.numpy.std jax.numpy.var".split(), Row(STATISTIC)
+)
+FUNCTIONS |= dict.fromkeys(  # sums and counts of many numbers, powers of matrices
+    """
+    jax.numpy.average jax.numpy.bincount jax.numpy.corrcoef jax.numpy.cov
+    jax.numpy.histogram jax.numpy.histogram2d jax.numpy.histogramdd jax.numpy.nanmean
+    jax.numpy.nanstd jax.numpy.nanvar jax.ops.segment_prod jax.ops.segment_sum
+    jax.scipy.linalg.expm
+    """.split(),
+    Row(FLOAT32),
+)
+FUNCTIONS |= dict.fromkeys(  # their index into the sorted input is a floating number
+    """
+    jax.numpy.median jax.numpy.nanmedian jax.numpy.nanpercentile jax.numpy.nanquantile
+    jax.numpy.percentile jax.numpy.quantile
+    """.split(),
+    Row(COUNTED),
+)
+FUNCTIONS |= dict.fromkeys(  # they take a tolerance from the dtype of their input
+    """
+    jax.numpy.linalg.lstsq jax.numpy.linalg.matrix_rank jax.numpy.linalg.pinv
+    jax.numpy.polyfit jax.numpy.roots jax.random.binomial jax.random.multinomial
+    jax.scipy.linalg.funm jax.scipy.signal.detrend jax.scipy.sparse.linalg.gmres
+    """.split(),
+    Row(REFUSED),
+)
+FUNCTIONS |= dict.fromkeys(  # JAX draws their noise in the dtype of a probability
+    """
+    jax.random.bernoulli jax.random.categorical jax.random.choice jax.random.geometric
+    jax.random.multivariate_normal
+    """.split(),
+    Row(DRAW),
+)
+FUNCTIONS |= dict.fromkeys(  # and of these in the dtype that they are asked for
+    """
+    jax.random.ball jax.random.beta jax.random.bits jax.random.cauchy
+    jax.random.chisquare jax.random.dirichlet jax.random.double_sided_maxwell
+    jax.random.exponential jax.random.f jax.random.gamma jax.random.generalized_normal
+    jax.random.gumbel jax.random.laplace jax.random.loggamma jax.random.logistic
+    jax.random.lognormal jax.random.maxwell jax.random.normal jax.random.orthogonal
+    jax.random.pareto jax.random.permutation jax.random.poisson jax.random.rademacher
+    jax.random.randint jax.random.rayleigh jax.random.t jax.random.triangular
+    jax.random.truncated_normal jax.random.uniform jax.random.wald
+    jax.random.weibull_min
+    """.split(),
+    Row(KEEP),
+)
+
+# The last state of a recurrent network starts another one's scan, where JAX wants it
+# in the dtype of the carry.
+FUNCTIONS |= dict.fromkeys(
+    """
+    flax.linen.recurrent._select_last_carry flax.nnx.nn.recurrent._select_last_carry
+    """.split(),
+    Row(FLOAT32),
+)
+
+# What a policy keeps in float32 unless it is told otherwise, by the names that
+# `float32_for=` takes.
+KEPT = {
+    "norms": tuple(path for path in FUNCTIONS if path.endswith("Norm.__call__")),
+    "softmax": ("jax.nn.softmax", "jax.nn.log_softmax", "jax.nn.logsumexp"),
+    "losses": tuple(path for path in FUNCTIONS if path.startswith("optax.")),
+}
+
+# Parameters are made in the dtype that they ask for, whatever goes on around. NNX makes
+# them when a module is constructed; in Equinox they are drawn (`jax.random` above).
+EXEMPT = (
+    "flax.core.scope.Scope.param",
+    "flax.core.scope.Scope.variable",
+    "flax.nnx.pytreelib.PytreeMeta.__call__",
+    "haiku.get_parameter",
+    "haiku.get_state",
+)
+
+NO_COUNTERPART = {
+    "_scaled_dot_product_flash_attention": "a kernel that torch chooses by itself",
+    "_thnn_fused_gru_cell": "a kernel that torch chooses by itself",
+    "_thnn_fused_lstm_cell": "a kernel that torch chooses by itself",
+    "addcdiv": "no such function in JAX; x + y / z is a quotient and a sum",
+    "addcmul": "no such function in JAX; x + y * z is a product and a sum",
+    "addmv": "no such function in JAX; x + a @ v is a product and a sum",
+    "addr": "no such function in JAX; jnp.outer multiplies, and so keeps its dtype",
+    "baddbmm": "no such function in JAX; x + a @ b is a product and a sum",
+    "bilinear": "no such layer in JAX, Flax or optax",
+    "cdist": "no such function in JAX",
+    "dist": "no such function in JAX; jnp.linalg.norm(x - y) is float32",
+    "grid_sampler": "map_coordinates takes indices, not a normalized grid",
+    "l1_loss": "no such function in optax",
+    "margin_ranking_loss": "no such function in optax",
+    "multi_margin_loss": "no such function in optax",
+    "multilabel_margin_loss": "no such function in optax",
+    "nll_loss2d": "a case of nll_loss that torch chooses by itself",
+    "pdist": "no such function in JAX",
+    "poisson_nll_loss": "no such function in optax",
+    "renorm": "no such function in JAX",
+}
+
+DIFFERENCES = {
+    "tensordot": "half precision, where torch promotes: to JAX it is any other product",
+    "index_put": "x.at[i].set(y) keeps the dtype of x, where torch promotes",
+    "scatter_add": "x.at[i].add(y) keeps the dtype of x, where torch promotes",
+}

@@ -1,0 +1,96 @@
+"""Matrix products and convolutions: which are lowered, and what gives float32.
+
+Three kinds of product are none that torch's list of lowered ops means:
+
+    dot       of two vectors: torch promotes its inputs
+    outer     it contracts nothing, as `einsum("t,k->tk")`: a multiplication, which
+              half precision makes no faster. Rotary angles are such products, and
+              position 2049 is none that float16 has
+    highest   its own call says `precision=HIGHEST`, or names an algorithm of float32:
+              what the user asks for. The default of `jax.default_matmul_precision` is
+              for all products, and says nothing
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._compat import dtype_of
+from .._tree import HALVES
+from .ops import LOWER, PRIMITIVES, PROMOTE
+from .rules import Action
+
+OUTER = Action(PROMOTE, why="outer dot_general")
+HIGHEST = Action(PROMOTE, why="highest dot_general")
+DEFAULTS = ("highest", "float32")  # of `jax.default_matmul_precision`
+
+
+def for_product(action, primitive, given, params):
+    """The action for an op, which may be a product that is not lowered.
+
+    Args:
+      given: the inputs, as Python saw them.
+    """
+    if action is None or LOWER not in (action.kind, action.table):
+        return action
+    name = primitive.name
+    if name not in PRIMITIVES or PRIMITIVES[name].kind is not LOWER:
+        return action
+    if name == "dot_general" and not params["dimension_numbers"][0][0]:
+        return OUTER
+    wide = any(getattr(x, "dtype", None) == jnp.float32 for x in given)
+    return HIGHEST if wide and is_highest(params.get("precision")) else action
+
+
+def is_highest(precision) -> bool:
+    """Whether a call asks for a product of float32 numbers as they are."""
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        name = precision.name
+        return name.startswith(("F32", "TF32")) or name.endswith(("_X3", "_X6", "_X9"))
+    default = jax.config.jax_default_matmul_precision  # pyright: ignore
+    both = precision if isinstance(precision, tuple) else (precision,)
+    return lax.Precision.HIGHEST in both and default not in DEFAULTS
+
+
+def wide_product(trace, primitive, args, params):
+    """A product of half-precision inputs that was asked for in float32.
+
+    Its own derivative would multiply float32 by float16. This one casts the
+    (co)tangent first, so that backward runs in half precision too.
+    """
+    trace.record.touched = True
+    narrow = params | {"preferred_element_type": dtype_of(args[0])}
+    if params.get("precision") == lax.DotAlgorithmPreset.F16_F16_F32:
+        narrow["precision"] = None
+        if jax.default_backend() == "cpu":  # which does not have it
+            params = params | {"precision": None}
+
+    @jax.custom_jvp
+    def product(x, y):
+        return primitive.bind(x, y, **params)
+
+    @product.defjvp
+    def _(primals, tangents):
+        (x, y), (dx, dy) = primals, tangents
+        tangent = primitive.bind(dx, y, **narrow) + primitive.bind(x, dy, **narrow)
+        wide = params["preferred_element_type"]
+        return product(x, y), lax.convert_element_type(tangent, wide)
+
+    with _compat.set_current_trace(trace.parent):
+        return product(*args)
+
+
+def is_wide(args, params) -> bool:
+    """Whether half-precision inputs are to give a float32 result."""
+    halves = all(dtype_of(x) in HALVES for x in args)
+    return halves and params.get("preferred_element_type") == jnp.float32
+
+
+def is_dot(name, args, params) -> bool:
+    """A contraction of two vectors, torch's `dot`."""
+    if name != "dot_general":
+        return False
+    (contracting, _), _ = params["dimension_numbers"]
+    return all(np.ndim(x) == len(contracting) == 1 for x in args)

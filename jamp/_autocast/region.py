@@ -1,0 +1,350 @@
+"""`torch.autocast` for JAX: unmodified code runs each op in the dtype that suits it.
+
+    with jamp.autocast(dtype=jnp.float16):
+        h = model.apply(params, x)           # matrix products and convolutions: float16
+        loss = jax.nn.log_softmax(h).mean()  # exp, sums, norms, losses: float32
+
+The mechanism
+-------------
+Whenever JAX code runs, some *trace* is current, and each op goes to it: `jax.jit`'s
+writes an equation, `jax.grad`'s notes how to differentiate, the outermost one computes.
+A region puts an `AutocastTrace` (`trace.py`) on top of the trace that is current. It
+casts the inputs of an op and hands it to the trace below. Values are not wrapped, so
+Python sees real dtypes: after a matrix product `h.dtype` is float16, as in torch.
+
+Differentiation happens below, on ops that are cast already. So the backward pass of a
+float16 product is float16 products, and the gradient of a cast is a cast: gradients
+have the dtypes of the parameters.
+
+A jitted function, a `scan` or a `remat` was traced before the region sees it: it
+arrives as one op with a jaxpr inside, made for float32. It is evaluated again, op by
+op, on a new autocast trace, into a new jaxpr that is kept (`nested.py`). Custom
+derivative rules are run under such a trace whenever JAX calls them (`custom.py`).
+
+Which rule wins
+---------------
+1. The making of parameters is left alone.
+2. The innermost region. Each marks its ops in JAX's name stack, which survives jit,
+   grad and vmap, so that an outer region knows what an inner one has decided.
+3. The user's `rules`, in their order.
+4. Functions that torch treats as one op: softmax, gelu, LayerNorm (`ops.py`). JAX
+   records for each op which Python functions it comes from; the outermost wins.
+5. Primitives: *lower*, *float32*, *promote* or *keep*, from the same tables.
+
+To this come some refinements:
+
+- A layer's bias (`bias.py`). A sum of a half-precision product and a value that
+  was broadcast along all the dimensions of one operand stays in half precision, where
+  adding float32 would widen it.
+- The result of a BatchNorm is cast when an op outside uses it; its statistics are not.
+- Numbers (`notes.py`). A number in code that was traced in float32 does not widen
+  what has become float16, unless it would not survive there (-1e10, 1e-9); one in the
+  user's own code widens it if it would be inf. What the user's Python makes in
+  float32, such as `jnp.zeros((4, 4))`, is an array and no number.
+- Products that are none (`products.py`): of two vectors, of nothing that is
+  contracted, and those whose call says `precision=HIGHEST`.
+- Draws (`draws.py`) are made in float32, and functions that read the dtype of their
+  input in Python (`refused.py`) refuse half precision.
+
+Sharp edges
+-----------
+- The forward pass belongs in the region, the differentiation around it. With `jax.grad`
+  inside, each op computes in the same dtype but gives its result back in the one that
+  it would have without autocast: gradients are right, activations take float32's
+  memory.
+- Inside a function that was jitted, scanned or rematerialized in the region, Python
+  runs before the casts: it sees float32, and `x.astype(jnp.float32)` says nothing. To
+  keep a part in float32 there, put it under `autocast(enabled=False)`, or write a rule.
+- A carry of `scan` and `while_loop` keeps the dtype that it starts with. One that
+  starts in half precision and comes back in float32 is a TypeError of JAX's, as are
+  branches of `cond` that differ: start from float32, or `jax.jit` the model inside the
+  region.
+- The result of a BatchNorm says float32; `rules={nn.BatchNorm: None}` keeps it so.
+- A plain `x @ w + b` is a layer with a bias if `b` has fewer dimensions. A bias that
+  is added to a product with batch dimensions (an ensemble's, an expert's) is not
+  recognized: float32.
+- `jax.numpy_dtype_promotion("strict")` forbids what autocast makes common: mixed
+  dtypes.
+- Kernels (`pallas_call`), callbacks, exported functions, custom solvers and the
+  primitives of other libraries are left alone.
+- Code under `jax.ensure_compile_time_eval` leaves the region.
+- An eager region keeps half-precision copies of what it has cast for as long as the
+  originals live, at most to its end.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._checks import as_dtype, brief, flag, shown
+from .._tree import HALVES, cast_floating
+from .advice import advise
+from .reasons import mark
+from .rules import CASTABLE, OBSERVED, REGION, Settings, compile_rules
+from .trace import AutocastTrace, Record
+
+BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16.
+There is no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
+float32, write `enabled=False`."""
+
+NO_DEVICE = """autocast takes no device, and no cache_enabled: write `with \
+jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs, and casts a value once \
+in a region."""
+
+BAD_INPUTS = """autocast(cast_inputs={}): the dtype must be float16, bfloat16 or \
+float32."""
+
+UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is searched for \
+in the name stack, which Flax Linen, Haiku and jax.named_scope write; a function \
+matches while it runs in the region."""
+
+# Functions whose body runs when the region has ended.
+RUNS_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
+
+NOT_A_DECORATOR = """autocast(cast_inputs=...) decorates a function, whose inputs it \
+casts; it cannot be entered with `with`."""
+
+NOT_A_FUNCTION = """autocast(...) decorates a function; got {}. Of a class decorate \
+the method that computes. A generator or coroutine would leave the region open while \
+other code runs: decorate the function that it calls."""
+
+
+def is_autocast_enabled() -> bool:
+    """Whether ops are cast here: a Python bool, known when the code is traced.
+
+    Returns:
+      True in a region, False outside and where `enabled=False` is the innermost.
+
+    Examples:
+      >>> import jamp, jax.numpy as jnp
+      >>> with jamp.autocast(dtype=jnp.float16):
+      ...     jamp.is_autocast_enabled()
+      True
+
+    PyTorch: `torch.is_autocast_enabled(device_type)`.
+    """
+    return REGION.value is not None and REGION.value.listed
+
+
+def get_autocast_dtype() -> Any:
+    """The dtype of the innermost region, or what `autocast()` would take by default.
+
+    Returns:
+      A NumPy dtype. By default float16 on a GPU, bfloat16 elsewhere.
+
+    Examples:
+      >>> import jamp, jax.numpy as jnp
+      >>> with jamp.autocast(dtype=jnp.float16):
+      ...     jamp.get_autocast_dtype()
+      dtype('float16')
+
+    PyTorch: `torch.get_autocast_dtype(device_type)`.
+    """
+    return REGION.value.dtype if is_autocast_enabled() else default_dtype()
+
+
+def default_dtype() -> Any:
+    return jnp.dtype("float16" if jax.default_backend() == "gpu" else "bfloat16")
+
+
+@contextlib.contextmanager
+def enter(settings: Settings | None):
+    """A region with these settings, or with None one in which nothing is cast."""
+    outer = REGION.value
+    depth = 0 if outer is None else outer.depth + 1
+    name = "off" if settings is None else settings.dtype.name
+    if settings is not None:
+        settings = settings._replace(depth=depth, observed=OBSERVED.value)
+    with REGION(settings), jax.named_scope(mark(name, depth)):
+        if settings is None:
+            yield None
+            return
+        trace = AutocastTrace(_compat.current_trace(), settings, Record())
+        try:
+            with _compat.set_current_trace(trace):
+                yield trace
+        except (TypeError, ValueError) as error:
+            if settings.listed:  # a policy has a note of its own
+                advise(error, settings.dtype)
+            raise
+        finally:
+            trace.notes.clear()
+
+
+def ambient() -> contextlib.AbstractContextManager:
+    """The region that is current, for code that is traced apart from what is around."""
+    return contextlib.nullcontext() if REGION.value is None else enter(REGION.value)
+
+
+class Entered(threading.local):
+    """The regions that one thread has entered with one object."""
+
+    def __init__(self):
+        self.stack: list[Any] = []
+
+
+def without_device(init):
+    """Says so where a call has torch's arguments, and Python would say less."""
+
+    @functools.wraps(init)
+    def checked(self, *args, **kwargs):
+        if (args and "dtype" in kwargs) or {"device_type", "cache_enabled"} & {*kwargs}:
+            raise TypeError(NO_DEVICE)
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+class autocast:
+    """A region in which matrix products run in half precision: `torch.autocast`.
+
+    Ops on torch's list run in half precision, those that need it in float32, and mixed
+    inputs are promoted; all other ops run in the dtype that they get. Parameters stay
+    as they are, and gradients have their dtypes. Put the forward pass and the loss in
+    the region, and the differentiation around it. Use it as a context manager or as a
+    decorator; regions nest, and one object may be used again and by several threads.
+
+    Args:
+      dtype: float16 or bfloat16; float32 too if not enabled. By default float16 on a
+        GPU, bfloat16 elsewhere.
+      enabled: with False nothing is cast, also inside another region.
+      rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
+        Python function (no closure, lambda or partial, which share their code with
+        others) or module class, or a regular expression that is searched for in
+        the module path (the name stack that Flax Linen, Haiku and `jax.named_scope`
+        write; a number at its end is whole, so that "block_1" does not match
+        "block_10"). A value is the dtype that its ops run in (float16, bfloat16,
+        float32), or None to leave them. The first rule that matches an op decides.
+      cast_inputs: for a decorated function that needs one dtype: in a region, its
+        floating inputs are cast to it and it runs with autocast off. Outside of
+        regions it does nothing. torch's `custom_fwd(cast_inputs=...)`.
+
+    Raises:
+      TypeError: `enabled` is no bool, `rules` no dict; `cast_inputs` in a `with`; what
+        is decorated is no function, or one that runs later.
+      ValueError: another dtype; a bad rule; at the end of the region, a rule that
+        matched no op.
+      NotImplementedError: a primitive of JAX that holds a function and has no rule.
+
+    Examples:
+      >>> import jamp, jax, jax.numpy as jnp
+      >>> x, w, b = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.zeros(4)
+      >>> with jamp.autocast(dtype=jnp.float16):
+      ...     h = x @ w + b
+      ...     p = jax.nn.softmax(h)
+      >>> h.dtype, p.dtype
+      (dtype('float16'), dtype('float32'))
+
+      >>> @jax.jit
+      ... def loss(w):
+      ...     with jamp.autocast(dtype=jnp.float16, rules={"head": jnp.float32}):
+      ...         with jax.named_scope("head"):
+      ...             return jnp.sum((x @ w + b) ** 2)
+      >>> jax.grad(loss)(w).dtype
+      dtype('float32')
+
+      >>> @jamp.autocast(cast_inputs=jnp.float32)
+      ... def precise(x):
+      ...     return x.dtype
+      >>> with jamp.autocast(dtype=jnp.float16):
+      ...     precise(x @ w)
+      dtype('float32')
+
+    PyTorch: `torch.autocast(device_type, dtype, enabled)`. There is no device, and no
+    `cache_enabled`: a cast is made once in a region. `rules` is new. The op lists are
+    those of CUDA; `parity/report.md` compares them op by op.
+    """
+
+    @without_device
+    def __init__(
+        self,
+        dtype: Any = None,
+        enabled: bool = True,
+        *,
+        rules: Mapping[Any, Any] | None = None,
+        cast_inputs: Any = None,
+    ):
+        dtype = default_dtype() if dtype is None else dtype
+        allowed = CASTABLE if enabled is False else HALVES
+        dtype = dtype_argument(dtype, allowed, BAD_DTYPE)
+        if cast_inputs is not None:
+            cast_inputs = dtype_argument(cast_inputs, CASTABLE, BAD_INPUTS)
+        self.settings = Settings(dtype, compile_rules(rules))
+        self.enabled = flag("autocast(enabled=...)", enabled)
+        self.cast_inputs = cast_inputs
+        self._rules = dict(rules or {})
+        self._entered = Entered()
+
+    def __deepcopy__(self, memo):
+        return self  # nothing in it changes but what each thread has entered
+
+    def __reduce__(self):
+        rules = {_compat.Named.of(key): value for key, value in self._rules.items()}
+        return reopened, (self.settings.dtype, self.enabled, rules, self.cast_inputs)
+
+    def __enter__(self):
+        if self.cast_inputs is not None:
+            raise TypeError(NOT_A_DECORATOR)
+        region = contextlib.ExitStack()
+        trace = region.enter_context(enter(self.settings if self.enabled else None))
+        self._entered.stack.append((region, trace))
+        return self
+
+    def __exit__(self, error_type, error, traceback):
+        region, trace = self._entered.stack.pop()
+        region.__exit__(error_type, error, traceback)
+        if trace is not None and error_type is None:
+            self._check_all_used(trace.record.hits)
+
+    def __call__(self, function: Callable) -> Callable:
+        later = any(is_kind(function) for is_kind in RUNS_LATER)
+        if later or isinstance(function, type) or not callable(function):
+            raise TypeError(NOT_A_FUNCTION.format(shown(function)))
+
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            if self.cast_inputs is None:
+                with self:
+                    return function(*args, **kwargs)
+            if not is_autocast_enabled():
+                return function(*args, **kwargs)
+            inputs = args, kwargs
+            args, kwargs = cast_floating(inputs, self.cast_inputs, of=CASTABLE)
+            with autocast(enabled=False):
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    def _check_all_used(self, hits):
+        rules = enumerate(self.settings.rules)
+        unused = [rule.name for index, rule in rules if index not in hits]
+        if unused:
+            raise ValueError(UNUSED_RULES.format(", ".join(map(repr, unused))))
+
+
+def reopened(dtype: Any, enabled: bool, rules: dict, cast_inputs: Any) -> autocast:
+    """A region that was pickled. What was entered with it is not."""
+    rules = {_compat.Named.find(key): value for key, value in rules.items()}
+    return autocast(dtype, enabled, rules=rules, cast_inputs=cast_inputs)
+
+
+def dtype_argument(value: Any, allowed: Any, message: str) -> Any:
+    """The dtype that a user gave, or ValueError with the message."""
+    try:
+        dtype = as_dtype(value)
+    except (TypeError, ValueError):
+        raise ValueError(message.format(brief(value))) from None
+    if dtype not in allowed:
+        raise ValueError(message.format(repr(str(dtype))))
+    return dtype

@@ -1,0 +1,245 @@
+"""Which rule decides about an op: the user's table, then functions, then primitives."""
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from types import CodeType, MethodType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._checks import as_dtype, shown
+from .._compat import Primitive
+from .._tree import HALVES
+from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
+from .paths import PathPattern
+from .sources import code_of, unwrapped
+
+CASTABLE = (*HALVES, jnp.dtype("float32"))
+
+BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
+A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
+regular expression that is searched for in the module path ("lm_head"). A value is the \
+dtype to run in: float16, bfloat16 or float32, or None to leave the op as it is."""
+
+
+SHARED_CODE = """a function is known by its code, and {}. Put what is meant into \
+`with jax.named_scope("name"):`, and make "name" the key; or define a function of its \
+own with `def`, which gets all that it needs as arguments."""
+
+
+class Action(NamedTuple):
+    """What to do with an op: what its table says, or one dtype for all that it runs."""
+
+    kind: Kind | None
+    dtype: Any = None
+    marks: bool = False  # its results are half precision outside of the function
+    why: str = ""  # the row that says so, for `jamp.debug.explain`
+    table: Kind | None = None  # what the row of a function says, for all inside
+
+
+class UserRule(NamedTuple):
+    """One row of `autocast(rules=...)`. Equal rows of two regions are equal."""
+
+    name: str  # what the user wrote, for messages
+    test: Any  # a primitive, a PathPattern, or (code, "name at file:line")
+    action: Action
+
+
+class Settings(NamedTuple):
+    """What a region was asked for. Hashable: jitted functions are cached by it."""
+
+    dtype: Any
+    rules: tuple[UserRule, ...] = ()
+    depth: int = 0  # how many other regions it is in
+    listed: bool = True  # False under a policy: the rules alone decide
+    observed: bool = False  # each op's rule is written into its name stack
+
+
+def shared_by(function: Any) -> str:
+    """With what other functions a function shares its code, or ""."""
+    chain = unwrapped(function)
+    own = chain[-1]
+    for wrapper in chain:
+        if isinstance(wrapper, functools.partial):
+            return f"a partial has that of {own.__qualname__}"
+        owner = getattr(wrapper, "__self__", None)
+        if isinstance(wrapper, MethodType) and not isinstance(owner, type):
+            return f"the method of an object has that of {own.__qualname__}"
+    if own.__name__ == "<lambda>":
+        return "a lambda may have that of another one on its line"
+    held = set(own.__code__.co_freevars) - {"__class__"}
+    is_local = own.__qualname__.rpartition(".")[0].endswith("<locals>")
+    if held or (is_local and (own.__defaults__ or own.__kwdefaults__)):
+        return f"each function that `def {own.__name__}` makes here has the same"
+    return ""
+
+
+def source_of(code: CodeType) -> str:
+    """As JAX records it with the jaxpr of a jitted function."""
+    return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
+
+
+def compile_rules(rules: Mapping[Any, Any] | None) -> tuple[UserRule, ...]:
+    """Checks a user's table."""
+    if rules is None:
+        return ()
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"autocast(rules=...) must be a dict; got {shown(rules)}.")
+    return tuple(compile_rule(key, value) for key, value in rules.items())
+
+
+def compile_rule(key: Any, value: Any) -> UserRule:
+    def bad(problem):
+        return ValueError(BAD_RULE.format(key=key, problem=problem))
+
+    why = f"rules[{getattr(key, '__name__', None) or key!r}]"
+    if value is None:
+        action = Action(KEEP, why=why)
+    else:
+        try:
+            dtype = as_dtype(value)
+        except (TypeError, ValueError):
+            raise bad(f"{value!r} is not a dtype.") from None
+        if dtype not in CASTABLE:
+            raise bad(f"cannot run in {dtype}.")
+        action = Action(None, dtype, why=why)
+    if isinstance(key, Primitive):
+        return UserRule(key.name, key, action)
+    if isinstance(key, str):
+        try:
+            return UserRule(key, PathPattern(key), action)
+        except re.error as error:
+            raise bad(f"not a regular expression: {error}.") from None
+    if isinstance(key, type):
+        key = key.__call__  # a module class
+    code = code_of(key) if callable(key) else None
+    if code is None:
+        raise bad(f"{type(key).__name__} is none of the three kinds of keys.")
+    if problem := shared_by(key):
+        raise bad(SHARED_CODE.format(problem))
+    name = getattr(key, "__qualname__", code.co_name)
+    return UserRule(name, (code, source_of(code)), action)
+
+
+@functools.lru_cache
+def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Action]]:
+    """`FUNCTIONS` by the code's id and by source, for the libraries that are imported.
+
+    By id, because the hash of a code reads all of it, and an op comes from a hundred.
+    """
+    table = {}
+    for path, row in FUNCTIONS.items():
+        if (code := resolve(path, modules)) is not None:
+            action = Action(row.kind, why=f"{row.kind.value} {path}")
+            table[id(code)] = table[source_of(code)] = code, action
+    return table
+
+
+@functools.lru_cache
+def exempt_of(modules: frozenset[str]) -> dict[int, CodeType | None]:
+    codes = [resolve(path, modules) for path in EXEMPT]
+    return {id(code): code for code in codes}
+
+
+def resolve(path: str, modules: frozenset[str]) -> CodeType | None:
+    return code_of(find(path, modules))
+
+
+def find(path: str, modules: frozenset[str]) -> Any:
+    """What a path such as "jax.nn.softmax" names, or None."""
+    root, *names = path.split(".")
+    value = sys.modules[root] if root in modules else None
+    for name in names:
+        value = inspect.getattr_static(value, name, None) or getattr(value, name, None)
+    return value
+
+
+# All that may be a module in the paths. Which of them are imported may change.
+PREFIXES = frozenset(
+    path.rsplit(".", depth)[0]
+    for path in (*FUNCTIONS, *EXEMPT)
+    for depth in range(1, path.count(".") + 1)
+)
+
+
+def loaded() -> frozenset[str]:
+    """Which of them are imported."""
+    return frozenset(PREFIXES & sys.modules.keys())
+
+
+# The settings of the innermost region, or None. JAX keys its caches by it, so that a
+# function is traced anew in a region of another kind.
+REGION = jax.make_user_context(None)
+# Whether regions are entered to be explained.
+OBSERVED = jax.make_user_context(False)
+
+ACTIONS = {
+    name: Action(row.kind, why=f"{row.kind.value} {name}")
+    for name, row in PRIMITIVES.items()
+}
+EXEMPTED = Action(KEEP, why="keep parameter")
+POLICY = Action(KEEP, why="policy")
+# Of half precision into a float32 cache, which JAX refuses.
+WRITES = frozenset(("dynamic_update_slice",))
+POLICY_WRITE = Action(INTO, why="policy")
+
+
+class Decider:
+    """Finds the rule for an op, and notes which of the user's rules were used."""
+
+    def __init__(self, settings: Settings, hits: set[int]):
+        self.settings, self.hits = settings, hits
+        modules = loaded()
+        self.functions, self.exempt = functions_of(modules), exempt_of(modules)
+        self.uses_paths = any(isinstance(r.test, PathPattern) for r in settings.rules)
+
+    def __call__(
+        self,
+        primitive: Primitive,
+        codes: tuple[CodeType, ...],
+        path: Callable[[], str],
+        source: str | None = None,
+    ) -> Action | None:
+        """The action for an op, or None if no table knows it.
+
+        Args:
+          codes: the functions that the op comes from, innermost first.
+          path: makes the module path.
+          source: "name at file:line" of the function that a jitted op stands for.
+        """
+        ids = list(map(id, codes))
+        if not self.exempt.keys().isdisjoint(ids):
+            return EXEMPTED
+        for index, (_, test, action) in enumerate(self.settings.rules):
+            if isinstance(test, tuple):
+                matches = test[0] in codes or test[1] == source
+            elif isinstance(test, PathPattern):
+                matches = test.search(path())
+            else:
+                matches = test is primitive
+            if matches:
+                self.hits.add(index)
+                return action
+        if not self.settings.listed:
+            return POLICY_WRITE if primitive.name in WRITES else POLICY
+        functions, action = self.functions, None
+        if not functions.keys().isdisjoint(ids):  # the outermost decides for all inside
+            _, action = next(functions[i] for i in reversed(ids) if i in functions)
+        elif source is not None:
+            _, action = functions.get(source, (None, None))
+        if action is None:
+            return ACTIONS.get(primitive.name)
+        return self.for_all_inside(action)
+
+    def for_all_inside(self, action: Action) -> Action:
+        """A function's row as an action for each op inside the function."""
+        kind = action.kind
+        if kind in (KEEP, Kind.STATISTIC):
+            return action
+        dtype = self.settings.dtype if kind is LOWER else jnp.dtype("float32")
+        marks = kind in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM)
+        return Action(None, dtype, marks, action.why, kind)

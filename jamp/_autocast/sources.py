@@ -1,0 +1,69 @@
+"""Which Python functions an op comes from, and whose they are."""
+
+import os
+import sys
+from types import CodeType
+from typing import Any
+
+import jax
+
+from .. import _compat
+
+JAX = os.path.dirname(jax.__file__) + os.sep
+PLUMBING = os.path.join(os.path.dirname(jax.__file__), "_src")  # jit, tracebacks
+JAMP = os.path.dirname(os.path.dirname(__file__)) + os.sep
+LAYER_LIBRARIES = ("equinox", "flax", "haiku", "keras")
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code object of a function, under jit, custom_jvp and other wrappers."""
+    return getattr(unwrapped(function)[-1], "__code__", None)
+
+
+def unwrapped(function: Any) -> list[Any]:
+    """The function and those that it wraps, the innermost last."""
+    chain = [function]
+    while True:
+        inner = getattr(function, "__wrapped__", None) or getattr(function, "fun", None)
+        inner = inner or getattr(function, "func", None)
+        inner = inner or getattr(function, "__func__", None)
+        if inner is None or inner is function:
+            return chain
+        chain.append(function := inner)
+
+
+def called_function(codes: tuple[CodeType, ...]) -> CodeType | None:
+    """The function of JAX that code outside of JAX has called, for the current op.
+
+    Args:
+      codes: the functions that the op comes from, innermost first.
+    """
+    called = None
+    for code in codes:
+        file = code.co_filename
+        if file.startswith(JAX):
+            if os.path.dirname(file) != PLUMBING:
+                called = code
+        elif not file.startswith(JAMP):
+            return called
+    return called
+
+
+def is_in_layer(codes: tuple[CodeType, ...]) -> bool:
+    """Whether the current op is of a layer of a library, and not of a user's own."""
+    found = (sys.modules.get(name) for name in LAYER_LIBRARIES)
+    roots = tuple(os.path.dirname(m.__file__ or "") + os.sep for m in found if m)
+    files = (code.co_filename for code in codes)
+    own = next((file for file in files if not file.startswith((JAX, JAMP))), "")
+    return own.startswith(roots)
+
+
+def is_library(source: str) -> bool:
+    """Whether a function, as `_compat.source_name` names it, is in JAX."""
+    return source.partition(" at ")[2].startswith(JAX)
+
+
+def holds_jaxpr(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(holds_jaxpr, value))
+    return isinstance(value, _compat.Jaxpr | _compat.ClosedJaxpr)

@@ -1,0 +1,23 @@
+"""Ops that write a value into a place whose dtype is fixed: the value is cast to it.
+
+torch's `buffer[...] = h` casts h to the dtype of the buffer. JAX wants one dtype of a
+`Ref` and of what is written there. In a region the Ref may be float32, and what is
+written the result of a matrix product.
+"""
+
+import jax
+
+from .rules import CASTABLE
+
+PLACES = ("accum_grad_in_ref", "addupdate", "swap")
+
+
+def write(trace, primitive, args, params, avals, forced, baked):
+    place, *values = trace.as_traced(args, avals)
+    dtype = getattr(jax.typeof(place), "dtype", None)
+    if dtype in CASTABLE:
+        values = [trace.cast(value, dtype) for value in values]
+    return trace.bind(primitive, [place, *values], params)
+
+
+WRITES = dict.fromkeys(PLACES, write)

@@ -1,0 +1,97 @@
+"""Checks of arguments, and how messages show a value.
+
+Of numbers, their ranges, dtypes, flags and names of axes.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+
+def check_count(name: str, value: Any) -> int:
+    """The value as a Python integer, or ValueError if int32 has it not, or below 0."""
+    value = number(name, value, operator.index)
+    check_range(name, value, ">= 0 and < 2**31", 0, 2**31 - 1)
+    return value
+
+
+def check_range(
+    name: str, value: Any, allowed: str, lowest: float, highest: float
+) -> None:
+    """Raises ValueError unless a known value lies in [lowest, highest]."""
+    if not is_traced(value) and not lowest <= value <= highest:
+        raise ValueError(f"{name} must be {allowed}; got {value!r}.")
+
+
+def number(name: str, value: Any, convert: Any) -> Any:
+    """A Python number, or the traced scalar that `optax.inject_hyperparams` passes."""
+    kind = "an integer" if convert is operator.index else "a number"
+    refused = lambda: TypeError(f"{name} must be {kind}; got {shown(value)}.")
+    if isinstance(value, bool | str | bytes) or not _is_scalar(value):
+        raise refused()
+    if is_traced(value):
+        return value
+    try:
+        return convert(value)
+    except OverflowError:  # an integer that no float holds
+        return math.inf if operator.gt(value, 0) else -math.inf
+    except (TypeError, ValueError):
+        raise refused() from None
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether an array is a real number of shape []; True for all that is no array."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        return True
+    is_real = any(jnp.issubdtype(value.dtype, d) for d in (jnp.integer, jnp.floating))
+    return is_real and value.shape == ()
+
+
+def axis_names(axis_name: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """The axes as a tuple, or an error naming `axis_name`."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    is_sequence = isinstance(names, Sequence) and all(isinstance(n, str) for n in names)
+    if names is not None and not is_sequence:
+        raise TypeError(
+            f"axis_name must be a name or a sequence of names; got {axis_name!r}."
+        )
+    if names is not None and len(set(names)) < len(names):
+        raise ValueError(f"axis_name must name each axis once; got {axis_name!r}.")
+    return None if names is None else tuple(names)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is known only when the traced function runs."""
+    return isinstance(value, Tracer)
+
+
+def as_dtype(value: Any) -> Any:
+    """`jnp.dtype(value)`, but TypeError for an array, whose dtype that would take."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{shown(value)} is no dtype")
+    return jnp.dtype(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool, or 0 or 1; else TypeError, for "False" is true, and 0.5 is too."""
+    is_bool = isinstance(value, bool | np.bool)
+    if not is_bool and not (isinstance(value, int) and value in (0, 1)):
+        raise TypeError(f"{name} must be a bool; got {shown(value)}.")
+    return bool(value)
+
+
+def shown(value: Any) -> str:
+    """A value and its type, for messages."""
+    return f"{brief(value)} of type {type(value).__name__}"
+
+
+def brief(value: Any) -> str:
+    """The `repr` of a value in one line, or the beginning of it."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 72 else f"{text[:69]}..."

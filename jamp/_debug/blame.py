@@ -1,0 +1,223 @@
+"""From a nan in a result back to the op that made the first inf: on the host, by marks.
+
+Only what leads to a result counts. A mask of -inf that a softmax turns into zeros is no
+fault, nor is log(0) in the branch that `where` does not take. From each bad result the
+search goes to the inputs of the op that made it which are bad too, and on from there.
+An inf is followed through infs, a nan through nans where there are any, unless it is a
+single number. The search ends at an op that made it of finite numbers, at an argument,
+or at a constant.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .finiteness import FRESH, INF, NAN
+from .marks import Inner, Marks, Program
+from .sites import MOVES, Site
+
+Wanted = dict[int, int]  # values, or places of values, and what is sought: INF, NAN
+
+
+class Origin(NamedTuple):
+    """An op that made an inf or nan."""
+
+    site: Site
+    made: str  # "inf" or "nan"
+    loops: tuple[tuple[str, int], ...]  # ("scan", 17): in its iteration 17
+    fed_by: frozenset[int]  # the inputs of the Program that its inputs are made of
+    from_inf: bool  # whether it made a nan of an inf, rather than of finite numbers
+
+
+class Trail(NamedTuple):
+    """Where bad values come from, in the order in which it ran."""
+
+    origins: list[Origin]
+    inputs: Wanted  # places of inputs of the Program that were bad before
+    constants: list[Site]  # the ops that were given a constant that is bad
+
+
+def trace_back(
+    program: Program, marks: Marks, wanted: Mapping[int, int], checked: bool = False
+) -> Trail:
+    """Follows bad values back.
+
+    Args:
+      marks: of this program, as NumPy arrays.
+      wanted: the numbers of the values to explain, with INF, NAN or both.
+      checked: whether to explain too what a loss scaler found not to be finite.
+    """
+    sought, origins, constants = dict(wanted), [], []
+
+    mark = functools.partial(program.mark, marks)
+
+    def seek(numbers, kind):
+        for number in numbers:
+            sought[number] = sought.get(number, 0) | kind
+
+    for node in reversed(program.nodes):
+        bad = {n: sought[n] & mark(n) for n in node.outputs if n in sought}
+        bad = {n: kind for n, kind in bad.items() if kind}
+        if checked and node.is_check:
+            seek(node.inputs, INF | NAN)
+        if node.inner is not None and (bad or checked):
+            places = {node.outputs.index(n): kind for n, kind in bad.items()}
+            trail = inside(node.inner, marks, places, checked)
+            for place, kind in trail.inputs.items():
+                seek([node.inputs[place]], kind)
+            origins[:0] = [lifted(o, program, node) for o in trail.origins]
+            constants[:0] = trail.constants
+            if any(trail):
+                continue
+        if not bad:
+            continue
+        makes = {kind for kind in (INF, NAN) if any(k & kind for k in bad.values())}
+        infs, nans = ([n for n in node.inputs if mark(n) & k] for k in (INF, NAN))
+        made_inf = INF in makes and not infs
+        made_nan = NAN in makes and not nans
+        fresh = made_inf or (made_nan and not infs)
+        slots = {program.slots.get(n) for n in node.inputs}  # which it may pass on
+        made_here = [n for n in bad if program.slots.get(n) not in slots]
+        fresh = fresh or any(mark(n) & FRESH for n in made_here)
+        if fresh or made_nan:
+            made, fed_by = (
+                "nan" if NAN in makes else "inf",
+                arguments(program, node.inputs),
+            )
+            origins.insert(0, Origin(node.site, made, (), fed_by, not fresh))
+        if INF in makes or made_nan or node.is_single:
+            seek(infs, INF)
+        if NAN in makes:
+            seek(nans, NAN)
+        if any(sought.get(n, 0) & mark(n) for n in program.constants & {*node.inputs}):
+            constants.insert(0, node.site)
+    inputs = {i: sought.get(n, 0) & mark(n) for i, n in enumerate(program.inputs)}
+    return Trail(origins, {i: kind for i, kind in inputs.items() if kind}, constants)
+
+
+def inside(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
+    """The same for the bodies of a scan, while or cond.
+
+    Args:
+      outputs: the places of its bad results.
+
+    Returns:
+      A Trail whose `inputs` are places of the op's own inputs.
+    """
+    kept = marks.inner[inner.place]
+    if inner.kind == "scan":
+        return through_scan(inner, kept, outputs, checked)
+    if inner.kind == "while":
+        return through_while(inner, kept, outputs, checked)
+    chosen = int(kept.chosen)
+    body = inner.programs[chosen]
+    wanted = {body.outputs[i]: kind for i, kind in outputs.items()}
+    trail = trace_back(body, kept.marks[chosen], wanted, checked)
+    inputs = {i + inner.skipped: kind for i, kind in trail.inputs.items()}
+    return trail._replace(inputs=inputs)
+
+
+def through_while(inner: Inner, loop: Any, outputs: Wanted, checked: bool) -> Trail:
+    """From a carried value to the iteration that made it bad, and on to others."""
+    body, first = inner.programs[0], inner.n_consts
+    waiting, seen = [(i, k) for i, both in outputs.items() for k in split(both)], set()
+    origins, inputs, constants = [], {}, []
+    while waiting:
+        place, kind = waiting.pop()
+        if (place, kind) in seen:
+            continue
+        seen.add((place, kind))
+        row = (INF, NAN).index(kind)
+        iteration = int(loop.iteration[row, place])
+        if iteration < 0:  # bad before it began
+            start = inner.skipped + first + place
+            inputs[start] = inputs.get(start, 0) | kind
+            continue
+        wanted = {body.outputs[place]: kind}
+        here = at(at(loop.marks, row), place)
+        trail = trace_back(body, here, wanted, checked)
+        loops = (("while", iteration),)
+        origins += [o._replace(loops=loops + o.loops) for o in trail.origins]
+        constants += trail.constants
+        for i, kind in trail.inputs.items():
+            if i < first:
+                inputs[i + inner.skipped] = inputs.get(i + inner.skipped, 0) | kind
+            else:
+                waiting += [(i - first, k) for k in split(kind)]
+    return Trail(sorted(origins, key=lambda o: o.loops), inputs, constants)
+
+
+def split(kind: int) -> list[int]:
+    return [k for k in (INF, NAN) if kind & k]
+
+
+def through_scan(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
+    """From the last iteration to the first."""
+    body, first, last = (
+        inner.programs[0],
+        inner.n_consts,
+        inner.n_consts + inner.n_carry,
+    )
+    carry = {i: kind for i, kind in outputs.items() if i < inner.n_carry}
+    stacked = {i: kind for i, kind in outputs.items() if i >= inner.n_carry}
+    origins, inputs, constants = [], {}, []
+    length = len(marks.values)
+    for step in reversed(range(length)):
+        place = length - 1 - step if inner.reverse else step
+        here = at(marks, place)
+        if not here.values.any():
+            carry = {}
+            continue
+        wanted = {body.outputs[i]: kind for i, kind in stacked.items()}
+        for i, kind in carry.items():  # a result may be stacked and carried on
+            wanted[body.outputs[i]] = wanted.get(body.outputs[i], 0) | kind
+        trail = trace_back(body, here, wanted, checked)
+        loops = (("scan", place),)
+        origins[:0] = [o._replace(loops=loops + o.loops) for o in trail.origins]
+        constants[:0] = trail.constants
+        carry = {i - first: k for i, k in trail.inputs.items() if first <= i < last}
+        for i, kind in trail.inputs.items():
+            if not first <= i < last:
+                inputs[i] = inputs.get(i, 0) | kind
+    inputs |= {i + first: kind for i, kind in carry.items()}
+    return Trail(origins, inputs, constants)
+
+
+def at(marks: Any, place: int) -> Any:
+    """The marks of one iteration."""
+    if isinstance(marks, np.ndarray):
+        return marks[place]
+    parts = [at(part, place) for part in marks]
+    return type(marks)(*parts) if hasattr(marks, "_fields") else tuple(parts)
+
+
+def lifted(origin: Origin, program: Program, node: Any) -> Origin:
+    """An origin in a body, as seen from the Program around it."""
+    inner = node.inner
+    inputs = [node.inputs[i + inner.skipped] for i in origin.fed_by]
+    return origin._replace(fed_by=arguments(program, inputs))
+
+
+def arguments(program: Program, numbers: Iterable[int]) -> frozenset[int]:
+    """The places of the nearest inputs that values are made of.
+
+    Those that they are, moved about or cast; if there are none, those that the ops
+    before were given, and so on.
+    """
+    found, seen, waiting, later = set(), set(), list(numbers), []
+    while waiting:
+        number = waiting.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        if number in program.inputs:
+            found.add(program.inputs.index(number))
+        node = program.made_by.get(number)
+        if node is not None:
+            moved = node.site.primitive in MOVES
+            (waiting if moved else later).extend(node.inputs)
+        if not waiting and not found:
+            waiting, later = later, []
+    return frozenset(found)

@@ -1,0 +1,288 @@
+"""`explain`: which op runs in which dtype, why, and what that costs."""
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._autocast.ops import FUNCTIONS, PRIMITIVES
+from .._autocast.region import ambient, autocast
+from .._autocast.rules import OBSERVED
+from .._autocast.trace import EXPLICIT
+from .call import open_call
+from .explanation import Explanation, OpRow, Promotion, Reduction
+from .residuals import saved_for_backward
+from .sites import floating, rule_of, site_of
+from .walk import OUTERMOST, PRODUCTS, Op, flops, nbytes, reduced, walk
+
+HALF = ("float16", "bfloat16")
+MANY = 1024  # elements: a float16 sum of so many numbers of 64 overflows
+# What may widen a half-precision operand for the sake of a float32 one.
+MIXING = frozenset("add sub mul div max min select_n add_any rem atan2".split())
+
+
+def explain(
+    fn: Callable[..., Any], dtype: Any = None, *, rules: Any = None
+) -> Callable[..., Explanation]:
+    """Shows what autocast makes of a function: each op, its dtypes, and the rule.
+
+    Traces `fn` without running it; arguments may be `jax.ShapeDtypeStruct`s. Give it
+    the loss function, to see as well what is kept for the backward pass (with respect
+    to the first argument, as `jax.grad` does it), or a whole train step, to see the
+    backward pass. A function that JAX cannot differentiate is explained without that.
+
+    Args:
+      fn: any function of pytrees, Flax, Equinox or Haiku modules; a Flax module or its
+        method.
+      dtype: float16 or bfloat16: `fn` is put into `jamp.autocast(dtype)`. By default
+        it is explained as it is, with the regions and policies that it has itself.
+      rules: as in `jamp.autocast`, with `dtype`.
+
+    Returns:
+      A function with the arguments of `fn` that returns an `Explanation`. Printed, also
+      in a notebook, it has a row for each kind of op with the rule that decided and
+      the ops of torch's list that the rule mirrors; the share of matrix products in
+      the lower dtype; the memory that is kept for the backward pass; half precision
+      that silently became float32, float16 sums that may overflow, and matrix products
+      that run in float32, with the line that made their input float32. The last three
+      are also its `found`. `to_dict()` has everything, `to_markdown()` what is printed.
+
+    Raises:
+      TypeError: `fn` cannot be called.
+      ValueError: `dtype` is not float16 or bfloat16; `rules` without `dtype`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(jax.nn.softmax(x @ params["w"]))
+      >>> params, x = {"w": jnp.ones((4, 3))}, jnp.ones((2, 4))
+      >>> explanation = jamp.debug.explain(loss_fn, dtype=jnp.float16)(params, x)
+      >>> row = explanation.rows[0]
+      >>> row.op, row.dtypes, row.rule, row.torch[:2]
+      ('dot_general', 'float32 -> float16', 'lower', ('matmul', 'mm'))
+      >>> explanation.to_dict()["matmul_share"], explanation.found
+      (1.0, [])
+
+    PyTorch: none.
+    """
+    if rules is not None and dtype is None:
+        raise ValueError("explain(rules=...): give dtype too; rules are of its region.")
+    region = None if dtype is None else autocast(dtype, rules=rules)
+
+    @functools.wraps(fn, updated=())
+    def explained(*args, **kwargs):
+        call = open_call("explain", fn, args, kwargs)
+
+        def run(arrays):
+            with OBSERVED(True), region or ambient():
+                return call.run(arrays)
+
+        closed = jax.make_jaxpr(run)(call.arrays)
+        names = dict(zip(closed.jaxpr.invars, call.names, strict=True))
+        ops = list(walk(closed.jaxpr, names))
+        saved, refusal = None, ""
+        if not any(op.site.backward for op in ops):
+            try:
+                saved = saved_for_backward(run, call.arrays, call.n_first)
+            except (NotImplementedError, TypeError, ValueError) as error:
+                first_line = str(error).partition("\n")[0]
+                refusal = f"{type(error).__name__}: {first_line}"
+        return Explanation(
+            function=call.function,
+            rows=rows_of(ops),
+            matmul_flops=matmul_flops(ops),
+            casts=sum(op.times for op in ops if is_cast(op)),
+            saved=saved,
+            refusal=refusal,
+            promotions=promotions(ops),
+            reductions=reductions(ops),
+        )
+
+    return explained
+
+
+def rows_of(ops: Iterable[Op]) -> list[OpRow]:
+    """Ops of one kind as one row, those with most work first."""
+    groups: dict[Any, list[Op]] = {}
+    for op in ops:
+        if not (is_cast(op) or is_helper(op)) and op.site.dtypes_out:
+            groups.setdefault(key_of(op), []).append(op)
+    rows = [row_of(key, group) for key, group in groups.items()]
+    return sorted(rows, key=lambda row: (-row.flops, -row.bytes))
+
+
+def is_helper(op: Op) -> bool:
+    """Whether autocast needs an op to run another one, such as a layer's bias."""
+    name = op.site.rule.rpartition(" ")[2]
+    return name in PRIMITIVES and name != op.site.primitive
+
+
+def key_of(op: Op) -> Any:
+    site = op.site
+    kind, _, name = site.rule.partition(" ")
+    if "." in name and not kind.startswith("rules["):  # a function, as one op
+        return name, kind, site.line, op.path, site.backward
+    if not site.rule:
+        kind = {"": "no region", "off": "off"}.get(site.region, "no rule")
+    dtypes = site.dtypes_in, site.dtypes_out
+    rule = site.rule if site.rule.startswith("rules[") else kind
+    key = site.primitive, rule, site.line, op.path, site.backward
+    return (*key, dtypes)
+
+
+def row_of(key: Any, group: list[Op]) -> OpRow:
+    name, kind, line, path, backward, *_ = key
+    inputs = dict.fromkeys(d for op in group for d in given_dtypes(op))
+    inputs = inputs or dict.fromkeys(group[0].site.dtypes_in)
+    outputs = group[-1].site.dtypes_out
+    counts = Counter()
+    for op in group:
+        counts[op.site.primitive] += op.times
+    row = FUNCTIONS.get(name) or PRIMITIVES.get(name)
+    listed = kind in ("lower", "float32", "promote")
+    return OpRow(
+        op=name,
+        times=min(counts.values()),  # a function's rarest op runs once in it
+        dtypes=f"{', '.join(inputs)} -> {', '.join(outputs)}",
+        runs_in=next(iter(group[0].site.dtypes_in), ""),
+        rule=kind,
+        torch=tuple(row.torch.split()) if row and listed else (),
+        line=line,
+        path=path,
+        backward=backward,
+        flops=sum(op.times * flops(op.eqn) for op in group),
+        bytes=sum(op.times * sum(map(nbytes, outs(op))) for op in group),
+        since=widened_at(group[0]) if flops(group[0].eqn) else "",
+    )
+
+
+def widened_at(op: Op) -> str:
+    """The line at which a float32 input of an op was half precision, or "".
+
+    Another line than the op's own, if there is one: that one has widened the others.
+    """
+    queue, seen, line = deque(op.eqn.invars), set(), ""
+    while queue:
+        variable = queue.popleft()
+        if isinstance(variable, _compat.Literal) or variable in seen:
+            continue
+        seen.add(variable)
+        maker = op.made_by.get(variable)
+        if maker is None or floating([variable]) != ("float32",):
+            continue
+        given = floating(maker.invars)
+        if "float32" not in given and not set(HALF).isdisjoint(given):
+            line = site_of(maker, OUTERMOST).line
+            if line != op.site.line:
+                break
+        queue.extend(maker.invars)
+    return line
+
+
+def given_dtypes(op: Op) -> tuple[str, ...]:
+    """The dtypes of an op's inputs before the region cast them.
+
+    Of a function that counts as one op, the inputs that come from outside of it.
+    """
+    rule, given = op.site.rule, []
+    for variable in op.eqn.invars:
+        if isinstance(variable, _compat.Literal):
+            continue
+        maker = op.made_by.get(variable)
+        if maker is not None and rule and rule_of(maker) == rule:
+            if maker.primitive.name != "convert_element_type":
+                if "." in rule:
+                    continue
+            else:
+                variable = maker.invars[0]
+        given.append(variable)
+    return floating(given)
+
+
+def outs(op: Op) -> list[Any]:
+    return [v.aval for v in op.eqn.outvars if hasattr(v.aval, "dtype")]
+
+
+def is_cast(op: Op) -> bool:
+    return op.eqn.primitive.name == "convert_element_type"
+
+
+def matmul_flops(ops: Iterable[Op]) -> dict[str, int]:
+    """Floating-point operations of matrix products and convolutions, by dtype."""
+    total = Counter()
+    for op in ops:
+        if op.eqn.primitive.name in PRODUCTS:
+            total[op.site.dtypes_in[0] if op.site.dtypes_in else "int"] += (
+                op.times * flops(op.eqn)
+            )
+    return dict(total.most_common())
+
+
+def promotions(ops: Iterable[Op]) -> list[Promotion]:
+    """Where a float32 operand made a half-precision one float32, unasked."""
+    found: dict[Any, Promotion] = {}
+    for op in ops:
+        if not (is_cast(op) and widens(op)) or op.site.backward:
+            continue
+        explicit = not EXPLICIT.isdisjoint(_compat.codes_of(op.eqn.source_info))
+        ruled = op.site.rule.startswith(("float32", "rules[", "statistic"))
+        if explicit or ruled:
+            continue
+        out = op.eqn.outvars[0]
+        for user in op.used_by.get(out, ()):
+            if user.primitive.name in MIXING and any(
+                is_float32(v, op) for v in user.invars if v is not out
+            ):
+                key = user.primitive.name, op.site.line, op.path
+                before = found.get(key, Promotion(*key, 0, 0))
+                found[key] = before._replace(
+                    times=before.times + op.times,
+                    bytes=before.bytes + op.times * nbytes(out.aval) // 2,
+                )
+                break
+    return sorted(found.values(), key=lambda p: -p.bytes)
+
+
+def widens(op: Op) -> bool:
+    given, made = op.site.dtypes_in, op.site.dtypes_out
+    return given in (("float16",), ("bfloat16",)) and made == ("float32",)
+
+
+def is_float32(variable: Any, op: Op) -> bool:
+    """Whether a value is float32 of its own, and no number that follows arrays."""
+    if isinstance(variable, _compat.Literal):
+        return False
+    dtype = getattr(variable.aval, "dtype", None)
+    if dtype != jnp.float32:
+        return False
+    maker = op.made_by.get(variable)
+    if maker is None or maker.primitive.name != "convert_element_type":
+        return True
+    return str(maker.invars[0].aval.dtype) not in HALF
+
+
+def reductions(ops: Iterable[Op]) -> list[Reduction]:
+    """Sums in float16 of so many elements that they may overflow."""
+    found: dict[Any, Reduction] = {}
+    for op in ops:
+        n = reduced(op.eqn)
+        if n < MANY or op.site.backward:
+            continue
+        given, made = op.site.dtypes_in[0], op.site.dtypes_out[0]
+        users = op.used_by.get(op.eqn.outvars[0], ())
+        narrowed = given == "float32" and any(
+            user.primitive.name == "convert_element_type"
+            and str(user.outvars[0].aval.dtype) == "float16"
+            for user in users
+        )
+        if (given, made) == ("float16", "float16") or narrowed:
+            key = op.eqn.primitive.name, op.site.line, op.path
+            before = found.get(key, Reduction(*key, 0, n))
+            found[key] = before._replace(
+                times=before.times + op.times, elements=max(before.elements, n)
+            )
+    return sorted(found.values(), key=lambda r: -r.elements)

@@ -1,0 +1,258 @@
+"""How small gradients are: a histogram by powers of two, printed or drawn."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._checks import is_traced
+from .call import named_leaves
+from .exponents import BIAS, count_exponents
+from .grad_reports import scale_argument
+from .plots import BLUE, axes
+from .report import check_fetchable
+from .table import percent, text_table
+
+# What float16 makes of a magnitude that lies between two powers of two. Up to 2**-25 it
+# rounds to zero, from 2**-14 on it has all its bits; from 65520 on it rounds to inf.
+ZERO, NORMAL, INF = -25, -14, 16
+REGIONS = {  # a color, and names from long to short
+    "zero": ("#d9485f", "becomes zero", "zero"),
+    "subnormal": ("#e8912b", "subnormal: fewer bits", "subnormal"),
+    "normal": ("#5a9e6f", "normal"),
+    "inf": ("#7b4ea3", "overflows", "inf"),
+}
+FATES = {"zero": "become zero", "subnormal": "subnormal", "inf": "overflow"}
+ROWS, BAR = 24, 30  # of a printed histogram: lines, and columns of the longest bar
+
+
+class GradHistogram(NamedTuple):
+    """How many gradients lie between two powers of two. From `grad_histogram`.
+
+    A pytree of four arrays, so a jitted step may return it and `lax.scan` stack it;
+    `jax.tree.map(lambda x: x[i], stacked)` takes one out. `print` shows one as text.
+
+    Attributes:
+      counts: uint32 [256]: by the float32 exponent of the scaled gradient.
+      zeros: uint32 []: elements that are zero.
+      nonfinite: uint32 []: elements that are inf or nan.
+      scale: float32 []: what the gradients are multiplied by.
+
+    Raises:
+      TypeError: read inside a trace, where it has no numbers.
+      ValueError: read while it is stacked, of several steps.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> grad_histogram({"w": jnp.array([0.5, 0.6, 0.0])}).to_dict()["exponents"]
+      {-1: 2}
+    """
+
+    counts: jax.Array
+    zeros: jax.Array
+    nonfinite: jax.Array
+    scale: jax.Array
+
+    def to_dict(self) -> dict[str, Any]:
+        """Python numbers; the exponents are those of the unscaled gradients.
+
+        `{"exponents": {e: count}, "zeros": n, "nonfinite": n, "scale": s}`: `count`
+        elements with `2**e <= |gradient| < 2**(e + 1)`. A scale that is no power of
+        two is taken for the nearest. Exponent -127, before unscaling, stands for all
+        magnitudes below 2**-126.
+        """
+        counts, zeros, nonfinite, scale = _fetched(self)
+        shift = BIAS + round(np.log2(scale))
+        exponents = {int(e) - shift: int(counts[e]) for e in np.flatnonzero(counts)}
+        return {
+            "exponents": exponents,
+            "zeros": zeros,
+            "nonfinite": nonfinite,
+            "scale": scale,
+        }
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws the share of elements over the magnitude of the unscaled gradients.
+
+        The colors behind it, and the upper ruler, tell what float16 would make of them
+        without a scale; the dashed lines, and the lower ruler, with it.
+
+        Args:
+          ax: matplotlib Axes to draw into; None for a figure of its own.
+
+        Returns:
+          The Axes; `ax.figure.savefig(path)` writes a file, and in a notebook
+          `ax.figure` shows it.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+          ValueError: the histogram is stacked.
+        """
+        counts, zeros, nonfinite, scale = _fetched(self)
+        ax = axes("GradHistogram.plot", ax, (9, 4.5))
+        total = max(int(counts.sum()) + zeros + nonfinite, 1)
+        shift = float(np.log2(scale))
+        share = counts / total
+        edges = np.arange(257) - BIAS - shift  # of the bins, unscaled
+        bins = np.flatnonzero(counts)
+        ends = [ZERO - shift, INF, *(edges[bins[[0, -1]]] if len(bins) else [])]
+        left, right = min(ends) - 4, max(ends) + 5
+        bottom = share[bins].min() / 3 if len(bins) else 1e-3
+
+        ax.stairs(share, edges, baseline=bottom, fill=True, color=BLUE, zorder=2)
+        for name, start, end in _regions(left, right, 0):
+            if name != "normal":
+                ax.axvspan(start, end, color=REGIONS[name][0], alpha=0.15, linewidth=0)
+        rulers = {"float16 without a scale": 0.0}
+        if shift:
+            rulers[f"with a scale of {_power(shift)}"] = shift
+            for limit in (ZERO, NORMAL, INF):
+                ax.axvline(limit - shift, color="#444444", ls="--", lw=0.9, zorder=3)
+        for row, (label, moved) in enumerate(reversed(rulers.items())):
+            _ruler(ax, 1.02 + 0.075 * row, label, left, right, moved)
+
+        ax.set_yscale("log")
+        ax.set(xlim=(left, right), ylim=(bottom, 1.5))
+        notes = [f"{percent(zeros / total)} are zero"]
+        notes += [f"{percent(nonfinite / total)} are inf or nan"] if nonfinite else []
+        notes = ", ".join(filter(None, [*notes, _headroom(bins)]))
+        ax.set_xlabel(f"log2 of the unscaled gradient's magnitude\n{notes}")
+        ax.set_ylabel(f"share of {total:,} elements")
+        ax.spines[["top", "right"]].set_visible(False)
+        return ax
+
+    def __str__(self) -> str:
+        if any(map(is_traced, self)) or np.ndim(self.counts) != 1:
+            return repr(self)
+        counts, zeros, nonfinite, scale = _fetched(self)
+        total = max(int(counts.sum()) + zeros + nonfinite, 1)
+        shift = float(np.log2(scale))
+        lines = [
+            f"{total:,} gradients with a scale of {_power(shift)}: "
+            f"{percent(zeros / total)} zero, {percent(nonfinite / total)} inf or nan"
+        ]
+        bins = np.flatnonzero(counts)
+        if not len(bins):
+            return lines[0]
+
+        # Where the regions begin, in exponents of the unscaled gradients.
+        rulers = {"without a scale": 0, "with the scale": round(shift)}
+        if not shift:
+            del rulers["with the scale"]
+        low = BIAS + round(shift)
+        first, end = int(bins[0]), int(bins[-1]) + 1
+        width = -(-(end - first) // ROWS)
+        starts = range(first, end, width)
+        sums = [int(counts[start : start + width].sum()) for start in starts]
+        rows = []
+        for start, number in zip(starts, sums, strict=True):
+            bar = "█" * round(BAR * number / max(sums)) or ("▏" if number else "")
+            regions = [_region(start - low + moved) for moved in rulers.values()]
+            rows.append((f"2^{start - low}", percent(number / total), *regions, bar))
+        lines.append(text_table(("at least", "share", *rulers, ""), rows))
+        for name, moved in rulers.items():
+            regions = np.array([_region(int(e) - low + moved) for e in bins])
+            parts = [
+                f"{percent(counts[bins[regions == region]].sum() / total)} {text}"
+                for region, text in FATES.items()
+            ]
+            lines.append(f"float16 {name}: {', '.join(parts)}")
+        return "\n".join([*lines, _headroom(bins)])
+
+
+def grad_histogram(grads: Any, scale: Any = 1.0) -> GradHistogram:
+    """Counts gradients by exponent, as in figure 3 of the mixed-precision paper.
+
+    It shows how much a scale saves: what lies below float16's range without it, and how
+    far the largest gradients are from overflow with it. Works inside jit, where it
+    costs one pass over the gradients, and with sharded gradients. Counts stop at
+    2**32 - 1.
+
+    Args:
+      grads: pytree of *scaled* gradients, as `jamp.value_and_grad` returns them. Of
+        complex leaves both parts count; what is not floating passes.
+      scale: the loss scale that they carry, a number or float32 []: what
+        `jamp.loss_scale(opt_state)` or `scaler.get_scale()` was before the step.
+
+    Returns:
+      A `GradHistogram`: print it, `plot()` it, or take its `to_dict()`.
+
+    Raises:
+      TypeError: a leaf is no array; the scale is no number.
+      ValueError: the scale is not positive.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> grads = {"w": jnp.array([3e-5, 0.002, 0.003, 0.0]) * 1024}
+      >>> histogram = jamp.debug.grad_histogram(grads, scale=1024.0)
+      >>> histogram.to_dict()["exponents"]
+      {-16: 1, -9: 2}
+
+    PyTorch: none.
+
+    References:
+      Micikevicius et al. 2018, arXiv 1710.03740.
+    """
+    scale = scale_argument("grad_histogram", scale)
+    leaves = (leaf for _, leaf in named_leaves("grad_histogram", grads))
+    return GradHistogram(*count_exponents(leaves), scale)
+
+
+def _fetched(histogram: GradHistogram) -> tuple[np.ndarray, int, int, float]:
+    check_fetchable(histogram)
+    if np.ndim(histogram.counts) != 1:
+        raise ValueError(
+            f"this GradHistogram is stacked: counts {np.shape(histogram.counts)}; take "
+            "one step of it: jax.tree.map(lambda x: x[i], histogram)."
+        )
+    counts, zeros, nonfinite, scale = jax.device_get(tuple(histogram))
+    return np.asarray(counts, np.int64), int(zeros), int(nonfinite), float(scale)
+
+
+def _region(exponent: int) -> str:
+    """What float16 makes of magnitudes from 2**exponent to its double."""
+    if exponent < ZERO:
+        return "zero"
+    return "subnormal" if exponent < NORMAL else "normal" if exponent < INF else "inf"
+
+
+def _regions(left: float, right: float, shift: float):
+    """Name, start and end of each region, within the limits of the plot."""
+    limits = [left, ZERO - shift, NORMAL - shift, INF - shift, right]
+    limits = np.clip(limits, left, right)
+    return [
+        (name, start, end)
+        for name, start, end in zip(REGIONS, limits[:-1], limits[1:], strict=True)
+        if end > start
+    ]
+
+
+def _headroom(bins: np.ndarray) -> str:
+    """How often the largest finite gradient can double before it is inf."""
+    if not len(bins):
+        return ""
+    doublings = INF - 1 - (int(bins[-1]) - BIAS)
+    if doublings < 0:
+        return "no head-room: some are above 65504"
+    return f"head-room to 65504: {doublings} doublings of the scale"
+
+
+def _power(shift: float) -> str:
+    return f"2^{shift:.4g}"
+
+
+def _ruler(ax, height: float, label: str, left: float, right: float, shift: float):
+    """A strip above the plot that names the regions."""
+    from matplotlib.patches import Rectangle
+
+    where = ax.get_xaxis_transform()
+    for name, start, end in _regions(left, right, shift):
+        strip = Rectangle((start, height), end - start, 0.06, transform=where)
+        strip.set(facecolor=REGIONS[name][0], edgecolor="white", clip_on=False)
+        ax.add_patch(strip)
+        room = (end - start) / (right - left) / 0.0105  # letters
+        text = next((text for text in REGIONS[name][1:] if len(text) < room), "")
+        style = {"color": "white", "fontsize": 8, "ha": "center", "va": "center"}
+        ax.text((start + end) / 2, height + 0.028, text, transform=where, **style)
+    place = {"transform": ax.transAxes, "ha": "left", "va": "center", "fontsize": 8}
+    ax.text(1.008, height + 0.028, label, **place)

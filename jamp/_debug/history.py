@@ -1,0 +1,299 @@
+"""The scalars of a training loop, collected without waiting for the device.
+
+A host that reads a value waits until the device has computed it, and the device then
+waits for the host's next step. `History` never reads a value that is not there yet. The
+scalars of a step are packed into one small vector, as bits, which is also the copy that
+survives when the next step donates their buffers. `every` such vectors are stacked and
+their copy to the host begins; the block is taken over once it is there.
+"""
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._checks import shown
+from .packing import Layout, Packed, pack, stack, unpack
+from .table import percent, text_table
+
+SHOWN = 5  # steps of a printed table
+
+
+class Block(NamedTuple):
+    """Steps that are on their way to the host."""
+
+    layout: Layout
+    words: list[list[Any]]  # of each device, to be concatenated
+    host: dict[str, Any]  # name -> [steps]
+    steps: int
+
+
+class History:
+    """Collects the scalars of a training loop; never makes it wait for the device.
+
+        history = jamp.debug.History()
+        for batch in batches:
+            params, opt_state, loss = train_step(params, opt_state, batch)
+            history.append(jamp.metrics(opt_state) | {"loss": loss})
+        history["loss"]
+
+    `append` keeps a copy on the device, so the next step may donate what was appended.
+    Reading waits: `history["loss"]`, `rows()` and `fetch()` first get what is still on
+    its way. Like a pandas DataFrame, `len` counts the rows and iteration gives the
+    names: `pd.DataFrame(dict(history), index=history.steps)` and
+    `np.savez(path, **history)` work. `print(history)` shows the last values that have
+    arrived, and does not wait.
+
+    With `on_row`, each step's values are passed on in order as they arrive, for
+    TensorBoard or W&B. That is one block late, so call `fetch` when the loop ends, in a
+    `finally` if you stop it by Ctrl-C: it passes on the rest.
+
+    Args:
+      every: steps that are copied to the host together, at least 1.
+      on_row: called as `on_row(step, row)` with the step's number and a dict of Python
+        scalars; or None.
+      start: number of the first step, for a run that is resumed.
+
+    Raises:
+      ValueError: `every` is below 1.
+      TypeError: `every` or `start` is no integer, or `on_row` is no function.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> history = jamp.debug.History(on_row=print)
+      >>> for step in range(3):
+      ...     history.append({"loss": jnp.float32(1) / (step + 1), "epoch": 0})
+      >>> history.fetch()
+      0 {'loss': 1.0, 'epoch': 0}
+      1 {'loss': 0.5, 'epoch': 0}
+      2 {'loss': 0.3333333432674408, 'epoch': 0}
+      >>> history["loss"]
+      array([1.        , 0.5       , 0.33333334], dtype=float32)
+
+    PyTorch: none; `loss.item()` waits for the device at every step.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        on_row: Callable[[int, dict[str, Any]], Any] | None = None,
+        start: int = 0,
+    ):
+        self._every = _integer("every", every)
+        self._start = _integer("start", start)
+        if self._every < 1:
+            raise ValueError(f"every must be >= 1; got {every!r}.")
+        if on_row is not None and not callable(on_row):
+            raise TypeError(
+                f"on_row must be a function of (step, row); got {on_row!r} of type "
+                f"{type(on_row).__name__}."
+            )
+        self._on_row = on_row
+        self._names: tuple[str, ...] = ()
+        self._rows: list[Packed] = []  # fewer than `every` steps
+        self._pending: list[Block] = []  # on their way
+        self._chunks: list[dict[str, np.ndarray]] = []  # here
+        self._taken = 0  # steps in the chunks
+        self._queue: deque[tuple[int, dict[str, Any]]] = deque()  # for on_row
+        self._calling = False  # inside on_row
+
+    def append(self, metrics: Mapping[str, Any]) -> None:
+        """Adds the scalars of one step: device arrays of shape [], or Python numbers.
+
+        Args:
+          metrics: name -> scalar, with the same names at every step.
+
+        Raises:
+          ValueError: the names are not those of the first step; a value is no scalar.
+          TypeError: a value is no number, or is traced.
+        """
+        names = self._check_names("append", metrics)
+        row = pack("append", metrics, names, 0)
+        self._names = names
+        if self._rows and self._rows[0].layout != row.layout:
+            self._send()  # a value has changed its dtype or device
+        self._rows.append(row)
+        if len(self._rows) >= self._every:
+            self._send()
+        self._take_ready()
+
+    def extend(self, stacked: Mapping[str, Any]) -> None:
+        """Adds several steps at once: arrays [steps], such as `lax.scan` stacks them.
+
+        Args:
+          stacked: name -> array with one axis, the same length for all.
+
+        Raises:
+          ValueError: the names are not those of the first step, or the shapes differ.
+          TypeError: a value is no array of numbers, or is traced.
+        """
+        names = self._check_names("extend", stacked)
+        shapes = {name: np.shape(value) for name, value in stacked.items()}
+        if len(set(shapes.values())) > 1:
+            raise ValueError(
+                f"extend: all values need one shape, [steps]; got {shapes}."
+            )
+        row = pack("extend", stacked, names, 1)
+        (steps,) = shapes[names[0]]
+        self._names = names
+        if self._rows:
+            self._send()
+        words = [[array] for array in row.words]
+        self._launch(Block(row.layout, words, row.host, steps))
+        self._take_ready()
+
+    def fetch(self) -> None:
+        """Waits for all steps so far; passes those that are left to `on_row`."""
+        if self._rows:
+            self._send()
+        while self._pending:
+            self._take()
+        self._call_on_row()
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The values of all steps so far, [steps], in their own dtype. Waits."""
+        if name not in self._names:
+            known = ", ".join(self._names) or "nothing, before the first append"
+            raise KeyError(f"History has no {name!r}; it has {known}.")
+        self.fetch()
+        return np.concatenate([chunk[name] for chunk in self._chunks])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict of Python scalars for each step so far. Waits."""
+        self.fetch()
+        return [row for chunk in self._chunks for row in _rows(chunk)]
+
+    def keys(self) -> tuple[str, ...]:
+        """The names, in the order of the first `append`."""
+        return self._names
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The numbers of the steps so far, [steps]."""
+        return np.arange(self._start, self._start + len(self))
+
+    def __len__(self) -> int:
+        """How many steps there are so far."""
+        pending = sum(block.steps for block in self._pending)
+        return self._taken + pending + len(self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __contains__(self, name: Any) -> bool:
+        return name in self._names
+
+    def __repr__(self) -> str:
+        text = f"History of {len(self)} steps"
+        if len(self) > self._taken:
+            text += f", {self._taken} of them on the host"
+        if self._taken and "found_inf" in self._names:
+            skipped = sum(np.count_nonzero(c["found_inf"]) for c in self._chunks)
+            text += f", {skipped} skipped ({percent(skipped / self._taken)})"
+        last: list[dict[str, Any]] = []
+        for chunk in reversed(self._chunks):
+            last = [*_rows(chunk, SHOWN - len(last)), *last]
+            if len(last) == SHOWN:
+                break
+        if not last:
+            return text
+        end = self._start + self._taken
+        header = ("step", *map(str, range(end - len(last), end)))
+        lines = [(name, *(_short(row[name]) for row in last)) for name in self._names]
+        return f"{text}\n{text_table(header, lines)}"
+
+    def _check_names(self, caller: str, metrics: Any) -> tuple[str, ...]:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"{caller}: metrics must be a dict of name -> value; "
+                f"got {shown(metrics)}."
+            )
+        if self._names:
+            if metrics.keys() == set(self._names):
+                return self._names
+            missing = [name for name in self._names if name not in metrics]
+            new = [name for name in metrics if name not in self._names]
+            raise ValueError(
+                f"{caller}: every step needs the names of the first; missing: "
+                f"{missing}, new: {new}. Use float('nan') where there is no value, "
+                "or a second History."
+            )
+        if not metrics or not all(isinstance(name, str) for name in metrics):
+            raise ValueError(f"{caller} needs names for the values; got {metrics!r}.")
+        return tuple(metrics)
+
+    def _send(self) -> None:
+        """Begins to copy the collected rows to the host."""
+        rows = self._rows
+        words = [list(group) for group in zip(*(r.words for r in rows), strict=True)]
+        if len(rows) == self._every:  # else not worth compiling for their number
+            words = [[stack(group)] for group in words]
+        host = {name: [row.host[name] for row in rows] for name in rows[0].host}
+        self._launch(Block(rows[0].layout, words, host, len(rows)))
+
+    def _launch(self, block: Block) -> None:
+        # Explicit in spirit: a user's guard against implicit transfers lets it pass.
+        with jax.transfer_guard_device_to_host("allow"):
+            for array in (array for group in block.words for array in group):
+                array.copy_to_host_async()
+        # Together, so that Ctrl-C finds each row in one place.
+        self._pending, self._rows = [*self._pending, block], []
+
+    def _take_ready(self) -> None:
+        while self._pending and all(
+            array.is_ready() for group in self._pending[0].words for array in group
+        ):
+            self._take()
+        self._call_on_row()
+
+    def _take(self) -> None:
+        """Moves the oldest block to the host."""
+        block = self._pending[0]
+        columns = {name: np.array(values) for name, values in block.host.items()}
+        words = [
+            np.concatenate([np.atleast_2d(rows) for rows in jax.device_get(arrays)])
+            for arrays in block.words
+        ]
+        columns |= unpack(block.layout, words)
+        chunk = {name: columns[name] for name in self._names}
+        self._chunks.append(chunk)
+        del self._pending[0]
+        if self._on_row is not None:
+            self._queue.extend(enumerate(_rows(chunk), self._start + self._taken))
+        self._taken += block.steps
+
+    def _call_on_row(self) -> None:
+        if self._on_row is None or self._calling:  # on_row may read the history
+            return
+        self._calling = True
+        try:
+            while self._queue:
+                self._on_row(*self._queue.popleft())  # at most once, if it raises too
+        finally:
+            self._calling = False
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer; got {shown(value)}.") from None
+
+
+def _rows(chunk: dict[str, np.ndarray], last: int | None = None) -> list[dict]:
+    """The rows of a chunk, or its last ones, as Python scalars."""
+    steps = len(next(iter(chunk.values())))
+    start = 0 if last is None else max(steps - last, 0)
+    columns = (column[start:].tolist() for column in chunk.values())
+    return [
+        dict(zip(chunk, values, strict=True)) for values in zip(*columns, strict=True)
+    ]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,89 @@
+"""Which values of a run hold an inf or a nan: small arrays, and what each belongs to.
+
+The arrays (`Marks`) are computed with everything else, eagerly or inside a trace; which
+value each belongs to is written down once, in a `Program`. `recorder.py` makes both,
+`blame.py` reads them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .finiteness import FINE
+from .sites import Site
+
+
+class Node(NamedTuple):
+    """One op of a Program. Values are known by number."""
+
+    site: Site
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    is_check: bool  # whether a loss scaler looks here whether gradients are finite
+    is_single: bool  # whether it makes single numbers: then all of its inputs count
+    inner: "Inner | None" = None
+
+
+class Inner(NamedTuple):
+    """The bodies of a scan, while or cond."""
+
+    kind: str
+    programs: "tuple[Program, ...]"
+    place: int  # among the inner marks of the Program around it
+    n_consts: int = 0  # inputs of the body that are the same in all iterations
+    skipped: int = 0  # inputs of the op that the body does not get
+    n_carry: int = 0
+    reverse: bool = False
+
+
+class Program:
+    """What ran, in order; and where the mark of each value is."""
+
+    def __init__(self):
+        self.nodes: list[Node] = []
+        self.made_by: dict[int, Node] = {}
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
+        self.slots: dict[int, int] = {}  # value -> place in the marks
+        self.known: dict[int, int] = {}  # value -> mark of a literal
+        self.constants: set[int] = set()
+        self.numbers = 0  # of values so far
+
+    def number(self) -> int:
+        self.numbers += 1
+        return self.numbers - 1
+
+    def mark(self, marks: "Marks", number: int) -> int:
+        """The mark of a value."""
+        slot = self.slots.get(number)
+        known = self.known.get(number, FINE)
+        return known if slot is None else int(marks.values[slot])
+
+
+class Marks(NamedTuple):
+    """The marks of one Program, or of all iterations of one, stacked."""
+
+    values: jax.Array  # uint8 [slots]
+    inner: tuple[Any, ...]  # per scan: Marks [length]; while: Loop; cond: Branches
+
+
+class Loop(NamedTuple):
+    """For each carried value, the iterations of a while loop that made it bad."""
+
+    iteration: jax.Array  # int32 [2, carry]: INF, and NAN; -1 if there was none
+    marks: Marks  # of those iterations, [2, carry]
+
+
+class Branches(NamedTuple):
+    chosen: jax.Array  # int32 []: the branch that ran
+    marks: tuple[Marks, ...]  # zeros for the others
+
+
+def marks_of(program: Program, marks: Marks, numbers: Sequence[int]) -> jax.Array:
+    """The marks of some values: uint8 [values]."""
+    slots = [program.slots.get(number) for number in numbers]
+    fine = np.uint8(FINE)
+    return jnp.stack([fine if s is None else marks.values[s] for s in slots])

@@ -1,0 +1,258 @@
+"""`find_nonfinite`: the first op that made an inf or nan of finite numbers."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.ref
+import numpy as np
+
+from .. import _compat
+from .._autocast.region import ambient
+from .._checks import is_traced
+from .blame import trace_back
+from .call import ARRAYS, open_call, path_name
+from .finiteness import INF, NAN
+from .marks import Marks, Program
+from .recorder import run_marked
+from .report import Report, check_single, only_when, report, stacked, static
+from .table import markdown_table
+
+SHOWN = 5
+
+FOREIGN_REF = """find_nonfinite follows a `jax.Ref` that the function makes, and was \
+given one from outside: write a function that takes its value, `ref[...]`, and makes \
+the reference of that (`jax.new_ref(value)`)."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """What the marks of a report belong to."""
+
+    program: Program
+    function: str
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+@report
+class NonfiniteReport(Report):
+    """Where infs and nans come from. From `find_nonfinite`.
+
+    A pytree, so that a jitted function can return it; `print` waits for the device.
+
+    Raises:
+      TypeError: read inside a trace, where it has no numbers, or as a bool.
+      ValueError: read while it is stacked, of several steps: index it first.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> report = find_nonfinite(lambda x: jnp.log(x) * 2)(jnp.zeros(2))
+      >>> report.to_dict()["ops"][0]["primitive"]
+      'log'
+    """
+
+    marks: Marks
+    layout: Layout = static()
+
+    def _stacked_shape(self):
+        return np.shape(self.marks.values)[:-1]
+
+    @property
+    def found(self) -> list[str]:
+        """What made an inf or nan, in the order in which it ran: the arguments that
+        held one, then the ops. Empty if nothing was found."""
+        row = self.to_dict()
+        return [*row.get("bad_arguments", ()), *(o["op"] for o in row.get("ops", ()))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was found, or `{}`.
+
+        Keys: `ops`, a list with, for each op, `op` (one line of text), `made` ("inf" or
+        "nan"), `primitive`, `dtypes_in`, `dtypes_out`, `line`, `path` (of modules),
+        `region`, `backward`, `loops` (pairs such as ("scan", 17)), `times` (in how many
+        iterations, or how often on that line), `arguments` (those that go into it) and
+        `from_inf` (whether it made a nan of an inf); then `bad_arguments`,
+        `bad_constants` (lines), and `results`, the paths of the results that are not
+        finite: none, if a train step was skipped.
+        """
+        check_single(self)
+        program, names = self.layout.program, self.layout.arguments
+        marks = jax.tree.map(np.asarray, self.marks)
+        is_bad = [program.mark(marks, number) > 0 for number in program.outputs]
+        results = list(itertools.compress(self.layout.results, is_bad))
+        bad = dict.fromkeys(itertools.compress(program.outputs, is_bad), INF | NAN)
+        ops, inputs, constants = trace_back(program, marks, bad)
+        if all(o.from_inf for o in ops):  # nothing, or what was given so
+            checks = trace_back(program, marks, {}, checked=True)
+            ops, inputs = [*ops, *checks.origins], inputs | checks.inputs
+            constants += checks.constants
+        if not (ops or inputs or constants or results):
+            return {}
+        if any(not o.from_inf for o in ops):  # the others follow from these
+            ops = [o for o in ops if not o.from_inf]
+        first = {}  # of the iterations of a loop, and of equal ops on a line
+        for o in ops:
+            first.setdefault((o.site, o.made, o.from_inf), []).append(o)
+        return {
+            "ops": [
+                {"op": str(site), "made": made, "from_inf": from_inf}
+                | site._asdict()
+                | {"loops": list(same[0].loops), "times": len(same)}
+                | {"arguments": [names[i] for i in sorted(same[0].fed_by)]}
+                for (site, made, from_inf), same in first.items()
+            ],
+            "bad_arguments": [names[i] for i in sorted(inputs)],
+            "bad_constants": list(dict.fromkeys(site.line for site in constants)),
+            "results": results,
+        }
+
+    def _parts(self, table):
+        if self._stacked_shape():
+            slots = map(self.layout.program.slots.get, self.layout.program.outputs)
+            slots = [slot for slot in slots if slot is not None]
+            return [stacked(self, np.asarray(self.marks.values)[..., slots] > 0)]
+        row, layout = self.to_dict(), self.layout
+        bullet = "- " if table is markdown_table else ""
+        if not row:
+            n = len(layout.results)
+            return [f"no inf or nan in the {n} results of {layout.function}"]
+        lines = []
+        if row["bad_arguments"]:
+            lines.append(f"inf or nan given in {some(row['bad_arguments'])}")
+        elif row["bad_constants"] and all(o["from_inf"] for o in row["ops"]):
+            given = some(row["bad_constants"])
+            lines.append(f"inf or nan given as a constant at {given}")
+        lines += [bullet + described(op) for op in row["ops"][:SHOWN]]
+        if len(row["ops"]) > SHOWN:
+            lines.append(f"... and {len(row['ops']) - SHOWN} ops more")
+        if row["results"]:
+            n = len(layout.results)
+            reached = f"{len(row['results'])} of {n} results: {some(row['results'])}"
+            lines.append(f"reaches {reached}")
+        else:
+            lines.append("reaches the loss scaler's check; the step was skipped")
+        return lines
+
+
+def described(op: dict[str, Any]) -> str:
+    of = "of an inf" if op["from_inf"] else "of finite numbers"
+    text = f"{op['made']} made {of} by {op['op']}"
+    text += "".join(f", in iteration {i} of a {kind}" for kind, i in op["loops"])
+    text += f", and {op['times'] - 1} times after it" if op["times"] > 1 else ""
+    return text + (f", from {some(op['arguments'])}" if op["arguments"] else "")
+
+
+def some(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def find_nonfinite(
+    fn: Callable[..., Any], *, when: Any = None
+) -> Callable[..., NonfiniteReport]:
+    """Finds the first op, forward or backward, that made an inf or nan.
+
+    Runs `fn` op by op with the arguments given, notes for each value whether it holds
+    an inf or a nan, and goes back from the results that do to the op that made them of
+    finite numbers: through jit, scan, while, cond, remat and custom derivatives. Only
+    what leads to a result counts, so that a mask of -inf or the branch that `where`
+    did not take are no faults. To see the backward pass, give it the function that
+    takes the gradient, or the whole train step:
+
+        jamp.debug.find_nonfinite(jax.grad(loss_fn))(params, batch)
+        grad_fn = jamp.value_and_grad(loss_fn, opt_state)
+        jamp.debug.find_nonfinite(grad_fn)(params, batch)
+        jamp.debug.find_nonfinite(train_step)(model, optimizer, scaler, batch)
+
+    A train step that was skipped gives finite results; then what the loss scaler found
+    is followed. With `when` inside a jitted step, the function is run again only on
+    steps where it is true; it takes longer to compile.
+
+        report = jamp.debug.find_nonfinite(grad_fn, when=skipped)(params, batch)
+
+    Args:
+      fn: any function of pytrees, Flax, Equinox or Haiku modules; a Flax module or its
+        method. Its side effects happen again.
+      when: bool [], or None to look always.
+
+    Returns:
+      A function with the arguments of `fn` that returns a `NonfiniteReport`: a pytree
+      of marks, and of names that stay in Python. Printed it says which op made the
+      inf, in which dtype, on which line, in which module, forward or backward, in
+      which iteration of a scan, from which parameters, and what it reaches. `found` is
+      a list of lines, `to_dict()` has the parts.
+
+    Raises:
+      TypeError: `fn` cannot be called, `when` is no bool, an array has no values; a
+        `jax.Ref` that `fn` does not make.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> def loss_fn(params, x):
+      ...     with jax.named_scope("head"):
+      ...         return jnp.sum(jnp.log(x @ params["w"]))
+      >>> params = {"w": jnp.zeros((2, 3))}
+      >>> find = jamp.debug.find_nonfinite(jax.grad(loss_fn))
+      >>> report = find(params, jnp.ones((1, 2)))
+      >>> op, *_ = report.to_dict()["ops"]
+      >>> op["made"], op["primitive"], op["path"], op["backward"]
+      ('inf', 'div', 'head', True)
+
+    PyTorch: `torch.autograd.detect_anomaly`, which sees nans in the backward pass.
+    """
+
+    @functools.wraps(fn, updated=())
+    def find(*args, **kwargs):
+        call = open_call("find_nonfinite", fn, args, kwargs)
+        for name, array in zip(call.names, call.arrays, strict=True):
+            if isinstance(array, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"find_nonfinite runs the function: {name!r} must be an array; got "
+                    f"{array!r}."
+                )
+        names = []
+
+        def flat(*arrays):
+            with ambient():
+                result = call.run(arrays)
+            leaves = jax.tree_util.tree_leaves_with_path(result)
+            leaves = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
+            names[:] = [path_name(path) or "the result" for path, _ in leaves]
+            return [leaf for _, leaf in leaves]
+
+        traced = jax.make_jaxpr(flat)(*call.arrays)
+        if any(is_reference(value) for value in (*call.arrays, *traced.consts)):
+            raise TypeError(FOREIGN_REF)
+        jaxpr = _compat.without_refs(traced)
+        programs = []
+
+        def run():
+            with jax.debug_nans(False), jax.debug_infs(False):  # they would stop it
+                _, marks, program = run_marked(jaxpr, call.arrays)
+            programs[:] = [program]
+            return marks
+
+        # Op by op JAX does not bring constants to the devices of a sharded array.
+        marks = only_when(when, jax.jit(run) if is_spread(call.arrays) else run)
+        layout = Layout(programs[0], call.function, call.names, tuple(names))
+        return NonfiniteReport(marks, layout)
+
+    return find
+
+
+def is_spread(arrays: Sequence[Any]) -> bool:
+    """Whether an array lies on several devices."""
+    concrete = [a for a in arrays if isinstance(a, jax.Array) and not is_traced(a)]
+    return any(len(array.sharding.device_set) > 1 for array in concrete)
+
+
+def is_reference(value: Any) -> bool:
+    return isinstance(jax.typeof(value), jax.ref.AbstractRef)
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, (*ARRAYS, float, int, complex))

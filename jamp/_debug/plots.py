@@ -1,0 +1,91 @@
+"""Pictures of a training run: the loss scale over steps.
+
+Nothing here imports matplotlib before something is drawn, and nothing touches pyplot's
+global state: without `ax` a plot gets a figure of its own, which needs no display.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .._checks import shown
+
+BLUE, RED = "#1761b0", "#c8102e"
+
+
+def plot_scale(history: Mapping[str, Any], ax: Any = None) -> Any:
+    """Draws the loss scale over the steps, and marks those that were skipped.
+
+    Args:
+      history: a `History`, or another mapping with sequences "loss_scale" and
+        "found_inf" of the same length.
+      ax: matplotlib Axes to draw into; None for a figure of its own.
+
+    Returns:
+      The Axes; `ax.figure.savefig(path)` writes a file, and in a notebook `ax.figure`
+      shows it.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      TypeError: `history` is no mapping, or `ax` no Axes.
+      ValueError: `history` lacks one of the two, or their lengths differ.
+
+    Examples:
+      >>> import jamp
+      >>> history = {"loss_scale": [8.0, 4.0, 4.0], "found_inf": [False, True, False]}
+      >>> ax = jamp.debug.plot_scale(history)  # doctest: +SKIP
+      >>> ax.figure.savefig("scale.png")  # doctest: +SKIP
+
+    PyTorch: none.
+    """
+    if not hasattr(history, "keys"):
+        raise TypeError(
+            "plot_scale: history must be a jamp.debug.History or a mapping; got "
+            f"{shown(history)}."
+        )
+    if not {"loss_scale", "found_inf"} <= set(history.keys()):
+        raise ValueError(
+            'plot_scale: history needs "loss_scale" and "found_inf", as jamp.metrics '
+            f"has them; it has {', '.join(map(str, history.keys())) or 'nothing'}."
+        )
+    scale, found = np.asarray(history["loss_scale"]), np.asarray(history["found_inf"])
+    if scale.ndim != 1 or scale.shape != found.shape:
+        raise ValueError(
+            'plot_scale: "loss_scale" and "found_inf" must be sequences of one length, '
+            f"with a value for each step; got shapes {scale.shape} and {found.shape}."
+        )
+    scale, skipped = scale.astype(np.float64), np.flatnonzero(found)
+    steps = getattr(history, "steps", np.arange(len(scale)))
+
+    ax = axes("plot_scale", ax, (8, 3.5))
+    ax.step(steps, scale, where="post", color=BLUE, label="loss scale")
+    label = f"skipped step ({len(skipped)} of {len(scale)})"
+    ax.plot(steps[skipped], scale[skipped], "X", color=RED, label=label)
+    ax.set_yscale("log", base=2)
+    if len(scale) and 0 < scale.min() and scale.max() < np.inf:
+        ax.set_ylim(scale.min() / 2, scale.max() * 2)
+    ax.set(xlabel="step", ylabel="loss scale")
+    ax.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+    ax.margins(x=0.01)
+    ax.grid(alpha=0.25, linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def axes(caller: str, ax: Any, size: tuple[float, float]) -> Any:
+    """The user's Axes, or new ones in a figure that pyplot knows nothing of."""
+    if ax is not None:
+        if not hasattr(ax, "plot"):
+            raise TypeError(
+                f"{caller}: ax must be matplotlib Axes or None; got {shown(ax)}. To "
+                "write a file: ax.figure.savefig(path) of what is returned."
+            )
+        return ax
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f'{caller} needs matplotlib. Run: pip install "jamp-jax[plot]"'
+        ) from error
+    return Figure(figsize=size, layout="constrained").subplots()

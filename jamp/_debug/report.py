@@ -1,0 +1,133 @@
+"""What the reports of `jamp.debug` have in common.
+
+A report is a pytree of small arrays, and of names that stay in Python. It can be made
+inside jit, returned, stacked by `lax.scan` and fetched when somebody asks. Only
+printing needs the values.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._checks import brief, is_traced
+from .table import markdown_table, text_table
+
+SHOWN = 20  # rows of a printed table
+
+
+class Report:
+    """What the reports have in common: they print as tables."""
+
+    def __str__(self) -> str:
+        if any(map(is_traced, jax.tree.leaves(self))):
+            return f"{type(self).__name__}, inside a trace"
+        return "\n".join(filter(None, self._parts(text_table)))
+
+    __repr__ = __str__
+
+    def to_markdown(self) -> str:
+        """The printed table in Markdown."""
+        return "\n\n".join(filter(None, self._parts(markdown_table)))
+
+    _repr_markdown_ = to_markdown  # what a notebook shows
+
+    def _parts(self, table: Callable[..., str]) -> list[str]:
+        raise NotImplementedError
+
+    def _stacked_shape(self) -> tuple[int, ...]:
+        """The steps of a report that `lax.scan` or `vmap` has stacked, or ()."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        shape = self._stacked_shape()
+        if not shape:
+            raise TypeError(
+                f"this {type(self).__name__} is of one step, it has no len."
+            )
+        return shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Any:
+        """One step of a stacked report."""
+        if not self._stacked_shape():
+            raise TypeError(
+                f"this {type(self).__name__} is of one step and cannot be indexed; "
+                "to_dict() has its parts."
+            )
+        steps = len(self)
+        if not isinstance(index, int | np.integer):
+            raise TypeError(f"report[i] takes the number of a step; got {index!r}.")
+        if not -steps <= operator.index(index) < steps:
+            raise IndexError(
+                f"report[{index}] is out of range: the report has {steps} steps."
+            )
+
+        def pick(leaf):  # by NumPy, which does not ask how an array is sharded
+            return leaf[index] if is_traced(leaf) else np.asarray(leaf)[index]
+
+        return jax.tree.map(pick, self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a report is neither true nor false; ask for report.found.")
+
+
+def report(cls: type) -> type:
+    """A frozen dataclass that is a pytree of the fields not marked as static."""
+    cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    static = {f.name for f in dataclasses.fields(cls) if f.metadata.get("static")}
+    data = [f.name for f in dataclasses.fields(cls) if f.name not in static]
+    return jax.tree_util.register_dataclass(cls, data, sorted(static))
+
+
+def static() -> Any:
+    return dataclasses.field(metadata={"static": True})
+
+
+def only_when(when: Any, compute: Callable[[], Any]) -> Any:
+    """`compute()`, or zeros of its shapes where `when` is false."""
+    if when is None:
+        return compute()
+    is_bool = isinstance(when, bool) or getattr(when, "dtype", None) == jnp.bool_
+    if not is_bool or jnp.shape(when) != ():
+        raise TypeError(
+            f"when must be a bool or a bool array of shape []; got {brief(when)}. "
+            'jamp.metrics(opt_state)["found_inf"] and what scaler.step returns are.'
+        )
+    shapes = jax.eval_shape(compute)
+    zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return lax.cond(when, compute, zeros)
+
+
+def check_single(report: Report) -> None:
+    """Raises ValueError if a report is stacked, TypeError if it has no values yet."""
+    check_fetchable(report)
+    if shape := report._stacked_shape():
+        raise ValueError(
+            f"this {type(report).__name__} is stacked, of {shape[0]} steps; index it "
+            "first: report[i]."
+        )
+
+
+def check_fetchable(report: Any) -> None:
+    if any(map(is_traced, jax.tree.leaves(report))):
+        raise TypeError(
+            f"this {type(report).__name__} is inside a trace, where it has no numbers; "
+            "return it from the jitted function and read it outside."
+        )
+
+
+def stacked(report: Report, is_found: Any) -> str:
+    """The text of a stacked report, with whether something was found by step."""
+    shape = report._stacked_shape()
+    steps = np.flatnonzero(np.asarray(is_found).reshape(shape[0], -1).any(axis=1))
+    shown = ", ".join(map(str, steps[:SHOWN])) + (", ..." if len(steps) > SHOWN else "")
+    found = f"something found in {len(steps)}: {shown}" if len(steps) else "all clean"
+    return f"{type(report).__name__} of {shape[0]} steps, {found}. Index it: report[i]."

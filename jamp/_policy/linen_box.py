@@ -1,0 +1,81 @@
+"""Boxes for Linen's parameters, which cast what is read.
+
+They are of the kind that Flax uses for sharding annotations: a module that reads its
+parameter opens the box, and opening it casts.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from flax.core import meta
+
+from .._tree import cast_floating
+from .overrides import COMPUTE_DTYPE
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class CastOnUse(meta.AxisMetadata):
+    """A parameter, perhaps with a sharding annotation, that is cast when it is read."""
+
+    value: Any
+
+    def unbox(self):
+        dtype = COMPUTE_DTYPE.value
+        value = meta.unbox(self.value)
+        return value if dtype is None else cast_floating(value, dtype)
+
+    def replace_boxed(self, val):
+        return CastOnUse(meta.replace_boxed(self.value, val))
+
+    def add_axis(self, index, params):
+        return CastOnUse(meta.add_axis(self.value, index, params))
+
+    def remove_axis(self, index, params):
+        return CastOnUse(meta.remove_axis(self.value, index, params))
+
+    # For code that reads self.variables["params"] instead of self.param(...).
+
+    def __jax_array__(self):
+        return self.unbox()
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "value":
+            raise AttributeError(name)
+        return getattr(self.unbox(), name)
+
+    def __getitem__(self, index):
+        return self.unbox()[index]
+
+
+def opened(variables):
+    """The parameters as modules see them."""
+    return each_box(lambda x: x.unbox(), variables)
+
+
+def without_boxes(variables):
+    """The parameters as they are stored."""
+    return each_box(lambda x: x.value, variables)
+
+
+def each_box(function, variables):
+    def is_box(x):
+        return isinstance(x, CastOnUse)
+
+    return jax.tree.map(
+        lambda x: function(x) if is_box(x) else x, variables, is_leaf=is_box
+    )
+
+
+def box(variables):
+    def put(x):
+        return x if isinstance(x, CastOnUse) else CastOnUse(x)
+
+    def is_boxed(x):
+        return isinstance(x, meta.AxisMetadata)
+
+    return jax.tree.map(put, variables, is_leaf=is_boxed)

@@ -1,0 +1,271 @@
+"""`with_policy` for Flax NNX.
+
+Each module of the copy gets a subclass of its class, whose methods cast, and each
+parameter a subclass of its Variable type, which casts when it is read inside of such a
+method. Attributes, paths and metadata stay, and so do `isinstance` and NNX's filters.
+"""
+
+import functools
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .._autocast.notes import Memory
+from .._tree import cast_floating
+from .float32_for import FLOAT32_FOR
+from .overrides import (
+    COMPUTE_DTYPE,
+    ROOT,
+    Call,
+    Place,
+    Plan,
+    check_all_used,
+    make_plan,
+    methods_of,
+    place_of,
+    subclass,
+)
+from .policy import Policy
+
+M = TypeVar("M", bound=nnx.Module)
+CALLER = "jamp.nnx.with_policy"
+
+ROUNDED_WRITE = """{}: {} writes its parameter {!r} while it is called, and has read \
+it in {} before: what is stored in {} would be rounded by each call. If no optimizer \
+trains it, as a running average, make it a Variable that is no nnx.Param: policies \
+leave those alone. Else give the module an override in which it reads what is stored: \
+{{{}: "full"}}."""
+
+
+def with_policy(
+    model: M,
+    policy: Policy | str,
+    overrides: Mapping[str | type, Policy | str] | None = None,
+    *,
+    float32_for: Collection[str] = FLOAT32_FOR,
+) -> M:
+    """A copy of the model with a policy for it and for all modules inside.
+
+    Parameters (`nnx.Param` and what derives from it) are stored in `param_dtype` and
+    cast to `compute_dtype` when they are read in a call of a module; outside of calls
+    they read as stored. Each module's inputs are cast to `compute_dtype`, the results
+    of the outermost one to `output_dtype`. Other Variables, such as batch statistics,
+    are left as they are. The state has the paths of the plain model's: checkpoints
+    load both ways. The arrays are shared with `model` where no cast is needed.
+
+    Overrides give other policies to modules inside, and to all that is in those, up to
+    the next override. If several are for the same module, the first decides. Norms get
+    a policy by themselves: they store and compute in float32 and give back what the
+    modules around them compute in.
+
+    A layer's own `dtype=` wins over its policy, as does a cast in the module's code. A
+    parameter that several modules share is cast by the one that reads it, and stored
+    as the first path that leads to it says.
+
+    Args:
+      model: an NNX module.
+      policy: a `Policy`, or a string for `get_policy`.
+      overrides: maps module paths or classes to policies. A path is a regular
+        expression that is searched for in names such as "blocks/0/attention"; "^head$"
+        is the outermost `head`, and "blocks/1" is not "blocks/10". A name or class
+        stands for the module with all inside.
+      float32_for: what stays in float32 although its policy says half precision:
+        "norms" (Flax's classes and those derived from them), "softmax", "losses"
+        (optax's). `()` for nothing.
+
+    Returns:
+      The copy. Make the optimizer for it, not for `model`.
+
+    Raises:
+      TypeError: an argument is of the wrong type.
+      ValueError: the model has a policy already; a bad policy; an override matches no
+        module; the nearest paths are shown. In a call: a module writes a parameter that
+        it has read in fewer bits, such as a running average.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> from flax import nnx
+      >>> rngs = nnx.Rngs(0)
+      >>> layers = nnx.Linear(4, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
+      >>> model = jamp.nnx.with_policy(nnx.Sequential(*layers), "c=float16")
+      >>> model(jnp.ones((1, 4))).dtype, model.layers[0].kernel.dtype
+      (dtype('float16'), dtype('float32'))
+
+    PyTorch: FSDP's `MixedPrecision` and apex's opt level O2. Keras's `DTypePolicyMap`
+    maps paths in this way.
+    """
+    plan = make_plan(CALLER, model, nnx.Module, policy, overrides, float32_for)
+    if any(getattr(v, "hijax", False) for _, v in nnx.iter_graph(model) if is_param(v)):
+        raise NotImplementedError(
+            f"{CALLER}: the model has hijax Variables, which cannot be cast when they "
+            "are read; make it without (nnx.use_hijax(False))."
+        )
+    model = nnx.clone(model)
+    places = assign(model, plan)
+    for path, module in list(nnx.iter_modules(model)):
+        if (around_and_own := places[path]) is not None:
+            outer, place = around_and_own
+            cls = policied(type(module), plan, place, place != outer)
+            object.__setattr__(module, "__class__", cls)
+            if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
+                module.dtype = None  # by default it is that of the stored parameter
+    for path, variable in list(nnx.iter_graph(model)):
+        if is_param(variable) and (found := nearest(path, places)):
+            dtype = found[1].policy.param_dtype
+            raw = cast_floating(variable.get_raw_value(), dtype)
+            variable.set_raw_value(raw)
+    cast_parameters_on_use(model)
+    return model
+
+
+Path = tuple[Any, ...]
+
+
+def is_param(node: Any) -> bool:
+    return isinstance(node, nnx.Param)
+
+
+def has_policy(module: Any) -> bool:
+    return hasattr(type(module), "_jamp_place")
+
+
+Places = dict[Path, tuple[Place | None, Place] | None]
+
+
+def nearest(path: Path, places: Places) -> tuple[Place | None, Place] | None:
+    """The places at the longest start of a path that has an entry."""
+    starts = (path[:depth] for depth in range(len(path), -1, -1))
+    return next(places[start] for start in starts if start in places)
+
+
+def assign(model: nnx.Module, plan: Plan) -> Places:
+    """For each module the place of the one around it, and its own.
+
+    None for modules that have a policy already, and for those inside.
+    """
+    hits: set[int] = set()
+    places: Places = {}
+    modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
+    for path, module in modules:
+        around = nearest(path[:-1], places) if path else (None, None)
+        if has_policy(module) or around is None:
+            places[path] = None
+            continue
+        name = "/".join(map(str, path))
+        outer = around[1]
+        base = outer or Place(plan.policy, ROOT)
+        places[path] = outer, place_of(plan, name, module, base, hits)
+    names = ("/".join(map(str, path)) for path, _ in modules)
+    check_all_used(CALLER, plan, hits, names)
+    return places
+
+
+class Current(threading.local):
+    """The module that is being called, its place, and what was read so far."""
+
+    module: Any = None
+    place: Place | None = None
+    rounded = Memory()  # stored parameters that were read in fewer bits
+
+
+CURRENT = Current()
+
+
+@functools.cache
+def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
+    """A subclass whose methods run under a policy.
+
+    Args:
+      boundary: whether the module around it has another place.
+    """
+
+    def governed(name, function):
+        def method(self, *args, **kwargs):
+            inside = CURRENT.module
+            if inside is self or (boundary and type(inside) is type(self)):
+                return function(self, *args, **kwargs)  # itself, or a copy under jit
+            before = CURRENT.module, CURRENT.place
+            if before[0] is None:  # perhaps just merged from a plain model's state
+                cast_parameters_on_use(self)
+                CURRENT.rounded = Memory()
+            CURRENT.module, CURRENT.place = self, place
+            try:
+                bound = functools.partial(function, self)
+                call = Call(plan, place, before[1], boundary, self, name)
+                return call.run(bound, args, kwargs)
+            finally:
+                CURRENT.module, CURRENT.place = before
+
+        functools.update_wrapper(method, function, updated=())
+        return method
+
+    if issubclass(base, nnx.List | nnx.Dict):
+        return base  # containers
+    methods = methods_of(base, nnx.Module)
+    namespace = {name: governed(name, function) for name, function in methods.items()}
+    rebuild = (policied, (base, plan, place, boundary))
+    return subclass(base, namespace | {"_jamp_place": place}, rebuild)
+
+
+def cast_parameters_on_use(model: nnx.Module) -> None:
+    nodes = [node for _, node in nnx.iter_graph(model)]
+    bridges = [node for node in nodes if isinstance(node, nnx.bridge.ToNNX)]
+    foreign = {id(v) for bridge in bridges for _, v in nnx.iter_graph(bridge)}
+    for variable in nodes:
+        base = type(variable)
+        if issubclass(base, nnx.Param) and not hasattr(base, "_jamp_rebuild"):
+            if id(variable) not in foreign:  # Linen's, which knows no such types
+                object.__setattr__(variable, "__class__", cast_on_use(base))
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def rounded_write(variable: nnx.Variable) -> str:
+    """What to say of a parameter that is written after it was read in fewer bits."""
+    module = CURRENT.module
+    found = (path for path, node in nnx.iter_graph(module) if node is variable)
+    name, kind = "/".join(map(str, next(found, ("?",)))), type(module).__name__
+    stored = variable.get_raw_value().dtype
+    read = COMPUTE_DTYPE.value
+    return ROUNDED_WRITE.format(CALLER, kind, name, read, stored, kind)
+
+
+@functools.cache
+def cast_on_use(base: type) -> type:
+    """A subclass of a Variable type that casts when it is read in a call."""
+
+    def get_value(self, **kwargs):
+        value = base.get_value(self, **kwargs)
+        dtype = COMPUTE_DTYPE.value
+        if dtype is None:
+            return value
+        stored = self.get_raw_value()
+        if is_floating(stored) and dtype.itemsize < stored.dtype.itemsize:
+            CURRENT.rounded.set(stored, True)
+        return cast_floating(value, dtype)
+
+    def set_value(self, value, **kwargs):
+        stored = self.get_raw_value()
+        if COMPUTE_DTYPE.value is not None and is_floating(stored):
+            if CURRENT.rounded.get(stored, False):
+                raise ValueError(rounded_write(self))
+            value = cast_floating(value, stored.dtype)
+        base.set_value(self, value, **kwargs)
+
+    def __getattr__(self, name):
+        value = base.__getattr__(self, name)  # metadata, or of the array as stored
+        if COMPUTE_DTYPE.value is None or name in self.get_metadata():
+            return value
+        return getattr(self.get_value(), name)
+
+    namespace = {"get_value": get_value, "set_value": set_value}
+    namespace |= {"__getattr__": __getattr__}
+    made = subclass(base, namespace, (cast_on_use, (base,)))
+    made.__module__ = "jamp.nnx"  # to tell the two apart in messages
+    return made

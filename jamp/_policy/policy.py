@@ -1,0 +1,317 @@
+"""Policy: which dtypes parameters, computation and outputs have. jmp's names."""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .._checks import as_dtype, brief
+from .._tree import cast_floating
+from .float32_for import (
+    FLOAT32_FOR,
+    check_float32_for,
+    explained,
+    float32_region,
+    is_flax,
+    norm_classes,
+    state_classes,
+)
+
+Tree = TypeVar("Tree")
+
+# The first name of a dtype is the one that `str` shows, as in jmp.
+DTYPE_NAMES = {
+    "bfloat16": ("bf16", "bfloat16"),
+    "float16": ("f16", "float16"),
+    "float32": ("full", "f32", "float32"),
+    "float64": ("f64", "float64"),
+}
+DTYPES = {name: dtype for dtype, names in DTYPE_NAMES.items() for name in names}
+KEYS = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
+KEYS |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
+NAMED = {
+    "mixed_float16": "p=f32,c=f16,o=f32",
+    "mixed_bfloat16": "p=f32,c=bf16,o=f32",
+}
+
+BAD_STRING = """get_policy({!r}): {}
+Write "params=float32,compute=float16,output=float32", shorter "c=float16,o=full", one \
+dtype for all three ("half"), or "mixed_float16"."""
+
+
+def half_dtype() -> Any:
+    """The half-precision dtype of the default device: bfloat16 on TPU, else float16.
+
+    Returns:
+      A NumPy dtype.
+
+    Examples:
+      >>> import jamp
+      >>> jamp.half_dtype()
+      dtype('float16')
+
+    PyTorch: none. Source: jmp.
+    """
+    on_tpu = jax.local_devices()[0].platform == "tpu"
+    return jnp.dtype("bfloat16" if on_tpu else "float16")
+
+
+def cast_to_full(tree: Tree) -> Tree:
+    """A copy of a pytree with its floating leaves in float32.
+
+    Args:
+      tree: any pytree. What is no floating array passes, as in `Policy`'s casts.
+
+    Returns:
+      The same structure; arrays that are float32 already are not copied.
+
+    Examples:
+      >>> import jamp, jax.numpy as jnp
+      >>> jamp.cast_to_full({"w": jnp.float16(1.0), "step": 3})
+      {'step': 3, 'w': Array(1., dtype=float32)}
+
+    PyTorch: `module.float()`, which changes a module. Source: jmp.
+    """
+    return cast_floating(tree, jnp.dtype("float32"))
+
+
+def cast_to_half(tree: Tree) -> Tree:
+    """A copy of a pytree with its floating leaves in `half_dtype()`.
+
+    Args:
+      tree: any pytree. What is no floating array passes, as in `Policy`'s casts.
+
+    Returns:
+      The same structure. float16 makes inf of what is above 65504.
+
+    Examples:
+      >>> import jamp, jax.numpy as jnp
+      >>> jamp.cast_to_half({"w": jnp.float32(1.0), "step": 3})
+      {'step': 3, 'w': Array(1., dtype=float16)}
+
+    PyTorch: `module.half()`, which changes a module. Source: jmp.
+    """
+    return cast_floating(tree, half_dtype())
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Policy:
+    """The dtypes of a model's parameters, of its computation and of its outputs.
+
+    Frozen and hashable. A dtype may be given as JAX takes it or by name: "half" is
+    float16, on TPU bfloat16; "full" is float32. `str(policy)` is jmp's short form, and
+    `get_policy` reads it back.
+
+    The casts change the floating arrays of a pytree: JAX's, NumPy's (which stay
+    NumPy's) and `jax.ShapeDtypeStruct`. Integers, bools, complex numbers, PRNG keys,
+    `None`, Python numbers (which follow what they meet) and other objects pass.
+
+    Args:
+      param_dtype: what parameters are stored in.
+      compute_dtype: what parameters and inputs are cast to for the computation.
+      output_dtype: what results are cast to.
+
+    Raises:
+      ValueError: not a floating dtype, or an unknown name.
+
+    Examples:
+      >>> import jamp, jax.numpy as jnp
+      >>> policy = jamp.Policy("float32", jnp.float16, "full")
+      >>> policy
+      get_policy('params=float32,compute=float16,output=float32')
+      >>> str(policy)
+      'p=full,c=f16,o=full'
+      >>> policy.cast_to_compute({"w": jnp.ones(2), "step": 3})
+      {'step': 3, 'w': Array([1., 1.], dtype=float16)}
+
+    PyTorch: FSDP's `MixedPrecision(param_dtype=...)`, which calls the compute dtype
+    so, and apex's opt levels O2 and O3. Source of names and results: jmp.
+    """
+
+    param_dtype: Any
+    compute_dtype: Any
+    output_dtype: Any
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            dtype = _floating(getattr(self, field.name), f"Policy({field.name}=...)")
+            object.__setattr__(self, field.name, dtype)
+
+    def cast_to_param(self, tree: Tree) -> Tree:
+        """A copy of the pytree `tree` with its floating arrays in `param_dtype`."""
+        return cast_floating(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: Tree) -> Tree:
+        """A copy of the pytree `tree` with its floating arrays in `compute_dtype`."""
+        return cast_floating(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: Tree) -> Tree:
+        """A copy of the pytree `tree` with its floating arrays in `output_dtype`."""
+        return cast_floating(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: Any) -> "Policy":
+        """The same policy with `output_dtype`; ValueError if that is not floating."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def wrap(
+        self, function: Callable, *, float32_for: tuple[str, ...] = FLOAT32_FOR
+    ) -> Callable:
+        """Applies the policy to a function of arrays: plain JAX, Equinox, Haiku.
+
+        All floating arrays in the arguments, parameters among them, are cast to
+        `compute_dtype` and those in the result to `output_dtype`. The casts are
+        differentiable: gradients have the dtypes of the arguments. Arrays that the
+        function gets in another way, from a closure or an object's attributes, stay.
+
+        Args:
+          function: any function of pytrees. An `equinox.Module` is one.
+          float32_for: what stays in float32: "norms" (Equinox's, with their
+            parameters, and Haiku's), "softmax", "losses" (optax's). To Python the
+            results of softmax and of Haiku's norms are float32; what uses them gets
+            half precision. Equinox's norms give back the dtype that they got.
+
+        Raises:
+          TypeError: `function` cannot be called.
+          ValueError: an unknown name in `float32_for`.
+
+        Examples:
+          >>> import jamp, jax, jax.numpy as jnp
+          >>> def model(params, x):
+          ...     return x @ params["w"]
+          >>> model = jamp.get_policy("mixed_float16").wrap(model)
+          >>> params, x = {"w": jnp.full((2, 2), 0.1)}, jnp.ones((1, 2))
+          >>> model(params, x)  # computed in float16
+          Array([[0.19995117, 0.19995117]], dtype=float32)
+          >>> jax.grad(lambda params: model(params, x).sum())(params)["w"].dtype
+          dtype('float32')
+        """
+        if isinstance(function, functools.partial):  # to JAX a leaf, arrays and all
+            function = jax.tree_util.Partial(
+                function.func, *function.args, **function.keywords
+            )
+        if not callable(function) or is_flax(function):
+            kind = function if isinstance(function, type) else type(function)
+            raise TypeError(
+                f"policy.wrap: {kind.__name__} is not a function of arrays; "
+                "for Flax there are jamp.linen.with_policy and jamp.nnx.with_policy."
+            )
+        kept = check_float32_for(float32_for)
+
+        @functools.wraps(function, updated=())
+        def wrapped(*args, **kwargs):
+            states = state_classes()
+            norms = norm_classes() if "norms" in kept else ()
+            call = (function, args, kwargs)  # an equinox.Module has arrays inside
+            call = cast_floating(call, self.compute_dtype, states + norms)
+            run, args, kwargs = call
+            with explained(), float32_region(self.compute_dtype, kept):
+                out = run(*args, **kwargs)
+            return cast_floating(out, self.output_dtype, states)
+
+        return wrapped
+
+    def __str__(self):
+        names = [_short_name(dtype) for dtype in dataclasses.astuple(self)]
+        return "p={},c={},o={}".format(*names)
+
+    def __repr__(self):
+        dtypes = "params={},compute={},output={}".format(*dataclasses.astuple(self))
+        return f"get_policy({dtypes!r})"
+
+
+def get_policy(policy_name: str | Policy) -> Policy:
+    """The policy that a string describes.
+
+    The string is a list such as `"params=float32,compute=float16,output=float32"` (or
+    `p`, `c`, `o`), the name of one dtype for all three, or `"mixed_float16"` or
+    `"mixed_bfloat16"`: float32 parameters and outputs, half-precision computation. In
+    a list, params are float32 by default, compute is what params are, and output what
+    compute is.
+
+    Args:
+      policy_name: the string. A `Policy` is returned as it is.
+
+    Raises:
+      ValueError: an unknown key or dtype; names near it are shown.
+      TypeError: neither a string nor a policy.
+
+    Examples:
+      >>> import jamp
+      >>> jamp.get_policy("c=f16")
+      get_policy('params=float32,compute=float16,output=float16')
+      >>> jamp.get_policy("mixed_float16").output_dtype
+      dtype('float32')
+
+    PyTorch: none. Source of the grammar: jmp; the last two names are Keras's.
+    """
+    if isinstance(policy_name, Policy):
+        return policy_name
+    if not isinstance(policy_name, str):
+        raise TypeError(f"policy_name must be a string; got {policy_name!r}.")
+    text = NAMED.get(policy_name.strip(), policy_name)
+    if "=" not in text:
+        try:
+            dtype = _floating(text.strip(), "Policy")
+        except ValueError as error:
+            raise ValueError(BAD_STRING.format(policy_name, error)) from None
+        return Policy(dtype, dtype, dtype)
+    found = {}
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        field = KEYS.get(key)
+        if field is None or field in found:
+            problem = "Unknown key" if field is None else "Second value for key"
+            problem = f"{problem} {key!r}; there are 'params', 'compute', 'output'."
+            raise ValueError(BAD_STRING.format(policy_name, problem))
+        try:
+            found[field] = _floating(value, key)
+        except ValueError as error:
+            raise ValueError(BAD_STRING.format(policy_name, error)) from None
+    param = found.get("param_dtype", jnp.dtype("float32"))
+    compute = found.get("compute_dtype", param)
+    return Policy(param, compute, found.get("output_dtype", compute))
+
+
+def _short_name(dtype: Any) -> str:
+    return DTYPE_NAMES.get(dtype.name, (dtype.name,))[0]
+
+
+def _dtype_named(value: Any) -> Any:
+    """The dtype that a name or a dtype means, or None."""
+    known = DTYPES.get(value, value) if isinstance(value, str) else value
+    if known is None or isinstance(known, bool | int | float):
+        return None  # NumPy reads None as float64
+    try:
+        dtype = as_dtype(known)
+    except (TypeError, ValueError):
+        return None
+    is_other = isinstance(known, str) and dtype.name != known
+    return None if is_other else dtype  # "f16" is sixteen bytes, "float" float64
+
+
+def _floating(value: Any, where: str) -> Any:
+    if isinstance(value, str) and value == "half":
+        return half_dtype()
+    if isinstance(value, str) and value in NAMED:
+        raise ValueError(
+            f"{where}: {value!r} is a policy and no dtype; write get_policy({value!r})."
+        )
+    dtype = _dtype_named(value)
+    if dtype is None:
+        names = [*DTYPES, "half", *(NAMED if where == "Policy" else ())]
+        near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4)
+        there_are = "names near it:" if near else "there are"
+        raise ValueError(
+            f"{where}: Unknown dtype {brief(value)}; {there_are} "
+            f"{', '.join(near or names)}."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
+        raise ValueError(
+            f"{where}: {dtype} is not a floating dtype; take one of "
+            f"{', '.join(DTYPE_NAMES)}. Integers and bools are never cast."
+        )
+    return dtype

@@ -1,0 +1,199 @@
+"""Parameters inside `shard_map`: whole on each device, gradients averaged back.
+
+Under plain jit XLA places the reduction of the gradients, behind the op that makes
+them: a matrix product that autocast runs in float16 is reduced in float16. Inside
+`jax.shard_map` the choice is yours, and `gather` is where to make it.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from .._checks import as_dtype, axis_names, shown
+from .._tree import dtype_of, is_inexact
+from .mesh import names
+
+
+def gather(
+    params: Any,
+    axis_name: str | Sequence[str],
+    specs: Any = None,
+    *,
+    param_dtype: Any = None,
+    reduce_dtype: Any = None,
+) -> Any:
+    """Whole parameters, whose gradients are averaged over devices and split again.
+
+    For the loss function inside `jax.shard_map` (or `pmap`), on parameters as they
+    came in. Each device then computes the loss of its own part of the batch, and the
+    gradient is the mean of these over `axis_name`. An overflow in `reduce_dtype` is an
+    inf on all devices, and the loss scale skips the step.
+
+    Differentiate that own loss, not its `pmean`: the mean is taken here, and would be
+    taken twice. And use no parameter but through what this returns: the gradient of
+    one that is used as it came in is summed by JAX. Only reverse mode works
+    (`jax.grad`, `jax.vjp`), and not twice.
+
+    A parameter that `specs` says is split over `axis_name` is gathered in the forward
+    pass and its gradient comes back split (`all_gather`, `reduce_scatter`): fully
+    sharded data parallel. Any other must be the same on all devices, and its
+    gradient comes back whole (`all_reduce`): data parallel.
+
+    Call it on the parameters of one layer at a time, under `jax.checkpoint`, and no
+    device holds more than a layer's whole parameters.
+
+    Args:
+      params: pytree of parameters. What is not floating or complex passes.
+      axis_name: mapped axis or axes over which the batch is split.
+      specs: the `PartitionSpec`s of the parameters, a tree or one for all, as in the
+        `in_specs` of `shard_map`. None: nothing is split.
+      param_dtype: floating dtype that floating parameters are gathered and used in.
+        None: their own.
+      reduce_dtype: floating dtype that gradients are reduced in. None: that of the
+        gradients that come, which is the dtype of the result. They come back in the
+        dtype of the parameters.
+
+    Returns:
+      A tree of the structure of `params`.
+
+    Raises:
+      TypeError: a dtype is not floating; `axis_name` is no name; a spec is none.
+      ValueError: `axis_name` is not mapped here; `specs` does not match `params`, or
+        names an axis to gather over before one that stays split.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> def local_gradient(w, x):
+      ...     def loss_fn(w):
+      ...         w = jamp.sharding.gather(w, "data", reduce_dtype=jnp.float16)
+      ...         return jnp.mean(x * w)
+      ...     return jax.grad(loss_fn)(w)
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
+      >>> gradient = jax.jit(jax.shard_map(
+      ...     local_gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+      ... ))
+      >>> print(gradient(jnp.float32(2.0), jnp.full(8, 3.0)))
+      3.0
+
+    PyTorch: DistributedDataParallel with `fp16_compress_hook`; `fully_shard` with
+    `MixedPrecisionPolicy(param_dtype, reduce_dtype)`.
+    """
+    param_dtype = floating("param_dtype", param_dtype)
+    reduce_dtype = floating("reduce_dtype", reduce_dtype)
+    is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
+    try:
+        specs = jax.tree.broadcast(specs, params, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            "specs must be one PartitionSpec, or a tree of them whose leaves stand "
+            f"for parts of params; got {specs!r}: {error}"
+        ) from None
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        if not is_spec(spec):
+            raise TypeError(f"specs must be PartitionSpecs or None; got {spec!r}.")
+    axes = mapped(axis_name)
+
+    def gather_leaf(path, spec, param):
+        if param is None or not is_inexact(param):
+            return param
+        spec = PartitionSpec() if spec is None else spec
+        where = jax.tree_util.keystr(path) or "the parameter"
+        dims = tuple(last_of(entry, axes, where) for entry in spec)
+        try:
+            return _gather(dims, axes, param_dtype, reduce_dtype, param)
+        except ValueError as error:
+            raise ValueError(
+                f"gather of {where}, of shape {jnp.shape(param)} on each device and "
+                f"split by {spec}: {error} The specs must be the in_specs of shard_map."
+            ) from error
+
+    return jax.tree_util.tree_map_with_path(gather_leaf, specs, params, is_leaf=is_spec)
+
+
+def last_of(entry: Any, axes: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """The axes of an entry of a spec to gather over: ValueError unless they come last.
+
+    The first axis of an entry splits into large blocks, the last one splits those.
+    """
+    entry = names(entry)
+    chosen = tuple(name for name in entry if name in axes)
+    if chosen != entry[len(entry) - len(chosen) :]:
+        raise ValueError(
+            f"gather of {where}: specs splits a dimension over {entry}, of which "
+            f"{chosen} cannot be gathered before the rest; gather over all of them, or "
+            "over the last ones first."
+        )
+    return chosen
+
+
+def mapped(axis_name: Any) -> tuple[str, ...]:
+    """The axes as a tuple, or an error if one of them is not mapped here."""
+    axes = axis_names(axis_name)
+    if not axes:
+        raise TypeError(f"axis_name must name a mapped axis; got {axis_name!r}.")
+    for axis in axes:
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            raise ValueError(
+                f"axis_name {axis!r} is not a mapped axis here; call gather inside "
+                "jax.shard_map over a mesh with that axis, in the loss function."
+            ) from None
+    return axes
+
+
+def floating(name: str, dtype: Any) -> Any:
+    """A floating dtype or None, or TypeError naming the argument."""
+    if dtype is None:
+        return None
+    try:
+        known = as_dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.floating):
+        raise TypeError(f"{name} must be a floating dtype or None; got {shown(dtype)}.")
+    return known
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gather(dims, axes, param_dtype, reduce_dtype, param):
+    if param_dtype is not None and jnp.issubdtype(dtype_of(param), jnp.floating):
+        param = lax.convert_element_type(param, param_dtype)
+    for dim, split_over in enumerate(dims):
+        if split_over:
+            param = lax.all_gather(param, split_over, axis=dim, tiled=True)
+    rest = _not_split(dims, axes)
+    return lax.pcast(param, rest, to="varying") if rest else param
+
+
+def _not_split(dims, axes):
+    """The axes that no dimension is split over: there all devices hold the same."""
+    return tuple(axis for axis in axes if not any(axis in dim for dim in dims))
+
+
+def _gather_forward(dims, axes, param_dtype, reduce_dtype, param):
+    whole = _gather(dims, axes, param_dtype, reduce_dtype, param)
+    return whole, jnp.zeros([], dtype_of(param))
+
+
+def _gather_backward(dims, axes, param_dtype, reduce_dtype, like, grad):
+    if reduce_dtype is not None and jnp.issubdtype(dtype_of(grad), jnp.floating):
+        grad = lax.convert_element_type(grad, reduce_dtype)
+    # Divided first, as in torch: a mean overflows only where a gradient does.
+    grad = grad / lax.axis_size(axes)
+    for dim, split_over in enumerate(dims):
+        if split_over:
+            grad = lax.psum_scatter(grad, split_over, scatter_dimension=dim, tiled=True)
+    rest = _not_split(dims, axes)
+    grad = lax.psum(grad, rest) if rest else grad
+    return (lax.convert_element_type(grad, dtype_of(like)),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

@@ -1,0 +1,395 @@
+"""`GradScaler`: torch's object, for Flax NNX, over the arithmetic of `arithmetic.py`.
+
+The scale and its trackers are `nnx.Variable`s, so that the scaler travels through
+`nnx.jit` and into checkpoints as a model does. The factors and the interval are
+static: changing one retraces a jitted step that takes the scaler.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .._checks import axis_names, check_count, flag, is_traced, number, shown
+from . import arithmetic
+from . import health as _health
+from .arithmetic import LossScaleConfig, LossScaleState
+from .health import Health
+from .iteration import Iteration, Record, Stage, references
+from .nnx_grads import check_own_gradients, own_gradients, unscale_own, update_if
+from .state import part
+
+
+class GradScaler(nnx.Pytree):
+    """Dynamic loss scaling as in `torch.amp.GradScaler`, for Flax NNX.
+
+    Works eagerly and under `nnx.jit`. Several models and optimizers may share one
+    scaler: each is skipped alone, and `update` backs off if any of them overflowed.
+
+    Args:
+      init_scale: first scale, in float32's normal range.
+      growth_factor: > 1; what the scale is multiplied by when it grows.
+      backoff_factor: in (0, 1); what it is multiplied by after an overflow.
+      growth_interval: finite steps in a row before the scale grows, >= 1.
+      enabled: if False, `scale` and `unscale_` are the identity, `step` always steps,
+        `get_scale` is 1.0 and `state_dict` is empty.
+      min_scale: as in `jamp.dynamic_loss_scale`, and so the others.
+      max_scale: ceiling when growing.
+      hysteresis: how many overflows since the last growth it takes to back off.
+      axis_name: mapped axis or axes over which an overflow counts for all replicas.
+
+    Raises:
+      ValueError: a value is out of its range; it is named.
+      TypeError: a value is not a number. torch's first argument, the device, has no
+        counterpart here: leave it out.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> scaler = jamp.GradScaler()
+      >>> @nnx.jit
+      ... def train_step(model, optimizer, scaler, x):
+      ...     loss_fn = lambda model: scaler.scale(jnp.mean(model(x) ** 2))
+      ...     grads = nnx.grad(loss_fn)(model)
+      ...     skipped = scaler.step(optimizer, model, grads)
+      ...     scaler.update()
+      ...     return skipped
+      >>> print(train_step(model, optimizer, scaler, jnp.ones((4, 2))))
+      False
+      >>> print(train_step(model, optimizer, scaler, jnp.full((4, 2), jnp.inf)))
+      True
+      >>> scaler.get_scale()
+      32768.0
+
+    PyTorch: `torch.amp.GradScaler`. `unscale_` returns the gradients instead of
+    writing into them, `step` takes the model and the gradients and returns whether it
+    was skipped.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 0.0,
+        max_scale: float = float("inf"),
+        hysteresis: int = 1,
+        axis_name: str | Sequence[str] | None = None,
+    ):
+        if isinstance(init_scale, str):
+            raise TypeError(
+                f"init_scale must be a number; got {init_scale!r}. The device that "
+                "torch.amp.GradScaler takes first has no counterpart: leave it out."
+            )
+        self._config = LossScaleConfig(init_scale=init_scale)
+        self._configure(
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            hysteresis=hysteresis,
+        )
+        self._enabled = flag("enabled", enabled)
+        self._axis_name = axis_names(axis_name)
+        self.loss_scale: nnx.Variable[jax.Array]
+        self.growth_tracker: nnx.Variable[jax.Array]
+        self.hysteresis_tracker: nnx.Variable[jax.Array]
+        start = self._config if self._enabled else LossScaleConfig(init_scale=1.0)
+        for state in (arithmetic.init(start), _health.init()):
+            for name, value in state._asdict().items():
+                setattr(self, name, nnx.Variable(value))
+        self._iteration = nnx.data(Iteration())
+
+    def __repr__(self) -> str:
+        values = {"scale": self.loss_scale[...], "tracker": self.growth_tracker[...]}
+        shown = ", ".join(f"{name}={value}" for name, value in values.items())
+        return f"GradScaler({shown}, enabled={self._enabled}, {self._config})"
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies an array, or every array of a nest, by the scale.
+
+        A scalar is promoted to float32 at least, an array with dimensions keeps its
+        dtype; the product is formed in float32.
+
+        Args:
+          outputs: array or pytree of arrays, usually the loss; else ValueError.
+        """
+        if not self._enabled:
+            return outputs
+        loss_scale = self.loss_scale[...]
+        self._iteration.note_scaling()
+
+        def scale_leaf(leaf):
+            if not arithmetic.is_scalable(leaf):
+                raise ValueError(
+                    f"outputs must be an array or a nest of arrays; got {shown(leaf)}."
+                )
+            return arithmetic.scale(leaf, loss_scale)
+
+        return jax.tree.map(scale_leaf, outputs, is_leaf=lambda leaf: leaf is None)
+
+    def unscale_(self, optimizer: nnx.Optimizer, grads: Any) -> Any:
+        """Checks the gradients of one optimizer and divides them by the scale.
+
+        Optional, for clipping and logging between the backward pass and `step`. torch
+        writes into the gradients; this returns them, so use what it returns:
+
+            grads = scaler.unscale_(optimizer, grads)   # right
+            scaler.unscale_(optimizer, grads)           # wrong: grads are still scaled
+
+        `step` raises if it is given the same arrays that went in here, and warns of
+        others if a loss was scaled in between. It cannot know arrays that were made
+        from them. If an iteration ends early, by an exception, call `update`.
+
+        Args:
+          optimizer: the optimizer that will step with these gradients.
+          grads: scaled gradients from `nnx.grad`.
+
+        Returns:
+          The unscaled gradients; dtypes are kept.
+
+        Raises:
+          RuntimeError: called twice for this optimizer, or after `step`.
+          ValueError: a gradient is float16 (its path is named), or the optimizer is
+            one of `jamp.dynamic_loss_scale` and would unscale again.
+          TypeError: `optimizer` is no `nnx.Optimizer`.
+        """
+        if not self._enabled:
+            return grads
+        record = self._iteration.record_of(optimizer)
+        if record is not None and record.stage is Stage.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last "
+                "update()."
+            )
+        if record is not None:
+            raise RuntimeError("unscale_() is being called after step().")
+        own = own_gradients(optimizer, grads)
+        finite = arithmetic.all_finite(own, self._axis_name)
+        inverse = arithmetic.invert(self.loss_scale[...])
+        unscaled = unscale_own(optimizer, grads, inverse)
+        went_in, came_out = references(own), references(unscaled)
+        self._iteration.add(
+            Record(optimizer, Stage.UNSCALED, finite, went_in, came_out)
+        )
+        return unscaled
+
+    def step(
+        self, optimizer: nnx.Optimizer, model: Any, grads: Any, **kwargs: Any
+    ) -> jax.Array:
+        """`optimizer.update(model, grads)`, unless a gradient is inf or nan.
+
+        Unscales first if `unscale_` was not called. On a skip the model and the
+        optimizer, its step count included, are left as they are.
+
+        Args:
+          optimizer: the optimizer to step.
+          model: the model it updates.
+          grads: scaled gradients; or, after `unscale_`, what that returned.
+          **kwargs: passed on to `optimizer.update`.
+
+        Returns:
+          Whether the step was skipped: bool [].
+
+        Raises:
+          RuntimeError: called twice since the last `update`, or with a closure.
+          ValueError: the gradients do not match the model's parameters, are float16,
+            or are still those that went into `unscale_`.
+        """
+        if not self._enabled:
+            optimizer.update(model, grads, **kwargs)
+            return jnp.zeros([], jnp.bool_)
+        if "closure" in kwargs or "value_fn" in kwargs:
+            raise RuntimeError(
+                "Closure use is not currently supported if GradScaler is enabled."
+            )
+        record = self._iteration.record_of(optimizer)
+        if record is not None and record.stage is Stage.STEPPED:
+            raise RuntimeError(
+                "step() has already been called since the last update()."
+            )
+        own = own_gradients(optimizer, grads)
+        with self._iteration.set_aside():  # the model may hold the scaler
+            check_own_gradients(optimizer, model, grads, own)
+        if record is None:
+            finite = arithmetic.all_finite(own, self._axis_name)
+            inverse = arithmetic.invert(self.loss_scale[...])
+            unscaled = lambda: unscale_own(optimizer, grads, inverse)
+        else:
+            record.check_unscaled(own)
+            finite, unscaled = record.finite, lambda: grads
+        iteration = self._iteration
+        with iteration.set_aside():
+            update_if(finite, optimizer, model, unscaled, kwargs)
+            self._iteration = iteration  # NNX puts a new one into a scaler it updates
+        iteration.add(Record(optimizer, Stage.STEPPED, finite))
+        return jnp.logical_not(finite)
+
+    def update(self, new_scale: Any = None) -> None:
+        """Moves the scale, once every optimizer of the iteration has stepped.
+
+        Args:
+          new_scale: a number or float32 []; set as the scale, the tracker untouched.
+
+        Raises:
+          RuntimeError: no optimizer was unscaled or stepped, and no `new_scale`.
+          ValueError: `new_scale` is out of float32's normal range or not a scalar.
+        """
+        if not self._enabled:
+            return
+        self._iteration.check_trace()
+        if new_scale is not None:
+            self.loss_scale[...] = _as_scale("new_scale", new_scale)
+        else:
+            flags = [record.finite for record in self._iteration.records.values()]
+            if not flags:
+                raise RuntimeError("No inf checks were recorded prior to update.")
+            found_inf = jnp.logical_not(jnp.all(jnp.stack(flags)))
+            state = arithmetic.update(self._state(), found_inf, self._config)
+            health = Health(*part(self, Health))
+            health = _health.record(health, found_inf, state.loss_scale, self._config)
+            for name, value in (state._asdict() | health._asdict()).items():
+                getattr(self, name)[...] = value
+        self._iteration.records.clear()
+
+    def get_scale(self) -> float | jax.Array:
+        """The scale: a Python float outside a trace, the traced array inside, 1.0 if
+        disabled."""
+        if not self._enabled:
+            return 1.0
+        loss_scale = self.loss_scale[...]
+        return loss_scale if is_traced(loss_scale) else float(loss_scale)
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return self._config.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets it to `new_factor`; ValueError unless > 1."""
+        self._configure(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by after an overflow."""
+        return self._config.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets it to `new_factor`; ValueError unless in (0, 1)."""
+        self._configure(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """How many finite steps in a row make the scale grow."""
+        return self._config.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets it to `new_interval`; ValueError unless >= 1.
+
+        The scale grows when the tracker *equals* the interval, as in torch: set below
+        the current tracker, it does not grow until an overflow resets the tracker.
+        """
+        self._configure(growth_interval=new_interval)
+
+    def is_enabled(self) -> bool:
+        """Whether scaling is enabled."""
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as Python scalars, with torch's five keys; `{}` if disabled.
+
+        `torch.amp.GradScaler.load_state_dict` takes it. With `hysteresis` above 1 a
+        sixth key, `_hysteresis_tracker`, is there; torch ignores it.
+
+        Raises:
+          RuntimeError: called inside a trace, or in the middle of an iteration.
+        """
+        if not self._enabled:
+            return {}
+        self._iteration.check_whole()
+        state = self._state()
+        if is_traced(state.loss_scale):
+            raise RuntimeError(
+                "state_dict() needs the values of the scale and was called inside a "
+                "trace; call it outside the jitted function."
+            )
+        result = {
+            "scale": float(state.loss_scale),
+            "growth_factor": self._config.growth_factor,
+            "backoff_factor": self._config.backoff_factor,
+            "growth_interval": self._config.growth_interval,
+            "_growth_tracker": int(state.growth_tracker),
+        }
+        if self._config.hysteresis > 1:
+            result["_hysteresis_tracker"] = int(state.hysteresis_tracker)
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` of this class or of torch's returned.
+
+        Does nothing if disabled.
+
+        Raises:
+          RuntimeError: the dict is empty, as that of a disabled scaler is.
+          ValueError, TypeError: a key is missing, or a value is out of its range or no
+            number. Nothing is loaded then.
+        """
+        if not self._enabled:
+            return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"state_dict must be a mapping; got {type(state_dict).__name__}."
+            )
+        if not state_dict:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved from a "
+                "disabled instance of GradScaler."
+            )
+        keys = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+        missing = {*keys, "_growth_tracker"} - state_dict.keys()
+        if missing:
+            raise ValueError(
+                f"state_dict lacks {', '.join(sorted(missing))}; it has "
+                f"{', '.join(map(str, state_dict))}. Pass what state_dict() returned."
+            )
+        scale = _as_scale("scale", state_dict["scale"])
+        tracker = check_count("_growth_tracker", state_dict["_growth_tracker"])
+        left = state_dict.get("_hysteresis_tracker", self._config.hysteresis)
+        left = check_count("_hysteresis_tracker", left)
+        left = min(left, self._config.hysteresis)
+        self._configure(**{key: state_dict[key] for key in keys[1:]})
+        self.loss_scale[...] = scale
+        self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)
+        self.hysteresis_tracker[...] = jnp.asarray(left, jnp.int32)
+
+    def _configure(self, **changes: Any) -> None:
+        for name, value in changes.items():
+            if is_traced(value):
+                raise TypeError(
+                    f"{name} of a GradScaler is static; got a traced value. Set it "
+                    "outside the jitted function, to a Python number."
+                )
+        self._config = dataclasses.replace(self._config, **changes)
+
+    def _state(self) -> LossScaleState:
+        return LossScaleState(*part(self, LossScaleState))
+
+
+def _as_scale(name: str, value: Any) -> jax.Array:
+    """A scale given by the user as float32 []."""
+    if np.size(value) != 1:
+        raise ValueError(
+            f"{name} must be a number or one element; got shape {np.shape(value)}."
+        )
+    if is_traced(value):
+        value = number(name, jnp.reshape(value, []), float)
+        return value.astype(jnp.float32)
+    value = np.asarray(value).item()
+    return jnp.asarray(arithmetic.check_scale(name, value), jnp.float32)

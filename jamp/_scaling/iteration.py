@@ -1,0 +1,153 @@
+"""One iteration of a `GradScaler`: what happens from `unscale_` or `step` to `update`.
+
+torch's stage of each optimizer and its `found_inf` are no state of the scaler but of
+one iteration. They live in plain Python, keyed by the optimizer object, and do not
+outlive the trace they were made in: a trace gives every optimizer a new identity.
+Flattening the scaler in the middle of an iteration, as `nnx.jit`, `nnx.split`, deepcopy
+and checkpoints do, raises.
+
+An exception between `unscale_` and `step` leaves a record behind, and gradients of the
+next backward pass would count as unscaled. So a record knows the gradients that
+`unscale_` returned, and whether something was scaled since.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import get_opaque_trace_state
+
+from .._tree import is_inexact
+
+HALF_WAY = (
+    "GradScaler crossed a trace boundary, or was copied or saved, in the middle of an "
+    "iteration. An iteration (scale, unscale_, step, update) must lie inside one "
+    "trace, or wholly outside. Call update() before the jitted function returns:\n"
+    "    @nnx.jit\n"
+    "    def train_step(model, optimizer, scaler, x):\n"
+    "        ...\n"
+    "        scaler.step(optimizer, model, grads)\n"
+    "        scaler.update()"
+)
+
+OTHER_GRADIENTS = (
+    "step() got gradients that unscale_() did not return, and scale() was called "
+    "since. They are applied as they are. If they are of another backward pass, since "
+    "an exception ended the last iteration before its step(), they are still scaled, "
+    "and this step is far too long: call update() when an iteration ends early. If they"
+    " were made of what unscale_() returned (clipped), step() before you scale() again."
+)
+
+
+class Stage(enum.Enum):
+    UNSCALED = enum.auto()
+    STEPPED = enum.auto()
+
+
+References = tuple[weakref.ref, ...]
+
+
+def references(tree: Any) -> References:
+    """The floating arrays of a tree, to know them again while they live."""
+    leaves = jax.tree.leaves(tree)
+    arrays = (jax.Array, np.ndarray)
+    return tuple(
+        weakref.ref(x) for x in leaves if isinstance(x, arrays) and is_inexact(x)
+    )
+
+
+def holds_one_of(known: References, tree: Any) -> bool:
+    alive = [reference() for reference in known]
+    ids = {id(leaf) for leaf in alive if leaf is not None}
+    return any(id(leaf) in ids for leaf in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass
+class Record:
+    """What one optimizer did in this iteration."""
+
+    optimizer: Any  # held, so that its id is not given to another one
+    stage: Stage
+    finite: Any  # bool []
+    scaled: References = ()  # the gradients that went into `unscale_`
+    unscaled: References = ()  # and what came out
+    is_old: bool = False  # whether something was scaled since
+
+    def check_unscaled(self, grads: Any) -> None:
+        """Tells gradients that are not those of `unscale_`, as far as that is known.
+
+        Raises:
+          ValueError: they are those that went in.
+        """
+        if holds_one_of(self.scaled, grads):
+            raise ValueError(
+                "step() got the gradients that went into unscale_(); pass the ones "
+                "it returned: grads = scaler.unscale_(optimizer, grads)."
+            )
+        if self.is_old and not holds_one_of(self.unscaled, grads):
+            warnings.warn(OTHER_GRADIENTS, RuntimeWarning, stacklevel=3)
+
+
+@jax.tree_util.register_pytree_node_class
+class Iteration:
+    """The records of the current iteration: a pytree only while there are none."""
+
+    def __init__(self):
+        self.records: dict[int, Record] = {}
+        self.trace = None
+
+    def tree_flatten(self):
+        self.check_whole()
+        return (), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        del aux, children
+        return cls()
+
+    def __reduce__(self):
+        self.check_whole()
+        return type(self), ()
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError in the middle of an iteration."""
+        if self.records:
+            raise RuntimeError(HALF_WAY)
+
+    def check_trace(self) -> None:
+        """Raises RuntimeError if the records are of another trace, and drops them."""
+        if self.records and self.trace != _current_trace():
+            self.records.clear()
+            raise RuntimeError(HALF_WAY)
+
+    def record_of(self, optimizer: Any) -> Record | None:
+        self.check_trace()
+        return self.records.get(id(optimizer))
+
+    def note_scaling(self) -> None:
+        """Another loss is scaled, in a derivative's own trace for the most part."""
+        for record in self.records.values():
+            record.is_old = True
+
+    def add(self, record: Record) -> None:
+        self.trace = _current_trace()
+        self.records[id(record.optimizer)] = record
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """While NNX flattens a model that holds the scaler, which is fine."""
+        records, self.records = self.records, {}
+        try:
+            yield
+        finally:
+            self.records = records
+
+
+def _current_trace() -> Any:
+    return get_opaque_trace_state(convention="nnx")

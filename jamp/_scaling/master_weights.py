@@ -1,0 +1,183 @@
+"""float32 copies of half-precision parameters, in the optimizer's state.
+
+A float16 number near 1 has neighbors at a distance of 0.001: adding an update of 0.0001
+changes nothing, and training stalls. The optimizer inside sees and moves the copy; the
+parameter is that copy, rounded.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from .._tree import check_leaves, dtype_of, is_half, widen
+from .match import check_gradients_match, is_hole
+from .state import MasterWeightsState, check_state, explained, keeps_master_weights
+from .step import as_transformation
+
+
+def master_weights(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer for a model whose parameters are float16 or bfloat16.
+
+    The state holds a float32 copy of each half-precision parameter. `inner` gets
+    float32 gradients and the copies as its parameters, and makes float32 moments. The
+    updates are float32 too, and such that after `optax.apply_updates`
+
+        params == master.astype(params.dtype)   # every bit, after every step
+
+    (Compiled by JAX 0.10 for a CPU, a parameter may in rare cases be the neighbor of
+    that for one step.) For this the updates must reach the parameters as they are:
+    nothing may come after `master_weights` in an `optax.chain`. A parameter that is
+    float32 already has no copy.
+
+    With loss scaling, write `dynamic_loss_scale(master_weights(inner))`: a skipped step
+    holds the copies. `master_weights(dynamic_loss_scale(inner))` gives the same
+    numbers.
+
+    Parameters that were changed by somebody else since the last step (a checkpoint, a
+    clipped weight) are taken over: where one is not its rounded copy or a neighbor of
+    that, the copy becomes the parameter.
+
+    Args:
+      inner: the optimizer, with clipping and schedules.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with `MasterWeightsState` as state.
+      `update` needs `params`.
+
+    Raises:
+      TypeError: `inner` is not a gradient transformation.
+      ValueError: `inner` keeps master weights already; no `params`; gradients that do
+        not match them.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> params = {"w": jnp.float16(1.0)}
+      >>> tx = jamp.master_weights(optax.sgd(1e-4))
+      >>> opt_state = tx.init(params)
+      >>> for _ in range(10):
+      ...     grads = {"w": jnp.float16(-1.0)}
+      ...     updates, opt_state = tx.update(grads, opt_state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> print(params["w"], opt_state.master["w"])  # sgd alone stays at 1
+      1.001 1.0010002
+
+    PyTorch: apex's `master_weights=True`; FSDP's float32 shards beside
+    `MixedPrecision(param_dtype=torch.float16)`.
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018, section 3.1
+      (arXiv 1710.03740).
+    """
+    inner = as_transformation(inner)
+
+    def init_fn(params):
+        check_leaves(params, "master_weights's init: the parameter")
+        master = jax.tree.map(
+            lambda p: jnp.asarray(p, jnp.float32) if is_half(p) else optax.MaskedNode(),
+            params,
+        )
+        inner_state = inner.init(in_float32(master, params))
+        if keeps_master_weights(inner_state):
+            raise ValueError(
+                "master_weights: inner keeps master weights already; wrap it once."
+            )
+        return MasterWeightsState(master, inner_state)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        caller = "master_weights's update"
+        check_state(state, MasterWeightsState, caller)
+        if params is None:
+            raise ValueError(
+                f"{caller}: params must be the parameters to step; got None. Write "
+                "tx.update(grads, opt_state, params)."
+            )
+        check_leaves(updates, f"{caller}: the gradient")
+        check_leaves(params, f"{caller}: the parameter")
+        check_gradients_match(updates, params, caller, wrapped=True)
+        if "grad" in extra_args:  # of line searches
+            extra_args = {**extra_args, "grad": widen(extra_args["grad"])}
+        with explained(caller, init_fn, state, params):
+            known = jax.tree.map(taken_over, state.master, params, is_leaf=is_hole)
+            full = in_float32(known, params)
+            updates, inner_state = inner.update(
+                widen(updates), state.inner_state, full, **extra_args
+            )
+        leaves, tree = jax.tree.flatten(updates, is_leaf=is_hole)
+        copies, held = tree.flatten_up_to(known), tree.flatten_up_to(params)
+        pairs = [move(*row) for row in zip(leaves, copies, held, strict=True)]
+        updates = tree.unflatten(update for update, _ in pairs)
+        master = tree.unflatten(copy for _, copy in pairs)
+        return updates, MasterWeightsState(master, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def in_float32(master: optax.Params, params: optax.Params) -> optax.Params:
+    """The parameters, with the copies for those that have one."""
+    return jax.tree.map(
+        lambda copy, param: param if is_hole(copy) else copy,
+        master,
+        params,
+        is_leaf=is_hole,
+    )
+
+
+def taken_over(copy: Any, param: Any) -> Any:
+    """The copy, or the parameter where it is another number."""
+    if is_hole(copy):
+        if not is_hole(param) and is_half(param):
+            raise ValueError("a half-precision parameter has no float32 copy.")
+        return copy
+    if not jnp.issubdtype(dtype_of(param), jnp.floating):
+        raise ValueError(f"a parameter with a float32 copy is {dtype_of(param)}.")
+    if dtype_of(copy) != jnp.float32:
+        raise ValueError(
+            f"master_weights's update: a copy in the state is {dtype_of(copy)}, not "
+            "float32; pass the state as init made it."
+        )
+    limits, wide = (
+        jnp.finfo(dtype_of(param)),
+        lax.convert_element_type(param, copy.dtype),
+    )
+    step = jnp.maximum(abs(wide) * float(limits.eps), float(limits.smallest_subnormal))
+    return jnp.where(abs(copy - wide) <= step, copy, wide)
+
+
+def move(update: Any, copy: Any, param: Any) -> tuple[Any, Any]:
+    """The update that makes a parameter its moved copy, rounded; and the moved copy.
+
+    `apply_updates` adds in float32 and rounds. That lands on the rounded copy but where
+    the parameter is thousands of times larger than what it becomes, so that float32
+    cannot hold their difference. There the copy goes to where the parameter lands: it
+    is as far off as any sum of the two. Bits are compared, for XLA may leave out the
+    rounding of a number that it rounds and widens again. About zero the update is not
+    rounded: 0 plus -0 is 0, and a copy too small for a float16 would be lost there.
+    """
+    if not is_hole(update) and dtype_of(update) == jax.dtypes.float0:
+        update = jnp.zeros(jnp.shape(param), dtype_of(param))
+    if is_hole(update) or is_hole(copy):
+        return update, copy
+    dtype = dtype_of(param)
+    moved = copy + lax.convert_element_type(update, jnp.float32)
+    # Computed once: XLA could do it again for the parameter, with another last bit.
+    moved = lax.optimization_barrier(moved)
+    wide = lax.convert_element_type(param, jnp.float32)
+    rounded = lax.convert_element_type(moved, dtype)
+    target = lax.convert_element_type(rounded, jnp.float32)
+    target = jnp.where(target == 0, moved, target)
+    update = jnp.where(wide == 0, moved, target - wide)
+    lands = lax.convert_element_type(wide + update, dtype)
+    agrees = bits(lands) == bits(rounded)
+    return update, jnp.where(
+        agrees, moved, lax.convert_element_type(lands, jnp.float32)
+    )
+
+
+def bits(x: jax.Array) -> jax.Array:
+    width = jnp.finfo(x.dtype).bits
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}"))

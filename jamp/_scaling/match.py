@@ -1,0 +1,118 @@
+"""How a tree of gradients differs from the tree of parameters it belongs to."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._tree import dtype_of, is_inexact
+
+FROZEN = "or None for a frozen one, with optax.masked inside the wrapper, not around it"
+HANDED_ON = """{}: the update at {} is the scaled gradient itself: a mask around the \
+loss scale (optax.masked) hands on what it leaves out. Put the loss scale outside: \
+jamp.dynamic_loss_scale(optax.masked(...)). To freeze a parameter, give it \
+optax.set_to_zero(), as one of the optimizers of optax.multi_transform."""
+NOT_OWN = "or make the optimizer with a filter (wrt) that leaves this one out"
+
+
+def is_hole(node: Any) -> bool:
+    """Whether a node stands for "no gradient here"."""
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def check_gradients_match(
+    grads: Any, params: Any, caller: str, *, wrapped: bool = False
+) -> None:
+    """Raises ValueError naming the first path where gradients and parameters differ.
+
+    Args:
+      grads: pytree of gradients.
+      params: pytree of parameters. `None` and `optax.MaskedNode` in it match anything.
+      caller: what the message begins with.
+      wrapped: whether an optax transformation comes in between that may take what
+        parameters do not have: `None` or `optax.MaskedNode` for "no gradient here",
+        and a leading axis of examples (differential privacy).
+    """
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast  # lookahead takes gradients of its fast parameters alone
+
+    if grads is None and params is not None:
+        raise ValueError(f"{caller}: the gradients must be a pytree; got None.")
+
+    def leaves_by_path(tree):
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)
+        return {
+            jax.tree_util.keystr(path): None if is_hole(leaf) else leaf
+            for path, leaf in leaves
+        }
+
+    found, expected = leaves_by_path(grads), leaves_by_path(params)
+    for path in [path for path in found if path not in expected]:
+        raise ValueError(
+            f"{caller}: the gradients have a leaf at {path or 'the root'} and the "
+            f"parameters have none there; pass the gradients of these parameters. "
+            f"Parameter paths: {_some(expected)}."
+        )
+    for path, param in expected.items():
+        grad = found.get(path)
+        if param is None or (wrapped and path in found and grad is None):
+            continue
+        if grad is None:
+            raise ValueError(
+                f"{caller}: the parameters have a leaf at {path or 'the root'} and "
+                f"the gradients have none there; pass the gradients of all parameters, "
+                f"{FROZEN if wrapped else NOT_OWN}. Gradient paths: {_some(found)}."
+            )
+        got, shape = jnp.shape(grad), jnp.shape(param)
+        if shape != got and not (wrapped and shape == got[1:]):
+            raise ValueError(
+                f"{caller}: at {path or 'the root'} the gradient has shape {got} and "
+                f"the parameter has shape {shape}; pass the gradients of these "
+                "parameters."
+            )
+        if not _is_gradient(dtype_of(grad), dtype_of(param)):
+            raise ValueError(
+                f"{caller}: at {path or 'the root'} the gradient is {dtype_of(grad)} "
+                f"and the parameter is {dtype_of(param)}; pass the gradients of these "
+                "parameters."
+            )
+
+
+def _is_gradient(dtype: Any, of: Any) -> bool:
+    """Whether a dtype can be that of a gradient; integers would not be unscaled."""
+    if jnp.issubdtype(of, jnp.complexfloating):
+        return jnp.issubdtype(dtype, jnp.inexact)
+    if jnp.issubdtype(of, jnp.floating):
+        return jnp.issubdtype(dtype, jnp.floating)
+    return True
+
+
+def check_update(path: Any, update: Any, param: Any, caller: str) -> None:
+    """Raises ValueError if an update has not the shape of its parameter."""
+    if is_hole(param):
+        raise ValueError(
+            f"{caller}: at {jax.tree_util.keystr(path) or 'the root'} there is an "
+            "update and no parameter; pass the gradients of these parameters."
+        )
+    if jnp.shape(update) != jnp.shape(param):
+        raise ValueError(
+            f"{caller}: at {jax.tree_util.keystr(path) or 'the root'} the optimizer "
+            f"made an update of shape {jnp.shape(update)} for a parameter of shape "
+            f"{jnp.shape(param)}; were the gradients averaged over their first axis?"
+        )
+
+
+def check_no_gradient(updates: Any, grads: Any, caller: str) -> None:
+    """Raises ValueError if a scaled gradient has become an update as it is."""
+    given = {id(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(updates)
+    for path, leaf in leaves:
+        if id(leaf) in given:
+            where = jax.tree_util.keystr(path) or "the root"
+            raise ValueError(HANDED_ON.format(caller, where))
+
+
+def _some(paths: Any, most: int = 8) -> str:
+    shown = ", ".join(path or "the root" for path in list(paths)[:most])
+    return shown + (f", and {len(paths) - most} more" if len(paths) > most else "")

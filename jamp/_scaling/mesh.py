@@ -1,0 +1,65 @@
+"""One flag for arrays that are split over a mesh, with one collective.
+
+Under plain jit XLA sees to it: it reduces each array over the devices that hold its
+parts, and may or may not join those reductions. Where the types say how an array is
+split (explicit sharding), each device can look at its own parts first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from .._checks import is_traced
+
+
+def everywhere(
+    check: Callable[[Sequence[Any]], jax.Array | np.bool], arrays: Sequence[Any]
+) -> jax.Array | np.bool:
+    """`check(arrays)`, for a check that holds if it holds for each part: bool [].
+
+    Outside a trace the plain call is as good.
+    """
+    split = [array for array in arrays if is_traced(array) and axes_of(array)]
+    if not split:
+        return check(arrays)
+    axes = tuple(dict.fromkeys(axis for array in split for axis in axes_of(array)))
+    specs = [jax.typeof(array).sharding.spec for array in arrays]
+
+    def check_own(arrays):
+        return lax.pmin(jnp.int32(check(arrays)), axes) == 1
+
+    return jax.shard_map(
+        check_own,
+        mesh=jax.typeof(split[0]).sharding.mesh,
+        in_specs=(specs,),
+        out_specs=PartitionSpec(),
+        axis_names=set(axes),
+    )(arrays)
+
+
+def may_be_split(array: Any) -> bool:
+    """Whether devices may hold parts of an array, here where it is looked at.
+
+    Two arrays of which neither is split can be combined without moving anything.
+    """
+    sharding = jax.typeof(array).sharding
+    if sharding.mesh.empty:  # which `jit(in_shardings=...)` leaves so
+        return jax.device_count() > 1
+    axes = zip(sharding.mesh.axis_sizes, sharding.mesh.axis_types, strict=True)
+    unknown = any(size > 1 and kind == AxisType.Auto for size, kind in axes)
+    return unknown or bool(axes_of(array))
+
+
+def axes_of(array: Any) -> tuple[str, ...]:
+    """The explicit axes that a traced array is split over."""
+    return tuple(n for entry in jax.typeof(array).sharding.spec for n in names(entry))
+
+
+def names(entry: Any) -> tuple[str, ...]:
+    """The axes in one entry of a `PartitionSpec`."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

@@ -1,0 +1,112 @@
+"""The gradients of an NNX optimizer: which are its own, finite or not, unscaled.
+
+An optimizer owns the parameters that its `wrt` filter selects, and as in torch only
+their gradients are checked and unscaled for it. So two optimizers may share one model
+and one tree of gradients.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .._checks import is_traced, shown
+from .._tree import check_leaves, dtype_of, is_inexact
+from . import arithmetic, skip
+from .arithmetic import InverseScale
+from .match import check_gradients_match
+from .state import check_not_scaled_yet
+
+
+def own_gradients(optimizer: nnx.Optimizer, grads: Any) -> nnx.State:
+    """The gradients that an optimizer will apply.
+
+    Raises:
+      TypeError: `optimizer` is no `nnx.Optimizer`, or `grads` is no tree.
+      ValueError: a gradient is float16, none is a Variable as NNX makes them, or the
+        optimizer unscales by itself.
+      RuntimeError: there is no gradient at all.
+    """
+    is_pair = isinstance(optimizer, nnx.ModelAndOptimizer)
+    if not isinstance(optimizer, nnx.Optimizer) or is_pair:
+        raise TypeError(
+            "optimizer must be an nnx.Optimizer (nnx.ModelAndOptimizer is not "
+            f"supported); got {type(optimizer).__name__}."
+        )
+    if grads is None or jax.tree_util.all_leaves([grads]):
+        raise TypeError(f"grads must be what nnx.grad returned; got {shown(grads)}.")
+    check_not_scaled_yet(optimizer.opt_state, "optimizer")
+    own = nnx.state(grads, optimizer.wrt)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.as_pure(own))
+    for path, leaf in leaves:
+        if dtype_of(leaf) == jnp.float16:
+            raise ValueError(
+                "Attempting to unscale FP16 gradients. The gradient at "
+                f"{jax.tree_util.keystr(path) or 'the root'} is float16: keep the "
+                "parameters in float32 and cast them on use, or use "
+                "jamp.dynamic_loss_scale, which unscales in float32."
+            )
+    if not leaves and jax.tree.leaves(grads):
+        raise ValueError(
+            f"grads holds no gradient of {optimizer.wrt!r}, which the optimizer "
+            "updates; pass what nnx.grad returned, not nnx.as_pure of it."
+        )
+    if not any(is_inexact(leaf) for _, leaf in leaves):
+        raise RuntimeError("No inf checks were recorded for this optimizer.")
+    return own
+
+
+def check_own_gradients(
+    optimizer: nnx.Optimizer, model: Any, grads: Any, own: nnx.State
+) -> None:
+    """Raises ValueError if gradients do not match the model's parameters.
+
+    And TypeError if there is no model.
+    """
+    swapped = isinstance(model, nnx.State) and isinstance(grads, nnx.Module)
+    is_module = isinstance(model, nnx.Module)
+    is_leaf = model is None or jax.tree_util.all_leaves([model])
+    if swapped or (is_leaf and not is_module):
+        raise TypeError(
+            f"model must be the NNX module to update; got {shown(model)}. Write "
+            "scaler.step(optimizer, model, grads)."
+        )
+    params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+    check_leaves(params, "GradScaler.step: the parameter")
+    check_gradients_match(nnx.as_pure(own), params, "GradScaler.step")
+
+
+def unscale_own(optimizer: nnx.Optimizer, grads: Any, inverse: InverseScale) -> Any:
+    """Gradients with the optimizer's own divided by the scale, in their dtypes."""
+    own = nnx.state(grads, optimizer.wrt)
+    unscaled = jax.tree.map(
+        lambda new, old: (
+            new if dtype_of(new) == dtype_of(old) else new.astype(dtype_of(old))
+        ),
+        arithmetic.unscale(own, inverse),
+        own,
+    )
+    result = jax.tree.map(lambda leaf: leaf, grads)  # Variables of its own
+    nnx.update(result, unscaled)
+    return result
+
+
+def update_if(
+    finite: Any, optimizer: nnx.Optimizer, model: Any, grads: Any, kwargs: Any
+) -> None:
+    """`optimizer.update(model, grads(), **kwargs)` if finite."""
+
+    def run(optimizer, model):
+        optimizer.update(model, skip.harmless(finite, grads()), **kwargs)
+
+    if not is_traced(finite):
+        if finite:
+            run(optimizer, model)
+    elif skip.by_branch():
+        nnx.cond(finite, run, lambda optimizer, model: None, optimizer, model)
+    else:
+        old = nnx.as_pure(nnx.state((optimizer, model)))
+        run(optimizer, model)
+        new = nnx.as_pure(nnx.state((optimizer, model)))
+        nnx.update((optimizer, model), skip.select(finite, new, old))

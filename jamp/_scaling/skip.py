@@ -1,0 +1,93 @@
+"""How a step is skipped: two ways with equal results, the cheaper one by backend.
+
+By branching, `lax.cond`: a finite step runs the optimizer, and XLA's CPU backend
+updates donated buffers in place. Selecting there costs copies of them.
+
+By selecting, `jnp.where(finite, new, old)`: on a GPU XLA makes the choice part of the
+kernel that updates a parameter, which reads the old values anyway. Branching there
+copies every buffer that a branch may return, with memory for the copies, and the host
+may have to wait for the predicate. `docs/performance.md` has the figures.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._checks import brief, is_traced
+from .._tree import dtype_of, is_inexact
+
+T = TypeVar("T")
+
+
+def by_branch() -> bool:
+    """Whether what is traced now should branch: on the CPU."""
+    return jax.default_backend() == "cpu"
+
+
+def run_or_hold(
+    finite: jax.Array | np.bool,
+    run: Callable[[], T],
+    hold: Callable[[Callable[[], T]], T],
+) -> T:
+    """`run()` if finite, else `hold(like)`; both return the same structure and dtypes.
+
+    Outside a trace the value is known and only one side runs, as in torch, whose
+    `step` reads the flag too. Inside, selecting runs both: see `harmless`.
+
+    Args:
+      finite: bool [].
+      run: the step.
+      hold: what there is without it. `like()` has the shapes and dtypes of `run()`.
+    """
+    shapes = lambda: jax.eval_shape(run)
+    if not is_traced(finite):
+        return run() if finite else hold(shapes)
+    if by_branch():  # XLA copies far more with the branches the other way round
+        return lax.cond(finite, run, lambda: hold(shapes))
+    new = run()
+    return select(finite, new, hold(lambda: new))
+
+
+def select(finite: jax.Array | np.bool, new: T, old: T) -> T:
+    """Each leaf of `new` if finite, else that of `old`.
+
+    Raises:
+      TypeError: the trees differ in structure, or a leaf in shape or dtype.
+    """
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            "a step must return a state of the structure that it was given: got "
+            f"{brief(jax.tree.structure(new))} for {brief(jax.tree.structure(old))}."
+        )
+
+    def select_leaf(path, new, old):
+        if dtype_of(old) == jax.dtypes.float0:
+            return old
+        for kind, a, b in (
+            ("dtype", dtype_of(new), dtype_of(old)),
+            ("shape", jnp.shape(new), jnp.shape(old)),
+        ):
+            if a != b:
+                raise TypeError(
+                    f"a step must keep the {kind} of its state: "
+                    f"{jax.tree_util.keystr(path)} became {a} from {b}."
+                )
+        return jnp.where(finite, new, old)
+
+    return jax.tree_util.tree_map_with_path(select_leaf, new, old)
+
+
+def harmless(finite: jax.Array | np.bool, grads: T) -> T:
+    """Gradients for a `run` that may run on a skipped step: zeros then.
+
+    An optimizer so never meets an inf or a nan, whichever way the step is skipped.
+    """
+    if not is_traced(finite) or by_branch():
+        return grads
+    return jax.tree.map(
+        lambda g: jnp.where(finite, g, jnp.zeros_like(g)) if is_inexact(g) else g, grads
+    )

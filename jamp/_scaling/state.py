@@ -1,0 +1,218 @@
+"""The states of the optax wrappers, and how to find them in a nest of states."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._checks import shown
+from .._tree import NUMBERS, dtype_of
+
+HIDDEN = """optax.apply_if_finite around a loss scale hides from it the overflows at \
+which it must back off. Leave it out: jamp.dynamic_loss_scale skips such steps \
+itself."""
+
+
+class DynamicLossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale` and `static_loss_scale`.
+
+    A pytree of seven scalars and the state of the wrapped optimizer; save it, shard it
+    and donate it as any other. `jamp.metrics` and `jamp.loss_scale` find it in a nested
+    state, `optax.tree.set` changes a field.
+
+    Attributes:
+      loss_scale: float32 []: what the loss is multiplied by.
+      growth_tracker: int32 []: finite steps in a row, 0 after a growth.
+      found_inf: bool []: whether the last step was skipped.
+      skipped_steps: int32 []: steps skipped so far.
+      hysteresis_tracker: int32 []: overflows left before backing off.
+      recent_skips: uint32 []: the last 32 steps, the newest lowest; 1 is a skip.
+      floor_steps: int32 []: steps at the floor since it overflowed there.
+      inner_state: of the wrapped optimizer, held on a skipped step.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+      >>> state = tx.init({"w": jnp.ones(2)})
+      >>> print(state.loss_scale, state.growth_tracker, state.found_inf)
+      65536.0 0 False
+      >>> state = optax.tree.set(state, loss_scale=jnp.float32(1024))
+      >>> print(jamp.loss_scale(state))
+      1024.0
+
+    PyTorch: `_scale` and `_growth_tracker` of `GradScaler`; it counts no skips.
+    """
+
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    found_inf: jax.Array
+    skipped_steps: jax.Array
+    hysteresis_tracker: jax.Array
+    recent_skips: jax.Array
+    floor_steps: jax.Array
+    inner_state: optax.OptState
+
+
+DTYPES = {  # of the numbers above
+    "loss_scale": "float32",
+    "growth_tracker": "int32",
+    "found_inf": "bool",
+    "skipped_steps": "int32",
+    "hysteresis_tracker": "int32",
+    "recent_skips": "uint32",
+    "floor_steps": "int32",
+}
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`."""
+
+    master: (
+        optax.Params
+    )  # float32 copies of half-precision leaves; MaskedNode for others
+    inner_state: optax.OptState  # of the wrapped optimizer, for float32 parameters
+
+
+def part(state: Any, fields: Any) -> list[Any]:
+    """Those fields of a `DynamicLossScaleState` or a `GradScaler` that a type has.
+
+    Numbers that come from elsewhere (NumPy, JSON) get the dtypes that init makes. NNX
+    wraps each array of a state in a Variable of one leaf.
+
+    Raises:
+      ValueError: one is missing, or cannot be what init makes.
+    """
+    return [_number(name, getattr(state, name)) for name in fields._fields]
+
+
+def _number(name: str, value: Any) -> Any:
+    leaves = jax.tree.leaves(value)
+    leaf = leaves[0] if len(leaves) == 1 else None
+    wanted = jnp.dtype(DTYPES[name])
+    kinds = {"f": (jnp.floating, jnp.integer), "b": (jnp.bool_,)}
+    is_number = isinstance(leaf, (jax.Array, np.ndarray, np.generic, *NUMBERS))
+    given = dtype_of(leaf) if is_number else None
+    if given == wanted and isinstance(leaf, jax.Array) and not leaf.weak_type:
+        return leaf
+    fits = kinds.get(wanted.kind, (jnp.integer,))
+    if given is not None and any(jnp.issubdtype(given, kind) for kind in fits):
+        with contextlib.suppress(OverflowError):  # an integer of too many bits
+            return jnp.asarray(leaf, wanted)
+    raise ValueError(
+        f"{name} of the state must be {wanted}; got {shown(value)}. Pass the state as "
+        "init made it."
+    )
+
+
+def keeps_master_weights(opt_state: Any) -> bool:
+    """Whether there is a `MasterWeightsState` anywhere in an optimizer state."""
+
+    def is_master(node):
+        return isinstance(node, MasterWeightsState)
+
+    return any(map(is_master, jax.tree.leaves(opt_state, is_leaf=is_master)))
+
+
+def find_states(tree: Any) -> dict[str, DynamicLossScaleState]:
+    """The loss-scale states in a pytree, by path; those inside one are not searched.
+
+    Raises:
+      ValueError: what is around one keeps overflows from it.
+    """
+    kinds = DynamicLossScaleState, optax.ApplyIfFiniteState
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, kinds)
+    )
+    for _, node in nodes:
+        if isinstance(node, optax.ApplyIfFiniteState) and find_states(node.inner_state):
+            raise ValueError(HIDDEN)
+    return {
+        jax.tree_util.keystr(path) or "the root": node
+        for path, node in nodes
+        if isinstance(node, DynamicLossScaleState)
+    }
+
+
+def check_not_scaled_yet(opt_state: Any, argument: str) -> None:
+    """Raises ValueError if an optimizer state scales gradients already."""
+    found = find_states(opt_state)
+    if found:
+        raise ValueError(
+            f"{argument} already holds a loss scale, at {', '.join(found)}, and would "
+            "divide the gradients twice; use one of the two."
+        )
+
+
+def check_not_stacked(numbers: dict[str, Any], caller: str) -> None:
+    """Raises ValueError if one of the numbers of a state has dimensions."""
+    for name, value in numbers.items():
+        if shape := jnp.shape(value):
+            raise ValueError(
+                f"{caller}: {name} of the state must be one number; got shape {shape}. "
+                "For stacked states use jax.vmap."
+            )
+
+
+def check_state(state: Any, cls: type, caller: str) -> None:
+    """Raises ValueError unless an optimizer state is of a class of this module."""
+    if not isinstance(state, cls):
+        raise ValueError(
+            f"{caller}: the state must be a {cls.__name__}, as made by this "
+            f"transformation's init; got {describe(state)}."
+        )
+
+
+@contextlib.contextmanager
+def explained(
+    caller: str, init: Callable[..., Any], state: Any, params: Any
+) -> Iterator[None]:
+    """If an optimizer fails, and its state is another one's: ValueError saying so."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        if params is None:
+            raise
+        difference = _difference(state, jax.eval_shape(init, params))
+        if not difference:
+            raise
+        raise ValueError(
+            f"{caller}: the state is of another optimizer, or of other parameters: "
+            f"{difference}. Pass the state that this transformation's init made."
+        ) from error
+
+
+def _difference(given: Any, made: Any) -> str:
+    """Where a state is not what `init` makes, or ""."""
+
+    def shape(leaf):
+        is_array = hasattr(leaf, "shape") or isinstance(leaf, NUMBERS)
+        return f"shape {jnp.shape(leaf)}" if is_array else f"a {type(leaf).__name__}"
+
+    def shapes(state):
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return {jax.tree_util.keystr(path): shape(leaf) for path, leaf in leaves}
+
+    found, expected = shapes(given), shapes(made)
+    for path in expected | found:
+        has, wants = found.get(path, "nothing"), expected.get(path, "nothing")
+        if has != wants:
+            return f"at {path or 'the root'} it has {has}, init makes {wants}"
+    same = jax.tree.structure(given) == jax.tree.structure(made)
+    return "" if same else "it is another tree than the one that init makes"
+
+
+def describe(tree: Any) -> str:
+    """The named states in a pytree, for messages."""
+    states = []
+
+    def note(node):
+        if hasattr(node, "_fields") or hasattr(node, "__dataclass_fields__"):
+            states.append(type(node).__name__)
+        return False
+
+    jax.tree.leaves(tree, is_leaf=note)
+    return ", ".join(dict.fromkeys(states)) or f"a {type(tree).__name__}"

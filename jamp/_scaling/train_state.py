@@ -1,0 +1,76 @@
+"""Flax's `TrainState`, on `jamp.step`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training import train_state
+
+from .step import as_transformation, step
+
+
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState` with `apply_gradients` on `jamp.step`.
+
+    The same fields, the same `create`, the same results; checkpoints are
+    interchangeable. With `tx=jamp.dynamic_loss_scale(...)` a step with non-finite
+    gradients leaves `params` and the inner optimizer state as they are. `step` counts
+    every call, skipped or not; `jamp.metrics(state)["skipped_steps"]` counts the
+    skipped ones. Flax's fp8 scales, which gradients overwrite, are not held.
+
+    Attributes:
+      step: int32 []: calls of `apply_gradients` so far.
+      apply_fn: of the model; jamp does not call it.
+      params: any pytree of arrays.
+      tx: an optax transformation, such as `jamp.dynamic_loss_scale(...)`.
+      opt_state: its state.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> state = jamp.linen.TrainState.create(
+      ...     apply_fn=None,
+      ...     params={"w": jnp.ones(2)},
+      ...     tx=jamp.dynamic_loss_scale(optax.sgd(0.5), init_scale=8.0),
+      ... )
+      >>> loss_fn = lambda params: jnp.sum(params["w"] ** 2)
+      >>> loss, grads = jamp.value_and_grad(loss_fn, state)(state.params)
+      >>> state = state.apply_gradients(grads=grads)
+      >>> print(loss, state.params["w"], jamp.loss_scale(state))
+      2.0 [0. 0.] 8.0
+    """
+
+    @classmethod
+    def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Any:
+        """A state at step 0, with `tx.init(params)`: Flax's `create`.
+
+        Args:
+          apply_fn: kept as it is; None will do.
+          params: any pytree of arrays.
+          tx: an optax transformation.
+          **kwargs: fields of a subclass.
+
+        Raises:
+          TypeError: `tx` is not a gradient transformation.
+        """
+        as_transformation(tx, "tx")
+        return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+        """One optimizer step: `jamp.step`, then `step + 1` and `**kwargs` replaced.
+
+        Args:
+          grads: scaled gradients, of the structure of `params`.
+          **kwargs: other fields to replace, such as `batch_stats`. They are replaced
+            on a skipped step too.
+
+        Raises:
+          ValueError: gradients that are not of the parameters' structure; an
+            `opt_state` of another `tx`.
+        """
+        is_dict = isinstance(grads, Mapping)
+        if is_dict and OVERWRITE_WITH_GRADIENT in grads:  # fp8 scales: Flax's matter
+            return super().apply_gradients(grads=grads, **kwargs)
+        params, opt_state = step(self.tx, grads, self.opt_state, self.params)
+        return self.replace(
+            step=self.step + 1, params=params, opt_state=opt_state, **kwargs
+        )

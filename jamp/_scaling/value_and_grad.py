@@ -1,0 +1,283 @@
+"""Around the wrapper: scaled gradients, and what its state tells.
+
+Each function finds the one `DynamicLossScaleState` in whatever nest of optax, Flax or
+user states it is given, so that it works the same in a chain and in a `TrainState`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .._checks import shown
+from .._tree import check_leaves, dtype_of
+from . import arithmetic
+from . import health as _health
+from .arithmetic import LossScaleState
+from .grad_scaler import GradScaler
+from .health import Health
+from .state import describe, find_states, part
+
+TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
+one must not be divided by the other. In one optimizer there must be one, around the \
+whole: jamp.dynamic_loss_scale(optax.multi_transform(...)). If these are several \
+optimizers, pass the state of the one whose gradients are taken."""
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    opt_state: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` of the scaled loss: plain loss, scaled gradients.
+
+    The loss comes back as `fun` returned it. The gradients are those of
+    `scale_loss(loss, opt_state)`; give them to `tx.update` or `step` as they are.
+
+    The scale is the one in `opt_state` when this is called, so call it inside the
+    training step, with that step's state, not once before the loop.
+
+    Args:
+      fun: returns a floating scalar loss, or `(loss, aux)` with `has_aux`.
+      opt_state: any pytree that holds one loss scale, such as the state of an
+        `optax.chain` with `dynamic_loss_scale` inside, or a whole `TrainState`.
+      argnums: which arguments to differentiate, as in JAX.
+      has_aux: whether `fun` returns a pair.
+      allow_int: whether integer arguments are allowed, as in JAX.
+
+    Returns:
+      A function with the arguments of `fun` that returns `(loss, grads)`, or
+      `((loss, aux), grads)` with `has_aux`.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one.
+      TypeError: the loss is not a floating scalar; with `has_aux`, `fun` did not return
+        a pair; an argument is an `nnx.Module`, whose state JAX would lose: take
+        `nnx.value_and_grad` of `scale_loss` for those.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> params = jnp.float16(3.0)
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=1024.0)
+      >>> opt_state = tx.init(params)
+      >>> loss, grads = jamp.value_and_grad(lambda p: p * p, opt_state)(params)
+      >>> print(loss, float(grads))
+      9.0 6144.0
+
+    PyTorch: `scaler.scale(loss).backward()`.
+    """
+    current = _one_scale(opt_state)
+    if not callable(fun):
+        raise TypeError(f"fun must be a function of the loss; got {shown(fun)}.")
+
+    def scaled(*args, **kwargs):
+        result = loss = fun(*args, **kwargs)
+        if has_aux:
+            if not (isinstance(result, tuple) and len(result) == 2):
+                raise TypeError(
+                    "with has_aux=True, fun must return (loss, aux); got "
+                    f"{type(result).__name__}."
+                )
+            loss = result[0]
+        _check_loss(loss)
+        return arithmetic.scale(loss, current), result
+
+    grad_fn = jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def value_and_grad_fn(*args, **kwargs):
+        if any(isinstance(arg, nnx.Module) for arg in (*args, *kwargs.values())):
+            raise TypeError(
+                "jamp.value_and_grad got an nnx.Module, and jax.grad would lose what "
+                "its forward pass changes; use nnx.value_and_grad of "
+                "lambda model: jamp.scale_loss(loss_fn(model), opt_state)."
+            )
+        grads, result = grad_fn(*args, **kwargs)
+        return result, grads
+
+    return value_and_grad_fn
+
+
+def _check_loss(loss: Any) -> None:
+    is_array = isinstance(loss, (jax.Array, np.ndarray, np.generic, float))
+    if not is_array:
+        raise TypeError(f"fun must return a floating scalar loss; got {shown(loss)}.")
+    if not jnp.issubdtype(dtype_of(loss), jnp.floating):
+        raise TypeError(
+            "fun must return a floating scalar loss; got an array of dtype "
+            f"{dtype_of(loss)}."
+        )
+
+
+def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
+    """The loss times the scale, for those who call `jax.grad` themselves.
+
+    A scalar is promoted to float32 at least, an array with dimensions keeps its
+    dtype: the product is formed in float32 either way, as in torch.
+
+    Args:
+      loss: number or array of any shape.
+      opt_state: any pytree that holds one loss scale.
+
+    Raises:
+      TypeError: `loss` is neither.
+      ValueError: `opt_state` holds no loss scale, or more than one.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> opt_state = jamp.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(3))
+      >>> jamp.scale_loss(jnp.float16(2.0), opt_state)
+      Array(131072., dtype=float32)
+
+    PyTorch: `scaler.scale(loss)`.
+    """
+    current = _one_scale(opt_state)
+    if not arithmetic.is_scalable(loss):
+        raise TypeError(f"loss must be an array or a number; got {shown(loss)}.")
+    return arithmetic.scale(loss, current)
+
+
+def unscale(grads: Any, opt_state: Any) -> Any:
+    """Scaled gradients divided by the scale, for logging.
+
+    `tx.update` does this itself; give it the scaled gradients. Half-precision leaves
+    come out float32, everything that is not floating or complex passes.
+
+    Args:
+      grads: pytree of scaled gradients.
+      opt_state: the state they were scaled with, from before `tx.update`.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=8.0)
+      >>> jamp.unscale({"w": jnp.float16(4.0)}, tx.init({"w": jnp.float32(0.0)}))
+      {'w': Array(0.5, dtype=float32)}
+
+    PyTorch: `scaler.unscale_(optimizer)`, without its bookkeeping.
+    """
+    current = _one_scale(opt_state)
+    check_leaves(grads, "jamp.unscale: the gradient")
+    return arithmetic.unscale(grads, arithmetic.invert(current))
+
+
+def _one_scale(opt_state: Any) -> jax.Array:
+    """The scale, or ValueError if states are stacked."""
+    current = loss_scale(opt_state)
+    if jnp.shape(current) != ():
+        raise ValueError(
+            "the loss scale in opt_state must be one number; got shape "
+            f"{jnp.shape(current)}. For stacked states use jax.vmap."
+        )
+    return current
+
+
+def loss_scale(opt_state: Any) -> jax.Array:
+    """The current loss scale, found anywhere in a nested optax state: float32 [].
+
+    Args:
+      opt_state: any pytree that holds one loss scale.
+
+    Raises:
+      ValueError: it holds none, or more than one.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = optax.chain(jamp.dynamic_loss_scale(optax.adam(1e-3)), optax.scale(0.5))
+      >>> print(jamp.loss_scale(tx.init(jnp.ones(3))))
+      65536.0
+
+    PyTorch: `scaler.get_scale()`.
+    """
+    return part(_only_state(opt_state), LossScaleState)[0]
+
+
+def metrics(
+    opt_state: Any,
+    *,
+    floor_steps: int = 32,
+    window: int = 32,
+    skipped_share: float = 0.5,
+) -> dict[str, jax.Array]:
+    """The scalars worth logging, and alarms, found anywhere in a nested optax state.
+
+    All stay on the device, inside jit and outside: fetch them when you want to read
+    them, or let `jamp.debug.History` do it. `jamp.debug.check` turns an alarm into an
+    exception that lists likely causes.
+
+    Args:
+      opt_state: any pytree that holds one loss scale, after `tx.update`; or a
+        `GradScaler`, after `update`.
+      floor_steps: steps at the floor that raise `scale_at_floor`, >= 1.
+      window: how many of the last steps `many_skips` looks at, 1 to 32.
+      skipped_share: share of them that may be skipped, in [0, 1).
+
+    Returns:
+      A dict of scalars:
+
+      - `loss_scale`: float32, for the next step.
+      - `growth_tracker`: int32, finite steps since the scale moved.
+      - `found_inf`: bool, whether the last step was skipped.
+      - `skipped_steps`: int32, steps skipped so far.
+      - `scale_at_floor`: bool, the scale has been at its floor (`min_scale`, or
+        2**-126) for `floor_steps` steps since a step overflowed there.
+      - `scale_below_one`: bool, the gradients overflow without any scaling.
+      - `many_skips`: bool, more than `skipped_share` of the last `window` steps were
+        skipped.
+
+    Raises:
+      ValueError: it holds none, or more than one; a limit is out of its range.
+      TypeError: a limit is no number.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.adam(1e-3))
+      >>> for name, value in jamp.metrics(tx.init(jnp.ones(3))).items():
+      ...     print(name, value)
+      loss_scale 65536.0
+      growth_tracker 0
+      found_inf False
+      skipped_steps 0
+      scale_at_floor False
+      scale_below_one False
+      many_skips False
+
+    PyTorch: `get_scale()` and `state_dict()`; torch cannot tell that a step was
+    skipped (pytorch#67590).
+    """
+    state = _only_state(opt_state)
+    scaling, health = LossScaleState(*part(state, LossScaleState)), part(state, Health)
+    health = Health(*health)
+    return {
+        "loss_scale": scaling.loss_scale,
+        "growth_tracker": scaling.growth_tracker,
+        "found_inf": health.found_inf,
+        "skipped_steps": health.skipped_steps,
+        **_health.alarms(
+            scaling.loss_scale, health, floor_steps, window, skipped_share
+        ),
+    }
+
+
+def _only_state(opt_state: Any) -> Any:
+    """The `DynamicLossScaleState`, or the `GradScaler`, in what a user passed."""
+    if isinstance(opt_state, GradScaler):
+        return opt_state
+    found = find_states(opt_state)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise ValueError(TWO_SCALES.format(len(found), ", ".join(found)))
+    raise ValueError(
+        f"opt_state holds no loss scale; found {describe(opt_state)}. Wrap the "
+        "optimizer in jamp.dynamic_loss_scale and pass the state from its init."
+    )

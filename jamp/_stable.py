@@ -26,9 +26,9 @@ from ._policy.nnx import cast_on_use as cast_on_use
 from ._policy.nnx import policied as policied
 from ._policy.overrides import Place as Place
 from ._policy.overrides import Plan as Plan
-from ._scaling.arithmetic import LossScaleConfig as LossScaleConfig
 from ._scaling.grad_scaler import GradScaler as GradScaler
 from ._scaling.iteration import Iteration as Iteration
+from ._scaling.rule import LossScaleConfig as LossScaleConfig
 from ._scaling.state import DynamicLossScaleState as DynamicLossScaleState
 from ._scaling.state import MasterWeightsState as MasterWeightsState
 

@@ -49,11 +49,11 @@ class Fault(NamedTuple):
         return bool(first) and (raised in first) == bool(self.raises)
 
 
-_STATE = "_scaling/arithmetic.py"
+_RULE = "_scaling/rule.py"
 FAULTS = (
     Fault(
         "the scale grows one step late",
-        _STATE,
+        _RULE,
         "successes == _int32",
         "state.growth_tracker == _int32",
         "scale",
@@ -61,7 +61,7 @@ FAULTS = (
     ),
     Fault(
         "gradients are unscaled in float16",
-        _STATE,
+        "_scaling/arithmetic.py",
         "return _times(_times(wide, inverse.inverse), inverse.shift)",
         "half = jnp.asarray(wide, jnp.float16)\n"
         "        half = _times(_times(half, inverse.inverse), inverse.shift)\n"
@@ -73,17 +73,17 @@ FAULTS = (
         "infs are looked for after the product with the inverse scale",
         "_scaling/grad_scaler.py",
         "if record is None:\n"
-        "            finite = _loss_scale.all_finite(own, self._axis_name)",
+        "            finite = arithmetic.all_finite(own, self._axis_name)",
         "if record is None:\n"
-        "            inverse = _loss_scale.invert(self.loss_scale[...])\n"
-        "            wide = _loss_scale.unscale(own, inverse)\n"
-        "            finite = _loss_scale.all_finite(wide)",
+        "            inverse = arithmetic.invert(self.loss_scale[...])\n"
+        "            wide = arithmetic.unscale(own, inverse)\n"
+        "            finite = arithmetic.all_finite(wide)",
         "scale",
         "overflow in the product",
     ),
     Fault(
         "the scale's product is formed in float32",
-        _STATE,
+        _RULE,
         "factor = factor if is_traced(factor) else np.float64(factor)",
         "return x * jnp.asarray(factor, jnp.float32)",
         "scale",
@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "a key of the state dict has another name",
-        "_scaling/grad_scaler.py",
+        "_scaling/scaler_state.py",
         '"_growth_tracker": int(',
         '"growth_tracker": int(',
         "behaviors",
@@ -108,7 +108,7 @@ FAULTS = (
     ),
     Fault(
         "a tracker that is past the interval grows the scale",
-        _STATE,
+        _RULE,
         "successes == _int32",
         "successes >= _int32",
         "scale",
@@ -116,7 +116,7 @@ FAULTS = (
     ),
     Fault(
         "the scale grows to infinity",
-        _STATE,
+        _RULE,
         "grow & jnp.isfinite(grown)",
         "grow",
         "scale",
@@ -132,7 +132,7 @@ FAULTS = (
     ),
     Fault(
         "an overflow leaves the growth tracker alone",
-        _STATE,
+        _RULE,
         "jnp.where(found_inf | grow, 0, successes)",
         "jnp.where(grow, 0, successes)",
         "scale",

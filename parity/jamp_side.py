@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 import jamp
-from jamp._scaling import arithmetic
+from jamp._scaling import rule
 
 from .cases import LEARNING_RATE, MOMENTUM, SIZE, Case, streams
 from .trajectory import Trajectory, trajectory
@@ -156,15 +156,15 @@ def run_scale(case: Case, found_inf: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """The scale and the tracker alone, in one `lax.scan` over the arithmetic."""
     kwargs = case.scaler_kwargs
     del kwargs["enabled"]
-    config = arithmetic.LossScaleConfig(**kwargs)
+    config = rule.LossScaleConfig(**kwargs)
 
     @jax.jit
     def scan(found_inf):
         def step(state, found_inf):
-            state = arithmetic.update(state, found_inf, config)
+            state = rule.update(state, found_inf, config)
             return state, (state.loss_scale, state.growth_tracker)
 
-        return lax.scan(step, arithmetic.init(config), found_inf)[1]
+        return lax.scan(step, rule.init(config), found_inf)[1]
 
     scales, trackers = scan(found_inf)
     return np.asarray(scales), np.asarray(trackers)

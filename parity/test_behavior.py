@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jamp._scaling import arithmetic
+from jamp._scaling import arithmetic, rule
 
 from . import behaviors, behaviors_api
 from .behaviors import BEHAVIORS, CASES, Case, compare
@@ -87,19 +87,24 @@ def float32(x, factor):
     return x * np.float32(factor)
 
 
-update = arithmetic.update
+update = rule.update
 FAULTS = {
-    "grows a step late": ("update", late, "plain, SGD"),
-    "float32 product": ("_float64_product", float32, "clipping of scaled gradients"),
-    "nothing is checked": ("all_finite", lambda *_: np.True_, "plain, SGD"),
+    "grows a step late": (rule, "update", late, "plain, SGD"),
+    "float32 product": (
+        rule,
+        "_float64_product",
+        float32,
+        "clipping of scaled gradients",
+    ),
+    "nothing is checked": (arithmetic, "all_finite", lambda *_: np.True_, "plain, SGD"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("side", [JIT, OPTAX])
 def test_a_fault_in_jamp_is_seen(fault, side, references, monkeypatch, request):
-    name, wrong, behavior = FAULTS[fault]
-    monkeypatch.setattr(arithmetic, name, wrong)
+    module, name, wrong, behavior = FAULTS[fault]
+    monkeypatch.setattr(module, name, wrong)
     jax.clear_caches()  # what was compiled without the fault, and then with it
     request.addfinalizer(jax.clear_caches)
     case, torch = CASES[f"{behavior}: {side}"], references[behavior]

@@ -9,8 +9,8 @@ from flax import nnx
 
 import jamp
 from benchmarks import _hlo
-from jamp._scaling import arithmetic
-from jamp._scaling.arithmetic import LossScaleConfig
+from jamp._scaling import rule
+from jamp._scaling.rule import LossScaleConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,10 +24,10 @@ def test_the_float64_product_is_the_hosts():
     flags = np.random.default_rng(0).random(2000) < 0.35
 
     def step(state, found_inf):
-        state = arithmetic.update(state, found_inf, config)
+        state = rule.update(state, found_inf, config)
         return state, state.loss_scale
 
-    train = jax.jit(lambda f: jax.lax.scan(step, arithmetic.init(config), f)[1])
+    train = jax.jit(lambda f: jax.lax.scan(step, rule.init(config), f)[1])
     on_gpu = np.asarray(train(flags))
     with jax.default_device(jax.devices("cpu")[0]):
         on_cpu = np.asarray(train(flags))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jamp._scaling import arithmetic
-from jamp._scaling.arithmetic import LossScaleConfig
+from jamp._scaling import arithmetic, rule
+from jamp._scaling.rule import LossScaleConfig
 
 TINY = 2.0**-126
 
@@ -20,12 +20,12 @@ def follow(config, flags):
     """The states after each of a sequence of found_inf flags, in one scan."""
 
     def step(state, found_inf):
-        state = arithmetic.update(state, found_inf, config)
+        state = rule.update(state, found_inf, config)
         return state, state
 
-    _, states = jax.jit(
-        lambda flags: jax.lax.scan(step, arithmetic.init(config), flags)
-    )(jnp.asarray(flags, bool))
+    _, states = jax.jit(lambda flags: jax.lax.scan(step, rule.init(config), flags))(
+        jnp.asarray(flags, bool)
+    )
     return jax.tree.map(np.asarray, states)
 
 
@@ -105,10 +105,10 @@ def test_the_scale_stops_at_the_smallest_normal_number():
 
 
 def test_a_tracker_past_the_interval_keeps_counting():
-    state = arithmetic.init(LossScaleConfig())._replace(growth_tracker=jnp.int32(7))
+    state = rule.init(LossScaleConfig())._replace(growth_tracker=jnp.int32(7))
     short = LossScaleConfig(growth_interval=5)
     for _ in range(3):
-        state = arithmetic.update(state, jnp.bool_(False), short)
+        state = rule.update(state, jnp.bool_(False), short)
     assert state.growth_tracker == 10 and state.loss_scale == 2.0**16
 
 
@@ -121,11 +121,9 @@ def test_hysteresis_forgives_overflows_until_the_next_growth():
 
 def test_update_under_vmap_and_cond():
     config = LossScaleConfig(growth_factor=1.1, growth_interval=1)
-    states = jax.vmap(lambda _: arithmetic.init(config))(jnp.arange(4))
+    states = jax.vmap(lambda _: rule.init(config))(jnp.arange(4))
     flags = jnp.array([True, False, True, False])
-    states = jax.jit(jax.vmap(lambda s, f: arithmetic.update(s, f, config)))(
-        states, flags
-    )
+    states = jax.jit(jax.vmap(lambda s, f: rule.update(s, f, config)))(states, flags)
     grown = np.float32(65536 * 1.1)
     np.testing.assert_array_equal(states.loss_scale, [32768, grown, 32768, grown])
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import is_traced, shown
-from .._scaling.arithmetic import check_scale
+from .._scaling.rule import check_scale
 from .call import named_leaves
 from .report import SHOWN, Report, check_single, only_when, report, stacked, static
 from .table import percent

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from .._checks import is_traced
-from .health import check_limits
+from .alarms import check_limits
 from .value_and_grad import metrics
 
 CAUSES = """\

@@ -15,7 +15,7 @@ from jax import lax
 from .._tree import check_leaves, dtype_of, is_half, widen
 from .match import check_gradients_match, is_hole
 from .state import MasterWeightsState, check_state, explained, keeps_master_weights
-from .step import as_transformation
+from .transformation import as_transformation
 
 
 def master_weights(

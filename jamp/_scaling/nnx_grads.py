@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._checks import is_traced, shown
+from .._checks import shown
 from .._tree import check_leaves, dtype_of, is_inexact
 from . import arithmetic, skip
 from .arithmetic import InverseScale
@@ -100,13 +100,14 @@ def update_if(
     def run(optimizer, model):
         optimizer.update(model, skip.harmless(finite, grads()), **kwargs)
 
-    if not is_traced(finite):
-        if finite:
+    match skip.way(finite):
+        case skip.Way.KNOWN:
+            if finite:
+                run(optimizer, model)
+        case skip.Way.BRANCH:
+            nnx.cond(finite, run, lambda optimizer, model: None, optimizer, model)
+        case skip.Way.SELECT:
+            old = nnx.as_pure(nnx.state((optimizer, model)))
             run(optimizer, model)
-    elif skip.by_branch():
-        nnx.cond(finite, run, lambda optimizer, model: None, optimizer, model)
-    else:
-        old = nnx.as_pure(nnx.state((optimizer, model)))
-        run(optimizer, model)
-        new = nnx.as_pure(nnx.state((optimizer, model)))
-        nnx.update((optimizer, model), skip.select(finite, new, old))
+            new = nnx.as_pure(nnx.state((optimizer, model)))
+            nnx.update((optimizer, model), skip.select(finite, new, old))

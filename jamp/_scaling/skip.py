@@ -9,6 +9,7 @@ copies every buffer that a branch may return, with memory for the copies, and th
 may have to wait for the predicate. `docs/performance.md` has the figures.
 """
 
+import enum
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -28,6 +29,21 @@ def by_branch() -> bool:
     return jax.default_backend() == "cpu"
 
 
+class Way(enum.Enum):
+    """How it is chosen between a step and none."""
+
+    KNOWN = enum.auto()  # outside a trace, as in torch, whose `step` reads the flag too
+    BRANCH = enum.auto()
+    SELECT = enum.auto()
+
+
+def way(finite: jax.Array | np.bool) -> Way:
+    """The way for a flag: bool []."""
+    if not is_traced(finite):
+        return Way.KNOWN
+    return Way.BRANCH if by_branch() else Way.SELECT
+
+
 def run_or_hold(
     finite: jax.Array | np.bool,
     run: Callable[[], T],
@@ -35,8 +51,7 @@ def run_or_hold(
 ) -> T:
     """`run()` if finite, else `hold(like)`; both return the same structure and dtypes.
 
-    Outside a trace the value is known and only one side runs, as in torch, whose
-    `step` reads the flag too. Inside, selecting runs both: see `harmless`.
+    Selecting runs both: see `harmless`.
 
     Args:
       finite: bool [].
@@ -44,12 +59,14 @@ def run_or_hold(
       hold: what there is without it. `like()` has the shapes and dtypes of `run()`.
     """
     shapes = lambda: jax.eval_shape(run)
-    if not is_traced(finite):
-        return run() if finite else hold(shapes)
-    if by_branch():  # XLA copies far more with the branches the other way round
-        return lax.cond(finite, run, lambda: hold(shapes))
-    new = run()
-    return select(finite, new, hold(lambda: new))
+    match way(finite):
+        case Way.KNOWN:
+            return run() if finite else hold(shapes)
+        case Way.BRANCH:  # XLA copies far more with the branches the other way round
+            return lax.cond(finite, run, lambda: hold(shapes))
+        case Way.SELECT:
+            new = run()
+            return select(finite, new, hold(lambda: new))
 
 
 def select(finite: jax.Array | np.bool, new: T, old: T) -> T:
@@ -86,7 +103,7 @@ def harmless(finite: jax.Array | np.bool, grads: T) -> T:
 
     An optimizer so never meets an inf or a nan, whichever way the step is skipped.
     """
-    if not is_traced(finite) or by_branch():
+    if way(finite) is not Way.SELECT:
         return grads
     return jax.tree.map(
         lambda g: jnp.where(finite, g, jnp.zeros_like(g)) if is_inexact(g) else g, grads

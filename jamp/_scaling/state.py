@@ -11,6 +11,7 @@ import optax
 
 from .._checks import shown
 from .._tree import NUMBERS, dtype_of
+from .rule import DTYPES, LossScaleState
 
 HIDDEN = """optax.apply_if_finite around a loss scale hides from it the overflows at \
 which it must back off. Leave it out: jamp.dynamic_loss_scale skips such steps \
@@ -57,17 +58,6 @@ class DynamicLossScaleState(NamedTuple):
     inner_state: optax.OptState
 
 
-DTYPES = {  # of the numbers above
-    "loss_scale": "float32",
-    "growth_tracker": "int32",
-    "found_inf": "bool",
-    "skipped_steps": "int32",
-    "hysteresis_tracker": "int32",
-    "recent_skips": "uint32",
-    "floor_steps": "int32",
-}
-
-
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`."""
 
@@ -77,8 +67,8 @@ class MasterWeightsState(NamedTuple):
     inner_state: optax.OptState  # of the wrapped optimizer, for float32 parameters
 
 
-def part(state: Any, fields: Any) -> list[Any]:
-    """Those fields of a `DynamicLossScaleState` or a `GradScaler` that a type has.
+def scalars_of(state: Any) -> LossScaleState:
+    """The seven scalars of a `DynamicLossScaleState` or a `GradScaler`.
 
     Numbers that come from elsewhere (NumPy, JSON) get the dtypes that init makes. NNX
     wraps each array of a state in a Variable of one leaf.
@@ -86,7 +76,8 @@ def part(state: Any, fields: Any) -> list[Any]:
     Raises:
       ValueError: one is missing, or cannot be what init makes.
     """
-    return [_number(name, getattr(state, name)) for name in fields._fields]
+    names = LossScaleState._fields
+    return LossScaleState(*(_number(name, getattr(state, name)) for name in names))
 
 
 def _number(name: str, value: Any) -> Any:

@@ -6,54 +6,15 @@ the choice between running and skipping has to store them. `step` puts the optim
 copy, if the caller donates its buffers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 
-from .._checks import shown
-from .._tree import check_leaves, dtype_of, is_half
-from .match import check_gradients_match, check_no_gradient, is_hole
-from .state import DynamicLossScaleState, explained, find_states
-
-
-class LossScaledTransformation(optax.GradientTransformationExtraArgs):
-    """A gradient transformation that can also apply its updates, for `step`."""
-
-    fused_step: Callable[..., tuple[optax.Params, DynamicLossScaleState]] | None = None
-
-
-def as_transformation(
-    inner: Any, name: str = "inner"
-) -> optax.GradientTransformationExtraArgs:
-    """What a wrapper takes, with `**extra_args`."""
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    has_both = hasattr(inner, "init") and hasattr(inner, "update")
-    if isinstance(inner, type) or not has_both:
-        advice = " Call it first, with its arguments." if callable(inner) else ""
-        raise TypeError(
-            f"{name} must be an optax.GradientTransformation or an optax.MultiSteps; "
-            f"got {shown(inner)}.{advice}"
-        )
-    return optax.with_extra_args_support(inner)
-
-
-def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
-    """`optax.apply_updates`, but a missing update leaves its parameter."""
-
-    def apply(update, param):
-        if is_hole(update) or dtype_of(update) == jax.dtypes.float0:
-            return param
-        if is_half(param) and dtype_of(update) == jnp.float32:  # of master weights
-            moved = lax.convert_element_type(param, jnp.float32) + update
-            return lax.convert_element_type(moved, dtype_of(param))
-        return optax.apply_updates(param, update)
-
-    return jax.tree.map(apply, updates, params, is_leaf=is_hole)
+from .._tree import check_leaves
+from .match import check_gradients_match, check_no_gradient
+from .state import explained, find_states
+from .transformation import apply_updates, as_transformation
+from .wrapper import loss_scaled
 
 
 def step(
@@ -98,8 +59,8 @@ def step(
     """
     if params is None:
         raise ValueError("params must be the parameters to step; got None.")
-    if isinstance(tx, LossScaledTransformation) and tx.fused_step is not None:
-        return tx.fused_step(grads, opt_state, params, **extra_args)
+    if (scaled := loss_scaled(tx)) is not None:
+        return scaled.step(grads, opt_state, params, **extra_args)
     tx = as_transformation(tx, "tx")
     check_leaves(grads, "jamp.step: the gradient")
     check_gradients_match(grads, params, "jamp.step", wrapped=True)

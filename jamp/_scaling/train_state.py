@@ -6,7 +6,8 @@ from typing import Any
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from .step import as_transformation, step
+from .step import step
+from .transformation import as_transformation
 
 
 class TrainState(train_state.TrainState):

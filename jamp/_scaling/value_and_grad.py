@@ -16,11 +16,9 @@ from flax import nnx
 from .._checks import shown
 from .._tree import check_leaves, dtype_of
 from . import arithmetic
-from . import health as _health
-from .arithmetic import LossScaleState
+from .alarms import alarms
 from .grad_scaler import GradScaler
-from .health import Health
-from .state import describe, find_states, part
+from .state import describe, find_states, scalars_of
 
 TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
 one must not be divided by the other. In one optimizer there must be one, around the \
@@ -198,7 +196,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
 
     PyTorch: `scaler.get_scale()`.
     """
-    return part(_only_state(opt_state), LossScaleState)[0]
+    return scalars_of(_only_state(opt_state)).loss_scale
 
 
 def metrics(
@@ -254,17 +252,13 @@ def metrics(
     PyTorch: `get_scale()` and `state_dict()`; torch cannot tell that a step was
     skipped (pytorch#67590).
     """
-    state = _only_state(opt_state)
-    scaling, health = LossScaleState(*part(state, LossScaleState)), part(state, Health)
-    health = Health(*health)
+    state = scalars_of(_only_state(opt_state))
     return {
-        "loss_scale": scaling.loss_scale,
-        "growth_tracker": scaling.growth_tracker,
-        "found_inf": health.found_inf,
-        "skipped_steps": health.skipped_steps,
-        **_health.alarms(
-            scaling.loss_scale, health, floor_steps, window, skipped_share
-        ),
+        "loss_scale": state.loss_scale,
+        "growth_tracker": state.growth_tracker,
+        "found_inf": state.found_inf,
+        "skipped_steps": state.skipped_steps,
+        **alarms(state, floor_steps, window, skipped_share),
     }
 
 

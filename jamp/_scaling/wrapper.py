@@ -5,6 +5,7 @@ When a gradient is not finite nothing inside moves: the updates are zero and
 `inner_state` is the one that came in.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,9 @@ from jax import lax
 
 from .._checks import axis_names, flag
 from .._tree import check_leaves, dtype_of, is_half, is_inexact, widen
-from . import arithmetic
-from . import health as _health
-from .arithmetic import LossScaleConfig, LossScaleState
-from .health import Health
+from . import arithmetic, rule, skip
 from .match import check_gradients_match, check_update, is_hole
-from .skip import harmless, run_or_hold
+from .rule import LossScaleConfig
 from .state import (
     DynamicLossScaleState,
     check_not_scaled_yet,
@@ -28,9 +26,9 @@ from .state import (
     check_state,
     explained,
     keeps_master_weights,
-    part,
+    scalars_of,
 )
-from .step import LossScaledTransformation, apply_updates, as_transformation
+from .transformation import apply_updates, as_transformation
 
 
 def dynamic_loss_scale(
@@ -130,11 +128,8 @@ def dynamic_loss_scale(
     )
     if not flag("enabled", enabled):
         return _disabled(inner)
-
-    def next_scale(state, found_inf):
-        return arithmetic.update(state, found_inf, config)
-
-    return _loss_scaled(inner, config, next_scale, axis_name)
+    inner, axes = as_transformation(inner), axis_names(axis_name)
+    return LossScaled(inner, config, True, axes).transformation()
 
 
 def static_loss_scale(
@@ -167,50 +162,100 @@ def static_loss_scale(
 
     PyTorch: apex's `loss_scale=1024.0`; `torch.amp` has no counterpart.
     """
-    arithmetic.check_scale("loss_scale", loss_scale)
+    rule.check_scale("loss_scale", loss_scale)
     config = LossScaleConfig(init_scale=loss_scale)
-    return _loss_scaled(inner, config, lambda state, found_inf: state, axis_name)
+    inner, axes = as_transformation(inner), axis_names(axis_name)
+    return LossScaled(inner, config, False, axes).transformation()
 
 
-def _loss_scaled(inner, config, next_scale, axis_name):
-    inner = as_transformation(inner)
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossScaled:
+    """An optimizer behind a loss scale: `init_fn`, `update_fn`, and both in a step."""
 
-    axis_name = axis_names(axis_name)
+    inner: optax.GradientTransformationExtraArgs
+    config: LossScaleConfig
+    is_dynamic: bool
+    axis_name: tuple[str, ...] | None
 
-    def init_inner(params):
-        if any(map(is_half, jax.tree.leaves(params))):
-            if not keeps_master_weights(jax.eval_shape(inner.init, params)):
-                params = widen(params)
-        return inner.init(params)
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        return optax.GradientTransformationExtraArgs(self.init_fn, self.update_fn)
 
-    def init_fn(params):
+    def init_fn(self, params: optax.Params) -> DynamicLossScaleState:
         check_leaves(params, "dynamic_loss_scale's init: the parameter")
-        inner_state = init_inner(params)
+        inner_state = self.init_inner(params)
         check_not_scaled_yet(inner_state, "inner")
-        return _initial_state(config, inner_state)
+        return _state_of(rule.init(self.config), inner_state)
 
-    def check(caller, grads, state, params):
+    def init_inner(self, params: optax.Params) -> optax.OptState:
+        if any(map(is_half, jax.tree.leaves(params))):
+            if not keeps_master_weights(jax.eval_shape(self.inner.init, params)):
+                params = widen(params)
+        return self.inner.init(params)
+
+    def update_fn(self, updates, state, params=None, **extra_args):
+        caller = "dynamic_loss_scale's update"
+        scaled = Scaled(self, caller, updates, state, params)
+
+        def hold(like):
+            return jax.tree.map(_no_update, like()[0]), state.inner_state
+
+        updates, inner_state = skip.run_or_hold(
+            scaled.finite, lambda: scaled.run_inner(extra_args), hold
+        )
+        return updates, scaled.advanced(inner_state)
+
+    def step(self, grads, state, params, **extra_args):
+        """`update_fn` and `apply_updates`, behind one choice to run or to hold."""
+        scaled = Scaled(self, "jamp.step", grads, state, params)
+
+        def run():
+            updates, inner_state = scaled.run_inner(extra_args)
+            return apply_updates(params, updates), inner_state
+
+        params, inner_state = skip.run_or_hold(
+            scaled.finite, run, lambda _: (params, state.inner_state)
+        )
+        return params, scaled.advanced(inner_state)
+
+
+class Scaled:
+    """One step's scaled gradients, checked, with what it takes to use them."""
+
+    def __init__(
+        self,
+        by: LossScaled,
+        caller: str,
+        grads: optax.Updates,
+        state: Any,
+        params: optax.Params | None,
+    ):
+        self.by, self.caller, self.state, self.params = by, caller, state, params
         check_state(state, DynamicLossScaleState, caller)
-        scaling = LossScaleState(*part(state, LossScaleState))
-        health = Health(*part(state, Health))
-        check_not_stacked(scaling._asdict() | health._asdict(), caller)
+        self.scalars = scalars_of(state)
+        check_not_stacked(self.scalars._asdict(), caller)
         check_leaves(grads, f"{caller}: the gradient")
         if params is not None:
             check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
-        return scaling, health
+        self.finite = arithmetic.all_finite(grads, by.axis_name)
+        self.inverse = arithmetic.invert(self.scalars.loss_scale)
+        self.grads = skip.harmless(self.finite, grads)
 
-    def run_inner(caller, grads, inverse, state, params, extra_args):
+    def run_inner(
+        self, extra_args: dict[str, Any]
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """The inner optimizer's step on the unscaled gradients."""
+        params, inner_state = self.params, self.state.inner_state
         if "grad" in extra_args:
-            grad = arithmetic.unscale(extra_args["grad"], inverse)
+            grad = arithmetic.unscale(extra_args["grad"], self.inverse)
             extra_args = {**extra_args, "grad": grad}
-        grads = arithmetic.unscale(grads, inverse)
+        grads = arithmetic.unscale(self.grads, self.inverse)
         # Master weights must see the dtypes of the parameters, and be added unrounded.
-        as_they_are = keeps_master_weights(state.inner_state)
-        with explained(caller, init_inner, state.inner_state, params):
-            updates, inner_state = inner.update(
+        as_they_are = keeps_master_weights(inner_state)
+        with explained(self.caller, self.by.init_inner, inner_state, params):
+            updates, inner_state = self.by.inner.update(
                 grads,
-                state.inner_state,
+                inner_state,
                 params if as_they_are else widen(params),
                 **extra_args,
             )
@@ -220,57 +265,24 @@ def _loss_scaled(inner, config, next_scale, axis_name):
             )
         return updates, inner_state
 
-    def advance(scaling, health, finite, inner_state):
-        found_inf = jnp.logical_not(finite)
-        scaling = next_scale(scaling, found_inf)
-        health = _health.record(health, found_inf, scaling.loss_scale, config)
-        return DynamicLossScaleState(
-            **scaling._asdict(), **health._asdict(), inner_state=inner_state
-        )
-
-    def update_fn(updates, state, params=None, **extra_args):
-        caller = "dynamic_loss_scale's update"
-        scaling, health = check(caller, updates, state, params)
-        finite = arithmetic.all_finite(updates, axis_name)
-        inverse = arithmetic.invert(scaling.loss_scale)
-        grads = harmless(finite, updates)
-        run = lambda: run_inner(caller, grads, inverse, state, params, extra_args)
-
-        def skip(like):
-            return jax.tree.map(_no_update, like()[0]), state.inner_state
-
-        updates, inner_state = run_or_hold(finite, run, skip)
-        return updates, advance(scaling, health, finite, inner_state)
-
-    def fused_step(grads, state, params, **extra_args):
-        scaling, health = check("jamp.step", grads, state, params)
-        finite = arithmetic.all_finite(grads, axis_name)
-        inverse = arithmetic.invert(scaling.loss_scale)
-        grads = harmless(finite, grads)
-
-        def run():
-            updates, inner_state = run_inner(
-                "jamp.step", grads, inverse, state, params, extra_args
-            )
-            return apply_updates(params, updates), inner_state
-
-        params, inner_state = run_or_hold(
-            finite, run, lambda _: (params, state.inner_state)
-        )
-        return params, advance(scaling, health, finite, inner_state)
-
-    tx = LossScaledTransformation(init_fn, update_fn)
-    tx.fused_step = fused_step
-    return tx
+    def advanced(self, inner_state: optax.OptState) -> DynamicLossScaleState:
+        """The next state."""
+        advance = rule.advance if self.by.is_dynamic else rule.record
+        found_inf = jnp.logical_not(self.finite)
+        scalars = advance(self.scalars, found_inf, self.by.config)
+        return _state_of(scalars, inner_state)
 
 
-def _initial_state(
-    config: LossScaleConfig, inner_state: optax.OptState
+def loss_scaled(tx: object) -> LossScaled | None:
+    """The loss scale whose transformation this is, or None for any other one."""
+    owner = getattr(getattr(tx, "update", None), "__self__", None)
+    return owner if isinstance(owner, LossScaled) else None
+
+
+def _state_of(
+    scalars: rule.LossScaleState, inner_state: optax.OptState
 ) -> DynamicLossScaleState:
-    scaling, health = arithmetic.init(config), _health.init()
-    return DynamicLossScaleState(
-        **scaling._asdict(), **health._asdict(), inner_state=inner_state
-    )
+    return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)
 
 
 def _cast_update(path: Any, update: Any, param: Any) -> Any:
@@ -287,7 +299,8 @@ def _disabled(inner: Any) -> optax.GradientTransformationExtraArgs:
     inner = as_transformation(inner)
 
     def init_fn(params):
-        return _initial_state(LossScaleConfig(init_scale=1.0), inner.init(params))
+        scalars = rule.init(LossScaleConfig(init_scale=1.0))
+        return _state_of(scalars, inner.init(params))
 
     def update_fn(updates, state, params=None, **extra_args):
         check_state(state, DynamicLossScaleState, "dynamic_loss_scale's update")

@@ -1,0 +1,42 @@
+"""What the wrappers take, and how the updates that it makes are applied."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from .._checks import shown
+from .._tree import dtype_of, is_half
+from .match import is_hole
+
+
+def as_transformation(
+    inner: Any, name: str = "inner"
+) -> optax.GradientTransformationExtraArgs:
+    """What a wrapper takes, with `**extra_args`."""
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    has_both = hasattr(inner, "init") and hasattr(inner, "update")
+    if isinstance(inner, type) or not has_both:
+        advice = " Call it first, with its arguments." if callable(inner) else ""
+        raise TypeError(
+            f"{name} must be an optax.GradientTransformation or an optax.MultiSteps; "
+            f"got {shown(inner)}.{advice}"
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """`optax.apply_updates`, but a missing update leaves its parameter."""
+
+    def apply(update, param):
+        if is_hole(update) or dtype_of(update) == jax.dtypes.float0:
+            return param
+        if is_half(param) and dtype_of(update) == jnp.float32:  # of master weights
+            moved = lax.convert_element_type(param, jnp.float32) + update
+            return lax.convert_element_type(moved, dtype_of(param))
+        return optax.apply_updates(param, update)
+
+    return jax.tree.map(apply, updates, params, is_leaf=is_hole)

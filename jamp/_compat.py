@@ -7,7 +7,6 @@ import functools
 import importlib
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
@@ -18,9 +17,11 @@ from jax._src import core, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.state import discharge
-from jax.extend.core import ClosedJaxpr, Jaxpr, set_current_trace
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import set_current_trace as set_current_trace
 
 Trace = core.Trace
+AbstractValue = core.AbstractValue
 Primitive = core.Primitive
 Tracer = core.Tracer
 Literal = core.Literal
@@ -37,43 +38,17 @@ def current_trace() -> Trace:
     return core.trace_ctx.trace
 
 
-def run(
-    trace: Trace, function: Callable, args: Sequence[Any], params: dict, seen: Any
-) -> Any:
-    """Calls a function of arrays with `trace` as the current one.
-
-    JAX keeps the derivative of a jitted function, and makes that of an op anew each
-    time. So what is `seen` for the second time is jitted, if a set is given.
-    """
-    if seen is not None:
-        fixed = function, tuple(params.items())
-        key = fixed, tuple(map(jax.typeof, args))
-        if key in seen:
-            function, params = jitted(*fixed), {}
-        seen.add(key)
-    with set_current_trace(trace):
-        return function(*args, **params)
+# How a jitted function leaves no `jit` in a jaxpr.
+INLINE = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 
-@functools.lru_cache(maxsize=4096)
-def jitted(function: Callable, params: tuple[tuple[str, Any], ...]) -> Callable:
-    """The function with these parameters. In a jaxpr no `jit` is seen of it."""
-    inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
-    return jax.jit(functools.partial(function, **dict(params)), inline=inline)
-
-
-SEEN: weakref.WeakKeyDictionary[Trace, set] = weakref.WeakKeyDictionary()
-
-
-def seen_on(trace: Trace) -> set | None:
-    """What ran on this trace, if it is differentiated and goes into a jaxpr."""
+def is_differentiated_into_a_jaxpr(trace: Trace) -> bool:
+    """Whether what runs on a trace is differentiated, and written into a jaxpr."""
     differentiated, base = False, trace
     while isinstance(base, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
         differentiated |= not isinstance(base, batching.BatchTrace)
         base = base.parent_trace
-    if differentiated and isinstance(base, partial_eval.DynamicJaxprTrace):
-        return SEEN.setdefault(trace, set())
-    return None
+    return differentiated and isinstance(base, partial_eval.DynamicJaxprTrace)
 
 
 def current_traceback() -> Any:

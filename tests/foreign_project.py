@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from jamp._autocast.region import AutocastTrace
+from jamp._autocast.trace import AutocastTrace
 from jamp._compat import current_trace
 
 HALF = jnp.dtype("float16")

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import jamp
-from jamp import _compat
+from jamp._autocast import retracing
 from jamp._autocast.trace import AutocastTrace
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -25,14 +25,14 @@ def test_ops_jitted_for_their_derivatives_leave_no_trace(transform, monkeypatch)
     args = jnp.eye(4), jnp.zeros(4), jnp.ones((2, 4))
     used = []
 
-    def jitted(function, params, original=_compat.jitted):
+    def jitted(function, params, original=retracing.jitted):
         used.append(function)
         return original(function, params)
 
-    monkeypatch.setattr(_compat, "jitted", jitted)
+    monkeypatch.setattr(retracing, "jitted", jitted)
     kept = jax.jit(transform(three_layers)).trace(*args).jaxpr
     assert used
-    monkeypatch.setattr(_compat, "seen_on", lambda trace: None)
+    monkeypatch.setattr(retracing, "seen_on", lambda trace: None)
     used.clear()
     plain = jax.jit(transform(lambda *args: three_layers(*args))).trace(*args).jaxpr
     assert not used
@@ -50,7 +50,7 @@ def equations(jaxpr):
 def test_ops_are_not_jitted_where_they_are_not_differentiated(monkeypatch):
     """Nor in an eager derivative, where each would be compiled anew."""
     args = jnp.eye(4), jnp.zeros(4), jnp.ones((2, 4))
-    monkeypatch.setattr(_compat, "jitted", None)
+    monkeypatch.setattr(retracing, "jitted", None)
     jax.jit(three_layers).trace(*args)
     jax.grad(three_layers)(*args)
 

@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 import jamp
+from jamp._autocast.decision import Settings
 from jamp._autocast.region import enter
-from jamp._autocast.rules import Settings
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 

@@ -19,25 +19,29 @@ shows only when an op outside uses it. That op gets it in half precision. Its ru
 statistics are no result: they stay float32.
 """
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .. import _compat
-from .._compat import dtype_of
+from .._compat import Primitive, dtype_of
 from .._tree import HALVES
+from .casting import CastingTrace
+from .decision import FLOAT32_DTYPE, Action, Kind, Op
 from .notes import fits
-from .ops import FLOAT32_NORM
 from .sources import is_in_layer
 
 SUMMED = ("psum", "psum_invariant", "pmax", "pmin")  # over a mapped axis
 
 
-def with_bias(trace, add, args, params):
+def with_bias(trace: CastingTrace, op: Op) -> jax.Array | None:
     """The sum of a product in half precision and a bias, or None if it is another."""
     dtype = trace.settings.dtype
-    for x, bias in (args, args[::-1]):
+    for x, bias in (op.args, op.args[::-1]):
         if not isinstance(bias, jax.Array) or dtype_of(bias) != jnp.float32:
             continue
         product = x if dtype_of(x) == dtype else trace.notes.cast(x, dtype)
@@ -52,22 +56,23 @@ def with_bias(trace, add, args, params):
             continue
         if len({sides[d] for d in varies if np.shape(product)[d] != 1}) > 1:
             continue
-        trace.record.touched = True
+        trace.effects.touched = True
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
             bias = trace.call(rounded, [bias], {"dtype": dtype, "masks": not in_layer})
-            wide = trace.cast(product, jnp.dtype("float32"))
-            return trace.cast(trace.bind(add, [wide, bias], params), dtype)
+            wide = trace.cast(product, FLOAT32_DTYPE)
+            sum_ = trace.bind(op.primitive, [wide, bias], op.params)
+            return trace.cast(sum_, dtype)
         return trace.call(biased, [product, bias], {"masks": not in_layer})
     return None
 
 
-def biased(product, bias, *, masks):
+def biased(product: jax.Array, bias: jax.Array, *, masks: bool) -> jax.Array:
     bias = rounded(bias, product.dtype, masks)
     bias = lax.broadcast_in_dim(bias, product.shape, range(bias.ndim))
     return lax.add(product, lax.convert_element_type(bias, product.dtype))
 
 
-def rounded(bias, dtype, masks):
+def rounded(bias: jax.Array, dtype: np.dtype, masks: bool) -> jax.Array:
     """A bias rounded to half precision, and so its gradient; both stay float32.
 
     XLA may drop a pair of casts, but not this.
@@ -93,7 +98,9 @@ def _(primals, tangents):
     return within_range(*primals), tangents[0]
 
 
-def dimensions(trace, bias, product, in_layer):
+def dimensions(
+    trace: CastingTrace, bias: jax.Array, product: jax.Array, in_layer: bool
+) -> Collection[int] | None:
     """The dimensions of a product along which a bias varies, or None if it is none."""
     note = trace.notes[bias]
     if note.varies is not None and (note.raised or in_layer):
@@ -105,12 +112,17 @@ def dimensions(trace, bias, product, in_layer):
     return None
 
 
-def narrowed(trace, primitive, args, forced):
+def narrowed(
+    trace: CastingTrace,
+    primitive: Primitive,
+    args: Sequence[Any],
+    within: Action | None,
+) -> Sequence[Any]:
     """The inputs of an op, those that are results of a BatchNorm in half precision."""
     marked = [trace.notes[x].result for x in args]
     if not any(marked):
         return args
-    action = forced or trace.action(primitive)
+    action = within or trace.action(primitive)
     if action is not None and action.marks:
         return args  # still inside
     dtype, notes = trace.settings.dtype, trace.notes
@@ -120,21 +132,21 @@ def narrowed(trace, primitive, args, forced):
     ]
 
 
-def mark_results(trace, primitive, action, args, out):
+def mark_results(trace: CastingTrace, op: Op, action: Action, out: Any) -> None:
     """Remembers what may be the result of a function of half precision.
 
     That of a norm has the shape of the input. Its statistics have another, or are
     summed over a mapped axis; they are the module's state, and stay float32.
     """
-    is_norm = action.table is FLOAT32_NORM
-    if is_norm and primitive.name in SUMMED:
+    is_norm = action.table is Kind.FLOAT32_NORM
+    if is_norm and op.name in SUMMED:
         return
-    shapes = [np.shape(x) for x in args if is_or_was_half(trace, x)]
+    shapes = [np.shape(x) for x in op.args if is_or_was_half(trace, x)]
     for x in jax.tree.leaves(out):
         if np.shape(x) in shapes or (shapes and not is_norm):
             trace.notes[x] = trace.notes[x]._replace(result=True)
 
 
-def is_or_was_half(trace, x) -> bool:
+def is_or_was_half(trace: CastingTrace, x: Any) -> bool:
     note = trace.notes[x]
     return dtype_of(x) in HALVES or note.widened or note.result

@@ -13,6 +13,7 @@ name of the function, its arrays, and the jaxpr that tells shape and dtype.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,8 +22,10 @@ import numpy as np
 from jax import random
 
 from .. import _compat
+from .._compat import ClosedJaxpr
 from .._tree import HALVES
-from .ops import DRAW
+from .casting import CastingTrace
+from .decision import FLOAT32_DTYPE, Action, Kind, Op
 from .sources import is_library
 
 UNKNOWN = """autocast: {function} would draw in half precision here, which is biased, \
@@ -30,20 +33,26 @@ and this version of JAX draws in a way that autocast does not know. Cast what it
 given: `logits.astype(jnp.float32)`."""
 
 
-def redrawn(trace, source: str, action, args, jaxpr) -> list[Any] | None:
+def redrawn(
+    trace: CastingTrace,
+    source: str,
+    action: Action | None,
+    args: Sequence[Any],
+    jaxpr: ClosedJaxpr,
+) -> list[Any] | None:
     """The results of one of JAX's random functions, drawn in float32.
 
     None if it is another function, or does not draw in half precision.
     """
     name = source.partition(" at ")[0]
-    if action is None or action.table is not DRAW or not is_library(source):
+    if action is None or action.table is not Kind.DRAW or not is_library(source):
         return None
     avals = [*jaxpr.in_avals, *jaxpr.out_avals]
     if name not in DRAWN or not any(_dtype(aval) in HALVES for aval in avals):
         return None
     if len(args) != ARGUMENTS[name]:
         return None  # JAX evaluates a part of it; the bits, if they are there, are seen
-    (key, *rest), shape = args, jaxpr.out_avals[0].shape
+    (key, *rest), shape = args, jaxpr.out_avals[0].shape  # pyright: ignore
     twice = _draws_twice(jaxpr, shape)
     if name == "_bernoulli" and not twice:
         return None  # a comparison with a `_uniform`, which is drawn when it is met
@@ -54,22 +63,22 @@ def redrawn(trace, source: str, action, args, jaxpr) -> list[Any] | None:
         raise NotImplementedError(unknown(action))
     for _ in range(n_batched):
         draw = jax.vmap(draw, in_axes=(0, *[None] * len(rest)))
-    wide = [trace.cast(x, jnp.dtype("float32")) for x in rest]
-    trace.record.touched = True
+    wide = [trace.cast(x, FLOAT32_DTYPE) for x in rest]
+    trace.effects.touched = True
     with trace.noted(action), _compat.set_current_trace(trace.parent):
         return [draw(key, *wide)]
 
 
-def check_drawn(primitive, params, action) -> None:
+def check_drawn(op: Op, action: Action | None) -> None:
     """Raises NotImplementedError for half-precision bits in a function that draws."""
-    if action is None or action.table is not DRAW or primitive.name != "random_bits":
+    if action is None or action.table is not Kind.DRAW or op.name != "random_bits":
         return
-    if params.get("bit_width", 32) < 32:
+    if op.params.get("bit_width", 32) < 32:
         raise NotImplementedError(unknown(action))
 
 
-def unknown(action) -> str:
-    return UNKNOWN.format(function=action.why.rpartition(" ")[2])
+def unknown(action: Action) -> str:
+    return UNKNOWN.format(function=action.why.name)
 
 
 def _uniform(key, low, high, *, shape, twice):
@@ -101,7 +110,7 @@ DRAWN = {
 ARGUMENTS = {"_uniform": 3, "_normal": 1, "_gumbel": 1, "_bernoulli": 2}
 
 
-def _draws_twice(jaxpr, shape: tuple[int, ...]) -> bool:
+def _draws_twice(jaxpr: ClosedJaxpr, shape: tuple[int, ...]) -> bool:
     """Whether two numbers are drawn for each element, for `mode="high"`."""
     drawn = (v.aval for eqn in jaxpr.jaxpr.eqns for v in eqn.outvars)
     return any(

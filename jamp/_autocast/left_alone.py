@@ -6,9 +6,11 @@ were traced with. A primitive of JAX itself that holds a function, and that no r
 knows, is refused: it is newer than jamp.
 """
 
+from typing import Any
+
 from .. import _compat
-from .ops import KEEP
-from .rules import Action
+from .casting import CastingTrace
+from .decision import Action, Kind, Op, Reason, Source
 from .sources import holds_jaxpr
 
 LEFT_ALONE = frozenset(
@@ -19,7 +21,7 @@ LEFT_ALONE = frozenset(
     select_and_scatter tpu_custom_call triton_kernel_call
     """.split()
 )
-RULE_KIND = "left_alone"
+REASON_KIND = "left_alone"
 
 NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
 ({params}).
@@ -27,12 +29,13 @@ Put the code around it under `with jamp.autocast(enabled=False):`, or add a rule
 NESTED in jamp/_autocast/nested.py (or the name to LEFT_ALONE, in left_alone.py)."""
 
 
-def leave_alone(trace, primitive, args, params, avals):
+def leave_alone(trace: CastingTrace, op: Op) -> Any:
     """Binds a primitive that is in no table, with the inputs that it was traced with.
 
     Raises NotImplementedError for one of JAX's with a function inside.
     """
-    inputs = trace.as_traced(args, avals)
+    primitive, params = op.primitive, op.params
+    inputs = trace.as_traced(op.args, op.avals)
     held = [name for name, value in params.items() if holds_jaxpr(value)]
     is_known = primitive.name in LEFT_ALONE
     if not is_known and _compat.is_jax_primitive(primitive):
@@ -40,5 +43,6 @@ def leave_alone(trace, primitive, args, params, avals):
             held = ", ".join(held)
             raise NotImplementedError(NO_RULE.format(name=primitive.name, params=held))
         return trace.bind(primitive, inputs, params)
-    with trace.noted(Action(KEEP, why=f"{RULE_KIND} {primitive.name}")):
+    why = Reason(REASON_KIND, Source.PRIMITIVE, primitive.name)
+    with trace.noted(Action(Kind.KEEP, why=why)):
         return trace.bind(primitive, inputs, params)

@@ -21,12 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from .. import _compat
 from .._compat import dtype_of
 from .._tree import HALVES
-from .sources import called_function, code_of
 
 
 class Note(NamedTuple):
@@ -47,14 +44,14 @@ class Memory:
     def __init__(self):
         self.facts: dict[int, tuple[weakref.ref, Any]] = {}
 
-    def get(self, value, default):
+    def get(self, value: object, default: Any) -> Any:
         reference, fact = self.facts.get(id(value), (None, default))
         return fact if reference is not None and reference() is value else default
 
-    def set(self, value, fact):
+    def set(self, value: object, fact: Any) -> None:
         key, facts = id(value), weakref.ref(self)
 
-        def forget(reference):
+        def forget(reference: weakref.ref) -> None:
             if (memory := facts()) is not None:
                 if memory.facts.get(key, (None,))[0] is reference:
                     del memory.facts[key]
@@ -68,30 +65,38 @@ class Notes:
     def __init__(self):
         self._notes, self._casts = Memory(), Memory()
 
-    def __getitem__(self, value) -> Note:
+    def __getitem__(self, value: Any) -> Note:
         if not isinstance(value, jax.Array):
             return Note(constant=scalar(value))
         return self._notes.get(value, NOTHING)
 
-    def __setitem__(self, value, note: Note):
+    def __setitem__(self, value: object, note: Note) -> None:
         if note != NOTHING and isinstance(value, jax.Array):
             self._notes.set(value, note)
 
-    def cast(self, value, dtype):
+    def cast(self, value: object, dtype: np.dtype) -> jax.Array | None:
         """The copy of `value` in `dtype`, or None."""
         return self._casts.get(value, {}).get(dtype)
 
-    def remember_cast(self, value, copy):
+    def remember_cast(self, value: object, copy: jax.Array) -> None:
         copies = self._casts.get(value, None)
         if copies is None:
             self._casts.set(value, copies := {})
         copies[copy.dtype] = copy
 
-    def clear(self):
+    def clear(self) -> None:
         self._notes, self._casts = Memory(), Memory()
 
 
-def scalar(value) -> float | None:
+# Numbers that an op meets: Python's, and the literals of a jaxpr.
+
+
+def is_float(x: Any) -> bool:
+    dtype = dtype_of(x)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def scalar(value: Any) -> float | None:
     """The number in a literal; arrays are not read, for that would wait for them."""
     if isinstance(value, jax.Array) or not hasattr(value, "dtype"):
         return None
@@ -100,50 +105,7 @@ def scalar(value) -> float | None:
     return float(value) if jnp.issubdtype(value.dtype, np.floating) else None
 
 
-def parameters_of(function) -> tuple[str, ...]:
-    code = code_of(function)
-    n = 0 if code is None else code.co_argcount + code.co_kwonlyargcount
-    return () if code is None else code.co_varnames[:n]
-
-
-# Functions by which a user makes an array of one number.
-FILLING = frozenset(
-    map(code_of, (jnp.zeros, jnp.ones, jnp.full, jnp.empty, jnp.broadcast_to, lax.full))
-)
-
-
-def is_filled(number) -> bool:
-    """Whether the broadcast of a number is an array that a user made.
-
-    In torch a number follows the arrays that it meets, and `torch.zeros(4)` does not:
-    an accumulator that starts with it stays float32.
-    """
-    if np.ndim(number) or dtype_of(number) != jnp.float32:
-        return False
-    return called_function(_compat.source_codes()) in FILLING
-
-
-# Functions that give the dtype that they are asked for, and those that do not.
-STACKING = ("block", "concatenate", "dstack", "hstack", "stack", "vstack")
-TYPED = frozenset(
-    code_of(function)
-    for name, function in vars(jnp).items()
-    if name not in STACKING and "dtype" in parameters_of(function)
-)
-
-
-def is_weak_array(x) -> bool:
-    """Whether JAX is about to cast an array as if it were a Python number.
-
-    To JAX `jnp.full((4,), 2.0)` and `jnp.arange(4) * 0.1` are float32 for want of a
-    better dtype, and take that of the arrays that they meet. To torch they are float32.
-    """
-    if np.ndim(x) == 0 or dtype_of(x) != jnp.float32 or not jax.typeof(x).weak_type:
-        return False
-    return called_function(_compat.source_codes()) not in TYPED
-
-
-def fits(number: float, dtype) -> bool:
+def fits(number: float, dtype: np.dtype) -> bool:
     """Whether the number survives in `dtype`: a literal such as -1e10 or 1e-9 may not.
 
     >>> fits(0.5, jnp.float16), fits(-1e10, jnp.float16), fits(1e-9, jnp.float16)
@@ -154,7 +116,7 @@ def fits(number: float, dtype) -> bool:
     return usual or number == 0 or not np.isfinite(number)
 
 
-def holds(dtype, number) -> bool:
+def holds(dtype: np.dtype, number: Any) -> bool:
     """Whether a number stays finite in half precision, as a mask of -1e10 does not.
 
     >>> number = np.float32(-1e10)
@@ -174,7 +136,7 @@ EXACT = {
 }
 
 
-def unrounded(number: Any) -> Any:
+def unrounded(number: Any) -> np.ndarray:
     """A number of a jaxpr in float32, as it was before JAX rounded it for its array.
 
     >>> bool(unrounded(np.float16(1 / 3)) == np.float32(1 / 3))
@@ -184,77 +146,3 @@ def unrounded(number: Any) -> Any:
     if number.ndim == 0:
         number = EXACT.get(number.dtype, {}).get(float(number), number)
     return np.asarray(number, np.float32)
-
-
-def product_sides(primitive_name: str, args, params) -> tuple[str, ...] | None:
-    """The sides of a matrix product's or convolution's result."""
-    if primitive_name == "conv_general_dilated":
-        feature = params["dimension_numbers"].out_spec[1]
-        return tuple("r" if d == feature else "l" for d in range(np.ndim(args[0])))
-    contracting, batch = params["dimension_numbers"]
-    if batch[0]:
-        return None
-    left, right = (np.ndim(a) - len(c) for a, c in zip(args, contracting, strict=True))
-    return ("l",) * left + ("r",) * right
-
-
-def passed_on(primitive_name: str, args, params, notes: Notes) -> Note:
-    """The note of the result of an op that moves values about."""
-    x = args[0]
-    note, ndim = notes[x], np.ndim(x)
-    sides = note.sides
-    if primitive_name == "transpose":
-        order = params["permutation"]
-        return note._replace(sides=sides and tuple(sides[d] for d in order))
-    if primitive_name == "squeeze":
-        kept = [d for d in range(ndim) if d not in params["dimensions"]]
-        return note._replace(sides=sides and tuple(sides[d] for d in kept))
-    if primitive_name == "broadcast_in_dim":
-        to, shape = params["broadcast_dimensions"], params["shape"]
-        new = [to[d] for d in range(ndim) if np.shape(x)[d] == shape[to[d]] != 1]
-        raised = note.raised or ndim < len(shape)
-        return Note(note.constant, varies=frozenset(new), raised=raised)
-    if primitive_name == "reshape":
-        old, new = np.shape(x), params["new_sizes"]
-        varies = None
-        if [n for n in old if n != 1] == [n for n in new if n != 1]:
-            varies = frozenset(d for d, n in enumerate(new) if n != 1)
-        raised = len(new) > len(old)
-        varies = varies if raised else None
-        return Note(note.constant, sides and reshaped(sides, old, new), varies, raised)
-    if primitive_name in ("slice", "copy", "neg", "optimization_barrier"):
-        return note._replace(constant=None, varies=None, raised=False)
-    return NOTHING
-
-
-def reshaped(sides, old, new) -> tuple[str, ...] | None:
-    """Sides after a reshape that merges and splits dimensions of one side alone.
-
-    >>> reshaped(("l", "l", "r"), (2, 3, 4), (6, 4))
-    ('l', 'r')
-    >>> reshaped(("l", "r"), (6, 4), (24,)) is None
-    True
-    """
-    result, position = [], 0
-    for size in new:
-        if size == 1:
-            result.append("l")
-            continue
-        group = set()
-        while position < len(old) and size > 1:
-            if old[position] == 1:
-                position += 1
-                continue
-            group.add(sides[position])
-            if old[position] % size == 0:  # a part of this dimension
-                old = (*old[:position], old[position] // size, *old[position + 1 :])
-                size = 1
-            elif size % old[position] == 0:
-                size //= old[position]
-                position += 1
-            else:
-                return None
-        if len(group) != 1:
-            return None
-        result += group
-    return tuple(result)

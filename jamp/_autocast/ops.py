@@ -30,22 +30,9 @@ like before the casts reach it, its inputs get the dtypes that it was traced wit
 Float64 and complex numbers are never cast, nor are float8 and integers.
 """
 
-import enum
 from typing import NamedTuple
 
-
-class Kind(enum.Enum):
-    LOWER = "lower"
-    FLOAT32 = "float32"
-    PROMOTE = "promote"
-    KEEP = "keep"
-    INTO = "into"
-    STATISTIC = "statistic"
-    FLOAT32_INSIDE = "float32_inside"
-    FLOAT32_NORM = "float32_norm"
-    DRAW = "draw"
-    REFUSED = "refused"
-    COUNTED = "counted"
+from .decision import Kind as Kind
 
 
 class Row(NamedTuple):

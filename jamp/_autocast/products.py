@@ -11,40 +11,40 @@ Three kinds of product are none that torch's list of lowered ops means:
               for all products, and says nothing
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .. import _compat
-from .._compat import dtype_of
+from .._compat import Primitive, dtype_of
 from .._tree import HALVES
+from .casting import CastingTrace
+from .decision import Action, Op, Reason, Source
 from .ops import LOWER, PRIMITIVES, PROMOTE
-from .rules import Action
 
-OUTER = Action(PROMOTE, why="outer dot_general")
-HIGHEST = Action(PROMOTE, why="highest dot_general")
+OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
+HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
 DEFAULTS = ("highest", "float32")  # of `jax.default_matmul_precision`
 
 
-def for_product(action, primitive, given, params):
-    """The action for an op, which may be a product that is not lowered.
-
-    Args:
-      given: the inputs, as Python saw them.
-    """
+def for_product(op: Op, action: Action | None) -> Action | None:
+    """The action for an op, which may be a product that is not lowered."""
     if action is None or LOWER not in (action.kind, action.table):
         return action
-    name = primitive.name
+    name, params = op.name, op.params
     if name not in PRIMITIVES or PRIMITIVES[name].kind is not LOWER:
         return action
     if name == "dot_general" and not params["dimension_numbers"][0][0]:
         return OUTER
-    wide = any(getattr(x, "dtype", None) == jnp.float32 for x in given)
+    wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
     return HIGHEST if wide and is_highest(params.get("precision")) else action
 
 
-def is_highest(precision) -> bool:
+def is_highest(precision: Any) -> bool:
     """Whether a call asks for a product of float32 numbers as they are."""
     if isinstance(precision, lax.DotAlgorithmPreset):
         name = precision.name
@@ -54,13 +54,18 @@ def is_highest(precision) -> bool:
     return lax.Precision.HIGHEST in both and default not in DEFAULTS
 
 
-def wide_product(trace, primitive, args, params):
+def wide_product(
+    trace: CastingTrace,
+    primitive: Primitive,
+    args: Sequence[Any],
+    params: dict[str, Any],
+) -> jax.Array:
     """A product of half-precision inputs that was asked for in float32.
 
     Its own derivative would multiply float32 by float16. This one casts the
     (co)tangent first, so that backward runs in half precision too.
     """
-    trace.record.touched = True
+    trace.effects.touched = True
     narrow = params | {"preferred_element_type": dtype_of(args[0])}
     if params.get("precision") == lax.DotAlgorithmPreset.F16_F16_F32:
         narrow["precision"] = None
@@ -82,15 +87,15 @@ def wide_product(trace, primitive, args, params):
         return product(*args)
 
 
-def is_wide(args, params) -> bool:
+def is_wide(args: Sequence[Any], params: dict[str, Any]) -> bool:
     """Whether half-precision inputs are to give a float32 result."""
     halves = all(dtype_of(x) in HALVES for x in args)
     return halves and params.get("preferred_element_type") == jnp.float32
 
 
-def is_dot(name, args, params) -> bool:
+def is_dot(op: Op) -> bool:
     """A contraction of two vectors, torch's `dot`."""
-    if name != "dot_general":
+    if op.name != "dot_general":
         return False
-    (contracting, _), _ = params["dimension_numbers"]
-    return all(np.ndim(x) == len(contracting) == 1 for x in args)
+    (contracting, _), _ = op.params["dimension_numbers"]
+    return all(np.ndim(x) == len(contracting) == 1 for x in op.args)

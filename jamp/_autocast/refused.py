@@ -15,29 +15,29 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._tree import HALVES
-from .ops import COUNTED, REFUSED
+from .decision import Action, Kind
 
 READS_DTYPE = """{function} of a {dtype} value, in an autocast region: it takes {what} \
 from the dtype of its input, and that of {dtype} is too coarse. Cast the input: \
 `x.astype(jnp.float32)`."""
 
 
-def check_precision(action: Any, given: Sequence[Any]) -> None:
+def check_precision(action: Action | None, given: Sequence[Any]) -> None:
     """Raises TypeError if an op of such a function is given half precision.
 
     Args:
       action: what the region does with the op, or None.
       given: the inputs of the op, as Python saw them.
     """
-    if action is None or action.table not in (REFUSED, COUNTED):
+    if action is None or action.table not in (Kind.REFUSED, Kind.COUNTED):
         return
     for value in given:
         dtype = getattr(value, "dtype", None)
         if dtype not in HALVES:
             continue
         exact = 2 ** (jnp.finfo(dtype).nmant + 1)  # it counts up to here
-        if action.table is COUNTED and math.prod(value.shape) <= exact:
+        if action.table is Kind.COUNTED and math.prod(value.shape) <= exact:
             continue
-        what = "indices" if action.table is COUNTED else "a tolerance"
-        function = action.why.rpartition(" ")[2]
+        what = "indices" if action.table is Kind.COUNTED else "a tolerance"
+        function = action.why.name
         raise TypeError(READS_DTYPE.format(function=function, dtype=dtype, what=what))

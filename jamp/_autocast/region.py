@@ -86,9 +86,11 @@ from .. import _compat
 from .._checks import as_dtype, brief, flag, shown
 from .._tree import HALVES, cast_floating
 from .advice import advise
-from .reasons import mark
-from .rules import CASTABLE, OBSERVED, REGION, Settings, compile_rules
-from .trace import AutocastTrace, Record
+from .casting import Effects
+from .decision import CASTABLE, OBSERVED, REGION, Settings
+from .rules import compile_rules
+from .stack import mark
+from .trace import AutocastTrace
 
 BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16.
 There is no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
@@ -170,7 +172,7 @@ def enter(settings: Settings | None):
         if settings is None:
             yield None
             return
-        trace = AutocastTrace(_compat.current_trace(), settings, Record())
+        trace = AutocastTrace(_compat.current_trace(), settings, Effects())
         try:
             with _compat.set_current_trace(trace):
                 yield trace
@@ -305,7 +307,7 @@ class autocast:
         region, trace = self._entered.stack.pop()
         region.__exit__(error_type, error, traceback)
         if trace is not None and error_type is None:
-            self._check_all_used(trace.record.hits)
+            self._check_all_used(trace.effects.hits)
 
     def __call__(self, function: Callable) -> Callable:
         later = any(is_kind(function) for is_kind in RUNS_LATER)

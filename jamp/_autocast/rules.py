@@ -6,19 +6,22 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from types import CodeType, MethodType
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
+from typing import Any
 
 from .._checks import as_dtype, shown
 from .._compat import Primitive
-from .._tree import HALVES
+from .decision import (
+    CASTABLE,
+    FLOAT32_DTYPE,
+    Action,
+    Reason,
+    Settings,
+    Source,
+    UserRule,
+)
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from .paths import PathPattern
 from .sources import code_of, unwrapped
-
-CASTABLE = (*HALVES, jnp.dtype("float32"))
 
 BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
@@ -29,34 +32,6 @@ dtype to run in: float16, bfloat16 or float32, or None to leave the op as it is.
 SHARED_CODE = """a function is known by its code, and {}. Put what is meant into \
 `with jax.named_scope("name"):`, and make "name" the key; or define a function of its \
 own with `def`, which gets all that it needs as arguments."""
-
-
-class Action(NamedTuple):
-    """What to do with an op: what its table says, or one dtype for all that it runs."""
-
-    kind: Kind | None
-    dtype: Any = None
-    marks: bool = False  # its results are half precision outside of the function
-    why: str = ""  # the row that says so, for `jamp.debug.explain`
-    table: Kind | None = None  # what the row of a function says, for all inside
-
-
-class UserRule(NamedTuple):
-    """One row of `autocast(rules=...)`. Equal rows of two regions are equal."""
-
-    name: str  # what the user wrote, for messages
-    test: Any  # a primitive, a PathPattern, or (code, "name at file:line")
-    action: Action
-
-
-class Settings(NamedTuple):
-    """What a region was asked for. Hashable: jitted functions are cached by it."""
-
-    dtype: Any
-    rules: tuple[UserRule, ...] = ()
-    depth: int = 0  # how many other regions it is in
-    listed: bool = True  # False under a policy: the rules alone decide
-    observed: bool = False  # each op's rule is written into its name stack
 
 
 def shared_by(function: Any) -> str:
@@ -96,7 +71,8 @@ def compile_rule(key: Any, value: Any) -> UserRule:
     def bad(problem):
         return ValueError(BAD_RULE.format(key=key, problem=problem))
 
-    why = f"rules[{getattr(key, '__name__', None) or key!r}]"
+    name = getattr(key, "__name__", None) or key
+    why = Reason("rules", Source.USER, repr(name))
     if value is None:
         action = Action(KEEP, why=why)
     else:
@@ -134,7 +110,8 @@ def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Act
     table = {}
     for path, row in FUNCTIONS.items():
         if (code := resolve(path, modules)) is not None:
-            action = Action(row.kind, why=f"{row.kind.value} {path}")
+            why = Reason(row.kind.value, Source.FUNCTION, path)
+            action = Action(row.kind, why=why)
             table[id(code)] = table[source_of(code)] = code, action
     return table
 
@@ -171,21 +148,16 @@ def loaded() -> frozenset[str]:
     return frozenset(PREFIXES & sys.modules.keys())
 
 
-# The settings of the innermost region, or None. JAX keys its caches by it, so that a
-# function is traced anew in a region of another kind.
-REGION = jax.make_user_context(None)
-# Whether regions are entered to be explained.
-OBSERVED = jax.make_user_context(False)
-
 ACTIONS = {
-    name: Action(row.kind, why=f"{row.kind.value} {name}")
+    name: Action(row.kind, why=Reason(row.kind.value, Source.PRIMITIVE, name))
     for name, row in PRIMITIVES.items()
 }
-EXEMPTED = Action(KEEP, why="keep parameter")
-POLICY = Action(KEEP, why="policy")
+BY_POLICY = Reason("policy", Source.JAMP)
+EXEMPTED = Action(KEEP, why=Reason("keep", Source.JAMP, "parameter"))
+POLICY = Action(KEEP, why=BY_POLICY)
 # Of half precision into a float32 cache, which JAX refuses.
 WRITES = frozenset(("dynamic_update_slice",))
-POLICY_WRITE = Action(INTO, why="policy")
+POLICY_WRITE = Action(INTO, why=BY_POLICY)
 
 
 class Decider:
@@ -196,6 +168,8 @@ class Decider:
         modules = loaded()
         self.functions, self.exempt = functions_of(modules), exempt_of(modules)
         self.uses_paths = any(isinstance(r.test, PathPattern) for r in settings.rules)
+        # Under a policy the casts around a module have said what is a layer's result.
+        self.refines = settings.listed
 
     def __call__(
         self,
@@ -235,11 +209,20 @@ class Decider:
             return ACTIONS.get(primitive.name)
         return self.for_all_inside(action)
 
+    def knows(self, primitive: Primitive) -> bool:
+        """Whether the op is in the table of primitives."""
+        return primitive.name in PRIMITIVES
+
+    def lowers(self, primitive: Primitive, action: Action) -> bool:
+        """Whether the op is a product that may give float32 of half precision."""
+        is_product = PRIMITIVES[primitive.name].kind is LOWER
+        return action.kind is LOWER or (is_product and not self.settings.listed)
+
     def for_all_inside(self, action: Action) -> Action:
         """A function's row as an action for each op inside the function."""
         kind = action.kind
         if kind in (KEEP, Kind.STATISTIC):
             return action
-        dtype = self.settings.dtype if kind is LOWER else jnp.dtype("float32")
+        dtype = self.settings.dtype if kind is LOWER else FLOAT32_DTYPE
         marks = kind in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM)
         return Action(None, dtype, marks, action.why, kind)

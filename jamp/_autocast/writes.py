@@ -5,19 +5,22 @@ torch's `buffer[...] = h` casts h to the dtype of the buffer. JAX wants one dtyp
 written the result of a matrix product.
 """
 
+from typing import Any
+
 import jax
 
-from .rules import CASTABLE
+from .casting import CastingTrace
+from .decision import CASTABLE, Op
 
 PLACES = ("accum_grad_in_ref", "addupdate", "swap")
 
 
-def write(trace, primitive, args, params, avals, forced, baked):
-    place, *values = trace.as_traced(args, avals)
+def write(trace: CastingTrace, op: Op) -> Any:
+    place, *values = trace.as_traced(op.args, op.avals)
     dtype = getattr(jax.typeof(place), "dtype", None)
-    if dtype in CASTABLE:
+    if dtype is not None and dtype in CASTABLE:
         values = [trace.cast(value, dtype) for value in values]
-    return trace.bind(primitive, [place, *values], params)
+    return trace.bind(op.primitive, [place, *values], op.params)
 
 
 WRITES = dict.fromkeys(PLACES, write)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from .._autocast.conversion import EXPLICIT
+from .._autocast.decision import OBSERVED
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
-from .._autocast.rules import OBSERVED
-from .._autocast.trace import EXPLICIT
 from .call import open_call
 from .explanation import Explanation, OpRow, Promotion, Reduction
 from .residuals import saved_for_backward

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
-from .._autocast.reasons import MARK, RULE
 from .._autocast.sources import JAMP, JAX, is_library
+from .._autocast.stack import is_jamps, marks_in, reason_in
 
 # Ops whose result is their first input, moved about or cast.
 MOVES = frozenset(
@@ -76,8 +76,7 @@ def site_of(eqn: Any, around: Around) -> Site:
     """Describes an equation."""
     entries = _compat.stack_entries(around.stack_of(eqn))
     names = [name for is_transform, name in entries if not is_transform]
-    marks = [mark for mark in map(MARK.fullmatch, names) if mark]
-    rules = [name.removeprefix(RULE) for name in names if name.startswith(RULE)]
+    regions = [dtype for _, dtype in marks_in(names)]
     own = [n.removesuffix(".inside") for n in names if is_module(n)]
     return Site(
         primitive=eqn.primitive.name,
@@ -86,16 +85,15 @@ def site_of(eqn: Any, around: Around) -> Site:
         line=line_of(around.call or eqn.source_info, around.line),
         path="/".join(own),
         backward=any(is_one and name == "transpose" for is_one, name in entries),
-        region=marks[-1][2] if marks else "",
-        rule=rules[-1] if rules else "",
+        region=regions[-1] if regions else "",
+        rule=reason_in(names),
     )
 
 
 def rule_of(eqn: Any) -> str:
     """The rule that decided about an equation, of those noted in its own jaxpr."""
-    names = [name for _, name in _compat.stack_entries(eqn.source_info.name_stack)]
-    rules = [name for name in names if name.startswith(RULE)]
-    return rules[-1].removeprefix(RULE) if rules else ""
+    entries = _compat.stack_entries(eqn.source_info.name_stack)
+    return reason_in([name for _, name in entries])
 
 
 def floating(variables: Any) -> tuple[str, ...]:
@@ -109,10 +107,8 @@ def is_module(name: str) -> bool:
 
     Others are of autocast, of `jax.checkpoint`, and the formulas of einsums.
     """
-    is_mark = MARK.fullmatch(name) or name.startswith(RULE)
-    return not (
-        is_mark or "->" in name or name in ("checkpoint", "rematted_computation")
-    )
+    is_jax = "->" in name or name in ("checkpoint", "rematted_computation")
+    return not (is_jax or is_jamps(name))
 
 
 def line_of(source_info: Any, called_at: str) -> str:

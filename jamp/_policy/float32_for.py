@@ -18,18 +18,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
+from .._autocast.decision import REGION, Action, Reason, Settings, Source, UserRule
 from .._autocast.ops import DRAW, FLOAT32_NORM, FUNCTIONS, KEPT
 from .._autocast.region import enter
-from .._autocast.rules import (
-    REGION,
-    Action,
-    Settings,
-    UserRule,
-    find,
-    loaded,
-    resolve,
-    source_of,
-)
+from .._autocast.rules import find, loaded, resolve, source_of
 from .._tree import HALVES
 
 FLOAT32_FOR = tuple(KEPT)
@@ -88,7 +80,8 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> tuple[UserRule,
             rules.append(UserRule(path, (code, source_of(code)), action))
     for path in (path for path, row in FUNCTIONS.items() if row.kind is DRAW):
         if (code := resolve(path, modules)) is not None:
-            action = Action(None, jnp.dtype("float32"), why=f"draw {path}", table=DRAW)
+            why = Reason("draw", Source.FUNCTION, path)
+            action = Action(None, jnp.dtype("float32"), why=why, table=DRAW)
             rules.append(UserRule(path, (code, source_of(code)), action))
     return tuple(rules)
 

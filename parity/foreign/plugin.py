@@ -24,8 +24,8 @@ def region(way: str):
     import jax.numpy as jnp
 
     import jamp
+    from jamp._autocast.decision import Settings
     from jamp._autocast.region import enter
-    from jamp._autocast.rules import Settings
 
     if way == KEPT:
         with enter(Settings(jnp.dtype("float16"), listed=False)):

@@ -1,0 +1,182 @@
+"""What the rules may ask of an autocast trace: to cast, to bind, and what it knows."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._compat import AbstractValue, Primitive, Tracer, dtype_of
+from . import retracing
+from .decision import CASTABLE, FLOAT32_DTYPE, REGION, Action, Decides, Op, Settings
+from .notes import Notes, unrounded
+from .stack import is_jamps, marks_in, written
+
+DIFFERENTIATION = ("jvp", "transpose", "linearize")
+SCATTERS = {  # what they do with two numbers is recorded in the dtype of the numbers
+    "scatter-add": lax.scatter_add,
+    "scatter-max": lax.scatter_max,
+    "scatter-min": lax.scatter_min,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-sub": lax.scatter_sub,
+}
+MakeTrace = Callable[[], "CastingTrace"]
+
+
+class Effects:
+    """What a region, or the rewriting of a jaxpr, did."""
+
+    def __init__(self):
+        self.hits: set[int] = set()  # the user's rules that were used
+        self.touched = False  # whether anything was changed
+
+
+class Scope(NamedTuple):
+    """Where an op is called."""
+
+    foreign: bool  # an inner region decides about it
+    differentiated: bool  # a derivative is being taken
+
+
+class CastingTrace(_compat.Trace):
+    """Casts values and binds ops on the trace below.
+
+    Values are those of that trace: nothing is boxed. When it is `baked`, each result
+    gets the dtype that it would have without autocast.
+    """
+
+    def __init__(
+        self,
+        parent: _compat.Trace,
+        settings: Settings,
+        decide: Decides,
+        effects: Effects,
+        baked: bool = False,
+        prefix: str = "",
+    ):
+        super().__init__()
+        self.parent, self.settings, self.baked = parent, settings, baked
+        self.requires_low = parent.requires_low
+        self.seen = retracing.seen_on(parent)
+        # Flax NNX refuses to update a Variable on another trace than the one that made
+        # it, and compares traces by this reference. Values live on both alike.
+        self._weakref = parent._weakref
+        self.prefix = prefix  # the module path at which a jaxpr's own paths begin
+        self.effects = effects
+        self.scopes = _compat.scopes()  # those around the code that runs on this trace
+        self.last_stack, self.last_scope = None, Scope(False, False)
+        self.decide = decide
+        self.notes = Notes()
+
+    def apply(self, op: Op) -> Any:
+        """Runs one op, as the region's rules say."""
+        raise NotImplementedError
+
+    def spawner(self, baked: bool = False, effects: Effects | None = None) -> MakeTrace:
+        """Makes traces with these settings on the trace that is current by then.
+
+        What it returns holds neither this trace nor the values that it remembers.
+        """
+        raise NotImplementedError
+
+    def as_baked(self) -> "CastingTrace":
+        with _compat.set_current_trace(self.parent):
+            return self.spawner(baked=True)()
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator["CastingTrace"]:
+        """Runs Python code on this trace, perhaps after its region has ended."""
+        with REGION(self.settings), _compat.set_current_trace(self):
+            yield self
+
+    # Where an op is, and what decides about it.
+
+    def path(self) -> str:
+        """The module path, such as "GPT/block_3/attention"."""
+        if not self.decide.uses_paths:
+            return ""
+        names = [name for transform, name in _compat.scopes() if not transform]
+        names = [name for name in names if not is_jamps(name)]
+        return "/".join([self.prefix, *names] if self.prefix else names)
+
+    def scope(self) -> Scope:
+        stack = _compat.current_name_stack()
+        if stack is not self.last_stack:  # the same for op after op
+            self.last_stack, self.last_scope = stack, self.read_scope()
+        return self.last_scope
+
+    def read_scope(self) -> Scope:
+        entries, depth = _compat.scopes(), len(self.scopes)
+        is_part = entries[:depth] != self.scopes  # of what JAX differentiates
+        if not is_part:
+            entries = entries[depth:]
+        marks = marks_in(name for transform, name in entries if not transform)
+        foreign = any(at > self.settings.depth for at, _ in marks)
+        differentiated = any(t and name in DIFFERENTIATION for t, name in entries)
+        return Scope(foreign, is_part or differentiated)
+
+    def action(self, primitive: Primitive, source: str | None = None) -> Action | None:
+        """The action for an op that is called here, or None if no table knows it."""
+        return self.decide(primitive, _compat.source_codes(), self.path, source)
+
+    def noted(self, action: Action) -> contextlib.AbstractContextManager[Any]:
+        """Writes an op's reason into its name stack, if the region is observed."""
+        if not self.settings.observed:
+            return contextlib.nullcontext()
+        return jax.named_scope(written(action.why))
+
+    # Running and casting.
+
+    def bind(
+        self, primitive: Primitive, args: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
+        """Runs an op on the trace below, as it is."""
+        if (scatter := SCATTERS.get(primitive.name)) is not None:
+            names = ("update_jaxpr", "update_consts")
+            params = {k: v for k, v in params.items() if k not in names}
+            return self.call(scatter, args, params)
+        seen = self.seen if self.decide.knows(primitive) else None
+        return retracing.run(self.parent, primitive.bind, args, params, seen)
+
+    def call(
+        self, function: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
+        """Runs a function of arrays on the trace below."""
+        return retracing.run(self.parent, function, args, params, self.seen)
+
+    def cast(self, x: Any, dtype: np.dtype) -> Any:
+        """`x` in `dtype` if it is of a castable dtype. Each copy is made once."""
+        if dtype_of(x) == dtype or dtype_of(x) not in CASTABLE:
+            return x
+        if not isinstance(x, jax.Array):
+            return unrounded(x) if dtype == FLOAT32_DTYPE else np.asarray(x, dtype)
+        if (copy := self.notes.cast(x, dtype)) is None:
+            copy = self.call(lax.convert_element_type, [x], {"new_dtype": dtype})
+            self.effects.touched = True
+            widened = dtype == FLOAT32_DTYPE
+            self.notes[copy] = self.notes[x]._replace(widened=widened)
+            if widened:
+                self.notes.remember_cast(copy, x)
+            if not widened or isinstance(x, Tracer):  # else they keep each other alive
+                self.notes.remember_cast(x, copy)
+        return copy
+
+    def as_traced(
+        self, args: Sequence[Any], avals: Sequence[AbstractValue] | None
+    ) -> Sequence[Any]:
+        """The values in the dtypes that they were traced with."""
+        if avals is None:
+            return args
+        pairs = zip(args, dtypes_of(avals), strict=True)
+        return [x if dtype is None else self.cast(x, dtype) for x, dtype in pairs]
+
+
+def avals_of(args: Sequence[Any]) -> list[AbstractValue]:
+    return [jax.typeof(x) for x in args]
+
+
+def dtypes_of(avals: Sequence[AbstractValue]) -> list[np.dtype | None]:
+    return [getattr(aval, "dtype", None) for aval in avals]

@@ -1,0 +1,64 @@
+"""Casts that are there already: `convert_element_type`, JAX's own and the user's."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._compat import dtype_of
+from .casting import CastingTrace
+from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op
+from .made import is_weak_array
+from .notes import holds, is_float
+from .rules import ACTIONS
+from .sources import code_of
+
+# A user who calls one of these on a product wants what it gives: see `with_bias`.
+EXPLICIT = frozenset(
+    map(code_of, (jnp.astype, jnp.asarray, jnp.array, lax.convert_element_type))
+)
+
+
+def convert(trace: CastingTrace, op: Op, action: Action) -> Any:
+    """Runs a cast. What is one for want of a better dtype follows the arrays around."""
+    (x,), dtype = op.args, jnp.dtype(op.params["new_dtype"])
+    is_array = isinstance(x, jax.Array)
+    if op.avals is not None and not is_array:  # stays a known number
+        return np.asarray(x).astype(dtype) if holds(dtype, x) else x
+    if not is_float(x) or dtype_of(x) not in CASTABLE or dtype not in CASTABLE:
+        params = op.params
+        if action.dtype is not None and dtype in CASTABLE and not op.is_baked:
+            trace.effects.touched |= dtype != action.dtype
+            params = params | {"new_dtype": action.dtype}
+        return trace.bind(op.primitive, op.args, params)
+    explicit = not EXPLICIT.isdisjoint(_compat.source_codes())
+    if not op.is_baked:
+        # Under a policy, a norm that casts its result back is believed.
+        kept = explicit and action.marks and dtype == trace.settings.dtype
+        if action.dtype is not None and not (kept and not trace.decide.refines):
+            trace.effects.touched |= dtype != action.dtype
+            dtype = action.dtype
+        elif op.avals is not None and dtypes_are(op, dtype) and dtype != dtype_of(x):
+            return x  # nothing was converted when this was traced
+    promotes = action is ACTIONS[op.name] and not (explicit or op.is_baked)
+    if promotes and dtype == trace.settings.dtype and is_weak_array(x):
+        trace.effects.touched = True
+        out = trace.call(lax.convert_element_type, [x], {"new_dtype": x.dtype})
+        trace.notes[out] = trace.notes[x]._replace(constant=None)  # but may be a bias
+        return out
+    if is_array and op.params["sharding"] is None and not explicit:
+        if dtype != dtype_of(x):
+            return trace.cast(x, dtype)
+    out = trace.bind(op.primitive, op.args, op.params | {"new_dtype": dtype})
+    trace.notes[out] = trace.notes[x]._replace(sides=None)
+    if dtype == FLOAT32_DTYPE:
+        trace.notes.remember_cast(out, x)
+    return out
+
+
+def dtypes_are(op: Op, dtype: np.dtype) -> bool:
+    """Whether the input had this dtype when the op was traced."""
+    return getattr((op.avals or [None])[0], "dtype", None) == dtype

@@ -1,0 +1,54 @@
+"""Autocast through what Python hands to JAX with functions of its own."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from .. import _compat
+from .._compat import Primitive
+from .bias import narrowed
+from .casting import CastingTrace
+from .custom import Contract, Function, Params, bind_jvp, bind_vjp
+
+
+def custom_jvp(
+    trace: CastingTrace,
+    primitive: Primitive,
+    fun: Any,
+    jvp: Any,
+    args: Sequence[Any],
+    params: Params,
+) -> Any:
+    foreign, differentiated = trace.scope()
+    baked = trace.baked or differentiated
+    action = trace.action(primitive, _compat.source_name(fun.debug_info))
+    if not (foreign or baked):
+        args = narrowed(trace, primitive, args, None)
+    if foreign or action is not None:
+        if action is not None and action.dtype is not None and not (foreign or baked):
+            args = [trace.cast(x, action.dtype) for x in args]
+        params = params | {"subfuns": (fun, jvp)}
+        with contextlib.nullcontext() if action is None else trace.noted(action):
+            return trace.bind(primitive, args, params)
+    run, derivative = Function(trace, fun, baked), Function(trace, jvp, baked=True)
+    contract = Contract(run, args, fun.debug_info)
+    return bind_jvp(trace, primitive, args, params, contract, derivative, jvp)
+
+
+def custom_vjp(
+    trace: CastingTrace,
+    primitive: Primitive,
+    fun: Any,
+    fwd: Any,
+    bwd: Any,
+    args: Sequence[Any],
+    params: Params,
+) -> Any:
+    foreign, differentiated = trace.scope()
+    if foreign:
+        return trace.bind(primitive, args, params | {"subfuns": (fun, fwd, bwd)})
+    baked = trace.baked or differentiated
+    if not baked:
+        args = narrowed(trace, primitive, args, None)
+    run = Function(trace, fun, baked)
+    return bind_vjp(trace, primitive, args, params, run, (fun, fwd, bwd))

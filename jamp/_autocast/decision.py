@@ -1,0 +1,181 @@
+"""An op on its way through a region, and what is decided about it."""
+
+import enum
+from collections.abc import Callable, Hashable, Sequence
+from types import CodeType
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compat import AbstractValue, Primitive
+from .._tree import HALVES
+
+FLOAT32_DTYPE = jnp.dtype("float32")
+CASTABLE = (*HALVES, FLOAT32_DTYPE)
+
+Dtypes = Sequence[np.dtype | None]
+# What may be an input of an op: a value of the trace, or a number of a jaxpr.
+Value = Any
+
+
+class Source(enum.Enum):
+    """Who says how an op runs."""
+
+    PRIMITIVE = "primitive"
+    FUNCTION = "function"
+    USER = "user"
+    JAMP = "jamp"
+
+
+class Reason(NamedTuple):
+    """Why an op runs as it does."""
+
+    kind: str  # what the table says: "lower", "float32", "draw"; "policy"; "rules"
+    source: Source
+    name: str = ""  # of the primitive, the function, or what the user wrote
+
+    def __str__(self) -> str:
+        if self.source is Source.USER:
+            return f"rules[{self.name}]"
+        return f"{self.kind} {self.name}" if self.name else self.kind
+
+    @classmethod
+    def read(cls, text: str) -> "Reason":
+        """The reason that was written as `str` of it.
+
+        >>> Reason.read("float32 jax.nn.softmax").name
+        'jax.nn.softmax'
+        >>> Reason.read("rules['a b']").kind
+        'rules'
+        """
+        if text.startswith("rules[") and text.endswith("]"):
+            return cls("rules", Source.USER, text[len("rules[") : -1])
+        kind, _, name = text.partition(" ")
+        sources = {True: Source.FUNCTION, False: Source.PRIMITIVE}
+        return cls(kind, sources["." in name] if name else Source.JAMP, name)
+
+
+class Kind(enum.Enum):
+    """What a row of a table says; `ops.py` tells what each means."""
+
+    LOWER = "lower"
+    FLOAT32 = "float32"
+    PROMOTE = "promote"
+    KEEP = "keep"
+    INTO = "into"
+    STATISTIC = "statistic"
+    FLOAT32_INSIDE = "float32_inside"
+    FLOAT32_NORM = "float32_norm"
+    DRAW = "draw"
+    REFUSED = "refused"
+    COUNTED = "counted"
+
+
+class RunIn(NamedTuple):
+    """The floating inputs are cast to one dtype."""
+
+    dtype: np.dtype
+    wholly: bool = False  # with all of a function, whatever its ops would do alone
+
+
+class Promote(NamedTuple):
+    """They are cast to the widest of theirs."""
+
+
+class Keep(NamedTuple):
+    """They stay as they are."""
+
+
+Cast = RunIn | Promote | Keep
+
+
+class Action(NamedTuple):
+    """What to do with an op: what its row says, or one dtype for all of a function."""
+
+    kind: Kind | None
+    dtype: np.dtype | None = None
+    marks: bool = False  # its results are half precision outside of the function
+    why: Reason = Reason("keep", Source.JAMP)
+    table: Kind | None = None  # what the row of a function says, for all inside
+
+
+class Mode(enum.Enum):
+    """What an op is part of."""
+
+    LIVE = enum.auto()  # Python code that runs now
+    REPLAYED = enum.auto()  # a jaxpr that was traced before its values were cast
+    BAKED = enum.auto()  # code whose dtypes are fixed: a derivative, and what it is of
+
+
+class Op(NamedTuple):
+    """One op, as it arrives, and then with other inputs.
+
+    `avals` are the abstract values that it was traced with, or that Python saw, where
+    its inputs may have other floating dtypes by now.
+    """
+
+    primitive: Primitive
+    args: Sequence[Value]
+    params: dict[str, Any]
+    avals: Sequence[AbstractValue] | None = None
+    within: Action | None = None  # for all ops of the function that it is part of
+    mode: Mode = Mode.LIVE
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    @property
+    def is_baked(self) -> bool:
+        return self.mode is Mode.BAKED
+
+    @property
+    def given(self) -> Sequence[Any]:
+        """What has the dtypes that Python saw."""
+        return self.avals or self.args
+
+
+class UserRule(NamedTuple):
+    """One row of `autocast(rules=...)`. Equal rows of two regions are equal."""
+
+    name: str  # what the user wrote, for messages
+    test: Hashable  # a primitive, a PathPattern, or (code, "name at file:line")
+    action: Action
+
+
+class Settings(NamedTuple):
+    """What a region was asked for. Hashable: jitted functions are cached by it."""
+
+    dtype: np.dtype
+    rules: tuple[UserRule, ...] = ()
+    depth: int = 0  # how many other regions it is in
+    listed: bool = True  # False under a policy: the rules alone decide
+    observed: bool = False  # each op's reason is written into its name stack
+
+
+class Decides(Protocol):
+    """What a trace asks about its ops."""
+
+    uses_paths: bool
+    refines: bool
+
+    def __call__(
+        self,
+        primitive: Primitive,
+        codes: tuple[CodeType, ...],
+        path: Callable[[], str],
+        source: str | None = None,
+    ) -> Action | None: ...
+
+    def knows(self, primitive: Primitive) -> bool: ...
+
+    def lowers(self, primitive: Primitive, action: Action) -> bool: ...
+
+
+# The settings of the innermost region, or None. JAX keys its caches by it, so that a
+# function is traced anew in a region of another kind.
+REGION = jax.make_user_context(None)
+# Whether regions are entered to be explained.
+OBSERVED = jax.make_user_context(False)

@@ -1,0 +1,56 @@
+"""How Python made an array: what is a number to torch, and what is an array."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._compat import dtype_of
+from .sources import called_function, code_of
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    code = code_of(function)
+    n = 0 if code is None else code.co_argcount + code.co_kwonlyargcount
+    return () if code is None else code.co_varnames[:n]
+
+
+# Functions by which a user makes an array of one number.
+FILLING = frozenset(
+    map(code_of, (jnp.zeros, jnp.ones, jnp.full, jnp.empty, jnp.broadcast_to, lax.full))
+)
+
+
+def is_filled(number: Any) -> bool:
+    """Whether the broadcast of a number is an array that a user made.
+
+    In torch a number follows the arrays that it meets, and `torch.zeros(4)` does not:
+    an accumulator that starts with it stays float32.
+    """
+    if np.ndim(number) or dtype_of(number) != jnp.float32:
+        return False
+    return called_function(_compat.source_codes()) in FILLING
+
+
+# Functions that give the dtype that they are asked for, and those that do not.
+STACKING = ("block", "concatenate", "dstack", "hstack", "stack", "vstack")
+TYPED = frozenset(
+    code_of(function)
+    for name, function in vars(jnp).items()
+    if name not in STACKING and "dtype" in parameters_of(function)
+)
+
+
+def is_weak_array(x: Any) -> bool:
+    """Whether JAX is about to cast an array as if it were a Python number.
+
+    To JAX `jnp.full((4,), 2.0)` and `jnp.arange(4) * 0.1` are float32 for want of a
+    better dtype, and take that of the arrays that they meet. To torch they are float32.
+    """
+    if np.ndim(x) == 0 or dtype_of(x) != jnp.float32 or not jax.typeof(x).weak_type:
+        return False
+    return called_function(_compat.source_codes()) not in TYPED

@@ -1,0 +1,56 @@
+"""Running ops on another trace, and tracing cheaply what comes again and again.
+
+JAX keeps the derivative of a jitted function, and makes that of an op anew each time.
+So what is seen for the second time, on a trace that is differentiated, is jitted. In a
+jaxpr no `jit` is seen of it.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+
+from .. import _compat
+
+Seen = set[Hashable]
+SEEN: weakref.WeakKeyDictionary[_compat.Trace, Seen] = weakref.WeakKeyDictionary()
+
+
+def run(
+    trace: _compat.Trace,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    params: dict[str, Any],
+    seen: Seen | None,
+) -> Any:
+    """Calls a function of arrays with `trace` as the current one.
+
+    Args:
+      seen: what ran on the trace before; None: nothing is jitted.
+    """
+    if seen is not None:
+        fixed = function, tuple(params.items())
+        key = fixed, tuple(map(jax.typeof, args))
+        if key in seen:
+            function, params = jitted(*fixed), {}
+        seen.add(key)
+    with _compat.set_current_trace(trace):
+        return function(*args, **params)
+
+
+@functools.lru_cache(maxsize=4096)
+def jitted(
+    function: Callable[..., Any], params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    """The function with these parameters."""
+    bound = functools.partial(function, **dict(params))
+    return jax.jit(bound, inline=_compat.INLINE)
+
+
+def seen_on(trace: _compat.Trace) -> Seen | None:
+    """What ran on this trace, if it is differentiated and goes into a jaxpr."""
+    if _compat.is_differentiated_into_a_jaxpr(trace):
+        return SEEN.setdefault(trace, set())
+    return None

@@ -1,0 +1,150 @@
+"""Evaluating a jaxpr op by op under autocast, and rewriting it into a new one.
+
+The new jaxpr is kept with the old one, so that each is rewritten once per dtype.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._compat import AbstractValue, ClosedJaxpr
+from .casting import CastingTrace, Effects
+from .decision import Action, Dtypes, Op
+from .notes import Note
+
+
+def evaluate(
+    trace: CastingTrace,
+    jaxpr: ClosedJaxpr,
+    args: Sequence[Any],
+    within: Action | None = None,
+    own_sources: bool = False,
+) -> list[Any]:
+    """Runs a jaxpr op by op on an autocast trace.
+
+    With `own_sources`, ops keep the record of where they come from that the jaxpr has;
+    otherwise they come from the call that is being evaluated.
+    """
+    values: dict[Any, Any] = dict(
+        zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
+    ) | dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, _compat.Literal) else values[atom]
+
+    outer = _compat.current_name_stack()
+    call = None if own_sources else _compat.current_traceback()
+    for eqn in jaxpr.jaxpr.eqns:
+        name_stack = outer + eqn.source_info.name_stack
+        traceback = call or eqn.source_info.traceback
+        inputs, avals = [*map(read, eqn.invars)], [v.aval for v in eqn.invars]
+        with (
+            _compat.user_context(traceback, name_stack=name_stack),
+            eqn.ctx.manager,
+        ):
+            params = dict(eqn.params)
+            out = trace.apply(Op(eqn.primitive, inputs, params, avals, within))
+        outs = out if eqn.primitive.multiple_results else [out]
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.jaxpr.outvars]
+
+
+def in_place(
+    trace: CastingTrace,
+    jaxpr: ClosedJaxpr,
+    args: Sequence[Any],
+    within: Action | None,
+    own_sources: bool = False,
+) -> list[Any]:
+    """Evaluates a function whose results Python may see: they are arrays."""
+    outs = evaluate(trace, jaxpr, args, within, own_sources)
+    pairs = zip(outs, jaxpr.out_avals, strict=True)
+    return [as_array(trace, out, aval) for out, aval in pairs]
+
+
+def as_array(trace: CastingTrace, x: Any, aval: AbstractValue) -> Any:
+    """A result that Python may see, if it is a number so far."""
+    if isinstance(x, np.ndarray | np.generic | float | int):
+        with _compat.set_current_trace(trace.parent):
+            x = jnp.asarray(x)
+    return as_weak(trace, x, aval)
+
+
+def as_weak(trace: CastingTrace, x: Any, aval: Any) -> Any:
+    """A result as weakly typed as when it was traced: it follows other arrays."""
+    weak = getattr(aval, "weak_type", False) and isinstance(x, jax.Array)
+    if not weak or x.dtype != aval.dtype or jax.typeof(x).weak_type:
+        return x
+    weakly = {"new_dtype": x.dtype, "weak_type": True, "sharding": None}
+    out = trace.bind(lax.convert_element_type_p, [x], weakly)
+    trace.notes[out] = trace.notes[x]
+    return out
+
+
+class Rewritten(NamedTuple):
+    """A jaxpr with casts, what is known of its results, and what was done to it."""
+
+    jaxpr: Any  # None in the cache, if nothing had to be changed
+    notes: Sequence[Note]
+    effects: Effects
+
+
+CACHE: weakref.WeakKeyDictionary[Any, dict[Any, Rewritten]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def rewrite(
+    trace: CastingTrace,
+    jaxpr: ClosedJaxpr,
+    avals: Sequence[AbstractValue],
+    within: Action | None = None,
+    outs: Dtypes | None = None,
+    baked: bool = False,
+) -> Rewritten:
+    """A jaxpr with casts for inputs of these abstract values.
+
+    Args:
+      outs: for each result the dtype that it must have, or None.
+    """
+    path, outs = trace.path(), tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
+    baked = baked or trace.baked
+    key = (tuple(avals), outs, within, baked, trace.settings, path)
+    cache = CACHE.setdefault(jaxpr.jaxpr, {})
+    if key not in cache:
+        notes, effects = [], Effects()
+        make_child = trace.spawner(baked, effects)
+
+        def run(*args):
+            child = make_child()
+            results = evaluate(child, jaxpr, args, within, own_sources=True)
+            results = [
+                r if dtype is None else as_weak(child, child.cast(r, dtype), aval)
+                for r, dtype, aval in zip(results, outs, jaxpr.out_avals, strict=True)
+            ]
+            notes.extend(child.notes[r] for r in results)
+            return results
+
+        new = _compat.trace_to_jaxpr(run, avals, jaxpr.jaxpr.debug_info)
+        effects.touched |= list(new.in_avals) != list(jaxpr.in_avals)
+        # An entry that held its own key would never die.
+        cache[key] = Rewritten(new if effects.touched else None, notes, effects)
+    result = cache[key]
+    if result.jaxpr is None:
+        result = result._replace(jaxpr=jaxpr)
+    trace.effects.hits |= result.effects.hits
+    trace.effects.touched |= result.effects.touched
+    return result
+
+
+def annotate(trace: CastingTrace, outs: Sequence[Any], new: Rewritten) -> Sequence[Any]:
+    """The results of a rewritten jaxpr, with what is known of them."""
+    for value, note in zip(outs, new.notes, strict=True):
+        trace.notes[value] = note
+    return outs

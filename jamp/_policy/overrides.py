@@ -25,7 +25,8 @@ from flax.core import lift
 from .._autocast.paths import PathPattern
 from .._checks import shown
 from .._tree import cast_floating
-from .float32_for import check_float32_for, explained, float32_region, norm_classes
+from .float32_for import check_float32_for
+from .float32_region import advised, float32_region, norm_classes
 from .policy import Policy, get_policy
 
 # What parameters are cast to when they are read, or None. JAX keys its caches by it.
@@ -170,7 +171,7 @@ class Call(NamedTuple):
             reads = None if isinstance(self.module, WRITERS) else dtype
             contexts.enter_context(COMPUTE_DTYPE(reads))
             if self.caller is None:
-                contexts.enter_context(explained())
+                contexts.enter_context(advised())
             if self.caller is None or self.caller.policy.compute_dtype != dtype:
                 functions = self.plan.float32_for - {"norms"}  # modules, here
                 contexts.enter_context(float32_region(dtype, functions))

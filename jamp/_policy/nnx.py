@@ -193,8 +193,14 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
         ACTIVE.module, ACTIVE.place = module, place
         try:
             dtype_around = None if around is None else around.policy.compute_dtype
-            dtypes = policy.compute_dtype, output_dtype, dtype_around
-            governed = ModuleCall(module, name, *dtypes, plan.float32_for)
+            governed = ModuleCall(
+                module,
+                name,
+                policy.compute_dtype,
+                output_dtype,
+                dtype_around,
+                plan.float32_for,
+            )
             return governed.run(functools.partial(function, module), args, kwargs)
         finally:
             ACTIVE.module, ACTIVE.place = inside, around
@@ -219,14 +225,14 @@ def cast_parameters_on_use(model: nnx.Module) -> None:
 def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
     """A subclass of a Variable type that casts when it is read in a call."""
     rebuild = (cast_on_use, (base,))
-    return variable_type(base, rebuild, is_cast=is_cast, read=read, write=write)
+    return variable_type(base, rebuild, is_cast=is_cast, read=as_read, write=as_stored)
 
 
 def is_cast() -> bool:
     return COMPUTE_DTYPE.value is not None
 
 
-def read(variable: nnx.Variable, value: PyTree) -> PyTree:
+def as_read(variable: nnx.Variable, value: PyTree) -> PyTree:
     """What a module reads; notes what it would round if it wrote that back."""
     dtype = COMPUTE_DTYPE.value
     if dtype is None:
@@ -237,7 +243,7 @@ def read(variable: nnx.Variable, value: PyTree) -> PyTree:
     return cast_floating(value, dtype)
 
 
-def write(variable: nnx.Variable, value: PyTree) -> PyTree:
+def as_stored(variable: nnx.Variable, value: PyTree) -> PyTree:
     """What is stored of what a module writes."""
     stored = variable.get_raw_value()
     if COMPUTE_DTYPE.value is None or not is_floating(stored):

@@ -21,8 +21,6 @@ from .float32_region import norm_classes
 from .policy import Policy, get_policy
 from .surgery import is_changed
 
-Overrides = Mapping[str | type, Policy | str]
-
 ROOT, NORM = -1, -2
 
 NO_MODULE = """{}: what is given must be a module; got {}.
@@ -57,7 +55,7 @@ def make_plan(
     module: object,
     base: type,
     policy: Policy | str,
-    overrides: Overrides | None,
+    overrides: Mapping[str | type, Policy | str] | None,
     float32_for: Collection[str],
 ) -> Plan:
     """Checks the arguments of `with_policy` for modules that derive from `base`."""

@@ -91,7 +91,7 @@ def cast_to_half(tree: Tree) -> Tree:
     return cast_floating(tree, half_dtype())
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(init=False, frozen=True, repr=False)
 class Policy:
     """The dtypes of a model's parameters, of its computation and of its outputs.
 

@@ -204,7 +204,7 @@ def scan_arity(params: dict) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def dtype_of(x: Any) -> Any:
+def array_dtype(x: Any) -> Any:
     """The dtype of an array, and None for keys, references and other things."""
     aval = jax.typeof(x)
     return aval.dtype if isinstance(aval, core.ShapedArray) else None

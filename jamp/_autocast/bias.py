@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
 from .. import _compat
-from .._compat import Primitive, dtype_of
+from .._compat import array_dtype
 from .._tree import HALVES
 from .casting import CastingTrace
 from .decision import FLOAT32_DTYPE, Action, Kind, Op
@@ -42,9 +43,9 @@ def with_bias(trace: CastingTrace, op: Op) -> jax.Array | None:
     """The sum of a product in half precision and a bias, or None if it is another."""
     dtype = trace.settings.dtype
     for x, bias in (op.args, op.args[::-1]):
-        if not isinstance(bias, jax.Array) or dtype_of(bias) != jnp.float32:
+        if not isinstance(bias, jax.Array) or array_dtype(bias) != jnp.float32:
             continue
-        product = x if dtype_of(x) == dtype else trace.notes.cast(x, dtype)
+        product = x if array_dtype(x) == dtype else trace.notes.cast(x, dtype)
         sides, number = trace.notes[x].sides, trace.notes[bias].constant
         if product is None or sides is None:
             continue
@@ -149,4 +150,4 @@ def mark_results(trace: CastingTrace, op: Op, action: Action, out: Any) -> None:
 
 def is_or_was_half(trace: CastingTrace, x: Any) -> bool:
     note = trace.notes[x]
-    return dtype_of(x) in HALVES or note.widened or note.result
+    return array_dtype(x) in HALVES or note.widened or note.result

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
+from jax.core import AbstractValue, Tracer
+from jax.extend.core import Primitive, set_current_trace
 
 from .. import _compat
-from .._compat import AbstractValue, Primitive, Tracer, dtype_of
+from .._compat import array_dtype
 from . import retracing
 from .decision import CASTABLE, FLOAT32_DTYPE, REGION, Action, Decides, Op, Settings
 from .notes import Notes, unrounded
@@ -83,13 +85,13 @@ class CastingTrace(_compat.Trace):
         raise NotImplementedError
 
     def as_baked(self) -> "CastingTrace":
-        with _compat.set_current_trace(self.parent):
+        with set_current_trace(self.parent):
             return self.spawner(baked=True)()
 
     @contextlib.contextmanager
     def current(self) -> Iterator["CastingTrace"]:
         """Runs Python code on this trace, perhaps after its region has ended."""
-        with REGION(self.settings), _compat.set_current_trace(self):
+        with REGION(self.settings), set_current_trace(self):
             yield self
 
     # Where an op is, and what decides about it.
@@ -149,7 +151,7 @@ class CastingTrace(_compat.Trace):
 
     def cast(self, x: Any, dtype: np.dtype) -> Any:
         """`x` in `dtype` if it is of a castable dtype. Each copy is made once."""
-        if dtype_of(x) == dtype or dtype_of(x) not in CASTABLE:
+        if array_dtype(x) == dtype or array_dtype(x) not in CASTABLE:
             return x
         if not isinstance(x, jax.Array):
             return unrounded(x) if dtype == FLOAT32_DTYPE else np.asarray(x, dtype)

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from .. import _compat
-from .._compat import dtype_of
+from .._compat import array_dtype
 from .casting import CastingTrace
 from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op
 from .made import is_weak_array
@@ -28,7 +28,7 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Any:
     is_array = isinstance(x, jax.Array)
     if op.avals is not None and not is_array:  # stays a known number
         return np.asarray(x).astype(dtype) if holds(dtype, x) else x
-    if not is_float(x) or dtype_of(x) not in CASTABLE or dtype not in CASTABLE:
+    if not is_float(x) or array_dtype(x) not in CASTABLE or dtype not in CASTABLE:
         params = op.params
         if action.dtype is not None and dtype in CASTABLE and not op.is_baked:
             trace.effects.touched |= dtype != action.dtype
@@ -41,7 +41,7 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Any:
         if action.dtype is not None and not (kept and not trace.decide.refines):
             trace.effects.touched |= dtype != action.dtype
             dtype = action.dtype
-        elif op.avals is not None and dtypes_are(op, dtype) and dtype != dtype_of(x):
+        elif op.avals is not None and dtypes_are(op, dtype) and dtype != array_dtype(x):
             return x  # nothing was converted when this was traced
     promotes = action is ACTIONS[op.name] and not (explicit or op.is_baked)
     if promotes and dtype == trace.settings.dtype and is_weak_array(x):
@@ -50,7 +50,7 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Any:
         trace.notes[out] = trace.notes[x]._replace(constant=None)  # but may be a bias
         return out
     if is_array and op.params["sharding"] is None and not explicit:
-        if dtype != dtype_of(x):
+        if dtype != array_dtype(x):
             return trace.cast(x, dtype)
     out = trace.bind(op.primitive, op.args, op.params | {"new_dtype": dtype})
     trace.notes[out] = trace.notes[x]._replace(sides=None)

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive
 
 from .. import _compat
-from .._compat import Primitive
 from .casting import CastingTrace, avals_of
 from .decision import Dtypes
 
@@ -52,7 +52,7 @@ class Contract:
 
     def primal(self, *args: Any) -> list[Any]:
         outs, _ = self.run(*args)
-        self.known = [_compat.dtype_of(x) for x in outs]
+        self.known = [_compat.array_dtype(x) for x in outs]
         return outs
 
     def dtypes(self) -> list[np.dtype | None]:
@@ -121,7 +121,7 @@ def bind_vjp(
     fun, fwd, bwd = rules
     contract = Contract(run, args, fun.debug_info)
     forward, backward = Function(trace, fwd, True), Function(trace, bwd, True)
-    dtypes = [_compat.dtype_of(x) for x in args]
+    dtypes = [_compat.array_dtype(x) for x in args]
     natural = []  # the dtypes that the rules know the results in
 
     def autocast_fwd(*args_and_flags):
@@ -129,7 +129,7 @@ def bind_vjp(
         outs, child = forward(*args_and_flags)
         results = contract.dtypes()
         n_residuals = len(outs) - len(results)
-        natural[:] = map(_compat.dtype_of, outs[n_residuals:])
+        natural[:] = map(_compat.array_dtype, outs[n_residuals:])
         return cast_all(child, outs, [None] * n_residuals + results)
 
     def autocast_bwd(*residuals_and_cotangents):

@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+from jax.extend.core import Primitive
+
 from .. import _compat
-from .._compat import Primitive
 from .bias import narrowed
 from .casting import CastingTrace
 from .custom import Contract, Function, Params, bind_jvp, bind_vjp

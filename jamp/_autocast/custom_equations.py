@@ -9,9 +9,9 @@ round what the function has computed.
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
-from .._compat import ClosedJaxpr
 from .casting import CastingTrace, dtypes_of
 from .custom import Contract, Function, bind_jvp, bind_shard_map, bind_vjp
 from .decision import FLOAT32_DTYPE, Action, Op

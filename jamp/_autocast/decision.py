@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
+from jax.extend.core import Primitive
 
-from .._compat import AbstractValue, Primitive
 from .._tree import HALVES
 
 FLOAT32_DTYPE = jnp.dtype("float32")

@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import random
+from jax.extend.core import ClosedJaxpr, set_current_trace
 
-from .. import _compat
-from .._compat import ClosedJaxpr
 from .._tree import HALVES
 from .casting import CastingTrace
 from .decision import FLOAT32_DTYPE, Action, Kind, Op
@@ -65,7 +64,7 @@ def redrawn(
         draw = jax.vmap(draw, in_axes=(0, *[None] * len(rest)))
     wide = [trace.cast(x, FLOAT32_DTYPE) for x in rest]
     trace.effects.touched = True
-    with trace.noted(action), _compat.set_current_trace(trace.parent):
+    with trace.noted(action), set_current_trace(trace.parent):
         return [draw(key, *wide)]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from .. import _compat
-from .._compat import dtype_of
+from .._compat import array_dtype
 from .sources import called_function, code_of
 
 
@@ -31,7 +31,7 @@ def is_filled(number: Any) -> bool:
     In torch a number follows the arrays that it meets, and `torch.zeros(4)` does not:
     an accumulator that starts with it stays float32.
     """
-    if np.ndim(number) or dtype_of(number) != jnp.float32:
+    if np.ndim(number) or array_dtype(number) != jnp.float32:
         return False
     return called_function(_compat.source_codes()) in FILLING
 
@@ -51,6 +51,6 @@ def is_weak_array(x: Any) -> bool:
     To JAX `jnp.full((4,), 2.0)` and `jnp.arange(4) * 0.1` are float32 for want of a
     better dtype, and take that of the arrays that they meet. To torch they are float32.
     """
-    if np.ndim(x) == 0 or dtype_of(x) != jnp.float32 or not jax.typeof(x).weak_type:
+    if np.ndim(x) == 0 or array_dtype(x) != jnp.float32 or not jax.typeof(x).weak_type:
         return False
     return called_function(_compat.source_codes()) not in TYPED

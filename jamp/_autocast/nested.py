@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import AbstractValue
+from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
-from .._compat import AbstractValue
 from .casting import CastingTrace, avals_of
 from .decision import Op
 from .draws import redrawn
@@ -49,7 +50,7 @@ def jit(trace: CastingTrace, op: Op) -> Sequence[Any]:
 
 
 def differs(value: Any, aval: AbstractValue) -> bool:
-    return _compat.dtype_of(value) != getattr(aval, "dtype", None)
+    return _compat.array_dtype(value) != getattr(aval, "dtype", None)
 
 
 def call(trace: CastingTrace, op: Op) -> Sequence[Any]:
@@ -57,7 +58,7 @@ def call(trace: CastingTrace, op: Op) -> Sequence[Any]:
     held = "call_jaxpr" if "call_jaxpr" in op.params else "jaxpr"
     jaxpr = op.params[held]
     if not hasattr(jaxpr, "jaxpr"):
-        jaxpr = _compat.ClosedJaxpr(jaxpr, ())
+        jaxpr = ClosedJaxpr(jaxpr, ())
     return in_place(trace, jaxpr, op.args, op.within, own_sources=True)
 
 
@@ -70,7 +71,7 @@ def annotated(trace: CastingTrace, op: Op) -> Sequence[Any]:
 
 
 def remat(trace: CastingTrace, op: Op) -> Sequence[Any]:
-    jaxpr = _compat.ClosedJaxpr(op.params["jaxpr"], ())
+    jaxpr = ClosedJaxpr(op.params["jaxpr"], ())
     new = rewrite(trace, jaxpr, avals_of(op.args), op.within, baked=op.is_baked)
     opened, consts = _compat.open_jaxpr(new.jaxpr)
     params = op.params | {"jaxpr": opened}
@@ -93,7 +94,7 @@ def scan(trace: CastingTrace, op: Op) -> Sequence[Any]:
 
 def with_dtype(aval: Any, value: Any) -> AbstractValue:
     """The abstract value of an argument of which `scan` passes one slice."""
-    dtype = _compat.dtype_of(value)
+    dtype = _compat.array_dtype(value)
     return aval if dtype in (None, aval.dtype) else aval.update(dtype=dtype)
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compat import dtype_of
+from .._compat import array_dtype
 from .._tree import HALVES
 
 
@@ -92,7 +92,7 @@ class Notes:
 
 
 def is_float(x: Any) -> bool:
-    dtype = dtype_of(x)
+    dtype = array_dtype(x)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -100,7 +100,7 @@ def scalar(value: Any) -> float | None:
     """The number in a literal; arrays are not read, for that would wait for them."""
     if isinstance(value, jax.Array) or not hasattr(value, "dtype"):
         return None
-    if dtype_of(value) is None or np.ndim(value):  # None for a reference or a token
+    if array_dtype(value) is None or np.ndim(value):  # None for a reference or a token
         return None
     return float(value) if jnp.issubdtype(value.dtype, np.floating) else None
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .._compat import dtype_of
+from .._compat import array_dtype
 from .casting import CastingTrace
 from .decision import (
     CASTABLE,
@@ -30,7 +30,7 @@ def cast_for(trace: CastingTrace, op: Op, action: Action) -> Cast:
         return RunIn(action.dtype, wholly=True)
     match action.kind:
         case Kind.LOWER:
-            castable = all(dtype_of(x) in CASTABLE for x in op.args if is_float(x))
+            castable = all(array_dtype(x) in CASTABLE for x in op.args if is_float(x))
             is_lowered = castable and not is_dot(op)
             return RunIn(trace.settings.dtype) if is_lowered else Promote()
         case Kind.FLOAT32:
@@ -38,7 +38,7 @@ def cast_for(trace: CastingTrace, op: Op, action: Action) -> Cast:
         case Kind.PROMOTE:
             return Promote()
         case Kind.INTO if is_float(op.args[0]):
-            return RunIn(dtype_of(op.args[0]))
+            return RunIn(array_dtype(op.args[0]))
         case Kind.KEEP if op.avals is not None:  # dtypes may be mixed by now
             return Promote()
     return Keep()
@@ -60,7 +60,7 @@ def prepared(
     if dtype is None:
         return args, params
     preferred = params.get("preferred_element_type")
-    dtypes = [dtype_of(x) for x in floats]
+    dtypes = [array_dtype(x) for x in floats]
     dtypes += [getattr(a, "dtype", None) for a in op.avals or ()]
     wholly = isinstance(cast, RunIn) and cast.wholly
     if preferred in CASTABLE and (FLOAT32_DTYPE in dtypes or wholly):
@@ -72,25 +72,25 @@ def prepared(
 
 def widest(trace: CastingTrace, floats: Sequence[Any]) -> np.dtype | None:
     """The dtype to promote to, or None. Numbers follow arrays where they fit."""
-    if len({dtype_of(x) for x in floats}) < 2:
+    if len({array_dtype(x) for x in floats}) < 2:
         return None
     half, notes = trace.settings.dtype, trace.notes
-    known = (x for x in floats if dtype_of(x) != half)
+    known = (x for x in floats if array_dtype(x) != half)
     if all(notes[x].widened and notes.cast(x, half) is not None for x in known):
         return half  # float32 only as the others were, when this was traced
     free = [x for x in floats if notes[x].constant is None]
-    dtype = _compat.widest(frozenset(map(dtype_of, free or floats)))
+    dtype = _compat.widest(frozenset(map(array_dtype, free or floats)))
     numbers = (notes[x].constant for x in floats)
     if all(n is None or fits(n, dtype) for n in numbers):
         return dtype
-    return _compat.widest(frozenset(map(dtype_of, floats)))
+    return _compat.widest(frozenset(map(array_dtype, floats)))
 
 
 def as_without(
     trace: CastingTrace, out: Any, args: Sequence[Any], params: dict[str, Any]
 ) -> Any:
     """Results in the dtype that they would have without autocast."""
-    dtypes = [dtype_of(x) for x in args if dtype_of(x) in CASTABLE]
+    dtypes = [array_dtype(x) for x in args if array_dtype(x) in CASTABLE]
     preferred = params.get("preferred_element_type")
     if preferred is None and not dtypes:
         return out

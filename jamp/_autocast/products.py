@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive, set_current_trace
 
-from .. import _compat
-from .._compat import Primitive, dtype_of
+from .._compat import array_dtype
 from .._tree import HALVES
 from .casting import CastingTrace
 from .decision import Action, Op, Reason, Source
@@ -66,7 +66,7 @@ def wide_product(
     (co)tangent first, so that backward runs in half precision too.
     """
     trace.effects.touched = True
-    narrow = params | {"preferred_element_type": dtype_of(args[0])}
+    narrow = params | {"preferred_element_type": array_dtype(args[0])}
     if params.get("precision") == lax.DotAlgorithmPreset.F16_F16_F32:
         narrow["precision"] = None
         if jax.default_backend() == "cpu":  # which does not have it
@@ -83,13 +83,13 @@ def wide_product(
         wide = params["preferred_element_type"]
         return product(x, y), lax.convert_element_type(tangent, wide)
 
-    with _compat.set_current_trace(trace.parent):
+    with set_current_trace(trace.parent):
         return product(*args)
 
 
 def is_wide(args: Sequence[Any], params: dict[str, Any]) -> bool:
     """Whether half-precision inputs are to give a float32 result."""
-    halves = all(dtype_of(x) in HALVES for x in args)
+    halves = all(array_dtype(x) in HALVES for x in args)
     return halves and params.get("preferred_element_type") == jnp.float32
 
 

@@ -81,6 +81,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import set_current_trace
 
 from .. import _compat
 from .._checks import as_dtype, brief, flag, shown
@@ -174,7 +175,7 @@ def enter(settings: Settings | None):
             return
         trace = AutocastTrace(_compat.current_trace(), settings, Effects())
         try:
-            with _compat.set_current_trace(trace):
+            with set_current_trace(trace):
                 yield trace
         except (TypeError, ValueError) as error:
             if settings.listed:  # a policy has a note of its own

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import set_current_trace
 
 from .. import _compat
 
@@ -36,7 +37,7 @@ def run(
         if key in seen:
             function, params = jitted(*fixed), {}
         seen.add(key)
-    with _compat.set_current_trace(trace):
+    with set_current_trace(trace):
         return function(*args, **params)
 
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import AbstractValue
+from jax.extend.core import ClosedJaxpr, Literal, set_current_trace
 
 from .. import _compat
-from .._compat import AbstractValue, ClosedJaxpr
 from .casting import CastingTrace, Effects
 from .decision import Action, Dtypes, Op
 from .notes import Note
@@ -36,7 +37,7 @@ def evaluate(
     ) | dict(zip(jaxpr.jaxpr.invars, args, strict=True))
 
     def read(atom):
-        return atom.val if isinstance(atom, _compat.Literal) else values[atom]
+        return atom.val if isinstance(atom, Literal) else values[atom]
 
     outer = _compat.current_name_stack()
     call = None if own_sources else _compat.current_traceback()
@@ -71,7 +72,7 @@ def in_place(
 def as_array(trace: CastingTrace, x: Any, aval: AbstractValue) -> Any:
     """A result that Python may see, if it is a number so far."""
     if isinstance(x, np.ndarray | np.generic | float | int):
-        with _compat.set_current_trace(trace.parent):
+        with set_current_trace(trace.parent):
             x = jnp.asarray(x)
     return as_weak(trace, x, aval)
 

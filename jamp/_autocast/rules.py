@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from types import CodeType, MethodType
 from typing import Any
 
+from jax.extend.core import Primitive
+
 from .._checks import as_dtype, shown
-from .._compat import Primitive
 from .decision import (
     CASTABLE,
     FLOAT32_DTYPE,

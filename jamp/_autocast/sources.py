@@ -6,8 +6,7 @@ from types import CodeType
 from typing import Any
 
 import jax
-
-from .. import _compat
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 JAX = os.path.dirname(jax.__file__) + os.sep
 PLUMBING = os.path.join(os.path.dirname(jax.__file__), "_src")  # jit, tracebacks
@@ -66,4 +65,4 @@ def is_library(source: str) -> bool:
 def holds_jaxpr(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return any(map(holds_jaxpr, value))
-    return isinstance(value, _compat.Jaxpr | _compat.ClosedJaxpr)
+    return isinstance(value, Jaxpr | ClosedJaxpr)

@@ -10,8 +10,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr
+
 from .. import _compat
-from .._compat import ClosedJaxpr
 from .casting import CastingTrace, dtypes_of
 from .decision import Action, Dtypes, Op
 from .rewriting import rewrite

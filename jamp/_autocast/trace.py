@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._compat import dtype_of
+from .._compat import array_dtype
 from .bias import mark_results, narrowed, with_bias
 from .casting import CastingTrace, Effects, MakeTrace, Scope
 from .conversion import convert
@@ -183,7 +183,7 @@ class AutocastTrace(CastingTrace):
                 # Moved before it is widened, a product is still known as one.
                 moved = [narrow, *op.args[1:]]
                 out = self.apply(Op(op.primitive, moved, op.params))
-                return self.cast(out, dtype_of(op.args[0]))
+                return self.cast(out, array_dtype(op.args[0]))
         if op.name == "add" and op.within is None:
             return with_bias(self, op)
         return None
@@ -196,5 +196,5 @@ class AutocastTrace(CastingTrace):
         if name in PASSED_ON:
             self.notes[out] = passed_on(name, args, params, self.notes)
         elif PRIMITIVES[name].kind is Kind.LOWER:
-            if dtype_of(out) == self.settings.dtype and name != "ragged_dot_general":
+            if array_dtype(out) == self.settings.dtype and name != "ragged_dot_general":
                 self.notes[out] = Note(sides=product_sides(name, args, params))

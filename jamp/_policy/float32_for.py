@@ -1,41 +1,18 @@
-"""What stays in float32 under a policy: norms, softmax, losses, and random draws.
+"""The names of what stays in float32 under a policy: norms, softmax, losses.
 
-A norm of Flax is recognized by its class, and gets other casts than the modules around
-it. A function (softmax, a loss, a norm of Equinox or Haiku) is recognized by an
-autocast region whose table holds these functions and nothing else, so that all other
-ops run in what the policy's casts give them. Being the inner region, it also turns off
-an autocast region around the model.
+What a name stands for is plain data (`_autocast/ops.py`). The region that keeps it in
+float32 is opened in `float32_region.py`, which needs JAX's private parts.
 """
 
-import contextlib
 import difflib
-import functools
-import re
 from collections.abc import Collection
-from typing import Any
 
-import jax.numpy as jnp
-from flax import linen as nn
-from flax import nnx
-
-from .._autocast.decision import REGION, Action, Reason, Settings, Source, UserRule
-from .._autocast.ops import DRAW, FLOAT32_NORM, FUNCTIONS, KEPT
-from .._autocast.region import enter
-from .._autocast.rules import find, loaded, resolve, source_of
-from .._tree import HALVES
+from .._autocast.ops import KEPT
 
 FLOAT32_FOR = tuple(KEPT)
-NORMS = tuple(path.removesuffix(".__call__") for path in KEPT["norms"])
-NORMS += ("flax.linen.InstanceNorm", "flax.nnx.InstanceNorm")  # not in torch's lists
-
-# JAX's errors of two dtypes that must be one.
-TWO_DTYPES = re.compile(r"(?s)(carry|branch|same dtypes).*float16")
-CAST_ONE = """jamp: what has a policy gives back half precision, and JAX wants it to \
-have the dtype of what it meets here: the start of a loop, another branch, a cache. \
-Cast that one before (x.astype(h.dtype)), or the result (h.astype(x.dtype))."""
 
 
-def check_float32_for(names: Any) -> frozenset[str]:
+def check_float32_for(names: Collection[str]) -> frozenset[str]:
     """The names as a set.
 
     Raises:
@@ -56,72 +33,3 @@ def check_float32_for(names: Any) -> frozenset[str]:
                 + f" There are {', '.join(map(repr, KEPT))}."
             )
     return frozenset(names)
-
-
-def float32_region(
-    dtype: Any, names: frozenset[str]
-) -> contextlib.AbstractContextManager:
-    """The region for a computation in `dtype` that keeps some functions."""
-    rules = rules_for(names, loaded()) if dtype in HALVES else ()
-    if rules:
-        return enter(Settings(dtype, rules, listed=False))
-    return contextlib.nullcontext() if REGION.value is None else enter(None)
-
-
-@functools.lru_cache
-def rules_for(names: frozenset[str], modules: frozenset[str]) -> tuple[UserRule, ...]:
-    rules = []
-    for path, name in ((path, n) for n in sorted(names) for path in KEPT[n]):
-        if (code := resolve(path, modules)) is not None:
-            # What follows a norm or softmax gets half precision, if its input was.
-            inside = name == "norms" or path == "jax.nn.softmax"
-            table = FLOAT32_NORM if name == "norms" else None
-            action = Action(None, jnp.dtype("float32"), marks=inside, table=table)
-            rules.append(UserRule(path, (code, source_of(code)), action))
-    for path in (path for path, row in FUNCTIONS.items() if row.kind is DRAW):
-        if (code := resolve(path, modules)) is not None:
-            why = Reason("draw", Source.FUNCTION, path)
-            action = Action(None, jnp.dtype("float32"), why=why, table=DRAW)
-            rules.append(UserRule(path, (code, source_of(code)), action))
-    return tuple(rules)
-
-
-@contextlib.contextmanager
-def explained():
-    """Says what to do where JAX compares dtypes, and a policy's casts made them two."""
-    try:
-        yield
-    except TypeError as error:
-        if TWO_DTYPES.search(str(error)):
-            error.add_note(CAST_ONE)
-        raise
-
-
-def norm_classes() -> tuple[type, ...]:
-    """The norms of Flax, Equinox and Haiku, as far as they are imported."""
-    return classes(NORMS, loaded())
-
-
-def state_classes() -> tuple[type, ...]:
-    """What holds state, such as the averages of a BatchNorm of Equinox."""
-    return classes(("equinox.nn.State",), loaded())
-
-
-@functools.lru_cache
-def classes(paths: tuple[str, ...], modules: frozenset[str]) -> tuple[type, ...]:
-    found = (find(path, modules) for path in paths)
-    return tuple(value for value in found if isinstance(value, type))
-
-
-FLAX = (nn.Module, nnx.Module)
-
-
-def is_flax(function: Any) -> bool:
-    """Whether something is a Flax module, whose state would be lost in a cast copy.
-
-    Or a class of modules, which is no function of arrays.
-    """
-    if isinstance(function, type):
-        return issubclass(function, FLAX)
-    owner = getattr(function, "__self__", None)  # of a bound method
-    return isinstance(function, FLAX) or isinstance(owner, FLAX)

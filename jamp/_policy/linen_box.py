@@ -6,13 +6,13 @@ parameter opens the box, and opening it casts.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 from flax.core import meta
 
-from .._tree import cast_floating
-from .overrides import COMPUTE_DTYPE
+from .._tree import PyTree, cast_floating
+from .module_call import COMPUTE_DTYPE
 
 
 @functools.partial(
@@ -22,7 +22,7 @@ from .overrides import COMPUTE_DTYPE
 class CastOnUse(meta.AxisMetadata):
     """A parameter, perhaps with a sharding annotation, that is cast when it is read."""
 
-    value: Any
+    value: jax.Array | meta.AxisMetadata
 
     def unbox(self):
         dtype = COMPUTE_DTYPE.value
@@ -52,17 +52,17 @@ class CastOnUse(meta.AxisMetadata):
         return self.unbox()[index]
 
 
-def opened(variables):
+def opened(variables: PyTree) -> PyTree:
     """The parameters as modules see them."""
     return each_box(lambda x: x.unbox(), variables)
 
 
-def without_boxes(variables):
+def without_boxes(variables: PyTree) -> PyTree:
     """The parameters as they are stored."""
     return each_box(lambda x: x.value, variables)
 
 
-def each_box(function, variables):
+def each_box(function: Callable, variables: PyTree) -> PyTree:
     def is_box(x):
         return isinstance(x, CastOnUse)
 
@@ -71,7 +71,9 @@ def each_box(function, variables):
     )
 
 
-def box(variables):
+def boxed(variables: PyTree) -> PyTree:
+    """The parameters in boxes, each with its sharding annotation inside."""
+
     def put(x):
         return x if isinstance(x, CastOnUse) else CastOnUse(x)
 

@@ -7,29 +7,27 @@ method. Attributes, paths and metadata stay, and so do `isinstance` and NNX's fi
 
 import functools
 import threading
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Hashable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .._autocast.notes import Memory
-from .._tree import cast_floating
+from .._tree import PyTree, cast_floating
 from .float32_for import FLOAT32_FOR
-from .overrides import (
-    COMPUTE_DTYPE,
-    ROOT,
-    Call,
-    Place,
-    Plan,
-    check_all_used,
-    make_plan,
-    methods_of,
-    place_of,
-    subclass,
-)
+from .module_call import COMPUTE_DTYPE, ModuleCall
+from .overrides import ROOT, Place, Plan, check_all_used, make_plan, place_of
 from .policy import Policy
+from .surgery import (
+    change_class,
+    is_changed,
+    methods_of,
+    replaced,
+    subclass,
+    variable_type,
+)
 
 M = TypeVar("M", bound=nnx.Module)
 CALLER = "jamp.nnx.with_policy"
@@ -110,7 +108,7 @@ def with_policy(
         if (around_and_own := places[path]) is not None:
             outer, place = around_and_own
             cls = policied(type(module), plan, place, place != outer)
-            object.__setattr__(module, "__class__", cls)
+            change_class(module, cls)
             if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
                 module.dtype = None  # by default it is that of the stored parameter
     for path, variable in list(nnx.iter_graph(model)):
@@ -122,18 +120,16 @@ def with_policy(
     return model
 
 
-Path = tuple[Any, ...]
+Path = tuple[Hashable, ...]
+Places = dict[Path, tuple[Place | None, Place] | None]
 
 
-def is_param(node: Any) -> bool:
+def is_param(node: object) -> bool:
     return isinstance(node, nnx.Param)
 
 
-def has_policy(module: Any) -> bool:
+def has_policy(module: nnx.Module) -> bool:
     return hasattr(type(module), "_jamp_place")
-
-
-Places = dict[Path, tuple[Place | None, Place] | None]
 
 
 def nearest(path: Path, places: Places) -> tuple[Place | None, Place] | None:
@@ -164,15 +160,15 @@ def assign(model: nnx.Module, plan: Plan) -> Places:
     return places
 
 
-class Current(threading.local):
+class Active(threading.local):
     """The module that is being called, its place, and what was read so far."""
 
-    module: Any = None
+    module: nnx.Module | None = None
     place: Place | None = None
     rounded = Memory()  # stored parameters that were read in fewer bits
 
 
-CURRENT = Current()
+ACTIVE = Active()
 
 
 @functools.cache
@@ -182,31 +178,35 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
     Args:
       boundary: whether the module around it has another place.
     """
-
-    def governed(name, function):
-        def method(self, *args, **kwargs):
-            inside = CURRENT.module
-            if inside is self or (boundary and type(inside) is type(self)):
-                return function(self, *args, **kwargs)  # itself, or a copy under jit
-            before = CURRENT.module, CURRENT.place
-            if before[0] is None:  # perhaps just merged from a plain model's state
-                cast_parameters_on_use(self)
-                CURRENT.rounded = Memory()
-            CURRENT.module, CURRENT.place = self, place
-            try:
-                bound = functools.partial(function, self)
-                call = Call(plan, place, before[1], boundary, self, name)
-                return call.run(bound, args, kwargs)
-            finally:
-                CURRENT.module, CURRENT.place = before
-
-        functools.update_wrapper(method, function, updated=())
-        return method
-
     if issubclass(base, nnx.List | nnx.Dict):
         return base  # containers
+    policy = place.policy
+    output_dtype = policy.output_dtype if boundary else None
+
+    def call(module, name, function, args, kwargs):
+        inside, around = ACTIVE.module, ACTIVE.place
+        if inside is module or (boundary and type(inside) is type(module)):
+            return function(module, *args, **kwargs)  # itself, or a copy under jit
+        if inside is None:  # perhaps just merged from a plain model's state
+            cast_parameters_on_use(module)
+            ACTIVE.rounded = Memory()
+        ACTIVE.module, ACTIVE.place = module, place
+        try:
+            dtype_around = None if around is None else around.policy.compute_dtype
+            governed = ModuleCall(
+                module,
+                name,
+                policy.compute_dtype,
+                output_dtype,
+                dtype_around,
+                plan.float32_for,
+            )
+            return governed.run(functools.partial(function, module), args, kwargs)
+        finally:
+            ACTIVE.module, ACTIVE.place = inside, around
+
     methods = methods_of(base, nnx.Module)
-    namespace = {name: governed(name, function) for name, function in methods.items()}
+    namespace = {name: replaced(name, f, call) for name, f in methods.items()}
     rebuild = (policied, (base, plan, place, boundary))
     return subclass(base, namespace | {"_jamp_place": place}, rebuild)
 
@@ -216,56 +216,52 @@ def cast_parameters_on_use(model: nnx.Module) -> None:
     bridges = [node for node in nodes if isinstance(node, nnx.bridge.ToNNX)]
     foreign = {id(v) for bridge in bridges for _, v in nnx.iter_graph(bridge)}
     for variable in nodes:
-        base = type(variable)
-        if issubclass(base, nnx.Param) and not hasattr(base, "_jamp_rebuild"):
+        if is_param(variable) and not is_changed(variable):
             if id(variable) not in foreign:  # Linen's, which knows no such types
-                object.__setattr__(variable, "__class__", cast_on_use(base))
+                change_class(variable, cast_on_use(type(variable)))
 
 
-def is_floating(value: Any) -> bool:
+@functools.cache
+def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
+    """A subclass of a Variable type that casts when it is read in a call."""
+    rebuild = (cast_on_use, (base,))
+    return variable_type(base, rebuild, is_cast=is_cast, read=as_read, write=as_stored)
+
+
+def is_cast() -> bool:
+    return COMPUTE_DTYPE.value is not None
+
+
+def as_read(variable: nnx.Variable, value: PyTree) -> PyTree:
+    """What a module reads; notes what it would round if it wrote that back."""
+    dtype = COMPUTE_DTYPE.value
+    if dtype is None:
+        return value
+    stored = variable.get_raw_value()
+    if is_floating(stored) and dtype.itemsize < stored.dtype.itemsize:
+        ACTIVE.rounded.set(stored, True)
+    return cast_floating(value, dtype)
+
+
+def as_stored(variable: nnx.Variable, value: PyTree) -> PyTree:
+    """What is stored of what a module writes."""
+    stored = variable.get_raw_value()
+    if COMPUTE_DTYPE.value is None or not is_floating(stored):
+        return value
+    if ACTIVE.rounded.get(stored, False):
+        raise ValueError(rounded_write(variable))
+    return cast_floating(value, stored.dtype)
+
+
+def is_floating(value: object) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def rounded_write(variable: nnx.Variable) -> str:
     """What to say of a parameter that is written after it was read in fewer bits."""
-    module = CURRENT.module
+    module = ACTIVE.module
     found = (path for path, node in nnx.iter_graph(module) if node is variable)
     name, kind = "/".join(map(str, next(found, ("?",)))), type(module).__name__
     stored = variable.get_raw_value().dtype
     read = COMPUTE_DTYPE.value
     return ROUNDED_WRITE.format(CALLER, kind, name, read, stored, kind)
-
-
-@functools.cache
-def cast_on_use(base: type) -> type:
-    """A subclass of a Variable type that casts when it is read in a call."""
-
-    def get_value(self, **kwargs):
-        value = base.get_value(self, **kwargs)
-        dtype = COMPUTE_DTYPE.value
-        if dtype is None:
-            return value
-        stored = self.get_raw_value()
-        if is_floating(stored) and dtype.itemsize < stored.dtype.itemsize:
-            CURRENT.rounded.set(stored, True)
-        return cast_floating(value, dtype)
-
-    def set_value(self, value, **kwargs):
-        stored = self.get_raw_value()
-        if COMPUTE_DTYPE.value is not None and is_floating(stored):
-            if CURRENT.rounded.get(stored, False):
-                raise ValueError(rounded_write(self))
-            value = cast_floating(value, stored.dtype)
-        base.set_value(self, value, **kwargs)
-
-    def __getattr__(self, name):
-        value = base.__getattr__(self, name)  # metadata, or of the array as stored
-        if COMPUTE_DTYPE.value is None or name in self.get_metadata():
-            return value
-        return getattr(self.get_value(), name)
-
-    namespace = {"get_value": get_value, "set_value": set_value}
-    namespace |= {"__getattr__": __getattr__}
-    made = subclass(base, namespace, (cast_on_use, (base,)))
-    made.__module__ = "jamp.nnx"  # to tell the two apart in messages
-    return made

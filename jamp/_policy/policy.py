@@ -2,24 +2,17 @@
 
 import dataclasses
 import difflib
-import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from .._checks import as_dtype, brief
 from .._tree import cast_floating
-from .float32_for import (
-    FLOAT32_FOR,
-    check_float32_for,
-    explained,
-    float32_region,
-    is_flax,
-    norm_classes,
-    state_classes,
-)
+from .float32_for import FLOAT32_FOR
 
 Tree = TypeVar("Tree")
 
@@ -43,7 +36,7 @@ Write "params=float32,compute=float16,output=float32", shorter "c=float16,o=full
 dtype for all three ("half"), or "mixed_float16"."""
 
 
-def half_dtype() -> Any:
+def half_dtype() -> np.dtype:
     """The half-precision dtype of the default device: bfloat16 on TPU, else float16.
 
     Returns:
@@ -98,7 +91,7 @@ def cast_to_half(tree: Tree) -> Tree:
     return cast_floating(tree, half_dtype())
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(init=False, frozen=True, repr=False)
 class Policy:
     """The dtypes of a model's parameters, of its computation and of its outputs.
 
@@ -132,13 +125,21 @@ class Policy:
     so, and apex's opt levels O2 and O3. Source of names and results: jmp.
     """
 
-    param_dtype: Any
-    compute_dtype: Any
-    output_dtype: Any
+    param_dtype: np.dtype
+    compute_dtype: np.dtype
+    output_dtype: np.dtype
 
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            dtype = _floating(getattr(self, field.name), f"Policy({field.name}=...)")
+    def __init__(
+        self,
+        param_dtype: DTypeLike,
+        compute_dtype: DTypeLike,
+        output_dtype: DTypeLike,
+    ) -> None:
+        given = param_dtype, compute_dtype, output_dtype
+        for field, value in zip(dataclasses.fields(self), given, strict=True):
+            dtype = _dtype_or_problem(value, f"Policy({field.name}=...)")
+            if isinstance(dtype, str):
+                raise ValueError(dtype)
             object.__setattr__(self, field.name, dtype)
 
     def cast_to_param(self, tree: Tree) -> Tree:
@@ -153,7 +154,7 @@ class Policy:
         """A copy of the pytree `tree` with its floating arrays in `output_dtype`."""
         return cast_floating(tree, self.output_dtype)
 
-    def with_output_dtype(self, output_dtype: Any) -> "Policy":
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """The same policy with `output_dtype`; ValueError if that is not floating."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
@@ -189,30 +190,9 @@ class Policy:
           >>> jax.grad(lambda params: model(params, x).sum())(params)["w"].dtype
           dtype('float32')
         """
-        if isinstance(function, functools.partial):  # to JAX a leaf, arrays and all
-            function = jax.tree_util.Partial(
-                function.func, *function.args, **function.keywords
-            )
-        if not callable(function) or is_flax(function):
-            kind = function if isinstance(function, type) else type(function)
-            raise TypeError(
-                f"policy.wrap: {kind.__name__} is not a function of arrays; "
-                "for Flax there are jamp.linen.with_policy and jamp.nnx.with_policy."
-            )
-        kept = check_float32_for(float32_for)
+        from .wrap import wrap  # its region takes JAX's private parts; casts do not
 
-        @functools.wraps(function, updated=())
-        def wrapped(*args, **kwargs):
-            states = state_classes()
-            norms = norm_classes() if "norms" in kept else ()
-            call = (function, args, kwargs)  # an equinox.Module has arrays inside
-            call = cast_floating(call, self.compute_dtype, states + norms)
-            run, args, kwargs = call
-            with explained(), float32_region(self.compute_dtype, kept):
-                out = run(*args, **kwargs)
-            return cast_floating(out, self.output_dtype, states)
-
-        return wrapped
+        return wrap(function, self.compute_dtype, self.output_dtype, float32_for)
 
     def __str__(self):
         names = [_short_name(dtype) for dtype in dataclasses.astuple(self)]
@@ -254,12 +234,11 @@ def get_policy(policy_name: str | Policy) -> Policy:
         raise TypeError(f"policy_name must be a string; got {policy_name!r}.")
     text = NAMED.get(policy_name.strip(), policy_name)
     if "=" not in text:
-        try:
-            dtype = _floating(text.strip(), "Policy")
-        except ValueError as error:
-            raise ValueError(BAD_STRING.format(policy_name, error)) from None
+        dtype = _dtype_or_problem(text.strip(), "Policy")
+        if isinstance(dtype, str):
+            raise ValueError(BAD_STRING.format(policy_name, dtype))
         return Policy(dtype, dtype, dtype)
-    found = {}
+    found: dict[str, np.dtype] = {}
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
         field = KEYS.get(key)
@@ -267,20 +246,20 @@ def get_policy(policy_name: str | Policy) -> Policy:
             problem = "Unknown key" if field is None else "Second value for key"
             problem = f"{problem} {key!r}; there are 'params', 'compute', 'output'."
             raise ValueError(BAD_STRING.format(policy_name, problem))
-        try:
-            found[field] = _floating(value, key)
-        except ValueError as error:
-            raise ValueError(BAD_STRING.format(policy_name, error)) from None
+        dtype = _dtype_or_problem(value, key)
+        if isinstance(dtype, str):
+            raise ValueError(BAD_STRING.format(policy_name, dtype))
+        found[field] = dtype
     param = found.get("param_dtype", jnp.dtype("float32"))
     compute = found.get("compute_dtype", param)
     return Policy(param, compute, found.get("output_dtype", compute))
 
 
-def _short_name(dtype: Any) -> str:
+def _short_name(dtype: np.dtype) -> str:
     return DTYPE_NAMES.get(dtype.name, (dtype.name,))[0]
 
 
-def _dtype_named(value: Any) -> Any:
+def _dtype_named(value: DTypeLike | None) -> np.dtype | None:
     """The dtype that a name or a dtype means, or None."""
     known = DTYPES.get(value, value) if isinstance(value, str) else value
     if known is None or isinstance(known, bool | int | float):
@@ -293,24 +272,22 @@ def _dtype_named(value: Any) -> Any:
     return None if is_other else dtype  # "f16" is sixteen bytes, "float" float64
 
 
-def _floating(value: Any, where: str) -> Any:
+def _dtype_or_problem(value: DTypeLike | None, where: str) -> np.dtype | str:
+    """The floating dtype that a user means, or what a message says is wrong with it."""
     if isinstance(value, str) and value == "half":
         return half_dtype()
     if isinstance(value, str) and value in NAMED:
-        raise ValueError(
-            f"{where}: {value!r} is a policy and no dtype; write get_policy({value!r})."
-        )
+        problem = f"{value!r} is a policy and no dtype; write get_policy({value!r})."
+        return f"{where}: {problem}"
     dtype = _dtype_named(value)
     if dtype is None:
         names = [*DTYPES, "half", *(NAMED if where == "Policy" else ())]
         near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4)
         there_are = "names near it:" if near else "there are"
-        raise ValueError(
-            f"{where}: Unknown dtype {brief(value)}; {there_are} "
-            f"{', '.join(near or names)}."
-        )
+        problem = f"Unknown dtype {brief(value)}; {there_are} "
+        return f"{where}: {problem}{', '.join(near or names)}."
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
-        raise ValueError(
+        return (
             f"{where}: {dtype} is not a floating dtype; take one of "
             f"{', '.join(DTYPE_NAMES)}. Integers and bools are never cast."
         )

@@ -1,0 +1,293 @@
+"""What happens when a Linen module that was given a policy is called.
+
+That module is the root of the modules inside. From top to bottom:
+
+1. `RootCall.run` puts each parameter in a box that casts it when it is read, and has
+   Flax call `intercept` for each method of each module inside.
+2. `RootCall.inside` runs the method of the root, with casts of its inputs and results.
+3. `intercept` is called for a module inside; `RootCall.call_module` finds its place and
+   runs its method in the same way, or without casts.
+4. Back in `run`, new parameters get the param dtype of the module that they belong to
+   (`stored`), and `check_used` names the overrides that match no module.
+
+`init` goes through 2 and 3 twice: without casts, which makes the parameters that the
+plain module makes, and then with casts, which makes the rest of the state, such as
+caches, in the dtypes of later calls.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax.core import lift
+
+from .._tree import PyTree, cast_floating
+from .linen_box import boxed, opened, without_boxes
+from .module_call import COMPUTE_DTYPE, ModuleCall
+from .overrides import ROOT, Place, Plan, check_all_used, pattern_of, place_of
+
+CALLER = "jamp.linen.with_policy"
+
+# They name parameters by their paths in the tree of variables.
+BY_PATH = (nn.WeightNorm, nn.SpectralNorm)
+
+Path = tuple[str, ...]
+
+
+class Active(NamedTuple):
+    """A module that is being called."""
+
+    root: "RootCall"
+    module: nn.Module
+    place: Place
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether this is the module itself, or a copy that a transformation made."""
+        same_class = issubclass(type(self.module), type(module))
+        return same_class and self.module.path == module.path
+
+
+class Stack(threading.local):
+    """The modules that are being called in one thread, the innermost last."""
+
+    def __init__(self):
+        self.modules: list[Active] = []
+
+
+ACTIVE = Stack()
+
+
+def innermost() -> Active | None:
+    return ACTIVE.modules[-1] if ACTIVE.modules else None
+
+
+class RootCall:
+    """One call of a module that was given a policy.
+
+    Args:
+      hits: the overrides that matched a module in any call; this one adds its own.
+      module: the root.
+      function: its method, as the user wrote it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        hits: set[int],
+        module: nn.Module,
+        method: str,
+        function: Callable,
+    ):
+        self.plan, self.hits, self.path = plan, hits, module.path
+        self.method, self.function = method, function
+        self.initializing = module.is_initializing()
+        self.casts = not self.initializing
+        self.places: dict[str, Place] = {}  # the modules that were called
+        if self.initializing and method == "__call__":
+            hits.clear()  # of other models of the class
+        self.place = place_of(plan, "", module, Place(plan.policy, ROOT), hits)
+        top = innermost()
+        self.place_around = None if top is None else top.place
+
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> PyTree:
+        """Calls the method on the root, from the outside."""
+        lifted = nn.map_variables(
+            self.inside,
+            "params",
+            trans_in_fn=boxed,
+            trans_out_fn=self.stored,
+            mutable=module.is_mutable_collection("params"),
+            init=self.initializing,  # then it runs `inside` twice
+        )
+        with contextlib.ExitStack() as contexts:
+            if self.place_around is None:  # else the interceptor is there already
+                contexts.enter_context(nn.intercept_methods(intercept))
+            contexts.enter_context(self.active(module, self.place))
+            for_setup = self.place.policy.compute_dtype
+            contexts.enter_context(COMPUTE_DTYPE(for_setup))
+            out = lifted(module, *args, **kwargs)
+        if self.method == "__call__":
+            self.check_used(module)
+        return out
+
+    def inside(self, module: nn.Module, *args, **kwargs) -> PyTree:
+        """Calls the method on the root, where its parameters are in boxes."""
+        bound = functools.partial(self.function, module)
+        if not self.casts:  # makes the parameters, as the plain module does
+            out = bound(*args, **kwargs)
+            self.casts = True  # when `init` comes here for the second time
+            return out
+        places = self.place, self.place_around
+        call = self.governed(module, self.method, *places, ends=True)
+        return call.run(bound, args, kwargs)
+
+    def call_module(
+        self,
+        caller: Active,
+        module: nn.Module,
+        method: str,
+        function: Callable,
+        args: tuple,
+        kwargs: dict,
+    ) -> PyTree:
+        """Calls a method of a module inside, as the policy of its place wants it."""
+        outer = self.outer_place(module.path, caller)
+        place = place_of(self.plan, self.name_of(module.path), module, outer, self.hits)
+        with self.active(module, place):
+            if not self.casts:
+                return function(*args, **kwargs)
+            if method == "setup" or (method.startswith("_") and method != "__call__"):
+                with COMPUTE_DTYPE(place.policy.compute_dtype):  # arguments stay
+                    return function(*args, **kwargs)
+            loops = method == "__call__" and is_scanned(module, caller.module)
+            if isinstance(module, BY_PATH) and method == "__call__":
+                function = functools.partial(with_open_boxes, module)
+            ends = place != caller.place
+            call = self.governed(module, method, place, caller.place, ends, loops)
+            return call.run(function, args, kwargs)
+
+    def governed(
+        self,
+        module: nn.Module,
+        method: str,
+        place: Place,
+        around: Place | None,
+        ends: bool,
+        loops: bool = False,
+    ) -> ModuleCall:
+        """A call at one place from another; `ends` if the policy ends at the module."""
+        return ModuleCall(
+            module,
+            method,
+            compute_dtype=place.policy.compute_dtype,
+            output_dtype=place.policy.output_dtype if ends else None,
+            dtype_around=None if around is None else around.policy.compute_dtype,
+            float32_for=self.plan.float32_for,
+            loops=loops,
+        )
+
+    @contextlib.contextmanager
+    def active(self, module: nn.Module, place: Place) -> Iterator[None]:
+        """Puts a module on the stack, and notes its place."""
+        top, name = innermost(), self.name_of(module.path)
+        shared = top is not None and top.module.path == module.path
+        if shared or name not in self.places:  # nn.share_scope: the inner one's
+            self.places[name] = place
+        ACTIVE.modules.append(Active(self, module, place))
+        try:
+            yield
+        finally:
+            ACTIVE.modules.pop()
+
+    def name_of(self, path: Path) -> str:
+        """The path below the root, such as "encoder/Dense_0"."""
+        depth = len(self.path)
+        return "/".join(path[depth:] if path[:depth] == self.path else path)
+
+    def outer_place(self, path: Path, caller: Active) -> Place:
+        """The place of the module around one: that of the caller, if it is that one."""
+        start, place = len(caller.module.path), caller.place
+        if path[:start] != caller.module.path:  # made elsewhere and handed on
+            start, place = len(self.path), self.places[""]
+        for depth in range(start + 1, len(path)):
+            name = self.name_of(path[:depth])
+            if name in self.places:
+                place = self.places[name]
+            else:  # not called yet, so that its class is not known
+                place = place_of(self.plan, name, None, place, set())
+        return place
+
+    def stored(self, variables: PyTree) -> PyTree:
+        """Parameters out of their boxes, in the dtypes that they are stored in."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: cast_floating(x, self.param_dtype(path)),
+            without_boxes(variables),
+        )
+
+    def param_dtype(self, path: jax.tree_util.KeyPath) -> np.dtype:
+        """The param dtype of the module that a parameter belongs to."""
+        names = names_in(path)[1:]
+        for depth in range(len(names), -1, -1):
+            if (place := self.places.get("/".join(names[:depth]))) is not None:
+                return place.policy.param_dtype
+        return self.plan.policy.param_dtype
+
+    def check_used(self, module: nn.Module) -> None:
+        """Raises for an override that matches no module, as far as this call can tell.
+
+        `init` calls all modules. Another call may pass some by, so there only paths are
+        held against those of the variables, and what ever matched is remembered.
+        """
+        paths = set(self.places)
+        for tree in module.variables.values():
+            for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                names = names_in(path)
+                paths |= {"/".join(names[:depth]) for depth in range(len(names))}
+        for index, (key, _) in enumerate(self.plan.overrides):
+            if isinstance(key, str):
+                if any(map(pattern_of(key).search, paths)):
+                    self.hits.add(index)
+            elif not self.initializing:
+                self.hits.add(index)
+        check_all_used(CALLER, self.plan, self.hits, paths)
+
+
+def names_in(path: jax.tree_util.KeyPath) -> list[str]:
+    return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+
+
+def intercept(
+    function: Callable,
+    args: tuple,
+    kwargs: dict,
+    context: nn.module.InterceptorContext,
+) -> PyTree:
+    """Flax calls this for each method of each module."""
+    module, method, top = context.module, context.method_name, ACTIVE.modules[-1]
+    if module.scope is None:
+        return function(*args, **kwargs)
+    if top.is_of(module):  # called by itself, or the copy that a transformation made
+        ACTIVE.modules[-1] = top._replace(module=module)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            ACTIVE.modules[-1] = top
+    if hasattr(type(module), "_jamp_plan") or not hasattr(type(module), method):
+        # It has a policy of its own, or is what a transformation calls a function with.
+        return function(*args, **kwargs)
+    return top.root.call_module(top, module, method, function, args, kwargs)
+
+
+def with_open_boxes(module: nn.Module, *args, **kwargs) -> PyTree:
+    """Calls a module that names parameters by their paths in the tree of variables."""
+
+    def run(module, *args, **kwargs):
+        return module(*args, **kwargs)
+
+    initializing = module.is_initializing()
+    run = nn.map_variables(run, "params", trans_in_fn=opened, mutable=initializing)
+    return run(module, *args, **kwargs)
+
+
+def is_scanned(module: nn.Module, parent: nn.Module) -> bool:
+    """Whether a module is one that `nn.scan` runs in its loop.
+
+    Flax names the class of what the parent sees after `nn.scan(Class)`: ScanBlock. As a
+    decorator of the method, `nn.scan` leaves a function that knows its transformation.
+    """
+    method = inspect.getattr_static(type(module), "__call__")
+    while method is not None:
+        if inspect.getclosurevars(method).nonlocals.get("transform") is lift.scan:
+            return True
+        method = getattr(method, "__wrapped__", None)
+    made = parent._state.children.get(module.name or "")
+    if module.path[:-1] != parent.path or not isinstance(made, nn.Module):
+        return False
+    transformations = type(made).__name__.removesuffix(type(module).__name__)
+    return "scan" in transformations.lower()

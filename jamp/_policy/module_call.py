@@ -1,0 +1,80 @@
+"""What a policy does to one call of a module's method, in Linen and NNX alike.
+
+The inputs are cast to the compute dtype, and so are parameters when they are read. If
+the policy ends at this module, the results are cast to its output dtype.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+
+from .._tree import PyTree, cast_floating
+from .float32_region import advised, float32_region
+
+# What parameters are cast to when they are read, or None. JAX keys its caches by it.
+COMPUTE_DTYPE = jax.make_user_context(None)
+
+# They write the parameters of the layer inside, from what they read there.
+WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
+
+STATEFUL = (nnx.Pytree, nnx.Variable)  # of which a cast copy would be of no use
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module's method under a policy."""
+
+    module: nn.Module | nnx.Module
+    method: str
+    compute_dtype: np.dtype
+    output_dtype: np.dtype | None  # None where the policy goes on: results are left
+    dtype_around: np.dtype | None  # the calling module's; None: no policy governs there
+    float32_for: frozenset[str]
+    loops: bool = False  # whether this is a step of a loop over the module
+
+    def run(self, function: Callable, args: tuple, kwargs: dict) -> PyTree:
+        """Calls the function as the policy wants it."""
+        dtype = self.compute_dtype
+        carry, inputs = self.split_carry(args)
+        inputs, kwargs = cast_floating((inputs, kwargs), dtype, STATEFUL)
+        with contextlib.ExitStack() as contexts:
+            reads = None if isinstance(self.module, WRITERS) else dtype
+            contexts.enter_context(COMPUTE_DTYPE(reads))
+            if self.dtype_around is None:
+                contexts.enter_context(advised())
+            if self.dtype_around is None or self.dtype_around != dtype:
+                functions = self.float32_for - {"norms"}  # modules, here
+                contexts.enter_context(float32_region(dtype, functions))
+            out = function(*carry, *inputs, **kwargs)
+        if carry:
+            out = (in_dtypes_of(carry[0], out[0]), *out[1:])
+        if self.output_dtype is not None:
+            out = cast_floating(out, self.output_dtype, STATEFUL)
+        return as_carried(out, args[0]) if self.loops else out
+
+    def split_carry(self, args: tuple) -> tuple[tuple, tuple]:
+        """A recurrent cell's carry, which keeps its dtype, and the other inputs."""
+        is_cell = isinstance(self.module, nn.RNNCellBase | nnx.RNNCellBase)
+        if is_cell and self.method == "__call__":
+            return args[:1], args[1:]
+        return (), args
+
+
+def as_carried(out: PyTree, carry: PyTree) -> PyTree:
+    """The result of a step of a loop, with the carry in the dtypes that came in."""
+    structure = jax.tree.structure(carry)
+    if jax.tree.structure(out) == structure:
+        return in_dtypes_of(carry, out)
+    if isinstance(out, tuple) and out and jax.tree.structure(out[0]) == structure:
+        return in_dtypes_of(carry, out[0]), *out[1:]
+    return out
+
+
+def in_dtypes_of(like: PyTree, tree: PyTree) -> PyTree:
+    """The arrays of a tree in the dtypes that those of another one have."""
+    return jax.tree.map(lambda x, y: cast_floating(x, jnp.result_type(y)), tree, like)

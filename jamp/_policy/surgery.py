@@ -1,0 +1,146 @@
+"""Subclasses of users' classes: a module with a policy is the user's module still.
+
+A policy has to act when a method of a user's module is called and when a parameter is
+read. So the object gets another class, made here: a subclass of its own class, with
+these methods replaced. A wrapper around it would be a second object, with a class,
+attributes and paths of its own. With a subclass
+
+- `isinstance` is true as before, and so are NNX's filters and overrides by class;
+- attributes, dataclass fields, the paths of the state and the metadata of Variables are
+  the same, since the object is;
+- messages, `repr`, Flax's tables and name stacks show the user's class: the subclass
+  has its name, qualified name, module and docstring;
+- modules with equal policies are equal, because equal arguments give the same class:
+  its makers are cached;
+- `pickle` works, although no module holds the class under its name: its metaclass has
+  it pickled as the call that made it. So does `deepcopy`, which leaves classes alone.
+
+What changes is `type(module) is Model`, which is false.
+"""
+
+import copyreg
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from flax import nnx
+
+C = TypeVar("C")
+Value = TypeVar("Value")
+
+# Takes a module, a method's name and function, its arguments and keyword arguments.
+MethodCall = Callable[..., object]
+
+
+def change_class(thing: C, cls: type[C]) -> None:
+    """Gives an object a subclass of its class, whatever Flax says to writes."""
+    object.__setattr__(thing, "__class__", cls)
+
+
+def is_changed(thing: object) -> bool:
+    """Whether the class of an object was made here."""
+    return hasattr(type(thing), "_jamp_rebuild")
+
+
+def subclass(
+    base: type[C], namespace: Mapping[str, object], rebuild: tuple[Callable, tuple]
+) -> type[C]:
+    """A class of the same name, pickled as the call `rebuild[0](*rebuild[1])`.
+
+    Args:
+      namespace: what it adds to `base`.
+    """
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_jamp_rebuild": rebuild,
+    }
+    return pickled_meta(type(base))(base.__name__, (base,), {**namespace, **names})
+
+
+@functools.cache
+def pickled_meta(meta: type) -> type:
+    """A metaclass whose classes are pickled as the calls that made them."""
+    if "_jamp_pickled" in vars(meta):
+        return meta
+    made = type(meta)(meta.__name__, (meta,), {"_jamp_pickled": True})
+    copyreg.pickle(made, lambda cls: cls._jamp_rebuild)
+    return made
+
+
+def methods_of(base: type, root: type) -> dict[str, Callable]:
+    """The methods of a module class that its users call: public, and not Flax's own.
+
+    Each as a function of the module, whatever it was decorated with.
+    """
+    found = {}
+    for name in dir(base):
+        method = inspect.getattr_static(base, name)
+        public = name == "__call__" or not name.startswith("_")
+        inherited = name != "__call__" and hasattr(root, name)
+        binds = callable(method) or isinstance(method, functools.partialmethod)
+        if not (public and binds and hasattr(method, "__get__")) or inherited:
+            continue
+        if isinstance(method, type | staticmethod) or hasattr(method, "nowrap"):
+            continue
+        found[name] = method if inspect.isfunction(method) else unbound(method)
+    return found
+
+
+def unbound(method: Any) -> Callable:
+    """A function of the module, for a method that is jitted, partial and the like."""
+
+    def function(self, *args, **kwargs):
+        return method.__get__(self, type(self))(*args, **kwargs)
+
+    return functools.update_wrapper(function, method, updated=())
+
+
+def replaced(name: str, function: Callable, call: MethodCall) -> Callable:
+    """A method that looks like `function`, and calls `call` with it.
+
+    Args:
+      call: `call(module, name, function, args, kwargs)` is what the method returns.
+    """
+
+    def method(self, *args, **kwargs):
+        return call(self, name, function, args, kwargs)
+
+    return functools.update_wrapper(method, function, updated=())
+
+
+def variable_type(
+    base: type[nnx.Variable[Value]],
+    rebuild: tuple[Callable, tuple],
+    *,
+    is_cast: Callable[[], bool],
+    read: Callable[[nnx.Variable[Value], Value], Value],
+    write: Callable[[nnx.Variable[Value], Value], Value],
+) -> type[nnx.Variable[Value]]:
+    """A subclass of an NNX Variable's type whose value is cast on the way.
+
+    Args:
+      rebuild: as for `subclass`.
+      is_cast: whether casts are made where the Variable is used.
+      read: `read(variable, value)` is what code gets for a value that was read.
+      write: `write(variable, value)` is what is stored for a value that code writes.
+    """
+
+    def get_value(self, **kwargs):
+        return read(self, base.get_value(self, **kwargs))
+
+    def set_value(self, value, **kwargs):
+        base.set_value(self, write(self, value), **kwargs)
+
+    def __getattr__(self, name):
+        value = base.__getattr__(self, name)  # metadata, or of the array as stored
+        if not is_cast() or name in self.get_metadata():
+            return value
+        return getattr(self.get_value(), name)
+
+    namespace = {"get_value": get_value, "set_value": set_value}
+    made = subclass(base, namespace | {"__getattr__": __getattr__}, rebuild)
+    made.__module__ = "jamp.nnx"  # to tell the two apart in messages
+    return made

@@ -1,0 +1,58 @@
+"""A policy around a function of arrays: `Policy.wrap`."""
+
+import functools
+from collections.abc import Callable, Collection
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+
+from .._tree import cast_floating
+from .float32_for import check_float32_for
+from .float32_region import advised, float32_region, norm_classes, state_classes
+
+FLAX = (nn.Module, nnx.Module)
+
+
+def wrap(
+    function: Callable,
+    compute_dtype: np.dtype,
+    output_dtype: np.dtype,
+    float32_for: Collection[str],
+) -> Callable:
+    """The function with casts of its arguments and results. See `Policy.wrap`."""
+    if isinstance(function, functools.partial):  # to JAX a leaf, arrays and all
+        function = jax.tree_util.Partial(
+            function.func, *function.args, **function.keywords
+        )
+    if not callable(function) or is_flax(function):
+        kind = function if isinstance(function, type) else type(function)
+        raise TypeError(
+            f"policy.wrap: {kind.__name__} is not a function of arrays; "
+            "for Flax there are jamp.linen.with_policy and jamp.nnx.with_policy."
+        )
+    kept = check_float32_for(float32_for)
+
+    @functools.wraps(function, updated=())
+    def wrapped(*args, **kwargs):
+        states = state_classes()
+        norms = norm_classes() if "norms" in kept else ()
+        call = (function, args, kwargs)  # an equinox.Module has arrays inside
+        run, args, kwargs = cast_floating(call, compute_dtype, states + norms)
+        with advised(), float32_region(compute_dtype, kept):
+            out = run(*args, **kwargs)
+        return cast_floating(out, output_dtype, states)
+
+    return wrapped
+
+
+def is_flax(function: object) -> bool:
+    """Whether something is a Flax module, whose state would be lost in a cast copy.
+
+    Or a class of modules, which is no function of arrays.
+    """
+    if isinstance(function, type):
+        return issubclass(function, FLAX)
+    owner = getattr(function, "__self__", None)  # of a bound method
+    return isinstance(function, FLAX) or isinstance(owner, FLAX)

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from tests.marks import mostly_slow
-from tests.residuals import (
+from shared.residuals import (
     CASES,
     STYLES,
     arguments,
@@ -15,6 +14,7 @@ from tests.residuals import (
     saved_bytes,
     total,
 )
+from tests.marks import mostly_slow
 
 
 def saved(name, style):

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jamp
 from jamp import debug
-from tests import residuals
+from shared import residuals
 from tests.marks import slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -81,7 +81,7 @@ def test_flops_of_convolutions_and_of_scans():
 
 
 def test_kept_bytes_are_those_of_jax_vjp():
-    """tests/residuals.py counts them in another way."""
+    """`shared.residuals` counts them in another way."""
     for name in ("MLP", "CNN"):
         case = residuals.CASES[name]
         loss, args = (

@@ -1,6 +1,6 @@
 """ResNet-50 and a transformer in Linen and in NNX: plain, by hand, under a policy.
 
-The Linen models are those of `residuals.py`, and the NNX models here are the same
+The Linen models are those of `shared.residuals`, and the NNX models here are the same
 networks. `dtype` is what somebody casting by hand gives to every layer, `norms` what
 the norms give back.
 """
@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 import jamp
-from tests import residuals
+from shared import residuals
 
 POLICY = "mixed_float16"
 HALF = jnp.dtype("float16")

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.extend.core import Literal
 
 import jamp
+from shared.residuals import saved_bytes
 from tests.jaxprs import equations, is_jaxpr, products_of
-from tests.residuals import saved_bytes
 
 from .models import CASES, POLICY, build
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from benchmarks.collectives import (
+from shared.collectives import (
     ALL_HALF,
     HALF,
     LAYOUTS,

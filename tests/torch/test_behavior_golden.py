@@ -3,8 +3,7 @@
 import pytest
 
 from parity import golden
-from parity.behaviors import CASES, compare_with
-from parity.behaviors_table import LIVE
+from parity.golden import BEHAVIORS, LIVE
 from tests.marks import mostly_slow
 
 
@@ -24,22 +23,22 @@ QUICK = (
     "what is refused: GradScaler",
     "states: GradScaler",
 )
-NAMES = [name for name, case in CASES.items() if case.side not in LIVE]
+NAMES = [name for name, case in BEHAVIORS.items() if case.side not in LIVE]
 
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_behavior_equals_torch(name: str, recorded):
-    result = compare_with(CASES[name], recorded)
+    result = golden.compare_behavior(BEHAVIORS[name], recorded)
     assert not result.differs, result.where
 
 
 def test_every_behavior_is_in_the_file(recorded):
     # Those that end in torch have other sides, which are compared above.
-    alone = {case.behavior.name for case in CASES.values()} - {
-        case.behavior.name for case in CASES.values() if case.side not in LIVE
+    alone = {case.behavior.name for case in BEHAVIORS.values()} - {
+        case.behavior.name for case in BEHAVIORS.values() if case.side not in LIVE
     }
     assert not alone
-    assert {case.behavior.name for case in CASES.values()} == {
+    assert {case.behavior.name for case in BEHAVIORS.values()} == {
         name.split("/")[1] for name in recorded if name.startswith("behavior/")
     }

@@ -6,15 +6,15 @@ import jax
 import pytest
 
 from jamp._autocast.ops import DIFFERENCES
-from parity import ops, ops_golden, ops_jamp
+from parity import golden
 from tests.marks import mostly_slow
 
-GOLDEN = ops_golden.load()
-QUICK = [case for case in ops.CASES.values() if case.half == "float16"]
+GOLDEN = golden.load_ops()
+QUICK = [case for case in golden.OPS.values() if case.half == "float16"]
 
 
 def test_the_file_is_of_these_cases():
-    assert GOLDEN.keys() == ops.CASES.keys()
+    assert GOLDEN.keys() == golden.OPS.keys()
 
 
 REFUSAL = "does not accept dtype b?float16"
@@ -31,15 +31,15 @@ def refuses_half(op) -> bool:
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    "case", mostly_slow(ops.CASES.values(), *QUICK), ids=lambda case: case.name
+    "case", mostly_slow(golden.OPS.values(), *QUICK), ids=lambda case: case.name
 )
-def test_dtypes_equal_torch(case: ops.Case):
+def test_dtypes_equal_torch(case):
     if refuses_half(case.op):  # a jitted function is traced before the casts
         assert case.op.base == "nuclear_norm"
         with pytest.raises(TypeError, match=REFUSAL):
-            ops_jamp.dtypes(case.op, case.half)
+            golden.dtypes_of_op(case.op, case.half)
         return
-    found = ops_jamp.dtypes(case.op, case.half)
+    found = golden.dtypes_of_op(case.op, case.half)
     assert found.keys() == GOLDEN[case.name].keys()
     agree = [
         path == GOLDEN[case.name][inputs]

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from parity import golden, jamp_side
-from parity.cases import CASES, FIRST_OF_KIND, LONG_RUN, Case, overflows
-from parity.trajectory import digest
+from parity import golden
+from parity.golden import CASES, FIRST_OF_KIND, LONG_RUN, Case, digest, overflows
 from tests.marks import mostly_slow
 
-OPTAX_CASES = [case for case in CASES if jamp_side.fits_optax(case)]
+OPTAX_CASES = [case for case in CASES if golden.fits_optax(case)]
 OTHER_CASES = [case for case in CASES if case not in (*OPTAX_CASES, *FIRST_OF_KIND)]
 # One of each kind.
 QUICK = {case.kind: case for case in reversed(OPTAX_CASES)}.values()
@@ -23,14 +22,14 @@ def torch_results():
     "case", mostly_slow(OPTAX_CASES, *QUICK), ids=lambda case: case.name
 )
 def test_dynamic_loss_scale_equals_torch(case: Case, torch_results):
-    golden.assert_equal(case, jamp_side.run_optax(case), torch_results[case.name])
+    golden.assert_equal(case, golden.run_optax(case), torch_results[case.name])
 
 
 @pytest.mark.parametrize(
     "case", mostly_slow(FIRST_OF_KIND, FIRST_OF_KIND[-1]), ids=lambda case: case.kind
 )
 def test_grad_scaler_equals_torch(case: Case, torch_results):
-    run = jamp_side.run_nnx(case, step_by_step=True)
+    run = golden.run_nnx(case, step_by_step=True)
     golden.assert_equal(case, run, torch_results[case.name])
 
 
@@ -38,11 +37,11 @@ def test_grad_scaler_equals_torch(case: Case, torch_results):
     "case", mostly_slow(OTHER_CASES, OTHER_CASES[0]), ids=lambda case: case.name
 )
 def test_grad_scaler_in_a_scan_equals_torch(case: Case, torch_results):
-    golden.assert_equal(case, jamp_side.run_nnx(case), torch_results[case.name])
+    golden.assert_equal(case, golden.run_nnx(case), torch_results[case.name])
 
 
 def test_a_million_steps_equal_torch():
-    scales, trackers = jamp_side.run_scale(LONG_RUN, overflows(LONG_RUN))
+    scales, trackers = golden.run_scale(LONG_RUN, overflows(LONG_RUN))
     np.testing.assert_array_equal(digest(scales, trackers), golden.load()["long_run"])
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from parity import golden, training, training_data, training_jamp
+from parity import golden
 from tests.marks import mostly_slow
 
-RUNS = [(task, seed) for task in training.CASES.values() for seed in training.SEEDS]
-QUICK = [training.CASES[name] for name in ("mlp, AdamW", "gan, AdamW")]
+RUNS = [(task, seed) for task in golden.TASKS.values() for seed in golden.SEEDS]
+QUICK = [golden.TASKS[name] for name in ("mlp, AdamW", "gan, AdamW")]
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +18,9 @@ def arrays():
     "task, seed", RUNS, ids=lambda value: getattr(value, "name", value)
 )
 def test_scales_follow_the_overflows_of_torch(task, seed, arrays):
-    torch = training.recorded(arrays, task, seed)
-    assert torch.skipped.any() and len(torch.scale) == training_data.STEPS
-    assert training.replay(torch) == 0
+    torch = golden.recorded(arrays, task, seed)
+    assert torch.skipped.any() and len(torch.scale) == golden.TRAINING_STEPS
+    assert golden.replay(torch) == 0
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -28,9 +28,9 @@ def test_scales_follow_the_overflows_of_torch(task, seed, arrays):
     "task", mostly_slow(QUICK, QUICK[0]), ids=lambda task: task.name
 )
 def test_a_training_run_ends_where_torch_ends(task, arrays):
-    torch = training.recorded(arrays, task, 0)
-    jamp = training_jamp.run(task, 0)
-    trained = training.Trained([torch], jamp, replayed=0)
-    assert trained.skips_apart <= training.SKIPS_APART
+    torch = golden.recorded(arrays, task, 0)
+    jamp = golden.train(task, 0)
+    trained = golden.Trained([torch], jamp, replayed=0)
+    assert trained.skips_apart <= golden.SKIPS_APART
     noise = arrays[f"training/{task.name}/noise"]
-    assert trained.loss_apart <= training.NOISE * noise
+    assert trained.loss_apart <= golden.NOISE * noise

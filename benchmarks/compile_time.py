@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import _harness
-from tests.residuals import Case, Transformer, arguments, loss_of
+from shared.residuals import Case, Transformer, arguments, loss_of
 
 STYLES = ("by hand", "autocast")
 PHASES = ("trace and lower", "compile", "total")

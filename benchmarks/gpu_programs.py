@@ -85,7 +85,7 @@ def program(make_row, make_batch, sharding):
     """The figures of a row's step, its state donated."""
     import jax
 
-    from benchmarks import _hlo
+    from shared import hlo
 
     treedef, step = None, None
 
@@ -99,7 +99,7 @@ def program(make_row, make_batch, sharding):
         args = jax.eval_shape(init), *jax.eval_shape(make_batch)
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         jitted = jax.jit(_harness.flat(step, treedef), donate_argnums=0)
-        return _hlo.summarize(jitted.lower(*jax.tree.map(place, args)).compile())
+        return hlo.summarize(jitted.lower(*jax.tree.map(place, args)).compile())
 
 
 def main():

@@ -219,7 +219,7 @@ def compile_rows(rows, batch, donate):
     import jax
     import jax.numpy as jnp
 
-    from benchmarks import _hlo
+    from shared import hlo
 
     compiled = {}
     for name, (step, state, baseline) in rows.items():
@@ -231,7 +231,7 @@ def compile_rows(rows, batch, donate):
             "program": program,
             "state": [jnp.array(leaf, copy=True) for leaf in leaves],
             "baseline": baseline or PLAIN,
-            "figures": _hlo.summarize(program),
+            "figures": hlo.summarize(program),
         }
     return compiled
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.master_weights
 
-The problem is that of tests/test_master_weights.py: a wide net on 256 points, 100 steps
-of the whole set. float16 means float16 parameters and a float16 forward and backward
-pass. Without a loss scale the optimizer, optax's own, works in float16 as well; under
+The problem is that of shared/master_weights.py: a wide net on 256 points, 100 steps of
+the whole set. float16 means float16 parameters and a float16 forward and backward pass.
+Without a loss scale the optimizer, optax's own, works in float16 as well; under
 `jamp.dynamic_loss_scale` it works in float32 and its updates are rounded to float16.
 Nothing is timed.
 """
@@ -12,7 +12,7 @@ Nothing is timed.
 import numpy as np
 
 from benchmarks import _harness
-from tests.test_master_weights import STEPS, TRAINED, curves, worst_difference
+from shared.master_weights import STEPS, TRAINED, curves, worst_difference
 
 
 def summarize(losses):

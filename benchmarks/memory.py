@@ -13,7 +13,7 @@ derivative, which a compiled program does not store.
 from functools import partial
 
 from benchmarks import _harness
-from tests.residuals import (
+from shared.residuals import (
     CASES,
     STYLES,
     Case,

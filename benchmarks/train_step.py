@@ -48,14 +48,14 @@ def compile_row(build, size, flash, batch):
     import jax
     import jax.numpy as jnp
 
-    from . import _hlo
+    from shared import hlo
 
     step, state = build(size, flash)
     leaves, treedef = jax.tree.flatten(state)
     jitted = jax.jit(_harness.flat(step, treedef), donate_argnums=0)
     compiled = jitted.lower(leaves, *batch).compile()
     own = [jnp.array(leaf, copy=True) for leaf in leaves]  # some rows share theirs
-    return compiled, own, _hlo.summarize(compiled)
+    return compiled, own, hlo.summarize(compiled)
 
 
 class Row:

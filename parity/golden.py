@@ -1,7 +1,8 @@
 """torch's results in files, so that jamp can be checked without torch.
 
 `golden.npz` has what the parts with a function `golden` give; the dtypes of ops are in
-`golden_ops.json`.
+`golden_ops.json`. The tests of these files, in `tests/torch/`, import this module and
+nothing else of the suite: its last names are for them.
 """
 
 import itertools
@@ -13,7 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from . import behaviors, ops, ops_golden
+from . import (
+    behaviors,
+    cases,
+    jamp_side,
+    ops,
+    ops_golden,
+    ops_jamp,
+    training,
+    training_data,
+    training_jamp,
+)
 from .cases import CASES, Case
 from .result import Result
 from .trajectory import Trajectory, digest
@@ -115,3 +126,19 @@ def assert_equal(case: Case, run: Trajectory, torch: Mapping[str, np.ndarray]) -
     found = {**run._asdict(), "params": digest(run.params)}
     for name, value in found.items():
         np.testing.assert_array_equal(value, torch[name], f"{case.name}: {name}")
+
+
+# For the tests: the cases of each part, and jamp's side; `CASES` are those of `scale`.
+FIRST_OF_KIND, LONG_RUN = cases.FIRST_OF_KIND, cases.LONG_RUN
+overflows, fits_optax = cases.overflows, jamp_side.fits_optax
+run_nnx, run_optax = jamp_side.run_nnx, jamp_side.run_optax
+run_scale = jamp_side.run_scale
+
+BEHAVIORS, LIVE = behaviors.CASES, behaviors.LIVE
+compare_behavior = behaviors.compare_with
+
+OPS, load_ops, dtypes_of_op = ops.CASES, ops_golden.load, ops_jamp.dtypes
+
+TASKS, SEEDS, TRAINING_STEPS = training.CASES, training.SEEDS, training_data.STEPS
+NOISE, SKIPS_APART, Trained = training.NOISE, training.SKIPS_APART, training.Trained
+recorded, replay, train = training.recorded, training.replay, training_jamp.run

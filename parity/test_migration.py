@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.test_coming_from_torch import (
+from shared.guide import (
     BLOCKS,
     BOTH,
     JAMP,

@@ -8,9 +8,9 @@ import pytest
 from flax import nnx
 
 import jamp
-from benchmarks import _hlo
 from jamp._scaling import rule
 from jamp._scaling.rule import LossScaleConfig
+from shared import hlo
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,7 +87,7 @@ def test_a_step_copies_no_parameter_and_never_asks_the_host():
         return jamp.step(tx, grads, state, params)
 
     step = jax.jit(train_step, donate_argnums=(0, 1))
-    figures = _hlo.summarize(step.lower(params, tx.init(params), params).compile())
+    figures = hlo.summarize(step.lower(params, tx.init(params), params).compile())
     assert figures.conditionals == figures.host == 0
     assert figures.temporary_bytes < 2**20  # not as much as one parameter
 

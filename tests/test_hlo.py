@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import _hlo
+from shared import hlo
 
 X = jnp.ones((256, 128))
 MATRIX = X.nbytes
@@ -12,7 +12,7 @@ MATRIX = X.nbytes
 
 def program(function, *args, donate=()):
     jitted = jax.jit(function, donate_argnums=donate)
-    return _hlo.summarize(jitted.lower(*args).compile())
+    return hlo.summarize(jitted.lower(*args).compile())
 
 
 def test_bytes_are_those_of_operands_and_results():
@@ -45,11 +45,11 @@ def test_a_callback_is_seen():
 
 
 def test_shapes():
-    assert _hlo.size_of("f32[4,3]{1,0}") == 48
-    assert _hlo.size_of("(f16[4]{0}, pred[], /*index=5*/bf16[2,2]{1,0})") == 8 + 1 + 8
-    assert _hlo.size_of("f8e4m3fn[16]{0}") == 16
-    assert _hlo.size_of("token[]") == 0
+    assert hlo.size_of("f32[4,3]{1,0}") == 48
+    assert hlo.size_of("(f16[4]{0}, pred[], /*index=5*/bf16[2,2]{1,0})") == 8 + 1 + 8
+    assert hlo.size_of("f8e4m3fn[16]{0}") == 16
+    assert hlo.size_of("token[]") == 0
     for dtype in (np.int8, np.uint32, np.complex64, np.float64, bool):
         short = {"int8": "s8", "uint32": "u32", "complex64": "c64", "float64": "f64"}
         name = short.get(np.dtype(dtype).name, "pred")
-        assert _hlo.size_of(f"{name}[3]") == 3 * np.dtype(dtype).itemsize
+        assert hlo.size_of(f"{name}[3]") == 3 * np.dtype(dtype).itemsize

@@ -1,0 +1,8 @@
+"""What tests, benchmarks and the parity suite share; it imports from none of them.
+
+* `residuals`: what is saved for a backward pass, and the models to measure it on.
+* `hlo`: the kernels of a compiled program, and the bytes that they read and write.
+* `collectives`: sharded trainings, and what their devices exchange.
+* `master_weights`: a training that stalls in float16 without float32 copies.
+* `guide`: the blocks and tables of the migration guide.
+"""

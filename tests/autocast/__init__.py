@@ -1,0 +1,1 @@
+"""Tests of `jamp/_autocast/`: op-level casting."""

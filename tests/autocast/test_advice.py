@@ -1,0 +1,193 @@
+"""Errors of JAX and other libraries in a region get a note, and its cure works."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jax.scipy.optimize
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental.ode import odeint
+
+import jamp
+from tests.marks import mostly_slow
+
+pytestmark = [pytest.mark.usefixtures("standard_promotion")]
+
+half = functools.partial(jamp.autocast, dtype=jnp.float16)
+x, w = jnp.full((4, 4), 0.1, jnp.float32), jnp.full((4, 4), 0.2, jnp.float32)
+times = jnp.array([0.0, 1.0])
+cg = jax.scipy.sparse.linalg.cg
+gmres = jax.scipy.sparse.linalg.gmres
+
+
+def conv(x):
+    return lax.conv_general_dilated(x[None], jnp.ones((4, 4, 3)), (1,), "SAME")[0]
+
+
+def update(h):
+    return lax.dynamic_update_slice(x, h[:1], (0, 0))
+
+
+def scan(h):
+    return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), h, None, length=2)[0]
+
+
+def looped(h):
+    return lax.fori_loop(0, 2, lambda i, c: c @ w, h)
+
+
+def branches(h):
+    return lax.cond(jnp.sum(h) > 0, lambda h: h @ w, lambda h: h, h)
+
+
+def minimum(h):
+    function = lambda v: jnp.sum((w @ v - 1) ** 2)
+    return jax.scipy.optimize.minimize(function, h[0], method="BFGS").fun
+
+
+def layers(h):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs):
+        return nnx.Linear(4, 4, rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x, layer):
+        return layer(x)
+
+    return run(h, make(nnx.Rngs(0)))
+
+
+def recurrent(h):
+    cell = nn.LSTMCell(4)
+    cells = nn.RNN(cell)
+    variables = jax.jit(cells.init)(jax.random.key(0), x[:, None])
+    return cells.apply(variables, x[:, None], initial_carry=(h, h))
+
+
+def module(h):
+    layer = eqx.nn.Conv1d(4, 4, 3, padding=1, key=jax.random.key(0))
+    return eqx.filter_checkpoint(layer)(h)
+
+
+def jitted_module(h):
+    layer = eqx.nn.Conv1d(4, 4, 3, padding=1, key=jax.random.key(0))
+    return eqx.filter_jit(layer)(h)
+
+
+BEGIN_AND_END = [
+    scan,
+    looped,
+    branches,
+    layers,
+    recurrent,
+    minimum,
+    lambda h: odeint(lambda y, t: -(y @ w), h, times),
+    lambda h: cg(lambda v: v + w @ v, h[0])[0],
+]
+REFUSED = [
+    jax.checkpoint(conv),
+    jax.jit(conv),
+    jax.grad(lambda h: jnp.sum(jax.checkpoint(conv)(h))),
+    jax.checkpoint(update),
+    jax.jit(update),
+    module,
+    jitted_module,
+    jnp.fft.rfft,
+    jax.scipy.linalg.expm,
+]
+
+
+def note_of(function, *regions):
+    """Runs a function on a product in nested regions; the note of its error."""
+
+    def run():
+        if not rest:
+            return function(x @ w)
+        with rest.pop():
+            return run()
+
+    rest = list(regions)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        run()
+    (note,) = (n for n in raised.value.__notes__ if "autocast region" in n)
+    return note
+
+
+@pytest.mark.parametrize("function", mostly_slow(BEGIN_AND_END, *BEGIN_AND_END[:3]))
+def test_dtypes_that_differ_where_a_function_begins_and_ends(function):
+    assert "Start from float32" in note_of(function, half())
+    with half():
+        found = function((x @ w).astype(jnp.float32))
+    expected = function(x @ w)
+    assert jnp.allclose(found, expected, rtol=0.01, atol=0.01)
+    with half():  # the other cure
+        assert jnp.allclose(jax.jit(lambda: function(x @ w))(), expected, atol=0.01)
+
+
+@pytest.mark.parametrize("function", REFUSED)
+def test_a_function_that_refuses_half_precision(function):
+    note = note_of(function, half())
+    assert "give float16" in note and "`x.astype(jnp.float32)`" in note
+    with half():
+        found = function((x @ w).astype(jnp.float32))
+    assert jnp.allclose(found, function(x @ w), rtol=0.01, atol=0.02)
+
+
+def test_a_note_names_the_dtype_and_is_given_once():
+    regions = jamp.autocast(dtype=jnp.bfloat16), jamp.autocast(dtype=jnp.bfloat16)
+    assert "give bfloat16" in note_of(jax.jit(conv), *regions)
+    inner = jax.jit(lambda h: half()(jax.checkpoint(conv))(h))
+    assert "give float16" in note_of(inner, half())
+
+
+def test_other_errors_get_no_note():
+    def fail(error):
+        with pytest.raises(type(error)) as raised, half():
+            raise error
+        return getattr(raised.value, "__notes__", [])
+
+    assert fail(ValueError("float16 is no word of mine")) != []
+    assert fail(ValueError("shapes differ: (2, 3) and (3, 3)")) == []
+    assert fail(TypeError("bfloat16 is of another region")) == []
+    assert fail(KeyError("float16")) == []
+    with pytest.raises(ValueError, match="must be float16") as raised, half():
+        jamp.autocast(dtype=jnp.float64)
+    assert not hasattr(raised.value, "__notes__")
+    with pytest.raises(ValueError, match="float16") as raised, half():
+        jax.jit(lambda: jamp.get_policy("params=float16,compute=int32"))()
+    assert not any("region" in note for note in raised.value.__notes__)
+
+
+def test_a_mesh_is_set_around_the_region():
+    mesh = jax.make_mesh((1,), ("data",))
+    with pytest.raises(ValueError, match="set_mesh") as raised, half():
+        with jax.set_mesh(mesh):
+            pass
+    assert any("Set the mesh first" in note for note in raised.value.__notes__)
+    with jax.set_mesh(mesh), half():
+        assert (x @ w).dtype == jnp.float16
+
+
+@pytest.mark.slow
+def test_the_last_state_of_an_encoder_starts_a_decoder():
+    class Translator(nn.Module):
+        @nn.compact
+        def __call__(self, x, lengths):
+            encoder = nn.RNN(nn.OptimizedLSTMCell(8), return_carry=True)
+            carry, y = encoder(x, seq_lengths=lengths)
+            decoder = nn.RNN(nn.OptimizedLSTMCell(8))
+            return decoder(y, initial_carry=carry, seq_lengths=lengths)
+
+    model, inputs = Translator(), jax.random.normal(jax.random.key(0), (2, 5, 8))
+    lengths = jnp.array([3, 5])
+    variables = jax.jit(model.init)(jax.random.key(1), inputs, lengths)
+    expected = model.apply(variables, inputs, lengths)
+    with half():
+        found = model.apply(variables, inputs, lengths)
+    assert found.dtype == jnp.float16
+    assert jnp.allclose(found, expected, atol=0.01)

@@ -1,0 +1,246 @@
+"""The tables of `_op_rules` against the installed libraries, and the dtypes of rows."""
+
+import ast
+import importlib
+import inspect
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax.linen import fp8_ops
+from jax import lax
+
+import jamp
+from jamp._autocast import ops
+from jamp._autocast.ops import (
+    DIFFERENCES,
+    EXEMPT,
+    FUNCTIONS,
+    NO_COUNTERPART,
+    PRIMITIVES,
+    Kind,
+)
+from jamp._autocast.rules import resolve
+from tests.marks import mostly_slow
+
+# Modules that their library does not import by itself.
+MODULES = ("flax.linen", "flax.nnx", "equinox.nn", "jax.image", "optax.losses")
+
+
+def call(function, *inputs):
+    """The dtype of a result under autocast, which must be the same in jit."""
+    with jamp.autocast(dtype=jnp.float16):
+        results = function(*inputs), jax.jit(function)(*inputs)
+    assert results[0].dtype == results[1].dtype
+    return results[0].dtype
+
+
+def half(*shape):
+    return jnp.full(shape or (3,), 0.5, jnp.float16)
+
+
+def full(*shape):
+    return jnp.full(shape or (3,), 0.5, jnp.float32)
+
+
+def lax_function(name):
+    return getattr(lax, name, None) or getattr(lax.linalg, name, None)
+
+
+def gives_half(name, count):
+    """Whether lax has the primitive as a function of so many arrays."""
+    function = lax_function(name)
+    if not callable(function) or not name.islower():
+        return False
+    array = jax.ShapeDtypeStruct((3,), jnp.float16)
+    try:
+        result = jax.eval_shape(function, *[array] * count)
+    except Exception:  # it takes something else
+        return False
+    return isinstance(result, jax.ShapeDtypeStruct) and result.dtype == jnp.float16
+
+
+ONE = [name for name in PRIMITIVES if name != "stack" and gives_half(name, 1)]
+TWO = [name for name in PRIMITIVES if name not in ONE and gives_half(name, 2)]
+
+
+def library(path):
+    root = path.split(".")[0]
+    pytest.importorskip(root)
+    for module in MODULES:
+        if module.split(".")[0] == root:
+            importlib.import_module(module)
+
+
+@pytest.mark.parametrize("path", [*FUNCTIONS, *EXEMPT])
+def test_a_row_has_its_function(path: str):
+    library(path)
+    found = resolve(path, frozenset(sys.modules)) is not None
+    assert found
+
+
+def test_no_key_is_written_twice():
+    # A second row would replace the first without a word.
+    names: dict[str, list[str]] = {"PRIMITIVES": [], "FUNCTIONS": []}
+    for node in ast.parse(inspect.getsource(ops)).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if not isinstance(target, ast.Name) or target.id not in names:
+            continue
+        for part in ast.walk(node):
+            if isinstance(part, ast.Dict):
+                keys = [k.value for k in part.keys if isinstance(k, ast.Constant)]
+                names[target.id] += keys
+            elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
+                if part.func.attr == "split":
+                    assert isinstance(part.func.value, ast.Constant)
+                    names[target.id] += part.func.value.value.split()
+    for name, table in (("PRIMITIVES", PRIMITIVES), ("FUNCTIONS", FUNCTIONS)):
+        assert sorted(names[name]) == sorted(table)
+
+
+def test_an_op_of_torch_is_in_one_table():
+    rows = (PRIMITIVES | FUNCTIONS).values()
+    mirrored = {op for row in rows for op in row.torch.split()}
+    assert not mirrored & NO_COUNTERPART.keys()
+    assert not mirrored & DIFFERENCES.keys()
+    assert not NO_COUNTERPART.keys() & DIFFERENCES.keys()
+
+
+def test_rows_that_mirror_one_op_are_of_one_kind():
+    kinds: dict[str, set[Kind]] = {}
+    for row in (PRIMITIVES | FUNCTIONS).values():
+        for op in row.torch.split():
+            kinds.setdefault(op, set()).add(row.kind)
+    assert all(len(found) == 1 for found in kinds.values()), kinds
+
+
+def test_most_of_the_table_is_called_here():
+    assert len(ONE) >= 40 and len(TWO) >= 12
+    found = {PRIMITIVES[name].kind for name in ONE + TWO}
+    assert found == {Kind.FLOAT32, Kind.KEEP, Kind.PROMOTE}
+
+
+@pytest.mark.parametrize("name", mostly_slow(ONE, *ONE[::4]))
+def test_a_primitive_of_one_array(name: str):
+    function, kind = lax_function(name), PRIMITIVES[name].kind
+    assert call(function, full()) == jnp.float32
+    in_float32 = kind is Kind.FLOAT32
+    assert call(function, half()) == (jnp.float32 if in_float32 else jnp.float16)
+
+
+@pytest.mark.parametrize("name", mostly_slow(TWO, *TWO[::3]))
+def test_a_primitive_of_two_arrays(name: str):
+    function, kind = lax_function(name), PRIMITIVES[name].kind
+    assert call(function, full(), full()) == jnp.float32
+    in_float32 = kind is Kind.FLOAT32
+    expected = jnp.float32 if in_float32 else jnp.float16
+    assert call(function, half(), half()) == expected
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_primitive_of_two_arrays_of_two_dtypes(name: str):
+    # In jit, JAX itself refuses two dtypes before anything is cast.
+    with jamp.autocast(dtype=jnp.float16):
+        for inputs in ((half(), full()), (full(), half())):
+            assert lax_function(name)(*inputs).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lax.dot, ((2, 3), (3, 4))),
+        (lax.dot, ((2, 3), (3,))),
+        (lambda x, w: lax.conv(x, w, (1,), "SAME"), ((2, 3, 5), (4, 3, 2))),
+        (lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 2])), ((4, 3), (2, 3, 5))),
+    ],
+    ids=["matrices", "matrix and vector", "convolution", "ragged"],
+)
+def test_products(function, shapes):
+    for dtype in (half, full):
+        assert call(function, *(dtype(*s) for s in shapes)) == jnp.float16
+
+
+def test_a_product_of_two_vectors_promotes():
+    assert call(lax.dot, half(), half()) == jnp.float16
+    assert call(lax.dot, full(), full()) == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("reduce_sum", lambda x: lax.reduce_sum(x, (0,))),
+        ("reduce_prod", lambda x: lax.reduce_prod(x, (0,))),
+        ("integer_pow", lambda x: lax.integer_pow(x, 3)),
+        ("reduce_max", lambda x: lax.reduce_max(x, (0,))),
+        ("reduce_min", lambda x: lax.reduce_min(x, (0,))),
+        ("slice", lambda x: lax.slice(x, (0,), (2,))),
+        ("reshape", lambda x: lax.reshape(x, (3, 1))),
+        ("transpose", lambda x: lax.transpose(x[None], (1, 0))),
+        ("rev", lambda x: lax.rev(x, (0,))),
+        ("squeeze", lambda x: lax.squeeze(x[None], (0,))),
+    ],
+)
+def test_a_primitive_with_parameters(name: str, function):
+    in_float32 = PRIMITIVES[name].kind is Kind.FLOAT32
+    expected = jnp.float32 if in_float32 else jnp.float16
+    assert call(function, half()) == expected
+    assert call(function, full()) == jnp.float32
+
+
+def test_linear_algebra_gets_float32():
+    # In jit, JAX itself may refuse float16 before anything is cast.
+    with jamp.autocast(dtype=jnp.float16):
+        assert lax.linalg.cholesky(half(1, 1)).dtype == jnp.float32
+        assert lax.linalg.svd(half(1, 3))[1].dtype == jnp.float32
+
+
+def test_other_dtypes_are_left_alone():
+    with jamp.autocast(dtype=jnp.float16):
+        assert lax.exp(jnp.ones(3, jnp.complex64)).dtype == jnp.complex64
+        assert lax.add(jnp.ones(3, jnp.int8), jnp.ones(3, jnp.int8)).dtype == jnp.int8
+        eighth = jnp.ones(3, jnp.float8_e4m3fn)
+        assert lax.neg(eighth).dtype == jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_products_of_float8_are_left_alone(jit):
+    x = jnp.asarray([[1.0, 0.3], [-2.0, 7.0]], jnp.float8_e4m3fn)
+    w = jnp.asarray([[0.1, 4.0], [0.5, -1.0]], jnp.float8_e5m2)
+
+    def product(x, w):
+        dimensions = ((1,), (0,)), ((), ())
+        return [
+            lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
+            for a, b in ((x, w), (w, x), (x, x))
+            for dtype in (jnp.float32, jnp.bfloat16, None)[: 3 if a is b else 2]
+        ]
+
+    with jamp.autocast(dtype=jnp.float16):
+        found = (jax.jit(product) if jit else product)(x, w)
+    for one, expected in zip(found, product(x, w), strict=True):
+        assert one.dtype == expected.dtype
+        assert (one == expected).all()
+
+
+def test_a_layer_in_float8_is_left_alone(standard_promotion):
+    layer = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    variables = jax.jit(layer.init)(jax.random.key(1), x)
+
+    def loss(params, region):
+        with region:
+            y = layer.apply(variables | {"params": params}, x)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    found, expected = (
+        gradient(variables["params"], jamp.autocast(dtype=jnp.float16, enabled=enabled))
+        for enabled in (True, False)
+    )
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert one.dtype == other.dtype
+        assert jnp.linalg.norm(one - other) < 0.01 * jnp.linalg.norm(other)

@@ -1,0 +1,102 @@
+"""Products that are not lowered: those that contract nothing, and those of HIGHEST."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.marks import slow
+
+half = jamp.autocast(jnp.float16)
+HIGHEST = lax.Precision.HIGHEST
+PRESETS = lax.DotAlgorithmPreset
+WAYS = pytest.mark.parametrize(
+    "way",
+    [half, slow(lambda f: jax.jit(half(f))), lambda f: half(jax.jit(f))],
+    ids=["live", "jit_around", "jit_inside"],
+)
+x, w = jnp.full((2, 4), 0.1), jnp.full((4, 3), 0.1)
+
+
+@WAYS
+@pytest.mark.parametrize("precision", [None, HIGHEST])
+def test_rotary_angles(precision, way):
+    positions = jnp.arange(2040.0, 70_000.0, 997.0)[None]
+    frequencies = jnp.array([1.0, 0.5, 1e-3])
+
+    def angles(positions):
+        return jnp.einsum("BT,k->BTk", positions, frequencies, precision=precision)
+
+    found = way(angles)(positions)
+    np.testing.assert_array_equal(found, angles(positions), strict=True)
+
+
+def dense(precision):
+    layer = nn.Dense(3, precision=precision, use_bias=False)
+    return lambda x: layer.apply({"params": {"kernel": w}}, x)
+
+
+ASKED = {
+    "matmul": lambda x: jnp.matmul(x, w, precision=HIGHEST),
+    "dot": lambda x: jnp.dot(x, w, precision="highest"),
+    "einsum": lambda x: jnp.einsum("ij,jk->ik", x, w, precision=HIGHEST),
+    "tensordot": lambda x: jnp.tensordot(x, w, 1, precision=HIGHEST),
+    "conv": lambda x: lax.conv(
+        x[..., None], w.T[..., None], (1,), "SAME", precision=HIGHEST
+    ),
+    "algorithm": lambda x: jnp.matmul(x, w, precision=PRESETS.F32_F32_F32),
+    "dense": dense(HIGHEST),
+    "widened": lambda x: jnp.matmul(
+        jnp.matmul(x, w).astype(jnp.float32), w.T, precision=HIGHEST
+    ),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("name", ASKED)
+def test_a_call_that_says_highest_runs_in_float32(name, way, standard_promotion):
+    function = ASKED[name]
+    found = way(function)(x)
+    assert found.dtype == jnp.float32
+    rtol = 1e-3 if name == "widened" else 1e-6
+    np.testing.assert_allclose(found, function(x), rtol=rtol)
+
+
+NOT_ASKED = {
+    "default": lambda x: jnp.matmul(x, w),
+    "high": lambda x: jnp.matmul(x, w, precision="high"),
+    "dense": dense(None),
+    "of_halves": lambda x: jnp.matmul(
+        x.astype(jnp.float16), w.astype(jnp.float16), precision=HIGHEST
+    ),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("name", NOT_ASKED)
+def test_other_products_are_lowered(name, way):
+    assert way(NOT_ASKED[name])(x).dtype == jnp.float16
+
+
+@WAYS
+def test_the_default_of_the_config_says_nothing(way):
+    with jax.default_matmul_precision("highest"):
+        assert way(lambda x: x @ w)(x).dtype == jnp.float16
+
+
+def test_a_rule_of_the_user_wins():
+    with jamp.autocast(jnp.float16, rules={lax.dot_general_p: jnp.float16}):
+        assert jnp.matmul(x, w, precision=HIGHEST).dtype == jnp.float16
+
+
+def test_explain_says_why():
+    def loss_fn(x):
+        angles = jnp.einsum("ij,k->ijk", x, w[0])
+        return jnp.sum(jnp.matmul(x, w, precision=HIGHEST)) + jnp.sum(angles)
+
+    rows = jamp.debug.explain(loss_fn, jnp.float16)(x).rows
+    rules = {row.rule for row in rows if row.op == "dot_general"}
+    assert rules == {"highest", "outer"}

@@ -1,0 +1,268 @@
+"""What models of other projects do that broke, in small."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.jaxprs import equations, products
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+POLICY = jamp.get_policy("mixed_float16")
+
+
+def in_a_region(function, *args):
+    with jamp.autocast(jnp.float16):
+        return function(*args)
+
+
+def in_a_jitted_region(function, *args):
+    return jax.jit(lambda *args: in_a_region(function, *args))(*args)
+
+
+def jitted_in_a_region(function, *args):
+    return in_a_region(jax.jit(function), *args)
+
+
+def in_a_policy(function, *args):
+    return jamp.Policy("f32", "f16", "f16").wrap(function)(*args)
+
+
+def in_a_jitted_policy(function, *args):
+    return jax.jit(lambda *args: in_a_policy(function, *args))(*args)
+
+
+PLACES = (
+    in_a_region,
+    in_a_jitted_region,
+    jitted_in_a_region,
+    in_a_policy,
+    in_a_jitted_policy,
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weak_types_stay_weak(place):
+    """The rate of Equinox's Dropout: a scalar that does not widen what it meets."""
+    seen = []
+
+    def keep(x):
+        rate = 1 - lax.stop_gradient(0.1)
+        number = jnp.asarray(0.5) + 1
+        seen.extend(jax.typeof(y).weak_type for y in (rate, number, 2 * number))
+        return x / rate
+
+    x = jnp.ones(3, jnp.float16)
+    out = place(keep, x)
+    assert out.dtype == jnp.float16
+    assert seen == [True] * 3
+    np.testing.assert_allclose(out, x / jnp.float16(0.9))
+
+
+class PostNorm(eqx.Module):
+    """A layer of BERT: the norm comes last, dropout and gelu follow."""
+
+    norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.norm, self.dropout = eqx.nn.LayerNorm(8), eqx.nn.Dropout(0.1)
+        self.up = eqx.nn.Linear(8, 16, key=key)
+        self.down = eqx.nn.Linear(16, 8, key=key)
+
+    def __call__(self, x, key):
+        x = self.dropout(jax.vmap(self.norm)(x), key=key)
+        h = jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(x)))
+        return jax.vmap(self.norm)(jax.nn.gelu(h + x))
+
+
+@pytest.mark.slow
+def test_the_products_of_a_wrapped_equinox_model_are_in_float16():
+    keys = jax.random.split(jax.random.key(0), 4)
+    model = PostNorm(keys[0])
+    x = jax.random.normal(keys[1], (3, 5, 8))
+
+    def two_layers(model, x, key):
+        return model(jax.nn.gelu(model(x, key)), key)
+
+    def run(x):
+        return jax.vmap(POLICY.wrap(two_layers), in_axes=(None, 0, 0))(
+            model, x, keys[1:]
+        )
+
+    assert products(run, x) == [{"float16"}] * 4
+    found = equations(jax.make_jaxpr(run)(x))
+    assert {e.outvars[0].aval.dtype for e in found if e.primitive.name == "rsqrt"} == {
+        jnp.dtype("float32")
+    }
+    plain = jax.vmap(two_layers, in_axes=(None, 0, 0))(model, x, keys[1:])
+    np.testing.assert_allclose(run(x), plain, atol=1e-2)
+
+
+def of_haiku(use):
+    """A function of Haiku's LayerNorm under a policy, which reads float32."""
+    layer = hk.transform(lambda x: use(hk.LayerNorm(-1, True, True)(x)))
+    x = jnp.arange(16.0).reshape(4, 4)
+    params = layer.init(None, x)
+    run = lambda params, x: layer.apply(params, None, x)
+    return run(params, x), in_a_policy(run, params, x)
+
+
+def of_batch_norm(use):
+    """A function of a BatchNorm in a region, which reads float32."""
+    norm = nn.BatchNorm(use_running_average=False)
+    x = jnp.arange(16.0).reshape(4, 4)
+    variables = jax.jit(norm.init)(jax.random.key(0), x)
+
+    def run(x):
+        return use(norm.apply(variables, x @ jnp.eye(4), mutable=["batch_stats"])[0])
+
+    return run(x), in_a_region(run, x)
+
+
+USES = {
+    "select": lambda y: lax.select(y > 0, y, jnp.zeros_like(y)),
+    "concatenate": lambda y: lax.concatenate([y, jnp.ones_like(y)], 0),
+    "clamp": lambda y: lax.clamp(jnp.zeros_like(y), y, jnp.ones_like(y)),
+    "add": lambda y: lax.add(y, jnp.ones_like(y)),
+    "write": lambda y: lax.dynamic_update_slice(jnp.zeros((8, 4)), y, (2, 0)),
+    "scatter": lambda y: y.at[0].set(1.0),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("norm", [of_haiku, of_batch_norm])
+def test_what_python_makes_like_a_norms_result_meets_it(norm, use):
+    """Python sees float32 and makes more of it; the op gets half precision."""
+    plain, out = norm(use)
+    assert out.dtype in (jnp.float16, jnp.float32)
+    np.testing.assert_allclose(out, plain, atol=2e-3)
+
+
+MASK = -2.3819763e38  # a number that float16 does not have
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_row_that_is_masked_whole(place):
+    """Padding under a sliding window; nan in the loss stops the training."""
+    x = jax.random.normal(jax.random.key(0), (4, 4))
+    mask = jnp.tril(jnp.ones((4, 4), bool)).at[2].set(False)
+
+    def attention(x):
+        logits = jnp.where(mask, x @ x.T, MASK)
+        return jax.nn.softmax(logits, axis=-1) @ x
+
+    out = place(attention, x)
+    np.testing.assert_allclose(out, attention(x), atol=2e-3)
+    np.testing.assert_allclose(out[2], np.mean(x, axis=0), atol=2e-3)
+
+    def loss(x):
+        return jnp.sum(place(attention, x).astype(jnp.float32) ** 2)
+
+    assert jnp.all(jnp.isfinite(jax.grad(loss)(x)))
+
+
+def test_a_number_that_fits_does_not_widen():
+    with jamp.autocast(jnp.float16):
+        h = jnp.eye(2) @ jnp.eye(2)
+        assert jnp.where(h > 0, h, -1e4).dtype == jnp.float16
+        assert jnp.where(h > 0, h, -jnp.inf).dtype == jnp.float16
+        assert jnp.where(h > 0, h, jnp.finfo(h.dtype).min).dtype == jnp.float16
+    with jamp.autocast(jnp.bfloat16):
+        h = jnp.eye(2) @ jnp.eye(2)
+        assert jnp.where(h > 0, h, MASK).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("float32_for", [("norms", "softmax", "losses"), ()])
+def test_draws_under_a_policy_are_those_of_float32(dtype, float32_for):
+    """Noise in half precision has ties, which go to the first tokens."""
+    policy = jamp.Policy("float32", dtype, "float32")
+    key = jax.random.key(0)
+    logits = 0.01 * jax.random.normal(jax.random.key(1), (1000,))
+
+    def draw(logits):
+        return jax.random.categorical(key, logits, shape=(2000,))
+
+    wrapped = policy.wrap(draw, float32_for=float32_for)
+    rounded = logits.astype(dtype).astype(jnp.float32)
+    np.testing.assert_array_equal(wrapped(logits), draw(rounded))
+    np.testing.assert_array_equal(jax.jit(wrapped)(logits), draw(rounded))
+
+
+class Writer(nn.RNNCellBase):
+    """Reads what it has drawn from its own logits."""
+
+    @nn.compact
+    def __call__(self, carry, x):
+        state, last = carry
+        state, y = nn.LSTMCell(8)(state, last)
+        logits = nn.Dense(64)(y)
+        drawn = jax.random.categorical(self.make_rng("draw"), logits)
+        return (state, jax.nn.one_hot(drawn, 8)), (logits, drawn)
+
+    @property
+    def num_feature_axes(self):
+        return 1
+
+
+class Text(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        state = nn.LSTMCell(8, parent=None).initialize_carry(
+            jax.random.key(0), x[:, 0].shape
+        )
+        writer = nn.RNN(Writer(), split_rngs={"params": False, "draw": True})
+        return writer(x, initial_carry=(state, x[:, 0]))
+
+
+@pytest.mark.slow
+def test_what_a_scanned_cell_draws_under_a_policy():
+    x = jnp.ones((4, 6, 8))
+    keys = {"params": jax.random.key(0), "draw": jax.random.key(1)}
+    variables = Text().init(keys, x)
+    half = jamp.linen.with_policy(Text(), POLICY)
+    logits, drawn = half.apply(variables, x, rngs=keys)
+    plain, drawn_plain = Text().apply(variables, x, rngs=keys)
+    np.testing.assert_array_equal(drawn, drawn_plain)
+    np.testing.assert_allclose(logits, plain, atol=2e-3)
+
+
+class Scanned(nn.Module):
+    """A module whose method is scanned, as in an LSTM of Flax's examples."""
+
+    @functools.partial(
+        nn.scan,
+        variable_broadcast="params",
+        split_rngs={"params": False},
+        in_axes=1,
+        out_axes=1,
+    )
+    @nn.compact
+    def __call__(self, carry, x):
+        return nn.OptimizedLSTMCell(8)(carry, x)
+
+
+class Reader(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Scanned(name="lstm")((jnp.zeros((2, 8)),) * 2, x)[1]
+
+
+def test_a_scanned_method_under_a_policy_keeps_its_carry():
+    x = jax.random.normal(jax.random.key(0), (2, 3, 8))
+    variables = jax.jit(Reader().init)(jax.random.key(1), x)
+    model = jamp.linen.with_policy(Reader(), POLICY)
+    out = model.apply(variables, x)
+    np.testing.assert_allclose(out, Reader().apply(variables, x), atol=2e-3)
+    assert {"float16"} in products(model.apply, variables, x)

@@ -1,0 +1,1 @@
+"""Tests of `jamp/_debug/`: reports, histories and pictures."""

@@ -1,0 +1,347 @@
+"""`explain`: each op with its dtypes, rule and line; what is kept; what is odd."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jamp
+from jamp import debug
+from shared import residuals
+from tests.marks import slow
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = nn.relu(nn.Dense(16)(x))
+        return nn.LayerNorm()(x)
+
+
+X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+PARAMS = jax.eval_shape(MLP().init, jax.random.key(0), X)
+
+
+def loss_fn(params, x):
+    return jnp.mean(jax.nn.softmax(MLP().apply(params, x)) ** 2)
+
+
+def rows(explanation, op):
+    return [row for row in explanation.rows if row.op == op]
+
+
+def test_ops_have_dtypes_rules_and_lines():
+    explanation = debug.explain(loss_fn, dtype=jnp.float16)(PARAMS, X)
+    (first, *_) = rows(explanation, "dot_general")
+    assert first.rule == "lower" and "linear" in first.torch
+    assert first.dtypes.endswith("-> float16") and first.runs_in == "float16"
+    assert first.path == "MLP/Dense_*" and "test_explain.py:" in first.line
+    assert sum(row.times for row in rows(explanation, "dot_general")) == 3
+    (relu,) = rows(explanation, "jax.nn.relu")
+    assert relu.times == 3 and relu.dtypes == "float16 -> float16"
+    assert relu.rule == "keep" and relu.torch == ()
+    (softmax,) = rows(explanation, "jax.nn.softmax")
+    assert softmax.rule == "float32" and softmax.torch == ("softmax",)
+    assert softmax.times == 1
+    (norm,) = rows(explanation, "flax.linen.LayerNorm.__call__")
+    assert (
+        norm.path == "MLP/LayerNorm_*" and norm.dtypes == "float16, float32 -> float32"
+    )
+
+
+def test_flops_are_those_of_the_products():
+    table = debug.explain(loss_fn, dtype=jnp.bfloat16)(PARAMS, X).to_dict()
+    assert table["matmul_flops"] == {"bfloat16": 2 * 8 * (4 * 16 + 16 * 16 + 16 * 16)}
+    assert table["matmul_share"] == 1.0 and table["found"] == []
+
+
+def test_flops_of_convolutions_and_of_scans():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Conv(8, (3, 5), feature_group_count=2)(x)
+
+    x = jax.ShapeDtypeStruct((2, 10, 10, 4), jnp.float32)
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)
+    table = debug.explain(Net().apply, dtype=jnp.float16)(params, x).to_dict()
+    assert table["matmul_flops"] == {"float16": 2 * 2 * 10 * 10 * 8 * 3 * 5 * 2}
+
+    def scanned(w, x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
+
+    w = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    table = debug.explain(scanned)(w, X).to_dict()
+    assert table["matmul_flops"] == {"float32": 7 * 2 * 8 * 4 * 4}
+    assert [row["rule"] for row in table["rows"][:1]] == ["no region"]
+
+
+def test_kept_bytes_are_those_of_jax_vjp():
+    """`shared.residuals` counts them in another way."""
+    for name in ("MLP", "CNN"):
+        case = residuals.CASES[name]
+        loss, args = (
+            residuals.loss_of(case.model, "autocast"),
+            residuals.arguments(case),
+        )
+        kept = residuals.residuals(loss, *args)
+        expected = sum(
+            r.bytes
+            for r in kept
+            if r.op != "argument" and not r.constant and "float" in r.dtype
+        )
+        table = debug.explain(loss)(*args).to_dict()
+        assert sum(table["saved_bytes"].values()) == pytest.approx(expected, rel=0.02)
+        assert sum(row["bytes"] for row in table["saved"]) == sum(
+            table["saved_bytes"].values()
+        )
+        assert table["saved"][0]["line"].startswith("residuals.py:")
+
+
+def test_the_whole_step_shows_the_backward_pass():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+
+    @jax.jit
+    def step(params, opt_state, x):
+        def loss(params):
+            with jamp.autocast(dtype=jnp.float16):
+                return loss_fn(params, x)
+
+        _, grads = jamp.value_and_grad(loss, opt_state)(params)
+        return jamp.step(tx, grads, opt_state, params)
+
+    opt_state = jax.eval_shape(tx.init, PARAMS)
+    explanation = debug.explain(step)(PARAMS, opt_state, X)
+    backward = [row for row in explanation.rows if row.backward]
+    products = [row for row in backward if row.op == "dot_general"]
+    assert products and all(row.runs_in == "float16" for row in products)
+    assert explanation.saved is None and explanation.to_dict()["saved_bytes"] is None
+    assert "(backward)" in str(explanation)
+
+
+def test_a_users_rules_are_named():
+    rules = {"Dense_1": jnp.float32, jax.nn.softmax: None}
+    explanation = debug.explain(loss_fn, dtype=jnp.float16, rules=rules)(PARAMS, X)
+    (wide,) = explanation.wide_products
+    assert wide.rule == "rules['Dense_1']" and wide.path == "MLP/Dense_*"
+    assert "float32 dot_general" in explanation.found[0]
+    kept = [row for row in explanation.rows if row.rule == "rules['softmax']"]
+    assert kept and all(row.dtypes.startswith("float") for row in kept)
+
+
+def test_inner_regions_decide():
+    def f(x, w):
+        with jamp.autocast(dtype=jnp.float16):
+            a = x @ w
+            with jamp.autocast(enabled=False):
+                b = x @ w
+            with jamp.autocast(dtype=jnp.bfloat16, rules={"head": jnp.float32}):
+                with jax.named_scope("head"):
+                    return a, b, x @ w
+
+    products = rows(
+        debug.explain(f)(X, jax.ShapeDtypeStruct((4, 4), jnp.float32)), "dot_general"
+    )
+    found = {row.rule: row.runs_in for row in products}
+    assert found == {"lower": "float16", "off": "float32", "rules['head']": "float32"}
+
+
+def test_policies():
+    wrapped = jamp.get_policy("mixed_float16").wrap(loss_fn)
+    explanation = debug.explain(wrapped)(PARAMS, X)
+    products = rows(explanation, "dot_general")
+    assert products and all(row.runs_in == "float16" for row in products)
+    assert {row.rule for row in products} == {"policy"}
+
+
+class OwnNorm(nnx.Module):
+    """As many models have one: it casts, and gives float32 back."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        x = x.astype(jnp.float32)
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True)) * self.scale[...]
+
+
+class OwnAttention(nnx.Module):
+    def __init__(self, dtype, rngs):
+        self.qkv = nnx.Linear(8, 8, rngs=rngs)
+        self.out = nnx.Linear(8, 8, dtype=dtype, rngs=rngs)
+        self.norm = OwnNorm()
+
+    def __call__(self, x):
+        h = self.qkv(x)
+        q = self.norm(h)
+        logits = jnp.einsum("td,sd->ts", q, h)
+        return self.out(jnp.einsum("ts,sd->td", jax.nn.softmax(logits), h))
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_products_in_float32_under_a_policy_name_the_line_that_made_it_float32(dtype):
+    model = OwnAttention(dtype, nnx.Rngs(0))
+    model = jamp.nnx.with_policy(model, "mixed_float16")
+    explanation = debug.explain(model)(jnp.ones((4, 8)))
+    start = OwnAttention.__call__.__code__.co_firstlineno
+    norm = OwnNorm.__call__.__code__.co_firstlineno + 1
+    expected = [
+        f"float32 dot_general at test_explain.py:{start + 3} in __call__: policy, "
+        f"float32 since test_explain.py:{norm} in __call__",
+        f"float32 dot_general at test_explain.py:{start + 4} in __call__: policy, "
+        f"float32 since test_explain.py:{start + 3} in __call__",
+    ]
+    if dtype is not None:
+        expected.append(
+            f"float32 dot_general at test_explain.py:{start + 4} in __call__ in "
+            "OwnAttention/out: policy, cast in that line"
+        )
+    products = [line for line in explanation.found if "dot_general" in line]
+    assert sorted(products) == sorted(expected)
+    assert all(line.removeprefix("float32 ") in str(explanation) for line in products)
+
+
+def test_numbers_and_explicit_casts_are_no_silent_promotions():
+    def f(w, x):
+        h = x @ w
+        h = h * 0.5 + 1.0
+        wide = h.astype(jnp.float32) * jnp.ones(4)
+        return wide, jnp.asarray(h, jnp.float32) + jnp.ones(4), jax.nn.softmax(h)
+
+    w = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    explanation = debug.explain(f, dtype=jnp.float16)(w, X)
+    assert explanation.promotions == []
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_promotions_are_counted_with_what_they_cost(jit):
+    scale = jnp.linspace(0.0, 1.0, 16)
+
+    def f(w, x):
+        h = x @ w
+        return jnp.tanh(h * scale) + 1.0
+
+    w = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    f = jax.jit(f) if jit else f
+    (promotion,) = debug.explain(f, dtype=jnp.float16)(w, X).promotions
+    assert promotion.op == "mul" and promotion.times == 1
+    assert promotion.bytes == 8 * 16 * 2
+
+
+def test_sums_that_may_overflow():
+    x = jax.ShapeDtypeStruct((4, 70_000), jnp.float16)
+
+    def f(x):
+        a = jnp.sum(x, axis=1)
+        b = jax.lax.cumsum(x, axis=1)
+        return a, b, jnp.sum(x, axis=0), jnp.mean(x), jnp.sum(x, dtype=jnp.float32)
+
+    explanation = debug.explain(f)(x)
+    found = [(r.op, r.elements) for r in explanation.reductions]
+    assert found == [("reduce_sum", 70_000), ("cumsum", 70_000)]
+    assert "overflows if their mean passes 0.936" in str(explanation)
+    assert debug.explain(f, dtype=jnp.float16)(x).reductions == []
+    assert debug.explain(f)(jax.ShapeDtypeStruct((4, 70_000), jnp.bfloat16)).found == []
+
+
+def test_an_nnx_model_is_explained_as_it_is():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(4, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.mean(self.norm(self.dense(x)))
+
+    model = Model(nnx.Rngs(0))
+    table = debug.explain(model, dtype=jnp.float16)(jnp.ones((2, 4))).to_dict()
+    assert table["function"] == "Model" and table["matmul_share"] == 1.0
+    paths = {row["op"]: row["path"] for row in table["rows"]}
+    assert paths["dot_general"] == "Model/dense"  # of its parameters: NNX names no ops
+    assert paths["flax.nnx.BatchNorm.__call__"] == "Model/norm"
+    assert table["saved_bytes"]
+
+
+def test_nothing_of_it_is_left_behind():
+    @jax.jit
+    def block(x):
+        return jnp.sum(jnp.exp(x @ x.T))
+
+    def f(x):
+        with jamp.autocast(dtype=jnp.float16):
+            return block(x)
+
+    x = jnp.ones((4, 4))
+    before = jax.jit(f).lower(x).as_text()
+    debug.explain(f)(x)
+    after = jax.jit(f).lower(x)
+    assert after.as_text() == before
+    assert "jamp.rule" not in after.as_text(debug_info=True)
+
+
+@pytest.mark.parametrize("name", [slow("ResNet-50"), "transformer"])
+def test_the_report_of_a_whole_model_is_short(name):
+    case = residuals.CASES[name]
+    loss, args = residuals.loss_of(case.model, "autocast"), residuals.arguments(case)
+    explanation = debug.explain(loss)(*args)
+    assert len(str(explanation).splitlines()) <= 60
+    assert str(explanation) == repr(explanation)
+    assert "| dot_general |" in explanation._repr_markdown_()
+    assert explanation.to_dict()["matmul_share"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: debug.explain(3)(X), TypeError, "fn must be a function; got 3"),
+        (lambda: debug.explain(loss_fn, jnp.int8), ValueError, "autocast.dtype="),
+        (lambda: debug.explain(loss_fn, rules={}), ValueError, "give dtype too"),
+    ],
+)
+def test_bad_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_what_cannot_be_differentiated_is_explained_all_the_same():
+    def f(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda x: x, shape, x @ x.T)
+
+    explanation = debug.explain(f)(jnp.ones((2, 2)))
+    assert explanation.saved is None and "JVP" in explanation.refusal
+    assert "not differentiated, ValueError: Pure callbacks" in str(explanation)
+
+
+def test_scatters_and_reductions_are_one_op():
+    def f(x, i):
+        wide = jnp.zeros((8, 4)).at[i].add(x)
+        return wide, jax.lax.reduce(x, 0.0, lambda a, b: jax.lax.max(a, b) + 0, (0,))
+
+    explanation = debug.explain(f)(jnp.ones((2, 4)), jnp.arange(2))
+    ops = {row.op: row for row in explanation.rows}
+    assert ops["scatter-add"].bytes == 8 * 4 * 4 and "reduce" in ops
+    assert "max" not in ops and "add" not in ops
+
+
+def test_nothing_to_explain():
+    assert str(debug.explain(lambda x: x)(X)) == "<lambda>: no matrix products; 0 casts"
+
+
+def test_rows_of_a_train_step_have_the_users_lines():
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    def step(model, optimizer, scaler, x):
+        grads = nnx.grad(lambda model: scaler.scale(jnp.mean(model(x) ** 2)))(model)
+        scaler.step(optimizer, model, grads)
+        scaler.update()
+
+    args = model, optimizer, jamp.GradScaler(), jnp.ones((2, 4))
+    rows = debug.explain(step)(*args).rows
+    lines = {row.line.partition(":")[0] for row in rows}
+    assert lines == {"test_explain.py"}

@@ -1,0 +1,1 @@
+"""Long runs: storms of random cases, several processes, kills."""

@@ -1,0 +1,1 @@
+"""Tests of `jamp/_policy/`: casts by module."""

@@ -1,0 +1,908 @@
+"""`jamp.linen.with_policy`: casts by module, paths, lifted transformations."""
+
+import copy
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from flax.training import train_state
+
+import jamp
+from tests.jaxprs import equations, products
+from tests.marks import slow
+
+MIXED = jamp.get_policy("mixed_float16")
+RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+X = jax.random.normal(jax.random.key(2), (4, 8))
+MUTABLE = ["batch_stats", "intermediates"]
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(8)(nn.LayerNorm()(x)), None
+
+
+class Own(nn.Module):
+    """Reads its parameter in setup, and calls its own method."""
+
+    def setup(self):
+        self.w = self.param("w", nn.initializers.normal(), (8, 8))
+
+    def __call__(self, x):
+        return self.helper(x)
+
+    def helper(self, x):
+        return x @ self.w
+
+
+class Compact(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(8)(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        x, _ = nn.remat(Block)()(x)
+        split = {"params": True}
+        x, _ = nn.scan(Block, {"params": 0}, split_rngs=split, length=3)()(x, None)
+        x, _ = nn.jit(Block)(name="jitted")(x)
+        vmapped = nn.vmap(nn.Dense, {"params": 0}, split_rngs=split)
+        x = vmapped(8)(x)
+        x = Own()(x)
+        self.sow("intermediates", "h", x)
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return nn.Dense(3, kernel_init=init)(x)
+
+
+class Setup(nn.Module):
+    def setup(self):
+        self.own = Own()
+        self.head = nn.Dense(2)
+        self.w = self.param("w", nn.initializers.normal(), (8, 8))
+
+    def __call__(self, x, train=True):
+        return self.head(self.own(x) @ self.w)
+
+    def encode(self, x):
+        return self.own(x)
+
+    @nn.nowrap
+    def describe(self):
+        return "a model"
+
+
+class Tied(nn.Module):
+    def setup(self):
+        self.embed = nn.Embed(16, 8)
+
+    def __call__(self, x):
+        tokens = jnp.arange(4)
+        return self.embed.attend(self.embed(tokens) + x)
+
+
+class Parent(nn.Module):
+    """Has a module with a policy as a part; the rest is float32."""
+
+    plain: bool = False
+    inner: type = Compact
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        inner = self.inner()
+        inner = inner if self.plain else jamp.linen.with_policy(inner, MIXED)
+        return nn.Dense(2)(inner(x, train=train))
+
+
+class SetupParent(Parent):
+    def setup(self):
+        inner = self.inner()
+        self.part = inner if self.plain else jamp.linen.with_policy(inner, MIXED)
+        self.head = nn.Dense(2)
+
+    def __call__(self, x, train=True):
+        return self.head(self.part(x, train=train))
+
+
+PAIRS = {
+    "compact": (Compact(), jamp.linen.with_policy(Compact(), MIXED), 7, 0),
+    "setup": (Setup(), jamp.linen.with_policy(Setup(), MIXED), 3, 0),
+    "part, compact": (Parent(True), Parent(), 7, 1),
+    "part, setup": (SetupParent(True), SetupParent(), 7, 1),
+    "part with setup": (Parent(True, Setup), Parent(False, Setup), 3, 1),
+    "part with setup in setup": (
+        SetupParent(True, Setup),
+        SetupParent(False, Setup),
+        3,
+        1,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_plain_model_with_casts(name):
+    """Same variables bit for bit, products in float16, values near float32's."""
+    plain, mixed, half, full = PAIRS[name]
+    variables, ours = jax.jit(plain.init)(RNGS, X), jax.jit(mixed.init)(RNGS, X)
+    assert jax.tree.structure(variables) == jax.tree.structure(ours)
+    jax.tree.map(np.testing.assert_array_equal, variables, ours)
+
+    def run(model, variables):
+        return model.apply(variables, X, rngs=RNGS, mutable=MUTABLE)
+
+    (y, state), (out, new) = run(plain, variables), run(mixed, variables)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, y, rtol=1e-2, atol=2e-3)
+    assert jax.tree.structure(state) == jax.tree.structure(new)
+    stats = jax.tree.leaves(new.get("batch_stats", {}))
+    assert {s.dtype for s in stats} <= {jnp.dtype("float32")}
+
+    def loss(params):
+        return jnp.sum(run(mixed, {**variables, "params": params})[0] ** 2)
+
+    found = products(lambda v: run(mixed, v)[0], variables)
+    assert found.count({"float16"}) == half
+    assert found.count({"float32"}) == full == len(found) - half
+    grads = jax.grad(loss)(variables["params"])
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    backward = products(jax.grad(loss), variables["params"])
+    assert backward.count({"float16"}) >= 3 * half - 1
+    assert backward.count({"float32"}) == 3 * full
+
+
+def test_dtypes_between_modules():
+    model = jamp.linen.with_policy(Compact(), MIXED)
+    variables = jax.eval_shape(model.init, RNGS, X)
+    run = dict(rngs=RNGS, mutable=MUTABLE, capture_intermediates=True)
+    y, state = jax.eval_shape(lambda v: model.apply(v, X, **run), variables)
+    kept = state["intermediates"]
+    out, _ = jax.eval_shape(model.init_with_output, RNGS, X)
+    assert out.dtype == jnp.float32
+    for name in ("Dense_0", "BatchNorm_0", "Dropout_0", "Own_0", "Dense_1"):
+        assert kept[name]["__call__"][0].dtype == jnp.float16, name
+    assert kept["h"][0].dtype == jnp.float16
+    assert kept["CheckpointBlock_0"]["LayerNorm_0"]["__call__"][0].dtype == jnp.float16
+    assert y.dtype == jnp.float32
+
+
+def norm_dtypes(model, variables):
+    found = set()
+    run = jax.make_jaxpr(lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0])
+    for eqn in equations(run(variables)):
+        if eqn.primitive.name in ("rsqrt", "square", "integer_pow"):
+            found |= {v.aval.dtype.name for v in eqn.invars}
+    return found
+
+
+def test_norms_compute_in_float32_with_float32_parameters():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for norm in (nn.LayerNorm, nn.RMSNorm, nn.InstanceNorm):
+                x = nn.Dense(8)(norm()(x[:, None])[:, 0])
+            x = nn.GroupNorm(num_groups=2)(x)
+            seen.append(x.dtype)
+            return nn.BatchNorm(use_running_average=False)(x)
+
+    seen = []
+    kept = jamp.linen.with_policy(Model(), "half")
+    variables = jax.jit(kept.init)(RNGS, X)
+    dtypes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.dtype.name
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"])
+    }
+    for path, dtype in dtypes.items():
+        assert dtype == ("float32" if "Norm" in path else "float16"), path
+    seen.clear()
+    assert norm_dtypes(kept, variables) == {"float32"}
+    assert seen == [jnp.float16]
+    everything = jamp.linen.with_policy(Model(), "half", float32_for=())
+    assert "float16" in {
+        leaf.dtype.name
+        for path, leaf in jax.tree_util.tree_leaves_with_path(everything.init(RNGS, X))
+        if "Norm" in str(path)
+    }
+
+
+def test_softmax_in_attention_is_float32():
+    model = nn.MultiHeadDotProductAttention(2)
+    mixed = jamp.linen.with_policy(model, MIXED)
+    loose = jamp.linen.with_policy(model, MIXED, float32_for=("norms",))
+    x = X[None]
+    params = jax.jit(model.init)(RNGS, x)
+
+    def exponentials(model):
+        found = equations(jax.make_jaxpr(lambda p: model.apply(p, x))(params))
+        return {e.invars[0].aval.dtype for e in found if e.primitive.name == "exp"}
+
+    assert exponentials(mixed) == {jnp.dtype("float32")}
+    assert exponentials(loose) == {jnp.dtype("float16")}
+    assert products(lambda p: mixed.apply(p, x), params) == [{"float16"}] * 6
+
+
+@pytest.mark.parametrize("cell", [slow(nn.LSTMCell), slow(nn.GRUCell), nn.SimpleCell])
+def test_a_recurrent_carry_keeps_its_dtype(cell):
+    model = jamp.linen.with_policy(nn.RNN(cell(8), return_carry=True), MIXED)
+    x = X[None]
+    params = jax.jit(model.init)(RNGS, x)
+    carry, y = model.apply(params, x)
+    assert {c.dtype for c in jax.tree.leaves(carry)} == {jnp.dtype("float32")}
+    assert y.dtype == jnp.float32
+    wrong = [d for d in products(lambda p: model.apply(p, x), params) if len(d) > 1]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "encode",
+        Setup.encode,
+        Setup().encode,
+        jamp.linen.with_policy(Setup(), MIXED).encode,
+        lambda model, x: model.encode(x),
+    ],
+    ids=["name", "function", "method", "our method", "lambda"],
+)
+def test_other_methods(method):
+    model = jamp.linen.with_policy(Setup(), MIXED)
+    params = jax.jit(model.init)(RNGS, X)
+    run = lambda params: model.apply(params, X, method=method)
+    assert run(params).dtype == jnp.float32
+    assert products(run, params) == [{"float16"}]
+    assert model.describe() == "a model"
+
+
+def test_bound_modules():
+    model = jamp.linen.with_policy(Setup(), MIXED)
+    params = jax.jit(model.init)(RNGS, X)
+    bound = model.bind(params)
+    np.testing.assert_array_equal(bound(X), model.apply(params, X))
+    assert products(lambda p: model.bind(p).encode(X), params) == [{"float16"}]
+
+
+def test_it_is_still_the_module():
+    model = jamp.linen.with_policy(Setup(name="gpt"), MIXED)
+    assert isinstance(model, Setup)
+    assert type(model).__name__ == "Setup"
+    assert model.name == "gpt"
+    again = jamp.linen.with_policy(Setup(name="gpt"), "mixed_float16")
+    assert model == again
+    assert hash(model) == hash(again)
+    assert model != jamp.linen.with_policy(Setup(name="gpt"), "half")
+    model = jamp.linen.with_policy(Setup(), MIXED)
+    for other in (
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(model),
+        model.copy(),
+    ):
+        assert other == model
+    assert "Setup" in model.tabulate(RNGS, X)
+
+
+def test_the_module_that_is_given_stays_plain():
+    plain = Setup()
+    jamp.linen.with_policy(plain, "half")
+    assert type(plain) is Setup
+
+
+def test_tied_parameters_are_cast_by_their_reader():
+    model = jamp.linen.with_policy(Tied(), MIXED)
+    params = jax.jit(model.init)(RNGS, X)
+    assert products(lambda p: model.apply(p, X), params) == [{"float16"}]
+
+
+def test_parameters_read_as_variables_are_cast():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(8)
+            x = layer(x)
+            kernel = layer.variables["params"]["kernel"]
+            assert kernel.shape == (8, 8)
+            assert kernel.T.dtype == jnp.float16
+            return jnp.dot(x, kernel) + kernel[0] + jnp.asarray(kernel).sum()
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    params = jax.jit(nn.Dense(8).init)(RNGS, X)
+    params = {"params": {"Dense_0": params["params"]}}
+    assert products(lambda p: model.apply(p, X), params) == [{"float16"}] * 2
+
+
+def test_decoding_caches_have_the_compute_dtype():
+    plain = nn.MultiHeadDotProductAttention(2, decode=True)
+    model, x = jamp.linen.with_policy(plain, MIXED), X[None]
+    variables = jax.jit(model.init)(RNGS, x)
+    expected = jax.jit(plain.init)(RNGS, x)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], expected["params"])
+    for name in ("cached_key", "cached_value"):
+        assert variables["cache"][name].dtype == jnp.float16
+    y, state = model.apply(variables, x[:, :1], mutable=["cache"])
+    assert y.dtype == jnp.float32
+    assert state["cache"]["cache_index"] == 1
+
+
+def test_parameters_that_a_module_changes():
+    class Decays(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.ones, (8,))
+            if not self.is_initializing() and self.is_mutable_collection("params"):
+                self.put_variable("params", "w", w / 2)
+            return nn.Dense(8)(x) * w
+
+    model = jamp.linen.with_policy(Decays(), MIXED)
+    variables = jax.jit(model.init)(RNGS, X)
+    _, state = model.apply(variables, X, mutable=["params"])
+    kernel = state["params"]["Dense_0"]["kernel"]
+    assert state["params"]["w"][0] == 0.5
+    assert state["params"]["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(kernel, variables["params"]["Dense_0"]["kernel"])
+
+
+def test_weight_norm_and_map_variables():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.WeightNorm(nn.Dense(8))(x)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    variables = jax.jit(Model().init)(RNGS, X)
+    assert products(lambda v: model.apply(v, X), variables) == [{"float16"}]
+    np.testing.assert_allclose(
+        model.apply(variables, X), Model().apply(variables, X), atol=5e-3
+    )
+
+
+# Overrides.
+
+
+def test_overrides_by_path_and_class():
+    overrides = {"^Dense_1$": "full", Own: "c=bf16", Block: jamp.get_policy("full")}
+    model = jamp.linen.with_policy(Compact(), MIXED, overrides)
+    variables = jax.jit(model.init)(RNGS, X)
+    run = lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0]
+    found = products(run, variables)
+    # Dense_0, remat, scan, jit, vmap, Own, Dense_1
+    assert found == [
+        {"float16"},
+        {"float32"},
+        {"float32"},
+        {"float32"},
+        {"float16"},
+        {"bfloat16"},
+        {"float32"},
+    ]
+
+
+def test_the_innermost_override_decides_then_the_first():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return MLP(name="mlp")(x)
+
+    class MLP(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(3):
+                x = nn.Dense(8, name=f"layers_{i}")(x)
+            return x
+
+    def found(overrides):
+        model = jamp.linen.with_policy(Model(), MIXED, overrides)
+        params = jax.jit(model.init)(RNGS, X)
+        return products(lambda p: model.apply(p, X), params)
+
+    half, full, other = {"float16"}, {"float32"}, {"bfloat16"}
+    assert found({}) == [half] * 3
+    assert found({"^mlp$": "full"}) == [full] * 3
+    assert found({"layers_1": "bf16", "mlp": "full"}) == [full, other, full]
+    assert found({"mlp": "full", "layers_1": "bf16"}) == [full, other, full]
+    assert found({nn.Dense: "bf16", "mlp": "full"}) == [other] * 3
+    assert found({"layers": "full", "layers_1": "bf16"}) == [full] * 3
+    assert found({"layers_1": "bf16", "layers": "full"}) == [full, other, full]
+    assert found({"": "bf16", "layers_1$": "full"}) == [other, full, other]
+
+
+def test_norms_stay_in_float32_in_what_an_override_names():
+    def scale(overrides):
+        model = jamp.linen.with_policy(Compact(), MIXED, overrides)
+        params = jax.eval_shape(model.init, RNGS, X)["params"]
+        return params["jitted"]["LayerNorm_0"]["scale"].dtype
+
+    assert scale({"jitted": "half"}) == jnp.float32
+    assert scale({"": "half"}) == jnp.float32
+    assert scale({"jitted/LayerNorm": "half"}) == jnp.float16
+    assert scale({nn.LayerNorm: "half"}) == jnp.float16
+
+
+def test_an_override_of_the_output():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            seen["hidden"] = (x := nn.Dense(8, name="hidden")(x)).dtype
+            seen["logits"] = (x := nn.Dense(8, name="logits")(x)).dtype
+            return x
+
+    seen = {}
+    overrides = {"logits": "c=f16,o=f32", "hidden": "p=f32,c=f32,o=bf16"}
+    model = jamp.linen.with_policy(Model(), "half", overrides)
+    assert model.init_with_output(RNGS, X)[0].dtype == jnp.float16
+    assert seen == {"hidden": jnp.bfloat16, "logits": jnp.float32}
+
+
+@pytest.mark.slow
+def test_param_dtypes_by_module():
+    overrides = {"jitted/Dense": "p=bf16,c=f16", "ScanBlock": "c=full,o=half"}
+    params = jamp.linen.with_policy(Compact(), "half", overrides).init(RNGS, X)[
+        "params"
+    ]
+    assert params["jitted"]["Dense_0"]["kernel"].dtype == jnp.bfloat16
+    assert params["jitted"]["LayerNorm_0"]["scale"].dtype == jnp.float32
+    assert params["ScanBlock_0"]["Dense_0"]["kernel"].dtype == jnp.float32
+    assert params["Dense_0"]["kernel"].dtype == jnp.float16
+    kernel = params["Dense_1"]["kernel"]
+    assert isinstance(kernel, nn.Partitioned)
+    assert kernel.value.dtype == jnp.float16
+
+
+def test_a_layers_own_dtype_wins():
+    model = nn.Sequential([nn.Dense(8, dtype=jnp.float32), nn.Dense(8)])
+    model = jamp.linen.with_policy(model, MIXED)
+    params = jax.jit(model.init)(RNGS, X)
+    found = products(lambda p: model.apply(p, X), params)
+    assert found == [{"float32"}, {"float16"}]
+
+
+def test_a_policy_in_a_policy_wins():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            x = jamp.linen.with_policy(Setup(), "bf16")(x)
+            return nn.Dense(8)(x)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    params = jax.jit(model.init)(RNGS, X)
+    found = products(lambda p: model.apply(p, X), params)
+    assert found == [{"float16"}, *[{"bfloat16"}] * 3, {"float16"}]
+
+
+class Cell(nn.Module):
+    """A recurrent cell that is none of Flax's."""
+
+    @nn.compact
+    def __call__(self, carry, x):
+        carry = nn.tanh(nn.Dense(8)(x) + nn.Dense(8)(carry["h"]))
+        return {"h": carry, "n": 0}, carry
+
+
+class Chain(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(nn.LayerNorm()(x))
+
+
+@pytest.mark.parametrize("policy", [MIXED, slow("half"), slow("c=bf16,o=bf16")])
+@pytest.mark.parametrize("body", [Cell, slow(nn.remat(Cell))])
+@pytest.mark.parametrize("overrides", [None, {Cell: "full"}, {Cell: "c=bf16,o=f16"}])
+def test_a_scanned_module_gives_back_the_carry_as_it_came(policy, body, overrides):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            share = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+            cell = nn.scan(body, **share, in_axes=1, out_axes=1)
+            start = {"h": jnp.zeros((4, 8)), "n": 0}  # float32
+            carry, out = cell(name="cell")(start, x)
+            assert carry["h"].dtype == jnp.float32
+            return out
+
+    x = jnp.ones((4, 3, 8))
+    plain, model = Model(), jamp.linen.with_policy(Model(), policy, overrides)
+    variables = jax.jit(plain.init)(RNGS, x)
+    jax.eval_shape(model.init, RNGS, x)
+    dtype = "float32" if overrides == {Cell: "full"} else str(model_dtype(model, Cell))
+    assert all({dtype} == found for found in products(model.apply, variables, x))
+    out = model.apply(variables, x).astype(jnp.float32)
+    np.testing.assert_allclose(out, plain.apply(variables, x), atol=0.05)
+
+
+def model_dtype(model, cls):
+    """What the modules of a class compute in."""
+    plan = type(model)._jamp_plan
+    return dict(plan.overrides).get(cls, plan.policy).compute_dtype
+
+
+@pytest.mark.parametrize("lift", ["scan", "remat_scan"])
+def test_scanned_layers_take_a_float32_residual_stream(lift):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x) + jnp.ones(8, jnp.float32)  # float32
+            if lift == "scan":
+                axes, split = {"params": 0}, {"params": True}
+                layers = nn.scan(Block, axes, split_rngs=split, length=3)
+                return layers()(x, None)[0]
+            return nn.remat_scan(Chain, lengths=(3,))()(x)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    variables = jax.jit(model.init)(RNGS, X)
+    found = products(model.apply, variables, X)
+    assert found and all(dtypes == {"float16"} for dtypes in found)
+    np.testing.assert_allclose(
+        model.apply(variables, X), Model().apply(variables, X), atol=0.05
+    )
+
+
+@pytest.mark.parametrize("policy", [MIXED, "half"])
+def test_a_float32_cache_takes_half_precision(policy):
+    class Cached(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            key = nn.Dense(8)(x)
+            cache = self.variable("cache", "key", jnp.zeros, (4, 8), jnp.float32)
+            index = self.variable("cache", "index", lambda: jnp.int32(1))
+            at = (index.value, 0)
+            cache.value = jax.lax.dynamic_update_slice(cache.value, key, at)
+            return key @ cache.value.T
+
+    model = jamp.linen.with_policy(Cached(), policy)
+    variables = jax.jit(model.init)(RNGS, X[:1])
+    for run in (model.apply, jax.jit(model.apply, static_argnames="mutable")):
+        _, state = run(variables, X[:1], mutable=("cache",))
+        assert state["cache"]["key"].dtype == jnp.float32
+        assert np.count_nonzero(state["cache"]["key"]) == 8
+
+
+def test_a_carry_that_stays_unequal_is_explained():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            cell = lambda model, carry, x: (nn.Dense(8)(carry), None)
+            share = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+            return nn.scan(cell, **share)(self, x + jnp.ones(8), X)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    with pytest.raises(TypeError, match="carry input and carry output") as caught:
+        jax.eval_shape(model.init, RNGS, X)
+    assert any("has a policy gives back half" in n for n in caught.value.__notes__)
+
+
+def test_a_number_at_the_end_of_an_override_is_whole(standard_promotion):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(12):
+                x = nn.Dense(8, name=f"dense_{i}")(x)
+            return x
+
+    model = jamp.linen.with_policy(Model(), MIXED, {"dense_1": "full"})
+    variables = jax.jit(model.init)(RNGS, X)
+    expected = [{"float32"} if i == 1 else {"float16"} for i in range(12)]
+    assert products(model.apply, variables, X) == expected
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"Dens_0": "full"}, r"'Dens_0'.*\n.*'Dense_0'"),
+        ({"^Dense$": "full"}, r"'Dense_0'|'Dense_1'"),
+        ({"Dense_0": "full", "encoder": "full"}, "no module: 'encoder'"),
+        ({nn.Conv: "full"}, "Conv"),
+    ],
+)
+def test_overrides_that_match_nothing(overrides, message):
+    model = jamp.linen.with_policy(Compact(), MIXED, overrides)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(model.init, RNGS, X)
+    variables = jax.jit(Compact().init)(RNGS, X)
+    if nn.Conv not in overrides:  # a path is held against those of the variables
+        with pytest.raises(ValueError, match=message):
+            model.apply(variables, X, rngs=RNGS, mutable=MUTABLE)
+
+
+def test_overrides_of_what_one_call_leaves_out():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            if train:
+                x = x + nn.Dense(8, name="auxiliary")(x)
+                x = nn.Dropout(0.5, deterministic=False, name="drop")(x)
+            return nn.Dense(8)(x)
+
+        def other(self, x):
+            return x
+
+    overrides = {"auxiliary": "full", "drop": "full", nn.Dropout: "full"}
+    model = jamp.linen.with_policy(Model(), MIXED, overrides)
+    variables = jax.jit(model.init)(RNGS, X)
+    model.apply(variables, X, train=False)
+    model.apply(variables, X, method="other")
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"module": nn.Dense}, TypeError, "must be a module.*\\n.*Linen"),
+        ({"module": lambda x: x}, TypeError, "policy.wrap"),
+        ({"policy": jnp.float16}, TypeError, "policy must be a jamp.Policy"),
+        ({"policy": "flaot16"}, ValueError, "float16"),
+        ({"overrides": ["Dense"]}, TypeError, "overrides must be a dict"),
+        ({"overrides": {"Dense": None}}, TypeError, "None is no policy"),
+        ({"overrides": {3: "half"}}, TypeError, "neither a string nor a class"),
+        ({"overrides": {"(": "half"}}, ValueError, "not a regular expression"),
+        ({"overrides": {"Dense": "int8"}}, ValueError, "not a floating dtype"),
+        ({"float32_for": ("norm",)}, ValueError, "did you mean 'norms'"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    arguments = {"module": nn.Dense(2), "policy": "half"} | arguments
+    with pytest.raises(error, match=message):
+        jamp.linen.with_policy(**arguments)
+
+
+def test_one_policy_is_enough():
+    model = jamp.linen.with_policy(nn.Dense(2), "half")
+    with pytest.raises(ValueError, match="has a policy already"):
+        jamp.linen.with_policy(model, "half")
+
+
+# Training.
+
+
+@pytest.mark.parametrize("text", ["mixed_float16", "half"])
+def test_training_is_traced_once_and_donates(text):
+    model = jamp.linen.with_policy(Setup(), text)
+    inner = jamp.master_weights(optax.adam(1e-2))
+    params = jax.jit(model.init)(RNGS, X)["params"]
+    state = jamp.linen.TrainState.create(
+        apply_fn=model.apply, params=params, tx=jamp.dynamic_loss_scale(inner)
+    )
+    traces = []
+
+    @jax.jit
+    def step(state, x):
+        traces.append(x)
+
+        def loss_fn(params):
+            y = state.apply_fn({"params": params}, x)
+            return jnp.mean((y.astype(jnp.float32) - 1) ** 2)
+
+        loss, grads = jamp.value_and_grad(loss_fn, state)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    step = jax.jit(step, donate_argnums=0)
+    losses = []
+    dtypes = jax.tree.map(lambda p: p.dtype, state.params)
+    for _ in range(30):
+        state, loss = step(state, X)
+        losses.append(float(loss))
+    assert len(traces) == 1
+    assert losses[-1] < 0.3 * losses[0]
+    assert jax.tree.map(lambda p: p.dtype, state.params) == dtypes
+
+
+def test_flax_train_state_and_checkpoints():
+    plain, mixed = Compact(), jamp.linen.with_policy(Compact(), MIXED)
+    variables = jax.jit(plain.init)(RNGS, X)
+    saved = serialization.to_bytes(variables)
+    restored = serialization.from_bytes(jax.jit(mixed.init)(RNGS, X), saved)
+    jax.tree.map(np.testing.assert_array_equal, restored, variables)
+    mixed.apply(restored, X, rngs=RNGS, mutable=MUTABLE)
+    train_state.TrainState.create(
+        apply_fn=mixed.apply, params=restored["params"], tx=optax.sgd(0.1)
+    )
+
+
+def test_partitioned_parameters_under_a_mesh():
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+            return nn.Dense(8, kernel_init=init)(nn.LayerNorm()(x))
+
+    model = jamp.linen.with_policy(Model(), "half")
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(model.init, RNGS, X)
+        specs = nn.get_partition_spec(shapes)
+        assert specs["params"]["Dense_0"]["kernel"] == jax.P(None, "model")
+        shardings = nn.get_sharding(shapes, mesh)
+        variables = jax.jit(model.init, out_shardings=shardings)(RNGS, X)
+        kernel = variables["params"]["Dense_0"]["kernel"].value
+        assert kernel.dtype == jnp.float16
+        assert kernel.sharding.spec == jax.P(None, "model")
+        out = jax.jit(model.apply)(variables, X)
+    assert out.dtype == jnp.float16
+
+
+def test_region_inside_and_around():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            with jamp.autocast(dtype=jnp.bfloat16):
+                return nn.Dense(8)(x)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    params = jax.jit(model.init)(RNGS, X)
+
+    def run(params):
+        with jamp.autocast(dtype=jnp.bfloat16):
+            return model.apply(params, X) @ jnp.eye(8)
+
+    assert products(run, params) == [{"float16"}, {"bfloat16"}, {"bfloat16"}]
+
+
+@pytest.mark.slow
+def test_no_tracer_leaks_and_threads(checking_leaks):
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = jamp.linen.with_policy(Compact(), MIXED)
+    variables = jax.jit(model.init)(RNGS, X)
+    run = lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0]
+    expected = jax.jit(run)(variables)
+    with ThreadPoolExecutor(4) as pool:
+        for out in pool.map(jax.jit(run), [variables] * 8):
+            np.testing.assert_array_equal(out, expected)
+
+
+def test_an_error_in_a_module_leaves_nothing_behind():
+    class Model(nn.Module):
+        fail: bool = True
+
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            if self.fail:
+                raise KeyError("mine")
+            return x
+
+    with pytest.raises(KeyError, match="mine"):
+        jax.eval_shape(jamp.linen.with_policy(Model(), "half").init, RNGS, X)
+    params = Model(fail=False).init(RNGS, X)
+    assert params["params"]["Dense_0"]["kernel"].dtype == jnp.float32
+    assert Model(fail=False).apply(params, X).dtype == jnp.float32
+    assert not jamp.is_autocast_enabled()
+
+
+# Ways into a model.
+
+
+class Encoder(nn.Module):
+    def setup(self):
+        self.embed = nn.Dense(8)
+
+    def __call__(self, x):
+        return self.embed(x)
+
+
+class Outer(nn.Module):
+    def setup(self):
+        self.encoder = Encoder()
+        self.head = nn.Dense(8)
+
+    def __call__(self, x):
+        x = self.head(x)
+        self.encoder(x)
+        return self.encoder.embed(x)
+
+    def _private(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "method", ["_private", Outer._private, lambda model, x: model.head(x)]
+)
+def test_methods_that_are_not_the_models_public_ones(method):
+    model = jamp.linen.with_policy(Outer(), MIXED)
+    params = jax.jit(model.init)(RNGS, X)
+    run = lambda params: model.apply(params, X, method=method)
+    assert run(params).dtype == jnp.float32
+    assert products(run, params) == [{"float16"}]
+
+
+def test_a_module_called_from_elsewhere_keeps_the_policy_of_its_path():
+    model = jamp.linen.with_policy(Outer(), MIXED, {"encoder": "full"})
+    params = jax.jit(model.init)(RNGS, X)
+    found = products(lambda p: model.apply(p, X), params)
+    assert found == [{"float16"}, {"float32"}, {"float32"}]
+
+
+def test_a_module_handed_on_keeps_the_policy_of_its_path():
+    class Decoder(nn.Module):
+        embed: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return self.embed(nn.Dense(8)(x))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            embed = nn.Dense(8, name="embed")
+            return Decoder(embed, name="decoder")(x)
+
+    def found(overrides):
+        model = jamp.linen.with_policy(Model(), MIXED, overrides)
+        return products(lambda p: model.apply(p, X), jax.jit(model.init)(RNGS, X))
+
+    assert found({"decoder": "full"}) == [{"float32"}, {"float16"}]
+    assert found({"embed": "full"}) == [{"float16"}, {"float32"}]
+
+
+def test_a_model_applied_in_a_model_has_its_own_policy():
+    inner = jamp.linen.with_policy(nn.Dense(8), "bf16")
+    variables = jax.jit(inner.init)(RNGS, X)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(inner.apply(variables, x))
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    params = jax.jit(model.init)(RNGS, X)
+    found = products(lambda p: model.apply(p, X), params)
+    assert found == [{"bfloat16"}, {"float16"}]
+
+
+def test_modules_that_share_a_scope():
+    class Norm(nn.Module):
+        def setup(self):
+            self.norm = nn.LayerNorm()
+            nn.share_scope(self, self.norm)
+
+        def __call__(self, x):
+            seen.append(x.dtype)
+            return self.norm(x)
+
+    seen = []
+    model = jamp.linen.with_policy(nn.Sequential([nn.Dense(8), Norm()]), "half")
+    params = jax.jit(model.init)(RNGS, X)["params"]
+    assert params["layers_1"]["scale"].dtype == jnp.float32
+    assert params["layers_0"]["kernel"].dtype == jnp.float16
+    assert norm_dtypes(model, {"params": params}) == {"float32"}
+    assert seen[-1] == jnp.float16
+
+
+def test_partial_methods():
+    import functools
+
+    class Model(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(8)
+
+        def __call__(self, x, times=1):
+            return self.dense(x) * times
+
+        twice = functools.partialmethod(__call__, times=2)
+
+    model = jamp.linen.with_policy(Model(), MIXED)
+    params = jax.jit(model.init)(RNGS, X)
+    run = lambda p: model.apply(p, X, method="twice")
+    assert run(params).dtype == jnp.float32
+    assert products(run, params) == [{"float16"}]
+
+
+def test_init_forgets_what_matched_in_other_models():
+    class Model(nn.Module):
+        blocks: int
+
+        @nn.compact
+        def __call__(self, x):
+            for i in range(self.blocks):
+                x = nn.Dense(8, name=f"block_{i}")(x)
+            return x
+
+    overrides = {"block_1": "full"}
+    jamp.linen.with_policy(Model(2), MIXED, overrides).init(RNGS, X)
+    with pytest.raises(ValueError, match="'block_0'"):
+        jax.eval_shape(jamp.linen.with_policy(Model(1), MIXED, overrides).init, RNGS, X)

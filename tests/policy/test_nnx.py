@@ -1,0 +1,664 @@
+"""`jamp.nnx.with_policy`: casts by module, paths, NNX's transformations."""
+
+import copy
+import pickle
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+from tests.jaxprs import equations, products
+from tests.marks import slow
+
+MIXED = jamp.get_policy("mixed_float16")
+TOKENS = jnp.arange(8)[None]
+FULL = jnp.dtype("float32")
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class Block(nnx.Module):
+    def __init__(self, width, rngs):
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.linear = nnx.Linear(width, width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(self.linear(self.norm(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.blocks = nnx.List([Block(16, rngs) for _ in range(2)])
+
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def stack(rngs):
+            return Block(16, rngs)
+
+        self.stack = stack(rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, 16, decode=False, dropout_rate=0.1, rngs=rngs
+        )
+        self.w = nnx.Param(jnp.eye(16), tag="mine")
+        self.head = nnx.Linear(16, 16, rngs=rngs)
+        self.calls = nnx.Variable(jnp.float32(0))
+
+    def __call__(self, tokens):
+        self.calls[...] += 1
+        x = self.norm(self.embed(tokens))
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def scan(block, x):
+            return block(x)
+
+        x = scan(self.stack, x)
+        x = self.attention(x, deterministic=False)
+        x = self.project(x) @ self.w
+        return self.embed.attend(self.head(x))
+
+    def project(self, x):
+        return x @ self.w[...]
+
+
+# Two blocks, the stack, four of attention's layers and its two products, w twice, the
+# head, and the embedding.
+PRODUCTS = 2 + 1 + 4 + 2 + 2 + 1 + 1
+
+
+def pure(model, *kinds):
+    return nnx.as_pure(nnx.state(model, *kinds))
+
+
+def model_products(model, *args):
+    graphdef, state = nnx.split(model)
+    return products(lambda state: nnx.merge(graphdef, state)(*args), state)
+
+
+@pytest.mark.slow
+def test_the_plain_model_with_casts():
+    plain, twin = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+    mixed = jamp.nnx.with_policy(twin, MIXED)
+    jax.tree.map(
+        np.testing.assert_array_equal, pure(plain, nnx.Param), pure(mixed, nnx.Param)
+    )
+    assert jax.tree.structure(pure(plain)) == jax.tree.structure(pure(mixed))
+    assert model_products(mixed, TOKENS) == [{"float16"}] * PRODUCTS
+    y, out = plain(TOKENS), mixed(TOKENS)
+    assert out.dtype == FULL
+    np.testing.assert_allclose(out, y, rtol=2e-2, atol=2e-2 * float(jnp.abs(y).max()))
+    assert mixed.calls[...] == 1
+    assert mixed.norm.mean[...].dtype == FULL
+    np.testing.assert_allclose(mixed.norm.mean[...], plain.norm.mean[...], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_gradients_and_backward_products():
+    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED)
+    graphdef, state = nnx.split(mixed)
+
+    def gradients(state):
+        model = nnx.merge(graphdef, state)
+        return nnx.grad(lambda model: jnp.mean(model(TOKENS) ** 2))(model)
+
+    grads = gradients(state)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {FULL}
+    found = products(gradients, state)
+    assert len(found) > 3 * (PRODUCTS - 1)
+    assert all(dtypes == {"float16"} for dtypes in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["mixed_float16", "half"])
+def test_training_is_traced_once_and_keeps_its_dtypes(text):
+    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), text)
+    tx = jamp.dynamic_loss_scale(jamp.master_weights(optax.adam(1e-2)), 2.0**8)
+    optimizer = nnx.Optimizer(mixed, tx, wrt=nnx.Param)
+    before = jax.tree.map(lambda x: x.dtype, pure(mixed))
+    traces = []
+
+    @nnx.jit(donate_argnames=("model", "optimizer"))
+    def step(model, optimizer, tokens):
+        traces.append(tokens)
+
+        def loss_fn(model):
+            logits = model(tokens).astype(jnp.float32)
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                logits, jnp.arange(8)[None] % 3
+            )
+            return jamp.scale_loss(losses.mean(), optimizer.opt_state), losses.mean()
+
+        (_, loss), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(mixed, optimizer, TOKENS)) for _ in range(20)]
+    assert len(traces) == 1
+    assert losses[-1] < 0.5 * losses[0]
+    assert jax.tree.map(lambda x: x.dtype, pure(mixed)) == before
+    assert isinstance(mixed, Model)
+    assert mixed.calls[...] == 20
+
+
+@pytest.mark.slow
+def test_grad_scaler():
+    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED)
+    optimizer = nnx.Optimizer(mixed, optax.sgd(1e-3), wrt=nnx.Param)
+    scaler = jamp.GradScaler(init_scale=2.0**8)
+
+    @nnx.jit
+    def step(model, optimizer, scaler):
+        grads = nnx.grad(lambda m: scaler.scale(jnp.mean(m(TOKENS) ** 2)))(model)
+        skipped = scaler.step(optimizer, model, grads)
+        scaler.update()
+        return skipped
+
+    assert not step(mixed, optimizer, scaler)
+
+
+def test_parameters_are_cast_in_calls_alone():
+    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED)
+    kernel = mixed.head.kernel
+    assert kernel[...].dtype == kernel.get_value().dtype == kernel.dtype == FULL
+    assert jnp.asarray(kernel).dtype == (kernel + 1).dtype == FULL
+    kernel[...] = kernel[...] * 2
+    assert kernel.get_raw_value().dtype == FULL
+    assert isinstance(kernel, nnx.Param)
+    assert type(kernel).__name__ == "Param"
+    assert mixed.w.tag == "mine"
+
+
+class Layers(nnx.Module):
+    """Layers in a scan, of a float32 input."""
+
+    def __init__(self):
+        make = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))
+        self.layers = make(jax.random.split(jax.random.key(0), 3))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return layer(x)
+
+        return run(x * jnp.ones(4, jnp.float32), self.layers)
+
+
+def test_a_carry_that_differs_is_explained():
+    model = jamp.nnx.with_policy(Layers(), MIXED)
+    with pytest.raises(TypeError, match="carry input and carry output") as caught:
+        model(jnp.ones((2, 4)))
+    notes = "".join(caught.value.__notes__)
+    assert "x.astype(h.dtype)" in notes and "the start of a loop" in notes
+
+
+@pytest.mark.parametrize("cache_dtype", [slow(jnp.float32), jnp.float16])
+def test_a_decoding_cache_keeps_its_dtype(cache_dtype):
+    attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+    mixed = jamp.nnx.with_policy(attention, MIXED)
+    for model, dtype in ((attention, FULL), (mixed, cache_dtype)):
+        model.init_cache((2, 3, 4), dtype=dtype)
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    for token in jnp.split(x, 3, axis=1):
+        out, expected = nnx.jit(lambda m, x: m(x))(mixed, token), attention(token)
+        np.testing.assert_allclose(out, expected, atol=2e-3)
+    assert mixed.cached_key[...].dtype == cache_dtype
+
+
+class Average(nnx.Module):
+    """Keeps a running average of what it is given, in a Variable of a kind."""
+
+    def __init__(self, kind=nnx.Param):
+        self.mean = kind(jnp.zeros(4))
+
+    def __call__(self, x):
+        self.mean[...] = 0.999 * self.mean[...] + 0.001 * x.mean(0)
+        return x
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_parameter_is_not_written_from_its_rounded_value(wrap):
+    x = 1 + jax.random.uniform(jax.random.key(0), (8, 4))
+
+    @wrap
+    def run(model, x):
+        for _ in range(20):
+            model(x)
+
+    run(plain := Average(), x)
+    with pytest.raises(ValueError, match="Average writes its parameter 'mean' while"):
+        run(jamp.nnx.with_policy(Average(), MIXED), x)
+    cures = [
+        jamp.nnx.with_policy(Average(), MIXED, {Average: "full"}),
+        jamp.nnx.with_policy(Average(nnx.BatchStat), "c=f16,o=f32"),
+    ]
+    for model in cures:
+        run(model, x)
+        assert model.mean[...].dtype == FULL
+    np.testing.assert_array_equal(cures[0].mean[...], plain.mean[...])
+    np.testing.assert_allclose(cures[1].mean[...], plain.mean[...], rtol=1e-3)
+
+
+def test_a_parameter_that_is_written_keeps_the_dtype_that_it_is_stored_in():
+    class Last(nnx.Module):
+        def __init__(self):
+            self.whole, self.part = nnx.Param(jnp.zeros(4)), nnx.Param(jnp.ones(4) / 3)
+
+        def __call__(self, x):
+            self.whole.set_value(x[0])
+            self.part[1] = x[0, 0]
+            return self.whole[...]
+
+    last = jamp.nnx.with_policy(Last(), MIXED)
+    assert last(jnp.full((2, 4), 0.1)).dtype == FULL
+    assert last.whole[...].dtype == last.part[...].dtype == FULL
+    np.testing.assert_array_equal(last.part[...][2:], np.float32(1) / 3)  # unrounded
+
+
+@pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_norms_of_weights_store_what_the_plain_model_stores(norm):
+    def make():
+        rngs = nnx.Rngs(0)
+        return norm(nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
+
+    x = jax.random.normal(jax.random.key(1), (2, 4))
+    plain, mixed = make(), jamp.nnx.with_policy(make(), MIXED)
+    for _ in range(3):
+        expected, out = plain(x), mixed(x)
+    stored = [nnx.as_pure(nnx.state(model)) for model in (plain, mixed)]
+    chex.assert_trees_all_equal(*stored)
+    np.testing.assert_allclose(out, expected, atol=5e-3)
+    assert {"float16"} in model_products(mixed, x)
+
+
+def test_parts_are_called_by_themselves():
+    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED)
+    x = jnp.ones((1, 16))
+    assert model_products(mixed.head, x) == [{"float16"}]
+    assert mixed.head(x).dtype == jnp.float16  # what it gives to the model
+    assert mixed.project(x).dtype == FULL  # a method of the outermost one
+
+
+@pytest.mark.slow
+def test_half_parameters():
+    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), "half", {"stack": "p=bf16,c=f16"})
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pure(mixed, nnx.Param)):
+        path = jax.tree_util.keystr(path)
+        dtype = "bfloat16" if "stack" in path else "float16"
+        dtype = "float32" if "norm" in path else dtype
+        assert leaf.dtype == dtype, path
+    assert mixed(TOKENS).dtype == jnp.float16
+
+
+def test_norms_and_softmax_compute_in_float32():
+    def dtypes(**kwargs):
+        mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), "half", **kwargs)
+        graphdef, state = nnx.split(mixed)
+        run = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(TOKENS))(state)
+        found = {}
+        for eqn in equations(run):
+            if eqn.primitive.name in ("rsqrt", "exp"):
+                names = found.setdefault(eqn.primitive.name, set())
+                names.add(eqn.invars[0].aval.dtype.name)
+        return found, mixed.norm.scale.dtype
+
+    assert dtypes() == ({"rsqrt": {"float32"}, "exp": {"float32"}}, FULL)
+    found, scale = dtypes(float32_for=())
+    assert found["exp"] == {"float16"}
+    assert scale == jnp.float16
+
+
+def test_overrides():
+    overrides = {
+        "^head$": "full",
+        "blocks/1": "p=bf16,c=bf16,o=f16",
+        nnx.MultiHeadAttention: "c=bf16,o=f16",
+    }
+    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED, overrides)
+    half, other, full = {"float16"}, {"bfloat16"}, {"float32"}
+    found = model_products(mixed, TOKENS)
+    assert found == [half, other, half, *[other] * 6, half, half, full, half]
+    assert mixed.blocks[1].linear.kernel.dtype == jnp.bfloat16
+    assert mixed.blocks[1].norm.scale.dtype == FULL
+    assert mixed.attention.query.kernel.dtype == FULL
+
+
+def test_a_number_at_the_end_of_an_override_is_whole():
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=rngs) for _ in range(12)))
+    mixed = jamp.nnx.with_policy(model, MIXED, {"layers/1": "full"})
+    expected = [{"float32"} if i == 1 else {"float16"} for i in range(12)]
+    assert model_products(mixed, jnp.ones((2, 4))) == expected
+
+
+def test_a_shared_parameter_is_cast_by_its_reader():
+    class Head(nnx.Module):
+        def __init__(self, embedding):
+            self.embedding = embedding
+
+        def __call__(self, x):
+            return x @ self.embedding[...].T
+
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(8, 16, rngs=rngs)
+            self.linear = nnx.Linear(16, 16, rngs=rngs)
+            self.unembed = Head(self.embed.embedding)
+
+        def __call__(self, tokens):
+            return self.unembed(self.linear(self.embed(tokens)))
+
+    mixed = jamp.nnx.with_policy(Tied(nnx.Rngs(0)), MIXED, {"unembed": "full"})
+    assert mixed.unembed.embedding is mixed.embed.embedding
+    assert model_products(mixed, TOKENS) == [{"float16"}, {"float32"}]
+
+
+def test_a_layers_own_dtype_wins():
+    rngs = nnx.Rngs(0)
+    layers = nnx.Linear(4, 4, dtype=jnp.float32, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+    mixed = jamp.nnx.with_policy(nnx.Sequential(*layers), MIXED)
+    assert model_products(mixed, jnp.ones((1, 4))) == [{"float32"}, {"float16"}]
+
+
+def test_a_policy_in_a_policy_wins():
+    class Outer(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(16, 16, rngs=rngs)
+            self.block = jamp.nnx.with_policy(Block(16, rngs), "bf16")
+
+        def __call__(self, x):
+            return self.block(self.first(x))
+
+    mixed = jamp.nnx.with_policy(Outer(nnx.Rngs(0)), MIXED)
+    x = jnp.ones((1, 16))
+    assert model_products(mixed, x) == [{"float16"}, {"bfloat16"}]
+    assert mixed.block.linear.kernel.dtype == jnp.bfloat16
+    assert mixed.first.kernel.dtype == FULL
+
+
+@pytest.mark.parametrize(
+    "cell", [slow(nnx.LSTMCell), nnx.GRUCell, slow(nnx.SimpleCell)]
+)
+def test_a_recurrent_carry_keeps_its_dtype(cell):
+    rnn = nnx.RNN(cell(8, 8, rngs=nnx.Rngs(0)), return_carry=True)
+    mixed = jamp.nnx.with_policy(rnn, MIXED)
+    carry, y = mixed(jnp.ones((1, 4, 8)))
+    assert {c.dtype for c in jax.tree.leaves(carry)} == {FULL}
+    assert y.dtype == FULL
+    assert all(len(d) == 1 for d in model_products(mixed, jnp.ones((1, 4, 8))))
+
+
+def test_checkpoints_load_both_ways():
+    plain = Model(nnx.Rngs(0))
+    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(1)), MIXED)
+    graphdef, _ = nnx.split(mixed)
+    for state in (nnx.state(plain), nnx.as_pure(nnx.state(plain))):
+        fresh = nnx.clone(mixed)
+        nnx.update(fresh, state)
+        assert model_products(fresh, TOKENS) == [{"float16"}] * PRODUCTS
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            pure(fresh, nnx.Param),
+            pure(plain, nnx.Param),
+        )
+    merged = nnx.merge(graphdef, nnx.state(plain))
+    assert model_products(merged, TOKENS) == [{"float16"}] * PRODUCTS
+    nnx.update(plain, nnx.state(mixed))
+    assert model_products(plain, TOKENS) == [{"float32"}] * PRODUCTS
+
+
+def test_it_is_still_the_model():
+    plain = Model(nnx.Rngs(0))
+    mixed = jamp.nnx.with_policy(plain, MIXED)
+    assert isinstance(mixed, Model)
+    assert isinstance(mixed.head, nnx.Linear)
+    assert type(plain) is Model
+    assert type(plain.head.kernel) is nnx.Param
+    assert plain.embed.dtype == FULL
+    assert mixed.w is not plain.w
+    assert mixed.w.get_raw_value() is plain.w.get_raw_value()
+    copies = nnx.clone(mixed), copy.deepcopy(mixed), pickle.loads(pickle.dumps(mixed))
+    for other in copies:
+        assert type(other) is type(mixed)
+        assert model_products(other, TOKENS) == [{"float16"}] * PRODUCTS
+    again = jamp.nnx.with_policy(plain, "mixed_float16")
+    assert nnx.graphdef(again) == nnx.graphdef(mixed)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_eval_mode_and_sow():
+    class Sower(nnx.Module):
+        def __init__(self, rngs):
+            self.block = Block(16, rngs)
+
+        def __call__(self, x):
+            y = self.block(x)
+            self.sow(nnx.Intermediate, "y", y)
+            return y
+
+    mixed = jamp.nnx.with_policy(Sower(nnx.Rngs(0)), MIXED)
+    mixed.eval()
+    assert mixed.block.dropout.deterministic
+    mixed(jnp.ones((1, 16)))
+    kept = nnx.pop(mixed, nnx.Intermediate)
+    assert jax.tree.leaves(kept)[0].dtype == jnp.float16
+
+
+def test_sharding_metadata():
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+    with jax.set_mesh(mesh):
+        linear = nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0))
+        mixed = jamp.nnx.with_policy(linear, "half")
+        spec = nnx.get_partition_spec(nnx.state(mixed))["kernel"].get_raw_value()
+        assert spec == jax.P(None, "model")
+        kernel = mixed.kernel.get_raw_value()
+        assert kernel.sharding.spec == jax.P(None, "model")
+        assert kernel.dtype == jnp.float16
+        out = nnx.jit(lambda model, x: model(x))(mixed, jnp.ones((2, 8)))
+    assert out.dtype == jnp.float16
+
+
+def test_abstract_models():
+    abstract = nnx.eval_shape(lambda: jamp.nnx.with_policy(Model(nnx.Rngs(0)), "half"))
+    assert abstract.head.kernel.get_raw_value().dtype == jnp.float16
+    late = jamp.nnx.with_policy(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), "half")
+    assert late.head.kernel.get_raw_value().dtype == jnp.float16
+
+
+def test_jax_transformations_of_a_closure():
+    mixed = jamp.nnx.with_policy(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), MIXED)
+    x = jnp.ones((3, 4))
+    expected = mixed(x)
+    for run in (jax.jit(mixed), jax.vmap(mixed), jax.checkpoint(mixed)):
+        np.testing.assert_array_equal(run(x), expected)
+
+
+def test_regions_around_and_inside():
+    class Inside(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            with jamp.autocast(dtype=jnp.bfloat16):
+                return self.linear(x)
+
+    rngs, x = nnx.Rngs(0), jnp.ones((1, 4))
+    inside = jamp.nnx.with_policy(Inside(rngs), MIXED)
+    model = jamp.nnx.with_policy(nnx.Linear(4, 4, rngs=rngs), MIXED)
+
+    def around(x):
+        with jamp.autocast(dtype=jnp.bfloat16):
+            return model(x) @ jnp.eye(4)
+
+    assert products(around, x) == [{"float16"}, {"bfloat16"}]
+    assert products(lambda x: inside.linear(x), x) == [{"float16"}]
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"hed": "full"}, r"'hed'.*\n.*'head'"),
+        ({"blocks/2": "full"}, r"'blocks/[01]'"),
+        ({"head": "full", nnx.Conv: "full"}, "Conv"),
+    ],
+)
+def test_overrides_that_match_nothing(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED, overrides)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"model": nnx.Linear}, TypeError, "must be a module.*\\n.*NNX"),
+        ({"model": lambda x: x}, TypeError, "policy.wrap"),
+        ({"policy": jnp.float16}, TypeError, "policy must be a jamp.Policy"),
+        ({"policy": "flaot16"}, ValueError, "float16"),
+        ({"overrides": ["Dense"]}, TypeError, "overrides must be a dict"),
+        ({"overrides": {"x": None}}, TypeError, "None is no policy"),
+        ({"overrides": {"x": "int8"}}, ValueError, "not a floating dtype"),
+        ({"float32_for": ("norm",)}, ValueError, "did you mean 'norms'"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    arguments = {"model": model, "policy": "half"} | arguments
+    with pytest.raises(error, match=message):
+        jamp.nnx.with_policy(**arguments)
+
+
+def test_one_policy_is_enough():
+    model = jamp.nnx.with_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "half")
+    with pytest.raises(ValueError, match="has a policy already"):
+        jamp.nnx.with_policy(model, "half")
+
+
+def test_an_error_in_a_module_leaves_nothing_behind():
+    class Fails(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(2, 2, rngs=rngs)
+
+        def __call__(self, x):
+            self.linear(x)
+            raise KeyError("mine")
+
+    mixed = jamp.nnx.with_policy(Fails(nnx.Rngs(0)), MIXED)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            mixed(jnp.ones((1, 2)))
+    assert mixed.linear.kernel[...].dtype == FULL
+    assert not jamp.is_autocast_enabled()
+
+
+# Ways into a model.
+
+
+@pytest.mark.parametrize("decorate", [nnx.jit, nnx.remat, jax.jit])
+def test_decorated_methods(decorate):
+    class Part(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.w = nnx.Param(jnp.eye(4))
+
+        @decorate
+        def __call__(self, x):
+            return self.helper(self.linear(x) @ self.w)
+
+        def helper(self, x):
+            seen.append(x.dtype)
+            return x @ self.w.T
+
+    class Whole(nnx.Module):
+        def __init__(self, rngs):
+            self.part = Part(rngs)
+            self.head = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.part(x))
+
+    seen, x, rngs = [], jnp.ones((1, 4)), nnx.Rngs(0)
+    part = jamp.nnx.with_policy(Part(rngs), MIXED)
+    assert part(x).dtype == FULL
+    whole = jamp.nnx.with_policy(Whole(rngs), MIXED, {"part": "c=bf16,o=half"})
+    assert whole(x).dtype == FULL
+    assert seen == [jnp.float16, jnp.bfloat16]
+    assert model_products(whole, x) == [*[{"bfloat16"}] * 3, {"float16"}]
+
+
+def test_every_way_to_read_a_parameter():
+    class Reads(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.eye(4))
+            self.many = nnx.List([nnx.Param(jnp.eye(4))])
+            self.tree = nnx.Param({"w": jnp.eye(4)})
+
+        def __call__(self, x):
+            w = self.w
+            values = [
+                w[...],
+                w.T,
+                w.sum(),
+                w + 0,
+                -w,
+                jnp.asarray(w),
+                w.astype(w.dtype),
+            ]
+            values += [w.get_value(), self.many[0][...], self.tree["w"], w[0]]
+            dtypes.extend(v.dtype for v in values)
+            assert w.shape == (4, 4)
+            return x
+
+    dtypes = []
+    jamp.nnx.with_policy(Reads(), MIXED)(jnp.ones((1, 4)))
+    assert set(dtypes) == {jnp.dtype("float16")}
+
+
+@pytest.mark.slow
+def test_attention_runs_on_a_cpu():
+    """By hand JAX refuses to compile it: F16_F16_F32 is not supported there."""
+    attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    mixed = jamp.nnx.with_policy(attention, MIXED)
+    x = jax.random.normal(jax.random.key(0), (1, 4, 8))
+    run = nnx.jit(nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2)))
+    (value, grads), (expected, others) = run(mixed, x), run(attention, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-2)
+    assert all(grad.dtype == FULL for grad in jax.tree.leaves(grads))
+    grads, others = nnx.as_pure(grads), nnx.as_pure(others)
+    distance = optax.tree.norm(optax.tree.sub(grads, others))
+    assert distance < 0.02 * optax.tree.norm(others)
+
+
+def test_linen_modules_in_a_bridge():
+    import flax.linen as nn
+
+    x = jnp.ones((1, 4))
+
+    class Whole(nnx.Module):
+        def __init__(self, linen):
+            self.part = nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(0)).lazy_init(x)
+            self.head = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.head(self.part(x))
+
+    plain = jamp.nnx.with_policy(Whole(nn.Dense(4)), MIXED)
+    assert plain(x).dtype == FULL
+    governed = jamp.linen.with_policy(nn.Dense(4), MIXED)
+    mixed = jamp.nnx.with_policy(Whole(governed), MIXED)
+    assert model_products(mixed, x) == [{"float16"}] * 2
+
+
+def test_hijax_variables_are_refused():
+    linear = nnx.with_vars(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), hijax=True)
+    with pytest.raises(NotImplementedError, match="hijax"):
+        jamp.nnx.with_policy(linear, MIXED)

@@ -1,0 +1,1 @@
+"""Tests of `jamp/_scaling/`: loss scaling, optimizers, master weights."""

@@ -1,0 +1,367 @@
+"""After a checkpoint is restored, training goes on bit for bit as if never interrupted.
+
+Saved by orbax, msgpack or pickle, on one device or many, restored onto the same mesh or
+another.
+"""
+
+import json
+import pickle
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jamp
+import jamp.linen
+from tests.marks import mostly_slow
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+SCALING = {"init_scale": 2.0**10, "growth_interval": 3, "hysteresis": 2}
+BAD = (1, 2, 8)  # steps with an inf in the batch
+SAVED, END = 7, 14  # a step in the middle of an accumulation, and the last one
+MESHES = {"8": (8,), "4x2": (4, 2), "2": (2,)}
+
+
+def make_batch(step):
+    x = np.random.default_rng(step).normal(size=(8, 8)).astype(np.float32)
+    if step in BAD:
+        x[3, 2] = np.inf
+    return x
+
+
+def make_params(dtype):
+    rng = np.random.default_rng(99)
+    shapes = {"w1": (8, 16), "b1": (16,), "w2": (16, 8)}
+    return {name: jnp.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
+
+
+def loss_fn(params, x):
+    with jamp.autocast(dtype=jnp.float16):
+        hidden = jnp.tanh(x @ params["w1"] + params["b1"])
+        return jnp.mean((hidden @ params["w2"] - 1) ** 2)
+
+
+def optax_trainer(inner, dtype=jnp.float32):
+    tx = jamp.dynamic_loss_scale(inner, **SCALING)
+    params = make_params(dtype)
+
+    @jax.jit
+    def step(carry, x):
+        params, opt_state = carry
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
+        return jamp.step(tx, grads, opt_state, params), loss
+
+    return (params, tx.init(params)), step
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        for name, value in make_params(jnp.float32).items():
+            setattr(self, name, nnx.Param(value))
+
+
+def nnx_trainer():
+    model = Model()
+    optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
+    graph, carry = nnx.split((model, optimizer, jamp.GradScaler(**SCALING)))
+
+    @jax.jit
+    def step(carry, x):
+        model, optimizer, scaler = nnx.merge(graph, carry)
+
+        def scaled_loss(model):
+            params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            loss = loss_fn(params, x)
+            return scaler.scale(loss), loss
+
+        grads, loss = nnx.grad(scaled_loss, has_aux=True)(model)
+        scaler.step(optimizer, model, grads)
+        scaler.update()
+        return nnx.state((model, optimizer, scaler)), loss
+
+    return carry, step
+
+
+TRAINERS = {
+    "adam": lambda: optax_trainer(optax.adam(0.01)),
+    "MultiSteps": lambda: optax_trainer(optax.MultiSteps(optax.adam(0.01), 2)),
+    "master_weights": lambda: optax_trainer(
+        jamp.master_weights(optax.adam(0.01)), jnp.float16
+    ),
+    "GradScaler": nnx_trainer,
+}
+
+
+def train(step, carry, start, end, put=lambda x: x):
+    losses = []
+    for number in range(start, end):
+        carry, loss = step(carry, put(make_batch(number)))
+        losses.append(loss)
+    return carry, np.stack(losses)
+
+
+def assert_same_bits(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def through_orbax(carry, target, folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "saved", carry)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "saved", target)
+
+
+def through_msgpack(carry, target, folder):
+    path = folder / "saved.msgpack"
+    path.write_bytes(flax.serialization.to_bytes(plain(carry)))
+    saved = flax.serialization.from_bytes(plain(target), path.read_bytes())
+    return filled(target, saved)
+
+
+def through_state_dict(carry, target, folder):
+    del folder
+    saved = flax.serialization.to_state_dict(plain(carry))
+    return filled(target, flax.serialization.from_state_dict(plain(target), saved))
+
+
+def through_pickle(carry, target, folder):
+    del target
+    path = folder / "saved.pickle"
+    path.write_bytes(pickle.dumps(carry))
+    return pickle.loads(path.read_bytes())
+
+
+def plain(tree):
+    """Flax's serialization does not know `nnx.State`."""
+    return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
+
+
+def filled(target, saved):
+    if isinstance(target, nnx.State):
+        nnx.replace_by_pure_dict(target, saved)
+        return target
+    return saved
+
+
+@pytest.mark.parametrize("kind", mostly_slow(TRAINERS, "MultiSteps", "GradScaler"))
+def test_saved_and_restored_on_one_device(kind, tmp_path):
+    start, step = TRAINERS[kind]()
+    middle, _ = train(step, start, 0, SAVED)
+    expected, losses = train(step, middle, SAVED, END)
+    for carrier in (
+        through_orbax,
+        through_msgpack,
+        through_state_dict,
+        through_pickle,
+    ):
+        fresh, _ = TRAINERS[kind]()
+        folder = tmp_path / carrier.__name__
+        folder.mkdir()
+        restored = carrier(middle, fresh, folder)
+        assert_same_bits(restored, middle)
+        resumed, resumed_losses = train(step, restored, SAVED, END)
+        assert_same_bits(resumed, expected)
+        np.testing.assert_array_equal(resumed_losses, losses)
+
+
+def scaling(carry):
+    """What `SCALING` and `BAD` decide, wherever the arrays lie."""
+    leaves = jax.tree_util.tree_leaves_with_path(carry)
+    names = ("loss_scale", "growth_tracker", "skipped_steps", "hysteresis_tracker")
+    return {
+        name: float(leaf)
+        for path, leaf in leaves
+        for name in names
+        if name in jax.tree_util.keystr(path)
+    }
+
+
+def shardings_on(mesh, carry):
+    def sharding(leaf):
+        names = mesh.axis_names[: leaf.ndim]
+        return NamedSharding(mesh, P(*names))
+
+    return jax.tree.map(sharding, carry)
+
+
+def make_mesh(shape):
+    axes = ("data", "model")[: len(shape)]
+    auto = (jax.sharding.AxisType.Auto,) * len(shape)
+    devices = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(shape, axes, axis_types=auto, devices=devices)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_saved_sharded_and_restored_onto_other_meshes(kind, tmp_path):
+    carry, step = TRAINERS[kind]()
+    alone, _ = train(step, carry, 0, 15)
+    carry = jax.device_put(carry, shardings_on(make_mesh((8,)), carry))
+    for number, shape in enumerate([(8,), (4, 2), (2,)]):
+        mesh = make_mesh(shape)
+        shardings = shardings_on(mesh, carry)
+        target = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
+            carry,
+            shardings,
+        )
+        restored = through_orbax(carry, target, tmp_path / str(number))
+        moved = jax.device_put(carry, shardings)  # by hand, without a checkpoint
+        assert_same_bits(restored, moved)
+        for leaf, sharding in pairs(restored, shardings):
+            assert leaf.sharding == sharding
+
+        put = lambda x, mesh=mesh: jax.device_put(x, NamedSharding(mesh, P("data")))
+        start, end = 5 * number, 5 * (number + 1)
+        carry, losses = train(step, moved, start, end, put)
+        resumed, resumed_losses = train(step, restored, start, end, put)
+        assert_same_bits(resumed, carry)
+        np.testing.assert_array_equal(resumed_losses, losses)
+    assert scaling(carry) == scaling(alone)
+
+
+def pairs(a, b):
+    return zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_init_outside_jit_keeps_the_sharding_of_each_parameter(dtype):
+    params = make_params(dtype)
+    params = jax.device_put(params, shardings_on(make_mesh((4, 2)), params))
+    for inner in (optax.adam(0.01), jamp.master_weights(optax.adam(0.01))):
+        opt_state = jamp.dynamic_loss_scale(inner).init(params)
+        ((_, moments),) = optax.tree.get_all_with_path(opt_state, "mu")
+        for moment, param in pairs(moments, params):
+            assert moment.sharding == param.sharding
+
+
+def test_linen_train_state(tmp_path):
+    def create():
+        return jamp.linen.TrainState.create(
+            apply_fn=None,
+            params=make_params(jnp.float32),
+            tx=jamp.dynamic_loss_scale(optax.adam(0.01), **SCALING),
+        )
+
+    @jax.jit
+    def step(state, x):
+        loss, grads = jamp.value_and_grad(loss_fn, state)(state.params, x)
+        return state.apply_gradients(grads=grads), loss
+
+    middle, _ = train(step, create(), 0, SAVED)
+    expected, losses = train(step, middle, SAVED, END)
+    for carrier in (through_orbax, through_msgpack, through_state_dict):
+        folder = tmp_path / carrier.__name__
+        folder.mkdir()
+        fresh = create()
+        restored = carrier(middle, fresh, folder)
+        assert restored.tx is fresh.tx
+        resumed, resumed_losses = train(step, restored, SAVED, END)
+        np.testing.assert_array_equal(resumed_losses, losses)
+        for a, b in pairs(resumed, expected):
+            assert_same_bits(a, b)
+
+
+def drive(scaler, overflows):
+    """Scale and tracker after each step of a scaler; one step for each flag."""
+    model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    seen = []
+    for overflow in overflows:
+        grad = jnp.full((2, 1), jnp.inf if overflow else 1.0)
+        scaler.step(optimizer, model, nnx.State({"kernel": nnx.Param(grad)}))
+        scaler.update()
+        seen.append((scaler.get_scale(), int(scaler.growth_tracker[...])))
+    return seen
+
+
+OVERFLOWS = [False, False, True, False, False, False, False, True, False]
+
+
+@pytest.mark.parametrize("split", range(len(OVERFLOWS)))
+def test_state_dict_goes_through_json(split):
+    numbers = dict(growth_factor=1.7, backoff_factor=0.3, growth_interval=3)
+    scaler = jamp.GradScaler(1000.1, **numbers)
+    drive(scaler, OVERFLOWS[:split])
+    restored = jamp.GradScaler()
+    restored.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+    assert restored.state_dict() == scaler.state_dict()
+    assert drive(restored, OVERFLOWS[split:]) == drive(scaler, OVERFLOWS[split:])
+
+
+# What torch.amp.GradScaler.state_dict() returns.
+TORCHS = {
+    "scale": 4096.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 3,
+    "_growth_tracker": 1,
+}
+
+
+def test_torchs_state_dict_in_and_out():
+    scaler = jamp.GradScaler()
+    scaler.load_state_dict(TORCHS)
+    assert scaler.state_dict() == TORCHS
+    for name, value in scaler.state_dict().items():
+        assert type(value) is type(TORCHS[name])
+    seen = drive(scaler, [False, False, True, False])
+    assert seen == [(4096.0, 2), (8192.0, 0), (4096.0, 0), (4096.0, 1)]
+
+
+def test_torchs_state_dict_into_an_optimizer_state():
+    names = ("growth_factor", "backoff_factor", "growth_interval")
+    numbers = {name: TORCHS[name] for name in names}
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), **numbers)
+    params = {"w": jnp.ones(2)}
+    opt_state = optax.tree.set(
+        tx.init(params),
+        loss_scale=jnp.float32(TORCHS["scale"]),
+        growth_tracker=jnp.int32(TORCHS["_growth_tracker"]),
+    )
+    seen = []
+    for value in (1.0, 1.0, jnp.inf, 1.0):
+        grads = {"w": jnp.full(2, value)}
+        params, opt_state = jamp.step(tx, grads, opt_state, params)
+        metrics = jamp.metrics(opt_state)
+        seen.append((float(metrics["loss_scale"]), int(metrics["growth_tracker"])))
+    assert seen == [(4096.0, 2), (8192.0, 0), (4096.0, 0), (4096.0, 1)]
+
+
+@pytest.mark.parametrize("other", ["plain", "another optimizer"])
+def test_a_checkpoint_of_another_structure_is_refused(other, tmp_path):
+    (params, opt_state), _ = TRAINERS["MultiSteps"]()
+    tx = optax.adam(0.01)
+    if other != "plain":
+        tx = jamp.dynamic_loss_scale(tx)
+    target = tx.init(params)
+    with pytest.raises(ValueError, match="tree structures do not match"):
+        through_orbax(opt_state, target, tmp_path)
+    with pytest.raises(ValueError, match="list and the state dict do not match"):
+        through_msgpack(opt_state, target, tmp_path)
+
+
+def test_without_a_target_there_is_no_state_to_be_found(tmp_path):
+    (params, opt_state), _ = TRAINERS["adam"]()
+    restored = through_orbax(opt_state, None, tmp_path)
+    assert restored["loss_scale"] == SCALING["init_scale"]
+    with pytest.raises(ValueError, match="opt_state holds no loss scale; found a dict"):
+        jamp.metrics(restored)
+    tx = jamp.dynamic_loss_scale(optax.adam(0.01))
+    with pytest.raises(ValueError, match=r"must be a DynamicLossScaleState.* a dict"):
+        jamp.step(tx, params, restored, params)

@@ -1,0 +1,939 @@
+"""Master weights: parameters are rounded copies, bit for bit, and training follows."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx, serialization
+from flax.training import train_state
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jamp
+from jamp._scaling.state import DynamicLossScaleState, MasterWeightsState
+from shared.master_weights import STEPS, TRAINED, curves, worst_difference
+from tests.marks import mostly_slow, slow
+
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion"),
+]
+
+HALVES = {"half": jnp.float16, "brain": jnp.bfloat16}
+SHAPE = (128, 128)  # adafactor factors it
+SCALE = 8.0
+
+
+def is_masked(node):
+    return isinstance(node, optax.MaskedNode)
+
+
+def nodes_of(kind, state):
+    """The states of one kind in an optimizer state, those inside one another left."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def by_path(tree):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def bits(x):
+    x = np.asarray(x)
+    return x.view(f"uint{8 * x.dtype.itemsize}")
+
+
+def assert_same_bits(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(bits(a), bits(b))
+
+
+def assert_rounded(params, state):
+    """Every half-precision parameter is its copy, rounded: all 16 bits."""
+    params = by_path(params)
+    copied = set()
+    for node in nodes_of(MasterWeightsState, state):
+        for path, copy in by_path(node.master).items():
+            if is_masked(copy):
+                continue
+            copied.add(path)
+            assert copy.dtype == jnp.float32
+            rounded = np.asarray(copy).astype(params[path].dtype)
+            np.testing.assert_array_equal(bits(params[path]), bits(rounded), path)
+    assert copied == {path for path, p in params.items() if p.dtype.itemsize == 2}
+
+
+def make_params(seed=0, zeros=(0.0, -0.0)):
+    """Numbers from 2**-24 to 2**15 of both signs, and zeros."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(dtype):
+        size = np.prod(SHAPE)
+        x = rng.choice([-1, 1], size) * 2.0 ** rng.uniform(-24, 15, size)
+        edges = [2.0**-24, -(2.0**-24), 2.0**-14, 2.0**15, -(2.0**15), 1.0, *zeros]
+        x[: len(edges)] = edges
+        return jnp.asarray(x.reshape(SHAPE), dtype)
+
+    full = jnp.asarray(rng.normal(size=SHAPE), jnp.float32)
+    return {name: leaf(dtype) for name, dtype in HALVES.items()} | {"full": full}
+
+
+def make_grads(seed, params):
+    """Numbers from 2**-20 to 2**6; in every fourth step, what takes 1 to near 0."""
+    rng = np.random.default_rng(1000 + seed)
+
+    def leaf(p):
+        g = rng.normal(size=p.shape) * 2.0 ** rng.uniform(-20, 6, p.shape)
+        if seed % 4 == 3:
+            g = np.where(rng.random(p.shape) < 0.2, 50 * np.asarray(p, np.float32), g)
+        return jnp.asarray(np.clip(g, -6e4, 6e4), p.dtype)
+
+    return jax.tree.map(leaf, params)
+
+
+def updated(tx):
+    def run(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return run
+
+
+def stepped(tx):
+    return lambda params, state, grads: jamp.step(tx, grads, state, params)
+
+
+def updated_in_two_jits(tx):
+    update, apply = jax.jit(tx.update), jax.jit(optax.apply_updates)
+
+    def run(params, state, grads):
+        updates, state = update(grads, state, params)
+        return apply(params, updates), state
+
+    return run
+
+
+def updated_twice_in_one_jit(tx):
+    """Two steps in one program: half the gradients, and the rest."""
+
+    def run(params, state, grads):
+        half = jax.tree.map(lambda g: g / 2, grads)
+        for _ in range(2):
+            params, state = updated(tx)(params, state, half)
+        return params, state
+
+    return jax.jit(run)
+
+
+def scanned(tx):
+    def run(params, state, grads):
+        def body(carry, grads):
+            return updated(tx)(*carry, grads), None
+
+        one = jax.tree.map(lambda g: g[None], grads)
+        return jax.lax.scan(body, (params, state), one)[0]
+
+    return jax.jit(run)
+
+
+WAYS = {
+    "eager": updated,
+    "jit": lambda tx: jax.jit(updated(tx)),
+    "two jits": updated_in_two_jits,
+    "two steps in a jit": updated_twice_in_one_jit,
+    "scan": scanned,
+    "step": lambda tx: jax.jit(stepped(tx)),
+    "eager step": stepped,
+}
+MORE_WAYS = [way for way in WAYS if way not in ("jit", "step")]
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.02),
+    "momentum": lambda: optax.sgd(0.02, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
+    "lion": lambda: optax.lion(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-2),
+    "decay": lambda: optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.02)),
+}
+
+
+# Parameters are rounded copies.
+
+
+@pytest.mark.parametrize(
+    "name, way",
+    [(name, "jit") for name in OPTIMIZERS]
+    + [slow((name, "step")) for name in OPTIMIZERS]
+    + [slow((name, way)) for name in ("momentum", "adamw") for way in MORE_WAYS],
+)
+def test_parameters_are_the_rounded_copies(name, way):
+    tx = jamp.master_weights(OPTIMIZERS[name]())
+    start = params = make_params()
+    state = tx.init(params)
+    assert_rounded(params, state)
+    step = WAYS[way](tx)
+    for i in range(20):
+        params, state = step(params, state, make_grads(i, params))
+        assert_rounded(params, state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, start)
+    for path, leaf in params.items():
+        assert np.isfinite(np.asarray(leaf, np.float32)).all()
+        assert np.any(bits(leaf) != bits(start[path])), "the control"
+
+
+def labelled(tx):
+    labels = {"half": "a", "brain": "a", "full": "b"}
+    return optax.multi_transform({"a": tx, "b": optax.sgd(0.1)}, labels)
+
+
+def two_labels(tx):
+    labels = {"half": "a", "brain": "b", "full": "b"}
+    return optax.multi_transform({"a": tx, "b": tx}, labels)
+
+
+wrap, scale = jamp.master_weights, partial(jamp.dynamic_loss_scale, init_scale=SCALE)
+NESTINGS = {
+    "scaled": lambda x: scale(wrap(x)),
+    "scaled, clipped": lambda x: scale(
+        optax.chain(optax.clip_by_global_norm(1.0), wrap(x))
+    ),
+    "scaled statically": lambda x: jamp.static_loss_scale(wrap(x), SCALE),
+    "scaled, off": lambda x: scale(wrap(x), enabled=False),
+    "scaled inside": lambda x: wrap(scale(x)),
+    "multi steps inside": lambda x: wrap(optax.MultiSteps(x, 2)),
+    "multi steps inside, scaled": lambda x: scale(wrap(optax.MultiSteps(x, 2))),
+    "masked": lambda x: optax.masked(
+        wrap(x), {"half": True, "brain": True, "full": False}
+    ),
+    "multi transform": lambda x: labelled(wrap(x)),
+    "two of them": lambda x: two_labels(wrap(x)),
+    "scaled, two of them": lambda x: scale(two_labels(wrap(x))),
+    "masked inside": lambda x: wrap(
+        optax.masked(x, {"half": True, "brain": False, "full": True})
+    ),
+    "hyperparameters outside": lambda x: optax.inject_hyperparams(
+        lambda rate: wrap(optax.chain(x, optax.scale(rate)))
+    )(rate=0.5),
+    "hyperparameters inside": lambda x: scale(
+        wrap(
+            optax.inject_hyperparams(lambda rate: optax.chain(x, optax.scale(rate)))(
+                rate=0.5
+            )
+        )
+    ),
+    "named chain": lambda x: optax.named_chain(
+        ("clip", optax.clip(1.0)), ("m", wrap(x))
+    ),
+    "if finite inside": lambda x: wrap(optax.apply_if_finite(x, 100)),
+}
+
+
+SCALED = ["scaled", "scaled, clipped", "scaled statically", "scaled inside"]
+
+
+@pytest.mark.parametrize(
+    "name, way",
+    mostly_slow(
+        [(name, "jit") for name in NESTINGS]
+        + [(name, way) for name in SCALED for way in ("two jits", "step")],
+        ("scaled", "step"),
+        ("scaled inside", "jit"),
+        ("masked", "jit"),
+        ("multi steps inside, scaled", "jit"),
+        ("two of them", "jit"),
+    ),
+)
+def test_nesting_keeps_parameters_rounded(name, way):
+    tx = NESTINGS[name](OPTIMIZERS["adamw"]())
+    start = params = make_params()
+    state = tx.init(params)
+    structure = jax.eval_shape(lambda: state)
+    step = WAYS[way](tx)
+    for i in range(8):
+        params, state = step(params, state, make_grads(i, params))
+        assert_rounded(params, state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, start)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, structure)
+    for path, leaf in params.items():
+        assert np.any(bits(leaf) != bits(start[path])), "the control"
+
+
+def test_multi_steps_around_it():
+    """Equal as numbers: the updates that it holds back are 0, and -0 + 0 is 0."""
+    tx = optax.MultiSteps(wrap(optax.adam(1e-2)), 2)
+    start = params = make_params()
+    state = tx.init(params)
+    for i in range(4):
+        params, state = jax.jit(updated(tx))(params, state, make_grads(i, params))
+        [node] = nodes_of(MasterWeightsState, state)
+        for name, dtype in HALVES.items():
+            rounded = node.master[name].astype(dtype)
+            np.testing.assert_array_equal(params[name], rounded)
+            assert np.any(params[name] != start[name]) == (i > 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+def test_parameters_that_collapse(dtype, way):
+    """To 2**-1 down to 2**-40 of what they were, in one step."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.uniform(1, 2**15, (40, 64)), dtype)}
+    part = 2.0 ** -np.arange(1, 41, dtype=np.float32)[:, None]
+    grads = {"w": params["w"].astype(jnp.float32) * (1 - part)}
+    tx = jamp.master_weights(optax.sgd(1.0))
+    state = tx.init(params)
+    step = WAYS[way](tx)
+    for _ in range(3):
+        params, state = step(params, state, grads)
+        assert_rounded(params, state)
+        grads = {"w": state.master["w"] * (1 - part)}
+
+
+@pytest.mark.parametrize("way", ["eager", "jit", "two jits", "step", "eager step"])
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+def test_where_no_update_reaches_the_rounded_copy(dtype, way):
+    """From 1, of which the copy is 1 - 2**-24, to -2**-24: further than float32 has."""
+    power = jnp.asarray(2.0 ** np.arange(15), jnp.float32)
+    params = {"w": power.astype(dtype)}
+    tx = jamp.master_weights(optax.sgd(1.0))
+    state, step = tx.init(params), WAYS[way](tx)
+    params, state = step(params, state, {"w": power * 2.0**-24})
+    np.testing.assert_array_equal(state.master["w"], power * (1 - 2.0**-24))
+    params, state = step(params, state, {"w": power})
+    assert_rounded(params, state)
+    assert np.all(np.abs(state.master["w"]) <= power * 2.0**-24)
+
+
+BITS = st.lists(st.integers(0, 2**16 - 1), min_size=8, max_size=8)
+NUMBERS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=8, max_size=8)
+SGD = jamp.master_weights(optax.sgd(1.0))
+SGD_STEPS = {"eager": updated(SGD), "jit": jax.jit(updated(SGD))}
+
+
+@given(
+    halves=BITS,
+    brains=BITS,
+    grads=st.lists(NUMBERS, min_size=1, max_size=4),
+    exponent=st.integers(-34, 0),
+    way=st.sampled_from(sorted(SGD_STEPS)),
+)
+def test_any_parameters_and_gradients(halves, brains, grads, exponent, way):
+    def numbers(patterns, dtype):
+        x = np.array(patterns, np.uint16).view(dtype)
+        small = np.abs(x.astype(np.float32)) < 5e4  # not nan
+        return jnp.asarray(np.where(small, x, np.ones_like(x)))
+
+    params = {
+        "half": numbers(halves, np.float16),
+        "brain": numbers(brains, jnp.bfloat16),
+    }
+    state = SGD.init(params)
+    for row in grads:
+        row = jnp.asarray(row, jnp.float32) * 2.0**exponent
+        params, state = SGD_STEPS[way](params, state, {"half": row, "brain": row})
+        assert_rounded(params, state)
+
+
+# The copies move as float32 parameters do.
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["eager", slow("eager step")])
+def test_the_copies_move_as_float32_parameters_do(name, way):
+    inner = OPTIMIZERS[name]()
+    tx = jamp.master_weights(inner)
+    rng = np.random.default_rng(0)
+    values = {n: rng.normal(size=(128, 129)) for n in HALVES}
+    params = {n: jnp.asarray(values[n], HALVES[n]).at[0].set(0) for n in HALVES}
+    full = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    state, full_state = tx.init(params), inner.init(full)
+    for i in range(8):
+        size = 2.0 ** rng.uniform(-30, 0, (128, 129))
+        grads = jax.tree.map(
+            lambda p, size=size: jnp.asarray(rng.normal(size=p.shape) * size, p.dtype),
+            params,
+        )
+        wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        params, state = WAYS[way](tx)(params, state, grads)
+        full, full_state = updated(inner)(full, full_state, wide)
+        assert_same_bits(state.master, full)
+        assert_same_bits(state.inner_state, full_state)
+        assert i or np.any(bits(full["half"][0]) != 0), "the control"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("start", [0.0, -0.0, 2.0**-24, -(2.0**-24)])
+def test_steps_smaller_than_any_float16_add_up(start, sign, way):
+    """0 + -0 is 0: a copy that rounds to -0 must not be lost."""
+    tx = jamp.master_weights(optax.sgd(1.0))
+    params = {"w": jnp.full(3, start, jnp.float16)}
+    state, step = tx.init(params), WAYS[way](tx)
+    for _ in range(40):
+        params, state = step(params, state, {"w": jnp.full(3, sign * 1e-8)})
+        assert_rounded(params, state)
+    np.testing.assert_allclose(state.master["w"], start - sign * 4e-7, rtol=1e-4)
+    np.testing.assert_allclose(params["w"], start - sign * 4e-7, atol=2.0**-25)
+
+
+def test_updates_smaller_than_a_float16_add_up():
+    step = {"w": jnp.full(2, -1e-4)}
+    naive = tx = optax.sgd(1.0)
+    params = {"w": jnp.ones(2, jnp.float16)}
+    stalled, _ = updated(naive)(params, naive.init(params), step)
+    assert stalled["w"].tolist() == [1, 1]
+    tx = jamp.master_weights(optax.sgd(1.0))
+    state = tx.init(params)
+    for _ in range(100):
+        params, state = updated(tx)(params, state, step)
+    np.testing.assert_allclose(params["w"], 1.01, rtol=2.0**-11)
+    np.testing.assert_allclose(state.master["w"], 1.01, rtol=1e-5)
+
+
+# Skipped steps.
+
+
+ORDERS = {
+    "scale outside": lambda x, **kw: jamp.dynamic_loss_scale(wrap(x), **kw),
+    "scale inside": lambda x, **kw: wrap(jamp.dynamic_loss_scale(x, **kw)),
+}
+
+
+def parts(state):
+    """The copies, the optimizer's own state and the loss scale, in either order."""
+    pair = state, state.inner_state
+    scaling, copies = pair if isinstance(state, DynamicLossScaleState) else pair[::-1]
+    return copies.master, pair[1].inner_state, scaling
+
+
+@pytest.mark.parametrize("way", ["eager", "jit", "two jits", "step"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_skipped_step_holds_every_bit(order, way):
+    tx = ORDERS[order](OPTIMIZERS["adamw"](), init_scale=SCALE)
+    params = make_params(zeros=(0.0,))
+    state, step = tx.init(params), WAYS[way](tx)
+    grads = make_grads(0, params)
+    leaves = (None, "half", "brain", "full", None)
+    for leaf, bad in zip(leaves, (0, np.inf, np.nan, -np.inf, 0), strict=True):
+        these = dict(grads)
+        if leaf:
+            these[leaf] = these[leaf].at[3, 5].set(bad)
+        new_params, new_state = step(params, state, these)
+        copies, inner, scaling = parts(state)
+        new_copies, new_inner, new_scaling = parts(new_state)
+        assert bool(new_scaling.found_inf) == (leaf is not None)
+        assert new_scaling.skipped_steps == scaling.skipped_steps + (leaf is not None)
+        assert new_scaling.loss_scale == scaling.loss_scale / (2 if leaf else 1)
+        if leaf:
+            assert_same_bits(new_params, params)
+            assert_same_bits((new_copies, new_inner), (copies, inner))
+        else:
+            assert np.any(bits(new_copies["half"]) != bits(copies["half"]))
+        params, state = new_params, new_state
+        assert_rounded(params, state)
+
+
+@pytest.mark.parametrize("way", ["jit", "step"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_skipped_step_holds_negative_zeros(order, way):
+    tx = ORDERS[order](optax.sgd(1.0))
+    params = {"w": jnp.array([-0.0, 0.0, 1.0], jnp.float16)}
+    state = tx.init(params)
+    grads = {"w": jnp.full(3, jnp.inf, jnp.float16)}
+    new_params, new_state = WAYS[way](tx)(params, state, grads)
+    assert_same_bits(new_params, params)
+    assert_same_bits(parts(new_state)[0], parts(state)[0])
+
+
+def run_with_overflows(order, name, way):
+    """The history of a run of 24 steps of which 4 are skipped."""
+    tx = ORDERS[order](OPTIMIZERS[name](), init_scale=2.0**10, growth_interval=4)
+    rng = np.random.default_rng(0)
+    noise = lambda: {
+        n: jnp.asarray(rng.normal(size=SHAPE), HALVES.get(n, jnp.float32))
+        for n in make_params()
+    }
+    params, grads = noise(), [noise() for _ in range(24)]
+    for i in (2, 3, 9, 20):
+        leaf = ("half", "brain", "full")[i % 3]
+        grads[i][leaf] = grads[i][leaf].at[i, i].set(np.inf if i % 2 else np.nan)
+    state, step = tx.init(params), WAYS[way](tx)
+    history = []
+    for these in grads:
+        params, state = step(params, state, these)
+        assert_rounded(params, state)
+        history.append((params, *parts(state)[:2], jamp.metrics(state)))
+    assert jamp.metrics(state)["skipped_steps"] == 4
+    scales = [float(metrics["loss_scale"]) for *_, metrics in history]
+    assert scales[:5] == [2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8]
+    assert max(scales[5:]) > 2.0**8
+    return history
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_both_orders_give_the_same_bits(name):
+    runs = [run_with_overflows(order, name, "eager") for order in ORDERS]
+    for outside, inside in zip(*runs, strict=True):
+        assert_same_bits(outside, inside)
+
+
+@pytest.mark.parametrize("way", [slow("jit"), "step"])
+def test_both_orders_agree_when_compiled(way):
+    """Two programs may multiply and add in one rounding or in two."""
+    runs = [run_with_overflows(order, "adamw", way) for order in ORDERS]
+    for outside, inside in zip(*runs, strict=True):
+        chex.assert_trees_all_close(outside[1:3], inside[1:3], rtol=1e-5, atol=1e-6)
+        assert_same_bits(outside[3], inside[3])
+
+
+def test_a_static_scale_skips_and_holds():
+    tx = jamp.static_loss_scale(wrap(optax.adam(1e-2)), SCALE)
+    params = make_params(zeros=(0.0,))
+    state = tx.init(params)
+    grads = make_grads(0, params)
+    grads["brain"] = grads["brain"].at[0, 0].set(jnp.nan)
+    new_params, new_state = jax.jit(stepped(tx))(params, state, grads)
+    assert_same_bits(new_params, params)
+    assert_same_bits(new_state.inner_state, state.inner_state)
+    assert new_state.skipped_steps == 1 and new_state.loss_scale == SCALE
+
+
+# The state.
+
+
+def test_the_optimizer_inside_sees_float32():
+    seen = []
+
+    def spy(updates, state, params=None, **extra):
+        seen.append([x.dtype for x in jax.tree.leaves((updates, params, extra))])
+        return updates, state
+
+    tx = wrap(optax.GradientTransformationExtraArgs(lambda p: (), spy))
+    params = make_params()
+    grads = make_grads(0, params)
+    updates, _ = tx.update(grads, tx.init(params), params, grad=grads)
+    assert seen == [[jnp.float32] * 9]
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("order", ["alone", *ORDERS])
+def test_moments_are_float32(order):
+    tx = (ORDERS | {"alone": wrap})[order](optax.adamw(1e-3))
+    params = make_params()
+    state = tx.init(params)
+    _, state = jax.jit(stepped(tx))(params, state, make_grads(0, params))
+    for name in ("mu", "nu"):
+        moments = optax.tree.get(state, name)
+        assert {m.dtype for m in jax.tree.leaves(moments)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("way", ["eager", "jit", "step"])
+def test_leaves_that_need_no_copy_pass(way):
+    params = {
+        "half": jnp.ones(2, jnp.float16),
+        "full": jnp.ones(2),
+        "int": jnp.arange(2),
+        "none": None,
+        "empty": jnp.zeros((0, 2), jnp.float16),
+    }
+    labels = {name: "sgd" for name in params} | {"int": "frozen", "none": None}
+    tx = wrap(
+        optax.multi_transform(
+            {"sgd": optax.sgd(1.0), "frozen": optax.set_to_zero()}, labels
+        )
+    )
+    state = tx.init(params)
+    assert state.master["full"] == state.master["int"] == optax.MaskedNode()
+    assert state.master["none"] is None
+    assert state.master["empty"].dtype == jnp.float32
+    grads = params | {"int": jnp.zeros(2, jnp.int32)}
+    new_params, new_state = WAYS[way](tx)(params, state, grads)
+    assert new_params["half"].tolist() == new_params["full"].tolist() == [0, 0]
+    assert new_params["int"].tolist() == [0, 1] and new_params["none"] is None
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_params, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+
+
+def test_float0_gradients_of_integers_pass():
+    params = {"w": jnp.ones(2, jnp.float16), "i": jnp.arange(2)}
+    labels = {"w": "sgd", "i": "frozen"}
+    inner = optax.multi_transform(
+        {"sgd": optax.sgd(1.0), "frozen": optax.set_to_zero()}, labels
+    )
+    tx = jamp.dynamic_loss_scale(wrap(inner), init_scale=2.0)
+    state = tx.init(params)
+    _, grads = jamp.value_and_grad(lambda p: jnp.sum(p["w"]), state, allow_int=True)(
+        params
+    )
+    assert grads["i"].dtype == jax.dtypes.float0
+    params, state = jamp.step(tx, grads, state, params)
+    assert params["w"].tolist() == [0, 0] and params["i"].tolist() == [0, 1]
+
+
+def test_a_missing_gradient_leaves_its_parameter_and_copy():
+    params = {"w": jnp.ones(2, jnp.float16), "b": jnp.ones(2, jnp.float16)}
+    tx = wrap(optax.sgd(1.0))
+    state = tx.init(params)
+    grads = {"w": jnp.ones(2, jnp.float16), "b": None}
+    new_params, new_state = jamp.step(tx, grads, state, params)
+    assert new_params["w"].tolist() == [0, 0] and new_params["b"].tolist() == [1, 1]
+    assert new_state.master["b"].tolist() == [1, 1]
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+
+
+@pytest.mark.parametrize("way", ["eager", "step"])
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_float32_parameters_behave_as_with_the_bare_optimizer(name, way):
+    inner = OPTIMIZERS[name]()
+    tx = wrap(inner)
+    rng = np.random.default_rng(0)
+    params = bare = {"w": jnp.asarray(rng.normal(size=SHAPE), jnp.float32)}
+    state, bare_state = tx.init(params), inner.init(bare)
+    assert jax.tree.leaves(state.master) == []
+    for _ in range(5):
+        grads = {"w": jnp.asarray(rng.normal(size=SHAPE), jnp.float32)}
+        params, state = WAYS[way](tx)(params, state, grads)
+        bare, bare_state = WAYS[way](inner)(bare, bare_state, grads)
+        assert_same_bits((params, state.inner_state), (bare, bare_state))
+
+
+def test_eval_shape_and_jit_of_init():
+    tx = jamp.dynamic_loss_scale(wrap(optax.adamw(1e-3)))
+    params = make_params()
+    state = tx.init(params)
+    shapes = jax.eval_shape(tx.init, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
+    assert_same_bits(jax.jit(tx.init)(params), state)
+    structs = jax.eval_shape(lambda: params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        jax.eval_shape(tx.init, structs), state
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_checkpoint_goes_on_with_the_same_bits(order):
+    tx = ORDERS[order](optax.adamw(1e-2), init_scale=SCALE)
+    params = make_params()
+    state, step = tx.init(params), jax.jit(stepped(tx))
+    params, state = step(params, state, make_grads(0, params))
+    saved = serialization.to_bytes((params, state))
+    template = (make_params(1), tx.init(make_params(1)))
+    restored = serialization.from_bytes(template, saved)
+    assert_same_bits(restored, (params, state))
+    grads = make_grads(1, params)
+    assert_same_bits(step(*restored, grads), step(params, state, grads))
+    leaves, tree = jax.tree.flatten(state)
+    assert_same_bits(jax.tree.unflatten(tree, leaves), state)
+
+
+# Compilation, donation, devices.
+
+
+@pytest.mark.parametrize(
+    "order, how, donate",
+    mostly_slow(
+        [
+            (order, how, True)
+            for order in ("alone", *ORDERS)
+            for how in (updated, stepped)
+        ]
+        + [("scale outside", stepped, False)],
+        ("alone", updated, True),
+        ("scale outside", stepped, True),
+    ),
+)
+def test_a_jitted_step_traces_once_and_transfers_nothing(
+    order, how, donate, checking_leaks
+):
+    chex.clear_trace_counter()
+    tx = (ORDERS | {"alone": wrap})[order](optax.adamw(1e-3))
+    params = make_params()
+    state = tx.init(params)
+    grads = [make_grads(i, params) for i in range(2)]
+    if order != "alone":
+        grads[1]["half"] = grads[1]["half"].at[0, 0].set(jnp.inf)
+    step = chex.assert_max_traces(how(tx), n=1)
+    jitted = jax.jit(step, donate_argnums=(0, 1) if donate else ())
+    shapes = jax.eval_shape(lambda: (params, state))
+    first = params, state
+    params, state = jitted(params, state, grads[0])
+    with jax.transfer_guard("disallow"):
+        for i in range(20):
+            params, state = jitted(params, state, grads[i % 2])
+    chex.assert_trees_all_equal_shapes_and_dtypes((params, state), shapes)
+    deleted = [x.is_deleted() for x in jax.tree.leaves(first)]
+    assert any(deleted) == donate
+    assert_rounded(params, state)
+
+
+def test_the_state_shares_no_buffer_with_the_parameters():
+    """Both are donated: one buffer donated twice is an error."""
+    params = make_params()
+    state = wrap(optax.sgd(0.1)).init(params)
+    assert not any(
+        leaf is p for leaf in jax.tree.leaves(state) for p in params.values()
+    )
+
+
+def test_a_step_mixes_no_dtypes():
+    tx = jamp.dynamic_loss_scale(wrap(optax.sgd(1e-3, momentum=0.9)))
+    params = make_params()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        state = tx.init(params)
+        for wrapper in (lambda f: f, jax.jit):
+            params, state = wrapper(stepped(tx))(params, state, make_grads(0, params))
+    assert_rounded(params, state)
+
+
+def test_vmap_over_models():
+    tx = wrap(optax.adam(1e-2))
+    models = [make_params(seed) for seed in range(3)]
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+    grads = stack([make_grads(seed, models[0]) for seed in range(3)])
+    params = stack(models)
+    state = jax.vmap(tx.init)(params)
+    for _ in range(3):
+        params, state = jax.jit(jax.vmap(updated(tx)))(params, state, grads)
+        assert_rounded(params, state)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["alone", "scale outside"])
+def test_copies_have_the_sharding_of_their_parameters(order):
+    mesh = jax.make_mesh(
+        (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    specs = {
+        "half": PartitionSpec("a", "b"),
+        "brain": PartitionSpec(None, "a"),
+        "full": PartitionSpec(),
+    }
+    place = lambda tree: {
+        name: jax.device_put(leaf, NamedSharding(mesh, specs[name]))
+        for name, leaf in tree.items()
+    }
+    tx = (ORDERS | {"alone": wrap})[order](optax.adamw(1e-2))
+    params, local = place(make_params()), make_params()
+    states = tx.init(params), jax.jit(tx.init)(params)
+    local_state, step = tx.init(local), jax.jit(updated(tx))
+
+    def assert_placed(state):
+        [node] = nodes_of(MasterWeightsState, state)
+        for name in HALVES:
+            want = NamedSharding(mesh, specs[name])
+            assert node.master[name].sharding.is_equivalent_to(want, 2), name
+            assert params[name].sharding.is_equivalent_to(want, 2), name
+
+    for state in states:
+        assert_placed(state)
+    for i in range(3):
+        grads = make_grads(i, local)
+        params, state = step(params, state, place(grads))
+        local, local_state = step(local, local_state, grads)
+        assert_placed(state)
+        assert_rounded(params, state)
+        chex.assert_trees_all_close(
+            *(
+                jax.tree.map(lambda x: np.asarray(x, np.float32), t)
+                for t in (params, local)
+            ),
+            rtol=2.0**-7,
+        )
+
+
+# Train states and NNX.
+
+
+def regression(seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(64, 8)).astype(np.float16)
+    return jnp.asarray(x), jnp.asarray(x[:, :1] * x[:, 1:2])
+
+
+@pytest.mark.parametrize("order", mostly_slow(ORDERS, "scale outside"))
+def test_nnx_optimizer(order):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            kinds = dict(param_dtype=jnp.float16, dtype=jnp.float16, rngs=rngs)
+            self.hidden = nnx.Linear(8, 64, **kinds)
+            self.norm = nnx.LayerNorm(64, rngs=rngs)  # float32
+            self.out = nnx.Linear(64, 1, **kinds)
+
+        def __call__(self, x):
+            return self.out(nnx.relu(self.norm(self.hidden(x))))
+
+    model = Model(nnx.Rngs(0))
+    tx = ORDERS[order](optax.adam(1e-2), init_scale=2.0**10)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    x, y = regression()
+
+    @nnx.jit
+    def train_step(model, optimizer, x):
+        scaled = lambda model: jamp.scale_loss(
+            jnp.mean((model(x) - y).astype(jnp.float32) ** 2), optimizer.opt_state
+        )
+        loss, grads = nnx.value_and_grad(scaled)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = []
+    for i in range(60):
+        bad = i == 30
+        before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, nnx.Param)))
+        scaled = jamp.loss_scale(optimizer.opt_state)
+        losses.append(train_step(model, optimizer, x * jnp.inf if bad else x) / scaled)
+        params = nnx.as_pure(nnx.state(model, nnx.Param))
+        assert_rounded(params, nnx.as_pure(optimizer.opt_state))
+        if bad:
+            assert_same_bits(jax.tree.map(np.asarray, params), before)
+    assert params["hidden"]["kernel"].dtype == jnp.float16
+    assert params["norm"]["scale"].dtype == jnp.float32
+    assert losses[-1] < losses[0] / 10
+    assert jamp.metrics(optimizer.opt_state)["skipped_steps"] == 1
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kinds = dict(param_dtype=jnp.float16, dtype=jnp.float16)
+        return nn.Dense(1, **kinds)(nn.relu(nn.Dense(64, **kinds)(x)))
+
+
+@pytest.mark.parametrize("order", mostly_slow(ORDERS, "scale outside"))
+@pytest.mark.parametrize("cls", [slow(train_state.TrainState), jamp.linen.TrainState])
+def test_train_states(cls, order):
+    model, (x, y) = Model(), regression()
+    params = jax.jit(model.init)(jax.random.key(0), x)
+    tx = ORDERS[order](optax.adam(1e-2), init_scale=2.0**10)
+    state = cls.create(apply_fn=model.apply, params=params, tx=tx)
+
+    @jax.jit
+    def train_step(state, x):
+        def loss_fn(params):
+            error = state.apply_fn(params, x) - y
+            return jnp.mean(error.astype(jnp.float32) ** 2)
+
+        loss, grads = jamp.value_and_grad(loss_fn, state)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for i in range(60):
+        before = state.params
+        state, loss = train_step(state, x * jnp.inf if i == 30 else x)
+        losses.append(loss)
+        assert_rounded(state.params, state.opt_state)
+        if i == 30:
+            chex.assert_trees_all_equal(state.params, before)
+    assert losses[-1] < losses[0] / 10
+    assert jamp.metrics(state)["skipped_steps"] == 1 and state.step == 60
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("inner", [3.0, optax.adam, None])
+def test_inner_that_is_no_transformation(inner):
+    with pytest.raises(TypeError, match=r"inner must be an optax\.GradientTransform"):
+        jamp.master_weights(inner)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        wrap(optax.sgd(0.1)),
+        optax.chain(wrap(optax.sgd(0.1))),
+        scale(wrap(optax.sgd(1))),
+    ],
+)
+def test_wrapping_twice_is_refused(inner):
+    with pytest.raises(ValueError, match="keeps master weights already; wrap it once"):
+        jamp.master_weights(inner).init(make_params())
+
+
+def test_parameters_are_needed():
+    params = make_params()
+    tx = wrap(optax.sgd(0.1))
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"params must .* got None.*grads, opt_state"):
+        tx.update(params, state)
+    tx = jamp.dynamic_loss_scale(tx)
+    with pytest.raises(ValueError, match=r"params must be the parameters to step"):
+        tx.update(params, tx.init(params))
+
+
+@pytest.mark.parametrize("wrapper", [lambda f: f, jax.jit])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"half": jnp.ones((2, 3))}, r"at \['half'\] .* \(2, 3\) .* \(128, 128\)"),
+        ({"more": jnp.ones(1)}, r"gradients have a leaf at \['more'\]"),
+    ],
+)
+def test_gradients_that_do_not_match_name_the_path(change, message, wrapper):
+    params = make_params()
+    tx = wrap(optax.sgd(0.1))
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="master_weights.*" + message):
+        wrapper(tx.update)(params | change, state, params)
+    with pytest.raises(ValueError, match=r"parameters have a leaf at \['brain'\]"):
+        wrapper(tx.update)({"half": params["half"]}, state, params)
+
+
+def test_a_state_of_something_else_is_named():
+    params, tx = make_params(), wrap(optax.sgd(0.1))
+    wrong = optax.adam(0.1).init(params)
+    with pytest.raises(ValueError, match=r"a MasterWeightsState.*got ScaleByAdamState"):
+        tx.update(params, wrong, params)
+    outside = jamp.dynamic_loss_scale(tx)
+    with pytest.raises(ValueError, match="got DynamicLossScaleState, MasterWeights"):
+        tx.update(params, outside.init(params), params)
+
+
+# Training follows float32.
+
+
+def fall(losses):
+    return losses[0] - losses[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_follows_float32_where_naive_float16_does_not(name):
+    reference, master, scaled, bare = curves(TRAINED[name]).values()
+    assert len(master) == STEPS + 1
+    assert fall(reference) > 0.15 * reference[0], "float32 learns"
+    assert worst_difference(master, reference) < 0.02
+    assert abs(fall(master) / fall(reference) - 1) < 0.02
+
+    assert worst_difference(scaled, reference) > 0.1
+    assert fall(scaled) < 0.5 * fall(reference), "it stalls"
+    if name == "SGD":
+        assert fall(bare) < 0.5 * fall(reference), "it stalls"
+    else:
+        assert not np.isfinite(bare[-1]), "Adam's eps is 0 in float16"
+
+
+def test_parameters_changed_from_outside_are_taken_over():
+    tx = jamp.master_weights(optax.sgd(0.5))
+    params = {"w": jnp.array([1.0, 2.0, -3.0], jnp.float16)}
+    state = tx.init(params)
+    grads = {"w": jnp.full(3, 2**-13, jnp.float16)}
+    for _ in range(3):
+        params, state = jamp.step(tx, grads, state, params)
+    kept = np.asarray(state.master["w"])
+    assert kept[0] == 1 - 3 * 2**-14  # not a float16
+    params = {"w": params["w"].at[1].set(5.0)}  # as a checkpoint would
+    params, state = jamp.step(tx, grads, state, params)
+    after = np.asarray(state.master["w"])
+    assert after[1] == 5 - 2**-14
+    assert after[0] == kept[0] - 2**-14
+    assert after[2] == kept[2] - 2**-14

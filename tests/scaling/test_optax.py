@@ -1,0 +1,700 @@
+"""The optax wrapper: nesting, accumulation, line searches, bad input, one trace."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import jamp
+from tests.marks import slow
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+
+
+def make_params():
+    return {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
+
+
+X = jnp.arange(12.0).reshape(3, 4) / 10
+BAD = X.at[1, 1].set(jnp.inf)
+
+
+def run(tx, batches, params=None):
+    """Trains; returns the parameters and the state, by way of update."""
+    params = make_params() if params is None else params
+    state = tx.init(params)
+
+    @jax.jit
+    def train_step(params, state, x):
+        _, grads = jamp.value_and_grad(loss_fn, state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for x in batches:
+        params, state = train_step(params, state, x)
+    return params, state
+
+
+def scaled_sgd(**kwargs):
+    return jamp.dynamic_loss_scale(optax.sgd(0.5, momentum=0.5), **kwargs)
+
+
+MASK = {"w": True, "b": False}
+NESTINGS = {
+    "bare": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.identity(), tx, optax.scale(1.0)),
+    "named_chain": lambda tx: optax.named_chain(("amp", tx)),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": True}),
+    "multi_transform": lambda tx: optax.multi_transform(
+        {"train": tx}, {"w": "train", "b": "train"}
+    ),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: tx)(
+        rate=0.1
+    ),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(
+        tx, lambda step: step >= 0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_nesting_keeps_the_meaning(name, standard_promotion):
+    batches = [X, 2 * X, BAD, X, X]
+    params, state = run(scaled_sgd(growth_interval=2), batches)
+    nested_params, nested_state = run(
+        NESTINGS[name](scaled_sgd(growth_interval=2)), batches
+    )
+    chex.assert_trees_all_close(nested_params, params, rtol=1e-6)
+    chex.assert_trees_all_equal(jamp.metrics(nested_state), jamp.metrics(state))
+    assert jamp.metrics(state)["skipped_steps"] == 1
+    assert jamp.loss_scale(state) == 2.0**17
+    fused = make_params()
+    tx = NESTINGS[name](scaled_sgd(growth_interval=2))
+    fused_state = tx.init(fused)
+    for x in batches:
+        _, grads = jamp.value_and_grad(loss_fn, fused_state)(fused, x)
+        fused, fused_state = jamp.step(tx, grads, fused_state, fused)
+    chex.assert_trees_all_close(fused, params, rtol=1e-6)
+    chex.assert_trees_all_equal(jamp.metrics(fused_state), jamp.metrics(state))
+
+
+def test_masked_leaves_pass():
+    tx = optax.masked(scaled_sgd(), MASK)
+    params, state = make_params(), None
+    state = tx.init(params)
+    grads = {"w": jnp.full((4, 2), 2.0**16), "b": jnp.full(2, jnp.inf)}
+    updates, state = tx.update(grads, state, params)
+    assert not jamp.metrics(state)["found_inf"]  # the masked part is not its business
+    np.testing.assert_array_equal(updates["w"], -0.5)
+
+
+def test_inject_hyperparams_makes_the_scalers_numbers_arrays(standard_promotion):
+    factory = optax.inject_hyperparams(jamp.dynamic_loss_scale, static_args=("inner",))
+    tx = factory(optax.sgd(0.5), growth_interval=2, backoff_factor=0.25)
+    params, state = run(tx, [X, X, BAD])
+    assert jamp.loss_scale(state) == 2.0**17 / 4
+    state.hyperparams["backoff_factor"] = jnp.float32(0.5)
+    grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
+    _, state = jax.jit(tx.update)(grads, state, params)
+    assert jamp.loss_scale(state) == 2.0**17 / 8
+
+
+def test_a_schedule_inside_does_not_advance_on_a_skip(standard_promotion):
+    schedule = optax.piecewise_constant_schedule(1.0, {2: 0.0})
+    tx = jamp.dynamic_loss_scale(optax.sgd(schedule))
+    _, state = run(tx, [X, BAD, BAD, X])
+    assert optax.tree.get(state, "count") == 2
+
+
+def test_clipping_inside_sees_unscaled_gradients():
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
+    params, _ = run(jamp.dynamic_loss_scale(clipped), [X])
+    bare = make_params()
+    grads = jax.grad(loss_fn)(bare, X)
+    assert optax.tree.norm(grads) > 0.1
+    updates, _ = clipped.update(grads, clipped.init(bare), bare)
+    chex.assert_trees_all_close(params, optax.apply_updates(bare, updates), rtol=1e-6)
+
+
+def test_around_multi_steps_a_bad_microbatch_is_dropped_alone(standard_promotion):
+    tx = jamp.dynamic_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2))
+    params, state = run(tx, [X, BAD, 2 * X])
+    good, _ = run(
+        jamp.dynamic_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2)), [X, 2 * X]
+    )
+    chex.assert_trees_all_equal(params, good)
+    assert jamp.metrics(state)["skipped_steps"] == 1
+    assert state.inner_state.gradient_step == 1
+
+
+def test_accumulation_as_in_torch_sums_scaled_gradients_and_checks_once():
+    def accumulated_step(tx, params, state, batches):
+        def add(total, x):
+            loss, grads = jamp.value_and_grad(loss_fn, state)(params, x)
+            grads = jax.tree.map(lambda g: g / len(batches), grads)
+            return jax.tree.map(jnp.add, total, grads), loss
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, losses = jax.lax.scan(add, zeros, batches)
+        return *jamp.step(tx, grads, state, params), losses
+
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.5))
+    step = jax.jit(accumulated_step, static_argnums=0)
+    params = make_params()
+    state = tx.init(params)
+    new_params, new_state, losses = step(tx, params, state, jnp.stack([X, 2 * X]))
+    grads = jax.grad(lambda p: (loss_fn(p, X) + loss_fn(p, 2 * X)) / 2)(params)
+    expected = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+    chex.assert_trees_all_close(new_params, expected, rtol=1e-6)
+    assert losses.shape == (2,) and not new_state.found_inf
+
+    # One bad microbatch drops the whole accumulated step, as in torch.
+    new_params, new_state, _ = step(tx, params, state, jnp.stack([X, BAD]))
+    chex.assert_trees_all_equal(new_params, params)
+    assert new_state.found_inf and new_state.skipped_steps == 1
+
+
+@pytest.mark.parametrize("linesearch", [slow("zoom"), "backtracking"])
+def test_a_line_search_sees_unscaled_values(linesearch):
+    search = {
+        "zoom": optax.scale_by_zoom_linesearch(max_linesearch_steps=10),
+        "backtracking": optax.scale_by_backtracking_linesearch(10, store_grad=True),
+    }[linesearch]
+    target = jnp.array([1.0, -2.0, 3.0])
+    objective = lambda p: jnp.sum((p - target) ** 2 * jnp.array([1.0, 5.0, 25.0]))
+
+    def minimize(tx, value_and_grad):
+        params = jnp.zeros(3)
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state):
+            value, grad = value_and_grad(state)(params)
+            updates, state = tx.update(
+                grad, state, params, value=value, grad=grad, value_fn=objective
+            )
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(12):
+            params, state = step(params, state)
+        return params
+
+    plain = minimize(
+        optax.lbfgs(linesearch=search), lambda _: jax.value_and_grad(objective)
+    )
+    scaled = minimize(
+        jamp.dynamic_loss_scale(optax.lbfgs(linesearch=search)),
+        lambda state: jamp.value_and_grad(objective, state),
+    )
+    np.testing.assert_allclose(plain, target, rtol=1e-4)
+    np.testing.assert_allclose(scaled, target, rtol=1e-4)
+
+
+def test_half_precision_parameters_are_updated_in_float32(standard_promotion):
+    params = {"w": jnp.ones(3, jnp.float16), "b": jnp.ones(2, jnp.bfloat16)}
+    tx = jamp.dynamic_loss_scale(optax.adamw(1e-2, weight_decay=0.1))
+    state = tx.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, new_state = update(grads, state, params)
+        chex.assert_trees_all_equal_dtypes(updates, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+    moments = optax.tree.get(state, "mu")
+    assert {leaf.dtype for leaf in jax.tree.leaves(moments)} == {jnp.dtype("float32")}
+    new_params, _ = jax.jit(lambda g, s, p: jamp.step(tx, g, s, p))(
+        grads, state, params
+    )
+    chex.assert_trees_all_equal_dtypes(new_params, params)
+
+
+def test_integer_float0_none_and_empty_leaves():
+    params = {
+        "w": jnp.ones(2),
+        "i": jnp.arange(2),
+        "none": None,
+        "e": jnp.zeros((0, 2)),
+    }
+    labels = {"w": "sgd", "i": "frozen", "none": None, "e": "sgd"}
+    inner = optax.multi_transform(
+        {"sgd": optax.sgd(1.0), "frozen": optax.set_to_zero()}, labels
+    )
+    tx = jamp.dynamic_loss_scale(inner, init_scale=8.0)
+    state = tx.init(params)
+    objective = lambda p: jnp.sum(p["w"] ** 2)
+    for wrap in (lambda f: f, jax.jit):
+        _, grads = jamp.value_and_grad(objective, state, allow_int=True)(params)
+        assert grads["i"].dtype == jax.dtypes.float0
+        new_params, _ = wrap(lambda g: jamp.step(tx, g, state, params))(grads)
+        np.testing.assert_array_equal(new_params["w"], [-1.0, -1.0])
+        np.testing.assert_array_equal(new_params["i"], [0, 1])
+        bad = {**grads, "w": grads["w"] * jnp.inf}
+        new_params, new_state = wrap(lambda g: jamp.step(tx, g, state, params))(bad)
+        chex.assert_trees_all_equal(new_params, params)
+        assert new_state.found_inf
+
+
+def test_gradients_per_example():
+    aggregate = optax.contrib.differentially_private_aggregate(
+        1.0, 0.0, jax.random.key(0)
+    )
+    tx = jamp.dynamic_loss_scale(optax.chain(aggregate, optax.sgd(1.0)), init_scale=4.0)
+    params = jnp.ones(2)
+    grads = jnp.full((8, 2), 0.5) * 4
+    new_params, _ = jax.jit(lambda g, s: jamp.step(tx, g, s, params))(
+        grads, tx.init(params)
+    )
+    np.testing.assert_allclose(new_params, 0.5)
+
+
+def test_gradients_that_were_not_averaged_name_the_path(standard_promotion):
+    tx, params = scaled_sgd(), make_params()
+    state = tx.init(params)
+    grads = jax.tree.map(lambda p: jnp.ones((5, *p.shape)), params)
+    for wrap in (lambda function: function, jax.jit):
+        with pytest.raises(ValueError, match=r"at \['b'\] .* shape \(5, 2\)"):
+            wrap(lambda g: jamp.step(tx, g, state, params))(grads)
+        with pytest.raises(ValueError, match="averaged over their first axis"):
+            wrap(lambda g: tx.update(g, state, params))(grads)
+
+
+def test_a_missing_gradient_leaves_its_parameter():
+    tx, params = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=2.0), make_params()
+    grads = {"w": jnp.full((4, 2), 2.0), "b": None}
+    for wrap in (lambda function: function, jax.jit):
+        new_params, _ = wrap(lambda g: jamp.step(tx, g, tx.init(params), params))(grads)
+        np.testing.assert_array_equal(new_params["w"], 0.0)
+        np.testing.assert_array_equal(new_params["b"], params["b"])
+
+
+def test_update_without_params():
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0)
+    updates, _ = tx.update(jnp.array([4.0, 8.0]), tx.init(jnp.ones(2)))
+    np.testing.assert_array_equal(updates, [-1.0, -2.0])
+    updates, _ = jax.jit(tx.update)(jnp.array([jnp.nan, 8.0]), tx.init(jnp.ones(2)))
+    np.testing.assert_array_equal(updates, [0.0, 0.0])
+
+
+def test_lookahead(standard_promotion):
+    tx = jamp.dynamic_loss_scale(
+        optax.lookahead(optax.sgd(1.0), 2, 0.5), init_scale=2.0
+    )
+    params = optax.LookaheadParams.init_synced({"w": jnp.ones(2)})
+    state = tx.init(params)
+    for bad in (False, True):
+        grads = {"w": jnp.full(2, jnp.inf if bad else 2.0)}
+        updates, new_state = jax.jit(tx.update)(grads, state, params)
+        new_params = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(new_params.fast["w"], 1.0 if bad else 0.0)
+        assert new_state.found_inf == bad
+
+
+def test_disabled_is_the_bare_optimizer():
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0), enabled=False)
+    params = jnp.ones(2)
+    state = tx.init(params)
+    assert jamp.loss_scale(state) == 1.0 and jamp.scale_loss(3.0, state) == 3.0
+    updates, new_state = jax.jit(tx.update)(jnp.array([jnp.inf, 1.0]), state, params)
+    np.testing.assert_array_equal(updates, [-jnp.inf, -1.0])  # applied, as in torch
+    chex.assert_trees_all_equal(jamp.metrics(new_state), jamp.metrics(state))
+
+
+def test_static_scale_never_moves_and_skips():
+    tx = jamp.static_loss_scale(optax.sgd(0.5), 1024.0)
+    params, state = run(tx, [X, BAD, X])
+    assert jamp.loss_scale(state) == 1024.0
+    assert jamp.metrics(state)["skipped_steps"] == 1
+    good, _ = run(tx, [X, X])
+    chex.assert_trees_all_equal(params, good)
+
+
+def test_value_and_grad_returns_the_plain_loss_and_scaled_gradients():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.5), init_scale=64.0)
+    params = make_params()
+    state = tx.init(params)
+    loss, grads = jax.value_and_grad(loss_fn)(params, X)
+    got, scaled = jamp.value_and_grad(loss_fn, state)(params, X)
+    assert got == loss
+    chex.assert_trees_all_equal(scaled, jax.tree.map(lambda g: g * 64, grads))
+    chex.assert_trees_all_equal(jamp.unscale(scaled, state), grads)
+
+    with_aux = lambda params, x: (loss_fn(params, x), {"n": len(x)})
+    (got, aux), again = jamp.value_and_grad(with_aux, state, has_aux=True)(params, X)
+    assert got == loss and aux == {"n": 3}
+    chex.assert_trees_all_equal(again, scaled)
+    _, by_x = jamp.value_and_grad(loss_fn, state, argnums=(0, 1))(params, X)
+    assert by_x[1].shape == X.shape
+    by_hand = jax.grad(lambda p: jamp.scale_loss(loss_fn(p, X), state))(params)
+    chex.assert_trees_all_equal(by_hand, scaled)
+
+
+def test_the_loss_comes_back_as_it_was():
+    params = jnp.ones(2, jnp.float16)
+    state = jamp.dynamic_loss_scale(optax.sgd(0.5)).init(params)
+    loss, grads = jamp.value_and_grad(lambda p: jnp.sum(p) * 1e-3, state)(params)
+    assert loss.dtype == jnp.float16 and grads.dtype == jnp.float16
+
+
+def test_losses_that_are_no_floating_scalar():
+    params, state = make_params(), scaled_sgd().init(make_params())
+    for bad in (
+        lambda p: jnp.sum(p["w"] > 0),
+        lambda p: (p["w"].sum(), 1),
+        lambda p: None,
+    ):
+        with pytest.raises(TypeError, match="fun must return a floating scalar loss"):
+            jamp.value_and_grad(bad, state)(params)
+    with pytest.raises(TypeError, match="scalar-output"):
+        jamp.value_and_grad(lambda p: p["b"], state)(params)
+
+
+def test_an_nnx_module_is_sent_to_nnx():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    state = scaled_sgd().init(make_params())
+    with pytest.raises(TypeError, match=r"use nnx.value_and_grad of"):
+        jamp.value_and_grad(lambda model: 0.0, state)(model)
+
+
+def test_scaling_twice_is_refused():
+    once = jamp.dynamic_loss_scale(optax.sgd(1.0))
+    for inner in (once, optax.chain(once, optax.scale(1.0))):
+        with pytest.raises(ValueError, match="inner already holds a loss scale"):
+            jamp.static_loss_scale(inner, 8.0).init(make_params())
+
+
+def test_the_scale_can_be_set():
+    state = optax.chain(optax.identity(), scaled_sgd()).init(make_params())
+    state = optax.tree.set(state, loss_scale=jnp.float32(3.0))
+    assert jamp.loss_scale(state) == 3.0
+
+
+def test_a_state_of_something_else_is_named():
+    tx, params = scaled_sgd(), make_params()
+    wrong = optax.adam(0.1).init(params)
+    for call in (
+        lambda: jamp.step(tx, params, wrong, params),
+        lambda: tx.update(params, wrong, params),
+    ):
+        with pytest.raises(ValueError, match=r"made by this .* got ScaleByAdamState"):
+            call()
+    with pytest.raises(ValueError, match="params must be the parameters"):
+        jamp.step(tx, params, tx.init(params), None)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_float16_hyperparameters_do_not_make_the_scale_infinite(standard_promotion):
+    tx = optax.inject_hyperparams(jamp.dynamic_loss_scale, static_args=("inner",))(
+        optax.sgd(0.1)
+    )
+    state = jax.jit(tx.init)(jnp.ones(2, jnp.float16))
+    assert np.isfinite(jamp.loss_scale(state))
+
+
+def test_axis_names_are_checked():
+    for bad in (0, ("data", 1)):
+        with pytest.raises(TypeError, match="axis_name must be a name or a sequence"):
+            jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name=bad)
+    with pytest.raises(ValueError, match="axis_name must name each axis once; got"):
+        jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name=("data", "data"))
+
+
+def test_the_fused_step_accesses_no_more_bytes_than_the_plain_one(standard_promotion):
+    inner = optax.adamw(1e-3)
+    tx = jamp.dynamic_loss_scale(inner)
+    params = {name: jnp.ones((256, 256)) for name in "abc"}
+    x = jnp.ones((8, 256))
+
+    def objective(params):
+        h = x
+        for kernel in params.values():
+            h = jnp.tanh(h @ kernel)
+        return jnp.mean(h**2)
+
+    def plain(params, state):
+        grads = jax.grad(objective)(params)
+        updates, state = inner.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def fused(params, state):
+        _, grads = jamp.value_and_grad(objective, state)(params)
+        return jamp.step(tx, grads, state, params)
+
+    def updated(params, state):
+        _, grads = jamp.value_and_grad(objective, state)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def megabytes(step, state):
+        jitted = jax.jit(step, donate_argnums=(0, 1))
+        return jitted.lower(params, state).compile().cost_analysis()["bytes accessed"]
+
+    floor = megabytes(plain, inner.init(params))
+    assert megabytes(fused, tx.init(params)) <= 1.05 * floor
+    assert megabytes(updated, tx.init(params)) > 1.05 * floor  # the control
+
+
+def test_has_aux_without_a_pair():
+    state = scaled_sgd().init(make_params())
+    with pytest.raises(TypeError, match=r"fun must return \(loss, aux\)"):
+        jamp.value_and_grad(loss_fn, state, has_aux=True)(make_params(), X)
+
+
+def test_train_states_compute_the_same():
+    def train(cls):
+        state = cls.create(apply_fn=None, params=make_params(), tx=scaled_sgd())
+
+        @jax.jit
+        def train_step(state, x):
+            _, grads = jamp.value_and_grad(loss_fn, state)(state.params, x)
+            return state.apply_gradients(grads=grads)
+
+        for x in (X, BAD, X):
+            state = train_step(state, x)
+        return state
+
+    flax_state, state = train(train_state.TrainState), train(jamp.linen.TrainState)
+    chex.assert_trees_all_close(state.params, flax_state.params, rtol=1e-6)
+    assert state.step == flax_state.step == 3
+    assert jamp.metrics(state)["skipped_steps"] == 1
+
+
+def test_train_state_replaces_other_fields():
+    class State(jamp.linen.TrainState):
+        batch_stats: dict
+
+    state = State.create(
+        apply_fn=None, params=make_params(), tx=scaled_sgd(), batch_stats={"mean": 0}
+    )
+    grads = jax.tree.map(jnp.zeros_like, state.params)
+    state = state.apply_gradients(grads=grads, batch_stats={"mean": 1})
+    assert state.batch_stats == {"mean": 1} and state.step == 1
+
+
+def test_train_state_leaves_fp8_scales_to_flax():
+    key = "_overwrite_with_gradient"
+    params = {"params": make_params(), key: {"scale": jnp.float32(1)}}
+    state = jamp.linen.TrainState.create(
+        apply_fn=None, params=params, tx=scaled_sgd(init_scale=1.0)
+    )
+    grads = {"params": make_params(), key: {"scale": jnp.float32(3)}}
+    new_state = state.apply_gradients(grads=grads)
+    assert new_state.params[key]["scale"] == 3 and new_state.step == 1
+    np.testing.assert_array_equal(new_state.params["params"]["w"], 0.5)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("how", ["update", "step"])
+def test_a_jitted_step_traces_once_and_transfers_nothing(
+    donate, how, standard_promotion, checking_leaks
+):
+    chex.clear_trace_counter()
+    tx = jamp.dynamic_loss_scale(optax.adamw(1e-3), growth_interval=7)
+    params = jax.device_put(make_params())
+    state = jax.jit(tx.init)(params)
+    bad = jax.device_put(BAD)
+    x = jax.device_put(X)
+
+    @chex.assert_max_traces(n=1)
+    def train_step(params, state, x):
+        loss, grads = jamp.value_and_grad(loss_fn, state)(params, x)
+        if how == "step":
+            return *jamp.step(tx, grads, state, params), loss
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    jitted = jax.jit(train_step, donate_argnums=(0, 1) if donate else ())
+    structure, dtypes = (
+        jax.tree.structure(state),
+        jax.tree.map(lambda a: a.dtype, state),
+    )
+    with jax.transfer_guard("disallow"):
+        for i in range(100):
+            params, state, _ = jitted(params, state, bad if i % 10 == 3 else x)
+    assert jax.tree.structure(state) == structure
+    assert jax.tree.map(lambda a: a.dtype, state) == dtypes
+    assert state.skipped_steps == 10
+
+
+def test_the_step_runs_inside_scan_vmap_and_remat():
+    tx = scaled_sgd(growth_interval=2)
+    params = make_params()
+    batches = jnp.stack([X, BAD, X, 2 * X])
+
+    def body(carry, x):
+        params, state = carry
+        loss = jax.checkpoint(loss_fn)
+        _, grads = jamp.value_and_grad(loss, state)(params, x)
+        return jamp.step(tx, grads, state, params), jamp.metrics(state)["loss_scale"]
+
+    train = lambda batches: jax.lax.scan(body, (params, tx.init(params)), batches)
+    (scanned, state), scales = jax.jit(train)(batches)
+    expected, expected_state = run(tx, batches)
+    chex.assert_trees_all_close(scanned, expected, rtol=1e-6)
+    chex.assert_trees_all_equal(jamp.metrics(state), jamp.metrics(expected_state))
+    assert scales.tolist() == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
+
+    (both, _), _ = jax.jit(jax.vmap(train))(jnp.stack([batches, batches]))
+    chex.assert_trees_all_close(jax.tree.map(lambda a: a[1], both), expected, rtol=1e-6)
+
+
+def test_a_state_without_a_loss_scale_names_what_was_found():
+    state = optax.chain(optax.clip(1.0), optax.adam(1e-3)).init(make_params())
+    for function in (
+        jamp.loss_scale,
+        jamp.metrics,
+        lambda state: jamp.scale_loss(1.0, state),
+        lambda state: jamp.unscale(1.0, state),
+        lambda state: jamp.value_and_grad(loss_fn, state),
+    ):
+        with pytest.raises(
+            ValueError, match=r"no loss scale; found .*ScaleByAdamState"
+        ):
+            function(state)
+    with pytest.raises(ValueError, match="no loss scale; found a dict"):
+        jamp.loss_scale({"w": 1})
+
+
+def test_a_state_with_two_loss_scales_names_their_paths():
+    tx = optax.multi_transform(
+        {"a": scaled_sgd(), "b": scaled_sgd()}, {"w": "a", "b": "b"}
+    )
+    state = tx.init(make_params())
+    with pytest.raises(ValueError, match=r"holds 2 loss scales, at .*'a'.*'b'"):
+        jamp.loss_scale(state)
+    assert jamp.loss_scale(state.inner_states["a"]) == 2.0**16
+    with pytest.raises(ValueError, match=r"there must be one, around the whole: jamp"):
+        jamp.value_and_grad(loss_fn, state)
+
+
+def test_a_filter_of_overflows_around_the_loss_scale_is_refused():
+    tx = optax.chain(optax.apply_if_finite(scaled_sgd(), 5), optax.identity())
+    state = tx.init(make_params())
+    for use in (
+        lambda: jamp.value_and_grad(loss_fn, state),
+        lambda: jamp.scale_loss(1.0, state),
+        lambda: jamp.metrics(state),
+        lambda: jamp.step(tx, make_params(), state, make_params()),
+    ):
+        with pytest.raises(ValueError, match="apply_if_finite around a loss scale"):
+            use()
+    inside = jamp.dynamic_loss_scale(optax.apply_if_finite(optax.sgd(0.1), 5))
+    assert jamp.loss_scale(inside.init(make_params())) == 2.0**16
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_mask_around_the_loss_scale_hands_on_no_scaled_gradient(wrap):
+    def stepped(tx):
+        params = make_params()
+        state = tx.init(params)
+
+        def step(params, state):
+            _, grads = jamp.value_and_grad(loss_fn, state)(params, X)
+            return jamp.step(tx, grads, state, params)[0]
+
+        return wrap(step)(params, state)
+
+    masked = optax.masked(scaled_sgd(), MASK)
+    with pytest.raises(
+        ValueError, match=r"jamp\.step: the update at \['b'\] is the sc"
+    ):
+        stepped(masked)
+    rest = optax.masked(optax.set_to_zero(), {"w": False, "b": True})
+    frozen = stepped(optax.chain(masked, rest))  # legitimate
+    np.testing.assert_array_equal(frozen["b"], make_params()["b"])
+    assert jnp.all(frozen["w"] != make_params()["w"])
+
+
+@pytest.mark.parametrize("how", ["update", "step"])
+@pytest.mark.parametrize(
+    "grads, message",
+    [
+        ({"w": jnp.ones((4, 2))}, r"parameters have a leaf at \['b'\]"),
+        (
+            {"w": jnp.ones((4, 2)), "b": jnp.ones(2), "c": jnp.ones(1)},
+            r"gradients have a leaf at \['c'\]",
+        ),
+        ({"w": jnp.ones((2, 4)), "b": jnp.ones(2)}, r"\['w'\].*\(2, 4\).*\(4, 2\)"),
+        (jnp.ones(3), "at the root"),
+    ],
+)
+def test_gradients_that_do_not_match_name_the_path(how, grads, message):
+    tx, params = scaled_sgd(), make_params()
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=message):
+        if how == "step":
+            jamp.step(tx, grads, state, params)
+        else:
+            tx.update(grads, state, params)
+
+
+def test_inner_that_is_no_transformation():
+    with pytest.raises(
+        TypeError, match=r"inner must be an optax\.GradientTransformation"
+    ):
+        jamp.dynamic_loss_scale(3.0)
+    with pytest.raises(TypeError, match=r"inner must be .*; got <function adam"):
+        jamp.dynamic_loss_scale(optax.adam)
+
+
+def test_factory_arguments_are_checked():
+    with pytest.raises(
+        ValueError, match=r"growth_factor must be finite and > 1; got 0.9"
+    ):
+        jamp.dynamic_loss_scale(optax.sgd(0.1), growth_factor=0.9)
+    with pytest.raises(ValueError, match=r"loss_scale must be finite and > 0"):
+        jamp.static_loss_scale(optax.sgd(0.1), 0.0)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_numbers_of_a_state_may_come_from_elsewhere(jit):
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0))
+    state, grads = tx.init(jnp.ones(2)), jnp.full(2, 512.0)
+    step = lambda state: jamp.step(tx, grads, state, jnp.ones(2))
+    step = jax.jit(step) if jit else step
+    for scale in (1024, 1024.0, np.float64(1024), np.int64(1024), jnp.asarray(1024)):
+        given = optax.tree.set(state, loss_scale=scale, growth_tracker=np.int64(3))
+        params, moved = step(given)
+        np.testing.assert_array_equal(params, 0.5)
+        assert moved.loss_scale == 1024.0 and moved.growth_tracker == 4
+        chex.assert_trees_all_equal_dtypes(moved, state)
+        assert jamp.loss_scale(given).dtype == jnp.float32
+    items = jax.tree.map(lambda leaf: np.asarray(leaf).item(), state)
+    assert items.recent_skips == 0 and type(items.recent_skips) is int
+    chex.assert_trees_all_equal(step(items), step(state))
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(step(items)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loss_scale": "x"},
+        {"loss_scale": True},
+        {"loss_scale": 1j},
+        {"growth_tracker": 1.5},
+        {"growth_tracker": 2**40},
+        {"found_inf": 3},
+        {"recent_skips": jnp.ones(2, jnp.float16)},
+    ],
+    ids=str,
+)
+def test_numbers_of_a_state_that_cannot_be_are_named(wrong):
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0))
+    state = tx.init(jnp.ones(2))._replace(**wrong)
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} of the state must be"):
+        tx.update(jnp.ones(2), state, jnp.ones(2))
+
+
+def test_an_optimizer_may_fail_in_its_own_words():
+    def fails(updates, state, params=None):
+        raise RuntimeError("out of budget")
+
+    inner = optax.GradientTransformation(lambda params: jnp.zeros(3), fails)
+    tx = jamp.dynamic_loss_scale(inner)
+    state = tx.init(jnp.ones(2))._replace(inner_state=jnp.zeros(4))
+    with pytest.raises(RuntimeError, match="out of budget"):
+        tx.update(jnp.ones(2), state, jnp.ones(2))

@@ -1,0 +1,1 @@
+"""jamp beside torch: its golden files, its guide, and defects of others."""

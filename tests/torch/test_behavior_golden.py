@@ -1,0 +1,44 @@
+"""jamp against torch's runs and answers in the golden file; torch is not needed."""
+
+import pytest
+
+from parity import golden
+from parity.golden import BEHAVIORS, LIVE
+from tests.marks import mostly_slow
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return golden.load()
+
+
+QUICK = (
+    "plain, SGD: GradScaler in nnx.jit",
+    "autocast, AdamW: dynamic_loss_scale",
+    "clipping after unscale_: dynamic_loss_scale",
+    "two models, two optimizers, one poisoned: GradScaler in nnx.jit",
+    "saved and resumed: torch to jamp",
+    "update(new_scale), a float: GradScaler",
+    "error messages: GradScaler",
+    "what is refused: GradScaler",
+    "states: GradScaler",
+)
+NAMES = [name for name, case in BEHAVIORS.items() if case.side not in LIVE]
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, *QUICK))
+@pytest.mark.usefixtures("standard_promotion")
+def test_behavior_equals_torch(name: str, recorded):
+    result = golden.compare_behavior(BEHAVIORS[name], recorded)
+    assert not result.differs, result.where
+
+
+def test_every_behavior_is_in_the_file(recorded):
+    # Those that end in torch have other sides, which are compared above.
+    alone = {case.behavior.name for case in BEHAVIORS.values()} - {
+        case.behavior.name for case in BEHAVIORS.values() if case.side not in LIVE
+    }
+    assert not alone
+    assert {case.behavior.name for case in BEHAVIORS.values()} == {
+        name.split("/")[1] for name in recorded if name.startswith("behavior/")
+    }

@@ -1,0 +1,50 @@
+"""jamp's dtypes under autocast against torch's on CUDA; torch is not needed."""
+
+import re
+
+import jax
+import pytest
+
+from jamp._autocast.ops import DIFFERENCES
+from parity import golden
+from tests.marks import mostly_slow
+
+GOLDEN = golden.load_ops()
+QUICK = [case for case in golden.OPS.values() if case.half == "float16"]
+
+
+def test_the_file_is_of_these_cases():
+    assert GOLDEN.keys() == golden.OPS.keys()
+
+
+REFUSAL = "does not accept dtype b?float16"
+
+
+def refuses_half(op) -> bool:
+    """Whether JAX itself refuses to trace an op, as newer ones do the nuclear norm."""
+    try:
+        jax.eval_shape(op.jax, *op.arrays("half", "float16"))
+    except TypeError as error:
+        return re.search(REFUSAL, str(error)) is not None
+    return False
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "case", mostly_slow(golden.OPS.values(), *QUICK), ids=lambda case: case.name
+)
+def test_dtypes_equal_torch(case):
+    if refuses_half(case.op):  # a jitted function is traced before the casts
+        assert case.op.base == "nuclear_norm"
+        with pytest.raises(TypeError, match=REFUSAL):
+            golden.dtypes_of_op(case.op, case.half)
+        return
+    found = golden.dtypes_of_op(case.op, case.half)
+    assert found.keys() == GOLDEN[case.name].keys()
+    agree = [
+        path == GOLDEN[case.name][inputs]
+        for inputs, paths in found.items()
+        for path in paths.values()
+    ]
+    assert len(agree) == 2 * len(found)
+    assert all(agree) == (case.op.base not in DIFFERENCES), (found, GOLDEN[case.name])

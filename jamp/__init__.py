@@ -2,11 +2,16 @@
 
 # ruff: isort: off
 from . import _stable
+from ._checks import stand_ins as _stand_ins
 
 # autocast: op-level casting
-from ._autocast.region import autocast as autocast
-from ._autocast.region import get_autocast_dtype as get_autocast_dtype
-from ._autocast.region import is_autocast_enabled as is_autocast_enabled
+try:
+    from ._autocast.region import autocast as autocast
+    from ._autocast.region import get_autocast_dtype as get_autocast_dtype
+    from ._autocast.region import is_autocast_enabled as is_autocast_enabled
+except Exception as _error:  # JAX's inside has moved; the rest of jamp does without
+    _names = "autocast", "get_autocast_dtype", "is_autocast_enabled"
+    globals().update(_stand_ins(__name__, _error, *_names))
 
 # GradScaler: the object as in PyTorch, for Flax NNX
 from ._scaling.grad_scaler import GradScaler as GradScaler

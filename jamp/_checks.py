@@ -1,12 +1,13 @@
-"""Checks of arguments, and how messages show a value.
+"""Checks of arguments, how messages show a value, and what this JAX does not have.
 
 Of numbers, their ranges, dtypes, flags and names of axes.
 """
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -95,3 +96,36 @@ def brief(value: Any) -> str:
     """The `repr` of a value in one line, or the beginning of it."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 72 else f"{text[:69]}..."
+
+
+MOVED = """{name} does not run on JAX {jax}: what jamp {jamp} takes from the inside of \
+JAX for autocast is not where it was ({error}). Loss scaling and the casts of a Policy \
+run. Install a JAX that this jamp knows (0.10 to 0.12), or a newer jamp."""
+
+
+def unavailable(name: str, error: Exception) -> ImportError:
+    """What to raise for a public name whose module could not be imported."""
+    version = sys.modules["jamp"].__version__
+    problem = f"{type(error).__name__}: {error}"
+    text = MOVED.format(name=name, jax=jax.__version__, jamp=version, error=problem)
+    return ImportError(text)
+
+
+class Unavailable:
+    """Stands for a public name that this JAX does not let jamp have; use raises."""
+
+    def __init__(self, name: str, error: Exception):
+        self._name, self._error = name, error
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise unavailable(self._name, self._error) from self._error
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise unavailable(f"{self._name}.{name}", self._error) from self._error
+
+
+def stand_ins(namespace: str, error: Exception, *names: str) -> dict[str, Unavailable]:
+    """Stand-ins for the names of a namespace that could not be imported."""
+    return {name: Unavailable(f"{namespace}.{name}", error) for name in names}

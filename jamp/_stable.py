@@ -8,29 +8,40 @@ was ever here stays here.
 
 import sys
 
-from ._autocast.region import reopened as reopened
-from ._debug.explanation import OpRow as OpRow
-from ._debug.explanation import Promotion as Promotion
-from ._debug.explanation import Reduction as Reduction
-from ._debug.marks import Branches as Branches
-from ._debug.marks import Inner as Inner
-from ._debug.marks import Loop as Loop
-from ._debug.marks import Marks as Marks
-from ._debug.marks import Node as Node
-from ._debug.marks import Program as Program
-from ._debug.nonfinite import Layout as Layout
+from ._checks import stand_ins
 from ._debug.packing import Packed as Packed
-from ._debug.residuals import Saved as Saved
-from ._debug.sites import Site as Site
-from ._policy.nnx import cast_on_use as cast_on_use
-from ._policy.nnx import policied as policied
-from ._policy.overrides import Place as Place
-from ._policy.overrides import Plan as Plan
 from ._scaling.grad_scaler import GradScaler as GradScaler
 from ._scaling.iteration import Iteration as Iteration
 from ._scaling.rule import LossScaleConfig as LossScaleConfig
 from ._scaling.state import DynamicLossScaleState as DynamicLossScaleState
 from ._scaling.state import MasterWeightsState as MasterWeightsState
+
+try:
+    from ._autocast.region import reopened as reopened
+    from ._debug.explanation import OpRow as OpRow
+    from ._debug.explanation import Promotion as Promotion
+    from ._debug.explanation import Reduction as Reduction
+    from ._debug.marks import Branches as Branches
+    from ._debug.marks import Inner as Inner
+    from ._debug.marks import Loop as Loop
+    from ._debug.marks import Marks as Marks
+    from ._debug.marks import Node as Node
+    from ._debug.marks import Program as Program
+    from ._debug.nonfinite import Layout as Layout
+    from ._debug.residuals import Saved as Saved
+    from ._debug.sites import Site as Site
+    from ._policy.linen import policied_linen as policied_linen
+    from ._policy.nnx import cast_on_use as cast_on_use
+    from ._policy.nnx import policied as policied
+    from ._policy.overrides import Place as Place
+    from ._policy.overrides import Plan as Plan
+except Exception as error:  # JAX's inside has moved: see `stand_ins`
+    names = """
+        Branches Inner Layout Loop Marks Node OpRow Place Plan Program Promotion
+        Reduction Saved Site cast_on_use policied policied_linen
+        reopened
+    """
+    globals().update(stand_ins(__name__, error, *names.split()))
 
 
 def publish(*namespaces: str) -> None:

@@ -1,9 +1,19 @@
 """See what mixed precision does: which dtypes, what overflowed, what was flushed."""
 
 # ruff: isort: off
-# What runs in which dtype, and why
-from ._debug.explain import explain as explain
-from ._debug.explanation import Explanation as Explanation
+from ._checks import stand_ins as _stand_ins
+
+try:
+    # What runs in which dtype, and why
+    from ._debug.explain import explain as explain
+    from ._debug.explanation import Explanation as Explanation
+
+    # The op that made an inf or nan
+    from ._debug.nonfinite import NonfiniteReport as NonfiniteReport
+    from ._debug.nonfinite import find_nonfinite as find_nonfinite
+except Exception as _error:  # JAX's inside has moved
+    _names = "explain", "Explanation", "NonfiniteReport", "find_nonfinite"
+    globals().update(_stand_ins(__name__, _error, *_names))
 
 # What overflowed, what was flushed to zero
 from ._debug.grad_reports import OverflowReport as OverflowReport
@@ -12,8 +22,6 @@ from ._debug.grad_reports import UnderflowReport as UnderflowReport
 from ._debug.grad_reports import underflow_report as underflow_report
 from ._debug.histogram import GradHistogram as GradHistogram
 from ._debug.histogram import grad_histogram as grad_histogram
-from ._debug.nonfinite import NonfiniteReport as NonfiniteReport
-from ._debug.nonfinite import find_nonfinite as find_nonfinite
 
 # How a run goes
 from ._scaling.check import check as check

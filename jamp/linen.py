@@ -1,4 +1,9 @@
 """Flax Linen: a policy for a model and its parts, and a train state for `jamp.step`."""
 
-from ._policy.linen import with_policy as with_policy
+from ._checks import stand_ins as _stand_ins
 from ._scaling.train_state import TrainState as TrainState
+
+try:
+    from ._policy.linen import with_policy as with_policy
+except Exception as _error:  # JAX's inside has moved
+    globals().update(_stand_ins(__name__, _error, "with_policy"))

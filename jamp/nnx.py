@@ -1,3 +1,8 @@
 """Flax NNX: a policy for a model and its parts."""
 
-from ._policy.nnx import with_policy as with_policy
+from ._checks import stand_ins as _stand_ins
+
+try:
+    from ._policy.nnx import with_policy as with_policy
+except Exception as _error:  # JAX's inside has moved
+    globals().update(_stand_ins(__name__, _error, "with_policy"))

@@ -137,6 +137,7 @@ def made():
         "policy": jamp.get_policy("mixed_float16"),
         "region": jamp.autocast(jnp.float16, rules={"head": jnp.float32}),
         "nnx model": jamp.nnx.with_policy(linear, "mixed_float16"),
+        "linen model": jamp.linen.with_policy(nn.LayerNorm(), "mixed_float16"),
         "function": jamp.value_and_grad,
         "history": history,
         "explanation": jamp.debug.explain(jamp.autocast(jnp.float16)(loss_fn))(params),

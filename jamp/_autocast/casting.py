@@ -13,7 +13,7 @@ from jax.extend.core import Primitive, set_current_trace
 from .. import _compat
 from .._compat import array_dtype
 from . import retracing
-from .decision import CASTABLE, FLOAT32_DTYPE, REGION, Action, Decides, Op, Settings
+from .decision import CASTABLE, FLOAT32_DTYPE, Action, Decides, Op, Settings
 from .notes import Notes, unrounded
 from .stack import is_jamps, marks_in, written
 
@@ -26,6 +26,11 @@ SCATTERS = {  # what they do with two numbers is recorded in the dtype of the nu
     "scatter-sub": lax.scatter_sub,
 }
 MakeTrace = Callable[[], "CastingTrace"]
+# The settings of the innermost region, or None. JAX keys its caches by it, so that a
+# function is traced anew in a region of another kind.
+REGION = jax.make_user_context(None)
+# Whether regions are entered to be explained.
+OBSERVED = jax.make_user_context(False)
 
 
 class Effects:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
@@ -173,10 +172,3 @@ class Decides(Protocol):
     def knows(self, primitive: Primitive) -> bool: ...
 
     def lowers(self, primitive: Primitive, action: Action) -> bool: ...
-
-
-# The settings of the innermost region, or None. JAX keys its caches by it, so that a
-# function is traced anew in a region of another kind.
-REGION = jax.make_user_context(None)
-# Whether regions are entered to be explained.
-OBSERVED = jax.make_user_context(False)

@@ -87,8 +87,8 @@ from .. import _compat
 from .._checks import as_dtype, brief, flag, shown
 from .._tree import HALVES, cast_floating
 from .advice import advise
-from .casting import Effects
-from .decision import CASTABLE, OBSERVED, REGION, Settings
+from .casting import OBSERVED, REGION, Effects
+from .decision import CASTABLE, Settings
 from .rules import compile_rules
 from .stack import mark
 from .trace import AutocastTrace

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from .._autocast.casting import OBSERVED
 from .._autocast.conversion import EXPLICIT
-from .._autocast.decision import OBSERVED
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
 from .call import open_call

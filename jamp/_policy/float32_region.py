@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.decision import REGION, Action, Reason, Settings, Source, UserRule
+from .._autocast.casting import REGION
+from .._autocast.decision import Action, Reason, Settings, Source, UserRule
 from .._autocast.ops import DRAW, FLOAT32_NORM, FUNCTIONS, KEPT
 from .._autocast.region import enter
 from .._autocast.rules import find, loaded, resolve, source_of

@@ -80,12 +80,12 @@ def with_policy(
     plan = make_plan(CALLER, module, nn.Module, policy, overrides, float32_for)
     if module.parent is None:
         module = module.clone(name=module.name)
-    change_class(module, policied(type(module), plan))
+    change_class(module, policied_linen(type(module), plan))
     return module
 
 
 @functools.cache
-def policied(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
+def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
     """A subclass whose methods run under a policy."""
     return Policied(base, plan).made
 
@@ -108,7 +108,7 @@ class Policied:
             for name in WAYS_IN
         }
         namespace = {"_jamp_plan": plan} | self.methods | ways_in
-        self.made = subclass(base, namespace, (policied, (base, plan)))
+        self.made = subclass(base, namespace, (policied_linen, (base, plan)))
 
     def governed(self, name: str, function: Callable) -> Callable:
         """A method that runs the function under the policy.

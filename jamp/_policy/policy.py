@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, brief
+from .._checks import as_dtype, brief, unavailable
 from .._tree import cast_floating
 from .float32_for import FLOAT32_FOR
 
@@ -190,8 +190,10 @@ class Policy:
           >>> jax.grad(lambda params: model(params, x).sum())(params)["w"].dtype
           dtype('float32')
         """
-        from .wrap import wrap  # its region takes JAX's private parts; casts do not
-
+        try:
+            from .wrap import wrap  # its region takes JAX's private parts; casts do not
+        except Exception as error:
+            raise unavailable("jamp.Policy.wrap", error) from error
         return wrap(function, self.compute_dtype, self.output_dtype, float32_for)
 
     def __str__(self):

@@ -8,6 +8,7 @@ import numpy as np
 
 from ._checks import shown
 
+PyTree = Any  # a tree of arrays
 NUMBERS = (bool, int, float, complex)
 HALVES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 

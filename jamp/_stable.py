@@ -9,6 +9,7 @@ was ever here stays here.
 import sys
 
 from ._autocast.region import reopened as reopened
+from ._debug.blocks import Block as Block
 from ._debug.explanation import OpRow as OpRow
 from ._debug.explanation import Promotion as Promotion
 from ._debug.explanation import Reduction as Reduction

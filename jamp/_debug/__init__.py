@@ -3,8 +3,9 @@
 `explain` walks a jaxpr (`walk`, `equations`, `sites`) and tells which op ran in which
 dtype. `find_nonfinite` runs one with a mark for each value (`recorder`, `loops`,
 `finiteness`, `marks`) and goes back from a nan to where it came from (`blame`).
-`grad_reports`, `histogram` and `plots` look at gradients, `history` collects the
-scalars of a run. `report` and `table` print.
+`grad_reports`, `histogram` and `plots` look at gradients. `history` collects the
+scalars of a run: each step is packed (`packing`), several go to the host together
+(`blocks`). `report` and `table` print.
 
 May import: `_checks`, `_tree`, `_compat`, `_autocast`, `_scaling`.
 """

@@ -10,9 +10,9 @@ import sys
 
 from ._autocast.region import reopened as reopened
 from ._debug.blocks import Block as Block
-from ._debug.explanation import OpRow as OpRow
-from ._debug.explanation import Promotion as Promotion
-from ._debug.explanation import Reduction as Reduction
+from ._debug.findings import OpRow as OpRow
+from ._debug.findings import Promotion as Promotion
+from ._debug.findings import Reduction as Reduction
 from ._debug.marks import Branches as Branches
 from ._debug.marks import Inner as Inner
 from ._debug.marks import Loop as Loop

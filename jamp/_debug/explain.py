@@ -18,7 +18,8 @@ from .._autocast.rules import OBSERVED
 from .._autocast.trace import EXPLICIT
 from .call import open_call
 from .equations import Atom, array, variables
-from .explanation import Explanation, OpRow, Promotion, Reduction
+from .explanation import Explanation
+from .findings import OpRow, Promotion, Reduction
 from .residuals import saved_for_backward
 from .sites import float_dtypes, rule_of, site_of
 from .walk import PRODUCTS, Op, flops, nbytes, reduced, walk

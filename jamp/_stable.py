@@ -9,6 +9,7 @@ was ever here stays here.
 import sys
 
 from ._checks import stand_ins
+from ._debug.blocks import Block as Block
 from ._debug.packing import Packed as Packed
 from ._scaling.grad_scaler import GradScaler as GradScaler
 from ._scaling.iteration import Iteration as Iteration
@@ -18,9 +19,9 @@ from ._scaling.state import MasterWeightsState as MasterWeightsState
 
 try:
     from ._autocast.region import reopened as reopened
-    from ._debug.explanation import OpRow as OpRow
-    from ._debug.explanation import Promotion as Promotion
-    from ._debug.explanation import Reduction as Reduction
+    from ._debug.findings import OpRow as OpRow
+    from ._debug.findings import Promotion as Promotion
+    from ._debug.findings import Reduction as Reduction
     from ._debug.marks import Branches as Branches
     from ._debug.marks import Inner as Inner
     from ._debug.marks import Loop as Loop

@@ -1,9 +1,11 @@
 """What mixed precision does to a program, and what went wrong: `jamp.debug`.
 
-`explain` walks a jaxpr (`walk`, `sites`) and tells which op ran in which dtype.
-`find_nonfinite` runs one with a mark for each value (`recorder`, `finiteness`, `marks`)
-and goes back from a nan to where it came from (`blame`). `grad_reports`, `histogram`
-and `plots` look at gradients, `history` collects the scalars of a run. `report` and
+`explain` walks a jaxpr (`walk`, `equations`, `sites`) and tells which op ran in which
+dtype, as data (`findings`, `explanation`) and as text (`explanation_text`).
+`find_nonfinite` runs one with a mark for each value (`recorder`, `loops`, `finiteness`,
+`marks`) and goes back from a nan to where it came from (`blame`). `grad_reports`,
+`histogram` and `plots` look at gradients. `history` collects the scalars of a run: each
+step is packed (`packing`), and several go to the host together (`blocks`). `report` and
 `table` print.
 
 May import: `_checks`, `_tree`, `_compat`, `_autocast`, `_scaling`.

@@ -10,12 +10,12 @@ or at a constant.
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
+import jax
 
 from .finiteness import FRESH, INF, NAN
-from .marks import Inner, Marks, Program
+from .marks import Inner, Loop, Marks, Node, Program
 from .sites import MOVES, Site
 
 Wanted = dict[int, int]  # values, or places of values, and what is sought: INF, NAN
@@ -67,7 +67,8 @@ def trace_back(
             trail = inside(node.inner, marks, places, checked)
             for place, kind in trail.inputs.items():
                 seek([node.inputs[place]], kind)
-            origins[:0] = [lifted(o, program, node) for o in trail.origins]
+            skipped = node.inner.skipped
+            origins[:0] = [lifted(o, program, node, skipped) for o in trail.origins]
             constants[:0] = trail.constants
             if any(trail):
                 continue
@@ -82,10 +83,8 @@ def trace_back(
         made_here = [n for n in bad if program.slots.get(n) not in slots]
         fresh = fresh or any(mark(n) & FRESH for n in made_here)
         if fresh or made_nan:
-            made, fed_by = (
-                "nan" if NAN in makes else "inf",
-                arguments(program, node.inputs),
-            )
+            made = "nan" if NAN in makes else "inf"
+            fed_by = arguments(program, node.inputs)
             origins.insert(0, Origin(node.site, made, (), fed_by, not fresh))
         if INF in makes or made_nan or node.is_single:
             seek(infs, INF)
@@ -107,9 +106,9 @@ def inside(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
       A Trail whose `inputs` are places of the op's own inputs.
     """
     kept = marks.inner[inner.place]
-    if inner.kind == "scan":
+    if isinstance(kept, Marks):
         return through_scan(inner, kept, outputs, checked)
-    if inner.kind == "while":
+    if isinstance(kept, Loop):
         return through_while(inner, kept, outputs, checked)
     chosen = int(kept.chosen)
     body = inner.programs[chosen]
@@ -119,7 +118,7 @@ def inside(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
     return trail._replace(inputs=inputs)
 
 
-def through_while(inner: Inner, loop: Any, outputs: Wanted, checked: bool) -> Trail:
+def through_while(inner: Inner, loop: Loop, outputs: Wanted, checked: bool) -> Trail:
     """From a carried value to the iteration that made it bad, and on to others."""
     body, first = inner.programs[0], inner.n_consts
     waiting, seen = [(i, k) for i, both in outputs.items() for k in split(both)], set()
@@ -138,7 +137,7 @@ def through_while(inner: Inner, loop: Any, outputs: Wanted, checked: bool) -> Tr
         wanted = {body.outputs[place]: kind}
         here = at(at(loop.marks, row), place)
         trail = trace_back(body, here, wanted, checked)
-        loops = (("while", iteration),)
+        loops = ((inner.kind, iteration),)
         origins += [o._replace(loops=loops + o.loops) for o in trail.origins]
         constants += trail.constants
         for i, kind in trail.inputs.items():
@@ -155,11 +154,8 @@ def split(kind: int) -> list[int]:
 
 def through_scan(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
     """From the last iteration to the first."""
-    body, first, last = (
-        inner.programs[0],
-        inner.n_consts,
-        inner.n_consts + inner.n_carry,
-    )
+    body, first = inner.programs[0], inner.n_consts
+    last = first + inner.n_carry
     carry = {i: kind for i, kind in outputs.items() if i < inner.n_carry}
     stacked = {i: kind for i, kind in outputs.items() if i >= inner.n_carry}
     origins, inputs, constants = [], {}, []
@@ -174,7 +170,7 @@ def through_scan(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> 
         for i, kind in carry.items():  # a result may be stacked and carried on
             wanted[body.outputs[i]] = wanted.get(body.outputs[i], 0) | kind
         trail = trace_back(body, here, wanted, checked)
-        loops = (("scan", place),)
+        loops = ((inner.kind, place),)
         origins[:0] = [o._replace(loops=loops + o.loops) for o in trail.origins]
         constants[:0] = trail.constants
         carry = {i - first: k for i, k in trail.inputs.items() if first <= i < last}
@@ -185,18 +181,14 @@ def through_scan(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> 
     return Trail(origins, inputs, constants)
 
 
-def at(marks: Any, place: int) -> Any:
+def at(marks: Marks, place: int) -> Marks:
     """The marks of one iteration."""
-    if isinstance(marks, np.ndarray):
-        return marks[place]
-    parts = [at(part, place) for part in marks]
-    return type(marks)(*parts) if hasattr(marks, "_fields") else tuple(parts)
+    return jax.tree.map(lambda array: array[place], marks)
 
 
-def lifted(origin: Origin, program: Program, node: Any) -> Origin:
+def lifted(origin: Origin, program: Program, node: Node, skipped: int) -> Origin:
     """An origin in a body, as seen from the Program around it."""
-    inner = node.inner
-    inputs = [node.inputs[i + inner.skipped] for i in origin.fed_by]
+    inputs = [node.inputs[i + skipped] for i in origin.fed_by]
     return origin._replace(fed_by=arguments(program, inputs))
 
 

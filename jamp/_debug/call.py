@@ -8,28 +8,34 @@ function's signature ("params/encoder/kernel"); everything else stays as it is, 
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+
+from .._tree import PyTree
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
-class Call(NamedTuple):
+class FlatCall(NamedTuple):
     """What to run, on which arrays."""
 
-    run: Callable[[Sequence[Any]], Any]  # a list of arrays -> what the function returns
+    run: Callable[[Iterable[jax.Array]], PyTree]  # arrays -> what the function returns
     arrays: list[Any]
     names: tuple[str, ...]  # one for each array
     function: str  # its name, for messages
     n_first: int  # how many of the arrays are in the first argument
 
 
-def open_call(caller: str, fn: Any, args: Any, kwargs: Any) -> Call:
+def open_call(
+    caller: str, fn: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> FlatCall:
     """Takes a call apart.
 
     Args:
@@ -64,7 +70,11 @@ def open_call(caller: str, fn: Any, args: Any, kwargs: Any) -> Call:
     return _flatten(run, labelled, name)
 
 
-def _flatten(run: Callable, labelled: Sequence[tuple[str, Any]], name: str) -> Call:
+def _flatten(
+    run: Callable[[list[PyTree]], PyTree],
+    labelled: Sequence[tuple[str, PyTree]],
+    name: str,
+) -> FlatCall:
     values = [value for _, value in labelled]
     graph, modules = None, [i for i, v in enumerate(values) if _has_modules(v)]
     if modules:  # what two of them share, they go on sharing
@@ -95,10 +105,10 @@ def _flatten(run: Callable, labelled: Sequence[tuple[str, Any]], name: str) -> C
         return run(values)
 
     first = [path[0].idx for (path, _), a in zip(paths, is_array, strict=True) if a]
-    return Call(run_flat, arrays, tuple(names), name, first.count(0))
+    return FlatCall(run_flat, arrays, tuple(names), name, first.count(0))
 
 
-def argument_names(fn: Any, n_args: int) -> list[str]:
+def argument_names(fn: Callable[..., object], n_args: int) -> list[str]:
     """The names of positional arguments, as the signature has them.
 
     >>> argument_names(lambda params, *batch: 0, 3)
@@ -118,7 +128,7 @@ def argument_names(fn: Any, n_args: int) -> list[str]:
     return [*names[:n_args], *(f"args[{i}]" for i in range(len(names), n_args))]
 
 
-def path_name(path: Any) -> str:
+def path_name(path: KeyPath) -> str:
     """The path of a leaf, such as "encoder/kernel".
 
     NNX keeps the array of a Variable one step deeper.
@@ -127,7 +137,7 @@ def path_name(path: Any) -> str:
     return name.removesuffix("/value").removesuffix("/.value")
 
 
-def _has_arrays(value: Any) -> bool:
+def _has_arrays(value: PyTree) -> bool:
     if isinstance(value, type) or inspect.isfunction(value):
         return False
     return _has_modules(value) or any(
@@ -135,12 +145,12 @@ def _has_arrays(value: Any) -> bool:
     )
 
 
-def _has_modules(value: Any) -> bool:
+def _has_modules(value: PyTree) -> bool:
     is_module = lambda node: isinstance(node, (nnx.Pytree, nnx.Variable))
     return any(map(is_module, jax.tree.leaves(value, is_leaf=is_module)))
 
 
-def named_leaves(caller: str, tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(caller: str, tree: PyTree) -> list[tuple[str, ArrayLike]]:
     """The floating and complex leaves of a tree of gradients, each with its path.
 
     Raises:

@@ -2,11 +2,14 @@
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Literal
+from jax.typing import DTypeLike
 
 from .. import _compat
 from .._autocast.casting import OBSERVED
@@ -14,10 +17,12 @@ from .._autocast.conversion import EXPLICIT
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
 from .call import open_call
-from .explanation import Explanation, OpRow, Promotion, Reduction
+from .equations import Atom, array, variables
+from .explanation import Explanation
+from .findings import OpRow, Promotion, Reduction
 from .residuals import saved_for_backward
-from .sites import floating, rule_of, site_of
-from .walk import OUTERMOST, PRODUCTS, Op, flops, nbytes, reduced, walk
+from .sites import float_dtypes, rule_of, site_of
+from .walk import PRODUCTS, Op, flops, nbytes, reduced, walk
 
 HALF = ("float16", "bfloat16")
 MANY = 1024  # elements: a float16 sum of so many numbers of 64 overflows
@@ -25,8 +30,22 @@ MANY = 1024  # elements: a float16 sum of so many numbers of 64 overflows
 MIXING = frozenset("add sub mul div max min select_n add_any rem atan2".split())
 
 
+class Kind(NamedTuple):
+    """What the ops of one row have in common."""
+
+    op: str
+    rule: str
+    line: str
+    path: str
+    backward: bool
+    dtypes: tuple[tuple[str, ...], ...] = ()  # given and made; not of a function's ops
+
+
 def explain(
-    fn: Callable[..., Any], dtype: Any = None, *, rules: Any = None
+    fn: Callable[..., object],
+    dtype: DTypeLike | None = None,
+    *,
+    rules: Mapping[Any, Any] | None = None,
 ) -> Callable[..., Explanation]:
     """Shows what autocast makes of a function: each op, its dtypes, and the rule.
 
@@ -107,11 +126,11 @@ def explain(
 
 def rows_of(ops: Iterable[Op]) -> list[OpRow]:
     """Ops of one kind as one row, those with most work first."""
-    groups: dict[Any, list[Op]] = {}
+    groups: dict[Kind, list[Op]] = {}
     for op in ops:
         if not (is_cast(op) or is_helper(op)) and op.site.dtypes_out:
-            groups.setdefault(key_of(op), []).append(op)
-    rows = [row_of(key, group) for key, group in groups.items()]
+            groups.setdefault(kind_of(op), []).append(op)
+    rows = [row_of(kind, group) for kind, group in groups.items()]
     return sorted(rows, key=lambda row: (-row.flops, -row.bytes))
 
 
@@ -121,39 +140,37 @@ def is_helper(op: Op) -> bool:
     return name in PRIMITIVES and name != op.site.primitive
 
 
-def key_of(op: Op) -> Any:
+def kind_of(op: Op) -> Kind:
     site = op.site
-    kind, _, name = site.rule.partition(" ")
-    if "." in name and not kind.startswith("rules["):  # a function, as one op
-        return name, kind, site.line, op.path, site.backward
+    rule, _, name = site.rule.partition(" ")
+    place = site.line, op.path, site.backward
+    if "." in name and not rule.startswith("rules["):  # a function, as one op
+        return Kind(name, rule, *place)
     if not site.rule:
-        kind = {"": "no region", "off": "off"}.get(site.region, "no rule")
-    dtypes = site.dtypes_in, site.dtypes_out
-    rule = site.rule if site.rule.startswith("rules[") else kind
-    key = site.primitive, rule, site.line, op.path, site.backward
-    return (*key, dtypes)
+        rule = {"": "no region", "off": "off"}.get(site.region, "no rule")
+    rule = site.rule if site.rule.startswith("rules[") else rule
+    return Kind(site.primitive, rule, *place, (site.dtypes_in, site.dtypes_out))
 
 
-def row_of(key: Any, group: list[Op]) -> OpRow:
-    name, kind, line, path, backward, *_ = key
+def row_of(kind: Kind, group: list[Op]) -> OpRow:
     inputs = dict.fromkeys(d for op in group for d in given_dtypes(op))
     inputs = inputs or dict.fromkeys(group[0].site.dtypes_in)
     outputs = group[-1].site.dtypes_out
     counts = Counter()
     for op in group:
         counts[op.site.primitive] += op.times
-    row = FUNCTIONS.get(name) or PRIMITIVES.get(name)
-    listed = kind in ("lower", "float32", "promote")
+    row = FUNCTIONS.get(kind.op) or PRIMITIVES.get(kind.op)
+    listed = kind.rule in ("lower", "float32", "promote")
     return OpRow(
-        op=name,
+        op=kind.op,
         times=min(counts.values()),  # a function's rarest op runs once in it
         dtypes=f"{', '.join(inputs)} -> {', '.join(outputs)}",
         runs_in=next(iter(group[0].site.dtypes_in), ""),
-        rule=kind,
+        rule=kind.rule,
         torch=tuple(row.torch.split()) if row and listed else (),
-        line=line,
-        path=path,
-        backward=backward,
+        line=kind.line,
+        path=kind.path,
+        backward=kind.backward,
         flops=sum(op.times * flops(op.eqn) for op in group),
         bytes=sum(op.times * sum(map(nbytes, outs(op))) for op in group),
         since=widened_at(group[0]) if flops(group[0].eqn) else "",
@@ -165,21 +182,21 @@ def widened_at(op: Op) -> str:
 
     Another line than the op's own, if there is one: that one has widened the others.
     """
-    queue, seen, line = deque(op.eqn.invars), set(), ""
+    queue, seen, line = deque(variables(op.eqn.invars)), set(), ""
     while queue:
         variable = queue.popleft()
-        if isinstance(variable, _compat.Literal) or variable in seen:
+        if variable in seen:
             continue
         seen.add(variable)
         maker = op.made_by.get(variable)
-        if maker is None or floating([variable]) != ("float32",):
+        if maker is None or float_dtypes([variable]) != ("float32",):
             continue
-        given = floating(maker.invars)
+        given = float_dtypes(maker.invars)
         if "float32" not in given and not set(HALF).isdisjoint(given):
-            line = site_of(maker, OUTERMOST).line
+            line = site_of(maker).line
             if line != op.site.line:
                 break
-        queue.extend(maker.invars)
+        queue.extend(variables(maker.invars))
     return line
 
 
@@ -189,22 +206,19 @@ def given_dtypes(op: Op) -> tuple[str, ...]:
     Of a function that counts as one op, the inputs that come from outside of it.
     """
     rule, given = op.site.rule, []
-    for variable in op.eqn.invars:
-        if isinstance(variable, _compat.Literal):
-            continue
+    for variable in variables(op.eqn.invars):
         maker = op.made_by.get(variable)
-        if maker is not None and rule and rule_of(maker) == rule:
-            if maker.primitive.name != "convert_element_type":
-                if "." in rule:
-                    continue
-            else:
-                variable = maker.invars[0]
-        given.append(variable)
-    return floating(given)
+        if maker is None or not rule or rule_of(maker) != rule:
+            given.append(variable)
+        elif maker.primitive.name == "convert_element_type":
+            given.append(maker.invars[0])
+        elif "." not in rule:
+            given.append(variable)
+    return float_dtypes(given)
 
 
-def outs(op: Op) -> list[Any]:
-    return [v.aval for v in op.eqn.outvars if hasattr(v.aval, "dtype")]
+def outs(op: Op) -> list[ShapedArray]:
+    return [array(v) for v in op.eqn.outvars if hasattr(v.aval, "dtype")]
 
 
 def is_cast(op: Op) -> bool:
@@ -224,7 +238,7 @@ def matmul_flops(ops: Iterable[Op]) -> dict[str, int]:
 
 def promotions(ops: Iterable[Op]) -> list[Promotion]:
     """Where a float32 operand made a half-precision one float32, unasked."""
-    found: dict[Any, Promotion] = {}
+    found: dict[tuple[str, str, str], Promotion] = {}
     for op in ops:
         if not (is_cast(op) and widens(op)) or op.site.backward:
             continue
@@ -241,7 +255,7 @@ def promotions(ops: Iterable[Op]) -> list[Promotion]:
                 before = found.get(key, Promotion(*key, 0, 0))
                 found[key] = before._replace(
                     times=before.times + op.times,
-                    bytes=before.bytes + op.times * nbytes(out.aval) // 2,
+                    bytes=before.bytes + op.times * nbytes(array(out)) // 2,
                 )
                 break
     return sorted(found.values(), key=lambda p: -p.bytes)
@@ -252,9 +266,9 @@ def widens(op: Op) -> bool:
     return given in (("float16",), ("bfloat16",)) and made == ("float32",)
 
 
-def is_float32(variable: Any, op: Op) -> bool:
+def is_float32(variable: Atom, op: Op) -> bool:
     """Whether a value is float32 of its own, and no number that follows arrays."""
-    if isinstance(variable, _compat.Literal):
+    if isinstance(variable, Literal):
         return False
     dtype = getattr(variable.aval, "dtype", None)
     if dtype != jnp.float32:
@@ -262,12 +276,12 @@ def is_float32(variable: Any, op: Op) -> bool:
     maker = op.made_by.get(variable)
     if maker is None or maker.primitive.name != "convert_element_type":
         return True
-    return str(maker.invars[0].aval.dtype) not in HALF
+    return str(array(maker.invars[0]).dtype) not in HALF
 
 
 def reductions(ops: Iterable[Op]) -> list[Reduction]:
     """Sums in float16 of so many elements that they may overflow."""
-    found: dict[Any, Reduction] = {}
+    found: dict[tuple[str, str, str], Reduction] = {}
     for op in ops:
         n = reduced(op.eqn)
         if n < MANY or op.site.backward:
@@ -276,7 +290,7 @@ def reductions(ops: Iterable[Op]) -> list[Reduction]:
         users = op.used_by.get(op.eqn.outvars[0], ())
         narrowed = given == "float32" and any(
             user.primitive.name == "convert_element_type"
-            and str(user.outvars[0].aval.dtype) == "float16"
+            and str(array(user.outvars[0]).dtype) == "float16"
             for user in users
         )
         if (given, made) == ("float16", "float16") or narrowed:

@@ -1,15 +1,18 @@
 """Counting numbers by their float32 exponent, on the device and from their bits."""
 
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 BIAS = 127  # of an exponent in the bits: 2**0 has 127
 
 
-def count_exponents(arrays: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def count_exponents(
+    arrays: Iterable[ArrayLike],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Counts the elements of floating and complex arrays.
 
     Of complex arrays both parts count. Magnitudes of float64 that float32 does not

@@ -1,19 +1,20 @@
 """Whether an array holds an inf or a nan, as one small number."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 # A mark: FINE, or bits.
 FINE, INF, NAN = 0, 1, 2
 FRESH = 4  # an elementwise op made an inf or nan where all its inputs are finite
 
 
-def is_float(value: Any) -> bool:
+def can_hold_nan(value: ArrayLike) -> bool:
+    """Whether a value is floating or complex."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return isinstance(value, float)
@@ -21,7 +22,7 @@ def is_float(value: Any) -> bool:
 
 
 @jax.jit
-def mark_of(x: Any, *inputs: Any) -> jax.Array:
+def mark_of(x: jax.Array, *inputs: jax.Array) -> jax.Array:
     """The mark of a value: uint8 []. FRESH is for what elementwise ops make."""
     is_bad, is_nan = bad_and_nan(x)
     flags = [(INF, is_bad & ~is_nan), (NAN, is_nan)]
@@ -32,7 +33,7 @@ def mark_of(x: Any, *inputs: Any) -> jax.Array:
     return functools.reduce(jnp.bitwise_or, bits)
 
 
-def bad_and_nan(x: Any) -> tuple[jax.Array, jax.Array]:
+def bad_and_nan(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Elements that are inf or nan, and those that are nan.
 
     Half precision is read as bits: XLA might look at the float32 value that it computes
@@ -50,7 +51,7 @@ def bad_and_nan(x: Any) -> tuple[jax.Array, jax.Array]:
     return ~lax.is_finite(x), lax.ne(x, x)
 
 
-def known_mark(value: Any) -> int:
+def known_mark(value: ArrayLike) -> int:
     """The mark of a number that is known when the function is traced."""
     value = np.asarray(value, np.complex128)
     return NAN if np.any(np.isnan(value)) else INF if np.any(np.isinf(value)) else FINE

@@ -1,16 +1,18 @@
 """Which gradients overflowed, and what float16 flushes to zero: reports by path."""
 
-from typing import Any
+from collections.abc import Sized
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._checks import is_traced, shown
 from .._scaling.rule import check_scale
+from .._tree import PyTree
 from .call import named_leaves
 from .report import SHOWN, Report, check_single, only_when, report, stacked, static
-from .table import percent
+from .table import Table, percent
 
 FLOAT16_MAX = 65504.0
 # Half of float16's smallest number: it and all below are rounded to zero.
@@ -43,7 +45,7 @@ class OverflowReport(Report):
     paths: tuple[str, ...] = static()
     sizes: tuple[int, ...] = static()
 
-    def _stacked_shape(self):
+    def _stacked_shape(self) -> tuple[int, ...]:
         return np.shape(self.inf)[:-1]
 
     @property
@@ -58,7 +60,7 @@ class OverflowReport(Report):
         rows = zip(self.paths, inf.tolist(), nan.tolist(), self.sizes, strict=True)
         return {p: {"inf": i, "nan": n, "size": s} for p, i, n, s in rows if i or n}
 
-    def _parts(self, table):
+    def _parts(self, table: Table) -> list[str]:
         if self._stacked_shape():
             is_found = (np.asarray(self.inf) > 0) | (np.asarray(self.nan) > 0)
             return [stacked(self, is_found)]
@@ -72,7 +74,7 @@ class OverflowReport(Report):
         return [first, shown, _more(rows)]
 
 
-def overflow_report(grads: Any, *, when: Any = None) -> OverflowReport:
+def overflow_report(grads: PyTree, *, when: ArrayLike | None = None) -> OverflowReport:
     """Counts the infs and nans of each gradient.
 
     Works inside jit, where it costs one read of the gradients. With `when` it costs
@@ -150,7 +152,7 @@ class UnderflowReport(Report):
     paths: tuple[str, ...] = static()
     sizes: tuple[int, ...] = static()
 
-    def _stacked_shape(self):
+    def _stacked_shape(self) -> tuple[int, ...]:
         return np.shape(self.flushed)[:-1]
 
     @property
@@ -181,7 +183,7 @@ class UnderflowReport(Report):
             }
         return result
 
-    def _parts(self, table):
+    def _parts(self, table: Table) -> list[str]:
         if self._stacked_shape():
             sizes = np.maximum(np.asarray(self.sizes), 1)
             return [stacked(self, np.asarray(self.flushed) / sizes > 0.01)]
@@ -209,7 +211,7 @@ class UnderflowReport(Report):
         ]
 
 
-def underflow_report(grads: Any, scale: Any) -> UnderflowReport:
+def underflow_report(grads: PyTree, scale: ArrayLike) -> UnderflowReport:
     """What of each gradient float16 would flush to zero, with the scale and without.
 
     An element is flushed if float16 rounds it to zero: if it is not zero, and at most
@@ -263,13 +265,14 @@ def underflow_report(grads: Any, scale: Any) -> UnderflowReport:
     ]
     columns = columns or [jnp.zeros(0, jnp.uint32)] * 3 + [jnp.zeros(0, jnp.float32)]
     sizes = tuple(jnp.size(leaf) * (1 + jnp.iscomplexobj(leaf)) for _, leaf in named)
-    return UnderflowReport(*columns, scale, tuple(path for path, _ in named), sizes)
+    flushed, unscaled, zeros, largest = columns
+    paths = tuple(path for path, _ in named)
+    return UnderflowReport(flushed, unscaled, zeros, largest, scale, paths, sizes)
 
 
-def scale_argument(caller: str, scale: Any) -> jax.Array:
+def scale_argument(caller: str, scale: ArrayLike) -> jax.Array:
     """A loss scale given by the user as float32 []."""
-    is_array = isinstance(scale, jax.Array | np.ndarray | np.generic)
-    if is_array:
+    if isinstance(scale, jax.Array | np.ndarray | np.generic):
         kinds = (jnp.integer, jnp.floating)
         is_real = any(jnp.issubdtype(scale.dtype, kind) for kind in kinds)
     else:
@@ -288,7 +291,7 @@ def scale_argument(caller: str, scale: Any) -> jax.Array:
     return jnp.reshape(jnp.asarray(scale), []).astype(jnp.float32)
 
 
-def magnitudes(leaf: Any) -> jax.Array:
+def magnitudes(leaf: ArrayLike) -> jax.Array:
     """|x| in float32 at least; the two parts of a complex number as two elements."""
     x = jnp.asarray(leaf)
     if jnp.iscomplexobj(x):
@@ -298,5 +301,5 @@ def magnitudes(leaf: Any) -> jax.Array:
     return jnp.abs(x)
 
 
-def _more(rows: list) -> str:
+def _more(rows: Sized) -> str:
     return f"... and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""

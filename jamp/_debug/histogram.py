@@ -1,17 +1,22 @@
 """How small gradients are: a histogram by powers of two, printed or drawn."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._checks import is_traced
+from .._tree import PyTree
 from .call import named_leaves
 from .exponents import BIAS, count_exponents
 from .grad_reports import scale_argument
 from .plots import BLUE, axes
 from .report import check_fetchable
 from .table import percent, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # What float16 makes of a magnitude that lies between two powers of two. Up to 2**-25 it
 # rounds to zero, from 2**-14 on it has all its bits; from 65520 on it rounds to inf.
@@ -71,7 +76,7 @@ class GradHistogram(NamedTuple):
             "scale": scale,
         }
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draws the share of elements over the magnitude of the unscaled gradients.
 
         The colors behind it, and the upper ruler, tell what float16 would make of them
@@ -160,7 +165,7 @@ class GradHistogram(NamedTuple):
         return "\n".join([*lines, _headroom(bins)])
 
 
-def grad_histogram(grads: Any, scale: Any = 1.0) -> GradHistogram:
+def grad_histogram(grads: PyTree, scale: ArrayLike = 1.0) -> GradHistogram:
     """Counts gradients by exponent, as in figure 3 of the mixed-precision paper.
 
     It shows how much a scale saves: what lies below float16's range without it, and how
@@ -216,7 +221,7 @@ def _region(exponent: int) -> str:
     return "subnormal" if exponent < NORMAL else "normal" if exponent < INF else "inf"
 
 
-def _regions(left: float, right: float, shift: float):
+def _regions(left: float, right: float, shift: float) -> list[tuple[str, float, float]]:
     """Name, start and end of each region, within the limits of the plot."""
     limits = [left, ZERO - shift, NORMAL - shift, INF - shift, right]
     limits = np.clip(limits, left, right)
@@ -241,7 +246,9 @@ def _power(shift: float) -> str:
     return f"2^{shift:.4g}"
 
 
-def _ruler(ax, height: float, label: str, left: float, right: float, shift: float):
+def _ruler(
+    ax: "Axes", height: float, label: str, left: float, right: float, shift: float
+) -> None:
     """A strip above the plot that names the regions."""
     from matplotlib.patches import Rectangle
 

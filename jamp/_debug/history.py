@@ -10,25 +10,17 @@ their copy to the host begins; the block is taken over once it is there.
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, SupportsIndex
 
-import jax
 import numpy as np
 
 from .._checks import shown
-from .packing import Layout, Packed, pack, stack, unpack
+from .blocks import Block, of_rows, of_steps
+from .packing import Packed, pack
 from .table import percent, text_table
 
 SHOWN = 5  # steps of a printed table
-
-
-class Block(NamedTuple):
-    """Steps that are on their way to the host."""
-
-    layout: Layout
-    words: list[list[Any]]  # of each device, to be concatenated
-    host: dict[str, Any]  # name -> [steps]
-    steps: int
+Scalar = bool | int | float | complex
 
 
 class History:
@@ -79,7 +71,7 @@ class History:
     def __init__(
         self,
         every: int = 100,
-        on_row: Callable[[int, dict[str, Any]], Any] | None = None,
+        on_row: Callable[[int, dict[str, Any]], object] | None = None,
         start: int = 0,
     ):
         self._every = _integer("every", every)
@@ -97,7 +89,7 @@ class History:
         self._pending: list[Block] = []  # on their way
         self._chunks: list[dict[str, np.ndarray]] = []  # here
         self._taken = 0  # steps in the chunks
-        self._queue: deque[tuple[int, dict[str, Any]]] = deque()  # for on_row
+        self._queue: deque[tuple[int, dict[str, Scalar]]] = deque()  # for on_row
         self._calling = False  # inside on_row
 
     def append(self, metrics: Mapping[str, Any]) -> None:
@@ -113,7 +105,7 @@ class History:
         names = self._check_names("append", metrics)
         row = pack("append", metrics, names, 0)
         self._names = names
-        if self._rows and self._rows[0].layout != row.layout:
+        if self._rows and self._rows[0].contents != row.contents:
             self._send()  # a value has changed its dtype or device
         self._rows.append(row)
         if len(self._rows) >= self._every:
@@ -141,8 +133,7 @@ class History:
         self._names = names
         if self._rows:
             self._send()
-        words = [[array] for array in row.words]
-        self._launch(Block(row.layout, words, row.host, steps))
+        self._launch(of_steps(row, steps))
         self._take_ready()
 
     def fetch(self) -> None:
@@ -183,7 +174,7 @@ class History:
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
-    def __contains__(self, name: Any) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._names
 
     def __repr__(self) -> str:
@@ -193,7 +184,7 @@ class History:
         if self._taken and "found_inf" in self._names:
             skipped = sum(np.count_nonzero(c["found_inf"]) for c in self._chunks)
             text += f", {skipped} skipped ({percent(skipped / self._taken)})"
-        last: list[dict[str, Any]] = []
+        last: list[dict[str, Scalar]] = []
         for chunk in reversed(self._chunks):
             last = [*_rows(chunk, SHOWN - len(last)), *last]
             if len(last) == SHOWN:
@@ -205,7 +196,7 @@ class History:
         lines = [(name, *(_short(row[name]) for row in last)) for name in self._names]
         return f"{text}\n{text_table(header, lines)}"
 
-    def _check_names(self, caller: str, metrics: Any) -> tuple[str, ...]:
+    def _check_names(self, caller: str, metrics: object) -> tuple[str, ...]:
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"{caller}: metrics must be a dict of name -> value; "
@@ -227,37 +218,23 @@ class History:
 
     def _send(self) -> None:
         """Begins to copy the collected rows to the host."""
-        rows = self._rows
-        words = [list(group) for group in zip(*(r.words for r in rows), strict=True)]
-        if len(rows) == self._every:  # else not worth compiling for their number
-            words = [[stack(group)] for group in words]
-        host = {name: [row.host[name] for row in rows] for name in rows[0].host}
-        self._launch(Block(rows[0].layout, words, host, len(rows)))
+        # Fewer rows are not worth compiling for their number.
+        self._launch(of_rows(self._rows, stacked=len(self._rows) == self._every))
 
     def _launch(self, block: Block) -> None:
-        # Explicit in spirit: a user's guard against implicit transfers lets it pass.
-        with jax.transfer_guard_device_to_host("allow"):
-            for array in (array for group in block.words for array in group):
-                array.copy_to_host_async()
+        block.send()
         # Together, so that Ctrl-C finds each row in one place.
         self._pending, self._rows = [*self._pending, block], []
 
     def _take_ready(self) -> None:
-        while self._pending and all(
-            array.is_ready() for group in self._pending[0].words for array in group
-        ):
+        while self._pending and self._pending[0].is_ready():
             self._take()
         self._call_on_row()
 
     def _take(self) -> None:
         """Moves the oldest block to the host."""
         block = self._pending[0]
-        columns = {name: np.array(values) for name, values in block.host.items()}
-        words = [
-            np.concatenate([np.atleast_2d(rows) for rows in jax.device_get(arrays)])
-            for arrays in block.words
-        ]
-        columns |= unpack(block.layout, words)
+        columns = block.columns()
         chunk = {name: columns[name] for name in self._names}
         self._chunks.append(chunk)
         del self._pending[0]
@@ -276,7 +253,7 @@ class History:
             self._calling = False
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(name: str, value: SupportsIndex) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -285,7 +262,9 @@ def _integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer; got {shown(value)}.") from None
 
 
-def _rows(chunk: dict[str, np.ndarray], last: int | None = None) -> list[dict]:
+def _rows(
+    chunk: dict[str, np.ndarray], last: int | None = None
+) -> list[dict[str, Scalar]]:
     """The rows of a chunk, or its last ones, as Python scalars."""
     steps = len(next(iter(chunk.values())))
     start = 0 if last is None else max(steps - last, 0)
@@ -295,5 +274,5 @@ def _rows(chunk: dict[str, np.ndarray], last: int | None = None) -> list[dict]:
     ]
 
 
-def _short(value: Any) -> str:
+def _short(value: Scalar) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)

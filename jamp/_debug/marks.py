@@ -6,7 +6,7 @@ value each belongs to is written down once, in a `Program`. `recorder.py` makes 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ import numpy as np
 
 from .finiteness import FINE
 from .sites import Site
+
+Value = jax.Array | np.ndarray  # of a run; constants may be of NumPy
 
 
 class Node(NamedTuple):
@@ -32,7 +34,7 @@ class Inner(NamedTuple):
 
     kind: str
     programs: "tuple[Program, ...]"
-    place: int  # among the inner marks of the Program around it
+    place: int = 0  # among the inner marks of the Program around it
     n_consts: int = 0  # inputs of the body that are the same in all iterations
     skipped: int = 0  # inputs of the op that the body does not get
     n_carry: int = 0
@@ -67,7 +69,7 @@ class Marks(NamedTuple):
     """The marks of one Program, or of all iterations of one, stacked."""
 
     values: jax.Array  # uint8 [slots]
-    inner: tuple[Any, ...]  # per scan: Marks [length]; while: Loop; cond: Branches
+    inner: tuple["Marks | Loop | Branches", ...]  # per scan ([length]), while, cond
 
 
 class Loop(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.ref
 import numpy as np
+from jax.typing import ArrayLike
 
 from .. import _compat
 from .._autocast.region import ambient
@@ -19,7 +20,7 @@ from .finiteness import INF, NAN
 from .marks import Marks, Program
 from .recorder import run_marked
 from .report import Report, check_single, only_when, report, stacked, static
-from .table import markdown_table
+from .table import Table, markdown_table
 
 SHOWN = 5
 
@@ -58,7 +59,7 @@ class NonfiniteReport(Report):
     marks: Marks
     layout: Layout = static()
 
-    def _stacked_shape(self):
+    def _stacked_shape(self) -> tuple[int, ...]:
         return np.shape(self.marks.values)[:-1]
 
     @property
@@ -110,7 +111,7 @@ class NonfiniteReport(Report):
             "results": results,
         }
 
-    def _parts(self, table):
+    def _parts(self, table: Table) -> list[str]:
         if self._stacked_shape():
             slots = map(self.layout.program.slots.get, self.layout.program.outputs)
             slots = [slot for slot in slots if slot is not None]
@@ -152,7 +153,7 @@ def some(names: list[str]) -> str:
 
 
 def find_nonfinite(
-    fn: Callable[..., Any], *, when: Any = None
+    fn: Callable[..., object], *, when: ArrayLike | None = None
 ) -> Callable[..., NonfiniteReport]:
     """Finds the first op, forward or backward, that made an inf or nan.
 
@@ -244,15 +245,15 @@ def find_nonfinite(
     return find
 
 
-def is_spread(arrays: Sequence[Any]) -> bool:
+def is_spread(arrays: Sequence[object]) -> bool:
     """Whether an array lies on several devices."""
     concrete = [a for a in arrays if isinstance(a, jax.Array) and not is_traced(a)]
     return any(len(array.sharding.device_set) > 1 for array in concrete)
 
 
-def is_reference(value: Any) -> bool:
+def is_reference(value: object) -> bool:
     return isinstance(jax.typeof(value), jax.ref.AbstractRef)
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     return isinstance(value, (*ARRAYS, float, int, complex))

@@ -7,7 +7,7 @@ went in.
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,19 +24,20 @@ OUTSIDE = (
 NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
 
 # Of each device: the device, and the names and dtypes of what is packed on it.
-Layout = tuple[tuple[Any, tuple[tuple[str, Any], ...]], ...]
+Contents = tuple[tuple[Hashable, tuple[tuple[str, np.dtype], ...]], ...]
+OnHost = np.ndarray | bool | int | float | complex
 
 
 class Packed(NamedTuple):
     """Values of one step, or with one axis more of several."""
 
-    layout: Layout
+    contents: Contents
     words: list[jax.Array]  # of each device: uint32 [words] or [steps, words]
-    host: dict[str, Any]  # values that are no device arrays
+    host: dict[str, OnHost]  # values that are no device arrays
 
 
 def pack(
-    caller: str, metrics: Mapping[str, Any], names: Sequence[str], ndim: int
+    caller: str, metrics: Mapping[str, object], names: Sequence[str], ndim: int
 ) -> Packed:
     """Checks the values, and copies those on devices: one call for each device.
 
@@ -49,10 +50,10 @@ def pack(
       ValueError: a value has another number of axes, was donated, or is sharded.
       TypeError: a value is no number or array of numbers, or is traced.
     """
-    groups: dict[Any, list[tuple[str, jax.Array]]] = {}
+    groups: dict[Hashable, list[tuple[str, jax.Array]]] = {}
     host = {}
     for name in names:
-        value = metrics[name]
+        value: Any = metrics[name]
         if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
             value = value.__jax_array__()  # of an nnx.Variable
         if isinstance(value, jax.Array):
@@ -60,7 +61,7 @@ def pack(
             groups.setdefault(device, []).append((name, value))
         else:
             host[name] = _of_host(caller, name, value, ndim)
-    layout = tuple(
+    contents = tuple(
         (device, tuple((name, value.dtype) for name, value in group))
         for device, group in groups.items()
     )
@@ -68,7 +69,7 @@ def pack(
         words = [_pack([value for _, value in group]) for group in groups.values()]
     if any(map(is_traced, words)):
         raise TypeError(OUTSIDE)
-    return Packed(layout, words, host)
+    return Packed(contents, words, host)
 
 
 def stack(rows: Sequence[jax.Array]) -> jax.Array:
@@ -77,10 +78,10 @@ def stack(rows: Sequence[jax.Array]) -> jax.Array:
         return _stack(rows)
 
 
-def unpack(layout: Layout, words: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+def unpack(contents: Contents, words: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
     """From uint32 [steps, words] of each device to name -> [steps], in its dtype."""
     columns = {}
-    for (_, group), bits in zip(layout, words, strict=True):
+    for (_, group), bits in zip(contents, words, strict=True):
         start = 0
         for name, dtype in group:
             end = start + _words_in(dtype)
@@ -93,7 +94,9 @@ def unpack(layout: Layout, words: Iterable[np.ndarray]) -> dict[str, np.ndarray]
     return columns
 
 
-def _of_device(caller: str, name: str, value: jax.Array, ndim: int) -> tuple:
+def _of_device(
+    caller: str, name: str, value: jax.Array, ndim: int
+) -> tuple[Hashable, jax.Array]:
     """A device, and the value as an array on this device alone."""
     if is_traced(value):
         raise TypeError(f"{caller}: {name!r} is traced. {OUTSIDE}")
@@ -118,7 +121,7 @@ def _of_device(caller: str, name: str, value: jax.Array, ndim: int) -> tuple:
     return device, value
 
 
-def _of_host(caller: str, name: str, value: Any, ndim: int) -> Any:
+def _of_host(caller: str, name: str, value: object, ndim: int) -> OnHost:
     if isinstance(value, list | tuple | np.ndarray | np.generic):
         value = np.array(value)  # a copy: the caller may go on writing to it
         _check_dtype(caller, name, value.dtype)
@@ -134,7 +137,9 @@ def _of_host(caller: str, name: str, value: Any, ndim: int) -> Any:
     return value
 
 
-def _shape_error(caller: str, name: str, shape: tuple, ndim: int) -> ValueError:
+def _shape_error(
+    caller: str, name: str, shape: tuple[int, ...], ndim: int
+) -> ValueError:
     want, advice = (
         ("[steps]", "The scalars of one step go to append.")
         if ndim
@@ -145,7 +150,7 @@ def _shape_error(caller: str, name: str, shape: tuple, ndim: int) -> ValueError:
     )
 
 
-def _check_dtype(caller: str, name: str, dtype: Any) -> None:
+def _check_dtype(caller: str, name: str, dtype: np.dtype) -> None:
     if not _words_in(dtype):
         raise TypeError(
             f"{caller}: {name!r} must hold numbers or bools; got dtype {dtype}."
@@ -153,7 +158,7 @@ def _check_dtype(caller: str, name: str, dtype: Any) -> None:
 
 
 @functools.lru_cache
-def _words_in(dtype: Any) -> int:
+def _words_in(dtype: np.dtype) -> int:
     """How many 32-bit words hold a number; 0 for what is neither number nor bool."""
     is_number = jnp.issubdtype(dtype, jnp.number)
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo
@@ -163,7 +168,7 @@ def _words_in(dtype: Any) -> int:
 
 
 @contextlib.contextmanager
-def _without_mesh():
+def _without_mesh() -> Iterator[None]:
     """Lets jit take arrays on one device, whatever mesh `jax.set_mesh` has set."""
     if jax.sharding.get_abstract_mesh().empty:
         yield

@@ -5,16 +5,19 @@ global state: without `ax` a plot gets a figure of its own, which needs no displ
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .._checks import shown
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 BLUE, RED = "#1761b0", "#c8102e"
 
 
-def plot_scale(history: Mapping[str, Any], ax: Any = None) -> Any:
+def plot_scale(history: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     """Draws the loss scale over the steps, and marks those that were skipped.
 
     Args:
@@ -73,7 +76,7 @@ def plot_scale(history: Mapping[str, Any], ax: Any = None) -> Any:
     return ax
 
 
-def axes(caller: str, ax: Any, size: tuple[float, float]) -> Any:
+def axes(caller: str, ax: "Axes | None", size: tuple[float, float]) -> "Axes":
     """The user's Axes, or new ones in a figure that pyplot knows nothing of."""
     if ax is not None:
         if not hasattr(ax, "plot"):

@@ -8,17 +8,19 @@ printing needs the values.
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
-from .table import markdown_table, text_table
+from .table import Table, markdown_table, text_table
 
 SHOWN = 20  # rows of a printed table
+T = TypeVar("T")
 
 
 class Report:
@@ -37,7 +39,7 @@ class Report:
 
     _repr_markdown_ = to_markdown  # what a notebook shows
 
-    def _parts(self, table: Callable[..., str]) -> list[str]:
+    def _parts(self, table: Table) -> list[str]:
         raise NotImplementedError
 
     def _stacked_shape(self) -> tuple[int, ...]:
@@ -52,10 +54,10 @@ class Report:
             )
         return shape[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Self]:
         return (self[index] for index in range(len(self)))
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Self:
         """One step of a stacked report."""
         if not self._stacked_shape():
             raise TypeError(
@@ -79,19 +81,22 @@ class Report:
         raise TypeError("a report is neither true nor false; ask for report.found.")
 
 
-def report(cls: type) -> type:
-    """A frozen dataclass that is a pytree of the fields not marked as static."""
-    cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    static = {f.name for f in dataclasses.fields(cls) if f.metadata.get("static")}
-    data = [f.name for f in dataclasses.fields(cls) if f.name not in static]
-    return jax.tree_util.register_dataclass(cls, data, sorted(static))
-
-
 def static() -> Any:
+    """A field of a report that is no array, and stays in Python."""
     return dataclasses.field(metadata={"static": True})
 
 
-def only_when(when: Any, compute: Callable[[], Any]) -> Any:
+@dataclass_transform(frozen_default=True, field_specifiers=(static,))
+def report(cls: type[T]) -> type[T]:
+    """A frozen dataclass that is a pytree of the fields not marked as static."""
+    made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    fields = dataclasses.fields(made)
+    kept = {field.name for field in fields if field.metadata.get("static")}
+    data = [field.name for field in fields if field.name not in kept]
+    return jax.tree_util.register_dataclass(made, data, sorted(kept))
+
+
+def only_when(when: ArrayLike | None, compute: Callable[[], T]) -> T:
     """`compute()`, or zeros of its shapes where `when` is false."""
     if when is None:
         return compute()
@@ -116,7 +121,7 @@ def check_single(report: Report) -> None:
         )
 
 
-def check_fetchable(report: Any) -> None:
+def check_fetchable(report: object) -> None:
     if any(map(is_traced, jax.tree.leaves(report))):
         raise TypeError(
             f"this {type(report).__name__} is inside a trace, where it has no numbers; "
@@ -124,7 +129,7 @@ def check_fetchable(report: Any) -> None:
         )
 
 
-def stacked(report: Report, is_found: Any) -> str:
+def stacked(report: Report, is_found: np.ndarray) -> str:
     """The text of a stacked report, with whether something was found by step."""
     shape = report._stacked_shape()
     steps = np.flatnonzero(np.asarray(is_found).reshape(shape[0], -1).any(axis=1))

@@ -1,14 +1,16 @@
 """What a function keeps of its forward pass for the backward one."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Literal
 
-from .. import _compat
-from .sites import Around, site_of
-from .walk import OUTERMOST, held_by, nbytes
+from .._tree import PyTree
+from .equations import Atom, array, held_by, variables
+from .sites import OUTERMOST, Around, Site, site_of
+from .walk import nbytes
 
 
 class Saved(NamedTuple):
@@ -17,19 +19,21 @@ class Saved(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    site: Any  # the op that made it
+    site: Site  # the op that made it
 
 
 def saved_for_backward(
-    run: Callable[[Sequence[Any]], Any], arrays: Sequence[Any], n_params: int
+    run: Callable[[Sequence[jax.Array]], PyTree],
+    arrays: Sequence[jax.Array],
+    n_params: int,
 ) -> list[Saved] | None:
     """What is kept for the derivative by the first arrays, without what is given.
 
     The arguments themselves are not counted, nor is what is one number all over. None
     if there is nothing to differentiate.
     """
-    is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in arrays[:n_params]]
-    wrt = [i for i, floats in enumerate(is_float) if floats]
+    floats = [jnp.issubdtype(a.dtype, jnp.floating) for a in arrays[:n_params]]
+    wrt = [i for i, is_one in enumerate(floats) if is_one]
     if not wrt:
         return None
 
@@ -46,26 +50,23 @@ def saved_for_backward(
 
     jaxpr = jax.make_jaxpr(residuals)(list(arrays)).jaxpr
     found = {}
-    for variable in jaxpr.outvars:
-        if isinstance(variable, _compat.Literal):
-            continue
-        origin = origin_of(jaxpr, variable)
-        if origin is not None and jnp.issubdtype(variable.aval.dtype, jnp.floating):
-            aval = variable.aval
+    for variable in variables(jaxpr.outvars):
+        origin, aval = origin_of(jaxpr, variable), array(variable)
+        if origin is not None and jnp.issubdtype(aval.dtype, jnp.floating):
             found[variable] = Saved(
                 str(aval.dtype), tuple(aval.shape), nbytes(aval), origin
             )
     return list(found.values())
 
 
-def origin_of(jaxpr: Any, variable: Any, around: Around = OUTERMOST) -> Any:
+def origin_of(jaxpr: Jaxpr, variable: Atom, around: Around = OUTERMOST) -> Site | None:
     """The site of the op that made a value; None for an argument or a constant."""
-    if isinstance(variable, _compat.Literal):
+    if isinstance(variable, Literal):
         return None
     eqn = next((e for e in reversed(jaxpr.eqns) if variable in e.outvars), None)
     if eqn is None:
         return None
-    inside = list(held_by(eqn))
+    inside = held_by(eqn)
     if len(inside) == 1 and len(inside[0].outvars) == len(eqn.outvars):
         (body,) = inside
         inner = body.outvars[eqn.outvars.index(variable)]
@@ -74,6 +75,6 @@ def origin_of(jaxpr: Any, variable: Any, around: Around = OUTERMOST) -> Any:
         if eqn.primitive.name != "scan" and len(body.invars) == len(eqn.invars):
             return origin_of(jaxpr, eqn.invars[body.invars.index(inner)], around)
     filled = eqn.primitive.name == "broadcast_in_dim"
-    if filled and isinstance(eqn.invars[0], _compat.Literal):
+    if filled and isinstance(eqn.invars[0], Literal):
         return None
     return site_of(eqn, around)

@@ -4,9 +4,11 @@ import inspect
 import itertools
 import os
 import sysconfig
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .. import _compat
 from .._autocast.sources import JAMP, JAX, is_library
@@ -50,11 +52,11 @@ class Site(NamedTuple):
 class Around(NamedTuple):
     """What holds a jaxpr: the function itself, or an equation of another one."""
 
-    stack: Any = None  # the name stack around it
-    call: Any = None  # the source of the call that it is a part of
+    entries: tuple[tuple[bool, str], ...] = ()  # of the name stack around it
+    call: JaxprEqn | None = None  # the call that it is a part of
     line: str = ""  # where it is called, for ops that do not know better
 
-    def inside(self, eqn: Any, jaxpr: Any) -> "Around":
+    def inside(self, eqn: JaxprEqn, jaxpr: Jaxpr) -> "Around":
         """The same for a jaxpr that an equation here holds.
 
         JAX traces its own jitted functions (`jnp.where`) once, and keeps with their ops
@@ -63,26 +65,29 @@ class Around(NamedTuple):
         name, call = eqn.primitive.name, self.call
         is_cached = is_library(_compat.source_name(jaxpr.debug_info))
         if call is None and name == "jit" and is_cached:
-            call = eqn.source_info
-        line = own_line(call or eqn.source_info) or self.line
-        return Around(self.stack_of(eqn), call, line)
+            call = eqn
+        line = own_line(call or eqn) or self.line
+        return Around(self.entries_of(eqn), call, line)
 
-    def stack_of(self, eqn: Any) -> Any:
-        stack = eqn.source_info.name_stack
-        return stack if self.stack is None else self.stack + stack
+    def entries_of(self, eqn: JaxprEqn) -> tuple[tuple[bool, str], ...]:
+        """The whole name stack: whether an entry is a transform, and its name."""
+        return (*self.entries, *_compat.stack_entries(eqn.source_info.name_stack))
 
 
-def site_of(eqn: Any, around: Around) -> Site:
+OUTERMOST = Around()
+
+
+def site_of(eqn: JaxprEqn, around: Around = OUTERMOST) -> Site:
     """Describes an equation."""
-    entries = _compat.stack_entries(around.stack_of(eqn))
+    entries = around.entries_of(eqn)
     names = [name for is_transform, name in entries if not is_transform]
     regions = [dtype for _, dtype in marks_in(names)]
     own = [n.removesuffix(".inside") for n in names if is_module(n)]
     return Site(
         primitive=eqn.primitive.name,
-        dtypes_in=floating(eqn.invars),
-        dtypes_out=floating(eqn.outvars),
-        line=line_of(around.call or eqn.source_info, around.line),
+        dtypes_in=float_dtypes(eqn.invars),
+        dtypes_out=float_dtypes(eqn.outvars),
+        line=line_of(around.call or eqn, around.line),
         path="/".join(own),
         backward=any(is_one and name == "transpose" for is_one, name in entries),
         region=regions[-1] if regions else "",
@@ -90,16 +95,17 @@ def site_of(eqn: Any, around: Around) -> Site:
     )
 
 
-def rule_of(eqn: Any) -> str:
+def rule_of(eqn: JaxprEqn) -> str:
     """The rule that decided about an equation, of those noted in its own jaxpr."""
     entries = _compat.stack_entries(eqn.source_info.name_stack)
     return reason_in([name for _, name in entries])
 
 
-def floating(variables: Any) -> tuple[str, ...]:
-    dtypes = [getattr(v.aval, "dtype", None) for v in variables]
-    is_float = lambda d: d is not None and jax.numpy.issubdtype(d, jax.numpy.inexact)
-    return tuple(dict.fromkeys(str(d) for d in dtypes if is_float(d)))
+def float_dtypes(atoms: Iterable[Var | Literal]) -> tuple[str, ...]:
+    """The names of their floating and complex dtypes, each once."""
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in atoms]
+    is_inexact = lambda d: d is not None and jax.numpy.issubdtype(d, jax.numpy.inexact)
+    return tuple(dict.fromkeys(str(d) for d in dtypes if is_inexact(d)))
 
 
 def is_module(name: str) -> bool:
@@ -111,24 +117,24 @@ def is_module(name: str) -> bool:
     return not (is_jax or is_jamps(name))
 
 
-def line_of(source_info: Any, called_at: str) -> str:
+def line_of(eqn: JaxprEqn, called_at: str) -> str:
     """The line of an op: its own, that of the call around it, or a library's."""
-    if line := own_line(source_info):
+    if line := own_line(eqn):
         return line
     if called_at:
         return called_at
-    frames = [f for f in _compat.frames(source_info) if not f[0].startswith(JAMP)]
+    frames = [f for f in _compat.frames(eqn.source_info) if not f[0].startswith(JAMP)]
     return described(frames[0]) if frames else ""
 
 
-def own_line(source_info: Any) -> str:
+def own_line(eqn: JaxprEqn) -> str:
     """The innermost line that belongs to no installed library, or ""."""
-    frames = _compat.frames(source_info)
+    frames = _compat.frames(eqn.source_info)
     own = (frame for frame in frames if not frame[0].startswith(LIBRARIES))
     frame = next(own, None)
     if frame is None:
         return ""
-    return described(frame) + (", its custom_vjp" if in_custom_vjp(source_info) else "")
+    return described(frame) + (", its custom_vjp" if in_custom_vjp(eqn) else "")
 
 
 def described(frame: tuple[str, int, str]) -> str:
@@ -136,11 +142,11 @@ def described(frame: tuple[str, int, str]) -> str:
     return f"{os.path.basename(file)}:{line} in {function.split('.')[-1]}"
 
 
-def in_custom_vjp(source_info: Any) -> bool:
+def in_custom_vjp(eqn: JaxprEqn) -> bool:
     """Whether an op is of the backward rule of a custom_vjp.
 
     JAX records with it no line of the rule, only the line that called the function.
     """
-    codes = _compat.codes_of(source_info)
+    codes = _compat.codes_of(eqn.source_info)
     own = itertools.takewhile(lambda code: code.co_filename.startswith(JAX), codes)
     return inspect.unwrap(jax.custom_vjp.__call__).__code__ in own

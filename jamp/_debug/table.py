@@ -1,10 +1,11 @@
 """Tables of text: for a terminal, and in Markdown."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+
+Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
 
 
-def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def text_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Columns side by side; those of numbers are set flush right.
 
     >>> print(text_table(("op", "count"), [("add", 12), ("dot_general", 3)]))
@@ -12,21 +13,21 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     add             12
     dot_general      3
     """
-    rows = [list(map(str, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    right = [all(_is_number(row[i]) for row in rows) for i in range(len(header))]
+    cells = [list(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    right = [all(_is_number(row[i]) for row in cells) for i in range(len(header))]
 
-    def line(cells):
+    def line(row):
         placed = [
             cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(cells, widths, right, strict=True)
+            for cell, width, is_right in zip(row, widths, right, strict=True)
         ]
         return "  ".join(placed).rstrip()
 
-    return "\n".join(map(line, [header, *rows]))
+    return "\n".join(map(line, [header, *cells]))
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """The same for Markdown, as notebooks and GitHub show it.
 
     >>> print(markdown_table(("op", "count"), [("a|b", 3)]))

@@ -3,27 +3,26 @@
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from .. import _compat
-from .._autocast.left_alone import LEFT_ALONE
-from .._autocast.sources import holds_jaxpr
-from .sites import MOVES, Around, site_of
+from .equations import array, held_by, variables
+from .sites import MOVES, OUTERMOST, Around, Site, site_of
 
-OUTERMOST = Around()
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 class Op(NamedTuple):
     """An equation, and where it stands."""
 
-    eqn: Any
-    site: Any
+    eqn: JaxprEqn
+    site: Site
     times: int  # how often it runs; a while loop counts as one iteration
-    made_by: dict[Any, Any]  # the equations beside it, by what they make
-    used_by: dict[Any, list[Any]]
+    made_by: dict[Var, JaxprEqn]  # the equations beside it, by what they make
+    used_by: dict[Var, list[JaxprEqn]]
     given: tuple[str, ...]  # the names of the arguments that are its inputs
 
     @property
@@ -35,7 +34,7 @@ class Op(NamedTuple):
 
 
 def walk(
-    jaxpr: Any, names: dict[Any, str], around: Around = OUTERMOST, times: int = 1
+    jaxpr: Jaxpr, names: dict[Var, str], around: Around = OUTERMOST, times: int = 1
 ) -> Iterator[Op]:
     """The ops of an open jaxpr, depth first, in the order in which they run.
 
@@ -45,52 +44,35 @@ def walk(
     """
     names = dict(names)
     made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    used_by: dict[Any, list[Any]] = {}
+    used_by: dict[Var, list[JaxprEqn]] = {}
     for eqn in jaxpr.eqns:
-        for v in eqn.invars:
-            if not _is_literal(v):
-                used_by.setdefault(v, []).append(eqn)
+        for v in variables(eqn.invars):
+            used_by.setdefault(v, []).append(eqn)
     for eqn in jaxpr.eqns:
-        given = {v: names[v] for v in eqn.invars if not _is_literal(v) and v in names}
+        given = {v: names[v] for v in variables(eqn.invars) if v in names}
         if eqn.primitive.name in MOVES and given:
             names[eqn.outvars[0]] = next(iter(given.values()))
-        inside = list(held_by(eqn))
+        inside = held_by(eqn)
         for inner in inside:
             n = times * int(eqn.params.get("length", 1) or 1)
             inputs = eqn.invars[1:] if eqn.primitive.name == "cond" else eqn.invars
             known = {}
             if len(inputs) == len(inner.invars):
                 pairs = zip(inner.invars, inputs, strict=True)
-                known = {
-                    i: given[v] for i, v in pairs if not _is_literal(v) and v in given
-                }
+                pairs = [(i, v) for i, v in pairs if not isinstance(v, Literal)]
+                known = {i: given[v] for i, v in pairs if v in given}
             yield from walk(inner, known, around.inside(eqn, inner), n)
         if not inside:
             arguments = tuple(given.values())
             yield Op(eqn, site_of(eqn, around), times, made_by, used_by, arguments)
 
 
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, _compat.Literal)
-
-
-def held_by(eqn: Any) -> Iterator[Any]:
-    """The open jaxprs that an equation runs, but for kernels and how it adds two."""
-    name = eqn.primitive.name
-    if name in LEFT_ALONE or name.startswith(("reduce_", "scatter", "select_and_")):
-        return
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if holds_jaxpr(item):
-                yield item.jaxpr if hasattr(item, "jaxpr") else item
-
-
-def flops(eqn: Any) -> int:
+def flops(eqn: JaxprEqn) -> int:
     """Floating-point operations of a matrix product or convolution, 0 for others."""
     if eqn.primitive.name not in PRODUCTS:
         return 0
-    left, right = (v.aval.shape for v in eqn.invars[:2])
-    size = math.prod(eqn.outvars[0].aval.shape)
+    left, right = (array(v).shape for v in eqn.invars[:2])
+    size = math.prod(array(eqn.outvars[0]).shape)
     if eqn.primitive.name == "dot_general":
         (contracting, _), _ = eqn.params["dimension_numbers"]
         return 2 * size * math.prod(left[d] for d in contracting)
@@ -100,18 +82,18 @@ def flops(eqn: Any) -> int:
     return 2 * size * math.prod(right) // right[spec[0]]
 
 
-def reduced(eqn: Any) -> int:
+def reduced(eqn: JaxprEqn) -> int:
     """How many elements a sum or product adds up for each result, else 0."""
     if not eqn.primitive.name.startswith(("reduce_sum", "reduce_prod", "cum")):
         return 0
-    shape, params = eqn.invars[0].aval.shape, eqn.params
+    shape, params = array(eqn.invars[0]).shape, eqn.params
     if "axes" in params:
         return math.prod(shape[axis] for axis in params["axes"])
     is_sum = eqn.primitive.name in ("cumsum", "cumprod")
     return shape[params["axis"]] if is_sum else 0
 
 
-def nbytes(aval: Any) -> int:
+def nbytes(aval: ShapedArray) -> int:
     return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
 
 

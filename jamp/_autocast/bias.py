@@ -35,8 +35,7 @@ from .casting import CastingTrace
 from .decision import FLOAT32_DTYPE, Action, Kind, Op
 from .notes import fits
 from .sources import is_in_layer
-
-SUMMED = ("psum", "psum_invariant", "pmax", "pmin")  # over a mapped axis
+from .traits import OVER_AXES
 
 
 def with_bias(trace: CastingTrace, op: Op) -> jax.Array | None:
@@ -140,7 +139,7 @@ def mark_results(trace: CastingTrace, op: Op, action: Action, out: Any) -> None:
     summed over a mapped axis; they are the module's state, and stay float32.
     """
     is_norm = action.table is Kind.FLOAT32_NORM
-    if is_norm and op.name in SUMMED:
+    if is_norm and op.name in OVER_AXES:
         return
     shapes = [np.shape(x) for x in op.args if is_or_was_half(trace, x)]
     for x in jax.tree.leaves(out):

@@ -50,7 +50,7 @@ class Reason(NamedTuple):
         >>> Reason.read("rules['a b']").kind
         'rules'
         """
-        if text.startswith("rules[") and text.endswith("]"):
+        if text.startswith("rules["):
             return cls("rules", Source.USER, text[len("rules[") : -1])
         kind, _, name = text.partition(" ")
         sources = {True: Source.FUNCTION, False: Source.PRIMITIVE}

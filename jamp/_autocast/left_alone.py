@@ -12,21 +12,14 @@ from .. import _compat
 from .casting import CastingTrace
 from .decision import Action, Kind, Op, Reason, Source
 from .sources import holds_jaxpr
+from .traits import LEFT_ALONE
 
-LEFT_ALONE = frozenset(
-    """
-    approx_top_k call_exported composite cudnn_fusion custom_lin custom_linear_solve
-    custom_partitioning dce_sink debug_callback debug_print ffi_call for fused_call
-    io_callback pallas_call pure_callback reduce reduce_window run_state
-    select_and_scatter tpu_custom_call triton_kernel_call
-    """.split()
-)
 REASON_KIND = "left_alone"
 
 NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
 ({params}).
 Put the code around it under `with jamp.autocast(enabled=False):`, or add a rule to \
-NESTED in jamp/_autocast/nested.py (or the name to LEFT_ALONE, in left_alone.py)."""
+NESTED in jamp/_autocast/nested.py (or the name to LEFT_ALONE, in traits.py)."""
 
 
 def leave_alone(trace: CastingTrace, op: Op) -> Any:

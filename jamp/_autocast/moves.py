@@ -48,7 +48,7 @@ def passed_on(
         raised = len(new) > len(old)
         varies = varies if raised else None
         return Note(note.constant, sides and reshaped(sides, old, new), varies, raised)
-    if primitive_name in ("slice", "copy", "neg", "optimization_barrier"):
+    if primitive_name in ("slice", "copy"):
         return note._replace(constant=None, varies=None, raised=False)
     return NOTHING
 

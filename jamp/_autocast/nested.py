@@ -5,7 +5,7 @@ results of jit and remat may change dtype, and what scan stacks; a carry keeps i
 dtype, and the branches of a cond agree on the widest.
 
 To support another such primitive, write a rule and enter it in `NESTED`; if its inside
-must not be touched (a kernel, a callback), enter its name in `left_alone.py`. What
+must not be touched (a kernel, a callback), enter its name in `traits.py`. What
 holds Python functions instead of jaxprs is in `custom.py`.
 """
 

@@ -23,6 +23,7 @@ from .decision import (
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from .paths import PathPattern
 from .sources import code_of, unwrapped
+from .traits import UPDATES
 
 BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
@@ -156,8 +157,7 @@ ACTIONS = {
 BY_POLICY = Reason("policy", Source.JAMP)
 EXEMPTED = Action(KEEP, why=Reason("keep", Source.JAMP, "parameter"))
 POLICY = Action(KEEP, why=BY_POLICY)
-# Of half precision into a float32 cache, which JAX refuses.
-WRITES = frozenset(("dynamic_update_slice",))
+# Half precision that is written into a float32 cache, which JAX refuses.
 POLICY_WRITE = Action(INTO, why=BY_POLICY)
 
 
@@ -200,7 +200,7 @@ class Decider:
                 self.hits.add(index)
                 return action
         if not self.settings.listed:
-            return POLICY_WRITE if primitive.name in WRITES else POLICY
+            return POLICY_WRITE if primitive.name in UPDATES else POLICY
         functions, action = self.functions, None
         if not functions.keys().isdisjoint(ids):  # the outermost decides for all inside
             _, action = next(functions[i] for i in reversed(ids) if i in functions)

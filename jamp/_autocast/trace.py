@@ -27,11 +27,11 @@ from .products import for_product, is_wide, wide_product
 from .refused import check_precision
 from .rules import Decider
 from .thunks import THUNKS
+from .traits import FOLLOWED
 from .writes import WRITES
 
 # For primitives that are not in a table.
 RULES: dict[str, Rule] = NESTED | CUSTOM | THUNKS | WRITES
-PASSED_ON = ("transpose", "squeeze", "broadcast_in_dim", "reshape", "slice", "copy")
 
 
 class AutocastTrace(CastingTrace):
@@ -177,7 +177,7 @@ class AutocastTrace(CastingTrace):
         """The result of an op that is part of a layer, or None if it is not."""
         if not self.decide.refines or op.is_baked or action.dtype is not None:
             return None
-        if op.name in PASSED_ON:
+        if op.name in FOLLOWED:
             narrow = self.notes.cast(op.args[0], self.settings.dtype)
             if narrow is not None and self.notes[op.args[0]].sides is not None:
                 # Moved before it is widened, a product is still known as one.
@@ -193,7 +193,7 @@ class AutocastTrace(CastingTrace):
     ) -> None:
         """Notes what is known of a result."""
         name = op.name
-        if name in PASSED_ON:
+        if name in FOLLOWED:
             self.notes[out] = passed_on(name, args, params, self.notes)
         elif PRIMITIVES[name].kind is Kind.LOWER:
             if array_dtype(out) == self.settings.dtype and name != "ragged_dot_general":

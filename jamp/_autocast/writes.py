@@ -11,8 +11,7 @@ import jax
 
 from .casting import CastingTrace
 from .decision import CASTABLE, Op
-
-PLACES = ("accum_grad_in_ref", "addupdate", "swap")
+from .traits import REF_WRITES
 
 
 def write(trace: CastingTrace, op: Op) -> Any:
@@ -23,4 +22,4 @@ def write(trace: CastingTrace, op: Op) -> Any:
     return trace.bind(op.primitive, [place, *values], op.params)
 
 
-WRITES = dict.fromkeys(PLACES, write)
+WRITES = dict.fromkeys(REF_WRITES, write)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import jax
 
+from .._autocast.traits import MOVES
 from .finiteness import FRESH, INF, NAN
 from .marks import Inner, Loop, Marks, Node, Program
-from .sites import MOVES, Site
+from .sites import Site
 
 Wanted = dict[int, int]  # values, or places of values, and what is sought: INF, NAN
 

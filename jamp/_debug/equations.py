@@ -13,7 +13,7 @@ from jax.extend.core import (
     jaxprs_in_params,
 )
 
-from .._autocast.left_alone import LEFT_ALONE
+from .._autocast.traits import LEFT_ALONE
 
 Atom = Var | Literal
 

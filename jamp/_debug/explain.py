@@ -14,20 +14,20 @@ from jax.typing import DTypeLike
 from .. import _compat
 from .._autocast.casting import OBSERVED
 from .._autocast.conversion import EXPLICIT
+from .._autocast.decision import Reason, Source
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
+from .._autocast.traits import MIXING, PRODUCTS
 from .call import open_call
 from .equations import Atom, array, variables
 from .explanation import Explanation
 from .findings import OpRow, Promotion, Reduction
 from .residuals import saved_for_backward
 from .sites import float_dtypes, rule_of, site_of
-from .walk import PRODUCTS, Op, flops, nbytes, reduced, walk
+from .walk import Op, flops, nbytes, reduced, walk
 
 HALF = ("float16", "bfloat16")
-MANY = 1024  # elements: a float16 sum of so many numbers of 64 overflows
-# What may widen a half-precision operand for the sake of a float32 one.
-MIXING = frozenset("add sub mul div max min select_n add_any rem atan2".split())
+MANY = 1024
 
 
 class Kind(NamedTuple):
@@ -136,19 +136,20 @@ def rows_of(ops: Iterable[Op]) -> list[OpRow]:
 
 def is_helper(op: Op) -> bool:
     """Whether autocast needs an op to run another one, such as a layer's bias."""
-    name = op.site.rule.rpartition(" ")[2]
+    name = Reason.read(op.site.rule).name
     return name in PRIMITIVES and name != op.site.primitive
 
 
 def kind_of(op: Op) -> Kind:
     site = op.site
-    rule, _, name = site.rule.partition(" ")
+    reason = Reason.read(site.rule)
+    rule, name = reason.kind, reason.name
     place = site.line, op.path, site.backward
-    if "." in name and not rule.startswith("rules["):  # a function, as one op
+    if reason.source is Source.FUNCTION:  # as one op
         return Kind(name, rule, *place)
     if not site.rule:
         rule = {"": "no region", "off": "off"}.get(site.region, "no rule")
-    rule = site.rule if site.rule.startswith("rules[") else rule
+    rule = site.rule if reason.source is Source.USER else rule
     return Kind(site.primitive, rule, *place, (site.dtypes_in, site.dtypes_out))
 
 
@@ -206,13 +207,14 @@ def given_dtypes(op: Op) -> tuple[str, ...]:
     Of a function that counts as one op, the inputs that come from outside of it.
     """
     rule, given = op.site.rule, []
+    is_function = Reason.read(rule).source is Source.FUNCTION
     for variable in variables(op.eqn.invars):
         maker = op.made_by.get(variable)
         if maker is None or not rule or rule_of(maker) != rule:
             given.append(variable)
         elif maker.primitive.name == "convert_element_type":
             given.append(maker.invars[0])
-        elif "." not in rule:
+        elif not is_function:
             given.append(variable)
     return float_dtypes(given)
 
@@ -243,7 +245,8 @@ def promotions(ops: Iterable[Op]) -> list[Promotion]:
         if not (is_cast(op) and widens(op)) or op.site.backward:
             continue
         explicit = not EXPLICIT.isdisjoint(_compat.codes_of(op.eqn.source_info))
-        ruled = op.site.rule.startswith(("float32", "rules[", "statistic"))
+        kind = Reason.read(op.site.rule).kind
+        ruled = kind.startswith("float32") or kind in ("rules", "statistic")
         if explicit or ruled:
             continue
         out = op.eqn.outvars[0]

@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+from .._autocast.decision import Reason, Source
 from . import explanation_text as text
 from .findings import OpRow, Promotion, Reduction
 from .report import Report
@@ -115,7 +116,9 @@ class Explanation(Report):
         groups: dict[tuple, list[Saved]] = {}
         for array in self.saved or ():
             site = array.site
-            op = site.rule.rpartition(" ")[2] if "." in site.rule else site.primitive
+            reason = Reason.read(site.rule)
+            is_function = reason.source is Source.FUNCTION
+            op = reason.name if is_function else site.primitive
             key = array.dtype, array.shape, op, site.line, starred(site.path)
             groups.setdefault(key, []).append(array)
         names = ("dtype", "shape", "op", "line", "path")

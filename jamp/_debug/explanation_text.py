@@ -3,16 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._autocast.traits import UNPRINTED
 from .findings import OpRow, Promotion, Reduction
 from .table import Table, percent, shortened
 
-ROWS, LARGEST, FEW = 20, 10, 4  # lines that are printed
-UNPRINTED = frozenset(  # ops that need no line
-    """
-    broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice expand_dims
-    gather pad reduce_precision reshape rev slice split squeeze stop_gradient transpose
-    """.split()
-)
+ROWS, LARGEST, FEW = 20, 10, 4
 
 
 def summary(function: str, matmul_flops: Mapping[str, int], casts: int) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from .. import _compat
+from .._autocast.traits import CALLS, ELEMENTWISE, PRESERVING
 from .._scaling import arithmetic
 from . import loops
 from .equations import Atom, array, called_by, variables
@@ -19,27 +20,6 @@ from .finiteness import can_hold_nan, known_mark, mark_of
 from .marks import Branches, Inner, Loop, Marks, Node, Program, Value
 from .sites import OUTERMOST, Around, Site, site_of
 
-# Results hold an inf or nan exactly where the input does.
-PRESERVING = frozenset(
-    """
-    abs broadcast_in_dim copy copy_p expand_dims name neg optimization_barrier
-    reshape rev sharding_constraint squeeze stop_gradient transpose
-    """.split()
-)
-ELEMENTWISE = frozenset(
-    """
-    acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp convert_element_type
-    cos cosh digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p
-    log2 logistic max min mul nextafter pow reduce_precision rem rsqrt select_n sin sinh
-    sqrt square sub tan tanh
-    """.split()
-)
-CALLS = frozenset(
-    """
-    call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit pjit remat2
-    """.split()
-)
 CHECK = arithmetic.all_finite.__code__
 
 Numbered = tuple[Value, int]  # a value, and its number in the Program

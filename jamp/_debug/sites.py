@@ -14,13 +14,6 @@ from .. import _compat
 from .._autocast.sources import JAMP, JAX, is_library
 from .._autocast.stack import is_jamps, marks_in, reason_in
 
-# Ops whose result is their first input, moved about or cast.
-MOVES = frozenset(
-    """
-    broadcast_in_dim convert_element_type copy expand_dims reshape sharding_constraint
-    slice squeeze stop_gradient transpose
-    """.split()
-)
 LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
     | {os.path.dirname(os.path.dirname(jax.__file__)) + os.sep}

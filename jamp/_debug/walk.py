@@ -9,10 +9,9 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from .._autocast.traits import MOVES, PRODUCTS
 from .equations import array, held_by, variables
-from .sites import MOVES, OUTERMOST, Around, Site, site_of
-
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+from .sites import OUTERMOST, Around, Site, site_of
 
 
 class Op(NamedTuple):

@@ -13,7 +13,7 @@ from flax.linen import fp8_ops
 from jax import lax
 
 import jamp
-from jamp._autocast import ops
+from jamp._autocast import nested, ops, traits
 from jamp._autocast.ops import (
     DIFFERENCES,
     EXEMPT,
@@ -23,6 +23,7 @@ from jamp._autocast.ops import (
     Kind,
 )
 from jamp._autocast.rules import resolve
+from jamp._autocast.trace import RULES
 from tests.marks import mostly_slow
 
 # Modules that their library does not import by itself.
@@ -100,6 +101,19 @@ def test_no_key_is_written_twice():
                     names[target.id] += part.func.value.value.split()
     for name, table in (("PRIMITIVES", PRIMITIVES), ("FUNCTIONS", FUNCTIONS)):
         assert sorted(names[name]) == sorted(table)
+
+
+def test_a_trait_is_of_primitives_that_jamp_knows():
+    known = PRIMITIVES.keys() | RULES.keys() | traits.LEFT_ALONE | traits.OLD
+    lists = {k: v for k, v in vars(traits).items() if isinstance(v, frozenset)}
+    assert len(lists) >= 12
+    for name, primitives in lists.items():
+        assert primitives and primitives <= known, name
+    assert not traits.OLD & (PRIMITIVES.keys() | RULES.keys())
+    lowered = {n for n, row in PRIMITIVES.items() if row.kind is Kind.LOWER}
+    assert traits.PRODUCTS == lowered
+    assert traits.FOLLOWED <= traits.MOVES
+    assert {n for n in RULES if RULES[n] is nested.call} <= traits.CALLS
 
 
 def test_an_op_of_torch_is_in_one_table():

@@ -1,0 +1,58 @@
+"""What primitives of JAX do, whatever their dtypes: one list for each trait.
+
+By JAX's names, those of all versions that jamp knows. `ops.py` has the dtypes, and a test
+asks that each name here is one that jamp knows from there, or from a rule.
+"""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Matrix products and convolutions.
+PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
+# The result is the first input, moved about or cast.
+MOVES = _names("""
+    broadcast_in_dim convert_element_type copy expand_dims reshape sharding_constraint
+    slice squeeze stop_gradient transpose
+""")
+# Those of them after which it is known what a value was made of: see `moves.py`.
+FOLLOWED = _names("broadcast_in_dim copy reshape slice squeeze transpose")
+# Results hold an inf or nan exactly where the input does.
+PRESERVING = _names("""
+    abs broadcast_in_dim copy copy_p expand_dims name neg optimization_barrier
+    reshape rev sharding_constraint squeeze stop_gradient transpose
+""")
+# Each element of the result is made of the elements at its place.
+ELEMENTWISE = _names("""
+    acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp convert_element_type
+    cos cosh digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p
+    log2 logistic max min mul nextafter pow reduce_precision rem rsqrt select_n sin sinh
+    sqrt square sub tan tanh
+""")
+# Two inputs of which the wider one widens the result.
+MIXING = _names("add add_any atan2 div max min mul rem select_n sub")
+# Of no interest where ops are listed: they move elements, and compute nothing.
+UNPRINTED = _names("""
+    broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice expand_dims
+    gather pad reduce_precision reshape rev slice split squeeze stop_gradient transpose
+""")
+# Reductions over a mapped axis.
+OVER_AXES = _names("pmax pmin psum psum_invariant")
+# They write a value into an array, or into a `Ref`, whose dtype is fixed.
+UPDATES = _names("dynamic_update_slice")
+REF_WRITES = _names("accum_grad_in_ref addupdate swap")
+# They call the one jaxpr that they hold, with their own inputs.
+CALLS = _names("""
+    call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit pjit remat2
+""")
+# Kernels, callbacks and solvers, which run as they were traced: see `left_alone.py`.
+LEFT_ALONE = _names("""
+    approx_top_k call_exported composite cudnn_fusion custom_lin custom_linear_solve
+    custom_partitioning dce_sink debug_callback debug_print ffi_call for fused_call
+    io_callback pallas_call pure_callback reduce reduce_window run_state
+    select_and_scatter tpu_custom_call triton_kernel_call
+""")
+# Of JAX versions that jamp knows no more, or not in all: they are in no other table.
+OLD = _names("core_call custom_vjp_call_jaxpr pjit reduce_precision")

@@ -9,7 +9,6 @@ was ever here stays here.
 import sys
 
 from ._checks import stand_ins
-from ._debug.blocks import Block as Block
 from ._debug.packing import Packed as Packed
 from ._scaling.grad_scaler import GradScaler as GradScaler
 from ._scaling.iteration import Iteration as Iteration

@@ -1,7 +1,7 @@
 """What primitives of JAX do, whatever their dtypes: one list for each trait.
 
-By JAX's names, those of all versions that jamp knows. `ops.py` has the dtypes, and a test
-asks that each name here is one that jamp knows from there, or from a rule.
+By JAX's names, those of all versions that jamp knows. `ops.py` has the dtypes, and a
+test asks that each name here is one that jamp knows from there, or from a rule.
 """
 
 

@@ -1,4 +1,4 @@
-"""scan, while and cond, run with the marks of all that happens in their bodies.
+"""scan, while and cond with marks of their bodies: which iterations are kept.
 
 The bodies are Programs of their own. Of a while loop only iterations that made
 something bad are kept.

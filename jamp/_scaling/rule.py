@@ -87,7 +87,7 @@ class LossScaleConfig:
     no counterpart there.
     """
 
-    init_scale: float = 2.0**16  # these may be traced scalars too
+    init_scale: float = 2.0**16  # it and the others may be traced scalars
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000

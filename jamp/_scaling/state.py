@@ -61,7 +61,7 @@ class DynamicLossScaleState(NamedTuple):
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`."""
 
-    master: optax.Params  # float32 copies of half-precision leaves, or MaskedNode
+    master: optax.Params  # float32 copies of half leaves; MaskedNode for others
     inner_state: optax.OptState  # of the wrapped optimizer, for float32 parameters
 
 

@@ -48,7 +48,7 @@ class TrainState(train_state.TrainState):
         *,
         apply_fn: Callable[..., Any] | None,
         params: PyTree,
-        tx: optax.GradientTransformation,
+        tx: optax.GradientTransformation | optax.MultiSteps,
         **kwargs: Any,
     ) -> Self:
         """A state at step 0, with `tx.init(params)`: Flax's `create`.

@@ -7,7 +7,7 @@ them: a matrix product that autocast runs in float16 is reduced in float16. Insi
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from .._checks import as_dtype, axis_names, shown
-from .._tree import KeyPath, PyTree, dtype_of, is_inexact
+from .._tree import KeyPath, PyTree, T, dtype_of, is_inexact
 from .mesh import Entry, names
-
-T = TypeVar("T")
 
 
 class How(NamedTuple):

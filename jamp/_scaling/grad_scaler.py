@@ -9,10 +9,10 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from .._checks import axis_names, flag, shown
-from .._tree import PyTree
+from .._tree import PyTree, T
 from . import arithmetic, rule
 from .iteration import Record, Stage, references
-from .nnx_grads import M, check_own_gradients, own_gradients, unscale_own, update_if
+from .nnx_grads import check_own_gradients, own_gradients, unscale_own, update_if
 from .scaler_state import ScalerState, as_scale
 
 
@@ -164,7 +164,7 @@ class GradScaler(ScalerState):
         return unscaled
 
     def step(
-        self, optimizer: nnx.Optimizer[M], model: M, grads: PyTree, **kwargs: Any
+        self, optimizer: nnx.Optimizer[T], model: T, grads: PyTree, **kwargs: Any
     ) -> jax.Array:
         """`optimizer.update(model, grads)`, unless a gradient is inf or nan.
 

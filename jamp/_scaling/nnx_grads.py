@@ -6,20 +6,19 @@ and one tree of gradients.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .._checks import shown
-from .._tree import Flag, PyTree, check_leaves, dtype_of, is_inexact
+from .._tree import Flag, PyTree, T, check_leaves, dtype_of, is_inexact
 from . import arithmetic, skip
 from .arithmetic import InverseScale
 from .match import check_gradients_match
 from .state import check_not_scaled_yet
 
-M = TypeVar("M")  # a module, or a tree of them
 Own = nnx.State[Hashable, PyTree]
 
 
@@ -62,7 +61,7 @@ def own_gradients(optimizer: nnx.Optimizer[Any], grads: PyTree) -> Own:
 
 
 def check_own_gradients(
-    optimizer: nnx.Optimizer[M], model: M, grads: PyTree, own: Own
+    optimizer: nnx.Optimizer[T], model: T, grads: PyTree, own: Own
 ) -> None:
     """Raises ValueError if gradients do not match the model's parameters.
 
@@ -98,14 +97,14 @@ def unscale_own(
 
 def update_if(
     finite: Flag,
-    optimizer: nnx.Optimizer[M],
-    model: M,
+    optimizer: nnx.Optimizer[T],
+    model: T,
     grads: Callable[[], PyTree],
     kwargs: dict[str, Any],
 ) -> None:
     """`optimizer.update(model, grads(), **kwargs)` if finite."""
 
-    def run(optimizer: nnx.Optimizer[M], model: M) -> None:
+    def run(optimizer: nnx.Optimizer[T], model: T) -> None:
         optimizer.update(model, skip.harmless(finite, grads()), **kwargs)
 
     match skip.way(finite):

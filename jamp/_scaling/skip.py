@@ -11,7 +11,6 @@ may have to wait for the predicate. `docs/performance.md` has the figures.
 
 import enum
 from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
-from .._tree import Flag, KeyPath, dtype_of, is_inexact
-
-T = TypeVar("T")
+from .._tree import Flag, KeyPath, T, dtype_of, is_inexact
 
 
 def by_branch() -> bool:

@@ -6,7 +6,7 @@ user states it is given, so that it works the same in a chain and in a `TrainSta
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,12 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import PyTree, check_leaves, dtype_of
+from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
 from .alarms import alarms
 from .grad_scaler import GradScaler
 from .state import DynamicLossScaleState, describe, find_states, scalars_of
 
-R = TypeVar("R")
 TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
 one must not be divided by the other. In one optimizer there must be one, around the \
 whole: jamp.dynamic_loss_scale(optax.multi_transform(...)). If these are several \
@@ -29,13 +28,13 @@ optimizers, pass the state of the one whose gradients are taken."""
 
 
 def value_and_grad(
-    fun: Callable[..., R],
+    fun: Callable[..., T],
     opt_state: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     allow_int: bool = False,
-) -> Callable[..., tuple[R, PyTree]]:
+) -> Callable[..., tuple[T, PyTree]]:
     """`jax.value_and_grad` of the scaled loss: plain loss, scaled gradients.
 
     The loss comes back as `fun` returned it. The gradients are those of
@@ -77,7 +76,7 @@ def value_and_grad(
     if not callable(fun):
         raise TypeError(f"fun must be a function of the loss; got {shown(fun)}.")
 
-    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, R]:
+    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, T]:
         result = fun(*args, **kwargs)
         loss: Any = result
         if has_aux:
@@ -90,12 +89,12 @@ def value_and_grad(
         _check_loss(loss)
         return arithmetic.scale(loss, current), result
 
-    grad_fn: Callable[..., tuple[PyTree, R]] = jax.grad(
+    grad_fn: Callable[..., tuple[PyTree, T]] = jax.grad(
         scaled, argnums, has_aux=True, allow_int=allow_int
     )
 
     @functools.wraps(fun)
-    def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[R, PyTree]:
+    def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[T, PyTree]:
         if any(isinstance(arg, nnx.Module) for arg in (*args, *kwargs.values())):
             raise TypeError(
                 "jamp.value_and_grad got an nnx.Module, and jax.grad would lose what "

@@ -6,31 +6,32 @@ Of numbers, their ranges, dtypes, flags and names of axes.
 import math
 import operator
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 
-def check_count(name: str, value: Any) -> int:
+def check_count(name: str, value: object) -> int:
     """The value as a Python integer, or ValueError if int32 has it not, or below 0."""
-    value = number(name, value, operator.index)
-    check_range(name, value, ">= 0 and < 2**31", 0, 2**31 - 1)
-    return value
+    count = number(name, value, operator.index)
+    check_range(name, count, ">= 0 and < 2**31", 0, 2**31 - 1)
+    return count
 
 
 def check_range(
-    name: str, value: Any, allowed: str, lowest: float, highest: float
+    name: str, value: float, allowed: str, lowest: float, highest: float
 ) -> None:
     """Raises ValueError unless a known value lies in [lowest, highest]."""
     if not is_traced(value) and not lowest <= value <= highest:
         raise ValueError(f"{name} must be {allowed}; got {value!r}.")
 
 
-def number(name: str, value: Any, convert: Any) -> Any:
+def number(name: str, value: Any, convert: Callable[[Any], float]) -> Any:
     """A Python number, or the traced scalar that `optax.inject_hyperparams` passes."""
     kind = "an integer" if convert is operator.index else "a number"
     refused = lambda: TypeError(f"{name} must be {kind}; got {shown(value)}.")
@@ -46,7 +47,7 @@ def number(name: str, value: Any, convert: Any) -> Any:
         raise refused() from None
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: object) -> bool:
     """Whether an array is a real number of shape []; True for all that is no array."""
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         return True
@@ -67,19 +68,19 @@ def axis_names(axis_name: str | Sequence[str] | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
 
 
-def is_traced(value: Any) -> bool:
+def is_traced(value: object) -> TypeGuard[Any]:
     """Whether a value is known only when the traced function runs."""
     return isinstance(value, Tracer)
 
 
-def as_dtype(value: Any) -> Any:
+def as_dtype(value: DTypeLike) -> np.dtype:
     """`jnp.dtype(value)`, but TypeError for an array, whose dtype that would take."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{shown(value)} is no dtype")
     return jnp.dtype(value)
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     """A bool, or 0 or 1; else TypeError, for "False" is true, and 0.5 is too."""
     is_bool = isinstance(value, bool | np.bool)
     if not is_bool and not (isinstance(value, int) and value in (0, 1)):
@@ -87,12 +88,12 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value and its type, for messages."""
     return f"{brief(value)} of type {type(value).__name__}"
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """The `repr` of a value in one line, or the beginning of it."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 72 else f"{text[:69]}..."

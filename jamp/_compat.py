@@ -7,17 +7,18 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import core, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.state import discharge
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core import set_current_trace as set_current_trace
 
 Trace = core.Trace
@@ -64,7 +65,7 @@ def source_codes() -> tuple[CodeType, ...]:
     return codes_of(source_info_util.current())
 
 
-def frames(source_info: Any) -> list[tuple[str, int, str]]:
+def frames(source_info: "source_info_util.SourceInfo") -> list[tuple[str, int, str]]:
     """Where an equation comes from: file, line and function, innermost first.
 
     Frames in JAX and in the casting modules of jamp are left out.
@@ -73,13 +74,13 @@ def frames(source_info: Any) -> list[tuple[str, int, str]]:
     return [(f.file_name, f.start_line, f.function_name) for f in found]
 
 
-def codes_of(source_info: Any) -> tuple[CodeType, ...]:
+def codes_of(source_info: "source_info_util.SourceInfo") -> tuple[CodeType, ...]:
     """The Python functions that an equation comes from, innermost first."""
     traceback = source_info.traceback
     return tuple(traceback.raw_frames()[0]) if traceback is not None else ()
 
 
-def stack_entries(name_stack: Any) -> list[tuple[bool, str]]:
+def stack_entries(name_stack: "source_info_util.NameStack") -> list[tuple[bool, str]]:
     """Entries of a name stack: whether it is a transform (`jvp`), and its name."""
     is_transform = source_info_util.Transform
     return [(isinstance(e, is_transform), e.name) for e in name_stack.stack]
@@ -110,7 +111,7 @@ class Named(NamedTuple):
     name: str
 
     @classmethod
-    def of(cls, key: Any) -> Any:
+    def of(cls, key: object) -> object:
         """What is pickled for a value."""
         if not isinstance(key, Primitive) or not is_jax_primitive(key):
             return key
@@ -118,13 +119,13 @@ class Named(NamedTuple):
         return cls(*min(names_of(key), key=is_private))
 
     @classmethod
-    def find(cls, key: Any) -> Any:
+    def find(cls, key: object) -> Any:
         if not isinstance(key, cls):
             return key
         return getattr(importlib.import_module(key.module), key.name)
 
 
-def bind_eqn(eqn: Any, args: Sequence[Any]) -> list[Any]:
+def bind_eqn(eqn: JaxprEqn, args: Sequence[object]) -> list[Any]:
     """Runs one equation of a jaxpr on other values."""
     params = eqn.primitive.get_bind_params(eqn.params)
     name_stack = current_name_stack() + eqn.source_info.name_stack
@@ -141,29 +142,31 @@ def scopes() -> list[tuple[bool, str]]:
     return stack_entries(current_name_stack())
 
 
-def is_batched(x: Any) -> bool:
+def is_batched(x: object) -> bool:
     """Whether `vmap` added a dimension to `x` that its shape does not show."""
     while isinstance(x, ad.JVPTracer | ad.LinearizeTracer):
         x = x.primal
     return isinstance(x, batching.BatchTracer) and x.batch_dim is not None
 
 
-def inlined_early(params: dict) -> bool:
+def inlined_early(params: Mapping[str, object]) -> bool:
     """Whether a `jit` equation is dissolved into the function that called it."""
     inline = params.get("inline")
     return inline is True or getattr(inline, "name", None) == "JAX_EARLY"
 
 
-def source_name(debug_info: Any) -> str:
+def source_name(debug_info: "core.DebugInfo") -> str:
     """ "name at file:line" of the function that a jaxpr was made of."""
     return debug_info.func_src_info or ""
 
 
-def wrap(fun: Callable, debug_info: Any) -> Any:
+def wrap(fun: Callable, debug_info: "core.DebugInfo") -> "lu.WrappedFun":
     return lu.wrap_init(fun, debug_info=debug_info.with_unknown_names())
 
 
-def trace_to_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any) -> ClosedJaxpr:
+def trace_to_jaxpr(
+    fun: Callable, avals: Sequence[AbstractValue], debug_info: "core.DebugInfo"
+) -> ClosedJaxpr:
     """The jaxpr of a function of a flat list of arguments to a flat list."""
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(
         wrap(fun, debug_info), tuple(avals)
@@ -196,7 +199,7 @@ def split_bwd(results: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return list(results), lambda new: new
 
 
-def scan_arity(params: dict) -> tuple[int, int]:
+def scan_arity(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many arguments of a `scan` equation are constants, and how many carry."""
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
@@ -204,14 +207,14 @@ def scan_arity(params: dict) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def array_dtype(x: Any) -> Any:
+def array_dtype(x: object) -> Any:
     """The dtype of an array, and None for keys, references and other things."""
     aval = jax.typeof(x)
     return aval.dtype if isinstance(aval, core.ShapedArray) else None
 
 
 @functools.lru_cache
-def widest(dtypes: frozenset[Any]) -> Any:
+def widest(dtypes: frozenset[np.dtype]) -> Any:
     """JAX's usual promotion, also where the user has made it strict.
 
     None with numbers of 8 bits or less, which are never promoted.

@@ -1,19 +1,24 @@
 """Leaves: what takes part in scaling, and in which dtype."""
 
-from typing import Any
+from collections.abc import Container
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ._checks import shown
 
+T = TypeVar("T")
 PyTree = Any  # a tree of arrays
+KeyPath = tuple[Any, ...]  # to a leaf
+Flag = jax.Array | np.bool  # bool []
 NUMBERS = (bool, int, float, complex)
 HALVES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 
 
-def dtype_of(leaf: Any) -> Any:
+def dtype_of(leaf: Any) -> np.dtype:
     """Dtype of an array, NumPy array or Python scalar, `float0` included."""
     if isinstance(leaf, np.ndarray | np.generic):
         return jax.dtypes.canonicalize_dtype(leaf.dtype)  # 64 bits are 32 without x64
@@ -25,8 +30,11 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def cast_floating(
-    tree: Any, dtype: Any, kept: tuple[type, ...] = (), of: Any = None
-) -> Any:
+    tree: T,
+    dtype: np.dtype,
+    kept: tuple[type, ...] = (),
+    of: Container[np.dtype] | None = None,
+) -> T:
     """Casts the floating arrays of a pytree; no copy of what has the dtype already.
 
     Args:
@@ -34,10 +42,10 @@ def cast_floating(
       of: the dtypes that are cast; None: all floating ones.
     """
 
-    def is_kept(x):
+    def is_kept(x: object) -> bool:
         return isinstance(x, kept)
 
-    def cast(x):
+    def cast(x: PyTree) -> PyTree:
         is_array = isinstance(
             x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
         )
@@ -54,7 +62,7 @@ def cast_floating(
     return jax.tree.map(cast, tree, is_leaf=is_kept)
 
 
-def check_leaves(tree: Any, what: str) -> None:
+def check_leaves(tree: PyTree, what: str) -> None:
     """Raises TypeError naming the first leaf that is no array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         of = getattr(leaf, "dtype", np.dtype(object))
@@ -66,26 +74,26 @@ def check_leaves(tree: Any, what: str) -> None:
             )
 
 
-def is_inexact(leaf: Any) -> bool:
+def is_inexact(leaf: ArrayLike) -> bool:
     """Whether a leaf is floating or complex, and so takes part in scaling."""
     return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
 
 
-def widened(dtype: Any) -> Any:
+def widened(dtype: np.dtype) -> np.dtype:
     """float32 for floating dtypes narrower than it, every other dtype unchanged."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if narrow else dtype
 
 
-def is_half(leaf: Any) -> bool:
+def is_half(leaf: ArrayLike) -> bool:
     """Whether a leaf is floating and narrower than float32."""
     return widened(dtype_of(leaf)) != dtype_of(leaf)
 
 
-def widen(tree: Any) -> Any:
+def widen(tree: PyTree) -> PyTree:
     """Casts the half-precision leaves of a tree to float32."""
 
-    def widen_leaf(leaf):
+    def widen_leaf(leaf: ArrayLike) -> ArrayLike:
         wide = widened(dtype_of(leaf))
         return leaf if dtype_of(leaf) == wide else jnp.asarray(leaf, wide)
 

@@ -5,6 +5,7 @@ They stay on the device: an alarm is a flag, not an exception.
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,14 +36,21 @@ def alarms(
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))  # one call for a loop on the host
-def _alarms(loss_scale, recent_skips, steps_at_floor, floor_steps, window, most):
+def _alarms(
+    loss_scale: jax.Array,
+    recent_skips: jax.Array,
+    steps_at_floor: jax.Array,
+    floor_steps: int,
+    window: int,
+    most: int,
+) -> tuple[jax.Array, ...]:
     newest = recent_skips & np.uint32(2**window - 1)
     many_skips = jax.lax.population_count(newest) > np.uint32(most)
     return steps_at_floor >= floor_steps, loss_scale < 1, many_skips
 
 
 def check_limits(
-    floor_steps: Any, window: Any, skipped_share: Any
+    floor_steps: int, window: int, skipped_share: float
 ) -> tuple[int, int, float]:
     """The limits as Python numbers."""
     floor_steps = _static("floor_steps", floor_steps, operator.index)
@@ -54,7 +62,7 @@ def check_limits(
     return floor_steps, window, skipped_share
 
 
-def _static(name: str, value: Any, convert: Any) -> Any:
+def _static(name: str, value: object, convert: Callable[[Any], float]) -> Any:
     if is_traced(value):
         raise TypeError(f"{name} must be a Python number; got a traced value.")
     return number(name, value, convert)

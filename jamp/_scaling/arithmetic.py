@@ -8,19 +8,20 @@ Pure functions with no optimizer and no module in sight:
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
-from .._tree import dtype_of, is_inexact, widened
+from .._tree import Flag, PyTree, dtype_of, is_inexact, widened
 from .mesh import everywhere, may_be_split
 from .rule import SMALLEST_SCALE
 
 
-def is_scalable(x: Any) -> bool:
+def is_scalable(x: object) -> bool:
     """Whether `scale` takes it."""
     is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
     if not is_array:
@@ -28,7 +29,7 @@ def is_scalable(x: Any) -> bool:
     return x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)
 
 
-def scale(x: Any, loss_scale: jax.Array) -> jax.Array:
+def scale(x: ArrayLike, loss_scale: jax.Array) -> jax.Array:
     """`x * loss_scale` with torch's result dtype.
 
     The product is formed in float32 at least. An array with dimensions keeps its
@@ -47,9 +48,7 @@ def scale(x: Any, loss_scale: jax.Array) -> jax.Array:
     return product if jnp.ndim(x) == 0 else lax.convert_element_type(product, dtype)
 
 
-def all_finite(
-    tree: Any, axis_name: str | Sequence[str] | None = None
-) -> jax.Array | np.bool:
+def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> Flag:
     """Whether no floating or complex leaf holds an inf or nan: bool [].
 
     The check belongs on *scaled* gradients, before the product with the inverse scale:
@@ -73,9 +72,9 @@ def all_finite(
         ) from error
 
 
-def _all_finite(leaves: Sequence[Any]) -> jax.Array | np.bool:
+def _all_finite(leaves: Sequence[ArrayLike]) -> Flag:
     # Layers repeat: arrays of one shape take one reduction instead of one each.
-    alike: dict[Any, list[Any]] = {}
+    alike: dict[int | tuple[int, ...], list[jax.Array]] = {}
     for index, leaf in enumerate(leaves):
         key = index if may_be_split(leaf) else jnp.shape(leaf)
         alike.setdefault(key, []).append(jnp.isfinite(leaf))
@@ -109,7 +108,7 @@ def invert(loss_scale: jax.Array) -> InverseScale:
         )
 
 
-def unscale(tree: Any, inverse: InverseScale) -> Any:
+def unscale(tree: PyTree, inverse: InverseScale) -> PyTree:
     """Multiplies gradients by the inverse scale, as torch does.
 
     Half-precision leaves come out float32: in float16 the product would flush to zero
@@ -125,7 +124,7 @@ def unscale(tree: Any, inverse: InverseScale) -> Any:
       A tree of the same structure and shapes.
     """
 
-    def unscale_leaf(leaf):
+    def unscale_leaf(leaf: ArrayLike) -> ArrayLike:
         if not is_inexact(leaf):
             return leaf
         wide = jnp.asarray(leaf, widened(dtype_of(leaf)))

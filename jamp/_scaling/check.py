@@ -65,7 +65,7 @@ def check(
     """
     history = getattr(source, "rows", None)
     if callable(history):
-        row = _last_of(source, window, skipped_share)
+        row: dict[str, Any] = _last_of(source, window, skipped_share)
     elif isinstance(source, Mapping) and "loss_scale" in source:
         row = dict(source)
         if missing := [flag for flag in FLAGS if flag not in row]:
@@ -74,7 +74,7 @@ def check(
                 "jamp.metrics(opt_state) returned, an optimizer state or a GradScaler."
             )
     else:
-        limits = {"window": window, "skipped_share": skipped_share}
+        limits: dict[str, Any] = {"window": window, "skipped_share": skipped_share}
         row = metrics(source, floor_steps=floor_steps, **limits)
     if any(map(is_traced, row.values())):
         raise TypeError(
@@ -86,7 +86,7 @@ def check(
             f"check: {stacked[0]} must be one number; got shape "
             f"{np.shape(row[stacked[0]])}. Of stacked states check one at a time."
         )
-    alarms = []
+    alarms: list[str] = []
     if row.get("scale_below_one"):
         alarms.append(f"is below 1, at {float(row['loss_scale']):g}")
     if row.get("scale_at_floor"):

@@ -7,26 +7,41 @@ them: a matrix product that autocast runs in float16 is reduced in float16. Insi
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from .._checks import as_dtype, axis_names, shown
-from .._tree import dtype_of, is_inexact
-from .mesh import names
+from .._tree import KeyPath, PyTree, T, dtype_of, is_inexact
+from .mesh import Entry, names
+
+
+class How(NamedTuple):
+    """What is known of a parameter when it is traced."""
+
+    dims: tuple[tuple[str, ...], ...]  # of each dimension: the axes to gather over
+    axes: tuple[str, ...]
+    param_dtype: np.dtype | None
+    reduce_dtype: np.dtype | None
+
+    def not_split(self) -> tuple[str, ...]:
+        """The axes that no dimension is split over: there all devices hold the same."""
+        return tuple(a for a in self.axes if not any(a in dim for dim in self.dims))
 
 
 def gather(
-    params: Any,
+    params: T,
     axis_name: str | Sequence[str],
-    specs: Any = None,
+    specs: PyTree = None,
     *,
-    param_dtype: Any = None,
-    reduce_dtype: Any = None,
-) -> Any:
+    param_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
+) -> T:
     """Whole parameters, whose gradients are averaged over devices and split again.
 
     For the loss function inside `jax.shard_map` (or `pmap`), on parameters as they
@@ -100,14 +115,14 @@ def gather(
             raise TypeError(f"specs must be PartitionSpecs or None; got {spec!r}.")
     axes = mapped(axis_name)
 
-    def gather_leaf(path, spec, param):
+    def gather_leaf(path: KeyPath, spec: PartitionSpec | None, param: PyTree) -> PyTree:
         if param is None or not is_inexact(param):
             return param
         spec = PartitionSpec() if spec is None else spec
         where = jax.tree_util.keystr(path) or "the parameter"
         dims = tuple(last_of(entry, axes, where) for entry in spec)
         try:
-            return _gather(dims, axes, param_dtype, reduce_dtype, param)
+            return _gather(How(dims, axes, param_dtype, reduce_dtype), param)
         except ValueError as error:
             raise ValueError(
                 f"gather of {where}, of shape {jnp.shape(param)} on each device and "
@@ -117,23 +132,23 @@ def gather(
     return jax.tree_util.tree_map_with_path(gather_leaf, specs, params, is_leaf=is_spec)
 
 
-def last_of(entry: Any, axes: tuple[str, ...], where: str) -> tuple[str, ...]:
+def last_of(entry: Entry, axes: tuple[str, ...], where: str) -> tuple[str, ...]:
     """The axes of an entry of a spec to gather over: ValueError unless they come last.
 
     The first axis of an entry splits into large blocks, the last one splits those.
     """
-    entry = names(entry)
-    chosen = tuple(name for name in entry if name in axes)
-    if chosen != entry[len(entry) - len(chosen) :]:
+    own = names(entry)
+    chosen = tuple(name for name in own if name in axes)
+    if chosen != own[len(own) - len(chosen) :]:
         raise ValueError(
-            f"gather of {where}: specs splits a dimension over {entry}, of which "
+            f"gather of {where}: specs splits a dimension over {own}, of which "
             f"{chosen} cannot be gathered before the rest; gather over all of them, or "
             "over the last ones first."
         )
     return chosen
 
 
-def mapped(axis_name: Any) -> tuple[str, ...]:
+def mapped(axis_name: str | Sequence[str]) -> tuple[str, ...]:
     """The axes as a tuple, or an error if one of them is not mapped here."""
     axes = axis_names(axis_name)
     if not axes:
@@ -149,7 +164,7 @@ def mapped(axis_name: Any) -> tuple[str, ...]:
     return axes
 
 
-def floating(name: str, dtype: Any) -> Any:
+def floating(name: str, dtype: DTypeLike | None) -> np.dtype | None:
     """A floating dtype or None, or TypeError naming the argument."""
     if dtype is None:
         return None
@@ -162,36 +177,31 @@ def floating(name: str, dtype: Any) -> Any:
     return known
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gather(dims, axes, param_dtype, reduce_dtype, param):
-    if param_dtype is not None and jnp.issubdtype(dtype_of(param), jnp.floating):
-        param = lax.convert_element_type(param, param_dtype)
-    for dim, split_over in enumerate(dims):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(how: How, param: jax.Array) -> jax.Array:
+    is_floating = jnp.issubdtype(dtype_of(param), jnp.floating)
+    if how.param_dtype is not None and is_floating:
+        param = lax.convert_element_type(param, how.param_dtype)
+    for dim, split_over in enumerate(how.dims):
         if split_over:
             param = lax.all_gather(param, split_over, axis=dim, tiled=True)
-    rest = _not_split(dims, axes)
+    rest = how.not_split()
     return lax.pcast(param, rest, to="varying") if rest else param
 
 
-def _not_split(dims, axes):
-    """The axes that no dimension is split over: there all devices hold the same."""
-    return tuple(axis for axis in axes if not any(axis in dim for dim in dims))
+def _gather_forward(how: How, param: jax.Array) -> tuple[PyTree, jax.Array]:
+    return _gather(how, param), jnp.zeros([], dtype_of(param))
 
 
-def _gather_forward(dims, axes, param_dtype, reduce_dtype, param):
-    whole = _gather(dims, axes, param_dtype, reduce_dtype, param)
-    return whole, jnp.zeros([], dtype_of(param))
-
-
-def _gather_backward(dims, axes, param_dtype, reduce_dtype, like, grad):
-    if reduce_dtype is not None and jnp.issubdtype(dtype_of(grad), jnp.floating):
-        grad = lax.convert_element_type(grad, reduce_dtype)
+def _gather_backward(how: How, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    if how.reduce_dtype is not None and jnp.issubdtype(dtype_of(grad), jnp.floating):
+        grad = lax.convert_element_type(grad, how.reduce_dtype)
     # Divided first, as in torch: a mean overflows only where a gradient does.
-    grad = grad / lax.axis_size(axes)
-    for dim, split_over in enumerate(dims):
+    grad = grad / lax.axis_size(how.axes)
+    for dim, split_over in enumerate(how.dims):
         if split_over:
             grad = lax.psum_scatter(grad, split_over, scatter_dimension=dim, tiled=True)
-    rest = _not_split(dims, axes)
+    rest = how.not_split()
     grad = lax.psum(grad, rest) if rest else grad
     return (lax.convert_element_type(grad, dtype_of(like)),)
 

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 from .._checks import axis_names, flag, shown
+from .._tree import PyTree, T
 from . import arithmetic, rule
 from .iteration import Record, Stage, references
 from .nnx_grads import check_own_gradients, own_gradients, unscale_own, update_if
@@ -92,7 +94,7 @@ class GradScaler(ScalerState):
         )
         self._axis_name = axis_names(axis_name)
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: PyTree) -> PyTree:
         """Multiplies an array, or every array of a nest, by the scale.
 
         A scalar is promoted to float32 at least, an array with dimensions keeps its
@@ -106,7 +108,7 @@ class GradScaler(ScalerState):
         loss_scale = self.loss_scale[...]
         self._iteration.note_scaling()
 
-        def scale_leaf(leaf):
+        def scale_leaf(leaf: ArrayLike) -> jax.Array:
             if not arithmetic.is_scalable(leaf):
                 raise ValueError(
                     f"outputs must be an array or a nest of arrays; got {shown(leaf)}."
@@ -115,7 +117,7 @@ class GradScaler(ScalerState):
 
         return jax.tree.map(scale_leaf, outputs, is_leaf=lambda leaf: leaf is None)
 
-    def unscale_(self, optimizer: nnx.Optimizer, grads: Any) -> Any:
+    def unscale_(self, optimizer: nnx.Optimizer[Any], grads: PyTree) -> PyTree:
         """Checks the gradients of one optimizer and divides them by the scale.
 
         Optional, for clipping and logging between the backward pass and `step`. torch
@@ -162,7 +164,7 @@ class GradScaler(ScalerState):
         return unscaled
 
     def step(
-        self, optimizer: nnx.Optimizer, model: Any, grads: Any, **kwargs: Any
+        self, optimizer: nnx.Optimizer[T], model: T, grads: PyTree, **kwargs: Any
     ) -> jax.Array:
         """`optimizer.update(model, grads)`, unless a gradient is inf or nan.
 
@@ -212,7 +214,7 @@ class GradScaler(ScalerState):
         iteration.add(Record(optimizer, Stage.STEPPED, finite))
         return jnp.logical_not(finite)
 
-    def update(self, new_scale: Any = None) -> None:
+    def update(self, new_scale: ArrayLike | None = None) -> None:
         """Moves the scale, once every optimizer of the iteration has stepped.
 
         Args:

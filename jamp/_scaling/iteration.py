@@ -16,14 +16,14 @@ import dataclasses
 import enum
 import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator
+from typing import Self
 
 import jax
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from .._tree import is_inexact
+from .._tree import Flag, PyTree, is_inexact
 
 HALF_WAY = (
     "GradScaler crossed a trace boundary, or was copied or saved, in the middle of an "
@@ -50,10 +50,10 @@ class Stage(enum.Enum):
     STEPPED = enum.auto()
 
 
-References = tuple[weakref.ref, ...]
+References = tuple[weakref.ref[jax.Array | np.ndarray], ...]
 
 
-def references(tree: Any) -> References:
+def references(tree: PyTree) -> References:
     """The floating arrays of a tree, to know them again while they live."""
     leaves = jax.tree.leaves(tree)
     arrays = (jax.Array, np.ndarray)
@@ -62,7 +62,7 @@ def references(tree: Any) -> References:
     )
 
 
-def holds_one_of(known: References, tree: Any) -> bool:
+def holds_one_of(known: References, tree: PyTree) -> bool:
     alive = [reference() for reference in known]
     ids = {id(leaf) for leaf in alive if leaf is not None}
     return any(id(leaf) in ids for leaf in jax.tree.leaves(tree))
@@ -72,14 +72,14 @@ def holds_one_of(known: References, tree: Any) -> bool:
 class Record:
     """What one optimizer did in this iteration."""
 
-    optimizer: Any  # held, so that its id is not given to another one
+    optimizer: object  # held, so that its id is not given to another one
     stage: Stage
-    finite: Any  # bool []
+    finite: Flag
     scaled: References = ()  # the gradients that went into `unscale_`
     unscaled: References = ()  # and what came out
     is_old: bool = False  # whether something was scaled since
 
-    def check_unscaled(self, grads: Any) -> None:
+    def check_unscaled(self, grads: PyTree) -> None:
         """Tells gradients that are not those of `unscale_`, as far as that is known.
 
         Raises:
@@ -98,20 +98,20 @@ class Record:
 class Iteration:
     """The records of the current iteration: a pytree only while there are none."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.records: dict[int, Record] = {}
-        self.trace = None
+        self.trace: object = None
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[()], None]:
         self.check_whole()
         return (), None
 
     @classmethod
-    def tree_unflatten(cls, aux, children):
+    def tree_unflatten(cls, aux: object, children: object) -> Self:
         del aux, children
         return cls()
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         self.check_whole()
         return type(self), ()
 
@@ -126,7 +126,7 @@ class Iteration:
             self.records.clear()
             raise RuntimeError(HALF_WAY)
 
-    def record_of(self, optimizer: Any) -> Record | None:
+    def record_of(self, optimizer: object) -> Record | None:
         self.check_trace()
         return self.records.get(id(optimizer))
 
@@ -140,7 +140,7 @@ class Iteration:
         self.records[id(record.optimizer)] = record
 
     @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
+    def set_aside(self) -> Generator[None]:
         """While NNX flattens a model that holds the scaler, which is fine."""
         records, self.records = self.records, {}
         try:
@@ -149,5 +149,5 @@ class Iteration:
             self.records = records
 
 
-def _current_trace() -> Any:
+def _current_trace() -> object:
     return get_opaque_trace_state(convention="nnx")

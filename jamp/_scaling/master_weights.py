@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._tree import check_leaves, dtype_of, is_half, widen
+from .._tree import PyTree, check_leaves, dtype_of, is_half, widen
 from .match import check_gradients_match, is_hole
 from .state import MasterWeightsState, check_state, explained, keeps_master_weights
 from .transformation import as_transformation
 
 
 def master_weights(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer for a model whose parameters are float16 or bfloat16.
 
@@ -75,7 +75,7 @@ def master_weights(
     """
     inner = as_transformation(inner)
 
-    def init_fn(params):
+    def init_fn(params: optax.Params) -> MasterWeightsState:
         check_leaves(params, "master_weights's init: the parameter")
         master = jax.tree.map(
             lambda p: jnp.asarray(p, jnp.float32) if is_half(p) else optax.MaskedNode(),
@@ -88,7 +88,9 @@ def master_weights(
             )
         return MasterWeightsState(master, inner_state)
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[optax.Updates, MasterWeightsState]:
         caller = "master_weights's update"
         check_state(state, MasterWeightsState, caller)
         if params is None:
@@ -119,15 +121,14 @@ def master_weights(
 
 def in_float32(master: optax.Params, params: optax.Params) -> optax.Params:
     """The parameters, with the copies for those that have one."""
-    return jax.tree.map(
-        lambda copy, param: param if is_hole(copy) else copy,
-        master,
-        params,
-        is_leaf=is_hole,
-    )
+
+    def chosen(copy: PyTree, param: PyTree) -> PyTree:
+        return param if is_hole(copy) else copy
+
+    return jax.tree.map(chosen, master, params, is_leaf=is_hole)
 
 
-def taken_over(copy: Any, param: Any) -> Any:
+def taken_over(copy: PyTree, param: PyTree) -> PyTree:
     """The copy, or the parameter where it is another number."""
     if is_hole(copy):
         if not is_hole(param) and is_half(param):
@@ -148,7 +149,7 @@ def taken_over(copy: Any, param: Any) -> Any:
     return jnp.where(abs(copy - wide) <= step, copy, wide)
 
 
-def move(update: Any, copy: Any, param: Any) -> tuple[Any, Any]:
+def move(update: PyTree, copy: PyTree, param: PyTree) -> tuple[PyTree, PyTree]:
     """The update that makes a parameter its moved copy, rounded; and the moved copy.
 
     `apply_updates` adds in float32 and rounds. That lands on the rounded copy but where

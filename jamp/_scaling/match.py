@@ -1,12 +1,14 @@
 """How a tree of gradients differs from the tree of parameters it belongs to."""
 
-from typing import Any
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import ArrayLike
 
-from .._tree import dtype_of, is_inexact
+from .._tree import KeyPath, PyTree, dtype_of, is_inexact
 
 FROZEN = "or None for a frozen one, with optax.masked inside the wrapper, not around it"
 HANDED_ON = """{}: the update at {} is the scaled gradient itself: a mask around the \
@@ -16,13 +18,13 @@ optax.set_to_zero(), as one of the optimizers of optax.multi_transform."""
 NOT_OWN = "or make the optimizer with a filter (wrt) that leaves this one out"
 
 
-def is_hole(node: Any) -> bool:
+def is_hole(node: object) -> bool:
     """Whether a node stands for "no gradient here"."""
     return node is None or isinstance(node, optax.MaskedNode)
 
 
 def check_gradients_match(
-    grads: Any, params: Any, caller: str, *, wrapped: bool = False
+    grads: PyTree, params: PyTree, caller: str, *, wrapped: bool = False
 ) -> None:
     """Raises ValueError naming the first path where gradients and parameters differ.
 
@@ -40,8 +42,8 @@ def check_gradients_match(
     if grads is None and params is not None:
         raise ValueError(f"{caller}: the gradients must be a pytree; got None.")
 
-    def leaves_by_path(tree):
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)
+    def leaves_by_path(tree: PyTree) -> dict[str, ArrayLike | None]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_hole)
         return {
             jax.tree_util.keystr(path): None if is_hole(leaf) else leaf
             for path, leaf in leaves
@@ -79,7 +81,7 @@ def check_gradients_match(
             )
 
 
-def _is_gradient(dtype: Any, of: Any) -> bool:
+def _is_gradient(dtype: np.dtype, of: np.dtype) -> bool:
     """Whether a dtype can be that of a gradient; integers would not be unscaled."""
     if jnp.issubdtype(of, jnp.complexfloating):
         return jnp.issubdtype(dtype, jnp.inexact)
@@ -88,7 +90,7 @@ def _is_gradient(dtype: Any, of: Any) -> bool:
     return True
 
 
-def check_update(path: Any, update: Any, param: Any, caller: str) -> None:
+def check_update(path: KeyPath, update: PyTree, param: PyTree, caller: str) -> None:
     """Raises ValueError if an update has not the shape of its parameter."""
     if is_hole(param):
         raise ValueError(
@@ -103,16 +105,15 @@ def check_update(path: Any, update: Any, param: Any, caller: str) -> None:
         )
 
 
-def check_no_gradient(updates: Any, grads: Any, caller: str) -> None:
+def check_no_gradient(updates: PyTree, grads: PyTree, caller: str) -> None:
     """Raises ValueError if a scaled gradient has become an update as it is."""
     given = {id(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(updates)
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
         if id(leaf) in given:
             where = jax.tree_util.keystr(path) or "the root"
             raise ValueError(HANDED_ON.format(caller, where))
 
 
-def _some(paths: Any, most: int = 8) -> str:
+def _some(paths: Collection[str], most: int = 8) -> str:
     shown = ", ".join(path or "the root" for path in list(paths)[:most])
     return shown + (f", and {len(paths) - most} more" if len(paths) > most else "")

@@ -6,20 +6,22 @@ split (explicit sharding), each device can look at its own parts first.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike
 
 from .._checks import is_traced
+from .._tree import Flag
+
+Entry = str | tuple[str, ...] | None  # of a PartitionSpec
 
 
 def everywhere(
-    check: Callable[[Sequence[Any]], jax.Array | np.bool], arrays: Sequence[Any]
-) -> jax.Array | np.bool:
+    check: Callable[[Sequence[ArrayLike]], Flag], arrays: Sequence[ArrayLike]
+) -> Flag:
     """`check(arrays)`, for a check that holds if it holds for each part: bool [].
 
     Outside a trace the plain call is as good.
@@ -30,7 +32,7 @@ def everywhere(
     axes = tuple(dict.fromkeys(axis for array in split for axis in axes_of(array)))
     specs = [jax.typeof(array).sharding.spec for array in arrays]
 
-    def check_own(arrays):
+    def check_own(arrays: Sequence[ArrayLike]) -> jax.Array:
         return lax.pmin(jnp.int32(check(arrays)), axes) == 1
 
     return jax.shard_map(
@@ -42,7 +44,7 @@ def everywhere(
     )(arrays)
 
 
-def may_be_split(array: Any) -> bool:
+def may_be_split(array: ArrayLike) -> bool:
     """Whether devices may hold parts of an array, here where it is looked at.
 
     Two arrays of which neither is split can be combined without moving anything.
@@ -55,11 +57,11 @@ def may_be_split(array: Any) -> bool:
     return unknown or bool(axes_of(array))
 
 
-def axes_of(array: Any) -> tuple[str, ...]:
+def axes_of(array: ArrayLike) -> tuple[str, ...]:
     """The explicit axes that a traced array is split over."""
     return tuple(n for entry in jax.typeof(array).sharding.spec for n in names(entry))
 
 
-def names(entry: Any) -> tuple[str, ...]:
+def names(entry: Entry) -> tuple[str, ...]:
     """The axes in one entry of a `PartitionSpec`."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

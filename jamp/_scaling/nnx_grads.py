@@ -5,6 +5,7 @@ their gradients are checked and unscaled for it. So two optimizers may share one
 and one tree of gradients.
 """
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -12,14 +13,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._checks import shown
-from .._tree import check_leaves, dtype_of, is_inexact
+from .._tree import Flag, PyTree, T, check_leaves, dtype_of, is_inexact
 from . import arithmetic, skip
 from .arithmetic import InverseScale
 from .match import check_gradients_match
 from .state import check_not_scaled_yet
 
+Own = nnx.State[Hashable, PyTree]
 
-def own_gradients(optimizer: nnx.Optimizer, grads: Any) -> nnx.State:
+
+def own_gradients(optimizer: nnx.Optimizer[Any], grads: PyTree) -> Own:
     """The gradients that an optimizer will apply.
 
     Raises:
@@ -37,8 +40,8 @@ def own_gradients(optimizer: nnx.Optimizer, grads: Any) -> nnx.State:
     if grads is None or jax.tree_util.all_leaves([grads]):
         raise TypeError(f"grads must be what nnx.grad returned; got {shown(grads)}.")
     check_not_scaled_yet(optimizer.opt_state, "optimizer")
-    own = nnx.state(grads, optimizer.wrt)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.as_pure(own))
+    own: Own = nnx.state(grads, optimizer.wrt)
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(own))
     for path, leaf in leaves:
         if dtype_of(leaf) == jnp.float16:
             raise ValueError(
@@ -58,7 +61,7 @@ def own_gradients(optimizer: nnx.Optimizer, grads: Any) -> nnx.State:
 
 
 def check_own_gradients(
-    optimizer: nnx.Optimizer, model: Any, grads: Any, own: nnx.State
+    optimizer: nnx.Optimizer[T], model: T, grads: PyTree, own: Own
 ) -> None:
     """Raises ValueError if gradients do not match the model's parameters.
 
@@ -77,27 +80,31 @@ def check_own_gradients(
     check_gradients_match(nnx.as_pure(own), params, "GradScaler.step")
 
 
-def unscale_own(optimizer: nnx.Optimizer, grads: Any, inverse: InverseScale) -> Any:
+def unscale_own(
+    optimizer: nnx.Optimizer[Any], grads: PyTree, inverse: InverseScale
+) -> PyTree:
     """Gradients with the optimizer's own divided by the scale, in their dtypes."""
-    own = nnx.state(grads, optimizer.wrt)
-    unscaled = jax.tree.map(
-        lambda new, old: (
-            new if dtype_of(new) == dtype_of(old) else new.astype(dtype_of(old))
-        ),
-        arithmetic.unscale(own, inverse),
-        own,
-    )
+    own: Own = nnx.state(grads, optimizer.wrt)
+
+    def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
+        return new if dtype_of(new) == dtype_of(old) else new.astype(dtype_of(old))
+
+    unscaled = jax.tree.map(as_before, arithmetic.unscale(own, inverse), own)
     result = jax.tree.map(lambda leaf: leaf, grads)  # Variables of its own
     nnx.update(result, unscaled)
     return result
 
 
 def update_if(
-    finite: Any, optimizer: nnx.Optimizer, model: Any, grads: Any, kwargs: Any
+    finite: Flag,
+    optimizer: nnx.Optimizer[T],
+    model: T,
+    grads: Callable[[], PyTree],
+    kwargs: dict[str, Any],
 ) -> None:
     """`optimizer.update(model, grads(), **kwargs)` if finite."""
 
-    def run(optimizer, model):
+    def run(optimizer: nnx.Optimizer[T], model: T) -> None:
         optimizer.update(model, skip.harmless(finite, grads()), **kwargs)
 
     match skip.way(finite):

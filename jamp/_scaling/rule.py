@@ -14,7 +14,7 @@ below 2**-126, float32's smallest normal number; torch's goes on to zero.
 import dataclasses
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,15 +87,15 @@ class LossScaleConfig:
     no counterpart there.
     """
 
-    init_scale: Any = 2.0**16
-    growth_factor: Any = 2.0
-    backoff_factor: Any = 0.5
-    growth_interval: Any = 2000
-    min_scale: Any = 0.0
-    max_scale: Any = math.inf
-    hysteresis: Any = 1
+    init_scale: float = 2.0**16  # it and the others may be traced scalars
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 0.0
+    max_scale: float = math.inf
+    hysteresis: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, convert in (
             ("init_scale", float),
             ("growth_factor", float),
@@ -129,12 +129,12 @@ class LossScaleConfig:
             check_range(name, getattr(self, name), ">= 1 and < 2**31", 1, 2**31 - 1)
 
 
-def check_scale(name: str, value: Any) -> float:
+def check_scale(name: str, value: object) -> float:
     """The value as a Python number, or ValueError if float32 cannot hold it."""
-    value = number(name, value, float)
+    scale = number(name, value, float)
     allowed = "finite and > 0, in float32's normal range [2**-126, 3.4e38]"
-    check_range(name, value, allowed, SMALLEST_SCALE, LARGEST_SCALE)
-    return value
+    check_range(name, scale, allowed, SMALLEST_SCALE, LARGEST_SCALE)
+    return scale
 
 
 def init(config: LossScaleConfig) -> LossScaleState:
@@ -212,7 +212,7 @@ def floor(config: LossScaleConfig) -> jax.Array:
     return jnp.maximum(_float32(config.min_scale), np.float32(SMALLEST_SCALE))
 
 
-def _float64_product(x: jax.Array, factor: Any) -> jax.Array:
+def _float64_product(x: jax.Array, factor: float) -> jax.Array:
     """`float32(float64(x) * float64(factor))`, the product that torch forms."""
     with jax.enable_x64(True):
         factor = factor if is_traced(factor) else np.float64(factor)
@@ -221,9 +221,9 @@ def _float64_product(x: jax.Array, factor: Any) -> jax.Array:
         return lax.convert_element_type(product, jnp.float32)
 
 
-def _float32(value: Any) -> Any:
+def _float32(value: float) -> jax.Array | np.float32:
     return value.astype(jnp.float32) if is_traced(value) else np.float32(value)
 
 
-def _int32(value: Any) -> Any:
+def _int32(value: int) -> jax.Array | np.int32:
     return value.astype(jnp.int32) if is_traced(value) else np.int32(value)

@@ -7,12 +7,12 @@ static: changing one retraces a jitted step that takes the scaler.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import ArrayLike
 
 from .._checks import check_count, is_traced, number
 from . import rule
@@ -28,7 +28,7 @@ class ScalerState(nnx.Pytree):
     growth_tracker: nnx.Variable[jax.Array]
     hysteresis_tracker: nnx.Variable[jax.Array]
 
-    def __init__(self, enabled: bool, init_scale: float, **factors: Any):
+    def __init__(self, enabled: bool, init_scale: float, **factors: float):
         self._config = LossScaleConfig(init_scale=init_scale)
         self._configure(**factors)
         self._enabled = enabled
@@ -82,7 +82,7 @@ class ScalerState(nnx.Pytree):
         """Whether scaling is enabled."""
         return self._enabled
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """The state as Python scalars, with torch's five keys; `{}` if disabled.
 
         `torch.amp.GradScaler.load_state_dict` takes it. With `hysteresis` above 1 a
@@ -111,7 +111,7 @@ class ScalerState(nnx.Pytree):
             result["_hysteresis_tracker"] = int(state.hysteresis_tracker)
         return result
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> None:
         """Takes over what `state_dict` of this class or of torch's returned.
 
         Does nothing if disabled.
@@ -149,7 +149,7 @@ class ScalerState(nnx.Pytree):
         self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)
         self.hysteresis_tracker[...] = jnp.asarray(left, jnp.int32)
 
-    def _configure(self, **changes: Any) -> None:
+    def _configure(self, **changes: ArrayLike) -> None:
         for name, value in changes.items():
             if is_traced(value):
                 raise TypeError(
@@ -166,14 +166,13 @@ class ScalerState(nnx.Pytree):
             getattr(self, name)[...] = value
 
 
-def as_scale(name: str, value: Any) -> jax.Array:
+def as_scale(name: str, value: ArrayLike) -> jax.Array:
     """A scale given by the user as float32 []."""
     if np.size(value) != 1:
         raise ValueError(
             f"{name} must be a number or one element; got shape {np.shape(value)}."
         )
     if is_traced(value):
-        value = number(name, jnp.reshape(value, []), float)
-        return value.astype(jnp.float32)
+        return number(name, jnp.reshape(value, []), float).astype(jnp.float32)
     value = np.asarray(value).item()
     return jnp.asarray(rule.check_scale(name, value), jnp.float32)

@@ -11,17 +11,14 @@ may have to wait for the predicate. `docs/performance.md` has the figures.
 
 import enum
 from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
-from .._tree import dtype_of, is_inexact
-
-T = TypeVar("T")
+from .._tree import Flag, KeyPath, T, dtype_of, is_inexact
 
 
 def by_branch() -> bool:
@@ -37,7 +34,7 @@ class Way(enum.Enum):
     SELECT = enum.auto()
 
 
-def way(finite: jax.Array | np.bool) -> Way:
+def way(finite: Flag) -> Way:
     """The way for a flag: bool []."""
     if not is_traced(finite):
         return Way.KNOWN
@@ -45,7 +42,7 @@ def way(finite: jax.Array | np.bool) -> Way:
 
 
 def run_or_hold(
-    finite: jax.Array | np.bool,
+    finite: Flag,
     run: Callable[[], T],
     hold: Callable[[Callable[[], T]], T],
 ) -> T:
@@ -69,7 +66,7 @@ def run_or_hold(
             return select(finite, new, hold(lambda: new))
 
 
-def select(finite: jax.Array | np.bool, new: T, old: T) -> T:
+def select(finite: Flag, new: T, old: T) -> T:
     """Each leaf of `new` if finite, else that of `old`.
 
     Raises:
@@ -81,7 +78,7 @@ def select(finite: jax.Array | np.bool, new: T, old: T) -> T:
             f"{brief(jax.tree.structure(new))} for {brief(jax.tree.structure(old))}."
         )
 
-    def select_leaf(path, new, old):
+    def select_leaf(path: KeyPath, new: ArrayLike, old: ArrayLike) -> ArrayLike:
         if dtype_of(old) == jax.dtypes.float0:
             return old
         for kind, a, b in (
@@ -98,13 +95,15 @@ def select(finite: jax.Array | np.bool, new: T, old: T) -> T:
     return jax.tree_util.tree_map_with_path(select_leaf, new, old)
 
 
-def harmless(finite: jax.Array | np.bool, grads: T) -> T:
+def harmless(finite: Flag, grads: T) -> T:
     """Gradients for a `run` that may run on a skipped step: zeros then.
 
     An optimizer so never meets an inf or a nan, whichever way the step is skipped.
     """
     if way(finite) is not Way.SELECT:
         return grads
-    return jax.tree.map(
-        lambda g: jnp.where(finite, g, jnp.zeros_like(g)) if is_inexact(g) else g, grads
-    )
+
+    def zeroed(g: ArrayLike) -> ArrayLike:
+        return jnp.where(finite, g, jnp.zeros_like(g)) if is_inexact(g) else g
+
+    return jax.tree.map(zeroed, grads)

@@ -1,7 +1,7 @@
 """The states of the optax wrappers, and how to find them in a nest of states."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from .._checks import shown
-from .._tree import NUMBERS, dtype_of
+from .._tree import NUMBERS, PyTree, dtype_of
 from .rule import DTYPES, LossScaleState
 
 HIDDEN = """optax.apply_if_finite around a loss scale hides from it the overflows at \
@@ -61,13 +61,11 @@ class DynamicLossScaleState(NamedTuple):
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`."""
 
-    master: (
-        optax.Params
-    )  # float32 copies of half-precision leaves; MaskedNode for others
+    master: optax.Params  # float32 copies of half leaves; MaskedNode for others
     inner_state: optax.OptState  # of the wrapped optimizer, for float32 parameters
 
 
-def scalars_of(state: Any) -> LossScaleState:
+def scalars_of(state: object) -> LossScaleState:
     """The seven scalars of a `DynamicLossScaleState` or a `GradScaler`.
 
     Numbers that come from elsewhere (NumPy, JSON) get the dtypes that init makes. NNX
@@ -80,7 +78,7 @@ def scalars_of(state: Any) -> LossScaleState:
     return LossScaleState(*(_number(name, getattr(state, name)) for name in names))
 
 
-def _number(name: str, value: Any) -> Any:
+def _number(name: str, value: object) -> jax.Array:
     leaves = jax.tree.leaves(value)
     leaf = leaves[0] if len(leaves) == 1 else None
     wanted = jnp.dtype(DTYPES[name])
@@ -99,23 +97,23 @@ def _number(name: str, value: Any) -> Any:
     )
 
 
-def keeps_master_weights(opt_state: Any) -> bool:
+def keeps_master_weights(opt_state: PyTree) -> bool:
     """Whether there is a `MasterWeightsState` anywhere in an optimizer state."""
 
-    def is_master(node):
+    def is_master(node: object) -> bool:
         return isinstance(node, MasterWeightsState)
 
     return any(map(is_master, jax.tree.leaves(opt_state, is_leaf=is_master)))
 
 
-def find_states(tree: Any) -> dict[str, DynamicLossScaleState]:
+def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
     """The loss-scale states in a pytree, by path; those inside one are not searched.
 
     Raises:
       ValueError: what is around one keeps overflows from it.
     """
     kinds = DynamicLossScaleState, optax.ApplyIfFiniteState
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
+    nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, kinds)
     )
     for _, node in nodes:
@@ -128,7 +126,7 @@ def find_states(tree: Any) -> dict[str, DynamicLossScaleState]:
     }
 
 
-def check_not_scaled_yet(opt_state: Any, argument: str) -> None:
+def check_not_scaled_yet(opt_state: PyTree, argument: str) -> None:
     """Raises ValueError if an optimizer state scales gradients already."""
     found = find_states(opt_state)
     if found:
@@ -138,7 +136,7 @@ def check_not_scaled_yet(opt_state: Any, argument: str) -> None:
         )
 
 
-def check_not_stacked(numbers: dict[str, Any], caller: str) -> None:
+def check_not_stacked(numbers: Mapping[str, jax.Array], caller: str) -> None:
     """Raises ValueError if one of the numbers of a state has dimensions."""
     for name, value in numbers.items():
         if shape := jnp.shape(value):
@@ -148,7 +146,7 @@ def check_not_stacked(numbers: dict[str, Any], caller: str) -> None:
             )
 
 
-def check_state(state: Any, cls: type, caller: str) -> None:
+def check_state(state: object, cls: type, caller: str) -> None:
     """Raises ValueError unless an optimizer state is of a class of this module."""
     if not isinstance(state, cls):
         raise ValueError(
@@ -159,8 +157,8 @@ def check_state(state: Any, cls: type, caller: str) -> None:
 
 @contextlib.contextmanager
 def explained(
-    caller: str, init: Callable[..., Any], state: Any, params: Any
-) -> Iterator[None]:
+    caller: str, init: Callable[..., PyTree], state: PyTree, params: PyTree
+) -> Generator[None]:
     """If an optimizer fails, and its state is another one's: ValueError saying so."""
     try:
         yield
@@ -176,14 +174,14 @@ def explained(
         ) from error
 
 
-def _difference(given: Any, made: Any) -> str:
+def _difference(given: PyTree, made: PyTree) -> str:
     """Where a state is not what `init` makes, or ""."""
 
-    def shape(leaf):
+    def shape(leaf: Any) -> str:
         is_array = hasattr(leaf, "shape") or isinstance(leaf, NUMBERS)
         return f"shape {jnp.shape(leaf)}" if is_array else f"a {type(leaf).__name__}"
 
-    def shapes(state):
+    def shapes(state: PyTree) -> dict[str, str]:
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return {jax.tree_util.keystr(path): shape(leaf) for path, leaf in leaves}
 
@@ -196,11 +194,11 @@ def _difference(given: Any, made: Any) -> str:
     return "" if same else "it is another tree than the one that init makes"
 
 
-def describe(tree: Any) -> str:
+def describe(tree: PyTree) -> str:
     """The named states in a pytree, for messages."""
-    states = []
+    states: list[str] = []
 
-    def note(node):
+    def note(node: object) -> bool:
         if hasattr(node, "_fields") or hasattr(node, "__dataclass_fields__"):
             states.append(type(node).__name__)
         return False

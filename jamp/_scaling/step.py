@@ -18,7 +18,7 @@ from .wrapper import loss_scaled
 
 
 def step(
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | optax.MultiSteps,
     grads: optax.Updates,
     opt_state: optax.OptState,
     params: optax.Params,

@@ -1,11 +1,13 @@
 """Flax's `TrainState`, on `jamp.step`."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
+import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
+from .._tree import PyTree
 from .step import step
 from .transformation import as_transformation
 
@@ -41,7 +43,14 @@ class TrainState(train_state.TrainState):
     """
 
     @classmethod
-    def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Any:
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any] | None,
+        params: PyTree,
+        tx: optax.GradientTransformation | optax.MultiSteps,
+        **kwargs: Any,
+    ) -> Self:
         """A state at step 0, with `tx.init(params)`: Flax's `create`.
 
         Args:
@@ -56,7 +65,7 @@ class TrainState(train_state.TrainState):
         as_transformation(tx, "tx")
         return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
 
-    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+    def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
         """One optimizer step: `jamp.step`, then `step + 1` and `**kwargs` replaced.
 
         Args:

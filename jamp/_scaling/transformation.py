@@ -1,19 +1,17 @@
 """What the wrappers take, and how the updates that it makes are applied."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
 from .._checks import shown
-from .._tree import dtype_of, is_half
+from .._tree import PyTree, dtype_of, is_half
 from .match import is_hole
 
 
 def as_transformation(
-    inner: Any, name: str = "inner"
+    inner: optax.GradientTransformation | optax.MultiSteps, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
     """What a wrapper takes, with `**extra_args`."""
     if isinstance(inner, optax.MultiSteps):
@@ -31,7 +29,7 @@ def as_transformation(
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """`optax.apply_updates`, but a missing update leaves its parameter."""
 
-    def apply(update, param):
+    def apply(update: PyTree, param: PyTree) -> PyTree:
         if is_hole(update) or dtype_of(update) == jax.dtypes.float0:
             return param
         if is_half(param) and dtype_of(update) == jnp.float32:  # of master weights

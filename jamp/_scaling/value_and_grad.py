@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import check_leaves, dtype_of
+from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
 from .alarms import alarms
 from .grad_scaler import GradScaler
-from .state import describe, find_states, scalars_of
+from .state import DynamicLossScaleState, describe, find_states, scalars_of
 
 TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
 one must not be divided by the other. In one optimizer there must be one, around the \
@@ -27,13 +28,13 @@ optimizers, pass the state of the one whose gradients are taken."""
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
-    opt_state: Any,
+    fun: Callable[..., T],
+    opt_state: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     allow_int: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[T, PyTree]]:
     """`jax.value_and_grad` of the scaled loss: plain loss, scaled gradients.
 
     The loss comes back as `fun` returned it. The gradients are those of
@@ -75,22 +76,25 @@ def value_and_grad(
     if not callable(fun):
         raise TypeError(f"fun must be a function of the loss; got {shown(fun)}.")
 
-    def scaled(*args, **kwargs):
-        result = loss = fun(*args, **kwargs)
+    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, T]:
+        result = fun(*args, **kwargs)
+        loss: Any = result
         if has_aux:
-            if not (isinstance(result, tuple) and len(result) == 2):
+            if not (isinstance(loss, tuple) and len(loss) == 2):
                 raise TypeError(
                     "with has_aux=True, fun must return (loss, aux); got "
-                    f"{type(result).__name__}."
+                    f"{type(loss).__name__}."
                 )
-            loss = result[0]
+            loss = loss[0]
         _check_loss(loss)
         return arithmetic.scale(loss, current), result
 
-    grad_fn = jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
+    grad_fn: Callable[..., tuple[PyTree, T]] = jax.grad(
+        scaled, argnums, has_aux=True, allow_int=allow_int
+    )
 
     @functools.wraps(fun)
-    def value_and_grad_fn(*args, **kwargs):
+    def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[T, PyTree]:
         if any(isinstance(arg, nnx.Module) for arg in (*args, *kwargs.values())):
             raise TypeError(
                 "jamp.value_and_grad got an nnx.Module, and jax.grad would lose what "
@@ -103,7 +107,7 @@ def value_and_grad(
     return value_and_grad_fn
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loss: object) -> None:
     is_array = isinstance(loss, (jax.Array, np.ndarray, np.generic, float))
     if not is_array:
         raise TypeError(f"fun must return a floating scalar loss; got {shown(loss)}.")
@@ -114,7 +118,7 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
+def scale_loss(loss: ArrayLike, opt_state: PyTree) -> jax.Array:
     """The loss times the scale, for those who call `jax.grad` themselves.
 
     A scalar is promoted to float32 at least, an array with dimensions keeps its
@@ -142,7 +146,7 @@ def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
     return arithmetic.scale(loss, current)
 
 
-def unscale(grads: Any, opt_state: Any) -> Any:
+def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
     """Scaled gradients divided by the scale, for logging.
 
     `tx.update` does this itself; give it the scaled gradients. Half-precision leaves
@@ -168,7 +172,7 @@ def unscale(grads: Any, opt_state: Any) -> Any:
     return arithmetic.unscale(grads, arithmetic.invert(current))
 
 
-def _one_scale(opt_state: Any) -> jax.Array:
+def _one_scale(opt_state: PyTree) -> jax.Array:
     """The scale, or ValueError if states are stacked."""
     current = loss_scale(opt_state)
     if jnp.shape(current) != ():
@@ -179,7 +183,7 @@ def _one_scale(opt_state: Any) -> jax.Array:
     return current
 
 
-def loss_scale(opt_state: Any) -> jax.Array:
+def loss_scale(opt_state: PyTree) -> jax.Array:
     """The current loss scale, found anywhere in a nested optax state: float32 [].
 
     Args:
@@ -200,7 +204,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
 
 
 def metrics(
-    opt_state: Any,
+    opt_state: PyTree,
     *,
     floor_steps: int = 32,
     window: int = 32,
@@ -262,7 +266,7 @@ def metrics(
     }
 
 
-def _only_state(opt_state: Any) -> Any:
+def _only_state(opt_state: PyTree) -> DynamicLossScaleState | GradScaler:
     """The `DynamicLossScaleState`, or the `GradScaler`, in what a user passed."""
     if isinstance(opt_state, GradScaler):
         return opt_state

@@ -6,16 +6,17 @@ When a gradient is not finite nothing inside moves: the updates are zero and
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from .._checks import axis_names, flag
-from .._tree import check_leaves, dtype_of, is_half, is_inexact, widen
+from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_half, is_inexact, widen
 from . import arithmetic, rule, skip
 from .match import check_gradients_match, check_update, is_hole
 from .rule import LossScaleConfig
@@ -30,9 +31,11 @@ from .state import (
 )
 from .transformation import apply_updates, as_transformation
 
+Step = tuple[optax.Updates, optax.OptState]
+
 
 def dynamic_loss_scale(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
     init_scale: float = 2.0**16,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
@@ -133,7 +136,7 @@ def dynamic_loss_scale(
 
 
 def static_loss_scale(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
     loss_scale: float,
     *,
     axis_name: str | Sequence[str] | None = None,
@@ -192,11 +195,13 @@ class LossScaled:
                 params = widen(params)
         return self.inner.init(params)
 
-    def update_fn(self, updates, state, params=None, **extra_args):
+    def update_fn(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> Step:
         caller = "dynamic_loss_scale's update"
         scaled = Scaled(self, caller, updates, state, params)
 
-        def hold(like):
+        def hold(like: Callable[[], Step]) -> Step:
             return jax.tree.map(_no_update, like()[0]), state.inner_state
 
         updates, inner_state = skip.run_or_hold(
@@ -204,11 +209,13 @@ class LossScaled:
         )
         return updates, scaled.advanced(inner_state)
 
-    def step(self, grads, state, params, **extra_args):
+    def step(
+        self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
+    ) -> Step:
         """`update_fn` and `apply_updates`, behind one choice to run or to hold."""
         scaled = Scaled(self, "jamp.step", grads, state, params)
 
-        def run():
+        def run() -> Step:
             updates, inner_state = scaled.run_inner(extra_args)
             return apply_updates(params, updates), inner_state
 
@@ -226,7 +233,7 @@ class Scaled:
         by: LossScaled,
         caller: str,
         grads: optax.Updates,
-        state: Any,
+        state: PyTree,
         params: optax.Params | None,
     ):
         self.by, self.caller, self.state, self.params = by, caller, state, params
@@ -241,9 +248,7 @@ class Scaled:
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         self.grads = skip.harmless(self.finite, grads)
 
-    def run_inner(
-        self, extra_args: dict[str, Any]
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def run_inner(self, extra_args: dict[str, Any]) -> Step:
         """The inner optimizer's step on the unscaled gradients."""
         params, inner_state = self.params, self.state.inner_state
         if "grad" in extra_args:
@@ -285,7 +290,7 @@ def _state_of(
     return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)
 
 
-def _cast_update(path: Any, update: Any, param: Any) -> Any:
+def _cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
     """The update in the dtype of its parameter."""
     if is_hole(update):
         return update
@@ -295,14 +300,18 @@ def _cast_update(path: Any, update: Any, param: Any) -> Any:
     return lax.convert_element_type(update, dtype_of(param))
 
 
-def _disabled(inner: Any) -> optax.GradientTransformationExtraArgs:
+def _disabled(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
     inner = as_transformation(inner)
 
-    def init_fn(params):
+    def init_fn(params: optax.Params) -> DynamicLossScaleState:
         scalars = rule.init(LossScaleConfig(init_scale=1.0))
         return _state_of(scalars, inner.init(params))
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> Step:
         check_state(state, DynamicLossScaleState, "dynamic_loss_scale's update")
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
@@ -312,7 +321,7 @@ def _disabled(inner: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _no_update(like: Any) -> jax.Array:
+def _no_update(like: ArrayLike) -> jax.Array:
     """What added to any parameter leaves its bits: 0 would turn -0 into 0."""
     zeros = jnp.zeros_like(like)
     return -zeros if is_inexact(like) else zeros

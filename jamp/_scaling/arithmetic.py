@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._tree import Flag, PyTree, dtype_of, is_inexact, widened
-from .mesh import everywhere, may_be_split
+from .mesh import everywhere, may_be_split, on_all
 from .rule import SMALLEST_SCALE
 
 
@@ -59,17 +59,7 @@ def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> Fl
       axis_name: mapped axis or axes over which all replicas must be finite.
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
-    finite = everywhere(_all_finite, leaves)
-    if axis_name is None:
-        return finite
-    try:
-        return lax.pmin(jnp.int32(finite), axis_name) == 1
-    except NameError as error:
-        names = axis_name if isinstance(axis_name, str) else ", ".join(axis_name)
-        raise ValueError(
-            f"axis_name {names!r} is not a mapped axis here. It is for shard_map and "
-            "pmap; under plain jit leave it out: a sharded gradient is one array there."
-        ) from error
+    return on_all(everywhere(_all_finite, leaves), axis_name)
 
 
 def _all_finite(leaves: Sequence[ArrayLike]) -> Flag:

@@ -1,4 +1,4 @@
-"""One flag for arrays that are split over a mesh, with one collective.
+"""One flag for all devices, of mapped axes (`shard_map`) and of arrays that are split.
 
 Under plain jit XLA sees to it: it reduces each array over the devices that hold its
 parts, and may or may not join those reductions. Where the types say how an array is
@@ -17,6 +17,20 @@ from .._checks import is_traced
 from .._tree import Flag
 
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec
+
+
+def on_all(finite: Flag, axis_name: str | Sequence[str] | None) -> Flag:
+    """Whether a flag holds on all replicas of mapped axes: bool []."""
+    if axis_name is None:
+        return finite
+    try:
+        return lax.pmin(jnp.int32(finite), axis_name) == 1
+    except NameError as error:
+        names = axis_name if isinstance(axis_name, str) else ", ".join(axis_name)
+        raise ValueError(
+            f"axis_name {names!r} is not a mapped axis here. It is for shard_map and "
+            "pmap; under plain jit leave it out: a sharded gradient is one array there."
+        ) from error
 
 
 def everywhere(

@@ -3,6 +3,8 @@
 import re
 import traceback
 
+import numpy as np
+
 from .sources import JAMP
 
 HALF_CARRY = """In an autocast region one of these is in half precision and the other \
@@ -21,7 +23,7 @@ MESH = """To JAX an autocast region is a trace, as `jax.jit` is. Set the mesh fi
 BEGIN_AND_END = re.compile(r"carry|branches|same structure")
 
 
-def advise(error: TypeError | ValueError, dtype) -> None:
+def advise(error: TypeError | ValueError, dtype: np.dtype) -> None:
     """Adds a note to an error that leaves a region of half precision."""
     text = str(error)
     if text.startswith("autocast(") or raised_by_jamp(error):

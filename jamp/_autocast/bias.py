@@ -19,8 +19,7 @@ shows only when an op outside uses it. That op gets it in half precision. Its ru
 statistics are no result: they stay float32.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +31,13 @@ from .. import _compat
 from .._compat import array_dtype
 from .._tree import HALVES
 from .casting import CastingTrace
-from .decision import FLOAT32_DTYPE, Action, Kind, Op
+from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value, Values
 from .notes import fits
 from .sources import is_in_layer
 from .traits import OVER_AXES
 
 
-def with_bias(trace: CastingTrace, op: Op) -> jax.Array | None:
+def with_bias(trace: CastingTrace, op: Op) -> Value | None:
     """The sum of a product in half precision and a bias, or None if it is another."""
     dtype = trace.settings.dtype
     for x, bias in (op.args, op.args[::-1]):
@@ -87,7 +86,7 @@ def rounded(bias: jax.Array, dtype: np.dtype, masks: bool) -> jax.Array:
 
 
 @jax.custom_jvp
-def within_range(bias):
+def within_range(bias: jax.Array) -> jax.Array:
     """Finite numbers as float16 has them; the gradient is that of the identity."""
     limit = np.float32(jnp.finfo(jnp.float16).max)
     return lax.select(lax.is_finite(bias), lax.clamp(-limit, bias, limit), bias)
@@ -99,7 +98,7 @@ def _(primals, tangents):
 
 
 def dimensions(
-    trace: CastingTrace, bias: jax.Array, product: jax.Array, in_layer: bool
+    trace: CastingTrace, bias: jax.Array, product: Value, in_layer: bool
 ) -> Collection[int] | None:
     """The dimensions of a product along which a bias varies, or None if it is none."""
     note = trace.notes[bias]
@@ -113,11 +112,8 @@ def dimensions(
 
 
 def narrowed(
-    trace: CastingTrace,
-    primitive: Primitive,
-    args: Sequence[Any],
-    within: Action | None,
-) -> Sequence[Any]:
+    trace: CastingTrace, primitive: Primitive, args: Values, within: Action | None
+) -> Values:
     """The inputs of an op, those that are results of a BatchNorm in half precision."""
     marked = [trace.notes[x].result for x in args]
     if not any(marked):
@@ -132,7 +128,7 @@ def narrowed(
     ]
 
 
-def mark_results(trace: CastingTrace, op: Op, action: Action, out: Any) -> None:
+def mark_results(trace: CastingTrace, op: Op, action: Action, out: Result) -> None:
     """Remembers what may be the result of a function of half precision.
 
     That of a norm has the shape of the input. Its statistics have another, or are
@@ -147,6 +143,6 @@ def mark_results(trace: CastingTrace, op: Op, action: Action, out: Any) -> None:
             trace.notes[x] = trace.notes[x]._replace(result=True)
 
 
-def is_or_was_half(trace: CastingTrace, x: Any) -> bool:
+def is_or_was_half(trace: CastingTrace, x: Value) -> bool:
     note = trace.notes[x]
     return array_dtype(x) in HALVES or note.widened or note.result

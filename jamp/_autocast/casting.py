@@ -13,7 +13,19 @@ from jax.extend.core import Primitive, set_current_trace
 from .. import _compat
 from .._compat import array_dtype
 from . import retracing
-from .decision import CASTABLE, FLOAT32_DTYPE, Action, Decides, Op, Settings
+from .decision import (
+    CASTABLE,
+    FLOAT32_DTYPE,
+    Action,
+    Decides,
+    Op,
+    Out,
+    Params,
+    Result,
+    Settings,
+    Value,
+    Values,
+)
 from .notes import Notes, unrounded
 from .stack import is_jamps, marks_in, written
 
@@ -36,7 +48,7 @@ OBSERVED = jax.make_user_context(False)
 class Effects:
     """What a region, or the rewriting of a jaxpr, did."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.hits: set[int] = set()  # the user's rules that were used
         self.touched = False  # whether anything was changed
 
@@ -78,7 +90,7 @@ class CastingTrace(_compat.Trace):
         self.decide = decide
         self.notes = Notes()
 
-    def apply(self, op: Op) -> Any:
+    def apply(self, op: Op) -> Result:
         """Runs one op, as the region's rules say."""
         raise NotImplementedError
 
@@ -129,7 +141,7 @@ class CastingTrace(_compat.Trace):
         """The action for an op that is called here, or None if no table knows it."""
         return self.decide(primitive, _compat.source_codes(), self.path, source)
 
-    def noted(self, action: Action) -> contextlib.AbstractContextManager[Any]:
+    def noted(self, action: Action) -> contextlib.AbstractContextManager[object]:
         """Writes an op's reason into its name stack, if the region is observed."""
         if not self.settings.observed:
             return contextlib.nullcontext()
@@ -137,9 +149,7 @@ class CastingTrace(_compat.Trace):
 
     # Running and casting.
 
-    def bind(
-        self, primitive: Primitive, args: Sequence[Any], params: dict[str, Any]
-    ) -> Any:
+    def bind(self, primitive: Primitive, args: Values, params: Params) -> Any:
         """Runs an op on the trace below, as it is."""
         if (scatter := SCATTERS.get(primitive.name)) is not None:
             names = ("update_jaxpr", "update_consts")
@@ -148,13 +158,11 @@ class CastingTrace(_compat.Trace):
         seen = self.seen if self.decide.knows(primitive) else None
         return retracing.run(self.parent, primitive.bind, args, params, seen)
 
-    def call(
-        self, function: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]
-    ) -> Any:
+    def call(self, function: Callable[..., Out], args: Values, params: Params) -> Out:
         """Runs a function of arrays on the trace below."""
         return retracing.run(self.parent, function, args, params, self.seen)
 
-    def cast(self, x: Any, dtype: np.dtype) -> Any:
+    def cast(self, x: Value, dtype: np.dtype) -> Value:
         """`x` in `dtype` if it is of a castable dtype. Each copy is made once."""
         if array_dtype(x) == dtype or array_dtype(x) not in CASTABLE:
             return x
@@ -171,9 +179,7 @@ class CastingTrace(_compat.Trace):
                 self.notes.remember_cast(x, copy)
         return copy
 
-    def as_traced(
-        self, args: Sequence[Any], avals: Sequence[AbstractValue] | None
-    ) -> Sequence[Any]:
+    def as_traced(self, args: Values, avals: Sequence[AbstractValue] | None) -> Values:
         """The values in the dtypes that they were traced with."""
         if avals is None:
             return args
@@ -181,7 +187,7 @@ class CastingTrace(_compat.Trace):
         return [x if dtype is None else self.cast(x, dtype) for x, dtype in pairs]
 
 
-def avals_of(args: Sequence[Any]) -> list[AbstractValue]:
+def avals_of(args: Values) -> list[AbstractValue]:
     return [jax.typeof(x) for x in args]
 
 

@@ -1,7 +1,5 @@
 """Casts that are there already: `convert_element_type`, JAX's own and the user's."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from jax import lax
 from .. import _compat
 from .._compat import array_dtype
 from .casting import CastingTrace
-from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op
+from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op, Value
 from .made import is_weak_array
 from .notes import holds, is_float
 from .rules import ACTIONS
@@ -22,7 +20,7 @@ EXPLICIT = frozenset(
 )
 
 
-def convert(trace: CastingTrace, op: Op, action: Action) -> Any:
+def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
     """Runs a cast. What is one for want of a better dtype follows the arrays around."""
     (x,), dtype = op.args, jnp.dtype(op.params["new_dtype"])
     is_array = isinstance(x, jax.Array)

@@ -10,18 +10,16 @@ autocast.
 arrive as equations of a jaxpr.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
+from jax.extend.core import DebugInfo, Primitive
 
 from .. import _compat
 from .casting import CastingTrace, avals_of
-from .decision import Dtypes
-
-Params = dict[str, Any]
+from .decision import Dtypes, Params, Result, Value, Values
 
 
 class Function:
@@ -30,7 +28,7 @@ class Function:
     def __init__(self, trace: CastingTrace, function: Any, baked: bool = False):
         self.function, self.child = function, trace.spawner(baked)
 
-    def __call__(self, *args: Any) -> tuple[list[Any], CastingTrace]:
+    def __call__(self, *args: Value) -> tuple[list[Value], CastingTrace]:
         """Returns the results, and the trace that they were computed on."""
         self.forget()
         with self.child().current() as child:
@@ -45,12 +43,12 @@ class Function:
 class Contract:
     """The dtypes of a custom function's results: those of its primal code."""
 
-    def __init__(self, run: Function, args: Sequence[Any], debug_info: Any):
+    def __init__(self, run: Function, args: Values, debug_info: DebugInfo):
         self.run, self.debug_info = run, debug_info
         self.avals = avals_of(args)
         self.known: list[np.dtype | None] | None = None
 
-    def primal(self, *args: Any) -> list[Any]:
+    def primal(self, *args: Value) -> list[Value]:
         outs, _ = self.run(*args)
         self.known = [_compat.array_dtype(x) for x in outs]
         return outs
@@ -62,7 +60,7 @@ class Contract:
         return self.known or []
 
 
-def cast_all(child: CastingTrace, values: Sequence[Any], dtypes: Dtypes) -> list[Any]:
+def cast_all(child: CastingTrace, values: Values, dtypes: Dtypes) -> list[Value]:
     """Casts arrays; what stands for a zero is left."""
     return [
         child.cast(v, d) if d is not None and isinstance(v, jax.Array) else v
@@ -73,13 +71,13 @@ def cast_all(child: CastingTrace, values: Sequence[Any], dtypes: Dtypes) -> list
 def bind_jvp(
     trace: CastingTrace,
     primitive: Primitive,
-    args: Sequence[Any],
+    args: Values,
     params: Params,
     contract: Contract,
     derivative: Function,
     jvp: Any,
     traced: Dtypes | None = None,
-) -> Any:
+) -> Result:
     """Binds a custom_jvp whose functions run under autocast.
 
     Args:
@@ -90,11 +88,10 @@ def bind_jvp(
 
     def autocast_jvp(*primals_and_tangents):
         contract.run.forget()  # else JAX compares the dtypes before they are cast
+        inputs = primals_and_tangents
         if traced is not None:
-            primals_and_tangents = cast_all(
-                derivative.child(), primals_and_tangents, traced
-            )
-        outs, child = derivative(*primals_and_tangents)
+            inputs = cast_all(derivative.child(), inputs, traced)
+        outs, child = derivative(*inputs)
         return cast_all(child, outs, contract.dtypes() * 2)
 
     subfuns = (
@@ -107,11 +104,11 @@ def bind_jvp(
 def bind_vjp(
     trace: CastingTrace,
     primitive: Primitive,
-    args: Sequence[Any],
+    args: Values,
     params: Params,
     run: Function,
     rules: tuple[Any, Any, Any],
-) -> Any:
+) -> Result:
     """Binds a custom_vjp whose functions run under autocast.
 
     Args:
@@ -122,7 +119,7 @@ def bind_vjp(
     contract = Contract(run, args, fun.debug_info)
     forward, backward = Function(trace, fwd, True), Function(trace, bwd, True)
     dtypes = [_compat.array_dtype(x) for x in args]
-    natural = []  # the dtypes that the rules know the results in
+    natural: list[np.dtype | None] = []  # as the rules know the results
 
     def autocast_fwd(*args_and_flags):
         run.forget()  # else JAX compares the dtypes before they are cast
@@ -152,9 +149,9 @@ def bind_shard_map(
     trace: CastingTrace,
     primitive: Primitive,
     fun: Callable[..., Any],
-    args: Sequence[Any],
+    args: Values,
     params: Params,
-) -> Any:
+) -> Result:
     """Binds a shard_map whose function runs under autocast."""
     foreign, differentiated = trace.scope()
     make_child = trace.spawner(differentiated)

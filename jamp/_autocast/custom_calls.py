@@ -1,7 +1,6 @@
 """Autocast through what Python hands to JAX with functions of its own."""
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Primitive
@@ -9,7 +8,8 @@ from jax.extend.core import Primitive
 from .. import _compat
 from .bias import narrowed
 from .casting import CastingTrace
-from .custom import Contract, Function, Params, bind_jvp, bind_vjp
+from .custom import Contract, Function, bind_jvp, bind_vjp
+from .decision import Params, Result, Values
 
 
 def custom_jvp(
@@ -17,9 +17,9 @@ def custom_jvp(
     primitive: Primitive,
     fun: Any,
     jvp: Any,
-    args: Sequence[Any],
+    args: Values,
     params: Params,
-) -> Any:
+) -> Result:
     foreign, differentiated = trace.scope()
     baked = trace.baked or differentiated
     action = trace.action(primitive, _compat.source_name(fun.debug_info))
@@ -42,9 +42,9 @@ def custom_vjp(
     fun: Any,
     fwd: Any,
     bwd: Any,
-    args: Sequence[Any],
+    args: Values,
     params: Params,
-) -> Any:
+) -> Result:
     foreign, differentiated = trace.scope()
     if foreign:
         return trace.bind(primitive, args, params | {"subfuns": (fun, fwd, bwd)})

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from .. import _compat
 from .casting import CastingTrace, dtypes_of
 from .custom import Contract, Function, bind_jvp, bind_shard_map, bind_vjp
-from .decision import FLOAT32_DTYPE, Action, Op
+from .decision import FLOAT32_DTYPE, Action, Op, Result, Value
 from .rewriting import evaluate
 
 
@@ -34,7 +34,7 @@ class JaxprFunction(Function):
     def forget(self) -> None:
         pass
 
-    def __call__(self, *args: Any) -> tuple[list[Any], CastingTrace]:
+    def __call__(self, *args: Value) -> tuple[list[Value], CastingTrace]:
         child = self.child()
         return evaluate(child, self.function, args, self.within, True), child
 
@@ -57,7 +57,7 @@ class WideRule(JaxprFunction):
         super().__init__(trace, None, within, baked)
         self.make_jvp, self.n_consts = make_jvp, n_consts
 
-    def __call__(self, *args: Any) -> tuple[list[Any], CastingTrace]:
+    def __call__(self, *args: Value) -> tuple[list[Value], CastingTrace]:
         half, n_consts = len(args) // 2, self.n_consts
         flags = [False] * (half - n_consts)  # no tangent is known to be zero
         jaxpr, consts, zeros = self.make_jvp.call_wrapped(*flags)
@@ -74,7 +74,7 @@ def action_of(trace: CastingTrace, op: Op) -> Action | None:
     return op.within or trace.action(op.primitive, source)
 
 
-def custom_jvp_call(trace: CastingTrace, op: Op) -> Any:
+def custom_jvp_call(trace: CastingTrace, op: Op) -> Result:
     jaxpr, action = op.params["call_jaxpr"], action_of(trace, op)
     params = op.primitive.get_bind_params(op.params)
     fun, jvp = params.pop("subfuns")
@@ -91,7 +91,7 @@ def custom_jvp_call(trace: CastingTrace, op: Op) -> Any:
     return bind_jvp(trace, op.primitive, op.args, params, contract, rule, jvp, traced)
 
 
-def custom_vjp_call(trace: CastingTrace, op: Op) -> Any:
+def custom_vjp_call(trace: CastingTrace, op: Op) -> Result:
     jaxpr, action = op.params["call_jaxpr"], action_of(trace, op)
     params = op.primitive.get_bind_params(op.params)
     rules = params.pop("subfuns")
@@ -101,7 +101,7 @@ def custom_vjp_call(trace: CastingTrace, op: Op) -> Any:
     return bind_vjp(trace, op.primitive, args, params, run, rules)
 
 
-def shard_map(trace: CastingTrace, op: Op) -> Any:
+def shard_map(trace: CastingTrace, op: Op) -> Result:
     args = trace.as_traced(op.args, op.avals)
     params = op.primitive.get_bind_params(op.params)
     (fun,) = params.pop("subfuns")

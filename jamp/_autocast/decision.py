@@ -3,12 +3,13 @@
 import enum
 from collections.abc import Callable, Hashable, Sequence
 from types import CodeType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import Primitive
+from jax.typing import ArrayLike
 
 from .._tree import HALVES
 
@@ -16,8 +17,12 @@ FLOAT32_DTYPE = jnp.dtype("float32")
 CASTABLE = (*HALVES, FLOAT32_DTYPE)
 
 Dtypes = Sequence[np.dtype | None]
+Params = dict[str, Any]  # of a primitive
 # What may be an input of an op: a value of the trace, or a number of a jaxpr.
-Value = Any
+Value = ArrayLike
+Values = Sequence[Value]
+Result = Value | Values  # of an op, which may have several
+Out = TypeVar("Out")  # what a function gives
 
 
 class Source(enum.Enum):
@@ -117,8 +122,8 @@ class Op(NamedTuple):
     """
 
     primitive: Primitive
-    args: Sequence[Value]
-    params: dict[str, Any]
+    args: Values
+    params: Params
     avals: Sequence[AbstractValue] | None = None
     within: Action | None = None  # for all ops of the function that it is part of
     mode: Mode = Mode.LIVE
@@ -132,7 +137,7 @@ class Op(NamedTuple):
         return self.mode is Mode.BAKED
 
     @property
-    def given(self) -> Sequence[Any]:
+    def given(self) -> Sequence[Value | AbstractValue]:
         """What has the dtypes that Python saw."""
         return self.avals or self.args
 

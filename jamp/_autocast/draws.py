@@ -13,20 +13,20 @@ name of the function, its arrays, and the jaxpr that tells shape and dtype.
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import random
+from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, set_current_trace
 
 from .._tree import HALVES
 from .casting import CastingTrace
-from .decision import FLOAT32_DTYPE, Action, Kind, Op
+from .decision import FLOAT32_DTYPE, Action, Kind, Op, Value, Values
 from .sources import is_library
 
+Shape = tuple[int, ...]
 UNKNOWN = """autocast: {function} would draw in half precision here, which is biased, \
 and this version of JAX draws in a way that autocast does not know. Cast what it is \
 given: `logits.astype(jnp.float32)`."""
@@ -36,9 +36,9 @@ def redrawn(
     trace: CastingTrace,
     source: str,
     action: Action | None,
-    args: Sequence[Any],
+    args: Values,
     jaxpr: ClosedJaxpr,
-) -> list[Any] | None:
+) -> list[Value] | None:
     """The results of one of JAX's random functions, drawn in float32.
 
     None if it is another function, or does not draw in half precision.
@@ -80,21 +80,23 @@ def unknown(action: Action) -> str:
     return UNKNOWN.format(function=action.why.name)
 
 
-def _uniform(key, low, high, *, shape, twice):
+def _uniform(
+    key: Value, low: Value, high: Value, *, shape: Shape, twice: bool
+) -> jax.Array:
     del twice
     return random.uniform(key, shape, jnp.float32, low, high)
 
 
-def _normal(key, *, shape, twice):
+def _normal(key: Value, *, shape: Shape, twice: bool) -> jax.Array:
     del twice
     return random.normal(key, shape, jnp.float32)
 
 
-def _gumbel(key, *, shape, twice):
+def _gumbel(key: Value, *, shape: Shape, twice: bool) -> jax.Array:
     return random.gumbel(key, shape, jnp.float32, "high" if twice else "low")
 
 
-def _bernoulli(key, p, *, shape, twice):
+def _bernoulli(key: Value, p: Value, *, shape: Shape, twice: bool) -> jax.Array:
     return random.bernoulli(key, p, shape, "high" if twice else "low")
 
 
@@ -104,12 +106,10 @@ DRAWN = {
     "_gumbel": _gumbel,
     "_bernoulli": _bernoulli,
 }
-
-
 ARGUMENTS = {"_uniform": 3, "_normal": 1, "_gumbel": 1, "_bernoulli": 2}
 
 
-def _draws_twice(jaxpr: ClosedJaxpr, shape: tuple[int, ...]) -> bool:
+def _draws_twice(jaxpr: ClosedJaxpr, shape: Shape) -> bool:
     """Whether two numbers are drawn for each element, for `mode="high"`."""
     drawn = (v.aval for eqn in jaxpr.jaxpr.eqns for v in eqn.outvars)
     return any(
@@ -118,5 +118,5 @@ def _draws_twice(jaxpr: ClosedJaxpr, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _dtype(aval: Any) -> Any:
+def _dtype(aval: AbstractValue) -> np.dtype | None:
     return getattr(aval, "dtype", None)

@@ -6,11 +6,9 @@ were traced with. A primitive of JAX itself that holds a function, and that no r
 knows, is refused: it is newer than jamp.
 """
 
-from typing import Any
-
 from .. import _compat
 from .casting import CastingTrace
-from .decision import Action, Kind, Op, Reason, Source
+from .decision import Action, Kind, Op, Reason, Result, Source
 from .sources import holds_jaxpr
 from .traits import LEFT_ALONE
 
@@ -22,7 +20,7 @@ Put the code around it under `with jamp.autocast(enabled=False):`, or add a rule
 NESTED in jamp/_autocast/nested.py (or the name to LEFT_ALONE, in traits.py)."""
 
 
-def leave_alone(trace: CastingTrace, op: Op) -> Any:
+def leave_alone(trace: CastingTrace, op: Op) -> Result:
     """Binds a primitive that is in no table, with the inputs that it was traced with.
 
     Raises NotImplementedError for one of JAX's with a function inside.

@@ -1,7 +1,6 @@
 """How Python made an array: what is a number to torch, and what is an array."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,11 @@ from jax import lax
 
 from .. import _compat
 from .._compat import array_dtype
+from .decision import Value
 from .sources import called_function, code_of
 
 
-def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+def parameters_of(function: object) -> tuple[str, ...]:
     code = code_of(function)
     n = 0 if code is None else code.co_argcount + code.co_kwonlyargcount
     return () if code is None else code.co_varnames[:n]
@@ -25,7 +25,7 @@ FILLING = frozenset(
 )
 
 
-def is_filled(number: Any) -> bool:
+def is_filled(number: Value) -> bool:
     """Whether the broadcast of a number is an array that a user made.
 
     In torch a number follows the arrays that it meets, and `torch.zeros(4)` does not:
@@ -45,7 +45,7 @@ TYPED = frozenset(
 )
 
 
-def is_weak_array(x: Any) -> bool:
+def is_weak_array(x: Value) -> TypeGuard[jax.Array]:
     """Whether JAX is about to cast an array as if it were a Python number.
 
     To JAX `jnp.full((4,), 2.0)` and `jnp.arange(4) * 0.1` are float32 for want of a

@@ -1,15 +1,13 @@
 """What stays known of a value whose elements an op moves about."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
+from .decision import Params, Values
 from .notes import NOTHING, Note, Notes
 
 
 def product_sides(
-    primitive_name: str, args: Sequence[Any], params: dict[str, Any]
+    primitive_name: str, args: Values, params: Params
 ) -> tuple[str, ...] | None:
     """The sides of a matrix product's or convolution's result."""
     if primitive_name == "conv_general_dilated":
@@ -22,9 +20,7 @@ def product_sides(
     return ("l",) * left + ("r",) * right
 
 
-def passed_on(
-    primitive_name: str, args: Sequence[Any], params: dict[str, Any], notes: Notes
-) -> Note:
+def passed_on(primitive_name: str, args: Values, params: Params, notes: Notes) -> Note:
     """The note of the result of an op that moves values about."""
     x = args[0]
     note, ndim = notes[x], np.ndim(x)

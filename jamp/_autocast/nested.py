@@ -20,17 +20,17 @@ from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
 from .casting import CastingTrace, avals_of
-from .decision import Op
+from .decision import Op, Result, Value, Values
 from .draws import redrawn
 from .notes import holds
 from .refused import check_precision
 from .rewriting import annotate, in_place, rewrite
 from .sources import is_library
 
-Rule = Callable[[CastingTrace, Op], Any]
+Rule = Callable[[CastingTrace, Op], Result]
 
 
-def jit(trace: CastingTrace, op: Op) -> Sequence[Any]:
+def jit(trace: CastingTrace, op: Op) -> Values:
     args, jaxpr = op.args, op.params["jaxpr"]
     source = _compat.source_name(jaxpr.jaxpr.debug_info)
     action = op.within or trace.action(op.primitive, source)
@@ -49,11 +49,11 @@ def jit(trace: CastingTrace, op: Op) -> Sequence[Any]:
     return annotate(trace, outs, new)
 
 
-def differs(value: Any, aval: AbstractValue) -> bool:
+def differs(value: Value, aval: AbstractValue) -> bool:
     return _compat.array_dtype(value) != getattr(aval, "dtype", None)
 
 
-def call(trace: CastingTrace, op: Op) -> Sequence[Any]:
+def call(trace: CastingTrace, op: Op) -> Values:
     """What `jax.checkpoint` makes of a scan: a function that is called in place."""
     held = "call_jaxpr" if "call_jaxpr" in op.params else "jaxpr"
     jaxpr = op.params[held]
@@ -62,7 +62,7 @@ def call(trace: CastingTrace, op: Op) -> Sequence[Any]:
     return in_place(trace, jaxpr, op.args, op.within, own_sources=True)
 
 
-def annotated(trace: CastingTrace, op: Op) -> Sequence[Any]:
+def annotated(trace: CastingTrace, op: Op) -> Values:
     """A function with a word for the compiler: where it runs, what it is called."""
     avals = avals_of(op.args)
     new = rewrite(trace, op.params["jaxpr"], avals, op.within, baked=op.is_baked)
@@ -70,7 +70,7 @@ def annotated(trace: CastingTrace, op: Op) -> Sequence[Any]:
     return annotate(trace, outs, new)
 
 
-def remat(trace: CastingTrace, op: Op) -> Sequence[Any]:
+def remat(trace: CastingTrace, op: Op) -> Values:
     jaxpr = ClosedJaxpr(op.params["jaxpr"], ())
     new = rewrite(trace, jaxpr, avals_of(op.args), op.within, baked=op.is_baked)
     opened, consts = _compat.open_jaxpr(new.jaxpr)
@@ -79,7 +79,7 @@ def remat(trace: CastingTrace, op: Op) -> Sequence[Any]:
     return annotate(trace, outs, new)
 
 
-def scan(trace: CastingTrace, op: Op) -> Sequence[Any]:
+def scan(trace: CastingTrace, op: Op) -> Values:
     args, jaxpr = op.args, op.params["jaxpr"]
     start, n_carry = _compat.scan_arity(op.params)
     stop = start + n_carry
@@ -92,13 +92,13 @@ def scan(trace: CastingTrace, op: Op) -> Sequence[Any]:
     return trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
 
 
-def with_dtype(aval: Any, value: Any) -> AbstractValue:
+def with_dtype(aval: Any, value: Value) -> AbstractValue:
     """The abstract value of an argument of which `scan` passes one slice."""
     dtype = _compat.array_dtype(value)
     return aval if dtype in (None, aval.dtype) else aval.update(dtype=dtype)
 
 
-def while_loop(trace: CastingTrace, op: Op) -> Sequence[Any]:
+def while_loop(trace: CastingTrace, op: Op) -> Values:
     params = op.params
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     n_condition, n_body = params["cond_nconsts"], params["body_nconsts"]
@@ -115,7 +115,7 @@ def while_loop(trace: CastingTrace, op: Op) -> Sequence[Any]:
     return trace.bind(op.primitive, args, params | jaxprs)
 
 
-def cond(trace: CastingTrace, op: Op) -> Sequence[Any]:
+def cond(trace: CastingTrace, op: Op) -> Values:
     """The branches agree on the widest dtype of each result."""
     branches, known = op.params["branches"], avals_of(op.args[1:])
     fixed = op.within, None, op.is_baked
@@ -135,7 +135,7 @@ def agreed(avals: Sequence[AbstractValue]) -> np.dtype | None:
     return _compat.widest(dtypes) if len(dtypes) > 1 else None
 
 
-def custom_vmap(trace: CastingTrace, op: Op) -> Sequence[Any]:
+def custom_vmap(trace: CastingTrace, op: Op) -> Values:
     jaxpr, rule = op.params["call"], op.params["rule"]
     dtypes = [a.dtype for a in jaxpr.out_avals]
     args = trace.as_traced(op.args, jaxpr.in_avals)

@@ -16,11 +16,12 @@ By identity of the value and as long as the value lives:
 """
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._compat import array_dtype
 from .._tree import HALVES
@@ -36,19 +37,21 @@ class Note(NamedTuple):
 
 
 NOTHING = Note()
+Fact = TypeVar("Fact")
+Default = TypeVar("Default")
 
 
-class Memory:
+class Memory(Generic[Fact]):
     """Facts about values, by identity, each forgotten when its value dies."""
 
-    def __init__(self):
-        self.facts: dict[int, tuple[weakref.ref, Any]] = {}
+    def __init__(self) -> None:
+        self.facts: dict[int, tuple[weakref.ref[object], Fact]] = {}
 
-    def get(self, value: object, default: Any) -> Any:
+    def get(self, value: object, default: Default) -> Fact | Default:
         reference, fact = self.facts.get(id(value), (None, default))
         return fact if reference is not None and reference() is value else default
 
-    def set(self, value: object, fact: Any) -> None:
+    def set(self, value: object, fact: Fact) -> None:
         key, facts = id(value), weakref.ref(self)
 
         def forget(reference: weakref.ref) -> None:
@@ -62,10 +65,13 @@ class Memory:
 class Notes:
     """Notes and casts of one trace."""
 
-    def __init__(self):
+    _notes: Memory[Note]
+    _casts: Memory[dict[np.dtype, jax.Array]]
+
+    def __init__(self) -> None:
         self._notes, self._casts = Memory(), Memory()
 
-    def __getitem__(self, value: Any) -> Note:
+    def __getitem__(self, value: object) -> Note:
         if not isinstance(value, jax.Array):
             return Note(constant=scalar(value))
         return self._notes.get(value, NOTHING)
@@ -78,7 +84,7 @@ class Notes:
         """The copy of `value` in `dtype`, or None."""
         return self._casts.get(value, {}).get(dtype)
 
-    def remember_cast(self, value: object, copy: jax.Array) -> None:
+    def remember_cast(self, value: object, copy: Any) -> None:
         copies = self._casts.get(value, None)
         if copies is None:
             self._casts.set(value, copies := {})
@@ -91,7 +97,7 @@ class Notes:
 # Numbers that an op meets: Python's, and the literals of a jaxpr.
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: ArrayLike) -> bool:
     dtype = array_dtype(x)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
@@ -136,7 +142,7 @@ EXACT = {
 }
 
 
-def unrounded(number: Any) -> np.ndarray:
+def unrounded(number: ArrayLike) -> np.ndarray:
     """A number of a jaxpr in float32, as it was before JAX rounded it for its array.
 
     >>> bool(unrounded(np.float16(1 / 3)) == np.float32(1 / 3))

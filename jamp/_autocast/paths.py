@@ -22,10 +22,10 @@ class PathPattern:
     """
 
     text: str
-    plain: re.Pattern = dataclasses.field(init=False, repr=False)
-    whole: re.Pattern = dataclasses.field(init=False, repr=False)
+    plain: re.Pattern[str] = dataclasses.field(init=False, repr=False)
+    whole: re.Pattern[str] = dataclasses.field(init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         plain = re.compile(self.text)
         body = re.sub(r"^(\(\?[a-zA-Z]+\))+", "", self.text)  # flags stand first alone
         end = "\n" if plain.flags & re.VERBOSE else ""  # of a comment
@@ -39,7 +39,7 @@ class PathPattern:
         whole = self.whole.search(path) is not None
         return whole or any(map(self._takes_any_digit, found))
 
-    def _takes_any_digit(self, found: re.Match) -> bool:
+    def _takes_any_digit(self, found: re.Match[str]) -> bool:
         """Whether a match that ends within a number ends so for any digit there."""
         path, last = found.string, found.end() - 1
         others = (f"{path[:last]}{digit}{path[last + 1 :]}" for digit in range(10))

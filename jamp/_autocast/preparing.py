@@ -1,8 +1,5 @@
 """What an op's inputs are cast to, and its results where dtypes are fixed."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import numpy as np
 
@@ -17,8 +14,11 @@ from .decision import (
     Keep,
     Kind,
     Op,
+    Params,
     Promote,
+    Result,
     RunIn,
+    Values,
 )
 from .notes import fits, is_float
 from .products import is_dot
@@ -44,9 +44,7 @@ def cast_for(trace: CastingTrace, op: Op, action: Action) -> Cast:
     return Keep()
 
 
-def prepared(
-    trace: CastingTrace, op: Op, cast: Cast
-) -> tuple[Sequence[Any], dict[str, Any]]:
+def prepared(trace: CastingTrace, op: Op, cast: Cast) -> tuple[Values, Params]:
     """The inputs and parameters in the dtypes that an op is to run in."""
     args, params = op.args, op.params
     floats = [x for x in args if is_float(x)]
@@ -70,7 +68,7 @@ def prepared(
     return [trace.cast(x, dtype) for x in args], params
 
 
-def widest(trace: CastingTrace, floats: Sequence[Any]) -> np.dtype | None:
+def widest(trace: CastingTrace, floats: Values) -> np.dtype | None:
     """The dtype to promote to, or None. Numbers follow arrays where they fit."""
     if len({array_dtype(x) for x in floats}) < 2:
         return None
@@ -87,8 +85,8 @@ def widest(trace: CastingTrace, floats: Sequence[Any]) -> np.dtype | None:
 
 
 def as_without(
-    trace: CastingTrace, out: Any, args: Sequence[Any], params: dict[str, Any]
-) -> Any:
+    trace: CastingTrace, out: Result, args: Values, params: Params
+) -> Result:
     """Results in the dtype that they would have without autocast."""
     dtypes = [array_dtype(x) for x in args if array_dtype(x) in CASTABLE]
     preferred = params.get("preferred_element_type")

@@ -11,9 +11,6 @@ Three kinds of product are none that torch's list of lowered ops means:
               for all products, and says nothing
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +20,7 @@ from jax.extend.core import Primitive, set_current_trace
 from .._compat import array_dtype
 from .._tree import HALVES
 from .casting import CastingTrace
-from .decision import Action, Op, Reason, Source
+from .decision import Action, Op, Params, Reason, Source, Values
 from .ops import LOWER, PRIMITIVES, PROMOTE
 
 OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
@@ -44,7 +41,7 @@ def for_product(op: Op, action: Action | None) -> Action | None:
     return HIGHEST if wide and is_highest(params.get("precision")) else action
 
 
-def is_highest(precision: Any) -> bool:
+def is_highest(precision: object) -> bool:
     """Whether a call asks for a product of float32 numbers as they are."""
     if isinstance(precision, lax.DotAlgorithmPreset):
         name = precision.name
@@ -55,10 +52,7 @@ def is_highest(precision: Any) -> bool:
 
 
 def wide_product(
-    trace: CastingTrace,
-    primitive: Primitive,
-    args: Sequence[Any],
-    params: dict[str, Any],
+    trace: CastingTrace, primitive: Primitive, args: Values, params: Params
 ) -> jax.Array:
     """A product of half-precision inputs that was asked for in float32.
 
@@ -87,7 +81,7 @@ def wide_product(
         return product(*args)
 
 
-def is_wide(args: Sequence[Any], params: dict[str, Any]) -> bool:
+def is_wide(args: Values, params: Params) -> bool:
     """Whether half-precision inputs are to give a float32 result."""
     halves = all(array_dtype(x) in HALVES for x in args)
     return halves and params.get("preferred_element_type") == jnp.float32

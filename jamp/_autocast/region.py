@@ -49,9 +49,8 @@ To this come some refinements:
 Sharp edges
 -----------
 - The forward pass belongs in the region, the differentiation around it. With `jax.grad`
-  inside, each op computes in the same dtype but gives its result back in the one that
-  it would have without autocast: gradients are right, activations take float32's
-  memory.
+  inside, each op computes in the same dtype but gives its result in the one that it
+  would have without autocast: gradients are right, activations take float32's memory.
 - Inside a function that was jitted, scanned or rematerialized in the region, Python
   runs before the casts: it sees float32, and `x.astype(jnp.float32)` says nothing. To
   keep a part in float32 there, put it under `autocast(enabled=False)`, or write a rule.
@@ -60,11 +59,9 @@ Sharp edges
   branches of `cond` that differ: start from float32, or `jax.jit` the model inside the
   region.
 - The result of a BatchNorm says float32; `rules={nn.BatchNorm: None}` keeps it so.
-- A plain `x @ w + b` is a layer with a bias if `b` has fewer dimensions. A bias that
-  is added to a product with batch dimensions (an ensemble's, an expert's) is not
-  recognized: float32.
-- `jax.numpy_dtype_promotion("strict")` forbids what autocast makes common: mixed
-  dtypes.
+- A plain `x @ w + b` is a layer with a bias if `b` has fewer dimensions. A bias of a
+  product with batch dimensions (an ensemble's, an expert's) is not recognized: float32.
+- `jax.numpy_dtype_promotion("strict")` forbids what autocast makes: mixed dtypes.
 - Kernels (`pallas_call`), callbacks, exported functions, custom solvers and the
   primitives of other libraries are left alone.
 - Code under `jax.ensure_compile_time_eval` leaves the region.
@@ -76,20 +73,22 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import set_current_trace
+from jax.typing import DTypeLike
 
 from .. import _compat
 from .._checks import as_dtype, brief, flag, shown
 from .._tree import HALVES, cast_floating
 from .advice import advise
 from .casting import OBSERVED, REGION, Effects
-from .decision import CASTABLE, Settings
-from .rules import compile_rules
+from .decision import CASTABLE, Out, Settings
+from .rules import check_all_used, compile_rules
 from .stack import mark
 from .trace import AutocastTrace
 
@@ -104,9 +103,8 @@ in a region."""
 BAD_INPUTS = """autocast(cast_inputs={}): the dtype must be float16, bfloat16 or \
 float32."""
 
-UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is searched for \
-in the name stack, which Flax Linen, Haiku and jax.named_scope write; a function \
-matches while it runs in the region."""
+Of = TypeVar("Of")
+Given = ParamSpec("Given")
 
 # Functions whose body runs when the region has ended.
 RUNS_LATER = (
@@ -140,7 +138,7 @@ def is_autocast_enabled() -> bool:
     return REGION.value is not None and REGION.value.listed
 
 
-def get_autocast_dtype() -> Any:
+def get_autocast_dtype() -> np.dtype:
     """The dtype of the innermost region, or what `autocast()` would take by default.
 
     Returns:
@@ -157,12 +155,12 @@ def get_autocast_dtype() -> Any:
     return REGION.value.dtype if is_autocast_enabled() else default_dtype()
 
 
-def default_dtype() -> Any:
+def default_dtype() -> np.dtype:
     return jnp.dtype("float16" if jax.default_backend() == "gpu" else "bfloat16")
 
 
 @contextlib.contextmanager
-def enter(settings: Settings | None):
+def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
     """A region with these settings, or with None one in which nothing is cast."""
     outer = REGION.value
     depth = 0 if outer is None else outer.depth + 1
@@ -185,7 +183,7 @@ def enter(settings: Settings | None):
             trace.notes.clear()
 
 
-def ambient() -> contextlib.AbstractContextManager:
+def ambient() -> contextlib.AbstractContextManager[object]:
     """The region that is current, for code that is traced apart from what is around."""
     return contextlib.nullcontext() if REGION.value is None else enter(REGION.value)
 
@@ -193,15 +191,17 @@ def ambient() -> contextlib.AbstractContextManager:
 class Entered(threading.local):
     """The regions that one thread has entered with one object."""
 
-    def __init__(self):
-        self.stack: list[Any] = []
+    def __init__(self) -> None:
+        self.stack: list[tuple[contextlib.ExitStack, AutocastTrace | None]] = []
 
 
-def without_device(init):
+def without_device(
+    init: Callable[Concatenate[Of, Given], None],
+) -> Callable[Concatenate[Of, Given], None]:
     """Says so where a call has torch's arguments, and Python would say less."""
 
     @functools.wraps(init)
-    def checked(self, *args, **kwargs):
+    def checked(self: Of, *args: Given.args, **kwargs: Given.kwargs) -> None:
         if (args and "dtype" in kwargs) or {"device_type", "cache_enabled"} & {*kwargs}:
             raise TypeError(NO_DEVICE)
         init(self, *args, **kwargs)
@@ -272,11 +272,11 @@ class autocast:
     @without_device
     def __init__(
         self,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         enabled: bool = True,
         *,
-        rules: Mapping[Any, Any] | None = None,
-        cast_inputs: Any = None,
+        rules: Mapping[Any, DTypeLike | None] | None = None,
+        cast_inputs: DTypeLike | None = None,
     ):
         dtype = default_dtype() if dtype is None else dtype
         allowed = CASTABLE if enabled is False else HALVES
@@ -289,14 +289,14 @@ class autocast:
         self._rules = dict(rules or {})
         self._entered = Entered()
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: object) -> Self:
         return self  # nothing in it changes but what each thread has entered
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         rules = {_compat.Named.of(key): value for key, value in self._rules.items()}
         return reopened, (self.settings.dtype, self.enabled, rules, self.cast_inputs)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         if self.cast_inputs is not None:
             raise TypeError(NOT_A_DECORATOR)
         region = contextlib.ExitStack()
@@ -304,19 +304,19 @@ class autocast:
         self._entered.stack.append((region, trace))
         return self
 
-    def __exit__(self, error_type, error, traceback):
+    def __exit__(self, error_type: Any, error: Any, traceback: Any) -> None:
         region, trace = self._entered.stack.pop()
         region.__exit__(error_type, error, traceback)
         if trace is not None and error_type is None:
-            self._check_all_used(trace.effects.hits)
+            check_all_used(self.settings.rules, trace.effects.hits)
 
-    def __call__(self, function: Callable) -> Callable:
+    def __call__(self, function: Callable[Given, Out]) -> Callable[Given, Out]:
         later = any(is_kind(function) for is_kind in RUNS_LATER)
         if later or isinstance(function, type) or not callable(function):
             raise TypeError(NOT_A_FUNCTION.format(shown(function)))
 
         @functools.wraps(function)
-        def wrapped(*args, **kwargs):
+        def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Out:
             if self.cast_inputs is None:
                 with self:
                     return function(*args, **kwargs)
@@ -329,20 +329,16 @@ class autocast:
 
         return wrapped
 
-    def _check_all_used(self, hits):
-        rules = enumerate(self.settings.rules)
-        unused = [rule.name for index, rule in rules if index not in hits]
-        if unused:
-            raise ValueError(UNUSED_RULES.format(", ".join(map(repr, unused))))
 
-
-def reopened(dtype: Any, enabled: bool, rules: dict, cast_inputs: Any) -> autocast:
+def reopened(
+    dtype: np.dtype, enabled: bool, rules: dict[Any, Any], cast_inputs: np.dtype | None
+) -> autocast:
     """A region that was pickled. What was entered with it is not."""
     rules = {_compat.Named.find(key): value for key, value in rules.items()}
     return autocast(dtype, enabled, rules=rules, cast_inputs=cast_inputs)
 
 
-def dtype_argument(value: Any, allowed: Any, message: str) -> Any:
+def dtype_argument(value: object, allowed: Sequence[Any], message: str) -> np.dtype:
     """The dtype that a user gave, or ValueError with the message."""
     try:
         dtype = as_dtype(value)

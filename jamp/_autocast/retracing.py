@@ -8,24 +8,26 @@ jaxpr no `jit` is seen of it.
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import set_current_trace
+from jax.typing import ArrayLike
 
 from .. import _compat
 
+Out = TypeVar("Out")
 Seen = set[Hashable]
 SEEN: weakref.WeakKeyDictionary[_compat.Trace, Seen] = weakref.WeakKeyDictionary()
 
 
 def run(
     trace: _compat.Trace,
-    function: Callable[..., Any],
-    args: Sequence[Any],
+    function: Callable[..., Out],
+    args: Sequence[ArrayLike],
     params: dict[str, Any],
     seen: Seen | None,
-) -> Any:
+) -> Out:
     """Calls a function of arrays with `trace` as the current one.
 
     Args:
@@ -43,8 +45,8 @@ def run(
 
 @functools.lru_cache(maxsize=4096)
 def jitted(
-    function: Callable[..., Any], params: tuple[tuple[str, Any], ...]
-) -> Callable[..., Any]:
+    function: Callable[..., Out], params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Out]:
     """The function with these parameters."""
     bound = functools.partial(function, **dict(params))
     return jax.jit(bound, inline=_compat.INLINE)

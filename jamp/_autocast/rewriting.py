@@ -4,7 +4,7 @@ The new jaxpr is kept with the old one, so that each is rewritten once per dtype
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,27 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import AbstractValue
-from jax.extend.core import ClosedJaxpr, Literal, set_current_trace
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, set_current_trace
 
 from .. import _compat
 from .casting import CastingTrace, Effects
-from .decision import Action, Dtypes, Op
+from .decision import Action, Dtypes, Op, Value, Values
 from .notes import Note
 
 
 def evaluate(
     trace: CastingTrace,
     jaxpr: ClosedJaxpr,
-    args: Sequence[Any],
+    args: Values,
     within: Action | None = None,
     own_sources: bool = False,
-) -> list[Any]:
+) -> list[Value]:
     """Runs a jaxpr op by op on an autocast trace.
 
     With `own_sources`, ops keep the record of where they come from that the jaxpr has;
     otherwise they come from the call that is being evaluated.
     """
-    values: dict[Any, Any] = dict(
+    values: dict[Var, Value] = dict(
         zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
     ) | dict(zip(jaxpr.jaxpr.invars, args, strict=True))
 
@@ -45,13 +45,10 @@ def evaluate(
         name_stack = outer + eqn.source_info.name_stack
         traceback = call or eqn.source_info.traceback
         inputs, avals = [*map(read, eqn.invars)], [v.aval for v in eqn.invars]
-        with (
-            _compat.user_context(traceback, name_stack=name_stack),
-            eqn.ctx.manager,
-        ):
+        with _compat.user_context(traceback, name_stack=name_stack), eqn.ctx.manager:
             params = dict(eqn.params)
             out = trace.apply(Op(eqn.primitive, inputs, params, avals, within))
-        outs = out if eqn.primitive.multiple_results else [out]
+        outs: Any = out if eqn.primitive.multiple_results else [out]
         values.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.jaxpr.outvars]
 
@@ -59,17 +56,17 @@ def evaluate(
 def in_place(
     trace: CastingTrace,
     jaxpr: ClosedJaxpr,
-    args: Sequence[Any],
+    args: Values,
     within: Action | None,
     own_sources: bool = False,
-) -> list[Any]:
+) -> list[Value]:
     """Evaluates a function whose results Python may see: they are arrays."""
     outs = evaluate(trace, jaxpr, args, within, own_sources)
     pairs = zip(outs, jaxpr.out_avals, strict=True)
     return [as_array(trace, out, aval) for out, aval in pairs]
 
 
-def as_array(trace: CastingTrace, x: Any, aval: AbstractValue) -> Any:
+def as_array(trace: CastingTrace, x: Value, aval: AbstractValue) -> Value:
     """A result that Python may see, if it is a number so far."""
     if isinstance(x, np.ndarray | np.generic | float | int):
         with set_current_trace(trace.parent):
@@ -77,10 +74,11 @@ def as_array(trace: CastingTrace, x: Any, aval: AbstractValue) -> Any:
     return as_weak(trace, x, aval)
 
 
-def as_weak(trace: CastingTrace, x: Any, aval: Any) -> Any:
+def as_weak(trace: CastingTrace, x: Value, aval: Any) -> Value:
     """A result as weakly typed as when it was traced: it follows other arrays."""
-    weak = getattr(aval, "weak_type", False) and isinstance(x, jax.Array)
-    if not weak or x.dtype != aval.dtype or jax.typeof(x).weak_type:
+    if not getattr(aval, "weak_type", False) or not isinstance(x, jax.Array):
+        return x
+    if x.dtype != aval.dtype or jax.typeof(x).weak_type:
         return x
     weakly = {"new_dtype": x.dtype, "weak_type": True, "sharding": None}
     out = trace.bind(lax.convert_element_type_p, [x], weakly)
@@ -96,7 +94,7 @@ class Rewritten(NamedTuple):
     effects: Effects
 
 
-CACHE: weakref.WeakKeyDictionary[Any, dict[Any, Rewritten]] = (
+CACHE: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Rewritten]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -144,7 +142,7 @@ def rewrite(
     return result
 
 
-def annotate(trace: CastingTrace, outs: Sequence[Any], new: Rewritten) -> Sequence[Any]:
+def annotate(trace: CastingTrace, outs: Values, new: Rewritten) -> Values:
     """The results of a rewritten jaxpr, with what is known of them."""
     for value, note in zip(outs, new.notes, strict=True):
         trace.notes[value] = note

@@ -9,6 +9,7 @@ from types import CodeType, MethodType
 from typing import Any
 
 from jax.extend.core import Primitive
+from jax.typing import DTypeLike
 
 from .._checks import as_dtype, shown
 from .decision import (
@@ -30,13 +31,16 @@ A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or
 regular expression that is searched for in the module path ("lm_head"). A value is the \
 dtype to run in: float16, bfloat16 or float32, or None to leave the op as it is."""
 
+UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is searched for \
+in the name stack, which Flax Linen, Haiku and jax.named_scope write; a function \
+matches while it runs in the region."""
 
 SHARED_CODE = """a function is known by its code, and {}. Put what is meant into \
 `with jax.named_scope("name"):`, and make "name" the key; or define a function of its \
 own with `def`, which gets all that it needs as arguments."""
 
 
-def shared_by(function: Any) -> str:
+def shared_by(function: object) -> str:
     """With what other functions a function shares its code, or ""."""
     chain = unwrapped(function)
     own = chain[-1]
@@ -60,7 +64,7 @@ def source_of(code: CodeType) -> str:
     return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
 
 
-def compile_rules(rules: Mapping[Any, Any] | None) -> tuple[UserRule, ...]:
+def compile_rules(rules: Mapping[Any, DTypeLike | None] | None) -> tuple[UserRule, ...]:
     """Checks a user's table."""
     if rules is None:
         return ()
@@ -69,8 +73,15 @@ def compile_rules(rules: Mapping[Any, Any] | None) -> tuple[UserRule, ...]:
     return tuple(compile_rule(key, value) for key, value in rules.items())
 
 
-def compile_rule(key: Any, value: Any) -> UserRule:
-    def bad(problem):
+def check_all_used(rules: tuple[UserRule, ...], hits: set[int]) -> None:
+    """Raises ValueError for rules that matched no op."""
+    unused = [rule.name for index, rule in enumerate(rules) if index not in hits]
+    if unused:
+        raise ValueError(UNUSED_RULES.format(", ".join(map(repr, unused))))
+
+
+def compile_rule(key: object, value: object) -> UserRule:
+    def bad(problem: str) -> ValueError:
         return ValueError(BAD_RULE.format(key=key, problem=problem))
 
     name = getattr(key, "__name__", None) or key
@@ -109,7 +120,7 @@ def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Act
 
     By id, because the hash of a code reads all of it, and an op comes from a hundred.
     """
-    table = {}
+    table: dict[int | str, tuple[CodeType, Action]] = {}
     for path, row in FUNCTIONS.items():
         if (code := resolve(path, modules)) is not None:
             why = Reason(row.kind.value, Source.FUNCTION, path)
@@ -128,7 +139,7 @@ def resolve(path: str, modules: frozenset[str]) -> CodeType | None:
     return code_of(find(path, modules))
 
 
-def find(path: str, modules: frozenset[str]) -> Any:
+def find(path: str, modules: frozenset[str]) -> object:
     """What a path such as "jax.nn.softmax" names, or None."""
     root, *names = path.split(".")
     value = sys.modules[root] if root in modules else None

@@ -14,12 +14,12 @@ JAMP = os.path.dirname(os.path.dirname(__file__)) + os.sep
 LAYER_LIBRARIES = ("equinox", "flax", "haiku", "keras")
 
 
-def code_of(function: Any) -> CodeType | None:
+def code_of(function: object) -> CodeType | None:
     """The code object of a function, under jit, custom_jvp and other wrappers."""
     return getattr(unwrapped(function)[-1], "__code__", None)
 
 
-def unwrapped(function: Any) -> list[Any]:
+def unwrapped(function: object) -> list[Any]:
     """The function and those that it wraps, the innermost last."""
     chain = [function]
     while True:
@@ -62,7 +62,7 @@ def is_library(source: str) -> bool:
     return source.partition(" at ")[2].startswith(JAX)
 
 
-def holds_jaxpr(value: Any) -> bool:
+def holds_jaxpr(value: object) -> bool:
     if isinstance(value, tuple | list):
         return any(map(holds_jaxpr, value))
     return isinstance(value, Jaxpr | ClosedJaxpr)

@@ -7,18 +7,16 @@ the dtypes that they were traced with, so that the one fits the other.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
 from .casting import CastingTrace, dtypes_of
-from .decision import Action, Dtypes, Op
+from .decision import Action, Dtypes, Op, Value, Values
 from .rewriting import rewrite
 
 
-def linear_call(trace: CastingTrace, op: Op) -> Sequence[Any]:
+def linear_call(trace: CastingTrace, op: Op) -> Values:
     params, within = op.params, op.within
     jaxpr, transpose = params["callee"], params["transpose_thunk"]
     n_consts, make_child = params["num_callee_consts"], trace.spawner(True)
@@ -40,7 +38,7 @@ def linear_call(trace: CastingTrace, op: Op) -> Sequence[Any]:
     return trace.bind(op.primitive, [*consts, *args], params | changed)
 
 
-def remat_opt(trace: CastingTrace, op: Op) -> Sequence[Any]:
+def remat_opt(trace: CastingTrace, op: Op) -> Values:
     params, within = op.params, op.within
     jaxpr, function = params["fwd_jaxpr"], params["fun_jaxpr_thunk"]
     make_child, dtypes = trace.spawner(True), dtypes_of(jaxpr.out_avals)
@@ -64,7 +62,7 @@ def remat_opt(trace: CastingTrace, op: Op) -> Sequence[Any]:
 
 def baked_jaxpr(
     trace: CastingTrace, jaxpr: ClosedJaxpr, within: Action | None, dtypes: Dtypes
-) -> tuple[ClosedJaxpr, list[Any]]:
+) -> tuple[ClosedJaxpr, list[Value]]:
     """A jaxpr with casts, and the values of its new first arguments."""
     new = rewrite(trace, jaxpr, jaxpr.in_avals, within, dtypes, True)
     opened, consts = _compat.open_jaxpr(new.jaxpr)

@@ -1,7 +1,6 @@
 """The trace that casts: what happens to one op inside an autocast region."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from .conversion import convert
 from .custom import bind_shard_map
 from .custom_calls import custom_jvp, custom_vjp
 from .custom_equations import CUSTOM
-from .decision import FLOAT32_DTYPE, Action, Kind, Mode, Op, Settings
+from .decision import FLOAT32_DTYPE, Action, Kind, Mode, Op, Result, Settings, Values
 from .draws import check_drawn
 from .left_alone import leave_alone
 from .made import is_filled
@@ -91,7 +90,7 @@ class AutocastTrace(CastingTrace):
 
     # One op.
 
-    def apply(self, op: Op) -> Any:
+    def apply(self, op: Op) -> Result:
         scope = self.scope()
         if scope.foreign:
             return self.left_to_another(op)
@@ -106,7 +105,7 @@ class AutocastTrace(CastingTrace):
         with self.noted(action):
             return self.run(op, action)
 
-    def left_to_another(self, op: Op) -> Any:
+    def left_to_another(self, op: Op) -> Result:
         """Runs an op of which an inner region has decided."""
         params = op.params
         if op.avals is not None:
@@ -144,7 +143,7 @@ class AutocastTrace(CastingTrace):
         check_precision(action, op.given)
         return for_product(op, action)
 
-    def run(self, op: Op, action: Action) -> Any:
+    def run(self, op: Op, action: Action) -> Result:
         """Runs an op that holds no function, as its rule says."""
         if op.params.get("update_jaxpr") is not None and op.name == "scatter":
             op = op._replace(args=self.as_traced(op.args, op.avals))
@@ -173,7 +172,7 @@ class AutocastTrace(CastingTrace):
             mark_results(self, op, action, out)
         return out
 
-    def refined(self, op: Op, action: Action) -> Any | None:
+    def refined(self, op: Op, action: Action) -> Result | None:
         """The result of an op that is part of a layer, or None if it is not."""
         if not self.decide.refines or op.is_baked or action.dtype is not None:
             return None
@@ -182,14 +181,14 @@ class AutocastTrace(CastingTrace):
             if narrow is not None and self.notes[op.args[0]].sides is not None:
                 # Moved before it is widened, a product is still known as one.
                 moved = [narrow, *op.args[1:]]
-                out = self.apply(Op(op.primitive, moved, op.params))
+                out: Any = self.apply(Op(op.primitive, moved, op.params))
                 return self.cast(out, array_dtype(op.args[0]))
         if op.name == "add" and op.within is None:
             return with_bias(self, op)
         return None
 
     def remembered(
-        self, op: Op, args: Sequence[Any], params: dict[str, Any], out: Any
+        self, op: Op, args: Values, params: dict[str, Any], out: Result
     ) -> None:
         """Notes what is known of a result."""
         name = op.name

@@ -5,16 +5,14 @@ torch's `buffer[...] = h` casts h to the dtype of the buffer. JAX wants one dtyp
 written the result of a matrix product.
 """
 
-from typing import Any
-
 import jax
 
 from .casting import CastingTrace
-from .decision import CASTABLE, Op
+from .decision import CASTABLE, Op, Result
 from .traits import REF_WRITES
 
 
-def write(trace: CastingTrace, op: Op) -> Any:
+def write(trace: CastingTrace, op: Op) -> Result:
     place, *values = trace.as_traced(op.args, op.avals)
     dtype = getattr(jax.typeof(place), "dtype", None)
     if dtype is not None and dtype in CASTABLE:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import DTypeLike
 
 
 def check_count(name: str, value: object) -> int:
@@ -73,7 +72,7 @@ def is_traced(value: object) -> TypeGuard[Any]:
     return isinstance(value, Tracer)
 
 
-def as_dtype(value: DTypeLike) -> np.dtype:
+def as_dtype(value: Any) -> np.dtype:
     """`jnp.dtype(value)`, but TypeError for an array, whose dtype that would take."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{shown(value)} is no dtype")

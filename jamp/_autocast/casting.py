@@ -164,7 +164,8 @@ class CastingTrace(_compat.Trace):
 
     def cast(self, x: Value, dtype: np.dtype) -> Value:
         """`x` in `dtype` if it is of a castable dtype. Each copy is made once."""
-        if array_dtype(x) == dtype or array_dtype(x) not in CASTABLE:
+        given = array_dtype(x)
+        if given == dtype or given not in CASTABLE:
             return x
         if not isinstance(x, jax.Array):
             return unrounded(x) if dtype == FLOAT32_DTYPE else np.asarray(x, dtype)

@@ -15,6 +15,7 @@ By identity of the value and as long as the value lives:
     result     float32, and half precision for ops outside of the function it is from
 """
 
+import functools
 import weakref
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -97,9 +98,13 @@ class Notes:
 # Numbers that an op meets: Python's, and the literals of a jaxpr.
 
 
-def is_float(x: ArrayLike) -> bool:
-    dtype = array_dtype(x)
+@functools.cache
+def is_inexact(dtype: np.dtype | None) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_float(x: ArrayLike) -> bool:
+    return is_inexact(array_dtype(x))
 
 
 def scalar(value: Any) -> float | None:

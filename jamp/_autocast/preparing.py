@@ -1,5 +1,7 @@
 """What an op's inputs are cast to, and its results where dtypes are fixed."""
 
+from collections.abc import Mapping, Sequence
+
 import jax
 import numpy as np
 
@@ -20,68 +22,77 @@ from .decision import (
     RunIn,
     Values,
 )
-from .notes import fits, is_float
+from .notes import fits, is_inexact
 from .products import is_dot
 
 
-def cast_for(trace: CastingTrace, op: Op, action: Action) -> Cast:
-    """What an action means for one op."""
+def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Params]:
+    """The inputs and parameters in the dtypes that an op is to run in."""
+    args, params = op.args, op.params
+    given = [array_dtype(x) for x in args]
+    floats = {i: dtype for i, dtype in enumerate(given) if is_inexact(dtype)}
+    match cast := cast_for(trace, op, action, floats):
+        case RunIn(dtype, _):
+            pass
+        case Promote():
+            dtype = widest(trace, [args[i] for i in floats], [*floats.values()])
+        case Keep():
+            return args, params
+    if dtype is None:
+        return args, params
+    preferred = params.get("preferred_element_type")
+    if preferred in CASTABLE:
+        dtypes = [*given, *(getattr(aval, "dtype", None) for aval in op.avals or ())]
+        if FLOAT32_DTYPE in dtypes or (isinstance(cast, RunIn) and cast.wholly):
+            # Recorded for float32 inputs; for half-precision ones the user's wish.
+            trace.effects.touched |= preferred != dtype
+            params = params | {"preferred_element_type": dtype}
+    return [trace.cast(x, dtype) for x in args], params
+
+
+def cast_for(
+    trace: CastingTrace, op: Op, action: Action, floats: Mapping[int, np.dtype]
+) -> Cast:
+    """What an action means for one op.
+
+    Args:
+      floats: the dtypes of its floating inputs, by their place.
+    """
     if action.dtype is not None:
         return RunIn(action.dtype, wholly=True)
     match action.kind:
         case Kind.LOWER:
-            castable = all(array_dtype(x) in CASTABLE for x in op.args if is_float(x))
+            castable = all(dtype in CASTABLE for dtype in floats.values())
             is_lowered = castable and not is_dot(op)
             return RunIn(trace.settings.dtype) if is_lowered else Promote()
         case Kind.FLOAT32:
             return RunIn(FLOAT32_DTYPE)
         case Kind.PROMOTE:
             return Promote()
-        case Kind.INTO if is_float(op.args[0]):
-            return RunIn(array_dtype(op.args[0]))
+        case Kind.INTO if 0 in floats:
+            return RunIn(floats[0])
         case Kind.KEEP if op.avals is not None:  # dtypes may be mixed by now
             return Promote()
     return Keep()
 
 
-def prepared(trace: CastingTrace, op: Op, cast: Cast) -> tuple[Values, Params]:
-    """The inputs and parameters in the dtypes that an op is to run in."""
-    args, params = op.args, op.params
-    floats = [x for x in args if is_float(x)]
-    match cast:
-        case RunIn(dtype, _):
-            pass
-        case Promote():
-            dtype = widest(trace, floats)
-        case Keep():
-            dtype = None
-    if dtype is None:
-        return args, params
-    preferred = params.get("preferred_element_type")
-    dtypes = [array_dtype(x) for x in floats]
-    dtypes += [getattr(a, "dtype", None) for a in op.avals or ()]
-    wholly = isinstance(cast, RunIn) and cast.wholly
-    if preferred in CASTABLE and (FLOAT32_DTYPE in dtypes or wholly):
-        # Recorded for float32 inputs; for half-precision ones the user's wish.
-        trace.effects.touched |= preferred != dtype
-        params = params | {"preferred_element_type": dtype}
-    return [trace.cast(x, dtype) for x in args], params
-
-
-def widest(trace: CastingTrace, floats: Values) -> np.dtype | None:
+def widest(
+    trace: CastingTrace, floats: Values, dtypes: Sequence[np.dtype]
+) -> np.dtype | None:
     """The dtype to promote to, or None. Numbers follow arrays where they fit."""
-    if len({array_dtype(x) for x in floats}) < 2:
+    if len(set(dtypes)) < 2:
         return None
     half, notes = trace.settings.dtype, trace.notes
-    known = (x for x in floats if array_dtype(x) != half)
+    pairs = list(zip(floats, dtypes, strict=True))
+    known = (x for x, dtype in pairs if dtype != half)
     if all(notes[x].widened and notes.cast(x, half) is not None for x in known):
         return half  # float32 only as the others were, when this was traced
-    free = [x for x in floats if notes[x].constant is None]
-    dtype = _compat.widest(frozenset(map(array_dtype, free or floats)))
+    free = [dtype for x, dtype in pairs if notes[x].constant is None]
+    dtype = _compat.widest(frozenset(free or dtypes))
     numbers = (notes[x].constant for x in floats)
     if all(n is None or fits(n, dtype) for n in numbers):
         return dtype
-    return _compat.widest(frozenset(map(array_dtype, floats)))
+    return _compat.widest(frozenset(dtypes))
 
 
 def as_without(

@@ -21,7 +21,7 @@ from .moves import passed_on, product_sides
 from .nested import NESTED, Rule, differs
 from .notes import Note
 from .ops import PRIMITIVES
-from .preparing import as_without, cast_for, prepared
+from .preparing import as_without, prepared
 from .products import for_product, is_wide, wide_product
 from .refused import check_precision
 from .rules import Decider
@@ -120,8 +120,7 @@ class AutocastTrace(CastingTrace):
             if action is None or action.table is not Kind.DRAW:
                 return op._replace(mode=Mode.BAKED), action
             # What is drawn is not differentiated.
-        mode = Mode.LIVE if op.avals is None else Mode.REPLAYED
-        return op._replace(mode=mode), action
+        return op, action
 
     def received(self, op: Op) -> Op:
         """The op with the inputs that its rule starts from."""
@@ -157,7 +156,7 @@ class AutocastTrace(CastingTrace):
         elif (out := self.refined(op, action)) is not None:
             return out
         else:
-            args, params = prepared(self, op, cast_for(self, op, action))
+            args, params = prepared(self, op, action)
             lowers = self.decide.lowers(op.primitive, action)
             if lowers and not op.is_baked and is_wide(args, params):
                 return wide_product(self, op.primitive, args, params)

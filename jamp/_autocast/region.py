@@ -73,7 +73,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import jax
@@ -87,7 +87,7 @@ from .._checks import as_dtype, brief, flag, shown
 from .._tree import HALVES, cast_floating
 from .advice import advise
 from .casting import OBSERVED, REGION, Effects
-from .decision import CASTABLE, Out, Settings
+from .decision import CASTABLE, Dtypes, Out, Settings
 from .rules import check_all_used, compile_rules
 from .stack import mark
 from .trace import AutocastTrace
@@ -338,7 +338,7 @@ def reopened(
     return autocast(dtype, enabled, rules=rules, cast_inputs=cast_inputs)
 
 
-def dtype_argument(value: object, allowed: Sequence[Any], message: str) -> np.dtype:
+def dtype_argument(value: object, allowed: Dtypes, message: str) -> np.dtype:
     """The dtype that a user gave, or ValueError with the message."""
     try:
         dtype = as_dtype(value)

@@ -1,6 +1,5 @@
 """Autocast through what Python hands to JAX with functions of its own."""
 
-import contextlib
 from typing import Any
 
 from jax.extend.core import Primitive
@@ -21,16 +20,18 @@ def custom_jvp(
     params: Params,
 ) -> Result:
     foreign, differentiated = trace.scope()
+    as_it_is = params | {"subfuns": (fun, jvp)}
+    if foreign:
+        return trace.bind(primitive, args, as_it_is)
     baked = trace.baked or differentiated
     action = trace.action(primitive, _compat.source_name(fun.debug_info))
-    if not (foreign or baked):
+    if not baked:
         args = narrowed(trace, primitive, args, None)
-    if foreign or action is not None:
-        if action is not None and action.dtype is not None and not (foreign or baked):
+    if action is not None:
+        if action.dtype is not None and not baked:
             args = [trace.cast(x, action.dtype) for x in args]
-        params = params | {"subfuns": (fun, jvp)}
-        with contextlib.nullcontext() if action is None else trace.noted(action):
-            return trace.bind(primitive, args, params)
+        with trace.noted(action):
+            return trace.bind(primitive, args, as_it_is)
     run, derivative = Function(trace, fun, baked), Function(trace, jvp, baked=True)
     contract = Contract(run, args, fun.debug_info)
     return bind_jvp(trace, primitive, args, params, contract, derivative, jvp)

@@ -124,7 +124,8 @@ class Recorder:
         outs = _compat.bind_eqn(eqn, values)
         if name == "select_n":
             inputs = [inputs[0], *self.chosen(site, *inputs)]
-        alike = lambda x: np.shape(x) == np.shape(outs[0]) and can_hold_nan(x)
+        shape = np.shape(outs[0]) if outs else None  # a `jax.debug.print` gives nothing
+        alike = lambda x: np.shape(x) == shape and can_hold_nan(x)
         same = [x for x in values if alike(x)]
         is_elementwise = name in ELEMENTWISE and len(same) == len(values)
         fresh = same if is_elementwise else ()

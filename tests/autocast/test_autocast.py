@@ -924,6 +924,39 @@ def test_the_first_rule_that_matches_decides():
         assert (x @ w).dtype == bf16
 
 
+def identity_with_a_jvp():
+    @jax.custom_jvp
+    def f(x):
+        return x
+
+    f.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    return f
+
+
+def identity_with_a_vjp():
+    @jax.custom_vjp
+    def f(x):
+        return x
+
+    f.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    return f
+
+
+@pytest.mark.parametrize("make", [identity_with_a_jvp, identity_with_a_vjp])
+def test_an_outer_rule_is_not_used_where_an_inner_region_decides(make):
+    function = make()
+
+    def run(x):
+        with jamp.autocast(jnp.float16):
+            return function(x)
+
+    outer = jamp.autocast(jnp.float16, rules={function: jnp.bfloat16})
+    with pytest.raises(ValueError, match="no op matched"), outer:
+        jax.jit(run)(jnp.ones(2))
+    with pytest.raises(ValueError, match="no op matched"), outer:
+        run(jnp.ones(2))
+
+
 def test_a_rule_that_matches_nothing_is_named_at_the_end():
     x, w, _ = arrays()
     with pytest.raises(ValueError, match=r"no op matched 'no such', 'softmax'"):

@@ -637,3 +637,14 @@ def test_a_reference_from_outside_is_refused():
         debug.find_nonfinite(fn)(jnp.ones(2))
     with pytest.raises(TypeError, match="from outside"):
         debug.find_nonfinite(lambda ref: ref[...])(ref)
+
+
+def test_a_function_that_prints(capfd):
+    def fn(x):
+        jax.debug.print("x is {}", x)
+        return jnp.log(x - 1.0)
+
+    report = jamp.debug.find_nonfinite(fn)(jnp.ones(3))
+    assert "log" in str(report)
+    jax.effects_barrier()
+    assert "x is [1. 1. 1.]" in capfd.readouterr().out

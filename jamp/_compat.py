@@ -19,20 +19,20 @@ from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.state import discharge
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.extend.core import set_current_trace as set_current_trace
 
 Trace = core.Trace
 AbstractValue = core.AbstractValue
 Primitive = core.Primitive
-Tracer = core.Tracer
-Literal = core.Literal
 user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
 # Errors and profiles name the user's line, not the line in jamp that passed the op on.
-for _path in (__file__, os.path.join(os.path.dirname(__file__), "_autocast", "")):
-    source_info_util.register_exclusion(_path)
-    traceback_util.register_exclusion(_path)
+_AUTOCAST = os.path.join(os.path.dirname(__file__), "_autocast")
+REFUSING = "refused.py"  # what is raised there is jamp's own: see `advice.py`
+for _path in (__file__, *(os.path.join(_AUTOCAST, f) for f in os.listdir(_AUTOCAST))):
+    if os.path.basename(_path) != REFUSING and _path.endswith(".py"):
+        source_info_util.register_exclusion(_path)
+        traceback_util.register_exclusion(_path)
 
 
 def current_trace() -> Trace:

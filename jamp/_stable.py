@@ -8,7 +8,7 @@ was ever here stays here.
 
 import sys
 
-from ._checks import stand_ins
+from ._checks import stand_ins as _stand_ins
 from ._debug.packing import Packed as Packed
 from ._scaling.grad_scaler import GradScaler as GradScaler
 from ._scaling.iteration import Iteration as Iteration
@@ -35,24 +35,26 @@ try:
     from ._policy.nnx import policied as policied
     from ._policy.overrides import Place as Place
     from ._policy.overrides import Plan as Plan
-except Exception as error:  # JAX's inside has moved: see `stand_ins`
+except Exception as error:  # JAX's inside has moved: see `_checks.py`
     names = """
         Branches Inner Layout Loop Marks Node OpRow Place Plan Program Promotion
         Reduction Saved Site cast_on_use policied policied_linen
         reopened
     """
-    globals().update(stand_ins(__name__, error, *names.split()))
+    globals().update(_stand_ins(__name__, error, *names.split()))
 
 
 def publish(*namespaces: str) -> None:
     """Gives classes and functions the namespace from which they are imported.
 
     Args:
-      namespaces: names of modules that import nothing but what they export.
+      namespaces: names of modules that import what they export, and nothing else but
+        under a name with an underscore.
     """
     for namespace in namespaces:
-        for value in vars(sys.modules[namespace]).values():
-            if str(getattr(value, "__module__", "")).startswith("jamp._"):
+        for name, value in vars(sys.modules[namespace]).items():
+            is_own = str(getattr(value, "__module__", "")).startswith("jamp._")
+            if is_own and not name.startswith("_"):
                 value.__module__ = namespace
 
 

@@ -168,6 +168,14 @@ def test_public_names_are_in_the_reference(name):
     assert f"::: jamp.{name}\n" in reference.read_text()
 
 
+def test_the_reference_has_all_methods_of_grad_scaler():
+    page = (PACKAGE.parent / "docs/api.md").read_text()
+    named = page.partition("::: jamp.GradScaler\n")[2].partition(":::")[0]
+    for method in methods_of(jamp.GradScaler):
+        own = method.__name__ in vars(jamp.GradScaler)
+        assert own or re.search(rf"\b{method.__name__}\b", named), method
+
+
 @pytest.mark.parametrize("name", REFERENCE)
 def test_a_public_name_says_where_it_is_imported_from(name):
     namespace = ".".join(["jamp", *name.split(".")[:-1]])

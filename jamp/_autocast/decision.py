@@ -102,23 +102,16 @@ class Action(NamedTuple):
     kind: Kind | None
     dtype: np.dtype | None = None
     marks: bool = False  # its results are half precision outside of the function
-    why: Reason = Reason("keep", Source.JAMP)
+    why: Reason = Reason("", Source.JAMP)  # of which nothing is said
     table: Kind | None = None  # what the row of a function says, for all inside
-
-
-class Mode(enum.Enum):
-    """What an op is part of."""
-
-    LIVE = enum.auto()  # Python code that runs now
-    REPLAYED = enum.auto()  # a jaxpr that was traced before its values were cast
-    BAKED = enum.auto()  # code whose dtypes are fixed: a derivative, and what it is of
 
 
 class Op(NamedTuple):
     """One op, as it arrives, and then with other inputs.
 
-    `avals` are the abstract values that it was traced with, or that Python saw, where
-    its inputs may have other floating dtypes by now.
+    It is live, or replayed from a jaxpr, or baked. `avals` are the abstract values that
+    it was traced with, or that Python saw, where its inputs may have other floating
+    dtypes by now.
     """
 
     primitive: Primitive
@@ -126,15 +119,11 @@ class Op(NamedTuple):
     params: Params
     avals: Sequence[AbstractValue] | None = None
     within: Action | None = None  # for all ops of the function that it is part of
-    mode: Mode = Mode.LIVE
+    is_baked: bool = False  # of code whose dtypes are fixed: a derivative, its function
 
     @property
     def name(self) -> str:
         return self.primitive.name
-
-    @property
-    def is_baked(self) -> bool:
-        return self.mode is Mode.BAKED
 
     @property
     def given(self) -> Sequence[Value | AbstractValue]:

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, set_current_trace
 
 from .. import _compat
 from .casting import CastingTrace, Effects
-from .decision import Action, Dtypes, Mode, Op, Value, Values
+from .decision import Action, Dtypes, Op, Value, Values
 from .notes import Note
 
 
@@ -41,13 +41,12 @@ def evaluate(
 
     outer = _compat.current_name_stack()
     call = None if own_sources else _compat.current_traceback()
-    replayed = Mode.REPLAYED
     for eqn in jaxpr.jaxpr.eqns:
         name_stack = outer + eqn.source_info.name_stack
         traceback = call or eqn.source_info.traceback
         inputs, avals = [*map(read, eqn.invars)], [v.aval for v in eqn.invars]
         with _compat.user_context(traceback, name_stack=name_stack), eqn.ctx.manager:
-            op = Op(eqn.primitive, inputs, dict(eqn.params), avals, within, replayed)
+            op = Op(eqn.primitive, inputs, dict(eqn.params), avals, within)
             out = trace.apply(op)
         outs: Any = out if eqn.primitive.multiple_results else [out]
         values.update(zip(eqn.outvars, outs, strict=True))

@@ -13,7 +13,7 @@ from .conversion import convert
 from .custom import bind_shard_map
 from .custom_calls import custom_jvp, custom_vjp
 from .custom_equations import CUSTOM
-from .decision import FLOAT32_DTYPE, Action, Kind, Mode, Op, Result, Settings, Values
+from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Settings, Values
 from .draws import check_drawn
 from .left_alone import leave_alone
 from .made import is_filled
@@ -94,7 +94,7 @@ class AutocastTrace(CastingTrace):
         scope = self.scope()
         if scope.foreign:
             return self.left_to_another(op)
-        op, action = self.in_mode(op, scope)
+        op, action = self.baked_or_not(op, scope)
         op = self.received(op)
         if (rule := RULES.get(op.name)) is not None:
             return rule(self, op)
@@ -112,13 +112,13 @@ class AutocastTrace(CastingTrace):
             params = op.primitive.get_bind_params(params)
         return self.bind(op.primitive, self.as_traced(op.args, op.avals), params)
 
-    def in_mode(self, op: Op, scope: Scope) -> tuple[Op, Action | None]:
-        """The op in its mode; and its action, as far as that took to know."""
+    def baked_or_not(self, op: Op, scope: Scope) -> tuple[Op, Action | None]:
+        """Whether it is baked; and its action, as far as that took to know."""
         action = op.within
         if self.baked or scope.differentiated:
             action = action or self.action(op.primitive)
             if action is None or action.table is not Kind.DRAW:
-                return op._replace(mode=Mode.BAKED), action
+                return op._replace(is_baked=True), action
             # What is drawn is not differentiated.
         return op, action
 

@@ -1,7 +1,8 @@
 """What primitives of JAX do, whatever their dtypes: one list for each trait.
 
 By JAX's names, those of all versions that jamp knows. `ops.py` has the dtypes, and a
-test asks that each name here is one that jamp knows from there, or from a rule.
+test asks that each name is one that jamp knows from there, from a rule, or here, as
+one that is left alone.
 """
 
 
@@ -54,5 +55,5 @@ LEFT_ALONE = _names("""
     io_callback pallas_call pure_callback reduce reduce_window run_state
     select_and_scatter tpu_custom_call triton_kernel_call
 """)
-# Of JAX versions that jamp knows no more, or not in all: they are in no other table.
-OLD = _names("core_call custom_vjp_call_jaxpr pjit reduce_precision")
+# Names that other versions of JAX have, and rounding, which runs as it was traced.
+NO_RULE = _names("core_call custom_vjp_call_jaxpr pjit reduce_precision")

@@ -91,7 +91,7 @@ def cast_to_half(tree: Tree) -> Tree:
     return cast_floating(tree, half_dtype())
 
 
-@dataclasses.dataclass(init=False, frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
     """The dtypes of a model's parameters, of its computation and of its outputs.
 
@@ -129,15 +129,10 @@ class Policy:
     compute_dtype: np.dtype
     output_dtype: np.dtype
 
-    def __init__(
-        self,
-        param_dtype: DTypeLike,
-        compute_dtype: DTypeLike,
-        output_dtype: DTypeLike,
-    ) -> None:
-        given = param_dtype, compute_dtype, output_dtype
-        for field, value in zip(dataclasses.fields(self), given, strict=True):
-            dtype = _dtype_or_problem(value, f"Policy({field.name}=...)")
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(Policy):
+            given = getattr(self, field.name)
+            dtype = _dtype_or_problem(given, f"Policy({field.name}=...)")
             if isinstance(dtype, str):
                 raise ValueError(dtype)
             object.__setattr__(self, field.name, dtype)

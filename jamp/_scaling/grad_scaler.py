@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from .._checks import axis_names, flag, shown
+from .._checks import axis_names, shown
 from .._tree import PyTree, T
 from . import arithmetic, rule
 from .iteration import Record, Stage, references
@@ -83,7 +83,7 @@ class GradScaler(ScalerState):
                 "torch.amp.GradScaler takes first has no counterpart: leave it out."
             )
         super().__init__(
-            flag("enabled", enabled),
+            enabled,
             init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,

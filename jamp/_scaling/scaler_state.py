@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from .._checks import check_count, is_traced, number
+from .._checks import check_count, flag, is_traced, number
 from . import rule
 from .iteration import Iteration
 from .rule import LossScaleConfig, LossScaleState
@@ -31,8 +31,8 @@ class ScalerState(nnx.Pytree):
     def __init__(self, enabled: bool, init_scale: float, **factors: float):
         self._config = LossScaleConfig(init_scale=init_scale)
         self._configure(**factors)
-        self._enabled = enabled
-        start = self._config if enabled else LossScaleConfig(init_scale=1.0)
+        self._enabled = flag("enabled", enabled)
+        start = self._config if self._enabled else LossScaleConfig(init_scale=1.0)
         self._iteration = nnx.data(Iteration())
         for name, value in rule.init(start)._asdict().items():
             setattr(self, name, nnx.Variable(value))

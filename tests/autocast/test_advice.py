@@ -191,3 +191,17 @@ def test_the_last_state_of_an_encoder_starts_a_decoder():
         found = model.apply(variables, inputs, lengths)
     assert found.dtype == jnp.float16
     assert jnp.allclose(found, expected, atol=0.01)
+
+
+@pytest.mark.parametrize("within_jit", [False, True])
+def test_a_refusal_of_jamps_own_has_no_note(within_jit):
+    """Also where JAX takes its own frames, and those of the casting, from the error."""
+
+    def fit(y):
+        with jamp.autocast(jnp.float16):
+            return jnp.polyfit(jnp.linspace(0, 1, 8), y, 2)
+
+    with pytest.raises(TypeError, match="in an autocast region") as refused:
+        (jax.jit(fit) if within_jit else fit)(jnp.ones(8, jnp.float16))
+    notes = getattr(refused.value, "__notes__", [])
+    assert not [note for note in notes if "In this autocast region" in note]

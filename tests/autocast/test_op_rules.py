@@ -104,12 +104,12 @@ def test_no_key_is_written_twice():
 
 
 def test_a_trait_is_of_primitives_that_jamp_knows():
-    known = PRIMITIVES.keys() | RULES.keys() | traits.LEFT_ALONE | traits.OLD
+    known = PRIMITIVES.keys() | RULES.keys() | traits.LEFT_ALONE | traits.NO_RULE
     lists = {k: v for k, v in vars(traits).items() if isinstance(v, frozenset)}
     assert len(lists) >= 12
     for name, primitives in lists.items():
         assert primitives and primitives <= known, name
-    assert not traits.OLD & (PRIMITIVES.keys() | RULES.keys())
+    assert not traits.NO_RULE & (PRIMITIVES.keys() | RULES.keys())
     lowered = {n for n, row in PRIMITIVES.items() if row.kind is Kind.LOWER}
     assert traits.PRODUCTS == lowered
     assert traits.FOLLOWED <= traits.MOVES

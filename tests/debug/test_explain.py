@@ -345,3 +345,23 @@ def test_rows_of_a_train_step_have_the_users_lines():
     rows = debug.explain(step)(*args).rows
     lines = {row.line.partition(":")[0] for row in rows}
     assert lines == {"test_explain.py"}
+
+
+def test_what_a_policy_keeps_in_float32_has_no_rule_of_a_table():
+    wrapped = jamp.get_policy("mixed_float16").wrap(lambda x, w: jax.nn.softmax(x @ w))
+    rows = jamp.debug.explain(wrapped)(jnp.ones((2, 3)), jnp.ones((3, 4))).rows
+    found = {row.op: (row.rule, row.dtypes) for row in rows}
+    assert found["exp"] == ("no rule", "float32 -> float32")
+    assert found["dot_general"][0] == "policy"
+
+
+def test_a_pattern_with_a_dot_is_no_function():
+    def loss_fn(x):
+        with jax.named_scope("block_1"):
+            return jnp.sum(jnp.exp(x) * jnp.tanh(x))
+
+    explained = jamp.debug.explain(
+        jax.value_and_grad(loss_fn), jnp.float16, rules={"block_.*": jnp.float32}
+    )(jnp.ones(8))
+    assert {"exp", "tanh"} <= {row.op for row in explained.rows}
+    assert all("block" not in row.op for row in explained.rows)

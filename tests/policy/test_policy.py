@@ -1,6 +1,7 @@
 """Policy: casts, strings, errors, and `wrap` for functions and Equinox."""
 
 import copy
+import dataclasses
 import itertools
 import pickle
 
@@ -532,3 +533,15 @@ def test_a_carry_that_differs_is_explained():
     with pytest.raises(TypeError, match="carry input and carry output") as caught:
         wrapped(jnp.ones((4, 4)), jnp.ones((3, 4)))
     assert any("x.astype(h.dtype)" in note for note in caught.value.__notes__)
+
+
+def test_a_subclass_checks_its_dtypes_too():
+    @dataclasses.dataclass(frozen=True)
+    class Named(jamp.Policy):
+        name: str = "mine"
+
+    policy = Named("float32", "half", "float32")
+    assert policy.compute_dtype == jamp.half_dtype() and policy.name == "mine"
+    assert isinstance(policy.param_dtype, np.dtype)
+    with pytest.raises(ValueError, match="compute_dtype"):
+        Named("float32", "int8", "float32")

@@ -6,6 +6,7 @@ No other module imports `jax._src` or asks for a version. Tried with JAX 0.10 to
 import functools
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
@@ -27,12 +28,13 @@ user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
 # Errors and profiles name the user's line, not the line in jamp that passed the op on.
-_AUTOCAST = os.path.join(os.path.dirname(__file__), "_autocast")
-REFUSING = "refused.py"  # what is raised there is jamp's own: see `advice.py`
-for _path in (__file__, *(os.path.join(_AUTOCAST, f) for f in os.listdir(_AUTOCAST))):
-    if os.path.basename(_path) != REFUSING and _path.endswith(".py"):
-        source_info_util.register_exclusion(_path)
-        traceback_util.register_exclusion(_path)
+REFUSING = "refused"  # what is raised there is jamp's own: see `advice.py`
+_FOLDER = os.path.join(os.path.dirname(__file__), "_autocast")
+_NAMES = [module.name for module in pkgutil.iter_modules([_FOLDER])]
+_FILES = [os.path.join(_FOLDER, f"{name}.py") for name in _NAMES if name != REFUSING]
+for _path in (__file__, *_FILES):
+    source_info_util.register_exclusion(_path)
+    traceback_util.register_exclusion(_path)
 
 
 def current_trace() -> Trace:

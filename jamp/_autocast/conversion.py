@@ -7,10 +7,10 @@ from jax import lax
 
 from .. import _compat
 from .._compat import array_dtype
-from .casting import CastingTrace
+from .casting import CastingTrace, dtypes_of
 from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op, Value
 from .made import is_weak_array
-from .notes import holds, is_float
+from .notes import holds
 from .rules import ACTIONS
 from .sources import code_of
 
@@ -26,7 +26,8 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
     is_array = isinstance(x, jax.Array)
     if op.avals is not None and not is_array:  # stays a known number
         return np.asarray(x).astype(dtype) if holds(dtype, x) else x
-    if not is_float(x) or array_dtype(x) not in CASTABLE or dtype not in CASTABLE:
+    given = array_dtype(x)
+    if given not in CASTABLE or dtype not in CASTABLE:
         params = op.params
         if action.dtype is not None and dtype in CASTABLE and not op.is_baked:
             trace.effects.touched |= dtype != action.dtype
@@ -39,7 +40,7 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
         if action.dtype is not None and not (kept and not trace.decide.refines):
             trace.effects.touched |= dtype != action.dtype
             dtype = action.dtype
-        elif op.avals is not None and dtypes_are(op, dtype) and dtype != array_dtype(x):
+        elif op.avals is not None and dtypes_of(op.avals)[0] == dtype != given:
             return x  # nothing was converted when this was traced
     promotes = action is ACTIONS[op.name] and not (explicit or op.is_baked)
     if promotes and dtype == trace.settings.dtype and is_weak_array(x):
@@ -48,15 +49,10 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
         trace.notes[out] = trace.notes[x]._replace(constant=None)  # but may be a bias
         return out
     if is_array and op.params["sharding"] is None and not explicit:
-        if dtype != array_dtype(x):
+        if dtype != given:
             return trace.cast(x, dtype)
     out = trace.bind(op.primitive, op.args, op.params | {"new_dtype": dtype})
     trace.notes[out] = trace.notes[x]._replace(sides=None)
     if dtype == FLOAT32_DTYPE:
         trace.notes.remember_cast(out, x)
     return out
-
-
-def dtypes_are(op: Op, dtype: np.dtype) -> bool:
-    """Whether the input had this dtype when the op was traced."""
-    return getattr((op.avals or [None])[0], "dtype", None) == dtype

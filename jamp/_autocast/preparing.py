@@ -7,7 +7,7 @@ import numpy as np
 
 from .. import _compat
 from .._compat import array_dtype
-from .casting import CastingTrace
+from .casting import CastingTrace, dtypes_of
 from .decision import (
     CASTABLE,
     FLOAT32_DTYPE,
@@ -42,12 +42,13 @@ def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Param
         return args, params
     preferred = params.get("preferred_element_type")
     if preferred in CASTABLE:
-        dtypes = [*given, *(getattr(aval, "dtype", None) for aval in op.avals or ())]
+        dtypes = [*given, *dtypes_of(op.avals or ())]
         if FLOAT32_DTYPE in dtypes or (isinstance(cast, RunIn) and cast.wholly):
             # Recorded for float32 inputs; for half-precision ones the user's wish.
             trace.effects.touched |= preferred != dtype
             params = params | {"preferred_element_type": dtype}
-    return [trace.cast(x, dtype) for x in args], params
+    pairs = zip(args, given, strict=True)
+    return [x if has == dtype else trace.cast(x, dtype) for x, has in pairs], params
 
 
 def cast_for(

@@ -36,10 +36,10 @@ RULES: dict[str, Rule] = NESTED | CUSTOM | THUNKS | WRITES
 class AutocastTrace(CastingTrace):
     """Casts the inputs of each op and binds it on the trace below.
 
-    An op passes through five stages. `decided`: which rule is it under? `received`:
-    what are its inputs, if those that arrive are not what Python saw? `prepared`: which
+    An op passes through five stages. `received`: what are its inputs, if those that
+    arrive are not what Python saw? `decided`: which rule is it under? `prepared`: which
     casts does the rule ask for? `bind`: run it on the trace below. `remembered`: what
-    is known of the result? An op that holds functions leaves after the second, for the
+    is known of the result? An op that holds functions leaves after the first, for the
     rule of its own that is in `RULES`.
     """
 
@@ -94,8 +94,7 @@ class AutocastTrace(CastingTrace):
         scope = self.scope()
         if scope.foreign:
             return self.left_to_another(op)
-        op, action = self.baked_or_not(op, scope)
-        op = self.received(op)
+        op, action = self.received(op, scope)
         if (rule := RULES.get(op.name)) is not None:
             return rule(self, op)
         action = self.decided(op, action)
@@ -112,30 +111,25 @@ class AutocastTrace(CastingTrace):
             params = op.primitive.get_bind_params(params)
         return self.bind(op.primitive, self.as_traced(op.args, op.avals), params)
 
-    def baked_or_not(self, op: Op, scope: Scope) -> tuple[Op, Action | None]:
-        """Whether it is baked; and its action, as far as that took to know."""
+    def received(self, op: Op, scope: Scope) -> tuple[Op, Action | None]:
+        """The op with what its rule starts from; its action, if that took to know."""
         action = op.within
         if self.baked or scope.differentiated:
             action = action or self.action(op.primitive)
             if action is None or action.table is not Kind.DRAW:
-                return op._replace(is_baked=True), action
+                args = self.as_traced(op.args, op.avals)
+                return op._replace(args=args, is_baked=True), action
             # What is drawn is not differentiated.
-        return op, action
-
-    def received(self, op: Op) -> Op:
-        """The op with the inputs that its rule starts from."""
-        if op.is_baked:
-            return op._replace(args=self.as_traced(op.args, op.avals))
         args = narrowed(self, op.primitive, op.args, op.within)
         if args is op.args:
-            return op
+            return op, action
         params, avals = op.params, op.avals
         if not self.decide.refines and is_wide(args, params):
             # Of inputs that Python saw in float32, in half precision.
             params = params | {"preferred_element_type": self.settings.dtype}
         if avals is None and op.name != "convert_element_type":
             avals = list(map(jax.typeof, op.args))  # what Python saw
-        return op._replace(args=args, params=params, avals=avals)
+        return op._replace(args=args, params=params, avals=avals), action
 
     def decided(self, op: Op, action: Action | None) -> Action | None:
         action = action or self.action(op.primitive)

@@ -15,15 +15,9 @@ import jamp
 from tests.jaxprs import all_half, products
 from tests.marks import mostly_slow, slow
 
+from .squares import N, arrays, half
+
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
-
-half = functools.partial(jamp.autocast, dtype=jnp.float16)
-N = 4
-
-
-def arrays():
-    keys = jax.random.split(jax.random.key(0), 2)
-    return jax.random.normal(keys[0], (N, N)), jax.random.normal(keys[1], (N, N)) / 2
 
 
 def close(found, expected, tolerance=0.02):

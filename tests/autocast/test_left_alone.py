@@ -12,16 +12,9 @@ from jax.interpreters import ad, mlir
 import jamp
 from tests.jaxprs import equations, products
 
+from .squares import N, arrays, half
+
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
-
-half = functools.partial(jamp.autocast, dtype=jnp.float16)
-N = 4
-
-
-def arrays():
-    keys = jax.random.split(jax.random.key(0), 2)
-    return jax.random.normal(keys[0], (N, N)), jax.random.normal(keys[1], (N, N)) / 2
-
 
 # A primitive as a library makes it: it holds a jaxpr, and has rules for it.
 theirs_p = Primitive("theirs")

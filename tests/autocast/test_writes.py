@@ -1,24 +1,14 @@
 """References and scatters in a region: writes of another dtype."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-import jamp
+from .squares import N, arrays, half
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
-
-half = functools.partial(jamp.autocast, dtype=jnp.float16)
-N = 4
-
-
-def arrays():
-    keys = jax.random.split(jax.random.key(0), 2)
-    return jax.random.normal(keys[0], (N, N)), jax.random.normal(keys[1], (N, N)) / 2
 
 
 def assigned(x, w):

@@ -13,6 +13,9 @@ except Exception as _error:  # JAX's inside has moved; the rest of jamp does wit
     _names = "autocast", "get_autocast_dtype", "is_autocast_enabled"
     globals().update(_stand_ins(__name__, _error, *_names))
 
+# float8: how the matrix products of a region are quantized
+from ._autocast.float8 import Float8 as Float8
+
 # GradScaler: the object as in PyTorch, for Flax NNX
 from ._scaling.grad_scaler import GradScaler as GradScaler
 

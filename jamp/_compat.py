@@ -54,6 +54,30 @@ def is_differentiated_into_a_jaxpr(trace: Trace) -> bool:
     return differentiated and isinstance(base, partial_eval.DynamicJaxprTrace)
 
 
+def derivatives(trace: Trace) -> tuple[int, bool]:
+    """How many derivatives are taken of what runs on a trace; any in forward mode?"""
+    count, is_forward = 0, False
+    while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
+        count += not isinstance(trace, batching.BatchTrace)
+        is_forward |= isinstance(trace, ad.JVPTrace)
+        trace = trace.parent_trace
+    return count, is_forward
+
+
+def cotangent_sharding(x: jax.Array) -> Any:
+    """The sharding that JAX asks of a cotangent, on a mesh of explicit axes."""
+    sharding = core.typeof(x).to_ct_aval().sharding
+    return sharding if sharding.mesh._any_axis_explicit else None
+
+
+def alike_varying(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+    """Two values that vary over the same axes of a `shard_map`, as a product's do."""
+    axes = [getattr(jax.typeof(z), "vma", frozenset()) for z in (x, y)]
+    missing = [tuple(sorted((axes[0] | axes[1]) - own)) for own in axes]
+    pairs = zip((x, y), missing, strict=True)
+    return [jax.lax.pcast(z, m, to="varying") if m else z for z, m in pairs]
+
+
 def current_traceback() -> Any:
     return source_info_util.current().traceback
 

@@ -34,17 +34,21 @@ class Source(enum.Enum):
     JAMP = "jamp"
 
 
+NOTE = "; "
+
+
 class Reason(NamedTuple):
     """Why an op runs as it does."""
 
     kind: str  # what the table says: "lower", "float32", "draw"; "policy"; "rules"
     source: Source
     name: str = ""  # of the primitive, the function, or what the user wrote
+    note: str = ""  # of a product: its recipe of float8, or why it has none
 
     def __str__(self) -> str:
-        if self.source is Source.USER:
-            return f"rules[{self.name}]"
-        return f"{self.kind} {self.name}" if self.name else self.kind
+        text = f"{self.kind} {self.name}" if self.name else self.kind
+        text = f"rules[{self.name}]" if self.source is Source.USER else text
+        return f"{text}{NOTE}{self.note}" if self.note else text
 
     @classmethod
     def read(cls, text: str) -> "Reason":
@@ -55,11 +59,12 @@ class Reason(NamedTuple):
         >>> Reason.read("rules['a b']").kind
         'rules'
         """
+        text, _, note = text.partition(NOTE)
         if text.startswith("rules["):
-            return cls("rules", Source.USER, text[len("rules[") : -1])
+            return cls("rules", Source.USER, text[len("rules[") : -1], note)
         kind, _, name = text.partition(" ")
         sources = {True: Source.FUNCTION, False: Source.PRIMITIVE}
-        return cls(kind, sources["." in name] if name else Source.JAMP, name)
+        return cls(kind, sources["." in name] if name else Source.JAMP, name, note)
 
 
 class Kind(enum.Enum):
@@ -104,6 +109,7 @@ class Action(NamedTuple):
     marks: bool = False  # its results are half precision outside of the function
     why: Reason = Reason("", Source.JAMP)  # of which nothing is said
     table: Kind | None = None  # what the row of a function says, for all inside
+    recipe: str | None = None  # of float8, for products that qualify
 
 
 class Op(NamedTuple):
@@ -143,6 +149,7 @@ class Settings(NamedTuple):
     """What a region was asked for. Hashable: jitted functions are cached by it."""
 
     dtype: np.dtype
+    recipe: str | None = None  # of float8, for products that qualify
     rules: tuple[UserRule, ...] = ()
     depth: int = 0  # how many other regions it is in
     listed: bool = True  # False under a policy: the rules alone decide

@@ -5,6 +5,7 @@ By identity of the value and as long as the value lives:
     casts      the copy of a float32 value in half precision, so that it is made once
                and saved for the backward pass once; and for a value that was widened,
                the half-precision value that it was made of
+    copies     what else was made of a value once: its copies in float8
     constant   the number that a scalar or an array filled with it holds
     sides      for the result of a matrix product or convolution, which operand each
                dimension comes from
@@ -17,6 +18,7 @@ By identity of the value and as long as the value lives:
 
 import functools
 import weakref
+from collections.abc import Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -68,9 +70,10 @@ class Notes:
 
     _notes: Memory[Note]
     _casts: Memory[dict[np.dtype, jax.Array]]
+    _copies: Memory[dict[Hashable, Any]]
 
     def __init__(self) -> None:
-        self._notes, self._casts = Memory(), Memory()
+        self.clear()
 
     def __getitem__(self, value: object) -> Note:
         if not isinstance(value, jax.Array):
@@ -91,8 +94,20 @@ class Notes:
             self._casts.set(value, copies := {})
         copies[copy.dtype] = copy
 
+    def copy(self, value: object, key: Hashable) -> Any:
+        """Another thing that was made of `value`, or None."""
+        return self._copies.get(value, {}).get(key)
+
+    def remember_copy(self, value: object, key: Hashable, copy: Any) -> None:
+        copies = self._copies.get(value, None)
+        if copies is None:
+            if not isinstance(value, jax.Array):
+                return
+            self._copies.set(value, copies := {})
+        copies[key] = copy
+
     def clear(self) -> None:
-        self._notes, self._casts = Memory(), Memory()
+        self._notes, self._casts, self._copies = Memory(), Memory(), Memory()
 
 
 # Numbers that an op meets: Python's, and the literals of a jaxpr.

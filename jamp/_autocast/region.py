@@ -73,38 +73,32 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import set_current_trace
 from jax.typing import DTypeLike
 
 from .. import _compat
-from .._checks import as_dtype, brief, flag, shown
-from .._tree import HALVES, cast_floating
+from .._checks import flag, shown
+from .._tree import cast_floating
 from .advice import advise
+from .arguments import (
+    BAD_INPUTS,
+    Given,
+    default_dtype,
+    dtype_argument,
+    region_dtype,
+    without_device,
+)
 from .casting import OBSERVED, REGION, Effects
-from .decision import CASTABLE, Dtypes, Out, Settings
-from .rules import check_all_used, compile_rules
+from .decision import CASTABLE, Out, Settings
+from .float8 import Float8
+from .rules import Rules, check_all_used, compile_rules
 from .stack import mark
 from .trace import AutocastTrace
-
-BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16.
-There is no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
-float32, write `enabled=False`."""
-
-NO_DEVICE = """autocast takes no device, and no cache_enabled: write `with \
-jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs, and casts a value once \
-in a region."""
-
-BAD_INPUTS = """autocast(cast_inputs={}): the dtype must be float16, bfloat16 or \
-float32."""
-
-Of = TypeVar("Of")
-Given = ParamSpec("Given")
 
 # Functions whose body runs when the region has ended.
 RUNS_LATER = (
@@ -155,10 +149,6 @@ def get_autocast_dtype() -> np.dtype:
     return REGION.value.dtype if is_autocast_enabled() else default_dtype()
 
 
-def default_dtype() -> np.dtype:
-    return jnp.dtype("float16" if jax.default_backend() == "gpu" else "bfloat16")
-
-
 @contextlib.contextmanager
 def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
     """A region with these settings, or with None one in which nothing is cast."""
@@ -195,20 +185,6 @@ class Entered(threading.local):
         self.stack: list[tuple[contextlib.ExitStack, AutocastTrace | None]] = []
 
 
-def without_device(
-    init: Callable[Concatenate[Of, Given], None],
-) -> Callable[Concatenate[Of, Given], None]:
-    """Says so where a call has torch's arguments, and Python would say less."""
-
-    @functools.wraps(init)
-    def checked(self: Of, *args: Given.args, **kwargs: Given.kwargs) -> None:
-        if (args and "dtype" in kwargs) or {"device_type", "cache_enabled"} & {*kwargs}:
-            raise TypeError(NO_DEVICE)
-        init(self, *args, **kwargs)
-
-    return checked
-
-
 class autocast:
     """A region in which matrix products run in half precision: `torch.autocast`.
 
@@ -220,7 +196,8 @@ class autocast:
 
     Args:
       dtype: float16 or bfloat16; float32 too if not enabled. By default float16 on a
-        GPU, bfloat16 elsewhere.
+        GPU, bfloat16 elsewhere. "float8" or a `jamp.Float8`: bfloat16, and float8 for
+        the matrix products that qualify.
       enabled: with False nothing is cast, also inside another region.
       rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
         Python function (no closure, lambda or partial, which share their code with
@@ -228,7 +205,9 @@ class autocast:
         the module path (the name stack that Flax Linen, Haiku and `jax.named_scope`
         write; a number at its end is whole, so that "block_1" does not match
         "block_10"). A value is the dtype that its ops run in (float16, bfloat16,
-        float32), or None to leave them. The first rule that matches an op decides.
+        float32), "float8" or a `jamp.Float8` for the matrix products that qualify
+        (other ops that match follow the tables), or None to leave them. The first rule
+        that matches an op decides.
       cast_inputs: for a decorated function that needs one dtype: in a region, its
         floating inputs are cast to it and it runs with autocast off. Outside of
         regions it does nothing. torch's `custom_fwd(cast_inputs=...)`.
@@ -272,18 +251,16 @@ class autocast:
     @without_device
     def __init__(
         self,
-        dtype: DTypeLike | None = None,
+        dtype: DTypeLike | Float8 | None = None,
         enabled: bool = True,
         *,
-        rules: Mapping[Any, DTypeLike | None] | None = None,
+        rules: Rules | None = None,
         cast_inputs: DTypeLike | None = None,
     ):
-        dtype = default_dtype() if dtype is None else dtype
-        allowed = CASTABLE if enabled is False else HALVES
-        dtype = dtype_argument(dtype, allowed, BAD_DTYPE)
+        half, recipe = region_dtype(dtype, enabled)
         if cast_inputs is not None:
             cast_inputs = dtype_argument(cast_inputs, CASTABLE, BAD_INPUTS)
-        self.settings = Settings(dtype, compile_rules(rules))
+        self.settings = Settings(half, recipe, compile_rules(rules))
         self.enabled = flag("autocast(enabled=...)", enabled)
         self.cast_inputs = cast_inputs
         self._rules = dict(rules or {})
@@ -294,7 +271,9 @@ class autocast:
 
     def __reduce__(self) -> tuple[object, ...]:
         rules = {_compat.Named.of(key): value for key, value in self._rules.items()}
-        return reopened, (self.settings.dtype, self.enabled, rules, self.cast_inputs)
+        settings = self.settings
+        dtype = Float8(settings.recipe) if settings.recipe else settings.dtype
+        return reopened, (dtype, self.enabled, rules, self.cast_inputs)
 
     def __enter__(self) -> Self:
         if self.cast_inputs is not None:
@@ -331,19 +310,11 @@ class autocast:
 
 
 def reopened(
-    dtype: np.dtype, enabled: bool, rules: dict[Any, Any], cast_inputs: np.dtype | None
+    dtype: np.dtype | Float8,
+    enabled: bool,
+    rules: dict[Any, Any],
+    cast_inputs: np.dtype | None,
 ) -> autocast:
     """A region that was pickled. What was entered with it is not."""
     rules = {_compat.Named.find(key): value for key, value in rules.items()}
     return autocast(dtype, enabled, rules=rules, cast_inputs=cast_inputs)
-
-
-def dtype_argument(value: object, allowed: Dtypes, message: str) -> np.dtype:
-    """The dtype that a user gave, or ValueError with the message."""
-    try:
-        dtype = as_dtype(value)
-    except (TypeError, ValueError):
-        raise ValueError(message.format(brief(value))) from None
-    if dtype not in allowed:
-        raise ValueError(message.format(repr(str(dtype))))
-    return dtype

@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, MethodType
 from typing import Any
 
@@ -21,6 +21,7 @@ from .decision import (
     Source,
     UserRule,
 )
+from .float8 import Float8, as_float8
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from .paths import PathPattern
 from .sources import code_of, unwrapped
@@ -29,7 +30,8 @@ from .traits import UPDATES
 BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
 regular expression that is searched for in the module path ("lm_head"). A value is the \
-dtype to run in: float16, bfloat16 or float32, or None to leave the op as it is."""
+dtype to run in: float16, bfloat16 or float32; "float8" or a jamp.Float8 for the \
+matrix products that qualify; or None to leave the op as it is."""
 
 UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is searched for \
 in the name stack, which Flax Linen, Haiku and jax.named_scope write; a function \
@@ -38,6 +40,9 @@ matches while it runs in the region."""
 SHARED_CODE = """a function is known by its code, and {}. Put what is meant into \
 `with jax.named_scope("name"):`, and make "name" the key; or define a function of its \
 own with `def`, which gets all that it needs as arguments."""
+
+
+Rules = Mapping[Any, DTypeLike | Float8 | None]
 
 
 def shared_by(function: object) -> str:
@@ -64,7 +69,7 @@ def source_of(code: CodeType) -> str:
     return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
 
 
-def compile_rules(rules: Mapping[Any, DTypeLike | None] | None) -> tuple[UserRule, ...]:
+def compile_rules(rules: Rules | None) -> tuple[UserRule, ...]:
     """Checks a user's table."""
     if rules is None:
         return ()
@@ -88,6 +93,8 @@ def compile_rule(key: object, value: object) -> UserRule:
     why = Reason("rules", Source.USER, repr(name))
     if value is None:
         action = Action(KEEP, why=why)
+    elif (float8 := as_float8(value)) is not None:
+        action = Action(None, why=why, recipe=float8.recipe)
     else:
         try:
             dtype = as_dtype(value)
@@ -172,6 +179,12 @@ POLICY = Action(KEEP, why=BY_POLICY)
 POLICY_WRITE = Action(INTO, why=BY_POLICY)
 
 
+def may_be_float8(primitive: Primitive, action: Action) -> bool:
+    """Whether an op is a matrix product that is lowered, or a function around one."""
+    lowered = LOWER in (action.kind, action.table)
+    return lowered and primitive.name in ("dot_general", "jit")
+
+
 class Decider:
     """Finds the rule for an op, and notes which of the user's rules were used."""
 
@@ -200,6 +213,7 @@ class Decider:
         ids = list(map(id, codes))
         if not self.exempt.keys().isdisjoint(ids):
             return EXEMPTED
+        recipe, asked = self.settings.recipe, None
         for index, (_, test, action) in enumerate(self.settings.rules):
             if isinstance(test, tuple):
                 matches = test[0] in codes or test[1] == source
@@ -207,9 +221,25 @@ class Decider:
                 matches = test.search(path())
             else:
                 matches = test is primitive
-            if matches:
+            if matches and action.recipe is None:
                 self.hits.add(index)
                 return action
+            if matches:
+                recipe, asked = action.recipe, (index, action.why)
+                break
+        action = self.listed(primitive, ids, source)
+        if recipe is None or action is None or not may_be_float8(primitive, action):
+            return action
+        if asked is None:
+            return action._replace(recipe=recipe)
+        index, why = asked
+        self.hits.add(index)
+        return action._replace(recipe=recipe, why=why)
+
+    def listed(
+        self, primitive: Primitive, ids: Sequence[int], source: str | None
+    ) -> Action | None:
+        """What the tables say, of functions and of primitives."""
         if not self.settings.listed:
             return POLICY_WRITE if primitive.name in UPDATES else POLICY
         functions, action = self.functions, None

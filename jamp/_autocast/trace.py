@@ -15,6 +15,7 @@ from .custom_calls import custom_jvp, custom_vjp
 from .custom_equations import CUSTOM
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Settings, Values
 from .draws import check_drawn
+from .float8_products import float8_product, with_float8
 from .left_alone import leave_alone
 from .made import is_filled
 from .moves import passed_on, product_sides
@@ -134,7 +135,10 @@ class AutocastTrace(CastingTrace):
     def decided(self, op: Op, action: Action | None) -> Action | None:
         action = action or self.action(op.primitive)
         check_precision(action, op.given)
-        return for_product(op, action)
+        action = for_product(op, action)
+        if action is not None and action.recipe is not None:
+            return with_float8(op, action)
+        return action
 
     def run(self, op: Op, action: Action) -> Result:
         """Runs an op that holds no function, as its rule says."""
@@ -147,6 +151,9 @@ class AutocastTrace(CastingTrace):
             action = wide if widen else Action(Kind.PROMOTE)
         if op.name == "convert_element_type":
             out = convert(self, op, action)
+        elif op.name == "dot_general" and action.recipe is not None:
+            out = float8_product(self, op, action.recipe)
+            self.remembered(op, op.args, op.params, out)
         elif (out := self.refined(op, action)) is not None:
             return out
         else:

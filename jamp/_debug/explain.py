@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 from jax.typing import DTypeLike
 
 from .. import _compat
 from .._autocast.casting import OBSERVED
 from .._autocast.conversion import EXPLICIT
 from .._autocast.decision import Reason, Source
+from .._autocast.float8 import Float8, is_float8
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
 from .._autocast.traits import MIXING, PRODUCTS
@@ -38,12 +39,13 @@ class Kind(NamedTuple):
     line: str
     path: str
     backward: bool
+    note: str = ""
     dtypes: tuple[tuple[str, ...], ...] = ()  # given and made; not of a function's ops
 
 
 def explain(
     fn: Callable[..., object],
-    dtype: DTypeLike | None = None,
+    dtype: DTypeLike | Float8 | None = None,
     *,
     rules: Mapping[Any, Any] | None = None,
 ) -> Callable[..., Explanation]:
@@ -57,14 +59,16 @@ def explain(
     Args:
       fn: any function of pytrees, Flax, Equinox or Haiku modules; a Flax module or its
         method.
-      dtype: float16 or bfloat16: `fn` is put into `jamp.autocast(dtype)`. By default
-        it is explained as it is, with the regions and policies that it has itself.
+      dtype: float16, bfloat16, "float8" or a `jamp.Float8`: `fn` is put into
+        `jamp.autocast(dtype)`. By default it is explained as it is, with the regions
+        and policies that it has itself.
       rules: as in `jamp.autocast`, with `dtype`.
 
     Returns:
       A function with the arguments of `fn` that returns an `Explanation`. Printed, also
       in a notebook, it has a row for each kind of op with the rule that decided and
-      the ops of torch's list that the rule mirrors; the share of matrix products in
+      the ops of torch's list that the rule mirrors, and where float8 is asked for
+      why a matrix product is in it or is not; the share of matrix products in
       the lower dtype; the memory that is kept for the backward pass; half precision
       that silently became float32, float16 sums that may overflow, and matrix products
       that run in float32, with the line that made their input float32. The last three
@@ -136,8 +140,10 @@ def rows_of(ops: Iterable[Op]) -> list[OpRow]:
 
 def is_helper(op: Op) -> bool:
     """Whether autocast needs an op to run another one, such as a layer's bias."""
-    name = Reason.read(op.site.rule).name
-    return name in PRIMITIVES and name != op.site.primitive
+    reason, primitive = Reason.read(op.site.rule), op.site.primitive
+    if reason.note:
+        return primitive not in PRODUCTS
+    return reason.name in PRIMITIVES and reason.name != primitive
 
 
 def kind_of(op: Op) -> Kind:
@@ -149,8 +155,9 @@ def kind_of(op: Op) -> Kind:
         return Kind(name, rule, *place)
     if not site.rule:
         rule = {"": "no region", "off": "off"}.get(site.region, "no rule")
-    rule = site.rule if reason.source is Source.USER else rule
-    return Kind(site.primitive, rule, *place, (site.dtypes_in, site.dtypes_out))
+    rule = str(reason._replace(note="")) if reason.source is Source.USER else rule
+    dtypes = site.dtypes_in, site.dtypes_out
+    return Kind(site.primitive, rule, *place, reason.note, dtypes)
 
 
 def row_of(kind: Kind, group: list[Op]) -> OpRow:
@@ -175,6 +182,7 @@ def row_of(kind: Kind, group: list[Op]) -> OpRow:
         flops=sum(op.times * flops(op.eqn) for op in group),
         bytes=sum(op.times * sum(map(nbytes, outs(op))) for op in group),
         since=widened_at(group[0]) if flops(group[0].eqn) else "",
+        note=kind.note,
     )
 
 
@@ -212,11 +220,17 @@ def given_dtypes(op: Op) -> tuple[str, ...]:
         maker = op.made_by.get(variable)
         if maker is None or not rule or rule_of(maker) != rule:
             given.append(variable)
-        elif maker.primitive.name == "convert_element_type":
+        elif is_cast_of_its_own(maker):
             given.append(maker.invars[0])
         elif not is_function:
             given.append(variable)
     return float_dtypes(given)
+
+
+def is_cast_of_its_own(maker: JaxprEqn) -> bool:
+    """Whether an equation casts an input of an op; into float8 it is scaled, too."""
+    is_cast = maker.primitive.name == "convert_element_type"
+    return is_cast and not is_float8(maker.params["new_dtype"])
 
 
 def outs(op: Op) -> list[ShapedArray]:

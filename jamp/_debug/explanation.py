@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 from .._autocast.decision import Reason, Source
+from .._autocast.float8 import FORMATS
 from . import explanation_text as text
 from .findings import OpRow, Promotion, Reduction
 from .report import Report
@@ -81,8 +82,8 @@ class Explanation(Report):
         """Everything as plain dicts and lists.
 
         Keys: `function`, `rows`, `matmul_flops` by dtype, `matmul_share` (in half
-        precision, of all), `casts`, `saved_bytes` by dtype and `saved` (both None if
-        there was nothing to differentiate, or if JAX refused: `refusal`),
+        precision and float8, of all), `casts`, `saved_bytes` by dtype and `saved` (both
+        None if there was nothing to differentiate, or if JAX refused: `refusal`),
         `promotions`, `reductions`, `found`.
         """
         saved = None if self.saved is None else self._largest()
@@ -102,8 +103,8 @@ class Explanation(Report):
 
     def _share(self) -> float | None:
         total = sum(self.matmul_flops.values())
-        half = sum(self.matmul_flops.get(d, 0) for d in ("float16", "bfloat16"))
-        return half / total if total else None
+        low = ("float16", "bfloat16", *map(str, FORMATS))
+        return sum(self.matmul_flops.get(d, 0) for d in low) / total if total else None
 
     def _saved_bytes(self) -> dict[str, int]:
         total: Counter[str] = Counter()

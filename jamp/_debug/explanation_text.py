@@ -29,7 +29,7 @@ def ops_table(rows: Sequence[OpRow], table: Table) -> str:
             short_name(row.op),
             row.times,
             short_dtypes(row.dtypes),
-            row.rule,
+            row.rule + (f"; {row.note}" if row.note else ""),
             shortened_list(row.torch),
             row.line.partition(" ")[0],
             shortened(row.path, 28) + (" (backward)" if row.backward else ""),

@@ -18,6 +18,7 @@ class OpRow(NamedTuple):
     flops: int  # of matrix products
     bytes: int  # of results
     since: str = ""  # of a product in float32: where its input became float32
+    note: str = ""  # of a product where float8 is asked for: its recipe, or why not
 
 
 class Promotion(NamedTuple):

@@ -38,7 +38,7 @@ def float32_region(
     """The region for a computation in `dtype` that keeps some functions."""
     rules = rules_for(names, loaded()) if dtype in HALVES else ()
     if rules:
-        return enter(Settings(dtype, rules, listed=False))
+        return enter(Settings(dtype, rules=rules, listed=False))
     return contextlib.nullcontext() if REGION.value is None else enter(None)
 
 

@@ -1,0 +1,142 @@
+"""Which matrix products of a region run in float8, and how they are run there."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._compat import array_dtype
+from .._tree import HALVES
+from .casting import CastingTrace, dtypes_of
+from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op
+from .float8 import E4M3
+from .float8_arithmetic import (
+    Axes,
+    Inputs,
+    Product,
+    Scaled,
+    product_in_any_mode,
+    product_of,
+    quantized,
+)
+
+MULTIPLE = 16  # of which each size must be one
+
+
+def with_float8(op: Op, action: Action) -> Action:
+    """The action for a product that is lowered, with the reason why it is in float8,
+    or why not, where it was asked for."""
+    if action.recipe is None:
+        return action
+    problem = unfit(op)
+    if problem:
+        why = action.why._replace(note=f"no float8: {problem}")
+        return action._replace(recipe=None, why=why)
+    why = action.why._replace(note=f"float8 {action.recipe}")
+    return action._replace(why=why)
+
+
+def unfit(op: Op) -> str:
+    """Why a product cannot run in float8, or ""."""
+    if op.is_baked:
+        return "in a derivative"
+    (left, right), params = op.args, op.params
+    contracting, batch = params["dimension_numbers"]
+    if batch[0]:
+        return "batch dimensions"
+    if len(contracting[0]) != 1:
+        return f"{len(contracting[0])} contracted dimensions"
+    dtypes = [array_dtype(x) for x in op.args]
+    others = [str(dtype) for dtype in dtypes if dtype not in CASTABLE]
+    if others:
+        return f"{others[0]} input"
+    preferred = params.get("preferred_element_type")
+    if preferred is not None and preferred not in CASTABLE:
+        return f"{preferred} result"
+    if isinstance(params.get("precision"), lax.DotAlgorithmPreset | lax.DotAlgorithm):
+        return "a precision of its own"
+    sizes = product_sizes(np.shape(left), np.shape(right), contracting)
+    odd = [n for n in sizes if n == 0 or n % MULTIPLE]
+    return f"{'x'.join(map(str, sizes))}, not multiples of {MULTIPLE}" if odd else ""
+
+
+def product_sizes(
+    left: tuple[int, ...], right: tuple[int, ...], contracting: Any
+) -> tuple[int, int, int]:
+    """Rows, contracted numbers and columns of a product.
+
+    >>> product_sizes((2, 8, 32), (32, 48), ((2,), (0,)))
+    (16, 32, 48)
+    """
+    (i,), (j,) = contracting
+    rows, columns = (
+        math.prod(left) // (left[i] or 1),
+        math.prod(right) // (right[j] or 1),
+    )
+    return rows, left[i], columns
+
+
+def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
+    """Runs a product that qualifies in float8."""
+    half = trace.settings.dtype
+    (i,), (j,) = op.params["dimension_numbers"][0]
+    names = "precision", "out_sharding"
+    left, right = op.args
+    product = Product(
+        contracted=(i, j),
+        ndims=(np.ndim(left), np.ndim(right)),
+        params=tuple((name, op.params.get(name)) for name in names),
+        out=asked_for(op, half),
+        half=half,
+        recipe=recipe,
+    )
+    inputs = Inputs(
+        in_float8(trace, left, product.contracting(0)),
+        in_float8(trace, right, product.contracting(1)),
+        in_float8(trace, left, product.kept(0)),
+        in_float8(trace, right, product.kept(1)),
+    )
+    if recipe == "rowwise_with_gw_hp":
+        inputs = inputs._replace(kept_left=trace.cast(left, half))
+    trace.effects.touched = True
+    count, is_forward = _compat.derivatives(trace.parent)
+    dtypes = array_dtype(left), array_dtype(right)
+    if count > 1 or is_forward:
+        function: Callable[..., jax.Array] = product_in_any_mode(product)
+    else:
+        function = product_of(product, dtypes)
+    left, right = trace.call(_compat.alike_varying, [left, right], {})
+    leaves, tree = jax.tree.flatten(inputs)
+    return trace.call(flat(function, tree), [left, right, *leaves], {})
+
+
+@functools.cache
+def flat(function: Callable[..., jax.Array], tree: Any) -> Callable[..., jax.Array]:
+    """The function with the leaves of `Inputs` as arguments."""
+    return lambda left, right, *leaves: function(left, right, tree.unflatten(leaves))
+
+
+def asked_for(op: Op, half: np.dtype) -> np.dtype:
+    """The dtype of the result: half precision, or float32 if half is to give that."""
+    given = [*(array_dtype(x) for x in op.args), *dtypes_of(op.avals or ())]
+    preferred = op.params.get("preferred_element_type")
+    wide = preferred == FLOAT32_DTYPE and FLOAT32_DTYPE not in given
+    return FLOAT32_DTYPE if wide else half
+
+
+def in_float8(trace: CastingTrace, x: Any, axes: Axes) -> Scaled:
+    """The copy of a value in float8, which is made once."""
+    notes = trace.notes
+    if notes[x].widened:  # that JAX promoted
+        narrow = (notes.cast(x, half) for half in HALVES)
+        x = next((y for y in narrow if y is not None), x)
+    key = "float8", axes
+    if (copy := notes.copy(x, key)) is None:
+        copy = trace.call(quantized, [x], {"dtype": E4M3, "axes": axes})
+        notes.remember_copy(x, key, copy)
+    return copy

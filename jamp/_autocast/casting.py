@@ -64,7 +64,8 @@ class CastingTrace(_compat.Trace):
     """Casts values and binds ops on the trace below.
 
     Values are those of that trace: nothing is boxed. When it is `baked`, each result
-    gets the dtype that it would have without autocast.
+    gets the dtype that it would have without autocast: in a derivative, or, when it is
+    `typed`, for no more than that JAX has fixed the dtypes.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class CastingTrace(_compat.Trace):
         effects: Effects,
         baked: bool = False,
         prefix: str = "",
+        typed: bool = False,
     ):
         super().__init__()
-        self.parent, self.settings, self.baked = parent, settings, baked
+        self.parent, self.settings = parent, settings
+        self.baked, self.typed = baked, typed
         self.requires_low = parent.requires_low
         self.seen = retracing.seen_on(parent)
         # Flax NNX refuses to update a Variable on another trace than the one that made
@@ -94,16 +97,23 @@ class CastingTrace(_compat.Trace):
         """Runs one op, as the region's rules say."""
         raise NotImplementedError
 
-    def spawner(self, baked: bool = False, effects: Effects | None = None) -> MakeTrace:
+    def spawner(
+        self, baked: bool = False, effects: Effects | None = None, typed: bool = False
+    ) -> MakeTrace:
         """Makes traces with these settings on the trace that is current by then.
 
         What it returns holds neither this trace nor the values that it remembers.
         """
         raise NotImplementedError
 
-    def as_baked(self) -> "CastingTrace":
+    def as_typed(self) -> "CastingTrace":
+        typed = self.is_typed() or not (self.baked or self.scope().differentiated)
         with set_current_trace(self.parent):
-            return self.spawner(baked=True)()
+            return self.spawner(baked=True, typed=typed)()
+
+    def is_typed(self) -> bool:
+        """Whether an op here is baked, and not because of a derivative."""
+        return self.typed and not self.scope().differentiated
 
     @contextlib.contextmanager
     def current(self) -> Iterator["CastingTrace"]:

@@ -154,7 +154,7 @@ def bind_shard_map(
 ) -> Result:
     """Binds a shard_map whose function runs under autocast."""
     foreign, differentiated = trace.scope()
-    make_child = trace.spawner(differentiated)
+    make_child = trace.spawner(differentiated, typed=trace.typed)
 
     def autocast_fun(*args):
         with make_child().current():

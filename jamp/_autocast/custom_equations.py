@@ -105,7 +105,7 @@ def shard_map(trace: CastingTrace, op: Op) -> Result:
     args = trace.as_traced(op.args, op.avals)
     params = op.primitive.get_bind_params(op.params)
     (fun,) = params.pop("subfuns")
-    return bind_shard_map(trace.as_baked(), op.primitive, fun, args, params)
+    return bind_shard_map(trace.as_typed(), op.primitive, fun, args, params)
 
 
 CUSTOM = {

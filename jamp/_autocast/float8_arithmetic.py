@@ -63,11 +63,8 @@ def quantized(x: jax.Array, *, dtype: np.dtype, axes: Axes) -> Scaled:
     inverse = lax.reduce_max(inverse, over)
     if axes is not None:
         inverse = lax.expand_dims(inverse, axes)
-    # 2**-n for 2**n: exponents are stored with 127 added.
-    scale = (2 * 127 << MANTISSA_BITS) - inverse
-    scale = lax.bitcast_convert_type(scale, jnp.float32)
-    values = lax.convert_element_type(wide * scale, dtype)
-    return Scaled(values, lax.bitcast_convert_type(inverse, jnp.float32))
+    inverse = lax.bitcast_convert_type(inverse, jnp.float32)
+    return Scaled(lax.convert_element_type(wide / inverse, dtype), inverse)
 
 
 class Product(NamedTuple):

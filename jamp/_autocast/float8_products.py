@@ -28,12 +28,16 @@ from .float8_arithmetic import (
 MULTIPLE = 16  # of which each size must be one
 
 
-def with_float8(op: Op, action: Action) -> Action:
+def with_float8(op: Op, action: Action, derived: bool) -> Action:
     """The action for a product that is lowered, with the reason why it is in float8,
-    or why not, where it was asked for."""
+    or why not, where it was asked for.
+
+    Args:
+      derived: whether it is part of a derivative.
+    """
     if action.recipe is None:
         return action
-    problem = unfit(op)
+    problem = "in a derivative" if derived else unfit(op)
     if problem:
         why = action.why._replace(note=f"no float8: {problem}")
         return action._replace(recipe=None, why=why)
@@ -43,8 +47,6 @@ def with_float8(op: Op, action: Action) -> Action:
 
 def unfit(op: Op) -> str:
     """Why a product cannot run in float8, or ""."""
-    if op.is_baked:
-        return "in a derivative"
     (left, right), params = op.args, op.params
     contracting, batch = params["dimension_numbers"]
     if batch[0]:

@@ -114,11 +114,12 @@ def rewrite(
     """
     path, outs = trace.path(), tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
     baked = baked or trace.baked
-    key = (tuple(avals), outs, within, baked, trace.settings, path)
+    typed = trace.is_typed()
+    key = (tuple(avals), outs, within, baked, typed, trace.settings, path)
     cache = CACHE.setdefault(jaxpr.jaxpr, {})
     if key not in cache:
         notes, effects = [], Effects()
-        make_child = trace.spawner(baked, effects)
+        make_child = trace.spawner(baked, effects, typed)
 
         def run(*args):
             child = make_child()

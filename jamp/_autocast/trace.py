@@ -51,17 +51,21 @@ class AutocastTrace(CastingTrace):
         effects: Effects,
         baked: bool = False,
         prefix: str = "",
+        typed: bool = False,
     ):
         decide = Decider(settings, effects.hits)
-        super().__init__(parent, settings, decide, effects, baked, prefix)
+        super().__init__(parent, settings, decide, effects, baked, prefix, typed)
 
-    def spawner(self, baked: bool = False, effects: Effects | None = None) -> MakeTrace:
+    def spawner(
+        self, baked: bool = False, effects: Effects | None = None, typed: bool = False
+    ) -> MakeTrace:
         make = functools.partial(
             AutocastTrace,
             settings=self.settings,
             effects=effects or self.effects,
             baked=self.baked or baked,
             prefix=self.path(),
+            typed=typed,
         )
         return lambda: make(_compat.current_trace())
 
@@ -136,8 +140,8 @@ class AutocastTrace(CastingTrace):
         action = action or self.action(op.primitive)
         check_precision(action, op.given)
         action = for_product(op, action)
-        if action is not None and action.recipe is not None:
-            return with_float8(op, action)
+        if op.name == "dot_general" and action is not None:
+            return with_float8(op, action, derived=op.is_baked and not self.is_typed())
         return action
 
     def run(self, op: Op, action: Action) -> Result:
@@ -153,6 +157,8 @@ class AutocastTrace(CastingTrace):
             out = convert(self, op, action)
         elif op.name == "dot_general" and action.recipe is not None:
             out = float8_product(self, op, action.recipe)
+            if op.is_baked:
+                return as_without(self, out, op.args, op.params)
             self.remembered(op, op.args, op.params, out)
         elif (out := self.refined(op, action)) is not None:
             return out

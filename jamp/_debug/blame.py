@@ -9,7 +9,7 @@ or at a constant.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -18,6 +18,8 @@ from .._autocast.traits import MOVES
 from .finiteness import FRESH, INF, NAN
 from .marks import Inner, Loop, Marks, Node, Program
 from .sites import Site
+
+BITCAST = "bitcast_convert_type"
 
 Wanted = dict[int, int]  # values, or places of values, and what is sought: INF, NAN
 
@@ -75,6 +77,9 @@ def trace_back(
                 continue
         if not bad:
             continue
+        if node.site.primitive == BITCAST and (read := read_as(program, mark, node)):
+            seek(read, INF | NAN)
+            continue
         makes = {kind for kind in (INF, NAN) if any(k & kind for k in bad.values())}
         infs, nans = ([n for n in node.inputs if mark(n) & k] for k in (INF, NAN))
         made_inf = INF in makes and not infs
@@ -95,6 +100,22 @@ def trace_back(
             constants.insert(0, node.site)
     inputs = {i: sought.get(n, 0) & mark(n) for i, n in enumerate(program.inputs)}
     return Trail(origins, {i: kind for i, kind in inputs.items() if kind}, constants)
+
+
+def read_as(program: Program, mark: Callable[[int], int], node: Node) -> list[int]:
+    """The bad values of whose bits a value is made, as a scale of float8 is."""
+    found, seen, waiting = [], set(), [*node.inputs]
+    while waiting:
+        number = waiting.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        if mark(number):
+            found.append(number)
+        maker = program.made_by.get(number)
+        if number not in program.slots and maker is not None:  # no floating number
+            waiting.extend(maker.inputs)
+    return found
 
 
 def inside(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:

@@ -27,16 +27,16 @@ N = 8
 half = partial(jamp.autocast, dtype=jnp.float16)
 
 
-def params():
+def params(n=N):
     keys = jax.random.split(jax.random.key(0), 2)
     return {
-        "w": jax.random.normal(keys[0], (N, N)) / N**0.5,
-        "b": jax.random.normal(keys[1], (N,)) / 4,
+        "w": jax.random.normal(keys[0], (n, n)) / n**0.5,
+        "b": jax.random.normal(keys[1], (n,)) / 4,
     }
 
 
-def batch():
-    return jax.random.normal(jax.random.key(1), (4, N))
+def batch(rows=4, n=N):
+    return jax.random.normal(jax.random.key(1), (rows, n))
 
 
 def dense(p, x):
@@ -109,7 +109,7 @@ def shard_mapped(p, x):
 
 def parallel_map(p, x):
     product = jax.pmap(dense, in_axes=(None, 0))
-    return product(p, x.reshape(2, 2, N)).reshape(4, N)
+    return product(p, x.reshape(2, -1, x.shape[-1])).reshape(x.shape)
 
 
 def saving_names(p, x):

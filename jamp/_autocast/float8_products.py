@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +16,9 @@ from .._tree import HALVES
 from .casting import CastingTrace, dtypes_of
 from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op
 from .float8 import E4M3
-from .float8_arithmetic import (
-    Axes,
-    Inputs,
-    Product,
-    Scaled,
-    product_in_any_mode,
-    product_of,
-    quantized,
-)
+from .float8_arithmetic import Axes, Scaled, quantized
+from .float8_derivative import Inputs, Product, product_in_any_mode, product_of
+from .sources import code_of
 
 MULTIPLE = 16  # of which each size must be one
 
@@ -87,12 +82,13 @@ def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
     """Runs a product that qualifies in float8."""
     half = trace.settings.dtype
     (i,), (j,) = op.params["dimension_numbers"][0]
-    names = "precision", "out_sharding"
     left, right = op.args
     product = Product(
         contracted=(i, j),
         ndims=(np.ndim(left), np.ndim(right)),
-        params=tuple((name, op.params.get(name)) for name in names),
+        weight=weight_of() if recipe == "rowwise_with_gw_hp" else 1,
+        precision=op.params.get("precision"),
+        out_sharding=op.params.get("out_sharding"),
         out=asked_for(op, half),
         half=half,
         recipe=recipe,
@@ -100,11 +96,8 @@ def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
     inputs = Inputs(
         in_float8(trace, left, product.contracting(0)),
         in_float8(trace, right, product.contracting(1)),
-        in_float8(trace, left, product.kept(0)),
-        in_float8(trace, right, product.kept(1)),
+        (kept(trace, product, 0, left), kept(trace, product, 1, right)),
     )
-    if recipe == "rowwise_with_gw_hp":
-        inputs = inputs._replace(kept_left=trace.cast(left, half))
     trace.effects.touched = True
     count, is_forward = _compat.derivatives(trace.parent)
     dtypes = array_dtype(left), array_dtype(right)
@@ -121,6 +114,23 @@ def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
 def flat(function: Callable[..., jax.Array], tree: Any) -> Callable[..., jax.Array]:
     """The function with the leaves of `Inputs` as arguments."""
     return lambda left, right, *leaves: function(left, right, tree.unflatten(leaves))
+
+
+def weight_of() -> int:
+    """Which input of the product that is called here is the weight.
+
+    The right one, as in `x @ w`; the left one in a layer that says so.
+    """
+    equinox = sys.modules.get("equinox")
+    layer = equinox and code_of(equinox.nn.Linear.__call__)
+    return 0 if layer in _compat.source_codes() else 1
+
+
+def kept(trace: CastingTrace, product: Product, side: int, x: Any) -> Any:
+    """What is kept of an input for the gradient of the other one."""
+    if product.is_kept_in_half(side):
+        return trace.cast(x, product.half)
+    return in_float8(trace, x, product.kept(side))
 
 
 def asked_for(op: Op, half: np.dtype) -> np.dtype:

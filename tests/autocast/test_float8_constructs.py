@@ -19,16 +19,22 @@ from tests.autocast.test_constructs import (
     params,
 )
 from tests.jaxprs import products
+from tests.marks import mostly_slow
 
 N = 32  # rows, and numbers in a row
 FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}
-# Those that have no product that qualifies: one with batch dimensions, one of a single
-# row, those in a derivative that the construct takes or writes itself.
-WITHOUT = {
-    "associative_scan": "batch dimensions",
-    "map": "32x32x1",
+# Products in a derivative that the construct takes, or that its user wrote, and those
+# of a single row, are none that qualify.
+NONE = {
+    "grad inside",
+    "vjp",
+    "linearize",
+    "map",
+    "custom_jvp",
+    "custom_vjp",
+    "custom_vjp in scan",
 }
-IN_A_DERIVATIVE = ("custom_jvp", "custom_jvp in jit", "custom_vjp", "custom_vjp in scan")
+SOME = {"jvp", "associative_scan", "custom_jvp in jit"}
 
 
 @cache
@@ -61,6 +67,36 @@ def test_a_construct_runs_in_float8(name, way):
     value, gradients = step(p, x)
     assert dtypes(gradients) == dtypes(p)
     true_value, true_gradients = in_float32(name)
-    print("ZZZ", name, way, float(value/true_value-1), apart(gradients, true_gradients))
-    found = products(step, p, x)
-    print("ZZZ", len([f for f in found if f<=FLOAT8]), found)
+    np.testing.assert_allclose(value, true_value, rtol=0.05)
+    assert apart(gradients, true_gradients) < 0.15
+    found = [operands <= FLOAT8 for operands in products(step, p, x)]
+    assert any(found) == (name not in NONE)
+    assert all(found) == (name not in NONE | SOME)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, "plain", "scan", "shard_map"))
+def test_a_jitted_function_is_rewritten(name):
+    p, x = params(N), batch(N, N)
+    compiled = jax.jit(loss_of(CONSTRUCTS[name]))
+
+    def around(p, x):
+        with jamp.autocast("float8"):
+            return jnp.float32(compiled(p, x))
+
+    step = jax.value_and_grad(around)
+    value, gradients = step(p, x)
+    assert dtypes(gradients) == dtypes(p)
+    true_value, true_gradients = in_float32(name)
+    np.testing.assert_allclose(value, true_value, rtol=0.05)
+    assert apart(gradients, true_gradients) < 0.15
+    found = [operands <= FLOAT8 for operands in products(step, p, x)]
+    assert any(found) == (name not in NONE)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, "scan", "remat"))
+def test_nothing_leaks(name, checking_leaks):
+    if name != "pmap":  # it keeps its arguments
+        step = jitted(loss_of(in_float8(CONSTRUCTS[name])))
+        jax.make_jaxpr(step)(params(N), batch(N, N))

@@ -185,7 +185,7 @@ class CastingTrace(_compat.Trace):
             widened = dtype == FLOAT32_DTYPE
             self.notes[copy] = self.notes[x]._replace(widened=widened)
             if widened:
-                self.notes.remember_cast(copy, x)
+                self.notes.remember_widened(copy, x)
             if not widened or isinstance(x, Tracer):  # else they keep each other alive
                 self.notes.remember_cast(x, copy)
         return copy

@@ -54,5 +54,5 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
     out = trace.bind(op.primitive, op.args, op.params | {"new_dtype": dtype})
     trace.notes[out] = trace.notes[x]._replace(sides=None)
     if dtype == FLOAT32_DTYPE:
-        trace.notes.remember_cast(out, x)
+        trace.notes.remember_widened(out, x)
     return out

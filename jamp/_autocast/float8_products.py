@@ -12,7 +12,6 @@ from jax import lax
 
 from .. import _compat
 from .._compat import array_dtype
-from .._tree import HALVES
 from .casting import CastingTrace, dtypes_of
 from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op
 from .float8 import E4M3
@@ -144,9 +143,7 @@ def asked_for(op: Op, half: np.dtype) -> np.dtype:
 def in_float8(trace: CastingTrace, x: Any, axes: Axes) -> Scaled:
     """The copy of a value in float8, which is made once."""
     notes = trace.notes
-    if notes[x].widened:  # that JAX promoted
-        narrow = (notes.cast(x, half) for half in HALVES)
-        x = next((y for y in narrow if y is not None), x)
+    x = notes.source(x)  # of copies that libraries make there may be many
     key = "float8", axes
     if (copy := notes.copy(x, key)) is None:
         copy = trace.call(quantized, [x], {"dtype": E4M3, "axes": axes})

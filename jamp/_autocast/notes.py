@@ -40,6 +40,7 @@ class Note(NamedTuple):
 
 
 NOTHING = Note()
+SOURCE = "source"
 Fact = TypeVar("Fact")
 Default = TypeVar("Default")
 
@@ -93,6 +94,16 @@ class Notes:
         if copies is None:
             self._casts.set(value, copies := {})
         copies[copy.dtype] = copy
+
+    def remember_widened(self, copy: Any, value: Any) -> None:
+        """Of a float32 copy the half-precision value that it was made of."""
+        self.remember_cast(copy, value)
+        self.remember_copy(copy, SOURCE, value)
+
+    def source(self, value: Any) -> Any:
+        """The half-precision value that a float32 one was made of, or that itself."""
+        narrow = self.copy(value, SOURCE)
+        return value if narrow is None else narrow
 
     def copy(self, value: object, key: Hashable) -> Any:
         """Another thing that was made of `value`, or None."""

@@ -182,7 +182,7 @@ def row_of(kind: Kind, group: list[Op]) -> OpRow:
         flops=sum(op.times * flops(op.eqn) for op in group),
         bytes=sum(op.times * sum(map(nbytes, outs(op))) for op in group),
         since=widened_at(group[0]) if flops(group[0].eqn) else "",
-        note=kind.note,
+        note=next(filter(None, (Reason.read(op.site.rule).note for op in group)), ""),
     )
 
 

@@ -1,0 +1,579 @@
+"""`autocast("float8")`: which products, in which regions and models."""
+
+import copy
+import pickle
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+import jamp
+from tests.jaxprs import equations, products
+from tests.marks import mostly_slow
+
+FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def operands(rows=32, n=64, columns=48):
+    keys = jax.random.split(jax.random.key(0), 2)
+    w = jax.random.normal(keys[1], (n, columns)) / n**0.5
+    return jax.random.normal(keys[0], (rows, n)), w
+
+
+def in_region(function, dtype="float8", **kwargs):
+    return jamp.autocast(dtype, **kwargs)(function)
+
+
+def matmul(x, w):
+    return x @ w
+
+
+def notes_of(function, *args, **kwargs):
+    """What `explain` says of each product, with its path."""
+    explanation = jamp.debug.explain(function, **kwargs)(*args)
+    return [(row.path, row.note) for row in explanation.rows if row.flops]
+
+
+def note_of(function, *args, dtype="float8"):
+    ((_, note),) = notes_of(function, *args, dtype=dtype)
+    return note
+
+
+# The region.
+
+
+def test_the_region_is_one_of_bfloat16():
+    with jamp.autocast("float8"):
+        assert jamp.is_autocast_enabled()
+        assert jamp.get_autocast_dtype() == jnp.bfloat16
+        x, w = operands()
+        h = x @ w
+        assert h.dtype == jnp.bfloat16
+        assert jax.nn.softmax(h).dtype == jnp.float32
+        assert (h + jnp.zeros(48)).dtype == jnp.bfloat16  # a bias
+
+
+def test_a_name_stands_for_the_default_recipe():
+    assert jamp.Float8() == jamp.Float8("tensorwise") != jamp.Float8("rowwise")
+    assert len({jamp.Float8(), jamp.Float8("tensorwise")}) == 1
+    named, given = jamp.autocast("float8"), jamp.autocast(jamp.Float8())
+    assert named.settings == given.settings
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_region_can_be_copied_and_pickled(recipe):
+    region = jamp.autocast(jamp.Float8(recipe), rules={"head": jamp.Float8("rowwise")})
+    for other in (pickle.loads(pickle.dumps(region)), copy.deepcopy(region)):
+        assert other.settings == region.settings
+
+
+def test_regions_nest():
+    x, w = operands()
+
+    def run(x, w):
+        with jamp.autocast("float8"):
+            a = x @ w
+            with jamp.autocast(jnp.bfloat16):
+                b = x @ w
+            with jamp.autocast(enabled=False):
+                c = x @ w
+        with jamp.autocast(jnp.float16):
+            with jamp.autocast("float8"):
+                return a, b, c, x @ w
+
+    found = products(run, x, w)
+    assert found == [{"float8_e4m3fn"}, {"bfloat16"}, {"float32"}, {"float8_e4m3fn"}]
+    assert products(jax.jit(run), x, w) == found
+
+
+@pytest.mark.parametrize(
+    "recipe", ["delayed", "Tensorwise", "", None, 8, jnp.float8_e4m3fn]
+)
+def test_a_bad_recipe_is_named_with_those_that_exist(recipe):
+    with pytest.raises(
+        ValueError, match=r"Float8\(recipe=.*'tensorwise', 'rowwise' or"
+    ):
+        jamp.Float8(recipe)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", jnp.float8_e5m2, "fp8"])
+def test_a_float8_dtype_is_no_region(dtype):
+    with pytest.raises(ValueError, match=r'"float8", or a jamp.Float8'):
+        jamp.autocast(dtype)
+
+
+@pytest.mark.parametrize("value", ["float9", jnp.float8_e4m3fn, "tensorwise"])
+def test_a_bad_value_of_rules_is_named_with_what_exists(value):
+    with pytest.raises(ValueError, match=r'"float8" or a jamp.Float8'):
+        jamp.autocast("float8", rules={"head": value})
+
+
+# Which products.
+
+QUALIFIED = [
+    (lambda x, w: x @ w, "float8 tensorwise"),
+    (lambda x, w: jnp.tensordot(x, w, 1), "float8 tensorwise"),
+    (lambda x, w: jnp.einsum("ij,jk->ki", x, w), "float8 tensorwise"),
+    (lambda x, w: jax.vmap(lambda row: row @ w)(x), "float8 tensorwise"),
+    (lambda x, w: x.astype(jnp.float16) @ w, "float8 tensorwise"),
+    (lambda x, w: x[:31] @ w, "no float8: 31x64x48, not multiples of 16"),
+    (lambda x, w: x[:, :40] @ w[:40], "no float8: 32x40x48, not multiples of 16"),
+    (lambda x, w: x @ w[:, :8], "no float8: 32x64x8, not multiples of 16"),
+    (lambda x, w: x[0] @ w, "no float8: 1x64x48, not multiples of 16"),
+    (lambda x, w: jnp.stack([x, x]) @ jnp.stack([w, w]), "no float8: batch dimensions"),
+    (
+        lambda x, w: jnp.einsum(
+            "iab,abk->ik", x.reshape(32, 8, 8), w.reshape(8, 8, 48)
+        ),
+        "no float8: 2 contracted dimensions",
+    ),
+    (
+        lambda x, w: lax.dot(x, w, precision=lax.DotAlgorithmPreset.BF16_BF16_F32),
+        "no float8: a precision of its own",
+    ),
+    (
+        lambda x, w: jax.jvp(lambda x: x @ w, (x,), (x,))[0],
+        "no float8: in a derivative",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "note"), QUALIFIED)
+def test_explain_says_why_a_product_is_in_float8_or_not(function, note):
+    x, w = operands()
+    notes = {note for _, note in notes_of(function, x, w, dtype="float8")}
+    assert notes == {note}
+    found = products(in_region(function), x, w)
+    assert all(dtypes <= FLOAT8 for dtypes in found) == note.startswith("float8")
+
+
+def test_a_product_of_nothing_is_in_bfloat16():
+    x, w = operands()
+    assert products(in_region(lambda x, w: x[:0] @ w), x, w) == [{"bfloat16"}]
+
+
+def test_what_asks_for_float32_runs_in_float32():
+    x, w = operands()
+    exact = lambda x, w: lax.dot(x, w, precision=lax.Precision.HIGHEST)
+    assert products(in_region(exact), x, w) == [{"float32"}]
+    assert products(in_region(lambda x, w: x[0] @ w[:, 0]), x, w) == [{"float32"}]
+
+
+def test_convolutions_and_ragged_products_are_in_bfloat16():
+    image, kernel = jnp.ones((16, 16, 16, 16)), jnp.ones((16, 16, 3, 3))
+    conv = in_region(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME"))
+    assert products(conv, image, kernel) == [{"bfloat16"}]
+    x, w = operands()
+    sizes = jnp.array([16, 16])
+    ragged = in_region(lambda x, w: lax.ragged_dot(x, jnp.stack([w, w]), sizes))
+    assert products(ragged, x, w) == [{"bfloat16", "int32"}]
+
+
+def test_a_float8_product_of_the_users_own_is_left():
+    x, w = operands()
+    x, w = x.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e5m2)
+    own = lambda x, w: lax.dot(x, w, preferred_element_type=jnp.float32)
+    for dtype in ("float8", jnp.bfloat16):
+        np.testing.assert_array_equal(in_region(own, dtype)(x, w), own(x, w))
+        assert products(in_region(jax.jit(own), dtype), x, w) == [FLOAT8]
+
+
+# Rules.
+
+
+def mlp(x, w):
+    for name in ("first", "second", "head"):
+        with jax.named_scope(name):
+            x = jnp.tanh(x @ w)
+    return x
+
+
+SQUARE = operands(columns=64)
+
+
+def dtypes_of(function, *args):
+    """Of the products, by the last name of their paths."""
+    rows = jamp.debug.explain(function)(*args).rows
+    return {row.path.rpartition("/")[2]: row.runs_in for row in rows if row.flops}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_rules_take_products_into_float8_and_out_of_it(jit):
+    run = jit(mlp)
+    only = {"first|second": "float8"}
+    found = dtypes_of(in_region(run, jnp.bfloat16, rules=only), *SQUARE)
+    assert found == {
+        "first": "float8_e4m3fn",
+        "second": "float8_e4m3fn",
+        "head": "bfloat16",
+    }
+    but = {"head": jnp.bfloat16, "first": jnp.float32}
+    found = dtypes_of(in_region(run, "float8", rules=but), *SQUARE)
+    assert found == {"first": "float32", "second": "float8_e4m3fn", "head": "bfloat16"}
+    found = dtypes_of(in_region(run, jnp.float16, rules=only), *SQUARE)
+    assert found["head"] == "float16" and found["first"] == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("key", [mlp, lax.dot_general_p, "first|second|head"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_a_key_is_of_any_kind(key, jit):
+    run = in_region(jit(mlp), jnp.bfloat16, rules={key: jamp.Float8("rowwise")})
+    assert [d <= FLOAT8 for d in products(run, *SQUARE)] == [True] * 3
+
+
+def test_other_ops_that_match_follow_the_tables():
+    def run(x, w):
+        with jax.named_scope("layer"):
+            h = x @ w
+            return h, jax.nn.softmax(h), jnp.stack([x, x]) @ jnp.stack([w, w])
+
+    h, p, batched = in_region(run, jnp.bfloat16, rules={"layer": "float8"})(*SQUARE)
+    assert (h.dtype, p.dtype, batched.dtype) == (
+        jnp.bfloat16,
+        jnp.float32,
+        jnp.bfloat16,
+    )
+    plain = in_region(run, jnp.bfloat16)(*SQUARE)
+    np.testing.assert_array_equal(batched, plain[2])
+
+
+def test_a_rule_that_matches_no_product_is_an_error():
+    run = in_region(mlp, jnp.bfloat16, rules={"heads": "float8"})
+    with pytest.raises(ValueError, match="no op matched 'heads'"):
+        run(*SQUARE)
+    run = in_region(
+        lambda x, w: jnp.tanh(x), jnp.bfloat16, rules={lax.tanh_p: "float8"}
+    )
+    with pytest.raises(ValueError, match="no op matched 'tanh'"):
+        run(*SQUARE)
+
+
+def test_the_first_rule_decides():
+    rules = {"head": jnp.bfloat16, "first|second|head": "float8"}
+    found = dtypes_of(in_region(mlp, jnp.bfloat16, rules=rules), *SQUARE)
+    assert found["head"] == "bfloat16" and found["first"] == "float8_e4m3fn"
+
+
+# Models that know nothing of jamp.
+
+
+class LinenMLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm()(x)
+        h = nn.gelu(nn.Dense(128)(x))
+        return nn.LayerNorm()(x + nn.Dense(64)(h))
+
+
+class NNXMLP(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(64, rngs=rngs)
+        self.up = nnx.Linear(64, 128, rngs=rngs)
+        self.down = nnx.Linear(128, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+def linen_model(x):
+    module = LinenMLP()
+    return module.apply, jax.jit(module.init)(jax.random.key(0), x)
+
+
+def nnx_model(x):
+    graph, state = nnx.split(NNXMLP(nnx.Rngs(0)))
+    return (lambda state, x: nnx.merge(graph, state)(x)), state
+
+
+def equinox_model(x):
+    mlp = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
+    params, static = eqx.partition(mlp, eqx.is_array)
+    return (lambda p, x: jax.vmap(jax.vmap(eqx.combine(p, static)))(x)), params
+
+
+def haiku_model(x):
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([128, 64])(x)))
+    return model.apply, jax.jit(model.init)(jax.random.key(0), x)
+
+
+def plain_model(x):
+    keys = jax.random.split(jax.random.key(0), 2)
+    shapes = (64, 128), (128, 64)
+    params = [jax.random.normal(k, s) / 8 for k, s in zip(keys, shapes, strict=True)]
+    return (lambda p, x: jax.nn.relu(x @ p[0]) @ p[1]), params
+
+
+MODELS = {
+    "linen": linen_model,
+    "nnx": nnx_model,
+    "equinox": equinox_model,
+    "haiku": haiku_model,
+    "plain": plain_model,
+}
+
+
+def loss_of(apply, dtype):
+    def loss(params, x):
+        with jamp.autocast(dtype):
+            y = apply(params, x)
+        return jnp.mean(jnp.float32(y) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_products_of_a_model_are_in_float8(name, recipe):
+    x = jax.random.normal(jax.random.key(1), (2, 16, 64))
+    apply, params = MODELS[name](x)
+    step = jax.value_and_grad(loss_of(apply, jamp.Float8(recipe)))
+    found = products(step, params, x)
+    in_float8 = [dtypes <= FLOAT8 for dtypes in found]
+    # Two layers of three products, of which one is a weight's gradient.
+    n_high = 2 if recipe == "rowwise_with_gw_hp" else 0
+    assert (in_float8.count(True), in_float8.count(False)) == (6 - n_high, n_high)
+    assert all(dtypes == {"bfloat16"} for dtypes in found if not dtypes <= FLOAT8)
+
+
+@pytest.mark.parametrize("name", ["linen", "plain"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_near_those_of_float32(name, recipe):
+    x = jax.random.normal(jax.random.key(1), (2, 16, 64))
+    apply, params = MODELS[name](x)
+    run = jax.jit(jax.value_and_grad(loss_of(apply, jamp.Float8(recipe))))
+    loss, grads = run(params, x)
+    with jax.default_matmul_precision("highest"):
+        true_loss, true_grads = jax.value_and_grad(
+            lambda p, x: jnp.mean(apply(p, x) ** 2)
+        )(params, x)
+    np.testing.assert_allclose(loss, true_loss, rtol=0.02)
+    largest = max(float(jnp.linalg.norm(g)) for g in jax.tree.leaves(true_grads))
+    for grad, truth in zip(*map(jax.tree.leaves, (grads, true_grads)), strict=True):
+        assert grad.dtype == truth.dtype
+        error = float(jnp.linalg.norm(grad - truth))
+        assert error <= 0.15 * float(jnp.linalg.norm(truth)) + 1e-3 * largest
+
+
+# What is kept, and how often it is made.
+
+
+def casts_to_float8(function, *args):
+    names = [
+        str(eqn.params["new_dtype"])
+        for eqn in equations(jax.make_jaxpr(function)(*args))
+        if eqn.primitive.name == "convert_element_type"
+    ]
+    return names.count("float8_e4m3fn"), names.count("float8_e5m2")
+
+
+def test_a_value_is_quantized_once_in_a_region():
+    x, w = operands()
+
+    def attention(weights, x):
+        with jamp.autocast("float8"):
+            return sum(jnp.sum(jnp.float32(x @ w)) for w in weights)
+
+    weights = [w, 2 * w, 3 * w]
+    assert casts_to_float8(attention, weights, x) == (1 + 3, 0)
+    assert casts_to_float8(jax.grad(attention, (0, 1)), weights, x) == (1 + 3, 3)
+
+
+def test_a_value_that_flax_promotes_is_quantized_once():
+    class QKV(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(64)(x)  # bfloat16, which each Dense makes float32 again
+            return [nn.Dense(64)(x) for _ in range(3)]
+
+    x = jnp.ones((16, 64))
+    params = jax.jit(QKV().init)(jax.random.key(0), x)
+    run = in_region(lambda params, x: QKV().apply(params, x))
+    assert casts_to_float8(run, params, x) == (1 + 1 + 1 + 3, 0)
+
+
+def saved_bytes(loss, *args):
+    return jamp.debug.explain(loss)(*args).to_dict()["saved_bytes"]
+
+
+def test_what_is_kept_for_the_backward_pass_is_float8():
+    def layers(weights, x):
+        for w in weights:
+            x = jax.nn.relu(x @ w)
+        return x
+
+    def loss(dtype):
+        def run(weights, x):
+            with jamp.autocast(dtype):
+                y = layers(weights, x)
+            return jnp.sum(jnp.float32(y))
+
+        return run
+
+    x, w = operands(rows=512, columns=64)
+    kept = {
+        dtype: saved_bytes(loss(dtype), [w] * 4, x) for dtype in ("bfloat16", "float8")
+    }
+    assert set(kept["float8"]) <= {"float8_e4m3fn", "float32", "bool"}
+    floats = {k: sum(v for n, v in d.items() if n != "bool") for k, d in kept.items()}
+    assert floats["float8"] <= 0.55 * floats["bfloat16"]
+
+
+# Derivatives and transforms.
+
+
+def loss(w, x, dtype="float8"):
+    with jamp.autocast(dtype):
+        y = jnp.tanh(x @ w)
+    return jnp.mean(jnp.float32(y) ** 2)
+
+
+def near(result, truth, tolerance=0.15):
+    for a, b in zip(*map(jax.tree.leaves, (result, truth)), strict=True):
+        error = np.linalg.norm(np.float64(a) - np.float64(b))
+        assert error <= tolerance * np.linalg.norm(np.float64(b))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_second_derivatives_are_right(recipe):
+    x, w = operands()
+
+    def penalty(dtype):
+        def run(w):
+            return jnp.sum(jax.grad(loss, 1)(w, x, dtype) ** 2)
+
+        return jax.grad(run)
+
+    truth = penalty(jnp.bfloat16)(w)
+    near(penalty(jamp.Float8(recipe))(w), truth)
+    near(jax.jit(penalty(jamp.Float8(recipe)))(w), truth)
+    directional = jax.jvp(
+        jax.grad(lambda w: loss(w, x, jamp.Float8(recipe))), (w,), (w,)
+    )
+    near(directional, jax.jvp(jax.grad(lambda w: loss(w, x, jnp.bfloat16)), (w,), (w,)))
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_second_derivative_that_would_be_wrong_is_refused(recipe, linear):
+    x, w = operands()
+
+    @jax.jit
+    def inner(w, x):
+        with jamp.autocast(jamp.Float8(recipe)):
+            y = x @ w
+        return jnp.sum(jnp.float32(y) if linear else jnp.float32(y) ** 2)
+
+    def penalty(w):
+        return jnp.sum(jax.grad(inner, 1)(w, x) ** 2)
+
+    with pytest.raises(NotImplementedError, match="float8 product has one derivative"):
+        jax.grad(penalty)(w)
+    jax.jit(penalty)(w)  # one derivative
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_forward_mode_has_a_bfloat16_tangent(recipe):
+    x, w = operands()
+    run = in_region(matmul, jamp.Float8(recipe))
+    y, tangent = jax.jvp(run, (x, w), (w.T[:32] * 0 + 1, w))
+    np.testing.assert_array_equal(y, run(x, w))
+    np.testing.assert_array_equal(
+        tangent,
+        jax.jvp(in_region(matmul, jnp.bfloat16), (x, w), (w.T[:32] * 0 + 1, w))[1],
+    )
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(jax.jit(run), (x, w), (x, w))
+
+
+def assert_same(a, b):
+    np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+def test_vmap_has_a_scale_for_each_example():
+    x, w = operands()
+    run = in_region(matmul)
+    batch = jnp.stack([x, 300 * x, x.at[0, 0].set(jnp.inf)])
+    together = jax.vmap(run, (0, None))(batch, w)
+    for row, example in zip(together, batch, strict=True):
+        assert_same(row, run(example, w))
+    inside = in_region(lambda batch, w: jax.vmap(matmul, (0, None))(batch, w))
+    assert not np.isfinite(np.float32(inside(batch, w))).any()  # one scale for all
+    grads = jax.vmap(jax.grad(loss), (None, 0))(w, batch[:2])
+    for grad, example in zip(grads, batch[:2], strict=True):
+        assert_same(grad, jax.grad(loss)(w, example))
+
+
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
+def test_remat_and_scan_change_no_bit(recipe):
+    x, w = operands(columns=64)
+    region = jamp.autocast(jamp.Float8(recipe))
+
+    def body(x, w):
+        with region:
+            return jnp.float32(jnp.tanh(x @ w))
+
+    def loop(weights, x, body):
+        for w in weights:
+            x = body(x, w)
+        return jnp.sum(x**2)
+
+    def scanned(weights, x, body):
+        return jnp.sum(lax.scan(lambda x, w: (body(x, w), None), x, weights)[0] ** 2)
+
+    weights = jnp.stack([w, -w, w / 2])
+    grads = jax.jit(jax.grad(loop), static_argnums=2)
+    truth = grads(weights, x, body)
+    policies = jax.checkpoint_policies
+    for policy in (None, policies.dots_saveable, policies.nothing_saveable):
+        near(grads(weights, x, jax.checkpoint(body, policy=policy)), truth, 1e-2)
+    grads = jax.jit(jax.grad(scanned), static_argnums=2)
+    near(grads(weights, x, body), truth, 1e-2)
+    near(grads(weights, x, jax.checkpoint(body)), truth, 1e-2)
+
+
+def test_an_inf_reaches_the_loss_scaler():
+    x, w = operands()
+    scaler = jamp.dynamic_loss_scale(optax.sgd(0.1))
+    state = scaler.init(w)
+    _, grads = jamp.value_and_grad(loss, state)(w, x.at[0, 0].set(jnp.inf))
+    new, state = jamp.step(scaler, grads, state, w)
+    assert bool(jamp.metrics(state)["found_inf"])
+    np.testing.assert_array_equal(new, w)
+
+
+def test_find_nonfinite_goes_through_a_scale():
+    x, w = operands()
+
+    def run(w, x):
+        with jamp.autocast("float8"):
+            return jnp.sum(jnp.log(jnp.abs(x).at[0, 0].set(0.0)) @ w)
+
+    report = jamp.debug.find_nonfinite(run)(w, x).to_dict()
+    assert [op["primitive"] for op in report["ops"]] == ["log"]
+    report = jamp.debug.find_nonfinite(jax.grad(loss))(w, x.at[0, 0].set(jnp.nan))
+    assert report.to_dict()["ops"] == []
+    assert report.found == ["x"]
+
+
+def test_one_trace_for_each_shape_and_no_transfer():
+    traces = []
+
+    @jax.jit
+    def step(w, x):
+        traces.append(None)
+        return jax.value_and_grad(loss)(w, x)
+
+    x, w = operands()
+    step(w, x)
+    with jax.transfer_guard("disallow"):
+        step(w, x)
+    assert len(traces) == 1

@@ -1,0 +1,111 @@
+"""float8 on a mesh: whose largest number makes the scale, and what that costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jamp
+from shared.collectives import COLLECTIVE
+from tests.marks import mostly_slow
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+DEVICES = 2
+WHOLE, BY_ROWS, BY_COLUMNS = P(None, None), P("data", None), P(None, "data")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def operands():
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (64, 32))
+    return jax.random.normal(keys[1], (32, 48)) / 6, x.at[:32].mul(8.0)
+
+
+def loss(dtype):
+    def run(w, x):
+        with jamp.autocast(dtype):
+            y = jnp.tanh(x @ w) @ w.T
+        return jnp.mean(jnp.float32(y) ** 2)
+
+    return run
+
+
+def gradients(dtype):
+    return jax.jit(jax.grad(loss(dtype), (0, 1)))
+
+
+def count(function, *args):
+    return len(COLLECTIVE.findall(function.lower(*args).compile().as_text()))
+
+
+def mesh_of(axis_type):
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
+
+
+def placed(mesh, w_spec=WHOLE, x_spec=BY_ROWS):
+    w, x = operands()
+    w = jax.device_put(w, NamedSharding(mesh, w_spec))
+    return w, jax.device_put(x, NamedSharding(mesh, x_spec))
+
+
+def assert_near(results, truth, tolerance):
+    for a, b in zip(results, truth, strict=True):
+        a, b = np.float64(a), np.float64(b)
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
+def test_a_scale_is_that_of_the_whole_array(recipe):
+    run = gradients(jamp.Float8(recipe))
+    on_one = run(*operands())
+    assert_near(run(*placed(mesh_of(AxisType.Auto))), on_one, 0.01)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_reduces_are_those_of_scales_over_the_mesh(recipe):
+    arguments = placed(mesh_of(AxisType.Auto))
+    plain = count(gradients(jnp.bfloat16), *arguments)
+    found = count(gradients(jamp.Float8(recipe)), *arguments)
+    # Of two activations and two cotangents. The gradient of the weight contracts what
+    # lies on several devices: rowwise has their maxima in one. Whole rows need none.
+    more = {"tensorwise": 4, "rowwise": 1, "rowwise_with_gw_hp": 0}[recipe]
+    assert found - plain == more
+
+
+@pytest.mark.parametrize(("w_spec", "x_spec"), [(WHOLE, BY_ROWS), (BY_COLUMNS, WHOLE)])
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
+def test_axes_may_be_explicit(recipe, w_spec, x_spec):
+    def one_layer(w, x):
+        with jamp.autocast(jamp.Float8(recipe)):
+            return jnp.mean(jnp.float32(x @ w) ** 2)
+
+    truth = jax.grad(one_layer, (0, 1))(*operands())
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        w, x = placed(mesh, w_spec, x_spec)
+        grads = jax.jit(jax.grad(one_layer, (0, 1)))(w, x)
+        assert [g.sharding.spec for g in grads] == [w_spec, x_spec]
+    assert_near(grads, truth, 0.02)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
+def test_shard_map_has_a_scale_for_each_device_and_no_collective_more(recipe, check):
+    mesh = mesh_of(AxisType.Auto)
+
+    def mapped(dtype):
+        step = jax.shard_map(
+            lambda w, x: jax.lax.pmean(jax.grad(loss(dtype))(w, x), "data"),
+            mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check,
+        )  # fmt: skip
+        return jax.jit(step)
+
+    w, x = operands()
+    run = mapped(jamp.Float8(recipe))
+    assert count(run, w, x) == count(mapped(jnp.bfloat16), w, x)
+    alone = jax.jit(jax.grad(loss(jamp.Float8(recipe))))
+    parts = [alone(w, part) for part in jnp.split(x, DEVICES)]
+    factor = DEVICES if check else 1  # the gradient of what is not mapped is summed
+    assert_near([run(w, x)], [factor * sum(parts) / DEVICES], 0.02)

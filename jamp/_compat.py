@@ -70,14 +70,6 @@ def cotangent_sharding(x: jax.Array) -> Any:
     return sharding if sharding.mesh._any_axis_explicit else None
 
 
-def alike_varying(x: jax.Array, y: jax.Array) -> list[jax.Array]:
-    """Two values that vary over the same axes of a `shard_map`, as a product's do."""
-    axes = [getattr(jax.typeof(z), "vma", frozenset()) for z in (x, y)]
-    missing = [tuple(sorted((axes[0] | axes[1]) - own)) for own in axes]
-    pairs = zip((x, y), missing, strict=True)
-    return [jax.lax.pcast(z, m, to="varying") if m else z for z, m in pairs]
-
-
 def current_traceback() -> Any:
     return source_info_util.current().traceback
 

@@ -104,7 +104,6 @@ def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
         function: Callable[..., jax.Array] = product_in_any_mode(product)
     else:
         function = product_of(product, dtypes)
-    left, right = trace.call(_compat.alike_varying, [left, right], {})
     leaves, tree = jax.tree.flatten(inputs)
     return trace.call(flat(function, tree), [left, right, *leaves], {})
 

@@ -1,6 +1,6 @@
 """Matrix products and convolutions: which are lowered, and what gives float32.
 
-Four kinds of product are none that torch's list of lowered ops means:
+Three kinds of product are none that torch's list of lowered ops means:
 
     dot       of two vectors: torch promotes its inputs
     outer     it contracts nothing, as `einsum("t,k->tk")`: a multiplication, which
@@ -9,7 +9,6 @@ Four kinds of product are none that torch's list of lowered ops means:
     highest   its own call says `precision=HIGHEST`, or names an algorithm of float32:
               what the user asks for. The default of `jax.default_matmul_precision` is
               for all products, and says nothing
-    float8    of the user's own: its inputs are float8 already
 """
 
 import jax
@@ -22,12 +21,10 @@ from .._compat import array_dtype
 from .._tree import HALVES
 from .casting import CastingTrace
 from .decision import Action, Op, Params, Reason, Source, Values
-from .float8 import is_float8
-from .ops import KEEP, LOWER, PRIMITIVES, PROMOTE
+from .ops import LOWER, PRIMITIVES, PROMOTE
 
 OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
 HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
-FLOAT8 = Action(KEEP, why=Reason("float8", Source.PRIMITIVE, "dot_general"))
 DEFAULTS = ("highest", "float32")  # of `jax.default_matmul_precision`
 
 
@@ -40,10 +37,7 @@ def for_product(op: Op, action: Action | None) -> Action | None:
         return action
     if name == "dot_general" and not params["dimension_numbers"][0][0]:
         return OUTER
-    dtypes = [getattr(x, "dtype", None) for x in op.given]
-    if any(map(is_float8, dtypes)):
-        return FLOAT8
-    wide = jnp.float32 in dtypes
+    wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
     return HIGHEST if wide and is_highest(params.get("precision")) else action
 
 

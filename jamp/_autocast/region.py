@@ -43,6 +43,7 @@ To this come some refinements:
   float32, such as `jnp.zeros((4, 4))`, is an array and no number.
 - Products that are none (`products.py`): of two vectors, of nothing that is
   contracted, and those whose call says `precision=HIGHEST`.
+- Products in float8, where it is asked for and they qualify (`float8_products.py`).
 - Draws (`draws.py`) are made in float32, and functions that read the dtype of their
   input in Python (`refused.py`) refuse half precision.
 

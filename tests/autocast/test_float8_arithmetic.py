@@ -105,11 +105,12 @@ def expected(recipe, x, w, g):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_and_gradients_are_those_of_the_recipe(recipe, dtype):
     rng = np.random.default_rng(2)
-    rows = 2.0 ** rng.integers(-6, 6, size=(32, 1))
+    rows = 2.0 ** rng.integers(-14, 14, size=(32, 1))  # more than a format holds
+    columns = 2.0 ** rng.integers(-14, 14, size=(1, 48))
     x = jnp.asarray(rng.normal(size=(32, 64)) * rows, dtype)
-    w = jnp.asarray(rng.normal(size=(64, 48)) / 8, dtype)
+    w = jnp.asarray(rng.normal(size=(64, 48)) * columns, dtype)
     y, vjp = jax.vjp(product(recipe), x, w)
-    g = jnp.asarray(rng.normal(size=y.shape) * rows, y.dtype)
+    g = jnp.asarray(rng.normal(size=y.shape) * rows * columns, y.dtype)
     results = y, *vjp(g)
     assert [r.dtype for r in results] == [jnp.bfloat16, dtype, dtype]
     for result, truth in zip(results, expected(recipe, x, w, g), strict=True):

@@ -6,9 +6,9 @@ inputs are cast (`preparing`, `casting`), and it is bound on the trace below. An
 holds jaxprs or Python functions goes to `nested`, `thunks`, `custom_calls`,
 `custom_equations` or `writes`, and comes back to the trace, op by op (`rewriting`).
 `notes` remember what a value was made of, for `bias`, `conversion` and `moves`;
-`products`, `draws`, `refused` and `left_alone` are about ops of these kinds. Products in
-`float8` have their choice in `float8_products`, their numbers in `float8_arithmetic` and
-their gradients in `float8_derivative`.
+`products`, `draws`, `refused` and `left_alone` are about ops of these kinds.
+Products in `float8` have their choice in `float8_products`, their numbers in
+`float8_arithmetic` and their gradients in `float8_derivative`.
 
 May import: `_checks`, `_tree`, `_compat`.
 """

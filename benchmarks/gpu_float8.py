@@ -13,9 +13,9 @@ for query, key and value. "casts" are arrays cast to float8; "kernels per cast" 
 those beyond bfloat16's, and ratios are those to bfloat16.
 """
 
+import contextlib
 import functools
 import os
-import sys
 
 from benchmarks import _harness, gpu_programs
 
@@ -46,9 +46,8 @@ def flax_models(args):
             }
             if name == "mlp":
                 by_flax = model.clone(by_flax=True)
-                no_region = __import__("contextlib").nullcontext
                 rows[f8.FLAX] = functools.partial(
-                    f8.training, by_flax, no_region, shape
+                    f8.training, by_flax, contextlib.nullcontext, shape
                 )
             batch = functools.partial(f8.make_batch, *shape)
             found[f"{name} {width}"] = rows, batch
@@ -115,7 +114,11 @@ def print_model(title, results):
 
 
 def collectives(row, devices):
-    """Collectives of the MLP's data-parallel step: "jit" and "shard_map" -> number."""
+    """Collectives of the MLP's data-parallel step: all, and those of scales.
+
+    Returns:
+      "jit" and "shard_map" -> the two numbers.
+    """
     import jax
     import numpy as np
     from jax.sharding import NamedSharding
@@ -151,7 +154,9 @@ def collectives(row, devices):
             step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P())
         out = NamedSharding(mesh, P())
         text = jax.jit(step, out_shardings=out).lower(*args).compile().as_text()
-        found[mode] = len(COLLECTIVE.findall(text))
+        results = COLLECTIVE.findall(text)
+        of_scales = sum("s32[" in result for result in results)  # exponents
+        found[mode] = len(results), of_scales
     return found
 
 
@@ -193,12 +198,17 @@ def print_collectives(args):
 
     devices = gpu_programs.h100s(DEVICES)
     results = {row: collectives(row, devices) for row in REGIONS}
+    modes = "jit", "shard_map"
+    columns = (f"{mode}{what}" for mode in modes for what in ("", ", of scales"))
     _harness.print_table(
-        ("collectives, 8 H100s", "jit", "shard_map"),
-        ((row, *map(str, found.values())) for row, found in results.items()),
+        ("collectives, 8 H100s", *columns),
+        (
+            (row, *(str(n) for mode in modes for n in found[mode]))
+            for row, found in results.items()
+        ),
     )
     _harness.save(args.json, results)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -82,6 +82,7 @@ PARTS = (
     Part("tests", 180, TESTS, TESTS),
     benchmark("train-gpt2", 420, "train_step", "--models", "gpt2"),
     benchmark("torch-train", 420, "torch_train_step"),
+    benchmark("float8", 480, "float8_step"),
     benchmark("loss-scale", 240, "loss_scale_overhead", full=sizes("1e8,1e7")),
     benchmark("loss-scale-1b", 240, "loss_scale_overhead", full=sizes("1e6,1e9")),
     benchmark("eager", 120, "eager_overhead"),

@@ -81,11 +81,13 @@ def h100s(count=1):
     ).devices
 
 
-def program(make_row, make_batch, sharding):
-    """The figures of a row's step, its state donated."""
-    import jax
+def compile_step(make_row, make_batch, sharding, **options):
+    """The jaxpr of a row's step and the program, its state donated.
 
-    from shared import hlo
+    Args:
+      **options: XLA's.
+    """
+    import jax
 
     treedef, step = None, None
 
@@ -99,7 +101,15 @@ def program(make_row, make_batch, sharding):
         args = jax.eval_shape(init), *jax.eval_shape(make_batch)
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         jitted = jax.jit(_harness.flat(step, treedef), donate_argnums=0)
-        return hlo.summarize(jitted.lower(*jax.tree.map(place, args)).compile())
+        traced = jitted.trace(*jax.tree.map(place, args))
+        return traced.jaxpr, traced.lower().compile(compiler_options=options)
+
+
+def program(make_row, make_batch, sharding):
+    """The figures of a row's step, its state donated."""
+    from shared import hlo
+
+    return hlo.summarize(compile_step(make_row, make_batch, sharding)[1])
 
 
 def main():

@@ -1,0 +1,67 @@
+"""How many matrix products of a training step run in float8, traced and compiled."""
+
+import re
+from typing import NamedTuple
+
+import jax
+
+from . import hlo
+
+CUBLAS = re.compile(r'custom_call_target="__cublas\$(\S*)"')
+
+
+class Products(NamedTuple):
+    """Matrix products of a program, of which attention kernels are no part."""
+
+    float8: int
+    all: int
+
+
+def is_float8(dtype: object) -> bool:
+    """Of jaxprs and of HLO: `float8_e4m3fn`, `f8e4m3fn`."""
+    return str(dtype).startswith(("float8", "f8"))
+
+
+def equations(jaxpr):
+    """All equations, those of inner jaxprs included."""
+    is_jaxpr = lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr")
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                yield from equations(inner)
+
+
+def traced_products(jaxpr) -> Products:
+    """Those that jamp asks for."""
+    found = [
+        [v.aval.dtype for v in eqn.invars]
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name == "dot_general"
+    ]
+    return Products(sum(all(map(is_float8, d)) for d in found), len(found))
+
+
+def casts(jaxpr) -> int:
+    """How many arrays are cast to float8."""
+    return sum(
+        eqn.primitive.name == "convert_element_type"
+        and is_float8(eqn.outvars[0].aval.dtype)
+        for eqn in equations(jaxpr)
+    )
+
+
+def compiled_products(text: str) -> Products:
+    """Those of an optimized HLO for a GPU: calls of cuBLAS, and products in kernels
+    that XLA makes with Triton."""
+    found = []
+    for name, instructions in hlo.parse(text).items():
+        if name == "ENTRY":
+            continue  # is there by its own name too
+        shapes = {i.name: i.shape for i in instructions}
+        for i in instructions:
+            if i.op == "dot":
+                found.append(all(is_float8(shapes[n]) for n in i.operands))
+            elif i.op == "custom-call" and (call := CUBLAS.search(i.text)):
+                found.append(call.group(1) == "lt$matmul$f8")
+    return Products(sum(found), len(found))

@@ -1,0 +1,235 @@
+"""The form of float8 products that XLA makes float8 kernels of.
+
+A form that XLA does not know gives the same numbers from slower kernels, and nothing
+says so. The form that jamp asks for is looked at here in jaxprs, and what XLA's GPU
+compiler makes of it where JAX's CUDA plugin is installed, which needs no GPU.
+"""
+
+import importlib.util
+import os
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jamp
+from benchmarks import gpu_float8, gpu_programs
+from shared import float8
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+TENSORWISE, ROWWISE, GW_HP = "tensorwise", "rowwise", "rowwise_with_gw_hp"
+RECIPES = (TENSORWISE, ROWWISE, GW_HP)
+X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+W = jax.ShapeDtypeStruct((32, 48), jnp.float32)
+BIAS = jax.ShapeDtypeStruct((48,), jnp.float32)
+
+
+def plain(x, w):
+    return jnp.matmul(x, w)
+
+
+def wide(x, w):
+    """Half precision that gives float32."""
+    x, w = (y.astype(jnp.bfloat16) for y in (x, w))
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+
+class Form(NamedTuple):
+    """A `dot_general`, and what its result is multiplied by."""
+
+    shape: tuple[int, ...]
+    left: str
+    right: str
+    out: str
+    precision: object
+    scales: tuple[tuple[int, ...], ...]  # the shapes of the factors
+    after: tuple[str, ...]  # the ops that follow
+
+
+def forms(jaxpr):
+    """Those of all products, in the order of the program."""
+    found = []
+    for inner in {id(j): j for j in jaxprs(jaxpr)}.values():
+        made = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+        for eqn in inner.eqns:
+            if eqn.primitive.name == "dot_general":
+                dtypes = [str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)]
+                precision = eqn.params["precision"]
+                highest = precision and {p.name for p in precision} == {"HIGHEST"}
+                chain = followed(inner, made, eqn.outvars[0])
+                shape = eqn.outvars[0].aval.shape
+                found.append(
+                    Form(shape, *dtypes, "HIGHEST" if highest else None, *chain)
+                )
+    return found
+
+
+def jaxprs(jaxpr):
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    yield jaxpr
+    is_jaxpr = lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr")
+    for eqn in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                yield from jaxprs(inner)
+
+
+def followed(jaxpr, made, var):
+    """What a value is multiplied by, and the ops that take what comes out."""
+    scales = []
+    while True:
+        users = [eqn for eqn in jaxpr.eqns if var in eqn.invars]
+        if [eqn.primitive.name for eqn in users] != ["mul"]:
+            return tuple(scales), tuple(eqn.primitive.name for eqn in users)
+        (factor,) = (v for v in users[0].invars if v is not var)
+        while (eqn := made.get(factor)) and eqn.primitive.name in (
+            "broadcast_in_dim",
+            "convert_element_type",
+        ):
+            factor = eqn.invars[0]
+        scales.append(factor.aval.shape)
+        var = users[0].outvars[0]
+
+
+def in_float8(function, recipe=TENSORWISE, **region):
+    region = {"dtype": jamp.Float8(recipe), **region}
+    return jamp.autocast(**region)(function)
+
+
+def both_ways(function):
+    """The function's result, and the gradients of its inputs."""
+
+    def run(*args):
+        y, backward = jax.vjp(function, *args)
+        return y, backward(jnp.ones_like(y))
+
+    return run
+
+
+def forms_of(function, *args):
+    return forms(jax.make_jaxpr(function)(*args))
+
+
+def gradients_of(function, *args):
+    """The products of the left and of the right input's gradient."""
+    by_shape = {form.shape: form for form in forms_of(both_ways(function), *args)}
+    return by_shape[X.shape], by_shape[W.shape]
+
+
+HIGHEST = "HIGHEST"
+OUT, ROWS, COLUMNS, INNER = (64, 48), (64,), (48,), (32,)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scales"),
+    [(TENSORWISE, ((),)), (ROWWISE, (ROWS, COLUMNS)), (GW_HP, (ROWS, COLUMNS))],
+)
+def test_the_forward_product_is_multiplied_by_its_scales_alone(recipe, scales):
+    (form,) = forms_of(in_float8(plain, recipe), X, W)
+    assert form == Form(OUT, E4M3, E4M3, "bfloat16", None, scales, ())
+
+
+def test_a_float32_result_comes_from_the_product_itself():
+    (form,) = forms_of(in_float8(wide), X, W)
+    assert form == Form(OUT, E4M3, E4M3, "float32", None, ((),), ())
+
+
+def test_in_float16_the_product_is_float32_until_it_is_scaled():
+    function = in_float8(
+        plain, dtype=jnp.float16, rules={lax.dot_general_p: jamp.Float8()}
+    )
+    (form,) = forms_of(function, X, W)
+    cast = ("convert_element_type",)
+    assert form == Form(OUT, E4M3, E4M3, "float32", None, ((),), cast)
+
+
+def test_the_backward_products_are_multiplied_by_a_scalar_and_summed_precisely():
+    dgrad, wgrad = gradients_of(in_float8(plain), X, W)
+    after = ("convert_element_type",)
+    assert dgrad == Form(X.shape, E5M2, E4M3, "bfloat16", HIGHEST, ((),), after)
+    assert wgrad == Form(W.shape, E4M3, E5M2, "bfloat16", HIGHEST, ((),), after)
+
+
+def test_rowwise_backward_products_have_the_scales_of_their_own_rows():
+    dgrad, wgrad = gradients_of(in_float8(plain, ROWWISE), X, W)
+    after = ("convert_element_type",)
+    assert dgrad == Form(X.shape, E4M3, E4M3, "bfloat16", HIGHEST, (ROWS, INNER), after)
+    assert wgrad == Form(
+        W.shape, E4M3, E4M3, "bfloat16", HIGHEST, (INNER, COLUMNS), after
+    )
+
+
+def test_the_weights_gradient_may_stay_in_half_precision():
+    dgrad, wgrad = gradients_of(in_float8(plain, GW_HP), X, W)
+    assert (dgrad.left, dgrad.right) == (E4M3, E4M3)
+    assert (wgrad.left, wgrad.right, wgrad.scales) == ("bfloat16", "bfloat16", ())
+
+
+def test_under_vmap_the_product_is_direct_and_has_a_scale_for_each_example():
+    stacked = jax.ShapeDtypeStruct((2, *X.shape), X.dtype)
+    (form,) = forms_of(jax.vmap(in_float8(plain), (0, None)), stacked, W)
+    assert form == Form((2, 64, 48), E4M3, E4M3, "bfloat16", None, ((2,),), ())
+
+
+def with_bias(x, w, bias):
+    y = jnp.matmul(x, w)
+    return y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float8_is_kept_for_the_backward_pass_and_scales(recipe):
+    def keep(x, w):
+        return jax.vjp(in_float8(plain, recipe), x, w)[1]
+
+    kept = [(str(x.dtype), x.size) for x in jax.tree.leaves(jax.eval_shape(keep, X, W))]
+    arrays = sorted((dtype, size) for dtype, size in kept if size in (X.size, W.size))
+    left = "bfloat16" if recipe == GW_HP else E4M3
+    assert arrays == sorted([(left, X.size), (E4M3, W.size)])
+    scales = [size for dtype, size in kept if dtype == "float32"]
+    assert len(kept) == len(arrays) + len(scales)
+    expected = {TENSORWISE: [1, 1], ROWWISE: [32, 32], GW_HP: [1]}[recipe]
+    assert scales == expected
+
+
+# What XLA makes of the forms. Without the CUDA plugin this is not tested.
+STACKED = jax.ShapeDtypeStruct((2, *X.shape), X.dtype)
+FLOAT16 = {"dtype": jnp.float16, "rules": {lax.dot_general_p: jamp.Float8()}}
+COMPILED = {
+    "forward": (in_float8(plain), X, W),
+    "float32 result": (in_float8(wide), X, W),
+    "float16": (in_float8(plain, **FLOAT16), X, W),
+    "backward": (both_ways(in_float8(plain)), X, W),
+    "rowwise": (both_ways(in_float8(plain, ROWWISE)), X, W),
+    "vmap": (jax.vmap(in_float8(plain), (0, None)), STACKED, W),
+    "vmap, backward": (
+        jax.vmap(both_ways(in_float8(plain)), (0, None)),
+        STACKED,
+        W,
+    ),
+    "bias": (in_float8(with_bias), X, W, BIAS),
+}
+PRODUCTS = {"backward": 3, "rowwise": 3, "vmap, backward": 3}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None
+    or os.environ.get("JAX_PLATFORMS") != "cpu",
+    reason="needs jax-cuda12-plugin, and JAX_PLATFORMS=cpu so that it asks for no GPU",
+)
+@pytest.mark.parametrize("gemm", gpu_float8.GEMMS)
+@pytest.mark.parametrize("name", COMPILED)
+def test_xla_makes_float8_kernels_of_all_products(name, gemm):
+    function, *args = COMPILED[name]
+    mesh = jax.sharding.Mesh(gpu_programs.h100s(), "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.P())
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in args]
+    with gpu_programs.as_on_a_gpu():
+        lowered = jax.jit(function).trace(*args).lower()
+        compiled = lowered.compile(compiler_options=gpu_float8.GEMMS[gemm])
+    text = compiled.as_text()
+    found = float8.compiled_products(text)
+    assert found.float8 == found.all == PRODUCTS.get(name, 1)
+    if (name, gemm) == ("bias", "cuBLAS"):
+        assert '"epilogue":"BIAS"' in text, "the bias is added by the product's kernel"

@@ -71,7 +71,7 @@ def trained(
         params, opt_state = carry
         grads = jax.grad(loss_fn)(params, make_batch(key, octaves=octaves))
         updates, opt_state = tx.update(grads, opt_state)
-        return (optax.apply_updates(params, updates), opt_state), None
+        return (jax.tree.map(jnp.add, params, updates), opt_state), None
 
     keys = jax.random.split(data_key, STEPS)
     (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), keys)

@@ -6,6 +6,7 @@ and with the same batches; prints a table and a sample, draws `runs/gpt/training
 
     python examples/gpt.py                        # a minute or two on a CPU
     python examples/gpt.py --seeds 0 1 2
+    python examples/gpt.py --precisions bfloat16 float8 float8-rowwise
     python examples/gpt.py --layers 12 --width 768 --heads 12 --length 1024 \\
         --batch-size 32 --accumulate 8 --steps 20000  # GPT-2's size, for a GPU
 
@@ -21,9 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from harness import Training, add_flag, compare, make_parser, report
+from harness import PRECISIONS, Training, add_flag, compare, make_parser, report
 
 import jamp
+
+FLOAT8 = {
+    "float8": jamp.Float8(),  # or its name, "float8"
+    "float8-rowwise": jamp.Float8("rowwise"),
+    "float8-rowwise_with_gw_hp": jamp.Float8("rowwise_with_gw_hp"),
+}
 
 
 class Block(nnx.Module):
@@ -62,9 +69,15 @@ class GPT(nnx.Module):
         return self.head(self.norm(x))
 
 
+def autocast(precision):
+    """The region of a run, by the name that `--precisions` has for it."""
+    dtype = FLOAT8.get(precision, precision)
+    return jamp.autocast(dtype=dtype, enabled=precision != "float32")
+
+
 def loss_fn(model, text, precision):
     """Mean cross entropy of each next byte, in nats; text [batch, length + 1]."""
-    with jamp.autocast(dtype=precision, enabled=precision != "float32"):
+    with autocast(precision):
         logits = model(text[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])
         return losses.mean()
@@ -145,7 +158,7 @@ def sample(model, prompt, key, length, precision):
     text = jnp.zeros((1, length), jnp.uint8).at[0, : len(prompt)].set(prompt)
 
     def write(position, text):
-        with jamp.autocast(dtype=precision, enabled=precision != "float32"):
+        with autocast(precision):
             logits = model(text)[0, position - 1]
         logits = logits.astype(jnp.float32) / 0.7  # noise is drawn in their dtype
         draw = jax.random.categorical(jax.random.fold_in(key, position), logits)
@@ -155,7 +168,7 @@ def sample(model, prompt, key, length, precision):
 
 
 def main(argv=None):
-    parser = make_parser(__doc__, "gpt", steps=300)
+    parser = make_parser(__doc__, "gpt", steps=300, choices=(*PRECISIONS, *FLOAT8))
     add = functools.partial(add_flag, parser)
     add("--layers", 3, "transformer blocks")
     add("--width", 128, "of the residual stream")

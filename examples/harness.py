@@ -37,7 +37,11 @@ STYLES = {  # color and line width; all are drawn on top of each other
     "float32": ("#f0a33c", 3.5),
     "bfloat16": ("#4c9f70", 1.4),
     "float16": ("#1761b0", 1.4),
+    "float8": ("#8e44ad", 1.4),
+    "float8-rowwise": ("#d35400", 1.4),
+    "float8-rowwise_with_gw_hp": ("#7f8c8d", 1.4),
 }
+PRECISIONS = "float32", "bfloat16", "float16"  # that every example has
 RED = "#c8102e"
 MAY_CHANGE = {"steps", "seeds", "precisions", "save_every", "out", "resume", "devices"}
 
@@ -61,7 +65,11 @@ class Run(NamedTuple):
 
 
 def make_parser(
-    doc: str | None, name: str, steps: int, precisions=("float32", "float16")
+    doc: str | None,
+    name: str,
+    steps: int,
+    precisions=("float32", "float16"),
+    choices=PRECISIONS,
 ):
     """The flags that all examples have."""
     parser = argparse.ArgumentParser(
@@ -70,7 +78,7 @@ def make_parser(
     add = functools.partial(add_flag, parser)
     add("--steps", steps, "optimizer steps")
     add("--seeds", [0], "a run for each, and their spread in the table", nargs="+")
-    add("--precisions", precisions, "to compare", nargs="+", choices=list(STYLES))
+    add("--precisions", precisions, "to compare", nargs="+", choices=choices)
     add("--growth-interval", 50, "finite steps until the loss scale grows")
     add("--save-every", 100, "steps between checkpoints")
     add("--out", Path("runs") / name, "folder of picture, logs and checkpoints")

@@ -1,5 +1,6 @@
 """Each example runs, small, and does what it says."""
 
+import functools
 import importlib
 import re
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+
+import jamp
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = [path.stem for path in EXAMPLES.glob("*.py")]
@@ -52,6 +55,36 @@ def test_float16_trains_beside_float32(name, load, tmp_path, capsys):
     for tag in (b"train/grad_norm", b"train/loss_scale", b"train/skipped_steps"):
         assert tag in events.read_bytes()
     assert re.search(r"float16.*\d", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_float8_trains_beside_bfloat16(load, tmp_path):
+    gpt = load("gpt")
+    precisions = "bfloat16", *gpt.FLOAT8
+    flags = (
+        "--steps 12 --layers 1 --width 32 --heads 2 --length 16 --batch-size 4 "
+        f"--precisions {' '.join(precisions)} --out"
+    )
+    runs = gpt.main([*flags.split(), str(tmp_path)])
+    losses = {name: runs[name, 0].history["loss"] for name in precisions}
+    for name in gpt.FLOAT8:
+        assert losses[name] == pytest.approx(losses["bfloat16"], rel=0.01)
+    assert len({tuple(values) for values in losses.values()}) == len(precisions)
+
+    model, text = runs["float8", 0].state[0], np.zeros((2, 17), np.uint8)
+    for name in gpt.FLOAT8:
+        loss_fn = functools.partial(gpt.loss_fn, precision=name)
+        rows = jamp.debug.explain(loss_fn)(model, text).rows
+        notes = [row.note for row in rows for _ in range(row.times) if row.note]
+        recipe = gpt.FLOAT8[name].recipe
+        assert notes.count(f"float8 {recipe}") == 5  # of each layer, and the head
+        assert set(notes) == {f"float8 {recipe}", "no float8: batch dimensions"}
+
+
+def test_another_example_has_no_float8(load, capsys):
+    with pytest.raises(SystemExit):
+        load("resnet").main(["--precisions", "float8"])
+    assert "invalid choice: 'float8'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -177,7 +177,7 @@ FAULTS = (
         "dtype = E4M3 if is_rowwise else E5M2",
         "dtype = E4M3",
         "float8",
-        "product: tensorwise, sixteenths",
+        "product: tensorwise, whole numbers",
     ),
     Fault(
         "a product's gradients have one scale for an array, not for rows",

@@ -43,7 +43,7 @@ torchao's scale is 0 for an inf, and jamp's is nan. So that is compared in produ
 
 `x @ w` in a region, in jit and outside, and its gradients, beside a Linear from
 `torchao.float8.convert_to_float8_training`. Inputs and cotangents are of bfloat16:
-normal, with outliers, with an inf and a nan, or multiples of 1/16, of which float32 has
+normal, with outliers, with an inf and a nan, or whole numbers, of which float32 has
 every sum. In one case `x` has three dimensions, in another the weight is of float32.
 XLA was told to round wherever it is asked to (`xla_allow_excess_precision=false`). ULPs
 are units in the last place of bfloat16, at the largest distance. In small products no

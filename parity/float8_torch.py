@@ -61,11 +61,16 @@ def config(recipe: str) -> Float8LinearConfig:
 
 def product(case: Product) -> list[np.ndarray]:
     """The product of a Linear's input and weight, and the gradients of both."""
-    x, w, ct = map(tensor, case.inputs())
+    return product_of(case.recipe, *case.inputs())
+
+
+def product_of(recipe: str, *inputs: np.ndarray) -> list[np.ndarray]:
+    """The same for `x`, `w` and a cotangent."""
+    x, w, ct = map(tensor, inputs)
     linear = torch.nn.Linear(*w.shape, bias=False, dtype=w.dtype)
     linear.weight = torch.nn.Parameter(w.t().contiguous())
     model = torch.nn.Sequential(linear)
-    model = convert_to_float8_training(model, config=config(case.recipe))
+    model = convert_to_float8_training(model, config=config(recipe))
     x.requires_grad_()
     y = model(x)
     y.backward(ct)

@@ -148,6 +148,7 @@ compare_behavior = behaviors.compare_with
 FLOAT8_CASTS, FLOAT8_PRODUCTS = float8_cases.CASTS, float8_cases.PRODUCTS
 FLOAT8_PATHS, load_float8 = float8_jamp.PATHS, float8_golden.load
 float8_casts, float8_product = float8_jamp.casts, float8_jamp.product
+FLOAT8_RESULTS = float8.RESULTS
 
 OPS, load_ops, dtypes_of_op = ops.CASES, ops_golden.load, ops_jamp.dtypes
 

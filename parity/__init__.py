@@ -4,7 +4,7 @@ import importlib
 from types import ModuleType
 
 # Of the parts, in the report's order.
-NAMES = ("training", "scale", "behaviors", "ops", "faults", "peers")
+NAMES = ("training", "scale", "behaviors", "ops", "float8", "faults", "peers")
 
 
 def part_named(name: str) -> ModuleType:

@@ -21,8 +21,8 @@ except ImportError:
         return sequence
 
 
-LIBRARIES = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "jmp", "keras")
-LIBRARIES += ("mixed-precision-for-JAX", "grampax")
+LIBRARIES = ("torch", "torchao", "jax", "jaxlib", "flax", "optax", "numpy", "jmp")
+LIBRARIES += ("keras", "mixed-precision-for-JAX", "grampax")
 
 
 def _versions() -> str:

@@ -50,6 +50,7 @@ class Fault(NamedTuple):
 
 
 _RULE = "_scaling/rule.py"
+_FLOAT8 = "_autocast/float8_arithmetic.py"
 FAULTS = (
     Fault(
         "the scale grows one step late",
@@ -153,6 +154,38 @@ FAULTS = (
         "return bias",
         "ops",
         "linear: nn.Dense, float16",
+    ),
+    Fault(
+        "a scale of float8 uses half of the format's range",
+        _FLOAT8,
+        "EXPONENTS = {E4M3: 8,",
+        "EXPONENTS = {E4M3: 7,",
+        "float8",
+        "cast: float32 to E4M3, whole array",
+    ),
+    Fault(
+        "the largest number of float8 counts as out of range",
+        _FLOAT8,
+        "ABOVE_1_75 = 0x1FFFFF",
+        "ABOVE_1_75 = 0x200000",
+        "float8",
+        "cast: bfloat16 to E5M2, rows",
+    ),
+    Fault(
+        "gradients are cast to E4M3 where it should be E5M2",
+        _FLOAT8,
+        "dtype = E4M3 if is_rowwise else E5M2",
+        "dtype = E4M3",
+        "float8",
+        "product: tensorwise, whole numbers",
+    ),
+    Fault(
+        "a product's gradients have one scale for an array, not for rows",
+        _FLOAT8,
+        "return self.free(side) if rows else None",
+        "return None",
+        "float8",
+        "product: rowwise, outliers, 96x192x128, seed 4",
     ),
 )
 CASES = {fault.name: fault for fault in FAULTS}

@@ -1,8 +1,9 @@
 """torch's results in files, so that jamp can be checked without torch.
 
 `golden.npz` has what the parts with a function `golden` give; the dtypes of ops are in
-`golden_ops.json`. The tests of these files, in `tests/torch/`, import this module and
-nothing else of the suite: its last names are for them.
+`golden_ops.json`, and torchao's casts and products in `golden_float8.npz`. The tests of
+these files, in `tests/torch/`, import this module and nothing else of the suite: its
+last names are for them.
 """
 
 import itertools
@@ -17,6 +18,10 @@ import numpy as np
 from . import (
     behaviors,
     cases,
+    float8,
+    float8_cases,
+    float8_golden,
+    float8_jamp,
     jamp_side,
     ops,
     ops_golden,
@@ -53,9 +58,12 @@ def check(
     if write:
         save(made)
         ops_golden.write_golden(results[ops])
+        float8_golden.write_golden(results[float8])
     committed = load()
     found = differences(committed, made) + behaviors.stale(committed, made)
-    return found + (ops_golden.differences(results[ops]) if ops in results else [])
+    for part, file in ((ops, ops_golden), (float8, float8_golden)):
+        found += file.differences(results[part]) if part in results else []
+    return found
 
 
 def pack(results: Mapping[ModuleType, Sequence[Result]]) -> dict[str, np.ndarray]:
@@ -136,6 +144,11 @@ run_scale = jamp_side.run_scale
 
 BEHAVIORS, LIVE = behaviors.CASES, behaviors.LIVE
 compare_behavior = behaviors.compare_with
+
+FLOAT8_CASTS, FLOAT8_PRODUCTS = float8_cases.CASTS, float8_cases.PRODUCTS
+FLOAT8_PATHS, load_float8 = float8_jamp.PATHS, float8_golden.load
+float8_casts, float8_product = float8_jamp.casts, float8_jamp.product
+FLOAT8_RESULTS = float8.RESULTS
 
 OPS, load_ops, dtypes_of_op = ops.CASES, ops_golden.load, ops_jamp.dtypes
 

@@ -1,0 +1,225 @@
+"""Products in float8, against torchao: casts, results and gradients, and their error.
+
+jamp's recipes are torchao's with scales that are powers of two. Casts are compared as
+bits. So are products with one scale for an array; those with a scale for each row may
+be one unit in the last place (ULP) of bfloat16 apart. Both are held against the exact
+product in float64 as well.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import float8_jamp
+from .float8_cases import ABOVE_EDGE, CASTS, PRODUCTS, AboveEdge, Casts, Product
+from .float8_report import EDGE_REASON, RESULTS, Edge, Shown, section
+from .ops import ulps
+from .result import Result
+from .trajectory import digest
+
+__all__ = ["CASES", "TITLE", "run", "section"]
+
+TITLE = "Products in float8"
+
+Case = Casts | AboveEdge | Product
+CASES: dict[str, Case] = {case.name: case for case in (*CASTS, ABOVE_EDGE, *PRODUCTS)}
+# How many units in the last place of bfloat16 a result may be from torchao's: the sums
+# are of float32, and each library adds in its own order.
+MOST_ULPS = {"tensorwise": 0, "rowwise": 1, "rowwise_with_gw_hp": 1}
+LEAST_DECIBELS = (28.0, 24.5, 24.5)  # of `RESULTS`
+
+
+def run(case: Case, device: str) -> Result:
+    """Casts or multiplies in torchao and in jamp, on the CPU whatever the device is.
+
+    A GPU's float8 kernels add with fewer digits than float32 has.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        if isinstance(case, Casts):
+            return _run_casts(case)
+        return _run_edge(case) if isinstance(case, AboveEdge) else _run_product(case)
+
+
+def _run_casts(case: Casts) -> Result:
+    from . import float8_torch  # here, as the golden file needs no torch
+
+    mismatches = {"values": 0, "scales": 0}
+    compared, where, digests = 0, "", []
+    found = float8_jamp.casts(case)
+    for name, x in case.arrays().items():
+        torch = float8_torch.cast(x, case.format, case.axiswise_dim)
+        digests.append(digest(*torch))
+        for field, here, there in zip(mismatches, found[name], torch, strict=True):
+            wrong = differing(here, there)
+            mismatches[field] += wrong
+            compared += there.size
+            if wrong and not where:
+                where = f"{case.name}, {name}: {wrong} of {there.size} {field} differ"
+    data = Shown(arrays=len(digests), golden={"digests": np.stack(digests)})
+    return Result(case.name, compared, mismatches, where, data=data)
+
+
+def differing(x: np.ndarray, y: np.ndarray) -> int:
+    """How many elements of two arrays differ; all, if the shapes do."""
+    return int(np.count_nonzero(x != y)) if x.shape == y.shape else max(x.size, 1)
+
+
+def _run_edge(case: AboveEdge) -> Result:
+    from . import float8_torch
+
+    edges, differ = [], 0
+    for n in case.exponents:
+        x, row = case.array(n), case.next(n, 64)
+        torch = float8_torch.cast(x, "E4M3", None)
+        jamp = float8_jamp.cast(x, "E4M3", None)
+        theirs = float8_torch.cast(row, "E4M3", -1)[1]
+        ours = float8_jamp.cast(row, "E4M3", (1,))[1]
+        apart = np.flatnonzero(theirs != ours)
+        reach = int(apart.max(initial=-1)) + 1
+        edges.append(Edge(n, x, stands_for(torch), stands_for(jamp), reach))
+        differ += sum(differing(a, b) for a, b in zip(jamp, torch, strict=True))
+    where = f"{case.name}: {differ} numbers and scales differ"
+    compared = 3 * len(edges)  # two numbers and a scale
+    return Result(case.name, compared, {"above": differ}, where, EDGE_REASON, edges)
+
+
+def stands_for(cast: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of E4M3, and the inverse of their scale."""
+    values, inverse = cast
+    return values.view(jnp.float8_e4m3fn).astype(np.float32), inverse
+
+
+class Comparison(NamedTuple):
+    """An array of jamp's beside torchao's."""
+
+    wrong: int  # how many elements are not as close as they must be
+    differ: int  # how many are not equal
+    ulps: float  # the largest distance of two that are finite
+    where: str  # what is wrong, in words
+
+
+def compare(
+    torch: np.ndarray, jamp: np.ndarray, most: float, cancels: bool = False
+) -> Comparison:
+    """Compares two arrays of numbers that bfloat16 has.
+
+    Args:
+      torch: torchao's.
+      jamp: jamp's.
+      most: how many units in the last place of bfloat16 they may be apart.
+      cancels: to count in those of the largest number, not of each.
+    """
+    kinds = [(x.shape, x.dtype.name) for x in (jamp, torch)]
+    if kinds[0] != kinds[1]:
+        where = f"is of {kinds[0]}, torchao's of {kinds[1]}"
+        return Comparison(torch.size, torch.size, np.inf, where)
+    half = jamp.astype(jnp.bfloat16)
+    unrounded = int(np.count_nonzero(differ_as_numbers(half.astype(jamp.dtype), jamp)))
+    if unrounded:
+        where = f"is not rounded to bfloat16 in {unrounded} places"
+        return Comparison(unrounded, unrounded, np.inf, where)
+    differ = differ_as_numbers(torch, jamp)
+    finite = [np.isfinite(x.astype(np.float64)) for x in (torch, jamp)]
+    both, largest, wrong = finite[0] & finite[1], 0.0, 0
+    if both.any():
+        apart = ulps(torch[both], jamp[both], jnp.bfloat16, cancels)
+        largest, wrong = float(apart.max()), int(np.count_nonzero(apart > most))
+    wrong += int(np.count_nonzero(differ & ~both))
+    where = f"differs in {wrong} places, by up to {largest:.0f} ULPs" if wrong else ""
+    return Comparison(wrong, int(np.count_nonzero(differ)), largest, where)
+
+
+def differ_as_numbers(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Where two arrays have other numbers; a nan is a nan."""
+    return (x != y) & ~(np.isnan(x) & np.isnan(y))
+
+
+def _run_product(case: Product) -> Result:
+    from . import float8_torch
+
+    torch = float8_torch.product(case)
+    mismatches: dict[str, int] = dict.fromkeys(RESULTS, 0)
+    where = ""
+    found: dict[str, list[Comparison]] = {name: [] for name in RESULTS}
+    paths = (float8_jamp.JIT,) if case.is_large else float8_jamp.PATHS
+    most = 1 if case.is_large else MOST_ULPS[case.recipe]
+    jamp: list[np.ndarray] = []
+    for path in paths:
+        jamp = float8_jamp.product(case, path)
+        for name, x, y in zip(RESULTS, torch, jamp, strict=True):
+            compared = compare(x, y, most, cancels=case.is_large)
+            found[name].append(compared)
+            mismatches[name] += compared.wrong
+            if compared.where and not where:
+                where = f"{case.name}, {path}: the {name} {compared.where}"
+    shown = Shown(
+        product=case,
+        values=[len(paths) * x.size for x in torch],
+        differ=[sum(c.differ for c in of) for of in found.values()],
+        ulps=[max(c.ulps for c in of) for of in found.values()],
+    )
+    if case.is_in_golden_file:
+        bits = {name: x.view(np.uint16) for name, x in zip(RESULTS, torch, strict=True)}
+        shown = shown._replace(golden=bits)
+    compared = sum(shown.values)
+    if case.is_large:
+        half = float8_jamp.product(case, float8_jamp.JIT, jnp.bfloat16)
+        sides = {"jamp": jamp, "torchao": torch, "bfloat16": half}
+        errors = {name: error_of(case, x) for name, x in sides.items()}
+        shown = shown._replace(decibels=errors)
+        low = too_far(errors)
+        mismatches["error"] = len(low)
+        compared += 2 * len(RESULTS)
+        where = where or "".join(f"{case.name}: {text}" for text in low[:1])
+    return Result(case.name, compared, mismatches, where, data=shown)
+
+
+def too_far(errors: Mapping[str, Sequence[float]]) -> list[str]:
+    """Which errors of jamp and torchao are larger than they may be, in words."""
+    return [
+        f"{library}'s {name} is {error:.2f} dB from exact, less than {least}"
+        for library in ("jamp", "torchao")
+        for name, error, least in zip(
+            RESULTS, errors[library], LEAST_DECIBELS, strict=True
+        )
+        if not error >= least
+    ]
+
+
+def error_of(case: Product, found: Iterable[np.ndarray]) -> list[float]:
+    """How far the product and the gradients are from exact, in decibels.
+
+    Returns:
+      For each, 20 times the logarithm of its norm over that of the error.
+    """
+    return [decibels(e, x) for e, x in zip(exact(case), found, strict=True)]
+
+
+def decibels(exact: np.ndarray, found: np.ndarray) -> float:
+    """20 times the logarithm to base 10 of the norm over that of the error.
+
+    >>> decibels(np.array([3.0, 4.0]), np.array([3.0, 4.5]))
+    20.0
+    """
+    error = np.linalg.norm(found.astype(np.float64) - exact)
+    return float(20 * np.log10(np.linalg.norm(exact) / error))
+
+
+@functools.lru_cache(maxsize=1)  # for three sides of a case
+def exact(case: Product) -> list[np.ndarray]:
+    """The product and the gradients in float64."""
+    x, w, ct = (a.astype(np.float64) for a in case.inputs())
+    flat_x, flat_ct = x.reshape(-1, x.shape[-1]), ct.reshape(-1, ct.shape[-1])
+    return [x @ w, ct @ w.T, flat_x.T @ flat_ct]
+
+
+def golden_of(result: Result) -> dict[str, Any]:
+    """The arrays that the golden file has of a case, by name."""
+    shown = result.data
+    if not isinstance(shown, Shown):
+        return {}
+    return {f"{result.case}/{name}": array for name, array in shown.golden.items()}

@@ -1,0 +1,50 @@
+"""torchao's float8 in a file, to check jamp without torch.
+
+Of the casts the file has digests: of the float8 numbers and the inverse scales of each
+array. Of products it has the results, where no sum is rounded on any machine.
+"""
+
+import pathlib
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+
+import numpy as np
+
+from . import float8
+from .result import Result
+
+PATH = pathlib.Path(__file__).with_name("golden_float8.npz")
+VERSION = "torchao_version"
+
+
+def pack(results: Iterable[Result]) -> dict[str, np.ndarray]:
+    """The arrays, by case and by what they are."""
+    made = {VERSION: np.array(version("torchao").split("+")[0])}
+    for result in results:
+        made |= float8.golden_of(result)
+    return made
+
+
+def write_golden(results: Iterable[Result]) -> None:
+    """Replaces the committed file."""
+    arrays: Mapping[str, np.ndarray] = pack(results)
+    np.savez_compressed(PATH, **arrays)  # type: ignore[arg-type]
+
+
+def load() -> dict[str, np.ndarray]:
+    """The committed file."""
+    with np.load(PATH) as file:
+        return dict(file)
+
+
+def differences(results: Iterable[Result]) -> list[str]:
+    """The arrays that the committed file lacks, has too many, or has otherwise."""
+    made, committed = pack(results), load()
+    names = (made.keys() | committed.keys()) - {VERSION}
+    return sorted(
+        name
+        for name in names
+        if name not in made
+        or name not in committed
+        or not np.array_equal(made[name], committed[name])
+    )

@@ -510,8 +510,25 @@ def test_vmap_has_a_scale_for_each_example():
         assert_same(grad, jax.grad(loss)(w, example))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_jit_changes_no_bit(recipe):
+    """XLA may not quantize the float32 number that a bfloat16 one was rounded from."""
+    x, w = operands(rows=64, columns=64)
+
+    def layers(weights, x):
+        with jamp.autocast(jamp.Float8(recipe)):
+            for w in weights:
+                x = jax.nn.gelu(x @ w)
+        return jnp.sum(jnp.float32(x) ** 2)
+
+    weights = [w, 2 * w.T, -w]
+    grads = jax.grad(layers)(weights, x)
+    for grad, other in zip(grads, jax.jit(jax.grad(layers))(weights, x), strict=True):
+        np.testing.assert_array_equal(grad, other)
+
+
 @pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
-def test_remat_and_scan_change_no_bit(recipe):
+def test_remat_and_scan_change_little(recipe):
     x, w = operands(columns=64)
     region = jamp.autocast(jamp.Float8(recipe))
 

@@ -81,28 +81,56 @@ def product_sizes(
     return rows, left[i], columns
 
 
-def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
-    """Runs a product that qualifies in float8."""
-    half = trace.settings.dtype
+def product_for(op: Op, half: np.dtype, recipe: str) -> Product:
+    """What a product that qualifies is in float8."""
     (i,), (j,) = op.params["dimension_numbers"][0]
     names = "precision", "out_sharding"
-    left, right = op.args
-    product = Product(
+    return Product(
         contracted=(i, j),
-        ndims=(np.ndim(left), np.ndim(right)),
+        ndims=(np.ndim(op.args[0]), np.ndim(op.args[1])),
         params=tuple((name, op.params.get(name)) for name in names),
         out=asked_for(op, half),
         half=half,
         recipe=recipe,
     )
+
+
+def inputs_of(
+    product: Product,
+    left: Any,
+    right: Any,
+    quantize: Callable[[Any, Axes], Scaled],
+    lower: Callable[[Any], Any],
+) -> Inputs:
+    """What a product is computed from.
+
+    Args:
+      quantize: makes the float8 copy of a value, with a scale along some axes.
+      lower: casts a value to half precision.
+    """
     inputs = Inputs(
-        in_float8(trace, left, product.contracting(0)),
-        in_float8(trace, right, product.contracting(1)),
-        in_float8(trace, left, product.kept(0)),
-        in_float8(trace, right, product.kept(1)),
+        quantize(left, product.contracting(0)),
+        quantize(right, product.contracting(1)),
+        quantize(left, product.kept(0)),
+        quantize(right, product.kept(1)),
     )
-    if recipe == "rowwise_with_gw_hp":
-        inputs = inputs._replace(kept_left=trace.cast(left, half))
+    if product.recipe == "rowwise_with_gw_hp":
+        inputs = inputs._replace(kept_left=lower(left))
+    return inputs
+
+
+def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
+    """Runs a product that qualifies in float8."""
+    half = trace.settings.dtype
+    left, right = op.args
+    product = product_for(op, half, recipe)
+    inputs = inputs_of(
+        product,
+        left,
+        right,
+        functools.partial(in_float8, trace),
+        lambda x: trace.cast(x, half),
+    )
     trace.effects.touched = True
     count, is_forward = _compat.derivatives(trace.parent)
     dtypes = array_dtype(left), array_dtype(right)

@@ -15,6 +15,7 @@ except Exception as _error:  # JAX's inside has moved; the rest of jamp does wit
 
 # float8: how the matrix products of a region are quantized, and which ones bear it
 from ._autocast.float8 import Float8 as Float8
+
 try:
     from ._debug.calibrate import calibrate as calibrate
 except Exception as _error:

@@ -16,11 +16,12 @@ from .._autocast.float8 import RECIPES, Float8, as_float8
 from .._autocast.region import enter
 from .._checks import brief, flag, is_traced, number
 from .._tree import HALVES, PyTree
-from .calibration import Calibration, ProductRow
+from .calibration import Calibration
 from .call import FlatCall, open_call
-from .choice import Choice, chosen, rules_of
+from .choice import Choice, Wanted, agreed, chosen, rules_of
 from .probe import Probe, Product
 from .product_errors import DIRECTIONS
+from .product_row import ProductRow
 
 # A product of numbers that each lose the most that rounding takes loses 14 %: 1/8 in
 # E5M2, the format of gradients, and 1/16 in E4M3. More is underflow.
@@ -32,8 +33,8 @@ BAD_DTYPE = """calibrate(dtype={}): the dtype must be "float8", a jamp.Float8 wi
 of its recipes ({}), float16 or bfloat16."""
 NO_LOSS = """calibrate(loss_fn): {} must return a loss, a floating number of shape [], \
 or a tuple that begins with one; got {}."""
-NO_PARAMS = """calibrate(loss_fn)(*args): the first argument must hold floating arrays, \
-the parameters, as for jax.grad; it holds none."""
+NO_PARAMS = """calibrate(loss_fn)(*args): the first argument must hold floating \
+arrays, the parameters, as for jax.grad; it holds none."""
 NO_VALUES = """calibrate runs the function: {!r} must be an array; got {!r}. Call it \
 outside of jax.jit, with a real batch."""
 
@@ -93,7 +94,7 @@ def calibrate(
       >>> x = jnp.ones((16, 32)).at[0, 0].set(2.0**20)
       >>> report = jamp.calibrate(loss_fn, skip_small=False)(params, x)
       >>> report.rules
-      {'(^|/)down$': Float8(recipe='rowwise'), '(^|/)up$': dtype('bfloat16')}
+      {'(^|/)down$': 'float8', '(^|/)up$': Float8(recipe='rowwise')}
       >>> with jamp.autocast(jnp.bfloat16, rules=report.rules):
       ...     loss = loss_fn(params, x)
 
@@ -168,7 +169,7 @@ def run(call: FlatCall, probe: Probe) -> None:
 
 def loss_in(function: str, result: PyTree) -> jax.Array:
     """The loss that a function returned, perhaps beside other things."""
-    loss = result[0] if isinstance(result, tuple) and result else result
+    loss: Any = result[0] if isinstance(result, tuple) and result else result
     is_array = isinstance(loss, jax.Array) and loss.shape == ()
     if not is_array or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(NO_LOSS.format(function, brief(loss)))
@@ -194,11 +195,17 @@ def judged(
         choice = chosen(errors, product.sizes, tolerance, skip_small)
         if not errors:  # in a derivative: it runs as it was traced
             choice = Choice(names[-1], "not measured")
-        fits = names[0] in RECIPES and not product.problem
-        wanted.append((product.scope, choice.name, fits))
+        qualifies = names[0] in RECIPES and not product.problem
+        wanted.append(Wanted(product.scope, choice.name, qualifies))
         rows.append(row_of(product, numbers, errors, choice))
+    by_scope = agreed(wanted)
+    for place, (scope, name, qualifies) in enumerate(wanted):
+        together = by_scope.get(scope, name)
+        if together != name and (qualifies or together == "float32"):
+            why = "as another product of this module"
+            rows[place] = rows[place]._replace(choice=together, why=why)
     scopes = [product.scope for product in probe.found]
-    return rows, rules_of(wanted, scopes, probe.in_float32)
+    return rows, rules_of(by_scope, scopes, probe.in_float32)
 
 
 def errors_in(
@@ -235,5 +242,3 @@ def row_of(
         choice.name,
         choice.why,
     )
-
-

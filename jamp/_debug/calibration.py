@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from .._checks import shown
-from .choice import FLOAT8, as_rule, called
+from .calibration_plot import plot_errors
+from .choice import as_rule, called
 from .product_errors import DIRECTIONS
+from .product_row import ProductRow
 from .report import SHOWN, Report
 from .table import Table, percent, shortened
 
@@ -19,26 +21,6 @@ NO_PATH = """{} no module path, so no rule can name {}: {}. Linen and Haiku writ
 paths; for NNX, calibrate and train `jamp.nnx.named_scopes(model)`; elsewhere put the \
 product into `with jax.named_scope("name"):`."""
 NOT_JSON = """Calibration.from_json takes what `to_json()` returned, as text; got {}."""
-
-
-class ProductRow(NamedTuple):
-    """One product of a `Calibration`; the runs of a loop, and equal ones, together."""
-
-    path: str  # the modules around it, "" if it has none
-    line: str
-    primitive: str
-    sizes: str  # "rows x contracted x columns", or the shapes of both inputs
-    spread: dict[str, float]  # "x", "w", "g" -> powers of two between row maxima
-    # By dtype or recipe and direction: the errors of the whole and of the worst row.
-    errors: dict[str, dict[str, tuple[float, float]]]
-    problem: str  # why it cannot run in float8, or ""
-    choice: str  # "float8", "rowwise", "bfloat16", "float16" or "float32"
-    why: str  # and not what was asked for
-
-    def worst(self, name: str) -> float | None:
-        """The largest error in a dtype or recipe, None if it was not measured."""
-        found = self.errors.get(name, {}).values()
-        return max((max(pair) for pair in found), default=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -147,8 +129,6 @@ class Calibration(Report):
           ImportError: matplotlib is not installed.
           TypeError: `ax` is no Axes.
         """
-        from .calibration_plot import plot_errors
-
         return plot_errors(self, ax)
 
     def _parts(self, table: Table) -> list[str]:
@@ -163,7 +143,9 @@ class Calibration(Report):
             f"{self.function}: {share} of {len(rows)} products in {asked}, with errors "
             f"up to {percent(self.tolerance)}"
         )
-        head += f" at a loss scale of {self.loss_scale:g}" if self.loss_scale > 1 else ""
+        head += (
+            f" at a loss scale of {self.loss_scale:g}" if self.loss_scale > 1 else ""
+        )
         more = len(rows) - SHOWN
         parts = [head, rows_table(rows[:SHOWN], table)]
         parts.append(f"... and {more} more, see to_dict()" if more > 0 else "")

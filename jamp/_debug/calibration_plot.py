@@ -6,12 +6,11 @@ import numpy as np
 
 from .choice import called
 from .plots import BLUE, RED, axes
+from .product_row import ProductRow
 from .table import percent, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from .calibration import ProductRow
 
 ORANGE, GREEN, GRAY = "#e8912b", "#5a9e6f", "#777777"
 STYLES = {  # a color and a marker
@@ -27,7 +26,7 @@ class Calibrated(Protocol):
     """What is drawn of a `Calibration`."""
 
     @property
-    def rows(self) -> "list[ProductRow]": ...
+    def rows(self) -> list[ProductRow]: ...
     @property
     def tolerance(self) -> float: ...
 
@@ -40,9 +39,7 @@ def plot_errors(report: Calibrated, ax: "Axes | None") -> "Axes":
     names = list(dict.fromkeys(name for row in rows for name in row.errors))
     for name in names:
         worst = [row.worst(name) for row in rows]
-        drawn = [
-            (place, min(error, 1.0)) for place, error in enumerate(worst) if error
-        ]
+        drawn = [(place, min(error, 1.0)) for place, error in enumerate(worst) if error]
         color, marker = STYLES.get(name, (GRAY, "x"))
         where, errors = [p for p, _ in drawn], [e for _, e in drawn]
         ax.plot(errors, where, marker, color=color, label=called(name), zorder=3)

@@ -14,7 +14,17 @@ from .product_errors import DIRECTIONS
 from .table import percent
 
 TENSORWISE = RECIPES[0]  # which rules and reports call "float8"
+HALVES = ("bfloat16", "float16")
+CAREFUL = (FLOAT8, *RECIPES[1:], *HALVES, "float32")  # more and more
 Errors = Mapping[str, tuple[float, float]]  # direction -> whole, worst slice
+
+
+class Wanted(NamedTuple):
+    """What a product is to run in."""
+
+    scope: str  # the module path as rules see it
+    name: str
+    qualifies: bool  # for float8, if that is asked for; else the region leaves it
 
 
 class Choice(NamedTuple):
@@ -77,27 +87,38 @@ def beyond(errors: Errors, tolerance: float) -> str:
     return ""
 
 
+def agreed(wanted: Iterable[Wanted]) -> dict[str, str]:
+    """For each scope the most careful dtype that a product of it asks for.
+
+    Scopes whose products all run in what the region gives them have none.
+
+    >>> agreed([Wanted("a", "float8", True), Wanted("a", "rowwise", True)])
+    {'a': 'rowwise'}
+    """
+    names: dict[str, str] = {}
+    for scope, name, qualifies in wanted:
+        if scope and (qualifies or name == "float32"):
+            names[scope] = max(names.get(scope, name), name, key=CAREFUL.index)
+    return names
+
+
 def rules_of(
-    wanted: Iterable[tuple[str, str, bool]], scopes: Iterable[str], mixed: set[str]
+    names: Mapping[str, str], scopes: Iterable[str], mixed: set[str]
 ) -> dict[str, str]:
-    """Regular expressions for scopes, each with the most careful dtype asked for there.
+    """Regular expressions for scopes, with what runs there.
 
     Args:
-      wanted: a scope; what a product of it is to run in; whether it could run in what
-        was asked for at all, so that the region must be told otherwise.
+      names: by scope, what `agreed` says.
       scopes: of all products.
       mixed: scopes with other ops, which belong in float32. No rule brings those into
         half precision.
     """
-    careful = (FLOAT8, "rowwise", "rowwise_with_gw_hp", "bfloat16", "float16")
-    order = {name: place for place, name in enumerate((*careful, "float32"))}
-    scopes, names = sorted(set(scopes)), {}
-    for scope, name, is_told in wanted:
-        if scope and (is_told or name == "float32"):
-            names[scope] = max(names.get(scope, name), name, key=order.__getitem__)
-    halves = ("bfloat16", "float16")
-    kept = {s: n for s, n in names.items() if not (n in halves and s in mixed)}
-    return {pattern_of(scope, scopes): name for scope, name in sorted(kept.items())}
+    scopes = sorted(set(scopes))
+    return {
+        pattern_of(scope, scopes): name
+        for scope, name in sorted(names.items())
+        if not (name in HALVES and scope in mixed)
+    }
 
 
 def pattern_of(scope: str, scopes: Sequence[str]) -> str:

@@ -69,6 +69,7 @@ class Probe:
         self.found.setdefault(product, {})
         if op.is_baked:
             return out
+        trace.effects.touched = True  # what is not is run as it was traced
         return trace.call(self.tap(product, op), [*op.args, out], {})
 
     def tap(self, product: Product, op: Op) -> Callable[..., jax.Array]:
@@ -113,7 +114,7 @@ def product_of(scope: str, op: Op) -> Product:
     else:
         contracting, batch = op.params["dimension_numbers"]
         simple = not batch[0] and len(contracting[0]) == 1
-        sizes = product_sizes(*shapes, contracting) if simple else ()
+        sizes = product_sizes(shapes[0], shapes[1], contracting) if simple else ()
         problem = unfit(op)
     line = innermost_own(_compat.current_frames())
     return Product(scope, line, op.name, shapes, sizes, problem)

@@ -162,8 +162,7 @@ def run(call: FlatCall, probe: Probe) -> None:
     # They would stop it where a candidate overflows, which is measured here.
     with jax.debug_nans(False), jax.debug_infs(False):
         params = [call.arrays[i] for i in wrt]
-        grads = jax.jit(jax.grad(loss))(params, call.arrays)
-        jax.block_until_ready(grads)
+        jax.block_until_ready(jax.grad(loss)(params, call.arrays))
         jax.effects_barrier()
 
 

@@ -1,6 +1,7 @@
 """Which dtype a product is to run in, of those that were measured, and which rules say
 so."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -80,10 +81,12 @@ def beyond(errors: Errors, tolerance: float) -> str:
     for direction in DIRECTIONS:
         if direction in errors and not max(errors[direction]) <= tolerance:
             whole, worst = errors[direction]
-            where = "" if whole > tolerance else " in the worst row or column"
-            top = whole if where == "" else worst
-            text = percent(round(top, 3)) if top < 1e6 else "all"
-            return f"{direction} loses {text}{where}"
+            if not math.isfinite(worst):
+                return f"{direction} overflows"
+            if whole > tolerance:
+                return f"{direction} loses {percent(round(whole, 3))}"
+            lost = percent(round(worst, 3))
+            return f"{direction} loses {lost} in the worst row or column"
     return ""
 
 

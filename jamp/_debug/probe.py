@@ -17,10 +17,10 @@ import numpy as np
 
 from .. import _compat
 from .._autocast.casting import CastingTrace
-from .._autocast.decision import CASTABLE, FLOAT32_DTYPE, Action, Kind, Op
+from .._autocast.decision import CASTABLE, Action, Kind, Op
 from .._autocast.float8 import RECIPES
 from .._autocast.float8_products import product_sizes, unfit
-from .product_errors import Numbers, backward_numbers, forward_numbers, probed
+from .product_errors import Numbers, measures
 from .sites import innermost_own, is_module
 
 IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATISTIC)
@@ -76,13 +76,12 @@ class Probe:
         """A function of both inputs and the result, which returns the result."""
         left_out = RECIPES if product.problem else ()
         names = [name for name in self.names if name not in left_out]
-        p = probed(op, names, self.scale)
+        measure = measures(op, names, self.scale)
         send = functools.partial(self.add, product)
-        wide = lambda x: jnp.asarray(x).astype(FLOAT32_DTYPE)
 
         @jax.custom_vjp
         def tapped(left, right, out):
-            jax.debug.callback(send, forward_numbers(p, wide(left), wide(right)))
+            jax.debug.callback(send, measure.forward(left, right))
             return out
 
         def fwd(left, right, out):
@@ -90,8 +89,7 @@ class Probe:
 
         def bwd(inputs, cotangent):
             left, right = inputs
-            numbers = backward_numbers(p, wide(left), wide(right), cotangent)
-            jax.debug.callback(send, numbers)
+            jax.debug.callback(send, measure.backward(left, right, cotangent))
             return jnp.zeros_like(left), jnp.zeros_like(right), cotangent
 
         tapped.defvjp(fwd, bwd)

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
-from .._autocast.decision import FLOAT32_DTYPE, Op
+from .._autocast.decision import FLOAT32_DTYPE, Op, Params
 from .._autocast.float8 import E4M3, RECIPES
-from .._autocast.float8_arithmetic import product_of, quantized
+from .._autocast.float8_arithmetic import Product, product_of, quantized
 from .._autocast.float8_products import inputs_of, product_for
 
 # Slices of fewer numbers are not judged: chance moves their errors too far.
@@ -42,37 +43,72 @@ class Probed(NamedTuple):
     n_rows: int  # axes of the result that are the left input's
 
 
-def probed(op: Op, names: Sequence[str], scale: float = 1.0) -> Probed:
-    """The product that an op is, in the dtypes and recipes that are named."""
+class Measures(NamedTuple):
+    """What to run of the inputs of a product, and what of its cotangent too."""
+
+    forward: Callable[[jax.Array, jax.Array], Numbers]
+    backward: Callable[[jax.Array, jax.Array, jax.Array], Numbers]
+
+
+def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
+    """Measures of the product that an op is, in the dtypes and recipes that are named.
+
+    Args:
+      scale: a loss scale.
+    """
+    params = tuple(sorted(op.params.items()))
+    products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
+    n_left = np.ndim(op.args[0])
+    return jitted(op.primitive, params, n_left, tuple(names), products, scale)
+
+
+@functools.lru_cache(maxsize=4096)
+def jitted(
+    primitive: Primitive,
+    params: tuple[tuple[str, Any], ...],
+    n_left: int,
+    names: tuple[str, ...],
+    products: tuple[Product, ...],
+    scale: float,
+) -> Measures:
+    """The same for equal products, so that the layers of a model compile once."""
+    half = [name for name in names if name not in RECIPES]
     candidates = {
-        name: in_float8(op, name) if name in RECIPES else in_half(op, jnp.dtype(name))
-        for name in names
+        **{product.recipe: in_float8(product) for product in products},
+        **{name: in_half(primitive, dict(params), jnp.dtype(name)) for name in half},
     }
-    contracted, n_rows = ((-1,), (-1,)), np.ndim(op.args[0]) - 1
-    if op.name == "dot_general":
-        contracted, _ = op.params["dimension_numbers"]
-        n_rows = np.ndim(op.args[0]) - len(contracted[0])
-    return Probed(exactly(op), candidates, scale, contracted, n_rows)
+    contracted = ((-1,), (-1,))
+    if primitive.name == "dot_general":
+        contracted, _ = dict(params)["dimension_numbers"]
+    p = Probed(
+        exactly(primitive, dict(params)),
+        candidates,
+        scale,
+        contracted,
+        n_left - len(contracted[0]),
+    )
+    forward, backward = (
+        jax.jit(functools.partial(f, p)) for f in (forward_numbers, backward_numbers)
+    )
+    return Measures(forward, backward)
 
 
-def exactly(op: Op) -> Run:
+def exactly(primitive: Primitive, params: Params) -> Run:
     highest = (lax.Precision.HIGHEST,) * 2
     wide = {"preferred_element_type": FLOAT32_DTYPE, "precision": highest}
-    return functools.partial(op.primitive.bind, **{**op.params, **wide})
+    return functools.partial(primitive.bind, **{**params, **wide})
 
 
-def in_half(op: Op, dtype: np.dtype) -> Run:
-    params = {**op.params, "preferred_element_type": dtype}
+def in_half(primitive: Primitive, params: Params, dtype: np.dtype) -> Run:
+    params = {**params, "preferred_element_type": dtype}
 
     def run(left, right):
-        return op.primitive.bind(left.astype(dtype), right.astype(dtype), **params)
+        return primitive.bind(left.astype(dtype), right.astype(dtype), **params)
 
     return run
 
 
-def in_float8(op: Op, recipe: str) -> Run:
-    product = product_for(op, BFLOAT16, recipe)
-
+def in_float8(product: Product) -> Run:
     def run(left, right):
         quantize = lambda x, axes: quantized(x, dtype=E4M3, axes=axes)
         lower = lambda x: x.astype(BFLOAT16)
@@ -84,6 +120,7 @@ def in_float8(op: Op, recipe: str) -> Run:
 
 def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Numbers:
     """Errors of the result by candidate, [1, 2], and how the inputs are spread."""
+    left, right = (x.astype(FLOAT32_DTYPE) for x in (left, right))
     exact, size = p.exact(left, right), typical(p.exact, left, right)
     numbers = {
         "spread x": spread(left, p.contracted[0]),
@@ -103,7 +140,7 @@ def backward_numbers(
 
     The sizes of gradients are those of products, with the same random signs.
     """
-    cotangent = cotangent.astype(FLOAT32_DTYPE)
+    left, right, cotangent = (x.astype(FLOAT32_DTYPE) for x in (left, right, cotangent))
     exact = jax.vjp(p.exact, left, right)[1](cotangent)
     (x, x_unit), (w, w_unit), (g, g_unit) = map(scaled_square, (left, right, cotangent))
     of_x, of_w = map(jnp.sqrt, jax.vjp(p.exact, x, w)[1](g))

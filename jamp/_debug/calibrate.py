@@ -176,12 +176,17 @@ def loss_in(function: str, result: PyTree) -> jax.Array:
 
 
 def loss_scale_for(found: Iterable[Mapping[str, np.ndarray]]) -> float:
-    """The power of two that a dynamic loss scale comes to, of float32 gradients."""
-    tops = [float(n.get("largest backward", 0.0)) for n in found]
+    """The power of two that a dynamic loss scale comes to, of float32 gradients.
+
+    Products that overflow forward do not count: they will run in float32.
+    """
+    fit = [n for n in found if np.isfinite(n.get("float16 1", 0.0)).all()]
+    tops = [float(n.get("largest backward", 0.0)) for n in fit]
     top = max((top for top in tops if np.isfinite(top)), default=0.0)
     if top == 0:
         return LARGEST_SCALE
-    return float(min(2.0 ** np.floor(np.log2(FLOAT16_MAX / top)), LARGEST_SCALE))
+    scale = float(2.0 ** np.floor(np.log2(FLOAT16_MAX / top)))
+    return min(max(scale, 1.0), LARGEST_SCALE)
 
 
 def judged(

@@ -764,10 +764,18 @@ jamp.calibrate
     TypeError: x
 
 jamp.debug.Calibration
+  bool(jamp.calibrate(loss_fn)(params, x))
+    TypeError: report.found
+
+jamp.debug.Calibration.from_json
   jamp.debug.Calibration.from_json("{}")
     ValueError: to_json
   jamp.debug.Calibration.from_json(params)
     TypeError: to_json
+
+jamp.debug.Calibration.plot
+  jamp.calibrate(loss_fn)(params, x).plot("errors.png")
+    TypeError: ax
 
 jamp.nnx.named_scopes
   jamp.nnx.named_scopes(params)

@@ -85,7 +85,7 @@ def scoped(base: type, path: str) -> type:
         if around == path:  # a method that calls another one
             return function(module, *args, **kwargs)
         inside = around is not None and path.startswith(f"{around}/")
-        scope = path[len(around) + 1 :] if inside else path
+        scope = path.removeprefix(f"{around}/") if inside else path
         ACTIVE.path = path
         try:
             with jax.named_scope(scope):

@@ -13,8 +13,13 @@ except Exception as _error:  # JAX's inside has moved; the rest of jamp does wit
     _names = "autocast", "get_autocast_dtype", "is_autocast_enabled"
     globals().update(_stand_ins(__name__, _error, *_names))
 
-# float8: how the matrix products of a region are quantized
+# float8: how the matrix products of a region are quantized, and which ones bear it
 from ._autocast.float8 import Float8 as Float8
+
+try:
+    from ._debug.calibrate import calibrate as calibrate
+except Exception as _error:
+    globals().update(_stand_ins(__name__, _error, "calibrate"))
 
 # GradScaler: the object as in PyTorch, for Flax NNX
 from ._scaling.grad_scaler import GradScaler as GradScaler

@@ -92,6 +92,11 @@ def frames(source_info: "source_info_util.SourceInfo") -> list[tuple[str, int, s
     return [(f.file_name, f.start_line, f.function_name) for f in found]
 
 
+def current_frames() -> list[tuple[str, int, str]]:
+    """The same for the current op."""
+    return frames(source_info_util.current())
+
+
 def codes_of(source_info: "source_info_util.SourceInfo") -> tuple[CodeType, ...]:
     """The Python functions that an equation comes from, innermost first."""
     traceback = source_info.traceback

@@ -35,11 +35,12 @@ try:
     from ._policy.nnx import policied as policied
     from ._policy.overrides import Place as Place
     from ._policy.overrides import Plan as Plan
+    from ._policy.scopes import scoped as scoped
 except Exception as error:  # JAX's inside has moved: see `_checks.py`
     names = """
         Branches Inner Layout Loop Marks Node OpRow Place Plan Program Promotion
         Reduction Saved Site cast_on_use policied policied_linen
-        reopened
+        reopened scoped
     """
     globals().update(_stand_ins(__name__, error, *names.split()))
 

@@ -1,4 +1,4 @@
-"""Flax NNX: a policy for a model and its parts."""
+"""Flax NNX: a policy for a model and its parts, and paths for rules to name them."""
 
 from ._checks import stand_ins as _stand_ins
 
@@ -6,3 +6,5 @@ try:
     from ._policy.nnx import with_policy as with_policy
 except Exception as _error:  # JAX's inside has moved
     globals().update(_stand_ins(__name__, _error, "with_policy"))
+
+from ._policy.scopes import named_scopes as named_scopes

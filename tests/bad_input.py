@@ -741,6 +741,46 @@ jamp.nnx.with_policy
   jamp.nnx.with_policy(model, "half", float32_for=("softmx",))
     ValueError: float32_for
 
+jamp.Float8
+  jamp.Float8("fast")
+    ValueError: recipe
+
+jamp.calibrate
+  jamp.calibrate(loss_fn(params, x))(params, x)
+    TypeError: fn
+  jamp.calibrate(loss_fn, dtype="fp8")
+    ValueError: dtype
+  jamp.calibrate(loss_fn, tolerance=5)
+    ValueError: tolerance
+  jamp.calibrate(loss_fn, tolerance="5 %")
+    TypeError: tolerance
+  jamp.calibrate(loss_fn, skip_small=None)
+    TypeError: skip_small
+  jamp.calibrate(lambda params, x: x @ params["w"])(params, x)
+    TypeError: loss
+  jamp.calibrate(lambda n: n * 1.0)(3)
+    ValueError: first argument
+  jamp.calibrate(loss_fn)(params, jax.eval_shape(lambda: x))
+    TypeError: x
+
+jamp.debug.Calibration
+  bool(jamp.calibrate(loss_fn)(params, x))
+    TypeError: report.found
+
+jamp.debug.Calibration.from_json
+  jamp.debug.Calibration.from_json("{}")
+    ValueError: to_json
+  jamp.debug.Calibration.from_json(params)
+    TypeError: to_json
+
+jamp.debug.Calibration.plot
+  jamp.calibrate(loss_fn)(params, x).plot("errors.png")
+    TypeError: ax
+
+jamp.nnx.named_scopes
+  jamp.nnx.named_scopes(params)
+    TypeError: NNX module
+
 jamp.debug.explain
   jamp.debug.explain(loss_fn(params, x))(params, x)
     TypeError: fn

@@ -43,6 +43,8 @@ MakeTrace = Callable[[], "CastingTrace"]
 REGION = jax.make_user_context(None)
 # Whether regions are entered to be explained.
 OBSERVED = jax.make_user_context(False)
+# What looks at each op of a region, or None: see `Settings.probe`.
+PROBE = jax.make_user_context(None)
 
 
 class Effects:

@@ -154,6 +154,9 @@ class Settings(NamedTuple):
     depth: int = 0  # how many other regions it is in
     listed: bool = True  # False under a policy: the rules alone decide
     observed: bool = False  # each op's reason is written into its name stack
+    # Called with the trace, each op, its action and result; what it returns is taken
+    # for the result. The region then runs in float32.
+    probe: Hashable | None = None
 
 
 class Decides(Protocol):

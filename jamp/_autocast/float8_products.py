@@ -77,14 +77,12 @@ def product_sizes(
     return rows, left[i], columns
 
 
-def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
-    """Runs a product that qualifies in float8."""
-    half = trace.settings.dtype
+def product_for(op: Op, half: np.dtype, recipe: str) -> Product:
+    """What a product that qualifies is in float8."""
     (i,), (j,) = op.params["dimension_numbers"][0]
-    left, right = op.args
-    product = Product(
+    return Product(
         contracted=(i, j),
-        ndims=(np.ndim(left), np.ndim(right)),
+        ndims=(np.ndim(op.args[0]), np.ndim(op.args[1])),
         weight=weight_of() if recipe == "rowwise_with_gw_hp" else 1,
         precision=op.params.get("precision"),
         out_sharding=op.params.get("out_sharding"),
@@ -92,10 +90,43 @@ def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
         half=half,
         recipe=recipe,
     )
-    inputs = Inputs(
-        in_float8(trace, left, product.contracting(0)),
-        in_float8(trace, right, product.contracting(1)),
-        (kept(trace, product, 0, left), kept(trace, product, 1, right)),
+
+
+def inputs_of(
+    product: Product,
+    left: Any,
+    right: Any,
+    quantize: Callable[[Any, Axes], Scaled],
+    lower: Callable[[Any], Any],
+) -> Inputs:
+    """What a product is computed from.
+
+    Args:
+      quantize: makes the float8 copy of a value, with a scale along some axes.
+      lower: casts a value to half precision.
+    """
+    kept = [
+        lower(x) if product.is_kept_in_half(side) else quantize(x, product.kept(side))
+        for side, x in enumerate((left, right))
+    ]
+    return Inputs(
+        quantize(left, product.contracting(0)),
+        quantize(right, product.contracting(1)),
+        (kept[0], kept[1]),
+    )
+
+
+def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
+    """Runs a product that qualifies in float8."""
+    half = trace.settings.dtype
+    left, right = op.args
+    product = product_for(op, half, recipe)
+    inputs = inputs_of(
+        product,
+        left,
+        right,
+        functools.partial(in_float8, trace),
+        lambda x: trace.cast(x, half),
     )
     trace.effects.touched = True
     count, is_forward = _compat.derivatives(trace.parent)
@@ -122,13 +153,6 @@ def weight_of() -> int:
     equinox = sys.modules.get("equinox")
     layer = equinox and code_of(equinox.nn.Linear.__call__)
     return 0 if layer in _compat.source_codes() else 1
-
-
-def kept(trace: CastingTrace, product: Product, side: int, x: Any) -> Any:
-    """What is kept of an input for the gradient of the other one."""
-    if product.is_kept_in_half(side):
-        return trace.cast(x, product.half)
-    return in_float8(trace, x, product.kept(side))
 
 
 def asked_for(op: Op, half: np.dtype) -> np.dtype:

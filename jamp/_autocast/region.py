@@ -94,8 +94,8 @@ from .arguments import (
     region_dtype,
     without_device,
 )
-from .casting import OBSERVED, REGION, Effects
-from .decision import CASTABLE, Out, Settings
+from .casting import OBSERVED, PROBE, REGION, Effects
+from .decision import CASTABLE, FLOAT32_DTYPE, Out, Settings
 from .float8 import Float8
 from .rules import Rules, check_all_used, compile_rules
 from .stack import mark
@@ -158,6 +158,9 @@ def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
     name = "off" if settings is None else settings.dtype.name
     if settings is not None:
         settings = settings._replace(depth=depth, observed=OBSERVED.value)
+        if PROBE.value is not None and settings.listed:
+            settings = settings._replace(dtype=FLOAT32_DTYPE, probe=PROBE.value)
+            name = settings.dtype.name
     with REGION(settings), jax.named_scope(mark(name, depth)):
         if settings is None:
             yield None

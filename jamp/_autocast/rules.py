@@ -192,7 +192,8 @@ class Decider:
         self.settings, self.hits = settings, hits
         modules = loaded()
         self.functions, self.exempt = functions_of(modules), exempt_of(modules)
-        self.uses_paths = any(isinstance(r.test, PathPattern) for r in settings.rules)
+        by_path = any(isinstance(r.test, PathPattern) for r in settings.rules)
+        self.uses_paths = by_path or settings.probe is not None
         # Under a policy the casts around a module have said what is a layer's result.
         self.refines = settings.listed
 

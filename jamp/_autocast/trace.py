@@ -107,7 +107,9 @@ class AutocastTrace(CastingTrace):
             check_drawn(op, action)
             return leave_alone(self, op)
         with self.noted(action):
-            return self.run(op, action)
+            out = self.run(op, action)
+            probe: Any = self.settings.probe
+            return out if probe is None else probe(self, op, action, out)
 
     def left_to_another(self, op: Op) -> Result:
         """Runs an op of which an inner region has decided."""
@@ -141,6 +143,8 @@ class AutocastTrace(CastingTrace):
         check_precision(action, op.given)
         action = for_product(op, action)
         if op.name == "dot_general" and action is not None:
+            if self.settings.probe is not None:
+                return action._replace(recipe=None)
             return with_float8(op, action, derived=op.is_baked and not self.is_typed())
         return action
 

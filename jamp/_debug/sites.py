@@ -122,12 +122,15 @@ def line_of(eqn: JaxprEqn, called_at: str) -> str:
 
 def own_line(eqn: JaxprEqn) -> str:
     """The innermost line that belongs to no installed library, or ""."""
-    frames = _compat.frames(eqn.source_info)
+    line = innermost_own(_compat.frames(eqn.source_info))
+    return line + (", its custom_vjp" if line and in_custom_vjp(eqn) else "")
+
+
+def innermost_own(frames: Iterable[tuple[str, int, str]]) -> str:
+    """The first of some frames that belongs to no installed library, or ""."""
     own = (frame for frame in frames if not frame[0].startswith(LIBRARIES))
     frame = next(own, None)
-    if frame is None:
-        return ""
-    return described(frame) + (", its custom_vjp" if in_custom_vjp(eqn) else "")
+    return "" if frame is None else described(frame)
 
 
 def described(frame: tuple[str, int, str]) -> str:

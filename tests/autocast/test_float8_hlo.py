@@ -1,12 +1,9 @@
-"""The form of float8 products that XLA makes float8 kernels of.
+"""The form of float8 products that XLA makes float8 kernels of, as jaxprs have it.
 
 A form that XLA does not know gives the same numbers from slower kernels, and nothing
-says so. The form that jamp asks for is looked at here in jaxprs, and what XLA's GPU
-compiler makes of it where JAX's CUDA plugin is installed, which needs no GPU.
+says so. What its GPU compiler makes of these forms is in `tests/test_gpu_programs.py`.
 """
 
-import importlib.util
-import os
 from typing import NamedTuple
 
 import jax
@@ -15,8 +12,6 @@ import pytest
 from jax import lax
 
 import jamp
-from benchmarks import gpu_float8, gpu_programs
-from shared import float8
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 TENSORWISE, ROWWISE, GW_HP = "tensorwise", "rowwise", "rowwise_with_gw_hp"
@@ -84,13 +79,20 @@ def followed(jaxpr, made, var):
         if [eqn.primitive.name for eqn in users] != ["mul"]:
             return tuple(scales), tuple(eqn.primitive.name for eqn in users)
         (factor,) = (v for v in users[0].invars if v is not var)
-        while (eqn := made.get(factor)) and eqn.primitive.name in (
-            "broadcast_in_dim",
-            "convert_element_type",
-        ):
-            factor = eqn.invars[0]
-        scales.append(factor.aval.shape)
+        scales += factors(made, factor)
         var = users[0].outvars[0]
+
+
+def factors(made, var):
+    """The shapes of what a factor is the product of, before they are broadcast."""
+    while (eqn := made.get(var)) and eqn.primitive.name in (
+        "broadcast_in_dim",
+        "convert_element_type",
+    ):
+        var = eqn.invars[0]
+    if eqn is not None and eqn.primitive.name == "mul" and var.aval.shape:
+        return [shape for v in eqn.invars for shape in factors(made, v)]
+    return [var.aval.shape]
 
 
 def in_float8(function, recipe=TENSORWISE, **region):
@@ -191,45 +193,3 @@ def test_float8_is_kept_for_the_backward_pass_and_scales(recipe):
     assert len(kept) == len(arrays) + len(scales)
     expected = {TENSORWISE: [1, 1], ROWWISE: [32, 32], GW_HP: [1]}[recipe]
     assert scales == expected
-
-
-# What XLA makes of the forms. Without the CUDA plugin this is not tested.
-STACKED = jax.ShapeDtypeStruct((2, *X.shape), X.dtype)
-FLOAT16 = {"dtype": jnp.float16, "rules": {lax.dot_general_p: jamp.Float8()}}
-COMPILED = {
-    "forward": (in_float8(plain), X, W),
-    "float32 result": (in_float8(wide), X, W),
-    "float16": (in_float8(plain, **FLOAT16), X, W),
-    "backward": (both_ways(in_float8(plain)), X, W),
-    "rowwise": (both_ways(in_float8(plain, ROWWISE)), X, W),
-    "vmap": (jax.vmap(in_float8(plain), (0, None)), STACKED, W),
-    "vmap, backward": (
-        jax.vmap(both_ways(in_float8(plain)), (0, None)),
-        STACKED,
-        W,
-    ),
-    "bias": (in_float8(with_bias), X, W, BIAS),
-}
-PRODUCTS = {"backward": 3, "rowwise": 3, "vmap, backward": 3}
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None
-    or os.environ.get("JAX_PLATFORMS") != "cpu",
-    reason="needs jax-cuda12-plugin, and JAX_PLATFORMS=cpu so that it asks for no GPU",
-)
-@pytest.mark.parametrize("gemm", gpu_float8.GEMMS)
-@pytest.mark.parametrize("name", COMPILED)
-def test_xla_makes_float8_kernels_of_all_products(name, gemm):
-    function, *args = COMPILED[name]
-    mesh = jax.sharding.Mesh(gpu_programs.h100s(), "x")
-    sharding = jax.sharding.NamedSharding(mesh, jax.P())
-    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in args]
-    with gpu_programs.as_on_a_gpu():
-        lowered = jax.jit(function).trace(*args).lower()
-        compiled = lowered.compile(compiler_options=gpu_float8.GEMMS[gemm])
-    text = compiled.as_text()
-    found = float8.compiled_products(text)
-    assert found.float8 == found.all == PRODUCTS.get(name, 1)
-    if (name, gemm) == ("bias", "cuBLAS"):
-        assert '"epilogue":"BIAS"' in text, "the bias is added by the product's kernel"

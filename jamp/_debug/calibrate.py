@@ -1,0 +1,248 @@
+"""`calibrate`: which products of a model bear float8, measured on a batch."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from .._autocast.arguments import dtype_argument
+from .._autocast.casting import PROBE
+from .._autocast.decision import Settings
+from .._autocast.float8 import RECIPES, Float8, as_float8
+from .._autocast.region import enter
+from .._checks import brief, flag, is_traced, number
+from .._tree import HALVES, PyTree
+from .calibration import Calibration
+from .call import FlatCall, open_call
+from .choice import Choice, Wanted, agreed, chosen, rules_of
+from .probe import Probe, Product
+from .product_errors import DIRECTIONS
+from .product_row import ProductRow
+
+# A product of numbers that each lose the most that rounding takes loses 14 %: 1/8 in
+# E5M2, the format of gradients, and 1/16 in E4M3. More is underflow.
+TOLERANCE = 0.15
+LARGEST_SCALE = 2.0**24  # as far as a loss scale grows in most runs
+FLOAT16_MAX = 65504.0
+
+BAD_DTYPE = """calibrate(dtype={}): the dtype must be "float8", a jamp.Float8 with one \
+of its recipes ({}), float16 or bfloat16."""
+NO_LOSS = """calibrate(loss_fn): {} must return a loss, a floating number of shape [], \
+or a tuple that begins with one; got {}."""
+NO_PARAMS = """calibrate(loss_fn)(*args): the first argument must hold floating \
+arrays, the parameters, as for jax.grad; it holds none."""
+NO_VALUES = """calibrate runs the function: {!r} must be an array; got {!r}. Call it \
+outside of jax.jit, with a real batch."""
+
+
+def calibrate(
+    loss_fn: Callable[..., object],
+    *,
+    dtype: DTypeLike | Float8 = "float8",
+    tolerance: float = TOLERANCE,
+    skip_small: bool = True,
+) -> Callable[..., Calibration]:
+    """Measures which matrix products of a model bear float8, and writes the rules.
+
+    Runs the loss and its gradient once, in float32, on a real batch. Each product that
+    autocast lowers is computed beside that in each dtype, of the same inputs and the
+    same cotangent: forward, the gradient of its left input (dgrad) and that of its
+    right one (wgrad). Measure a model that has trained for a while: at the start,
+    gradients are not yet what they will be.
+
+    A product gets the first of float8, rowwise float8, bfloat16 and float32 that errs
+    by at most `tolerance`, over the whole result and in each row and column of it; in
+    tensorwise float8 rows much smaller than others vanish, and the whole does not show
+    it. With `skip_small` it must also be large enough to be faster, by torchao's
+    filters: tensorwise not for K <= 4096 and N <= 1024 (K numbers are contracted, N
+    columns), rowwise for N > 2048 and K > 1024, but not N <= 4096 and K <= 2048.
+
+    Args:
+      loss_fn: as for `jax.grad`: returns the loss, or a tuple that begins with it, and
+        is differentiated by its first argument. With or without a region of its own.
+      dtype: "float8" or a `jamp.Float8`; float16, to find what overflows or underflows
+        there under a loss scale; or bfloat16.
+      tolerance: the largest relative error, above 0 and up to 1. By default 15 %,
+        slightly more than rounding alone takes of a row; rows of ordinary numbers lose
+        4 to 11 %, those in which numbers vanish lose more.
+      skip_small: False to judge the errors alone: float8 also saves memory, and a newer
+        GPU may be faster at smaller sizes.
+
+    Returns:
+      A function with the arguments of `loss_fn` that returns a
+      `jamp.debug.Calibration`. Its `rules` are for
+      `jamp.autocast(jnp.bfloat16, rules=...)`, with float16 for that region. Printed it
+      is a table; `plot()` draws it, `to_json()` saves it.
+
+    Raises:
+      TypeError: `loss_fn` cannot be called or returns no loss; an argument has no
+        values.
+      ValueError: another dtype; a tolerance outside of (0, 1]; no parameters.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> def loss_fn(params, x):
+      ...     with jax.named_scope("up"):
+      ...         h = x @ params["up"]
+      ...     with jax.named_scope("down"):
+      ...         return jnp.sum(h @ params["down"])
+      >>> params = {"up": jnp.ones((32, 64)), "down": jnp.ones((64, 32))}
+      >>> x = jnp.ones((16, 32)).at[0, 0].set(2.0**20)
+      >>> report = jamp.calibrate(loss_fn, skip_small=False)(params, x)
+      >>> report.rules
+      {'(^|/)down$': 'float8', '(^|/)up$': Float8(recipe='rowwise')}
+      >>> with jamp.autocast(jnp.bfloat16, rules=report.rules):
+      ...     loss = loss_fn(params, x)
+
+    PyTorch: `torchao.float8._auto_filter_for_recipe`, which looks at sizes alone.
+    """
+    names = candidates_of(dtype)
+    tolerance = tolerance_argument(tolerance)
+    skip_small = flag("calibrate(skip_small=...)", skip_small)
+
+    @functools.wraps(loss_fn, updated=())
+    def calibrated(*args: Any, **kwargs: Any) -> Calibration:
+        call = open_call("calibrate", loss_fn, args, kwargs)
+        for name, array in zip(call.names, call.arrays, strict=True):
+            if isinstance(array, jax.ShapeDtypeStruct) or is_traced(array):
+                raise TypeError(NO_VALUES.format(name, array))
+        probe = Probe(names)
+        run(call, probe)
+        if names == ["float16"]:
+            probe = Probe(names, loss_scale_for(probe.found.values()))
+            run(call, probe)
+        rows, patterns = judged(probe, names, tolerance, skip_small)
+        return Calibration(
+            call.function, names[0], tolerance, skip_small, probe.scale, rows, patterns
+        )
+
+    return calibrated
+
+
+def candidates_of(dtype: object) -> list[str]:
+    """The dtypes and recipes to try, that which is asked for first."""
+    float8 = as_float8(dtype)
+    if float8 is None:
+        recipes = ", ".join(map(repr, RECIPES))
+        message = BAD_DTYPE.format("{}", recipes)
+        return [dtype_argument(dtype, HALVES, message).name]
+    second = ["rowwise"] if float8.recipe == "tensorwise" else []
+    return [float8.recipe, *second, "bfloat16"]
+
+
+def tolerance_argument(tolerance: object) -> float:
+    value = number("calibrate(tolerance=...)", tolerance, float)
+    if is_traced(value) or not 0 < value <= 1:
+        raise ValueError(
+            "calibrate(tolerance=...) must be a relative error above 0 and up to 1, "
+            f"such as {TOLERANCE}; got {brief(tolerance)}."
+        )
+    return value
+
+
+def run(call: FlatCall, probe: Probe) -> None:
+    """Runs a loss and its gradient in a region with the probe."""
+    first = range(call.n_first)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    wrt = [i for i in first if is_float(call.arrays[i])]
+    if not wrt:
+        raise ValueError(NO_PARAMS)
+
+    def loss(params: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
+        values = list(arrays)
+        for i, value in zip(wrt, params, strict=True):
+            values[i] = value
+        with PROBE(probe), enter(Settings(jnp.dtype("float32"))):
+            return loss_in(call.function, call.run(values))
+
+    # They would stop it where a candidate overflows, which is measured here.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        params = [call.arrays[i] for i in wrt]
+        jax.block_until_ready(jax.grad(loss)(params, call.arrays))
+        jax.effects_barrier()
+
+
+def loss_in(function: str, result: PyTree) -> jax.Array:
+    """The loss that a function returned, perhaps beside other things."""
+    loss: Any = result[0] if isinstance(result, tuple) and result else result
+    is_array = isinstance(loss, jax.Array) and loss.shape == ()
+    if not is_array or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(NO_LOSS.format(function, brief(loss)))
+    return loss
+
+
+def loss_scale_for(found: Iterable[Mapping[str, np.ndarray]]) -> float:
+    """The power of two that a dynamic loss scale comes to, of float32 gradients.
+
+    Products that overflow forward do not count: they will run in float32.
+    """
+    fit = [n for n in found if np.isfinite(n.get("float16 1", 0.0)).all()]
+    tops = [float(n.get("largest backward", 0.0)) for n in fit]
+    top = max((top for top in tops if np.isfinite(top)), default=0.0)
+    if top == 0:
+        return LARGEST_SCALE
+    scale = float(2.0 ** np.floor(np.log2(FLOAT16_MAX / top)))
+    return min(max(scale, 1.0), LARGEST_SCALE)
+
+
+def judged(
+    probe: Probe, names: Sequence[str], tolerance: float, skip_small: bool
+) -> tuple[list[ProductRow], dict[str, str]]:
+    """The rows of a report, and its rules as text."""
+    rows, wanted = [], []
+    for product, numbers in probe.found.items():
+        errors = errors_in(numbers, names)
+        choice = chosen(errors, product.sizes, tolerance, skip_small)
+        if not errors:  # in a derivative: it runs as it was traced
+            choice = Choice(names[-1], "not measured")
+        qualifies = names[0] in RECIPES and not product.problem
+        wanted.append(Wanted(product.scope, choice.name, qualifies))
+        rows.append(row_of(product, numbers, errors, choice))
+    by_scope = agreed(wanted)
+    for place, (scope, name, qualifies) in enumerate(wanted):
+        together = by_scope.get(scope, name)
+        if together != name and (qualifies or together == "float32"):
+            why = "as another product of this module"
+            rows[place] = rows[place]._replace(choice=together, why=why)
+    scopes = [product.scope for product in probe.found]
+    return rows, rules_of(by_scope, scopes, probe.in_float32)
+
+
+def errors_in(
+    numbers: Mapping[str, np.ndarray], names: Iterable[str]
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """The errors by candidate and direction, of those that were measured."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for name in names:
+        pairs = [*numbers.get(f"{name} 1", ()), *numbers.get(f"{name} 2", ())]
+        if pairs:  # forward, and what was differentiated
+            shown = zip(DIRECTIONS, pairs, strict=False)
+            found[name] = {at: (float(a), float(b)) for at, (a, b) in shown}
+    return found
+
+
+def row_of(
+    product: Product,
+    numbers: Mapping[str, np.ndarray],
+    errors: dict[str, dict[str, tuple[float, float]]],
+    choice: Choice,
+) -> ProductRow:
+    spread = {at: numbers.get(f"spread {at}") for at in "xwg"}
+    sizes = "x".join(map(str, product.sizes)) or " ".join(
+        f"[{','.join(map(str, shape))}]" for shape in product.shapes
+    )
+    return ProductRow(
+        product.path,
+        product.line,
+        product.primitive,
+        sizes,
+        {at: float(n) for at, n in spread.items() if n is not None},
+        errors,
+        product.problem,
+        choice.name,
+        choice.why,
+    )

@@ -1,0 +1,205 @@
+"""What `calibrate` returns: the products of a model, and the rules for them."""
+
+import dataclasses
+import json
+import math
+from typing import TYPE_CHECKING, Any, Self
+
+from .._checks import shown
+from .calibration_plot import plot_errors
+from .choice import as_rule, called
+from .product_errors import DIRECTIONS
+from .product_row import ProductRow
+from .report import SHOWN, Report
+from .table import Table, percent, shortened
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+VERSION = 1  # of the JSON
+NO_PATH = """{} no module path, so no rule can name {}: {}. Linen and Haiku write \
+paths; for NNX, calibrate and train `jamp.nnx.named_scopes(model)`; elsewhere put the \
+product into `with jax.named_scope("name"):`."""
+NOT_JSON = """Calibration.from_json takes what `to_json()` returned, as text; got {}."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Calibration(Report):
+    """Which products of a model bear which dtype. From `jamp.calibrate`.
+
+    Attributes:
+      function: its name.
+      dtype: what was asked for: a recipe of float8, or a dtype.
+      tolerance: the largest relative error that a product may have.
+      skip_small: whether products that are too small to pay stay out of float8.
+      loss_scale: with which gradients were cast to float16; else 1.
+      rows: the products, in the order in which they were traced.
+      patterns: regular expressions of module paths, and what runs there, as text.
+
+    Raises:
+      TypeError: read as a bool; ask for `found`.
+      ValueError: `from_json` of other text.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> def loss_fn(w, x):
+      ...     with jax.named_scope("head"):
+      ...         return jnp.sum(x @ w)
+      >>> w, x = jnp.ones((4096, 2048)), jnp.ones((16, 4096))
+      >>> report = jamp.calibrate(loss_fn)(w, x)
+      >>> report.rules
+      {'(^|/)head$': 'float8'}
+      >>> jamp.debug.Calibration.from_json(report.to_json()).rules == report.rules
+      True
+    """
+
+    function: str
+    dtype: str
+    tolerance: float
+    skip_small: bool
+    loss_scale: float
+    rows: list[ProductRow]
+    patterns: dict[str, str]
+
+    def _stacked_shape(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """For `jamp.autocast(jnp.bfloat16, rules=report.rules)`, by module path.
+
+        Of a float16 calibration, for `jamp.autocast(jnp.float16, ...)`. What needs no
+        rule there has none: a product that cannot run in float8, or one beside ops that
+        belong in float32, which a rule would bring into bfloat16 as well.
+        """
+        return {key: as_rule(name) for key, name in self.patterns.items()}
+
+    @property
+    def found(self) -> list[str]:
+        """The products that do not run in what was asked for, as lines of text."""
+        rows = [row for row in self.rows if row.choice != called(self.dtype)]
+        return [
+            f"{row.choice} {row.path or row.line} {row.sizes}: {row.why}"
+            for row in rows
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain dicts and lists: the attributes, and `found`."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        rows = [row._asdict() for row in self.rows]
+        return {**fields, "rows": rows, "found": self.found}
+
+    def to_json(self) -> str:
+        """The report as text, for a file: `Path(...).write_text(report.to_json())`."""
+        fields = self.to_dict()
+        del fields["found"]
+        return json.dumps(as_json({"version": VERSION, **fields}), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The report that `to_json` wrote.
+
+        Raises:
+          TypeError: no text.
+          ValueError: other text.
+        """
+        if not isinstance(text, str | bytes):
+            raise TypeError(NOT_JSON.format(shown(text)))
+        names = {field.name for field in dataclasses.fields(cls)}
+        try:
+            fields = json.loads(text)
+            version = fields.pop("version")
+            if version != VERSION or set(fields) != names:
+                raise ValueError(version)
+            rows = [row_of(row) for row in fields.pop("rows")]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(NOT_JSON.format(shown(text))) from error
+        return cls(rows=rows, **fields)
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draws for each product the largest error in each dtype, and the tolerance.
+
+        Args:
+          ax: matplotlib Axes to draw into; None for a figure of its own.
+
+        Returns:
+          The Axes; `ax.figure.savefig(path)` writes a file.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+          TypeError: `ax` is no Axes.
+        """
+        return plot_errors(self, ax)
+
+    def _parts(self, table: Table) -> list[str]:
+        asked, rows = called(self.dtype), self.rows
+        if not rows:
+            return [
+                f"{self.function}: no matrix products that autocast lowers. Products "
+                "under a policy, or under autocast(enabled=False), are not seen."
+            ]
+        share = sum(row.choice == asked for row in rows)
+        head = (
+            f"{self.function}: {share} of {len(rows)} products in {asked}, with errors "
+            f"up to {percent(self.tolerance)}"
+        )
+        head += (
+            f" at a loss scale of {self.loss_scale:g}" if self.loss_scale > 1 else ""
+        )
+        more = len(rows) - SHOWN
+        parts = [head, rows_table(rows[:SHOWN], table)]
+        parts.append(f"... and {more} more, see to_dict()" if more > 0 else "")
+        lines = [row.line or "?" for row in rows if not row.path]
+        if lines:
+            one = len(lines) == 1
+            text = "a product has" if one else f"{len(lines)} products have"
+            places = ", ".join(dict.fromkeys(lines))
+            parts.append(NO_PATH.format(text, "it" if one else "them", places))
+        return parts
+
+
+def rows_table(rows: list[ProductRow], table: Table) -> str:
+    """Sizes, spread, and the largest error by dtype; 4.1/5.9/5.8 is by direction."""
+    names = list(dict.fromkeys(name for row in rows for name in row.errors))
+    header = ["module", "product", "spread x w g", *(f"{called(n)} %" for n in names)]
+    cells = [
+        (
+            shortened(row.path, 32) or "-",
+            row.sizes,
+            " ".join(f"2^{row.spread[at]:.0f}" for at in "xwg" if at in row.spread),
+            *(errors_text(row, name) for name in names),
+            row.choice,
+            row.why or row.problem,
+        )
+        for row in rows
+    ]
+    return table([*header, "choice", "why"], cells)
+
+
+def errors_text(row: ProductRow, name: str) -> str:
+    """The worst row's error forward, in dgrad and in wgrad, in percent."""
+    found = row.errors.get(name, {})
+    tops = [max(found[at]) if at in found else None for at in DIRECTIONS]
+    if not found:
+        return "-"
+    return "/".join("-" if top is None else f"{100 * top:.2g}" for top in tops)
+
+
+def as_json(value: Any) -> Any:
+    """The value with what JSON has no number for as text."""
+    if isinstance(value, dict):
+        return {key: as_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(inner) for inner in value]
+    is_odd = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_odd else value
+
+
+def row_of(fields: dict[str, Any]) -> ProductRow:
+    row = ProductRow(**fields)
+    spread = {at: float(powers) for at, powers in row.spread.items()}
+    errors = {
+        name: {at: (float(whole), float(worst)) for at, (whole, worst) in found.items()}
+        for name, found in row.errors.items()
+    }
+    return row._replace(spread=spread, errors=errors)

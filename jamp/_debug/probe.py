@@ -1,0 +1,118 @@
+"""Looks at each product of a region while it runs, and collects what it measures.
+
+A region with a probe calls it with each op (`Settings.probe`). A product is tapped: its
+result passes through a function that measures it on the way forward, and its cotangent
+on the way back. The numbers go to the host, where those of a loop's iterations and of
+equal products become one: the worst.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._autocast.casting import CastingTrace
+from .._autocast.decision import CASTABLE, Action, Kind, Op
+from .._autocast.float8 import RECIPES
+from .._autocast.float8_products import product_sizes, unfit
+from .product_errors import Numbers, measures
+from .sites import innermost_own, is_module
+
+IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATISTIC)
+MEASURED = ("dot_general", "conv_general_dilated")
+
+
+class Product(NamedTuple):
+    """A product of a program, before its numbers are known."""
+
+    scope: str  # the module path as rules see it
+    line: str
+    primitive: str
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]  # rows, contracted numbers, columns; () if it has others
+    problem: str  # why it cannot run in float8
+
+    @property
+    def path(self) -> str:
+        """The modules around it, as `explain` names them."""
+        return "/".join(filter(is_module, self.scope.split("/")))
+
+
+class Probe:
+    """What a region calls with each op. It is hashed by its identity.
+
+    Args:
+      names: the dtypes and recipes of float8 in which products are tried.
+      scale: a loss scale.
+    """
+
+    def __init__(self, names: Sequence[str], scale: float = 1.0):
+        self.names, self.scale = names, scale
+        self.found: dict[Product, dict[str, np.ndarray]] = {}
+        self.in_float32: set[str] = set()  # the paths that have ops in float32
+        self._lock = threading.Lock()  # callbacks come from several threads
+
+    def __call__(self, trace: CastingTrace, op: Op, action: Action, out: Any) -> Any:
+        if not {action.kind, action.table}.isdisjoint(IN_FLOAT32):
+            self.in_float32.add(trace.path())
+        is_lowered = Kind.LOWER in (action.kind, action.table)
+        if not is_lowered or op.name not in MEASURED:
+            return out
+        if any(_compat.array_dtype(x) not in CASTABLE for x in op.args):
+            return out
+        product = product_of(trace.path(), op)
+        self.found.setdefault(product, {})
+        if op.is_baked:
+            return out
+        trace.effects.touched = True  # what is not is run as it was traced
+        return trace.call(self.tap(product, op), [*op.args, out], {})
+
+    def tap(self, product: Product, op: Op) -> Callable[..., jax.Array]:
+        """A function of both inputs and the result, which returns the result."""
+        left_out = RECIPES if product.problem else ()
+        names = [name for name in self.names if name not in left_out]
+        measure = measures(op, names, self.scale)
+        send = functools.partial(self.add, product)
+
+        @jax.custom_vjp
+        def tapped(left, right, out):
+            jax.debug.callback(send, measure.forward(left, right))
+            return out
+
+        def fwd(left, right, out):
+            return tapped(left, right, out), (left, right)
+
+        def bwd(inputs, cotangent):
+            left, right = inputs
+            jax.debug.callback(send, measure.backward(left, right, cotangent))
+            return jnp.zeros_like(left), jnp.zeros_like(right), cotangent
+
+        tapped.defvjp(fwd, bwd)
+        return tapped
+
+    def add(self, product: Product, numbers: Numbers) -> None:
+        """Takes what was measured of one run of a product."""
+        with self._lock:
+            kept = self.found[product]
+            for name, value in numbers.items():
+                key = name if value.ndim < 2 else f"{name} {len(value)}"
+                new = np.asarray(value, np.float64)
+                kept[key] = np.maximum(kept.get(key, new), new)
+
+
+def product_of(scope: str, op: Op) -> Product:
+    shapes = tuple(np.shape(x) for x in op.args)
+    if op.name != "dot_general":
+        sizes, problem = (), "a convolution"
+    else:
+        contracting, batch = op.params["dimension_numbers"]
+        simple = not batch[0] and len(contracting[0]) == 1
+        sizes = product_sizes(shapes[0], shapes[1], contracting) if simple else ()
+        problem = unfit(op)
+    line = innermost_own(_compat.current_frames())
+    return Product(scope, line, op.name, shapes, sizes, problem)

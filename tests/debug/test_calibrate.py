@@ -1,0 +1,461 @@
+"""`calibrate`: errors by product and row, choices, and rules that autocast takes."""
+
+import json
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jamp
+from jamp import debug
+from jamp._debug.walk import starred
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+X = jax.random.normal(jax.random.key(0), (32, 32))
+
+
+def calibrated(loss_fn, *args, **options):
+    return jamp.calibrate(loss_fn, **{"skip_small": False, **options})(*args)
+
+
+def row_at(report, path):
+    (row,) = (row for row in report.rows if row.path == path)
+    return row
+
+
+def spread_over(powers, rows=64):
+    """Ordinary rows, each scaled by a power of two."""
+    x = jax.random.normal(jax.random.key(1), (rows, 64))
+    return x * 2.0 ** -jnp.linspace(0, powers, rows)[:, None]
+
+
+def layer(w, x):
+    with jax.named_scope("layer"):
+        y = x @ w
+    return jnp.mean(jnp.sin(y))
+
+
+W = jax.random.normal(jax.random.key(2), (64, 64)) / 8
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(64)(x))
+        return nn.LayerNorm()(nn.Dense(32)(x))
+
+
+PARAMS = MLP().init(jax.random.key(0), X)
+
+
+def linen_loss(params, x):
+    return jnp.mean(MLP().apply(params, x) ** 3)
+
+
+# The numbers.
+
+
+@pytest.mark.parametrize(
+    ("powers", "choice"),
+    [(0, "float8"), (12, "float8"), (16, "rowwise"), (20, "rowwise")],
+)
+def test_a_layer_whose_rows_spread_is_not_tensorwise(powers, choice):
+    report = calibrated(layer, W, spread_over(powers))
+    row = row_at(report, "layer")
+    assert row.choice == choice
+    assert row.spread["x"] == pytest.approx(powers, abs=1.5)
+    whole, worst = row.errors["tensorwise"]["forward"]
+    assert 0.02 < whole < 0.05  # the whole does not show it
+    if powers >= 16:
+        assert worst > 0.2 and "forward loses" in row.why
+    assert max(row.errors["rowwise"]["forward"]) < 0.11
+    assert row.worst("bfloat16") < 0.01
+
+
+def test_the_errors_are_those_of_the_region():
+    x = spread_over(16)
+    expected = jnp.matmul(x, W, precision="highest")
+
+    def products(w):
+        with jamp.autocast(jamp.Float8("tensorwise")):
+            return x @ w
+
+    got, pull = jax.vjp(products, W)
+    # Of y, `layer` takes the mean of sines.
+    cotangent = jnp.cos(expected) / expected.size
+    (dw,) = pull(cotangent.astype(got.dtype))
+    exact = jnp.matmul(x.T, cotangent, precision="highest")
+    errors = row_at(calibrated(layer, W, x), "layer").errors["tensorwise"]
+    off = lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+    assert errors["forward"][0] == pytest.approx(
+        off(got.astype(jnp.float32), expected), 1e-3
+    )
+    assert errors["wgrad"][0] == pytest.approx(off(dw, exact), 1e-2)
+    lost = jnp.linalg.norm(got.astype(jnp.float32) - expected, axis=1)
+    rows = jnp.max(lost / jnp.linalg.norm(expected, axis=1))
+    # A row's own size is at least that of random signs, so the error is no larger.
+    assert 0.5 * rows < errors["forward"][1] <= rows * 1.001
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_another_recipe_is_the_first_one_tried(recipe):
+    report = calibrated(layer, W, spread_over(4), dtype=jamp.Float8(recipe))
+    row = row_at(report, "layer")
+    assert row.choice == report.dtype == recipe and next(iter(row.errors)) == recipe
+    assert "tensorwise" not in row.errors
+    assert report.rules == {"(^|/)layer$": jamp.Float8(recipe)}
+    wgrad, dgrad = row.errors[recipe]["wgrad"][0], row.errors[recipe]["dgrad"][0]
+    assert (wgrad < 0.01) == (recipe == "rowwise_with_gw_hp") and dgrad > 0.02
+
+
+def test_a_tight_tolerance_leads_to_bfloat16_and_float32():
+    choices = {
+        tolerance: row_at(
+            calibrated(layer, W, X @ W[:32], tolerance=tolerance), "layer"
+        )
+        for tolerance in (0.15, 0.02, 0.001)
+    }
+    assert [row.choice for row in choices.values()] == ["float8", "bfloat16", "float32"]
+    assert choices[0.02].why.startswith("float8: forward loses")
+    assert "bfloat16: " in choices[0.001].why
+
+
+def test_small_products_stay_out_and_large_ones_do_not():
+    def loss(params, x):
+        with jax.named_scope("up"):
+            h = x @ params["up"]
+        with jax.named_scope("down"):
+            y = h @ params["down"]
+        return jnp.mean(y)
+
+    params = {"up": jnp.ones((16, 1040)), "down": jnp.ones((1040, 16))}
+    report = jamp.calibrate(loss)(params, jnp.ones((16, 16)))
+    assert row_at(report, "up").choice == "float8"
+    down = row_at(report, "down")
+    assert down.choice == "bfloat16" and "too small to pay" in down.why
+    assert report.rules == {
+        "(^|/)up$": "float8",
+        "(^|/)down$": jnp.dtype(jnp.bfloat16),
+    }
+    assert report.found == [
+        "bfloat16 down 16x1040x16: float8: too small to pay; rowwise: too small to pay"
+    ]
+
+
+def test_iterations_become_the_worst_of_them():
+    def loss(ws, x):
+        def body(h, w):
+            with jax.named_scope("body"):
+                return h @ w, None
+
+        return jnp.mean(jnp.sin(jax.lax.scan(jax.checkpoint(body), x, ws)[0]))
+
+    eye = jnp.eye(64)
+    w = eye * 2.0 ** -jnp.linspace(0, 16, 64)
+    for ws, is_spread in ((jnp.stack([eye, eye]), False), (jnp.stack([w, eye]), True)):
+        row = row_at(calibrated(loss, ws, spread_over(0).at[:, 0].set(1.0)), "body")
+        assert (row.spread["x"], row.spread["w"]) != (0, 0)
+        assert set(row.errors["tensorwise"]) == {"forward", "dgrad", "wgrad"}
+        assert (row.worst("tensorwise") > 0.2) == is_spread
+        assert (row.spread["w"] > 15) == is_spread
+
+
+def test_what_float8_does_not_take_says_why():
+    def loss(w, x):
+        with jax.named_scope("odd"):
+            x = x @ w
+        with jax.named_scope("batched"):
+            y = jnp.einsum("bij,bjk->bik", x[None], x[None].swapaxes(1, 2))
+        return jnp.mean(y)
+
+    w = jax.random.normal(jax.random.key(1), (32, 24))
+    report = calibrated(loss, w, X)
+    assert "32x32x24, not multiples of 16" in row_at(report, "odd").problem
+    assert row_at(report, "batched").problem == "batch dimensions"
+    assert all(row.choice == "bfloat16" for row in report.rows)
+    assert report.rules == {}  # the region leaves them in bfloat16 by itself
+
+
+def test_a_product_without_a_gradient_is_measured_forward():
+    def loss(w, x):
+        with jax.named_scope("frozen"):
+            y = jax.lax.stop_gradient(x @ w)
+        return jnp.sum(y) + jnp.sum(w)
+
+    row = row_at(calibrated(loss, W[:32], X), "frozen")
+    assert list(row.errors["tensorwise"]) == ["forward"] and row.choice == "float8"
+
+
+def test_what_is_not_finite_runs_in_float32():
+    row = row_at(calibrated(layer, W, spread_over(0).at[0, 0].set(jnp.inf)), "layer")
+    assert row.choice == "float32" and row.worst("bfloat16") == np.inf
+
+
+# float16.
+
+
+def test_float16_names_what_overflows_and_what_vanishes():
+    def loss(params, x):
+        with jax.named_scope("fine"):
+            h = x @ params["fine"]
+        with jax.named_scope("large"):
+            large = (h * 1e4) @ params["large"]
+        with jax.named_scope("small"):
+            small = (h * 1e-9) @ params["small"]
+        return jnp.mean(jnp.tanh(large * 1e-5)) + jnp.mean(jnp.tanh(small * 1e7))
+
+    params = {name: W[:32, :32] * 8 for name in ("fine", "large", "small")}
+    report = calibrated(loss, params, X, dtype=jnp.float16)
+    choices = {row.path: row.choice for row in report.rows}
+    assert choices == {"fine": "float16", "large": "float32", "small": "float32"}
+    assert "overflows" in row_at(report, "large").why
+    assert set(report.rules) == {"(^|/)large$", "(^|/)small$"}
+    assert report.loss_scale >= 1
+    with jamp.autocast(jnp.float16, rules=report.rules):
+        assert jnp.isfinite(loss(params, X))
+
+
+def test_float16_gradients_are_measured_under_a_loss_scale():
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            return jnp.mean(x @ w) * 1e-6
+
+    report = calibrated(loss, W[:32], X, dtype="float16")
+    assert report.loss_scale == 2.0**24
+    assert row_at(report, "layer").choice == "float16"
+
+
+# Paths and rules.
+
+
+def check_rules(report, loss_fn, *args, dtype="float8"):
+    """Each rule matches, and `explain` shows the paths and what was chosen there."""
+    rows = debug.explain(loss_fn, dtype, rules=report.rules)(*args).rows
+    rows = [row for row in rows if row.op == "dot_general" and not row.backward]
+    notes = {"float8": "float8 tensorwise", "rowwise": "float8 rowwise"}
+    chosen = {(starred(row.path), notes.get(row.choice, "")) for row in report.rows}
+    assert {(row.path, row.note) for row in rows} == chosen
+
+
+def test_linen_paths_and_rules():
+    report = calibrated(linen_loss, PARAMS, X)
+    assert [row.path for row in report.rows] == ["MLP/Dense_0", "MLP/Dense_1"]
+    assert list(report.rules) == ["(^|/)MLP/Dense_0$", "(^|/)MLP/Dense_1$"]
+    check_rules(report, linen_loss, PARAMS, X)
+    check_rules(report, linen_loss, PARAMS, X, dtype=jnp.bfloat16)
+
+
+def test_rules_hold_inside_of_other_scopes():
+    report = calibrated(linen_loss, PARAMS, X)
+
+    def step(params, x):
+        with jax.named_scope("train"):
+            return linen_loss(params, x)
+
+    rows = debug.explain(step, jnp.bfloat16, rules=report.rules)(PARAMS, X).rows
+    notes = [row.note for row in rows if row.op == "dot_general"]
+    assert set(notes) == {"float8 tensorwise"}
+
+
+def test_a_rule_is_for_its_own_product():
+    class Deep(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(11):
+                x = nn.Dense(16)(x)
+            return x
+
+    x = X[:16, :16]
+    params = Deep().init(jax.random.key(0), x)
+    # Dense_1 has rows that spread: of its input, and of what goes into Dense_2.
+    scales = 2.0 ** -jnp.linspace(0, 20, 16)
+    params["params"]["Dense_0"]["kernel"] *= scales
+    loss = lambda params, x: jnp.mean(Deep().apply(params, x) ** 2)
+    report = calibrated(loss, params, x, tolerance=0.2)
+    assert len(report.rules) == 11
+    check_rules(report, loss, params, x)
+
+
+def test_haiku_paths_and_rules():
+    model = hk.transform(lambda x: hk.nets.MLP([64, 32])(x))
+    params = model.init(jax.random.key(0), X)
+    loss = lambda params, x: jnp.mean(model.apply(params, None, x) ** 2)
+    report = calibrated(loss, params, X)
+    assert len({row.path for row in report.rows}) == 2
+    assert all("linear_" in row.path for row in report.rows)
+    check_rules(report, loss, params, X)
+
+
+def test_a_region_of_the_loss_itself_is_seen():
+    def loss(params, x):
+        with jamp.autocast(jnp.bfloat16, rules={"Dense_0": "float8"}):
+            return linen_loss(params, x), "more"
+
+    report = calibrated(loss, PARAMS, X)
+    assert [row.path for row in report.rows] == ["MLP/Dense_0", "MLP/Dense_1"]
+    outside = calibrated(linen_loss, PARAMS, X)
+    for row, other in zip(report.rows, outside.rows, strict=True):
+        assert row.errors == other.errors  # both ran in float32
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = nnx.relu(block(x))
+        return self.head(x)
+
+
+def nnx_loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def test_nnx_has_no_paths_until_it_is_given_them():
+    plain = calibrated(nnx_loss, Net(), X)
+    assert {row.path for row in plain.rows} == {""} and plain.rules == {}
+    assert "2 products have no module path" in str(plain)
+    assert "jamp.nnx.named_scopes" in str(plain) and "test_calibrate.py" in str(plain)
+    model = jamp.nnx.named_scopes(Net())
+    report = calibrated(nnx_loss, model, X)
+    assert [row.path for row in report.rows] == ["blocks/0", "blocks/1", "head"]
+    assert "no module path" not in str(report)
+    check_rules(report, nnx_loss, model, X)
+
+
+def test_equinox_layers_have_the_paths_of_their_classes():
+    model = eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    report = calibrated(loss, model, X)
+    assert {row.path for row in report.rows} == {"eqx.nn.MLP/eqx.nn.Linear"}
+    assert [row.sizes for row in report.rows] == ["64x32x32", "32x64x32"]
+    check_rules(report, loss, model, X)
+
+
+def test_products_of_one_scope_have_one_rule():
+    def loss(w, x):
+        with jax.named_scope("both"):
+            y = x @ w
+            y = y @ (w * 2.0 ** -jnp.linspace(0, 20, 64)[None])
+        return jnp.mean(y)
+
+    report = calibrated(loss, W, spread_over(0))
+    assert report.rules == {"(^|/)both$": jamp.Float8("rowwise")}
+    assert [row.choice for row in report.rows] == ["rowwise", "rowwise"]
+    assert report.rows[0].why == "as another product of this module"
+
+
+def test_no_rule_brings_a_softmax_into_bfloat16():
+    def loss(w, x):
+        with jax.named_scope("head"):
+            return -jnp.mean(jax.nn.log_softmax(x @ w)[:, 0])
+
+    report = calibrated(loss, W[:32], X, tolerance=0.02)
+    assert [row.choice for row in report.rows] == ["bfloat16"] and report.rules == {}
+    report = calibrated(loss, W[:32], X, tolerance=0.001)
+    assert report.rules == {"(^|/)head$": jnp.dtype(jnp.float32)}
+
+
+# The report.
+
+
+def test_it_goes_through_json():
+    x = spread_over(16).at[0, 0].set(jnp.inf)
+    for report in (calibrated(layer, W, spread_over(16)), calibrated(layer, W, x)):
+        text = report.to_json()
+        json.loads(text, parse_constant=lambda name: pytest.fail(name))
+        again = debug.Calibration.from_json(text)
+        assert again.rows == report.rows and again.rules == report.rules
+        assert again.to_dict() == report.to_dict() and str(again) == str(report)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"version": 9}', "no json"])
+def test_other_text_is_no_report(text):
+    with pytest.raises(ValueError, match="what `to_json"):
+        debug.Calibration.from_json(text)
+
+
+def test_it_prints_as_a_table():
+    text = str(calibrated(layer, W, spread_over(16)))
+    head, names, row, *_ = text.split("\n")
+    assert head == "layer: 0 of 1 products in float8, with errors up to 15 %"
+    assert names.split()[:2] == ["module", "product"] and "float8 %" in names
+    assert row.startswith("layer") and "64x64x64" in row and "rowwise" in row
+    assert "2^16" in row or "2^15" in row or "2^17" in row
+    assert "| layer |" in calibrated(layer, W, spread_over(16)).to_markdown()
+
+
+def test_it_is_drawn():
+    report = calibrated(linen_loss, PARAMS, X)
+    ax = report.plot()
+    drawn = {line.get_label(): line for line in ax.get_lines()}
+    assert {"float8", "rowwise", "bfloat16", "tolerance, 15 %"} == set(drawn)
+    worst = [row.worst("tensorwise") for row in report.rows]
+    np.testing.assert_allclose(drawn["float8"].get_xdata(), worst)
+    assert "MLP/Dense_0" in ax.get_yticklabels()[0].get_text()
+    assert report.plot(ax) is ax
+
+
+def test_nothing_to_calibrate():
+    report = calibrated(lambda w: jnp.sum(w), W)
+    assert report.rows == [] and report.rules == {} and "no matrix prod" in str(report)
+    report.plot()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: jamp.calibrate(3)(W, X), TypeError, "fn must be a function; got 3"),
+        (lambda: jamp.calibrate(layer, dtype="fp8"), ValueError, "rowwise_with_gw_hp"),
+        (lambda: jamp.calibrate(layer, dtype=jnp.float32), ValueError, "float16 or bf"),
+        (lambda: jamp.calibrate(layer, tolerance=0), ValueError, r"got 0\."),
+        (lambda: jamp.calibrate(layer, tolerance=1.5), ValueError, "up to 1"),
+        (lambda: jamp.calibrate(layer, tolerance="a"), TypeError, "tolerance"),
+        (lambda: jamp.calibrate(layer, tolerance=float("nan")), ValueError, "nan"),
+        (lambda: jamp.calibrate(layer, skip_small="no"), TypeError, "skip_small"),
+        (lambda: jamp.calibrate(lambda w: w)(W), TypeError, "must return a loss"),
+        (lambda: jamp.calibrate(lambda n: n * 1.0)(3), ValueError, "first argument"),
+        (
+            lambda: jamp.calibrate(layer)(W, jax.ShapeDtypeStruct((4, 4), jnp.float32)),
+            TypeError,
+            "must be an array",
+        ),
+        (
+            lambda: jax.jit(lambda w: jamp.calibrate(layer)(w, X).tolerance)(W),
+            TypeError,
+            "outside of jax.jit",
+        ),
+        (lambda: bool(calibrated(layer, W[:32], X)), TypeError, "report.found"),
+    ],
+)
+def test_bad_input(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
+
+
+def test_the_model_is_left_as_it_was():
+    """What a probe traced is in no cache that others read."""
+
+    @jax.jit
+    def inner(w, x):
+        with jax.named_scope("inner"):
+            return x @ w
+
+    loss = lambda w, x: jnp.mean(inner(w, x))
+    before = jax.make_jaxpr(jax.grad(loss))(W[:32], X)
+    report = calibrated(loss, W[:32], X)
+    assert row_at(report, "inner").errors
+    after = jax.make_jaxpr(jax.grad(loss))(W[:32], X)
+    assert "callback" not in str(after) and str(before) == str(after)
+    in_float8 = jamp.autocast("float8")(loss)
+    jaxpr = str(jax.make_jaxpr(in_float8)(W[:32], X))
+    assert "callback" not in jaxpr and "f8_e4m3fn" in jaxpr

@@ -1,0 +1,138 @@
+"""`jamp.nnx.named_scopes`: NNX modules write their paths into the name stack."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+from jamp import debug
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.inner(x)
+
+    def inner(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs=None):
+        rngs = rngs or nnx.Rngs(0)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+X = jnp.ones((2, 8))
+
+
+def paths_of(function, *args):
+    """The paths of the products, which `explain` writes with stars for numbers."""
+    rows = debug.explain(function, jnp.bfloat16)(*args).rows
+    return {row.path for row in rows if row.op == "dot_general"}
+
+
+PATHS = {"blocks/*/up", "blocks/*/down", "head"}
+
+
+def test_modules_have_the_paths_of_their_attributes():
+    model = jamp.nnx.named_scopes(Net())
+    # As an argument, parameters would name ops too.
+    graph, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+    run = lambda *leaves: nnx.merge(graph, jax.tree.unflatten(tree, leaves))(X)
+    assert paths_of(run, *leaves) == PATHS
+    names = str(jax.make_jaxpr(model)(X).pretty_print(name_stack=True))
+    assert "blocks/0/up" in names and "blocks/1/down" in names
+    assert "blocks/0/blocks" not in names
+
+
+def test_the_head_stays_in_bfloat16():
+    model = jamp.nnx.named_scopes(Net())
+    with jamp.autocast(jnp.float16, rules={"^head$": jnp.bfloat16}):
+        assert model(X).dtype == jnp.bfloat16
+        assert model.blocks[0](X).dtype == jnp.float16
+    with pytest.raises(ValueError, match="no op matched 'head'"):
+        with jamp.autocast(jnp.float16, rules={"head": jnp.bfloat16}):
+            Net()(X)
+
+
+def test_numbers_and_state_are_those_of_the_model():
+    model, plain = jamp.nnx.named_scopes(Net()), Net()
+    np.testing.assert_array_equal(model(X), plain(X))
+    paths = lambda m: jax.tree_util.tree_structure(nnx.to_pure_dict(nnx.state(m)))
+    assert paths(model) == paths(plain)
+    assert isinstance(model.head, nnx.Linear) and type(model.head) is not nnx.Linear
+    assert type(plain.head) is nnx.Linear
+    assert type(model.head).__name__ == "Linear"
+
+
+def test_it_trains_under_jit():
+    model = jamp.nnx.named_scopes(Net())
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        def loss_fn(model):
+            with jamp.autocast(jnp.bfloat16, rules={"blocks/1/down": jnp.float32}):
+                return jnp.mean(model(x) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    assert step(model, optimizer, X) > step(model, optimizer, X)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_copies_keep_their_scopes(again):
+    model = again(jamp.nnx.named_scopes(Net()))
+    with jamp.autocast(jnp.float16, rules={"^head$": jnp.float32}):
+        assert model(X).dtype == jnp.float32
+
+
+def test_scopes_and_policies_go_together():
+    for model in (
+        jamp.nnx.with_policy(jamp.nnx.named_scopes(Net()), "c=float16"),
+        jamp.nnx.named_scopes(jamp.nnx.with_policy(Net(), "c=float16")),
+    ):
+        assert model(X).dtype == jnp.float16
+        text = jax.make_jaxpr(model)(X).pretty_print(name_stack=True)
+        assert "blocks/1/up" in text
+
+
+def test_a_part_gets_the_paths_of_the_whole():
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.net = jamp.nnx.named_scopes(Net())
+
+        def __call__(self, x):
+            return self.net(x)
+
+    model = jamp.nnx.named_scopes(Outer())
+    text = jax.make_jaxpr(model)(X).pretty_print(name_stack=True)
+    assert "net/head" in text and "net/head/head" not in text
+
+
+def test_other_things_have_none():
+    with pytest.raises(TypeError, match="takes an NNX module; got 3 of type int"):
+        jamp.nnx.named_scopes(3)

@@ -1,0 +1,67 @@
+"""What XLA's GPU compiler makes of float8 products: float8 kernels, one for each.
+
+It needs no GPU, but JAX's CUDA plugin; without that these tests are skipped.
+"""
+
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jamp
+from benchmarks import gpu_float8, gpu_programs
+from shared import float8
+from tests.autocast.test_float8_hlo import (
+    BIAS,
+    ROWWISE,
+    W,
+    X,
+    both_ways,
+    in_float8,
+    plain,
+    wide,
+    with_bias,
+)
+
+STACKED = jax.ShapeDtypeStruct((2, *X.shape), X.dtype)
+FLOAT16 = {"dtype": jnp.float16, "rules": {lax.dot_general_p: jamp.Float8()}}
+COMPILED = {
+    "forward": (in_float8(plain), X, W),
+    "float32 result": (in_float8(wide), X, W),
+    "float16": (in_float8(plain, **FLOAT16), X, W),
+    "backward": (both_ways(in_float8(plain)), X, W),
+    "rowwise": (both_ways(in_float8(plain, ROWWISE)), X, W),
+    "vmap": (jax.vmap(in_float8(plain), (0, None)), STACKED, W),
+    "vmap, backward": (
+        jax.vmap(both_ways(in_float8(plain)), (0, None)),
+        STACKED,
+        W,
+    ),
+    "bias": (in_float8(with_bias), X, W, BIAS),
+}
+PRODUCTS = {"backward": 3, "rowwise": 3, "vmap, backward": 3}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None
+    or os.environ.get("JAX_PLATFORMS") != "cpu",
+    reason="needs jax-cuda12-plugin, and JAX_PLATFORMS=cpu so that it asks for no GPU",
+)
+@pytest.mark.parametrize("gemm", gpu_float8.GEMMS)
+@pytest.mark.parametrize("name", COMPILED)
+def test_xla_makes_float8_kernels_of_all_products(name, gemm):
+    function, *args = COMPILED[name]
+    mesh = jax.sharding.Mesh(gpu_programs.h100s(), "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.P())
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in args]
+    with gpu_programs.as_on_a_gpu():
+        lowered = jax.jit(function).trace(*args).lower()
+        compiled = lowered.compile(compiler_options=gpu_float8.GEMMS[gemm])
+    text = compiled.as_text()
+    found = float8.compiled_products(text)
+    assert found.float8 == found.all == PRODUCTS.get(name, 1)
+    if (name, gemm) == ("bias", "cuBLAS"):
+        assert '"epilogue":"BIAS"' in text, "the bias is added by the product's kernel"

@@ -172,7 +172,7 @@ def test_the_weights_gradient_may_stay_in_half_precision():
 def test_under_vmap_the_product_is_direct_and_has_a_scale_for_each_example():
     stacked = jax.ShapeDtypeStruct((2, *X.shape), X.dtype)
     (form,) = forms_of(jax.vmap(in_float8(plain), (0, None)), stacked, W)
-    assert form == Form((2, 64, 48), E4M3, E4M3, "bfloat16", None, ((2,),), ())
+    assert form == Form((2, 64, 48), E4M3, E4M3, "bfloat16", None, ((2,), ()), ())
 
 
 def with_bias(x, w, bias):

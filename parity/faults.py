@@ -51,6 +51,7 @@ class Fault(NamedTuple):
 
 _RULE = "_scaling/rule.py"
 _FLOAT8 = "_autocast/float8_arithmetic.py"
+_FLOAT8_GRADIENTS = "_autocast/float8_derivative.py"
 FAULTS = (
     Fault(
         "the scale grows one step late",
@@ -173,16 +174,16 @@ FAULTS = (
     ),
     Fault(
         "gradients are cast to E4M3 where it should be E5M2",
-        _FLOAT8,
-        "dtype = E4M3 if is_rowwise else E5M2",
+        _FLOAT8_GRADIENTS,
+        "dtype = E4M3 if product.is_rowwise else E5M2",
         "dtype = E4M3",
         "float8",
         "product: tensorwise, whole numbers",
     ),
     Fault(
         "a product's gradients have one scale for an array, not for rows",
-        _FLOAT8,
-        "return self.free(side) if rows else None",
+        _FLOAT8_GRADIENTS,
+        'return self.free(side) if self.recipe == "rowwise" else None',
         "return None",
         "float8",
         "product: rowwise, outliers, 96x192x128, seed 4",

@@ -16,7 +16,7 @@ from jax import lax
 
 import jamp
 from tests.jaxprs import equations, products
-from tests.marks import mostly_slow
+from tests.marks import mostly_slow, slow
 
 FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -328,7 +328,7 @@ def loss_of(apply, dtype):
     return loss
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
 @pytest.mark.parametrize("name", MODELS)
 def test_all_products_of_a_model_are_in_float8(name, recipe):
     x = jax.random.normal(jax.random.key(1), (2, 16, 64))
@@ -342,8 +342,8 @@ def test_all_products_of_a_model_are_in_float8(name, recipe):
     assert all(dtypes == {"bfloat16"} for dtypes in found if not dtypes <= FLOAT8)
 
 
-@pytest.mark.parametrize("name", ["linen", "plain"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", mostly_slow(["linen", "plain"], "plain"))
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
 def test_gradients_are_near_those_of_float32(name, recipe):
     x = jax.random.normal(jax.random.key(1), (2, 16, 64))
     apply, params = MODELS[name](x)
@@ -440,7 +440,7 @@ def near(result, truth, tolerance=0.15):
         assert error <= tolerance * np.linalg.norm(np.float64(b))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
 def test_second_derivatives_are_right(recipe):
     x, w = operands()
 
@@ -460,7 +460,7 @@ def test_second_derivatives_are_right(recipe):
 
 
 @pytest.mark.parametrize("linear", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
 def test_a_second_derivative_that_would_be_wrong_is_refused(recipe, linear):
     x, w = operands()
 
@@ -478,7 +478,7 @@ def test_a_second_derivative_that_would_be_wrong_is_refused(recipe, linear):
     jax.jit(penalty)(w)  # one derivative
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
 def test_forward_mode_has_a_bfloat16_tangent(recipe):
     x, w = operands()
     run = in_region(matmul, jamp.Float8(recipe))
@@ -510,7 +510,7 @@ def test_vmap_has_a_scale_for_each_example():
         assert_same(grad, jax.grad(loss)(w, example))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", slow("rowwise")])
 def test_jit_changes_no_bit(recipe):
     """XLA may not quantize the float32 number that a bfloat16 one was rounded from."""
     x, w = operands(rows=64, columns=64)

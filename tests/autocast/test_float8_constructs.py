@@ -10,7 +10,6 @@ import pytest
 import jamp
 from tests.autocast.test_constructs import (
     CONSTRUCTS,
-    RUNS,
     WAYS,
     batch,
     dtypes,
@@ -35,6 +34,17 @@ NONE = {
     "custom_vjp in scan",
 }
 SOME = {"jvp", "associative_scan", "custom_jvp in jit"}
+RUNS = [
+    (name, way)
+    for name in CONSTRUCTS
+    for way in WAYS
+    if (name, way) != ("pmap", "vmap")  # pmap cannot be mapped
+]
+QUICK = [
+    ("plain", "eager"),
+    ("plain", "vmap"),
+    *((n, "jit") for n in ("scan", "cond", "remat", "custom_vjp", "shard_map in jit")),
+]
 
 
 @cache
@@ -60,7 +70,7 @@ def apart(result, truth):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("name", "way"), RUNS)
+@pytest.mark.parametrize(("name", "way"), mostly_slow(RUNS, *QUICK))
 def test_a_construct_runs_in_float8(name, way):
     p, x = params(N), batch(N, N)
     step = WAYS[way](loss_of(in_float8(CONSTRUCTS[name])))
@@ -75,7 +85,7 @@ def test_a_construct_runs_in_float8(name, way):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, "plain", "scan", "shard_map"))
+@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, "scan"))
 def test_a_jitted_function_is_rewritten(name):
     p, x = params(N), batch(N, N)
     compiled = jax.jit(loss_of(CONSTRUCTS[name]))
@@ -95,7 +105,7 @@ def test_a_jitted_function_is_rewritten(name):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, "scan", "remat"))
+@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, "remat"))
 def test_nothing_leaks(name, checking_leaks):
     if name != "pmap":  # it keeps its arguments
         step = jitted(loss_of(in_float8(CONSTRUCTS[name])))

@@ -63,7 +63,7 @@ def test_a_scale_is_that_of_the_whole_array(recipe):
     assert_near(run(*placed(mesh_of(AxisType.Auto))), on_one, 0.01)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
 def test_all_reduces_are_those_of_scales_over_the_mesh(recipe):
     arguments = placed(mesh_of(AxisType.Auto))
     plain = count(gradients(jnp.bfloat16), *arguments)
@@ -90,7 +90,7 @@ def test_axes_may_be_explicit(recipe, w_spec, x_spec):
     assert_near(grads, truth, 0.02)
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", mostly_slow([True, False], True))
 @pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
 def test_shard_map_has_a_scale_for_each_device_and_no_collective_more(recipe, check):
     mesh = mesh_of(AxisType.Auto)

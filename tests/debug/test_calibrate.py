@@ -251,6 +251,7 @@ def test_linen_paths_and_rules():
     check_rules(report, linen_loss, PARAMS, X, dtype=jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_rules_hold_inside_of_other_scopes():
     report = calibrated(linen_loss, PARAMS, X)
 
@@ -263,6 +264,7 @@ def test_rules_hold_inside_of_other_scopes():
     assert set(notes) == {"float8 tensorwise"}
 
 
+@pytest.mark.slow
 def test_a_rule_is_for_its_own_product():
     class Deep(nn.Module):
         @nn.compact
@@ -282,6 +284,7 @@ def test_a_rule_is_for_its_own_product():
     check_rules(report, loss, params, x)
 
 
+@pytest.mark.slow
 def test_haiku_paths_and_rules():
     model = hk.transform(lambda x: hk.nets.MLP([64, 32])(x))
     params = model.init(jax.random.key(0), X)
@@ -292,6 +295,7 @@ def test_haiku_paths_and_rules():
     check_rules(report, loss, params, X)
 
 
+@pytest.mark.slow
 def test_a_region_of_the_loss_itself_is_seen():
     def loss(params, x):
         with jamp.autocast(jnp.bfloat16, rules={"Dense_0": "float8"}):
@@ -332,6 +336,7 @@ def test_nnx_has_no_paths_until_it_is_given_them():
     check_rules(report, nnx_loss, model, X)
 
 
+@pytest.mark.slow
 def test_equinox_layers_have_the_paths_of_their_classes():
     model = eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0))
     loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
@@ -394,6 +399,7 @@ def test_it_prints_as_a_table():
     assert "| layer |" in calibrated(layer, W, spread_over(16)).to_markdown()
 
 
+@pytest.mark.slow
 def test_it_is_drawn():
     report = calibrated(linen_loss, PARAMS, X)
     ax = report.plot()

@@ -55,12 +55,16 @@ def is_differentiated_into_a_jaxpr(trace: Trace) -> bool:
 
 
 def derivatives(trace: Trace) -> tuple[int, bool]:
-    """How many derivatives are taken of what runs on a trace; any in forward mode?"""
-    count, is_forward = 0, False
-    while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
-        count += not isinstance(trace, batching.BatchTrace)
-        is_forward |= isinstance(trace, ad.JVPTrace)
-        trace = trace.parent_trace
+    """How many derivatives are taken of what runs on a trace; any in forward mode?
+
+    As far as is seen: a jaxpr that the op goes into may be differentiated later.
+    """
+    count, is_forward, below = 0, False, trace
+    while below is not None and not isinstance(below, partial_eval.DynamicJaxprTrace):
+        count += isinstance(below, ad.JVPTrace | ad.LinearizeTrace)
+        is_forward |= isinstance(below, ad.JVPTrace)
+        region = getattr(below, "parent", None)  # of an autocast trace
+        below = getattr(below, "parent_trace", region)
     return count, is_forward
 
 

@@ -109,6 +109,7 @@ class CastingTrace(_compat.Trace):
         raise NotImplementedError
 
     def as_typed(self) -> "CastingTrace":
+        """The same for code of which JAX has fixed the dtypes."""
         typed = self.is_typed() or not (self.baked or self.scope().differentiated)
         with set_current_trace(self.parent):
             return self.spawner(baked=True, typed=typed)()

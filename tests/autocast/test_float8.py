@@ -459,6 +459,24 @@ def test_second_derivatives_are_right(recipe):
     near(directional, jax.jvp(jax.grad(lambda w: loss(w, x, jnp.bfloat16)), (w,), (w,)))
 
 
+def test_derivatives_are_counted_through_regions_around():
+    x, w = operands()
+
+    def penalty(w):
+        with jamp.autocast(jnp.bfloat16):
+            return jnp.sum(jax.grad(loss, 1)(w, x) ** 2)
+
+    def twice(w):
+        with jamp.autocast(jnp.bfloat16):
+            return loss(w, x)
+
+    truth = jax.grad(lambda w: jnp.sum(jax.grad(loss, 1)(w, x, jnp.bfloat16) ** 2))(w)
+    near(jax.grad(penalty)(w), truth)
+    hessian_product = jax.jvp(jax.grad(twice), (w,), (w,))
+    near(hessian_product, jax.jvp(jax.grad(lambda w: loss(w, x)), (w,), (w,)), 1e-2)
+    jax.jvp(twice, (w,), (w,))
+
+
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
 def test_a_second_derivative_that_would_be_wrong_is_refused(recipe, linear):

@@ -103,6 +103,7 @@ def test_the_errors_are_those_of_the_region():
     assert 0.5 * rows < errors["forward"][1] <= rows * 1.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_another_recipe_is_the_first_one_tried(recipe):
     report = calibrated(layer, W, spread_over(4), dtype=jamp.Float8(recipe))
@@ -114,6 +115,7 @@ def test_another_recipe_is_the_first_one_tried(recipe):
     assert (wgrad < 0.01) == (recipe == "rowwise_with_gw_hp") and dgrad > 0.02
 
 
+@pytest.mark.slow
 def test_a_tight_tolerance_leads_to_bfloat16_and_float32():
     choices = {
         tolerance: row_at(
@@ -126,6 +128,7 @@ def test_a_tight_tolerance_leads_to_bfloat16_and_float32():
     assert "bfloat16: " in choices[0.001].why
 
 
+@pytest.mark.slow
 def test_small_products_stay_out_and_large_ones_do_not():
     def loss(params, x):
         with jax.named_scope("up"):
@@ -148,6 +151,7 @@ def test_small_products_stay_out_and_large_ones_do_not():
     ]
 
 
+@pytest.mark.slow
 def test_iterations_become_the_worst_of_them():
     def loss(ws, x):
         def body(h, w):
@@ -166,6 +170,7 @@ def test_iterations_become_the_worst_of_them():
         assert (row.spread["w"] > 15) == is_spread
 
 
+@pytest.mark.slow
 def test_what_float8_does_not_take_says_why():
     def loss(w, x):
         with jax.named_scope("odd"):
@@ -324,6 +329,7 @@ def nnx_loss(model, x):
     return jnp.mean(model(x) ** 2)
 
 
+@pytest.mark.slow
 def test_nnx_has_no_paths_until_it_is_given_them():
     plain = calibrated(nnx_loss, Net(), X)
     assert {row.path for row in plain.rows} == {""} and plain.rules == {}

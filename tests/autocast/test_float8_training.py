@@ -41,7 +41,7 @@ def test_one_scale_loses_the_small_rows(seed, rules):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("region", ENOUGH)
 def test_a_rule_for_the_layer_brings_them_back(region, seed):
-    """Measured: at most 1.0054 times bfloat16's loss."""
+    """Measured: at most 1.006 times bfloat16's loss."""
     loss = loss_after_training(*ENOUGH[region], seed=seed)
     assert loss == pytest.approx(bfloat16_loss(seed), rel=0.01)
 

@@ -173,6 +173,14 @@ class Decides(Protocol):
         source: str | None = None,
     ) -> Action | None: ...
 
+    def inside(
+        self,
+        within: Action,
+        primitive: Primitive,
+        codes: tuple[CodeType, ...],
+        path: Callable[[], str],
+    ) -> Action: ...
+
     def knows(self, primitive: Primitive) -> bool: ...
 
     def lowers(self, primitive: Primitive, action: Action) -> bool: ...

@@ -214,28 +214,72 @@ class Decider:
         ids = list(map(id, codes))
         if not self.exempt.keys().isdisjoint(ids):
             return EXEMPTED
-        recipe, asked = self.settings.recipe, None
-        for index, (_, test, action) in enumerate(self.settings.rules):
+        rules = self.settings.rules
+        index = self.first(rules, primitive, codes, path, source) if rules else None
+        if index is not None and rules[index].action.recipe is None:
+            self.hits.add(index)
+            return rules[index].action
+        return self.in_float8(primitive, self.listed(primitive, ids, source), index)
+
+    def first(
+        self,
+        rules: Sequence[UserRule],
+        primitive: Primitive,
+        codes: tuple[CodeType, ...],
+        path: Callable[[], str],
+        source: str | None = None,
+    ) -> int | None:
+        """The place of the first of the user's rules that matches an op."""
+        for index, (_, test, _) in enumerate(rules):
             if isinstance(test, tuple):
                 matches = test[0] in codes or test[1] == source
             elif isinstance(test, PathPattern):
                 matches = test.search(path())
             else:
                 matches = test is primitive
-            if matches and action.recipe is None:
-                self.hits.add(index)
-                return action
             if matches:
-                recipe, asked = action.recipe, (index, action.why)
-                break
-        action = self.listed(primitive, ids, source)
+                return index
+        return None
+
+    def inside(
+        self,
+        within: Action,
+        primitive: Primitive,
+        codes: tuple[CodeType, ...],
+        path: Callable[[], str],
+    ) -> Action:
+        """The action for an op of a function that counts as one op.
+
+        That of the function, unless a rule of the user's comes before it.
+        """
+        rules = self.settings.rules
+        places = [i for i, rule in enumerate(rules) if rule.action is within]
+        before = rules[: places[0]] if places else rules
+        index = self.first(before, primitive, codes, path)
+        if index is None:
+            return within
+        if rules[index].action.recipe is not None:
+            return self.in_float8(primitive, within, index) or within
+        self.hits.add(index)
+        return rules[index].action
+
+    def in_float8(
+        self, primitive: Primitive, action: Action | None, index: int | None
+    ) -> Action | None:
+        """The action for what may be a product in float8.
+
+        Args:
+          index: of the user's rule that asks for float8; None: the region does, or
+            nobody.
+        """
+        rule = None if index is None else self.settings.rules[index].action
+        recipe = self.settings.recipe if rule is None else rule.recipe
         if recipe is None or action is None or not may_be_float8(primitive, action):
             return action
-        if asked is None:
+        if rule is None or index is None:
             return action._replace(recipe=recipe)
-        index, why = asked
         self.hits.add(index)
-        return action._replace(recipe=recipe, why=why)
+        return action._replace(recipe=recipe, why=rule.why)
 
     def listed(
         self, primitive: Primitive, ids: Sequence[int], source: str | None

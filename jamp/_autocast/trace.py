@@ -99,6 +99,10 @@ class AutocastTrace(CastingTrace):
         scope = self.scope()
         if scope.foreign:
             return self.left_to_another(op)
+        if op.within is not None and self.settings.rules:
+            codes = _compat.source_codes()
+            within = self.decide.inside(op.within, op.primitive, codes, self.path)
+            op = op._replace(within=within)
         op, action = self.received(op, scope)
         if (rule := RULES.get(op.name)) is not None:
             return rule(self, op)

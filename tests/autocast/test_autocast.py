@@ -916,6 +916,35 @@ def test_rules_by_linen_module():
         assert list(map(sorted, found)) == dtypes, rules
 
 
+INSIDE = [
+    (jnp.tanh, {lax.tanh_p: f16}, {"tanh": "float16"}),
+    (jax.nn.softmax, {lax.exp_p: f16}, {"exp": "float16", "div": "float32"}),
+    (jax.nn.softmax, {lax.exp_p: f16, jax.nn.softmax: f32}, {"exp": "float16"}),
+    (lambda x: jnp.tensordot(x, x, 1), {lax.dot_general_p: f32},
+     {"dot_general": "float32"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "rules", "expected"), INSIDE)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_rules_hold_inside_functions_of_the_tables(function, rules, expected, jit):
+    run = half(rules=rules)(jit(function))
+    found = {
+        eqn.primitive.name: eqn.invars[0].aval.dtype.name
+        for eqn in equations(jax.make_jaxpr(run)(jnp.ones((4, 4))))
+        if eqn.primitive.name in expected
+    }
+    assert found == expected
+
+
+def test_a_rule_for_a_function_comes_before_a_later_one_inside():
+    rules = {jax.nn.softmax: f16, lax.exp_p: f32}
+    for function in (jax.nn.softmax, jax.jit(jax.nn.softmax)):
+        run = half(rules=rules)(function)
+        with pytest.raises(ValueError, match="no op matched 'exp'"):
+            run(jnp.ones((4, 4)))
+
+
 def test_the_first_rule_that_matches_decides():
     x, w, _ = arrays()
     with half(rules={"head": f32, lax.dot_general_p: bf16}):

@@ -3,9 +3,8 @@
 import re
 from typing import NamedTuple
 
-import jax
-
 from . import hlo
+from .jaxprs import equations
 
 CUBLAS = re.compile(r'custom_call_target="__cublas\$(\S*)"')
 
@@ -20,16 +19,6 @@ class Products(NamedTuple):
 def is_float8(dtype: object) -> bool:
     """Of jaxprs and of HLO: `float8_e4m3fn`, `f8e4m3fn`."""
     return str(dtype).startswith(("float8", "f8"))
-
-
-def equations(jaxpr):
-    """All equations, those of inner jaxprs included."""
-    is_jaxpr = lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr")
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(inner):
-                yield from equations(inner)
 
 
 def traced_products(jaxpr) -> Products:

@@ -3,20 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from shared.jaxprs import equations
+
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
-
-
-def equations(jaxpr):
-    """All equations, those of inner jaxprs included."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(inner):
-                yield from equations(inner)
-
-
-def is_jaxpr(value):
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
 def products(function, *args):

@@ -23,7 +23,8 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 
 import jamp
 from jamp import _compat
-from tests.jaxprs import all_half, equations, products
+from shared.jaxprs import equations
+from tests.jaxprs import all_half, products
 from tests.marks import mostly_slow, slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

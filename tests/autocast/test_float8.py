@@ -15,7 +15,8 @@ from flax import nnx
 from jax import lax
 
 import jamp
-from tests.jaxprs import equations, products
+from shared.jaxprs import equations
+from tests.jaxprs import products
 from tests.marks import mostly_slow, slow
 
 FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}

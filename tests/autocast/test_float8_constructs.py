@@ -10,6 +10,7 @@ import pytest
 import jamp
 from tests.autocast.test_constructs import (
     CONSTRUCTS,
+    KEEPING,
     WAYS,
     batch,
     dtypes,
@@ -63,17 +64,6 @@ def apart(result, truth):
         for tree in (result, truth)
     )
     return np.linalg.norm(result - truth) / np.linalg.norm(truth)
-
-
-# Where functions are kept, and values with them.
-KEEPING = [
-    "jit in jit",
-    "scan",
-    "cond",
-    "custom_vjp in scan",
-    "remat",
-    "shard_map",
-]
 
 
 def in_float8_and_near(name, step, p, x):

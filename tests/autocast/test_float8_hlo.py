@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import jamp
+from shared.jaxprs import jaxprs
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 TENSORWISE, ROWWISE, GW_HP = "tensorwise", "rowwise", "rowwise_with_gw_hp"
@@ -59,16 +60,6 @@ def forms(jaxpr):
                     Form(shape, *dtypes, "HIGHEST" if highest else None, *chain)
                 )
     return found
-
-
-def jaxprs(jaxpr):
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    yield jaxpr
-    is_jaxpr = lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr")
-    for eqn in jaxpr.eqns:
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(inner):
-                yield from jaxprs(inner)
 
 
 def followed(jaxpr, made, var):

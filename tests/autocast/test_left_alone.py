@@ -10,7 +10,8 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
 import jamp
-from tests.jaxprs import equations, products
+from shared.jaxprs import equations
+from tests.jaxprs import products
 
 from .squares import N, arrays, half
 

@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.jaxprs import equations, products
+from shared.jaxprs import equations
+from tests.jaxprs import products
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

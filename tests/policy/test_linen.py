@@ -13,7 +13,8 @@ from flax import serialization
 from flax.training import train_state
 
 import jamp
-from tests.jaxprs import equations, products
+from shared.jaxprs import equations
+from tests.jaxprs import products
 from tests.marks import slow
 
 MIXED = jamp.get_policy("mixed_float16")

@@ -13,8 +13,9 @@ from flax import nnx
 from jax.extend.core import Literal
 
 import jamp
+from shared.jaxprs import equations, is_jaxpr
 from shared.residuals import saved_bytes
-from tests.jaxprs import equations, is_jaxpr, products_of
+from tests.jaxprs import products_of
 
 from .models import CASES, POLICY, build
 

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import jamp
-from tests.jaxprs import equations, products
+from shared.jaxprs import equations
+from tests.jaxprs import products
 from tests.marks import slow
 
 MIXED = jamp.get_policy("mixed_float16")

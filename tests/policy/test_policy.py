@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jamp
-from tests.jaxprs import equations, products
+from shared.jaxprs import equations
+from tests.jaxprs import products
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 SPELLINGS = {

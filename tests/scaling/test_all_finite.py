@@ -7,7 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jamp._scaling import arithmetic
-from tests.jaxprs import equations
+from shared.jaxprs import equations
 
 LAYERS = 6
 

@@ -14,7 +14,7 @@ import os
 import statistics
 
 from benchmarks import _harness
-from benchmarks.train_step import first_losses
+from benchmarks.train_step import check_losses, first_losses
 
 WIDTHS = {"gpu": (1024, 2048, 4096, 8192), "cpu": (128, 256), "small": (32,)}
 SHAPES = {"gpu": (4, 2048), "cpu": (2, 64), "small": (1, 16)}  # batch, sequence
@@ -42,11 +42,7 @@ def measure(model, shape, rounds):
         build = lambda *_, region=region: f8.training(model, region, shape)
         rows[name] = Row(build, None, None, batch)
     seconds = _harness.take_turns(rows, rounds)
-    base = first_losses(rows[f8.BFLOAT16])
-    for name, row in rows.items():
-        pairs = list(zip(first_losses(row), base, strict=True))
-        worst = max(abs(a - b) / abs(b) for a, b in pairs)
-        assert worst < TOLERANCE, f"{name}: {pairs}"
+    check_losses("float8", rows, f8.BFLOAT16, TOLERANCE)
     return {
         name: {
             "milliseconds": 1e3 * statistics.median(seconds[name]),

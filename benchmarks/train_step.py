@@ -80,7 +80,7 @@ def first_losses(row):
     return distinct[:STEPS_COMPARED]
 
 
-def check_losses(model, rows, reference):
+def check_losses(model, rows, reference, tolerance=TOLERANCE):
     """All rows train alike, or AssertionError."""
     for name, row in rows.items():
         losses = first_losses(row)
@@ -88,7 +88,7 @@ def check_losses(model, rows, reference):
         if reference in rows:
             pairs = zip(losses, first_losses(rows[reference]), strict=False)
             worst = max(abs(a - b) / abs(b) for a, b in pairs)
-            assert worst < TOLERANCE, f"{model}, {name}: {losses}, {worst:.3f} off"
+            assert worst < tolerance, f"{model}, {name}: {losses}, {worst:.3f} off"
 
 
 def measure(model, size, args, peak):

@@ -62,14 +62,16 @@ def named_scopes(model: M) -> M:
     model = nnx.clone(model)
     for path, module in list(nnx.iter_modules(model)):
         if path and not isinstance(module, nnx.List | nnx.Dict):
-            base = getattr(type(module), "_jamp_unscoped", type(module))
+            own = vars(type(module))  # what lies below a policy is not taken off
+            base = own.get("_jamp_unscoped", type(module))
             change_class(module, scoped(base, "/".join(map(str, path))))
     return model
 
 
 class Active(threading.local):
-    """The path of the module that is being called."""
+    """The module that is being called, and its path."""
 
+    module: nnx.Module | None = None
     path: str | None = None
 
 
@@ -81,17 +83,17 @@ def scoped(base: type, path: str) -> type:
     """A subclass of a module's class whose methods run in the scope of a path."""
 
     def call(module, name, function, args, kwargs):
-        around = ACTIVE.path
-        if around == path:  # a method that calls another one
+        outer, around = ACTIVE.module, ACTIVE.path
+        if outer is module:  # a method that calls another one, or that of a base
             return function(module, *args, **kwargs)
         inside = around is not None and path.startswith(f"{around}/")
         scope = path.removeprefix(f"{around}/") if inside else path
-        ACTIVE.path = path
+        ACTIVE.module, ACTIVE.path = module, path
         try:
             with jax.named_scope(scope):
                 return function(module, *args, **kwargs)
         finally:
-            ACTIVE.path = around
+            ACTIVE.module, ACTIVE.path = outer, around
 
     methods = methods_of(base, nnx.Module)
     namespace = {name: replaced(name, f, call) for name, f in methods.items()}

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +119,27 @@ def test_scopes_and_policies_go_together():
         assert model(X).dtype == jnp.float16
         text = jax.make_jaxpr(model)(X).pretty_print(name_stack=True)
         assert "blocks/1/up" in text
+
+
+def test_scopes_that_are_named_again_keep_a_policy():
+    scoped = jamp.nnx.named_scopes(Net())
+    policied = jamp.nnx.with_policy(scoped, "c=float16", {"head": "c=float32"})
+
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.net = policied
+
+        def __call__(self, x):
+            return self.net(x)
+
+    for model, path in ((policied, "head"), (Outer(), "net/head")):
+        again = jamp.nnx.named_scopes(model)
+        jaxprs = [jax.make_jaxpr(m)(X) for m in (model, again)]
+        dtypes = [[v.aval.dtype for e in j.eqns for v in e.outvars] for j in jaxprs]
+        assert dtypes[0] == dtypes[1] and jnp.float16 in dtypes[0]
+        text = jaxprs[1].pretty_print(name_stack=True)
+        text = re.sub(r"jamp\.autocast[^/\]]*/", "", text)  # the policy's region
+        assert f"[{path}" in text and "head/head" not in text
 
 
 def test_a_part_gets_the_paths_of_the_whole():

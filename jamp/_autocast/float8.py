@@ -23,7 +23,7 @@ class Float8:
     A product's inputs are quantized when it runs, each to the power of two that its
     largest number asks for. There is no state and no history, and the result and the
     gradients have the dtypes that `autocast(bfloat16)` gives. What is kept for the
-    backward pass is float8.
+    backward pass is float8 (`"rowwise_with_gw_hp"`: the input in half precision).
 
     Args:
       recipe: torchao's names and meaning.
@@ -32,6 +32,7 @@ class Float8:
         - `"rowwise"`: a scale for each row that is contracted, in E4M3 alone. It bears
           rows of very different size, and costs a second quantization.
         - `"rowwise_with_gw_hp"`: `"rowwise"`, with the weight's gradient in bfloat16.
+          The weight is the right operand (`x @ w`); in `eqx.nn.Linear` the left one.
 
     Raises:
       ValueError: another recipe.

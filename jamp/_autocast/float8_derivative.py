@@ -1,6 +1,7 @@
 """A matrix product in float8 with its derivative, which is in float8 too.
 
-What is kept for the derivative is float8 and its scales. It holds no tangent, so that a
+What is kept for the derivative is float8 and its scales (`rowwise_with_gw_hp` keeps the
+input in half precision). Float8 holds no tangent, so that a
 derivative of the derivative would take what it stands for to be constant, and give a
 wrong number: it is an error, or known beforehand and in half precision.
 """

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,8 @@ from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op
 from .float8 import E4M3
 from .float8_arithmetic import Axes, Scaled, quantized
 from .float8_derivative import Inputs, Product, product_in_any_mode, product_of
-from .sources import code_of
+from .ops import WEIGHT_ON_THE_LEFT
+from .rules import codes_at, loaded
 
 MULTIPLE = 16  # of which each size must be one
 
@@ -150,9 +150,8 @@ def weight_of() -> int:
 
     The right one, as in `x @ w`; the left one in a layer that says so.
     """
-    equinox = sys.modules.get("equinox")
-    layer = equinox and code_of(equinox.nn.Linear.__call__)
-    return 0 if layer in _compat.source_codes() else 1
+    left = codes_at(WEIGHT_ON_THE_LEFT, loaded())
+    return 1 if left.keys().isdisjoint(map(id, _compat.source_codes())) else 0
 
 
 def asked_for(op: Op, half: np.dtype) -> np.dtype:

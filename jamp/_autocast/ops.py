@@ -285,6 +285,9 @@ EXEMPT = (
     "haiku.get_state",
 )
 
+# Layers that multiply their weight by the input: in others it is the right operand.
+WEIGHT_ON_THE_LEFT = ("equinox.nn.Linear.__call__",)
+
 NO_COUNTERPART = {
     "_scaled_dot_product_flash_attention": "a kernel that torch chooses by itself",
     "_thnn_fused_gru_cell": "a kernel that torch chooses by itself",

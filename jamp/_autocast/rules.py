@@ -137,8 +137,11 @@ def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Act
 
 
 @functools.lru_cache
-def exempt_of(modules: frozenset[str]) -> dict[int, CodeType | None]:
-    codes = [resolve(path, modules) for path in EXEMPT]
+def codes_at(
+    paths: tuple[str, ...], modules: frozenset[str]
+) -> dict[int, CodeType | None]:
+    """The codes of functions by their ids, of the libraries that are imported."""
+    codes = [resolve(path, modules) for path in paths]
     return {id(code): code for code in codes}
 
 
@@ -191,7 +194,7 @@ class Decider:
     def __init__(self, settings: Settings, hits: set[int]):
         self.settings, self.hits = settings, hits
         modules = loaded()
-        self.functions, self.exempt = functions_of(modules), exempt_of(modules)
+        self.functions, self.exempt = functions_of(modules), codes_at(EXEMPT, modules)
         by_path = any(isinstance(r.test, PathPattern) for r in settings.rules)
         self.uses_paths = by_path or settings.probe is not None
         # Under a policy the casts around a module have said what is a layer's result.

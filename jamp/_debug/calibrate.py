@@ -19,7 +19,7 @@ from .._tree import HALVES, PyTree
 from .calibration import Calibration
 from .call import FlatCall, open_call
 from .choice import Choice, Wanted, agreed, chosen, rules_of
-from .probe import Probe, Product
+from .probe import Probe, Seen
 from .product_errors import DIRECTIONS
 from .product_row import ProductRow
 
@@ -48,10 +48,12 @@ def calibrate(
 ) -> Callable[..., Calibration]:
     """Measures which matrix products of a model bear float8, and writes the rules.
 
-    Runs the loss and its gradient once, in float32, on a real batch. Each product that
-    autocast lowers is computed beside that in each dtype, of the same inputs and the
-    same cotangent: forward, the gradient of its left input (dgrad) and that of its
-    right one (wgrad). Measure a model that has trained for a while: at the start,
+    Runs the loss and its gradient in float32, on a real batch; for float16 once more,
+    with the loss scale that they ask for. Each product that autocast lowers is computed
+    beside that in each dtype, of the same inputs and the same cotangent: forward, the
+    gradient of its input (dgrad) and that of its weight (wgrad), which is the right
+    operand, but in `eqx.nn.Linear` the left one. Ragged products are named, and not
+    measured. Measure a model that has trained for a while: at the start,
     gradients are not yet what they will be.
 
     A product gets the first of float8, rowwise float8, bfloat16 and float32 that errs
@@ -116,6 +118,7 @@ def calibrate(
             probe = Probe(names, loss_scale_for(probe.found.values()))
             run(call, probe)
         rows, patterns = judged(probe, names, tolerance, skip_small)
+        probe.found.clear()  # JAX's caches keep the probe
         return Calibration(
             call.function, names[0], tolerance, skip_small, probe.scale, rows, patterns
         )
@@ -197,7 +200,7 @@ def judged(
     for product, numbers in probe.found.items():
         errors = errors_in(numbers, names)
         choice = chosen(errors, product.sizes, tolerance, skip_small)
-        if not errors:  # in a derivative: it runs as it was traced
+        if not errors:  # ragged, or in a derivative: it runs as it was traced
             choice = Choice(names[-1], "not measured")
         qualifies = names[0] in RECIPES and not product.problem
         wanted.append(Wanted(product.scope, choice.name, qualifies))
@@ -226,7 +229,7 @@ def errors_in(
 
 
 def row_of(
-    product: Product,
+    product: Seen,
     numbers: Mapping[str, np.ndarray],
     errors: dict[str, dict[str, tuple[float, float]]],
     choice: Choice,

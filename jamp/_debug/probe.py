@@ -19,15 +19,17 @@ from .. import _compat
 from .._autocast.casting import CastingTrace
 from .._autocast.decision import CASTABLE, Action, Kind, Op
 from .._autocast.float8 import RECIPES
-from .._autocast.float8_products import product_sizes, unfit
+from .._autocast.float8_products import product_sizes, unfit, weight_of
+from .._autocast.traits import PRODUCTS
 from .product_errors import Numbers, measures
 from .sites import innermost_own, is_module
 
 IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATISTIC)
 MEASURED = ("dot_general", "conv_general_dilated")
+OTHERS = {"conv_general_dilated": "a convolution", "ragged_dot_general": "ragged"}
 
 
-class Product(NamedTuple):
+class Seen(NamedTuple):
     """A product of a program, before its numbers are known."""
 
     scope: str  # the module path as rules see it
@@ -36,6 +38,7 @@ class Product(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]  # rows, contracted numbers, columns; () if it has others
     problem: str  # why it cannot run in float8
+    weight: int  # which input is the weight: 0 or 1
 
     @property
     def path(self) -> str:
@@ -53,7 +56,7 @@ class Probe:
 
     def __init__(self, names: Sequence[str], scale: float = 1.0):
         self.names, self.scale = names, scale
-        self.found: dict[Product, dict[str, np.ndarray]] = {}
+        self.found: dict[Seen, dict[str, np.ndarray]] = {}
         self.in_float32: set[str] = set()  # the paths that have ops in float32
         self._lock = threading.Lock()  # callbacks come from several threads
 
@@ -61,18 +64,18 @@ class Probe:
         if not {action.kind, action.table}.isdisjoint(IN_FLOAT32):
             self.in_float32.add(trace.path())
         is_lowered = Kind.LOWER in (action.kind, action.table)
-        if not is_lowered or op.name not in MEASURED:
+        if not is_lowered or op.name not in PRODUCTS:
             return out
-        if any(_compat.array_dtype(x) not in CASTABLE for x in op.args):
+        if any(_compat.array_dtype(x) not in CASTABLE for x in op.args[:2]):
             return out
-        product = product_of(trace.path(), op)
+        product = seen_at(trace.path(), op)
         self.found.setdefault(product, {})
-        if op.is_baked:
+        if op.is_baked or op.name not in MEASURED:
             return out
         trace.effects.touched = True  # what is not is run as it was traced
         return trace.call(self.tap(product, op), [*op.args, out], {})
 
-    def tap(self, product: Product, op: Op) -> Callable[..., jax.Array]:
+    def tap(self, product: Seen, op: Op) -> Callable[..., jax.Array]:
         """A function of both inputs and the result, which returns the result."""
         left_out = RECIPES if product.problem else ()
         names = [name for name in self.names if name not in left_out]
@@ -95,8 +98,10 @@ class Probe:
         tapped.defvjp(fwd, bwd)
         return tapped
 
-    def add(self, product: Product, numbers: Numbers) -> None:
+    def add(self, product: Seen, numbers: Numbers) -> None:
         """Takes what was measured of one run of a product."""
+        if product.weight == 0:
+            numbers = swapped(numbers)
         with self._lock:
             kept = self.found[product]
             for name, value in numbers.items():
@@ -105,14 +110,22 @@ class Probe:
                 kept[key] = np.maximum(kept.get(key, new), new)
 
 
-def product_of(scope: str, op: Op) -> Product:
-    shapes = tuple(np.shape(x) for x in op.args)
-    if op.name != "dot_general":
-        sizes, problem = (), "a convolution"
-    else:
+def seen_at(scope: str, op: Op) -> Seen:
+    shapes, weight = tuple(np.shape(x) for x in op.args), weight_of()
+    sizes, problem = (), OTHERS.get(op.name, "")
+    if op.name == "dot_general":
         contracting, batch = op.params["dimension_numbers"]
-        simple = not batch[0] and len(contracting[0]) == 1
-        sizes = product_sizes(shapes[0], shapes[1], contracting) if simple else ()
+        if not batch[0] and len(contracting[0]) == 1:
+            sizes = product_sizes(shapes[0], shapes[1], contracting)
         problem = unfit(op)
+    sizes = sizes if weight else sizes[::-1]
     line = innermost_own(_compat.current_frames())
-    return Product(scope, line, op.name, shapes, sizes, problem)
+    return Seen(scope, line, op.name, shapes, sizes, problem, weight)
+
+
+def swapped(numbers: Numbers) -> Numbers:
+    """What was measured of a product whose left input is the weight."""
+    pairs = ("spread x", "spread w"), ("spread g", "spread of columns of g")
+    names = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
+    numbers = {names.get(name, name): value for name, value in numbers.items()}
+    return {n: v[::-1] if v.ndim == 2 else v for n, v in numbers.items()}

@@ -146,9 +146,10 @@ def backward_numbers(
     (x, x_unit), (w, w_unit), (g, g_unit) = map(scaled_square, (left, right, cotangent))
     of_x, of_w = map(jnp.sqrt, jax.vjp(p.exact, x, w)[1](g))
     sizes = of_x * (w_unit * g_unit), of_w * (x_unit * g_unit)
-    columns = tuple(range(p.n_rows, cotangent.ndim))
+    axes = range(cotangent.ndim)
     numbers = {
-        "spread g": spread(cotangent, columns),
+        "spread g": spread(cotangent, axes[p.n_rows :]),
+        "spread of columns of g": spread(cotangent, axes[: p.n_rows]),
         "largest backward": largest(cotangent, *exact),
     }
     for name, run in p.candidates.items():

@@ -348,7 +348,7 @@ def test_equinox_layers_have_the_paths_of_their_classes():
     loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
     report = calibrated(loss, model, X)
     assert {row.path for row in report.rows} == {"eqx.nn.MLP/eqx.nn.Linear"}
-    assert [row.sizes for row in report.rows] == ["64x32x32", "32x64x32"]
+    assert [row.sizes for row in report.rows] == ["32x32x64", "32x64x32"]
     check_rules(report, loss, model, X)
 
 
@@ -471,3 +471,34 @@ def test_the_model_is_left_as_it_was():
     in_float8 = jamp.autocast("float8")(loss)
     jaxpr = str(jax.make_jaxpr(in_float8)(W[:32], X))
     assert "callback" not in jaxpr and "f8_e4m3fn" in jaxpr
+
+
+def test_the_weight_may_stand_on_the_left():
+    layer = eqx.nn.Linear(32, 64, use_bias=False, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (48, 32))
+    x = x * 2.0 ** -jnp.arange(48.0)[:, None]  # the input is spread, not the weight
+
+    def by_equinox(weight, x):
+        return jnp.sum(jax.vmap(eqx.tree_at(lambda m: m.weight, layer, weight))(x) ** 2)
+
+    def by_hand(weight, x):
+        return jnp.sum((x @ weight.T) ** 2)
+
+    (row,), (other,) = (
+        jamp.calibrate(loss)(layer.weight, x).rows for loss in (by_equinox, by_hand)
+    )
+    assert row.sizes == other.sizes == "48x32x64"
+    assert row.spread == pytest.approx(other.spread)
+    assert row.spread["x"] > 40 > 4 > row.spread["w"]
+    for at, errors in row.errors["tensorwise"].items():
+        assert errors == pytest.approx(other.errors["tensorwise"][at], rel=0.3)
+
+
+def test_a_ragged_product_is_named():
+    def loss(w, x):
+        return jnp.sum(jax.lax.ragged_dot(x, w, jnp.array([16, 16])))
+
+    report = jamp.calibrate(loss)(jnp.ones((2, 32, 16)), jnp.ones((32, 32)))
+    (row,) = report.rows
+    assert (row.primitive, row.why) == ("ragged_dot_general", "not measured")
+    assert (row.problem, row.choice, report.rules) == ("ragged", "bfloat16", {})

@@ -54,18 +54,20 @@ def is_differentiated_into_a_jaxpr(trace: Trace) -> bool:
     return differentiated and isinstance(base, partial_eval.DynamicJaxprTrace)
 
 
-def derivatives(trace: Trace) -> tuple[int, bool]:
-    """How many derivatives are taken of what runs on a trace; any in forward mode?
+def is_differentiated_once(trace: Trace) -> bool:
+    """Whether what runs on a trace has one derivative, in reverse mode, or may have.
 
-    As far as is seen: a jaxpr that the op goes into may be differentiated later.
+    A jaxpr that it goes into may be differentiated later: once, as far as is seen.
     """
-    count, is_forward, below = 0, False, trace
-    while below is not None and not isinstance(below, partial_eval.DynamicJaxprTrace):
-        count += isinstance(below, ad.JVPTrace | ad.LinearizeTrace)
-        is_forward |= isinstance(below, ad.JVPTrace)
-        region = getattr(below, "parent", None)  # of an autocast trace
-        below = getattr(below, "parent_trace", region)
-    return count, is_forward
+    base: Any = trace
+    count, is_forward = 0, False
+    through = ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace
+    while isinstance(base, through) or hasattr(base, "parent"):
+        count += isinstance(base, ad.JVPTrace | ad.LinearizeTrace)
+        is_forward |= isinstance(base, ad.JVPTrace)
+        base = base.parent if hasattr(base, "parent") else base.parent_trace
+    is_final = isinstance(base, core.EvalTrace)  # what runs there is done
+    return not is_forward and (count == 1 or (count == 0 and not is_final))
 
 
 def cotangent_sharding(x: jax.Array) -> Any:

@@ -43,7 +43,7 @@ def with_bias(trace: CastingTrace, op: Op) -> Value | None:
     for x, bias in (op.args, op.args[::-1]):
         if not isinstance(bias, jax.Array) or array_dtype(bias) != jnp.float32:
             continue
-        product = x if array_dtype(x) == dtype else trace.notes.cast(x, dtype)
+        product = x if array_dtype(x) == dtype else trace.notes.copy(x, dtype)
         sides, number = trace.notes[x].sides, trace.notes[bias].constant
         if product is None or sides is None:
             continue

@@ -182,7 +182,7 @@ class CastingTrace(_compat.Trace):
             return x
         if not isinstance(x, jax.Array):
             return unrounded(x) if dtype == FLOAT32_DTYPE else np.asarray(x, dtype)
-        if (copy := self.notes.cast(x, dtype)) is None:
+        if (copy := self.notes.copy(x, dtype)) is None:
             copy = self.call(lax.convert_element_type, [x], {"new_dtype": dtype})
             self.effects.touched = True
             widened = dtype == FLOAT32_DTYPE
@@ -190,7 +190,7 @@ class CastingTrace(_compat.Trace):
             if widened:
                 self.notes.remember_widened(copy, x)
             if not widened or isinstance(x, Tracer):  # else they keep each other alive
-                self.notes.remember_cast(x, copy)
+                self.notes.remember(x, dtype, copy)
         return copy
 
     def as_traced(self, args: Values, avals: Sequence[AbstractValue] | None) -> Values:

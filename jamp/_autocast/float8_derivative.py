@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
 
     left: Scaled
     right: Scaled
-    kept: tuple[Scaled | jax.Array, Scaled | jax.Array]
+    kept: tuple[Scaled | jax.Array, ...]  # of the left, of the right, for gradients
 
 
 def forward(product: Product, left: Scaled, right: Scaled) -> jax.Array:

@@ -105,15 +105,19 @@ def inputs_of(
       quantize: makes the float8 copy of a value, with a scale along some axes.
       lower: casts a value to half precision.
     """
-    kept = [
+    kept = tuple(
         lower(x) if product.is_kept_in_half(side) else quantize(x, product.kept(side))
         for side, x in enumerate((left, right))
-    ]
-    return Inputs(
-        quantize(left, product.contracting(0)),
-        quantize(right, product.contracting(1)),
-        (kept[0], kept[1]),
     )
+    return forward_inputs(product, left, right, quantize)._replace(kept=kept)
+
+
+def forward_inputs(
+    product: Product, left: Any, right: Any, quantize: Callable[[Any, Axes], Scaled]
+) -> Inputs:
+    """The same where no gradient of the product is taken in float8."""
+    left = quantize(left, product.contracting(0))
+    return Inputs(left, quantize(right, product.contracting(1)), ())
 
 
 def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
@@ -121,20 +125,16 @@ def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
     half = trace.settings.dtype
     left, right = op.args
     product = product_for(op, half, recipe)
-    inputs = inputs_of(
-        product,
-        left,
-        right,
-        functools.partial(in_float8, trace),
-        lambda x: trace.cast(x, half),
-    )
+    quantize = functools.partial(in_float8, trace)
     trace.effects.touched = True
-    count, is_forward = _compat.derivatives(trace.parent)
     dtypes = array_dtype(left), array_dtype(right)
-    if count > 1 or is_forward:
-        function: Callable[..., jax.Array] = product_in_any_mode(product)
+    if _compat.is_differentiated_once(trace.parent):
+        function: Callable[..., jax.Array] = product_of(product, dtypes)
+        lower = lambda x: trace.cast(x, half)
+        inputs = inputs_of(product, left, right, quantize, lower)
     else:
-        function = product_of(product, dtypes)
+        function = product_in_any_mode(product)
+        inputs = forward_inputs(product, left, right, quantize)
     leaves, tree = jax.tree.flatten(inputs)
     return trace.call(flat(function, tree), [left, right, *leaves], {})
 
@@ -169,5 +169,5 @@ def in_float8(trace: CastingTrace, x: Any, axes: Axes) -> Scaled:
     key = "float8", axes
     if (copy := notes.copy(x, key)) is None:
         copy = trace.call(quantized, [x], {"dtype": E4M3, "axes": axes})
-        notes.remember_copy(x, key, copy)
+        notes.remember(x, key, copy)
     return copy

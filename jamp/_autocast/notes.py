@@ -2,10 +2,9 @@
 
 By identity of the value and as long as the value lives:
 
-    casts      the copy of a float32 value in half precision, so that it is made once
-               and saved for the backward pass once; and for a value that was widened,
-               the half-precision value that it was made of
-    copies     what else was made of a value once: its copies in float8
+    copies     the copy of a float32 value in half precision, so that it is made once
+               and saved for the backward pass once, and copies in float8; for a value
+               that was widened, the half-precision value that it was made of
     constant   the number that a scalar or an array filled with it holds
     sides      for the result of a matrix product or convolution, which operand each
                dimension comes from
@@ -67,11 +66,10 @@ class Memory(Generic[Fact]):
 
 
 class Notes:
-    """Notes and casts of one trace."""
+    """Notes and copies of one trace."""
 
     _notes: Memory[Note]
-    _casts: Memory[dict[np.dtype, jax.Array]]
-    _copies: Memory[dict[Hashable, Any]]
+    _copies: Memory[dict[Hashable, Any]]  # by dtype, and by other keys
 
     def __init__(self) -> None:
         self.clear()
@@ -85,31 +83,11 @@ class Notes:
         if note != NOTHING and isinstance(value, jax.Array):
             self._notes.set(value, note)
 
-    def cast(self, value: object, dtype: np.dtype) -> jax.Array | None:
-        """The copy of `value` in `dtype`, or None."""
-        return self._casts.get(value, {}).get(dtype)
-
-    def remember_cast(self, value: object, copy: Any) -> None:
-        copies = self._casts.get(value, None)
-        if copies is None:
-            self._casts.set(value, copies := {})
-        copies[copy.dtype] = copy
-
-    def remember_widened(self, copy: Any, value: Any) -> None:
-        """Of a float32 copy the half-precision value that it was made of."""
-        self.remember_cast(copy, value)
-        self.remember_copy(copy, SOURCE, value)
-
-    def source(self, value: Any) -> Any:
-        """The half-precision value that a float32 one was made of, or that itself."""
-        narrow = self.copy(value, SOURCE)
-        return value if narrow is None else narrow
-
     def copy(self, value: object, key: Hashable) -> Any:
-        """Another thing that was made of `value`, or None."""
+        """The copy of `value` in a dtype, or what else was made of it; None if none."""
         return self._copies.get(value, {}).get(key)
 
-    def remember_copy(self, value: object, key: Hashable, copy: Any) -> None:
+    def remember(self, value: object, key: Hashable, copy: Any) -> None:
         copies = self._copies.get(value, None)
         if copies is None:
             if not isinstance(value, jax.Array):
@@ -117,8 +95,18 @@ class Notes:
             self._copies.set(value, copies := {})
         copies[key] = copy
 
+    def remember_widened(self, copy: jax.Array, value: Any) -> None:
+        """Of a float32 copy the half-precision value that it was made of."""
+        self.remember(copy, value.dtype, value)
+        self.remember(copy, SOURCE, value)
+
+    def source(self, value: Any) -> Any:
+        """The half-precision value that a float32 one was made of, or that itself."""
+        narrow = self.copy(value, SOURCE)
+        return value if narrow is None else narrow
+
     def clear(self) -> None:
-        self._notes, self._casts, self._copies = Memory(), Memory(), Memory()
+        self._notes, self._copies = Memory(), Memory()
 
 
 # Numbers that an op meets: Python's, and the literals of a jaxpr.

@@ -191,7 +191,7 @@ class AutocastTrace(CastingTrace):
         if not self.decide.refines or op.is_baked or action.dtype is not None:
             return None
         if op.name in FOLLOWED:
-            narrow = self.notes.cast(op.args[0], self.settings.dtype)
+            narrow = self.notes.copy(op.args[0], self.settings.dtype)
             if narrow is not None and self.notes[op.args[0]].sides is not None:
                 # Moved before it is widened, a product is still known as one.
                 moved = [narrow, *op.args[1:]]

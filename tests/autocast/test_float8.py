@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 import jamp
+from jamp._autocast import float8_products
 from shared.jaxprs import equations
 from tests.jaxprs import products
 from tests.marks import mostly_slow, slow
@@ -384,6 +385,25 @@ def test_a_value_is_quantized_once_in_a_region():
     weights = [w, 2 * w, 3 * w]
     assert casts_to_float8(attention, weights, x) == (1 + 3, 0)
     assert casts_to_float8(jax.grad(attention, (0, 1)), weights, x) == (1 + 3, 3)
+
+
+def test_nothing_is_quantized_for_a_gradient_that_nobody_takes(monkeypatch):
+    made = []
+    original = float8_products.quantized
+
+    def counted(x, *, dtype, axes):
+        made.append(axes)
+        return original(x, dtype=dtype, axes=axes)
+
+    monkeypatch.setattr(float8_products, "quantized", counted)
+    x, w = operands()
+    run = in_region(matmul, jamp.Float8("rowwise"))
+    eager = run(x, w)
+    assert made == [(1,), (0,)]
+    made.clear()
+    jax.vjp(run, x, w)
+    assert sorted(made) == [(0,), (0,), (1,), (1,)]
+    np.testing.assert_array_equal(np.float32(eager), np.float32(jax.jit(run)(x, w)))
 
 
 def test_a_value_that_flax_promotes_is_quantized_once():

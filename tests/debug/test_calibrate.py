@@ -1,5 +1,6 @@
 """`calibrate`: errors by product and row, choices, and rules that autocast takes."""
 
+import itertools
 import json
 
 import equinox as eqx
@@ -13,6 +14,7 @@ from flax import nnx
 
 import jamp
 from jamp import debug
+from jamp._debug.choice import Wanted, agreed, pays
 from jamp._debug.walk import starred
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -76,6 +78,23 @@ def test_a_layer_whose_rows_spread_is_not_tensorwise(powers, choice):
         assert worst > 0.2 and "forward loses" in row.why
     assert max(row.errors["rowwise"]["forward"]) < 0.11
     assert row.worst("bfloat16") < 0.01
+
+
+@pytest.mark.parametrize("direction", ["dgrad", "wgrad"])
+def test_a_gradient_whose_rows_vanish_is_not_tensorwise(direction):
+    powers = 2.0 ** -jnp.linspace(0, 20, 64)  # of what the forward product contracts
+    x, w = spread_over(0), W
+    x, w = (x * powers, w) if direction == "wgrad" else (x, w * powers[:, None])
+    row = row_at(calibrated(layer, w, x), "layer")
+    assert row.choice == "rowwise" and row.why.startswith(f"float8: {direction} loses")
+    beyond = {at for at, found in row.errors["tensorwise"].items() if found[1] > 0.15}
+    assert beyond == {direction}
+
+
+def test_few_numbers_are_judged_as_a_whole():
+    report = calibrated(layer, W[:, :8], spread_over(0, rows=8), dtype=jnp.bfloat16)
+    whole, worst = row_at(report, "layer").errors["bfloat16"]["forward"]
+    assert whole == worst > 0
 
 
 def test_the_errors_are_those_of_the_region():
@@ -151,6 +170,25 @@ def test_small_products_stay_out_and_large_ones_do_not():
     ]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "k", "n", "expected"),
+    [
+        ("tensorwise", 4096, 1024, False),
+        ("tensorwise", 4097, 1024, True),
+        ("tensorwise", 4096, 1025, True),
+        ("rowwise", 8192, 2048, False),
+        ("rowwise", 8192, 2049, True),
+        ("rowwise", 1024, 8192, False),
+        ("rowwise", 1025, 4097, True),
+        ("rowwise", 2048, 4096, False),
+        ("rowwise", 2048, 4097, True),
+        ("rowwise", 2049, 4096, True),
+    ],
+)
+def test_what_pays_begins_where_torchaos_filters_say(recipe, k, n, expected):
+    assert pays(recipe, k, n) == expected
+
+
 @pytest.mark.slow
 def test_iterations_become_the_worst_of_them():
     def loss(ws, x):
@@ -162,12 +200,16 @@ def test_iterations_become_the_worst_of_them():
 
     eye = jnp.eye(64)
     w = eye * 2.0 ** -jnp.linspace(0, 16, 64)
+    x = spread_over(0).at[:, 0].set(1.0)
     for ws, is_spread in ((jnp.stack([eye, eye]), False), (jnp.stack([w, eye]), True)):
-        row = row_at(calibrated(loss, ws, spread_over(0).at[:, 0].set(1.0)), "body")
+        row = row_at(calibrated(loss, ws, x), "body")
         assert (row.spread["x"], row.spread["w"]) != (0, 0)
         assert set(row.errors["tensorwise"]) == {"forward", "dgrad", "wgrad"}
         assert (row.worst("tensorwise") > 0.2) == is_spread
         assert (row.spread["w"] > 15) == is_spread
+        if not is_spread:  # the same twice is no more than once
+            once = row_at(calibrated(loss, ws[:1], x), "body")
+            assert (row.errors, row.spread) == (once.errors, once.spread)
 
 
 @pytest.mark.slow
@@ -363,6 +405,14 @@ def test_products_of_one_scope_have_one_rule():
     assert report.rules == {"(^|/)both$": jamp.Float8("rowwise")}
     assert [row.choice for row in report.rows] == ["rowwise", "rowwise"]
     assert report.rows[0].why == "as another product of this module"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_most_careful_dtype_of_a_scope_is_that_of_its_rule(order):
+    names = ["float8", "rowwise", "bfloat16", "float32"]
+    for pair in itertools.combinations(names, 2):
+        wanted = [Wanted("a", name, True) for name in pair]
+        assert agreed(wanted[::order]) == {"a": pair[1]}
 
 
 def test_no_rule_brings_a_softmax_into_bfloat16():

@@ -156,6 +156,12 @@ def test_explain_says_why_a_product_is_in_float8_or_not(function, note):
     assert all(dtypes <= FLOAT8 for dtypes in found) == note.startswith("float8")
 
 
+def test_products_of_one_line_have_reasons_of_their_own():
+    several = lambda x, w: [x @ w[:, :n] for n in (8, 40)]
+    notes = [note for _, note in notes_of(several, *operands(), dtype="float8")]
+    assert {*notes} == {f"no float8: 32x64x{n}, not multiples of 16" for n in (8, 40)}
+
+
 def test_a_product_of_nothing_is_in_bfloat16():
     x, w = operands()
     assert products(in_region(lambda x, w: x[:0] @ w), x, w) == [{"bfloat16"}]

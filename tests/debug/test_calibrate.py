@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import equinox as eqx
 import haiku as hk
@@ -14,7 +15,7 @@ from flax import nnx
 
 import jamp
 from jamp import debug
-from jamp._debug.choice import Wanted, agreed, pays
+from jamp._debug.choice import Wanted, agreed, pattern_of, pays
 from jamp._debug.walk import starred
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -329,6 +330,14 @@ def test_a_rule_is_for_its_own_product():
     report = calibrated(loss, params, x, tolerance=0.2)
     assert len(report.rules) == 11
     check_rules(report, loss, params, x)
+
+
+@pytest.mark.parametrize(
+    ("scope", "other"), [("a[0]", "a0"), ("f(x)", "fx"), ("a.b", "axb")]
+)
+def test_a_pattern_takes_a_path_as_it_is_written(scope, other):
+    pattern = pattern_of(scope, [scope])
+    assert re.search(pattern, f"train/{scope}") and not re.search(pattern, other)
 
 
 @pytest.mark.slow

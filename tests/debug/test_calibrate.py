@@ -15,6 +15,7 @@ from flax import nnx
 
 import jamp
 from jamp import debug
+from jamp._debug.calibrate import loss_scale_for
 from jamp._debug.choice import Wanted, agreed, pattern_of, pays
 from jamp._debug.walk import starred
 
@@ -90,6 +91,12 @@ def test_a_gradient_whose_rows_vanish_is_not_tensorwise(direction):
     assert row.choice == "rowwise" and row.why.startswith(f"float8: {direction} loses")
     beyond = {at for at, found in row.errors["tensorwise"].items() if found[1] > 0.15}
     assert beyond == {direction}
+
+
+def test_a_row_that_float32_would_lose_beside_the_others_does_not_count():
+    for powers, choice in ((20, "rowwise"), (30, "float8")):
+        x = spread_over(0).at[0].multiply(2.0**-powers)
+        assert row_at(calibrated(layer, W, x), "layer").choice == choice
 
 
 def test_few_numbers_are_judged_as_a_whole():
@@ -277,6 +284,28 @@ def test_float16_gradients_are_measured_under_a_loss_scale():
     report = calibrated(loss, W[:32], X, dtype="float16")
     assert report.loss_scale == 2.0**24
     assert row_at(report, "layer").choice == "float16"
+
+
+@pytest.mark.parametrize(
+    ("found", "scale"),
+    [
+        ([{"largest backward": 1.0}], 2.0**15),
+        ([{"largest backward": 3.0}, {"largest backward": 0.0}], 2.0**14),
+        ([{"largest backward": 1e6}], 1.0),
+        ([{"largest backward": 1.0}, {"largest backward": np.inf}], 2.0**15),
+        (
+            [
+                {"largest backward": 1.0},
+                {"largest backward": 1e3, "float16 1": np.array([[np.inf] * 2])},
+            ],
+            2.0**15,
+        ),
+        ([{"largest backward": 0.0}], 2.0**24),
+        ([], 2.0**24),
+    ],
+)
+def test_the_loss_scale_is_the_largest_that_fits(found, scale):
+    assert loss_scale_for(found) == scale
 
 
 # Paths and rules.

@@ -158,6 +158,29 @@ def test_explain_says_why_a_product_is_in_float8_or_not(function, note):
     assert all(dtypes <= FLOAT8 for dtypes in found) == note.startswith("float8")
 
 
+def test_products_of_one_line_have_reasons_of_their_own():
+    several = lambda x, w: [x @ w[:, :n] for n in (8, 40)]
+    notes = [note for _, note in notes_of(several, *operands(), dtype="float8")]
+    assert {*notes} == {f"no float8: 32x64x{n}, not multiples of 16" for n in (8, 40)}
+
+
+def test_the_reason_of_a_function_is_that_of_its_product():
+    function = lambda x, w: jnp.vecdot(x, x, axis=0)  # it transposes first
+    assert note_of(function, *operands()) == "no float8: batch dimensions"
+
+
+def test_explain_has_the_dtypes_of_a_product_and_the_users_rule():
+    def function(x, w):
+        with jax.named_scope("up"):
+            return x @ w
+
+    rules = {"up": "float8"}
+    explained = jamp.debug.explain(function, jnp.bfloat16, rules=rules)(*operands())
+    (row,) = (row for row in explained.rows if row.op == "dot_general")
+    assert row.rule == "rules['up']" and row.note == "float8 tensorwise"
+    assert row.dtypes == "float8_e4m3fn -> bfloat16"
+
+
 def test_a_product_of_nothing_is_in_bfloat16():
     x, w = operands()
     assert products(in_region(lambda x, w: x[:0] @ w), x, w) == [{"bfloat16"}]

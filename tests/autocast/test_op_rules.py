@@ -113,6 +113,13 @@ def test_a_trait_is_of_primitives_that_jamp_knows():
     lowered = {n for n, row in PRIMITIVES.items() if row.kind is Kind.LOWER}
     assert traits.PRODUCTS == lowered
     assert traits.FOLLOWED <= traits.MOVES
+    promoting = {n for n, row in PRIMITIVES.items() if row.kind is Kind.PROMOTE}
+    mixing = promoting & traits.ELEMENTWISE
+    assert traits.MIXING == mixing - {"clamp", "nextafter"}
+    several = {"cond", "scan", "shard_map", "while"}
+    others = {"compute_on", "linear_call", "remat_opt", "xla_metadata_call"}
+    calling = RULES.keys() - traits.REF_WRITES - several - others
+    assert calling == traits.CALLS - traits.NO_RULE
     assert {n for n in RULES if RULES[n] is nested.call} <= traits.CALLS
 
 

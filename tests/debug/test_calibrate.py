@@ -1,6 +1,8 @@
 """`calibrate`: errors by product and row, choices, and rules that autocast takes."""
 
+import itertools
 import json
+import re
 
 import equinox as eqx
 import haiku as hk
@@ -13,6 +15,8 @@ from flax import nnx
 
 import jamp
 from jamp import debug
+from jamp._debug.calibrate import loss_scale_for
+from jamp._debug.choice import Wanted, agreed, pattern_of, pays
 from jamp._debug.walk import starred
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -76,6 +80,40 @@ def test_a_layer_whose_rows_spread_is_not_tensorwise(powers, choice):
         assert worst > 0.2 and "forward loses" in row.why
     assert max(row.errors["rowwise"]["forward"]) < 0.11
     assert row.worst("bfloat16") < 0.01
+
+
+@pytest.mark.parametrize("direction", ["dgrad", "wgrad"])
+def test_a_gradient_whose_rows_vanish_is_not_tensorwise(direction):
+    powers = 2.0 ** -jnp.linspace(0, 20, 64)  # of what the forward product contracts
+    x, w = spread_over(0), W
+    x, w = (x * powers, w) if direction == "wgrad" else (x, w * powers[:, None])
+    row = row_at(calibrated(layer, w, x), "layer")
+    assert row.choice == "rowwise" and row.why.startswith(f"float8: {direction} loses")
+    beyond = {at for at, found in row.errors["tensorwise"].items() if found[1] > 0.15}
+    assert beyond == {direction}
+
+
+def test_the_spread_is_that_of_rows_that_hold_numbers():
+    over = lambda powers: 2.0 ** -jnp.linspace(0, powers, 64)[:, None] * jnp.ones(64)
+    x, w, g = over(4).at[1].set(0.0), over(8).T, over(12)
+
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            return jnp.sum((x @ w) * g)
+
+    assert row_at(calibrated(loss, w, x), "layer").spread == {"x": 4, "w": 8, "g": 12}
+
+
+def test_a_row_that_float32_would_lose_beside_the_others_does_not_count():
+    for powers, choice in ((20, "rowwise"), (30, "float8")):
+        x = spread_over(0).at[0].multiply(2.0**-powers)
+        assert row_at(calibrated(layer, W, x), "layer").choice == choice
+
+
+def test_few_numbers_are_judged_as_a_whole():
+    report = calibrated(layer, W[:, :8], spread_over(0, rows=8), dtype=jnp.bfloat16)
+    whole, worst = row_at(report, "layer").errors["bfloat16"]["forward"]
+    assert whole == worst > 0
 
 
 def test_the_errors_are_those_of_the_region():
@@ -151,6 +189,25 @@ def test_small_products_stay_out_and_large_ones_do_not():
     ]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "k", "n", "expected"),
+    [
+        ("tensorwise", 4096, 1024, False),
+        ("tensorwise", 4097, 1024, True),
+        ("tensorwise", 4096, 1025, True),
+        ("rowwise", 8192, 2048, False),
+        ("rowwise", 8192, 2049, True),
+        ("rowwise", 1024, 8192, False),
+        ("rowwise", 1025, 4097, True),
+        ("rowwise", 2048, 4096, False),
+        ("rowwise", 2048, 4097, True),
+        ("rowwise", 2049, 4096, True),
+    ],
+)
+def test_what_pays_begins_where_torchaos_filters_say(recipe, k, n, expected):
+    assert pays(recipe, k, n) == expected
+
+
 @pytest.mark.slow
 def test_iterations_become_the_worst_of_them():
     def loss(ws, x):
@@ -162,12 +219,16 @@ def test_iterations_become_the_worst_of_them():
 
     eye = jnp.eye(64)
     w = eye * 2.0 ** -jnp.linspace(0, 16, 64)
+    x = spread_over(0).at[:, 0].set(1.0)
     for ws, is_spread in ((jnp.stack([eye, eye]), False), (jnp.stack([w, eye]), True)):
-        row = row_at(calibrated(loss, ws, spread_over(0).at[:, 0].set(1.0)), "body")
+        row = row_at(calibrated(loss, ws, x), "body")
         assert (row.spread["x"], row.spread["w"]) != (0, 0)
         assert set(row.errors["tensorwise"]) == {"forward", "dgrad", "wgrad"}
         assert (row.worst("tensorwise") > 0.2) == is_spread
         assert (row.spread["w"] > 15) == is_spread
+        if not is_spread:  # the same twice is no more than once
+            once = row_at(calibrated(loss, ws[:1], x), "body")
+            assert (row.errors, row.spread) == (once.errors, once.spread)
 
 
 @pytest.mark.slow
@@ -236,6 +297,28 @@ def test_float16_gradients_are_measured_under_a_loss_scale():
     assert row_at(report, "layer").choice == "float16"
 
 
+@pytest.mark.parametrize(
+    ("found", "scale"),
+    [
+        ([{"largest backward": 1.0}], 2.0**15),
+        ([{"largest backward": 3.0}, {"largest backward": 0.0}], 2.0**14),
+        ([{"largest backward": 1e6}], 1.0),
+        ([{"largest backward": 1.0}, {"largest backward": np.inf}], 2.0**15),
+        (
+            [
+                {"largest backward": 1.0},
+                {"largest backward": 1e3, "float16 1": np.array([[np.inf] * 2])},
+            ],
+            2.0**15,
+        ),
+        ([{"largest backward": 0.0}], 2.0**24),
+        ([], 2.0**24),
+    ],
+)
+def test_the_loss_scale_is_the_largest_that_fits(found, scale):
+    assert loss_scale_for(found) == scale
+
+
 # Paths and rules.
 
 
@@ -287,6 +370,14 @@ def test_a_rule_is_for_its_own_product():
     report = calibrated(loss, params, x, tolerance=0.2)
     assert len(report.rules) == 11
     check_rules(report, loss, params, x)
+
+
+@pytest.mark.parametrize(
+    ("scope", "other"), [("a[0]", "a0"), ("f(x)", "fx"), ("a.b", "axb")]
+)
+def test_a_pattern_takes_a_path_as_it_is_written(scope, other):
+    pattern = pattern_of(scope, [scope])
+    assert re.search(pattern, f"train/{scope}") and not re.search(pattern, other)
 
 
 @pytest.mark.slow
@@ -363,6 +454,14 @@ def test_products_of_one_scope_have_one_rule():
     assert report.rules == {"(^|/)both$": jamp.Float8("rowwise")}
     assert [row.choice for row in report.rows] == ["rowwise", "rowwise"]
     assert report.rows[0].why == "as another product of this module"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_most_careful_dtype_of_a_scope_is_that_of_its_rule(order):
+    names = ["float8", "rowwise", "bfloat16", "float32"]
+    for pair in itertools.combinations(names, 2):
+        wanted = [Wanted("a", name, True) for name in pair]
+        assert agreed(wanted[::order]) == {"a": pair[1]}
 
 
 def test_no_rule_brings_a_softmax_into_bfloat16():

@@ -54,6 +54,11 @@ def test_ops_have_dtypes_rules_and_lines():
     )
 
 
+def test_a_function_is_given_what_comes_from_outside_of_it():
+    explanation = debug.explain(jax.nn.softmax, jnp.float16)(jnp.ones(3, jnp.float16))
+    assert [row.dtypes for row in explanation.rows] == ["float16 -> float32"]
+
+
 def test_flops_are_those_of_the_products():
     table = debug.explain(loss_fn, dtype=jnp.bfloat16)(PARAMS, X).to_dict()
     assert table["matmul_flops"] == {"bfloat16": 2 * 8 * (4 * 16 + 16 * 16 + 16 * 16)}

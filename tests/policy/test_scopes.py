@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -76,13 +77,16 @@ def test_the_head_stays_in_bfloat16():
 
 
 def test_numbers_and_state_are_those_of_the_model():
-    model, plain = jamp.nnx.named_scopes(Net()), Net()
+    plain = Net()
+    model = jamp.nnx.named_scopes(plain)
     np.testing.assert_array_equal(model(X), plain(X))
     paths = lambda m: jax.tree_util.tree_structure(nnx.to_pure_dict(nnx.state(m)))
     assert paths(model) == paths(plain)
     assert isinstance(model.head, nnx.Linear) and type(model.head) is not nnx.Linear
     assert type(plain.head) is nnx.Linear
     assert type(model.head).__name__ == "Linear"
+    again = jamp.nnx.named_scopes(plain)  # jit compiles once for both
+    assert nnx.graphdef(again) == nnx.graphdef(model)
 
 
 def test_it_trains_under_jit():
@@ -153,6 +157,36 @@ def test_a_part_gets_the_paths_of_the_whole():
     model = jamp.nnx.named_scopes(Outer())
     text = jax.make_jaxpr(model)(X).pretty_print(name_stack=True)
     assert "net/head" in text and "net/head/head" not in text
+
+
+def traced(function, *args):
+    return jax.make_jaxpr(function)(*args).pretty_print(name_stack=True)
+
+
+def test_a_call_that_fails_leaves_no_path_behind():
+    model = jamp.nnx.named_scopes(Net())
+    with pytest.raises(TypeError):
+        model.head(jnp.ones((2, 3)))
+    assert "[head]" in traced(model.head, X)
+
+
+def test_another_thread_is_in_no_module():
+    class Calls(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+        def __call__(self, function):
+            return function()
+
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.part = Calls()
+
+    part = jamp.nnx.named_scopes(Outer()).part
+    assert "[part/inner]" in traced(lambda: part(lambda: part.inner(X)))
+    with ThreadPoolExecutor() as pool:
+        in_thread = lambda: pool.submit(traced, part.inner, X).result()
+        assert "[part/inner]" in part(in_thread)
 
 
 def test_other_things_have_none():

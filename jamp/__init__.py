@@ -29,6 +29,8 @@ from ._scaling.wrapper import dynamic_loss_scale as dynamic_loss_scale
 from ._scaling.wrapper import static_loss_scale as static_loss_scale
 from ._scaling.state import DynamicLossScaleState as DynamicLossScaleState
 from ._scaling.step import step as step
+from ._scaling.retry import retry as retry
+from ._scaling.find_scale import find_loss_scale as find_loss_scale
 from ._scaling.value_and_grad import value_and_grad as value_and_grad
 from ._scaling.value_and_grad import scale_loss as scale_loss
 from ._scaling.value_and_grad import unscale as unscale

@@ -1,4 +1,4 @@
-"""Flax NNX: a policy for a model and its parts, and paths for rules to name them."""
+"""Flax NNX: a policy for a model, paths for rules to name its parts, and retries."""
 
 from ._checks import stand_ins as _stand_ins
 
@@ -8,3 +8,5 @@ except Exception as _error:  # JAX's inside has moved
     globals().update(_stand_ins(__name__, _error, "with_policy"))
 
 from ._policy.scopes import named_scopes as named_scopes
+from ._scaling.nnx_retry import find_loss_scale as find_loss_scale
+from ._scaling.nnx_retry import retry as retry

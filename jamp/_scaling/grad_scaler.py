@@ -1,5 +1,6 @@
 """`GradScaler`: torch's object, for Flax NNX, over `arithmetic` and `rule`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -233,7 +234,7 @@ class GradScaler(ScalerState):
             flags = [record.finite for record in self._iteration.records.values()]
             if not flags:
                 raise RuntimeError("No inf checks were recorded prior to update.")
-            found_inf = jnp.logical_not(jnp.all(jnp.stack(flags)))
+            found_inf = jnp.logical_not(functools.reduce(jnp.logical_and, flags))
             state = rule.advance(self._scalars(), found_inf, self._config)
             self._set_scalars(state)
         self._iteration.records.clear()

@@ -28,7 +28,7 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 class LossScaleState(NamedTuple):
-    """What is carried from step to step: three scalars that decide, four that tell."""
+    """What is carried from step to step: three scalars that decide, five that tell."""
 
     loss_scale: jax.Array  # what the loss is multiplied by
     growth_tracker: jax.Array  # finite steps in a row, 0 after a growth
@@ -37,12 +37,13 @@ class LossScaleState(NamedTuple):
     hysteresis_tracker: jax.Array  # overflows left before backing off
     recent_skips: jax.Array  # the last 32 steps, the newest lowest; 1 is a skip
     floor_steps: jax.Array  # steps at the floor since it overflowed there
+    retried_steps: jax.Array  # attempts that `retry` ran again so far
 
 
 DTYPES = dict(
     zip(
         LossScaleState._fields,
-        ("float32", "int32", "bool", "int32", "int32", "uint32", "int32"),
+        ("float32", "int32", "bool", "int32", "int32", "uint32", "int32", "int32"),
         strict=True,
     )
 )

@@ -7,6 +7,7 @@ static: changing one retraces a jitted step that takes the scaler.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,11 @@ class ScalerState(nnx.Pytree):
         self._iteration = nnx.data(Iteration())
         for name, value in rule.init(start)._asdict().items():
             setattr(self, name, nnx.Variable(value))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not hasattr(self, "retried_steps"):  # pickled before there were retries
+            self.retried_steps = nnx.Variable(jnp.zeros([], jnp.int32))
 
     def __repr__(self) -> str:
         values = {"scale": self.loss_scale[...], "tracker": self.growth_tracker[...]}

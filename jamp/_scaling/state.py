@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from .._checks import shown
 from .._tree import NUMBERS, PyTree, dtype_of
@@ -21,7 +22,7 @@ itself."""
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale` and `static_loss_scale`.
 
-    A pytree of seven scalars and the state of the wrapped optimizer; save it, shard it
+    A pytree of eight scalars and the state of the wrapped optimizer; save it, shard it
     and donate it as any other. `jamp.metrics` and `jamp.loss_scale` find it in a nested
     state, `optax.tree.set` changes a field.
 
@@ -34,6 +35,7 @@ class DynamicLossScaleState(NamedTuple):
       recent_skips: uint32 []: the last 32 steps, the newest lowest; 1 is a skip.
       floor_steps: int32 []: steps at the floor since it overflowed there.
       inner_state: of the wrapped optimizer, held on a skipped step.
+      retried_steps: int32 []: attempts that `retry` ran again so far.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -56,6 +58,7 @@ class DynamicLossScaleState(NamedTuple):
     recent_skips: jax.Array
     floor_steps: jax.Array
     inner_state: optax.OptState
+    retried_steps: ArrayLike = np.int32(0)  # last: states from before it was there load
 
 
 class MasterWeightsState(NamedTuple):
@@ -66,7 +69,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def scalars_of(state: object) -> LossScaleState:
-    """The seven scalars of a `DynamicLossScaleState` or a `GradScaler`.
+    """The eight scalars of a `DynamicLossScaleState` or a `GradScaler`.
 
     Numbers that come from elsewhere (NumPy, JSON) get the dtypes that init makes. NNX
     wraps each array of a state in a Variable of one leaf.

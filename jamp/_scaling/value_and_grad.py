@@ -230,6 +230,7 @@ def metrics(
       - `growth_tracker`: int32, finite steps since the scale moved.
       - `found_inf`: bool, whether the last step was skipped.
       - `skipped_steps`: int32, steps skipped so far.
+      - `retried_steps`: int32, attempts that `jamp.retry` ran again so far.
       - `scale_at_floor`: bool, the scale has been at its floor (`min_scale`, or
         2**-126) for `floor_steps` steps since a step overflowed there.
       - `scale_below_one`: bool, the gradients overflow without any scaling.
@@ -249,6 +250,7 @@ def metrics(
       growth_tracker 0
       found_inf False
       skipped_steps 0
+      retried_steps 0
       scale_at_floor False
       scale_below_one False
       many_skips False
@@ -262,6 +264,7 @@ def metrics(
         "growth_tracker": state.growth_tracker,
         "found_inf": state.found_inf,
         "skipped_steps": state.skipped_steps,
+        "retried_steps": state.retried_steps,
         **alarms(state, floor_steps, window, skipped_share),
     }
 

@@ -93,7 +93,7 @@ def test_a_sharded_training_is_that_of_one_device(row, one_device):
         jax.tree.map(lambda x, place: x.sharding == place, params, placed)
     )
     scalars = [leaf for leaf in jax.tree.leaves(opt_state) if leaf.ndim == 0]
-    assert len(scalars) == 7
+    assert len(scalars) == 8
     for scalar in scalars:
         assert scalar.sharding.is_fully_replicated
         assert len({shard.data.item() for shard in scalar.addressable_shards}) == 1

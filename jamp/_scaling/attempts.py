@@ -1,0 +1,238 @@
+"""A step's attempts on one batch: run, look whether it overflowed, hold, run again.
+
+What an attempt that overflowed leaves for the next one is the state from before it with
+the loss scale that it returned. So whatever a step changes, it changes once for a batch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.typing import ArrayLike
+
+from .._checks import is_traced, shown
+from .._tree import Flag, KeyPath, PyTree, T, dtype_of
+from .held import held_on_skip
+from .rule import LossScaleState
+
+Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # state, inputs: state, aux
+Attempt = tuple[PyTree, PyTree, list[LossScaleState]]
+
+DELETED = """{caller}: step gave away the buffers of its state (donate_argnums), and an \
+overflow could not be run again. Jit and donate around it: \
+jax.jit({caller}(step), donate_argnums=0)."""
+
+
+class Scales(Protocol):
+    """How the loss scales in a state are read and written."""
+
+    def get(self, state: PyTree) -> list[LossScaleState]: ...
+    def put(self, state: T, scales: Sequence[LossScaleState]) -> T: ...
+
+
+class Attempts:
+    """A step, and the loss scales in its state.
+
+    Args:
+      caller: the function that a user called, for messages.
+      step: from a state and a pytree of inputs to the next state and to what else the
+        user's step returns.
+      scales: access to the loss scales of a state.
+      at_most: attempts, >= 1.
+    """
+
+    def __init__(self, caller: str, step: Step, scales: Scales, at_most: int = 1):
+        self.caller, self.step, self.scales = caller, step, scales
+        self.at_most = at_most
+
+    def run(self, state: T, inputs: PyTree) -> tuple[T, PyTree]:
+        """The state after the last attempt, and what else that returned.
+
+        Args:
+          state: before the step.
+          inputs: of the step.
+        """
+        if any(map(is_traced, jax.tree.leaves((state, inputs)))):
+            return self.in_one_program(state, inputs)
+        for count in range(1, self.at_most + 1):
+            new, aux, scales = self.attempt(state, inputs)
+            if any(_is_deleted(leaf) for leaf in jax.tree.leaves(state)):
+                raise ValueError(DELETED.format(caller=self.caller))
+            again = self.is_worth_another(state, scales)
+            if is_traced(again):  # the step reads a traced value that it closes over
+                return self.in_one_program(state, inputs)
+            if count == self.at_most or not again:
+                break
+            state = self.scales.put(state, self.next_scales(state, scales))
+        return new, aux
+
+    def attempt(self, state: PyTree, inputs: PyTree) -> Attempt:
+        """One run of the step, on a state that has not overflowed yet."""
+        old = self.scales.get(state)
+        unmarked = [scale._replace(found_inf=jnp.zeros([], bool)) for scale in old]
+        result: Any = self.step(self.scales.put(state, unmarked), inputs)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(
+                f"{self.caller}: step must return (state, aux), with None for aux if "
+                f"there is nothing else; got {shown(result)}."
+            )
+        new, aux = result
+        check_same(self.caller, state, new)
+        strong = jax.tree.map(_as_given, new, state)
+        return strong, aux, self.scales.get(new)
+
+    def is_worth_another(self, state: PyTree, scales: list[LossScaleState]) -> Flag:
+        """Whether an attempt overflowed, and left a scale that may not: bool [].
+
+        A scale that stays where it is (at its floor, or static) would overflow again.
+        """
+        flags: list[jax.Array] = []
+        for old, new in zip(self.scales.get(state), scales, strict=True):
+            moved = (new.loss_scale != old.loss_scale) | (
+                new.hysteresis_tracker != old.hysteresis_tracker
+            )
+            flags.append(new.found_inf & moved)
+        return on_every_replica(jnp.any(jnp.stack(flags)))
+
+    def next_scales(
+        self, state: PyTree, scales: list[LossScaleState]
+    ) -> list[LossScaleState]:
+        """The loss scales for another attempt.
+
+        Each that overflowed is as the attempt left it, but for the record of skipped
+        steps: the batch is not skipped yet.
+        """
+
+        def following(old: LossScaleState, new: LossScaleState) -> LossScaleState:
+            retried = old._replace(
+                loss_scale=new.loss_scale,
+                growth_tracker=new.growth_tracker,
+                hysteresis_tracker=new.hysteresis_tracker,
+                retried_steps=old.retried_steps + 1,
+            )
+            choose = lambda new, old: jnp.where(found_inf, new, old)
+            found_inf = new.found_inf
+            return LossScaleState(*map(choose, retried, old))
+
+        return list(map(following, self.scales.get(state), scales))
+
+    def in_one_program(self, state: T, inputs: PyTree) -> tuple[T, PyTree]:
+        """`run` inside a trace: one `while`, the step traced once."""
+        state, attempt, held, aux = self.traced(state, inputs)
+
+        def body(carry: Any) -> Any:
+            count, _, state, _ = carry
+            new, aux, scales = attempt(state)
+            again = self.is_worth_another(state, scales) & (count + 1 < self.at_most)
+            kept = [
+                new_leaf if is_held else _where(again, old_leaf, new_leaf)
+                for is_held, old_leaf, new_leaf in zip(
+                    held, jax.tree.leaves(state), jax.tree.leaves(new), strict=True
+                )
+            ]
+            following = self.next_scales(state, scales)
+            chosen = [
+                LossScaleState(*(jnp.where(again, *pair) for pair in zip(*pairs)))
+                for pairs in zip(following, scales, strict=True)
+            ]
+            kept = jax.tree.unflatten(jax.tree.structure(state), kept)
+            return count + 1, again, self.scales.put(kept, chosen), aux
+
+        start = jnp.int32(0), jnp.bool_(True), state, aux
+        _, _, state, aux = lax.while_loop(lambda carry: carry[1], body, start)
+        return state, aux
+
+    def traced(
+        self, state: T, inputs: PyTree
+    ) -> tuple[T, Callable[[T], Attempt], list[bool], PyTree]:
+        """The state as a loop carries it, an attempt that is traced, and about it.
+
+        Of each leaf of the state, whether the step holds it itself; and zeros in the
+        shapes of what else the step returns.
+        """
+        # A function of its own: JAX would give the trace of one that it knows, though
+        # the step may have changed.
+        once = lambda state: self.attempt(state, inputs)
+        trace = jax.make_jaxpr(once, return_shape=True)
+        program, shapes = trace(state)
+        if any(map(_gains_a_dtype, jax.tree.leaves(state), jax.tree.leaves(shapes[0]))):
+            state = jax.tree.map(_in_own_dtype, state, shapes[0])
+            program, shapes = trace(state)
+        tree = jax.tree.structure(shapes)
+
+        def attempt(state: T) -> Attempt:
+            return tree.unflatten(jaxpr_as_fun(program)(*jax.tree.leaves(state)))
+
+        new, aux, scales = shapes
+        count = len(jax.tree.leaves(new))
+        held = [False] * count
+        # Of several scales, or replicas, one may have stepped and one not.
+        if len(scales) == 1 and not varying_axes(scales[0].found_inf):
+            place = count + len(jax.tree.leaves(aux))
+            place += LossScaleState._fields.index("found_inf")
+            held = held_on_skip(program, place, count)
+        return state, attempt, held, jax.tree.map(jnp.zeros_like, aux)
+
+
+def check_same(caller: str, old: PyTree, new: PyTree) -> None:
+    """Raises TypeError unless a step returned a state like the one it was given."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        given, got = jax.tree.structure(old), jax.tree.structure(new)
+        raise TypeError(
+            f"{caller}: step must return a state of the structure that it was given, "
+            f"which is {given}; got {got}."
+        )
+
+    def check_leaf(path: KeyPath, old: ArrayLike, new: ArrayLike) -> None:
+        for kind, of in (("dtype", dtype_of), ("shape", jnp.shape)):
+            if of(new) != of(old):
+                raise TypeError(
+                    f"{caller}: step must keep the {kind} of each leaf of its state; "
+                    f"{jax.tree_util.keystr(path) or 'the state'} became {of(new)} "
+                    f"from {of(old)}."
+                )
+
+    jax.tree_util.tree_map_with_path(check_leaf, old, new)
+
+
+def on_every_replica(flag: jax.Array) -> jax.Array:
+    """A flag that any replica raises for all, where JAX knows that they may differ."""
+    axes = varying_axes(jax.typeof(flag))
+    return lax.pmax(jnp.int32(flag), axes) == 1 if axes else flag
+
+
+def varying_axes(of: Any) -> tuple[str, ...]:
+    """The axes of a `shard_map` over which a value may differ, as its type says."""
+    manual = of.manual_axis_type
+    return () if manual is None else tuple(manual.varying)
+
+
+def _where(flag: jax.Array, a: ArrayLike, b: ArrayLike) -> ArrayLike:
+    return b if dtype_of(b) == jax.dtypes.float0 else jnp.where(flag, a, b)
+
+
+def _is_deleted(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()
+
+
+def _is_weak(leaf: object) -> bool:
+    return bool(jax.typeof(leaf).weak_type)
+
+
+def _as_given(new: ArrayLike, old: ArrayLike) -> ArrayLike:
+    """A leaf of a new state with a dtype of its own, if the old one had one."""
+    if _is_weak(new) and not _is_weak(old):
+        return lax.convert_element_type(new, dtype_of(old))
+    return new
+
+
+def _gains_a_dtype(old: ArrayLike, new: Any) -> bool:
+    """Whether a step makes an array of what may have been a Python number."""
+    return _is_weak(old) and not new.weak_type
+
+
+def _in_own_dtype(old: ArrayLike, new: Any) -> ArrayLike:
+    return lax.convert_element_type(old, new.dtype) if _gains_a_dtype(old, new) else old

@@ -1,0 +1,125 @@
+"""`find_loss_scale`: where to start, without losing batches to find out."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._checks import is_traced, shown
+from .._tree import PyTree, T
+from .attempts import Attempts, on_every_replica
+from .retry import InState, check_holds_one
+from .rule import LossScaleState
+
+LOWEST, HIGHEST = -126, 126  # exponents; above, the inverse of a scale is subnormal
+
+NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: there \
+is an inf or nan in the batch, the parameters or the loss. \
+jamp.debug.find_nonfinite names the op that makes it."""
+
+
+def find_loss_scale(
+    step: Callable[..., tuple[T, Any]], state: T, *batch: Any, **kwargs: Any
+) -> T:
+    """The state with the largest power of two as loss scale at which a step is finite.
+
+    Runs the step at eight scales, on the same state and batch, in one jitted program,
+    and throws away what they computed. The state comes back as it was but for the
+    scale. Later batches may need a lower one: give it some room, or use `retry`.
+
+    If the state holds several loss scales, each is found for its own gradients.
+
+    Args:
+      step: `step(state, *batch) -> (state, aux)`, as for `retry`. Nothing is donated.
+      state: any pytree that holds a loss scale.
+      *batch: what else the step takes.
+      **kwargs: the same.
+
+    Returns:
+      The state with a scale between 2**-126 and 2**126. Inside a trace, where no error
+      can be raised, a step that is never finite leaves the scale that was there.
+
+    Raises:
+      TypeError: `step` is no function, returns no pair, or another state than it got.
+      ValueError: the state holds no loss scale; the step is finite at none.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.5))
+      >>> def step(state, x):
+      ...     params, opt_state = state
+      ...     loss_fn = lambda params: jnp.sum((params * x).astype(jnp.float16))
+      ...     loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
+      ...     return jamp.step(tx, grads, opt_state, params), loss
+      >>> params = jnp.ones(2)
+      >>> state = params, tx.init(params)
+      >>> state = jamp.find_loss_scale(step, state, jnp.full(2, 1e-3))
+      >>> print(state[0], jamp.loss_scale(state))
+      [1. 1.] 32768.0
+
+    PyTorch: none; `GradScaler` starts at 2**16 and skips batches until it fits.
+    """
+    caller = "jamp.find_loss_scale"
+    if not callable(step):
+        raise TypeError(f"step must be a function of a state; got {shown(step)}.")
+    check_holds_one(state, caller)
+    call = lambda state, inputs: step(state, *inputs[0], **inputs[1])
+    scales = InState()
+    return scales.put(
+        state, search(Attempts(caller, call, scales), state, (batch, kwargs))
+    )
+
+
+def search(attempts: Attempts, state: PyTree, inputs: PyTree) -> list[LossScaleState]:
+    """The loss scales of a state, with the largest at which its step is finite.
+
+    Raises:
+      ValueError: there is none, outside a trace.
+    """
+    is_inside = any(map(is_traced, jax.tree.leaves((state, inputs))))
+    run = lambda state, inputs: bisect(attempts, state, inputs)
+    exponents = (run if is_inside else jax.jit(run))(state, inputs)
+    if not is_traced(exponents) and np.any(np.asarray(exponents) < LOWEST):
+        raise ValueError(NEVER_FINITE.format(caller=attempts.caller))
+    old = attempts.scales.get(state)
+    kept = [
+        jnp.where(exponent < LOWEST, scale.loss_scale, power_of_two(exponent))
+        for exponent, scale in zip(exponents, old, strict=True)
+    ]
+    return [o._replace(loss_scale=k) for o, k in zip(old, kept, strict=True)]
+
+
+def bisect(attempts: Attempts, state: PyTree, inputs: PyTree) -> jax.Array:
+    """The largest exponent at which the step is finite, of each scale: int32 [scales].
+
+    `LOWEST - 1` if there is none.
+    """
+    old = attempts.scales.get(state)
+
+    def halve(_: Any, between: tuple[jax.Array, jax.Array]) -> Any:
+        finite, infinite = between
+        middle = jnp.maximum((finite + infinite) // 2, LOWEST)
+        tried = [
+            scale._replace(loss_scale=power_of_two(exponent))
+            for scale, exponent in zip(old, middle, strict=True)
+        ]
+        at_those = attempts.scales.put(state, tried)
+        _, _, new = attempts.attempt(at_those, inputs)
+        found = on_every_replica(jnp.stack([scale.found_inf for scale in new]))
+        is_open = infinite - finite > 1
+        finite = jnp.where(is_open & ~found, middle, finite)
+        return finite, jnp.where(is_open & found, middle, infinite)
+
+    count = (len(old),)
+    start = jnp.full(count, LOWEST - 1), jnp.full(count, HIGHEST + 1)
+    times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
+    return lax.fori_loop(0, times, halve, start)[0]
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """`2 ** exponent`, exactly: float32 [] for an int32 [] in float32's normal range."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

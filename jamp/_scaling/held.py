@@ -1,0 +1,110 @@
+"""Which parts of a state a skipped step leaves as they were, read off its program.
+
+A step that skips an overflow returns the parameters that it was given: out of the other
+branch of a `lax.cond`, or by a select. To hold them once more would cost a copy of each.
+So the program of the step is read for what each output is if `found_inf` is true. What
+is not seen to be an input then (statistics, counters, averages) must be held.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """What an output is made of: an input, an op that chooses or negates, or unknown."""
+
+    op: str = ""
+    of: tuple["Value", ...] = ()
+
+
+def held_on_skip(program: ClosedJaxpr, found_inf: int, count: int) -> list[bool]:
+    """Of the first `count` outputs: is each the input of its index, if found_inf is?
+
+    Args:
+      program: of a step; its inputs begin with the state, its outputs too.
+      found_inf: index of the output, bool [], that says whether the step was skipped.
+      count: leaves of the state.
+    """
+    inputs = [Value() for _ in program.jaxpr.invars]
+    outputs = evaluate(program.jaxpr, inputs)
+    facts = implied(outputs[found_inf])
+    return [resolve(outputs[i], facts) is inputs[i] for i in range(count)]
+
+
+def evaluate(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+    """The outputs of a jaxpr, for inputs that are known as far as `Value` tells."""
+    values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Value:
+        return Value() if isinstance(atom, Literal) else values.get(atom, Value())
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        for var, value in zip(eqn.outvars, _apply(eqn, operands), strict=True):
+            values[var] = value
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _apply(eqn: Any, operands: list[Value]) -> list[Value]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("jit", "pjit"):
+        return evaluate(params["jaxpr"].jaxpr, operands)
+    if name == "cond":
+        index, *rest = operands
+        branches = [evaluate(branch.jaxpr, rest) for branch in params["branches"]]
+        return [Value("choice", (index, *of)) for of in zip(*branches, strict=True)]
+    if name == "select_n" and len(operands) == 3 and _is_flag(eqn.invars[0]):
+        return [Value("choice", tuple(operands))]
+    if name == "not" and _is_flag(eqn.invars[0]):
+        return [Value("not", tuple(operands))]
+    if name == "copy" or (name == "convert_element_type" and _keeps(eqn)):
+        return operands
+    return [Value() for _ in eqn.outvars]
+
+
+def _is_flag(atom: Any) -> bool:
+    return atom.aval.shape == () and atom.aval.dtype == np.bool_
+
+
+def _keeps(eqn: Any) -> bool:
+    """Whether a conversion changes no value: to the dtype it has, or a flag to 0 or 1."""
+    source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if jax.dtypes.issubdtype(source, jax.dtypes.extended):
+        return False
+    return source == target or (_is_flag(eqn.invars[0]) and target == np.int32)
+
+
+def implied(flag: Value) -> dict[Value, bool]:
+    """What is known of other flags if this one is true."""
+    facts = {flag: True}
+    truth = True
+    while flag.op == "not":
+        flag, truth = flag.of[0], not truth
+        facts[flag] = truth
+    return facts
+
+
+def resolve(value: Value, facts: dict[Value, bool]) -> Value:
+    """The value that is chosen, as far as the facts decide."""
+    while value.op == "choice":
+        which, *choices = value.of
+        known = _truth(which, facts)
+        if known is None or len(choices) != 2:
+            chosen = {resolve(choice, facts) for choice in choices}
+            return chosen.pop() if len(chosen) == 1 else value
+        value = choices[known]
+    return value
+
+
+def _truth(flag: Value, facts: dict[Value, bool]) -> bool | None:
+    """Whether a flag is true, or None if the facts do not say."""
+    negated = False
+    while flag not in facts and flag.op == "not":
+        flag, negated = flag.of[0], not negated
+    return facts[flag] != negated if flag in facts else None

@@ -1,0 +1,135 @@
+"""`retry`: a step that overflowed is run again on the same batch, at a lower scale."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from .._checks import check_range, is_traced, number, shown
+from .._tree import PyTree, T
+from .attempts import Attempts
+from .rule import LossScaleState
+from .state import DynamicLossScaleState, describe, find_states, scalars_of
+
+Aux = TypeVar("Aux")
+
+
+def retry(
+    step: Callable[..., tuple[T, Aux]], attempts: int = 8
+) -> Callable[..., tuple[T, Aux]]:
+    """A training step that loses no batch: after an overflow it runs again.
+
+    The wrapped step has the same signature. When the gradients overflow, the loss scale
+    backs off and the step runs again on the same batch, inside the same jitted program,
+    until it is finite or `attempts` are used up. Then it is skipped, as without
+    `retry`. A step that does not overflow computes what it did before, bit for bit.
+
+    Everything in `state` but the loss scale is held: each attempt starts from the
+    state before the first one. So batch statistics, an average of the parameters and
+    counters advance once for a batch, and a key in the state gives each attempt the same
+    dropout. What is not in the state cannot be held: prints, callbacks, and Python
+    variables that the step changes.
+
+    Write `jax.jit(jamp.retry(step), donate_argnums=0)`: the loop is then part of the
+    program and the host never waits. Outside of a trace the host reads after each attempt
+    whether it overflowed, and the step must not donate its state.
+
+    Inside `shard_map` or `pmap` all replicas must agree that a step overflowed: give
+    `axis_name` to `dynamic_loss_scale`, or average the gradients first. Not
+    differentiable in reverse mode, as `jax.lax.while_loop` is not.
+
+    Args:
+      step: `step(state, *batch) -> (state, aux)`. The state is any pytree that holds a
+        loss scale: a tuple, a dict, a `TrainState`. It comes back with the structure,
+        shapes and dtypes that it had. `aux` is any pytree of arrays: the last
+        attempt's is returned.
+      attempts: how often a batch is tried at most, >= 1. From the usual 2**16 eight
+        attempts reach 2**8; to start from a scale that fits, see `find_loss_scale`.
+
+    Returns:
+      The step with retries. `jamp.metrics(state)["retried_steps"]` counts the attempts
+      that were run again, `["skipped_steps"]` the batches that were lost all the same.
+
+    Raises:
+      TypeError: `step` is no function, returns no pair, or another state than it got.
+      ValueError: `attempts` is below 1; the state holds no loss scale; the step donated
+        its state.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.5), init_scale=2.0**18)
+      >>> def step(state, x):
+      ...     params, opt_state = state
+      ...     loss_fn = lambda params: jnp.sum((params * x).astype(jnp.float16))
+      ...     loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
+      ...     return jamp.step(tx, grads, opt_state, params), loss
+      >>> params = jnp.ones(2)
+      >>> state = params, tx.init(params)
+      >>> state, loss = jax.jit(jamp.retry(step))(state, jnp.ones(2))
+      >>> print(state[0], jamp.loss_scale(state))
+      [0.5 0.5] 32768.0
+      >>> metrics = jamp.metrics(state)
+      >>> print(metrics["retried_steps"], metrics["skipped_steps"])
+      3 0
+
+    PyTorch: none; `GradScaler` skips the batch (apex issue 114 asks for this).
+    """
+    if not callable(step):
+        raise TypeError(f"step must be a function of a state; got {shown(step)}.")
+    at_most = attempts_of(attempts)
+
+    @functools.wraps(step)
+    def retried(state: T, *batch: Any, **kwargs: Any) -> tuple[T, Aux]:
+        check_holds_one(state, "jamp.retry")
+        call = lambda state, inputs: step(state, *inputs[0], **inputs[1])
+        of_step = Attempts("jamp.retry", call, InState(), at_most)
+        return of_step.run(state, (batch, kwargs))
+
+    return retried
+
+
+class InState:
+    """The loss scales in a pytree: those of optax states."""
+
+    def get(self, state: PyTree) -> list[LossScaleState]:
+        return [scalars_of(node) for node in find_states(state).values()]
+
+    def put(self, state: T, scales: Sequence[LossScaleState]) -> T:
+        remaining = iter(scales)
+
+        def is_scale(node: object) -> bool:
+            return isinstance(node, DynamicLossScaleState)
+
+        def replaced(node: PyTree) -> PyTree:
+            return node._replace(**next(remaining)._asdict()) if is_scale(node) else node
+
+        return jax.tree.map(replaced, state, is_leaf=is_scale)
+
+
+def attempts_of(attempts: object) -> int:
+    """The number of attempts, or an error naming the argument."""
+    if is_traced(attempts):
+        raise TypeError("attempts must be a Python integer; got a traced value.")
+    count = number("attempts", attempts, operator.index)
+    check_range("attempts", count, ">= 1 and < 2**31", 1, 2**31 - 1)
+    return count
+
+
+def check_holds_one(state: PyTree, caller: str) -> None:
+    """Raises ValueError if a state has no loss scale, or stacked ones."""
+    found = find_states(state)
+    if not found:
+        raise ValueError(
+            f"{caller}: the state holds no loss scale; found {describe(state)}. The "
+            "first argument of the step must hold the state of an optimizer in "
+            "jamp.dynamic_loss_scale."
+        )
+    for path, node in found.items():
+        if jax.numpy.shape(scalars_of(node).loss_scale) != ():
+            raise ValueError(
+                f"{caller}: the loss scale at {path} must be one number; got shape "
+                f"{jax.numpy.shape(node.loss_scale)}. For stacked states use jax.vmap "
+                "of the step with retries."
+            )

@@ -1,0 +1,596 @@
+"""A step that overflows runs again on its batch: no batch is lost, and all else is held.
+
+The anchor is the same training with a loss scale that was right from the start. Numbers
+that no float16 of it makes subnormal have the same bits at every power of two.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jamp
+from jamp._scaling import attempts, skip
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+BATCHES = 40
+START = 2.0**30
+
+
+@functools.cache
+def batches():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((BATCHES, 16, 8)).astype(np.float32)
+    teacher = rng.standard_normal((8, 4)).astype(np.float32)
+    return [(jnp.asarray(x), jnp.asarray(np.tanh(x @ teacher))) for x in x]
+
+
+def make_params():
+    rng = np.random.default_rng(1)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 3, jnp.float32)
+    return {"w1": normal(8, 16), "b1": normal(16), "w2": normal(16, 4)}
+
+
+def loss_fn(params, x, y):
+    with jamp.autocast(jnp.float16):
+        hidden = jnp.tanh(x @ params["w1"] + params["b1"])
+        return 2 * jnp.mean((hidden @ params["w2"] - y) ** 2)
+
+
+class Training:
+    """A step with all that a skipped step changes: statistics, an average, a key."""
+
+    def __init__(self, init_scale=START, **options):
+        options = {"init_scale": init_scale} | options
+        self.tx = jamp.dynamic_loss_scale(optax.adam(1e-2), **options)
+        self.traces = 0
+
+    def start(self):
+        params = make_params()
+        return {
+            "params": params,
+            "opt_state": self.tx.init(params),
+            "average": jax.tree.map(jnp.copy, params),
+            "mean": jnp.zeros(8),
+            "key": jax.random.key(3),
+            "steps": 0,
+        }
+
+    def step(self, state, x, y):
+        self.traces += 1
+        opt_state = state["opt_state"]
+        key, dropout = jax.random.split(state["key"])
+        x = x * jax.random.bernoulli(dropout, 0.9, x.shape)
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(state["params"], x, y)
+        params, opt_state = jamp.step(self.tx, grads, opt_state, state["params"])
+        follow = lambda average, p: 0.75 * average + 0.25 * p
+        new = {
+            "params": params,
+            "opt_state": opt_state,
+            "average": jax.tree.map(follow, state["average"], params),
+            "mean": 0.5 * state["mean"] + 0.5 * jnp.mean(x, 0),
+            "key": key,
+            "steps": state["steps"] + 1,
+        }
+        return new, {"loss": loss, "overflow": jamp.metrics(opt_state)["found_inf"]}
+
+
+def train(step, state, data=None):
+    for x, y in batches() if data is None else data:
+        state, aux = step(state, x, y)
+    return state, aux
+
+
+def numbers(tree):
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    leaves = map(jnp.asarray, jax.tree.leaves(tree))
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in leaves]
+
+
+def check_bits(tree, expected):
+    for one, other in zip(numbers(tree), numbers(expected), strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.fixture(params=["branch", "select"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(skip, "by_branch", lambda: request.param == "branch")
+    return request.param
+
+
+def test_no_batch_is_lost_and_all_is_as_with_the_right_scale(way):
+    lossy = Training()
+    state, _ = train(jax.jit(lossy.step, donate_argnums=0), lossy.start())
+    assert state["opt_state"].inner_state[0].count == 25
+
+    retried = Training()
+    step = jax.jit(jamp.retry(retried.step, attempts=20), donate_argnums=0)
+    state, aux = train(step, retried.start())
+    metrics = jamp.metrics(state)
+    assert state["opt_state"].inner_state[0].count == BATCHES
+    assert metrics["skipped_steps"] == 0 and metrics["growth_tracker"] == BATCHES
+    assert not metrics["found_inf"] and not aux["overflow"]
+    found = float(metrics["loss_scale"])
+    assert metrics["retried_steps"] == np.log2(START / found) > 10
+    assert state["opt_state"].recent_skips == 0 == state["opt_state"].floor_steps
+
+    plain = Training(found)
+    expected, _ = train(jax.jit(plain.step, donate_argnums=0), plain.start())
+    overflowed = "retried_steps", "hysteresis_tracker"
+    differing = {name: getattr(state["opt_state"], name) for name in overflowed}
+    as_if = expected["opt_state"]._replace(**differing)
+    check_bits(state, expected | {"opt_state": as_if})
+
+
+def test_a_step_that_does_not_overflow_is_as_it_was(way):
+    plain, retried = Training(2.0**10), Training(2.0**10)
+    expected, loss = train(jax.jit(plain.step), plain.start())
+    state, retried_loss = train(jax.jit(jamp.retry(retried.step)), retried.start())
+    check_bits((state, retried_loss), (expected, loss))
+
+
+def test_the_step_is_traced_once_and_the_host_is_not_asked(checking_leaks):
+    training = Training()
+    step = jax.jit(jamp.retry(training.step, 20), donate_argnums=0)
+    state = training.start() | {"steps": jnp.int32(0)}
+    data = batches()[:4]
+    with jax.transfer_guard("disallow"):
+        state, _ = train(step, state, data)
+    assert training.traces == 1 and step._cache_size() == 1
+    assert state["opt_state"].inner_state[0].count == 4
+
+
+def compiled(step, training):
+    x, y = batches()[0]
+    return jax.jit(step, donate_argnums=0).lower(training.start(), x, y).compile()
+
+
+def copies(program):
+    """Sizes of the arrays that a program copies, those of scalars left out."""
+    found = re.findall(r"= (\w+)\[([\d,]+)\]\S* copy\(", program.as_text())
+    return sorted(int(np.prod([int(n) for n in dims.split(",")])) for _, dims in found)
+
+
+def test_donated_parameters_and_moments_are_not_copied(monkeypatch):
+    class Bare(Training):
+        """With nothing but what a skipped step holds itself."""
+
+        def start(self):
+            params = make_params()
+            return params, self.tx.init(params)
+
+        def step(self, state, x, y):
+            loss, grads = jamp.value_and_grad(loss_fn, state[1])(state[0], x, y)
+            return jamp.step(self.tx, grads, state[1], state[0]), loss
+
+    training = Bare()
+    plain = compiled(training.step, training)
+    retried = compiled(jamp.retry(training.step), training)
+    text = retried.as_text()
+    assert len(re.findall(r" while\(", text)) == 1
+    assert copies(retried) == copies(plain)
+    aliased = [p.memory_analysis().alias_size_in_bytes for p in (retried, plain)]
+    assert aliased[0] >= aliased[1] > 0
+
+    monkeypatch.setattr(attempts, "held_on_skip", lambda _, __, count: [False] * count)
+    held_twice = compiled(jamp.retry(training.step), training)
+    assert len(copies(held_twice)) > len(copies(plain)) + 1
+
+
+def test_a_batch_that_can_never_be_finite_is_skipped_after_the_attempts():
+    training = Training(2.0**10)
+    step = jax.jit(jamp.retry(training.step, attempts=5))
+    state, _ = step(training.start(), *batches()[0])
+    x, y = batches()[1]
+    bad, aux = step(state, x.at[0, 0].set(jnp.nan), y)
+    metrics = jamp.metrics(bad)
+    assert metrics["found_inf"] and aux["overflow"] and jnp.isnan(aux["loss"])
+    assert metrics["skipped_steps"] == 1 and metrics["retried_steps"] == 4
+    assert metrics["loss_scale"] == 2.0**5
+    assert bad["opt_state"].recent_skips == 1
+    check_bits(bad["params"], state["params"])
+    check_bits(bad["opt_state"].inner_state, state["opt_state"].inner_state)
+    assert bad["steps"] == 2  # as a skipped step does without retries
+
+    good, _ = step(bad, x, y)
+    metrics = jamp.metrics(good)
+    assert metrics["skipped_steps"] == 1 and metrics["retried_steps"] == 4
+    assert not metrics["found_inf"] and good["opt_state"].recent_skips == 2
+
+
+@pytest.mark.parametrize("attempts, left", [(1, 2.0**9), (3, 2.0**7)])
+def test_attempts_count_the_first_one(attempts, left):
+    training = Training(2.0**10)
+    x, y = batches()[0]
+    state, _ = jamp.retry(training.step, attempts)(training.start(), x * jnp.inf, y)
+    assert jamp.loss_scale(state) == left
+    assert jamp.metrics(state)["retried_steps"] == attempts - 1
+
+
+@pytest.mark.parametrize("how", ["static", "floor"])
+def test_a_scale_that_stays_is_not_tried_again(how):
+    training = Training(2.0**10, min_scale=2.0**9 if how == "floor" else 0.0)
+    if how == "static":
+        training.tx = jamp.static_loss_scale(optax.adam(1e-2), 2.0**10)
+    x, y = batches()[0]
+    step = jax.jit(jamp.retry(training.step))
+    state, _ = step(training.start(), x * jnp.inf, y)
+    assert jamp.metrics(state)["retried_steps"] == (how == "floor")
+    assert jamp.metrics(state)["skipped_steps"] == 1
+
+
+def test_hysteresis_forgives_attempts_too():
+    training = Training(2.0**30, hysteresis=3)
+    state, _ = jax.jit(jamp.retry(training.step, 30))(training.start(), *batches()[0])
+    scale = jamp.loss_scale(state)
+    assert jamp.metrics(state)["retried_steps"] == 30 - np.log2(scale) + 2
+
+
+def test_outside_of_a_trace_it_is_the_same():
+    jitted, eager = Training(), Training()
+    data = batches()[:5]
+    expected, loss = train(jax.jit(jamp.retry(jitted.step, 20)), jitted.start(), data)
+    outer = jamp.retry(jax.jit(eager.step), 20)
+    state, eager_loss = train(outer, eager.start(), data)
+    check_bits((state, eager_loss), (expected, loss))
+    assert eager.traces == 1
+
+
+def test_inside_a_scan_over_batches():
+    loop, scan = Training(), Training()
+    start = lambda training: training.start() | {"steps": jnp.int32(0)}
+    data = batches()[:6]
+    expected, _ = train(jax.jit(jamp.retry(loop.step, 20)), start(loop), data)
+    step = jamp.retry(scan.step, 20)
+
+    def body(state, batch):
+        return step(state, *batch)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *data)
+    state, aux = jax.jit(lambda s: jax.lax.scan(body, s, stacked))(start(scan))
+    check_bits(state, expected)
+    assert aux["loss"].shape == (6,) and not aux["overflow"].any()
+
+
+def test_each_of_a_batch_of_trainings_retries_alone():
+    training = Training()
+    starts = [training.start() | {"steps": jnp.int32(0)} for _ in range(2)]
+    scale = lambda state, by: state | {
+        "opt_state": optax.tree.set(state["opt_state"], loss_scale=jnp.float32(by))
+    }
+    starts = [scale(starts[0], 2.0**4), scale(starts[1], 2.0**30)]
+    step = jamp.retry(training.step, 20)
+    x, y = batches()[0]
+    stack = lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves])
+    both, _ = jax.jit(jax.vmap(step, (0, None, None)))(
+        jax.tree.map(stack, *starts), x, y
+    )
+    retries = both["opt_state"].retried_steps
+    assert retries[0] == 0 and retries[1] > 10
+    np.testing.assert_array_equal(both["steps"], 1)
+    for i, start in enumerate(starts):
+        alone, _ = jax.jit(step)(start, x, y)
+        for one, other in zip(numbers(both), numbers(alone), strict=True):
+            np.testing.assert_allclose(one[i], other, rtol=2e-3, atol=1e-6)
+
+
+def test_microbatches_are_retried_one_by_one():
+    training = Training()
+    many = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=4)
+    training.tx = jamp.dynamic_loss_scale(many, init_scale=START)
+    step = jax.jit(jamp.retry(training.step, 20))
+    state, _ = train(step, training.start(), batches()[:8])
+    inner = state["opt_state"].inner_state
+    assert inner.gradient_step == 2 and inner.mini_step == 0
+    assert jamp.metrics(state)["retried_steps"] > 10
+
+
+def test_of_two_optimizers_neither_steps_until_both_can():
+    low, high = (
+        jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=s) for s in (2.0**4, START)
+    )
+
+    def step(state, x, y):
+        params, states = state["params"], {}
+        for name, tx in (("low", low), ("high", high)):
+            loss, grads = jamp.value_and_grad(loss_fn, state[name])(params, x, y)
+            params, states[name] = jamp.step(tx, grads, state[name], params)
+        return {"params": params, **states}, loss
+
+    def start(scale):
+        params = make_params()
+        state = {"params": params, "low": low.init(params), "high": high.init(params)}
+        return optax.tree.set(
+            state, lambda path, _: "high" in str(path[0]), loss_scale=jnp.float32(scale)
+        )
+
+    state, _ = jax.jit(jamp.retry(step, 20))(start(START), *batches()[0])
+    retries = state["high"].retried_steps
+    assert retries > 10 and state["low"].retried_steps == 0
+    assert state["low"].growth_tracker == 1 == state["high"].growth_tracker
+    right = float(state["high"].loss_scale)
+    expected, _ = jax.jit(step)(start(right), *batches()[0])
+    check_bits(state["params"], expected["params"])
+
+
+class Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(16)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+        return nn.Dense(4)(nn.relu(x))
+
+
+def test_a_train_state_keeps_its_statistics():
+    class State(jamp.linen.TrainState):
+        batch_stats: object = None
+
+    model = Norm()
+    variables = jax.jit(functools.partial(model.init, train=True))(
+        jax.random.key(0), batches()[0][0]
+    )
+
+    def start(init_scale):
+        return State.create(
+            apply_fn=model.apply,
+            params=variables["params"],
+            batch_stats=variables["batch_stats"],
+            tx=jamp.dynamic_loss_scale(optax.adam(1e-2), init_scale=init_scale),
+        )
+
+    def step(state, x, y):
+        def loss_fn(params):
+            held = {"params": params, "batch_stats": state.batch_stats}
+            with jamp.autocast(jnp.float16):
+                out, updates = state.apply_fn(
+                    held, x, train=True, mutable=["batch_stats"]
+                )
+                return jnp.mean((out - y) ** 2), updates["batch_stats"]
+
+        vg = jamp.value_and_grad(loss_fn, state.opt_state, has_aux=True)
+        (loss, batch_stats), grads = vg(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
+
+    data = batches()[:3]
+    state, _ = train(jax.jit(jamp.retry(step, 20)), start(START), data)
+    right = float(jamp.loss_scale(state))
+    expected, _ = train(jax.jit(step), start(right), data)
+    assert state.step == 3 and jamp.metrics(state)["retried_steps"] > 10
+    check_bits(state.batch_stats, expected.batch_stats)
+    check_bits(state.params, expected.params)
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.hidden = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.out = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+def nnx_step(model, optimizer, scaler, x, *, y):
+    def scaled_loss(model):
+        with jamp.autocast(jnp.float16):
+            loss = jnp.mean((model(x) - y) ** 2)
+        return scaler.scale(loss), loss
+
+    grads, loss = nnx.grad(scaled_loss, has_aux=True)(model)
+    skipped = scaler.step(optimizer, model, grads)
+    scaler.update()
+    return loss, skipped
+
+
+def nnx_train(step, init_scale, count=3):
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    objects = model, optimizer, jamp.GradScaler(init_scale)
+    for x, y in batches()[:count]:
+        _, skipped = step(*objects, x, y=y)
+        assert not skipped
+    return objects
+
+
+@pytest.mark.parametrize("how", ["jit", "eager"])
+def test_nnx_objects_are_held_between_attempts(how):
+    step = jamp.nnx.retry(nnx_step, 20)
+    count = 3 if how == "jit" else 1
+    objects = nnx_train(nnx.jit(step) if how == "jit" else step, START, count)
+    model, optimizer, scaler = objects
+    metrics = jamp.metrics(scaler)
+    assert metrics["retried_steps"] > 10 and metrics["skipped_steps"] == 0
+    assert optimizer.step[...] == count == metrics["growth_tracker"]
+    expected = nnx_train(nnx.jit(nnx_step), scaler.get_scale(), count)
+    if how == "jit":
+        check_bits(nnx.state(objects[:2]), nnx.state(expected[:2]))
+    same = model.dropout.rngs.count[...] == expected[0].dropout.rngs.count[...]
+    assert same and model.dropout.rngs.count[...] == count
+
+
+def test_an_nnx_optimizer_with_its_own_scale_is_retried():
+    def step(model, optimizer, x, y):
+        def scaled_loss(model):
+            with jamp.autocast(jnp.float16):
+                loss = jnp.mean((model(x) - y) ** 2)
+            return jamp.scale_loss(loss, optimizer.opt_state)
+
+        optimizer.update(model, nnx.grad(scaled_loss)(model))
+
+    model = Net()
+    tx = jamp.dynamic_loss_scale(optax.adam(1e-2), init_scale=START)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    nnx.jit(jamp.nnx.retry(step, 20))(model, optimizer, *batches()[0])
+    metrics = jamp.metrics(optimizer.opt_state)
+    assert metrics["retried_steps"] > 10 and metrics["skipped_steps"] == 0
+    assert optimizer.opt_state.inner_state[0].count[...] == 1
+
+
+needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+
+@needs_devices
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("order", ["retry outside", "retry inside"])
+def test_all_devices_agree_and_retry_together(order, check_vma):
+    # The gradient of one device alone overflows, and its parameters are its own.
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0), 2.0**20, axis_name="data")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+
+    def step(state, x):
+        params, opt_state, seen = state
+        grads = (jamp.loss_scale(opt_state) * x).astype(jnp.float16)
+        loss = jnp.sum(params * x)
+        params, opt_state = jamp.step(tx, grads, opt_state, params)
+        return (params, opt_state, seen + x), jax.lax.pmean(loss, "data")
+
+    params = jnp.ones((8, 4))
+    state = params, tx.init(params[0]), jnp.zeros((8, 4))
+    specs = P("data"), jax.tree.map(lambda _: P(), state[1]), P("data")
+    mapped = functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(specs, P("data")),
+        out_specs=(specs, P()),
+        check_vma=check_vma,
+    )
+    x = jnp.full((8, 4), 2.0**-6).at[5].set(1.0)
+    inside = order == "retry inside"
+    run = mapped(jamp.retry(step)) if inside else jamp.retry(mapped(step))
+    (params, opt_state, seen), loss = jax.jit(run)(state, x)
+    assert opt_state.loss_scale == 2.0**15 and opt_state.retried_steps == 5
+    np.testing.assert_array_equal(params, 1 - x)
+    np.testing.assert_array_equal(seen, x)
+    np.testing.assert_allclose(loss, np.mean(np.sum(x, 1)), rtol=1e-6)
+
+
+@needs_devices
+def test_a_flag_that_differs_is_raised_on_all():
+    # Without axis_name each device has a scale of its own, and JAX's types say so.
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0), 2.0**20)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+
+    def step(state, x):
+        params, opt_state = state
+        grads = (jamp.loss_scale(opt_state) * x).astype(jnp.float16)
+        loss = jnp.sum(params * x)
+        total = jax.lax.psum(loss, "data")  # devices that part here wait for ever
+        return jamp.step(tx, grads, opt_state, params), total
+
+    def local(x):
+        vary = lambda leaf: jax.lax.pcast(jnp.asarray(leaf), "data", to="varying")
+        params = jnp.ones((1, 4))
+        state = jax.tree.map(vary, (params, tx.init(params)))
+        (params, opt_state), _ = jamp.retry(step)(state, x)
+        return params, opt_state.loss_scale[None]
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P("data"))
+    )
+    x = jnp.full((8, 4), 2.0**-6).at[5].set(1.0)
+    params, scales = jax.jit(mapped)(x)
+    np.testing.assert_array_equal(params, 1 - x)
+    assert scales[5] == 2.0**15 and np.all(np.delete(scales, 5) == 2.0**20)
+
+
+def test_the_starting_scale_is_found_and_nothing_else_is_changed():
+    training = Training()
+    start = training.start()
+    x, y = batches()[0]
+    state = jamp.find_loss_scale(training.step, start, x, y)
+    found = float(jamp.loss_scale(state))
+    assert training.traces == 1 and np.log2(found) % 1 == 0
+    reset = optax.tree.set(state["opt_state"], loss_scale=start["opt_state"].loss_scale)
+    check_bits(state | {"opt_state": reset}, start)
+
+    step = jax.jit(training.step)
+    for scale, overflows in ((found, False), (2 * found, True)):
+        at = optax.tree.set(start["opt_state"], loss_scale=jnp.float32(scale))
+        new, _ = step(start | {"opt_state": at}, x, y)
+        assert jamp.metrics(new)["found_inf"] == overflows
+    inside = jax.jit(functools.partial(jamp.find_loss_scale, training.step))
+    assert jamp.loss_scale(inside(start, x, y)) == found
+
+
+def test_the_scale_is_found_for_each_optimizer_from_end_to_end():
+    txs = [jamp.dynamic_loss_scale(optax.sgd(1.0)) for _ in range(4)]
+    factors = [2.0**-100, 1.0, 2.0**100, 0.0]
+
+    def step(states, x):
+        new = []
+        for tx, state, by in zip(txs, states, factors, strict=True):
+            grads = jnp.float32(by) * jamp.loss_scale(state) * x
+            new.append(tx.update(grads, state, x)[1])
+        return new, None
+
+    states = [tx.init(jnp.ones(2)) for tx in txs]
+    found = jamp.find_loss_scale(step, states, jnp.ones(2))
+    assert [np.log2(float(jamp.loss_scale(s))) for s in found] == [126, 126, 27, 126]
+
+
+def test_a_step_that_is_never_finite_has_no_scale():
+    training = Training()
+    x, y = batches()[0]
+    nothing = r"jamp\.find_loss_scale: the step overflows at every loss scale"
+    with pytest.raises(ValueError, match=nothing):
+        jamp.find_loss_scale(training.step, training.start(), x * jnp.nan, y)
+    inside = jax.jit(functools.partial(jamp.find_loss_scale, training.step))
+    assert jamp.loss_scale(inside(training.start(), x * jnp.nan, y)) == START
+
+
+def test_the_scale_of_nnx_objects_is_found():
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    scaler = jamp.GradScaler()
+    before = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
+    x, y = batches()[0]
+    jamp.nnx.find_loss_scale(nnx_step, model, optimizer, scaler, x, y=y)
+    found = scaler.get_scale()
+    check_bits(nnx.state((model, optimizer)), before)
+    scaler.update(2 * found)
+    assert nnx.jit(nnx_step)(model, optimizer, scaler, x, y=y)[1]
+    scaler.update(found)
+    assert not nnx.jit(nnx_step)(model, optimizer, scaler, x, y=y)[1]
+
+
+def test_a_donated_state_is_missed_at_once():
+    training = Training(2.0**10)
+    step = jamp.retry(jax.jit(training.step, donate_argnums=0))
+    with pytest.raises(ValueError, match=r"jax\.jit\(jamp\.retry\(step\), donate"):
+        step(training.start(), *batches()[0])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda new: new | {"more": 1.0}, "structure"),
+        (lambda new: new | {"mean": jnp.zeros(3)}, r"shape.*\['mean'\] became \(3,\)"),
+        (
+            lambda new: new | {"mean": new["mean"].astype(jnp.float16)},
+            r"dtype.*\['mean'\] became float16 from float32",
+        ),
+    ],
+)
+@pytest.mark.parametrize("jit", [True, False])
+def test_another_state_is_refused(change, message, jit):
+    training = Training()
+
+    def step(state, x, y):
+        new, aux = training.step(state, x, y)
+        return change(new), aux
+
+    wrapped = jamp.retry(step)
+    with pytest.raises(TypeError, match=rf"jamp\.retry: step must .*{message}"):
+        (jax.jit(wrapped) if jit else wrapped)(training.start(), *batches()[0])

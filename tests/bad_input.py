@@ -72,6 +72,16 @@ scaler = jamp.GradScaler()
 nnx_grads = nnx.grad(lambda model: scaler.scale(jnp.mean(model(x))))(model)
 
 history = jamp.debug.History()
+
+
+def retry_step(state, x):
+    params, opt_state = state
+    loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
+    return jamp.step(tx, grads, opt_state, params), loss
+
+
+def nnx_step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x)))(model))
 """
 
 INTRO = """\
@@ -496,6 +506,55 @@ jamp.step
   jamp.step(tx, nnx_grads, opt_state, model)
     ValueError: gradients
     > NNX: `scaler.step(optimizer, model, grads)`.
+
+jamp.retry
+  jamp.retry(opt_state)
+    TypeError: step
+  jamp.retry(retry_step, 0)
+    ValueError: attempts
+  jamp.retry(retry_step, 2.5)
+    TypeError: attempts
+  jamp.retry(retry_step, attempts=True)
+    TypeError: attempts
+  jamp.retry(retry_step)(params, x)
+    ValueError: the state holds no loss scale
+    > `(params, opt_state)`, or another pytree with both.
+  jamp.retry(lambda state, x: [*state])((params, opt_state), x)
+    TypeError: (state, aux)
+  jamp.retry(lambda state, x: state)((params, opt_state), x)
+    TypeError: structure
+    > `return state, None`.
+  jamp.retry(lambda state, x: (state[1], None))((params, opt_state), x)
+    TypeError: structure
+  jamp.retry(lambda state, x: ((half, state[1]), None))((params, opt_state), x)
+    TypeError: dtype
+
+jamp.find_loss_scale
+  jamp.find_loss_scale(params, opt_state, x)
+    TypeError: step
+  jamp.find_loss_scale(retry_step, params, x)
+    ValueError: the state holds no loss scale
+  jamp.find_loss_scale(retry_step, (params, opt_state), x * jnp.nan)
+    ValueError: the step overflows
+    > `jamp.debug.find_nonfinite` says where the nan comes from.
+  jamp.find_loss_scale(lambda state, x: state, (params, opt_state), x)
+    TypeError: structure
+    > `return state, None`.
+
+jamp.nnx.retry
+  jamp.nnx.retry(scaler)
+    TypeError: step
+  jamp.nnx.retry(nnx_step, -1)
+    ValueError: attempts
+  jamp.nnx.retry(nnx_step)(model, optimizer, x)
+    ValueError: loss scale
+    > The scaler is an argument too.
+
+jamp.nnx.find_loss_scale
+  jamp.nnx.find_loss_scale(5, model, optimizer, scaler, x)
+    TypeError: step
+  jamp.nnx.find_loss_scale(nnx_step, model, optimizer, x)
+    ValueError: loss scale
 
 jamp.loss_scale
   jamp.loss_scale(tx)

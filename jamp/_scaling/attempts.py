@@ -1,9 +1,11 @@
 """A step's attempts on one batch: run, look whether it overflowed, hold, run again.
 
-What an attempt that overflowed leaves for the next one is the state from before it with
-the loss scale that it returned. So whatever a step changes, it changes once for a batch.
+What an attempt that overflowed leaves for the next one is the state from before it,
+with the loss scale that it returned. So what a step changes, it changes once for a
+batch.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +15,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import ArrayLike
 
-from .._checks import is_traced, shown
+from .._checks import brief, is_traced, shown
 from .._tree import Flag, KeyPath, PyTree, T, dtype_of
 from .held import held_on_skip
 from .rule import LossScaleState
@@ -21,8 +23,8 @@ from .rule import LossScaleState
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # state, inputs: state, aux
 Attempt = tuple[PyTree, PyTree, list[LossScaleState]]
 
-DELETED = """{caller}: step gave away the buffers of its state (donate_argnums), and an \
-overflow could not be run again. Jit and donate around it: \
+DELETED = """{caller}: step gave away the buffers of its state (donate_argnums), and \
+an overflow could not be run again. Jit and donate around it: \
 jax.jit({caller}(step), donate_argnums=0)."""
 
 
@@ -57,7 +59,9 @@ class Attempts:
         """
         if any(map(is_traced, jax.tree.leaves((state, inputs)))):
             return self.in_one_program(state, inputs)
-        for count in range(1, self.at_most + 1):
+        count = 0
+        while True:
+            count += 1
             new, aux, scales = self.attempt(state, inputs)
             if any(_is_deleted(leaf) for leaf in jax.tree.leaves(state)):
                 raise ValueError(DELETED.format(caller=self.caller))
@@ -65,9 +69,8 @@ class Attempts:
             if is_traced(again):  # the step reads a traced value that it closes over
                 return self.in_one_program(state, inputs)
             if count == self.at_most or not again:
-                break
+                return new, aux
             state = self.scales.put(state, self.next_scales(state, scales))
-        return new, aux
 
     def attempt(self, state: PyTree, inputs: PyTree) -> Attempt:
         """One run of the step, on a state that has not overflowed yet."""
@@ -134,9 +137,10 @@ class Attempts:
                 )
             ]
             following = self.next_scales(state, scales)
+            choose = functools.partial(jnp.where, again)
             chosen = [
-                LossScaleState(*(jnp.where(again, *pair) for pair in zip(*pairs)))
-                for pairs in zip(following, scales, strict=True)
+                LossScaleState(*map(choose, *pair))
+                for pair in zip(following, scales, strict=True)
             ]
             kept = jax.tree.unflatten(jax.tree.structure(state), kept)
             return count + 1, again, self.scales.put(kept, chosen), aux
@@ -180,10 +184,13 @@ class Attempts:
 def check_same(caller: str, old: PyTree, new: PyTree) -> None:
     """Raises TypeError unless a step returned a state like the one it was given."""
     if jax.tree.structure(new) != jax.tree.structure(old):
-        given, got = jax.tree.structure(old), jax.tree.structure(new)
+        given, got = _paths(old), _paths(new)
+        lacks = [path for path in given if path not in got]
+        adds = [path for path in got if path not in given]
         raise TypeError(
-            f"{caller}: step must return a state of the structure that it was given, "
-            f"which is {given}; got {got}."
+            f"{caller}: step must return a state of the structure that it was given; "
+            f"what it returned lacks {', '.join(lacks[:3]) or 'nothing'} and adds "
+            f"{', '.join(adds[:3]) or 'nothing'}, as {brief(jax.tree.structure(new))}."
         )
 
     def check_leaf(path: KeyPath, old: ArrayLike, new: ArrayLike) -> None:
@@ -196,6 +203,11 @@ def check_same(caller: str, old: PyTree, new: PyTree) -> None:
                 )
 
     jax.tree_util.tree_map_with_path(check_leaf, old, new)
+
+
+def _paths(tree: PyTree) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) or "the root" for path, _ in leaves]
 
 
 def on_every_replica(flag: jax.Array) -> jax.Array:

@@ -17,8 +17,8 @@ from .rule import LossScaleState
 
 LOWEST, HIGHEST = -126, 126  # exponents; above, the inverse of a scale is subnormal
 
-NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: there \
-is an inf or nan in the batch, the parameters or the loss. \
+NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
+there is an inf or nan in the batch, the parameters or the loss. \
 jamp.debug.find_nonfinite names the op that makes it."""
 
 
@@ -121,5 +121,5 @@ def bisect(attempts: Attempts, state: PyTree, inputs: PyTree) -> jax.Array:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """`2 ** exponent`, exactly: float32 [] for an int32 [] in float32's normal range."""
+    """`2 ** exponent`, exactly, in float32's normal range: float32 [] for int32 []."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

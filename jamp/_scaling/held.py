@@ -1,23 +1,23 @@
 """Which parts of a state a skipped step leaves as they were, read off its program.
 
-A step that skips an overflow returns the parameters that it was given: out of the other
-branch of a `lax.cond`, or by a select. To hold them once more would cost a copy of each.
-So the program of the step is read for what each output is if `found_inf` is true. What
-is not seen to be an input then (statistics, counters, averages) must be held.
+A step that skips an overflow returns the parameters that it was given: out of the
+other branch of a `lax.cond`, or by a select. To hold them once more would cost a copy
+of each. So the program of the step is read for what each output is if `found_inf` is
+true. What is not seen to be an input then (statistics, counters, averages) must be
+held.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """What an output is made of: an input, an op that chooses or negates, or unknown."""
+    """What an output is made of: an input, an op that chooses or negates, unknown."""
 
     op: str = ""
     of: tuple["Value", ...] = ()
@@ -73,10 +73,8 @@ def _is_flag(atom: Any) -> bool:
 
 
 def _keeps(eqn: Any) -> bool:
-    """Whether a conversion changes no value: to the dtype it has, or a flag to 0 or 1."""
+    """Whether a conversion changes no value: to its own dtype, or a flag to 0 or 1."""
     source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    if jax.dtypes.issubdtype(source, jax.dtypes.extended):
-        return False
     return source == target or (_is_flag(eqn.invars[0]) and target == np.int32)
 
 

@@ -17,7 +17,6 @@ from .scaler_state import ScalerState
 from .state import DynamicLossScaleState, scalars_of
 
 Aux = TypeVar("Aux")
-Key = int | str  # position or name of an argument
 
 
 def retry(step: Callable[..., Aux], attempts: int = 8) -> Callable[..., Aux]:
@@ -180,7 +179,7 @@ class _Node:
         return self._items[name]
 
 
-def _at(state: Any, path: Sequence[Key]) -> Any:
+def _at(state: Any, path: Sequence[Any]) -> Any:
     for key in path:
         state = state[key]
     return state

@@ -28,13 +28,13 @@ def retry(
 
     Everything in `state` but the loss scale is held: each attempt starts from the
     state before the first one. So batch statistics, an average of the parameters and
-    counters advance once for a batch, and a key in the state gives each attempt the same
-    dropout. What is not in the state cannot be held: prints, callbacks, and Python
+    counters advance once for a batch, and a key in the state gives each attempt the
+    same dropout. What is not in the state cannot be held: prints, callbacks, and Python
     variables that the step changes.
 
     Write `jax.jit(jamp.retry(step), donate_argnums=0)`: the loop is then part of the
-    program and the host never waits. Outside of a trace the host reads after each attempt
-    whether it overflowed, and the step must not donate its state.
+    program and the host never waits. Outside of a trace the host reads after each
+    attempt whether it overflowed, and the step must not donate its state.
 
     Inside `shard_map` or `pmap` all replicas must agree that a step overflowed: give
     `axis_name` to `dynamic_loss_scale`, or average the gradients first. Not
@@ -103,7 +103,9 @@ class InState:
             return isinstance(node, DynamicLossScaleState)
 
         def replaced(node: PyTree) -> PyTree:
-            return node._replace(**next(remaining)._asdict()) if is_scale(node) else node
+            if not is_scale(node):
+                return node
+            return node._replace(**next(remaining)._asdict())
 
         return jax.tree.map(replaced, state, is_leaf=is_scale)
 

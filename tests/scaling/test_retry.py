@@ -1,4 +1,4 @@
-"""A step that overflows runs again on its batch: no batch is lost, and all else is held.
+"""A step that overflows runs again on its batch: none is lost, and all else is held.
 
 The anchor is the same training with a loss scale that was right from the start. Numbers
 that no float16 of it makes subnormal have the same bits at every power of two.
@@ -263,9 +263,10 @@ def test_inside_a_scan_over_batches():
 def test_each_of_a_batch_of_trainings_retries_alone():
     training = Training()
     starts = [training.start() | {"steps": jnp.int32(0)} for _ in range(2)]
-    scale = lambda state, by: state | {
-        "opt_state": optax.tree.set(state["opt_state"], loss_scale=jnp.float32(by))
-    }
+    scale = lambda state, by: (
+        state
+        | {"opt_state": optax.tree.set(state["opt_state"], loss_scale=jnp.float32(by))}
+    )
     starts = [scale(starts[0], 2.0**4), scale(starts[1], 2.0**30)]
     step = jamp.retry(training.step, 20)
     x, y = batches()[0]

@@ -73,10 +73,8 @@ class Attempts:
             state = self.scales.put(state, self.next_scales(state, scales))
 
     def attempt(self, state: PyTree, inputs: PyTree) -> Attempt:
-        """One run of the step, on a state that has not overflowed yet."""
-        old = self.scales.get(state)
-        unmarked = [scale._replace(found_inf=jnp.zeros([], bool)) for scale in old]
-        result: Any = self.step(self.scales.put(state, unmarked), inputs)
+        """One run of the step: the state after it, what else it gave, the scales."""
+        result: Any = self.step(state, inputs)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(
                 f"{self.caller}: step must return (state, aux), with None for aux if "
@@ -84,13 +82,13 @@ class Attempts:
             )
         new, aux = result
         check_same(self.caller, state, new)
-        strong = jax.tree.map(_as_given, new, state)
-        return strong, aux, self.scales.get(new)
+        return new, aux, self.scales.get(new)
 
     def is_worth_another(self, state: PyTree, scales: list[LossScaleState]) -> Flag:
         """Whether an attempt overflowed, and left a scale that may not: bool [].
 
         A scale that stays where it is (at its floor, or static) would overflow again.
+        One that the step did not ask (of `MultiSteps` outside) stays too.
         """
         flags: list[jax.Array] = []
         for old, new in zip(self.scales.get(state), scales, strict=True):
@@ -162,9 +160,6 @@ class Attempts:
         once = lambda state: self.attempt(state, inputs)
         trace = jax.make_jaxpr(once, return_shape=True)
         program, shapes = trace(state)
-        if any(map(_gains_a_dtype, jax.tree.leaves(state), jax.tree.leaves(shapes[0]))):
-            state = jax.tree.map(_in_own_dtype, state, shapes[0])
-            program, shapes = trace(state)
         tree = jax.tree.structure(shapes)
 
         def attempt(state: T) -> Attempt:
@@ -228,23 +223,3 @@ def _where(flag: jax.Array, a: ArrayLike, b: ArrayLike) -> ArrayLike:
 
 def _is_deleted(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()
-
-
-def _is_weak(leaf: object) -> bool:
-    return bool(jax.typeof(leaf).weak_type)
-
-
-def _as_given(new: ArrayLike, old: ArrayLike) -> ArrayLike:
-    """A leaf of a new state with a dtype of its own, if the old one had one."""
-    if _is_weak(new) and not _is_weak(old):
-        return lax.convert_element_type(new, dtype_of(old))
-    return new
-
-
-def _gains_a_dtype(old: ArrayLike, new: Any) -> bool:
-    """Whether a step makes an array of what may have been a Python number."""
-    return _is_weak(old) and not new.weak_type
-
-
-def _in_own_dtype(old: ArrayLike, new: Any) -> ArrayLike:
-    return lax.convert_element_type(old, new.dtype) if _gains_a_dtype(old, new) else old

@@ -110,9 +110,7 @@ def bisect(attempts: Attempts, state: PyTree, inputs: PyTree) -> jax.Array:
         at_those = attempts.scales.put(state, tried)
         _, _, new = attempts.attempt(at_those, inputs)
         found = on_every_replica(jnp.stack([scale.found_inf for scale in new]))
-        is_open = infinite - finite > 1
-        finite = jnp.where(is_open & ~found, middle, finite)
-        return finite, jnp.where(is_open & found, middle, infinite)
+        return jnp.where(found, finite, middle), jnp.where(found, middle, infinite)
 
     count = (len(old),)
     start = jnp.full(count, LOWEST - 1), jnp.full(count, HIGHEST + 1)

@@ -47,6 +47,7 @@ WAYS = (
     "nnx-fsdp",
     "nnx-shard_map",
 )
+ATTEMPTS = 2  # of a step in the ways that end in "-retry"
 
 
 def injections() -> dict[int, tuple[int, int]]:
@@ -148,11 +149,12 @@ def train(way: str, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
     parameters on each device of this process. Then `shard/<name>/<row>`: in the end,
     the parameters by the first row of each shard.
     """
-    engine, layout = way.split("-")
+    engine, layout, *retry = way.split("-")
     trainer = {"optax": optax_trainer, "nnx": nnx_trainer}[engine]
     mapped = layout == "shard_map"
     loss, axis_name = (gathered_loss, "data") if mapped else (loss_fn, None)
     carry, step = trainer(loss, axis_name)
+    step = retried(step) if retry else step
     sharded = P() if layout == "replicated" else P("data")
     specs = jax.tree.map(lambda leaf: sharded if leaf.ndim else P(), carry)
     if mapped:
@@ -180,6 +182,22 @@ def train(way: str, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
         history.append({**row, "checksum": checksums(parameters(carry, engine))})
     columns = {name: np.stack([row[name] for row in history]) for name in history[0]}
     return columns | shards(parameters(carry, engine))
+
+
+def retried(step: Any) -> Any:
+    """A step that runs again after an overflow."""
+
+    def as_pair(carry, x, y):
+        carry, *seen = step(carry, x, y)
+        return carry, tuple(seen)
+
+    again = jamp.retry(as_pair, ATTEMPTS)
+
+    def unpacked(carry, x, y):
+        carry, seen = again(carry, x, y)
+        return carry, *seen
+
+    return unpacked
 
 
 def parameters(carry: Any, engine: str) -> dict[str, jax.Array]:
@@ -281,7 +299,7 @@ def main() -> None:
     parser.add_argument("address", help="host:port of the first process")
     parser.add_argument("count", type=int, help="how many processes there are")
     parser.add_argument("index", type=int, help="which one this is")
-    parser.add_argument("ways", nargs="+", choices=WAYS, help="how to train")
+    parser.add_argument("ways", nargs="+", help="how to train: see WAYS")
     args = parser.parse_args()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(

@@ -70,6 +70,25 @@ def test_processes_agree_with_each_other_and_with_one(count, devices, ways, tmp_
         check_close(seen, alone[layout], count * devices)
 
 
+@pytest.mark.slow
+def test_processes_retry_together(tmp_path):
+    ways = "optax-fsdp-retry", "optax-shard_map-retry"
+    injected = np.isin(np.arange(processes.STEPS), [*processes.injections()])
+    for way, seen in processes.launch(tmp_path, 2, 2, ways, timeout=300).items():
+        for one in seen:
+            # An inf in the batch is there at every scale: the batch is lost in the end.
+            np.testing.assert_array_equal(one["found_inf"], injected, way)
+            np.testing.assert_array_equal(one["skipped_steps"], injected.cumsum(), way)
+            retries = injected.cumsum() * (processes.ATTEMPTS - 1)
+            np.testing.assert_array_equal(one["retried_steps"], retries, way)
+            # The scale falls where gradients vanish, and sums in another order drift.
+            bits = one["loss"].view(np.uint32)
+            np.testing.assert_array_equal(bits, seen[0]["loss"].view(np.uint32), way)
+        alone = processes.train(way, processes.make_mesh(4))
+        for name in ("found_inf", "loss_scale", "growth_tracker", "retried_steps"):
+            np.testing.assert_array_equal(seen[0][name], alone[name], name)
+
+
 def check_close(seen, alone, devices):
     """The same training in one process, but for the order of sums over devices.
 

@@ -296,7 +296,8 @@ def test_microbatches_are_retried_one_by_one():
 
 def test_of_two_optimizers_neither_steps_until_both_can():
     low, high = (
-        jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=s) for s in (2.0**4, START)
+        jamp.dynamic_loss_scale(optax.sgd(1.0, momentum=0.5), init_scale=s)
+        for s in (2.0**4, START)
     )
 
     def step(state, x, y):
@@ -320,6 +321,38 @@ def test_of_two_optimizers_neither_steps_until_both_can():
     right = float(state["high"].loss_scale)
     expected, _ = jax.jit(step)(start(right), *batches()[0])
     check_bits(state["params"], expected["params"])
+    check_bits(state["low"].inner_state, expected["low"].inner_state)
+
+
+def test_the_trackers_are_those_after_an_overflow_and_a_step():
+    training = Training(2.0**10)
+    step = jax.jit(jamp.retry(training.step, 20))
+    state, _ = train(step, training.start(), batches()[:3])
+    assert state["opt_state"].growth_tracker == 3
+    x, y = batches()[3]
+    state, _ = step(state, x, 1e4 * y)
+    assert state["opt_state"].retried_steps > 0 == state["opt_state"].skipped_steps
+    assert state["opt_state"].growth_tracker == 1
+
+
+def test_what_a_skip_rounds_is_held_too():
+    training = Training(2.0**30)
+    tx = training.tx
+
+    def step(state, x, y):
+        params, opt_state, rounded, late = state
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x, y)
+        params, opt_state = jamp.step(tx, grads, opt_state, params)
+        skipped = opt_state.found_inf
+        half = rounded.astype(jnp.float16).astype(jnp.float32)
+        late = jnp.where(jnp.logical_not(skipped), late, late + 1)
+        return (params, opt_state, jnp.where(skipped, half, rounded), late), loss
+
+    params = make_params()
+    third, x = jnp.float32(1 / 3), batches()[0]
+    state = params, tx.init(params), third, jnp.int32(0)
+    (_, opt_state, rounded, late), _ = jax.jit(jamp.retry(step, 20))(state, *x)
+    assert opt_state.retried_steps > 10 and rounded == third and late == 0
 
 
 class Norm(nn.Module):

@@ -16,6 +16,7 @@ from .._tree import HALVES
 FLOAT32_DTYPE = jnp.dtype("float32")
 CASTABLE = (*HALVES, FLOAT32_DTYPE)
 SCALED = "scaled"  # the recipe of float16 whose cotangents are scaled: see `scaled.py`
+SCALED_NOTE = "scaled float16"
 
 Dtypes = Sequence[np.dtype | None]
 Params = dict[str, Any]  # of a primitive

@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from .. import _compat
 from .._compat import array_dtype
 from .casting import CastingTrace
-from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op, Values
+from .decision import CASTABLE, FLOAT32_DTYPE, SCALED_NOTE, Action, Op, Values
 from .float8_arithmetic import quantized
 from .float8_derivative import Static, once
 from .products import is_dot
@@ -44,7 +44,7 @@ def with_scale(op: Op, action: Action) -> Action:
     floats = [array_dtype(x) for x in op.args[:2]]
     if is_dot(op) or not all(dtype in CASTABLE for dtype in floats):
         return action._replace(recipe=None)
-    note = "; ".join(filter(None, (action.why.note, "scaled float16")))
+    note = ", ".join(filter(None, (action.why.note, SCALED_NOTE)))
     return action._replace(why=action.why._replace(note=note))
 
 

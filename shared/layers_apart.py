@@ -1,4 +1,4 @@
-"""Twelve layers whose gradients lie 43 powers of two apart, and what float16 makes of them.
+"""Twelve layers whose gradients lie 43 powers of two apart, in several dtypes.
 
 Each layer adds to a stream what it computes, times a gain of its own, as layers with
 LayerScale do: the smaller the gain, the smaller the gradient of its weight.
@@ -83,4 +83,6 @@ def best_scale(truth) -> tuple[float, np.ndarray]:
     grad = gradients(jamp.autocast(**REGIONS["float16"]))
     with np.errstate(invalid="ignore"):
         tried = [(scale, errors(grad(scale), truth)) for scale in SCALES.tolist()]
-    return min(tried, key=lambda pair: (wrong(pair[1]), np.nansum(np.minimum(pair[1], 1))))
+    return min(
+        tried, key=lambda pair: (wrong(pair[1]), np.nansum(np.minimum(pair[1], 1)))
+    )

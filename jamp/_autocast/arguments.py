@@ -23,8 +23,8 @@ NO_DEVICE = """autocast takes no device, and no cache_enabled: write `with \
 jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs, and casts a value once \
 in a region."""
 
-BAD_RECIPE = """autocast(recipe={}): the recipe must be "scaled", for float16, or None. \
-One of float8 belongs to its dtype: `jamp.autocast(jamp.Float8("rowwise"))`."""
+BAD_RECIPE = """autocast(recipe={}): the recipe must be "scaled", for float16. One of \
+float8 belongs to its dtype: `jamp.autocast(jamp.Float8("rowwise"))`."""
 
 NOT_SCALED = """autocast(dtype={}, recipe="scaled"): the dtype must be float16, whose \
 range the scales are for: write `jamp.autocast(jnp.float16, recipe="scaled")`. \

@@ -1,4 +1,4 @@
-"""`autocast(float16, recipe="scaled")`: each cotangent of a product has its own scale."""
+"""`autocast(float16, recipe="scaled")`: cotangents of products scaled, each by its own."""
 
 import copy
 import functools
@@ -267,7 +267,9 @@ def test_no_cotangent_of_a_model_is_float16_where_nothing_scales_it():
 
     def loss(p):
         with region():
-            out, _ = model.apply({**variables, "params": p}, image, mutable=["batch_stats"])
+            out, _ = model.apply(
+                {**variables, "params": p}, image, mutable=["batch_stats"]
+            )
         return jnp.mean(out**2)
 
     moving = {"transpose", "reshape", "rev", "broadcast_in_dim", "squeeze", "slice"}
@@ -465,7 +467,10 @@ def test_nothing_leaks(name, checking_leaks):
 
 def test_a_jitted_step_gives_the_bits_of_an_eager_one():
     loss = small(CONSTRUCTS["plain"])
-    first, second = jax.grad(loss)(params(), batch()), jitted(loss)(params(), batch())[1]
+    first, second = (
+        jax.grad(loss)(params(), batch()),
+        jitted(loss)(params(), batch())[1],
+    )
     np.testing.assert_array_equal(first["w"], second["w"])
 
 

@@ -1,4 +1,4 @@
-"""`autocast(float16, recipe="scaled")`: cotangents of products scaled, each by its own."""
+"""`autocast(float16, recipe="scaled")`: each cotangent of a product has a scale."""
 
 import copy
 import functools
@@ -14,11 +14,12 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jamp
 from shared import layers_apart
+from shared.collectives import COLLECTIVE
 from shared.jaxprs import equations
 from shared.residuals import residuals
 from tests.autocast.test_constructs import (
@@ -300,6 +301,25 @@ class Net(nn.Module):
         x = x.reshape(x.shape[0], -1, 8)
         x = x + nn.MultiHeadAttention(num_heads=2)(x)
         return nn.softmax(nn.Dense(4)(nn.LayerNorm()(x)))
+
+
+def test_a_norm_of_half_precision_gives_float32():
+    """In plain float16 the next layer gets it in float16, and so does the cotangent."""
+    model, x = nn.Sequential([nn.BatchNorm(False), nn.Dense(4)]), normal(0, 8, 6)
+    x = x.astype(jnp.float16)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    p, stats = variables["params"], variables["batch_stats"]
+
+    def apply(p, x):
+        both = {"params": p, "batch_stats": stats}
+        return model.apply(both, x, mutable=["batch_stats"])[0]
+
+    found = jax.grad(mean_square(apply, region()))(p, x)
+    truth = jax.grad(mean_square(apply))(p, x.astype(jnp.float32))
+    norm = {name for name in p if "scale" in p[name]}
+    for name in norm:
+        assert apart(found[name], truth[name]) < 3e-3
+    assert norm
 
 
 def test_a_rule_with_a_dtype_keeps_a_layer_out():
@@ -617,3 +637,53 @@ def test_plain_float16_does_not_train_there():
     tx = jamp.dynamic_loss_scale(optax.adam(1e-2, eps=1e-30), enabled=False)
     losses, _ = trained(functools.partial(jamp.autocast, jnp.float16), FACTOR, tx)
     assert losses[-1] > 0.9 * losses[0]
+
+
+# Many devices.
+
+
+def step_of(within):
+    def layers(w, x):
+        with within():
+            return jnp.tanh(x @ w) @ w
+
+    return lambda w, x: jax.grad(lambda w: jnp.mean(layers(w, x) ** 2) * 2.0**-8)(w)
+
+
+def count(function, *args):
+    return len(COLLECTIVE.findall(function.lower(*args).compile().as_text()))
+
+
+def test_a_sharded_batch_adds_a_scalar_for_each_cotangent():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    w = jax.device_put(normal(0, 16, 16) / 4, NamedSharding(mesh, P()))
+    x = jax.device_put(normal(1, 8, 16), NamedSharding(mesh, P("data")))
+    plain, scaled, off = (
+        jax.jit(step_of(within))
+        for within in (
+            functools.partial(jamp.autocast, jnp.float16),
+            region,
+            functools.partial(jamp.autocast, enabled=False),
+        )
+    )
+    text = scaled.lower(w, x).compile().as_text()
+    scalars = [shape for shape in COLLECTIVE.findall(text) if "s32[]" in shape]
+    assert len(scalars) == 2 == count(scaled, w, x) - count(plain, w, x)
+    assert apart(scaled(w, x), off(w, x)) < 3e-3
+
+
+def test_in_shard_map_each_device_has_its_own_scale():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    w, x = normal(0, 16, 16) / 4, normal(1, 8, 16).at[4:].mul(2.0**-30)
+
+    def mapped(within):
+        def local(w, x):
+            return jax.lax.pmean(step_of(within)(w, x), "data")
+
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        return jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))
+
+    plain = functools.partial(jamp.autocast, jnp.float16)
+    assert count(mapped(region), w, x) == count(mapped(plain), w, x)
+    off = functools.partial(jamp.autocast, enabled=False)
+    assert apart(mapped(region)(w, x), mapped(off)(w, x)) < 3e-3

@@ -29,7 +29,8 @@ def problem() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     w = random.standard_normal((LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
     x, y = random.standard_normal((2, ROWS, WIDTH))
-    return tuple(np.float32(np.float16(a)) for a in (w, x, y))
+    w, x, y = (a.astype(np.float16).astype(np.float32) for a in (w, x, y))
+    return w, x, y
 
 
 def gains() -> np.ndarray:

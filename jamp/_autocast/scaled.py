@@ -87,7 +87,7 @@ def scaled_product(trace: CastingTrace, op: Op, derived: bool) -> jax.Array:
         params["precision"] = None  # of which some would sum in float16
     product = Product(op.primitive, tuple(sorted(params.items())))
     once_only = _compat.is_differentiated_once(trace.parent)
-    function = (product_of if once_only else product_in_any_mode)(product)
+    function = product_of(product) if once_only else product_in_any_mode(product)
     leaves, tree = jax.tree.flatten(Kept(*operands, tuple(others)))
     trace.effects.touched = True
     return trace.call(flat(function, tree), [left, right, *leaves], {})

@@ -421,6 +421,17 @@ def test_one_large_number_leaves_the_small_ones_40_bits():
     np.testing.assert_array_equal(found, [[2.0**10, 2.0**-28]])
 
 
+def test_two_scales_that_no_float32_is_the_product_of():
+    """In a derivative inside the region both inputs are scaled."""
+    x, w = jnp.eye(4) * 2.0**-80, jnp.eye(4) * 2.0**-40
+    with region():
+        out, pullback = jax.vjp(jnp.matmul, x, w)
+        np.testing.assert_array_equal(out, jnp.eye(4) * 2.0**-120)
+        dx, dw = pullback(jnp.eye(4) * 2.0**120)
+    np.testing.assert_array_equal(dx, jnp.eye(4) * 2.0**80)
+    np.testing.assert_array_equal(dw, jnp.eye(4) * 2.0**40)
+
+
 def test_activations_overflow_as_in_plain_float16():
     x, w = jnp.full((2, 2), 1e5), jnp.eye(2)
     assert not np.any(np.isfinite(region()(jnp.matmul)(x, w)))

@@ -71,7 +71,7 @@ class Kept(NamedTuple):
 
     left: Operand
     right: Operand
-    others: tuple[jax.Array, ...]  # the group sizes of a ragged product
+    others: tuple[Any, ...]  # the group sizes of a ragged product
 
 
 def scaled_product(trace: CastingTrace, op: Op, derived: bool) -> jax.Array:
@@ -81,14 +81,16 @@ def scaled_product(trace: CastingTrace, op: Op, derived: bool) -> jax.Array:
       derived: whether it is part of a derivative, and an input may be a cotangent.
     """
     left, right, *others = op.args
-    operands = [operand(trace, x, derived) for x in (left, right)]
+    kept = Kept(
+        operand(trace, left, derived), operand(trace, right, derived), tuple(others)
+    )
     params = op.params | {"preferred_element_type": FLOAT32_DTYPE}
     if isinstance(params.get("precision"), lax.DotAlgorithmPreset | lax.DotAlgorithm):
         params["precision"] = None  # of which some would sum in float16
     product = Product(op.primitive, tuple(sorted(params.items())))
     once_only = _compat.is_differentiated_once(trace.parent)
     function = product_of(product) if once_only else product_in_any_mode(product)
-    leaves, tree = jax.tree.flatten(Kept(*operands, tuple(others)))
+    leaves, tree = jax.tree.flatten(kept)
     trace.effects.touched = True
     return trace.call(flat(function, tree), [left, right, *leaves], {})
 
@@ -166,7 +168,7 @@ def gradient(
     side: int,
     cotangent: Operand,
     other: Operand,
-    others: Sequence[jax.Array],
+    others: Sequence[Any],
     avals: tuple[Any, Any],
 ) -> jax.Array:
     """The gradient of the left or the right input, in float32.

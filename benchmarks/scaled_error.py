@@ -74,6 +74,8 @@ def main():
             for i, size in enumerate(sizes)
         ),
     )
+    errors = {name: row.tolist() for name, row in found.items()}
+    _harness.save(args.json, {"log2 of gradients": sizes.tolist(), **errors})
     if args.picture:
         draw(args.picture, sizes, found)
 

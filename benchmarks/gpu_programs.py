@@ -81,12 +81,8 @@ def h100s(count=1):
     ).devices
 
 
-def compile_step(make_row, make_batch, sharding, **options):
-    """The jaxpr of a row's step and the program, its state donated.
-
-    Args:
-      **options: XLA's.
-    """
+def lower_step(make_row, make_batch, sharding):
+    """The jaxpr of a row's step and what is lowered from it, its state donated."""
     import jax
 
     treedef, step = None, None
@@ -102,7 +98,18 @@ def compile_step(make_row, make_batch, sharding, **options):
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         jitted = jax.jit(_harness.flat(step, treedef), donate_argnums=0)
         traced = jitted.trace(*jax.tree.map(place, args))
-        return traced.jaxpr, traced.lower().compile(compiler_options=options)
+        return traced.jaxpr, traced.lower()
+
+
+def compile_step(make_row, make_batch, sharding, **options):
+    """The jaxpr of a row's step and the program, its state donated.
+
+    Args:
+      **options: XLA's.
+    """
+    jaxpr, lowered = lower_step(make_row, make_batch, sharding)
+    with as_on_a_gpu():
+        return jaxpr, lowered.compile(compiler_options=options)
 
 
 def program(make_row, make_batch, sharding):

@@ -146,6 +146,15 @@ jamp.autocast
   jamp.autocast(loss_fn)
     ValueError: dtype
     > `jamp.autocast(jnp.float16)(loss_fn)`.
+  jamp.autocast(jnp.float16, recipe="rowwise")
+    ValueError: recipe
+    > `jamp.autocast(jamp.Float8("rowwise"))`.
+  jamp.autocast(jnp.bfloat16, recipe="scaled")
+    ValueError: dtype
+    > `jamp.autocast(jnp.float16, recipe="scaled")`; bfloat16 needs no scale.
+  jamp.autocast("float8", recipe="scaled")
+    ValueError: dtype
+    > `jamp.autocast("float8")`.
   jamp.autocast(enabled="False")
     TypeError: enabled
     > A string from the command line is true.

@@ -1,8 +1,9 @@
-"""What XLA's GPU compiler makes of float8 products: float8 kernels, one for each.
+"""What XLA's GPU compiler makes of products in float8, and of scaled ones in float16.
 
 It needs no GPU, but JAX's CUDA plugin; without that these tests are skipped.
 """
 
+import functools
 import importlib.util
 import os
 
@@ -13,7 +14,7 @@ from jax import lax
 
 import jamp
 from benchmarks import gpu_float8, gpu_programs
-from shared import float8
+from shared import float8, hlo
 from tests.autocast.test_float8_hlo import (
     BIAS,
     ROWWISE,
@@ -45,23 +46,43 @@ COMPILED = {
 PRODUCTS = {"backward": 3, "rowwise": 3, "vmap, backward": 3}
 
 
-@pytest.mark.skipif(
+compiles_for_a_gpu = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None
     or os.environ.get("JAX_PLATFORMS") != "cpu",
     reason="needs jax-cuda12-plugin, and JAX_PLATFORMS=cpu so that it asks for no GPU",
 )
+
+
+@compiles_for_a_gpu
 @pytest.mark.parametrize("gemm", gpu_float8.GEMMS)
 @pytest.mark.parametrize("name", COMPILED)
 def test_xla_makes_float8_kernels_of_all_products(name, gemm):
-    function, *args = COMPILED[name]
+    text = compiled(*COMPILED[name], gemm=gemm)
+    found = float8.compiled_products(text)
+    assert found.float8 == found.all == PRODUCTS.get(name, 1)
+    if (name, gemm) == ("bias", "cuBLAS"):
+        assert '"epilogue":"BIAS"' in text, "the bias is added by the product's kernel"
+
+
+def compiled(function, *args, gemm):
+    """The optimized HLO of a function for an H100."""
     mesh = jax.sharding.Mesh(gpu_programs.h100s(), "x")
     sharding = jax.sharding.NamedSharding(mesh, jax.P())
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in args]
     with gpu_programs.as_on_a_gpu():
         lowered = jax.jit(function).trace(*args).lower()
-        compiled = lowered.compile(compiler_options=gpu_float8.GEMMS[gemm])
-    text = compiled.as_text()
-    found = float8.compiled_products(text)
-    assert found.float8 == found.all == PRODUCTS.get(name, 1)
-    if (name, gemm) == ("bias", "cuBLAS"):
-        assert '"epilogue":"BIAS"' in text, "the bias is added by the product's kernel"
+        return lowered.compile(compiler_options=gpu_float8.GEMMS[gemm]).as_text()
+
+
+@compiles_for_a_gpu
+def test_scaled_products_are_cublas_products_of_float16_with_float32_results():
+    within = functools.partial(jamp.autocast, jnp.float16, recipe="scaled")
+    loss = lambda x, w: jnp.mean(within()(jnp.matmul)(x, w) ** 2)
+    text = compiled(jax.grad(loss, (0, 1)), X, W, gemm="cuBLAS")
+    instructions = hlo.parse(text)["ENTRY"]
+    shapes = {i.name: i.shape for i in instructions}
+    calls = [i for i in instructions if "__cublas$" in i.text]
+    assert len(calls) == 3
+    for call in calls:
+        assert call.shape.startswith("(f32[")
+        assert all(shapes[name].startswith("f16[") for name in call.operands)

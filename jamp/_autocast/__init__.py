@@ -8,7 +8,8 @@ holds jaxprs or Python functions goes to `nested`, `thunks`, `custom_calls`,
 `notes` remember what a value was made of, for `bias`, `conversion` and `moves`;
 `products`, `draws`, `refused` and `left_alone` are about ops of these kinds.
 Products in `float8` have their choice in `float8_products`, their numbers in
-`float8_arithmetic` and their gradients in `float8_derivative`.
+`float8_arithmetic` and their gradients in `float8_derivative`; float16 products whose
+cotangents are scaled are in `scaled`.
 
 May import: `_checks`, `_tree`, `_compat`.
 """

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from .._checks import as_dtype, brief
 from .._tree import HALVES
-from .decision import CASTABLE, Dtypes
+from .decision import CASTABLE, SCALED, Dtypes
 from .float8 import Float8, as_float8
 
 BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16 (or \
@@ -22,6 +22,13 @@ float32, write `enabled=False`."""
 NO_DEVICE = """autocast takes no device, and no cache_enabled: write `with \
 jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs, and casts a value once \
 in a region."""
+
+BAD_RECIPE = """autocast(recipe={}): the recipe must be "scaled", for float16. One of \
+float8 belongs to its dtype: `jamp.autocast(jamp.Float8("rowwise"))`."""
+
+NOT_SCALED = """autocast(dtype={}, recipe="scaled"): the dtype must be float16, whose \
+range the scales are for: write `jamp.autocast(jnp.float16, recipe="scaled")`. \
+bfloat16 has the range of float32, and float8 has scales of its own."""
 
 BAD_INPUTS = """autocast(cast_inputs={}): the dtype must be float16, bfloat16 or \
 float32."""
@@ -49,14 +56,21 @@ def default_dtype() -> np.dtype:
 
 
 def region_dtype(
-    value: DTypeLike | Float8 | None, enabled: bool
+    value: DTypeLike | Float8 | None, enabled: bool, recipe: str | None
 ) -> tuple[np.dtype, str | None]:
-    """The dtype of a region, and the recipe of float8 for products that qualify."""
+    """The dtype of a region, and the recipe of its products."""
+    if recipe is not None and not (isinstance(recipe, str) and recipe == SCALED):
+        raise ValueError(BAD_RECIPE.format(brief(recipe)))
     if (float8 := as_float8(value)) is not None:
-        return jnp.dtype("bfloat16"), float8.recipe
-    allowed = CASTABLE if enabled is False else HALVES
-    dtype = default_dtype() if value is None else value
-    return dtype_argument(dtype, allowed, BAD_DTYPE), None
+        dtype, found = jnp.dtype("bfloat16"), float8.recipe
+    else:
+        allowed = CASTABLE if enabled is False else HALVES
+        dtype = default_dtype() if value is None else value
+        dtype, found = dtype_argument(dtype, allowed, BAD_DTYPE), recipe
+    if recipe is not None and dtype != jnp.float16:
+        name = brief(value) if float8 else repr(str(dtype))
+        raise ValueError(NOT_SCALED.format(name))
+    return dtype, found
 
 
 def dtype_argument(value: object, allowed: Dtypes, message: str) -> np.dtype:

@@ -100,11 +100,19 @@ class CastingTrace(_compat.Trace):
         raise NotImplementedError
 
     def spawner(
-        self, baked: bool = False, effects: Effects | None = None, typed: bool = False
+        self,
+        baked: bool = False,
+        effects: Effects | None = None,
+        typed: bool = False,
+        of_tangents: bool = False,
     ) -> MakeTrace:
         """Makes traces with these settings on the trace that is current by then.
 
         What it returns holds neither this trace nor the values that it remembers.
+
+        Args:
+          of_tangents: for code that is linear in tangents, and stays so: no number is
+            divided by its own size.
         """
         raise NotImplementedError
 

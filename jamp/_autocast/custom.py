@@ -25,8 +25,15 @@ from .decision import Dtypes, Params, Result, Value, Values
 class Function:
     """A Python function that JAX holds, run under autocast wherever JAX calls it."""
 
-    def __init__(self, trace: CastingTrace, function: Any, baked: bool = False):
-        self.function, self.child = function, trace.spawner(baked)
+    def __init__(
+        self,
+        trace: CastingTrace,
+        function: Any,
+        baked: bool = False,
+        of_tangents: bool = False,
+    ):
+        self.function = function
+        self.child = trace.spawner(baked, of_tangents=of_tangents)
 
     def __call__(self, *args: Value) -> tuple[list[Value], CastingTrace]:
         """Returns the results, and the trace that they were computed on."""

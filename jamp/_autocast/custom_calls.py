@@ -32,7 +32,8 @@ def custom_jvp(
             args = [trace.cast(x, action.dtype) for x in args]
         with trace.noted(action):
             return trace.bind(primitive, args, as_it_is)
-    run, derivative = Function(trace, fun, baked), Function(trace, jvp, baked=True)
+    run = Function(trace, fun, baked)
+    derivative = Function(trace, jvp, baked=True, of_tangents=True)
     contract = Contract(run, args, fun.debug_info)
     return bind_jvp(trace, primitive, args, params, contract, derivative, jvp)
 

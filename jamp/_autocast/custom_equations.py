@@ -86,7 +86,7 @@ def custom_jvp_call(trace: CastingTrace, op: Op) -> Result:
         make_jvp, n_consts = op.params["jvp_jaxpr_fun"], op.params["num_consts"]
         rule, traced = WideRule(trace, make_jvp, n_consts, action, baked), None
     else:
-        rule = Function(trace, jvp, baked=True)
+        rule = Function(trace, jvp, baked=True, of_tangents=True)
         traced = dtypes_of(jaxpr.in_avals) * 2
     return bind_jvp(trace, op.primitive, op.args, params, contract, rule, jvp, traced)
 

@@ -15,6 +15,8 @@ from .._tree import HALVES
 
 FLOAT32_DTYPE = jnp.dtype("float32")
 CASTABLE = (*HALVES, FLOAT32_DTYPE)
+SCALED = "scaled"  # the recipe of float16 whose cotangents are scaled: see `scaled.py`
+SCALED_NOTE = "scaled float16"
 
 Dtypes = Sequence[np.dtype | None]
 Params = dict[str, Any]  # of a primitive
@@ -43,7 +45,7 @@ class Reason(NamedTuple):
     kind: str  # what the table says: "lower", "float32", "draw"; "policy"; "rules"
     source: Source
     name: str = ""  # of the primitive, the function, or what the user wrote
-    note: str = ""  # of a product: its recipe of float8, or why it has none
+    note: str = ""  # of a product: its recipe, or why it is not in float8
 
     def __str__(self) -> str:
         text = f"{self.kind} {self.name}" if self.name else self.kind
@@ -109,7 +111,7 @@ class Action(NamedTuple):
     marks: bool = False  # its results are half precision outside of the function
     why: Reason = Reason("", Source.JAMP)  # of which nothing is said
     table: Kind | None = None  # what the row of a function says, for all inside
-    recipe: str | None = None  # of float8, for products that qualify
+    recipe: str | None = None  # of products: of float8 if they qualify, or SCALED
 
 
 class Op(NamedTuple):
@@ -149,7 +151,7 @@ class Settings(NamedTuple):
     """What a region was asked for. Hashable: jitted functions are cached by it."""
 
     dtype: np.dtype
-    recipe: str | None = None  # of float8, for products that qualify
+    recipe: str | None = None  # of products: of float8 if they qualify, or SCALED
     rules: tuple[UserRule, ...] = ()
     depth: int = 0  # how many other regions it is in
     listed: bool = True  # False under a policy: the rules alone decide

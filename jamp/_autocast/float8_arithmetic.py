@@ -1,10 +1,11 @@
-"""Numbers in float8: scales, casts, and the product of two matrices.
+"""Numbers in float8, or scaled in float16: casts, and the product of two matrices.
 
 Scales are powers of two, so that they change no digit: however XLA orders the product
 and the scaling, the bits are the same. One reduction yields the inverse of a scale. The
 largest numbers of the formats, 448 and 57344, are 1.75 times a power of two; so to
 |x| as bits belongs the exponent of the smallest power of two that brings x into range,
-and that exponent grows with |x|.
+and that exponent grows with |x|. Float16, whose largest number is 65504, is scaled to
+57344 as well.
 """
 
 from collections.abc import Sequence
@@ -17,26 +18,28 @@ from jax import lax
 
 from .float8 import E4M3, E5M2
 
+FLOAT16 = jnp.dtype("float16")
 # 448 is 1.75 * 2**8, and 57344 is 1.75 * 2**15.
-EXPONENTS = {E4M3: 8, E5M2: 15}
+EXPONENTS = {E4M3: 8, E5M2: 15, FLOAT16: 15}
 MANTISSA_BITS, EXPONENT_MASK = 23, 0x7F800000  # of float32
 ABOVE_1_75 = 0x1FFFFF  # carries into the exponent if the mantissa is above 1.75
 INFINITY, NAN = 0x7F800000, 0x7FC00000
-# torchao takes the largest number for 1e-12 at least, which lies above 2**-40.
-SMALLEST = -40
+# The largest number is taken for 2**SMALLEST at least. In float8 it is torchao's, whose
+# 1e-12 lies above 2**-40; in float16 the inverse of the scale is a normal number.
+SMALLEST = {E4M3: -40, E5M2: -40, FLOAT16: -126 + 15}
 
 Axes = tuple[int, ...] | None  # along which numbers share a scale; None: all of them
 
 
 class Scaled(NamedTuple):
-    """A value in float8, of which `values * inverse` is left."""
+    """A value in float8 or float16, of which `values * inverse` is left."""
 
     values: jax.Array
     inverse: jax.Array  # float32 powers of two: of shape (), or 1 in the shared axes
 
 
 def quantized(x: jax.Array, *, dtype: np.dtype, axes: Axes) -> Scaled:
-    """A value in float8, each number as near as its format has one.
+    """A value in a small format, each number as near as the format has one.
 
     An inf or nan makes the scale nan, and so all that is computed with it. The scale
     takes no part in a derivative.
@@ -50,7 +53,7 @@ def quantized(x: jax.Array, *, dtype: np.dtype, axes: Axes) -> Scaled:
     exponent = EXPONENTS[dtype]
     inverse = (bits + ABOVE_1_75) & EXPONENT_MASK
     inverse = inverse - (exponent << MANTISSA_BITS)
-    least = (127 + SMALLEST - exponent) << MANTISSA_BITS
+    least = (127 + SMALLEST[dtype] - exponent) << MANTISSA_BITS
     inverse = lax.max(inverse, jnp.full_like(inverse, least))
     inverse = lax.select(bits < INFINITY, inverse, jnp.full_like(inverse, NAN))
     over = tuple(range(x.ndim)) if axes is None else axes

@@ -104,7 +104,7 @@ def product_of(product: Product, dtypes: tuple[np.dtype, np.dtype]) -> Callable:
     def bwd(residuals, cotangent: jax.Array):
         kept, shardings = residuals
         scales = [x.inverse for x in kept if isinstance(x, Scaled)]
-        cotangent = once(cotangent, *scales)
+        cotangent = once(TWICE)(cotangent, *scales)
         casts = functools.cache(lambda axes: cast(product, cotangent, axes))
         grads = (
             gradient(product, side, cotangent, casts, kept[1 - side], sharding)
@@ -229,12 +229,19 @@ def _(primals, tangents):
     return tied_scale(*primals), jnp.broadcast_to(zero, primals[0].shape)
 
 
-@jax.custom_jvp
-def once(cotangent: jax.Array, *scales: jax.Array) -> jax.Array:
-    """The cotangent, which cannot be differentiated."""
-    return cotangent
+@functools.cache
+def once(message: str) -> Callable[..., jax.Array]:
+    """The identity of a cotangent, which cannot be differentiated.
 
+    Its other arguments are what the derivative is made of besides.
+    """
 
-@once.defjvp
-def _(primals, tangents):
-    raise NotImplementedError(TWICE)
+    @jax.custom_jvp
+    def once(cotangent: jax.Array, *others: jax.Array) -> jax.Array:
+        return cotangent
+
+    @once.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(message)
+
+    return once

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .. import _compat
 from .._compat import array_dtype
 from .casting import CastingTrace, dtypes_of
-from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op
+from .decision import CASTABLE, FLOAT32_DTYPE, SCALED, Action, Op
 from .float8 import E4M3
 from .float8_arithmetic import Axes, Scaled, quantized
 from .float8_derivative import Inputs, Product, product_in_any_mode, product_of
@@ -22,19 +23,19 @@ from .rules import codes_at, loaded
 MULTIPLE = 16  # of which each size must be one
 
 
-def with_float8(op: Op, action: Action, derived: bool) -> Action:
+def with_float8(op: Op, action: Action, derived: bool, recipe: str | None) -> Action:
     """The action for a product that is lowered, with the reason why it is in float8,
-    or why not, where it was asked for.
+    or why not.
 
     Args:
       derived: whether it is part of a derivative.
+      recipe: of the region, which may scale what is not in float8.
     """
-    if action.recipe is None:
-        return action
     problem = "in a derivative" if derived else unfit(op)
     if problem:
         why = action.why._replace(note=f"no float8: {problem}")
-        return action._replace(recipe=None, why=why)
+        recipe = SCALED if recipe == SCALED else None
+        return action._replace(recipe=recipe, why=why)
     why = action.why._replace(note=f"float8 {action.recipe}")
     return action._replace(why=why)
 
@@ -125,6 +126,9 @@ def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
     half = trace.settings.dtype
     left, right = op.args
     product = product_for(op, half, recipe)
+    if trace.settings.recipe == SCALED:  # nothing of its derivative is in float16
+        half = jnp.dtype("bfloat16")
+        product = product._replace(half=half, out=FLOAT32_DTYPE)
     quantize = functools.partial(in_float8, trace)
     trace.effects.touched = True
     dtypes = array_dtype(left), array_dtype(right)

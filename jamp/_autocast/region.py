@@ -43,7 +43,8 @@ To this come some refinements:
   float32, such as `jnp.zeros((4, 4))`, is an array and no number.
 - Products that are none (`products.py`): of two vectors, of nothing that is
   contracted, and those whose call says `precision=HIGHEST`.
-- Products in float8, where it is asked for and they qualify (`float8_products.py`).
+- Products in float8, where it is asked for and they qualify (`float8_products.py`), and
+  those of float16 whose cotangents are scaled (`scaled.py`).
 - Draws (`draws.py`) are made in float32, and functions that read the dtype of their
   input in Python (`refused.py`) refuse half precision.
 
@@ -95,7 +96,7 @@ from .arguments import (
     without_device,
 )
 from .casting import OBSERVED, PROBE, REGION, Effects
-from .decision import CASTABLE, FLOAT32_DTYPE, Out, Settings
+from .decision import CASTABLE, FLOAT32_DTYPE, SCALED, Out, Settings
 from .float8 import Float8
 from .rules import Rules, check_all_used, compile_rules
 from .stack import mark
@@ -215,12 +216,15 @@ class autocast:
       cast_inputs: for a decorated function that needs one dtype: in a region, its
         floating inputs are cast to it and it runs with autocast off. Outside of
         regions it does nothing. torch's `custom_fwd(cast_inputs=...)`.
+      recipe: "scaled", for float16: the cotangent of each product is scaled by its own
+        power of two, and no loss scale is needed. Products then give float32, which
+        costs memory: `docs/scaled-float16.md`.
 
     Raises:
       TypeError: `enabled` is no bool, `rules` no dict; `cast_inputs` in a `with`; what
         is decorated is no function, or one that runs later.
-      ValueError: another dtype; a bad rule; at the end of the region, a rule that
-        matched no op.
+      ValueError: another dtype or recipe; a bad rule; at the end of the region, a rule
+        that matched no op.
       NotImplementedError: a primitive of JAX that holds a function and has no rule.
 
     Examples:
@@ -248,8 +252,8 @@ class autocast:
       dtype('float32')
 
     PyTorch: `torch.autocast(device_type, dtype, enabled)`. There is no device, and no
-    `cache_enabled`: a cast is made once in a region. `rules` is new. The op lists are
-    those of CUDA; `parity/report.md` compares them op by op.
+    `cache_enabled`: a cast is made once in a region. `rules` and `recipe` are new. The
+    op lists are those of CUDA; `parity/report.md` compares them op by op.
     """
 
     @without_device
@@ -260,8 +264,9 @@ class autocast:
         *,
         rules: Rules | None = None,
         cast_inputs: DTypeLike | None = None,
+        recipe: str | None = None,
     ):
-        half, recipe = region_dtype(dtype, enabled)
+        half, recipe = region_dtype(dtype, enabled, recipe)
         if cast_inputs is not None:
             cast_inputs = dtype_argument(cast_inputs, CASTABLE, BAD_INPUTS)
         self.settings = Settings(half, recipe, compile_rules(rules))
@@ -276,8 +281,10 @@ class autocast:
     def __reduce__(self) -> tuple[object, ...]:
         rules = {_compat.Named.of(key): value for key, value in self._rules.items()}
         settings = self.settings
-        dtype = Float8(settings.recipe) if settings.recipe else settings.dtype
-        return reopened, (dtype, self.enabled, rules, self.cast_inputs)
+        dtype, recipe = settings.dtype, settings.recipe
+        if recipe not in (None, SCALED):
+            dtype, recipe = Float8(recipe), None
+        return reopened, (dtype, self.enabled, rules, self.cast_inputs, recipe)
 
     def __enter__(self) -> Self:
         if self.cast_inputs is not None:
@@ -318,7 +325,9 @@ def reopened(
     enabled: bool,
     rules: dict[Any, Any],
     cast_inputs: np.dtype | None,
+    recipe: str | None = None,
 ) -> autocast:
     """A region that was pickled. What was entered with it is not."""
     rules = {_compat.Named.find(key): value for key, value in rules.items()}
-    return autocast(dtype, enabled, rules=rules, cast_inputs=cast_inputs)
+    wishes = {"rules": rules, "cast_inputs": cast_inputs, "recipe": recipe}
+    return autocast(dtype, enabled, **wishes)

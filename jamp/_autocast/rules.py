@@ -15,6 +15,7 @@ from .._checks import as_dtype, shown
 from .decision import (
     CASTABLE,
     FLOAT32_DTYPE,
+    SCALED,
     Action,
     Reason,
     Settings,
@@ -25,7 +26,7 @@ from .float8 import Float8, as_float8
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from .paths import PathPattern
 from .sources import code_of, unwrapped
-from .traits import UPDATES
+from .traits import PRODUCTS, UPDATES
 
 BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
@@ -182,10 +183,12 @@ POLICY = Action(KEEP, why=BY_POLICY)
 POLICY_WRITE = Action(INTO, why=BY_POLICY)
 
 
-def may_be_float8(primitive: Primitive, action: Action) -> bool:
-    """Whether an op is a matrix product that is lowered, or a function around one."""
-    lowered = LOWER in (action.kind, action.table)
-    return lowered and primitive.name in ("dot_general", "jit")
+def may_have(recipe: str | None, primitive: Primitive, action: Action) -> bool:
+    """Whether an op is a product that is lowered, or a function around one."""
+    if recipe is None or LOWER not in (action.kind, action.table):
+        return False
+    products = PRODUCTS if recipe == SCALED else ("dot_general",)
+    return primitive.name in (*products, "jit")
 
 
 class Decider:
@@ -222,7 +225,7 @@ class Decider:
         if index is not None and rules[index].action.recipe is None:
             self.hits.add(index)
             return rules[index].action
-        return self.in_float8(primitive, self.listed(primitive, ids, source), index)
+        return self.with_recipe(primitive, self.listed(primitive, ids, source), index)
 
     def first(
         self,
@@ -262,27 +265,29 @@ class Decider:
         if index is None:
             return within
         if rules[index].action.recipe is not None:
-            return self.in_float8(primitive, within, index) or within
+            return self.with_recipe(primitive, within, index) or within
         self.hits.add(index)
         return rules[index].action
 
-    def in_float8(
+    def with_recipe(
         self, primitive: Primitive, action: Action | None, index: int | None
     ) -> Action | None:
-        """The action for what may be a product in float8.
+        """The action for what may be a product in float8, or scaled.
 
         Args:
           index: of the user's rule that asks for float8; None: the region does, or
             nobody.
         """
+        if action is None:
+            return None
         rule = None if index is None else self.settings.rules[index].action
-        recipe = self.settings.recipe if rule is None else rule.recipe
-        if recipe is None or action is None or not may_be_float8(primitive, action):
-            return action
-        if rule is None or index is None:
+        if index is not None and rule and may_have(rule.recipe, primitive, action):
+            self.hits.add(index)
+            return action._replace(recipe=rule.recipe, why=rule.why)
+        recipe = self.settings.recipe
+        if (rule is None or recipe == SCALED) and may_have(recipe, primitive, action):
             return action._replace(recipe=recipe)
-        self.hits.add(index)
-        return action._replace(recipe=recipe, why=rule.why)
+        return action
 
     def listed(
         self, primitive: Primitive, ids: Sequence[int], source: str | None
@@ -295,9 +300,8 @@ class Decider:
             _, action = next(functions[i] for i in reversed(ids) if i in functions)
         elif source is not None:
             _, action = functions.get(source, (None, None))
-        if action is None:
-            return ACTIONS.get(primitive.name)
-        return self.for_all_inside(action)
+        action = action and self.for_all_inside(action)
+        return ACTIONS.get(primitive.name) if action is None else action
 
     def knows(self, primitive: Primitive) -> bool:
         """Whether the op is in the table of primitives."""
@@ -308,11 +312,17 @@ class Decider:
         is_product = PRIMITIVES[primitive.name].kind is LOWER
         return action.kind is LOWER or (is_product and not self.settings.listed)
 
-    def for_all_inside(self, action: Action) -> Action:
-        """A function's row as an action for each op inside the function."""
-        kind = action.kind
+    def for_all_inside(self, action: Action) -> Action | None:
+        """A function's row as an action for each op inside the function.
+
+        None where products are scaled and the row would lower all else as well.
+        """
+        kind, scales = action.kind, self.settings.recipe == SCALED
         if kind in (KEEP, Kind.STATISTIC):
             return action
+        if scales and kind is LOWER:
+            return None
         dtype = self.settings.dtype if kind is LOWER else FLOAT32_DTYPE
-        marks = kind in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM)
+        # What is marked becomes half precision, and so its cotangent.
+        marks = kind in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM) and not scales
         return Action(None, dtype, marks, action.why, kind)

@@ -13,7 +13,7 @@ from .conversion import convert
 from .custom import bind_shard_map
 from .custom_calls import custom_jvp, custom_vjp
 from .custom_equations import CUSTOM
-from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Settings, Values
+from .decision import FLOAT32_DTYPE, SCALED, Action, Kind, Op, Result, Settings, Values
 from .draws import check_drawn
 from .float8_products import float8_product, with_float8
 from .left_alone import leave_alone
@@ -26,8 +26,9 @@ from .preparing import as_without, prepared
 from .products import for_product, is_wide, wide_product
 from .refused import check_precision
 from .rules import Decider
+from .scaled import scaled_product, with_scale
 from .thunks import THUNKS
-from .traits import FOLLOWED
+from .traits import FOLLOWED, PRODUCTS
 from .writes import WRITES
 
 # For primitives that are not in a table.
@@ -57,11 +58,18 @@ class AutocastTrace(CastingTrace):
         super().__init__(parent, settings, decide, effects, baked, prefix, typed)
 
     def spawner(
-        self, baked: bool = False, effects: Effects | None = None, typed: bool = False
+        self,
+        baked: bool = False,
+        effects: Effects | None = None,
+        typed: bool = False,
+        of_tangents: bool = False,
     ) -> MakeTrace:
+        settings = self.settings
+        if of_tangents and settings.recipe == SCALED:
+            settings = settings._replace(dtype=FLOAT32_DTYPE, recipe=None)
         make = functools.partial(
             AutocastTrace,
-            settings=self.settings,
+            settings=settings,
             effects=effects or self.effects,
             baked=self.baked or baked,
             prefix=self.path(),
@@ -146,11 +154,17 @@ class AutocastTrace(CastingTrace):
         action = action or self.action(op.primitive)
         check_precision(action, op.given)
         action = for_product(op, action)
-        if op.name == "dot_general" and action is not None:
-            if self.settings.probe is not None:
-                return action._replace(recipe=None)
-            return with_float8(op, action, derived=op.is_baked and not self.is_typed())
-        return action
+        if action is None or action.recipe is None or op.name not in PRODUCTS:
+            return action
+        if self.settings.probe is not None:
+            return action._replace(recipe=None)
+        if action.recipe != SCALED:
+            action = with_float8(op, action, self.is_derived(op), self.settings.recipe)
+        return with_scale(op, action) if action.recipe == SCALED else action
+
+    def is_derived(self, op: Op) -> bool:
+        """Whether an op is part of a derivative."""
+        return op.is_baked and not self.is_typed()
 
     def run(self, op: Op, action: Action) -> Result:
         """Runs an op that holds no function, as its rule says."""
@@ -163,8 +177,11 @@ class AutocastTrace(CastingTrace):
             action = wide if widen else Action(Kind.PROMOTE)
         if op.name == "convert_element_type":
             out = convert(self, op, action)
-        elif op.name == "dot_general" and action.recipe is not None:
-            out = float8_product(self, op, action.recipe)
+        elif op.name in PRODUCTS and action.recipe is not None:
+            if action.recipe == SCALED:
+                out = scaled_product(self, op, self.is_derived(op))
+            else:
+                out = float8_product(self, op, action.recipe)
             if op.is_baked:
                 return as_without(self, out, op.args, op.params)
             self.remembered(op, op.args, op.params, out)

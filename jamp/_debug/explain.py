@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from .. import _compat
 from .._autocast.casting import OBSERVED
 from .._autocast.conversion import EXPLICIT
-from .._autocast.decision import Reason, Source
+from .._autocast.decision import SCALED_NOTE, Reason, Source
 from .._autocast.float8 import Float8, is_float8
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
@@ -228,9 +228,10 @@ def given_dtypes(op: Op) -> tuple[str, ...]:
 
 
 def is_cast_of_its_own(maker: JaxprEqn) -> bool:
-    """Whether an equation casts an input of an op; into float8 it is scaled, too."""
+    """Whether an equation casts an input of an op, and does not scale it as well."""
     is_cast = maker.primitive.name == "convert_element_type"
-    return is_cast and not is_float8(maker.params["new_dtype"])
+    is_scaled = Reason.read(rule_of(maker)).note.endswith(SCALED_NOTE)
+    return is_cast and not (is_scaled or is_float8(maker.params["new_dtype"]))
 
 
 def outs(op: Op) -> list[ShapedArray]:

@@ -1,0 +1,700 @@
+"""`autocast(float16, recipe="scaled")`: each cotangent of a product has a scale."""
+
+import copy
+import functools
+import pickle
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jamp
+from shared import layers_apart
+from shared.collectives import COLLECTIVE
+from shared.jaxprs import equations
+from shared.residuals import residuals
+from tests.autocast.test_constructs import (
+    CONSTRUCTS,
+    KEEPING,
+    WAYS,
+    batch,
+    dtypes,
+    jitted,
+    loss_of,
+    params,
+)
+from tests.jaxprs import PRODUCTS, products
+from tests.marks import mostly_slow
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+SMALL = 2.0**-60  # float16 ends at 2**-24
+region = functools.partial(jamp.autocast, jnp.float16, recipe="scaled")
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def mean_square(function, within=None, factor=SMALL):
+    """A loss whose gradients are small, in a region or without one."""
+
+    def loss(*args):
+        out = (within(function) if within else function)(*args)
+        return jnp.mean(jnp.square(out)) * factor
+
+    return loss
+
+
+def apart(result, truth):
+    result, truth = (
+        np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
+        for tree in (result, truth)
+    )
+    assert np.linalg.norm(truth) > 0
+    return np.linalg.norm(result - truth) / np.linalg.norm(truth)
+
+
+# The claim.
+
+
+@functools.cache
+def truth():
+    return layers_apart.exact()
+
+
+def error_of(name):
+    within = jamp.autocast(**layers_apart.REGIONS[name])
+    return layers_apart.errors(layers_apart.gradients(within)(), truth())
+
+
+def test_the_gradients_lie_43_powers_of_two_apart():
+    largest = [np.log2(np.abs(g).max()) for g in truth()]
+    assert round(largest[-1]) == -13 and round(largest[0]) == -56
+    assert np.all(np.diff(largest) > 0)
+
+
+def test_every_layer_is_right():
+    """Measured: at most 0.03 %."""
+    assert np.all(error_of("scaled float16") < 0.005)
+
+
+def test_the_best_scale_for_all_layers_leaves_four_of_them_wrong():
+    scale, errors = layers_apart.best_scale(truth())
+    assert scale not in (layers_apart.SCALES[0], layers_apart.SCALES[-1])
+    assert layers_apart.wrong(errors) == 4
+
+
+def test_bfloat16_loses_more():
+    """Measured: 0.4 to 0.5 %, at least 15 times as much."""
+    ratio = error_of("bfloat16") / error_of("scaled float16")
+    assert np.all(ratio > 10)
+
+
+# The region.
+
+
+def test_a_product_gives_float32_and_is_in_float16():
+    x, w = normal(0, 8, 16), normal(1, 16, 4)
+    with region():
+        assert jamp.get_autocast_dtype() == jnp.float16
+        assert (x @ w).dtype == jnp.float32
+        assert (x @ w + jnp.zeros(4)).dtype == jnp.float32
+    assert products(region()(jnp.matmul), x, w) == [{"float16"}]
+    exact = np.float64(np.float16(x)) @ np.float64(np.float16(w))
+    np.testing.assert_allclose(region()(jnp.matmul)(x, w), exact, atol=1e-5)
+
+
+def test_sums_do_not_overflow_forward_or_backward():
+    x, w = jnp.full((4, 4096), 200.0), jnp.full((4096, 4), 200.0)
+    value, grads = jax.value_and_grad(
+        mean_square(jnp.matmul, region(), 1.0), argnums=(0, 1)
+    )(x, w)
+    assert value == np.float32(200.0 * 200 * 4096) ** 2
+    assert all(np.all(np.isfinite(g)) for g in grads)
+    image, kernel = jnp.full((1, 64, 8, 8), 200.0), jnp.full((4, 64, 3, 3), 200.0)
+    conv = functools.partial(lax.conv_general_dilated, window_strides=(1, 1))
+    conv = functools.partial(conv, padding="VALID")
+    assert region()(conv)(image, kernel)[0, 0, 0, 0] == 200.0 * 200 * 64 * 9
+
+
+def test_a_region_can_be_copied_and_pickled():
+    first = region(rules={"head": jnp.float32})
+    for other in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first)):
+        assert other.settings == first.settings
+        assert other.settings.recipe == "scaled"
+
+
+def test_regions_nest():
+    x, w = normal(0, 4, 4), normal(1, 4, 4)
+
+    def run(x, w):
+        with region():
+            a = x @ w
+            with jamp.autocast(jnp.float16):
+                b = x @ w
+            with jamp.autocast(enabled=False):
+                c = x @ w
+        with jamp.autocast(jnp.float16):
+            with region():
+                return a, b, c, x @ w
+
+    names = ["float32", "float16", "float32", "float32"]
+    assert [y.dtype.name for y in run(x, w)] == names
+    assert [y.dtype.name for y in jax.jit(run)(x, w)] == names
+
+
+def test_without_the_recipe_nothing_changes():
+    x, w = normal(0, 4, 4), normal(1, 4, 4)
+    plain, named = jamp.autocast(jnp.float16), jamp.autocast(jnp.float16, recipe=None)
+    assert plain.settings == named.settings
+    assert plain(jnp.matmul)(x, w).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "Scaled", "", 1, True])
+def test_a_bad_recipe_is_named(recipe):
+    with pytest.raises(ValueError, match=r'recipe=.*must be "scaled".*Float8'):
+        jamp.autocast(jnp.float16, recipe=recipe)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "float8", jamp.Float8("rowwise")])
+def test_it_is_for_float16_alone(dtype):
+    with pytest.raises(ValueError, match=r"dtype must be float16.*bfloat16 has"):
+        jamp.autocast(dtype, recipe="scaled")
+
+
+def test_the_default_dtype_is_that_of_autocast():
+    default = jamp.get_autocast_dtype()
+    if default == jnp.float16:
+        assert jamp.autocast(recipe="scaled").settings.dtype == default
+    else:
+        with pytest.raises(ValueError, match="dtype='bfloat16'"):
+            jamp.autocast(recipe="scaled")
+
+
+# Which products.
+
+
+def conv(x, w, **how):
+    return lax.conv_general_dilated(x, w, (2, 2), "SAME", **how)
+
+
+GROUPS = np.array([3, 5], np.int32)
+FUNCTIONS = {
+    "matmul": (jnp.matmul, (5, 4), (4, 6)),
+    "batched": (jnp.matmul, (3, 5, 4), (3, 4, 6)),
+    "transposed": (lambda x, w: jnp.einsum("bij,bkj->ikb", x, w), (3, 4, 5), (3, 6, 5)),
+    "two contracted": (
+        lambda x, w: jnp.einsum("iab,abk->ik", x, w),
+        (3, 4, 5),
+        (4, 5, 6),
+    ),
+    "matrix and vector": (jnp.matmul, (5, 4), (4,)),
+    "vecdot": (jnp.vecdot, (5, 4), (5, 4)),
+    "tensordot": (lambda x, w: jnp.tensordot(x, w, 1), (5, 4), (4, 6)),
+    "vmap inside": (
+        lambda x, w: jax.vmap(lambda row: jnp.tanh(w.T @ row))(x),
+        (5, 4),
+        (4, 6),
+    ),
+    "conv": (conv, (2, 4, 8, 8), (6, 4, 3, 3)),
+    "conv, groups": (
+        functools.partial(conv, feature_group_count=2, rhs_dilation=(2, 1)),
+        (2, 4, 8, 8),
+        (6, 2, 3, 3),
+    ),
+    "conv, batch groups": (
+        functools.partial(conv, batch_group_count=2),
+        (4, 4, 8, 8),
+        (6, 4, 3, 3),
+    ),
+    "conv transpose": (
+        lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME"),
+        (2, 4, 4, 8),
+        (3, 3, 8, 4),
+    ),
+    "ragged": (lambda x, w: lax.ragged_dot(x, w, GROUPS), (8, 4), (2, 4, 6)),
+    "preset": (
+        lambda x, w: lax.dot(x, w, precision=lax.DotAlgorithmPreset.F16_F16_F32),
+        (5, 4),
+        (4, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_cotangents_of_every_product_are_scaled(name):
+    function, *shapes = FUNCTIONS[name]
+    args = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    if name == "preset":  # which a CPU does not have
+        plain = mean_square(lambda x, w: jnp.matmul(x, w))
+    else:
+        plain = mean_square(function)
+    step = jax.grad(mean_square(function, region()), argnums=(0, 1))
+    assert apart(jax.jit(step)(*args), jax.grad(plain, argnums=(0, 1))(*args)) < 2e-3
+    found = products(step, *args)
+    assert len(found) == 3 and all("float16" in dtypes for dtypes in found)
+    assert "float32" not in set().union(*found)
+
+
+@pytest.mark.parametrize("name", ["matmul", "conv", "ragged", "two contracted"])
+def test_no_power_of_two_is_lost_or_doubled(name):
+    """Small integers, of which each result is a number of float16."""
+    function, *shapes = FUNCTIONS[name]
+    random = np.random.default_rng(0)
+    args = [jnp.float32(random.integers(-4, 5, shape)) for shape in shapes]
+    out, pullback = jax.vjp(region()(function), *args)
+    exact, true_pullback = jax.vjp(function, *args)
+    np.testing.assert_array_equal(out, exact)
+    cotangent = jnp.float32(random.integers(-4, 5, out.shape))
+    for exponent in (-100, -60, 0, 60, 100):
+        scaled = cotangent * 2.0**exponent
+        for found, true in zip(pullback(scaled), true_pullback(scaled), strict=True):
+            np.testing.assert_array_equal(found, true)
+
+
+def test_no_cotangent_of_a_model_is_float16_where_nothing_scales_it():
+    """All that is float16 was cast from float32, and goes into products alone."""
+    model, image = Net(), normal(0, 4, 8, 8, 3)
+    variables = jax.jit(model.init)(jax.random.key(0), image)
+
+    def loss(p):
+        with region():
+            out, _ = model.apply(
+                {**variables, "params": p}, image, mutable=["batch_stats"]
+            )
+        return jnp.mean(out**2)
+
+    moving = {"transpose", "reshape", "rev", "broadcast_in_dim", "squeeze", "slice"}
+    allowed = {*PRODUCTS, *moving, "convert_element_type", "custom_vjp_call", "jit",
+               "custom_jvp_call", "pjit"}  # fmt: skip
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(variables["params"])
+    n_products = 0
+    for eqn in equations(jaxpr):
+        given, made = (
+            [v.aval.dtype for v in vs if hasattr(v.aval, "dtype")]
+            for vs in (eqn.invars, eqn.outvars)
+        )
+        if jnp.float16 in given:
+            assert eqn.primitive.name in allowed, eqn
+        if eqn.primitive.name in PRODUCTS:
+            n_products += 1
+            assert set(given) == {jnp.dtype("float16")} and made == [jnp.float32]
+        if eqn.primitive.name == "convert_element_type" and jnp.float16 in made:
+            assert given == [jnp.float32]
+    assert n_products == 3 * 8
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(8, (3, 3), padding="VALID")(x)
+        x = nn.gelu(nn.BatchNorm(use_running_average=False)(x))
+        x = x.reshape(x.shape[0], -1, 8)
+        x = x + nn.MultiHeadAttention(num_heads=2)(x)
+        return nn.softmax(nn.Dense(4)(nn.LayerNorm()(x)))
+
+
+def test_a_norm_of_half_precision_gives_float32():
+    """In plain float16 the next layer gets it in float16, and so does the cotangent."""
+    model, x = nn.Sequential([nn.BatchNorm(False), nn.Dense(4)]), normal(0, 8, 6)
+    x = x.astype(jnp.float16)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    p, stats = variables["params"], variables["batch_stats"]
+
+    def apply(p, x):
+        both = {"params": p, "batch_stats": stats}
+        return model.apply(both, x, mutable=["batch_stats"])[0]
+
+    found = jax.grad(mean_square(apply, region()))(p, x)
+    truth = jax.grad(mean_square(apply))(p, x.astype(jnp.float32))
+    norm = {name for name in p if "scale" in p[name]}
+    for name in norm:
+        assert apart(found[name], truth[name]) < 3e-3
+    assert norm
+
+
+def test_a_rule_with_a_dtype_keeps_a_layer_out():
+    x, w = normal(0, 4, 4), normal(1, 4, 4)
+
+    def run(x, w):
+        with jax.named_scope("body"):
+            x = x @ w
+        with jax.named_scope("head"):
+            return x, x @ w
+
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        x1, x2 = region(rules={"head": dtype})(run)(x, w)
+        assert (x1.dtype, x2.dtype) == (jnp.float32, dtype)
+
+
+def test_a_rule_of_float8_and_what_does_not_qualify():
+    x, w = normal(0, 32, 16), normal(1, 16, 16)
+
+    def run(x, w):
+        return x @ w, x[:5] @ w, conv(x.reshape(1, 1, 32, 16), w.reshape(1, 1, 16, 16))
+
+    within = region(rules={run: jamp.Float8()})
+    assert products(within(run), x, w) == [{"float8_e4m3fn"}, {"float16"}, {"float16"}]
+    for y in within(run)(x, w):
+        assert y.dtype == jnp.float32
+    within = region(rules={run: jamp.Float8("rowwise_with_gw_hp")})
+    small = mean_square(lambda x, w: within(run)(x, w)[0], factor=2.0**-30)
+    exact = mean_square(lambda x, w: run(x, w)[0], factor=2.0**-30)
+    assert apart(jax.grad(small, 1)(x, w), jax.grad(exact, 1)(x, w)) < 0.1
+
+
+def test_what_asks_for_float32_runs_in_float32():
+    x, w = normal(0, 4, 4), normal(1, 4, 4)
+    exact = lambda x, w: lax.dot(x, w, precision=lax.Precision.HIGHEST)
+    assert products(region()(exact), x, w) == [{"float32"}]
+    assert products(region()(lambda x, w: x[0] @ w[:, 0]), x, w) == [{"float32"}]
+
+
+def test_what_is_saved_for_a_product_is_float16():
+    def loss(p, x):
+        with region():
+            return jnp.sum(x @ p["a"]) + jnp.sum(x @ p["b"])
+
+    square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    kept = residuals(loss, {"a": square, "b": square}, square)
+    assert sorted(r.dtype for r in kept if r.bytes > 4) == ["float16"] * 3  # x once
+
+
+def test_explain_says_which_products_are_scaled():
+    explanation = jamp.debug.explain(region()(FUNCTIONS["conv"][0]))(
+        normal(0, 2, 4, 8, 8), normal(1, 6, 4, 3, 3)
+    )
+    (row,) = (r for r in explanation.rows if r.flops)
+    assert (row.rule, row.note, row.runs_in) == ("lower", "scaled float16", "float16")
+    assert row.dtypes == "float16 -> float32"
+    assert explanation.matmul_flops.keys() == {"float16"} and not explanation.found
+    assert "lower; scaled float16" in str(explanation)
+    step = jax.grad(mean_square(jnp.matmul, region()), (0, 1))
+    rows = jamp.debug.explain(step)(normal(0, 4, 5), normal(1, 5, 6)).rows
+    rows = [row for row in rows if row.flops]
+    assert sum(row.times for row in rows) == 3
+    for row in rows:
+        assert (row.note, row.dtypes) == ("scaled float16", "float16 -> float32")
+
+
+# Inf, nan, zeros.
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
+@pytest.mark.parametrize("name", ["matmul", "conv"])
+def test_a_cotangent_that_is_not_finite_makes_gradients_that_are_not(name, bad):
+    function, *shapes = FUNCTIONS[name]
+    args = [jnp.zeros(shape) for shape in shapes]  # 0 * inf
+    out, pullback = jax.vjp(region()(function), *args)
+    for gradient in pullback(jnp.zeros_like(out).at[(0,) * out.ndim].set(bad)):
+        assert not np.any(np.isfinite(gradient))
+
+
+def test_zeros_give_zeros():
+    x, w = normal(0, 5, 4), normal(1, 4, 6)
+    out, pullback = jax.vjp(region()(jnp.matmul), x, w)
+    for gradient in pullback(jnp.zeros_like(out)):
+        np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("exponent", [-126, -120, -112, -60, 0, 60, 126])
+def test_scales_reach_all_of_float32(exponent):
+    w = jnp.eye(4) * 2.0**-2
+    _, pullback = jax.vjp(region()(lambda x: x @ w), jnp.eye(4))
+    cotangent = jnp.full((4, 4), 2.0**exponent)
+    expected = 0.0 if exponent < -124 else 2.0 ** (exponent - 2)  # XLA has none smaller
+    np.testing.assert_array_equal(pullback(cotangent)[0], expected)
+
+
+def test_one_large_number_leaves_the_small_ones_40_bits():
+    _, pullback = jax.vjp(region()(lambda x: x @ jnp.eye(2)), jnp.zeros((1, 2)))
+    found = pullback(jnp.array([[2.0**10, 2.0**-28]]))[0]
+    np.testing.assert_array_equal(found, [[2.0**10, 2.0**-28]])
+
+
+def test_two_scales_that_no_float32_is_the_product_of():
+    """In a derivative inside the region both inputs are scaled."""
+    x, w = jnp.eye(4) * 2.0**-80, jnp.eye(4) * 2.0**-40
+    with region():
+        out, pullback = jax.vjp(jnp.matmul, x, w)
+        np.testing.assert_array_equal(out, jnp.eye(4) * 2.0**-120)
+        dx, dw = pullback(jnp.eye(4) * 2.0**120)
+    np.testing.assert_array_equal(dx, jnp.eye(4) * 2.0**80)
+    np.testing.assert_array_equal(dw, jnp.eye(4) * 2.0**40)
+
+
+def test_activations_overflow_as_in_plain_float16():
+    x, w = jnp.full((2, 2), 1e5), jnp.eye(2)
+    assert not np.any(np.isfinite(region()(jnp.matmul)(x, w)))
+
+
+# Transformations.
+
+
+@functools.cache
+def in_float32(name):
+    return jitted(loss_of(CONSTRUCTS[name]))(params(), batch())
+
+
+def small(construct):
+    def run(p, x):
+        with region():
+            return construct(p, x)
+
+    return lambda p, x: loss_of(run)(p, x) * SMALL
+
+
+RUNS = [(name, "jit") for name in CONSTRUCTS] + [("plain", "eager"), ("plain", "vmap")]
+SOME = ("scan", "cond", "remat", "custom_jvp", "custom_vjp", "grad inside",
+        "shard_map in jit")  # fmt: skip
+QUICK = [("plain", "eager"), ("plain", "vmap"), *((n, "jit") for n in SOME)]
+# JAX differentiates the tangents' products of a custom_jvp as they are.
+FLOAT32 = {"custom_jvp", "custom_jvp in jit"}
+
+
+@pytest.mark.parametrize(("name", "way"), mostly_slow(RUNS, *QUICK))
+def test_a_construct_has_right_gradients_however_small(name, way):
+    p, x = params(), batch()
+    step = WAYS[way](small(CONSTRUCTS[name]))
+    value, gradients = step(p, x)
+    assert dtypes(gradients) == dtypes(p)
+    true_value, true_gradients = in_float32(name)
+    np.testing.assert_allclose(value, true_value * SMALL, rtol=5e-3)
+    truth = jax.tree.map(lambda g: g * SMALL, true_gradients)
+    assert apart(gradients, truth) < 0.005
+    found = products(step, p, x)
+    assert found and all(len(dtypes) == 1 for dtypes in found)
+    assert {"float16"} in found or name in FLOAT32
+    assert ({"float32"} in found) == (name in FLOAT32)
+
+
+@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, "scan", "jit"))
+def test_a_jitted_function_is_rewritten(name):
+    p, x = params(), batch()
+    compiled = jax.jit(loss_of(CONSTRUCTS[name]))
+
+    def around(p, x):
+        with region():
+            return jnp.float32(compiled(p, x)) * SMALL
+
+    _, gradients = jax.value_and_grad(around)(p, x)
+    truth = jax.tree.map(lambda g: g * SMALL, in_float32(name)[1])
+    assert apart(gradients, truth) < 0.005
+
+
+@pytest.mark.parametrize("name", mostly_slow(KEEPING, "remat"))
+def test_nothing_leaks(name, checking_leaks):
+    jax.make_jaxpr(jitted(small(CONSTRUCTS[name])))(params(), batch())
+
+
+def test_a_jitted_step_gives_the_bits_of_an_eager_one():
+    loss = small(CONSTRUCTS["plain"])
+    first, second = (
+        jax.grad(loss)(params(), batch()),
+        jitted(loss)(params(), batch())[1],
+    )
+    np.testing.assert_array_equal(first["w"], second["w"])
+
+
+def test_one_trace_and_nothing_is_read_from_the_device():
+    traced = []
+
+    @jax.jit
+    def step(p, x):
+        traced.append(1)
+        return jax.grad(small(CONSTRUCTS["plain"]))(p, x)
+
+    p, x = params(), batch()
+    jax.block_until_ready(step(p, x))
+    with jax.transfer_guard("disallow"):
+        jax.block_until_ready(step(p, x))
+    assert len(traced) == 1
+
+
+def smooth(w):
+    return jnp.sum(jnp.tanh(batch() @ w) ** 2)
+
+
+SECOND = {
+    "hessian": jax.hessian,
+    "grad of grad": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w) ** 2)),
+    "jit around": lambda f: jax.jit(jax.hessian(f)),
+    "jacfwd": jax.jacfwd,
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_other_derivatives_are_right(name):
+    w, factor = params()["w"], 2.0**-30
+    within = lambda f: region()(lambda w: f(w) * factor)
+    found = SECOND[name](within(smooth))(w)
+    truth = SECOND[name](lambda w: smooth(w) * factor)(w)
+    assert apart(found, truth) < 0.01
+
+
+def test_a_second_derivative_that_cannot_be_seen_is_an_error():
+    w = params()["w"]
+    outer = jax.grad(lambda w: jnp.sum(jax.jit(jax.grad(region()(smooth)))(w) ** 2))
+    with pytest.raises(NotImplementedError, match='recipe="scaled" has one derivative'):
+        outer(w)
+
+
+@pytest.mark.parametrize("spec", [P(None, "model"), P(None, None)])
+def test_explicit_axes(spec):
+    types = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=types)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(normal(0, 8, 16), P("data", None))
+        w = jax.device_put(normal(1, 16, 4), spec)
+        found = jax.jit(jax.grad(mean_square(jnp.matmul, region()), (0, 1)))(x, w)
+        truth = jax.jit(jax.grad(mean_square(jnp.matmul), (0, 1)))(x, w)
+    assert [jax.typeof(f) for f in found] == [jax.typeof(t) for t in truth]
+    assert apart(found, truth) < 2e-3
+
+
+# Libraries, and training.
+
+
+def linen(x):
+    model = nn.RNN(nn.OptimizedLSTMCell(8))
+    return model.apply, jax.jit(model.init)(jax.random.key(0), x)
+
+
+def of_nnx(x):
+    graph, state = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    return (lambda state, x: nnx.merge(graph, state)(x)), state
+
+
+def of_equinox(x):
+    mlp = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+    p, static = eqx.partition(mlp, eqx.is_array)
+    return (lambda p, x: jax.vmap(jax.vmap(eqx.combine(p, static)))(x)), p
+
+
+def of_haiku(x):
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 8])(x)))
+    return model.apply, jax.jit(model.init)(jax.random.key(0), x)
+
+
+@pytest.mark.parametrize("make", [linen, of_nnx, of_equinox, of_haiku])
+def test_models_that_know_nothing_of_jamp(make):
+    x = normal(0, 2, 3, 8)
+    apply, p = make(x)
+    step = jax.jit(jax.grad(mean_square(apply, region())))
+    found = step(p, x)
+    assert dtypes(found) == dtypes(p)
+    assert apart(found, jax.jit(jax.grad(mean_square(apply)))(p, x)) < 3e-3
+    assert all(d == {"float16"} for d in products(step, p, x))
+
+
+FACTOR = 2.0**-40  # Adam squares gradients
+
+
+def init(key):
+    keys = jax.random.split(key, 2)
+    return [jax.random.normal(k, (16, 16)) / 4 for k in keys]
+
+
+def regression(within, factor):
+    def loss(p, x):
+        with within():
+            out = jnp.tanh(x @ p[0]) @ p[1]
+        return jnp.mean((out - jnp.sin(3 * x)) ** 2) * factor
+
+    return loss
+
+
+def trained(within, factor, tx):
+    """The losses of a run whose gradients are all below float16's numbers."""
+    loss_fn = regression(within, factor)
+
+    def step(state, key):
+        p, opt_state = state
+        x = jax.random.normal(key, (32, 16))
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(p, x)
+        p, opt_state = jamp.step(tx, grads, opt_state, p)
+        return (p, opt_state), (loss / factor, jamp.metrics(opt_state)["found_inf"])
+
+    p = init(jax.random.key(0))
+    keys = jax.random.split(jax.random.key(1), 60)
+    _, (losses, found) = jax.jit(lambda s: lax.scan(step, s, keys))((p, tx.init(p)))
+    return np.asarray(losses), int(np.sum(found))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    mostly_slow([{"enabled": False}, {"init_scale": 1.0}, {}], {"enabled": False}),
+    ids=str,
+)
+def test_training_without_a_loss_scale_and_with_one(scaling):
+    tx = jamp.dynamic_loss_scale(optax.adam(1e-2, eps=1e-30), **scaling)
+    off = functools.partial(jamp.autocast, enabled=False)
+    truth, _ = trained(off, FACTOR, tx)
+    losses, skipped = trained(region, FACTOR, tx)
+    assert losses[-1] < 0.6 * losses[0] and skipped == 0
+    np.testing.assert_allclose(losses, truth, rtol=5e-3)
+
+
+def test_plain_float16_does_not_train_there():
+    tx = jamp.dynamic_loss_scale(optax.adam(1e-2, eps=1e-30), enabled=False)
+    losses, _ = trained(functools.partial(jamp.autocast, jnp.float16), FACTOR, tx)
+    assert losses[-1] > 0.9 * losses[0]
+
+
+# Many devices.
+
+
+def step_of(within):
+    def layers(w, x):
+        with within():
+            return jnp.tanh(x @ w) @ w
+
+    return lambda w, x: jax.grad(lambda w: jnp.mean(layers(w, x) ** 2) * 2.0**-8)(w)
+
+
+def count(function, *args):
+    return len(COLLECTIVE.findall(function.lower(*args).compile().as_text()))
+
+
+def test_a_sharded_batch_adds_a_scalar_for_each_cotangent():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    w = jax.device_put(normal(0, 16, 16) / 4, NamedSharding(mesh, P()))
+    x = jax.device_put(normal(1, 8, 16), NamedSharding(mesh, P("data")))
+    plain, scaled, off = (
+        jax.jit(step_of(within))
+        for within in (
+            functools.partial(jamp.autocast, jnp.float16),
+            region,
+            functools.partial(jamp.autocast, enabled=False),
+        )
+    )
+    text = scaled.lower(w, x).compile().as_text()
+    scalars = [shape for shape in COLLECTIVE.findall(text) if "s32[]" in shape]
+    assert len(scalars) == 2 == count(scaled, w, x) - count(plain, w, x)
+    assert apart(scaled(w, x), off(w, x)) < 3e-3
+
+
+def test_in_shard_map_each_device_has_its_own_scale():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    w, x = normal(0, 16, 16) / 4, normal(1, 8, 16).at[4:].mul(2.0**-30)
+
+    def mapped(within):
+        def local(w, x):
+            return jax.lax.pmean(step_of(within)(w, x), "data")
+
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        return jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))
+
+    plain = functools.partial(jamp.autocast, jnp.float16)
+    assert count(mapped(region), w, x) == count(mapped(plain), w, x)
+    off = functools.partial(jamp.autocast, enabled=False)
+    assert apart(mapped(region)(w, x), mapped(off)(w, x)) < 3e-3

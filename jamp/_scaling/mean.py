@@ -35,9 +35,10 @@ def mean(
         all_to_all of the bytes; mean in float32; cast again; all_gather of the bytes
 
     That is 1/4 of the bytes of float32, in two collectives for the whole tree. Each
-    number is rounded twice: in int8 by at most 1/127 of the largest in its block, in
-    float8 by 1/16 of itself (or 4e-6 of the largest, if that is more). A block with an
-    inf or nan is nan on all devices, so that loss scaling skips the step.
+    number is rounded twice: in int8 by at most 1/127 of the largest in its block, but
+    for the largest ones where cutting them makes the block's error smaller; in float8
+    by 1/16 of itself (or 4e-6 of the largest, if that is more). A block with an inf or
+    nan is nan on all devices, so that loss scaling skips the step.
 
     In `shard_map` that checks how values vary, differentiate parameters that vary
     (`jax.lax.pcast`): JAX sums the gradients of others by itself.

@@ -6,7 +6,8 @@ unscales. `value_and_grad` scales the loss; `wrapper` (for optax; with `step`,
 `iteration`, `nnx_grads`) check the gradients, unscale them, step or hold (`skip`), and
 move the scale. `state` is what a step leaves behind, `alarms` and `check` read it,
 `match` checks what a step is given. `gather` and `mesh` are for arrays that are split
-over devices, `master_weights` for float16 parameters.
+over devices, `mean`, `error_feedback` and `eight_bits` for gradients that devices
+exchange, `master_weights` for float16 parameters.
 
 May import: `_checks`, `_tree`. Nothing here uses JAX's private parts.
 """

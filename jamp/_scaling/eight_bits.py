@@ -16,8 +16,9 @@ array, an `all_gather` of the bytes of the means. Each number is rounded twice, 
 devices read the same bytes.
 """
 
+import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, check_range, number, shown
+from .._checks import as_dtype, check_range, is_traced, number, shown
 
 EIGHT_BITS = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
@@ -43,7 +44,7 @@ class Means(NamedTuple):
     lost_of_means: list[jax.Array]  # float32 [blocks, size]: of the part it averages
 
 
-def is_eight_bits(dtype: np.dtype | None) -> bool:
+def is_eight_bits(dtype: np.dtype | None) -> TypeGuard[np.dtype]:
     return dtype in EIGHT_BITS
 
 
@@ -64,11 +65,13 @@ def reduction_dtype(name: str, dtype: DTypeLike | None) -> np.dtype | None:
     return known
 
 
-def block_size(block: object) -> int:
-    """How many numbers may share a scale, or an error naming `block`."""
-    size = number("block", block, int.__index__)
-    check_range("block", size, ">= 1 and < 2**31", 1, 2**31 - 1)
-    return size
+def positive(name: str, value: object) -> int:
+    """A Python integer of at least 1, or an error naming the argument."""
+    if is_traced(value):
+        raise TypeError(f"{name} must be a Python integer; got {shown(value)}.")
+    count = number(name, value, operator.index)
+    check_range(name, count, ">= 1 and < 2**31", 1, 2**31 - 1)
+    return count
 
 
 def encode(x: jax.Array, dtype: np.dtype) -> jax.Array:

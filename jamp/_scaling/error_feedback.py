@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import axis_names, check_range, number, shown
+from .._checks import axis_names, shown
 from .._tree import PyTree, check_leaves, dtype_of
 from . import eight_bits
 from .match import is_hole
@@ -122,53 +123,65 @@ def error_feedback(
       Schemes, 2019 (arXiv 1901.09847).
     """
     known = eight_bits.reduction_dtype("dtype", dtype)
-    if known is None or not eight_bits.is_eight_bits(known):
+    if not eight_bits.is_eight_bits(known):
         raise TypeError(f"dtype must be int8 or float8_e4m3fn; got {shown(dtype)}.")
-    block = eight_bits.block_size(block)
+    block = eight_bits.positive("block", block)
+    count = eight_bits.positive("devices", devices)
     names = axis_names(axis_name)
     if not names:
         raise TypeError(f"axis_name must name a mapped axis; got {axis_name!r}.")
-    count = number("devices", devices, int.__index__)
-    check_range("devices", count, ">= 1 and < 2**31", 1, 2**31 - 1)
 
-    def init_fn(params: optax.Params) -> ErrorFeedbackState:
+    feedback = Feedback(names, count, known, block)
+    return optax.GradientTransformation(feedback.init, feedback.update)
+
+
+class Feedback(NamedTuple):
+    """What `error_feedback` was given, and its two functions."""
+
+    names: tuple[str, ...]
+    devices: int
+    dtype: np.dtype
+    block: int
+
+    def init(self, params: optax.Params) -> ErrorFeedbackState:
         check_leaves(params, "error_feedback's init: the parameter")
-        here = tuple(axis for axis in names if is_mapped(axis))
+        here = tuple(axis for axis in self.names if is_mapped(axis))
 
         def zeros(param: ArrayLike, shape: tuple[int, ...]) -> PyTree:
             if not is_sent(param):
                 return optax.MaskedNode()
-            made = jnp.zeros((1 if here else count, *shape), jnp.float32)
+            made = jnp.zeros((1 if here else self.devices, *shape), jnp.float32)
             return lax.pcast(made, here, to="varying") if here else made
+
+        def of_means(param: ArrayLike) -> PyTree:
+            return zeros(param, (-(-jnp.size(param) // self.devices),))
 
         return ErrorFeedbackState(
             jax.tree.map(lambda p: zeros(p, jnp.shape(p)), params),
-            jax.tree.map(lambda p: zeros(p, (-(-jnp.size(p) // count),)), params),
+            jax.tree.map(of_means, params),
         )
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None
     ) -> tuple[optax.Updates, ErrorFeedbackState]:
         del params
-        axes = mapped(names, "error_feedback's update")
-        if lax.axis_size(axes) != count:
+        axes = mapped(self.names, CALLER)
+        if lax.axis_size(axes) != self.devices:
             raise ValueError(
                 f"{CALLER}: devices must be {lax.axis_size(axes)}, the number of them "
-                f"along {axes}; got {count}."
+                f"along {axes}; got {self.devices}."
             )
         check_varying(updates, axes, CALLER)
         leaves, tree = jax.tree.flatten(updates, is_leaf=is_hole)
-        own, means = parts_of(state, updates, leaves, tree, count)
+        own, means = parts_of(state, updates, leaves, tree, self.devices)
         sent = [i for i, x in enumerate(leaves) if not is_hole(x) and is_sent(x)]
         rows, carried = [], []
         for i in sent:
             wide = lax.convert_element_type(leaves[i], jnp.float32) + own[i][0]
-            rows.append(eight_bits.to_rows(wide, count, block))
-            carried.append(eight_bits.blocked(means[i], block)[0])
-        found = ((), (), ())
-        if sent:
-            found = eight_bits.average(rows, axes, known, carried)
+            rows.append(eight_bits.to_rows(wide, self.devices, self.block))
+            carried.append(eight_bits.blocked(means[i], self.block)[0])
         new = [x if is_hole(x) or is_sent(x) else pmean(x, axes) for x in leaves]
+        found = eight_bits.average(rows, axes, self.dtype, carried) if sent else ()
         for i, whole, lost_here, lost_of_mean in zip(sent, *found, strict=True):
             shape, dtype = jnp.shape(leaves[i]), dtype_of(leaves[i])
             new[i] = eight_bits.narrowed(eight_bits.from_rows(whole, shape), dtype)
@@ -176,8 +189,6 @@ def error_feedback(
             means[i] = lost_of_mean.reshape(1, -1)[:, : means[i].shape[1]]
         kept = ErrorFeedbackState(tree.unflatten(own), tree.unflatten(means))
         return tree.unflatten(new), kept
-
-    return optax.GradientTransformation(init_fn, update_fn)
 
 
 def parts_of(

@@ -114,7 +114,7 @@ def gather(
     """
     param_dtype = floating("param_dtype", param_dtype)
     reduce_dtype = eight_bits.reduction_dtype("reduce_dtype", reduce_dtype)
-    block = eight_bits.block_size(block)
+    block = eight_bits.positive("block", block)
     is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
     try:
         specs = jax.tree.broadcast(specs, params, is_leaf=is_spec)
@@ -193,7 +193,8 @@ def _gather_forward(how: How, param: jax.Array) -> tuple[PyTree, jax.Array]:
 def _gather_backward(how: How, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     is_floating = jnp.issubdtype(dtype_of(grad), jnp.floating)
     if eight_bits.is_eight_bits(how.reduce_dtype) and is_floating and grad.size:
-        return (eight_bits.narrowed(_in_eight_bits(how, grad), dtype_of(like)),)
+        grad = _in_eight_bits(how, how.reduce_dtype, grad)
+        return (eight_bits.narrowed(grad, dtype_of(like)),)
     if how.reduce_dtype is not None and is_floating and grad.size:
         grad = lax.convert_element_type(grad, how.reduce_dtype)
     # Divided first, as in torch: a mean overflows only where a gradient does.
@@ -206,18 +207,16 @@ def _gather_backward(how: How, like: jax.Array, grad: jax.Array) -> tuple[jax.Ar
     return (lax.convert_element_type(grad, dtype_of(like)),)
 
 
-def _in_eight_bits(how: How, grad: jax.Array) -> jax.Array:
+def _in_eight_bits(how: How, dtype: np.dtype, grad: jax.Array) -> jax.Array:
     """The mean over all axes: float32, split as the parameter is."""
     for dim, over in enumerate(how.dims):
         if over:
-            grad = eight_bits.scatter_along(
-                grad, dim, over, how.reduce_dtype, how.block
-            )
+            grad = eight_bits.scatter_along(grad, dim, over, dtype, how.block)
     rest = how.not_split()
     if not rest:
         return grad
     rows = eight_bits.to_rows(grad, lax.axis_size(rest), how.block)
-    means = eight_bits.average([rows], rest, how.reduce_dtype)
+    means = eight_bits.average([rows], rest, dtype)
     return eight_bits.from_rows(means.rows[0], grad.shape)
 
 

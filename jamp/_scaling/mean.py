@@ -82,10 +82,10 @@ def mean(
       Training, 2023, section 3.3 (arXiv 2306.10209).
     """
     known = eight_bits.reduction_dtype("dtype", dtype)
-    block = eight_bits.block_size(block)
+    block = eight_bits.positive("block", block)
     axes = mapped(axis_name, "mean")
     check_varying(grads, axes, "mean")
-    if known is None or not eight_bits.is_eight_bits(known):
+    if not eight_bits.is_eight_bits(known):
         return jax.tree.map(lambda leaf: pmean(leaf, axes, known), grads)
     leaves, tree = jax.tree.flatten(grads)
     sent = [jnp.asarray(leaf) for leaf in leaves if is_sent(leaf)]

@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jamp
@@ -311,10 +311,10 @@ def test_under_jit_scan_remat_and_vmap_and_one_trace(checking_leaks):
 
     f = on_each(rounds, out_specs=P())
     grads = normal(DEVICES, 300)
-    x = jax.device_put(grads)
-    f(x), f(x + 1)
+    x = jax.device_put(grads, NamedSharding(make_mesh(), P("data")))
+    f(x), f(2 * x)
     assert len(traces) == 1
-    with jax.transfer_guard_device_to_host("disallow"):
+    with jax.transfer_guard("disallow"):
         found = jax.block_until_ready(f(x))
     assert distance(found, 6 * grads.mean(0)) < 2e-2
 
@@ -540,30 +540,21 @@ def test_an_inf_on_one_device_skips_the_step_on_all(dtype, by):
     assert jamp.loss_scale(opt_state) == 2.0
 
 
-def test_an_inf_that_one_device_alone_has_skips_the_step_on_all():
-    tx = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0, axis_name="data")
+@pytest.mark.parametrize("axis_name", ["data", None])
+def test_a_nan_that_one_device_alone_has_skips_the_step_on_all(axis_name):
+    # Without `axis_name` each device looks for itself: the mean must tell them all.
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0, axis_name=axis_name)
 
-    def step(grads):
+    def found_inf(grads):
         w = jnp.ones(300)
         mean = jamp.sharding.mean(grads, "data", dtype=INT8)
-        _, opt_state = jamp.step(tx, mean, tx.init(w), w)
-        return opt_state.found_inf
+        return jamp.step(tx, mean, tx.init(w), w)[1].found_inf
 
-    # Without `axis_name` for the check: the mean itself must tell all devices.
-    alone = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0)
-
-    def found_alone(grads):
-        w = jnp.ones(300)
-        mean = jamp.sharding.mean(grads, "data", dtype=INT8)
-        return jamp.step(alone, mean, alone.init(w), w)[1].found_inf
-
+    f = on_each(found_inf, out_specs=P())
     grads = normal(DEVICES, 300)
-    for f in (step, found_alone):
-        f = on_each(f, out_specs=P())
-        assert not f(grads)
-        bad = grads.copy()
-        bad[6, 7] = np.nan
-        assert f(bad)
+    assert not f(grads)
+    grads[6, 7] = np.nan
+    assert f(grads)
 
 
 # --- error feedback
@@ -790,22 +781,34 @@ def test_other_dtypes_are_refused_and_never_added_up_in_silence(dtype, name):
 
 
 @pytest.mark.parametrize(
-    "state, devices, message",
+    "shapes, devices, message",
     [
-        ((3,), DEVICES, "the state must be a ErrorFeedbackState"),
-        ("another shape", DEVICES, r"of one device.*shapes .* at \['w'\], not"),
-        ("another tree", DEVICES, "of one device, for these gradients; it has another"),
-        ("right", 4, r"devices must be 8, the number of them along .'data',.; got 4"),
+        (None, DEVICES, "the state must be a ErrorFeedbackState"),
+        ({"w": (3,)}, DEVICES, r"of one device.*shapes .* at \['w'\], not"),
+        ({"v": (40,)}, DEVICES, "for these gradients; it has another tree"),
+        (
+            {"w": (40,)},
+            4,
+            r"devices must be 8, the number of them along .'data',.; got",
+        ),
     ],
 )
-def test_a_state_of_others_is_refused(state, devices, message):
+def test_a_state_of_others_is_refused(shapes, devices, message):
     tx = jamp.sharding.error_feedback("data", devices)
-    grads = {"w": normal(DEVICES, 40)}
-    states = {
-        "right": lambda g: tx.init(g),
-        "another shape": lambda g: tx.init({"w": jnp.ones(3)}),
-        "another tree": lambda g: tx.init({"v": jnp.ones(40)}),
-    }
-    make = states.get(state, lambda g: state) if isinstance(state, str) else None
+
+    def update(grads):
+        of = shapes and {name: jnp.ones(shape) for name, shape in shapes.items()}
+        return tx.update(grads, tx.init(of) if of else optax.EmptyState())[0]
+
     with pytest.raises(ValueError, match=message):
-        on_each(lambda g: tx.update(g, make(g) if make else state)[0])(grads)
+        on_each(update)({"w": normal(DEVICES, 40)})
+
+
+def test_a_state_that_is_not_split_over_devices_is_refused():
+    tx = jamp.sharding.error_feedback("data", DEVICES)
+    grads = normal(DEVICES, 40)
+    mapped = jax.shard_map(
+        tx.update, mesh=make_mesh(), in_specs=(P("data"), P()), out_specs=P()
+    )
+    with pytest.raises(ValueError, match=r"that of one device.*P\(axis_name\)"):
+        jax.jit(mapped)(grads, tx.init(grads[0]))

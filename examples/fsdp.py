@@ -8,6 +8,7 @@ device. Prints a table, draws `runs/fsdp/training.png`.
 
     python examples/fsdp.py  # a CPU pretends to be eight devices: a minute or two
     python examples/fsdp.py --steps 400 --resume --devices 4  # goes on, on another mesh
+    python examples/fsdp.py --reduce int8  # gradients in a quarter of float32's bytes
     python examples/fsdp.py --layers 12 --width 1024 --length 1024 --batch-size 64 \\
         --steps 20000 --learning-rate 3e-4  # for eight GPUs
 
@@ -33,6 +34,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jamp
+
+REDUCE = "xla", "float32", "float16", "bfloat16", "int8", "float8"
 
 
 class Transformer(nn.Module):
@@ -63,14 +66,38 @@ def loss_fn(params, batch, model, precision):
         return (losses.mean(1) * weights).mean()
 
 
-def train_step(state, batch, tx, model, precision):
+def train_step(state, batch, tx, loss_of, reduce, places):
     """Nothing in it is about devices: XLA sees how its arguments are split."""
     params, opt_state = state
-    loss_of = functools.partial(loss_fn, batch=batch, model=model, precision=precision)
-    loss, grads = jamp.value_and_grad(loss_of, opt_state)(params)
+    if reduce == "xla":
+        loss, grads = jamp.value_and_grad(loss_of, opt_state)(params, batch)
+    else:
+        loss, grads = reduced_by_hand(params, opt_state, batch, loss_of, reduce, places)
     norm = optax.tree.norm(jamp.unscale(grads, opt_state))  # of all devices
     state = params, opt_state = jamp.step(tx, grads, opt_state, params)
     return state, jamp.metrics(opt_state) | {"loss": loss, "grad_norm": norm}
+
+
+def reduced_by_hand(params, opt_state, batch, loss_of, reduce, places):
+    """Loss and gradients, which devices exchange in the dtype asked for."""
+    specs = jax.tree.map(lambda place: place.spec, places)
+    scale = opt_state._replace(inner_state=())
+
+    def on_a_device(params, scale, batch):
+        def own_loss(params):
+            dtype = jnp.float8_e4m3fn if reduce == "float8" else reduce
+            whole = jamp.sharding.gather(params, "data", specs, reduce_dtype=dtype)
+            return loss_of(whole, batch)
+
+        loss, grads = jamp.value_and_grad(own_loss, scale)(params)
+        return jax.lax.pmean(loss, "data"), grads
+
+    return jax.shard_map(
+        on_a_device,
+        mesh=jax.tree.leaves(places)[0].mesh,
+        in_specs=(specs, P(), P("data")),
+        out_specs=(P(), specs),
+    )(params, scale, batch)
 
 
 def make_mesh(count):
@@ -105,8 +132,11 @@ def make_training(args, texts, mesh, precision, seed):
         lambda a: a if a.ndim else jax.device_put(a, everywhere), tx.init(params)
     )
     state = params, opt_state
+    loss_of = functools.partial(loss_fn, model=model, precision=precision)
     jitted_step = jax.jit(
-        functools.partial(train_step, tx=tx, model=model, precision=precision),
+        functools.partial(
+            train_step, tx=tx, loss_of=loss_of, reduce=args.reduce, places=places
+        ),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda a: a.sharding, state), everywhere),
     )
@@ -122,8 +152,8 @@ def make_training(args, texts, mesh, precision, seed):
         return jax.device_put((text, np.ones(len(text), np.float32)), rows)
 
     def evaluate(state):
-        loss_of = jax.jit(functools.partial(loss_fn, model=model, precision=precision))
-        losses = [float(loss_of(state[0], batch(n, texts[1]))) for n in range(8)]
+        jitted_loss = jax.jit(loss_of)
+        losses = [float(jitted_loss(state[0], batch(n, texts[1]))) for n in range(8)]
         whole = jax.tree.leaves(state)
         held = [array.addressable_shards[0].data for array in whole]
         size = lambda arrays: sum(array.nbytes for array in arrays) / 1e6
@@ -182,6 +212,8 @@ def main(argv=None):
     add("--length", 64, "bytes that the model sees")
     add("--batch-size", 16, "pieces of text in a step, of all devices")
     add("--learning-rate", 3e-3, "AdamW's, after warm-up")
+    said = "in which devices exchange gradients; xla: as the ops under jit give them"
+    add("--reduce", "xla", said, choices=REDUCE)
     args = parser.parse_args(argv)
     make = functools.partial(make_training, args, read_sources())
     mesh = make_mesh(args.devices)

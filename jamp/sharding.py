@@ -1,3 +1,6 @@
-"""Parameters inside `shard_map`: whole on each device, gradients averaged back."""
+"""Parameters inside `shard_map`, and gradients averaged over devices, in few bytes."""
 
+from ._scaling.error_feedback import ErrorFeedbackState as ErrorFeedbackState
+from ._scaling.error_feedback import error_feedback as error_feedback
 from ._scaling.gather import gather as gather
+from ._scaling.mean import mean as mean

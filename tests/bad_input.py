@@ -1011,11 +1011,48 @@ jamp.sharding.gather
     > Call it inside `shard_map`; under plain jit there is nothing to gather.
   jamp.sharding.gather(params, None)
     TypeError: axis_name
-  jamp.sharding.gather(params, "data", reduce_dtype="int8")
+  jamp.sharding.gather(params, "data", param_dtype="int8")
+    TypeError: param_dtype
+  jamp.sharding.gather(params, "data", reduce_dtype="float8_e5m2")
     TypeError: reduce_dtype
+  jamp.sharding.gather(params, "data", reduce_dtype="int8", block=0)
+    ValueError: block
+  jamp.sharding.gather(params, "data", reduce_dtype="int8", block=0.5)
+    TypeError: block
   jamp.sharding.gather(params, "data", "data")
     TypeError: specs
     > `PartitionSpec("data")`.
+
+jamp.sharding.mean
+  jamp.sharding.mean(grads, "data")
+    ValueError: axis_name
+    > Call it inside `shard_map`; under plain jit gradients are means already.
+  jamp.sharding.mean(grads, ())
+    TypeError: axis_name
+  jamp.sharding.mean(grads, "data", dtype="int16")
+    TypeError: dtype
+  jamp.sharding.mean(grads, "data", dtype="int8", block="all")
+    TypeError: block
+
+jamp.sharding.error_feedback
+  jamp.sharding.error_feedback("data", 0)
+    ValueError: devices
+  jamp.sharding.error_feedback("data", "all")
+    TypeError: devices
+  jamp.sharding.error_feedback(None, 8)
+    TypeError: axis_name
+  jamp.sharding.error_feedback("data", 8, dtype="float16")
+    TypeError: dtype
+    > float16 loses too little to make it good: `jamp.sharding.mean`.
+  jamp.sharding.error_feedback("data", 8, block=-1)
+    ValueError: block
+  jamp.sharding.error_feedback("data", 8).update(grads, ())
+    ValueError: axis_name
+
+jamp.sharding.ErrorFeedbackState
+  jamp.sharding.ErrorFeedbackState({})
+    TypeError: positional argument: 'means'
+    > `tx.init(params)` makes it.
 """
 
 

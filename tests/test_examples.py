@@ -120,6 +120,19 @@ def test_an_overflow_on_one_device_is_skipped_by_all(load, tmp_path, capsys):
     assert float(difference) < 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce", ["float16", "int8", "float8"])
+def test_devices_exchange_gradients_as_they_are_told(load, tmp_path, reduce):
+    flags = "--steps 4 --layers 1 --width 32 --length 16 --precisions float32 --out"
+    norms = {}
+    for name in ("xla", reduce):
+        folder = str(tmp_path / name)
+        runs = load("fsdp").main([*flags.split(), folder, "--reduce", name])
+        norms[name] = runs["float32", 0].history["grad_norm"]
+    difference = np.abs(norms[reduce] / norms["xla"] - 1)
+    assert 1e-6 < difference.max() < 1e-2
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [

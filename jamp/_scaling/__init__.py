@@ -7,7 +7,8 @@ unscales. `value_and_grad` scales the loss; `wrapper` (for optax; with `step`,
 move the scale. `retry` (with `nnx_retry`, `find_scale`) runs a step again: `attempts`
 is how, `held` what need not be held in between. `state` is what a step leaves behind,
 `alarms` and `check` read it, `match` checks what a step is given. `gather` and `mesh`
-are for arrays that are split over devices, `master_weights` for float16 parameters.
+are for arrays that are split over devices, `mean`, `error_feedback` and `eight_bits`
+for gradients that devices exchange, `master_weights` for float16 parameters.
 
 May import: `_checks`, `_tree`. Nothing here uses JAX's private parts.
 """

@@ -13,10 +13,34 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
-from .._checks import is_traced
+from .._checks import axis_names, is_traced
 from .._tree import Flag
 
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec
+
+
+def mapped(
+    axis_name: str | Sequence[str], caller: str, where: str = ""
+) -> tuple[str, ...]:
+    """The axes as a tuple, or an error if one of them is not mapped here."""
+    axes = axis_names(axis_name)
+    if not axes:
+        raise TypeError(f"axis_name must name a mapped axis; got {axis_name!r}.")
+    for axis in axes:
+        if not is_mapped(axis):
+            raise ValueError(
+                f"axis_name {axis!r} is not a mapped axis here; call {caller} inside "
+                f"jax.shard_map over a mesh with that axis{where}."
+            )
+    return axes
+
+
+def is_mapped(axis: str) -> bool:
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
 
 
 def on_all(finite: Flag, axis_name: str | Sequence[str] | None) -> Flag:

@@ -5,11 +5,15 @@
 A process trains, saves a checkpoint every few steps in the background, and logs each
 step. It is killed with SIGKILL at random moments, about half of them while it saves,
 and started again until it is done. Every logged step, repeated ones included, must
-equal that of a run which was left alone: loss, scale and tracker, bit for bit.
+equal that of a run which was left alone, bit for bit: loss, scale, tracker, and all
+that is carried to the next step. The engine "feedback" averages gradients over devices
+in eight bits, and carries what rounding lost.
 """
 
 import argparse
 import dataclasses
+import functools
+import math
 import multiprocessing
 import os
 import random
@@ -17,6 +21,7 @@ import signal
 import tempfile
 import time
 import traceback
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jamp
 
@@ -33,7 +40,7 @@ SAVE_EVERY, KEEP = 4, 3
 STEPS_PER_KILL = 16  # more than are made in a life, so that no life sees the end
 SAMPLES, BATCH, FEATURES, HIDDEN = 96, 16, 8, 32
 SCALING = {"init_scale": 2.0**10, "growth_interval": 5}
-ENGINES = ("optax", "nnx")
+ENGINES = ("optax", "nnx", "feedback")
 
 
 class Data:
@@ -90,6 +97,41 @@ def optax_trainer() -> tuple[Any, Any]:
     return {"params": params, "opt_state": tx.init(params), "key": key}, step
 
 
+def feedback_trainer() -> tuple[Any, Any]:
+    """What is carried from step to step, and the step; on a mesh of all devices."""
+    count = math.gcd(BATCH, jax.device_count())
+    feedback = jamp.sharding.error_feedback("data", count)
+    tx = optax.chain(feedback, optax.adam(1e-2))
+    tx = jamp.dynamic_loss_scale(tx, **SCALING, axis_name="data")
+    auto = (jax.sharding.AxisType.Auto,)
+    chosen = jax.devices()[:count]
+    mesh = jax.make_mesh((count,), ("data",), axis_types=auto, devices=chosen)
+
+    def local_step(carry, x):
+        key, use = jax.random.split(carry["key"])
+
+        def dropout(hidden):
+            return hidden * jax.random.bernoulli(use, 0.5, hidden.shape)
+
+        grad_fn = jamp.value_and_grad(loss_fn, carry["opt_state"])
+        own = jax.lax.pcast(carry["params"], "data", to="varying")
+        loss, grads = grad_fn(own, dropout, x)
+        params, opt_state = jamp.step(tx, grads, carry["opt_state"], carry["params"])
+        carry = {"params": params, "opt_state": opt_state, "key": key}
+        return carry, jax.lax.pmean(loss, "data"), jamp.metrics(opt_state)
+
+    params = make_params()
+    carry = {"params": params, "opt_state": tx.init(params), "key": jax.random.key(4)}
+    is_split = lambda node: isinstance(node, jamp.sharding.ErrorFeedbackState)
+    place = lambda node: P("data") if is_split(node) else P()
+    specs = jax.tree.map(place, carry, is_leaf=is_split)
+    mapped = jax.shard_map(
+        local_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P(), P())
+    )
+    places = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+    return jax.device_put(carry, places), jax.jit(mapped)
+
+
 class Model(nnx.Module):
     def __init__(self):
         self.params = nnx.Dict({k: nnx.Param(v) for k, v in make_params().items()})
@@ -130,7 +172,8 @@ def train(engine: str, folder: Path, steps: int) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     write = lambda *words: os.write(log, (" ".join(map(str, words)) + "\n").encode())
     write("launch")
-    carry, step = {"optax": optax_trainer, "nnx": nnx_trainer}[engine]()
+    trainers = optax_trainer, nnx_trainer, feedback_trainer
+    carry, step = dict(zip(ENGINES, trainers, strict=True))[engine]()
     options = ocp.CheckpointManagerOptions(
         max_to_keep=KEEP,
         save_interval_steps=SAVE_EVERY,
@@ -148,13 +191,23 @@ def train(engine: str, folder: Path, steps: int) -> None:
             carry, loss, metrics = step(carry, data.next())
             names = ("loss_scale", "growth_tracker", "skipped_steps")
             seen = [np.asarray(loss).tobytes().hex(), *(metrics[n] for n in names)]
-            write("step", number, *seen)
+            write("step", number, *seen, checksum(carry))
             if manager.should_save(data.position):
                 manager.wait_until_finished()
                 write("save", data.position)
                 tree = {"carry": carry, "position": data.position}
                 manager.save(data.position, args=ocp.args.StandardSave(tree))
     write("done")
+
+
+def checksum(carry: Any) -> int:
+    """Of all bits that are carried."""
+    total = 0
+    for leaf in jax.tree.leaves(carry):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        total = zlib.crc32(np.asarray(leaf).tobytes(), total)
+    return total
 
 
 def live(engine: str, folder: Path, steps: int, cache: Path) -> None:

@@ -463,7 +463,8 @@ def test_gather_inside_the_region_and_under_checkpoint():
         ({"axis_name": 3}, TypeError, "axis_name must be a name or a sequence"),
         ({"axis_name": ()}, TypeError, "axis_name must name a mapped axis; got"),
         ({"axis_name": ("a", "a")}, ValueError, "axis_name must name each axis once"),
-        ({"reduce_dtype": "int8"}, TypeError, "reduce_dtype must be a floating dtype"),
+        ({"reduce_dtype": "int4"}, TypeError, "reduce_dtype must be a floating dtype"),
+        ({"block": 0}, ValueError, "block must be >= 1 and < 2..31; got 0"),
         ({"param_dtype": "text"}, TypeError, "param_dtype must be a floating dtype"),
         (
             {"specs": "data"},

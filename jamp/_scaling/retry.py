@@ -24,7 +24,7 @@ def retry(
     The wrapped step has the same signature. When the gradients overflow, the loss scale
     backs off and the step runs again on the same batch, inside the same jitted program,
     until it is finite or `attempts` are used up. Then it is skipped, as without
-    `retry`. A step that does not overflow computes what it did before, bit for bit.
+    `retry`. A step that does not overflow computes what it did before.
 
     Everything in `state` but the loss scale is held: each attempt starts from the
     state before the first one. So batch statistics, an average of the parameters and

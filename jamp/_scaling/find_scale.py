@@ -1,5 +1,6 @@
 """`find_loss_scale`: where to start, without losing batches to find out."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -80,9 +81,18 @@ def search(attempts: Attempts, state: PyTree, inputs: PyTree) -> list[LossScaleS
     Raises:
       ValueError: there is none, outside a trace.
     """
+    leaves, tree = jax.tree.flatten(inputs)
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    arrays = list(itertools.compress(leaves, is_array))
+
+    def run(state: PyTree, arrays: list[jax.Array]) -> jax.Array:
+        given = iter(arrays)  # what is no array stays as it is: `train=True`
+        both = zip(leaves, is_array, strict=True)
+        all_leaves = [next(given) if is_one else leaf for leaf, is_one in both]
+        return bisect(attempts, state, tree.unflatten(all_leaves))
+
     is_inside = any(map(is_traced, jax.tree.leaves((state, inputs))))
-    run = lambda state, inputs: bisect(attempts, state, inputs)
-    exponents = (run if is_inside else jax.jit(run))(state, inputs)
+    exponents = (run if is_inside else jax.jit(run))(state, arrays)
     if not is_traced(exponents) and np.any(np.asarray(exponents) < LOWEST):
         raise ValueError(NEVER_FINITE.format(caller=attempts.caller))
     old = attempts.scales.get(state)

@@ -187,5 +187,5 @@ def _at(state: Any, path: Sequence[Any]) -> Any:
 
 def holds_variables(arg: PyTree) -> bool:
     """Whether an argument is, or holds, an NNX object with state."""
-    is_variable = lambda node: isinstance(node, nnx.Variable)
-    return any(map(is_variable, jax.tree.leaves(arg, is_leaf=is_variable)))
+    is_object = lambda node: isinstance(node, nnx.Variable | nnx.Pytree)
+    return any(map(is_object, jax.tree.leaves(arg, is_leaf=is_object)))

@@ -44,7 +44,8 @@ def retry(
       step: `step(state, *batch) -> (state, aux)`. The state is any pytree that holds a
         loss scale: a tuple, a dict, a `TrainState`. It comes back with the structure,
         shapes and dtypes that it had. `aux` is any pytree of arrays: the last
-        attempt's is returned.
+        attempt's is returned. Of several updates of one optimizer in a step, the last
+        one decides.
       attempts: how often a batch is tried at most, >= 1. From the usual 2**16 eight
         attempts reach 2**8; to start from a scale that fits, see `find_loss_scale`.
 

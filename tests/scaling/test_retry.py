@@ -436,6 +436,31 @@ def nnx_train(step, init_scale, count=3):
     return objects
 
 
+def test_nnx_objects_that_are_no_pytrees_are_held_too():
+    class Counted(nnx.Module, pytree=False):
+        def __init__(self):
+            self.w, self.seen = nnx.Param(jnp.ones(2)), nnx.BatchStat(jnp.int32(0))
+
+        def __call__(self, x):
+            self.seen[...] += 1
+            return (self.w * x).astype(jnp.float16)
+
+    def step(model, optimizer, scaler, x):
+        def scaled_loss(model):
+            return scaler.scale(jnp.mean(model(x)))
+
+        scaler.step(optimizer, model, nnx.grad(scaled_loss)(model))
+        scaler.update()
+
+    for wrap in (nnx.jit, lambda step: step):
+        model = Counted()
+        optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+        scaler = jamp.GradScaler(2.0**18)
+        wrap(jamp.nnx.retry(step))(model, optimizer, scaler, jnp.ones(2))
+        assert jamp.metrics(scaler)["retried_steps"] > 1
+        assert model.seen[...] == 1
+
+
 @pytest.mark.parametrize("how", ["jit", "eager"])
 def test_nnx_objects_are_held_between_attempts(how):
     step = jamp.nnx.retry(nnx_step, 20)
@@ -556,6 +581,22 @@ def test_the_starting_scale_is_found_and_nothing_else_is_changed():
         assert jamp.metrics(new)["found_inf"] == overflows
     inside = jax.jit(functools.partial(jamp.find_loss_scale, training.step))
     assert jamp.loss_scale(inside(start, x, y)) == found
+
+
+def test_what_is_no_array_reaches_the_step_as_it_is():
+    training = Training()
+
+    def step(state, x, y, train, names=("a",)):
+        assert train is True and names == ("b",)
+        return training.step(state, x, y)
+
+    x, y = batches()[0]
+    x, y = np.asarray(x), np.asarray(y)
+    state = jamp.find_loss_scale(step, training.start(), x, y, True, names=("b",))
+    expected = jamp.find_loss_scale(training.step, training.start(), x, y)
+    assert jamp.loss_scale(state) == jamp.loss_scale(expected)
+    once, _ = jamp.retry(step, 20)(training.start(), x, y, True, names=("b",))
+    assert jamp.loss_scale(once) == jamp.loss_scale(state)
 
 
 def test_the_scale_is_found_for_each_optimizer_from_end_to_end():

@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         "only the last optimizer's overflow counts",
         "_scaling/grad_scaler.py",
-        "jnp.all(jnp.stack(flags))",
+        "functools.reduce(jnp.logical_and, flags)",
         "flags[-1]",
         "scale",
         "n_optimizers=2, growth_interval=3, growth_factor=2, seed=70",

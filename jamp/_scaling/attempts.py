@@ -74,7 +74,9 @@ class Attempts:
 
     def attempt(self, state: PyTree, inputs: PyTree) -> Attempt:
         """One run of the step: the state after it, what else it gave, the scales."""
-        result: Any = self.step(state, inputs)
+        # Containers of its own: what a step changes in place is not the next one's.
+        own = jax.tree.map(lambda leaf: leaf, (state, inputs))
+        result: Any = self.step(*own)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(
                 f"{self.caller}: step must return (state, aux), with None for aux if "

@@ -17,6 +17,7 @@ from .retry import InState, check_holds_one
 from .rule import LossScaleState
 
 LOWEST, HIGHEST = -126, 126  # exponents; above, the inverse of a scale is subnormal
+MARK = np.uint32(1)  # `recent_skips` before a step, which shifts it if it is asked
 
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
 there is an inf or nan in the batch, the parameters or the loss. \
@@ -32,7 +33,9 @@ def find_loss_scale(
     and throws away what they computed. The state comes back as it was but for the
     scale. Later batches may need a lower one: give it some room, or use `retry`.
 
-    If the state holds several loss scales, each is found for its own gradients.
+    If the state holds several loss scales, each is found for its own gradients. One
+    that the step does not ask (of an optimizer that does not step, or disabled) stays
+    as it is. `min_scale` and `max_scale` are not looked at.
 
     Args:
       step: `step(state, *batch) -> (state, aux)`, as for `retry`. Nothing is donated.
@@ -46,7 +49,8 @@ def find_loss_scale(
 
     Raises:
       TypeError: `step` is no function, returns no pair, or another state than it got.
-      ValueError: the state holds no loss scale; the step is finite at none.
+      ValueError: the state holds no loss scale, or one inside `optax.MultiSteps`; the
+        step is finite at none.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -85,47 +89,63 @@ def search(attempts: Attempts, state: PyTree, inputs: PyTree) -> list[LossScaleS
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     arrays = list(itertools.compress(leaves, is_array))
 
-    def run(state: PyTree, arrays: list[jax.Array]) -> jax.Array:
+    def run(state: PyTree, arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
         given = iter(arrays)  # what is no array stays as it is: `train=True`
         both = zip(leaves, is_array, strict=True)
         all_leaves = [next(given) if is_one else leaf for leaf, is_one in both]
         return bisect(attempts, state, tree.unflatten(all_leaves))
 
     is_inside = any(map(is_traced, jax.tree.leaves((state, inputs))))
-    exponents = (run if is_inside else jax.jit(run))(state, arrays)
-    if not is_traced(exponents) and np.any(np.asarray(exponents) < LOWEST):
+    exponents, asked = (run if is_inside else jax.jit(run))(state, arrays)
+    never = asked & (exponents < LOWEST)
+    if not is_traced(never) and np.any(np.asarray(never)):
         raise ValueError(NEVER_FINITE.format(caller=attempts.caller))
     old = attempts.scales.get(state)
+    found = asked & (exponents >= LOWEST)
     kept = [
-        jnp.where(exponent < LOWEST, scale.loss_scale, power_of_two(exponent))
-        for exponent, scale in zip(exponents, old, strict=True)
+        jnp.where(is_found, power_of_two(exponent), scale.loss_scale)
+        for is_found, exponent, scale in zip(found, exponents, old, strict=True)
     ]
     return [o._replace(loss_scale=k) for o, k in zip(old, kept, strict=True)]
 
 
-def bisect(attempts: Attempts, state: PyTree, inputs: PyTree) -> jax.Array:
-    """The largest exponent at which the step is finite, of each scale: int32 [scales].
+def bisect(
+    attempts: Attempts, state: PyTree, inputs: PyTree
+) -> tuple[jax.Array, jax.Array]:
+    """The largest exponent at which the step is finite, and whether it was asked.
 
-    `LOWEST - 1` if there is none.
+    Returns:
+      For each scale, int32 [scales]: `LOWEST - 1` if there is none. And bool [scales]:
+      whether the step looked for an overflow, which it does not if the scale is
+      disabled, or of an optimizer that does not step.
     """
-    old = attempts.scales.get(state)
+    old, mark = attempts.scales.get(state), jnp.uint32(MARK)
 
-    def halve(_: Any, between: tuple[jax.Array, jax.Array]) -> Any:
-        finite, infinite = between
+    def halve(_: Any, between: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        finite, infinite, _ = between
         middle = jnp.maximum((finite + infinite) // 2, LOWEST)
         tried = [
-            scale._replace(loss_scale=power_of_two(exponent))
+            scale._replace(
+                loss_scale=power_of_two(exponent), recent_skips=jnp.uint32(MARK)
+            )
             for scale, exponent in zip(old, middle, strict=True)
         ]
         at_those = attempts.scales.put(state, tried)
         _, _, new = attempts.attempt(at_those, inputs)
         found = on_every_replica(jnp.stack([scale.found_inf for scale in new]))
-        return jnp.where(found, finite, middle), jnp.where(found, middle, infinite)
+        asked = jnp.stack([scale.recent_skips != mark for scale in new])
+        finite = jnp.where(found, finite, middle)
+        return finite, jnp.where(found, middle, infinite), asked
 
     count = (len(old),)
-    start = jnp.full(count, LOWEST - 1), jnp.full(count, HIGHEST + 1)
+    start = (
+        jnp.full(count, LOWEST - 1, jnp.int32),
+        jnp.full(count, HIGHEST + 1, jnp.int32),
+        jnp.zeros(count, bool),
+    )
     times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
-    return lax.fori_loop(0, times, halve, start)[0]
+    exponents, _, asked = lax.fori_loop(0, times, halve, start)
+    return exponents, asked
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:

@@ -34,7 +34,8 @@ def held_on_skip(program: ClosedJaxpr, found_inf: int, count: int) -> list[bool]
     inputs = [Value() for _ in program.jaxpr.invars]
     outputs = evaluate(program.jaxpr, inputs)
     facts = implied(outputs[found_inf])
-    return [resolve(outputs[i], facts) is inputs[i] for i in range(count)]
+    resolved: dict[Value, Value] = {}
+    return [resolve(outputs[i], facts, resolved) is inputs[i] for i in range(count)]
 
 
 def evaluate(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
@@ -88,16 +89,24 @@ def implied(flag: Value) -> dict[Value, bool]:
     return facts
 
 
-def resolve(value: Value, facts: dict[Value, bool]) -> Value:
-    """The value that is chosen, as far as the facts decide."""
-    while value.op == "choice":
+def resolve(
+    value: Value, facts: dict[Value, bool], resolved: dict[Value, Value]
+) -> Value:
+    """The value that is chosen, as far as the facts decide.
+
+    Args:
+      resolved: what was resolved before; added to.
+    """
+    if value.op != "choice":
+        return value
+    if value not in resolved:
         which, *choices = value.of
         known = _truth(which, facts)
-        if known is None or len(choices) != 2:
-            chosen = {resolve(choice, facts) for choice in choices}
-            return chosen.pop() if len(chosen) == 1 else value
-        value = choices[known]
-    return value
+        if known is not None and len(choices) == 2:
+            choices = [choices[known]]
+        chosen = {resolve(choice, facts, resolved) for choice in choices}
+        resolved[value] = chosen.pop() if len(chosen) == 1 else value
+    return resolved[value]
 
 
 def _truth(flag: Value, facts: dict[Value, bool]) -> bool | None:

@@ -18,6 +18,10 @@ from .state import DynamicLossScaleState, scalars_of
 
 Aux = TypeVar("Aux")
 
+STATIC = """{caller}: step must change nothing in its objects but the values of \
+Variables. An attribute is another one after it, or there are other Variables: call \
+model.train(), model.eval() and the setters of a scaler outside of the step."""
+
 
 def retry(step: Callable[..., Aux], attempts: int = 8) -> Callable[..., Aux]:
     """`jamp.retry` for a function over a model, an optimizer and a `GradScaler`.
@@ -40,7 +44,8 @@ def retry(step: Callable[..., Aux], attempts: int = 8) -> Callable[..., Aux]:
       The step with retries, for `nnx.jit`. It returns what the last attempt did.
 
     Raises:
-      TypeError: `step` is no function, or gives an object other Variables.
+      TypeError: `step` is no function; it gives an object other Variables, or changes
+        a static attribute, as `model.eval()` does.
       ValueError: `attempts` is below 1; no argument holds a loss scale; `nnx.jit`
         inside of it donated the objects.
 
@@ -154,7 +159,9 @@ class Call:
         given = inputs | dict(zip(self.names, objects, strict=True))
         args = [given.pop(str(i)) for i in range(self.count)]
         aux = self.step(*args, **given)
-        new = nnx.state(objects)
+        graph, new = nnx.split(objects)
+        if graph != self.graph:
+            raise TypeError(STATIC.format(caller=self.caller))
         return nnx.as_pure(new), aux
 
     def get(self, state: PyTree) -> list[LossScaleState]:

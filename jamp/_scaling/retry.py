@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import optax
 
 from .._checks import check_range, is_traced, number, shown
 from .._tree import PyTree, T
@@ -55,8 +56,8 @@ def retry(
 
     Raises:
       TypeError: `step` is no function, returns no pair, or another state than it got.
-      ValueError: `attempts` is below 1; the state holds no loss scale; the step donated
-        its state.
+      ValueError: `attempts` is below 1; the state holds no loss scale, or one inside
+        `optax.MultiSteps`; the step donated its state.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -128,6 +129,14 @@ def check_holds_one(state: PyTree, caller: str) -> None:
             f"{caller}: the state holds no loss scale; found {describe(state)}. The "
             "first argument of the step must hold the state of an optimizer in "
             "jamp.dynamic_loss_scale."
+        )
+    kind = optax.MultiStepsState
+    sums = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    if any(isinstance(node, kind) and find_states(node) for node in sums):
+        raise ValueError(
+            f"{caller}: the state has optax.MultiSteps around a loss scale, and adds "
+            "up gradients of one scale, which may not change meanwhile; write "
+            "jamp.dynamic_loss_scale(optax.MultiSteps(...))."
         )
     for path, node in found.items():
         if jax.numpy.shape(scalars_of(node).loss_scale) != ():

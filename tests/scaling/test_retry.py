@@ -294,6 +294,41 @@ def test_microbatches_are_retried_one_by_one():
     assert jamp.metrics(state)["retried_steps"] > 10
 
 
+@pytest.mark.parametrize("how", ["retry", "find"])
+def test_sums_of_scaled_gradients_are_refused(how):
+    training = Training()
+    training.tx = optax.MultiSteps(training.tx, 2).gradient_transformation()
+    with pytest.raises(ValueError, match="MultiSteps around a loss scale"):
+        if how == "find":
+            jamp.find_loss_scale(training.step, training.start(), *batches()[0])
+        else:
+            jamp.retry(training.step)(training.start(), *batches()[0])
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_what_a_step_changes_in_place_is_held(jit):
+    training = Training(2.0**20)
+
+    def step(state, batch):
+        batch["x"] = batch["x"] * 0.5
+        state["steps"] += 1
+        new, loss = training.step(state, batch["x"], batch["y"])
+        state["opt_state"] = new["opt_state"]
+        return state | new, loss
+
+    x, y = batches()[0]
+    retried = jamp.retry(step, 20)
+    given = training.start(), {"x": x, "y": y}
+    state, _ = (jax.jit(retried) if jit else retried)(*given)
+    assert state["opt_state"].retried_steps > 0 == state["opt_state"].skipped_steps
+    assert state["steps"] == 2
+    start = Training(float(jamp.loss_scale(state))).start()
+    expected, _ = step(start, {"x": x, "y": y})
+    np.testing.assert_allclose(
+        state["params"]["w1"], expected["params"]["w1"], rtol=1e-5
+    )
+
+
 def test_of_two_optimizers_neither_steps_until_both_can():
     low, high = (
         jamp.dynamic_loss_scale(optax.sgd(1.0, momentum=0.5), init_scale=s)
@@ -477,6 +512,33 @@ def test_nnx_objects_are_held_between_attempts(how):
     assert same and model.dropout.rngs.count[...] == count
 
 
+@pytest.mark.parametrize("change", ["eval", "growth"])
+def test_an_attribute_that_a_step_changes_is_refused(change):
+    def step(model, optimizer, scaler, x, y):
+        model.eval() if change == "eval" else scaler.set_growth_interval(7)
+        return nnx_step(model, optimizer, scaler, x, y=y)
+
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    objects = model, optimizer, jamp.GradScaler()
+    with pytest.raises(TypeError, match=r"jamp\.nnx\.retry: step must change nothing"):
+        nnx.jit(jamp.nnx.retry(step))(*objects, *batches()[0])
+
+
+def test_choices_of_choices_are_resolved_in_no_time():
+    training = Training()
+
+    def step(state, x, y):
+        new, loss = training.step(state, x, y)
+        mean = new["mean"]
+        for _ in range(60):
+            inner = jnp.where(loss["loss"] > 1, mean, mean)
+            mean = jnp.where(loss["loss"] > 0, inner, inner)
+        return new | {"mean": mean}, loss
+
+    jax.jit(jamp.retry(step)).lower(training.start(), *batches()[0])
+
+
 def test_an_nnx_optimizer_with_its_own_scale_is_retried():
     def step(model, optimizer, x, y):
         def scaled_loss(model):
@@ -613,6 +675,28 @@ def test_the_scale_is_found_for_each_optimizer_from_end_to_end():
     states = [tx.init(jnp.ones(2)) for tx in txs]
     found = jamp.find_loss_scale(step, states, jnp.ones(2))
     assert [np.log2(float(jamp.loss_scale(s))) for s in found] == [126, 126, 27, 126]
+
+
+def test_a_scale_that_is_not_asked_stays():
+    idle = Training(2.0**3)
+    off = jamp.dynamic_loss_scale(optax.sgd(1.0), enabled=False)
+    used = Training()
+
+    def step(states, x, y):
+        grads = jax.tree.map(jnp.ones_like, states["params"])
+        _, disabled = jamp.step(off, grads, states["off"], states["params"])
+        new, aux = used.step(states["used"], x, y)
+        return states | {"used": new, "off": disabled}, aux
+
+    stale = idle.start()
+    stale["opt_state"] = stale["opt_state"]._replace(found_inf=jnp.bool_(True))
+    params = make_params()
+    states = {"idle": stale, "used": used.start(), "off": off.init(params)}
+    states["params"] = params
+    found = jamp.find_loss_scale(step, states, *batches()[0])
+    assert jamp.loss_scale(found["idle"]) == 2.0**3
+    assert found["off"].loss_scale == 1.0
+    assert 2.0**10 < jamp.loss_scale(found["used"]) < START
 
 
 def test_a_step_that_is_never_finite_has_no_scale():

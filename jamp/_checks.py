@@ -22,6 +22,15 @@ def check_count(name: str, value: object) -> int:
     return count
 
 
+def positive(name: str, value: object) -> int:
+    """The value as a Python integer of at least 1, or an error naming the argument."""
+    if is_traced(value):
+        raise TypeError(f"{name} must be a Python integer; got {shown(value)}.")
+    count = number(name, value, operator.index)
+    check_range(name, count, ">= 1 and < 2**31", 1, 2**31 - 1)
+    return count
+
+
 def check_range(
     name: str, value: float, allowed: str, lowest: float, highest: float
 ) -> None:
@@ -77,6 +86,14 @@ def as_dtype(value: Any) -> np.dtype:
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{shown(value)} is no dtype")
     return jnp.dtype(value)
+
+
+def dtype_or_none(value: Any) -> np.dtype | None:
+    """`as_dtype(value)`, or None for what is no dtype."""
+    try:
+        return as_dtype(value)
+    except TypeError:
+        return None
 
 
 def flag(name: str, value: object) -> bool:

@@ -123,6 +123,11 @@ def unscale(tree: PyTree, inverse: InverseScale) -> PyTree:
     return jax.tree.map(unscale_leaf, tree)
 
 
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """`2.0**exponent`, exactly, for int32 exponents from -126 to 127: float32."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
 def _times(x: jax.Array, factor: jax.Array) -> jax.Array:
     """`x * factor` in the dtype of x, for a real scalar factor.
 

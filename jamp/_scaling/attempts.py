@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.typing import ArrayLike
 
-from .._checks import brief, is_traced, shown
-from .._tree import Flag, KeyPath, PyTree, T, dtype_of
+from .._checks import is_traced, shown
+from .._tree import Flag, PyTree, T
 from .held import held_on_skip
+from .mesh import on_every_replica, varying_axes
 from .rule import LossScaleState
+from .skip import check_same, choose
 
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # state, inputs: state, aux
 Attempt = tuple[PyTree, PyTree, list[LossScaleState]]
@@ -83,7 +84,7 @@ class Attempts:
                 f"there is nothing else; got {shown(result)}."
             )
         new, aux = result
-        check_same(self.caller, state, new)
+        check_same(new, state, f"{self.caller}: step")
         return new, aux, self.scales.get(new)
 
     def is_worth_another(self, state: PyTree, scales: list[LossScaleState]) -> Flag:
@@ -131,17 +132,15 @@ class Attempts:
             new, aux, scales = attempt(state)
             again = self.is_worth_another(state, scales) & (count + 1 < self.at_most)
             kept = [
-                new_leaf if is_held else _where(again, old_leaf, new_leaf)
+                new_leaf if is_held else choose(again, old_leaf, new_leaf)
                 for is_held, old_leaf, new_leaf in zip(
                     held, jax.tree.leaves(state), jax.tree.leaves(new), strict=True
                 )
             ]
             following = self.next_scales(state, scales)
-            choose = functools.partial(jnp.where, again)
-            chosen = [
-                LossScaleState(*map(choose, *pair))
-                for pair in zip(following, scales, strict=True)
-            ]
+            chosen = jax.tree.map(
+                functools.partial(jnp.where, again), following, scales
+            )
             kept = jax.tree.unflatten(jax.tree.structure(state), kept)
             return count + 1, again, self.scales.put(kept, chosen), aux
 
@@ -176,51 +175,6 @@ class Attempts:
             place += LossScaleState._fields.index("found_inf")
             held = held_on_skip(program, place, count)
         return state, attempt, held, jax.tree.map(jnp.zeros_like, aux)
-
-
-def check_same(caller: str, old: PyTree, new: PyTree) -> None:
-    """Raises TypeError unless a step returned a state like the one it was given."""
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        given, got = _paths(old), _paths(new)
-        lacks = [path for path in given if path not in got]
-        adds = [path for path in got if path not in given]
-        raise TypeError(
-            f"{caller}: step must return a state of the structure that it was given; "
-            f"what it returned lacks {', '.join(lacks[:3]) or 'nothing'} and adds "
-            f"{', '.join(adds[:3]) or 'nothing'}, as {brief(jax.tree.structure(new))}."
-        )
-
-    def check_leaf(path: KeyPath, old: ArrayLike, new: ArrayLike) -> None:
-        for kind, of in (("dtype", dtype_of), ("shape", jnp.shape)):
-            if of(new) != of(old):
-                raise TypeError(
-                    f"{caller}: step must keep the {kind} of each leaf of its state; "
-                    f"{jax.tree_util.keystr(path) or 'the state'} became {of(new)} "
-                    f"from {of(old)}."
-                )
-
-    jax.tree_util.tree_map_with_path(check_leaf, old, new)
-
-
-def _paths(tree: PyTree) -> list[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) or "the root" for path, _ in leaves]
-
-
-def on_every_replica(flag: jax.Array) -> jax.Array:
-    """A flag that any replica raises for all, where JAX knows that they may differ."""
-    axes = varying_axes(jax.typeof(flag))
-    return lax.pmax(jnp.int32(flag), axes) == 1 if axes else flag
-
-
-def varying_axes(of: Any) -> tuple[str, ...]:
-    """The axes of a `shard_map` over which a value may differ, as its type says."""
-    manual = of.manual_axis_type
-    return () if manual is None else tuple(manual.varying)
-
-
-def _where(flag: jax.Array, a: ArrayLike, b: ArrayLike) -> ArrayLike:
-    return b if dtype_of(b) == jax.dtypes.float0 else jnp.where(flag, a, b)
 
 
 def _is_deleted(leaf: object) -> bool:

@@ -16,7 +16,6 @@ array, an `all_gather` of the bytes of the means. Each number is rounded twice, 
 devices read the same bytes.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
 
@@ -26,7 +25,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, check_range, is_traced, number, shown
+from .._checks import dtype_or_none, shown
+from .arithmetic import power_of_two
 
 EIGHT_BITS = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
@@ -52,10 +52,7 @@ def reduction_dtype(name: str, dtype: DTypeLike | None) -> np.dtype | None:
     """A dtype to average in, or None, or TypeError naming the argument."""
     if dtype is None:
         return None
-    try:
-        known = as_dtype(dtype)
-    except TypeError:
-        known = None
+    known = dtype_or_none(dtype)
     wide = known is not None and jnp.issubdtype(known, jnp.floating)
     if not is_eight_bits(known) and not (wide and jnp.finfo(known).bits >= 16):
         raise TypeError(
@@ -65,21 +62,12 @@ def reduction_dtype(name: str, dtype: DTypeLike | None) -> np.dtype | None:
     return known
 
 
-def positive(name: str, value: object) -> int:
-    """A Python integer of at least 1, or an error naming the argument."""
-    if is_traced(value):
-        raise TypeError(f"{name} must be a Python integer; got {shown(value)}.")
-    count = number(name, value, operator.index)
-    check_range(name, count, ">= 1 and < 2**31", 1, 2**31 - 1)
-    return count
-
-
 def encode(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Blocks as bytes: float32 [..., size] -> uint8 [..., size + 1]."""
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     limit = EIGHT_BITS[dtype]
     exponent = _exponent(largest, limit)
-    scaled = x * _power_of_two(-exponent)
+    scaled = x * power_of_two(-exponent)
     # Cut above 2**127, where the scale is as large as it may be: finite stays finite.
     codes = jnp.clip(scaled, -limit, limit)
     if dtype == jnp.int8:
@@ -105,7 +93,7 @@ def decode(sent: jax.Array, dtype: np.dtype) -> jax.Array:
     codes = lax.bitcast_convert_type(sent[..., :-1], dtype)
     scale = lax.convert_element_type(sent[..., -1:], jnp.int32)
     exponent = jnp.minimum(scale + LOWEST, 127)
-    factor = jnp.where(scale == NOT_FINITE, jnp.nan, _power_of_two(exponent))
+    factor = jnp.where(scale == NOT_FINITE, jnp.nan, power_of_two(exponent))
     return lax.convert_element_type(codes, jnp.float32) * factor
 
 
@@ -119,11 +107,6 @@ def _exponent(largest: jax.Array, limit: float) -> jax.Array:
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     distance = (bits - of_limit + (2**23 - 1)) >> 23
     return jnp.clip(distance, LOWEST, 254 - (of_limit >> 23))
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """`2.0**exponent`, exactly, for exponents from -126 to 127."""
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def blocked(rows: jax.Array, block: int) -> jax.Array:

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import axis_names, shown
+from .._checks import axis_names, positive, shown
 from .._tree import PyTree, check_leaves, dtype_of
 from . import eight_bits
 from .match import is_hole
@@ -125,8 +125,8 @@ def error_feedback(
     known = eight_bits.reduction_dtype("dtype", dtype)
     if not eight_bits.is_eight_bits(known):
         raise TypeError(f"dtype must be int8 or float8_e4m3fn; got {shown(dtype)}.")
-    block = eight_bits.positive("block", block)
-    count = eight_bits.positive("devices", devices)
+    block = positive("block", block)
+    count = positive("devices", devices)
     names = axis_names(axis_name)
     if not names:
         raise TypeError(f"axis_name must name a mapped axis; got {axis_name!r}.")

@@ -12,7 +12,9 @@ from jax import lax
 
 from .._checks import is_traced, shown
 from .._tree import PyTree, T
-from .attempts import Attempts, on_every_replica
+from .arithmetic import power_of_two
+from .attempts import Attempts
+from .mesh import on_every_replica
 from .retry import InState, check_holds_one
 from .rule import LossScaleState
 
@@ -146,8 +148,3 @@ def bisect(
     times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
     exponents, _, asked = lax.fori_loop(0, times, halve, start)
     return exponents, asked
-
-
-def power_of_two(exponent: jax.Array) -> jax.Array:
-    """`2 ** exponent`, exactly, in float32's normal range: float32 [] for int32 []."""
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, shown
+from .._checks import dtype_or_none, positive, shown
 from .._tree import KeyPath, PyTree, T, dtype_of, is_inexact
 from . import eight_bits
 from .mesh import Entry, mapped, names
@@ -114,7 +114,7 @@ def gather(
     """
     param_dtype = floating("param_dtype", param_dtype)
     reduce_dtype = eight_bits.reduction_dtype("reduce_dtype", reduce_dtype)
-    block = eight_bits.positive("block", block)
+    block = positive("block", block)
     is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
     try:
         specs = jax.tree.broadcast(specs, params, is_leaf=is_spec)
@@ -165,10 +165,7 @@ def floating(name: str, dtype: DTypeLike | None) -> np.dtype | None:
     """A floating dtype or None, or TypeError naming the argument."""
     if dtype is None:
         return None
-    try:
-        known = as_dtype(dtype)
-    except TypeError:
-        known = None
+    known = dtype_or_none(dtype)
     if known is None or not jnp.issubdtype(known, jnp.floating):
         raise TypeError(f"{name} must be a floating dtype or None; got {shown(dtype)}.")
     return known

@@ -8,9 +8,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .._checks import positive
 from .._tree import PyTree, T, check_leaves, dtype_of, is_inexact
 from . import eight_bits
-from .mesh import mapped
+from .mesh import mapped, varying_axes
 
 SUMMED = """{caller}: the gradient at {at} does not vary over {axes}: JAX has summed \
 it there already, in its own dtype. Take the gradient of parameters that vary: \
@@ -82,7 +83,7 @@ def mean(
       Training, 2023, section 3.3 (arXiv 2306.10209).
     """
     known = eight_bits.reduction_dtype("dtype", dtype)
-    block = eight_bits.positive("block", block)
+    block = positive("block", block)
     axes = mapped(axis_name, "mean")
     check_varying(grads, axes, "mean")
     if not eight_bits.is_eight_bits(known):
@@ -126,10 +127,9 @@ def check_varying(grads: PyTree, axes: tuple[str, ...], caller: str) -> None:
     Only where `shard_map` checks how values vary is that known.
     """
     check_leaves(grads, f"{caller}: the gradient")
-    varying = lambda x: jax.typeof(x).manual_axis_type.varying
-    known = [a for a in axes if a in varying(lax.axis_index(a))]
+    known = [a for a in axes if a in varying_axes(lax.axis_index(a))]
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        same = tuple(a for a in known if a not in varying(leaf))
+        same = tuple(a for a in known if a not in varying_axes(leaf))
         if same and is_inexact(leaf):
             at = jax.tree_util.keystr(path) or "the root"
             raise ValueError(SUMMED.format(caller=caller, at=at, axes=same))

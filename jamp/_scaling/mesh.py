@@ -57,6 +57,19 @@ def on_all(finite: Flag, axis_name: str | Sequence[str] | None) -> Flag:
         ) from error
 
 
+def on_every_replica(flag: jax.Array) -> jax.Array:
+    """A flag that any replica raises for all, where JAX knows that they may differ."""
+    axes = varying_axes(flag)
+    return lax.pmax(jnp.int32(flag), axes) == 1 if axes else flag
+
+
+def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> tuple[str, ...]:
+    """The axes of a `shard_map` over which a value may differ, as its type says."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    manual = aval.manual_axis_type  # None if `shard_map` does not check
+    return () if manual is None else tuple(manual.varying)
+
+
 def everywhere(
     check: Callable[[Sequence[ArrayLike]], Flag], arrays: Sequence[ArrayLike]
 ) -> Flag:

@@ -1,17 +1,18 @@
 """`jamp.nnx.retry` and `jamp.nnx.find_loss_scale`: for functions over NNX objects."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 
-from .._checks import shown
+from .._checks import positive, shown
 from .._tree import PyTree
 from .attempts import Attempts
 from .find_scale import search
-from .retry import attempts_of
 from .rule import LossScaleState
 from .scaler_state import ScalerState
 from .state import DynamicLossScaleState, scalars_of
@@ -73,7 +74,7 @@ def retry(step: Callable[..., Aux], attempts: int = 8) -> Callable[..., Aux]:
     """
     if not callable(step):
         raise TypeError(f"step must be a function of NNX objects; got {shown(step)}.")
-    at_most = attempts_of(attempts)
+    at_most = positive("attempts", attempts)
 
     @functools.wraps(step)
     def retried(*args: Any, **kwargs: Any) -> Aux:
@@ -165,7 +166,8 @@ class Call:
         return nnx.as_pure(new), aux
 
     def get(self, state: PyTree) -> list[LossScaleState]:
-        return [scalars_of(_Node(_at(state, path))) for path in self.places]
+        nodes = [_at(state, path) for path in self.places]
+        return [scalars_of(SimpleNamespace(**node)) for node in nodes]
 
     def put(self, state: PyTree, scales: Sequence[LossScaleState]) -> PyTree:
         new = jax.tree.map(lambda leaf: leaf, state)
@@ -176,20 +178,8 @@ class Call:
         return new
 
 
-class _Node:
-    """Items as attributes."""
-
-    def __init__(self, items: Any):
-        self._items = items
-
-    def __getattr__(self, name: str) -> Any:
-        return self._items[name]
-
-
 def _at(state: Any, path: Sequence[Any]) -> Any:
-    for key in path:
-        state = state[key]
-    return state
+    return functools.reduce(operator.getitem, path, state)
 
 
 def holds_variables(arg: PyTree) -> bool:

@@ -1,14 +1,14 @@
 """`retry`: a step that overflowed is run again on the same batch, at a lower scale."""
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from .._checks import check_range, is_traced, number, shown
+from .._checks import positive, shown
 from .._tree import PyTree, T
 from .attempts import Attempts
 from .rule import LossScaleState
@@ -80,7 +80,7 @@ def retry(
     """
     if not callable(step):
         raise TypeError(f"step must be a function of a state; got {shown(step)}.")
-    at_most = attempts_of(attempts)
+    at_most = positive("attempts", attempts)
 
     @functools.wraps(step)
     def retried(state: T, *batch: Any, **kwargs: Any) -> tuple[T, Aux]:
@@ -112,15 +112,6 @@ class InState:
         return jax.tree.map(replaced, state, is_leaf=is_scale)
 
 
-def attempts_of(attempts: object) -> int:
-    """The number of attempts, or an error naming the argument."""
-    if is_traced(attempts):
-        raise TypeError("attempts must be a Python integer; got a traced value.")
-    count = number("attempts", attempts, operator.index)
-    check_range("attempts", count, ">= 1 and < 2**31", 1, 2**31 - 1)
-    return count
-
-
 def check_holds_one(state: PyTree, caller: str) -> None:
     """Raises ValueError if a state has no loss scale, or stacked ones."""
     found = find_states(state)
@@ -139,9 +130,9 @@ def check_holds_one(state: PyTree, caller: str) -> None:
             "jamp.dynamic_loss_scale(optax.MultiSteps(...))."
         )
     for path, node in found.items():
-        if jax.numpy.shape(scalars_of(node).loss_scale) != ():
+        if jnp.shape(scalars_of(node).loss_scale) != ():
             raise ValueError(
                 f"{caller}: the loss scale at {path} must be one number; got shape "
-                f"{jax.numpy.shape(node.loss_scale)}. For stacked states use jax.vmap "
+                f"{jnp.shape(node.loss_scale)}. For stacked states use jax.vmap "
                 "of the step with retries."
             )

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
-from .._tree import Flag, KeyPath, T, dtype_of, is_inexact
+from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_inexact
 
 
 def by_branch() -> bool:
@@ -72,27 +72,48 @@ def select(finite: Flag, new: T, old: T) -> T:
     Raises:
       TypeError: the trees differ in structure, or a leaf in shape or dtype.
     """
+    check_same(new, old, "a step")
+    return jax.tree.map(lambda new, old: choose(finite, new, old), new, old)
+
+
+def choose(flag: Flag, a: ArrayLike, b: ArrayLike) -> ArrayLike:
+    """`a` if the flag is true, else `b`; of `float0`, which holds nothing, `b`."""
+    return b if dtype_of(b) == jax.dtypes.float0 else jnp.where(flag, a, b)
+
+
+def check_same(new: PyTree, old: PyTree, step: str) -> None:
+    """Raises TypeError unless a step returned a state like the one it was given.
+
+    Args:
+      step: what the message calls it.
+    """
     if jax.tree.structure(new) != jax.tree.structure(old):
+        given, got = _paths(old), _paths(new)
+        lacks = [path for path in given if path not in got]
+        adds = [path for path in got if path not in given]
         raise TypeError(
-            "a step must return a state of the structure that it was given: got "
-            f"{brief(jax.tree.structure(new))} for {brief(jax.tree.structure(old))}."
+            f"{step} must return a state of the structure that it was given; what it "
+            f"returned lacks {', '.join(lacks[:3]) or 'nothing'} and adds "
+            f"{', '.join(adds[:3]) or 'nothing'}, as {brief(jax.tree.structure(new))}."
         )
 
-    def select_leaf(path: KeyPath, new: ArrayLike, old: ArrayLike) -> ArrayLike:
+    def check_leaf(path: KeyPath, old: ArrayLike, new: ArrayLike) -> None:
         if dtype_of(old) == jax.dtypes.float0:
-            return old
-        for kind, a, b in (
-            ("dtype", dtype_of(new), dtype_of(old)),
-            ("shape", jnp.shape(new), jnp.shape(old)),
-        ):
-            if a != b:
+            return
+        for kind, of in (("dtype", dtype_of), ("shape", jnp.shape)):
+            if of(new) != of(old):
                 raise TypeError(
-                    f"a step must keep the {kind} of its state: "
-                    f"{jax.tree_util.keystr(path)} became {a} from {b}."
+                    f"{step} must keep the {kind} of each leaf of its state; "
+                    f"{jax.tree_util.keystr(path) or 'the state'} became {of(new)} "
+                    f"from {of(old)}."
                 )
-        return jnp.where(finite, new, old)
 
-    return jax.tree_util.tree_map_with_path(select_leaf, new, old)
+    jax.tree_util.tree_map_with_path(check_leaf, old, new)
+
+
+def _paths(tree: PyTree) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) or "the root" for path, _ in leaves]
 
 
 def harmless(finite: Flag, grads: T) -> T:

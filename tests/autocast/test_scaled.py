@@ -4,15 +4,12 @@ import copy
 import functools
 import pickle
 
-import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -32,6 +29,7 @@ from tests.autocast.test_constructs import (
     loss_of,
     params,
 )
+from tests.autocast.test_float8 import MODELS
 from tests.jaxprs import PRODUCTS, products
 from tests.marks import mostly_slow
 
@@ -564,31 +562,15 @@ def test_explicit_axes(spec):
 # Libraries, and training.
 
 
-def linen(x):
+def cell(x):
     model = nn.RNN(nn.OptimizedLSTMCell(8))
     return model.apply, jax.jit(model.init)(jax.random.key(0), x)
 
 
-def of_nnx(x):
-    graph, state = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    return (lambda state, x: nnx.merge(graph, state)(x)), state
-
-
-def of_equinox(x):
-    mlp = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
-    p, static = eqx.partition(mlp, eqx.is_array)
-    return (lambda p, x: jax.vmap(jax.vmap(eqx.combine(p, static)))(x)), p
-
-
-def of_haiku(x):
-    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 8])(x)))
-    return model.apply, jax.jit(model.init)(jax.random.key(0), x)
-
-
-@pytest.mark.parametrize("make", [linen, of_nnx, of_equinox, of_haiku])
-def test_models_that_know_nothing_of_jamp(make):
-    x = normal(0, 2, 3, 8)
-    apply, p = make(x)
+@pytest.mark.parametrize("name", ["cell", *MODELS])
+def test_models_that_know_nothing_of_jamp(name):
+    x = normal(0, 2, 3, 64)
+    apply, p = (MODELS | {"cell": cell})[name](x)
     step = jax.jit(jax.grad(mean_square(apply, region())))
     found = step(p, x)
     assert dtypes(found) == dtypes(p)

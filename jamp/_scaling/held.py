@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from .donated import overwrites_p
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """What an output is made of: an input, an op that chooses or negates, unknown."""
+    """What an output is made of: an input, an op on flags or that chooses, unknown."""
 
     op: str = ""
     of: tuple["Value", ...] = ()
@@ -62,8 +64,10 @@ def _apply(eqn: Any, operands: list[Value]) -> list[Value]:
         return [Value("choice", (index, *of)) for of in zip(*branches, strict=True)]
     if name == "select_n" and len(operands) == 3 and _is_flag(eqn.invars[0]):
         return [Value("choice", tuple(operands))]
-    if name == "not" and _is_flag(eqn.invars[0]):
-        return [Value("not", tuple(operands))]
+    if name in ("not", "or") and _is_flag(eqn.invars[0]):
+        return [Value(name, tuple(operands))]
+    if name == overwrites_p.name:  # a skipped step holds its inputs if it is false too
+        return [Value("true")]
     if name == "copy" or (name == "convert_element_type" and _keeps(eqn)):
         return operands
     return [Value() for _ in eqn.outvars]
@@ -111,7 +115,9 @@ def resolve(
 
 def _truth(flag: Value, facts: dict[Value, bool]) -> bool | None:
     """Whether a flag is true, or None if the facts do not say."""
-    negated = False
-    while flag not in facts and flag.op == "not":
-        flag, negated = flag.of[0], not negated
-    return facts[flag] != negated if flag in facts else None
+    if flag in facts or flag.op == "true":
+        return facts.get(flag, True)
+    known = [_truth(part, facts) for part in flag.of if flag.op in ("not", "or")]
+    if flag.op == "not":
+        return None if known[0] is None else not known[0]
+    return True if True in known else None if None in known or not known else False

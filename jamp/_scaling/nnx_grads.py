@@ -111,10 +111,13 @@ def update_if(
         case skip.Way.KNOWN:
             if finite:
                 run(optimizer, model)
-        case skip.Way.BRANCH:
-            nnx.cond(finite, run, lambda optimizer, model: None, optimizer, model)
-        case skip.Way.SELECT:
-            old = nnx.as_pure(nnx.state((optimizer, model)))
-            run(optimizer, model)
+        case by:
+            keep, old = finite, nnx.as_pure(nnx.state((optimizer, model)))
+            if by is skip.Way.BRANCH:
+                hold = lambda optimizer, model: None
+                nnx.cond(skip.runs(finite), run, hold, optimizer, model)
+                keep = skip.keeps(finite)
+            else:
+                run(optimizer, model)
             new = nnx.as_pure(nnx.state((optimizer, model)))
-            nnx.update((optimizer, model), skip.select(finite, new, old))
+            nnx.update((optimizer, model), skip.select(keep, new, old))

@@ -1,7 +1,9 @@
 """How a step is skipped: two ways with equal results, the cheaper one by backend.
 
 By branching, `lax.cond`: a finite step runs the optimizer, and XLA's CPU backend
-updates donated buffers in place. Selecting there costs copies of them.
+updates donated buffers in place. Selecting there costs copies of them. Where nothing is
+donated, branching does: the conditional then always runs the optimizer, and XLA drops
+it, and what it returns is selected (see `donated.py`).
 
 By selecting, `jnp.where(finite, new, old)`: on a GPU XLA makes the choice part of the
 kernel that updates a parameter, which reads the old values anyway. Branching there
@@ -19,6 +21,7 @@ from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
 from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_inexact
+from .donated import overwrites
 
 
 def by_branch() -> bool:
@@ -41,6 +44,16 @@ def way(finite: Flag) -> Way:
     return Way.BRANCH if by_branch() else Way.SELECT
 
 
+def runs(finite: Flag) -> Flag:
+    """Whether the branch of a finite step runs: always, where its result is chosen."""
+    return jnp.logical_or(finite, jnp.logical_not(overwrites()))
+
+
+def keeps(finite: Flag) -> Flag:
+    """Whether what the branches return is the result: always, where they branch."""
+    return jnp.logical_or(finite, overwrites())
+
+
 def run_or_hold(
     finite: Flag,
     run: Callable[[], T],
@@ -60,7 +73,8 @@ def run_or_hold(
         case Way.KNOWN:
             return run() if finite else hold(shapes)
         case Way.BRANCH:  # XLA copies far more with the branches the other way round
-            return lax.cond(finite, run, lambda: hold(shapes))
+            new = lax.cond(runs(finite), run, lambda: hold(shapes))
+            return select(keeps(finite), new, hold(lambda: new))
         case Way.SELECT:
             new = run()
             return select(finite, new, hold(lambda: new))
@@ -121,10 +135,19 @@ def harmless(finite: Flag, grads: T) -> T:
 
     An optimizer so never meets an inf or a nan, whichever way the step is skipped.
     """
-    if way(finite) is not Way.SELECT:
-        return grads
+    match way(finite):
+        case Way.KNOWN:
+            return grads
+        case Way.BRANCH:
+            return zeroed(keeps(finite), grads)
+        case Way.SELECT:
+            return zeroed(finite, grads)
 
-    def zeroed(g: ArrayLike) -> ArrayLike:
-        return jnp.where(finite, g, jnp.zeros_like(g)) if is_inexact(g) else g
 
-    return jax.tree.map(zeroed, grads)
+def zeroed(flag: Flag, grads: T) -> T:
+    """The gradients if a flag is true, else zeros."""
+
+    def zeroed_leaf(g: ArrayLike) -> ArrayLike:
+        return jnp.where(flag, g, jnp.zeros_like(g)) if is_inexact(g) else g
+
+    return jax.tree.map(zeroed_leaf, grads)

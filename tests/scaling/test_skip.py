@@ -1,5 +1,7 @@
 """Branching and selecting: which backend takes which, and that they give the same."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,14 @@ def primitives(fn, *args):
     return {eqn.primitive.name for eqn in jax.make_jaxpr(fn)(*args).eqns}
 
 
+DONATE = {"donated": (0, 1), "not donated": ()}
+
+
+@pytest.fixture(params=DONATE)
+def donate(request):
+    return {"donate_argnums": DONATE[request.param]}
+
+
 def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
@@ -52,7 +62,7 @@ def test_the_cpu_branches_and_a_gpu_selects(monkeypatch):
     assert "cond" not in primitives(step(grads), grads)
 
 
-def train(step, flags):
+def train(step, flags, **jit):
     """Five steps under jit, of which `flags` overflow."""
     tx = jamp.dynamic_loss_scale(
         optax.chain(optax.clip(1.0), optax.sgd(0.125, momentum=0.5)), growth_interval=2
@@ -60,17 +70,17 @@ def train(step, flags):
 
     traces = []
 
-    @jax.jit
-    def train_step(carry, overflow):
+    @functools.partial(jax.jit, **jit)
+    def train_step(params, state, overflow):
         traces.append(1)
-        return step(tx, gradients(overflow), *carry)
+        return step(tx, gradients(overflow), state, params)
 
     params = start()
     carry = params, tx.init(params)
     shapes = jax.tree.map(jax.typeof, carry)
     seen = []
     for overflow in flags:
-        carry = train_step((carry[1], carry[0]), jnp.bool_(overflow))
+        carry = train_step(*carry, jnp.bool_(overflow))
         assert jax.tree.map(jax.typeof, carry) == shapes
         seen.append(bits(carry))
     assert len(traces) == 1
@@ -90,30 +100,30 @@ FLAGS = [False, True, False, False, True]
 
 
 @pytest.mark.parametrize("step", [fused, updated])
-def test_both_ways_give_the_same_bits(step, monkeypatch):
+def test_all_ways_give_the_same_bits(step, monkeypatch):
     runs = []
     for branch in WAYS.values():
         monkeypatch.setattr(skip, "by_branch", lambda branch=branch: branch)
-        runs.append(train(step, FLAGS))
-    assert runs[0] == runs[1]
+        runs += [train(step, FLAGS, donate_argnums=args) for args in DONATE.values()]
+    assert all(run == runs[0] for run in runs)
     assert runs[0][0] != runs[0][2]
 
 
 @pytest.mark.parametrize("step", [fused, updated])
-def test_a_skipped_step_holds_every_bit(step, way):
+def test_a_skipped_step_holds_every_bit(step, way, donate):
     tx = jamp.dynamic_loss_scale(optax.adam(optax.linear_schedule(0.1, 0.0, 10)))
     state = tx.init(start())
-    run = jax.jit(lambda g, s, p: step(tx, g, s, p))
-    params, state = run(gradients(False), state, start())
+    run = jax.jit(lambda p, s, g: step(tx, g, s, p), **donate)
+    params, state = run(start(), state, gradients(False))
     params |= {"b": jnp.array([-0.0, 0.0, 1.0])}  # adding 0 would turn -0 into 0
-    new_params, new_state = run(gradients(True), state, params)
-    assert bits(new_params) == bits(params)
-    assert bits(new_state.inner_state) == bits(state.inner_state)
-    assert new_state.skipped_steps == 1
-    assert new_state.loss_scale == state.loss_scale / 2
+    before, scale = bits((params, state.inner_state)), float(state.loss_scale)
+    params, state = run(params, state, gradients(True))
+    assert bits((params, state.inner_state)) == before
+    assert state.skipped_steps == 1
+    assert state.loss_scale == scale / 2
 
 
-def test_an_optimizer_never_meets_an_inf(way):
+def test_an_optimizer_never_meets_an_inf(way, donate):
     met = []
 
     def look(updates, state, params=None):
@@ -126,11 +136,13 @@ def test_an_optimizer_never_meets_an_inf(way):
     looking = optax.GradientTransformation(lambda params: optax.EmptyState(), look)
     tx = jamp.dynamic_loss_scale(looking)
     params = start()
+    run = jax.jit(lambda s, p, g: tx.update(g, s, p), **donate)
     for overflow in FLAGS:
-        jax.jit(tx.update)(gradients(overflow), tx.init(params), params)
+        run(tx.init(params), jax.tree.map(jnp.copy, params), gradients(overflow))
     jax.effects_barrier()
     assert all(met)
-    assert len(met) == (FLAGS.count(False) if way == "branch" else len(FLAGS))
+    branches = way == "branch" and donate["donate_argnums"]
+    assert len(met) == (FLAGS.count(False) if branches else len(FLAGS))
 
 
 def test_selecting_takes_leaves_that_are_no_plain_arrays(monkeypatch):

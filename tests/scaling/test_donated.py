@@ -1,0 +1,163 @@
+"""On a CPU: a conditional where buffers are donated, a choice where they are not."""
+
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+from jamp._scaling import skip
+from jamp._scaling.donated import overwrites
+from shared import hlo
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+WIDTH, LAYERS = 256, 3
+GRADIENT = 4 * WIDTH**2  # bytes
+TX = jamp.dynamic_loss_scale(optax.adamw(1e-3))
+X = jnp.ones((8, WIDTH))
+
+
+def make_params():
+    return [jnp.eye(WIDTH) for _ in range(LAYERS)]
+
+
+def start():
+    params = make_params()
+    return params, TX.init(params)
+
+
+def loss_fn(params):
+    h = X
+    for kernel in params:
+        h = jnp.tanh(h @ kernel)
+    return jnp.mean(h**2)
+
+
+def step(params, state):
+    _, grads = jamp.value_and_grad(loss_fn, state)(params)
+    return jamp.step(TX, grads, state, params)
+
+
+def update(params, state):
+    _, grads = jamp.value_and_grad(loss_fn, state)(params)
+    updates, state = TX.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def plain_step(params, state):
+    updates, inner = optax.adamw(1e-3).update(
+        jax.grad(loss_fn)(params), state.inner_state, params
+    )
+    return optax.apply_updates(params, updates), state._replace(inner_state=inner)
+
+
+def scan(params, state):
+    carry, _ = jax.lax.scan(lambda carry, _: (step(*carry), None), (params, state), X)
+    return carry
+
+
+def nested(params, state):
+    return jax.jit(step)(params, state)
+
+
+def compiled(fn, *args, donate=True):
+    """The figures of a function, compiled without what was compiled before."""
+    fresh = lambda *args: fn(*args)
+    jitted = jax.jit(fresh, donate_argnums=range(len(args)) if donate else ())
+    return jitted.lower(*args).compile()
+
+
+def figures(fn, donate):
+    """Conditionals, copies of whole arrays, and gradients' worth of bytes."""
+    program = compiled(fn, *start(), donate=donate)
+    copies = re.findall(rf" f32\[{WIDTH},{WIDTH}\]\S* copy\(", program.as_text())
+    summary = hlo.summarize(program)
+    return summary.conditionals, len(copies), summary.bytes / (LAYERS * GRADIENT)
+
+
+@pytest.mark.parametrize("fn", [step, update])
+def test_without_donation_nothing_is_copied_into_a_conditional(fn, monkeypatch):
+    _, _, plain = figures(plain_step, donate=False)
+    conditionals, copies, reads = figures(fn, donate=False)
+    assert (conditionals, copies) == (0, 0)
+    assert reads < plain + 2.6  # with jmp 2.5 are added
+    monkeypatch.setattr(skip, "overwrites", lambda: np.True_)  # the control
+    conditionals, copies, reads = figures(fn, donate=False)
+    assert conditionals == 1
+    assert copies >= 2 * LAYERS
+    assert reads > plain + 5
+
+
+@pytest.mark.parametrize("fn", [step, update])
+def test_with_donation_a_conditional_works_in_place(fn, monkeypatch):
+    _, copies, plain = figures(plain_step, donate=True)
+    conditionals, ours, reads = figures(fn, donate=True)
+    assert conditionals == 1
+    assert ours <= copies
+    assert reads < plain + (0.25 if fn is step else 4)
+    monkeypatch.setattr(skip, "by_branch", lambda: False)  # the control
+    conditionals, ours, reads = figures(fn, donate=True)
+    assert conditionals == 0
+    assert reads > plain + 2
+
+
+@pytest.mark.parametrize("fn", [scan, nested])
+@pytest.mark.parametrize("donate", [True, False])
+def test_in_a_loop_or_another_jit_it_branches(fn, donate):
+    assert " conditional(" in compiled(fn, *start(), donate=donate).as_text()
+
+
+def test_a_gpu_asks_for_nothing(monkeypatch):
+    text = lambda: str(jax.make_jaxpr(lambda *args: step(*args))(*start()))
+    assert "jamp_overwrites" in text()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "jamp_overwrites" not in text()
+
+
+def overwriting(x):
+    return jnp.where(overwrites(), x + 1, x)
+
+
+def test_what_a_program_may_overwrite():
+    def seen(fn, **jit):
+        return bool(jax.jit(fn, **jit)(jnp.zeros(2))[0])
+
+    fns = {
+        "jit": lambda x: overwriting(x),
+        "vmap": jax.vmap(overwriting),
+        "jvp": lambda x: jax.jvp(overwriting, (x,), (x,))[0],
+        "grad": lambda x: jax.linearize(overwriting, x)[0],
+    }
+    for name, fn in fns.items():
+        assert not seen(fn), name
+        assert seen(fn, donate_argnums=0), name
+    assert seen(lambda x: jax.lax.fori_loop(0, 1, lambda _, x: overwriting(x), x))
+    assert seen(lambda x: jax.jit(overwriting)(x))
+    assert overwriting(jnp.zeros(2))[0] == 1  # outside a trace
+    # One jitted function, donated or not, from one trace.
+    one = jax.jit(overwriting)
+    exported = jax.export.export(one)(jnp.zeros(2))
+    assert exported.call(jnp.zeros(2))[0] == 0
+
+
+def test_grad_scaler_follows_donation():
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer, jamp.GradScaler()))
+
+    def train_step(state):
+        model, optimizer, scaler = nnx.merge(graph, state)
+        grads = nnx.grad(lambda model: scaler.scale(jnp.mean(model(X) ** 2)))(model)
+        scaler.step(optimizer, model, grads)
+        scaler.update()
+        return nnx.state((model, optimizer, scaler))
+
+    def conditionals(donate):
+        return hlo.summarize(compiled(train_step, state, donate=donate)).conditionals
+
+    assert (conditionals(False), conditionals(True)) == (0, 1)

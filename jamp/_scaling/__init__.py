@@ -4,7 +4,7 @@
 unscales. `value_and_grad` scales the loss; `wrapper` (for optax; with `step`,
 `transformation`, `train_state`) and `grad_scaler` (for NNX; with `scaler_state`,
 `iteration`, `nnx_grads`) check the gradients, unscale them, step or hold (`skip`, with
-`donated`), and move the scale. `retry` (with `nnx_retry`, `find_scale`)
+`donated` and `apart`), and move the scale. `retry` (with `nnx_retry`, `find_scale`)
 runs a step again: `attempts` is how, `held` what need not be held in between. `state`
 is what a step leaves behind, `alarms` and `check` read it, `match` checks what a step
 is given. `gather` and `mesh` are for arrays that are split over devices, `mean`,

@@ -6,6 +6,7 @@ When a gradient is not finite nothing inside moves: the updates are zero and
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.typing import ArrayLike
 from .._checks import axis_names, flag
 from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_half, is_inexact, widen
 from . import arithmetic, rule, skip
+from .apart import Apart
 from .match import check_gradients_match, check_update, is_hole
 from .rule import LossScaleConfig
 from .state import (
@@ -200,13 +202,23 @@ class LossScaled:
     ) -> Step:
         caller = "dynamic_loss_scale's update"
         scaled = Scaled(self, caller, updates, state, params)
+        finite, grads, old = scaled.finite, scaled.grads, state.inner_state
+        run = functools.partial(scaled.run_inner, extra_args)
+        both = functools.partial(run, grads, old)
 
         def hold(like: Callable[[], Step]) -> Step:
-            return jax.tree.map(_no_update, like()[0]), state.inner_state
+            return jax.tree.map(_no_update, like()[0]), old
 
-        updates, inner_state = skip.run_or_hold(
-            scaled.finite, lambda: scaled.run_inner(extra_args), hold
-        )
+        if skip.way(finite) is skip.Way.BRANCH:
+            parts = Apart(run, grads, old)
+            both = functools.partial(parts.both, grads)
+            if parts.is_free():
+                new = functools.partial(parts.state, grads)
+                new = skip.run_or_hold(finite, new, lambda like: old)
+                made = parts.updates(skip.zeroed(finite, grads), new)
+                none = jax.tree.map(_no_update, made)
+                return skip.select(finite, made, none), scaled.advanced(new)
+        updates, inner_state = skip.run_or_hold(finite, both, hold)
         return updates, scaled.advanced(inner_state)
 
     def step(
@@ -216,7 +228,9 @@ class LossScaled:
         scaled = Scaled(self, "jamp.step", grads, state, params)
 
         def run() -> Step:
-            updates, inner_state = scaled.run_inner(extra_args)
+            updates, inner_state = scaled.run_inner(
+                extra_args, scaled.grads, state.inner_state
+            )
             return apply_updates(params, updates), inner_state
 
         params, inner_state = skip.run_or_hold(
@@ -248,13 +262,18 @@ class Scaled:
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         self.grads = skip.harmless(self.finite, grads)
 
-    def run_inner(self, extra_args: dict[str, Any]) -> Step:
-        """The inner optimizer's step on the unscaled gradients."""
-        params, inner_state = self.params, self.state.inner_state
+    def run_inner(
+        self,
+        extra_args: dict[str, Any],
+        grads: optax.Updates,
+        inner_state: optax.OptState,
+    ) -> Step:
+        """The inner optimizer's step on gradients, which it unscales first."""
+        params = self.params
         if "grad" in extra_args:
             grad = arithmetic.unscale(extra_args["grad"], self.inverse)
             extra_args = {**extra_args, "grad": grad}
-        grads = arithmetic.unscale(self.grads, self.inverse)
+        grads = arithmetic.unscale(grads, self.inverse)
         # Master weights must see the dtypes of the parameters, and be added unrounded.
         as_they_are = keeps_master_weights(inner_state)
         with explained(self.caller, self.by.init_inner, inner_state, params):

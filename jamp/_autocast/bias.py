@@ -9,7 +9,8 @@ value was broadcast from fewer dimensions and varies along those of one operand 
 product alone. In the code of a layer library it may also have as many dimensions as the
 product: elsewhere that may be a batch of one, whose dtype must not differ from a batch
 of two. The bias is broadcast in float32 and then cast, so that its gradient is summed
-in float32; then the sum is rounded to half precision, and overflows, as torch's does.
+in float32, on a CPU in a loop (`spread_by_loop`). Then the sum is rounded to half
+precision, and overflows, as torch's does.
 
 A user's own `x @ w + mask` may hold numbers such as -1e9, which float16 has not. They
 are kept finite there, with their gradients; inf and nan stay what they are.
@@ -19,6 +20,8 @@ shows only when an op outside uses it. That op gets it in half precision. Its ru
 statistics are no result: they stay float32.
 """
 
+import functools
+import math
 from collections.abc import Collection
 
 import jax
@@ -35,6 +38,8 @@ from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value, Values
 from .notes import fits
 from .sources import is_in_layer
 from .traits import OVER_AXES
+
+LOOP_SIZE = 2**10  # fewer elements in a round are not worth one, measured
 
 
 def with_bias(trace: CastingTrace, op: Op) -> Value | None:
@@ -67,8 +72,54 @@ def with_bias(trace: CastingTrace, op: Op) -> Value | None:
 
 def biased(product: jax.Array, bias: jax.Array, *, masks: bool) -> jax.Array:
     bias = rounded(bias, product.dtype, masks)
-    bias = lax.broadcast_in_dim(bias, product.shape, range(bias.ndim))
-    return lax.add(product, lax.convert_element_type(bias, product.dtype))
+    is_looped = pays_a_loop(product.shape, bias.shape)
+    to_product = spread_by_loop if is_looped else spread
+    return lax.add(product, to_product(bias, product.shape, product.dtype))
+
+
+def spread(bias: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """Broadcast, then cast: the gradient is cast, then summed in float32."""
+    bias = lax.broadcast_in_dim(bias, shape, range(bias.ndim))
+    return lax.convert_element_type(bias, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def spread_by_loop(
+    bias: jax.Array, shape: tuple[int, ...], dtype: np.dtype
+) -> jax.Array:
+    """The same, with a gradient that is summed in a loop over the first dimension.
+
+    XLA's CPU backend does not widen an array inside of a sum. It writes a float32 copy
+    and computes the half-precision array, such as a gelu's gradient, again for each
+    product that needs it as well. It computes it once if a loop reads it.
+    """
+    return spread(bias, shape, dtype)
+
+
+@spread_by_loop.defjvp
+def _(shape, dtype, primals, tangents):
+    bias, tangent = *primals, *tangents
+    return spread_by_loop(bias, shape, dtype), stacked(tangent, shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for each shape
+def stacked(bias: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """`spread`, as a loop that stacks: its transpose is a loop that sums."""
+
+    def slice_of(bias, _):
+        return bias, spread(bias, shape[1:], dtype)
+
+    return lax.scan(slice_of, lax.squeeze(bias, [0]), length=shape[0])[1]
+
+
+def pays_a_loop(shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
+    """Whether XLA's CPU backend sums a bias's gradient of this shape faster in a loop.
+
+    Over several devices, where the first dimension may be split, a loop would gather.
+    """
+    if jax.default_backend() != "cpu" or jax.device_count() > 1:
+        return False
+    return len(shape) > 2 and bias[0] == 1 and math.prod(shape[1:]) >= LOOP_SIZE
 
 
 def rounded(bias: jax.Array, dtype: np.dtype, masks: bool) -> jax.Array:

@@ -1,5 +1,7 @@
 """A bias overflows as in torch, a mask stays what it is, a batch of one is a batch."""
 
+import re
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 import jamp
 
@@ -153,3 +156,84 @@ def test_the_dtype_of_a_line_is_that_of_any_batch(line, way, standard_promotion)
     dtypes = {n: way(function)(x[:1].repeat(n, 0), b).dtype for n in (1, 2, 3)}
     is_bias = line in ("bias", "row")
     assert set(dtypes.values()) == {jnp.dtype("float16" if is_bias else "float32")}
+
+
+FUNCTIONS = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "vmap": lambda f: lambda b, x: jax.vmap(f, (None, 0))(b, x[None])[0],
+    "vmap of biases": lambda f: lambda b, x: jax.vmap(f, (0, None))(b[None], x)[0],
+    "scan": lambda f: lambda b, x: lax.scan(lambda c, x: (c, f(c, x)), b, x[None])[1],
+}
+DERIVATIVES = {
+    "vjp": lambda f: lambda b, x, t: jax.vjp(f, b, x)[1](f(b, x)),
+    "jvp": lambda f: lambda b, x, t: jax.jvp(f, (b, x), (t, x)),
+    "twice": lambda f: lambda b, x, t: jax.jacfwd(jax.grad(lambda b: f(b, x).sum()))(b),
+    "vmap": lambda f: (
+        lambda b, x, t: jax.vmap(jax.grad(lambda b: f(b, x).sum()))(jnp.stack([b, t]))
+    ),
+}
+
+
+@pytest.fixture
+def looped(monkeypatch):
+    """A bias's gradient is summed as by XLA's CPU backend on one device."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    yield monkeypatch
+    jax.clear_caches()
+
+
+def gelus(biases, x):
+    kernels = jnp.eye(64) / 8
+    with half:
+        for bias in jnp.split(biases, 2):
+            x = jax.nn.gelu(x @ kernels + bias)
+    return x.astype(jnp.float32)
+
+
+def program_of_gelus():
+    """The optimized HLO of the gradients of two layers."""
+    grad = jax.grad(lambda b, x: gelus(b, x).sum(), (0, 1))
+    return jax.jit(grad).lower(jnp.ones(128), jnp.ones((8, 16, 64))).compile().as_text()
+
+
+@pytest.mark.parametrize("way", DERIVATIVES)
+@pytest.mark.parametrize("around", FUNCTIONS)
+def test_a_loop_sums_the_same_bits(around, way, looped, standard_promotion):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (128,), (8, 16, 64), (128,)
+    args = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+    def result():
+        jax.clear_caches()
+        program = jax.jit(DERIVATIVES[way](FUNCTIONS[around](gelus)))
+        return jax.tree.map(np.asarray, program(*args)), program.trace(*args).jaxpr
+
+    loop, traced = result()
+    looped.setattr(jax, "device_count", lambda: 8)
+    plain, untouched = result()
+    scans = [str(jaxpr).count(" scan[") for jaxpr in (traced, untouched)]
+    assert (scans[0] > scans[1]) == (around != "vmap")  # which has its own path
+    jax.tree.map(np.testing.assert_array_equal, loop, plain)
+
+
+def test_what_a_sum_reads_is_computed_once_on_a_cpu(looped, standard_promotion):
+    """XLA fuses a gelu's gradient into each that reads it, but not into a loop."""
+    looped.setattr(jax, "device_count", lambda: 8)
+    plain = program_of_gelus()
+    jax.clear_caches()
+    looped.setattr(jax, "device_count", lambda: 1)
+    loop = program_of_gelus()
+    products = [
+        len(re.findall(r"\[(?:8,16|128),64\]\S* multiply\(", p)) for p in (loop, plain)
+    ]
+    assert loop.count(" while(") == 2 and plain.count(" while(") == 0
+    assert products[0] < 0.6 * products[1], products
+
+
+@pytest.mark.parametrize(
+    "name, value", [("default_backend", "gpu"), ("device_count", 2)]
+)
+def test_no_loop_on_a_gpu_or_over_devices(name, value, looped, standard_promotion):
+    looped.setattr(jax, name, lambda: value)
+    assert " while(" not in program_of_gelus()

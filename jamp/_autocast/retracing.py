@@ -15,7 +15,6 @@ from jax.extend.core import set_current_trace
 from jax.typing import ArrayLike
 
 from .. import _compat
-from . import caches
 
 Out = TypeVar("Out")
 Seen = set[Hashable]
@@ -55,6 +54,6 @@ def jitted(
 
 def seen_on(trace: _compat.Trace) -> Seen | None:
     """What ran on this trace, if it is differentiated and goes into a jaxpr."""
-    if caches.are_used() and _compat.is_differentiated_into_a_jaxpr(trace):
+    if _compat.is_differentiated_into_a_jaxpr(trace):
         return SEEN.setdefault(trace, set())
     return None

@@ -20,7 +20,6 @@ from jax._src import (
     config,
     core,
     dispatch,
-    sharding_impls,
     source_info_util,
     traceback_util,
 )
@@ -93,11 +92,7 @@ def runs_plainly() -> bool:
 
 def eager_function(primitive: Primitive, params: Mapping[str, Any]) -> Callable | None:
     """What JAX runs for an eager op, or None if that is no program."""
-    run = primitive.impl
-    if (
-        not isinstance(run, functools.partial)
-        or run.func is not dispatch.apply_primitive
-    ):
+    if getattr(primitive.impl, "func", None) is not dispatch.apply_primitive:
         return None
     return dispatch.xla_primitive_callable(primitive, **params)
 
@@ -105,9 +100,7 @@ def eager_function(primitive: Primitive, params: Mapping[str, Any]) -> Callable 
 def is_plain_jit(params: Mapping[str, Any]) -> bool:
     """Whether a jitted function is called with no wishes about where and how."""
     shardings = (*params["in_shardings"], *params["out_shardings"])
-    wishes = [
-        s for s in shardings if not isinstance(s, sharding_impls.UnspecifiedValue)
-    ]
+    wishes: list[Any] = [type(s).__name__ != "UnspecifiedValue" for s in shardings]
     wishes += [params["keep_unused"], params["compiler_options_kvs"]]
     wishes += [*params["in_layouts"], *params["out_layouts"]]
     wishes += params["donated_invars"]

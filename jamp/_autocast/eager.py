@@ -64,7 +64,7 @@ def table(settings: Settings, modules: frozenset[str], context: Hashable) -> Tab
 
 
 class Key(NamedTuple):
-    """All that decides about an eager op, but for the region and the settings of JAX."""
+    """All that decides about an eager op, but for the settings of region and JAX."""
 
     primitive: Primitive
     params: tuple[
@@ -135,7 +135,7 @@ def record(trace: CastingTrace, op: Op, table: Table, key: Hashable) -> Result:
         hits |= before
     held = None
     if op.name == "jit":
-        # Before another jaxpr has its place, the tape is gone.
+        # The tape goes with the jaxpr, before another one has its place.
         held = weakref.ref(op.params["jaxpr"], lambda _: table.pop(key, None))
     if len(table) >= LIMIT:
         table.clear()

@@ -14,6 +14,7 @@ at their ops (`jamp.debug`) or that have recipes for products.
 A tape holds no array, and no jaxpr that it is kept for.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, set_current_tr
 from .. import _compat
 from .decision import Params, Result, Values
 from .notes import NOTHING, Note, Notes
+from .sources import holds_jaxpr
 
 NUMBERS = (bool, int, float)
 RUN_AT_ONCE = ("custom_jvp_call", "custom_vjp_call")
@@ -95,7 +97,7 @@ class Recorder:
 
     def __init__(self, args: Values, notes: Notes):
         self.notes = notes
-        self.values = list(args)  # of all slots; so none of them dies
+        self.values: list[Any] = list(args)  # of all slots; so none of them dies
         self.n_args = len(args)
         self.slots: dict[int, int] = {}
         for slot, x in enumerate(args):
@@ -173,7 +175,7 @@ class Recorder:
             left.extend(place for _, place in known)
         if self.failed:
             return None
-        rest = self.values[self.n_args :]
+        rest: list[Any] = self.values[self.n_args :]
         numbers = [None if isinstance(x, jax.Array) else x for x in rest]
         kept = [m for m in metas.values() if m.copies or m.note != NOTHING]
         return Tape(
@@ -188,9 +190,12 @@ LAUNCHED = weakref.WeakKeyDictionary()
 
 
 def program(primitive: Primitive, params: Params) -> Callable[..., Any] | None:
-    """An op as a function of arrays that C++ finds again, or None if there is none."""
+    """An op as a function of arrays to be called again, or None if there is none."""
     if primitive.name != "jit":
-        return _compat.eager_function(primitive, params)
+        run = _compat.eager_function(primitive, params)
+        if run is None and not holds_jaxpr(tuple(params.values())):
+            run = functools.partial(primitive.bind, **params)
+        return run
     if not _compat.is_plain_jit(params):
         return None
     jaxpr, name = params["jaxpr"], params["name"]

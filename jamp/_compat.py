@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, source_info_util, traceback_util
+from jax._src import (
+    array,
+    config,
+    core,
+    dispatch,
+    source_info_util,
+    traceback_util,
+)
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.state import discharge
@@ -24,6 +31,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 Trace = core.Trace
 AbstractValue = core.AbstractValue
 Primitive = core.Primitive
+ArrayImpl = array.ArrayImpl
+trace_context = config.trace_context  # all settings of JAX that a program depends on
 user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
@@ -68,6 +77,36 @@ def is_differentiated_once(trace: Trace) -> bool:
         base = base.parent if hasattr(base, "parent") else base.parent_trace
     is_final = isinstance(base, core.EvalTrace)  # what runs there is done
     return not is_forward and (count == 1 or (count == 0 and not is_final))
+
+
+def is_eager(trace: Trace) -> bool:
+    """Whether what runs on a trace is computed at once."""
+    return isinstance(trace, core.EvalTrace)
+
+
+def runs_plainly() -> bool:
+    """Whether eager ops run as programs, which nobody looks into."""
+    looks = config.debug_nans, config.debug_infs, config.debug_key_reuse
+    return not any(flag.value for flag in (*looks, config.disable_jit))
+
+
+def eager_function(primitive: Primitive, params: Mapping[str, Any]) -> Callable | None:
+    """What JAX runs for an eager op, or None if that is no program."""
+    if getattr(primitive.impl, "func", None) is not dispatch.apply_primitive:
+        return None
+    return dispatch.xla_primitive_callable(primitive, **params)
+
+
+def is_plain_jit(params: Mapping[str, Any]) -> bool:
+    """Whether a jitted function is called with no wishes about where and how."""
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    wishes: list[Any] = [type(s).__name__ != "UnspecifiedValue" for s in shardings]
+    wishes += [params["keep_unused"], params["compiler_options_kvs"]]
+    wishes += [*params["in_layouts"], *params["out_layouts"]]
+    wishes += params["donated_invars"]
+    jaxpr = params["jaxpr"]
+    is_high = getattr(getattr(jaxpr, "jaxpr", jaxpr), "is_high", False)
+    return params["ctx_mesh"].empty and not (any(wishes) or jaxpr.effects or is_high)
 
 
 def cotangent_sharding(x: jax.Array) -> Any:

@@ -13,6 +13,7 @@ from jax.extend.core import Primitive, set_current_trace
 from .. import _compat
 from .._compat import array_dtype
 from . import retracing
+from .caches import are_used
 from .decision import (
     CASTABLE,
     FLOAT32_DTYPE,
@@ -84,7 +85,8 @@ class CastingTrace(_compat.Trace):
         self.parent, self.settings = parent, settings
         self.baked, self.typed = baked, typed
         self.requires_low = parent.requires_low
-        self.seen = retracing.seen_on(parent)
+        self.seen = retracing.seen_on(parent) if are_used() else None
+        self.recorder: Any = None  # of an eager op: see `tapes.py`
         # Flax NNX refuses to update a Variable on another trace than the one that made
         # it, and compares traces by this reference. Values live on both alike.
         self._weakref = parent._weakref
@@ -176,11 +178,18 @@ class CastingTrace(_compat.Trace):
             names = ("update_jaxpr", "update_consts")
             params = {k: v for k, v in params.items() if k not in names}
             return self.call(scatter, args, params)
+        if self.recorder is not None:
+            with set_current_trace(self.parent):
+                return self.recorder.bind(primitive, args, params)
         seen = self.seen if self.decide.knows(primitive) else None
         return retracing.run(self.parent, primitive.bind, args, params, seen)
 
     def call(self, function: Callable[..., Out], args: Values, params: Params) -> Out:
         """Runs a function of arrays on the trace below."""
+        if self.recorder is not None:
+            run = retracing.jitted(function, tuple(params.items()))
+            with set_current_trace(self.parent):
+                return self.recorder.run(run, args)
         return retracing.run(self.parent, function, args, params, self.seen)
 
     def cast(self, x: Value, dtype: np.dtype) -> Value:
@@ -191,6 +200,8 @@ class CastingTrace(_compat.Trace):
         if not isinstance(x, jax.Array):
             return unrounded(x) if dtype == FLOAT32_DTYPE else np.asarray(x, dtype)
         if (copy := self.notes.copy(x, dtype)) is None:
+            if self.recorder is not None and self.recorder.casts(x, self.notes):
+                return self.cast_input(x, dtype)
             copy = self.call(lax.convert_element_type, [x], {"new_dtype": dtype})
             self.effects.touched = True
             widened = dtype == FLOAT32_DTYPE
@@ -199,6 +210,16 @@ class CastingTrace(_compat.Trace):
                 self.notes.remember_widened(copy, x)
             if not widened or isinstance(x, Tracer):  # else they keep each other alive
                 self.notes.remember(x, dtype, copy)
+        return copy
+
+    def cast_input(self, x: Value, dtype: np.dtype) -> Value:
+        """Casts an input of an op that is being recorded."""
+        recorder, self.recorder = self.recorder, None
+        try:
+            copy = self.cast(x, dtype)
+        finally:
+            self.recorder = recorder
+        recorder.cast(x, dtype, copy)
         return copy
 
     def as_traced(self, args: Values, avals: Sequence[AbstractValue] | None) -> Values:

@@ -15,6 +15,7 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, set_current_trace
 
 from .. import _compat
+from . import caches
 from .casting import CastingTrace, Effects
 from .decision import Action, Dtypes, Op, Value, Values
 from .notes import Note
@@ -116,7 +117,7 @@ def rewrite(
     baked = baked or trace.baked
     typed = trace.is_typed()
     key = (tuple(avals), outs, within, baked, typed, trace.settings, path)
-    cache = CACHE.setdefault(jaxpr.jaxpr, {})
+    cache = CACHE.setdefault(jaxpr.jaxpr, {}) if caches.are_used() else {}
     if key not in cache:
         notes, effects = [], Effects()
         make_child = trace.spawner(baked, effects, typed)

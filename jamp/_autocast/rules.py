@@ -196,7 +196,7 @@ class Decider:
 
     def __init__(self, settings: Settings, hits: set[int]):
         self.settings, self.hits = settings, hits
-        modules = loaded()
+        self.modules = modules = loaded()
         self.functions, self.exempt = functions_of(modules), codes_at(EXEMPT, modules)
         by_path = any(isinstance(r.test, PathPattern) for r in settings.rules)
         self.uses_paths = by_path or settings.probe is not None

@@ -1,6 +1,7 @@
 """The trace that casts: what happens to one op inside an autocast region."""
 
 import functools
+import weakref
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from .custom_calls import custom_jvp, custom_vjp
 from .custom_equations import CUSTOM
 from .decision import FLOAT32_DTYPE, SCALED, Action, Kind, Op, Result, Settings, Values
 from .draws import check_drawn
+from .eager import Tapes, played
 from .float8_products import float8_product, with_float8
 from .left_alone import leave_alone
 from .made import is_filled
@@ -56,6 +58,8 @@ class AutocastTrace(CastingTrace):
     ):
         decide = Decider(settings, effects.hits)
         super().__init__(parent, settings, decide, effects, baked, prefix, typed)
+        self.has_tapes = _compat.is_eager(parent) and not baked
+        self.tapes = Tapes(settings, decide.modules)
 
     def spawner(
         self,
@@ -75,12 +79,22 @@ class AutocastTrace(CastingTrace):
             prefix=self.path(),
             typed=typed,
         )
-        return lambda: make(_compat.current_trace())
+        recorder = self.recorder and weakref.ref(self.recorder)
+
+        def spawn() -> AutocastTrace:
+            trace = make(_compat.current_trace())
+            if recorder is not None and trace.has_tapes:
+                trace.recorder = recorder()
+            trace.has_tapes = False
+            return trace
+
+        return spawn
 
     # What JAX calls.
 
     def process_primitive(self, primitive, tracers, params, /):
-        return self.apply(Op(primitive, tracers, params))
+        op = Op(primitive, tracers, params)
+        return played(self, op) if self.has_tapes else self.apply(op)
 
     def process_call(self, primitive, fun, tracers, params, /):
         with self.current():

@@ -1,6 +1,9 @@
 """PyTorch's automatic mixed precision for JAX, equal to torch bit for bit."""
 
 # ruff: isort: off
+import typing as _typing
+from importlib import import_module as _import
+
 from . import _stable
 from ._checks import stand_ins as _stand_ins
 
@@ -9,20 +12,14 @@ try:
     from ._autocast.region import autocast as autocast
     from ._autocast.region import get_autocast_dtype as get_autocast_dtype
     from ._autocast.region import is_autocast_enabled as is_autocast_enabled
+
+    _import("._policy.compute_dtype", __name__)  # a context of JAX
 except Exception as _error:  # JAX's inside has moved; the rest of jamp does without
     _names = "autocast", "get_autocast_dtype", "is_autocast_enabled"
     globals().update(_stand_ins(__name__, _error, *_names))
 
-# float8: how the matrix products of a region are quantized, and which ones bear it
+# float8: how the matrix products of a region are quantized
 from ._autocast.float8 import Float8 as Float8
-
-try:
-    from ._debug.calibrate import calibrate as calibrate
-except Exception as _error:
-    globals().update(_stand_ins(__name__, _error, "calibrate"))
-
-# GradScaler: the object as in PyTorch, for Flax NNX
-from ._scaling.grad_scaler import GradScaler as GradScaler
 
 # Loss scaling and float16 parameters in optax
 from ._scaling.wrapper import dynamic_loss_scale as dynamic_loss_scale
@@ -46,12 +43,47 @@ from ._policy.policy import cast_to_half as cast_to_half
 from ._policy.policy import half_dtype as half_dtype
 
 # Namespaces
-from . import debug as debug
-from . import linen as linen
-from . import nnx as nnx
 from . import sharding as sharding
+
+# Imported when they are first used: what takes Flax, and the reports
+if _typing.TYPE_CHECKING:
+    from . import debug as debug
+    from . import linen as linen
+    from . import nnx as nnx
+
+    # GradScaler: the object as in PyTorch, for Flax NNX
+    from ._scaling.grad_scaler import GradScaler as GradScaler
+
+    # Which matrix products bear float8
+    from ._debug.calibrate import calibrate as calibrate
+else:
+    _BY_NEED = {
+        "debug": (".debug",),
+        "linen": (".linen",),
+        "nnx": (".nnx",),
+        "GradScaler": ("._scaling.grad_scaler",),
+        "calibrate": (".debug", "._debug.calibrate"),  # its report is of `debug`
+    }
+
+    def __getattr__(name):
+        if name not in _BY_NEED:
+            text = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(text, name=name)
+        try:
+            home = [_import(path, __name__) for path in _BY_NEED[name]][-1]
+            value = getattr(home, name, home)
+        except Exception as error:
+            if name != "calibrate":
+                raise  # Flax does not run here
+            value = _stand_ins(__name__, error, name)[name]
+        _stable.publish(__name__, {name: value})
+        return globals().setdefault(name, value)
+
+    def __dir__():
+        return sorted({*globals(), *_BY_NEED})
+
+    __all__ = [name for name in __dir__() if not name.startswith("_")]
 
 __version__ = "0.1.0"  # the one place; pyproject.toml reads it
 
-_FACES = ("", ".debug", ".linen", ".nnx", ".sharding")
-_stable.publish(*(f"{__name__}{at}" for at in _FACES))
+_stable.publish(__name__)

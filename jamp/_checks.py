@@ -104,6 +104,16 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
+def imported(module: str, *names: str) -> tuple[type, ...]:
+    """Classes of a library, for `isinstance`: nothing is of one that is not imported.
+
+    Args:
+      module: its name. It may be that another thread is importing it.
+    """
+    found = (getattr(sys.modules.get(module), name, None) for name in names)
+    return tuple(cls for cls in found if isinstance(cls, type))
+
+
 def shown(value: object) -> str:
     """A value and its type, for messages."""
     return f"{brief(value)} of type {type(value).__name__}"

@@ -1,6 +1,7 @@
 """See what mixed precision does: which dtypes, what overflowed, what was flushed."""
 
 # ruff: isort: off
+from . import _stable
 from ._checks import stand_ins as _stand_ins
 
 try:
@@ -36,3 +37,5 @@ from ._debug.histogram import grad_histogram as grad_histogram
 from ._scaling.check import check as check
 from ._debug.history import History as History
 from ._debug.plots import plot_scale as plot_scale
+
+_stable.publish(__name__)

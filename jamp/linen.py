@@ -1,5 +1,6 @@
 """Flax Linen: a policy for a model and its parts, and a train state for `jamp.step`."""
 
+from . import _stable
 from ._checks import stand_ins as _stand_ins
 from ._scaling.train_state import TrainState as TrainState
 
@@ -7,3 +8,5 @@ try:
     from ._policy.linen import with_policy as with_policy
 except Exception as _error:  # JAX's inside has moved
     globals().update(_stand_ins(__name__, _error, "with_policy"))
+
+_stable.publish(__name__)

@@ -1,5 +1,6 @@
 """Flax NNX: a policy for a model, paths for rules to name its parts, and retries."""
 
+from . import _stable
 from ._checks import stand_ins as _stand_ins
 
 try:
@@ -10,3 +11,5 @@ except Exception as _error:  # JAX's inside has moved
 from ._policy.scopes import named_scopes as named_scopes
 from ._scaling.nnx_retry import find_loss_scale as find_loss_scale
 from ._scaling.nnx_retry import retry as retry
+
+_stable.publish(__name__)

@@ -66,6 +66,7 @@ USED = {
     "jamp.autocast": "jamp.autocast(jnp.float16)",
     "jamp.is_autocast_enabled": "jamp.is_autocast_enabled()",
     "jamp.get_autocast_dtype": "jamp.get_autocast_dtype()",
+    "jamp.calibrate": "jamp.calibrate(jnp.sin)",
     "jamp.debug.explain": "jamp.debug.explain(jnp.sin)",
     "jamp.debug.find_nonfinite": "jamp.debug.find_nonfinite(jnp.sin)",
     "jamp.linen.with_policy": "jamp.linen.with_policy(None, policy)",
@@ -102,6 +103,7 @@ def test_loss_scaling_goes_on_and_autocast_says_why(gone):
 
 def test_here_nothing_is_missing():
     faces = (jamp, jamp.debug, jamp.linen, jamp.nnx, jamp.sharding)
+    assert jamp.GradScaler and jamp.calibrate
     missing = [
         f"{face.__name__}.{name}"
         for face in faces

@@ -167,9 +167,17 @@ PREFIXES = frozenset(
 )
 
 
+COMPLETE: set[str] = set()
+
+
 def loaded() -> frozenset[str]:
-    """Which of them are imported."""
-    return frozenset(PREFIXES & sys.modules.keys())
+    """Which of them are imported, to the end: another thread may be at it."""
+    found = PREFIXES & sys.modules.keys()
+    for name in found - COMPLETE:
+        spec = getattr(sys.modules[name], "__spec__", None)
+        if not getattr(spec, "_initializing", False):
+            COMPLETE.add(name)
+    return frozenset(found & COMPLETE)
 
 
 ACTIONS = {

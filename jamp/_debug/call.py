@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
+from .._checks import imported
 from .._tree import PyTree
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -78,6 +78,8 @@ def _flatten(
     values = [value for _, value in labelled]
     graph, modules = None, [i for i, v in enumerate(values) if _has_modules(v)]
     if modules:  # what two of them share, they go on sharing
+        from flax import nnx
+
         graph, state = nnx.split([values[i] for i in modules])
         for place, i in enumerate(modules):
             values[i] = state[place] if place in state else {}
@@ -98,6 +100,8 @@ def _flatten(
         ]
         values = jax.tree.unflatten(tree, leaves)
         if graph is not None:
+            from flax import nnx
+
             parts = {p: values[i] for p, i in enumerate(modules) if len(values[i])}
             merged = nnx.merge(graph, nnx.State(parts))
             for place, i in enumerate(modules):
@@ -146,7 +150,8 @@ def _has_arrays(value: PyTree) -> bool:
 
 
 def _has_modules(value: PyTree) -> bool:
-    is_module = lambda node: isinstance(node, (nnx.Pytree, nnx.Variable))
+    classes = imported("flax.nnx", "Pytree", "Variable")
+    is_module = lambda node: isinstance(node, classes)
     return any(map(is_module, jax.tree.leaves(value, is_leaf=is_module)))
 
 

@@ -7,7 +7,7 @@ A `Policy` casts trees (`policy.py`) or wraps a function (`wrap.py`). `with_poli
   path and class (`Place`).
 - `surgery.py` makes the classes of which methods and reads can be governed.
 - `module_call.py` casts around one call of a module (`ModuleCall`), and says meanwhile
-  what parameters are read in (`COMPUTE_DTYPE`). Those of NNX look there themselves;
+  what parameters are read in (`compute_dtype.py`). Those of NNX look there themselves;
   Linen's lie in boxes that do (`linen_box.py`).
 - `linen_call.py` follows a call through a Linen model, from the root to the leaves.
 - What stays in float32 all the same (`float32_for.py` has the names) does so in an

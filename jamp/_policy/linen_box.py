@@ -12,7 +12,7 @@ import jax
 from flax.core import meta
 
 from .._tree import PyTree, cast_floating
-from .module_call import COMPUTE_DTYPE
+from .compute_dtype import COMPUTE_DTYPE
 
 
 @functools.partial(

@@ -28,8 +28,9 @@ from flax import linen as nn
 from flax.core import lift
 
 from .._tree import PyTree, cast_floating
+from .compute_dtype import COMPUTE_DTYPE
 from .linen_box import boxed, opened, without_boxes
-from .module_call import COMPUTE_DTYPE, ModuleCall
+from .module_call import ModuleCall
 from .overrides import ROOT, Place, Plan, check_all_used, pattern_of, place_of
 
 CALLER = "jamp.linen.with_policy"

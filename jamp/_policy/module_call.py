@@ -15,10 +15,8 @@ from flax import linen as nn
 from flax import nnx
 
 from .._tree import PyTree, cast_floating
+from .compute_dtype import COMPUTE_DTYPE
 from .float32_region import advised, float32_region
-
-# What parameters are cast to when they are read, or None. JAX keys its caches by it.
-COMPUTE_DTYPE = jax.make_user_context(None)
 
 # They write the parameters of the layer inside, from what they read there.
 WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)

@@ -16,8 +16,9 @@ from flax import nnx
 
 from .._autocast.notes import Memory
 from .._tree import PyTree, cast_floating
+from .compute_dtype import COMPUTE_DTYPE
 from .float32_for import FLOAT32_FOR
-from .module_call import COMPUTE_DTYPE, ModuleCall
+from .module_call import ModuleCall
 from .overrides import ROOT, Place, Plan, check_all_used, make_plan, place_of
 from .policy import Policy
 from .surgery import (

@@ -5,14 +5,11 @@ from collections.abc import Callable, Collection
 
 import jax
 import numpy as np
-from flax import linen as nn
-from flax import nnx
 
+from .._checks import imported
 from .._tree import cast_floating
 from .float32_for import check_float32_for
 from .float32_region import advised, float32_region, norm_classes, state_classes
-
-FLAX = (nn.Module, nnx.Module)
 
 
 def wrap(
@@ -52,7 +49,8 @@ def is_flax(function: object) -> bool:
 
     Or a class of modules, which is no function of arrays.
     """
+    modules = imported("flax.linen", "Module") + imported("flax.nnx", "Module")
     if isinstance(function, type):
-        return issubclass(function, FLAX)
+        return issubclass(function, modules)
     owner = getattr(function, "__self__", None)  # of a bound method
-    return isinstance(function, FLAX) or isinstance(owner, FLAX)
+    return isinstance(function, modules) or isinstance(owner, modules)

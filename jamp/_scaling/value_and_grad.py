@@ -6,20 +6,21 @@ user states it is given, so that it works the same in a chain and in a `TrainSta
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import ArrayLike
 
-from .._checks import shown
+from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
 from .alarms import alarms
-from .grad_scaler import GradScaler
 from .state import DynamicLossScaleState, describe, find_states, scalars_of
+
+if TYPE_CHECKING:
+    from .grad_scaler import GradScaler
 
 TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
 one must not be divided by the other. In one optimizer there must be one, around the \
@@ -95,7 +96,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[T, PyTree]:
-        if any(isinstance(arg, nnx.Module) for arg in (*args, *kwargs.values())):
+        modules = imported("flax.nnx", "Module")
+        if any(isinstance(arg, modules) for arg in (*args, *kwargs.values())):
             raise TypeError(
                 "jamp.value_and_grad got an nnx.Module, and jax.grad would lose what "
                 "its forward pass changes; use nnx.value_and_grad of "
@@ -269,9 +271,9 @@ def metrics(
     }
 
 
-def _only_state(opt_state: PyTree) -> DynamicLossScaleState | GradScaler:
+def _only_state(opt_state: PyTree) -> "DynamicLossScaleState | GradScaler":
     """The `DynamicLossScaleState`, or the `GradScaler`, in what a user passed."""
-    if isinstance(opt_state, GradScaler):
+    if isinstance(opt_state, imported(f"{__package__}.grad_scaler", "GradScaler")):
         return opt_state
     found = find_states(opt_state)
     if len(found) == 1:

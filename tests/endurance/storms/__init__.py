@@ -1,13 +1,14 @@
 """Storms: random trees, optimizers, overflows and calls, against plain models.
 
-Four kinds, each a generator and an oracle. A storm is drawn from (kind, seed, number)
+Five kinds, each a generator and an oracle. A storm is drawn from (kind, seed, number)
 and holds many cases; a failure prints the command that draws it again.
 
 * `rule`: the scale with random numbers, against torch's rule in NumPy and float64;
 * `trees`: random trees, optimizers, nestings and settings, against the bare optimizer
   on gradients that NumPy unscaled;
 * `calls`: random calls of a `GradScaler`, against a state machine of torch's;
-* `garbage`: wrong arguments, each of which must be refused by a message of jamp's.
+* `garbage`: wrong arguments, each of which must be refused by a message of jamp's;
+* `programs`: random programs in autocast regions, against the same without caches.
 
     python -m tests.endurance.storms --cases 100000 --seed 0
     python -m tests.endurance.storms --kind trees --seed 0 --number 17
@@ -15,6 +16,7 @@ and holds many cases; a failure prints the command that draws it again.
 
 from .calls import call_storm
 from .garbage import garbage_storm
+from .programs import program_storm
 from .rule import rule_storm
 from .trees import tree_storm
 
@@ -23,6 +25,7 @@ STORMS = {
     "trees": tree_storm,
     "calls": call_storm,
     "garbage": garbage_storm,
+    "programs": program_storm,
 }
 
 

@@ -45,25 +45,35 @@ Fact = TypeVar("Fact")
 Default = TypeVar("Default")
 
 
+class Reference(weakref.ref[object]):
+    """A weak reference that knows where its value was."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class Memory(Generic[Fact]):
     """Facts about values, by identity, each forgotten when its value dies."""
 
     def __init__(self) -> None:
-        self.facts: dict[int, tuple[weakref.ref[object], Fact]] = {}
+        self.facts: dict[int, tuple[Reference, Fact]] = {}
+        memory = weakref.ref(self)
+
+        def forget(reference: Any) -> None:  # one for all: few objects to collect
+            if (found := memory()) is not None:
+                if found.facts.get(reference.key, (None,))[0] is reference:
+                    del found.facts[reference.key]
+
+        self.forget = forget
 
     def get(self, value: object, default: Default) -> Fact | Default:
         reference, fact = self.facts.get(id(value), (None, default))
         return fact if reference is not None and reference() is value else default
 
     def set(self, value: object, fact: Fact) -> None:
-        key, facts = id(value), weakref.ref(self)
-
-        def forget(reference: weakref.ref) -> None:
-            if (memory := facts()) is not None:
-                if memory.facts.get(key, (None,))[0] is reference:
-                    del memory.facts[key]
-
-        self.facts[key] = weakref.ref(value, forget), fact
+        reference = Reference(value, self.forget)
+        reference.key = id(value)
+        self.facts[reference.key] = reference, fact
 
 
 class Notes:

@@ -1,7 +1,7 @@
 """An op on its way through a region, and what is decided about it."""
 
 import enum
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -145,6 +145,19 @@ class UserRule(NamedTuple):
     name: str  # what the user wrote, for messages
     test: Hashable  # a primitive, a PathPattern, or (code, "name at file:line")
     action: Action
+
+
+class UserRules(tuple[UserRule, ...]):
+    """Rules whose hash is computed once: that of a code reads all of it.
+
+    JAX asks for the hash of a region's settings whenever it looks into its caches.
+    """
+
+    def __init__(self, rules: Iterable[UserRule]) -> None:
+        self._hash = super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class Settings(NamedTuple):

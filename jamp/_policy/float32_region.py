@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.casting import REGION
-from .._autocast.decision import Action, Reason, Settings, Source, UserRule
+from .._autocast.decision import Action, Reason, Settings, Source, UserRule, UserRules
 from .._autocast.ops import DRAW, FLOAT32_NORM, FUNCTIONS, KEPT
 from .._autocast.region import enter
 from .._autocast.rules import find, loaded, resolve, source_of
@@ -43,7 +43,7 @@ def float32_region(
 
 
 @functools.lru_cache
-def rules_for(names: frozenset[str], modules: frozenset[str]) -> tuple[UserRule, ...]:
+def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
     rules = []
     for path, name in ((path, n) for n in sorted(names) for path in KEPT[n]):
         if (code := resolve(path, modules)) is not None:
@@ -57,7 +57,7 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> tuple[UserRule,
             why = Reason("draw", Source.FUNCTION, path)
             action = Action(None, jnp.dtype("float32"), why=why, table=DRAW)
             rules.append(UserRule(path, (code, source_of(code)), action))
-    return tuple(rules)
+    return UserRules(rules)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """`jamp.linen.with_policy`: casts by module, paths, lifted transformations."""
 
 import copy
+import os
 import pickle
+import sys
 
 import flax.linen as nn
 import jax
@@ -907,3 +909,36 @@ def test_init_forgets_what_matched_in_other_models():
     jamp.linen.with_policy(Model(2), MIXED, overrides).init(RNGS, X)
     with pytest.raises(ValueError, match="'block_0'"):
         jax.eval_shape(jamp.linen.with_policy(Model(1), MIXED, overrides).init, RNGS, X)
+
+
+def calls_of_a_trace(n_layers):
+    """Python calls in jamp's files, and of hash functions, while a model is traced."""
+    layers = [nn.Dense(4) for _ in range(n_layers)]
+    model = jamp.linen.with_policy(nn.Sequential(layers), "mixed_float16")
+    x = jnp.ones((1, 4))
+    params = model.init(jax.random.key(0), x)
+    jax.jit(model.apply).trace(params, x)
+    own, hashes = 0, 0
+
+    def count(frame, event, argument):
+        nonlocal own, hashes
+        if event == "call":
+            own += frame.f_code.co_filename.startswith(os.path.dirname(jamp.__file__))
+            hashes += frame.f_code.co_name == "__hash__"
+
+    again = jax.jit(lambda params, x: model.apply(params, x))
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        again.trace(params, x)
+    finally:
+        sys.setprofile(before)
+    return own, hashes
+
+
+def test_what_a_layer_adds_to_a_trace_is_bounded():
+    # JAX hashes a region's settings for its caches: it was 1073 calls a layer.
+    few, many = calls_of_a_trace(4), calls_of_a_trace(8)
+    own, hashes = ((b - a) / 4 for a, b in zip(few, many, strict=True))
+    assert 0 < own <= 380
+    assert hashes <= 250

@@ -39,7 +39,9 @@ from .notes import fits
 from .sources import is_in_layer
 from .traits import OVER_AXES
 
-LOOP_SIZE = 2**10  # fewer elements in a round are not worth one, measured
+# A loop must save more than it takes, measured: elements of a round; and of all rounds,
+# for each loop is compiled, which takes longer than it saves in the steps of a trial.
+LOOP_SIZES = 2**10, 2**19
 
 
 def with_bias(trace: CastingTrace, op: Op) -> Value | None:
@@ -119,7 +121,10 @@ def pays_a_loop(shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
     """
     if jax.default_backend() != "cpu" or jax.device_count() > 1:
         return False
-    return len(shape) > 2 and bias[0] == 1 and math.prod(shape[1:]) >= LOOP_SIZE
+    if len(shape) < 3 or bias[0] != 1:
+        return False
+    sizes = math.prod(shape[1:]), math.prod(shape)
+    return all(size >= least for size, least in zip(sizes, LOOP_SIZES, strict=True))
 
 
 def rounded(bias: jax.Array, dtype: np.dtype, masks: bool) -> jax.Array:

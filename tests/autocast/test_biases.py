@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 
 import jamp
+from jamp._autocast import bias
 
 half = jamp.autocast(jnp.float16)
 HUGE = jnp.array([jnp.inf, -jnp.inf, 1e5, -1e9, 2.0, jnp.nan])
@@ -177,8 +178,9 @@ DERIVATIVES = {
 
 @pytest.fixture
 def looped(monkeypatch):
-    """A bias's gradient is summed as by XLA's CPU backend on one device."""
+    """A bias's gradient is summed as if this array were large, on one CPU device."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(bias, "LOOP_SIZES", (2**10, 2**13))
     yield monkeypatch
     jax.clear_caches()
 
@@ -236,4 +238,10 @@ def test_what_a_sum_reads_is_computed_once_on_a_cpu(looped, standard_promotion):
 )
 def test_no_loop_on_a_gpu_or_over_devices(name, value, looped, standard_promotion):
     looped.setattr(jax, name, lambda: value)
+    assert " while(" not in program_of_gelus()
+
+
+@pytest.mark.parametrize("sizes", [(2**10 + 1, 1), (1, 2**13 + 1)])
+def test_no_loop_for_small_arrays(sizes, looped, standard_promotion):
+    looped.setattr(bias, "LOOP_SIZES", sizes)
     assert " while(" not in program_of_gelus()

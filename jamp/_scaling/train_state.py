@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import optax
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax import linen  # Flax first, then its parts: so threads that import it may meet
 from flax.training import train_state
 
 from .._tree import PyTree
 from .step import step
 from .transformation import as_transformation
+
+FP8_SCALES = linen.fp8_ops.OVERWRITE_WITH_GRADIENT  # a collection: Flax's matter
 
 
 class TrainState(train_state.TrainState):
@@ -78,7 +80,7 @@ class TrainState(train_state.TrainState):
             `opt_state` of another `tx`.
         """
         is_dict = isinstance(grads, Mapping)
-        if is_dict and OVERWRITE_WITH_GRADIENT in grads:  # fp8 scales: Flax's matter
+        if is_dict and FP8_SCALES in grads:
             return super().apply_gradients(grads=grads, **kwargs)
         params, opt_state = step(self.tx, grads, self.opt_state, self.params)
         return self.replace(

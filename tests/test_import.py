@@ -192,6 +192,28 @@ def test_flax_is_known_when_it_comes(order):
     run(flax + FLAX_USED)
 
 
+def test_flax_that_is_imported_inside_a_region_is_known_there():
+    run("""
+import jamp
+def sums(x, y):  # one line, whose tape is kept
+    return x @ y + x[:1]
+with jamp.autocast(dtype=jnp.bfloat16):
+    x = jnp.ones((4, 4))
+    kept = [sums(x, x).dtype for _ in range(3)]
+    import flax.linen as nn
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            draw = lambda key, shape: jax.random.normal(key, shape) @ jnp.eye(4)
+            x = x @ self.param("w", draw, (4, 4))
+            return nn.BatchNorm(use_running_average=True)(x)
+    params = Norm().init(jax.random.key(0), x)
+    assert params["params"]["w"].dtype == jnp.float32  # the making of parameters
+    assert (Norm().apply(params, x) + x @ x).dtype == jnp.bfloat16
+    assert [sums(x, x).dtype] * 3 == kept
+""")
+
+
 def test_a_library_that_another_thread_is_importing():
     run("""
 import importlib.machinery, threading

@@ -16,6 +16,7 @@ from .caches import are_used
 from .casting import CastingTrace
 from .decision import Op, Result, Settings
 from .notes import Notes
+from .rules import Decider
 from .tapes import NUMBERS, Recorder, Tape
 
 # What is known of an op: its tape, None for one that cannot be played, and the jaxpr
@@ -35,18 +36,19 @@ class Counts:
 class Tapes:
     """The tapes of a region."""
 
-    def __init__(self, settings: Settings, modules: frozenset[str]):
-        self.settings, self.modules = settings, modules
-        self.context: Hashable = None
+    def __init__(self, settings: Settings, decide: Decider):
+        self.settings, self.decide = settings, decide
+        self.given: tuple[Hashable, Hashable] | None = None
         self.table: Table | None = None
 
     def current(self) -> Table | None:
-        """Those for JAX's settings by now, or None if there are to be none."""
-        context = _compat.trace_context()
-        if context != self.context:
-            self.context, self.table = context, None
+        """Those for the libraries and JAX's settings by now; None: there are none."""
+        self.decide.look()
+        given = self.decide.modules, _compat.trace_context()
+        if given != self.given:
+            self.given, self.table = given, None
             if are_used() and _compat.runs_plainly() and not looks(self.settings):
-                self.table = table(self.settings, self.modules, context)
+                self.table = table(self.settings, *given)
         return self.table
 
 
@@ -57,7 +59,7 @@ def looks(settings: Settings) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def table(settings: Settings, modules: frozenset[str], context: Hashable) -> Table:
+def table(settings: Settings, modules: Hashable, context: Hashable) -> Table:
     """The tapes of all regions with these settings, in these settings of JAX."""
     del settings, modules, context
     return {}
@@ -67,9 +69,8 @@ class Key(NamedTuple):
     """All that decides about an eager op, but for the settings of region and JAX."""
 
     primitive: Primitive
-    params: tuple[
-        Any, ...
-    ]  # a jaxpr by its place in memory: its tape goes when it does
+    # With their names; a jaxpr by its place in memory: its tape goes when it does.
+    params: tuple[tuple[str, Any], ...]
     inputs: tuple[Hashable, ...]  # what is known of each array, and each number
     same: tuple[int, ...]  # which inputs are one
     source: Any  # the functions that the op comes from, and their lines
@@ -114,9 +115,9 @@ def key_of(op: Op, notes: Notes, path: str) -> Key | None:
         else:
             return None
         inputs.append(signature)
-    params = op.params.values()
+    params = op.params.items()
     if op.name == "jit":
-        params = [id(v) if n == "jaxpr" else v for n, v in op.params.items()]
+        params = [(n, id(v) if n == "jaxpr" else v) for n, v in params]
     source = _compat.current_traceback()
     return Key(op.primitive, tuple(params), tuple(inputs), same, source, path)
 

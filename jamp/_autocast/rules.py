@@ -204,12 +204,20 @@ class Decider:
 
     def __init__(self, settings: Settings, hits: set[int]):
         self.settings, self.hits = settings, hits
-        self.modules = modules = loaded()
-        self.functions, self.exempt = functions_of(modules), codes_at(EXEMPT, modules)
+        self.count = 0  # of the modules when `look` last looked
+        self.look()
         by_path = any(isinstance(r.test, PathPattern) for r in settings.rules)
         self.uses_paths = by_path or settings.probe is not None
         # Under a policy the casts around a module have said what is a layer's result.
         self.refines = settings.listed
+
+    def look(self) -> None:
+        """Takes up the functions of libraries that were imported by now."""
+        if (count := len(sys.modules)) == self.count:
+            return
+        self.modules = modules = loaded()
+        self.functions, self.exempt = functions_of(modules), codes_at(EXEMPT, modules)
+        self.count = count if modules == PREFIXES & sys.modules.keys() else 0
 
     def __call__(
         self,
@@ -225,6 +233,7 @@ class Decider:
           path: makes the module path.
           source: "name at file:line" of the function that a jitted op stands for.
         """
+        self.look()
         ids = list(map(id, codes))
         if not self.exempt.keys().isdisjoint(ids):
             return EXEMPTED

@@ -50,8 +50,9 @@ def called_function(codes: tuple[CodeType, ...]) -> CodeType | None:
 
 def is_in_layer(codes: tuple[CodeType, ...]) -> bool:
     """Whether the current op is of a layer of a library, and not of a user's own."""
-    found = (sys.modules.get(name) for name in LAYER_LIBRARIES)
-    roots = tuple(os.path.dirname(m.__file__ or "") + os.sep for m in found if m)
+    modules = (sys.modules.get(name) for name in LAYER_LIBRARIES)
+    found = (getattr(module, "__file__", None) for module in modules)
+    roots = tuple(os.path.dirname(file) + os.sep for file in found if file)
     files = (code.co_filename for code in codes)
     own = next((file for file in files if not file.startswith((JAX, JAMP))), "")
     return own.startswith(roots)

@@ -102,6 +102,7 @@ class Recorder:
         self.slots: dict[int, int] = {}
         for slot, x in enumerate(args):
             self.slots.setdefault(id(x), slot)
+        self.constants: set[int] = set()  # slots of numbers
         self.steps: list[Step] = []
         self.failed = False
 
@@ -118,8 +119,9 @@ class Recorder:
         elif not isinstance(x, (*NUMBERS, np.generic, np.ndarray)) or np.ndim(x):
             self.failed = True
         self.values.append(x)
-        self.slots[id(x)] = len(self.values) - 1
-        return len(self.values) - 1
+        self.slots[id(x)] = slot = len(self.values) - 1
+        self.constants.add(slot)
+        return slot
 
     def add(
         self,
@@ -175,8 +177,8 @@ class Recorder:
             left.extend(place for _, place in known)
         if self.failed:
             return None
-        rest: list[Any] = self.values[self.n_args :]
-        numbers = [None if isinstance(x, jax.Array) else x for x in rest]
+        rest = enumerate(self.values[self.n_args :], self.n_args)
+        numbers = [x if slot in self.constants else None for slot, x in rest]
         kept = [m for m in metas.values() if m.copies or m.note != NOTHING]
         return Tape(
             self.steps, numbers, places[0] if is_one else places, kept, frozenset(hits)

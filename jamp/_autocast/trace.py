@@ -59,7 +59,7 @@ class AutocastTrace(CastingTrace):
         decide = Decider(settings, effects.hits)
         super().__init__(parent, settings, decide, effects, baked, prefix, typed)
         self.has_tapes = _compat.is_eager(parent) and not baked
-        self.tapes = Tapes(settings, decide.modules)
+        self.tapes = Tapes(settings, decide)
 
     def spawner(
         self,

@@ -1,8 +1,10 @@
 """What autocast keeps of eager ops makes them quick, and changes no result."""
 
+import functools
 import gc
 import sys
 import threading
+import types
 import weakref
 
 import jax
@@ -294,6 +296,41 @@ def test_a_jaxpr_in_the_place_of_another_is_noticed(monkeypatch):
         expected = bits(jaxprs)
     monkeypatch.setattr(*without("params"))
     assert [bits(jaxprs) for _ in range(3)] == [expected] * 3
+
+
+def test_parameters_are_known_by_their_names():
+    given = [
+        {"start_indices": (1,), "limit_indices": (5,), "strides": (2,)},
+        {"start_indices": (1,), "strides": (5,), "limit_indices": (2,)},
+    ]
+    with REGION:
+        for _ in range(3):
+            slices = [lax.slice_p.bind(jnp.arange(6), **params) for params in given]
+            assert [x.tolist() for x in slices] == [[1, 3], [1]]
+
+
+def test_a_reference_inside_a_jitted_function_is_not_kept():
+    @functools.partial(jax.jit, inline=True)
+    def function(x):
+        ref = jax.new_ref(x)
+        ref[0] = x[1]
+        return ref[...]
+
+    def alive():
+        gc.collect()
+        return sum(x.size >= 1000 for x in jax.live_arrays())
+
+    before = alive()
+    with REGION:
+        function(jnp.ones(1000))
+    assert alive() == before
+
+
+def test_a_library_without_a_file_has_no_layers(monkeypatch):
+    """Such as a directory of that name, which Python takes for a package."""
+    monkeypatch.setitem(sys.modules, "keras", types.ModuleType("keras"))
+    with REGION:
+        assert (X[:1] @ W + array(1, 4)).dtype == FLOAT32
 
 
 def test_nothing_outlives_a_jitted_function():

@@ -36,7 +36,7 @@ RULE = {
         pytest.param("trees", 1, 4, 110, marks=pytest.mark.slow),
         ("calls", 0, 5, 25),
         ("garbage", 0, 4, 100),
-        pytest.param("programs", 0, 4, 50, marks=pytest.mark.slow),
+        pytest.param("programs", 0, 2, 25, marks=pytest.mark.slow),
     ],
 )
 def test_storms(kind, seed, count, cases):

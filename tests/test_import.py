@@ -186,6 +186,7 @@ assert "dot_general" in str(explained(linear, x))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_flax_is_known_when_it_comes(order):
     flax = {"before": FLAX + FLAX_LATER, "after": FLAX_LATER + FLAX}[order]
@@ -277,21 +278,27 @@ for name, value, said in found:
 """)
 
 
-@pytest.mark.parametrize("first", ["", "import jamp.nnx\n", "import jamp.debug\n"])
-def test_a_pickle_is_loaded_by_a_process_that_imported_nothing(tmp_path, first):
-    path = tmp_path / "saved.pickle"
-    made = """
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A file with one of each that can be pickled."""
+    path = tmp_path_factory.mktemp("saved") / "saved.pickle"
+    run(f"""
 import pickle, pathlib
 from tests.test_pickling import made
-pathlib.Path({!r}).write_bytes(pickle.dumps({{
+pathlib.Path({str(path)!r}).write_bytes(pickle.dumps({{
     kind: (pickle.dumps(value), type(value).__name__) for kind, value in made().items()
 }}))
-"""
-    run(made.format(str(path)))
+""")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["", "import jamp.nnx\n", "import jamp.debug\n"])
+def test_a_pickle_is_loaded_by_a_process_that_imported_nothing(first, saved):
     run(f"""
 import pickle, pathlib
 {first}
-saved = pathlib.Path({str(path)!r}).read_bytes()
+saved = pathlib.Path({str(saved)!r}).read_bytes()
 for kind, (pickled, name) in pickle.loads(saved).items():
     value = pickle.loads(pickled)
     assert type(value).__name__ == name, kind

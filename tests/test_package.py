@@ -206,19 +206,20 @@ def test_the_reference_names_the_errors(name):
             assert re.search(r"Raises:|Error", text), f"{name}{own} raises"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples_run(name, standard_promotion):
-    module = importlib.import_module(name)
-    if module is jamp:
-        assert all(hasattr(jamp, name) for name in PUBLIC)  # some by need
-    failed, _ = doctest.testmod(module)
-    assert not failed
+def examples():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    assert all(hasattr(jamp, name) for name in PUBLIC)  # some by need
+    tests = [t for n in MODULES for t in finder.find(importlib.import_module(n))]
+    return [pytest.param(t, id=t.name) for t in tests if t.examples]
+
+
+@pytest.mark.parametrize("example", examples())
+def test_docstring_examples_run(example, standard_promotion):
+    assert not doctest.DocTestRunner().run(example).failed
 
 
 def test_examples_are_found():
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    tests = [t for n in MODULES for t in finder.find(importlib.import_module(n))]
-    assert sum(bool(test.examples) for test in tests) >= 10
+    assert len(examples()) >= 10
 
 
 def test_version_is_that_of_the_distribution():

@@ -88,7 +88,7 @@ print("all as it should be")
 """
 
 
-@pytest.mark.parametrize("gone", mostly_slow(GONE, "a name"))
+@pytest.mark.parametrize("gone", mostly_slow(GONE))
 def test_loss_scaling_goes_on_and_autocast_says_why(gone):
     code = f"import jax, flax, optax\n{GONE[gone]}\n{WORKS}{REFUSED.format(used=USED)}"
     done = subprocess.run(

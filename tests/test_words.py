@@ -27,7 +27,7 @@ MODULES = [
 
 # Each is a mannerism, with what to write in its place.
 MANNERISMS = {
-    r"(?<![Tt]here )\b(?:is|are|was|were) no\b(?! (?:longer|more|less|fewer)\b)": "is not",
+    r"(?<![Tt]here )\b(?:is|are|was|were) no\b(?! (?:longer|more|less)\b)": "is not",
     r"\bthose who\b": "name the reader, or write `you`",
     r"\bmend(?:s|ed|ing)?\b": "fix",
     r"\bby (?:it|them)sel(?:f|ves) all\b": "all by itself",

@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--sample", type=int, help="number of tests of each file, always the same ones")
     add("--way", choices=WAYS, nargs="+", help="by default all three")
     add("--rerun", choices=("failed", "all"), help="run these again")
-    add("--limit-seconds", type=float, default=float("inf"), help="of all tests together")
+    add("--limit-seconds", type=float, default=float("inf"), help="of all together")
     add("--test-seconds", type=float, default=120.0, help="limit of one plain test")
     add("--folder", type=Path, default=KEPT_IN, help="folder of the outcomes")
     add("--page", type=Path, default=PAGE, help="page to write")

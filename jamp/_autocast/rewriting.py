@@ -30,8 +30,8 @@ def evaluate(
 ) -> list[Value]:
     """Runs a jaxpr op by op on an autocast trace.
 
-    With `own_sources`, ops keep the record of where they come from that the jaxpr has;
-    otherwise they come from the call that is being evaluated.
+    With `own_sources`, ops keep the jaxpr's record of where they come from; otherwise
+    they come from the call that is being evaluated.
     """
     values: dict[Var, Value] = dict(
         zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)

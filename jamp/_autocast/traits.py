@@ -1,8 +1,8 @@
 """What primitives of JAX do, whatever their dtypes: one list for each trait.
 
-By JAX's names, those of all versions that jamp knows. `ops.py` has the dtypes, and a
-test asks that each name is one that jamp knows from there, from a rule, or here, as
-one that is left alone.
+The names are JAX's, from all versions that jamp knows. `ops.py` has the dtypes. A test
+checks that jamp knows each name from there, from a rule, or from here, as one that is
+left alone.
 """
 
 
@@ -17,7 +17,7 @@ MOVES = _names("""
     broadcast_in_dim convert_element_type copy expand_dims reshape sharding_constraint
     slice squeeze stop_gradient transpose
 """)
-# Those of them after which it is known what a value was made of: see `moves.py`.
+# The moves after which it is still known what a value was made of: see `moves.py`.
 FOLLOWED = _names("broadcast_in_dim copy reshape slice squeeze transpose")
 # Results hold an inf or nan exactly where the input does.
 PRESERVING = _names("""
@@ -33,7 +33,7 @@ ELEMENTWISE = _names("""
 """)
 # Two inputs of which the wider one widens the result.
 MIXING = _names("add add_any atan2 div max min mul rem select_n sub")
-# Of no interest where ops are listed: they move elements, and compute nothing.
+# Not shown in lists of ops: they move elements, and compute nothing.
 UNPRINTED = _names("""
     broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice expand_dims
     gather pad reduce_precision reshape rev slice split squeeze stop_gradient transpose

@@ -45,9 +45,7 @@ def quantized(x: jax.Array, *, dtype: np.dtype, axes: Axes) -> Scaled:
     constant in derivatives.
     """
     wide = lax.convert_element_type(lax.stop_gradient(x), jnp.float32)
-    if (
-        x.dtype == jnp.bfloat16
-    ):  # or XLA may use the float32 that it was rounded from
+    if x.dtype == jnp.bfloat16:  # or XLA may use the float32 that it was rounded from
         wide = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
     bits = lax.bitcast_convert_type(lax.abs(wide), jnp.int32)
     exponent = EXPONENTS[dtype]

@@ -140,7 +140,7 @@ def test_a_function_that_refuses_half_precision(function):
 
 def test_a_note_names_the_dtype_and_is_given_once():
     regions = jamp.autocast(dtype=jnp.bfloat16), jamp.autocast(dtype=jnp.bfloat16)
-    assert "give bfloat16" in note_of(jax.jit(conv), *regions)
+    assert "return bfloat16" in note_of(jax.jit(conv), *regions)
     inner = jax.jit(lambda h: half()(jax.checkpoint(conv))(h))
     assert "return float16" in note_of(inner, half())
 

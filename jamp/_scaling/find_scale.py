@@ -19,7 +19,7 @@ from .retry import InState, check_holds_one
 from .rule import LossScaleState
 
 LOWEST, HIGHEST = -126, 126  # exponents; above, the inverse of a scale is subnormal
-MARK = np.uint32(1)  # `recent_skips` before a step, which shifts it if the scale is used
+MARK = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
 
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
 there is an inf or nan in the batch, the parameters or the loss. \

@@ -41,7 +41,7 @@ OTHER_GRADIENTS = (
     "since. They are applied unchanged. If an exception ended the last iteration "
     "before its step(), they come from another backward pass and are still scaled, and "
     "this step is far too long: call update() when an iteration ends early. If they "
-    "were made from what unscale_() returned (clipped), step() before you scale() again."
+    "were made from what unscale_() returned (clipped), step() before scale() again."
 )
 
 

@@ -68,9 +68,9 @@ class LossScaleConfig:
     so does each one after it until the scale has grown again. With `hysteresis=1`,
     `min_scale=0` and `max_scale=inf`, this is torch's rule.
 
-    As in torch, the tracker must equal the interval; "at least" is not enough. A tracker
-    that is already past a newly shortened interval keeps counting until an overflow
-    resets it.
+    As in torch, the tracker must equal the interval; "at least" is not enough. A
+    tracker that is already past a newly shortened interval keeps counting until an
+    overflow resets it.
 
     Args:
       init_scale: first scale, finite, at least 2**-126.

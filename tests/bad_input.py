@@ -1079,7 +1079,7 @@ jamp.sharding.ErrorFeedbackState
 
 
 def read(table: str) -> list[Case]:
-    """Reads the table: indented by 0, a name; by 2, a call; by 4, its error and advice.
+    """Reads the table: a name, indented by 2 a call, by 4 its error and advice.
 
     An error is its type and the name of the argument, or other words of the message if
     there is no argument to name.

@@ -167,7 +167,7 @@ class Settings(NamedTuple):
     recipe: str | None = None  # of products: of float8 if they qualify, or SCALED
     rules: tuple[UserRule, ...] = ()
     depth: int = 0  # how many other regions it is in
-    listed: bool = True  # False under a policy: the rules alone decide
+    listed: bool = True  # False under a policy: only the rules decide
     observed: bool = False  # each op's reason is written into its name stack
     # Called with the trace, each op, its action and result; its return value replaces
     # the result. The region then runs in float32.

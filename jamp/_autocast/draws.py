@@ -7,7 +7,7 @@ more than half of the time. torch draws in float32. So inside these functions (`
 `ops.py`) a region makes the draw itself, from the same key and of the same shape:
 the results are those of float32 inputs, bit for bit.
 
-JAX jits each kind of noise as a function of its own, and a region sees the call: the
+JAX jits each kind of noise as a separate function, and a region sees the call: the
 name of the function, its arrays, and the jaxpr with shape and dtype.
 """
 

@@ -93,7 +93,7 @@ def scan(trace: CastingTrace, op: Op) -> Values:
 
 
 def with_dtype(aval: Any, value: Value) -> AbstractValue:
-    """The abstract value of an argument of which `scan` passes one slice."""
+    """The abstract value of a slice that `scan` passes, in the argument's dtype."""
     dtype = _compat.array_dtype(value)
     return aval if dtype in (None, aval.dtype) else aval.update(dtype=dtype)
 

@@ -9,7 +9,7 @@ Facts are kept by the identity of the value, for as long as the value lives:
     sides      for the result of a matrix product or convolution, which operand each
                dimension comes from
     varies     for a broadcast value, the dimensions along which it varies. A sum of it
-               and a product is a layer's bias if it varies along one side alone
+               and a product is a layer's bias if it varies along one side only
     raised     it had fewer dimensions before: `b[None]`, and not a (1, n) array
     widened    float32 only because JAX promoted a half-precision value
     result     float32, but half precision for ops outside the function it is from

@@ -27,7 +27,7 @@ class PathPattern:
 
     def __post_init__(self) -> None:
         plain = re.compile(self.text)
-        body = re.sub(r"^(\(\?[a-zA-Z]+\))+", "", self.text)  # flags stand first alone
+        body = re.sub(r"^(\(\?[a-zA-Z]+\))+", "", self.text)  # flags must come first
         end = "\n" if plain.flags & re.VERBOSE else ""  # of a comment
         whole = re.compile(f"(?:{body}{end})(?!(?<=[0-9])[0-9])", plain.flags)
         object.__setattr__(self, "plain", plain)

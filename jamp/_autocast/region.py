@@ -19,7 +19,7 @@ gradients have the dtypes of the parameters.
 A jitted function, a `scan` or a `remat` was traced before the region sees it: it
 arrives as one op with a jaxpr inside, made for float32. It is evaluated again, op by
 op, on a new autocast trace, into a new jaxpr that is kept (`nested.py`). Custom
-derivative rules are run under such a trace whenever JAX calls them (`custom.py`).
+derivative rules run under an autocast trace whenever JAX calls them (`custom.py`).
 
 Which rule wins
 ---------------

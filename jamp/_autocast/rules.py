@@ -32,7 +32,7 @@ BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
 regular expression that is searched for in the module path ("lm_head"). A value is the \
 dtype to run in: float16, bfloat16 or float32; "float8" or a jamp.Float8 for the \
-matrix products that qualify; or None to leave the op as it is."""
+matrix products that qualify; or None to leave the op unchanged."""
 
 UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is searched for \
 in the name stack, which Flax Linen, Haiku and jax.named_scope write; a function \
@@ -102,7 +102,7 @@ def compile_rule(key: object, value: object) -> UserRule:
         except (TypeError, ValueError):
             raise bad(f"{value!r} is not a dtype.") from None
         if dtype not in CASTABLE:
-            raise bad(f"cannot run in {dtype}.")
+            raise bad(f"ops cannot run in {dtype}.")
         action = Action(None, dtype, why=why)
     if isinstance(key, Primitive):
         return UserRule(key.name, key, action)
@@ -110,7 +110,7 @@ def compile_rule(key: object, value: object) -> UserRule:
         try:
             return UserRule(key, PathPattern(key), action)
         except re.error as error:
-            raise bad(f"not a regular expression: {error}.") from None
+            raise bad(f"the key is not a regular expression: {error}.") from None
     if isinstance(key, type):
         key = key.__call__  # a module class
     code = code_of(key) if callable(key) else None

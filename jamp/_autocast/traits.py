@@ -31,7 +31,7 @@ ELEMENTWISE = _names("""
     log2 logistic max min mul nextafter pow reduce_precision rem rsqrt select_n sin sinh
     sqrt square sub tan tanh
 """)
-# Two inputs of which the wider one widens the result.
+# Two inputs, of which the wider one decides the dtype of the result.
 MIXING = _names("add add_any atan2 div max min mul rem select_n sub")
 # Not shown in lists of ops: they move elements, and compute nothing.
 UNPRINTED = _names("""

@@ -18,7 +18,7 @@ from .._checks import is_traced
 
 OUTSIDE = (
     "History collects outside of jit: return the metrics from the jitted step, and "
-    "append them there."
+    "append them outside."
 )
 NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
 

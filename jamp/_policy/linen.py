@@ -95,7 +95,7 @@ class Policied:
 
     def __init__(self, base: type[nn.Module], plan: Plan):
         self.base, self.plan = base, plan
-        self.hits: set[int] = set()  # the overrides that matched a module, ever
+        self.hits: set[int] = set()  # the overrides that have matched a module
         methods = methods_of(base, nn.Module)
         fields = base.__dataclass_fields__
         self.methods = {

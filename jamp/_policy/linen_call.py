@@ -223,7 +223,7 @@ class RootCall:
         """Raises for an override that matches no module, as far as this call can tell.
 
         `init` calls all modules. Other calls may skip some, so they only compare paths
-        with those of the variables, and remember every override that ever matched.
+        with those of the variables, and remember every override that matched once.
         """
         paths = set(self.places)
         for tree in module.variables.values():

@@ -32,7 +32,7 @@ A key is a regular expression that is searched for in the module's path ("encode
 "^lm_head$") or a module class (nn.LayerNorm); a value is a policy or its string."""
 
 UNUSED = """{}: overrides match no module: {}.
-Module paths nearest to them: {}."""
+The nearest module paths are: {}."""
 
 
 class Plan(NamedTuple):
@@ -82,13 +82,13 @@ def make_plan(
             raise TypeError(BAD_KEY.format(caller, key, f"{value!r} is not a policy."))
         if not isinstance(key, str | type):
             raise TypeError(
-                BAD_KEY.format(caller, key, "neither a string nor a class.")
+                BAD_KEY.format(caller, key, "the key is neither a string nor a class.")
             )
         if isinstance(key, str):
             try:
                 PathPattern(key)
             except re.error as error:
-                problem = f"not a regular expression: {error}."
+                problem = f"the key is not a regular expression: {error}."
                 raise ValueError(BAD_KEY.format(caller, key, problem)) from None
         rows.append((key, get_policy(value)))
     return Plan(get_policy(policy), tuple(rows), check_float32_for(float32_for))

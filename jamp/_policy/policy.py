@@ -32,8 +32,8 @@ NAMED = {
 }
 
 BAD_STRING = """get_policy({!r}): {}
-Write "params=float32,compute=float16,output=float32", shorter "c=float16,o=full", one \
-dtype for all three ("half"), or "mixed_float16"."""
+Write "params=float32,compute=float16,output=float32", or in short "c=float16,o=full", \
+or one dtype for all three ("half"), or "mixed_float16"."""
 
 
 def half_dtype() -> np.dtype:

@@ -84,7 +84,7 @@ def master_weights(
         inner_state = inner.init(in_float32(master, params))
         if keeps_master_weights(inner_state):
             raise ValueError(
-                "master_weights: inner keeps master weights already; wrap it once."
+                "master_weights: inner already keeps master weights; wrap it once."
             )
         return MasterWeightsState(master, inner_state)
 

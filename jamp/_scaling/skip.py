@@ -59,7 +59,7 @@ def run_or_hold(
     run: Callable[[], T],
     hold: Callable[[Callable[[], T]], T],
 ) -> T:
-    """`run()` if finite, else `hold(like)`; both return the same structure and dtypes.
+    """`run()` if finite, otherwise `hold(like)`, of the same structure and dtypes.
 
     Selecting runs both: see `harmless`.
 

@@ -75,7 +75,9 @@ def value_and_grad(
     """
     current = _one_scale(opt_state)
     if not callable(fun):
-        raise TypeError(f"fun must be a function of the loss; got {shown(fun)}.")
+        raise TypeError(
+            f"fun must be a function that returns the loss; got {shown(fun)}."
+        )
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, T]:
         result = fun(*args, **kwargs)
@@ -99,8 +101,8 @@ def value_and_grad(
         modules = imported("flax.nnx", "Module")
         if any(isinstance(arg, modules) for arg in (*args, *kwargs.values())):
             raise TypeError(
-                "jamp.value_and_grad got an nnx.Module, and jax.grad would lose what "
-                "its forward pass changes; use nnx.value_and_grad of "
+                "jamp.value_and_grad got an nnx.Module, and jax.grad would lose the "
+                "changes of its forward pass; use nnx.value_and_grad of "
                 "lambda model: jamp.scale_loss(loss_fn(model), opt_state)."
             )
         grads, result = grad_fn(*args, **kwargs)

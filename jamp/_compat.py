@@ -225,7 +225,7 @@ def inlined_early(params: Mapping[str, object]) -> bool:
 
 
 def source_name(debug_info: "core.DebugInfo") -> str:
-    """ "name at file:line" of the function that a jaxpr was made of."""
+    """ "name at file:line" of the function that a jaxpr was made from."""
     return debug_info.func_src_info or ""
 
 

@@ -1,4 +1,4 @@
-"""What the rules may ask of an autocast trace: to cast, to bind, and what it knows."""
+"""The part of an autocast trace that rules use: casts, binding, and what it knows."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

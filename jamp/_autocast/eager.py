@@ -29,7 +29,7 @@ UNSEEN: Known = None, None
 
 
 class Counts:
-    """What was done, for tests."""
+    """Counts of what was done, for tests."""
 
     played = recorded = 0
 

@@ -103,7 +103,7 @@ class Notes:
         return self._copies.get(value, {})
 
     def signature(self, x: Any, places: dict[int, int], depth: int = 2) -> Hashable:
-        """What is known of an array, without the array; None if it is not simple.
+        """What is known about an array, without the array; None if it is not simple.
 
         Args:
           places: a number for each array, so that the same array has the same number.

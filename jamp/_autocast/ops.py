@@ -7,7 +7,7 @@ The categories are those of `torch/include/ATen/autocast_mode.h`, the lists that
     FLOAT32         half-precision inputs are cast to float32
     PROMOTE         inputs of several floating dtypes are cast to the widest
     KEEP            runs in the dtype that it is given
-    INTO            what is written gets the dtype of the array that it is written into
+    INTO            a value gets the dtype of the array that it is written into
 
 and for functions that torch does not list, but that lose too much in half precision:
 

@@ -82,7 +82,7 @@ def wide_product(
 
 
 def is_wide(args: Values, params: Params) -> bool:
-    """Whether half-precision inputs are to give a float32 result."""
+    """Whether a call asks half-precision inputs for a float32 result."""
     halves = all(array_dtype(x) in HALVES for x in args)
     return halves and params.get("preferred_element_type") == jnp.float32
 

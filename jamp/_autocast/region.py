@@ -7,7 +7,8 @@
 The mechanism
 -------------
 Whenever JAX code runs, some *trace* is current, and each op goes to it: `jax.jit`'s
-writes an equation, `jax.grad`'s notes how to differentiate, the outermost one computes.
+writes an equation, `jax.grad`'s records how to differentiate, and the outermost trace
+computes.
 A region puts an `AutocastTrace` (`trace.py`) on top of the trace that is current. It
 casts the inputs of an op and hands it to the trace below. Values are not wrapped, so
 Python sees real dtypes: after a matrix product `h.dtype` is float16, as in torch.
@@ -123,7 +124,7 @@ def is_autocast_enabled() -> bool:
     """Whether ops are cast here: a Python bool, known when the code is traced.
 
     Returns:
-      True in a region, False outside and where `enabled=False` is the innermost.
+      True in a region. False outside, and if the innermost region is not enabled.
 
     Examples:
       >>> import jamp, jax.numpy as jnp
@@ -279,7 +280,7 @@ class autocast:
         self._entered = Entered()
 
     def __deepcopy__(self, memo: object) -> Self:
-        return self  # nothing in it changes but what each thread has entered
+        return self  # only the regions that a thread has entered change
 
     def __reduce__(self) -> tuple[object, ...]:
         rules = {_compat.Named.of(key): value for key, value in self._rules.items()}

@@ -2,7 +2,7 @@
 
 JAX caches the derivative of a jitted function, but derives an op anew each time. So an
 op that is seen for the second time, on a trace that is differentiated, is jitted. The
-`jit` is inlined, and leaves no trace in a jaxpr.
+`jit` is inlined, so a jaxpr does not show it.
 """
 
 import functools

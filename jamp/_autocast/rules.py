@@ -325,7 +325,7 @@ class Decider:
         return primitive.name in PRIMITIVES
 
     def lowers(self, primitive: Primitive, action: Action) -> bool:
-        """Whether the op is a product that may give float32 of half precision."""
+        """Whether the op is a product that may return float32 from half precision."""
         is_product = PRIMITIVES[primitive.name].kind is LOWER
         return action.kind is LOWER or (is_product and not self.settings.listed)
 

@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """What is known of a result."""
+    """What is known about a result."""
 
     slot: int
     note: Note

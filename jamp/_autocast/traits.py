@@ -12,7 +12,7 @@ def _names(text: str) -> frozenset[str]:
 
 # Matrix products and convolutions.
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
-# The result is the first input, moved about or cast.
+# The result is the first input, moved or cast.
 MOVES = _names("""
     broadcast_in_dim convert_element_type copy expand_dims reshape sharding_constraint
     slice squeeze stop_gradient transpose
@@ -24,7 +24,7 @@ PRESERVING = _names("""
     abs broadcast_in_dim copy copy_p expand_dims name neg optimization_barrier
     reshape rev sharding_constraint squeeze stop_gradient transpose
 """)
-# Each element of the result is made of the elements at its place.
+# Each element of the result is made from the elements at its place.
 ELEMENTWISE = _names("""
     acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp convert_element_type
     cos cosh digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p

@@ -36,7 +36,7 @@ class FlatCall(NamedTuple):
 def open_call(
     caller: str, fn: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> FlatCall:
-    """Takes a call apart.
+    """Flattens a call.
 
     Args:
       caller: the beginning of a message.

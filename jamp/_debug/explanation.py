@@ -52,8 +52,8 @@ class Explanation(Report):
 
     @property
     def found(self) -> list[str]:
-        """What may be slow or overflow: promotions, float16 sums, and matrix products
-        in float32 beside others in half precision, as lines of text."""
+        """Ops that may be slow or overflow: promotions, float16 sums, and matrix
+        products in float32 beside others in half precision, as lines of text."""
         return [
             *(
                 f"float32 operand widens {p.op} {text.place(p)}"

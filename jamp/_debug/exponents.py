@@ -57,7 +57,7 @@ def _exponents(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _scatter(exponent: jax.Array, counted: jax.Array) -> jax.Array:
-    """Sums up `counted` by exponent."""
+    """Sums `counted` by exponent."""
     mesh = jax.typeof(exponent).sharding.mesh
     explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
     spec = jax.sharding.PartitionSpec()

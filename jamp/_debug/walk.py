@@ -26,7 +26,7 @@ class Op(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The modules around it, or those of its parameters: NNX names no ops."""
+        """The modules around it, or its parameters' modules, since NNX names no ops."""
         owners = [name.rpartition("/")[0] for name in self.given]
         deepest = max(owners, key=lambda owner: owner.count("/"), default="")
         return starred(self.site.path or deepest)

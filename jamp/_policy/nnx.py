@@ -218,7 +218,7 @@ def cast_parameters_on_use(model: nnx.Module) -> None:
     foreign = {id(v) for bridge in bridges for _, v in nnx.iter_graph(bridge)}
     for variable in nodes:
         if is_param(variable) and not is_changed(variable):
-            if id(variable) not in foreign:  # Linen's, which knows no such types
+            if id(variable) not in foreign:  # Linen's, which does not know these types
                 change_class(variable, cast_on_use(type(variable)))
 
 

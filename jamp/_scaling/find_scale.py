@@ -18,7 +18,7 @@ from .mesh import on_every_replica
 from .retry import InState, check_holds_one
 from .rule import LossScaleState
 
-LOWEST, HIGHEST = -126, 126  # exponents; above, the inverse of a scale is subnormal
+LOWEST, HIGHEST = -126, 126  # exponents, above which a scale's inverse is subnormal
 MARK = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
 
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
@@ -29,7 +29,7 @@ jamp.debug.find_nonfinite names the op that makes it."""
 def find_loss_scale(
     step: Callable[..., tuple[T, Any]], state: T, *batch: Any, **kwargs: Any
 ) -> T:
-    """The state with the largest power of two as loss scale at which a step is finite.
+    """The state with the largest power-of-two loss scale at which the step is finite.
 
     It runs the step at eight scales, on the same state and batch, in one jitted
     program, and discards the results. Only the scale of the returned state differs.

@@ -72,7 +72,7 @@ def holds_one_of(known: References, tree: PyTree) -> bool:
 class Record:
     """What one optimizer did in this iteration."""
 
-    optimizer: object  # held, so that its id is not given to another one
+    optimizer: object  # kept alive, so that no other object gets its id
     stage: Stage
     finite: Flag
     scaled: References = ()  # the gradients that went into `unscale_`

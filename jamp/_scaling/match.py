@@ -31,7 +31,7 @@ def check_gradients_match(
     Args:
       grads: pytree of gradients.
       params: pytree of parameters. `None` and `optax.MaskedNode` in it match anything.
-      caller: what the message begins with.
+      caller: the beginning of the message.
       wrapped: whether an optax transformation in between may accept gradients unlike
         parameters: `None` or `optax.MaskedNode` for "no gradient here", and a leading
         axis of examples (differential privacy).

@@ -92,7 +92,7 @@ def _number(name: str, value: object) -> jax.Array:
         return leaf
     fits = kinds.get(wanted.kind, (jnp.integer,))
     if given is not None and any(jnp.issubdtype(given, kind) for kind in fits):
-        with contextlib.suppress(OverflowError):  # an integer of too many bits
+        with contextlib.suppress(OverflowError):  # an integer with too many bits
             return jnp.asarray(leaf, wanted)
     raise ValueError(
         f"{name} of the state must be {wanted}; got {shown(value)}. Pass the state "

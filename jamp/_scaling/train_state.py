@@ -1,4 +1,4 @@
-"""Flax's `TrainState`, on `jamp.step`."""
+"""Flax's `TrainState`, with steps by `jamp.step`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -15,7 +15,7 @@ FP8_SCALES = linen.fp8_ops.OVERWRITE_WITH_GRADIENT  # a collection that Flax han
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with `apply_gradients` on `jamp.step`.
+    """Flax's `TrainState`, with `jamp.step` in `apply_gradients`.
 
     It has the same fields, the same `create` and the same results, and checkpoints are
     interchangeable. With `tx=jamp.dynamic_loss_scale(...)`, a step with non-finite

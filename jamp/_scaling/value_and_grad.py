@@ -133,7 +133,7 @@ def scale_loss(loss: ArrayLike, opt_state: PyTree) -> jax.Array:
       opt_state: any pytree that holds one loss scale.
 
     Raises:
-      TypeError: `loss` is neither.
+      TypeError: `loss` is neither a number nor an array.
       ValueError: `opt_state` holds no loss scale, or more than one.
 
     Examples:
@@ -194,7 +194,7 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
       opt_state: any pytree that holds one loss scale.
 
     Raises:
-      ValueError: it holds none, or more than one.
+      ValueError: `opt_state` holds no loss scale, or more than one.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -260,7 +260,7 @@ def metrics(
       scale_below_one False
       many_skips False
 
-    PyTorch: `get_scale()` and `state_dict()`; torch cannot tell that a step was
+    PyTorch: `get_scale()` and `state_dict()`; torch does not report that a step was
     skipped (pytorch#67590).
     """
     state = scalars_of(_only_state(opt_state))

@@ -1,11 +1,11 @@
 """`python -m parity.foreign_models --source DIR`: real models of other projects.
 
-Trains each in float32, in a float16 region and with a float16 policy, 20 steps each,
-and compares. DIR holds checkouts: DIR/flax, DIR/bonsai, DIR/nanodo, DIR/equinox. A
-result is kept in runs/foreign_models until `--again`; when all are there, the table is
-written to docs/parity/foreign-models.md. Their code needs a few packages more:
-`pip install clu einops jraph ml_collections wrapt`; those that only read data are made
-up (`models/source.py`).
+Trains each model in float32, in a float16 region and with a float16 policy, 20 steps
+each, and compares the runs. DIR holds checkouts: DIR/flax, DIR/bonsai, DIR/nanodo,
+DIR/equinox. A result is kept in runs/foreign_models until `--again`. Once all results
+exist, the table is written to docs/parity/foreign-models.md. The models need a few more
+packages: `pip install clu einops jraph ml_collections wrapt`. Packages that only read
+data are replaced by stand-ins (`models/source.py`).
 """
 
 import argparse
@@ -28,24 +28,27 @@ from .models.training import STEPS, WAYS, Failed, Run, train
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "runs" / "foreign_models"
 PAGE = ROOT / "docs" / "parity" / "foreign-models.md"
-LOSS, COSINE = 5e-4, 0.9999  # how near a run has to be to float32's
+LOSS, COSINE = 5e-4, 0.9999  # how near a run must be to float32's
 
 HEAD = """# Models of other projects
 
-Models that other people wrote, from checkouts of their repositories, in small sizes and
-on made-up data: {steps} steps of Adam in float32, in `jamp.autocast(jnp.float16)` with
-loss scaling, and with the policy "mixed_float16" (`with_policy`, in Equinox
-`Policy.wrap`). The bounds: the loss of the first step within {loss:g} of float32's, and
-a cosine of at least {cosine} between the gradients of the first step and float32's, all
-parameters together. A configuration that names a dtype has it set to `None` or, where
-that is not possible, to float32.
+After this page you know how models that other people wrote train under jamp. They come
+from checkouts of their repositories, in small sizes and on made-up data. Each trains
+for {steps} steps of Adam in float32, in `jamp.autocast(jnp.float16)` with loss scaling,
+and with the policy "mixed_float16" (`with_policy`, in Equinox `Policy.wrap`). There are
+two bounds. The loss of the first step differs from float32's by at most {loss:g} of it.
+The cosine between the gradients of the first step and float32's, all parameters
+together, is at least {cosine}. If a configuration names a dtype, it is set to `None`
+or, where that is not possible, to float32.
 
-- *half*: how much of the work in the matrix products of the forward pass is done in
-  float16.
-- *skipped*: how many steps were skipped, and repeated on the same batch.
+- *half* is the share of the work in the matrix products of the forward pass that is
+  done in float16.
+- *skipped* is the number of steps that were skipped and repeated on the same batch.
 
-{date}, {versions}; `python -m parity.foreign_models --source DIR`. Checkouts:
-{checkouts}.
+`python -m parity.foreign_models --source DIR` made the table on {date}, with
+{versions}. The checkouts are:
+
+{checkouts}
 
 | model | from | way | half | first loss, apart | cosine | skipped | last loss | |
 |---|---|---|---|---|---|---|---|---|
@@ -53,7 +56,7 @@ that is not possible, to float32.
 
 
 def compared(runs: dict[str, Run | Failed]) -> dict[str, Any]:
-    """What a model's runs give, for its file."""
+    """The results of a model's runs, for its file."""
     plain, result = runs["float32"], {}
     for way, run in runs.items():
         if isinstance(run, Failed):
@@ -123,8 +126,8 @@ def page(results: dict[str, Any], checkouts: Checkouts) -> str:
     """The page of the site."""
     names = ("jax", "flax", "optax", "equinox")
     versions = ", ".join(f"{n} {version(n)}" for n in names)
-    commits = "; ".join(
-        f"{where} {commit(checkouts.folder / project)}"
+    commits = "\n".join(
+        f"- {where} {commit(checkouts.folder / project)}"
         for project, where in SOURCES.items()
     )
     head = HEAD.format(
@@ -139,18 +142,18 @@ def page(results: dict[str, Any], checkouts: Checkouts) -> str:
 
 
 def commit(folder: Path) -> str:
-    """The commit of a checkout, or nothing where it is no repository."""
+    """The commit of a checkout, or nothing if it is not a repository."""
     command = ["git", "-C", str(folder), "rev-parse", "--short=10", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True)
     return f"at {done.stdout.strip()}" if done.returncode == 0 else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what has no result yet. 1 if a model is outside of the bounds."""
+    """Runs what does not have a result yet. 1 if a model is outside the bounds."""
     parser = argparse.ArgumentParser(prog="python -m parity.foreign_models")
     parser.add_argument("--source", type=Path, required=True, help="of the checkouts")
     parser.add_argument("--only", nargs="+", choices=tuple(MODELS), metavar="NAME")
-    parser.add_argument("--again", action="store_true", help="also what has a result")
+    parser.add_argument("--again", action="store_true", help="run all of them again")
     options = parser.parse_args(arguments)
     checkouts = Checkouts(options.source.resolve())
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -165,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{lines(name, result)}  {time.perf_counter() - began:.0f} s", flush=True)
     files = {name: RESULTS / f"{name.replace(' ', '_')}.json" for name in MODELS}
     if missing := [name for name, file in files.items() if not file.exists()]:
-        print(f"no page yet; no result of {', '.join(missing)}")
+        print(f"the page is not written yet; missing results: {', '.join(missing)}")
         return 1
     results = {name: json.loads(file.read_text()) for name, file in files.items()}
     PAGE.write_text(page(results, checkouts))

@@ -22,19 +22,51 @@ def added():
     new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
     return new & set({HEAVY})
 """
+# Runs each program that it is sent, one a line, in a process of its own.
+SERVER = (
+    START
+    + """
+import ast, os, traceback
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        try:
+            exec(ast.literal_eval(line), globals())
+        except BaseException:
+            print(ascii(traceback.format_exc()), flush=True)
+            os._exit(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+)
 
 
-def run(code):
-    """Runs code in a process of its own, where only JAX and optax are imported."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", START + code],
-        capture_output=True,
+@pytest.fixture(scope="module")
+def server():
+    command = [sys.executable, "-W", "error", "-c", SERVER]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def run(server):
+    """Runs code in a process of its own, where only JAX and optax are imported."""
+
+    def run(code):
+        print(ascii(code), file=server.stdin, flush=True)
+        said = ast.literal_eval(server.stdout.readline())
+        if isinstance(said, str):
+            raise AssertionError(f"{said}exit status {server.stdout.readline()}")
+        assert said == 0, f"exit status {said}"
+
+    return run
 
 
 def by_need():
@@ -56,7 +88,7 @@ def test_type_checkers_see_what_is_imported_by_need():
 
 
 @pytest.mark.parametrize("name", sorted(jamp._BY_NEED))
-def test_a_name_is_found_on_first_use(name):
+def test_a_name_is_found_on_first_use(name, run):
     face = name not in ("GradScaler", "calibrate")
     run(f"""
 import jamp
@@ -69,7 +101,7 @@ assert ("flax" in added()) == {name in ("GradScaler", "linen", "nnx")}
 """)
 
 
-def test_import_brings_in_no_model_library():
+def test_import_brings_in_no_model_library(run):
     run("""
 import jamp
 assert not added(), added()
@@ -86,7 +118,7 @@ for name in names:
 """)
 
 
-def test_plain_functions_never_bring_it_in():
+def test_plain_functions_never_bring_it_in(run):
     run("""
 import pickle
 import jamp
@@ -121,7 +153,7 @@ assert not added(), added()
 """)
 
 
-def test_a_function_that_was_jitted_before_is_not_traced_again():
+def test_a_function_that_was_jitted_before_is_not_traced_again(run):
     # A user context that is made later is a new part of the key of JAX's caches.
     run("""
 import jamp
@@ -188,12 +220,12 @@ assert "dot_general" in str(explained(linear, x))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_flax_is_known_when_it_comes(order):
+def test_flax_is_known_when_it_comes(order, run):
     flax = {"before": FLAX + FLAX_LATER, "after": FLAX_LATER + FLAX}[order]
     run(flax + FLAX_USED)
 
 
-def test_flax_that_is_imported_inside_a_region_is_known_there():
+def test_flax_that_is_imported_inside_a_region_is_known_there(run):
     run("""
 import jamp
 def sums(x, y):  # one line, whose tape is kept
@@ -215,7 +247,7 @@ with jamp.autocast(dtype=jnp.bfloat16):
 """)
 
 
-def test_a_library_that_another_thread_is_importing():
+def test_a_library_that_another_thread_is_importing(run):
     run("""
 import importlib.machinery, threading
 import jamp
@@ -259,7 +291,7 @@ with jamp.autocast(jnp.float16):
 """)
 
 
-def test_threads_that_use_a_name_at_the_same_time_get_the_same():
+def test_threads_that_use_a_name_at_the_same_time_get_the_same(run):
     run("""
 import pickle, threading
 import jamp
@@ -279,7 +311,7 @@ for name, value, said in found:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, run):
     """A file with one of each that can be pickled."""
     path = tmp_path_factory.mktemp("saved") / "saved.pickle"
     run(f"""
@@ -294,7 +326,7 @@ pathlib.Path({str(path)!r}).write_bytes(pickle.dumps({{
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "import jamp.nnx\n", "import jamp.debug\n"])
-def test_a_pickle_is_loaded_by_a_process_that_imported_nothing(first, saved):
+def test_a_pickle_is_loaded_by_a_process_that_imported_nothing(first, saved, run):
     run(f"""
 import pickle, pathlib
 {first}
@@ -306,7 +338,7 @@ for kind, (pickled, name) in pickle.loads(saved).items():
 """)
 
 
-def test_a_saved_file_of_an_older_version_needs_no_import():
+def test_a_saved_file_of_an_older_version_needs_no_import(run):
     run("""
 import pickle, pathlib
 found = pickle.loads(pathlib.Path("tests/data/saved.pickle").read_bytes())

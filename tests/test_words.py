@@ -27,7 +27,7 @@ MODULES = [
 
 # Each is a mannerism, with what to write in its place.
 MANNERISMS = {
-    r"(?<!there )\b(?:is|are|was|were) no\b(?! (?:longer|more|less|fewer)\b)": "is not",
+    r"(?<![Tt]here )\b(?:is|are|was|were) no\b(?! (?:longer|more|less)\b)": "is not",
     r"\bthose who\b": "name the reader, or write `you`",
     r"\bmend(?:s|ed|ing)?\b": "fix",
     r"\bby (?:it|them)sel(?:f|ves) all\b": "all by itself",
@@ -66,14 +66,17 @@ def prose(file):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             words = re.sub(r"```.*?```|`[^`]+`", "`code`", node.value, flags=re.DOTALL)
-            yield from blocks(re.sub(r"(?m)^\s*(>>>|\.\.\.) .*$", "", words), node.lineno)
+            yield from blocks(
+                re.sub(r"(?m)^\s*(>>>|\.\.\.) .*$", "", words), node.lineno
+            )
 
 
 def blocks(text, line):
     """Paragraphs, points of lists and cells of tables, each on one line."""
     for part in re.split(r"(\n\s*\n|\n\s*[-*] |\n\s*\d+\. |\||\n#+ )", text):
-        yield line + part[: len(part) - len(part.lstrip())].count("\n"), " ".join(
-            part.split()
+        yield (
+            line + part[: len(part) - len(part.lstrip())].count("\n"),
+            " ".join(part.split()),
         )
         line += part.count("\n")
 
@@ -112,7 +115,9 @@ def test_a_mannerism_is_found(tmp_path, text):
 
 def test_plain_prose_passes(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("There is no device argument; `a; b; c` is code. It is no longer so.")
+    page.write_text(
+        "There is no device argument; `a; b; c` is code. It is no longer so."
+    )
     assert not mannerisms(page)
 
 

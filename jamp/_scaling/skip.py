@@ -92,7 +92,10 @@ def select(finite: Flag, new: T, old: T) -> T:
 
 def choose(flag: Flag, a: ArrayLike, b: ArrayLike) -> ArrayLike:
     """`a` if the flag is true, otherwise `b`; for `float0`, which is empty, `b`."""
-    return b if dtype_of(b) == jax.dtypes.float0 else jnp.where(flag, a, b)
+    if dtype_of(b) == jax.dtypes.float0:
+        return b
+    # Not jnp.where, a jitted function: JAX would lower a call and a broadcast.
+    return lax.select_n(flag, jnp.asarray(b), jnp.asarray(a))
 
 
 def check_same(new: PyTree, old: PyTree, step: str) -> None:
@@ -148,6 +151,6 @@ def zeroed(flag: Flag, grads: T) -> T:
     """The gradients if a flag is true, otherwise zeros."""
 
     def zeroed_leaf(g: ArrayLike) -> ArrayLike:
-        return jnp.where(flag, g, jnp.zeros_like(g)) if is_inexact(g) else g
+        return lax.select_n(flag, lax.full_like(g, 0), g) if is_inexact(g) else g
 
     return jax.tree.map(zeroed_leaf, grads)

@@ -14,7 +14,7 @@ PAGE = running.ROOT / "docs" / "parity" / "foreign.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 if a region that decides nothing changes a test."""
+    """Returns the exit status: 1 if a file cannot be run or a result is unexpected."""
     options = parse(arguments)
     suite = suites.SUITES[options.suite]
     folder = options.folder / options.suite
@@ -53,13 +53,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--suite", choices=suites.SUITES, required=True)
     add("--source", type=Path, required=True, help="a checkout of the installed tag")
     add("--select", nargs="+", default=[], metavar="FILE[::PATTERN]")
-    add("--sample", type=int, help="so many tests of each file, always the same ones")
+    add("--sample", type=int, help="number of tests of each file, always the same ones")
     add("--way", choices=WAYS, nargs="+", help="by default all three")
     add("--rerun", choices=("failed", "all"), help="run these again")
-    add("--limit-seconds", type=float, default=float("inf"), help="of all tests")
-    add("--test-seconds", type=float, default=120.0, help="of one plain test")
-    add("--folder", type=Path, default=KEPT_IN, help="where outcomes are kept")
-    add("--page", type=Path, default=PAGE, help="what is written")
+    add("--limit-seconds", type=float, default=float("inf"), help="of all together")
+    add("--test-seconds", type=float, default=120.0, help="limit of one plain test")
+    add("--folder", type=Path, default=KEPT_IN, help="folder of the outcomes")
+    add("--page", type=Path, default=PAGE, help="page to write")
     options = parser.parse_args(arguments)
     if not options.source.is_dir():
         parser.error(f"--source {options.source}: no such folder; give a checkout")
@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def forget(folder: Path, task: suites.Task, ways: Sequence[str], which: str) -> None:
-    """Leaves out outcomes, so that these tests run again."""
+    """Removes outcomes, so that these tests run again."""
     for way in ways:
         path = running.output(folder, task, way)
         tests = [

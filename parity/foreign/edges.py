@@ -2,7 +2,7 @@
 
 import re
 
-# What the error says, as a regular expression, and words that stand in the page.
+# What the error says, as a regular expression, and the words of the page.
 EDGES: dict[str, str] = {
     "FutureWarning: scatter inputs have incompatible types": (
         "JAX warns when float32 is written into a half-precision buffer"

@@ -1,6 +1,6 @@
-"""The tests that look at JAX's inside, and so differ in a region that decides nothing.
+"""Tests that look at JAX's internals, and so differ in a region that decides nothing.
 
-At most 40 entries in all. A name may be a pattern of `fnmatch`.
+The table has at most 40 entries. A name may be a pattern of `fnmatch`.
 """
 
 from fnmatch import fnmatchcase
@@ -12,19 +12,19 @@ INSIDE: dict[str, dict[str, str]] = {
         "api_test.py::APITest::test_clear_cache": LOGS,
         "api_test.py::APITest::test_jit_compilation_time_logging": LOGS,
         "api_test.py::APITest::test_fwd_and_bwd": (
-            "it forbids tracing; a region traces what is jitted"
+            "it forbids tracing, and a region traces jitted functions again"
         ),
         "api_test.py::CleanupTest::test_call_wrapped_second_phase_cleanup": (
-            "it asks whether no trace is current; a region is one"
+            "it asserts that no trace is current, and a region is one"
         ),
         "api_test.py::TracebackTest::test_custom_vjp_traceback": (
             "it counts the frames of the stack"
         ),
         "random_test.py::PrngTest::testNoOpByOpUnderHash": (
-            "it forbids that JAX runs op by op; a live region binds each op by itself"
+            "it forbids running op by op, and an eager region binds each op separately"
         ),
         "shard_map_test.py::*::test_different_devices_shmap_abstract_mesh_cache_hit": (
-            "it counts how often JAX traces; a region traces a jaxpr once more"
+            "it counts how often JAX traces, and a region traces a jaxpr once more"
         ),
     },
     "flax": {},

@@ -12,14 +12,14 @@ import pytest
 from . import records
 from .records import FLOAT16, KEPT, PASSED, PLAIN, Outcome
 
-VARIABLE = "JAMP_FOREIGN"  # the environment's, in which the runner says what it wants
-# Exceptions that say what a comparison found, and not that something could not run.
+VARIABLE = "JAMP_FOREIGN"  # the runner writes what it wants into this one
+# Exceptions that report a failed comparison, and not that something could not run.
 COMPARISONS = (AssertionError, pytest.fail.Exception)
 
 
 @contextlib.contextmanager
 def region(way: str):
-    """What a test runs in, if not plain."""
+    """The region that a test runs in, if it does not run plain."""
     import jax
     import jax.numpy as jnp
 
@@ -36,9 +36,9 @@ def region(way: str):
 
 
 def allow_set_mesh() -> None:
-    """Lets a test choose its mesh, which belongs outside of the region, inside of it.
+    """Lets a test set its mesh inside the region, though it belongs outside.
 
-    JAX asks whether it is tracing, and cannot know a region from a jitted function.
+    JAX asks whether it is tracing, and cannot tell a region from a jitted function.
     """
     import jax
     from jax.extend.core import set_current_trace
@@ -59,14 +59,14 @@ def allow_set_mesh() -> None:
 
 
 class Recorder:
-    """Selects the tests, runs each in its region and writes how it went.
+    """Selects the tests, runs each in its region and records its outcome.
 
     Args:
       way: one of `records.WAYS`.
       output: the file to write to.
-      pattern: what the names of the tests must have in them.
+      pattern: what the names of the tests must contain.
       size: of the sample, or None.
-      plain: the file of those that ran plain, whose failures are left out, or None.
+      plain: the file of the plain outcomes, whose failures are left out, or None.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ def name_in_file(nodeid: str) -> str:
 
 
 def within(way: str, test):
-    """The test in a region; what its class does before and after it is outside."""
+    """The test in a region. What its class does before and after it stays outside."""
     if way == PLAIN:
         return test
 

@@ -1,4 +1,4 @@
-"""What is kept of each test: a line of JSON, written as soon as it is known."""
+"""The record of each test: a line of JSON, written as soon as the outcome is known."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 # The three ways of running a test, in their order.
 PLAIN, KEPT, FLOAT16 = WAYS = ("plain", "kept", "float16")
-BEGUN = "begun"  # is followed by an outcome, unless the process died
+BEGUN = "begun"  # an outcome follows, unless the process died
 PASSED, SKIPPED, FAILED, DIED, SLOW = "passed", "skipped", "failed", "died", "slow"
 WITHOUT_ERROR = {DIED: "the process died", SLOW: "took too long", SKIPPED: "skipped"}
 
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
       outcome: one of the words above.
       error: the exception's type.
       message: what it said.
-      compared: whether it is a comparison that failed, or an exception not raised.
+      compared: whether a comparison failed, or an exception was not raised.
       trace: the end of the traceback.
     """
 
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The type and the first line, without what varies between tests."""
+        """The type and the first line, without the parts that vary between tests."""
         if not self.error:
             return WITHOUT_ERROR[self.outcome]
         lines = self.message.strip().splitlines()
@@ -69,7 +69,7 @@ def append(path: Path, outcome: Outcome) -> None:
 
 
 def lines(path: Path) -> list[Outcome]:
-    """All that was written; a last line that was cut off is left out."""
+    """Everything that was written, except for a last line that was cut off."""
     if not path.exists():
         return []
     found = []
@@ -90,13 +90,13 @@ def unfinished(path: Path) -> str | None:
 
 
 def forget(path: Path, tests: Iterable[str]) -> None:
-    """Leaves out these tests, so that they run again."""
+    """Removes these tests, so that they run again."""
     tests = set(tests)
     kept = [x for x in lines(path) if x.test not in tests]
     path.write_text("".join(json.dumps(x._asdict()) + "\n" for x in kept))
 
 
 def sample(tests: Iterable[str], size: int | None) -> set[str]:
-    """The same tests each time; a larger sample has those of a smaller one."""
+    """The same tests each time. A larger sample contains the smaller ones."""
     ranked = sorted(tests, key=lambda t: hashlib.sha256(t.encode()).hexdigest())
     return set(ranked[:size])

@@ -1,4 +1,4 @@
-"""The page: a table of the files, and every exception by its cause."""
+"""The page: a table of the files, and all exceptions grouped by cause."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,15 +11,15 @@ from .result import File
 
 BEGIN, END = "<!-- foreign: begin -->", "<!-- foreign: end -->"
 
-NO_MARKS = """{path}: the page has no line "{begin}" and "{end}" after it, between \
-which the tables are written. Restore the page from git."""
+NO_MARKS = """{path}: the page must have a line "{begin}" and then a line "{end}", \
+between which the tables are written. Restore the page from git."""
 
 HEAD = """| file | tests | pass plain | same in the region | listed | values | crashes |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 def line(file: File) -> str:
-    """One line about a file, to print."""
+    """Returns one line about a file, to print."""
     return (
         f"{file.suite} {file.name}: {len(file.passed())} pass plain, "
         f"{len(file.failed(KEPT))} of them fail in a region that decides nothing "
@@ -30,7 +30,7 @@ def line(file: File) -> str:
 
 
 def details(files: Iterable[File]) -> list[str]:
-    """What is to be mended, a line for each test."""
+    """What must be fixed, with a line for each test."""
     found = []
     for file in files:
         for way, outcomes in (
@@ -42,7 +42,7 @@ def details(files: Iterable[File]) -> list[str]:
 
 
 def write(path: Path, folder: Path) -> None:
-    """Replaces what stands between the two marks of the page."""
+    """Replaces the text between the two marks of the page."""
     text = path.read_text(encoding="utf-8")
     before, found, rest = text.partition(BEGIN)
     _, ended, after = rest.partition(END)
@@ -54,7 +54,7 @@ def write(path: Path, folder: Path) -> None:
 
 
 def section(files: Sequence[File]) -> str:
-    """What is known of one suite; files of which nothing ran are left out."""
+    """The section of one suite, without files of which nothing ran."""
     suite = files[0].suite
     counts = {f"`{file.name}`": numbers(file) for file in files if file.passed()}
     if len(counts) > 1:
@@ -69,7 +69,7 @@ def section(files: Sequence[File]) -> str:
 
 
 def numbers(file: File) -> tuple[int, ...]:
-    """Those of the table's row, after how many tests the file has."""
+    """The numbers of the table's row, after the number of tests in the file."""
     ran, passed, failed = file.ran(), file.passed(), file.failed(KEPT)
     listed, crashes = len(failed) - len(file.differing()), len(file.crashes())
     values = len(file.failed(FLOAT16)) - crashes
@@ -85,7 +85,7 @@ def row(name: str, counts: tuple[int, ...]) -> str:
 
 
 def exceptions(files: Sequence[File]) -> list[str]:
-    """A row for each cause; those of failed comparisons in float16 are left out."""
+    """A row for each cause, without failed comparisons in float16."""
     found = defaultdict(list)
     for file in files:
         for x in file.failed(KEPT):

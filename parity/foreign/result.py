@@ -1,4 +1,4 @@
-"""What the records of a suite say: what differs, and what crashes."""
+"""Reads from the records of a suite what differs and what crashes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from .records import FLOAT16, KEPT, PASSED, PLAIN, WAYS, Outcome
 
 
 class File(NamedTuple):
-    """The outcomes of one file, by way and test; `total` has those left out.
+    """The outcomes of one file, by way and test. `total` also counts tests left out.
 
     A test that passed plain counts once it has run in both regions too.
     """
@@ -20,7 +20,7 @@ class File(NamedTuple):
     total: int
 
     def ran(self) -> list[Outcome]:
-        """How the tests went plain."""
+        """The outcomes of the plain runs."""
         regions = [self.ways[way].keys() for way in (KEPT, FLOAT16)]
         return [
             x
@@ -32,19 +32,19 @@ class File(NamedTuple):
         return [x.test for x in self.ran() if x.outcome == PASSED]
 
     def failed(self, way: str) -> list[Outcome]:
-        """What passed plain and does not pass this way."""
+        """Tests that passed plain and do not pass this way."""
         found = (self.ways[way][test] for test in self.passed())
         return [x for x in found if x.outcome != PASSED]
 
     def differing(self) -> list[Outcome]:
-        """What fails in the region that decides nothing, and is not on the list."""
+        """Tests that fail in the region that decides nothing, and are not listed."""
         return [x for x in self.failed(KEPT) if self.reason(x) is None]
 
     def reason(self, outcome: Outcome) -> str | None:
         return inside.reason(self.suite, f"{self.name}::{outcome.test}")
 
     def crashes(self) -> list[Outcome]:
-        """What raises in float16, other than where values are compared."""
+        """Tests that raise in float16, except where values are compared."""
         return [
             x for x in self.failed(FLOAT16) if not x.compared and self.reason(x) is None
         ]
@@ -56,13 +56,13 @@ def uncovered(file: File) -> list[Outcome]:
 
 
 def file(folder: Path, name: str) -> File:
-    """What is kept of one file of a suite."""
+    """The records of one file of a suite."""
     path = folder / name.removesuffix(".py")
     ways = {way: records.read(path / f"{way}.jsonl") for way in WAYS}
     return File(folder.name, name, ways, records.total(path))
 
 
 def files(folder: Path) -> Iterator[File]:
-    """What is kept of a suite, file by file."""
+    """The records of a suite, file by file."""
     for path in sorted(folder.rglob(f"{PLAIN}.jsonl")):
         yield file(folder, f"{path.parent.relative_to(folder)}.py")

@@ -15,7 +15,7 @@ from .suites import Task
 
 ROOT = Path(__file__).parents[2]
 FINISHED = (0, 1, 5)  # pytest's exit statuses: passed, failed, no tests
-FACTOR = 4  # how much longer a test may take in a region: more is compiled
+FACTOR = 4  # how much longer a test may take in a region, which compiles more
 
 
 class Limits(NamedTuple):
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
 
 def output(folder: Path, task: Task, way: str) -> Path:
-    """Where the outcomes of a file are kept."""
+    """The file with the outcomes of a task."""
     return folder / task.file.removesuffix(".py") / f"{way}.jsonl"
 
 
@@ -39,10 +39,10 @@ def run(
     environment: dict[str, str],
     configuration: Path | None,
 ) -> str | None:
-    """Runs what has no outcome yet, and goes on in a new process when one dies.
+    """Runs tests without an outcome, and continues in a new process when one dies.
 
     Returns:
-      None, or why the file cannot be run: what pytest said.
+      None, or pytest's output if the file cannot be run.
     """
     path = output(folder, task, way)
     if finished(folder, task, way):
@@ -83,7 +83,7 @@ def run(
 
 
 def finished(folder: Path, task: Task, way: str) -> bool:
-    """Whether it is known without a process that nothing is left to run."""
+    """Whether nothing is left to run, as far as the records show."""
     done = records.read(output(folder, task, way))
     plain = records.read(output(folder, task, PLAIN))
     total = records.total(output(folder, task, way).parent)
@@ -97,10 +97,10 @@ def finished(folder: Path, task: Task, way: str) -> bool:
 def watch(
     process: subprocess.Popen, path: Path, limit: float, deadline: float
 ) -> str | None:
-    """Waits; ends the process when a test takes too long, or the time is over.
+    """Waits, and ends the process when a test takes too long or the time is over.
 
     Returns:
-      None if the process ended by itself, else "slow" or "deadline".
+      None if the process ended without help, otherwise "slow" or "deadline".
     """
     changed, size = time.time(), -1
     while process.poll() is None:

@@ -1,4 +1,4 @@
-"""Which tests of which project, and how its checkout is told from another release."""
+"""Which tests of which project run, and how a checkout of another release is found."""
 
 import os
 import re
@@ -11,8 +11,8 @@ from typing import NamedTuple
 WRONG_RELEASE = """--source {source}: this is a checkout of {suite} {found}, and \
 {installed} is installed. Check out the tag of {installed}."""
 
-NO_RELEASE = """--source {source}: there is no {file} with a version, so this is no \
-checkout of {suite}. Give the folder that has it."""
+NO_RELEASE = """--source {source}: there is no {file} with a version, so this is \
+not a checkout of {suite}. Give the folder of the checkout."""
 
 NO_FILE = """--select {glob}: there is no such file in {tests}. Give a path in that \
 folder, or a pattern, such as "nn_test.py" or "linen/*_test.py::test_dense"."""
@@ -23,7 +23,7 @@ class Task(NamedTuple):
 
     Attributes:
       file: its path in the folder of tests.
-      pattern: what the names of the tests must have in them.
+      pattern: what the names of the tests must contain.
       size: of the sample, or None.
     """
 
@@ -37,10 +37,10 @@ class Suite(NamedTuple):
 
     Attributes:
       tests: where its tests are in the checkout.
-      release: the file of the checkout that says its version, and what precedes it.
-      files: patterns of the files that run by default, those first that show most. A
-        number is the size of the sample that is taken of each such file.
-      counts: whether its tests count compilations, which programs on disk upset.
+      release: the file of the checkout that has its version, and what precedes it.
+      files: patterns of the files that run by default, the most telling ones first. A
+        number is the size of the sample that is taken of each of these files.
+      counts: whether its tests count compilations, which a cache on disk would change.
     """
 
     tests: str
@@ -91,7 +91,7 @@ def check_release(name: str, source: Path, installed: str | None = None) -> str:
     """The version of the checkout.
 
     Raises:
-      ValueError: it is not that of the installed library, or there is none.
+      ValueError: it is not that of the installed library, or it is not found.
     """
     file, before = SUITES[name].release
     path = source / file
@@ -112,8 +112,8 @@ def check_release(name: str, source: Path, installed: str | None = None) -> str:
 def stage(suite: Suite, source: Path, folder: Path) -> Path:
     """Links the tests, and nothing else of the checkout, into a folder of their own.
 
-    Were they run where they are, Python would import the checkout and not what is
-    installed. Tests that stand beside the modules they test are taken from between.
+    If they ran where they are, Python would import the checkout instead of the
+    installed library. Tests that are next to the modules they test are picked out.
     """
     target = folder / ("tests" if suite.tests == "tests" else f"{suite.tests}_tests")
     if target.is_symlink():
@@ -133,7 +133,7 @@ def stage(suite: Suite, source: Path, folder: Path) -> Path:
 
 
 def environment(suite: Suite, root: Path) -> dict[str, str]:
-    """Of the process that runs the tests: jamp is found, the checkout is not."""
+    """The environment of the tests: Python finds jamp, and not the checkout."""
     hidden = {"JAX_COMPILATION_CACHE_DIR"} if suite.counts else ()
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return kept | {"PYTHONPATH": str(root)}

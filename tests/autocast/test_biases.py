@@ -14,6 +14,7 @@ from jax import lax
 
 import jamp
 from jamp._autocast import bias
+from tests.marks import mostly_slow
 
 half = jamp.autocast(jnp.float16)
 HUGE = jnp.array([jnp.inf, -jnp.inf, 1e5, -1e9, 2.0, jnp.nan])
@@ -199,8 +200,8 @@ def program_of_gelus():
     return jax.jit(grad).lower(jnp.ones(128), jnp.ones((8, 16, 64))).compile().as_text()
 
 
-@pytest.mark.parametrize("way", DERIVATIVES)
-@pytest.mark.parametrize("around", FUNCTIONS)
+@pytest.mark.parametrize("way", mostly_slow(DERIVATIVES, "vjp", "jvp"))
+@pytest.mark.parametrize("around", mostly_slow(FUNCTIONS, "jit", "vmap of biases"))
 def test_a_loop_sums_the_same_bits(around, way, looped, standard_promotion):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (128,), (8, 16, 64), (128,)

@@ -14,6 +14,7 @@ from jax import lax
 import jamp
 from shared.jaxprs import equations
 from tests.jaxprs import products
+from tests.marks import slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -184,7 +185,7 @@ def test_a_number_that_fits_does_not_widen():
         assert jnp.where(h > 0, h, MASK).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
 @pytest.mark.parametrize("float32_for", [("norms", "softmax", "losses"), ()])
 def test_draws_under_a_policy_are_those_of_float32(dtype, float32_for):
     """Noise in half precision has ties, which go to the first tokens."""

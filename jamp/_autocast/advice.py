@@ -24,7 +24,7 @@ BEGIN_AND_END = re.compile(r"carry|branches|same structure")
 
 
 def advise(error: TypeError | ValueError, dtype: np.dtype) -> None:
-    """Adds a note to an error that leaves a half-precision region."""
+    """Adds a note to an error that leaves a region of half precision."""
     text = str(error)
     if text.startswith("autocast(") or raised_by_jamp(error):
         return

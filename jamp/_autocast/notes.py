@@ -12,7 +12,7 @@ Facts are kept by the identity of the value, for as long as the value lives:
                and a product is a layer's bias if it varies along one side only
     raised     it had fewer dimensions before: `b[None]`, and not a (1, n) array
     widened    float32 only because JAX promoted a half-precision value
-    result     float32, but half precision for ops outside the function it is from
+    result     float32, and half precision for ops outside of the function it is from
 """
 
 import functools

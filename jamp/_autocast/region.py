@@ -174,7 +174,7 @@ def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
             with set_current_trace(trace):
                 yield trace
         except (TypeError, ValueError) as error:
-            if settings.listed:  # a policy has its own note
+            if settings.listed:  # a policy has a note of its own
                 advise(error, settings.dtype)
             raise
         finally:

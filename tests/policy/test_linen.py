@@ -574,7 +574,7 @@ def test_a_carry_that_stays_unequal_is_explained():
     model = jamp.linen.with_policy(Model(), MIXED)
     with pytest.raises(TypeError, match="carry input and carry output") as caught:
         jax.eval_shape(model.init, RNGS, X)
-    assert any("has a policy gives back half" in n for n in caught.value.__notes__)
+    assert any("under a policy returns half" in n for n in caught.value.__notes__)
 
 
 def test_a_number_at_the_end_of_an_override_is_whole(standard_promotion):

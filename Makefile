@@ -40,7 +40,7 @@ lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## ruff and pyright
 	$(BIN)/pyright
 
 docs: $(VENV)/.docs ## build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.benchmarks $(VENV)/.test ## benchmarks on the CPU; prints tables
 	$(BIN)/python -m benchmarks.train_step

@@ -10,7 +10,7 @@ CACHED := scripts/cached-python $(VENV)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all parity lint docs bench gpu lowest newest clean
+.PHONY: help demo test test-all parity lint docs bench gpu lowest newest wheel clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -65,6 +65,9 @@ lowest: ## some tests with the oldest JAX, Flax and optax that jamp runs on
 
 newest: ## the quick tests on the newest JAX, with Python 3.12 and 3.13 where they are
 	scripts/test-newest
+
+wheel: ## build wheel and sdist, and try each alone in clean environments
+	scripts/test-wheel
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) .venv-* .jax-cache build dist site

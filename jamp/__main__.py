@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def versions() -> list[str]:
-    """What runs: jamp, Python, the libraries it needs, and others that are installed."""
+    """Versions of jamp, Python, what jamp needs, and other libraries that are here."""
     lines = [f"jamp {jamp.__version__}"]
     lines.append(f"Python {platform.python_version()} on {platform.platform()}")
     for name in (*NEEDED, *OPTIONAL):

@@ -26,7 +26,7 @@ def main(readme: Path) -> None:
         assert importlib.import_module(f"jamp.{face}") is getattr(jamp, face)
     for name in dir(jamp):
         getattr(jamp, name)
-    home = Path(jamp.__file__)
+    home = Path(str(jamp.__file__))
     assert source not in home.parents or "site-packages" in home.parts, home
     assert version("jamp-jax") == jamp.__version__
     shipped = {file.parts[0] for file in files("jamp-jax") or ()}
@@ -44,7 +44,9 @@ def main(readme: Path) -> None:
     imported = [name for name in DO_WITHOUT if name in sys.modules]
     assert not installed and not imported, (installed, imported)
     libraries = " ".join(f"{name} {version(name)}" for name in ("jax", "flax", "optax"))
-    print(f"jamp {jamp.__version__}, {libraries}: {len(blocks)} blocks of {readme.name}")
+    print(
+        f"jamp {jamp.__version__}, {libraries}: {len(blocks)} blocks of {readme.name}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Checks that a tag can be released, and makes README's links work outside of GitHub.
 
-The tag, `jamp.__version__`, CITATION.cff and the newest release in CHANGELOG.md must have
-one version, and the last two one date. Prints `version=...` for the workflow.
+The tag, `jamp.__version__`, CITATION.cff and the newest release in CHANGELOG.md must
+name one version, and the last two one date. Prints `version=...` for the workflow.
 
 Usage: python scripts/prepare_release.py TAG OWNER/REPOSITORY
 """
@@ -32,7 +32,7 @@ def main(tag: str, repository: str, root: Path = ROOT) -> None:
 
 def disagreement(tag: str, root: Path = ROOT) -> str:
     """How the tag and the files disagree; empty if they do not."""
-    found = {"tag": (tag.removeprefix("v"),)}
+    found: dict[str, tuple[str, ...]] = {"tag": (tag.removeprefix("v"),)}
     for name, pattern in PLACES.items():
         match = re.search(pattern, (root / name).read_text(), re.MULTILINE)
         found[name] = match.groups() if match else ("none",)
@@ -58,4 +58,4 @@ def with_absolute_links(text: str, repository: str, tag: str) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2])

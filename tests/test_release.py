@@ -1,4 +1,4 @@
-"""What a release needs: `python -m jamp`, one version in all places, workflows, forms."""
+"""What a release needs: `python -m jamp`, one version in all files, workflows, forms."""
 
 import platform
 import re
@@ -105,7 +105,9 @@ def tree(tmp_path):
     """The files that name a version, all the same one."""
     (tmp_path / "jamp").mkdir()
     (tmp_path / "jamp/__init__.py").write_text('x = 1\n__version__ = "1.2.3"  # here\n')
-    (tmp_path / "CITATION.cff").write_text("version: 1.2.3\ndate-released: 2030-01-02\n")
+    (tmp_path / "CITATION.cff").write_text(
+        "version: 1.2.3\ndate-released: 2030-01-02\n"
+    )
     (tmp_path / "CHANGELOG.md").write_text(
         "## [Unreleased]\n\n## [1.2.3] - 2030-01-02\n\n## [1.2.2] - 2029-01-02\n"
     )

@@ -1,4 +1,4 @@
-"""What a release needs: `python -m jamp`, one version in all files, workflows, forms."""
+"""What a release needs: `python -m jamp`, one version in all files, valid workflows."""
 
 import platform
 import re

@@ -1,7 +1,8 @@
-"""Checks that a tag can be released, and makes README's links work outside of GitHub.
+"""Checks that a tag can be released, and prepares the tree for PyPI.
 
 The tag, `jamp.__version__`, CITATION.cff and the newest release in CHANGELOG.md must
-name one version, and the last two one date. Prints `version=...` for the workflow.
+name one version, and the last two one date. README's links to files then lead to
+GitHub, and pyproject.toml names the repository. Prints `version=...` for the workflow.
 
 Usage: python scripts/prepare_release.py TAG OWNER/REPOSITORY
 """
@@ -25,8 +26,9 @@ PLACES = {
 def main(tag: str, repository: str, root: Path = ROOT) -> None:
     if wrong := disagreement(tag, root):
         sys.exit(wrong)
-    readme = root / "README.md"
+    readme, project = root / "README.md", root / "pyproject.toml"
     readme.write_text(with_absolute_links(readme.read_text(), repository, tag))
+    project.write_text(with_urls(project.read_text(), repository, tag))
     print(f"version={tag.removeprefix('v')}")
 
 
@@ -55,6 +57,17 @@ def with_absolute_links(text: str, repository: str, tag: str) -> str:
     parts = re.split(r"(```.*?```)", text, flags=re.DOTALL)  # code is every second one
     parts[::2] = [link.sub(absolute, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def with_urls(text: str, repository: str, tag: str) -> str:
+    """A pyproject.toml that names the repository and its changelog."""
+    urls = f"""[project.urls]
+Repository = "{HOST}/{repository}"
+Changelog = "{HOST}/{repository}/blob/{tag}/CHANGELOG.md"
+
+"""
+    before, table, after = text.partition("[project.optional-dependencies]")
+    return before + urls + table + after
 
 
 if __name__ == "__main__":

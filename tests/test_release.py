@@ -4,6 +4,7 @@ import platform
 import re
 import subprocess
 import sys
+import tomllib
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def tree(tmp_path):
         "## [Unreleased]\n\n## [1.2.3] - 2030-01-02\n\n## [1.2.2] - 2029-01-02\n"
     )
     (tmp_path / "README.md").write_text("[a](docs/a.md)")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     return tmp_path
 
 
@@ -120,6 +122,12 @@ def test_a_release_is_prepared(tree, capsys):
     assert capsys.readouterr().out == "version=1.2.3\n"
     link = "[a](https://github.com/owner/name/blob/v1.2.3/docs/a.md)"
     assert (tree / "README.md").read_text() == link
+    old, new = (
+        tomllib.loads((folder / "pyproject.toml").read_text())
+        for folder in (ROOT, tree)
+    )
+    urls = new["project"].pop("urls")
+    assert urls["Repository"] == "https://github.com/owner/name" and new == old
 
 
 @pytest.mark.parametrize(

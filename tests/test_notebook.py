@@ -85,9 +85,12 @@ def kinds(outputs):
 @pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(standard_promotion):
     pytest.importorskip("matplotlib")
-    notebook = read()
+    notebook, printed = read(), []
     for cell, outputs in zip(code_cells(notebook), run(notebook), strict=True):
         assert kinds(outputs) == kinds(cell["outputs"]), "".join(cell["source"])
+        printed += [line for output in outputs for line in output.get("text", [])]
+    assert re.search(r"skipped steps: [1-9]\d* of 300", "".join(printed))
+    assert "skipped: True   parameters equal: True\n" in printed
 
 
 def test_all_cells_were_run_in_order():

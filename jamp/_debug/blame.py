@@ -20,6 +20,12 @@ from .marks import Inner, Loop, Marks, Node, Program
 from .sites import Site
 
 BITCAST = "bitcast_convert_type"
+# These choose among numbers. On a CPU XLA may drop a nan, and give the -inf that a
+# maximum starts from.
+CHOOSES = {
+    *("max", "reduce_max", "reduce_window_max", "cummax"),
+    *("min", "reduce_min", "reduce_window_min", "cummin"),
+}
 
 Wanted = dict[int, int]  # values, or their places, and what to search for: INF, NAN
 
@@ -82,7 +88,8 @@ def trace_back(
             continue
         makes = {kind for kind in (INF, NAN) if any(k & kind for k in bad.values())}
         infs, nans = ([n for n in node.inputs if mark(n) & k] for k in (INF, NAN))
-        made_inf = INF in makes and not infs
+        drops_nan = bool(nans) and node.site.primitive in CHOOSES
+        made_inf = INF in makes and not infs and not drops_nan
         made_nan = NAN in makes and not nans
         fresh = made_inf or (made_nan and not infs)
         slots = {program.slots.get(n) for n in node.inputs}  # it may pass these on
@@ -94,7 +101,7 @@ def trace_back(
             origins.insert(0, Origin(node.site, made, (), fed_by, not fresh))
         if INF in makes or made_nan or node.is_single:
             seek(infs, INF)
-        if NAN in makes:
+        if NAN in makes or drops_nan:
             seek(nans, NAN)
         if any(sought.get(n, 0) & mark(n) for n in program.constants & {*node.inputs}):
             constants.insert(0, node.site)

@@ -48,6 +48,9 @@ class ScalerState(nnx.Pytree):
         shown = ", ".join(f"{name}={value}" for name, value in values.items())
         return f"GradScaler({shown}, enabled={self._enabled}, {self._config})"
 
+    def __str__(self) -> str:
+        return repr(self)
+
     def get_scale(self) -> float | jax.Array:
         """The scale: a Python float outside a trace, the traced array inside, 1.0 if
         disabled."""

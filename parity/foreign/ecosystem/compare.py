@@ -142,7 +142,7 @@ def relative(plain: Any, given: Any) -> float:
             continue
         apart, size = np.abs(a - b)[finite].max(), np.abs(a[finite]).max()
         errors.append(float(apart / size) if size else float(apart))
-    return float("inf") if np.isnan(max(errors)) else max(errors)
+    return float(np.nan_to_num(np.max(errors), nan=np.inf, posinf=np.inf))
 
 
 def collect(

@@ -79,7 +79,7 @@ def program(call: Call, dtype: str | None, inner: bool) -> Callable[..., Any]:
     """
 
     def body(*inputs: jax.Array) -> Any:
-        return call.function(*map(layer, inputs))
+        return jax.tree.map(jnp.asarray, call.function(*map(layer, inputs)))
 
     def run(*inputs: jax.Array) -> Any:
         if dtype is None:

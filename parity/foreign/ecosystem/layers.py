@@ -107,8 +107,12 @@ def keras_losses(table: Table, keras: Any) -> None:
     right = jnp.asarray(1 - (extreme > 0.5), jnp.float32)
     for name in ("BinaryCrossentropy", "Poisson", "KLDivergence"):
         loss = getattr(keras.losses, name)()
-        table(f"losses.{name} at 0 and 1", lambda h, loss=loss: loss(right, h), extreme,
-              counts=True)  # fmt: skip
+        table(
+            f"losses.{name} at 0 and 1",
+            lambda h, loss=loss: loss(right, h),
+            extreme,
+            counts=True,
+        )
     for name, given in (
         ("CategoricalCrossentropy", hot),
         ("CategoricalFocalCrossentropy", hot),
@@ -132,9 +136,10 @@ def keras_layers(table: Table, keras: Any) -> None:
     def add(name: str, layer: Any, shape: Any, **options: Any) -> None:
         keras.utils.set_random_seed(0)
         layer.build(shape)
-        trained, other = list(layer.trainable_variables), list(
-            layer.non_trainable_variables
-        )  # fmt: skip
+        trained, other = (
+            list(layer.trainable_variables),
+            list(layer.non_trainable_variables),
+        )
         values = [v.value for v in trained], [v.value for v in other]
         run = lambda h: layer.stateless_call(*values, h)[0]
         table(f"layers.{name}", run, shape, **{"counts": True} | options)
@@ -147,12 +152,18 @@ def keras_layers(table: Table, keras: Any) -> None:
     add("UnitNormalization", layers.UnitNormalization(), TABLE, scale=1e3)
     add("Conv2D", layers.Conv2D(4, 3), IMAGES)
     add("DepthwiseConv2D", layers.DepthwiseConv2D(3), IMAGES)
-    add("GlobalAveragePooling2D", layers.GlobalAveragePooling2D(), (1, 64, 64, 4),
-        shift=2.0)  # fmt: skip
+    add(
+        "GlobalAveragePooling2D",
+        layers.GlobalAveragePooling2D(),
+        (1, 64, 64, 4),
+        shift=2.0,
+    )
     add("AveragePooling2D", layers.AveragePooling2D(8), IMAGES)
     add("LSTM", layers.LSTM(8), TOKENS)
     add("GRU", layers.GRU(8), TOKENS)
-    add("Bidirectional", layers.Bidirectional(layers.SimpleRNN(4)), TOKENS)
+    add(
+        "Bidirectional", layers.Bidirectional(layers.SimpleRNN(4)), TOKENS, counts=False
+    )
     add("Softmax", layers.Softmax(), TABLE)
     add("GaussianNoise", layers.GaussianNoise(0.1), TABLE)
 

@@ -31,12 +31,12 @@ def losses(table: Table, optax: Any) -> None:
         "softmax_cross_entropy_with_integer_labels": lambda h: (
             optax.softmax_cross_entropy_with_integer_labels(h, LABELS)
         ),
-        "sigmoid_binary_cross_entropy": lambda h: (
-            optax.sigmoid_binary_cross_entropy(h, hot)
+        "sigmoid_binary_cross_entropy": lambda h: optax.sigmoid_binary_cross_entropy(
+            h, hot
         ),
         "sigmoid_focal_loss": lambda h: optax.sigmoid_focal_loss(h, hot),
-        "poly_loss_cross_entropy": lambda h: (
-            optax.losses.poly_loss_cross_entropy(h, hot)
+        "poly_loss_cross_entropy": lambda h: optax.losses.poly_loss_cross_entropy(
+            h, hot
         ),
         "huber_loss": lambda h: optax.huber_loss(h, hot),
         "l2_loss": lambda h: optax.l2_loss(h, hot),
@@ -46,23 +46,23 @@ def losses(table: Table, optax: Any) -> None:
         "cosine_distance": lambda h: optax.cosine_distance(h, chances),
         "hinge_loss": lambda h: optax.hinge_loss(h, signs),
         "kl_divergence": lambda h: optax.kl_divergence(jax.nn.log_softmax(h), chances),
-        "convex_kl_divergence": lambda h: (
-            optax.convex_kl_divergence(jax.nn.log_softmax(h), chances)
+        "convex_kl_divergence": lambda h: optax.convex_kl_divergence(
+            jax.nn.log_softmax(h), chances
         ),
-        "multiclass_hinge_loss": lambda h: (
-            optax.losses.multiclass_hinge_loss(h, LABELS)
+        "multiclass_hinge_loss": lambda h: optax.losses.multiclass_hinge_loss(
+            h, LABELS
         ),
-        "multiclass_perceptron_loss": lambda h: (
-            optax.losses.multiclass_perceptron_loss(h, LABELS)
+        "multiclass_perceptron_loss": lambda h: optax.losses.multiclass_perceptron_loss(
+            h, LABELS
         ),
-        "multiclass_sparsemax_loss": lambda h: (
-            optax.losses.multiclass_sparsemax_loss(h, LABELS)
+        "multiclass_sparsemax_loss": lambda h: optax.losses.multiclass_sparsemax_loss(
+            h, LABELS
         ),
         "sparsemax_loss": lambda h: optax.losses.sparsemax_loss(h, hot > 0),
         "ntxent": lambda h: optax.ntxent(h, jnp.asarray(LABELS)),
         "triplet_margin_loss": lambda h: optax.losses.triplet_margin_loss(h, -h, h + 1),
-        "smooth_labels": lambda h: (
-            optax.softmax_cross_entropy(h, optax.smooth_labels(hot, 0.1))
+        "smooth_labels": lambda h: optax.softmax_cross_entropy(
+            h, optax.smooth_labels(hot, 0.1)
         ),
         "ranking_softmax_loss": lambda h: optax.losses.ranking_softmax_loss(h, hot),
         "dice_loss": lambda h: optax.losses.dice_loss(h, hot),
@@ -111,11 +111,16 @@ def updates(table: Table, optax: Any) -> None:
             inner = make()
             return inner.update(h, inner.init(weights), weights)[0]
 
-        table(f"{name}.update", update, TABLE, gradient=False, counts=True)
+        table(
+            f"{name}.update", update, TABLE, gradient=False, counts="clip" not in name
+        )
     table("global_norm", optax.global_norm, MANY, scale=10.0, counts=True)
     table("tree.vdot", lambda h: optax.tree.vdot(h, h), MANY, counts=True)
-    table("incremental_update", lambda h: optax.incremental_update(
-        h, jnp.zeros(TABLE), 1e-3), TABLE)  # fmt: skip
+    table(
+        "incremental_update",
+        lambda h: optax.incremental_update(h, jnp.zeros(TABLE), 1e-3),
+        TABLE,
+    )
     top = lambda h: optax.power_iteration(h, num_iters=50)[0]
     table("power_iteration", top, SYMMETRIC, gradient=False, counts=True)
 
@@ -123,8 +128,9 @@ def updates(table: Table, optax: Any) -> None:
 def jaxopt_calls() -> list[Call]:
     jaxopt = import_module("jaxopt")
     table = Table("jaxopt")
-    table.each(jaxopt.projection, "projection_simplex projection_l1_ball", (32,),
-               counts=True)  # fmt: skip
+    table.each(
+        jaxopt.projection, "projection_simplex projection_l1_ball", (32,), counts=True
+    )
     labels = jnp.asarray(LABELS)
     for name in ("multiclass_logistic_loss", "multiclass_sparsemax_loss"):
         loss = jax.vmap(getattr(jaxopt.loss, name))
@@ -151,8 +157,9 @@ def jaxopt_calls() -> list[Call]:
         def solve(a: jax.Array, make: Any = make) -> jax.Array:
             return make().run(jnp.zeros(6), a).params
 
-        table(name, solve, SYMMETRIC / 4, gradient=name == "GradientDescent",
-              counts=True)  # fmt: skip
+        table(
+            name, solve, SYMMETRIC / 4, gradient=name == "GradientDescent", counts=True
+        )
     fixed = lambda x, a: jnp.tanh(a @ x) + 0.5
 
     def point(a: jax.Array) -> jax.Array:
@@ -169,10 +176,18 @@ def jaxopt_calls() -> list[Call]:
     table("Bisection", root, (8,), counts=True)
     for name in ("solve_cg", "solve_normal_cg", "solve_lu", "solve_cholesky"):
         solve = getattr(jaxopt.linear_solve, name)
-        table(f"linear_solve.{name}", lambda a, b, s=solve: s(lambda x: a @ x, b),
-              SYMMETRIC, (6,), counts=True)  # fmt: skip
-    table("isotonic.isotonic_l2_pav", lambda h: jaxopt.isotonic.isotonic_l2_pav(h),
-          (16,), gradient=False, counts=True)  # fmt: skip
+        table(
+            f"linear_solve.{name}",
+            lambda a, b, s=solve: s(lambda x: a @ x, b),
+            SYMMETRIC,
+            (6,),
+        )
+    table(
+        "isotonic.isotonic_l2_pav",
+        lambda h: jaxopt.isotonic.isotonic_l2_pav(h),
+        (16,),
+        gradient=False,
+    )
     return table.calls
 
 

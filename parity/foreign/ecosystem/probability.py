@@ -65,13 +65,13 @@ def distrax_calls() -> list[Call]:
     named = {
         "Gamma.log_prob": lambda h: distrax.Gamma(2.0, 1.0).log_prob(h),
         "Beta(h).log_prob": lambda h: distrax.Beta(h, 2.0).log_prob(0.3),
-        "Dirichlet(h).log_prob": lambda h: (
-            distrax.Dirichlet(h).log_prob(jnp.full(32, 1 / 32))
+        "Dirichlet(h).log_prob": lambda h: distrax.Dirichlet(h).log_prob(
+            jnp.full(32, 1 / 32)
         ),
         "VonMises.log_prob": lambda h: distrax.VonMises(0.0, 2.0).log_prob(h),
     }
     for name, function in named.items():
-        table(name, function, (32,), **POSITIVE)
+        table(name, function, (32,), **POSITIVE | {"counts": "Dir" in name})
     draw = lambda h: distrax.Normal(h, one).sample(seed=jax.random.key(0))
     table("Normal(h).sample", draw, LINE)
     draw = lambda h: distrax.Categorical(h).sample(seed=jax.random.key(0))
@@ -86,16 +86,16 @@ def tfp_calls() -> list[Call]:
     real: dict[str, Any] = {
         "Normal.log_prob": lambda h: tfd.Normal(0.0, 1.0).log_prob(h),
         "Normal(h).log_prob": lambda h: tfd.Normal(h, jnp.ones(32)).log_prob(0.5),
-        "Normal(h, h).log_prob": lambda h: (
-            tfd.Normal(h, jax.nn.softplus(h) + 0.5).log_prob(0.5)
-        ),
+        "Normal(h, h).log_prob": lambda h: tfd.Normal(
+            h, jax.nn.softplus(h) + 0.5
+        ).log_prob(0.5),
         "Normal.log_cdf": lambda h: tfd.Normal(0.0, 1.0).log_cdf(h),
         "StudentT.log_prob": lambda h: tfd.StudentT(3.0, 0.0, 1.0).log_prob(h),
         "Categorical.log_prob": lambda h: tfd.Categorical(logits=h).log_prob(3),
         "Categorical.entropy": lambda h: tfd.Categorical(logits=h).entropy(),
         "Bernoulli.log_prob": lambda h: tfd.Bernoulli(logits=h).log_prob(1),
-        "Poisson(log_rate).log_prob": lambda h: (
-            tfd.Poisson(log_rate=h).log_prob(jnp.arange(32.0) % 5)
+        "Poisson(log_rate).log_prob": lambda h: tfd.Poisson(log_rate=h).log_prob(
+            jnp.arange(32.0) % 5
         ),
         "MixtureSameFamily.log_prob": lambda h: tfd.MixtureSameFamily(
             tfd.Categorical(logits=h[:4]),
@@ -122,9 +122,9 @@ def tfp_calls() -> list[Call]:
         "Gamma.log_prob": lambda h: tfd.Gamma(2.0, 1.0).log_prob(h),
         "Gamma(h).log_prob": lambda h: tfd.Gamma(h, jnp.ones(32)).log_prob(1.5),
         "Beta(h).log_prob": lambda h: tfd.Beta(h, jnp.ones(32)).log_prob(0.3),
-        "NegativeBinomial(h).log_prob": lambda h: (
-            tfd.NegativeBinomial(h, probs=0.3).log_prob(2.0)
-        ),
+        "NegativeBinomial(h).log_prob": lambda h: tfd.NegativeBinomial(
+            h, probs=0.3
+        ).log_prob(2.0),
         "LogNormal.log_prob": lambda h: tfd.LogNormal(0.0, 1.0).log_prob(h),
         "math.lbeta": lambda h: tfp.math.lbeta(h, 2.0),
         "math.log_gamma_correction": lambda h: tfp.math.log_gamma_correction(h + 8),
@@ -159,44 +159,44 @@ def numpyro_calls() -> list[Call]:
         "Normal.cdf": lambda h: dist.Normal(zero, one).cdf(h),
         "StudentT.log_prob": lambda h: dist.StudentT(3.0, h, one).log_prob(zero),
         "Cauchy.log_prob": lambda h: dist.Cauchy(zero, one).log_prob(h),
-        "Bernoulli(logits).log_prob": lambda h: (
-            dist.Bernoulli(logits=h).log_prob(COUNTS % 2)
+        "Bernoulli(logits).log_prob": lambda h: dist.Bernoulli(logits=h).log_prob(
+            COUNTS % 2
         ),
-        "Categorical(logits).log_prob": lambda h: (
-            dist.Categorical(logits=h).log_prob(jnp.array(3))
+        "Categorical(logits).log_prob": lambda h: dist.Categorical(logits=h).log_prob(
+            jnp.array(3)
         ),
         "Poisson(exp).log_prob": lambda h: dist.Poisson(jnp.exp(h)).log_prob(COUNTS),
-        "NegativeBinomialLogits.log_prob": lambda h: (
-            dist.NegativeBinomialLogits(3.0, h).log_prob(COUNTS)
+        "NegativeBinomialLogits.log_prob": lambda h: dist.NegativeBinomialLogits(
+            3.0, h
+        ).log_prob(COUNTS),
+        "BinomialLogits.log_prob": lambda h: dist.Binomial(9, logits=h).log_prob(
+            COUNTS
         ),
-        "BinomialLogits.log_prob": lambda h: (
-            dist.Binomial(9, logits=h).log_prob(COUNTS)
-        ),
-        "OrderedLogistic.log_prob": lambda h: (
-            dist.OrderedLogistic(h, jnp.array([-1.0, 0.0, 1.0])).log_prob(COUNTS % 4)
-        ),
-        "TruncatedNormal.log_prob": lambda h: (
-            dist.TruncatedNormal(h, one, low=-1.0).log_prob(zero)
-        ),
+        "OrderedLogistic.log_prob": lambda h: dist.OrderedLogistic(
+            h, jnp.array([-1.0, 0.0, 1.0])
+        ).log_prob(COUNTS % 4),
+        "TruncatedNormal.log_prob": lambda h: dist.TruncatedNormal(
+            h, one, low=-1.0
+        ).log_prob(zero),
         "MixtureSameFamily.log_prob": lambda h: dist.MixtureSameFamily(
             dist.Categorical(logits=h[:4]), dist.Normal(jnp.arange(4.0), 1.0)
         ).log_prob(jnp.linspace(-1, 4, 9)),
-        "ZeroInflatedPoisson.log_prob": lambda h: (
-            dist.ZeroInflatedPoisson(0.3, jnp.exp(h)).log_prob(COUNTS)
-        ),
+        "ZeroInflatedPoisson.log_prob": lambda h: dist.ZeroInflatedPoisson(
+            0.3, jnp.exp(h)
+        ).log_prob(COUNTS),
         "kl_divergence(Normal)": lambda h: dist.kl_divergence(
             dist.Normal(h, one), dist.Normal(zero, one)
         ),
-        "StickBreakingTransform": lambda h: (
-            dist.transforms.StickBreakingTransform()(h[:6])
+        "StickBreakingTransform": lambda h: dist.transforms.StickBreakingTransform()(
+            h[:6]
         ),
-        "LowerCholeskyTransform": lambda h: (
-            dist.transforms.LowerCholeskyTransform()(h[:6])
+        "LowerCholeskyTransform": lambda h: dist.transforms.LowerCholeskyTransform()(
+            h[:6]
         ),
         "OrderedTransform": lambda h: dist.transforms.OrderedTransform()(h[:6] / 4),
         "SoftplusTransform": lambda h: dist.transforms.SoftplusTransform()(h),
-        "biject_to(positive)": lambda h: (
-            dist.biject_to(dist.constraints.positive)(h / 2)
+        "biject_to(positive)": lambda h: dist.biject_to(dist.constraints.positive)(
+            h / 2
         ),
     }
     for name, function in real.items():
@@ -221,8 +221,12 @@ def numpyro_calls() -> list[Call]:
         dist.transforms.CorrCholeskyTransform()(h)
     )
     table("LKJCholesky.log_prob", cholesky, (15,), counts=True)
-    table("CorrCholeskyTransform", dist.transforms.CorrCholeskyTransform(), (6,),
-          counts=True)  # fmt: skip
+    table(
+        "CorrCholeskyTransform",
+        dist.transforms.CorrCholeskyTransform(),
+        (6,),
+        counts=True,
+    )
     draw = lambda h: dist.Normal(h, one).sample(jax.random.key(0))
     table("Normal(h).sample", draw, LINE)
     draw = lambda h: dist.Gamma(h, one).sample(jax.random.key(0))
@@ -270,17 +274,30 @@ def blackjax_calls() -> list[Call]:
         return kernel.step(key, kernel.init(h))[0].position
 
     table("hmc.step of half", step_from_half, (6,), gradient=False, counts=True)
-    table("diagnostics.effective_sample_size",
-          lambda h: blackjax.diagnostics.effective_sample_size(h), (2, 256),
-          gradient=False, counts=True)  # fmt: skip
-    table("diagnostics.potential_scale_reduction",
-          lambda h: blackjax.diagnostics.potential_scale_reduction(h), (2, 256),
-          gradient=False, counts=True)  # fmt: skip
+    table(
+        "diagnostics.effective_sample_size",
+        lambda h: blackjax.diagnostics.effective_sample_size(h),
+        (2, 256),
+        gradient=False,
+        counts=True,
+    )
+    table(
+        "diagnostics.potential_scale_reduction",
+        lambda h: blackjax.diagnostics.potential_scale_reduction(h),
+        (2, 256),
+        gradient=False,
+        counts=True,
+    )
     resampling = blackjax.smc.resampling
     for name in ("systematic", "stratified", "residual"):
         draw = getattr(resampling, name)
-        table(f"smc.resampling.{name}", lambda h, d=draw: d(key, h / h.sum(), 4096),
-              (256,), gradient=False, **POSITIVE)  # fmt: skip
+        table(
+            f"smc.resampling.{name}",
+            lambda h, d=draw: d(key, h / h.sum(), 4096),
+            (256,),
+            gradient=False,
+            **POSITIVE,
+        )
     table("smc.ess.ess", blackjax.smc.ess.ess, (4096,), counts=True)
     return table.calls
 

@@ -94,15 +94,20 @@ def numpyro_programs() -> Iterator[Program]:
         @jax.jit
         def run(key: jax.Array) -> jax.Array:
             with region:
-                found = svi.run(key, 400, x, y, progress_bar=False)
+                found = svi.run(key, 1500, x, y, progress_bar=False)
             return found.params["w_auto_loc"]
 
         return np.stack([run(jax.random.PRNGKey(seed)) for seed in SEEDS])
 
     def sampled(region: Any) -> np.ndarray:
-        mcmc = infer.MCMC(infer.NUTS(model), num_warmup=150, num_samples=300,
-                          num_chains=len(SEEDS), chain_method="vectorized",
-                          progress_bar=False)  # fmt: skip
+        mcmc = infer.MCMC(
+            infer.NUTS(model),
+            num_warmup=150,
+            num_samples=300,
+            num_chains=len(SEEDS),
+            chain_method="vectorized",
+            progress_bar=False,
+        )
         with region:
             mcmc.run(jax.random.PRNGKey(0), x, y)
         return np.asarray(mcmc.get_samples(group_by_chain=True)["w"]).mean(1)
@@ -181,8 +186,9 @@ def keras_programs() -> Iterator[Program]:
             for variable, value in zip(model.optimizer.variables, fresh, strict=True):
                 variable.assign(value)
             with region:
-                history = model.fit(images, labels, batch_size=32, epochs=4, verbose=0,
-                                    shuffle=False)  # fmt: skip
+                history = model.fit(
+                    images, labels, batch_size=32, epochs=4, verbose=0, shuffle=False
+                )
             rows.append(history.history["loss"][::-1])
         return np.array(rows)
 
@@ -192,8 +198,9 @@ def keras_programs() -> Iterator[Program]:
         ("attention", attentive),
     ):
         run = lambda region, build=build: fitted(build, region)
-        yield Program(f"Keras `fit`, {name}", "losses of four epochs, the last first",
-                      run)  # fmt: skip
+        yield Program(
+            f"Keras `fit`, {name}", "losses of four epochs, the last first", run
+        )
 
 
 PROGRAMS = {

@@ -52,8 +52,15 @@ def diffrax_calls() -> list[Call]:
         path = dfx.VirtualBrownianTree(0.0, 1.0, 1e-2, (4,), jax.random.key(0))
         drift = dfx.ODETerm(lambda t, y, _: -y)
         noise = dfx.ControlTerm(lambda t, y, _: jnp.eye(4) * 0.1, path)
-        return dfx.diffeqsolve(dfx.MultiTerm(drift, noise), dfx.Euler(), 0.0, 1.0, 0.1,
-                               y.astype(jnp.float32), max_steps=32).ys  # fmt: skip
+        return dfx.diffeqsolve(
+            dfx.MultiTerm(drift, noise),
+            dfx.Euler(),
+            0.0,
+            1.0,
+            0.1,
+            y.astype(jnp.float32),
+            max_steps=32,
+        ).ys
 
     table("Euler of an SDE", noisy, (4,), counts=True)
 
@@ -61,14 +68,16 @@ def diffrax_calls() -> list[Call]:
         path = dfx.LinearInterpolation(times, h)
         term = dfx.ControlTerm(lambda t, y, a: jnp.tanh(y)[:, None] * 0.5, path)
         term = term.to_ode()
-        return dfx.diffeqsolve(term, dfx.Heun(), 0.0, 1.0, 0.1, y.astype(jnp.float32),
-                               max_steps=32).ys  # fmt: skip
+        return dfx.diffeqsolve(
+            term, dfx.Heun(), 0.0, 1.0, 0.1, y.astype(jnp.float32), max_steps=32
+        ).ys
 
     table("Heun of a CDE", controlled, (16, 1), (4,), counts=True)
 
     def stiff(a: jax.Array, y: jax.Array) -> jax.Array:
-        return solve(a, y.astype(jnp.float32), dfx.Kvaerno5(),
-                     stepsize_controller=control)  # fmt: skip
+        return solve(
+            a, y.astype(jnp.float32), dfx.Kvaerno5(), stepsize_controller=control
+        )
 
     program(table, "Kvaerno5", stiff, SMALL, (6,))
     return table.calls
@@ -105,17 +114,21 @@ def lineax_calls() -> list[Call]:
             return lx.linear_solve(operator, b.astype(jnp.float32), solver).value
 
         table(name, solve, SYMMETRIC, (6,), counts=True)
-    halves = lambda a, b: lx.linear_solve(
-        lx.MatrixLinearOperator(a), b, lx.LU()
-    ).value  # fmt: skip
-    table("LU of half", halves, SYMMETRIC, (6,), counts=True)
-    mixed = lambda a, b: lx.linear_solve(
-        lx.MatrixLinearOperator(a), b.astype(jnp.float32), lx.LU()
-    ).value
+    halves = lambda a, b: lx.linear_solve(lx.MatrixLinearOperator(a), b, lx.LU()).value
+    table("LU of half", halves, SYMMETRIC, (6,))
+    mixed = lambda a, b: (
+        lx.linear_solve(
+            lx.MatrixLinearOperator(a), b.astype(jnp.float32), lx.LU()
+        ).value
+    )
     table("LU of half and float32", mixed, SYMMETRIC, (6,), counts=True)
-    tall = lambda a, b: lx.linear_solve(
-        lx.MatrixLinearOperator(a.astype(jnp.float32)), b.astype(jnp.float32),
-        lx.AutoLinearSolver(well_posed=None)).value  # fmt: skip
+    tall = lambda a, b: (
+        lx.linear_solve(
+            lx.MatrixLinearOperator(a.astype(jnp.float32)),
+            b.astype(jnp.float32),
+            lx.AutoLinearSolver(well_posed=None),
+        ).value
+    )
     table("least squares", tall, (8, 3), (8,), counts=True)
     operators(table, lx)
     return table.calls
@@ -136,8 +149,10 @@ def operators(table: Table, lx: Any) -> None:
         "FunctionLinearOperator": (apply, direct),
         "FunctionLinearOperator(GMRES)": (apply, solver),
         "JacobianLinearOperator": (slope, direct),
-        "sum of operators": (lambda a: matrix(a) + lx.IdentityLinearOperator(shape),
-                             direct),
+        "sum of operators": (
+            lambda a: matrix(a) + lx.IdentityLinearOperator(shape),
+            direct,
+        ),
         "product of operators": (lambda a: matrix(a) @ apply(a), direct),
         "transpose": (lambda a: matrix(a).T, direct),
         "TridiagonalLinearOperator": (
@@ -154,11 +169,12 @@ def operators(table: Table, lx: Any) -> None:
             lambda a: lx.TaggedLinearOperator(matrix(a), lx.lower_triangular_tag),
             lx.Triangular(),
         ),
-    }  # fmt: skip
+    }
     for name, (make, solver) in made.items():
 
-        def solve(a: jax.Array, b: jax.Array, make: Any = make,
-                  solver: Any = solver) -> jax.Array:  # fmt: skip
+        def solve(
+            a: jax.Array, b: jax.Array, make: Any = make, solver: Any = solver
+        ) -> jax.Array:
             return lx.linear_solve(make(a), b.astype(jnp.float32), solver).value
 
         program(table, name, solve, SYMMETRIC, (6,))
@@ -181,9 +197,15 @@ def optimistix_calls() -> list[Call]:
     def iterate(y: jax.Array, a: jax.Array) -> jax.Array:
         return target - 0.5 * jnp.tanh(a @ y)
 
-    bisect = lambda a: optx.root_find(
-        lambda y, a: y**3 + y - jnp.sum(a), optx.Bisection(**near), 0.0, a,
-        options={"lower": -4.0, "upper": 4.0}).value  # fmt: skip
+    bisect = lambda a: (
+        optx.root_find(
+            lambda y, a: y**3 + y - jnp.sum(a),
+            optx.Bisection(**near),
+            0.0,
+            a,
+            options={"lower": -4.0, "upper": 4.0},
+        ).value
+    )
     table("Bisection", bisect, SMALL / 4, counts=True)
     others: dict[str, Any] = {
         "Chord": lambda a: optx.root_find(residual, optx.Chord(**close), start, a),

@@ -1,0 +1,67 @@
+"""`python -m parity.foreign --suite ecosystem`: calls and programs, and the page."""
+
+import argparse
+import os
+import time
+
+import jax
+
+from . import compare, libraries, page, programs, reasons
+from .libraries import Library
+from .page import Section
+
+# Programs run once: XLA compiles in a third of the time without LLVM's optimizations.
+FLAGS = "--xla_backend_optimization_level=0"
+if jax.__version_info__ < (0, 11):  # later ones abort at a flag that is gone
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+    FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns the exit status: 1 for what no reason covers, and for a stale reason."""
+    os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    chosen = options.select or [x.name for x in libraries.ALL]
+    wanted = [x for x in libraries.ALL if x.name in chosen]
+    sections = [section(library) for library in wanted]
+    problems = [said for each in sections for said in wrong(each)]
+    if not options.select:
+        page.write(options.page, sections)
+        if not any(x.missing for x in sections):
+            names = [row.name for each in sections for row in each.rows]
+            problems += reasons.unknown(names)
+    for said in problems:
+        print(said)
+    done = sum(len(each.rows) for each in sections)
+    print(f"{done} calls, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+def section(library: Library) -> Section:
+    """Runs what a library has; a word is printed at its end."""
+    start = time.process_time()
+    release, why = libraries.release(library), libraries.missing(library)
+    rows, outcomes = [], []
+    if not why:
+        rows = [compare.compare(call) for call in libraries.calls(library)]
+        every = libraries.programs(library)
+        outcomes = [programs.measure(each, compare.DTYPES) for each in every]
+    seconds = time.process_time() - start
+    said = f"skipped, {why}" if why else f"{len(rows)} calls, {seconds:.0f} s"
+    print(f"{library.name} {release}: {said}", flush=True)
+    return Section(library.name, release, why, rows, outcomes)
+
+
+def wrong(section: Section) -> list[str]:
+    """What no reason covers, and reasons that nothing needs, a sentence for each."""
+    found = [
+        f"{row.name}: {fault}: {said}"
+        for row in section.rows
+        for fault, said in reasons.unexplained(row).items()
+    ]
+    found += reasons.stale(section.rows)
+    return found + [
+        f"{x.name}: {x.raised or f'apart {x.apart}, noise {x.noise:.1e}'}"
+        for x in section.outcomes
+        if x.wrong
+    ]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from .compare import ERROR, FAULTS, GRADIENT, RAISES, Row
 
-DRAWS = """the caller asks for noise in the dtype of `h`, which has few numbers, and \\\\
+DRAWS = """the caller asks for noise in the dtype of `h`, which has few numbers, and \
 others than in float32; write `jnp.float32`"""
 TOLERANCE = """jamp refuses a tolerance that is taken from a half-precision dtype, and \
 says what to write"""

@@ -6,9 +6,9 @@ import time
 
 import jax
 
-from . import compare, libraries, page, programs, reasons
+from . import compare, kept, libraries, page, programs, reasons
+from .kept import Section
 from .libraries import Library
-from .page import Section
 
 # Programs run once: XLA compiles in a third of the time without LLVM's optimizations.
 FLAGS = "--xla_backend_optimization_level=0"
@@ -22,17 +22,22 @@ def main(options: argparse.Namespace) -> int:
     os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
     os.environ.setdefault("KERAS_BACKEND", "jax")
     chosen = options.select or [x.name for x in libraries.ALL]
-    wanted = [x for x in libraries.ALL if x.name in chosen]
-    sections = [section(library) for library in wanted]
-    problems = [said for each in sections for said in wrong(each)]
-    if not options.select:
-        page.write(options.page, sections)
-        if not any(x.missing for x in sections):
-            names = [row.name for each in sections for row in each.rows]
+    sections = []
+    for library in libraries.ALL:
+        file = kept.path(options.folder, library)
+        if library.name in chosen:
+            kept.save(file, section(library))
+        sections.append(kept.load(file))
+    known = [x for x in sections if x is not None]
+    problems = [said for x in known if x.name in chosen for said in wrong(x)]
+    if len(known) == len(sections):
+        page.write(options.page, known)
+        if not any(x.missing for x in known):
+            names = [row.name for each in known for row in each.rows]
             problems += reasons.unknown(names)
     for said in problems:
         print(said)
-    done = sum(len(each.rows) for each in sections)
+    done = sum(len(x.rows) for x in known if x.name in chosen)
     print(f"{done} calls, {len(problems)} problems")
     return 1 if problems else 0
 

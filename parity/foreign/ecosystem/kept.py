@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .compare import Result, Row
 from .libraries import Library
@@ -33,7 +33,7 @@ def save(file: Path, section: Section) -> None:
     file.write_text(json.dumps(fields, indent=1), encoding="utf-8")
 
 
-def as_fields(row: Row) -> dict[str, object]:
+def as_fields(row: Row) -> dict[str, Any]:
     results = {
         dtype: {way: result._asdict() for way, result in ways.items()}
         for dtype, ways in row.results.items()

@@ -62,7 +62,7 @@ def distrax_calls() -> list[Call]:
     table("MultivariateNormalTri.log_prob", full, (16, 6), counts=True)
     loc = lambda h: distrax.MultivariateNormalDiag(h, spread).log_prob(mean)
     table("MultivariateNormalDiag(h).log_prob", loc, (16, 6), counts=True)
-    named = {
+    positive: dict[str, Any] = {
         "Gamma.log_prob": lambda h: distrax.Gamma(2.0, 1.0).log_prob(h),
         "Beta(h).log_prob": lambda h: distrax.Beta(h, 2.0).log_prob(0.3),
         "Dirichlet(h).log_prob": lambda h: distrax.Dirichlet(h).log_prob(
@@ -70,8 +70,9 @@ def distrax_calls() -> list[Call]:
         ),
         "VonMises.log_prob": lambda h: distrax.VonMises(0.0, 2.0).log_prob(h),
     }
-    for name, function in named.items():
-        table(name, function, (32,), **POSITIVE | {"counts": "Dir" in name})
+    for name, function in positive.items():
+        counts = name not in ("Beta(h).log_prob", "VonMises.log_prob")
+        table(name, function, (32,), **POSITIVE | {"counts": counts})
     draw = lambda h: distrax.Normal(h, one).sample(seed=jax.random.key(0))
     table("Normal(h).sample", draw, LINE)
     draw = lambda h: distrax.Categorical(h).sample(seed=jax.random.key(0))

@@ -14,8 +14,10 @@ from .call import Call, layer
 
 DTYPES = ("float16", "bfloat16")
 WAYS = HALF, INNER = ("half", "inner jit")
-# What may be wrong with a call.
-ERROR, GRADIENT, AGREE, RAISES = FAULTS = ("error", "gradient", "agree", "raises")
+# What may be wrong with a call. What it raises has a note of jamp's, or it has none.
+ERROR, GRADIENT, AGREE = "error", "gradient", "agree"
+RAISES, UNADVISED = "raises", "raises without a note"
+FAULTS = (ERROR, GRADIENT, AGREE, RAISES, UNADVISED)
 ROUNDINGS = 8.0  # how many of its dtype's the two ways may be apart
 
 
@@ -62,12 +64,19 @@ def compare(call: Call) -> Row:
                     said = str(error).strip().splitlines() or [""]
                     said = f"{type(error).__name__}: {said[0]}"
                     results[dtype][way] = Result(raised=said)
-                    faults.setdefault(RAISES, f"{dtype}, {way}: {said[:300]}")
+                    fault = RAISES if advised(error) else UNADVISED
+                    faults.setdefault(fault, f"{dtype}, {way}: {said[:300]}")
                     continue
                 results[dtype][way] = judge(plain, given[way])
             apart[dtype] = difference(given, HALF, INNER)
             collect(call, dtype, results[dtype], apart[dtype], faults)
     return Row(call.name, results, apart, faults)
+
+
+def advised(error: Exception) -> bool:
+    """Whether the error says what to write: it is jamp's own, or has its note."""
+    said = [str(error), *getattr(error, "__notes__", ())]
+    return any("autocast region" in text for text in said)
 
 
 def program(call: Call, dtype: str | None, inner: bool) -> Callable[..., Any]:

@@ -111,7 +111,6 @@ def keras_losses(table: Table, keras: Any) -> None:
             f"losses.{name} at 0 and 1",
             lambda h, loss=loss: loss(right, h),
             extreme,
-            counts=True,
         )
     for name, given in (
         ("CategoricalCrossentropy", hot),

@@ -11,6 +11,27 @@ says what to write"""
 NEAR_ZERO = "near 0 the derivative is the difference of two nearly equal numbers"
 CONDITION = "the answer is a difference of large terms, so rounding `h` shows in it"
 
+CLIPPED = """in `jax.jit` Keras's cast to float32 has no effect, and 1 - 1e-7 rounds to \
+1; write `from_logits=True`"""
+STEEP = "at 0 the derivative is 1e7, above float16's largest number"
+REFUSED = """the library refuses half precision, or two dtypes; the error has a note \
+that says what to write"""
+
+WITH_TOLERANCE = """jnp.linalg.matrix_rank jnp.linalg.lstsq jnp.polyfit jnp.roots \
+jsp.signal.detrend jsp.linalg.funm jsp.sparse.linalg.gmres"""
+NOT_IN_HALF = """jnp.fft.rfft jnp.fft.rfft2 jnp.fft.rfftn jsp.special.ndtr \
+jsp.special.ndtri jsp.special.spence jsp.stats.norm.cdf jsp.stats.norm.sf \
+jsp.stats.norm.ppf jsp.stats.norm.isf jsp.stats.truncnorm.logpdf \
+jsp.stats.truncnorm.logcdf jsp.signal.fftconvolve jsp.signal.stft jsp.linalg.expm \
+jsp.linalg.eigh_tridiagonal jax.experimental.ode.odeint keras.ops.rfft \
+optax.projections.projection_l1_ball jaxopt.FixedPointIteration \
+blackjax.diagnostics.effective_sample_size tfp.StudentT.log_prob \
+tfp.Normal(h).log_prob tfp.TransformedDistribution.log_prob \
+tfp.kl_divergence(Normal) tfp.bijectors.NormalCDF tfp.Gamma(h).log_prob \
+tfp.Beta(h).log_prob tfp.math.bessel_ive tfp.math.igammainv \
+tfp.MultivariateNormalTriL.log_prob tfp.GaussianProcess.log_prob \
+tfp.Normal(h).sample"""
+
 REASONS: dict[str, tuple[tuple[str, ...], str]] = {
     "jax.random.normal(h.dtype)": ((ERROR,), DRAWS),
     "jax.random.uniform(h.dtype)": ((ERROR,), DRAWS),
@@ -25,18 +46,20 @@ REASONS: dict[str, tuple[tuple[str, ...], str]] = {
         (GRADIENT,),
         "it adds in the dtype of `h`; `jnp.cumsum` adds in float32",
     ),
-    "jnp.linalg.matrix_rank": ((RAISES,), TOLERANCE),
-    "jnp.linalg.lstsq": ((RAISES,), TOLERANCE),
-    "jnp.polyfit": ((RAISES,), TOLERANCE),
-    "jnp.roots": ((RAISES,), TOLERANCE),
-    "jsp.signal.detrend": ((RAISES,), TOLERANCE),
-    "jsp.linalg.funm": ((RAISES,), TOLERANCE),
-    "jsp.sparse.linalg.gmres": ((RAISES,), TOLERANCE),
-    "jsp.sparse.linalg.gmres of a float32 vector": ((RAISES,), TOLERANCE),
     "e3nn.matrix_to_quaternion": ((GRADIENT,), CONDITION),
     "tinygp.ExpSquared condition": ((ERROR,), CONDITION),
     "tinygp.RationalQuadratic condition": ((ERROR,), CONDITION),
     "tinygp.log_probability at half places": ((GRADIENT,), CONDITION),
+    "keras.losses.BinaryCrossentropy at 0 and 1": ((ERROR, GRADIENT), CLIPPED),
+    "keras.losses.Poisson at 0 and 1": ((GRADIENT,), STEEP),
+    "jnp.fft.irfft of rfft": ((RAISES,), REFUSED),
+    "jsp.signal.istft of stft": ((RAISES,), REFUSED),
+    "jsp.sparse.linalg.gmres of a float32 vector": ((RAISES,), TOLERANCE),
+    "tfp.Normal(h, h).log_prob": ((RAISES,), REFUSED),
+    "blackjax.hmc.step of half": ((RAISES,), REFUSED),
+    "lineax.LU of half and float32": ((RAISES,), REFUSED),
+    **dict.fromkeys(WITH_TOLERANCE.split(), ((RAISES,), TOLERANCE)),
+    **dict.fromkeys(NOT_IN_HALF.split(), ((RAISES,), REFUSED)),
 }
 
 

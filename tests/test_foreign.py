@@ -9,11 +9,21 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jamp
 from parity.foreign import __main__ as command
 from parity.foreign import edges, inside, records, report, result, running, suites
-from parity.foreign.ecosystem import compare, jax_numpy, libraries, page, reasons
+from parity.foreign.ecosystem import (
+    compare,
+    jax_numpy,
+    kept,
+    libraries,
+    page,
+    programs,
+    reasons,
+)
 from parity.foreign.ecosystem import run as ecosystem
 from parity.foreign.ecosystem.call import Table
 from parity.foreign.records import (
@@ -317,6 +327,36 @@ def test_a_library_that_is_not_installed_is_skipped(tmp_path, capsys):
     path.write_text(EMPTY)
     page.write(path, [section])
     assert "Skipped: it is not installed." in path.read_text()
+
+
+def test_a_library_that_is_not_in_the_table_is_refused():
+    with pytest.raises(ValueError, match=r"--select jaxx: .* jax, jax\.scipy, optax"):
+        command.main(["--suite", "ecosystem", "--select", "jaxx"])
+
+
+def test_what_is_kept_of_a_library_is_read_again(tmp_path):
+    row = compare.Row(
+        "made.call", {"float16": {"half": compare.Result(0.5)}}, {"float16": 0.1}, {}
+    )
+    outcome = programs.Outcome(
+        "made", "a loss", {"float32": 1.0}, 0.1, {"float16": 0.2}
+    )
+    section = kept.Section("made", "1.2", "", [row], [outcome])
+    kept.save(tmp_path / "made.json", section)
+    assert str(kept.load(tmp_path / "made.json")) == str(section)
+    assert kept.load(tmp_path / "other.json") is None
+
+
+@pytest.mark.parametrize(("apart", "wrong"), [(0.2, False), (0.3, True)])
+def test_a_program_far_from_float32_is_wrong(apart, wrong):
+    figures = iter([[0.0], [0.1], [0.2]] for _ in range(2))
+
+    def run(region):
+        return np.array(next(figures)) + isinstance(region, jamp.autocast) * apart
+
+    outcome = programs.measure(programs.Program("made", "a loss", run), ("float16",))
+    assert outcome.wrong == wrong
+    assert outcome.noise == pytest.approx(0.1 * (2 / 3) ** 0.5)
 
 
 def test_the_reasons_say_why():

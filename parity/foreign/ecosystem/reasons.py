@@ -11,8 +11,8 @@ says what to write"""
 NEAR_ZERO = "near 0 the derivative is the difference of two nearly equal numbers"
 CONDITION = "the answer is a difference of large terms, so rounding `h` shows in it"
 
-CLIPPED = """in `jax.jit` Keras's cast to float32 has no effect, and 1 - 1e-7 rounds to \
-1; write `from_logits=True`"""
+CLIPPED = """in `jax.jit` Keras's cast to float32 has no effect, and 1 - 1e-7 rounds \
+to 1; write `from_logits=True`"""
 STEEP = "at 0 the derivative is 1e7, above float16's largest number"
 REFUSED = """the library refuses half precision, or two dtypes; the error has a note \
 that says what to write"""

@@ -9,7 +9,7 @@ others than in float32; write `jnp.float32`"""
 TOLERANCE = """jamp refuses a tolerance that is taken from a half-precision dtype, and \
 says what to write"""
 NEAR_ZERO = "near 0 the derivative is the difference of two nearly equal numbers"
-CONDITION = "the answer is a difference of large terms, so rounding `h` shows in it"
+CONDITION = "the answer is a difference of larger terms, whose rounding shows in it"
 
 CLIPPED = """in `jax.jit` Keras's cast to float32 has no effect, and 1 - 1e-7 rounds \
 to 1; write `from_logits=True`"""
@@ -49,7 +49,11 @@ REASONS: dict[str, tuple[tuple[str, ...], str]] = {
     "e3nn.matrix_to_quaternion": ((GRADIENT,), CONDITION),
     "tinygp.ExpSquared condition": ((ERROR,), CONDITION),
     "tinygp.RationalQuadratic condition": ((ERROR,), CONDITION),
-    "tinygp.log_probability at half places": ((GRADIENT,), CONDITION),
+    "distrax.Beta(h).log_prob": ((ERROR,), CONDITION),
+    "jaxopt.GradientDescent": (
+        (GRADIENT,),
+        "its equations have the condition 20, which multiplies bfloat16's rounding",
+    ),
     "keras.losses.BinaryCrossentropy at 0 and 1": ((ERROR, GRADIENT), CLIPPED),
     "keras.losses.Poisson at 0 and 1": ((GRADIENT,), STEEP),
     "jnp.fft.irfft of rfft": ((RAISES,), REFUSED),

@@ -101,7 +101,8 @@ def discrete(table: Table) -> None:
         "multinomial.logpmf": lambda h: stats.multinomial.logpmf(k, 62, h / h.sum()),
     }
     for name, function in named.items():
-        table(name, function, (32,), counts=name != "poisson.cdf", **BETWEEN)
+        counts = name not in ("poisson.cdf", "betabinom.logpmf")
+        table(name, function, (32,), counts=counts, **BETWEEN)
 
 
 def statistics(table: Table) -> None:

@@ -8,6 +8,8 @@ DRAWS = """the caller asks for noise in the dtype of `h`, which has few numbers,
 others than in float32; write `jnp.float32`"""
 TOLERANCE = """jamp refuses a tolerance that is taken from a half-precision dtype, and \
 says what to write"""
+DETREND = """jamp refuses `detrend` of half precision, whatever its type, and says \
+what to write"""
 NEAR_ZERO = "near 0 the derivative is the difference of two nearly equal numbers"
 CONDITION = "the answer is a difference of larger terms, whose rounding shows in it"
 
@@ -23,7 +25,7 @@ NOT_IN_HALF = """jnp.fft.rfft jnp.fft.rfft2 jnp.fft.rfftn jsp.special.ndtr \
 jsp.special.ndtri jsp.special.spence jsp.stats.norm.cdf jsp.stats.norm.sf \
 jsp.stats.norm.ppf jsp.stats.norm.isf jsp.stats.truncnorm.logpdf \
 jsp.stats.truncnorm.logcdf jsp.signal.fftconvolve jsp.signal.stft jsp.linalg.expm \
-jsp.linalg.eigh_tridiagonal jax.experimental.ode.odeint keras.ops.rfft \
+jsp.linalg.eigh_tridiagonal keras.ops.rfft \
 optax.projections.projection_l1_ball jaxopt.FixedPointIteration \
 blackjax.diagnostics.effective_sample_size tfp.StudentT.log_prob \
 tfp.Normal(h).log_prob tfp.TransformedDistribution.log_prob \
@@ -49,6 +51,10 @@ REASONS: dict[str, tuple[tuple[str, ...], str]] = {
     "e3nn.matrix_to_quaternion": ((GRADIENT,), CONDITION),
     "tinygp.ExpSquared condition": ((ERROR,), CONDITION),
     "tinygp.RationalQuadratic condition": ((ERROR,), CONDITION),
+    "jsp.signal.detrend(constant)": ((RAISES,), DETREND),
+    "jsp.signal.welch": ((RAISES,), DETREND),
+    "jsp.signal.csd": ((RAISES,), DETREND),
+    "jsp.stats.betabinom.logpmf": ((ERROR,), CONDITION),
     "distrax.Beta(h).log_prob": ((ERROR,), CONDITION),
     "jaxopt.GradientDescent": (
         (GRADIENT,),

@@ -7,10 +7,25 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jamp
 from parity.foreign import __main__ as command
 from parity.foreign import edges, inside, records, report, result, running, suites
+from parity.foreign.ecosystem import (
+    compare,
+    jax_numpy,
+    kept,
+    libraries,
+    page,
+    programs,
+    reasons,
+)
+from parity.foreign.ecosystem import run as ecosystem
+from parity.foreign.ecosystem.call import Table
 from parity.foreign.records import (
     DIED,
     FAILED,
@@ -234,3 +249,120 @@ def test_the_sharp_edges_stand_in_the_page():
 
 def test_the_page_has_its_marks():
     assert re.search(f"{report.BEGIN}.*{report.END}", PAGE.read_text(), re.DOTALL)
+
+
+def compared(function, name="made.call", **options):
+    """A row of the calls of libraries, for a function of 64 by 8 values."""
+    table = Table("made")
+    table(name.removeprefix("made."), function, (64, 8), **options)
+    return compare.compare(table.calls[0])
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", ["jnp.sum", "jnp.cumsum", "jnp.exp"])
+def test_calls_of_jax_numpy_pass(name):
+    call = next(x for x in jax_numpy.calls() if x.name == name)
+    row = compare.compare(call)
+    assert row.faults == {}
+    for results in row.results.values():
+        for each in results.values():
+            assert 0 <= each.error < 1e-2 and 0 <= each.gradient < 1e-2
+            assert each.dtypes == "float32"
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("function", "fault", "said"),
+    [
+        (
+            lambda h: h * (1 + (h.dtype == jnp.float16)),
+            "error",
+            "float16, half: ",
+        ),
+        (
+            lambda h: h / (h.dtype != jnp.bfloat16),
+            "error",
+            "half: inf",
+        ),
+        (
+            lambda h: h + (h.dtype == jnp.float16) * (h - jax.lax.stop_gradient(h)),
+            "gradient",
+            "float16, half: 1.0e+00",
+        ),
+        (lambda h: h * jnp.ones(8, h.dtype), "agree", "float16 and float32"),
+        (lambda h: jnp.linalg.matrix_rank(h), "raises", "Cast the input"),
+        (lambda h: 1 / int(h.dtype == jnp.float32), "raises without a note", "Zero"),
+    ],
+)
+def test_a_wrong_call_is_reported(function, fault, said):
+    row = compared(function, counts=fault == "agree", gradient=fault == "gradient")
+    assert row.faults.keys() == {fault}
+    assert said in row.faults[fault]
+    assert reasons.unexplained(row, {}) == row.faults
+    assert reasons.unexplained(row, {row.name: ((fault,), "a reason")}) == {}
+    other = next(x for x in compare.FAULTS if x != fault)
+    assert reasons.unexplained(row, {row.name: ((other,), "a reason")}) == row.faults
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_stale_reason_is_reported():
+    row = compared(jnp.tanh)
+    listed = {row.name: (("error",), "it was wrong once")}
+    assert reasons.stale([row], {}) == []
+    assert reasons.stale([row], listed) == [
+        "made.call passes, and has a reason for 'error'."
+    ]
+    assert reasons.unknown([row.name], listed) == []
+    assert "made.call, which is not a call" in reasons.unknown(["other"], listed)[0]
+    odd = {row.name: (("colour",), "no such fault")}
+    assert "another fault" in reasons.unknown([row.name], odd)[0]
+
+
+def test_a_library_that_is_not_installed_is_skipped(tmp_path, capsys):
+    library = libraries.Library("no-such-library", "no_such_library", "graphs")
+    section = ecosystem.section(library)
+    assert section.missing == "it is not installed" and section.rows == []
+    assert "no-such-library : skipped, it is not installed" in capsys.readouterr().out
+    path = tmp_path / "page.md"
+    path.write_text(EMPTY)
+    page.write(path, [section])
+    assert "Skipped: it is not installed." in path.read_text()
+
+
+def test_a_library_that_is_not_in_the_table_is_refused():
+    with pytest.raises(ValueError, match=r"--select jaxx: .* jax, jax\.scipy, optax"):
+        command.main(["--suite", "ecosystem", "--select", "jaxx"])
+
+
+def test_what_is_kept_of_a_library_is_read_again(tmp_path):
+    row = compare.Row(
+        "made.call", {"float16": {"half": compare.Result(0.5)}}, {"float16": 0.1}, {}
+    )
+    outcome = programs.Outcome(
+        "made", "a loss", {"float32": 1.0}, 0.1, {"float16": 0.2}
+    )
+    section = kept.Section("made", "1.2", "", [row], [outcome])
+    kept.save(tmp_path / "made.json", section)
+    assert str(kept.load(tmp_path / "made.json")) == str(section)
+    assert kept.load(tmp_path / "other.json") is None
+
+
+@pytest.mark.parametrize(("apart", "wrong"), [(0.2, False), (0.3, True)])
+def test_a_program_far_from_float32_is_wrong(apart, wrong):
+    figures = iter([[0.0], [0.1], [0.2]] for _ in range(2))
+
+    def run(region):
+        return np.array(next(figures)) + isinstance(region, jamp.autocast) * apart
+
+    outcome = programs.measure(programs.Program("made", "a loss", run), ("float16",))
+    assert outcome.wrong == wrong
+    assert outcome.noise == pytest.approx(0.1 * (2 / 3) ** 0.5)
+
+
+def test_the_reasons_say_why():
+    assert all(len(why.split()) > 3 for _, why in reasons.REASONS.values())
+
+
+def test_the_page_of_calls_has_its_marks():
+    text = PAGE.with_name("ecosystem.md").read_text()
+    assert re.search(f"{report.BEGIN}.*{report.END}", text, re.DOTALL)

@@ -1,4 +1,4 @@
-"""`python -m parity.foreign`: another project's own tests, in jamp's regions."""
+"""`python -m parity.foreign`: other projects' tests and calls, in jamp's regions."""
 
 import argparse
 import sys
@@ -11,11 +11,17 @@ from .records import PASSED, PLAIN, WAYS
 
 KEPT_IN = running.ROOT / "runs" / "foreign"
 PAGE = running.ROOT / "docs" / "parity" / "foreign.md"
+ECOSYSTEM = "ecosystem"  # calls of libraries, for which no checkout is needed
+ECOSYSTEM_PAGE = PAGE.with_name("ecosystem.md")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if a file cannot be run or a result is unexpected."""
     options = parse(arguments)
+    if options.suite == ECOSYSTEM:
+        from .ecosystem import run  # which imports JAX: the other suites do not
+
+        return run.main(options)
     suite = suites.SUITES[options.suite]
     folder = options.folder / options.suite
     suites.check_release(options.suite, options.source)
@@ -50,19 +56,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m parity.foreign", description=__doc__
     )
     add = parser.add_argument
-    add("--suite", choices=suites.SUITES, required=True)
-    add("--source", type=Path, required=True, help="a checkout of the installed tag")
-    add("--select", nargs="+", default=[], metavar="FILE[::PATTERN]")
+    add("--suite", choices=[*suites.SUITES, ECOSYSTEM], required=True)
+    add("--source", type=Path, help="a checkout of the installed tag")
+    add("--select", nargs="+", default=[], metavar="FILE[::PATTERN] or LIBRARY")
     add("--sample", type=int, help="number of tests of each file, always the same ones")
     add("--way", choices=WAYS, nargs="+", help="by default all three")
     add("--rerun", choices=("failed", "all"), help="run these again")
     add("--limit-seconds", type=float, default=float("inf"), help="of all together")
     add("--test-seconds", type=float, default=120.0, help="limit of one plain test")
     add("--folder", type=Path, default=KEPT_IN, help="folder of the outcomes")
-    add("--page", type=Path, default=PAGE, help="page to write")
+    add("--page", type=Path, help="page to write")
     options = parser.parse_args(arguments)
-    if not options.source.is_dir():
-        parser.error(f"--source {options.source}: no such folder; give a checkout")
+    if options.page is None:
+        options.page = ECOSYSTEM_PAGE if options.suite == ECOSYSTEM else PAGE
+    if options.suite != ECOSYSTEM:
+        if options.source is None:
+            parser.error("--source is required for the tests of a project")
+        if not options.source.is_dir():
+            parser.error(f"--source {options.source}: no such folder; give a checkout")
     if not options.page.is_file():
         parser.error(f"--page {options.page}: no such file; give a page to write into")
     return options

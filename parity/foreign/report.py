@@ -43,13 +43,17 @@ def details(files: Iterable[File]) -> list[str]:
 
 def write(path: Path, folder: Path) -> None:
     """Replaces the text between the two marks of the page."""
+    suites = [list(result.files(folder / name)) for name in inside.INSIDE]
+    replace(path, "\n\n".join(section(files) for files in suites if files))
+
+
+def replace(path: Path, sections: str) -> None:
+    """Writes the sections between the two marks of the page."""
     text = path.read_text(encoding="utf-8")
     before, found, rest = text.partition(BEGIN)
     _, ended, after = rest.partition(END)
     if not found or not ended:
         raise ValueError(NO_MARKS.format(path=path, begin=BEGIN, end=END))
-    suites = [list(result.files(folder / name)) for name in inside.INSIDE]
-    sections = "\n\n".join(section(files) for files in suites if files)
     path.write_text(f"{before}{BEGIN}\n\n{sections}\n\n{END}{after}", encoding="utf-8")
 
 

@@ -1,0 +1,1 @@
+"""Calls of other libraries in regions, each compared with float32."""

@@ -1,0 +1,176 @@
+"""Runs a call in float32 and in regions, and says how far the results are apart."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jamp
+
+from .call import Call, layer
+
+DTYPES = ("float16", "bfloat16")
+WAYS = HALF, INNER = ("half", "inner jit")
+# What may be wrong with a call. What it raises has a note of jamp's, or it has none.
+ERROR, GRADIENT, AGREE = "error", "gradient", "agree"
+RAISES, UNADVISED = "raises", "raises without a note"
+FAULTS = (ERROR, GRADIENT, AGREE, RAISES, UNADVISED)
+ROUNDINGS = 8.0  # how many of its dtype's the two ways may be apart
+
+
+class Result(NamedTuple):
+    """What one way gave: errors relative to float32, the dtypes, or what it raised."""
+
+    error: float = float("nan")
+    gradient: float = float("nan")
+    dtypes: str = ""
+    raised: str = ""
+
+
+class Row(NamedTuple):
+    """A call's line of the table.
+
+    Attributes:
+      results: by dtype and way.
+      apart: by dtype, how far the two ways are from each other.
+      faults: what is wrong, with the figure that shows it.
+    """
+
+    name: str
+    results: dict[str, dict[str, Result]]
+    apart: dict[str, float]
+    faults: dict[str, str]
+
+
+def compare(call: Call) -> Row:
+    """Runs a call all five ways.
+
+    Raises:
+      Exception: what the call raises outside of regions, where it must not fail.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = program(call, None, False)(*call.inputs)
+        results, apart, faults = {}, {}, {}
+        for dtype in DTYPES:
+            given, results[dtype] = {}, {}
+            for way in WAYS:
+                try:
+                    given[way] = program(call, dtype, way == INNER)(*call.inputs)
+                except Exception as error:  # of any library
+                    said = str(error).strip().splitlines() or [""]
+                    said = f"{type(error).__name__}: {said[0]}"
+                    results[dtype][way] = Result(raised=said)
+                    fault = RAISES if advised(error) else UNADVISED
+                    faults.setdefault(fault, f"{dtype}, {way}: {said[:300]}")
+                    continue
+                results[dtype][way] = judge(plain, given[way])
+            apart[dtype] = difference(given, HALF, INNER)
+            collect(call, dtype, results[dtype], apart[dtype], faults)
+    return Row(call.name, results, apart, faults)
+
+
+def advised(error: Exception) -> bool:
+    """Whether the error says what to write: it is jamp's own, or has its note."""
+    said = [str(error), *getattr(error, "__notes__", ())]
+    return any("autocast region" in text for text in said)
+
+
+def program(call: Call, dtype: str | None, inner: bool) -> Callable[..., Any]:
+    """The call behind a layer, with its gradients, compiled.
+
+    Args:
+      dtype: of the region; None for none.
+      inner: whether `jax.jit` is around layer and call, in the region.
+    """
+
+    def body(*inputs: jax.Array) -> Any:
+        return jax.tree.map(jnp.asarray, call.function(*map(layer, inputs)))
+
+    def run(*inputs: jax.Array) -> Any:
+        if dtype is None:
+            return body(*inputs)
+        with jamp.autocast(dtype=jnp.dtype(dtype)):
+            return (jax.jit(body) if inner else body)(*inputs)
+
+    def both(*inputs: jax.Array) -> Any:
+        def scalar(*inputs: jax.Array) -> Any:
+            out = run(*inputs)
+            return weighted(out), out
+
+        every = tuple(range(len(inputs)))
+        grad = jax.grad(scalar, argnums=every, has_aux=True)
+        gradients, out = grad(*inputs)
+        return out, gradients
+
+    return jax.jit(both if call.gradient else lambda *inputs: (run(*inputs), ()))
+
+
+def weighted(out: Any) -> jax.Array:
+    """A scalar of all floating results, in float32."""
+    total = jnp.zeros(())
+    for leaf in jax.tree.leaves(out):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            leaf = leaf.real + leaf.imag
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            leaf = leaf.astype(jnp.float32).ravel()
+            total += jnp.dot(leaf, jnp.cos(jnp.arange(leaf.size) * 0.7))
+    return total
+
+
+def judge(plain: Any, given: Any) -> Result:
+    dtypes = [str(np.dtype(x.dtype)) for x in jax.tree.leaves(given[0])]
+    error = relative(plain[0], given[0])
+    gradient = relative(plain[1], given[1]) if plain[1] else float("nan")
+    return Result(error, gradient, " ".join(dict.fromkeys(dtypes)))
+
+
+def difference(given: dict[str, Any], one: str, other: str) -> float:
+    """Of the values of two ways, or nan if one of them raised."""
+    if one not in given or other not in given:
+        return float("nan")
+    return relative(given[one][0], given[other][0])
+
+
+def relative(plain: Any, given: Any) -> float:
+    """The largest error of an array, relative to the largest value that it should have.
+
+    What is not finite must be the same; otherwise the error is infinite.
+    """
+    errors = [0.0]
+    expected, found = jax.tree.leaves(plain), jax.tree.leaves(given)
+    for a, b in zip(expected, found, strict=True):
+        a, b = (np.asarray(x, complex if np.iscomplexobj(x) else float) for x in (a, b))
+        finite = np.isfinite(a)
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            return float("inf")
+        if not finite.any():
+            continue
+        apart, size = np.abs(a - b)[finite].max(), np.abs(a[finite]).max()
+        errors.append(float(apart / size) if size else float(apart))
+    return float(np.nan_to_num(np.max(errors), nan=np.inf, posinf=np.inf))
+
+
+def collect(
+    call: Call,
+    dtype: str,
+    results: dict[str, Result],
+    apart: float,
+    faults: dict[str, str],
+) -> None:
+    """Adds what is wrong in one dtype."""
+    for way, result in results.items():
+        if result.error > call.bound:
+            faults.setdefault(ERROR, f"{dtype}, {way}: {result.error:.1e}")
+        if result.gradient > call.bound:
+            faults.setdefault(GRADIENT, f"{dtype}, {way}: {result.gradient:.1e}")
+    if not call.counts:
+        return
+    half, inner = results[HALF], results[INNER]
+    if half.dtypes and inner.dtypes and half.dtypes != inner.dtypes:
+        faults.setdefault(AGREE, f"{dtype}: {half.dtypes} and {inner.dtypes}")
+    if apart > ROUNDINGS * float(jnp.finfo(dtype).eps):
+        faults.setdefault(AGREE, f"{dtype}: {apart:.1e} apart")

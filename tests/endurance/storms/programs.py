@@ -183,7 +183,8 @@ def rows(program: list[Step], arrays: np.ndarray) -> Iterator[Row]:
     try:
         with free, jax.numpy_rank_promotion("allow"):
             run(program, values)
-    except (TypeError, ValueError) as refused:  # strict promotion, mostly
+    # Strict promotion, mostly, and second derivatives of scaled products.
+    except (TypeError, ValueError, NotImplementedError) as refused:
         error = f"{type(refused).__name__}: {str(refused)[:200]}"
     for value in values:
         aval = jax.typeof(value)

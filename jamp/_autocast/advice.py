@@ -3,6 +3,7 @@
 import re
 import traceback
 
+import jax
 import numpy as np
 
 from .sources import JAMP
@@ -21,22 +22,29 @@ MESH = """JAX treats an autocast region as a trace, like `jax.jit`. Set the mesh
 first: `with jax.set_mesh(mesh), jamp.autocast(...):`."""
 
 BEGIN_AND_END = re.compile(r"carry|branches|same structure")
+# Libraries that compare dtypes themselves may not say which.
+MISFIT = re.compile(r"d-?type|structure|incompatible|mismatch|precision", re.IGNORECASE)
+FRAMES = 4  # of the library, from where the error was raised
 
 
-def advise(error: TypeError | ValueError, dtype: np.dtype) -> None:
+def advise(error: Exception, dtype: np.dtype) -> None:
     """Adds a note to an error that leaves a region of half precision."""
     text = str(error)
     if text.startswith("autocast(") or raised_by_jamp(error):
         return
     short = "bf16" if dtype.name == "bfloat16" else r"(?<!b)f16"
     long = "bfloat16" if dtype.name == "bfloat16" else r"(?<!b)float16"
+    if not text and isinstance(error, AssertionError):
+        text = traceback.extract_tb(error.__traceback__)[-1].line or ""
     note = None
     if "set_mesh" in text:
         note = MESH
-    elif re.search(rf"{long}|{short}\b", text):
+    elif re.search(rf"{long}|{short}\b", text) and known_to_name(error, dtype):
         note = HALF_CARRY if BEGIN_AND_END.search(text) else HALF
     elif "same structure" in text:
         note = HALF_CARRY
+    elif MISFIT.search(text) and involves(error, dtype, FRAMES):
+        note = HALF
     if note is not None:
         note = note.format(dtype=dtype.name)
         if note not in getattr(error, "__notes__", ()):  # an inner region's
@@ -46,3 +54,30 @@ def advise(error: TypeError | ValueError, dtype: np.dtype) -> None:
 def raised_by_jamp(error: BaseException) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and frames[-1][0].f_code.co_filename.startswith(JAMP)
+
+
+def known_to_name(error: Exception, dtype: np.dtype) -> bool:
+    """Whether an error that names a dtype is one of those that refuse it."""
+    is_usual = isinstance(error, TypeError | ValueError | NotImplementedError)
+    return is_usual or involves(error, dtype)
+
+
+def involves(error: Exception, dtype: np.dtype, innermost: int | None = None) -> bool:
+    """Whether code that an error came through holds a value of a dtype.
+
+    Args:
+      innermost: how many of its calls are looked at; None: all.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in frames[-innermost:] if innermost else frames:
+        held = leaves([*frame.f_locals.values()])
+        if any(getattr(leaf, "dtype", None) == dtype for leaf in held):
+            return True
+    return False
+
+
+def leaves(values: list[object]) -> list[object]:
+    try:
+        return jax.tree.leaves(values)
+    except (TypeError, ValueError):  # keys that cannot be sorted
+        return values

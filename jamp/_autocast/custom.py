@@ -18,8 +18,9 @@ import numpy as np
 from jax.extend.core import DebugInfo, Primitive
 
 from .. import _compat
+from .._tree import HALVES
 from .casting import CastingTrace, avals_of
-from .decision import Dtypes, Params, Result, Value, Values
+from .decision import FLOAT32_DTYPE, Dtypes, Params, Result, Value, Values
 
 
 class Function:
@@ -75,6 +76,23 @@ def cast_all(child: CastingTrace, values: Values, dtypes: Dtypes) -> list[Value]
     ]
 
 
+def in_float32(
+    rule: Function, values: Values, error: TypeError
+) -> tuple[list[Value], CastingTrace]:
+    """Runs a JVP rule on float32 that JAX refuses to run on half precision.
+
+    One that mixes dtypes may give a float32 result with a float16 tangent.
+    """
+    dtypes = [_compat.array_dtype(x) for x in values if isinstance(x, jax.Array)]
+    if not any(dtype in HALVES for dtype in dtypes):
+        raise error
+    wide = [FLOAT32_DTYPE] * len(values)
+    try:
+        return rule(*cast_all(rule.child(), values, wide))
+    except TypeError:
+        raise error from None
+
+
 def bind_jvp(
     trace: CastingTrace,
     primitive: Primitive,
@@ -98,7 +116,10 @@ def bind_jvp(
         inputs = primals_and_tangents
         if traced is not None:
             inputs = cast_all(derivative.child(), inputs, traced)
-        outs, child = derivative(*inputs)
+        try:
+            outs, child = derivative(*inputs)
+        except TypeError as error:
+            outs, child = in_float32(derivative, inputs, error)
         return cast_all(child, outs, contract.dtypes() * 2)
 
     subfuns = (

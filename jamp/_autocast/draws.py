@@ -27,6 +27,7 @@ from .decision import FLOAT32_DTYPE, Action, Kind, Op, Value, Values
 from .sources import is_library
 
 Shape = tuple[int, ...]
+HALF_NOISE = "half_noise"
 UNKNOWN = """autocast: {function} would draw in half precision here, which is biased, \
 and this version of JAX draws in a way that autocast does not know. Cast its input: \
 `logits.astype(jnp.float32)`."""
@@ -66,6 +67,22 @@ def redrawn(
     trace.effects.touched = True
     with trace.noted(action), set_current_trace(trace.parent):
         return [draw(key, *wide)]
+
+
+def half_noise(
+    trace: CastingTrace, source: str, action: Action | None, jaxpr: ClosedJaxpr
+) -> Action | None:
+    """How `debug.explain` names a call that draws half precision; None: it does not.
+
+    A function that is asked for a dtype gives it: `normal(key, h.shape, h.dtype)` has a
+    thousand values in float16, and none beyond 3.5.
+    """
+    if action is None or not trace.settings.observed or not is_library(source):
+        return None
+    is_drawn = action.why.name.startswith("jax.random.") and action.kind is Kind.KEEP
+    if not is_drawn or not any(_dtype(aval) in HALVES for aval in jaxpr.out_avals):
+        return None
+    return action._replace(why=action.why._replace(kind=HALF_NOISE))
 
 
 def check_drawn(op: Op, action: Action | None) -> None:

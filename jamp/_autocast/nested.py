@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr
 from .. import _compat
 from .casting import CastingTrace, avals_of
 from .decision import Op, Result, Value, Values
-from .draws import redrawn
+from .draws import half_noise, redrawn
 from .notes import holds
 from .refused import check_precision
 from .rewriting import annotate, in_place, rewrite
@@ -34,6 +34,8 @@ def jit(trace: CastingTrace, op: Op) -> Values:
     args, jaxpr = op.args, op.params["jaxpr"]
     source = _compat.source_name(jaxpr.jaxpr.debug_info)
     action = op.within or trace.action(op.primitive, source)
+    if (noise := half_noise(trace, source, action, jaxpr)) is not None:
+        return in_place(trace, jaxpr, args, noise)
     check_precision(action, jaxpr.in_avals)
     if (drawn := redrawn(trace, source, action, args, jaxpr)) is not None:
         return drawn

@@ -13,6 +13,7 @@ Facts are kept by the identity of the value, for as long as the value lives:
     raised     it had fewer dimensions before: `b[None]`, and not a (1, n) array
     widened    float32 only because JAX promoted a half-precision value
     result     float32, and half precision for ops outside of the function it is from
+    statistic  a part of a statistic that is computed in float32, and given in it
 """
 
 import functools
@@ -37,6 +38,7 @@ class Note(NamedTuple):
     raised: bool = False
     widened: bool = False
     result: bool = False
+    statistic: bool = False
 
 
 NOTHING = Note()

@@ -149,6 +149,7 @@ FUNCTIONS: dict[str, Row] = {
     "jax.numpy.prod": Row(FLOAT32, "prod"),
     "jax.numpy.cumsum": Row(FLOAT32, "cumsum"),
     "jax.numpy.cumprod": Row(FLOAT32, "cumprod"),
+    "jax.numpy.mean": Row(STATISTIC),
     "jax.numpy.reciprocal": Row(FLOAT32, "reciprocal"),
     "jax.numpy.linalg.norm": Row(FLOAT32, "norm frobenius_norm nuclear_norm"),
     "jax.numpy.linalg.vector_norm": Row(FLOAT32, "linalg_vector_norm"),
@@ -209,15 +210,26 @@ FUNCTIONS: dict[str, Row] = {
     Row(KEEP),
 )
 
-FUNCTIONS |= dict.fromkeys(
-    "jax.numpy.mean jax.numpy.std jax.numpy.var".split(), Row(STATISTIC)
-)
-FUNCTIONS |= dict.fromkeys(  # sums and counts of many numbers, powers of matrices
+FUNCTIONS |= dict.fromkeys(  # sums, squares and counts of many, powers of matrices
     """
-    jax.numpy.average jax.numpy.bincount jax.numpy.corrcoef jax.numpy.cov
-    jax.numpy.histogram jax.numpy.histogram2d jax.numpy.histogramdd jax.numpy.nanmean
-    jax.numpy.nanstd jax.numpy.nanvar jax.ops.segment_prod jax.ops.segment_sum
-    jax.scipy.linalg.expm
+    jax.nn.standardize jax.numpy.average jax.numpy.bincount jax.numpy.corrcoef
+    jax.numpy.cov jax.numpy.histogram jax.numpy.histogram2d jax.numpy.histogramdd
+    jax.numpy.nanmean jax.numpy.nanstd jax.numpy.nanvar jax.numpy.std jax.numpy.var
+    jax.ops.segment_prod jax.ops.segment_sum jax.scipy.linalg.expm
+    penzai.nn.standardization.RMSStandardize.__call__
+    penzai.nn.standardization.Standardize.__call__
+    """.split(),
+    Row(FLOAT32),
+)
+FUNCTIONS |= dict.fromkeys(  # they choose an approximation by the dtype, in Python
+    """
+    jax.scipy.special.bessel_jn jax.scipy.special.dawsn jax.scipy.special.erfcx
+    jax.scipy.special.exp1 jax.scipy.special.expi jax.scipy.special.expn
+    jax.scipy.special.fresnel jax.scipy.special.hyp1f1 jax.scipy.special.hyp2f1
+    jax.scipy.special.log_ndtr jax.scipy.special.ndtr jax.scipy.special.ndtri
+    jax.scipy.special.owens_t jax.scipy.special.poch jax.scipy.special.sici
+    jax.scipy.special.spence jax.scipy.special.sph_harm_y jax.scipy.special.wofz
+    jax.scipy.special.zeta
     """.split(),
     Row(FLOAT32),
 )

@@ -96,6 +96,22 @@ def widest(
     return _compat.widest(frozenset(dtypes))
 
 
+def widens(trace: CastingTrace, op: Op) -> bool:
+    """Whether an op of a statistic gets float32 where it was traced otherwise.
+
+    What the statistic was traced to give in half precision then stays float32, as where
+    Python sees the float32.
+    """
+    if op.avals is None:
+        return False
+    dtypes = [array_dtype(x) for x in op.args]
+    noted = (trace.notes[x].statistic for x in op.args)
+    pairs = zip(dtypes, noted, dtypes_of(op.avals), strict=True)
+    return any(
+        d != aval or (is_noted and d == FLOAT32_DTYPE) for d, is_noted, aval in pairs
+    )
+
+
 def as_without(
     trace: CastingTrace, out: Result, args: Values, params: Params
 ) -> Result:

@@ -173,7 +173,7 @@ def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
         try:
             with set_current_trace(trace):
                 yield trace
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             if settings.listed:  # a policy has a note of its own
                 advise(error, settings.dtype)
             raise

@@ -21,14 +21,15 @@ from .float8_products import float8_product, with_float8
 from .left_alone import leave_alone
 from .made import is_filled
 from .moves import passed_on, product_sides
-from .nested import NESTED, Rule, differs
+from .nested import NESTED, Rule
 from .notes import Note
 from .ops import PRIMITIVES
-from .preparing import as_without, prepared
+from .preparing import as_without, prepared, widens
 from .products import for_product, is_wide, wide_product
 from .refused import check_precision
 from .rules import Decider
 from .scaled import scaled_product, with_scale
+from .scatters import summed
 from .thunks import THUNKS
 from .traits import FOLLOWED, PRODUCTS
 from .writes import WRITES
@@ -185,10 +186,9 @@ class AutocastTrace(CastingTrace):
         if op.params.get("update_jaxpr") is not None and op.name == "scatter":
             op = op._replace(args=self.as_traced(op.args, op.avals))
             action = Action(Kind.KEEP)  # lax.scatter_apply
+        widened = action.kind is Kind.STATISTIC and widens(self, op)
         if action.kind is Kind.STATISTIC:
-            widen = op.avals is not None and any(map(differs, op.args, op.avals))
-            wide = Action(None, FLOAT32_DTYPE)
-            action = wide if widen else Action(Kind.PROMOTE)
+            action = Action(None, FLOAT32_DTYPE) if widened else Action(Kind.PROMOTE)
         if op.name == "convert_element_type":
             out = convert(self, op, action)
         elif op.name in PRODUCTS and action.recipe is not None:
@@ -206,7 +206,9 @@ class AutocastTrace(CastingTrace):
             lowers = self.decide.lowers(op.primitive, action)
             if lowers and not op.is_baked and is_wide(args, params):
                 return wide_product(self, op.primitive, args, params)
-            out = self.bind(op.primitive, args, params)
+            out = summed(self, op, args, params)
+            if out is None:
+                out = self.bind(op.primitive, args, params)
             if op.is_baked:
                 same = args is op.args
                 return out if same else as_without(self, out, op.args, op.params)
@@ -215,6 +217,8 @@ class AutocastTrace(CastingTrace):
             self.remembered(op, args, params, out)
         if action.marks:
             mark_results(self, op, action, out)
+        if widened:
+            self.notes[out] = self.notes[out]._replace(statistic=True)
         return out
 
     def refined(self, op: Op, action: Action) -> Result | None:

@@ -1,0 +1,73 @@
+"""Sums that scatters, and the gradients of gathers, make of half precision.
+
+`x.at[i].add(y)` adds many numbers into one place, and XLA rounds after each of them: a
+float16 count stops at 2048, a bfloat16 one at 256. The gradient of `h[i]` is the same
+kind of sum, for the row of an embedding or the hub of a graph. A region computes both
+in float32 and rounds once; the dtypes of the results stay. Where an op says that its
+indices are unique, or has one index, it runs as it was given.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._compat import array_dtype
+from .._tree import HALVES
+from .casting import CastingTrace
+from .decision import FLOAT32_DTYPE, Op, Params, Result, Values
+
+SUMS = frozenset(("scatter-add", "scatter-mul", "scatter-sub"))
+
+
+def summed(trace: CastingTrace, op: Op, args: Values, params: Params) -> Result | None:
+    """The result of a scatter or gather of half precision; None: run it as it is.
+
+    Args:
+      args: the op's inputs in the dtypes that it is to run in.
+    """
+    if op.name not in SUMS and op.name != "gather":
+        return None
+    half = array_dtype(args[0])
+    if half not in HALVES or params.get("unique_indices") or not repeats(args[1]):
+        return None
+    if op.name in SUMS:
+        wide = [trace.cast(x, FLOAT32_DTYPE) for x in args]
+        return trace.cast(trace.bind(op.primitive, wide, params), half)
+    if op.is_baked or _compat.is_eager(trace.parent):
+        return None  # what is computed at once is not differentiated
+    trace.effects.touched = True
+    return trace.call(gathered, args, params)
+
+
+def repeats(indices: Any) -> bool:
+    """Whether there are several indices: two of them may be equal."""
+    return math.prod(np.shape(indices)[:-1]) > 1
+
+
+def gathered(x: jax.Array, indices: jax.Array, **params: Any) -> jax.Array:
+    return _gathered(x, indices, tuple(params.items()))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _gathered(
+    x: jax.Array, indices: jax.Array, params: tuple[tuple[str, Any], ...]
+) -> jax.Array:
+    return lax.gather_p.bind(x, indices, **dict(params))
+
+
+@_gathered.defjvp
+def _(params, primals, tangents):
+    (x, indices), (tangent, _) = primals, tangents
+
+    def in_float32(x):
+        wide = lax.convert_element_type(x, jnp.float32)
+        wide = lax.gather_p.bind(wide, indices, **dict(params))
+        return lax.convert_element_type(wide, x.dtype)
+
+    return _gathered(x, indices, params), jax.jvp(in_float32, [x], [tangent])[1]

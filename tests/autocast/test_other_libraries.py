@@ -1,0 +1,349 @@
+"""Programs of other libraries: right numbers, and errors that say what to write.
+
+numpyro, jraph, penzai, optax, lineax and TensorFlow Probability do what these programs
+do: they branch on a dtype in Python, sum by scatters, write norms of their own, define
+JVP rules that mix dtypes, and compare dtypes themselves.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax, random
+from jax.scipy import special
+
+import jamp
+from tests.marks import mostly_slow, slow
+
+pytestmark = [pytest.mark.usefixtures("standard_promotion")]
+
+HALVES = [jnp.float16, slow(jnp.bfloat16)]
+eye = jnp.eye(4)
+
+
+def live(function, dtype):
+    return jamp.autocast(dtype)(lambda x: function(x @ eye))
+
+
+def jit_inside(function, dtype):
+    return jamp.autocast(dtype)(jax.jit(lambda x: function(x @ eye)))
+
+
+def checkpointed(function, dtype):
+    return jamp.autocast(dtype)(jax.checkpoint(lambda x: function(x @ eye)))
+
+
+def half_into_jit(function, dtype):
+    """The function is traced in half precision."""
+    return jamp.autocast(dtype)(lambda x: jax.jit(function)(x @ eye))
+
+
+WAYS = [live, jit_inside, half_into_jit]
+by_way = pytest.mark.parametrize(
+    "way", [*WAYS, slow(checkpointed)], ids=lambda way: way.__name__
+)
+by_dtype = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.__name__)
+
+
+def rounded(x, dtype):
+    return jnp.asarray(x, dtype).astype(jnp.float32)
+
+
+# Functions that branch on the dtype.
+
+NEGATIVE = np.linspace(-9, 3, 16).reshape(4, 4)
+POSITIVE = np.linspace(0.1, 9, 16).reshape(4, 4)
+SHARE = np.linspace(0.02, 0.98, 16).reshape(4, 4)
+SPECIAL = {
+    "log_ndtr": NEGATIVE,  # float16: -inf below -6
+    "erfcx": POSITIVE,
+    "ndtr": NEGATIVE,
+    "ndtri": SHARE,
+    "spence": POSITIVE,
+    "dawsn": POSITIVE,
+    "expi": POSITIVE,
+    "fresnel": POSITIVE,
+    "sici": POSITIVE,
+}
+NAMES = [name for name in SPECIAL if hasattr(special, name)]
+by_function = pytest.mark.parametrize("name", mostly_slow(NAMES, *NAMES[:3]))
+
+
+@by_dtype
+@by_function
+def test_a_function_that_branches_on_the_dtype_is_float32(name, dtype):
+    function, x = getattr(special, name), rounded(SPECIAL[name], dtype)
+    expected = function(x)
+    for way in (jit_inside, checkpointed):
+        found = way(function, dtype)(x)
+        for y, wanted in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            assert y.dtype == jnp.float32
+            np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_custom_derivative_that_branches_on_the_dtype_takes_half_precision():
+    x = rounded(NEGATIVE, jnp.float16)
+    expected = jax.value_and_grad(lambda x: jnp.sum(special.log_ndtr(x)))(x)
+    for way in (live, jit_inside):
+        run = way(lambda h: jnp.sum(special.log_ndtr(h)), jnp.float16)
+        found = jax.value_and_grad(run)(x)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, 1e-3), found, expected
+        )
+
+
+# Sums by scatters, and gradients that are sums by scatters.
+
+N = 5000
+hub = jnp.zeros(N, jnp.int32)
+weights = jnp.asarray(np.random.default_rng(0).uniform(0, 2, (N, 4)), jnp.float32)
+
+
+def messages(h):
+    """What the nodes of a graph send to a hub, with a buffer of the dtype of nodes."""
+    return jnp.zeros((2, 4), h.dtype).at[hub].add(h)
+
+
+def degree(h):
+    return jnp.zeros((2, 4), h.dtype).at[hub].add(jnp.ones_like(h))
+
+
+def removed(h):
+    return jnp.zeros((2, 4), h.dtype).at[hub].subtract(h)
+
+
+@by_dtype
+@by_way
+@pytest.mark.parametrize("sum_", [messages, degree, removed])
+def test_a_sum_by_scatter_is_that_of_float32(sum_, way, dtype):
+    x = rounded(weights, dtype)
+    found = way(sum_, dtype)(x)
+    np.testing.assert_allclose(found.astype(jnp.float32), sum_(x), rtol=5e-3)
+
+
+@by_dtype
+@by_way
+def test_the_gradient_of_a_gather_is_that_of_float32(way, dtype):
+    """The hub's features go to all nodes; the graph's weights come back to it."""
+    receive = lambda h: jnp.sum(h[hub] * weights)
+    expected = jax.grad(receive)(eye)
+    loss = way(receive, dtype)
+    for grad in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        np.testing.assert_allclose(grad(eye), expected, rtol=5e-3)
+    batched = jax.vmap(jax.grad(loss))(jnp.stack([eye, 2 * eye]))
+    np.testing.assert_allclose(batched[1], expected, rtol=5e-3)
+
+
+def test_a_gather_with_indices_that_are_out_of_bounds_has_its_gradient():
+    fill = lambda h: jnp.sum(h.at[jnp.array([0, 9, 0])].get(mode="fill", fill_value=7))
+    for way in WAYS:
+        value, grad = jax.value_and_grad(way(fill, jnp.float16))(eye)
+        assert float(value) == 2 + 4 * 7
+        np.testing.assert_array_equal(grad, jax.grad(fill)(eye))
+
+
+def test_a_gather_in_an_eager_region_and_one_of_unique_indices_are_what_they_were():
+    unique = lambda h: h.at[jnp.arange(4)].get(unique_indices=True)
+    for take in (unique, lambda h: h[jnp.array([3])], lambda h: h[1:]):
+        text = str(jax.make_jaxpr(live(take, jnp.float16))(eye))
+        assert "custom_jvp" not in text
+    with jamp.autocast(jnp.float16):
+        assert (eye @ eye)[jnp.array([0, 0])].dtype == jnp.float16
+
+
+# Norms of one's own.
+
+wide = np.asarray(1000 * np.random.default_rng(1).normal(size=(8, 4)))
+
+
+def norm_by_var(h):
+    return (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-5)
+
+
+def norm_by_std(h):
+    return (h - h.mean(-1, keepdims=True)) / (jnp.std(h, -1, keepdims=True) + 1e-5)
+
+
+def rms_norm(h):
+    return h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-5)
+
+
+NORMS = [norm_by_var, norm_by_std, rms_norm, jax.nn.standardize]
+
+
+@by_dtype
+@by_way
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
+def test_a_norm_of_large_activations(norm, way, dtype):
+    x = rounded(wide, dtype)
+    found = way(norm, dtype)(x)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, norm(x), atol=2e-2)
+
+
+@pytest.mark.parametrize("function", [jnp.var, jnp.std])
+def test_var_and_std_are_float32_wherever_jit_stands(function):
+    x = rounded(wide, jnp.float16)
+    for way in WAYS:
+        found = way(function, jnp.float16)(x)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, function(x), rtol=1e-3)
+
+
+def test_a_mean_is_half_precision_of_half_precision_alone():
+    x = rounded(wide, jnp.float16)
+    assert live(jnp.mean, jnp.float16)(x).dtype == jnp.float16
+    assert half_into_jit(jnp.mean, jnp.float16)(x).dtype == jnp.float16
+    squares = lambda h: jnp.mean(jnp.square(h))  # squares are float32
+    for way in (live, half_into_jit):
+        assert way(squares, jnp.float16)(x).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSLayerNorm"])
+def test_norms_of_penzai(name):
+    pz = pytest.importorskip("penzai.pz")
+    norm = getattr(pz.nn, name).from_config("norm", random.key(0), {"features": 4})
+
+    def run(h):
+        named = pz.nx.wrap(h).tag("batch", "features")
+        return norm(named).unwrap("batch", "features")
+
+    x = rounded(wide, jnp.float16)
+    for way in WAYS:
+        np.testing.assert_allclose(way(run, jnp.float16)(x), run(x), atol=1e-2)
+
+
+# Noise.
+
+
+def test_noise_in_the_dtype_of_a_value_is_named_by_explain():
+    def sample(key, x):
+        mu = x @ eye
+        return mu + random.normal(key, mu.shape, mu.dtype)
+
+    def wide_sample(key, x):
+        return x @ eye + random.normal(key, x.shape)
+
+    def rules(function):
+        explained = jamp.debug.explain(function, jnp.float16)(random.key(0), eye)
+        return {row.op: row.rule for row in explained.rows}
+
+    assert rules(sample)["jax.random.normal"] == "half_noise"
+    assert "half_noise" not in rules(wide_sample).values()
+    uniform = lambda key, x: random.uniform(key, (4,), (x @ eye).dtype)
+    assert rules(uniform)["jax.random.uniform"] == "half_noise"
+
+
+# JVP rules that mix dtypes.
+
+
+@jax.custom_jvp
+def positive_part(x):
+    """As optax's projections: float32 in a region, and a count of elements in it."""
+    return jax.nn.relu(x - jnp.cumsum(x)[-1] / x.size)
+
+
+@positive_part.defjvp
+def _(primals, tangents):
+    (x,), (tangent,) = primals, tangents
+    out = positive_part(x)
+    support = out > 0
+    tangent = support * tangent - support * (jnp.dot(support, tangent) / x.size)
+    return out, tangent
+
+
+MIXED = {
+    "own": positive_part,
+    "simplex": optax.projections.projection_simplex,
+    "sparsemax": lambda h: optax.losses.multiclass_sparsemax_loss(
+        h[None], jnp.array([1])
+    ),
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("way", [live, jit_inside], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", MIXED)
+def test_a_jvp_rule_that_mixes_dtypes(name, way, dtype):
+    x = rounded([0.5, -1.0, 2.0, 0.25], dtype)
+    function = lambda h: jnp.sum(MIXED[name](h) * jnp.array([1.0, 2.0, 3.0, 4.0]))
+    value, grad = jax.value_and_grad(way(function, dtype))(x)
+    expected, expected_grad = jax.value_and_grad(function)(x)
+    assert grad.dtype == jnp.float32
+    np.testing.assert_allclose(value, expected, rtol=2e-2)
+    np.testing.assert_allclose(grad, expected_grad, rtol=2e-2, atol=2e-2)
+
+
+def test_a_jvp_rule_with_an_error_of_its_own_raises_it():
+    @jax.custom_jvp
+    def broken(x):
+        return 2 * x
+
+    @broken.defjvp
+    def _(primals, tangents):
+        raise TypeError("never differentiated")
+
+    run = live(lambda h: jnp.sum(broken(h)), jnp.float16)
+    with pytest.raises(TypeError, match="never differentiated"):
+        jax.grad(run)(eye)
+
+
+# What libraries refuse.
+
+
+class StructureError(Exception):
+    pass
+
+
+def compares_structures(h):
+    """As lineax: the error names no dtype."""
+    if jax.eval_shape(lambda: h) != jax.ShapeDtypeStruct(h.shape, jnp.float32):
+        raise ValueError("Incompatible linear operator structures")
+    return h
+
+
+def has_an_error_of_its_own(h):
+    if h.dtype != jnp.float32:
+        raise StructureError("arguments have incompatible dtypes")
+    return h
+
+
+def asserts(h):
+    assert h.dtype == jnp.float32
+    return h
+
+
+def has_no_kernel(h):
+    if h.dtype != jnp.float32:
+        raise NotImplementedError(f"Unsupported dtype {h.dtype}.")
+    return h
+
+
+REFUSING = [compares_structures, has_an_error_of_its_own, asserts, has_no_kernel]
+
+
+@by_dtype
+@pytest.mark.parametrize("function", REFUSING, ids=lambda f: f.__name__)
+def test_an_error_of_any_type_says_what_to_write(function, dtype):
+    for way in (live, half_into_jit):
+        with pytest.raises(Exception) as raised:
+            way(function, dtype)(eye)
+        (note,) = (n for n in raised.value.__notes__ if "autocast region" in n)
+        assert "`x.astype(jnp.float32)`" in note
+    cured = way(lambda h: function(h.astype(jnp.float32)), dtype)
+    np.testing.assert_array_equal(cured(eye), eye)
+
+
+def test_an_error_that_has_nothing_to_do_with_dtypes_has_no_note():
+    def fail(error):
+        with pytest.raises(type(error)) as raised:
+            live(lambda h: raises(error, jnp.float32(1)), jnp.float16)(eye)
+        return getattr(raised.value, "__notes__", [])
+
+    def raises(error, value):
+        raise error
+
+    assert fail(StructureError("no such file")) == []
+    assert fail(KeyError("weights")) == []
+    assert fail(AssertionError()) == []

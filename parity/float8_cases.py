@@ -142,7 +142,7 @@ def _halfway(draw: Draw) -> np.ndarray:
 
 
 def _beside_halfway(draw: Draw) -> np.ndarray:
-    """Numbers one or two steps of the source dtype away from those.
+    """Such midpoints, and the numbers of the source dtype right beside them.
 
     A cast through a third dtype would round them to halfway first, and then again.
     """

@@ -1,4 +1,4 @@
-"""torchao's float8 in a file, to check jamp without torch.
+"""A file of torchao's float8 results, to check jamp without torch.
 
 For casts the file has digests of each array's float8 numbers and inverse scales. For
 products it has the results, where no machine rounds a sum.

@@ -153,7 +153,7 @@ def run_optax(case: Case, gradients: Gradients | None = None) -> Trajectory:
 
 
 def run_scale(case: Case, found_inf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scale and the tracker alone, in one `lax.scan` over the arithmetic."""
+    """The scale and the tracker alone, from one `lax.scan` over the arithmetic."""
     kwargs = case.scaler_kwargs
     del kwargs["enabled"]
     config = rule.LossScaleConfig(**kwargs)

@@ -239,14 +239,14 @@ _NOTES = (
     "`torch.nn.utils.clip_grad_norm_` adds 1e-6 to the norm, which "
     "`optax.clip_by_global_norm` does not; here both sides use torch's formula. In "
     "optax, unscaled gradients are clipped inside the wrapper.",
-    "AdamW has beta2 = 0.96875 and a weight decay of 2^-7. With torch's defaults, optax "
+    "AdamW has beta2 = 0.96875 and a weight decay of 2^-7. With torch's defaults optax "
     "and torch differ by more than 1e-6 even without a scaler: optax corrects the bias "
     "in float32, and torch rounds 1 - rate x decay before it multiplies.",
     "`dynamic_loss_scale` wraps one optimizer and has no state to set, so two "
     "optimizers, `update(new_scale)` and anything after `unscale_` are compared with "
-    "`GradScaler` alone. Its setters are a new wrapper around the old state. Gradients "
-    "are summed by hand, because with `optax.MultiSteps` around or inside the wrapper "
-    "overflows are checked for at other steps.",
+    "`GradScaler` alone. Where `GradScaler` has a setter, a new wrapper takes over the "
+    "old state. Gradients are summed by hand, because with `optax.MultiSteps` around "
+    "or inside the wrapper overflows are checked for at other steps.",
     "In bfloat16 `dynamic_loss_scale` keeps unscaled gradients in float32, where torch "
     "rounds them to bfloat16. If the scale is a power of two, both give the same. "
     "It takes float16 gradients, which torch and `GradScaler` refuse.",

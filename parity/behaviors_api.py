@@ -1,6 +1,7 @@
 """What GradScaler does outside of training, as questions with answers in words.
 
-Each library has a driver. A probe asks it questions and returns the answers by question.
+Each library has a driver. A probe asks it questions and returns the answers by
+question.
 """
 
 import copy

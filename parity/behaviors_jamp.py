@@ -105,7 +105,7 @@ def clip(grads: Any, max_norm: Any) -> Any:
 
 
 def write(grads: Any, flat: Any, behavior: Behavior, everything: bool = False) -> Any:
-    """Overwrites the gradients with the nonzero elements of a flat vector, or with all."""
+    """Writes the nonzero elements of a flat vector, or all, over the gradients."""
     leaves, structure = jax.tree.flatten(grads)
     news = jax.tree.leaves(unflatten(behavior, flat))  # in the same order, by name
     return structure.unflatten(

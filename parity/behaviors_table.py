@@ -36,10 +36,10 @@ BETAS = (0.875, 0.96875)
 # fraction that factor is exact; otherwise its rounding adds up from step to step.
 WEIGHT_DECAY = 2.0**-7
 TOLERANCE = 1e-6  # of the largest parameter of a leaf; for losses, of the loss
-# Two float16 gradients may fall on the two sides of a rounding boundary, one unit in the
-# last place apart, at worst in the same direction at every step. Over a run a parameter
-# moves about as far as the largest one is from zero, so its error stays within one unit
-# in the last place of the largest.
+# Two float16 gradients may fall on the two sides of a rounding boundary, one unit in
+# the last place apart, at worst in the same direction at every step. Over a run a
+# parameter moves about as far as the largest one is from zero, so its error stays
+# within one unit in the last place of the largest.
 FLOAT16_TOLERANCE = 2.0**-10
 
 JIT, EAGER, OPTAX = "GradScaler in nnx.jit", "GradScaler", "dynamic_loss_scale"
@@ -132,7 +132,7 @@ class Behavior:
 
     @property
     def tolerance(self) -> float:
-        """How far from torch parameters may be, relative to the largest of their leaf."""
+        """How far from torch parameters may be, relative to their leaf's largest."""
         if self.autocast:
             return FLOAT16_TOLERANCE
         return 0.0 if self.exact else TOLERANCE

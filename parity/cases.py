@@ -56,7 +56,7 @@ class Case:
 
     @property
     def configuration(self) -> "Case":
-        """The case without the fields that tell the streams of a configuration apart."""
+        """The case without the fields that vary between streams of a configuration."""
         return dataclasses.replace(self, name="", seed=0)
 
     @property

@@ -1,8 +1,8 @@
 """Would the suite notice a fault? Plants faults in a copy of jamp, and runs it there.
 
-Each fault is one change to jamp's source. The suite then runs on the copy, in a separate
-process, as `python -m parity --only PART --case CASE`. A fault counts as caught if a
-case differs from torch. A copy that does not even run would prove nothing.
+Each fault is one change to jamp's source. The suite then runs on the copy, in a
+separate process, as `python -m parity --only PART --case CASE`. A fault counts as
+caught if a case differs from torch. A copy that does not even run would prove nothing.
 """
 
 import os

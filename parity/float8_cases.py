@@ -176,7 +176,7 @@ class AboveEdge(NamedTuple):
         return "cast: float32 right above 1.75 * 2**n"
 
     def array(self, n: int) -> np.ndarray:
-        """The first number above, and one that E4M3 holds only at twice jamp's scale."""
+        """The first number above, and one that E4M3 has only at twice jamp's scale."""
         above = np.nextafter(np.float32(1.75 * 2.0**n), np.float32(np.inf))
         return np.array([above, 2.0 ** (n - 17)], np.float32)
 
@@ -252,7 +252,8 @@ def with_small_rows(x: np.ndarray, w: np.ndarray, ct: np.ndarray) -> None:
     unless they have their own scales.
 
     The cotangent is larger there by the same factor. Each sum of products then adds
-    multiples of a power of two of similar size, which float32 adds exactly in any order.
+    multiples of a power of two of similar size, which float32 adds exactly in any
+    order.
     """
     ratio = 2.0**13
     x[::3] /= ratio

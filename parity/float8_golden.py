@@ -38,7 +38,7 @@ def load() -> dict[str, np.ndarray]:
 
 
 def differences(results: Iterable[Result]) -> list[str]:
-    """The arrays that are missing from the committed file, extra in it, or different."""
+    """The arrays that the committed file lacks, has in excess, or has different."""
     made, committed = pack(results), load()
     names = (made.keys() | committed.keys()) - {VERSION}
     return sorted(

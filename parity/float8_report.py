@@ -12,15 +12,15 @@ from .result import Result
 _TEXT = """\
 `jamp.autocast(jamp.Float8(recipe))` runs beside `torchao.float8` {torchao} on the CPU,
 whose recipe has the same name and `round_scales_to_power_of_2=True`. It also has
-`emulate=True`, since torchao's float8 kernels are for GPUs: torchao then quantizes as on
-a GPU, and multiplies in float32.
+`emulate=True`, since torchao's float8 kernels are for GPUs: torchao then quantizes as
+on a GPU, and multiplies in float32.
 
 ### Casts
 
 {arrays} arrays of random numbers are quantized on both sides. They have magnitudes
-around 2^-60 to 2^60 (in float16 as far as it reaches), zeros, subnormal numbers, numbers
-up to 3e38, largest numbers at or close to 1.75 * 2^n, and numbers at or next to the
-midpoint of two float8 numbers. A scale holds for the whole array, for each row (all
+around 2^-60 to 2^60 (in float16 as far as it reaches), zeros, subnormal numbers,
+numbers up to 3e38, largest numbers at or close to 1.75 * 2^n, and numbers at or next to
+the midpoint of two float8 numbers. A scale holds for the whole array, for each row (all
 numbers along the last axis), or for each column (along the first). The float8 numbers
 and the inverses of the scales are compared bit for bit.
 
@@ -44,11 +44,11 @@ compared in products instead.
 
 `x @ w` and its gradients run in a region, in jit and outside, beside a Linear from
 `torchao.float8.convert_to_float8_training`. Inputs and cotangents are bfloat16: normal,
-with outliers, with an inf and a nan, or whole numbers, whose sums float32 holds exactly.
-In one case `x` has three dimensions, in another the weight is float32. XLA was told to
-round wherever a cast says so (`xla_allow_excess_precision=false`). ULPs are the largest
-distance in units in the last place of bfloat16. In small products no number may differ
-with `tensorwise`, and the other recipes may differ by one ULP.
+with outliers, with an inf and a nan, or whole numbers, whose sums float32 holds
+exactly. In one case `x` has three dimensions, in another the weight is float32. XLA was
+told to round wherever a cast says so (`xla_allow_excess_precision=false`). ULPs are the
+largest distance in units in the last place of bfloat16. In small products no number may
+differ with `tensorwise`, and the other recipes may differ by one ULP.
 
 In large products (512 x 256 x 512, in jit) a few numbers differ with every recipe. Each
 library adds float32 numbers in its own order, and a sum halfway between two bfloat16
@@ -60,9 +60,9 @@ number, since small numbers remain where large terms cancel.
 ### Error
 
 The table shows how far the large products of normal numbers are from float64, in dB: 20
-log10(norm / norm of the error), the lower of the two cases. Both libraries must reach 28
-dB for the result and 24.5 dB for the gradients. (In small products the error depends on
-chance: for 64 x 128 numbers in E5M2 it may be 0.1 dB larger.)
+log10(norm / norm of the error), the lower of the two cases. Both libraries must reach
+28 dB for the result and 24.5 dB for the gradients. (In small products the error depends
+on chance: for 64 x 128 numbers in E5M2 it may be 0.1 dB larger.)
 
 {errors}"""
 

@@ -1,9 +1,10 @@
 """Autocast, op by op: dtypes, values and gradients against torch's lists for CUDA.
 
 Each op that JAX has runs in a float16 region and in a bfloat16 region. Its inputs are
-all float32, or all of the region's dtype. If it has several inputs and JAX accepts mixed
-dtypes, it also runs with the first input in one of the two and the rest in the other.
-Gradients are taken outside the region, with the same random cotangents on both sides.
+all float32, or all of the region's dtype. If it has several inputs and JAX accepts
+mixed dtypes, it also runs with the first input in one of the two and the rest in the
+other. Gradients are taken outside the region, with the same random cotangents on both
+sides.
 
 Without a GPU the dtypes of torch's results are those of fake tensors on CUDA, and its
 values and gradients come from the CPU under CUDA's lists.
@@ -158,7 +159,10 @@ def _names(arrays: Sequence[np.ndarray]) -> list[str]:
 
 def run(case: Case, device: str) -> Result:
     """Runs an op in torch and in jamp with each choice of input dtypes."""
-    from . import ops_torch, torch_autocast  # here, so that the golden file needs no torch
+    from . import (
+        ops_torch,
+        torch_autocast,
+    )  # here, so that the golden file needs no torch
 
     op, comparison = case.op, _Comparison(case.op)
     torch = ops_torch.run(op, case.half, device)

@@ -34,7 +34,7 @@ def load() -> dict[str, Any]:
 
 
 def differences(results: Iterable[Result]) -> list[str]:
-    """The cases that are missing from the committed file, extra in it, or different."""
+    """The cases that the committed file lacks, has in excess, or has different."""
     made, committed = pack(results), load()
     names = sorted(made.keys() | committed.keys())
     return [name for name in names if made.get(name) != committed.get(name)]

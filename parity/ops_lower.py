@@ -92,7 +92,8 @@ def _conv_transpose(x, w, b):
 
 
 def _conv_shapes(n: int, transposed: bool = False) -> tuple[Shape, ...]:
-    # XLA on the CPU sums bfloat16 in bfloat16, and torch does not, so sums here are short.
+    # XLA on the CPU sums bfloat16 in bfloat16, and torch does not, so sums here are
+    # short.
     size, *channels = (2, 3, 4) if transposed else (5, 4, 3)
     return ((2, 3, *(size,) * n), (*channels, *(2,) * n), (4,))
 

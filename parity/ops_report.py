@@ -10,12 +10,13 @@ from .result import Result
 
 _TEXT = """\
 The lists in torch's `autocast_mode.h` have {listed} ops, of which {compared} have a
-counterpart in JAX. Each op runs in a float16 region and in a bfloat16 region, in jit and
-jitted inside the region, and in float16 also outside jit. Its inputs are all float32, or
-all of the region's dtype (`half`). If it has several inputs and JAX accepts mixed
-dtypes, it also runs with a float32 first input and the rest in the region's dtype, and
-the other way round. Where the dtypes of these results differ, the table lists them in
-this order. Gradients are taken in jit, outside the region, with respect to every input.
+counterpart in JAX. Each op runs in a float16 region and in a bfloat16 region, in jit
+and jitted inside the region, and in float16 also outside jit. Its inputs are all
+float32, or all of the region's dtype (`half`). If it has several inputs and JAX accepts
+mixed dtypes, it also runs with a float32 first input and the rest in the region's
+dtype, and the other way round. Where the dtypes of these results differ, the table
+lists them in this order. Gradients are taken in jit, outside the region, with respect
+to every input.
 
 **{agree} of the {compared} ops agree with torch on CUDA** in the dtypes of results and
 gradients, and in their values to {most} units in the last place (ULPs);

@@ -217,10 +217,10 @@ the largest.
 The trackers are flax's `fin_steps`, jmp's and mpx's `counter` and Keras's
 `step_counter`. `apply_if_finite` has no scale, so it got the gradients that torch had
 unscaled, and was set never to accept a bad update. torch does not count a gradient as
-an overflow if it becomes inf only when unscaled; flax, jmp and `apply_if_finite` do. mpx
-multiplies by the scale in float16. Its runs were compared for as long as torch's scale
-fits into float16, with its casts of arrays turned off. Cases that were left out, and
-why:
+an overflow if it becomes inf only when unscaled; flax, jmp and `apply_if_finite` do.
+mpx multiplies by the scale in float16. Its runs were compared for as long as torch's
+scale fits into float16, with its casts of arrays turned off. Cases that were left out,
+and why:
 
 {cannot}
 

@@ -7,8 +7,7 @@ from .result import Result
 
 _TEXT = """# Parity with torch.amp
 
-`python -m parity{arguments}` runs torch {device} and jamp side by side and writes this
-page.
+`python -m parity{arguments}` runs torch {device} beside jamp and writes this page.
 
 | area | cases | values compared | mismatches | known differences |
 | --- | ---: | ---: | ---: | ---: |

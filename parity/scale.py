@@ -114,11 +114,11 @@ def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
 
 _SECTION = """\
 {cases} cases with {configurations} configurations and {steps:,} steps ran through
-torch's own `GradScaler` and through jamp, with the same streams of finite, inf, -inf and
-nan gradients. After every step the bits of the scale, the growth tracker, the skipped
-flags and the parameters were compared. In a run of {long_steps:,} steps with the scale
-alone, the scale and the tracker were compared. The cases are in `cases.py`; a run is a
-case on one of jamp's sides.
+torch's own `GradScaler` and through jamp, with the same streams of finite, inf, -inf
+and nan gradients. After every step the bits of the scale, the growth tracker, the
+skipped flags and the parameters were compared. In a run of {long_steps:,} steps with
+the scale alone, the scale and the tracker were compared. The cases are in `cases.py`; a
+run is a case on one of jamp's sides.
 
 {by_kind}
 

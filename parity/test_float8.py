@@ -97,8 +97,9 @@ def test_recipes_are_those_of_torchao():
 @pytest.mark.parametrize("n", range(-39, 119))
 def test_scales_beside_the_edge(n: int):
     # jamp's scale is the largest power of two that keeps a number in range; torchao's
-    # is twice that for a few float32 numbers above 1.75 * 2**n, and only for those. (The
-    # next one of float16 is 2**13 numbers of float32 above, that of bfloat16 2**16.)
+    # is twice that for a few float32 numbers above 1.75 * 2**n, and only for those.
+    # (The next one of float16 is 2**13 numbers of float32 above, that of bfloat16
+    # 2**16.)
     edge = np.float32(1.75 * 2.0**n)
     bits = edge.view(np.int32) + np.arange(-64, 128, dtype=np.int32)
     row = bits.view(np.float32)[:, None]

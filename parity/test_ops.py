@@ -46,8 +46,8 @@ def case(name: str) -> ops.Case:
 
 
 def test_the_header_is_read_whole():
-    # The header lists what the dispatcher has, except two cuDNN ops, which nobody calls,
-    # and the one that autocast forbids.
+    # The header lists what the dispatcher has, except two cuDNN ops, which nobody
+    # calls, and the one that autocast forbids.
     registered = torch_autocast.registered("CUDA")
     assert OVERLOADS.keys() <= registered
     assert registered - OVERLOADS.keys() == {

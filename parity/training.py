@@ -24,7 +24,9 @@ TITLE = "Training runs"
 
 SEEDS = (0, 1, 2)
 SKIPS_APART = 2  # by how many skipped steps two runs may differ
-NOISE = 2.0  # how far from torch's a final loss may be, in torch's distances from itself
+NOISE = (
+    2.0  # how far from torch's a final loss may be, in torch's distances from itself
+)
 
 
 # jamp is compared with the first one.
@@ -191,7 +193,12 @@ def section(results: Sequence[Result]) -> str:
     head = ["run", "seed", "skips: torch", "torch, other orders", "jamp"]
     head += ["final loss: torch", "jamp", "apart", "torch from itself"]
     head += ["parameters apart", "torch from itself"]
-    head += ["steps with equal scale", "torch with itself", "scales apart", "as expected"]
+    head += [
+        "steps with equal scale",
+        "torch with itself",
+        "scales apart",
+        "as expected",
+    ]
     lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 3) + ["---"]]
     for result in results:
         noise = max(seed.noise for seed in result.data)

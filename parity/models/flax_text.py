@@ -77,7 +77,7 @@ def gemma_3(checkouts: Checkouts) -> Nnx:
 
 
 def small(**fields):
-    """The arguments that translation and language models pass to `TransformerConfig`."""
+    """`TransformerConfig`'s arguments for both translation and language models."""
     return {
         "vocab_size": VOCABULARY,
         "output_vocab_size": VOCABULARY,

@@ -62,8 +62,7 @@ def make_training(args, data, precision, seed):
         norm = optax.tree.norm(jamp.unscale(grads, opt_state))
         params, opt_state = jamp.step(tx, grads, opt_state, params)
 
-        # An overflow may have reached the statistics, so a skipped step keeps the old
-        # ones.
+        # An overflow may have reached the statistics, so a skip keeps the old ones.
         metrics = jamp.metrics(opt_state) | {"loss": loss, "grad_norm": norm}
         hold = functools.partial(jnp.where, metrics["found_inf"])
         state = jax.tree.map(hold, state, new_state)

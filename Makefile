@@ -10,7 +10,7 @@ CACHED := scripts/cached-python $(VENV)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all parity lint docs bench gpu lowest newest clean
+.PHONY: help demo test test-all parity lint docs bench gpu lowest newest wheel clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -40,7 +40,7 @@ lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## ruff and pyright
 	$(BIN)/pyright
 
 docs: $(VENV)/.docs ## build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.benchmarks $(VENV)/.test ## benchmarks on the CPU; prints tables
 	$(BIN)/python -m benchmarks.train_step
@@ -65,6 +65,9 @@ lowest: ## some tests with the oldest JAX, Flax and optax that jamp supports
 
 newest: ## the quick tests on the newest JAX, with Python 3.12 and 3.13 if installed
 	scripts/test-newest
+
+wheel: ## build wheel and sdist, and try each alone in clean environments
+	scripts/test-wheel
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) .venv-* .jax-cache build dist site

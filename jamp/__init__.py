@@ -14,7 +14,7 @@ try:
     from ._autocast.region import is_autocast_enabled as is_autocast_enabled
 
     _import("._policy.compute_dtype", __name__)  # a context of JAX
-except Exception as _error:  # JAX's inside has moved; the rest of jamp does without
+except Exception as _error:  # JAX's internals moved; the rest of jamp works without
     _names = "autocast", "get_autocast_dtype", "is_autocast_enabled"
     globals().update(_stand_ins(__name__, _error, *_names))
 
@@ -45,7 +45,7 @@ from ._policy.policy import half_dtype as half_dtype
 # Namespaces
 from . import sharding as sharding
 
-# Imported when they are first used: what takes Flax, and the reports
+# Imported when they are first used: names that need Flax, and the reports
 if _typing.TYPE_CHECKING:
     from . import debug as debug
     from . import linen as linen
@@ -54,7 +54,7 @@ if _typing.TYPE_CHECKING:
     # GradScaler: the object as in PyTorch, for Flax NNX
     from ._scaling.grad_scaler import GradScaler as GradScaler
 
-    # Which matrix products bear float8
+    # Which matrix products tolerate float8
     from ._debug.calibrate import calibrate as calibrate
 else:
     _BY_NEED = {
@@ -62,7 +62,7 @@ else:
         "linen": (".linen",),
         "nnx": (".nnx",),
         "GradScaler": ("._scaling.grad_scaler",),
-        "calibrate": (".debug", "._debug.calibrate"),  # its report is of `debug`
+        "calibrate": (".debug", "._debug.calibrate"),  # its report is in `debug`
     }
 
     def __getattr__(name):
@@ -84,6 +84,6 @@ else:
 
     __all__ = [name for name in __dir__() if not name.startswith("_")]
 
-__version__ = "0.1.0"  # the one place; pyproject.toml reads it
+__version__ = "0.2.0"  # the one place; pyproject.toml reads it
 
 _stable.publish(__name__)

@@ -1,6 +1,6 @@
 """Checks of arguments, how messages show a value, and what this JAX does not have.
 
-Of numbers, their ranges, dtypes, flags and names of axes.
+The checks are for numbers, their ranges, dtypes, flags and names of axes.
 """
 
 import math
@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 
 def check_count(name: str, value: object) -> int:
-    """The value as a Python integer, or ValueError if int32 has it not, or below 0."""
+    """The value as a Python integer; ValueError if it is negative or not an int32."""
     count = number(name, value, operator.index)
     check_range(name, count, ">= 0 and < 2**31", 0, 2**31 - 1)
     return count
@@ -34,7 +34,7 @@ def positive(name: str, value: object) -> int:
 def check_range(
     name: str, value: float, allowed: str, lowest: float, highest: float
 ) -> None:
-    """Raises ValueError unless a known value lies in [lowest, highest]."""
+    """Raises ValueError unless a known value is in [lowest, highest]."""
     if not is_traced(value) and not lowest <= value <= highest:
         raise ValueError(f"{name} must be {allowed}; got {value!r}.")
 
@@ -56,7 +56,7 @@ def number(name: str, value: Any, convert: Callable[[Any], float]) -> Any:
 
 
 def _is_scalar(value: object) -> bool:
-    """Whether an array is a real number of shape []; True for all that is no array."""
+    """Whether an array is a real number of shape []; True for anything else."""
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         return True
     is_real = any(jnp.issubdtype(value.dtype, d) for d in (jnp.integer, jnp.floating))
@@ -82,14 +82,14 @@ def is_traced(value: object) -> TypeGuard[Any]:
 
 
 def as_dtype(value: Any) -> np.dtype:
-    """`jnp.dtype(value)`, but TypeError for an array, whose dtype that would take."""
+    """`jnp.dtype(value)`, but TypeError for an array, which has a dtype."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
-        raise TypeError(f"{shown(value)} is no dtype")
+        raise TypeError(f"{shown(value)} is not a dtype")
     return jnp.dtype(value)
 
 
 def dtype_or_none(value: Any) -> np.dtype | None:
-    """`as_dtype(value)`, or None for what is no dtype."""
+    """`as_dtype(value)`, or None if the value is not a dtype."""
     try:
         return as_dtype(value)
     except TypeError:
@@ -97,7 +97,7 @@ def dtype_or_none(value: Any) -> np.dtype | None:
 
 
 def flag(name: str, value: object) -> bool:
-    """A bool, or 0 or 1; else TypeError, for "False" is true, and 0.5 is too."""
+    """A bool, or 0 or 1; otherwise TypeError, because "False" and 0.5 are true."""
     is_bool = isinstance(value, bool | np.bool)
     if not is_bool and not (isinstance(value, int) and value in (0, 1)):
         raise TypeError(f"{name} must be a bool; got {shown(value)}.")
@@ -105,10 +105,10 @@ def flag(name: str, value: object) -> bool:
 
 
 def imported(module: str, *names: str) -> tuple[type, ...]:
-    """Classes of a library, for `isinstance`: nothing is of one that is not imported.
+    """Classes of a library for `isinstance`, if the library is imported.
 
     Args:
-      module: its name. It may be that another thread is importing it.
+      module: its name. Another thread may be importing it.
     """
     found = (getattr(sys.modules.get(module), name, None) for name in names)
     return tuple(cls for cls in found if isinstance(cls, type))
@@ -125,13 +125,13 @@ def brief(value: object) -> str:
     return text if len(text) <= 72 else f"{text[:69]}..."
 
 
-MOVED = """{name} does not run on JAX {jax}: what jamp {jamp} takes from the inside of \
-JAX for autocast is not where it was ({error}). Loss scaling and the casts of a Policy \
-run. Install a JAX that this jamp knows (0.10 to 0.12), or a newer jamp."""
+MOVED = """{name} does not run on JAX {jax}: the JAX internals that jamp {jamp} needs \
+for autocast have moved ({error}). Loss scaling and the casts of a Policy run. Install \
+a JAX that this jamp knows (0.10 to 0.12), or a newer jamp."""
 
 
 def unavailable(name: str, error: Exception) -> ImportError:
-    """What to raise for a public name whose module could not be imported."""
+    """The error for a public name whose module could not be imported."""
     version = sys.modules["jamp"].__version__
     problem = f"{type(error).__name__}: {error}"
     text = MOVED.format(name=name, jax=jax.__version__, jamp=version, error=problem)
@@ -139,7 +139,7 @@ def unavailable(name: str, error: Exception) -> ImportError:
 
 
 class Unavailable:
-    """Stands for a public name that this JAX does not let jamp have; use raises."""
+    """Stands for a public name that does not work with this JAX. Using it raises."""
 
     def __init__(self, name: str, error: Exception):
         self._name, self._error = name, error

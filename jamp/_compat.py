@@ -1,6 +1,7 @@
-"""What jamp takes from JAX's inside, and what differs between JAX's versions.
+"""What jamp takes from JAX's internals, and what differs between JAX's versions.
 
-No other module imports `jax._src` or asks for a version. Tried with JAX 0.10 to 0.12.
+No other module imports `jax._src` or checks a version. It is tested with JAX 0.10 to
+0.12.
 """
 
 import functools
@@ -37,7 +38,7 @@ user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
 # Errors and profiles name the user's line, not the line in jamp that passed the op on.
-REFUSING = "refused"  # what is raised there is jamp's own: see `advice.py`
+REFUSING = "refused"  # errors that are raised there are jamp's own: see `advice.py`
 _FOLDER = os.path.join(os.path.dirname(__file__), "_autocast")
 _NAMES = [module.name for module in pkgutil.iter_modules([_FOLDER])]
 _FILES = [os.path.join(_FOLDER, f"{name}.py") for name in _NAMES if name != REFUSING]
@@ -55,7 +56,7 @@ INLINE = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 
 def is_differentiated_into_a_jaxpr(trace: Trace) -> bool:
-    """Whether what runs on a trace is differentiated, and written into a jaxpr."""
+    """Whether ops on a trace are differentiated, and written into a jaxpr."""
     differentiated, base = False, trace
     while isinstance(base, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
         differentiated |= not isinstance(base, batching.BatchTrace)
@@ -64,9 +65,9 @@ def is_differentiated_into_a_jaxpr(trace: Trace) -> bool:
 
 
 def is_differentiated_once(trace: Trace) -> bool:
-    """Whether what runs on a trace has one derivative, in reverse mode, or may have.
+    """Whether ops on a trace have one derivative, in reverse mode, or may have.
 
-    A jaxpr that it goes into may be differentiated later: once, as far as is seen.
+    A jaxpr that they go into may be differentiated later: once, as far as is known.
     """
     base: Any = trace
     count, is_forward = 0, False
@@ -75,30 +76,30 @@ def is_differentiated_once(trace: Trace) -> bool:
         count += isinstance(base, ad.JVPTrace | ad.LinearizeTrace)
         is_forward |= isinstance(base, ad.JVPTrace)
         base = base.parent if hasattr(base, "parent") else base.parent_trace
-    is_final = isinstance(base, core.EvalTrace)  # what runs there is done
+    is_final = isinstance(base, core.EvalTrace)  # ops there are done
     return not is_forward and (count == 1 or (count == 0 and not is_final))
 
 
 def is_eager(trace: Trace) -> bool:
-    """Whether what runs on a trace is computed at once."""
+    """Whether ops on a trace are computed at once."""
     return isinstance(trace, core.EvalTrace)
 
 
 def runs_plainly() -> bool:
-    """Whether eager ops run as programs, which nobody looks into."""
+    """Whether eager ops run as plain programs, without JAX's debugging checks."""
     looks = config.debug_nans, config.debug_infs, config.debug_key_reuse
     return not any(flag.value for flag in (*looks, config.disable_jit))
 
 
 def eager_function(primitive: Primitive, params: Mapping[str, Any]) -> Callable | None:
-    """What JAX runs for an eager op, or None if that is no program."""
+    """The program that JAX runs for an eager op, or None if it does not run one."""
     if getattr(primitive.impl, "func", None) is not dispatch.apply_primitive:
         return None
     return dispatch.xla_primitive_callable(primitive, **params)
 
 
 def is_plain_jit(params: Mapping[str, Any]) -> bool:
-    """Whether a jitted function is called with no wishes about where and how."""
+    """Whether a jitted function is called without options about where and how."""
     shardings = (*params["in_shardings"], *params["out_shardings"])
     wishes: list[Any] = [type(s).__name__ != "UnspecifiedValue" for s in shardings]
     wishes += [params["keep_unused"], params["compiler_options_kvs"]]
@@ -180,7 +181,7 @@ class Named(NamedTuple):
 
     @classmethod
     def of(cls, key: object) -> object:
-        """What is pickled for a value."""
+        """What to pickle for a value."""
         if not isinstance(key, Primitive) or not is_jax_primitive(key):
             return key
         is_private = lambda named: "._" in named[0]
@@ -218,13 +219,13 @@ def is_batched(x: object) -> bool:
 
 
 def inlined_early(params: Mapping[str, object]) -> bool:
-    """Whether a `jit` equation is dissolved into the function that called it."""
+    """Whether a `jit` equation is inlined into the function that called it."""
     inline = params.get("inline")
     return inline is True or getattr(inline, "name", None) == "JAX_EARLY"
 
 
 def source_name(debug_info: "core.DebugInfo") -> str:
-    """ "name at file:line" of the function that a jaxpr was made of."""
+    """ "name at file:line" of the function that a jaxpr was made from."""
     return debug_info.func_src_info or ""
 
 
@@ -243,7 +244,7 @@ def trace_to_jaxpr(
 
 
 def without_refs(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """A jaxpr that makes references as one of values alone."""
+    """A jaxpr that makes references, as a jaxpr of values only."""
     if core.internal_mutable_array_effect not in jaxpr.effects:
         return jaxpr
     return discharge.discharge_state(jaxpr, lower=False)
@@ -257,9 +258,9 @@ def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
 
 
 def split_bwd(results: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The cotangents that a custom_vjp's bwd returned, and what to return for others.
+    """The cotangents that a custom_vjp's bwd returned, and how to return others.
 
-    JAX 0.12 returns a second thing beside them.
+    JAX 0.12 returns a second value with them.
     """
     if results and isinstance(results[0], list | tuple):
         cotangents, *rest = results
@@ -285,7 +286,7 @@ def array_dtype(x: object) -> Any:
 def widest(dtypes: frozenset[np.dtype]) -> Any:
     """JAX's usual promotion, also where the user has made it strict.
 
-    None with numbers of 8 bits or less, which are never promoted.
+    It is None with numbers of 8 bits or less, which are never promoted.
     """
     if any(dtype.itemsize < 2 for dtype in dtypes):
         return None

@@ -1,12 +1,12 @@
-"""What pickles and checkpoints name, wherever the code lies.
+"""The names in pickles and checkpoints, which do not depend on where the code is.
 
-A pickle holds the module and the name of each class and function in it. What is public
-is named by the namespace that users import it from, and what is not public by this
-module. So a file can move, and what was saved before can still be loaded: a name that
-was ever here stays here.
+A pickle holds the module and the name of each class and function in it. A public one is
+named by the namespace that users import it from, and a private one by this module. So a
+file can move, and older pickles can still be loaded: a name that was ever here stays
+here.
 
-Files are imported when a name in them is looked for. What is imported otherwise gets
-its public name from the face that it is seen through: each one calls `publish`.
+Files are imported when a name in them is looked up. Other imports get their public name
+from the namespace that shows them: each namespace calls `publish`.
 """
 
 import sys
@@ -15,7 +15,7 @@ from importlib import import_module
 
 from ._checks import unavailable
 
-# The names that are here, by the files that they lie in.
+# The names that are here, by the files that define them.
 HOMES = {
     "_autocast.region": ("reopened",),
     "_debug.findings": ("OpRow", "Promotion", "Reduction"),
@@ -33,7 +33,7 @@ HOMES = {
     "_scaling.state": ("MasterWeightsState",),
 }
 HOME_OF = {name: home for home, names in HOMES.items() for name in names}
-ARE_PUBLIC = ("DynamicLossScaleState", "GradScaler")  # and were saved from here
+ARE_PUBLIC = ("DynamicLossScaleState", "GradScaler")  # older pickles name them here
 
 
 def __getattr__(name: str) -> object:
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         home = import_module(f".{HOME_OF[name]}", __package__)
-    except Exception as error:  # JAX's inside has moved: see `_checks.py`
+    except Exception as error:  # JAX's internals have moved: see `_checks.py`
         raise unavailable(f"{__name__}.{name}", error) from error
     publish(__name__, {})
     return getattr(home, name)
@@ -52,16 +52,16 @@ def __getattr__(name: str) -> object:
 def publish(namespace: str, contents: Mapping[str, object] | None = None) -> None:
     """Gives classes and functions the namespace from which they are imported.
 
-    Those of this module too, as far as they are imported by now.
+    It does so for the names of this module too, as far as they are already imported.
 
     Args:
-      namespace: name of a module that imports what it exports, and nothing else but
-        under a name with an underscore.
-      contents: what is published of it; by default all that it holds.
+      namespace: name of a module that imports what it exports, and other names only
+        with an underscore.
+      contents: the contents to publish; by default, all of the module.
     """
     for name, home in HOME_OF.items():
         value = getattr(sys.modules.get(f"{__package__}.{home}"), name, None)
-        if value is not None:  # else the file is not imported, or not to its end
+        if value is not None:  # or the file is not imported, or not completely
             value.__module__ = __name__
     if contents is None:
         contents = dict(vars(sys.modules[namespace]))
@@ -71,6 +71,6 @@ def publish(namespace: str, contents: Mapping[str, object] | None = None) -> Non
             value.__module__ = namespace
 
 
-# States that were pickled before these homes name the files of that time.
+# Older pickles of states name the files of that time.
 for _file in ("_grad_scaler", "_iteration", "_loss_scale", "_state"):
     sys.modules[f"{__package__}.{_file}"] = sys.modules[__name__]

@@ -1,4 +1,4 @@
-"""Leaves: what takes part in scaling, and in which dtype."""
+"""Leaves of trees: which take part in scaling, and in which dtype."""
 
 from collections.abc import Container
 from typing import Any, TypeVar
@@ -35,11 +35,11 @@ def cast_floating(
     kept: tuple[type, ...] = (),
     of: Container[np.dtype] | None = None,
 ) -> T:
-    """Casts the floating arrays of a pytree; no copy of what has the dtype already.
+    """Casts the floating arrays of a pytree, without copying those that have the dtype.
 
     Args:
-      kept: classes of nodes that pass with all inside.
-      of: the dtypes that are cast; None: all floating ones.
+      kept: classes of nodes that pass with everything inside.
+      of: the dtypes that are cast, or None for all floating ones.
     """
 
     def is_kept(x: object) -> bool:
@@ -63,10 +63,10 @@ def cast_floating(
 
 
 def check_leaves(tree: PyTree, what: str) -> None:
-    """Raises TypeError naming the first leaf that is no array."""
+    """Raises TypeError naming the first leaf that is not an array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         of = getattr(leaf, "dtype", np.dtype(object))
-        is_array = getattr(of, "kind", "V") not in "OSU"  # no objects, no text
+        is_array = getattr(of, "kind", "V") not in "OSU"  # neither objects nor text
         if not (is_array or isinstance(leaf, NUMBERS)):
             at = jax.tree_util.keystr(path) or "the root"
             raise TypeError(

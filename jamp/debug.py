@@ -9,13 +9,13 @@ try:
     from ._debug.explain import explain as explain
     from ._debug.explanation import Explanation as Explanation
 
-    # Which products bear float8: what `jamp.calibrate` returns
+    # Which products tolerate float8: what `jamp.calibrate` returns
     from ._debug.calibration import Calibration as Calibration
 
     # The op that made an inf or nan
     from ._debug.nonfinite import NonfiniteReport as NonfiniteReport
     from ._debug.nonfinite import find_nonfinite as find_nonfinite
-except Exception as _error:  # JAX's inside has moved
+except Exception as _error:  # JAX's internals have moved
     _names = (
         "explain",
         "Explanation",

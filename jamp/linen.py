@@ -6,7 +6,7 @@ from ._scaling.train_state import TrainState as TrainState
 
 try:
     from ._policy.linen import with_policy as with_policy
-except Exception as _error:  # JAX's inside has moved
+except Exception as _error:  # JAX's internals have moved
     globals().update(_stand_ins(__name__, _error, "with_policy"))
 
 _stable.publish(__name__)

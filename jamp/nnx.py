@@ -5,7 +5,7 @@ from ._checks import stand_ins as _stand_ins
 
 try:
     from ._policy.nnx import with_policy as with_policy
-except Exception as _error:  # JAX's inside has moved
+except Exception as _error:  # JAX's internals have moved
     globals().update(_stand_ins(__name__, _error, "with_policy"))
 
 from ._policy.scopes import named_scopes as named_scopes

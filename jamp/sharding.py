@@ -1,4 +1,4 @@
-"""Parameters inside `shard_map`, and gradients averaged over devices, in few bytes."""
+"""Parameters inside `shard_map`, and gradients averaged over devices in few bytes."""
 
 from . import _stable
 from ._scaling.error_feedback import ErrorFeedbackState as ErrorFeedbackState

@@ -44,6 +44,7 @@ COMPARED = {
     ("The example", JAMP): (),
     ("Typical training", JAMP): (*RUN, "skips", "scales", "loss"),
     ("Typical training", OPTAX): ("params", "log"),
+    ("A usual script", JAMP): (*RUN, "losses", "norms"),
     ("Which dtype", JAMP): ("output", "loss", "mixed"),
     ("Parts in float32", JAMP): ("half", "full", "again"),
     ("Where am I?", JAMP): ("outside", "default", "inside", "dtype"),

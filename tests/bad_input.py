@@ -1,13 +1,15 @@
 """Bad input of every public function: the call, what it raises, and what to do.
 
 `python -m tests.bad_input --write` runs the calls and writes docs/errors.md, with the
-messages of the run: a better sentence in jamp is one edit.
+messages of the run: a better sentence in jamp is one edit. The page leads with the ten
+errors of `first_errors.py`.
 """
 
 import copy
 import itertools
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +17,14 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from .first_errors import FIRST, First
+
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 
-# Others have their own words, and some of them are in jamp's messages.
+# Other versions of JAX have other messages, and jamp's messages quote some.
 WRITES_THE_PAGE = jax.__version__.startswith("0.10.")
 
-# What the calls may use; it is the first block of the page.
+# The names that the calls may use; it is the first block of the page.
 SETUP = """\
 import flax.linen as nn
 import jax
@@ -87,10 +91,28 @@ def nnx_step(model, optimizer, x):
 INTRO = """\
 # Errors
 
-A message of jamp says which argument it is about, what came, and mostly what to do.
-Below are wrong calls by public name, with what they raise. In a message "..." stands
-for what differs from run to run, and for the rest of a long value or a long message.
-The tests run each call after these lines:
+Look up a message here, with why it came and what to write instead. The ten errors that
+people meet first lead the page, and wrong calls of every public name follow. The tests
+run all code of the page after these lines:
+
+<details markdown>
+<summary>The names that the code uses</summary>
+"""
+
+FIRST_TEN = """\
+
+</details>
+
+## The ten that people meet first
+"""
+
+ALL_NAMES = """\
+
+## By public name
+
+Each row has a wrong call, what it raises, and what to do if the message does not say
+it. In a message, "..." stands for text that differs from run to run, and for the rest
+of a long value or a long message.
 """
 
 MODULES = ("model", "optimizer", "scaler", "nnx_grads")  # which calls change
@@ -99,7 +121,7 @@ LONGEST = 400  # characters of a message on the page
 
 SENTENCE_END = re.compile(r"(?<!\.)\. (?=[A-Z])")
 
-# What differs from run to run, or between versions of JAX, Flax and Python.
+# Text that differs from run to run, or between versions of JAX, Flax and Python.
 VARYING = [
     (r"(got |=)(?=.{69}\.\.\.)(\w*[({[]+).*?\.\.\.", r"\1\2..."),  # a long repr
     (r"\bat 0x[0-9a-f]+", "at ..."),
@@ -111,7 +133,7 @@ VARYING = [
 
 
 class Case(NamedTuple):
-    """A call that is wrong."""
+    """A wrong call."""
 
     name: str  # the public name that it is about
     call: str
@@ -124,7 +146,7 @@ TABLE = r"""
 jamp.autocast
   jamp.autocast("cuda", jnp.float16)
     ValueError: dtype
-    > There is no device: `jamp.autocast(jnp.float16)`.
+    > Leave the device out: `jamp.autocast(jnp.float16)`.
   jamp.autocast("cuda", dtype=jnp.float16)
     TypeError: device
     > Leave the device out.
@@ -136,31 +158,31 @@ jamp.autocast
     > Leave it out.
   jamp.autocast(jnp.float32)
     ValueError: dtype
-    > `enabled=False` runs in float32.
+    > Write `enabled=False` to run in float32.
   jamp.autocast(True)
     ValueError: dtype
-    > `enabled=True` by name.
+    > Pass it by name: `enabled=True`.
   jamp.autocast(x)
     ValueError: dtype
-    > `x.dtype`, if that is meant.
+    > Pass a dtype, such as `x.dtype`.
   jamp.autocast(loss_fn)
     ValueError: dtype
-    > `jamp.autocast(jnp.float16)(loss_fn)`.
+    > Write `jamp.autocast(jnp.float16)(loss_fn)`.
   jamp.autocast(jnp.float16, recipe="rowwise")
     ValueError: recipe
-    > `jamp.autocast(jamp.Float8("rowwise"))`.
+    > Write `jamp.autocast(jamp.Float8("rowwise"))`.
   jamp.autocast(jnp.bfloat16, recipe="scaled")
     ValueError: dtype
-    > `jamp.autocast(jnp.float16, recipe="scaled")`; bfloat16 needs no scale.
+    > Write `jamp.autocast(jnp.float16, recipe="scaled")`. bfloat16 needs no scale.
   jamp.autocast("float8", recipe="scaled")
     ValueError: dtype
-    > `jamp.autocast("float8")`.
+    > Write `jamp.autocast("float8")`.
   jamp.autocast(enabled="False")
     TypeError: enabled
-    > A string from the command line is true.
+    > Convert it to a bool: the string `"False"` is true in Python.
   jax.jit(lambda on: jamp.autocast(enabled=on))(True)
     TypeError: enabled
-    > Make it static: `static_argnums`.
+    > Make it static, with `static_argnums`.
   jamp.autocast(rules=["head"])
     TypeError: rules
   jamp.autocast(rules={"head": "int8"})
@@ -171,18 +193,18 @@ jamp.autocast
     ValueError: rules
   jamp.autocast(rules={net: None})
     ValueError: rules
-    > The class, `Net`, or its path, `"head"`.
+    > Pass the class, `Net`, or its path, `"head"`.
   jamp.autocast(rules={lambda x: x: None})
     ValueError: rules
-    > A path: put the ops into `with jax.named_scope("name"):`.
+    > Put the ops into `with jax.named_scope("name"):` and use the path `"name"`.
   with jamp.autocast(jnp.float16, rules={"decoder": None}): loss_fn(params, x)
     ValueError: rules
-    > Look at the paths with `jamp.debug.explain`.
+    > See the paths with `jamp.debug.explain`.
   jamp.autocast(cast_inputs="int32")
     ValueError: cast_inputs
   jamp.autocast(cast_inputs=True)
     ValueError: cast_inputs
-    > The dtype: `cast_inputs=jnp.float32`.
+    > Pass the dtype: `cast_inputs=jnp.float32`.
   with jamp.autocast(cast_inputs=jnp.float32): pass
     TypeError: cast_inputs
   jamp.autocast(jnp.float16)(None)
@@ -200,17 +222,17 @@ jamp.autocast
 jamp.is_autocast_enabled
   jamp.is_autocast_enabled("cuda")
     TypeError: 0 positional arguments
-    > There is no device.
+    > Leave the device out.
 
 jamp.get_autocast_dtype
   jamp.get_autocast_dtype("cuda")
     TypeError: 0 positional arguments
-    > There is no device.
+    > Leave the device out.
 
 jamp.GradScaler
   jamp.GradScaler("cuda")
     TypeError: init_scale
-    > `jamp.GradScaler()`.
+    > Write `jamp.GradScaler()`.
   jamp.GradScaler(device="cuda")
     TypeError: device
     > Leave it out.
@@ -224,14 +246,14 @@ jamp.GradScaler
     ValueError: init_scale
   jamp.GradScaler(init_scale=1e-45)
     ValueError: init_scale
-    > XLA flushes such numbers to zero.
+    > Use a larger number: XLA flushes subnormal ones to zero.
   jamp.GradScaler(init_scale=None)
     TypeError: init_scale
   jamp.GradScaler(init_scale=True)
     TypeError: init_scale
   jamp.GradScaler(init_scale=np.array([8.0]))
     TypeError: init_scale
-    > `.item()` makes it a number.
+    > Call `.item()` to get a number.
   jax.jit(lambda scale: jamp.GradScaler(scale).get_scale())(jnp.ones(3))
     TypeError: init_scale
   jamp.GradScaler(growth_factor=1.0)
@@ -240,7 +262,7 @@ jamp.GradScaler
     TypeError: growth_factor
   jamp.GradScaler(backoff_factor=2.0)
     ValueError: backoff_factor
-    > torch multiplies by it, and so does jamp: 0.5.
+    > Pass 0.5: the scale is multiplied by it, as in torch.
   jamp.GradScaler(growth_interval=0)
     ValueError: growth_interval
   jamp.GradScaler(growth_interval=2000.0)
@@ -249,7 +271,7 @@ jamp.GradScaler
     ValueError: growth_interval
   jamp.GradScaler(enabled="False")
     TypeError: enabled
-    > A string from the command line is true.
+    > Convert it to a bool: the string `"False"` is true in Python.
   jax.jit(lambda on: jamp.GradScaler(enabled=on).get_scale())(True)
     TypeError: enabled
   jamp.GradScaler(min_scale=-1.0)
@@ -258,14 +280,14 @@ jamp.GradScaler
     ValueError: max_scale
   jamp.GradScaler(max_scale=1.0)
     ValueError: init_scale
-    > Give `init_scale` too.
+    > Pass `init_scale` too.
   jamp.GradScaler(max_scale=float("nan"))
     ValueError: max_scale
   jamp.GradScaler(hysteresis=0)
     ValueError: hysteresis
   jamp.GradScaler(axis_name=0)
     TypeError: axis_name
-    > The axis of the mesh: `"data"`.
+    > Name the axis of the mesh: `"data"`.
 
 jamp.GradScaler.scale
   scaler.scale(None)
@@ -282,7 +304,7 @@ jamp.GradScaler.scale
 jamp.GradScaler.unscale_
   scaler.unscale_(optimizer)
     TypeError: positional argument: 'grads'
-    > JAX's optimizers hold no gradients: pass them.
+    > Pass the gradients: in JAX, optimizers do not hold them.
   scaler.unscale_(optimizer, None)
     TypeError: grads
   scaler.unscale_(optimizer, {})
@@ -291,28 +313,28 @@ jamp.GradScaler.unscale_
     ValueError: grads
   scaler.unscale_(optax.sgd(0.1), nnx_grads)
     TypeError: optimizer
-    > `nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)`.
+    > Pass `nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)`.
   scaler.unscale_(nnx.Optimizer(model, tx, wrt=nnx.Param), nnx_grads)
     ValueError: optimizer
-    > One loss scale is enough.
+    > Use one loss scale: the scaler or the wrapper.
   scaler.unscale_(optimizer, as_type(jnp.float16, nnx_grads))
     ValueError: FP16 gradients
   scaler.unscale_(optimizer, as_type(jnp.int32, nnx_grads))
     RuntimeError: No inf checks
   scaler.unscale_(optimizer, nnx_grads); scaler.unscale_(optimizer, nnx_grads)
     RuntimeError: unscale_() has already been called
-    > Call `scaler.update()` between.
+    > Call `scaler.update()` in between.
   scaler.step(optimizer, model, nnx_grads); scaler.unscale_(optimizer, nnx_grads)
     RuntimeError: unscale_() is being called after step()
-    > The other order.
+    > Call `unscale_` before `step`.
 
 jamp.GradScaler.step
   scaler.step(optimizer)
     TypeError: positional arguments: 'model' and 'grads'
-    > `scaler.step(optimizer, model, grads)`.
+    > Write `scaler.step(optimizer, model, grads)`.
   scaler.step(optimizer, nnx_grads, model)
     TypeError: model
-    > The model comes first.
+    > The model comes before the gradients.
   scaler.step(model, optimizer, nnx_grads)
     TypeError: optimizer
     > The optimizer comes first.
@@ -320,19 +342,19 @@ jamp.GradScaler.step
     TypeError: model
   scaler.step(optimizer, net, nnx_grads)
     TypeError: model
-    > Flax Linen: `jamp.linen.TrainState`.
+    > For Flax Linen, use `jamp.linen.TrainState`.
   scaler.step(optimizer, model, None)
     TypeError: grads
   scaler.step(optimizer, model, (1.0, nnx_grads))
     ValueError: gradients
-    > `nnx.value_and_grad` returns the loss first.
+    > Unpack the pair: `nnx.value_and_grad` returns the loss first.
   scaler.step(optimizer, nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx_grads)
     ValueError: gradient
   scaler.step(optimizer, model, nnx_grads, closure=lambda: 0)
     RuntimeError: Closure
   scaler.step(optimizer, model, nnx_grads); scaler.step(optimizer, model, nnx_grads)
     RuntimeError: step() has already been called
-    > Call `scaler.update()` between.
+    > Call `scaler.update()` in between.
   scaler.unscale_(optimizer, nnx_grads); scaler.step(optimizer, model, nnx_grads)
     ValueError: gradients
   nnx.jit(lambda s, o, m, g: s.step(o, m, g))(scaler, optimizer, model, nnx_grads)
@@ -385,7 +407,7 @@ jamp.GradScaler.load_state_dict
     ValueError: state_dict
   scaler.load_state_dict(scaler)
     TypeError: state_dict
-    > `other.state_dict()`.
+    > Pass `other.state_dict()`.
   scaler.load_state_dict({**scaler.state_dict(), "scale": -1.0})
     ValueError: scale
   scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0, "growth_interval": 1.5})
@@ -396,23 +418,23 @@ jamp.GradScaler.load_state_dict
 jamp.dynamic_loss_scale
   jamp.dynamic_loss_scale(optax.adam)
     TypeError: inner
-    > `optax.adam(1e-3)`.
+    > Call it: `optax.adam(1e-3)`.
   jamp.dynamic_loss_scale(optax.MultiSteps)
     TypeError: inner
-    > An instance.
+    > Pass an instance, not the class.
   jamp.dynamic_loss_scale(optimizer)
     TypeError: inner
-    > NNX: `jamp.GradScaler`.
+    > For NNX, use `jamp.GradScaler`.
   jamp.dynamic_loss_scale([optax.clip(1.0), optax.sgd(0.1)])
     TypeError: inner
-    > `optax.chain(...)`.
+    > Pass `optax.chain(...)`.
   jamp.dynamic_loss_scale(optax.sgd(0.1), optax.clip(1.0))
     TypeError: init_scale
   jamp.dynamic_loss_scale(optax.sgd(0.1), backoff_factor=-1)
     ValueError: backoff_factor
   jamp.dynamic_loss_scale(optax.sgd(0.1), growth_interval=1e3)
     TypeError: growth_interval
-    > `1000`.
+    > Write `1000`.
   jamp.dynamic_loss_scale(optax.sgd(0.1), enabled="no")
     TypeError: enabled
   jamp.dynamic_loss_scale(optax.sgd(0.1), min_scale=float("inf"))
@@ -432,7 +454,7 @@ jamp.dynamic_loss_scale
     TypeError: parameter at ['w']
   tx.init(net)
     TypeError: parameter at the root
-    > `net.init(key, x)` makes its parameters.
+    > Pass the parameters, which `net.init(key, x)` makes.
   tx.update(None, opt_state, params)
     ValueError: gradients
   tx.update(grads, params, opt_state)
@@ -442,17 +464,17 @@ jamp.dynamic_loss_scale
     ValueError: state
   tx.update(grads, optax.chain(tx).init(params), params)
     ValueError: state
-    > Call `update` of the chain.
+    > Call the chain's `update`.
   tx.update(grads, opt_state._replace(loss_scale=jnp.ones(3)), params)
     ValueError: loss_scale of the state
   adam_tx.update(grads, opt_state, params)
     ValueError: state
-    > The state of this optimizer's `init`.
+    > Pass the state that this optimizer's `init` made.
   adam_tx.update(grads, adam_tx.init({"w": x, "b": x}), params)
     ValueError: state
   tx.update((1.0, grads), opt_state, params)
     ValueError: gradients
-    > `value_and_grad` returns the loss first.
+    > Unpack the pair: `value_and_grad` returns the loss first.
   tx.update({"w": grads["w"]}, opt_state, params)
     ValueError: gradients
   tx.update({**grads, "c": x}, opt_state, params)
@@ -467,7 +489,7 @@ jamp.dynamic_loss_scale
     ValueError: axis_name
   off_tx.update(grads, (), params)
     ValueError: state
-    > The state has the same type with `enabled=False`.
+    > Pass the state from `init`, which has the same type with `enabled=False`.
 
 jamp.static_loss_scale
   jamp.static_loss_scale(optax.sgd(0.1))
@@ -476,7 +498,7 @@ jamp.static_loss_scale
     ValueError: loss_scale
   jamp.static_loss_scale(optax.sgd(0.1), "dynamic")
     TypeError: loss_scale
-    > `jamp.dynamic_loss_scale`.
+    > Use `jamp.dynamic_loss_scale`.
   jamp.static_loss_scale(8.0, optax.sgd(0.1))
     TypeError: loss_scale
     > The optimizer comes first.
@@ -496,16 +518,16 @@ jamp.step
     > The optimizer comes first.
   jamp.step(optax.adam, grads, opt_state, params)
     TypeError: tx
-    > The instance that made the state.
+    > Pass the instance that made the state.
   jamp.step(scaler, grads, opt_state, params)
     TypeError: tx
-    > NNX: `scaler.step(optimizer, model, grads)`.
+    > For NNX, write `scaler.step(optimizer, model, grads)`.
   jamp.step(optax.adam(0.1), grads, opt_state, params)
     ValueError: state
-    > The wrapped optimizer.
+    > Pass the wrapped optimizer.
   jamp.step(tx, (1.0, grads), opt_state, params)
     ValueError: gradients
-    > `value_and_grad` returns the loss first.
+    > Unpack the pair: `value_and_grad` returns the loss first.
   jamp.step(optax.sgd(0.1), {"w": x}, optax.sgd(0.1).init(params), params)
     ValueError: gradients
   jamp.step(m := optax.masked(tx, {"w": 1, "b": 0}), grads, m.init(params), params)
@@ -514,7 +536,7 @@ jamp.step
     ValueError: optax.apply_if_finite
   jamp.step(tx, nnx_grads, opt_state, model)
     ValueError: gradients
-    > NNX: `scaler.step(optimizer, model, grads)`.
+    > For NNX, write `scaler.step(optimizer, model, grads)`.
 
 jamp.retry
   jamp.retry(opt_state)
@@ -527,12 +549,12 @@ jamp.retry
     TypeError: attempts
   jamp.retry(retry_step)(params, x)
     ValueError: the state holds no loss scale
-    > `(params, opt_state)`, or another pytree with both.
+    > Pass `(params, opt_state)`, or another pytree with both.
   jamp.retry(lambda state, x: [*state])((params, opt_state), x)
     TypeError: (state, aux)
   jamp.retry(lambda state, x: state)((params, opt_state), x)
     TypeError: structure
-    > `return state, None`.
+    > Write `return state, None`.
   jamp.retry(lambda state, x: (state[1], None))((params, opt_state), x)
     TypeError: structure
   jamp.retry(lambda state, x: ((half, state[1]), None))((params, opt_state), x)
@@ -545,10 +567,10 @@ jamp.find_loss_scale
     ValueError: the state holds no loss scale
   jamp.find_loss_scale(retry_step, (params, opt_state), x * jnp.nan)
     ValueError: the step overflows
-    > `jamp.debug.find_nonfinite` says where the nan comes from.
+    > Find the source of the nan with `jamp.debug.find_nonfinite`.
   jamp.find_loss_scale(lambda state, x: state, (params, opt_state), x)
     TypeError: structure
-    > `return state, None`.
+    > Write `return state, None`.
 
 jamp.nnx.retry
   jamp.nnx.retry(scaler)
@@ -557,7 +579,7 @@ jamp.nnx.retry
     ValueError: attempts
   jamp.nnx.retry(nnx_step)(model, optimizer, x)
     ValueError: loss scale
-    > The scaler is an argument too.
+    > Pass the scaler as an argument too.
 
 jamp.nnx.find_loss_scale
   jamp.nnx.find_loss_scale(5, model, optimizer, scaler, x)
@@ -568,7 +590,7 @@ jamp.nnx.find_loss_scale
 jamp.loss_scale
   jamp.loss_scale(tx)
     ValueError: opt_state
-    > The state, not the transformation.
+    > Pass the state, not the transformation.
   jamp.loss_scale(optax.adam(0.1).init(params))
     ValueError: opt_state
   jamp.loss_scale((opt_state, opt_state))
@@ -579,7 +601,7 @@ jamp.loss_scale
 jamp.metrics
   jamp.metrics(scaler.state_dict())
     ValueError: opt_state
-    > The scaler itself.
+    > Pass the scaler itself.
   jamp.metrics(opt_state, window=64)
     ValueError: window
   jamp.metrics(opt_state, window=16.0)
@@ -588,10 +610,10 @@ jamp.metrics
     ValueError: floor_steps
   jamp.metrics(opt_state, skipped_share=50)
     ValueError: skipped_share
-    > A share: `0.5`.
+    > Pass a share: `0.5`.
   jax.jit(lambda n: jamp.metrics(opt_state, floor_steps=n))(8)
     TypeError: floor_steps
-    > Make it static: `static_argnums`.
+    > Make it static, with `static_argnums`.
 
 jamp.scale_loss
   jamp.scale_loss(None, opt_state)
@@ -608,14 +630,14 @@ jamp.scale_loss
     > The loss comes first.
   jamp.scale_loss(1.0, 65536.0)
     ValueError: opt_state
-    > The state that holds the scale.
+    > Pass the state that holds the scale.
 
 jamp.unscale
   jamp.unscale({"w": loss_fn}, opt_state)
     TypeError: gradient at ['w']
   jamp.unscale(grads, 65536.0)
     ValueError: opt_state
-    > The state that holds the scale.
+    > Pass the state that holds the scale.
   jamp.unscale(opt_state, grads)
     ValueError: opt_state
     > The gradients come first.
@@ -625,13 +647,13 @@ jamp.value_and_grad
     TypeError: positional argument: 'opt_state'
   jamp.value_and_grad(loss_fn, params)
     ValueError: opt_state
-    > `params` go to the function that is returned.
+    > Pass `params` to the function that it returns.
   jamp.value_and_grad(opt_state, loss_fn)
     ValueError: opt_state
     > The function comes first.
   jamp.value_and_grad(loss_fn(params, x), opt_state)
     TypeError: fun
-    > The function, not what it returned.
+    > Pass the function, not its result.
   jamp.value_and_grad(lambda model: jnp.mean(model(x)), opt_state)(model)
     TypeError: nnx.Module
   jamp.value_and_grad(lambda params: None, opt_state)(params)
@@ -642,10 +664,10 @@ jamp.value_and_grad
     TypeError: fun
   jamp.value_and_grad(lambda params: params["w"], opt_state)(params)
     TypeError: scalar-output functions
-    > Take the mean.
+    > Return the mean.
   jamp.value_and_grad(lambda params: (1.0, 2.0), opt_state)(params)
     TypeError: fun
-    > `has_aux=True`.
+    > Pass `has_aux=True`.
   jamp.value_and_grad(lambda params: 1.0, opt_state, has_aux=True)(params)
     TypeError: has_aux
   jamp.value_and_grad(loss_fn, opt_state)(as_type(jnp.int32, params), x)
@@ -654,12 +676,12 @@ jamp.value_and_grad
 jamp.DynamicLossScaleState
   jamp.DynamicLossScaleState(8.0)
     TypeError: positional arguments: 'growth_tracker'
-    > `tx.init(params)` makes it.
+    > Let `tx.init(params)` make it.
 
 jamp.master_weights
   jamp.master_weights(optax.adam)
     TypeError: inner
-    > `optax.adam(1e-3)`.
+    > Call it: `optax.adam(1e-3)`.
   jamp.master_weights(jamp.master_weights(optax.sgd(0.1))).init(params)
     ValueError: inner
   jamp.master_weights(optax.sgd(0.1)).init(net)
@@ -672,7 +694,7 @@ jamp.master_weights
     ValueError: gradients
   master_tx.update(grads, master_tx.init(params), half)
     ValueError: state
-    > `init` of the parameters that are trained.
+    > Call `init` with the parameters that you train.
   master_tx.update(grads, master_tx.init({"w": half["w"]}), half)
     ValueError: state
 
@@ -687,12 +709,12 @@ jamp.Policy
     ValueError: compute_dtype
   jamp.Policy("float32", x, "float32")
     ValueError: compute_dtype
-    > `x.dtype`, if that is meant.
+    > Pass a dtype, such as `x.dtype`.
   jamp.Policy("float32", "float16", "mixed_float16")
     ValueError: output_dtype
   jamp.get_policy("half").param_dtype = "float32"
     FrozenInstanceError: param_dtype
-    > Make another one; it is frozen.
+    > Make a new policy: this one is frozen.
 
 jamp.Policy.with_output_dtype
   jamp.get_policy("half").with_output_dtype("int8")
@@ -705,23 +727,23 @@ jamp.Policy.wrap
     TypeError: function
   jamp.get_policy("half").wrap(loss_fn(params, x))
     TypeError: function
-    > The function, not what it returned.
+    > Pass the function, not its result.
   jamp.get_policy("half").wrap(loss_fn, float32_for="norms")
     TypeError: float32_for
-    > `("norms",)`.
+    > Write `("norms",)`.
   jamp.get_policy("half").wrap(loss_fn, float32_for=("norm",))
     ValueError: float32_for
   jamp.get_policy("half").wrap(loss_fn, float32_for=None)
     TypeError: float32_for
-    > `()` for nothing.
+    > Write `()` for none.
 
 jamp.get_policy
   jamp.get_policy(jnp.float16)
     TypeError: policy_name
-    > `"float16"`, or `jamp.Policy(...)`.
+    > Pass `"float16"` or a `jamp.Policy`.
   jamp.get_policy("O2")
     ValueError: dtype 'O2'
-    > apex's O2 is `"params=half,compute=half"`.
+    > For apex's O2, write `"params=half,compute=half"`.
   jamp.get_policy("param=float32")
     ValueError: key 'param'
   jamp.get_policy("c=f16,c=f32")
@@ -732,12 +754,12 @@ jamp.get_policy
 jamp.half_dtype
   jamp.half_dtype("cuda")
     TypeError: 0 positional arguments
-    > It is that of the default device.
+    > Leave it out: the dtype is the default device's.
 
 jamp.cast_to_half
   jamp.cast_to_half(params, jnp.float16)
     TypeError: 1 positional argument
-    > `jamp.Policy(...).cast_to_param`.
+    > Use `jamp.Policy(...).cast_to_param`.
 
 jamp.cast_to_full
   jamp.cast_to_full(params, jnp.float32)
@@ -746,23 +768,23 @@ jamp.cast_to_full
 jamp.linen.with_policy
   jamp.linen.with_policy(model, "half")
     TypeError: module
-    > NNX: `jamp.nnx.with_policy`.
+    > For NNX, use `jamp.nnx.with_policy`.
   jamp.linen.with_policy(nn.Dense, "half")
     TypeError: module
-    > An instance: `nn.Dense(3)`.
+    > Pass an instance: `nn.Dense(3)`.
   jamp.linen.with_policy("half", net)
     TypeError: module
     > The module comes first.
   jamp.linen.with_policy(net, jnp.float16)
     TypeError: policy
-    > `"float16"`.
+    > Write `"float16"`.
   jamp.linen.with_policy(net, "hlaf")
     ValueError: dtype 'hlaf'
   jamp.linen.with_policy(jamp.linen.with_policy(net, "half"), "full")
     ValueError: module
   jamp.linen.with_policy(net, "half", {"head": jnp.float32})
     TypeError: overrides
-    > `"float32"`.
+    > Write `"float32"`.
   jamp.linen.with_policy(net, "half", {"(": "full"})
     ValueError: overrides
   jamp.linen.with_policy(net, "half", {3: "full"})
@@ -775,29 +797,29 @@ jamp.linen.with_policy
 jamp.linen.TrainState.create
   jamp.linen.TrainState.create(apply_fn=None, params=params, tx=optax.adam)
     TypeError: tx
-    > `optax.adam(1e-3)`.
+    > Call it: `optax.adam(1e-3)`.
   jamp.linen.TrainState.create(apply_fn=None, params="params", tx=tx)
     TypeError: parameter at the root
 
 jamp.linen.TrainState.apply_gradients
   state.apply_gradients(grads)
     TypeError: 1 positional argument
-    > By name: `grads=grads`.
+    > Pass them by name: `grads=grads`.
   state.apply_gradients(grads=None)
     ValueError: gradients
   state.apply_gradients(grads=(1.0, grads))
     ValueError: gradients
-    > `value_and_grad` returns the loss first.
+    > Unpack the pair: `value_and_grad` returns the loss first.
   state.apply_gradients(grads={"params": grads})
     ValueError: gradients
-    > `grads["params"]`, if that is a tree of parameters.
+    > Pass `grads["params"]`, if the parameters are that tree.
   state.replace(opt_state=()).apply_gradients(grads=grads)
     ValueError: state
 
 jamp.nnx.with_policy
   jamp.nnx.with_policy(net, "half")
     TypeError: module
-    > Linen: `jamp.linen.with_policy`.
+    > For Linen, use `jamp.linen.with_policy`.
   jamp.nnx.with_policy(nnx.state(model), "half")
     TypeError: module
   jamp.nnx.with_policy(jamp.nnx.with_policy(model, "half"), "full")
@@ -854,10 +876,10 @@ jamp.debug.explain
     TypeError: fn
   jamp.debug.explain(loss_fn, params)
     ValueError: dtype
-    > `jamp.debug.explain(loss_fn)(params, x)`.
+    > Write `jamp.debug.explain(loss_fn)(params, x)`.
   jamp.debug.explain(loss_fn, jnp.float32)
     ValueError: dtype
-    > Leave it out to explain the function as it is.
+    > Leave it out to explain the function without a new region.
   jamp.debug.explain(loss_fn, rules={"head": None})
     ValueError: rules
   jamp.debug.explain(loss_fn, jnp.float16, rules={"head": None})(params, x)
@@ -866,19 +888,19 @@ jamp.debug.explain
 jamp.debug.Explanation
   bool(jamp.debug.explain(loss_fn)(params, x))
     TypeError: report.found
-    > `.found` is empty if there is nothing to see.
+    > Read `.found`, which is empty if nothing was found.
 
 jamp.debug.find_nonfinite
   jamp.debug.find_nonfinite(loss_fn(params, x))(params, x)
     TypeError: fn
   jamp.debug.find_nonfinite(loss_fn, params, x)
     TypeError: 1 positional argument
-    > `jamp.debug.find_nonfinite(loss_fn)(params, x)`.
+    > Write `jamp.debug.find_nonfinite(loss_fn)(params, x)`.
   jamp.debug.find_nonfinite(loss_fn, when=jnp.ones(3, bool))(params, x)
     TypeError: when
   jamp.debug.find_nonfinite(loss_fn)(params, jax.eval_shape(lambda: x))
     TypeError: x
-    > `jamp.debug.explain` needs no values.
+    > Pass an array. `jamp.debug.explain` needs no values.
 
 jamp.debug.NonfiniteReport
   jax.jit(lambda x: jamp.debug.find_nonfinite(loss_fn)(params, x).found)(x)
@@ -891,7 +913,7 @@ jamp.debug.overflow_report
     TypeError: grads
   jamp.debug.overflow_report(jax.eval_shape(lambda: grads))
     TypeError: grads
-    > Gradients with values.
+    > Pass gradients with values.
   jamp.debug.overflow_report(grads, when=opt_state)
     TypeError: when
 
@@ -949,7 +971,7 @@ jamp.debug.plot_scale
     ValueError: history
   jamp.debug.plot_scale(jamp.metrics(opt_state))
     ValueError: loss_scale
-    > The metrics of all steps: a `History`.
+    > Pass the metrics of all steps, in a `History`.
   jamp.debug.plot_scale({"loss_scale": [8.0], "found_inf": [True, False]})
     ValueError: found_inf
   jamp.debug.plot_scale({"loss_scale": [8.0], "found_inf": [True]}, "scale.png")
@@ -970,7 +992,7 @@ jamp.debug.History.append
     TypeError: metrics
   history.append(opt_state)
     TypeError: metrics
-    > `jamp.metrics(opt_state)`.
+    > Pass `jamp.metrics(opt_state)`.
   history.append({"loss": None})
     TypeError: loss
   history.append({"loss": x})
@@ -995,7 +1017,7 @@ jamp.debug.History.extend
 jamp.debug.check
   jamp.debug.check({"loss_scale": 8.0})
     ValueError: metrics
-    > `jamp.metrics(opt_state)`.
+    > Pass `jamp.metrics(opt_state)`.
   jamp.debug.check(opt_state, window=0)
     ValueError: window
   jamp.debug.check((opt_state, opt_state))
@@ -1008,7 +1030,7 @@ jamp.debug.check
 jamp.sharding.gather
   jamp.sharding.gather(params, "data")
     ValueError: axis_name
-    > Call it inside `shard_map`; under plain jit there is nothing to gather.
+    > Call it inside `shard_map`. Under plain jit there is nothing to gather.
   jamp.sharding.gather(params, None)
     TypeError: axis_name
   jamp.sharding.gather(params, "data", param_dtype="int8")
@@ -1021,12 +1043,12 @@ jamp.sharding.gather
     TypeError: block
   jamp.sharding.gather(params, "data", "data")
     TypeError: specs
-    > `PartitionSpec("data")`.
+    > Pass `PartitionSpec("data")`.
 
 jamp.sharding.mean
   jamp.sharding.mean(grads, "data")
     ValueError: axis_name
-    > Call it inside `shard_map`; under plain jit gradients are means already.
+    > Call it inside `shard_map`. Under plain jit, gradients are already means.
   jamp.sharding.mean(grads, ())
     TypeError: axis_name
   jamp.sharding.mean(grads, "data", dtype="int16")
@@ -1043,7 +1065,7 @@ jamp.sharding.error_feedback
     TypeError: axis_name
   jamp.sharding.error_feedback("data", 8, dtype="float16")
     TypeError: dtype
-    > float16 loses too little to make it good: `jamp.sharding.mean`.
+    > Use `jamp.sharding.mean`: float16 loses too little to need feedback.
   jamp.sharding.error_feedback("data", 8, block=-1)
     ValueError: block
   jamp.sharding.error_feedback("data", 8).update(grads, ())
@@ -1052,15 +1074,15 @@ jamp.sharding.error_feedback
 jamp.sharding.ErrorFeedbackState
   jamp.sharding.ErrorFeedbackState({})
     TypeError: positional argument: 'means'
-    > `tx.init(params)` makes it.
+    > Let `tx.init(params)` make it.
 """
 
 
 def read(table: str) -> list[Case]:
-    """Indented by 0: a public name, by 2: a call, by 4: what it raises, and advice.
+    """Reads the table: a name, indented by 2 a call, by 4 its error and advice.
 
-    What it raises is the type of the error and the name of the argument, or other words
-    of the message where there is no argument to name.
+    An error is its type and the name of the argument, or other words of the message if
+    there is no argument to name.
     """
     cases, name = [], ""
     for line in filter(None, map(str.rstrip, table.splitlines())):
@@ -1082,7 +1104,7 @@ CASES = read(TABLE)
 
 
 def after_setup() -> dict[str, Any]:
-    """What the calls may use."""
+    """The names that the calls may use."""
     names = {"__name__": "setup"}
     exec(compile(SETUP, "setup", "exec"), names)
     return names
@@ -1099,19 +1121,43 @@ def run(call: str, names: dict[str, Any]) -> None:
 
 
 def message_of(case: Case, names: dict[str, Any]) -> str:
-    """What a call says, in one line.
+    """The message of a call, in one line.
 
     Raises:
       AssertionError: it does not raise what the table says.
     """
+    return said(raised(case.call, case.error, names))
+
+
+def first_message(first: First, names: dict[str, Any]) -> str:
+    """The message of wrong code, with jamp's notes, or the symptom if it has none.
+
+    Raises:
+      AssertionError: it does not raise what it should, or the symptom is another one.
+    """
+    if not first.error:
+        run(first.wrong, names)
+        return first.symptom
+    error = raised(first.wrong, first.error, names)
+    notes = [n for n in getattr(error, "__notes__", ()) if "autocast" in n]
+    return " ".join([f"{first.error}:", code(" ".join([shown(said(error)), *notes]))])
+
+
+def raised(call: str, kind: str, names: dict[str, Any]) -> Exception:
+    """The error of a call; AssertionError if it raises nothing, or another type."""
     try:
-        run(case.call, names)
+        run(call, names)
     except Exception as error:
-        assert type(error).__name__ == case.error, f"{case.call} raises {error!r}"
-        text = str(error).partition("\n-----")[0]  # JAX adds a note on tracebacks
-        text = re.sub(r"\n +.*", " ...", text, count=1, flags=re.DOTALL)  # an example
-        return " ".join(text.split())
-    raise AssertionError(f"{case.call} raises nothing")
+        assert type(error).__name__ == kind, f"{call} raises {error!r}"
+        return error
+    raise AssertionError(f"{call} raises nothing")
+
+
+def said(error: Exception) -> str:
+    """An error's message, in one line."""
+    text = str(error).partition("\n-----")[0]  # JAX adds a note on tracebacks
+    text = re.sub(r"\n +.*", " ...", text, count=1, flags=re.DOTALL)  # an example
+    return " ".join(text.split())
 
 
 def names_argument(message: str, argument: str) -> bool:
@@ -1136,9 +1182,17 @@ def row(case: Case, message: str) -> str:
     return f"| {code(case.call)} | {raised} | {case.advice} |"
 
 
-def page(messages: Sequence[str]) -> str:
+def section(first: First, message: str) -> str:
+    """One of the first ten on the page."""
+    why = textwrap.fill(first.why, 88, break_on_hyphens=False)
+    lines = [f"### {first.title}", "", f"> {message}", "", why, ""]
+    return "\n".join([*lines, "```python", first.right.rstrip(), "```"])
+
+
+def page(first: Sequence[str], messages: Sequence[str]) -> str:
     """The page of the documentation, with the messages of all calls."""
-    lines = [INTRO, "```python", SETUP.rstrip(), "```"]
+    lines = [INTRO, "```python", SETUP.rstrip(), "```", FIRST_TEN]
+    lines += ["\n\n".join(map(section, FIRST, first)), ALL_NAMES.rstrip()]
     rows = zip(CASES, messages, strict=True)
     for name, group in itertools.groupby(rows, lambda pair: pair[0].name):
         lines += [
@@ -1164,4 +1218,6 @@ if __name__ == "__main__":
     if not WRITES_THE_PAGE:
         sys.exit(f"The page is written with JAX 0.10; this is {jax.__version__}.")
     names = after_setup()
-    PAGE.write_text(page([message_of(case, copies(names)) for case in CASES]))
+    said_first = [first_message(first, copies(names)) for first in FIRST]
+    said_by_all = [message_of(case, copies(names)) for case in CASES]
+    PAGE.write_text(page(said_first, said_by_all))

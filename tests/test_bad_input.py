@@ -15,13 +15,16 @@ from .bad_input import (
     WRITES_THE_PAGE,
     after_setup,
     copies,
+    first_message,
     message_of,
     names_argument,
     page,
     row,
     run,
+    section,
     shown,
 )
+from .first_errors import FIRST
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "api.md"
 TAKES_ANYTHING = {
@@ -71,6 +74,22 @@ def test_good_calls_after_the_same_setup(prepared, names):
     run(GOOD_CALLS, names)
     assert all(map(operator.ne, values(names), before))
     assert values(prepared) == before  # what a test changes is its own
+
+
+@pytest.mark.parametrize("first", FIRST, ids=lambda first: first.title)
+def test_a_first_error_is_met_and_its_cure_runs(first, prepared, names):
+    message = first_message(first, names)
+    assert bool(first.error) != bool(first.symptom)
+    if WRITES_THE_PAGE:
+        assert f"\n{section(first, message)}\n" in PAGE.read_text(), OUT_OF_DATE
+    assert 2 <= first.right.count("\n") <= 4
+    run(first.right, copies(prepared))
+
+
+def test_the_jitted_cure_runs_when_it_is_called(names):
+    (first,) = [first for first in FIRST if "def update" in first.right]
+    run(first.right + "update(model, optimizer, scaler, nnx_grads)", names)
+    assert names["optimizer"].step[...] == 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.call)
@@ -126,12 +145,20 @@ def test_the_table_is_long_and_each_row_is_new():
 
 
 def without_messages(text):
+    text = re.sub(r"^> .*$", "> ", text, flags=re.MULTILINE)
     return re.sub(r"^(\| .*? \| \w+: ).*?( \| )", r"\1\2", text, flags=re.MULTILINE)
 
 
 def test_the_page_has_the_rows_of_the_table():
-    table = page([""] * len(CASES))
+    table = page([""] * len(FIRST), [""] * len(CASES))
     assert without_messages(PAGE.read_text()) == without_messages(table), OUT_OF_DATE
+
+
+def test_the_page_leads_with_ten():
+    text = PAGE.read_text()
+    places = [text.index(f"### {first.title}\n") for first in FIRST]
+    assert len(FIRST) == 10 and places == sorted(places)
+    assert places[-1] < text.index(f"## {CASES[0].name}\n")
 
 
 def test_an_argument_is_named_as_a_word_of_the_first_sentence():

@@ -6,10 +6,10 @@ inputs are cast (`preparing`, `casting`), and it is bound on the trace below. An
 holds jaxprs or Python functions goes to `nested`, `thunks`, `custom_calls`,
 `custom_equations` or `writes`, and comes back to the trace, op by op (`rewriting`).
 `notes` remember what a value was made of, for `bias`, `conversion` and `moves`;
-`products`, `draws`, `refused` and `left_alone` are about ops of these kinds.
-Products in `float8` have their choice in `float8_products`, their numbers in
-`float8_arithmetic` and their gradients in `float8_derivative`; float16 products whose
-cotangents are scaled are in `scaled`.
+`products`, `draws`, `refused` and `left_alone` handle ops of these kinds.
+`float8_products` chooses the products that run in `float8`, `float8_arithmetic` has
+their numbers, and `float8_derivative` their gradients. `scaled` has the float16
+products whose cotangents are scaled.
 
 May import: `_checks`, `_tree`, `_compat`.
 """

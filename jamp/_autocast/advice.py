@@ -1,4 +1,4 @@
-"""Notes on errors of JAX and other libraries that a region causes: what to write."""
+"""Notes on errors that a region causes in JAX and other libraries: what to write."""
 
 import re
 import traceback
@@ -8,17 +8,17 @@ import numpy as np
 from .sources import JAMP
 
 HALF_CARRY = """In an autocast region one of these is in half precision and the other \
-in float32. JAX compares them before autocast can see the function. Start from float32 \
+in float32. JAX compares them before autocast sees the function. Start from float32 \
 (`x.astype(jnp.float32)`), or return `y.astype(x.dtype)`, or put `jax.jit` around the \
 model, inside the region."""
 
-HALF = """In this autocast region matrix products and convolutions give {dtype}, which \
-this function refuses, or does not mix with float32. Cast what you give it: \
-`x.astype(jnp.float32)`. Products inside of a function that `jax.jit`, \
-`jax.checkpoint` or `scan` traces in float32 run in {dtype} all the same."""
+HALF = """In this autocast region, matrix products and convolutions return {dtype}. \
+This function does not accept {dtype}, or does not mix it with float32. Cast its \
+input: `x.astype(jnp.float32)`. Inside a function that `jax.jit`, `jax.checkpoint` or \
+`scan` traces in float32, matrix products still run in {dtype}."""
 
-MESH = """To JAX an autocast region is a trace, as `jax.jit` is. Set the mesh first: \
-`with jax.set_mesh(mesh), jamp.autocast(...):`."""
+MESH = """JAX treats an autocast region as a trace, like `jax.jit`. Set the mesh \
+first: `with jax.set_mesh(mesh), jamp.autocast(...):`."""
 
 BEGIN_AND_END = re.compile(r"carry|branches|same structure")
 

@@ -1,4 +1,4 @@
-"""What `autocast` may be given, and what it says of anything else."""
+"""The arguments of `autocast`, and the errors that wrong ones raise."""
 
 import functools
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from .float8 import Float8, as_float8
 
 BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16 (or \
 "float8", or a jamp.Float8).
-There is no device argument: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
+autocast takes no device: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
 float32, write `enabled=False`."""
 
-NO_DEVICE = """autocast takes no device, and no cache_enabled: write `with \
-jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs, and casts a value once \
-in a region."""
+NO_DEVICE = """autocast takes neither a device nor cache_enabled: write `with \
+jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs, and casts each value \
+once in a region."""
 
-BAD_RECIPE = """autocast(recipe={}): the recipe must be "scaled", for float16. One of \
-float8 belongs to its dtype: `jamp.autocast(jamp.Float8("rowwise"))`."""
+BAD_RECIPE = """autocast(recipe={}): the recipe must be "scaled", for float16. A \
+float8 recipe goes into the dtype: `jamp.autocast(jamp.Float8("rowwise"))`."""
 
-NOT_SCALED = """autocast(dtype={}, recipe="scaled"): the dtype must be float16, whose \
-range the scales are for: write `jamp.autocast(jnp.float16, recipe="scaled")`. \
-bfloat16 has the range of float32, and float8 has scales of its own."""
+NOT_SCALED = """autocast(dtype={}, recipe="scaled"): the dtype must be float16, \
+because the scales are for its range: write `jamp.autocast(jnp.float16, \
+recipe="scaled")`. bfloat16 has the range of float32, and float8 has its own scales."""
 
 BAD_INPUTS = """autocast(cast_inputs={}): the dtype must be float16, bfloat16 or \
 float32."""
@@ -40,7 +40,7 @@ Given = ParamSpec("Given")
 def without_device(
     init: Callable[Concatenate[Of, Given], None],
 ) -> Callable[Concatenate[Of, Given], None]:
-    """Says so where a call has torch's arguments, and Python would say less."""
+    """Explains a call with torch's arguments better than Python's error does."""
 
     @functools.wraps(init)
     def checked(self: Of, *args: Given.args, **kwargs: Given.kwargs) -> None:

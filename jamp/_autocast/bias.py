@@ -1,23 +1,23 @@
-"""The ends of layers: what stays in half precision though float32 is added to it.
+"""The ends of layers: sums that stay in half precision although float32 is added.
 
 A bias is float32, and so are the mean and the scale of a BatchNorm. JAX promotes, so
 the results of both would be float32, where torch's `linear`, `conv` and `batch_norm`
-give half precision.
+return half precision.
 
 A sum of a half-precision product and a float32 value is a layer with a bias, if the
 value was broadcast from fewer dimensions and varies along those of one operand of the
-product alone. In the code of a layer library it may also have as many dimensions as the
-product: elsewhere that may be a batch of one, whose dtype must not differ from a batch
-of two. The bias is broadcast in float32 and then cast, so that its gradient is summed
-in float32, on a CPU in a loop (`spread_by_loop`). Then the sum is rounded to half
-precision, and overflows, as torch's does.
+product only. In the code of a layer library it may also have as many dimensions as the
+product. Elsewhere that may be a batch of one, whose dtype must not differ from that of
+a batch of two. The bias is broadcast in float32 and then cast, so that its gradient is
+summed in float32, on a CPU in a loop (`spread_by_loop`). Then the sum is rounded to
+half precision, and overflows, as torch's does.
 
-A user's own `x @ w + mask` may hold numbers such as -1e9, which float16 has not. They
-are kept finite there, with their gradients; inf and nan stay what they are.
+A user's own `x @ w + mask` may hold numbers such as -1e9, which are out of float16's
+range. They stay finite and keep their gradients; inf and nan do not change.
 
-A BatchNorm computes in float32. That its result, and not some value inside, is at hand
-shows only when an op outside uses it. That op gets it in half precision. Its running
-statistics are no result: they stay float32.
+A BatchNorm computes in float32. Whether a value is its result, and not some value
+inside, shows only when an op outside uses it. That op gets it in half precision. The
+running statistics are not results: they stay float32.
 """
 
 import functools
@@ -39,13 +39,13 @@ from .notes import fits
 from .sources import is_in_layer
 from .traits import OVER_AXES
 
-# A loop must save more than it takes, measured: elements of a round; and of all rounds,
-# for each loop is compiled, which takes longer than it saves in the steps of a trial.
+# The fewest elements, of one round and of all rounds, for which a loop saved time when
+# measured. Each loop is compiled, which takes longer than a small one saves in a trial.
 LOOP_SIZES = 2**10, 2**19
 
 
 def with_bias(trace: CastingTrace, op: Op) -> Value | None:
-    """The sum of a product in half precision and a bias, or None if it is another."""
+    """The sum of a half-precision product and a bias, or None for any other sum."""
     dtype = trace.settings.dtype
     for x, bias in (op.args, op.args[::-1]):
         if not isinstance(bias, jax.Array) or array_dtype(bias) != jnp.float32:
@@ -91,9 +91,9 @@ def spread_by_loop(
 ) -> jax.Array:
     """The same, with a gradient that is summed in a loop over the first dimension.
 
-    XLA's CPU backend does not widen an array inside of a sum. It writes a float32 copy
-    and computes the half-precision array, such as a gelu's gradient, again for each
-    product that needs it as well. It computes it once if a loop reads it.
+    XLA's CPU backend does not widen an array inside a sum. It writes a float32 copy,
+    and recomputes the half-precision array, such as a gelu's gradient, for each product
+    that needs it as well. If a loop reads the array, it is computed once.
     """
     return spread(bias, shape, dtype)
 
@@ -117,7 +117,7 @@ def stacked(bias: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Arr
 def pays_a_loop(shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
     """Whether XLA's CPU backend sums a bias's gradient of this shape faster in a loop.
 
-    Over several devices, where the first dimension may be split, a loop would gather.
+    On several devices, where the first dimension may be sharded, a loop would gather.
     """
     if jax.default_backend() != "cpu" or jax.device_count() > 1:
         return False
@@ -128,9 +128,9 @@ def pays_a_loop(shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
 
 
 def rounded(bias: jax.Array, dtype: np.dtype, masks: bool) -> jax.Array:
-    """A bias rounded to half precision, and so its gradient; both stay float32.
+    """Rounds a bias, and its gradient, to half precision; both stay float32.
 
-    XLA may drop a pair of casts, but not this.
+    XLA may drop a pair of casts, but not this op.
 
     Args:
       masks: whether finite numbers that are too large become the largest one.
@@ -143,7 +143,7 @@ def rounded(bias: jax.Array, dtype: np.dtype, masks: bool) -> jax.Array:
 
 @jax.custom_jvp
 def within_range(bias: jax.Array) -> jax.Array:
-    """Finite numbers as float16 has them; the gradient is that of the identity."""
+    """Clamps finite numbers to float16's range, with the identity's gradient."""
     limit = np.float32(jnp.finfo(jnp.float16).max)
     return lax.select(lax.is_finite(bias), lax.clamp(-limit, bias, limit), bias)
 
@@ -156,7 +156,7 @@ def _(primals, tangents):
 def dimensions(
     trace: CastingTrace, bias: jax.Array, product: Value, in_layer: bool
 ) -> Collection[int] | None:
-    """The dimensions of a product along which a bias varies, or None if it is none."""
+    """The dimensions of a product along which a bias varies; None if it is not one."""
     note = trace.notes[bias]
     if note.varies is not None and (note.raised or in_layer):
         return note.varies
@@ -170,7 +170,7 @@ def dimensions(
 def narrowed(
     trace: CastingTrace, primitive: Primitive, args: Values, within: Action | None
 ) -> Values:
-    """The inputs of an op, those that are results of a BatchNorm in half precision."""
+    """The inputs of an op, with results of a BatchNorm cast to half precision."""
     marked = [trace.notes[x].result for x in args]
     if not any(marked):
         return args
@@ -185,10 +185,10 @@ def narrowed(
 
 
 def mark_results(trace: CastingTrace, op: Op, action: Action, out: Result) -> None:
-    """Remembers what may be the result of a function of half precision.
+    """Remembers what may be a function's result, which is half precision outside.
 
-    That of a norm has the shape of the input. Its statistics have another, or are
-    summed over a mapped axis; they are the module's state, and stay float32.
+    The result of a norm has the shape of its input. Its statistics have another shape,
+    or are reduced over a mapped axis: they are the module's state, and stay float32.
     """
     is_norm = action.table is Kind.FLOAT32_NORM
     if is_norm and op.name in OVER_AXES:

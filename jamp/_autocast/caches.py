@@ -1,6 +1,6 @@
-"""One switch for all that autocast keeps of what it has done before.
+"""One switch for all caches of autocast.
 
-Nothing that is kept may change a result. Tests compare programs with and without:
+A cache must not change a result. Tests compare programs with and without them:
 
     with without_caches():
         expected = program()
@@ -10,14 +10,14 @@ import contextlib
 
 import jax
 
-# A context of JAX's, so that what is traced in one setting is not found in the other.
+# A JAX context, so that JAX does not reuse in one setting what it traced in the other.
 CACHED = jax.make_user_context(True)
 
 
 def without_caches() -> contextlib.AbstractContextManager[object]:
     """Decides about each op and rewrites each jaxpr anew.
 
-    The copies that a region keeps of weights belong to what a region is, and stay.
+    The copies of weights that a region keeps are part of its behavior, and stay.
     """
     return CACHED(False)
 

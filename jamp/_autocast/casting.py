@@ -1,4 +1,4 @@
-"""What the rules may ask of an autocast trace: to cast, to bind, and what it knows."""
+"""The part of an autocast trace that rules use: casts, binding, and what it knows."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ from .notes import Notes, unrounded
 from .stack import is_jamps, marks_in, written
 
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
-SCATTERS = {  # what they do with two numbers is recorded in the dtype of the numbers
+SCATTERS = {  # how they combine two numbers is recorded in the dtype of the numbers
     "scatter-add": lax.scatter_add,
     "scatter-max": lax.scatter_max,
     "scatter-min": lax.scatter_min,
@@ -44,7 +44,7 @@ MakeTrace = Callable[[], "CastingTrace"]
 REGION = jax.make_user_context(None)
 # Whether regions are entered to be explained.
 OBSERVED = jax.make_user_context(False)
-# What looks at each op of a region, or None: see `Settings.probe`.
+# The function that watches each op of a region, or None: see `Settings.probe`.
 PROBE = jax.make_user_context(None)
 
 
@@ -66,9 +66,9 @@ class Scope(NamedTuple):
 class CastingTrace(_compat.Trace):
     """Casts values and binds ops on the trace below.
 
-    Values are those of that trace: nothing is boxed. When it is `baked`, each result
-    gets the dtype that it would have without autocast: in a derivative, or, when it is
-    `typed`, for no more than that JAX has fixed the dtypes.
+    Values are those of that trace: nothing is boxed. On a `baked` trace, each result
+    gets the dtype that it would have without autocast. A trace is baked in a derivative
+    or, if it is `typed` too, only because JAX has fixed the dtypes.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class CastingTrace(_compat.Trace):
         self.seen = retracing.seen_on(parent) if are_used() else None
         self.recorder: Any = None  # of an eager op: see `tapes.py`
         # Flax NNX refuses to update a Variable on another trace than the one that made
-        # it, and compares traces by this reference. Values live on both alike.
+        # it, and compares traces by this reference. Values are valid on both.
         self._weakref = parent._weakref
         self.prefix = prefix  # the module path at which a jaxpr's own paths begin
         self.effects = effects
@@ -98,7 +98,7 @@ class CastingTrace(_compat.Trace):
         self.notes = Notes()
 
     def apply(self, op: Op) -> Result:
-        """Runs one op, as the region's rules say."""
+        """Runs one op by the region's rules."""
         raise NotImplementedError
 
     def spawner(
@@ -108,18 +108,19 @@ class CastingTrace(_compat.Trace):
         typed: bool = False,
         of_tangents: bool = False,
     ) -> MakeTrace:
-        """Makes traces with these settings on the trace that is current by then.
+        """Returns a function that makes traces with these settings.
 
-        What it returns holds neither this trace nor the values that it remembers.
+        It puts them on the trace that is current when it is called, and holds neither
+        this trace nor the values that this trace remembers.
 
         Args:
-          of_tangents: for code that is linear in tangents, and stays so: no number is
-            divided by its own size.
+          of_tangents: for code that is linear in tangents and must stay so: no number
+            is divided by its own size.
         """
         raise NotImplementedError
 
     def as_typed(self) -> "CastingTrace":
-        """The same for code of which JAX has fixed the dtypes."""
+        """The same trace for code whose dtypes JAX has fixed."""
         typed = self.is_typed() or not (self.baked or self.scope().differentiated)
         with set_current_trace(self.parent):
             return self.spawner(baked=True, typed=typed)()
@@ -161,7 +162,7 @@ class CastingTrace(_compat.Trace):
         return Scope(foreign, is_part or differentiated)
 
     def action(self, primitive: Primitive, source: str | None = None) -> Action | None:
-        """The action for an op that is called here, or None if no table knows it."""
+        """The action for an op that is called here, or None if it is in no table."""
         return self.decide(primitive, _compat.source_codes(), self.path, source)
 
     def noted(self, action: Action) -> contextlib.AbstractContextManager[object]:
@@ -173,7 +174,7 @@ class CastingTrace(_compat.Trace):
     # Running and casting.
 
     def bind(self, primitive: Primitive, args: Values, params: Params) -> Any:
-        """Runs an op on the trace below, as it is."""
+        """Runs an op on the trace below, unchanged."""
         if (scatter := SCATTERS.get(primitive.name)) is not None:
             names = ("update_jaxpr", "update_consts")
             params = {k: v for k, v in params.items() if k not in names}
@@ -208,7 +209,7 @@ class CastingTrace(_compat.Trace):
             self.notes[copy] = self.notes[x]._replace(widened=widened)
             if widened:
                 self.notes.remember_widened(copy, x)
-            if not widened or isinstance(x, Tracer):  # else they keep each other alive
+            if not widened or isinstance(x, Tracer):  # or they keep each other alive
                 self.notes.remember(x, dtype, copy)
         return copy
 

@@ -1,4 +1,4 @@
-"""Casts that are there already: `convert_element_type`, JAX's own and the user's."""
+"""Casts in the code itself, JAX's own and the user's: `convert_element_type`."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ from .notes import holds
 from .rules import ACTIONS
 from .sources import code_of
 
-# A user who calls one of these on a product wants what it gives: see `with_bias`.
+# A user who calls one of these on a product wants its dtype: see `with_bias`.
 EXPLICIT = frozenset(
     map(code_of, (jnp.astype, jnp.asarray, jnp.array, lax.convert_element_type))
 )
 
 
 def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
-    """Runs a cast. What is one for want of a better dtype follows the arrays around."""
+    """Runs a cast. If JAX only promoted, the result follows the arrays it meets."""
     (x,), dtype = op.args, jnp.dtype(op.params["new_dtype"])
     is_array = isinstance(x, jax.Array)
     if op.avals is not None and not is_array:  # stays a known number
@@ -35,7 +35,7 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
         return trace.bind(op.primitive, op.args, params)
     explicit = not EXPLICIT.isdisjoint(_compat.source_codes())
     if not op.is_baked:
-        # Under a policy, a norm that casts its result back is believed.
+        # Under a policy, a norm's own cast of its result to half precision is kept.
         kept = explicit and action.marks and dtype == trace.settings.dtype
         if action.dtype is not None and not (kept and not trace.decide.refines):
             trace.effects.touched |= dtype != action.dtype

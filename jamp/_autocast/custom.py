@@ -1,13 +1,13 @@
 """Functions of custom_jvp and custom_vjp under autocast, wherever JAX calls them.
 
 Each function is wrapped so that it runs under an autocast trace, perhaps long after the
-region has ended. The dtypes of the results are those of the primal code; what the rules
-of the derivative return is cast to them. The rules run baked: their products are in
-half precision, and all that Python sees has the dtypes that it would have without
+region has ended. The dtypes of the results are those of the primal code; the results of
+the derivative rules are cast to them. The rules run baked: their products are in half
+precision, and the values that Python sees have the dtypes that they would have without
 autocast.
 
-`custom_calls.py` has those that Python hands to JAX, `custom_equations.py` those that
-arrive as equations of a jaxpr.
+`custom_calls.py` has the functions that Python hands to JAX, `custom_equations.py`
+those that arrive as equations of a jaxpr.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ class Contract:
 
 
 def cast_all(child: CastingTrace, values: Values, dtypes: Dtypes) -> list[Value]:
-    """Casts arrays; what stands for a zero is left."""
+    """Casts arrays, and leaves symbolic zeros."""
     return [
         child.cast(v, d) if d is not None and isinstance(v, jax.Array) else v
         for v, d in zip(values, dtypes, strict=True)
@@ -89,12 +89,12 @@ def bind_jvp(
 
     Args:
       jvp: the rule as JAX knows it.
-      traced: the dtypes of primals and tangents that the rule was made for; None: it
-        takes those that come.
+      traced: the dtypes of primals and tangents that the rule was made for, or None if
+        it takes any.
     """
 
     def autocast_jvp(*primals_and_tangents):
-        contract.run.forget()  # else JAX compares the dtypes before they are cast
+        contract.run.forget()  # or JAX compares the dtypes before they are cast
         inputs = primals_and_tangents
         if traced is not None:
             inputs = cast_all(derivative.child(), inputs, traced)
@@ -120,16 +120,16 @@ def bind_vjp(
 
     Args:
       run: the primal code.
-      rules: it and the two rules, as JAX knows them.
+      rules: the primal code and the two rules, as JAX knows them.
     """
     fun, fwd, bwd = rules
     contract = Contract(run, args, fun.debug_info)
     forward, backward = Function(trace, fwd, True), Function(trace, bwd, True)
     dtypes = [_compat.array_dtype(x) for x in args]
-    natural: list[np.dtype | None] = []  # as the rules know the results
+    natural: list[np.dtype | None] = []  # the dtypes of the results in the rules
 
     def autocast_fwd(*args_and_flags):
-        run.forget()  # else JAX compares the dtypes before they are cast
+        run.forget()  # or JAX compares the dtypes before they are cast
         outs, child = forward(*args_and_flags)
         results = contract.dtypes()
         n_residuals = len(outs) - len(results)

@@ -1,4 +1,4 @@
-"""Autocast through what Python hands to JAX with functions of its own."""
+"""Autocast through custom_jvp and custom_vjp functions that Python calls."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
 """Autocast through custom_jvp, custom_vjp and shard_map as equations of a jaxpr.
 
-Their primal code is a jaxpr then, and may get other dtypes than it was traced with. The
-rules may not, and get theirs cast. But inside a function that runs in float32 a JVP
-rule is evaluated as the jaxpr that it was traced to: cast to half precision it would
-round what the function has computed.
+Their primal code is then a jaxpr, and may get other dtypes than it was traced with. The
+rules may not: their inputs are cast back. But inside a function that runs in float32, a
+JVP rule is evaluated as the jaxpr that it was traced to, because a cast to half
+precision would round what the function has computed.
 """
 
 from typing import Any
@@ -40,10 +40,10 @@ class JaxprFunction(Function):
 
 
 class WideRule(JaxprFunction):
-    """The JVP rule of an equation, in the dtype that all of its function runs in.
+    """The JVP rule of an equation, in the dtype that its whole function runs in.
 
     Args:
-      make_jvp: gives the rule as a jaxpr.
+      make_jvp: returns the rule as a jaxpr.
     """
 
     def __init__(

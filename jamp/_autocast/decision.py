@@ -24,7 +24,7 @@ Params = dict[str, Any]  # of a primitive
 Value = ArrayLike
 Values = Sequence[Value]
 Result = Value | Values  # of an op, which may have several
-Out = TypeVar("Out")  # what a function gives
+Out = TypeVar("Out")  # what a function returns
 
 
 class Source(enum.Enum):
@@ -42,7 +42,7 @@ NOTE = "; "
 class Reason(NamedTuple):
     """Why an op runs as it does."""
 
-    kind: str  # what the table says: "lower", "float32", "draw"; "policy"; "rules"
+    kind: str  # the table's word ("lower", "float32", ...), "policy" or "rules"
     source: Source
     name: str = ""  # of the primitive, the function, or what the user wrote
     note: str = ""  # of a product: its recipe, or why it is not in float8
@@ -54,7 +54,7 @@ class Reason(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Reason":
-        """The reason that was written as `str` of it.
+        """The reason that `str` wrote.
 
         >>> Reason.read("float32 jax.nn.softmax").name
         'jax.nn.softmax'
@@ -70,7 +70,7 @@ class Reason(NamedTuple):
 
 
 class Kind(enum.Enum):
-    """What a row of a table says; `ops.py` tells what each means."""
+    """What a row of a table says; `ops.py` explains each."""
 
     LOWER = "lower"
     FLOAT32 = "float32"
@@ -89,15 +89,15 @@ class RunIn(NamedTuple):
     """The floating inputs are cast to one dtype."""
 
     dtype: np.dtype
-    wholly: bool = False  # with all of a function, whatever its ops would do alone
+    wholly: bool = False  # the whole function, whatever its ops would do alone
 
 
 class Promote(NamedTuple):
-    """They are cast to the widest of theirs."""
+    """The floating inputs are cast to the widest of their dtypes."""
 
 
 class Keep(NamedTuple):
-    """They stay as they are."""
+    """The inputs keep their dtypes."""
 
 
 Cast = RunIn | Promote | Keep
@@ -109,13 +109,13 @@ class Action(NamedTuple):
     kind: Kind | None
     dtype: np.dtype | None = None
     marks: bool = False  # its results are half precision outside of the function
-    why: Reason = Reason("", Source.JAMP)  # of which nothing is said
-    table: Kind | None = None  # what the row of a function says, for all inside
+    why: Reason = Reason("", Source.JAMP)  # empty: no reason is given
+    table: Kind | None = None  # what the row of a function says, for all ops inside
     recipe: str | None = None  # of products: of float8 if they qualify, or SCALED
 
 
 class Op(NamedTuple):
-    """One op, as it arrives, and then with other inputs.
+    """One op, first as it arrives and then with other inputs.
 
     It is live, or replayed from a jaxpr, or baked. `avals` are the abstract values that
     it was traced with, or that Python saw, where its inputs may have other floating
@@ -135,7 +135,7 @@ class Op(NamedTuple):
 
     @property
     def given(self) -> Sequence[Value | AbstractValue]:
-        """What has the dtypes that Python saw."""
+        """The inputs, or their abstract values, in the dtypes that Python saw."""
         return self.avals or self.args
 
 
@@ -148,7 +148,7 @@ class UserRule(NamedTuple):
 
 
 class UserRules(tuple[UserRule, ...]):
-    """Rules whose hash is computed once: that of a code reads all of it.
+    """Rules whose hash is computed once: hashing a code object reads all of it.
 
     JAX asks for the hash of a region's settings whenever it looks into its caches.
     """
@@ -167,10 +167,10 @@ class Settings(NamedTuple):
     recipe: str | None = None  # of products: of float8 if they qualify, or SCALED
     rules: tuple[UserRule, ...] = ()
     depth: int = 0  # how many other regions it is in
-    listed: bool = True  # False under a policy: the rules alone decide
+    listed: bool = True  # False under a policy: only the rules decide
     observed: bool = False  # each op's reason is written into its name stack
-    # Called with the trace, each op, its action and result; what it returns is taken
-    # for the result. The region then runs in float32.
+    # Called with the trace, each op, its action and result; its return value replaces
+    # the result. The region then runs in float32.
     probe: Hashable | None = None
 
 

@@ -2,13 +2,13 @@
 
 `jax.random.categorical` draws its noise in the dtype of the logits, and `bernoulli` in
 that of the probability. In half precision the noise has so few values that draws tie,
-and ties go to the lowest index: of 1000 equal logits in bfloat16 the first 100 come
+and ties go to the lowest index: of 1000 equal logits in bfloat16, the first 100 win
 more than half of the time. torch draws in float32. So inside these functions (`DRAW` in
 `ops.py`) a region makes the draw itself, from the same key and of the same shape:
 the results are those of float32 inputs, bit for bit.
 
-JAX jits each kind of noise as a function of its own, and a region sees the call: the
-name of the function, its arrays, and the jaxpr that tells shape and dtype.
+JAX jits each kind of noise as a separate function, and a region sees the call: the
+name of the function, its arrays, and the jaxpr with shape and dtype.
 """
 
 import functools
@@ -28,8 +28,8 @@ from .sources import is_library
 
 Shape = tuple[int, ...]
 UNKNOWN = """autocast: {function} would draw in half precision here, which is biased, \
-and this version of JAX draws in a way that autocast does not know. Cast what it is \
-given: `logits.astype(jnp.float32)`."""
+and this version of JAX draws in a way that autocast does not know. Cast its input: \
+`logits.astype(jnp.float32)`."""
 
 
 def redrawn(
@@ -50,11 +50,11 @@ def redrawn(
     if name not in DRAWN or not any(_dtype(aval) in HALVES for aval in avals):
         return None
     if len(args) != ARGUMENTS[name]:
-        return None  # JAX evaluates a part of it; the bits, if they are there, are seen
+        return None  # JAX evaluates a part of it; `check_drawn` sees the bits, if any
     (key, *rest), shape = args, jaxpr.out_avals[0].shape  # pyright: ignore
     twice = _draws_twice(jaxpr, shape)
     if name == "_bernoulli" and not twice:
-        return None  # a comparison with a `_uniform`, which is drawn when it is met
+        return None  # a comparison with a `_uniform`, which is redrawn when it arrives
     n_batched = np.ndim(key)  # under vmap, each example has a key
     draw = functools.partial(DRAWN[name], shape=shape[n_batched:], twice=twice)
     is_known = shape[:n_batched] == np.shape(key) and not (n_batched and rest and twice)

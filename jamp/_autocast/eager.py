@@ -1,6 +1,7 @@
-"""Eager ops that are like ones before: their tapes are played.
+"""Eager ops that repeat earlier ones: their tapes are played.
 
-A key holds all that decides about an op (`tapes.py`). It is exact, or there is none.
+A key holds everything that decides about an op (`tapes.py`). An op without an exact key
+is not recorded.
 """
 
 import functools
@@ -19,16 +20,16 @@ from .notes import Notes
 from .rules import Decider
 from .tapes import NUMBERS, Recorder, Tape
 
-# What is known of an op: its tape, None for one that cannot be played, and the jaxpr
-# that the key is of.
+# What is known of an op: its tape, or None if it cannot be played, and the jaxpr in its
+# key.
 Known = tuple[Tape | None, weakref.ref[Any] | None]
 Table = dict[Hashable, Known]
-LIMIT = 4096  # tapes of one kind of region; then all are dropped
+LIMIT = 4096  # tapes per kind of region; at the limit, all are dropped
 UNSEEN: Known = None, None
 
 
 class Counts:
-    """What was done, for tests."""
+    """Counts of what was done, for tests."""
 
     played = recorded = 0
 
@@ -42,7 +43,7 @@ class Tapes:
         self.table: Table | None = None
 
     def current(self) -> Table | None:
-        """Those for the libraries and JAX's settings by now; None: there are none."""
+        """The tapes for the current libraries and JAX settings, or None."""
         self.decide.look()
         given = self.decide.modules, _compat.trace_context()
         if given != self.given:
@@ -66,15 +67,15 @@ def table(settings: Settings, modules: Hashable, context: Hashable) -> Table:
 
 
 class Key(NamedTuple):
-    """All that decides about an eager op, but for the settings of region and JAX."""
+    """Everything that decides about an eager op, except settings of region and JAX."""
 
     primitive: Primitive
-    # With their names; a jaxpr by its place in memory: its tape goes when it does.
+    # With their names. A jaxpr is in it by its id, and its tape is dropped with it.
     params: tuple[tuple[str, Any], ...]
     inputs: tuple[Hashable, ...]  # what is known of each array, and each number
-    same: tuple[int, ...]  # which inputs are one
+    same: tuple[int, ...]  # which inputs are the same object
     source: Any  # the functions that the op comes from, and their lines
-    path: str  # of modules, if the region has a rule that asks
+    path: str  # of modules, if a rule of the region needs it
 
 
 def played(trace: Any, op: Op) -> Result:
@@ -100,7 +101,7 @@ def played(trace: Any, op: Op) -> Result:
 
 
 def key_of(op: Op, notes: Notes, path: str) -> Key | None:
-    """The key of an op, or None if not all is known that decides about it."""
+    """The key of an op, or None if something that decides about it is unknown."""
     args, places = op.args, {}
     same = tuple([places.setdefault(id(x), len(places)) for x in args])
     inputs = []
@@ -136,7 +137,7 @@ def record(trace: CastingTrace, op: Op, table: Table, key: Hashable) -> Result:
         hits |= before
     held = None
     if op.name == "jit":
-        # The tape goes with the jaxpr, before another one has its place.
+        # The tape is dropped with the jaxpr, before another jaxpr gets its id.
         held = weakref.ref(op.params["jaxpr"], lambda _: table.pop(key, None))
     if len(table) >= LIMIT:
         table.clear()

@@ -1,4 +1,4 @@
-"""The recipes of float8: in which formats, and with how many scales."""
+"""The recipes of float8: their formats, and how many scales they use."""
 
 import dataclasses
 
@@ -18,24 +18,24 @@ BAD_RECIPE = "Float8(recipe={}): the recipe must be {}."
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """How matrix products run in float8: for `autocast`, and for a value of its rules.
+    """How matrix products run in float8: for `autocast`, or as a value of its rules.
 
-    A product's inputs are quantized when it runs, each to the power of two that its
-    largest number asks for. There is no state and no history, and the result and the
-    gradients have the dtypes that `autocast(bfloat16)` gives. What is kept for the
-    backward pass is float8 (`"rowwise_with_gw_hp"`: the input in half precision).
+    A product's inputs are quantized when it runs, each by the power of two that its
+    largest number requires. A recipe keeps neither state nor history. The result and
+    the gradients have the dtypes that `autocast(bfloat16)` gives them. The residuals of
+    the backward pass are float8 (`"rowwise_with_gw_hp"`: the input in half precision).
 
     Args:
       recipe: torchao's names and meaning.
 
         - `"tensorwise"`: one scale for a whole array. E4M3, and E5M2 for gradients.
-        - `"rowwise"`: a scale for each row that is contracted, in E4M3 alone. It bears
-          rows of very different size, and costs a second quantization.
+        - `"rowwise"`: a scale for each row that is contracted, all in E4M3. It handles
+          rows of very different sizes, and costs a second quantization.
         - `"rowwise_with_gw_hp"`: `"rowwise"`, with the weight's gradient in bfloat16.
-          The weight is the right operand (`x @ w`); in `eqx.nn.Linear` the left one.
+          The weight is the right operand (`x @ w`); in `eqx.nn.Linear`, the left one.
 
     Raises:
-      ValueError: another recipe.
+      ValueError: the recipe is not one of these.
 
     Examples:
       >>> import jamp, jax.numpy as jnp

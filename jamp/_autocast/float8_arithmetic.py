@@ -2,10 +2,10 @@
 
 Scales are powers of two, so that they change no digit: however XLA orders the product
 and the scaling, the bits are the same. One reduction yields the inverse of a scale. The
-largest numbers of the formats, 448 and 57344, are 1.75 times a power of two; so to
-|x| as bits belongs the exponent of the smallest power of two that brings x into range,
-and that exponent grows with |x|. Float16, whose largest number is 65504, is scaled to
-57344 as well.
+largest numbers of the formats, 448 and 57344, are 1.75 times a power of two. So the
+bits of |x| give the exponent of the smallest power of two that brings x into range, and
+that exponent grows with |x|. Float16, whose largest number is 65504, is scaled to 57344
+as well.
 """
 
 from collections.abc import Sequence
@@ -24,30 +24,28 @@ EXPONENTS = {E4M3: 8, E5M2: 15, FLOAT16: 15}
 MANTISSA_BITS, EXPONENT_MASK = 23, 0x7F800000  # of float32
 ABOVE_1_75 = 0x1FFFFF  # carries into the exponent if the mantissa is above 1.75
 INFINITY, NAN = 0x7F800000, 0x7FC00000
-# The largest number is taken for 2**SMALLEST at least. In float8 it is torchao's, whose
-# 1e-12 lies above 2**-40; in float16 the inverse of the scale is a normal number.
+# The largest number counts as at least 2**SMALLEST. In float8 that is torchao's limit,
+# 1e-12, which is above 2**-40; in float16 it keeps the scale's inverse a normal number.
 SMALLEST = {E4M3: -40, E5M2: -40, FLOAT16: -126 + 15}
 
 Axes = tuple[int, ...] | None  # along which numbers share a scale; None: all of them
 
 
 class Scaled(NamedTuple):
-    """A value in float8 or float16, of which `values * inverse` is left."""
+    """A value in float8 or float16: it stands for `values * inverse`."""
 
     values: jax.Array
     inverse: jax.Array  # float32 powers of two: of shape (), or 1 in the shared axes
 
 
 def quantized(x: jax.Array, *, dtype: np.dtype, axes: Axes) -> Scaled:
-    """A value in a small format, each number as near as the format has one.
+    """A value in a small format, with each number rounded to the nearest.
 
-    An inf or nan makes the scale nan, and so all that is computed with it. The scale
-    takes no part in a derivative.
+    An inf or nan makes the scale nan, and with it every result. The scale counts as a
+    constant in derivatives.
     """
     wide = lax.convert_element_type(lax.stop_gradient(x), jnp.float32)
-    if (
-        x.dtype == jnp.bfloat16
-    ):  # else XLA may take the float32 that it was rounded from
+    if x.dtype == jnp.bfloat16:  # or XLA may use the float32 that it was rounded from
         wide = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
     bits = lax.bitcast_convert_type(lax.abs(wide), jnp.int32)
     exponent = EXPONENTS[dtype]
@@ -73,8 +71,8 @@ def multiplied(
 ) -> jax.Array:
     """The product of two float8 values in a dtype, without batch dimensions.
 
-    XLA makes a float8 kernel of the plain product; a product with a scalar becomes a
-    part of it if nothing is cast in between. In float16, though, the product would
+    XLA turns the plain product into a float8 kernel, and fuses a multiplication by a
+    scalar into it if nothing is cast in between. In float16, though, the product would
     overflow before the scales bring it back.
     """
     wide = jnp.dtype("float32") if dtype == jnp.float16 else dtype
@@ -89,7 +87,7 @@ def multiplied(
         x.values.ndim - len(dims)
         for x, dims in zip((left, right), contracted, strict=True)
     )
-    # Together, for one alone may be too large where the other one is small.
+    # Multiplied first: one alone may be too large where the other is small.
     inverse = rows(left, contracted[0], after=n_right)
     inverse = inverse * rows(right, contracted[1], before=n_left)
     out = out * lax.convert_element_type(inverse, wide)
@@ -99,12 +97,12 @@ def multiplied(
 def rows(
     x: Scaled, contracted: Sequence[int], *, before: int = 0, after: int = 0
 ) -> jax.Array:
-    """The inverse scales of an input as they lie in the result.
+    """The inverse scales of an input, with the dimensions of the result.
 
     Args:
       contracted: the dimensions that the result does not have.
       before: how many dimensions the result has in front of those of this input.
-      after: and behind them.
+      after: how many it has behind them.
     """
     if x.inverse.ndim == 0:
         return x.inverse

@@ -1,9 +1,9 @@
 """A matrix product in float8 with its derivative, which is in float8 too.
 
-What is kept for the derivative is float8 and its scales (`rowwise_with_gw_hp` keeps the
-input in half precision). Float8 holds no tangent, so that a
-derivative of the derivative would take what it stands for to be constant, and give a
-wrong number: it is an error, or known beforehand and in half precision.
+The residuals are float8 values and their scales (`rowwise_with_gw_hp` keeps the input
+in half precision). Float8 values carry no tangents, so a second derivative would treat
+them as constants and return wrong numbers. It raises an error or, where it is known
+beforehand, runs in half precision.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from .._compat import cotangent_sharding
 from .float8 import E4M3, E5M2
 from .float8_arithmetic import Axes, Scaled, multiplied, quantized
 
-TWICE = """A float8 product has one derivative, and a second one was asked for where \
-this was not known when the product was traced (`jax.jit`, `scan` or `jax.checkpoint` \
-between the two derivatives).
+TWICE = """A float8 product has one derivative. A second one was asked for, which was \
+not known when the product was traced: `jax.jit`, `scan` or `jax.checkpoint` is \
+between the two derivatives.
 Put the product under `jamp.autocast(jnp.bfloat16)`, or take both derivatives in one \
 `jax.jit`."""
 
@@ -56,7 +56,7 @@ class Product(NamedTuple):
         return self.dims[side] if self.is_rowwise else None
 
     def kept(self, side: int) -> Axes:
-        """And in the gradient of the other input."""
+        """The axes that share a scale in the gradient of the other input."""
         return self.free(side) if self.recipe == "rowwise" else None
 
     def is_kept_in_half(self, side: int) -> bool:
@@ -84,9 +84,9 @@ def forward(product: Product, left: Scaled, right: Scaled) -> jax.Array:
 
 @functools.cache
 def product_of(product: Product, dtypes: tuple[np.dtype, np.dtype]) -> Callable:
-    """The function of two inputs and of what was made of them: see `Inputs`.
+    """A function of two inputs and of what was made of them: see `Inputs`.
 
-    Its derivative is of the first order and in reverse mode.
+    It has a first derivative, in reverse mode.
 
     Args:
       dtypes: of the inputs, and so of their gradients.
@@ -140,7 +140,7 @@ def gradient(
     theirs, own = tuple(dims[1 - side]), product.free(side)
     contracted, at = product.free(1 - side), product.contracted[side]
     # The product has the cotangent's dimensions and the contracted one, in the order of
-    # the operands: the cotangent stands where the input has stood.
+    # the operands: the cotangent is where the input was.
     order = np.argsort([*own, at] if side == 0 else [at, *own])
     sharding = untransposed(sharding, order)
     if isinstance(other, Scaled):
@@ -183,7 +183,7 @@ class Static:
 
 @functools.cache
 def product_in_any_mode(product: Product) -> Callable:
-    """The same where derivatives are others: forward, or more than one.
+    """The same for other derivatives: in forward mode, or of higher order.
 
     They run in half precision.
     """
@@ -208,11 +208,11 @@ def product_in_any_mode(product: Product) -> Callable:
     return float8_product
 
 
-# A derivative of the derivative.
+# Second derivatives.
 
 
 def tied(kept: Scaled | jax.Array, left: jax.Array, right: jax.Array) -> Any:
-    """What is kept, with a tangent if an input has one."""
+    """A residual, with a tangent if an input has one."""
     if not isinstance(kept, Scaled):
         return kept
     return kept._replace(inverse=tied_scale(kept.inverse, left, right))
@@ -233,7 +233,7 @@ def _(primals, tangents):
 def once(message: str) -> Callable[..., jax.Array]:
     """The identity of a cotangent, which cannot be differentiated.
 
-    Its other arguments are what the derivative is made of besides.
+    The other arguments are what else the derivative is made of.
     """
 
     @jax.custom_jvp

@@ -1,4 +1,4 @@
-"""Which matrix products of a region run in float8, and how they are run there."""
+"""Which matrix products of a region run in float8, and how."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ from .float8_derivative import Inputs, Product, product_in_any_mode, product_of
 from .ops import WEIGHT_ON_THE_LEFT
 from .rules import codes_at, loaded
 
-MULTIPLE = 16  # of which each size must be one
+MULTIPLE = 16  # each size must be a multiple of it
 
 
 def with_float8(op: Op, action: Action, derived: bool, recipe: str | None) -> Action:
@@ -56,7 +56,7 @@ def unfit(op: Op) -> str:
     if preferred is not None and preferred not in CASTABLE:
         return f"{preferred} result"
     if isinstance(params.get("precision"), lax.DotAlgorithmPreset | lax.DotAlgorithm):
-        return "a precision of its own"
+        return "its own precision"
     sizes = product_sizes(np.shape(left), np.shape(right), contracting)
     odd = [n for n in sizes if n == 0 or n % MULTIPLE]
     return f"{'x'.join(map(str, sizes))}, not multiples of {MULTIPLE}" if odd else ""
@@ -79,7 +79,7 @@ def product_sizes(
 
 
 def product_for(op: Op, half: np.dtype, recipe: str) -> Product:
-    """What a product that qualifies is in float8."""
+    """The float8 form of a product that qualifies."""
     (i,), (j,) = op.params["dimension_numbers"][0]
     return Product(
         contracted=(i, j),
@@ -126,7 +126,7 @@ def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
     half = trace.settings.dtype
     left, right = op.args
     product = product_for(op, half, recipe)
-    if trace.settings.recipe == SCALED:  # nothing of its derivative is in float16
+    if trace.settings.recipe == SCALED:  # no part of its derivative is in float16
         half = jnp.dtype("bfloat16")
         product = product._replace(half=half, out=FLOAT32_DTYPE)
     quantize = functools.partial(in_float8, trace)
@@ -159,7 +159,7 @@ def weight_of() -> int:
 
 
 def asked_for(op: Op, half: np.dtype) -> np.dtype:
-    """The dtype of the result: half precision, or float32 if half is to give that."""
+    """The dtype of the result: half precision, or float32 if the call asks for it."""
     given = [*(array_dtype(x) for x in op.args), *dtypes_of(op.avals or ())]
     preferred = op.params.get("preferred_element_type")
     wide = preferred == FLOAT32_DTYPE and FLOAT32_DTYPE not in given
@@ -167,9 +167,9 @@ def asked_for(op: Op, half: np.dtype) -> np.dtype:
 
 
 def in_float8(trace: CastingTrace, x: Any, axes: Axes) -> Scaled:
-    """The copy of a value in float8, which is made once."""
+    """The float8 copy of a value, which is made once."""
     notes = trace.notes
-    x = notes.source(x)  # of copies that libraries make there may be many
+    x = notes.source(x)  # libraries may make many copies of it
     key = "float8", axes
     if (copy := notes.copy(x, key)) is None:
         copy = trace.call(quantized, [x], {"dtype": E4M3, "axes": axes})

@@ -1,9 +1,9 @@
 """Primitives that run as they were traced: autocast does not look into them.
 
-Kernels, callbacks and solvers of JAX are named in `LEFT_ALONE`; so is each primitive
-that another library defines, whatever it holds. Their inputs get the dtypes that they
-were traced with. A primitive of JAX itself that holds a function, and that no rule
-knows, is refused: it is newer than jamp.
+`LEFT_ALONE` names JAX's kernels, callbacks and solvers. Primitives that another library
+defines are left alone too, whatever they hold. Their inputs get the dtypes that they
+were traced with. A primitive of JAX itself that holds a function and has no rule is
+refused: it is newer than jamp.
 """
 
 from .. import _compat

@@ -1,4 +1,4 @@
-"""How Python made an array: what is a number to torch, and what is an array."""
+"""How Python made an array: what torch treats as a number, and what as an array."""
 
 from typing import TypeGuard
 
@@ -36,7 +36,7 @@ def is_filled(number: Value) -> bool:
     return called_function(_compat.source_codes()) in FILLING
 
 
-# Functions that give the dtype that they are asked for, and those that do not.
+# Functions that return the dtype that they are asked for, and those that do not.
 STACKING = ("block", "concatenate", "dstack", "hstack", "stack", "vstack")
 TYPED = frozenset(
     code_of(function)
@@ -48,8 +48,8 @@ TYPED = frozenset(
 def is_weak_array(x: Value) -> TypeGuard[jax.Array]:
     """Whether JAX is about to cast an array as if it were a Python number.
 
-    To JAX `jnp.full((4,), 2.0)` and `jnp.arange(4) * 0.1` are float32 for want of a
-    better dtype, and take that of the arrays that they meet. To torch they are float32.
+    In JAX, `jnp.full((4,), 2.0)` and `jnp.arange(4) * 0.1` are only weakly float32, and
+    take the dtype of the arrays that they meet. In torch they are float32.
     """
     if np.ndim(x) == 0 or array_dtype(x) != jnp.float32 or not jax.typeof(x).weak_type:
         return False

@@ -1,4 +1,4 @@
-"""What stays known of a value whose elements an op moves about."""
+"""What stays known about a value when an op moves its elements."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def product_sides(
 
 
 def passed_on(primitive_name: str, args: Values, params: Params, notes: Notes) -> Note:
-    """The note of the result of an op that moves values about."""
+    """The note of the result of an op that moves elements."""
     x = args[0]
     note, ndim = notes[x], np.ndim(x)
     sides = note.sides
@@ -52,7 +52,7 @@ def passed_on(primitive_name: str, args: Values, params: Params, notes: Notes) -
 def reshaped(
     sides: tuple[str, ...], old: tuple[int, ...], new: tuple[int, ...]
 ) -> tuple[str, ...] | None:
-    """Sides after a reshape that merges and splits dimensions of one side alone.
+    """Sides after a reshape that merges and splits dimensions of one side only.
 
     >>> reshaped(("l", "l", "r"), (2, 3, 4), (6, 4))
     ('l', 'r')

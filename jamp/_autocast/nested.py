@@ -1,12 +1,12 @@
 """Autocast through primitives that hold jaxprs: jit, remat, scan, while, cond.
 
 The jaxpr is rewritten (`rewriting.py`) and the primitive is bound with the new one. The
-results of jit and remat may change dtype, and what scan stacks; a carry keeps its
-dtype, and the branches of a cond agree on the widest.
+results of jit and remat, and the stacked outputs of scan, may change dtype. A carry
+keeps its dtype, and the branches of a cond agree on the widest.
 
-To support another such primitive, write a rule and enter it in `NESTED`; if its inside
-must not be touched (a kernel, a callback), enter its name in `traits.py`. What
-holds Python functions instead of jaxprs is in `custom.py`.
+To support another such primitive, write a rule and enter it in `NESTED`. If its inside
+must not be touched (a kernel, a callback), enter its name in `traits.py`. Primitives
+that hold Python functions instead of jaxprs are in `custom.py`.
 """
 
 import functools
@@ -63,7 +63,7 @@ def call(trace: CastingTrace, op: Op) -> Values:
 
 
 def annotated(trace: CastingTrace, op: Op) -> Values:
-    """A function with a word for the compiler: where it runs, what it is called."""
+    """A function with a hint for the compiler: where it runs, what it is called."""
     avals = avals_of(op.args)
     new = rewrite(trace, op.params["jaxpr"], avals, op.within, baked=op.is_baked)
     outs = trace.bind(op.primitive, op.args, op.params | {"jaxpr": new.jaxpr})
@@ -93,7 +93,7 @@ def scan(trace: CastingTrace, op: Op) -> Values:
 
 
 def with_dtype(aval: Any, value: Value) -> AbstractValue:
-    """The abstract value of an argument of which `scan` passes one slice."""
+    """The abstract value of a slice that `scan` passes, in the argument's dtype."""
     dtype = _compat.array_dtype(value)
     return aval if dtype in (None, aval.dtype) else aval.update(dtype=dtype)
 

@@ -1,6 +1,6 @@
-"""What an autocast trace remembers of the values that it has seen.
+"""What an autocast trace remembers about the values that it has seen.
 
-By identity of the value and as long as the value lives:
+Facts are kept by the identity of the value, for as long as the value lives:
 
     copies     the copy of a float32 value in half precision, so that it is made once
                and saved for the backward pass once, and copies in float8; for a value
@@ -9,7 +9,7 @@ By identity of the value and as long as the value lives:
     sides      for the result of a matrix product or convolution, which operand each
                dimension comes from
     varies     for a broadcast value, the dimensions along which it varies. A sum of it
-               and a product is a layer's bias if it varies along one side alone
+               and a product is a layer's bias if it varies along one side only
     raised     it had fewer dimensions before: `b[None]`, and not a (1, n) array
     widened    float32 only because JAX promoted a half-precision value
     result     float32, and half precision for ops outside of the function it is from
@@ -95,7 +95,7 @@ class Notes:
             self._notes.set(value, note)
 
     def copy(self, value: object, key: Hashable) -> Any:
-        """The copy of `value` in a dtype, or what else was made of it; None if none."""
+        """The copy of `value` in a dtype, or another value made of it, or None."""
         return self._copies.get(value, {}).get(key)
 
     def copies(self, value: object) -> dict[Hashable, Any]:
@@ -103,10 +103,10 @@ class Notes:
         return self._copies.get(value, {})
 
     def signature(self, x: Any, places: dict[int, int], depth: int = 2) -> Hashable:
-        """What is known of an array, without the array; None if it is not simple.
+        """What is known about an array, without the array; None if it is not simple.
 
         Args:
-          places: numbers for the arrays that are met, by which two of them are one.
+          places: a number for each array, so that the same array has the same number.
         """
         if type(x) is not ArrayImpl or depth < 0:
             return None
@@ -132,12 +132,12 @@ class Notes:
         copies[key] = copy
 
     def remember_widened(self, copy: jax.Array, value: Any) -> None:
-        """Of a float32 copy the half-precision value that it was made of."""
+        """Remembers the half-precision value that a float32 copy was made of."""
         self.remember(copy, value.dtype, value)
         self.remember(copy, SOURCE, value)
 
     def source(self, value: Any) -> Any:
-        """The half-precision value that a float32 one was made of, or that itself."""
+        """The half-precision value that a float32 one was made of, or the value."""
         narrow = self.copy(value, SOURCE)
         return value if narrow is None else narrow
 
@@ -158,7 +158,7 @@ def is_float(x: ArrayLike) -> bool:
 
 
 def scalar(value: Any) -> float | None:
-    """The number in a literal; arrays are not read, for that would wait for them."""
+    """The number in a literal; arrays are not read, because that would block."""
     if isinstance(value, jax.Array) or not hasattr(value, "dtype"):
         return None
     if array_dtype(value) is None or np.ndim(value):  # None for a reference or a token
@@ -189,8 +189,8 @@ def holds(dtype: np.dtype, number: Any) -> bool:
     return abs(float(number)) <= float(jnp.finfo(dtype).max)
 
 
-# Numbers in JAX's own functions, of log10 and of norms whose order is no power of 2, by
-# what they are rounded to.
+# Numbers in JAX's log10, and in its norms whose order is not a power of 2, by what they
+# are rounded to.
 NUMBERS = (1 / np.log(10), *(1 / n for n in (3, 5, 6, 7, 9, 10)))
 EXACT = {
     jnp.dtype(half): {float(np.asarray(x, half)): x for x in NUMBERS} for half in HALVES

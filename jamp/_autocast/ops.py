@@ -7,27 +7,27 @@ The categories are those of `torch/include/ATen/autocast_mode.h`, the lists that
     FLOAT32         half-precision inputs are cast to float32
     PROMOTE         inputs of several floating dtypes are cast to the widest
     KEEP            runs in the dtype that it is given
-    INTO            what is written gets the dtype of the array that it is written into
+    INTO            a value gets the dtype of the array that it is written into
 
-and for functions that torch lists nowhere, but that lose too much in half precision:
+and for functions that torch does not list, but that lose too much in half precision:
 
     STATISTIC       PROMOTE, but FLOAT32 if it was traced in float32: it sums many
-    FLOAT32_INSIDE  FLOAT32; outside, the result has the dtype of the input
-    FLOAT32_NORM    the same for a result of the input's shape; statistics stay float32
-    DRAW            FLOAT32, and what it draws at random is drawn in float32
-    REFUSED         FLOAT32; half precision that Python hands to it is an error
+    FLOAT32_INSIDE  FLOAT32, but outside the result has the dtype of the input
+    FLOAT32_NORM    the same for a result of the input's shape, not for statistics
+    DRAW            FLOAT32, and random numbers are drawn in float32
+    REFUSED         FLOAT32, and half precision that Python hands to it is an error
     COUNTED         the same for so many elements that half precision cannot count them
 
 `PRIMITIVES` maps the names of JAX's primitives, `FUNCTIONS` the Python functions of JAX
-and the libraries around it that torch treats as one op. A function's row holds for all
-that runs inside the function, so that `softmax` subtracts its maximum in float32 too
-and `gelu` does not turn float32 because of the cube inside it. Each row names the torch
-ops that it mirrors; `NO_COUNTERPART` and `DIFFERENCES` have the rest of torch's lists,
-and a test compares them with the header of the installed torch.
+and the libraries around it that torch treats as one op. A function's row applies to all
+ops inside the function, so that `softmax` subtracts its maximum in float32 too and
+`gelu` does not turn float32 because of the cube inside it. Each row names the torch ops
+that it mirrors; `NO_COUNTERPART` and `DIFFERENCES` have the rest of torch's lists, and
+a test compares them with the header of the installed torch.
 
-What is listed nowhere is KEEP, but inside a function that was jitted, scanned and the
-like before the casts reach it, its inputs get the dtypes that it was traced with.
-Float64 and complex numbers are never cast, nor are float8 and integers.
+Ops that are not listed are KEEP. But inside a function that was traced before the casts
+reach it, as `jit` and `scan` do, their inputs get the dtypes that they were traced
+with. Float64, complex numbers, float8 and integers are never cast.
 """
 
 from typing import NamedTuple
@@ -118,12 +118,12 @@ PRIMITIVES |= dict.fromkeys(
 )
 
 # A function is found by its code, or, if it is jitted, by the name and the line that
-# JAX records with its jaxpr. A row whose function does not exist is passed over, and so
-# is one whose library is not imported.
+# JAX records with its jaxpr. A row is skipped if its function does not exist or its
+# library is not imported.
 FUNCTIONS: dict[str, Row] = {
     "jax.numpy.vecdot": Row(LOWER, "linalg_vecdot"),
     "jax.numpy.linalg.vecdot": Row(LOWER, "linalg_vecdot"),
-    "jax.numpy.tensordot": Row(LOWER),  # else it widens the product again
+    "jax.numpy.tensordot": Row(LOWER),  # or it widens the product again
     "flax.linen.PReLU.__call__": Row(LOWER, "prelu"),
     "flax.nnx.PReLU.__call__": Row(LOWER, "prelu"),
     "equinox.nn.PReLU.__call__": Row(LOWER, "prelu"),
@@ -243,7 +243,7 @@ FUNCTIONS |= dict.fromkeys(  # JAX draws their noise in the dtype of a probabili
     """.split(),
     Row(DRAW),
 )
-FUNCTIONS |= dict.fromkeys(  # and of these in the dtype that they are asked for
+FUNCTIONS |= dict.fromkeys(  # these draw in the dtype that they are asked for
     """
     jax.random.ball jax.random.beta jax.random.bits jax.random.cauchy
     jax.random.chisquare jax.random.dirichlet jax.random.double_sided_maxwell
@@ -258,8 +258,8 @@ FUNCTIONS |= dict.fromkeys(  # and of these in the dtype that they are asked for
     Row(KEEP),
 )
 
-# The last state of a recurrent network starts another one's scan, where JAX wants it
-# in the dtype of the carry.
+# The last state of a recurrent network starts another one's scan, where JAX requires
+# the dtype of the carry.
 FUNCTIONS |= dict.fromkeys(
     """
     flax.linen.recurrent._select_last_carry flax.nnx.nn.recurrent._select_last_carry
@@ -275,8 +275,8 @@ KEPT = {
     "losses": tuple(path for path in FUNCTIONS if path.startswith("optax.")),
 }
 
-# Parameters are made in the dtype that they ask for, whatever goes on around. NNX makes
-# them when a module is constructed; in Equinox they are drawn (`jax.random` above).
+# Parameters are made in the dtype that they ask for, in any region. NNX makes them when
+# a module is constructed; in Equinox they are drawn (`jax.random` above).
 EXEMPT = (
     "flax.core.scope.Scope.param",
     "flax.core.scope.Scope.variable",
@@ -285,7 +285,7 @@ EXEMPT = (
     "haiku.get_state",
 )
 
-# Layers that multiply their weight by the input: in others it is the right operand.
+# Layers whose weight is the left operand; in other layers it is the right one.
 WEIGHT_ON_THE_LEFT = ("equinox.nn.Linear.__call__",)
 
 NO_COUNTERPART = {

@@ -44,7 +44,7 @@ def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Param
     if preferred in CASTABLE:
         dtypes = [*given, *dtypes_of(op.avals or ())]
         if FLOAT32_DTYPE in dtypes or (isinstance(cast, RunIn) and cast.wholly):
-            # Recorded for float32 inputs; for half-precision ones the user's wish.
+            # Recorded for float32 inputs; for half-precision ones, the user's wish.
             trace.effects.touched |= preferred != dtype
             params = params | {"preferred_element_type": dtype}
     pairs = zip(args, given, strict=True)

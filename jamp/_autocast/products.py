@@ -1,14 +1,14 @@
-"""Matrix products and convolutions: which are lowered, and what gives float32.
+"""Matrix products and convolutions: which are lowered, and which return float32.
 
-Three kinds of product are none that torch's list of lowered ops means:
+Three kinds of product are not among those that torch lowers:
 
     dot       of two vectors: torch promotes its inputs
-    outer     it contracts nothing, as `einsum("t,k->tk")`: a multiplication, which
-              half precision makes no faster. Rotary angles are such products, and
-              position 2049 is none that float16 has
-    highest   its own call says `precision=HIGHEST`, or names an algorithm of float32:
-              what the user asks for. The default of `jax.default_matmul_precision` is
-              for all products, and says nothing
+    outer     contracts nothing, as in `einsum("t,k->tk")`: a multiplication, which half
+              precision does not speed up. Rotary angles are outer products, and float16
+              cannot represent position 2049
+    highest   its own call says `precision=HIGHEST`, or names an algorithm of float32,
+              so the user wants float32. The default of `jax.default_matmul_precision`
+              is for all products, and does not count
 """
 
 import jax
@@ -42,7 +42,7 @@ def for_product(op: Op, action: Action | None) -> Action | None:
 
 
 def is_highest(precision: object) -> bool:
-    """Whether a call asks for a product of float32 numbers as they are."""
+    """Whether a call asks for a product of float32 numbers without rounding."""
     if isinstance(precision, lax.DotAlgorithmPreset):
         name = precision.name
         return name.startswith(("F32", "TF32")) or name.endswith(("_X3", "_X6", "_X9"))
@@ -57,13 +57,13 @@ def wide_product(
     """A product of half-precision inputs that was asked for in float32.
 
     Its own derivative would multiply float32 by float16. This one casts the
-    (co)tangent first, so that backward runs in half precision too.
+    (co)tangent first, so that the backward pass runs in half precision too.
     """
     trace.effects.touched = True
     narrow = params | {"preferred_element_type": array_dtype(args[0])}
     if params.get("precision") == lax.DotAlgorithmPreset.F16_F16_F32:
         narrow["precision"] = None
-        if jax.default_backend() == "cpu":  # which does not have it
+        if jax.default_backend() == "cpu":  # which lacks the algorithm
             params = params | {"precision": None}
 
     @jax.custom_jvp
@@ -82,13 +82,13 @@ def wide_product(
 
 
 def is_wide(args: Values, params: Params) -> bool:
-    """Whether half-precision inputs are to give a float32 result."""
+    """Whether a call asks half-precision inputs for a float32 result."""
     halves = all(array_dtype(x) in HALVES for x in args)
     return halves and params.get("preferred_element_type") == jnp.float32
 
 
 def is_dot(op: Op) -> bool:
-    """A contraction of two vectors, torch's `dot`."""
+    """Whether an op is a contraction of two vectors, torch's `dot`."""
     if op.name != "dot_general":
         return False
     (contracting, _), _ = op.params["dimension_numbers"]

@@ -1,11 +1,11 @@
-"""Functions that a region cannot give float32, because JAX has read the dtype before.
+"""Functions that a region cannot run in float32, because JAX reads the dtype first.
 
-`jnp.linalg.pinv` takes its tolerance from the dtype of its input, in Python, and so
-does all that decides on a rank. In float16 the tolerance is 8,000 times as wide, and
-the answer another one. A region sees only what Python made of it. So half precision
-that Python hands to such a function (`REFUSED` in `ops.py`) raises, as it does in
-torch, and in JAX outside of regions. `COUNTED` functions compute an index in the dtype
-of their input: they raise if that cannot count the input's elements.
+`jnp.linalg.pinv` takes its tolerance from the dtype of its input, in Python, and so do
+all functions that decide on a rank. In float16 the tolerance is 8,000 times as wide,
+and the answer differs. A region sees only the ops that follow. So these functions
+(`REFUSED` in `ops.py`) raise if Python hands them half precision, as they do in torch,
+and in JAX outside of regions. `COUNTED` functions compute an index in the dtype of
+their input, and raise if that dtype cannot count the input's elements.
 """
 
 import math
@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from .._tree import HALVES
 from .decision import Action, Kind
 
-READS_DTYPE = """{function} of a {dtype} value, in an autocast region: it takes {what} \
-from the dtype of its input, and that of {dtype} is too coarse. Cast the input: \
+READS_DTYPE = """{function} got a {dtype} value in an autocast region. It takes {what} \
+from the dtype of its input, and {dtype} is too coarse for that. Cast the input: \
 `x.astype(jnp.float32)`."""
 
 
 def check_precision(action: Action | None, given: Sequence[Any]) -> None:
-    """Raises TypeError if an op of such a function is given half precision.
+    """Raises TypeError if an op of one of these functions gets half precision.
 
     Args:
       action: what the region does with the op, or None.
@@ -35,7 +35,7 @@ def check_precision(action: Action | None, given: Sequence[Any]) -> None:
         dtype = getattr(value, "dtype", None)
         if dtype not in HALVES:
             continue
-        exact = 2 ** (jnp.finfo(dtype).nmant + 1)  # it counts up to here
+        exact = 2 ** (jnp.finfo(dtype).nmant + 1)  # the dtype counts up to here
         if action.table is Kind.COUNTED and math.prod(value.shape) <= exact:
             continue
         what = "indices" if action.table is Kind.COUNTED else "a tolerance"

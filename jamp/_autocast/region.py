@@ -7,63 +7,66 @@
 The mechanism
 -------------
 Whenever JAX code runs, some *trace* is current, and each op goes to it: `jax.jit`'s
-writes an equation, `jax.grad`'s notes how to differentiate, the outermost one computes.
+writes an equation, `jax.grad`'s records how to differentiate, and the outermost trace
+computes.
 A region puts an `AutocastTrace` (`trace.py`) on top of the trace that is current. It
 casts the inputs of an op and hands it to the trace below. Values are not wrapped, so
 Python sees real dtypes: after a matrix product `h.dtype` is float16, as in torch.
 
-Differentiation happens below, on ops that are cast already. So the backward pass of a
-float16 product is float16 products, and the gradient of a cast is a cast: gradients
-have the dtypes of the parameters.
+Differentiation happens below, on ops that are already cast. So the backward pass of a
+float16 product consists of float16 products, and the gradient of a cast is a cast:
+gradients have the dtypes of the parameters.
 
 A jitted function, a `scan` or a `remat` was traced before the region sees it: it
 arrives as one op with a jaxpr inside, made for float32. It is evaluated again, op by
 op, on a new autocast trace, into a new jaxpr that is kept (`nested.py`). Custom
-derivative rules are run under such a trace whenever JAX calls them (`custom.py`).
+derivative rules run under an autocast trace whenever JAX calls them (`custom.py`).
 
 Which rule wins
 ---------------
-1. The making of parameters is left alone.
-2. The innermost region. Each marks its ops in JAX's name stack, which survives jit,
-   grad and vmap, so that an outer region knows what an inner one has decided.
+1. Code that makes parameters is left alone.
+2. The innermost region. Each region marks its ops in JAX's name stack, which survives
+   jit, grad and vmap, so that an outer region knows what an inner one has decided.
 3. The user's `rules`, in their order.
 4. Functions that torch treats as one op: softmax, gelu, LayerNorm (`ops.py`). JAX
    records for each op which Python functions it comes from; the outermost wins.
 5. Primitives: *lower*, *float32*, *promote* or *keep*, from the same tables.
 
-To this come some refinements:
+There are some refinements:
 
 - A layer's bias (`bias.py`). A sum of a half-precision product and a value that
   was broadcast along all the dimensions of one operand stays in half precision, where
   adding float32 would widen it.
 - The result of a BatchNorm is cast when an op outside uses it; its statistics are not.
-- Numbers (`notes.py`). A number in code that was traced in float32 does not widen
-  what has become float16, unless it would not survive there (-1e10, 1e-9); one in the
-  user's own code widens it if it would be inf. What the user's Python makes in
-  float32, such as `jnp.zeros((4, 4))`, is an array and no number.
-- Products that are none (`products.py`): of two vectors, of nothing that is
-  contracted, and those whose call says `precision=HIGHEST`.
-- Products in float8, where it is asked for and they qualify (`float8_products.py`), and
-  those of float16 whose cotangents are scaled (`scaled.py`).
+- Numbers (`notes.py`). A number in code that was traced in float32 does not widen a
+  value that has become float16, unless it would not survive there (-1e10, 1e-9). A
+  number in the user's own code widens it if it would be inf. An array that the user's
+  Python makes in float32, such as `jnp.zeros((4, 4))`, is not a number.
+- Products that are not lowered (`products.py`): those of two vectors, those that
+  contract nothing, and those whose call says `precision=HIGHEST`.
+- Products in float8, if float8 is asked for and they qualify (`float8_products.py`),
+  and products in float16 whose cotangents are scaled (`scaled.py`).
 - Draws (`draws.py`) are made in float32, and functions that read the dtype of their
   input in Python (`refused.py`) refuse half precision.
 
 Sharp edges
 -----------
 - The forward pass belongs in the region, the differentiation around it. With `jax.grad`
-  inside, each op computes in the same dtype but gives its result in the one that it
-  would have without autocast: gradients are right, activations take float32's memory.
+  inside, each op computes in the same dtype but returns the dtype that it would have
+  without autocast: gradients are right, but activations take float32's memory.
 - Inside a function that was jitted, scanned or rematerialized in the region, Python
-  runs before the casts: it sees float32, and `x.astype(jnp.float32)` says nothing. To
+  runs before the casts: it sees float32, and `x.astype(jnp.float32)` has no effect. To
   keep a part in float32 there, put it under `autocast(enabled=False)`, or write a rule.
-- A carry of `scan` and `while_loop` keeps the dtype that it starts with. One that
-  starts in half precision and comes back in float32 is a TypeError of JAX's, as are
+- A carry of `scan` and `while_loop` keeps the dtype that it starts with. If it starts
+  in half precision and comes back in float32, JAX raises a TypeError, as it does for
   branches of `cond` that differ: start from float32, or `jax.jit` the model inside the
   region.
-- The result of a BatchNorm says float32; `rules={nn.BatchNorm: None}` keeps it so.
-- A plain `x @ w + b` is a layer with a bias if `b` has fewer dimensions. A bias of a
-  product with batch dimensions (an ensemble's, an expert's) is not recognized: float32.
-- `jax.numpy_dtype_promotion("strict")` forbids what autocast makes: mixed dtypes.
+- The result of a BatchNorm reports float32, although ops outside get half precision.
+  `rules={nn.BatchNorm: None}` keeps it float32.
+- A plain `x @ w + b` is a layer with a bias if `b` has fewer dimensions. The bias of a
+  product with batch dimensions (an ensemble's, an expert's) is not recognized, and the
+  sum is float32.
+- `jax.numpy_dtype_promotion("strict")` forbids the mixed dtypes that autocast makes.
 - Kernels (`pallas_call`), callbacks, exported functions, custom solvers and the
   primitives of other libraries are left alone.
 - Code under `jax.ensure_compile_time_eval` leaves the region.
@@ -102,17 +105,17 @@ from .rules import Rules, check_all_used, compile_rules
 from .stack import mark
 from .trace import AutocastTrace
 
-# Functions whose body runs when the region has ended.
+# Functions whose body runs after the region has ended.
 RUNS_LATER = (
     inspect.isgeneratorfunction,
     inspect.iscoroutinefunction,
     inspect.isasyncgenfunction,
 )
 
-NOT_A_DECORATOR = """autocast(cast_inputs=...) decorates a function, whose inputs it \
-casts; it cannot be entered with `with`."""
+NOT_A_DECORATOR = """autocast(cast_inputs=...) decorates a function and casts its \
+inputs; it cannot be entered with `with`."""
 
-NOT_A_FUNCTION = """autocast(...) decorates a function; got {}. Of a class decorate \
+NOT_A_FUNCTION = """autocast(...) decorates a function; got {}. For a class, decorate \
 the method that computes. A generator or coroutine would leave the region open while \
 other code runs: decorate the function that it calls."""
 
@@ -121,7 +124,7 @@ def is_autocast_enabled() -> bool:
     """Whether ops are cast here: a Python bool, known when the code is traced.
 
     Returns:
-      True in a region, False outside and where `enabled=False` is the innermost.
+      True in a region. False outside, and if the innermost region is not enabled.
 
     Examples:
       >>> import jamp, jax.numpy as jnp
@@ -153,7 +156,7 @@ def get_autocast_dtype() -> np.dtype:
 
 @contextlib.contextmanager
 def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
-    """A region with these settings, or with None one in which nothing is cast."""
+    """A region with these settings; with None, one in which nothing is cast."""
     outer = REGION.value
     depth = 0 if outer is None else outer.depth + 1
     name = "off" if settings is None else settings.dtype.name
@@ -179,7 +182,7 @@ def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
 
 
 def ambient() -> contextlib.AbstractContextManager[object]:
-    """The region that is current, for code that is traced apart from what is around."""
+    """The current region, for code that is traced apart from the code around it."""
     return contextlib.nullcontext() if REGION.value is None else enter(REGION.value)
 
 
@@ -193,17 +196,18 @@ class Entered(threading.local):
 class autocast:
     """A region in which matrix products run in half precision: `torch.autocast`.
 
-    Ops on torch's list run in half precision, those that need it in float32, and mixed
-    inputs are promoted; all other ops run in the dtype that they get. Parameters stay
-    as they are, and gradients have their dtypes. Put the forward pass and the loss in
-    the region, and the differentiation around it. Use it as a context manager or as a
-    decorator; regions nest, and one object may be used again and by several threads.
+    Ops on torch's list run in half precision, ops that need float32 run in float32, and
+    mixed inputs are promoted. All other ops run in the dtype that they get. Parameters
+    keep their dtypes, and gradients have the same dtypes. Put the forward pass and the
+    loss in the region, and the differentiation around it. Use it as a context manager
+    or as a decorator. Regions nest, and one object may be used again and by several
+    threads.
 
     Args:
-      dtype: float16 or bfloat16; float32 too if not enabled. By default float16 on a
-        GPU, bfloat16 elsewhere. "float8" or a `jamp.Float8`: bfloat16, and float8 for
-        the matrix products that qualify.
-      enabled: with False nothing is cast, also inside another region.
+      dtype: float16 or bfloat16, or float32 if not enabled. By default float16 on a
+        GPU, bfloat16 elsewhere. "float8" or a `jamp.Float8` means bfloat16, and float8
+        for the matrix products that qualify.
+      enabled: with False, nothing is cast, even inside another region.
       rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
         Python function (no closure, lambda or partial, which share their code with
         others) or module class, or a regular expression that is searched for in
@@ -215,17 +219,17 @@ class autocast:
         that matches an op decides.
       cast_inputs: for a decorated function that needs one dtype: in a region, its
         floating inputs are cast to it and it runs with autocast off. Outside of
-        regions it does nothing. torch's `custom_fwd(cast_inputs=...)`.
+        regions it does nothing. This is torch's `custom_fwd(cast_inputs=...)`.
       recipe: "scaled", for float16: the cotangent of each product is scaled by its own
-        power of two, and no loss scale is needed. Products then give float32, which
-        costs memory: `docs/scaled-float16.md`.
+        power of two, and no loss scale is needed. Products then return float32, which
+        costs memory: see `docs/scaled-float16.md`.
 
     Raises:
-      TypeError: `enabled` is no bool, `rules` no dict; `cast_inputs` in a `with`; what
-        is decorated is no function, or one that runs later.
-      ValueError: another dtype or recipe; a bad rule; at the end of the region, a rule
-        that matched no op.
-      NotImplementedError: a primitive of JAX that holds a function and has no rule.
+      TypeError: `enabled` is not a bool, `rules` is not a dict, `cast_inputs` is used
+        in a `with`, or the decorated object is not a function or runs later.
+      ValueError: the dtype, the recipe or a rule is wrong. At the end of the region: a
+        rule matched no op.
+      NotImplementedError: a primitive of JAX holds a function and has no rule.
 
     Examples:
       >>> import jamp, jax, jax.numpy as jnp
@@ -251,9 +255,9 @@ class autocast:
       ...     precise(x @ w)
       dtype('float32')
 
-    PyTorch: `torch.autocast(device_type, dtype, enabled)`. There is no device, and no
-    `cache_enabled`: a cast is made once in a region. `rules` and `recipe` are new. The
-    op lists are those of CUDA; `parity/report.md` compares them op by op.
+    PyTorch: `torch.autocast(device_type, dtype, enabled)`. jamp takes neither a device
+    nor `cache_enabled`: each value is cast once in a region. `rules` and `recipe` are
+    new. The op lists are those of CUDA; `parity/report.md` compares them op by op.
     """
 
     @without_device
@@ -276,7 +280,7 @@ class autocast:
         self._entered = Entered()
 
     def __deepcopy__(self, memo: object) -> Self:
-        return self  # nothing in it changes but what each thread has entered
+        return self  # only the regions that a thread has entered change
 
     def __reduce__(self) -> tuple[object, ...]:
         rules = {_compat.Named.of(key): value for key, value in self._rules.items()}
@@ -327,7 +331,7 @@ def reopened(
     cast_inputs: np.dtype | None,
     recipe: str | None = None,
 ) -> autocast:
-    """A region that was pickled. What was entered with it is not."""
+    """A region that was pickled, without what was entered with it."""
     rules = {_compat.Named.find(key): value for key, value in rules.items()}
     wishes = {"rules": rules, "cast_inputs": cast_inputs, "recipe": recipe}
     return autocast(dtype, enabled, **wishes)

@@ -1,8 +1,8 @@
-"""Running ops on another trace, and tracing cheaply what comes again and again.
+"""Running ops on another trace, and tracing repeated ops cheaply.
 
-JAX keeps the derivative of a jitted function, and makes that of an op anew each time.
-So what is seen for the second time, on a trace that is differentiated, is jitted. In a
-jaxpr no `jit` is seen of it.
+JAX caches the derivative of a jitted function, but derives an op anew each time. So an
+op that is seen for the second time, on a trace that is differentiated, is jitted. The
+`jit` is inlined, so a jaxpr does not show it.
 """
 
 import functools
@@ -31,7 +31,7 @@ def run(
     """Calls a function of arrays with `trace` as the current one.
 
     Args:
-      seen: what ran on the trace before; None: nothing is jitted.
+      seen: what ran on the trace before, or None if nothing is to be jitted.
     """
     if seen is not None:
         fixed = function, tuple(params.items())

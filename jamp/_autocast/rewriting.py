@@ -30,8 +30,8 @@ def evaluate(
 ) -> list[Value]:
     """Runs a jaxpr op by op on an autocast trace.
 
-    With `own_sources`, ops keep the record of where they come from that the jaxpr has;
-    otherwise they come from the call that is being evaluated.
+    With `own_sources`, ops keep the jaxpr's record of where they come from; otherwise
+    they come from the call that is being evaluated.
     """
     values: dict[Var, Value] = dict(
         zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
@@ -68,7 +68,7 @@ def in_place(
 
 
 def as_array(trace: CastingTrace, x: Value, aval: AbstractValue) -> Value:
-    """A result that Python may see, if it is a number so far."""
+    """A result that Python may see, as an array if it is a number."""
     if isinstance(x, np.ndarray | np.generic | float | int):
         with set_current_trace(trace.parent):
             x = jnp.asarray(x)
@@ -88,7 +88,7 @@ def as_weak(trace: CastingTrace, x: Value, aval: Any) -> Value:
 
 
 class Rewritten(NamedTuple):
-    """A jaxpr with casts, what is known of its results, and what was done to it."""
+    """A jaxpr with casts, what is known about its results, and what was done to it."""
 
     jaxpr: Any  # None in the cache, if nothing had to be changed
     notes: Sequence[Note]
@@ -145,7 +145,7 @@ def rewrite(
 
 
 def annotate(trace: CastingTrace, outs: Values, new: Rewritten) -> Values:
-    """The results of a rewritten jaxpr, with what is known of them."""
+    """The results of a rewritten jaxpr, with what is known about them."""
     for value, note in zip(outs, new.notes, strict=True):
         trace.notes[value] = note
     return outs

@@ -32,41 +32,41 @@ BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
 regular expression that is searched for in the module path ("lm_head"). A value is the \
 dtype to run in: float16, bfloat16 or float32; "float8" or a jamp.Float8 for the \
-matrix products that qualify; or None to leave the op as it is."""
+matrix products that qualify; or None to leave the op unchanged."""
 
 UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is searched for \
 in the name stack, which Flax Linen, Haiku and jax.named_scope write; a function \
 matches while it runs in the region."""
 
-SHARED_CODE = """a function is known by its code, and {}. Put what is meant into \
-`with jax.named_scope("name"):`, and make "name" the key; or define a function of its \
-own with `def`, which gets all that it needs as arguments."""
+SHARED_CODE = """a function is known by its code, and {}. Put the ops into `with \
+jax.named_scope("name"):` and make "name" the key, or define a separate function with \
+`def` that gets everything it needs as arguments."""
 
 
 Rules = Mapping[Any, DTypeLike | Float8 | None]
 
 
 def shared_by(function: object) -> str:
-    """With what other functions a function shares its code, or ""."""
+    """How a function shares its code with others, or ""."""
     chain = unwrapped(function)
     own = chain[-1]
     for wrapper in chain:
         if isinstance(wrapper, functools.partial):
-            return f"a partial has that of {own.__qualname__}"
+            return f"a partial shares that of {own.__qualname__}"
         owner = getattr(wrapper, "__self__", None)
         if isinstance(wrapper, MethodType) and not isinstance(owner, type):
-            return f"the method of an object has that of {own.__qualname__}"
+            return f"the method of an object shares that of {own.__qualname__}"
     if own.__name__ == "<lambda>":
-        return "a lambda may have that of another one on its line"
+        return "a lambda may share that of another one on its line"
     held = set(own.__code__.co_freevars) - {"__class__"}
     is_local = own.__qualname__.rpartition(".")[0].endswith("<locals>")
     if held or (is_local and (own.__defaults__ or own.__kwdefaults__)):
-        return f"each function that `def {own.__name__}` makes here has the same"
+        return f"each function that `def {own.__name__}` makes here has the same code"
     return ""
 
 
 def source_of(code: CodeType) -> str:
-    """As JAX records it with the jaxpr of a jitted function."""
+    """Where a code is from, as JAX records it with the jaxpr of a jitted function."""
     return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
 
 
@@ -102,7 +102,7 @@ def compile_rule(key: object, value: object) -> UserRule:
         except (TypeError, ValueError):
             raise bad(f"{value!r} is not a dtype.") from None
         if dtype not in CASTABLE:
-            raise bad(f"cannot run in {dtype}.")
+            raise bad(f"ops cannot run in {dtype}.")
         action = Action(None, dtype, why=why)
     if isinstance(key, Primitive):
         return UserRule(key.name, key, action)
@@ -110,12 +110,12 @@ def compile_rule(key: object, value: object) -> UserRule:
         try:
             return UserRule(key, PathPattern(key), action)
         except re.error as error:
-            raise bad(f"not a regular expression: {error}.") from None
+            raise bad(f"the key is not a regular expression: {error}.") from None
     if isinstance(key, type):
         key = key.__call__  # a module class
     code = code_of(key) if callable(key) else None
     if code is None:
-        raise bad(f"{type(key).__name__} is none of the three kinds of keys.")
+        raise bad(f"a key of type {type(key).__name__} is not one of the three kinds.")
     if problem := shared_by(key):
         raise bad(SHARED_CODE.format(problem))
     name = getattr(key, "__qualname__", code.co_name)
@@ -126,7 +126,7 @@ def compile_rule(key: object, value: object) -> UserRule:
 def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Action]]:
     """`FUNCTIONS` by the code's id and by source, for the libraries that are imported.
 
-    By id, because the hash of a code reads all of it, and an op comes from a hundred.
+    By id, because hashing a code reads all of it, and an op comes from a hundred codes.
     """
     table: dict[int | str, tuple[CodeType, Action]] = {}
     for path, row in FUNCTIONS.items():
@@ -141,7 +141,7 @@ def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Act
 def codes_at(
     paths: tuple[str, ...], modules: frozenset[str]
 ) -> dict[int, CodeType | None]:
-    """The codes of functions by their ids, of the libraries that are imported."""
+    """The codes of functions by their ids, for the libraries that are imported."""
     codes = [resolve(path, modules) for path in paths]
     return {id(code): code for code in codes}
 
@@ -159,7 +159,7 @@ def find(path: str, modules: frozenset[str]) -> object:
     return value
 
 
-# All that may be a module in the paths. Which of them are imported may change.
+# Every part of the paths that may be a module. Which are imported may change.
 PREFIXES = frozenset(
     path.rsplit(".", depth)[0]
     for path in (*FUNCTIONS, *EXEMPT)
@@ -171,7 +171,7 @@ COMPLETE: set[str] = set()
 
 
 def loaded() -> frozenset[str]:
-    """Which of them are imported, to the end: another thread may be at it."""
+    """Which of them are fully imported: another thread may be importing one."""
     found = PREFIXES & sys.modules.keys()
     for name in found - COMPLETE:
         spec = getattr(sys.modules[name], "__spec__", None)
@@ -204,15 +204,15 @@ class Decider:
 
     def __init__(self, settings: Settings, hits: set[int]):
         self.settings, self.hits = settings, hits
-        self.count = 0  # of the modules when `look` last looked
+        self.count = 0  # of the modules at the last `look`
         self.look()
         by_path = any(isinstance(r.test, PathPattern) for r in settings.rules)
         self.uses_paths = by_path or settings.probe is not None
-        # Under a policy the casts around a module have said what is a layer's result.
+        # Under a policy, the casts around a module settle what is a layer's result.
         self.refines = settings.listed
 
     def look(self) -> None:
-        """Takes up the functions of libraries that were imported by now."""
+        """Adds the functions of libraries that were imported since."""
         if (count := len(sys.modules)) == self.count:
             return
         self.modules = modules = loaded()
@@ -273,7 +273,7 @@ class Decider:
     ) -> Action:
         """The action for an op of a function that counts as one op.
 
-        That of the function, unless a rule of the user's comes before it.
+        It is the function's action, unless a rule of the user's comes first.
         """
         rules = self.settings.rules
         places = [i for i, rule in enumerate(rules) if rule.action is within]
@@ -289,11 +289,11 @@ class Decider:
     def with_recipe(
         self, primitive: Primitive, action: Action | None, index: int | None
     ) -> Action | None:
-        """The action for what may be a product in float8, or scaled.
+        """The action for an op that may be a product in float8, or scaled.
 
         Args:
-          index: of the user's rule that asks for float8; None: the region does, or
-            nobody.
+          index: of the user's rule that asks for float8, or None if only the region
+            does, or nothing.
         """
         if action is None:
             return None
@@ -309,7 +309,7 @@ class Decider:
     def listed(
         self, primitive: Primitive, ids: Sequence[int], source: str | None
     ) -> Action | None:
-        """What the tables say, of functions and of primitives."""
+        """What the tables of functions and of primitives say."""
         if not self.settings.listed:
             return POLICY_WRITE if primitive.name in UPDATES else POLICY
         functions, action = self.functions, None
@@ -325,14 +325,14 @@ class Decider:
         return primitive.name in PRIMITIVES
 
     def lowers(self, primitive: Primitive, action: Action) -> bool:
-        """Whether the op is a product that may give float32 of half precision."""
+        """Whether the op is a product that may return float32 from half precision."""
         is_product = PRIMITIVES[primitive.name].kind is LOWER
         return action.kind is LOWER or (is_product and not self.settings.listed)
 
     def for_all_inside(self, action: Action) -> Action | None:
         """A function's row as an action for each op inside the function.
 
-        None where products are scaled and the row would lower all else as well.
+        None where products are scaled and the row would lower the other ops as well.
         """
         kind, scales = action.kind, self.settings.recipe == SCALED
         if kind in (KEEP, Kind.STATISTIC):
@@ -340,6 +340,6 @@ class Decider:
         if scales and kind is LOWER:
             return None
         dtype = self.settings.dtype if kind is LOWER else FLOAT32_DTYPE
-        # What is marked becomes half precision, and so its cotangent.
+        # A marked result becomes half precision, and so does its cotangent.
         marks = kind in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM) and not scales
         return Action(None, dtype, marks, action.why, kind)

@@ -1,16 +1,16 @@
 """Float16 products whose cotangents are scaled, each by its own power of two.
 
-A cotangent has the dtype of its primal, so these products give float32, and their
-backward products take it as it comes:
+A cotangent has the dtype of its primal, so these products return float32, and their
+backward products get a float32 cotangent:
 
     s = a power of two that brings max |dy| near float16's largest number
     dx, dw = float16(dy / s) @ w.T * s, x.T @ float16(dy / s) * s
 
-with sums in float32. No loss scale is needed then, as long as nothing else is float16:
+with sums in float32. No loss scale is needed as long as nothing else is float16, so
 functions that the tables lower as a whole follow the rows of their primitives.
 
-In code that is a derivative already (`jax.grad` inside the region) it cannot be told
-which input is a cotangent: both are scaled.
+In code that is already a derivative (`jax.grad` inside the region), it is not known
+which input is a cotangent, so both are scaled.
 """
 
 import functools
@@ -32,9 +32,9 @@ from .products import is_dot
 from .traits import PRODUCTS
 
 FLOAT16 = jnp.dtype("float16")
-TWICE = """A product with recipe="scaled" has one derivative, and a second one was \
-asked for where this was not known when the product was traced (`jax.jit`, `scan` or \
-`jax.checkpoint` between the two derivatives).
+TWICE = """A product with recipe="scaled" has one derivative. A second one was asked \
+for, which was not known when the product was traced: `jax.jit`, `scan` or \
+`jax.checkpoint` is between the two derivatives.
 Put the product under `jamp.autocast(jnp.bfloat16)` or `jamp.autocast(enabled=False)`, \
 or take both derivatives in one `jax.jit`."""
 
@@ -55,12 +55,12 @@ class Product(NamedTuple):
     params: tuple[tuple[str, Any], ...]
 
     def bind(self, *args: Any) -> jax.Array:
-        """Of float16 inputs the product in float32, and summed there."""
+        """The product of float16 inputs, summed and returned in float32."""
         return self.primitive.bind(*args, **dict(self.params))
 
 
 class Operand(NamedTuple):
-    """A value in float16, of which `values * inverse` is left."""
+    """A value in float16: it stands for `values * inverse`."""
 
     values: Any
     inverse: jax.Array | None = None  # a float32 power of two; None: 1
@@ -86,7 +86,7 @@ def scaled_product(trace: CastingTrace, op: Op, derived: bool) -> jax.Array:
     )
     params = op.params | {"preferred_element_type": FLOAT32_DTYPE}
     if isinstance(params.get("precision"), lax.DotAlgorithmPreset | lax.DotAlgorithm):
-        params["precision"] = None  # of which some would sum in float16
+        params["precision"] = None  # some of them would sum in float16
     product = Product(op.primitive, tuple(sorted(params.items())))
     once_only = _compat.is_differentiated_once(trace.parent)
     function = product_of(product) if once_only else product_in_any_mode(product)
@@ -119,9 +119,9 @@ def forward(product: Product, kept: Kept) -> jax.Array:
 
 
 def unscaled(out: jax.Array, left: Operand, right: Operand) -> jax.Array:
-    """A result times the powers of two of both inputs, which together may be none.
+    """A result times both inputs' powers of two, whose product may be out of range.
 
-    The smaller one first: what it flushes to zero, the other one could not save.
+    The smaller one comes first: the other one could not save what it flushes to zero.
     """
     inverses = [x.inverse for x in (left, right) if x.inverse is not None]
     if len(inverses) == 2:
@@ -133,9 +133,9 @@ def unscaled(out: jax.Array, left: Operand, right: Operand) -> jax.Array:
 
 @functools.cache
 def product_of(product: Product) -> Callable[..., jax.Array]:
-    """The function of two inputs and of what was made of them: see `Kept`.
+    """A function of two inputs and of what was made of them: see `Kept`.
 
-    Its derivative is of the first order and in reverse mode.
+    It has a first derivative, in reverse mode.
     """
 
     @jax.custom_vjp
@@ -174,7 +174,8 @@ def gradient(
     """The gradient of the left or the right input, in float32.
 
     Args:
-      other: the other input, and `others` what no gradient is taken of.
+      other: the other input.
+      others: inputs without a gradient.
       avals: of both inputs, as they were given.
     """
 
@@ -185,7 +186,7 @@ def gradient(
 
         return jax.linear_transpose(linear, wide[side])(cotangent)[0]
 
-    # How a product is transposed is read off from one of float32, where dtypes agree.
+    # The transpose is read off a float32 product, where all dtypes agree.
     wide = [aval.update(dtype=FLOAT32_DTYPE, weak_type=False) for aval in avals]
     given: Any = jax.typeof(cotangent.values)
     given = given.update(dtype=FLOAT32_DTYPE), wide[1 - side], *map(jax.typeof, others)
@@ -195,7 +196,7 @@ def gradient(
 
 
 def evaluated(jaxpr: ClosedJaxpr, args: Values) -> jax.Array:
-    """The one result of a jaxpr that moves float16 about, and multiplies it."""
+    """The one result of a jaxpr that moves float16 values and multiplies them."""
     values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     values |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
     for eqn in jaxpr.jaxpr.eqns:
@@ -210,7 +211,7 @@ def evaluated(jaxpr: ClosedJaxpr, args: Values) -> jax.Array:
 
 @functools.cache
 def product_in_any_mode(product: Product) -> Callable[..., jax.Array]:
-    """The same where derivatives are others: forward, or more than one.
+    """The same for other derivatives: in forward mode, or of higher order.
 
     They run in float32.
     """

@@ -32,7 +32,7 @@ def unwrapped(function: object) -> list[Any]:
 
 
 def called_function(codes: tuple[CodeType, ...]) -> CodeType | None:
-    """The function of JAX that code outside of JAX has called, for the current op.
+    """The JAX function that code outside of JAX called for the current op.
 
     Args:
       codes: the functions that the op comes from, innermost first.
@@ -49,7 +49,7 @@ def called_function(codes: tuple[CodeType, ...]) -> CodeType | None:
 
 
 def is_in_layer(codes: tuple[CodeType, ...]) -> bool:
-    """Whether the current op is of a layer of a library, and not of a user's own."""
+    """Whether the current op comes from a library's layer, and not from a user's."""
     modules = (sys.modules.get(name) for name in LAYER_LIBRARIES)
     found = (getattr(module, "__file__", None) for module in modules)
     roots = tuple(os.path.dirname(file) + os.sep for file in found if file)

@@ -13,7 +13,7 @@ REASON = "jamp.rule "
 
 
 def mark(dtype: str, depth: int) -> str:
-    """The mark of a region, of a dtype's name or "off"."""
+    """The mark of a region: its depth, and a dtype's name or "off"."""
     return f"jamp.autocast[{depth}]({dtype})" if depth else f"jamp.autocast({dtype})"
 
 

@@ -1,17 +1,17 @@
-"""What eager ops did, kept, so that the next op like it costs one look-up.
+"""Recordings of what eager ops did, so that the next op like one costs one look-up.
 
-In an eager region each op is decided by Python, which takes longer than the op. What it
-decides on is known before: the op itself, with its parameters; of each input the dtype,
-the shape, and all that the region remembers of it (`notes.py`); the Python functions
-that the op comes from; the region's settings, and the settings of JAX. So what the op
-did is recorded under all of these: which programs ran, on which values, and what was
-noted of the results. The next time the recording is played.
+In an eager region, Python decides about each op, which takes longer than the op. It
+decides on facts that are known before: the op itself and its parameters, the dtype and
+shape of each input and all that the region remembers about it (`notes.py`), the Python
+functions that the op comes from, the region's settings, and JAX's settings. So what the
+op did is recorded under all of these: which programs ran, on which values, and what was
+noted about the results. The next time, the recording is played.
 
-What is not certain is not recorded, and takes the long way: an op that made an array of
-its own (`Tape.failed`), inputs that are no plain arrays or numbers, regions that look
-at their ops (`jamp.debug`) or that have recipes for products.
+Uncertain cases are not recorded, and take the long way: an op that made an array itself
+(`Recorder.failed`), inputs that are not plain arrays or numbers, regions that look at
+their ops (`jamp.debug`) or that have recipes for products.
 
-A tape holds no array, and no jaxpr that it is kept for.
+A tape holds neither arrays nor the jaxpr that it is kept for.
 """
 
 import functools
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """What is known of a result."""
+    """What is known about a result."""
 
     slot: int
     note: Note
@@ -97,7 +97,7 @@ class Recorder:
 
     def __init__(self, args: Values, notes: Notes):
         self.notes = notes
-        self.values: list[Any] = list(args)  # of all slots; so none of them dies
+        self.values: list[Any] = list(args)  # of all slots; this keeps them alive
         self.n_args = len(args)
         self.slots: dict[int, int] = {}
         for slot, x in enumerate(args):
@@ -115,7 +115,7 @@ class Recorder:
                 for key, copy in self.notes.copies(value).items():
                     if copy is x:
                         return self.add(None, (place,), [x], key)
-            self.failed = True  # an array that nobody knows
+            self.failed = True  # an array of unknown origin
         elif not isinstance(x, (*NUMBERS, np.generic, np.ndarray)) or np.ndim(x):
             self.failed = True
         self.values.append(x)
@@ -146,7 +146,7 @@ class Recorder:
 
     def bind(self, primitive: Primitive, args: Values, params: Params) -> Any:
         """Runs an op, and records it."""
-        if primitive.name in RUN_AT_ONCE:  # and so does what is inside
+        if primitive.name in RUN_AT_ONCE:  # the ops inside are recorded
             return primitive.bind(*args, **params)
         if (run := program(primitive, params)) is not None:
             return self.run(run, args)
@@ -154,7 +154,7 @@ class Recorder:
         return primitive.bind(*args, **params)
 
     def casts(self, x: object, notes: Notes) -> bool:
-        """Whether a value is an input, of which the region keeps a copy."""
+        """Whether a value is an input, whose copy the region keeps."""
         return notes is self.notes and self.slots.get(id(x), self.n_args) < self.n_args
 
     def cast(self, x: object, dtype: np.dtype, copy: Any) -> None:
@@ -192,7 +192,7 @@ LAUNCHED = weakref.WeakKeyDictionary()
 
 
 def program(primitive: Primitive, params: Params) -> Callable[..., Any] | None:
-    """An op as a function of arrays to be called again, or None if there is none."""
+    """An op as a function of arrays that can be called again, or None."""
     if primitive.name != "jit":
         run = _compat.eager_function(primitive, params)
         if run is None and not holds_jaxpr(tuple(params.values())):
@@ -209,7 +209,7 @@ def program(primitive: Primitive, params: Params) -> Callable[..., Any] | None:
 
 def launched(jaxpr: weakref.ref[ClosedJaxpr], name: str) -> Callable[..., Any]:
     def run(*args):
-        closed: Any = jaxpr()  # it lives, for it is what is being called
+        closed: Any = jaxpr()  # alive, because it is being called
         return jaxpr_as_fun(closed)(*args)
 
     run.__name__ = run.__qualname__ = name

@@ -1,9 +1,9 @@
 """Autocast through primitives that hold a jaxpr, and a function that makes another one.
 
-`jax.custom_derivatives.linear_call` makes the jaxpr of its transpose when that is asked
-for, and the `optimize_remat` of a `custom_vjp` that of the function without its rule.
-Both jaxprs run baked: their products are in half precision, and their results have
-the dtypes that they were traced with, so that the one fits the other.
+`jax.custom_derivatives.linear_call` makes the jaxpr of its transpose on demand, and a
+`custom_vjp` with `optimize_remat` makes that of the function without its rule. Both
+jaxprs run baked: their products are in half precision, and their results have the
+dtypes that they were traced with, so that they fit each other.
 """
 
 import functools

@@ -43,8 +43,8 @@ class AutocastTrace(CastingTrace):
     An op passes through five stages. `received`: what are its inputs, if those that
     arrive are not what Python saw? `decided`: which rule is it under? `prepared`: which
     casts does the rule ask for? `bind`: run it on the trace below. `remembered`: what
-    is known of the result? An op that holds functions leaves after the first, for the
-    rule of its own that is in `RULES`.
+    is known about the result? An op that holds functions leaves after the first stage,
+    for its own rule in `RULES`.
     """
 
     def __init__(
@@ -138,14 +138,14 @@ class AutocastTrace(CastingTrace):
             return out if probe is None else probe(self, op, action, out)
 
     def left_to_another(self, op: Op) -> Result:
-        """Runs an op of which an inner region has decided."""
+        """Runs an op that an inner region has decided about."""
         params = op.params
         if op.avals is not None:
             params = op.primitive.get_bind_params(params)
         return self.bind(op.primitive, self.as_traced(op.args, op.avals), params)
 
     def received(self, op: Op, scope: Scope) -> tuple[Op, Action | None]:
-        """The op with what its rule starts from; its action, if that took to know."""
+        """The op with the inputs that its rule gets, and its action if it was found."""
         action = op.within
         if self.baked or scope.differentiated:
             action = action or self.action(op.primitive)
@@ -158,7 +158,7 @@ class AutocastTrace(CastingTrace):
             return op, action
         params, avals = op.params, op.avals
         if not self.decide.refines and is_wide(args, params):
-            # Of inputs that Python saw in float32, in half precision.
+            # Python saw the inputs in float32; the product is in half precision.
             params = params | {"preferred_element_type": self.settings.dtype}
         if avals is None and op.name != "convert_element_type":
             avals = list(map(jax.typeof, op.args))  # what Python saw
@@ -211,7 +211,7 @@ class AutocastTrace(CastingTrace):
                 same = args is op.args
                 return out if same else as_without(self, out, op.args, op.params)
             if op.name == "broadcast_in_dim" and is_filled(args[0]):
-                return out  # no number, but the user's array
+                return out  # the user's array, not a number
             self.remembered(op, args, params, out)
         if action.marks:
             mark_results(self, op, action, out)
@@ -235,7 +235,7 @@ class AutocastTrace(CastingTrace):
     def remembered(
         self, op: Op, args: Values, params: dict[str, Any], out: Result
     ) -> None:
-        """Notes what is known of a result."""
+        """Notes what is known about a result."""
         name = op.name
         if name in FOLLOWED:
             self.notes[out] = passed_on(name, args, params, self.notes)

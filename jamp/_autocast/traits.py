@@ -1,8 +1,8 @@
 """What primitives of JAX do, whatever their dtypes: one list for each trait.
 
-By JAX's names, those of all versions that jamp knows. `ops.py` has the dtypes, and a
-test asks that each name is one that jamp knows from there, from a rule, or here, as
-one that is left alone.
+The names are JAX's, from all versions that jamp knows. `ops.py` has the dtypes. A test
+checks that jamp knows each name from there, from a rule, or from here, as one that is
+left alone.
 """
 
 
@@ -12,28 +12,28 @@ def _names(text: str) -> frozenset[str]:
 
 # Matrix products and convolutions.
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
-# The result is the first input, moved about or cast.
+# The result is the first input, moved or cast.
 MOVES = _names("""
     broadcast_in_dim convert_element_type copy expand_dims reshape sharding_constraint
     slice squeeze stop_gradient transpose
 """)
-# Those of them after which it is known what a value was made of: see `moves.py`.
+# The moves after which it is still known what a value was made of: see `moves.py`.
 FOLLOWED = _names("broadcast_in_dim copy reshape slice squeeze transpose")
 # Results hold an inf or nan exactly where the input does.
 PRESERVING = _names("""
     abs broadcast_in_dim copy copy_p expand_dims name neg optimization_barrier
     reshape rev sharding_constraint squeeze stop_gradient transpose
 """)
-# Each element of the result is made of the elements at its place.
+# Each element of the result is made from the elements at its place.
 ELEMENTWISE = _names("""
     acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp convert_element_type
     cos cosh digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p
     log2 logistic max min mul nextafter pow reduce_precision rem rsqrt select_n sin sinh
     sqrt square sub tan tanh
 """)
-# Two inputs of which the wider one widens the result.
+# Two inputs, of which the wider one decides the dtype of the result.
 MIXING = _names("add add_any atan2 div max min mul rem select_n sub")
-# Of no interest where ops are listed: they move elements, and compute nothing.
+# Not shown in lists of ops: they move elements, and compute nothing.
 UNPRINTED = _names("""
     broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice expand_dims
     gather pad reduce_precision reshape rev slice split squeeze stop_gradient transpose

@@ -1,8 +1,8 @@
 """Ops that write a value into a place whose dtype is fixed: the value is cast to it.
 
-torch's `buffer[...] = h` casts h to the dtype of the buffer. JAX wants one dtype of a
-`Ref` and of what is written there. In a region the Ref may be float32, and what is
-written the result of a matrix product.
+torch's `buffer[...] = h` casts h to the dtype of the buffer. JAX requires the value to
+have the dtype of the `Ref` that it is written to. In a region, the Ref may be float32
+and the value the result of a matrix product.
 """
 
 import jax

@@ -1,11 +1,11 @@
 """From a nan in a result back to the op that made the first inf: on the host, by marks.
 
-Only what leads to a result counts. A mask of -inf that a softmax turns into zeros is no
-fault, nor is log(0) in the branch that `where` does not take. From each bad result the
-search goes to the inputs of the op that made it which are bad too, and on from there.
-An inf is followed through infs, a nan through nans where there are any, unless it is a
-single number. The search ends at an op that made it of finite numbers, at an argument,
-or at a constant.
+Only values that lead to a result count. A mask of -inf that a softmax turns into zeros
+is not a fault, and neither is log(0) in the branch that `where` does not take. From
+each bad result, the search goes to the bad inputs of the op that made it, and so on. An
+inf is followed through infs, a nan through nans if there are any, unless it is a single
+number. The search ends at an op that made the inf or nan from finite numbers, at an
+argument, or at a constant.
 """
 
 import functools
@@ -20,8 +20,14 @@ from .marks import Inner, Loop, Marks, Node, Program
 from .sites import Site
 
 BITCAST = "bitcast_convert_type"
+# These choose among numbers. On a CPU XLA may drop a nan, and give the -inf that a
+# maximum starts from.
+CHOOSES = {
+    *("max", "reduce_max", "reduce_window_max", "cummax"),
+    *("min", "reduce_min", "reduce_window_min", "cummin"),
+}
 
-Wanted = dict[int, int]  # values, or places of values, and what is sought: INF, NAN
+Wanted = dict[int, int]  # values, or their places, and what to search for: INF, NAN
 
 
 class Origin(NamedTuple):
@@ -30,16 +36,16 @@ class Origin(NamedTuple):
     site: Site
     made: str  # "inf" or "nan"
     loops: tuple[tuple[str, int], ...]  # ("scan", 17): in its iteration 17
-    fed_by: frozenset[int]  # the inputs of the Program that its inputs are made of
-    from_inf: bool  # whether it made a nan of an inf, rather than of finite numbers
+    fed_by: frozenset[int]  # the inputs of the Program that its inputs are made from
+    from_inf: bool  # whether it made a nan from an inf, not from finite numbers
 
 
 class Trail(NamedTuple):
-    """Where bad values come from, in the order in which it ran."""
+    """Where bad values come from, in the order in which the ops ran."""
 
     origins: list[Origin]
     inputs: Wanted  # places of inputs of the Program that were bad before
-    constants: list[Site]  # the ops that were given a constant that is bad
+    constants: list[Site]  # the ops that got a bad constant
 
 
 def trace_back(
@@ -50,7 +56,7 @@ def trace_back(
     Args:
       marks: of this program, as NumPy arrays.
       wanted: the numbers of the values to explain, with INF, NAN or both.
-      checked: whether to explain too what a loss scaler found not to be finite.
+      checked: whether to explain as well what a loss scaler found to be not finite.
     """
     sought, origins, constants = dict(wanted), [], []
 
@@ -82,10 +88,11 @@ def trace_back(
             continue
         makes = {kind for kind in (INF, NAN) if any(k & kind for k in bad.values())}
         infs, nans = ([n for n in node.inputs if mark(n) & k] for k in (INF, NAN))
-        made_inf = INF in makes and not infs
+        drops_nan = bool(nans) and node.site.primitive in CHOOSES
+        made_inf = INF in makes and not infs and not drops_nan
         made_nan = NAN in makes and not nans
         fresh = made_inf or (made_nan and not infs)
-        slots = {program.slots.get(n) for n in node.inputs}  # which it may pass on
+        slots = {program.slots.get(n) for n in node.inputs}  # it may pass these on
         made_here = [n for n in bad if program.slots.get(n) not in slots]
         fresh = fresh or any(mark(n) & FRESH for n in made_here)
         if fresh or made_nan:
@@ -94,7 +101,7 @@ def trace_back(
             origins.insert(0, Origin(node.site, made, (), fed_by, not fresh))
         if INF in makes or made_nan or node.is_single:
             seek(infs, INF)
-        if NAN in makes:
+        if NAN in makes or drops_nan:
             seek(nans, NAN)
         if any(sought.get(n, 0) & mark(n) for n in program.constants & {*node.inputs}):
             constants.insert(0, node.site)
@@ -103,7 +110,7 @@ def trace_back(
 
 
 def read_as(program: Program, mark: Callable[[int], int], node: Node) -> list[int]:
-    """The bad values of whose bits a value is made, as a scale of float8 is."""
+    """The bad values whose bits a value is made from, as a float8 scale is."""
     found, seen, waiting = [], set(), [*node.inputs]
     while waiting:
         number = waiting.pop()
@@ -113,7 +120,7 @@ def read_as(program: Program, mark: Callable[[int], int], node: Node) -> list[in
         if mark(number):
             found.append(number)
         maker = program.made_by.get(number)
-        if number not in program.slots and maker is not None:  # no floating number
+        if number not in program.slots and maker is not None:  # not a floating number
             waiting.extend(maker.inputs)
     return found
 
@@ -141,7 +148,7 @@ def inside(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
 
 
 def through_while(inner: Inner, loop: Loop, outputs: Wanted, checked: bool) -> Trail:
-    """From a carried value to the iteration that made it bad, and on to others."""
+    """From a carried value to the iteration that made it bad, and then to others."""
     body, first = inner.programs[0], inner.n_consts
     waiting, seen = [(i, k) for i, both in outputs.items() for k in split(both)], set()
     origins, inputs, constants = [], {}, []
@@ -189,7 +196,7 @@ def through_scan(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> 
             carry = {}
             continue
         wanted = {body.outputs[i]: kind for i, kind in stacked.items()}
-        for i, kind in carry.items():  # a result may be stacked and carried on
+        for i, kind in carry.items():  # a result may be both stacked and carried
             wanted[body.outputs[i]] = wanted.get(body.outputs[i], 0) | kind
         trail = trace_back(body, here, wanted, checked)
         loops = ((inner.kind, place),)
@@ -215,10 +222,10 @@ def lifted(origin: Origin, program: Program, node: Node, skipped: int) -> Origin
 
 
 def arguments(program: Program, numbers: Iterable[int]) -> frozenset[int]:
-    """The places of the nearest inputs that values are made of.
+    """The places of the nearest inputs that values are made from.
 
-    Those that they are, moved about or cast; if there are none, those that the ops
-    before were given, and so on.
+    These are the inputs that the values are, moved or cast. If there are none, they are
+    the inputs of the ops before, and so on.
     """
     found, seen, waiting, later = set(), set(), list(numbers), []
     while waiting:

@@ -19,7 +19,7 @@ class Block(NamedTuple):
 
     def send(self) -> None:
         """Begins the copy."""
-        # Explicit in spirit: a user's guard against implicit transfers lets it pass.
+        # An intended transfer: a user's guard against implicit ones must allow it.
         with jax.transfer_guard_device_to_host("allow"):
             for array in (array for group in self.words for array in group):
                 array.copy_to_host_async()
@@ -28,7 +28,7 @@ class Block(NamedTuple):
         return all(array.is_ready() for group in self.words for array in group)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """By name [steps], each in its dtype. Waits for the copy."""
+        """The values by name, [steps], each in its dtype. Waits for the copy."""
         columns = {name: np.array(values) for name, values in self.host.items()}
         words = [
             np.concatenate([np.atleast_2d(rows) for rows in jax.device_get(arrays)])
@@ -41,7 +41,7 @@ def of_rows(rows: Sequence[Packed], stacked: bool) -> Block:
     """Rows of single steps as one block.
 
     Args:
-      stacked: whether to send one array for each device: compiled for their number.
+      stacked: whether to send one array per device, which compiles for their number.
     """
     words = [list(group) for group in zip(*(r.words for r in rows), strict=True)]
     if stacked:

@@ -1,4 +1,4 @@
-"""`calibrate`: which products of a model bear float8, measured on a batch."""
+"""`calibrate`: which products of a model tolerate float8, measured on a batch."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from .probe import Probe, Seen
 from .product_errors import DIRECTIONS
 from .product_row import ProductRow
 
-# A product of numbers that each lose the most that rounding takes loses 14 %: 1/8 in
+# If each number loses the most that rounding can take, a product loses 14 %: 1/8 in
 # E5M2, the format of gradients, and 1/16 in E4M3. More is underflow.
 TOLERANCE = 0.15
 LARGEST_SCALE = 2.0**24  # as far as a loss scale grows in most runs
@@ -46,44 +46,46 @@ def calibrate(
     tolerance: float = TOLERANCE,
     skip_small: bool = True,
 ) -> Callable[..., Calibration]:
-    """Measures which matrix products of a model bear float8, and writes the rules.
+    """Measures which matrix products of a model tolerate float8, and writes the rules.
 
-    Runs the loss and its gradient in float32, on a real batch; for float16 once more,
-    with the loss scale that they ask for. Each product that autocast lowers is computed
-    beside that in each dtype, of the same inputs and the same cotangent: forward, the
-    gradient of its input (dgrad) and that of its weight (wgrad), which is the right
-    operand, but in `eqx.nn.Linear` the left one. Ragged products are named, and not
-    measured. Measure a model that has trained for a while: at the start,
-    gradients are not yet what they will be.
+    It runs the loss and its gradient in float32 on a real batch. For float16, it runs
+    them once more with the loss scale that the gradients need. Each product that
+    autocast lowers is also computed in each dtype, from the same inputs and the same
+    cotangent: forward, the gradient of its input (dgrad) and that of its weight
+    (wgrad). The weight is the right operand, or the left one in `eqx.nn.Linear`. Ragged
+    products are listed, but not measured. Measure a model that has trained for a while:
+    at the start, gradients are not yet typical.
 
-    A product gets the first of float8, rowwise float8, bfloat16 and float32 that errs
-    by at most `tolerance`, over the whole result and in each row and column of it; in
-    tensorwise float8 rows much smaller than others vanish, and the whole does not show
-    it. With `skip_small` it must also be large enough to be faster, by torchao's
-    filters: tensorwise not for K <= 4096 and N <= 1024 (K numbers are contracted, N
-    columns), rowwise for N > 2048 and K > 1024, but not N <= 4096 and K <= 2048.
+    A product gets the first of float8, rowwise float8, bfloat16 and float32 whose error
+    is at most `tolerance`, over the whole result and in each of its rows and columns.
+    (In tensorwise float8, rows much smaller than others vanish, which the error of the
+    whole does not show.) With `skip_small`, a product must also be large enough to be
+    faster, by torchao's filters: tensorwise not for K <= 4096 and N <= 1024 (K numbers
+    are contracted, N columns), rowwise for N > 2048 and K > 1024, but not N <= 4096 and
+    K <= 2048.
 
     Args:
-      loss_fn: as for `jax.grad`: returns the loss, or a tuple that begins with it, and
-        is differentiated by its first argument. With or without a region of its own.
-      dtype: "float8" or a `jamp.Float8`; float16, to find what overflows or underflows
-        there under a loss scale; or bfloat16.
-      tolerance: the largest relative error, above 0 and up to 1. By default 15 %,
-        slightly more than rounding alone takes of a row; rows of ordinary numbers lose
-        4 to 11 %, those in which numbers vanish lose more.
-      skip_small: False to judge the errors alone: float8 also saves memory, and a newer
+      loss_fn: as for `jax.grad`: it returns the loss, or a tuple that begins with it,
+        and is differentiated by its first argument. It may open a region itself.
+      dtype: "float8" or a `jamp.Float8`, bfloat16, or float16 to find the products that
+        overflow or underflow there under a loss scale.
+      tolerance: the largest relative error, above 0 and up to 1. The default is 15 %,
+        slightly more than rounding alone takes from a row: rows of ordinary numbers
+        lose 4 to 11 %, and rows in which numbers vanish lose more.
+      skip_small: False to judge only the errors: float8 also saves memory, and a newer
         GPU may be faster at smaller sizes.
 
     Returns:
       A function with the arguments of `loss_fn` that returns a
       `jamp.debug.Calibration`. Its `rules` are for
-      `jamp.autocast(jnp.bfloat16, rules=...)`, with float16 for that region. Printed it
-      is a table; `plot()` draws it, `to_json()` saves it.
+      `jamp.autocast(jnp.bfloat16, rules=...)`; a float16 calibration's are for float16.
+      It prints as a table, `plot()` draws it, and `to_json()` saves it.
 
     Raises:
-      TypeError: `loss_fn` cannot be called or returns no loss; an argument has no
-        values.
-      ValueError: another dtype; a tolerance outside of (0, 1]; no parameters.
+      TypeError: `loss_fn` cannot be called or does not return a loss, or an argument
+        has no values.
+      ValueError: the dtype is not one of these, the tolerance is outside of (0, 1], or
+        there are no parameters.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -100,7 +102,7 @@ def calibrate(
       >>> with jamp.autocast(jnp.bfloat16, rules=report.rules):
       ...     loss = loss_fn(params, x)
 
-    PyTorch: `torchao.float8._auto_filter_for_recipe`, which looks at sizes alone.
+    PyTorch: `torchao.float8._auto_filter_for_recipe`, which looks only at sizes.
     """
     names = candidates_of(dtype)
     tolerance = tolerance_argument(tolerance)
@@ -127,7 +129,7 @@ def calibrate(
 
 
 def candidates_of(dtype: object) -> list[str]:
-    """The dtypes and recipes to try, that which is asked for first."""
+    """The dtypes and recipes to try, beginning with the one that is asked for."""
     float8 = as_float8(dtype)
     if float8 is None:
         recipes = ", ".join(map(repr, RECIPES))
@@ -162,7 +164,7 @@ def run(call: FlatCall, probe: Probe) -> None:
         with PROBE(probe), enter(Settings(jnp.dtype("float32"))):
             return loss_in(call.function, call.run(values))
 
-    # They would stop it where a candidate overflows, which is measured here.
+    # These would stop it if a candidate overflows, which is measured here.
     with jax.debug_nans(False), jax.debug_infs(False):
         params = [call.arrays[i] for i in wrt]
         jax.block_until_ready(jax.grad(loss)(params, call.arrays))
@@ -170,7 +172,7 @@ def run(call: FlatCall, probe: Probe) -> None:
 
 
 def loss_in(function: str, result: PyTree) -> jax.Array:
-    """The loss that a function returned, perhaps beside other things."""
+    """The loss that a function returned, perhaps with other values."""
     loss: Any = result[0] if isinstance(result, tuple) and result else result
     is_array = isinstance(loss, jax.Array) and loss.shape == ()
     if not is_array or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -179,9 +181,9 @@ def loss_in(function: str, result: PyTree) -> jax.Array:
 
 
 def loss_scale_for(found: Iterable[Mapping[str, np.ndarray]]) -> float:
-    """The power of two that a dynamic loss scale comes to, of float32 gradients.
+    """The power of two that a dynamic loss scale settles at, from float32 gradients.
 
-    Products that overflow forward do not count: they will run in float32.
+    Products that overflow in the forward pass do not count: they will run in float32.
     """
     fit = [n for n in found if np.isfinite(n.get("float16 1", 0.0)).all()]
     tops = [float(n.get("largest backward", 0.0)) for n in fit]
@@ -218,7 +220,7 @@ def judged(
 def errors_in(
     numbers: Mapping[str, np.ndarray], names: Iterable[str]
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    """The errors by candidate and direction, of those that were measured."""
+    """The errors of the measured candidates, by candidate and direction."""
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for name in names:
         pairs = [*numbers.get(f"{name} 1", ()), *numbers.get(f"{name} 2", ())]

@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 VERSION = 1  # of the JSON
 NO_PATH = """{} no module path, so no rule can name {}: {}. Linen and Haiku write \
-paths; for NNX, calibrate and train `jamp.nnx.named_scopes(model)`; elsewhere put the \
+paths. For NNX, calibrate and train `jamp.nnx.named_scopes(model)`. Elsewhere, put the \
 product into `with jax.named_scope("name"):`."""
 NOT_JSON = """Calibration.from_json takes what `to_json()` returned, as text; got {}."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Calibration(Report):
-    """Which products of a model bear which dtype. From `jamp.calibrate`.
+    """Which products of a model tolerate which dtype. From `jamp.calibrate`.
 
     Attributes:
       function: its name.
-      dtype: what was asked for: a recipe of float8, or a dtype.
+      dtype: the dtype or float8 recipe that was asked for.
       tolerance: the largest relative error that a product may have.
       skip_small: whether products that are too small to pay stay out of float8.
-      loss_scale: with which gradients were cast to float16; else 1.
+      loss_scale: the scale with which gradients were cast to float16; otherwise 1.
       rows: the products, in the order in which they were traced.
       patterns: regular expressions of module paths, and what runs there, as text.
 
     Raises:
-      TypeError: read as a bool; ask for `found`.
-      ValueError: `from_json` of other text.
+      TypeError: it was read as a bool; ask for `found`.
+      ValueError: `from_json` got other text.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -68,15 +68,15 @@ class Calibration(Report):
     def rules(self) -> dict[str, Any]:
         """For `jamp.autocast(jnp.bfloat16, rules=report.rules)`, by module path.
 
-        Of a float16 calibration, for `jamp.autocast(jnp.float16, ...)`. What needs no
-        rule there has none: a product that cannot run in float8, or one beside ops that
-        belong in float32, which a rule would bring into bfloat16 as well.
+        A float16 calibration's are for `jamp.autocast(jnp.float16, ...)`. A product has
+        no rule if it needs none: it cannot run in float8, or it is beside ops that
+        belong in float32, which a rule would also bring into bfloat16.
         """
         return {key: as_rule(name) for key, name in self.patterns.items()}
 
     @property
     def found(self) -> list[str]:
-        """The products that do not run in what was asked for, as lines of text."""
+        """The products that do not run in the dtype that was asked for, as text."""
         rows = [row for row in self.rows if row.choice != called(self.dtype)]
         return [
             f"{row.choice} {row.path or row.line} {row.sizes}: {row.why}"
@@ -100,8 +100,8 @@ class Calibration(Report):
         """The report that `to_json` wrote.
 
         Raises:
-          TypeError: no text.
-          ValueError: other text.
+          TypeError: `text` is not text.
+          ValueError: it is other text.
         """
         if not isinstance(text, str | bytes):
             raise TypeError(NOT_JSON.format(shown(text)))
@@ -117,17 +117,17 @@ class Calibration(Report):
         return cls(rows=rows, **fields)
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Draws for each product the largest error in each dtype, and the tolerance.
+        """Draws each product's largest error in each dtype, and the tolerance.
 
         Args:
-          ax: matplotlib Axes to draw into; None for a figure of its own.
+          ax: matplotlib Axes to draw into, or None for a new figure.
 
         Returns:
           The Axes; `ax.figure.savefig(path)` writes a file.
 
         Raises:
           ImportError: matplotlib is not installed.
-          TypeError: `ax` is no Axes.
+          TypeError: `ax` is not Axes.
         """
         return plot_errors(self, ax)
 
@@ -159,7 +159,7 @@ class Calibration(Report):
 
 
 def rows_table(rows: list[ProductRow], table: Table) -> str:
-    """Sizes, spread, and the largest error by dtype; 4.1/5.9/5.8 is by direction."""
+    """Sizes, spread and the largest error by dtype; 4.1/5.9/5.8 are the directions."""
     names = list(dict.fromkeys(name for row in rows for name in row.errors))
     header = ["module", "product", "spread x w g", *(f"{called(n)} %" for n in names)]
     cells = [
@@ -186,7 +186,7 @@ def errors_text(row: ProductRow, name: str) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """The value with what JSON has no number for as text."""
+    """The value, with numbers that JSON lacks as text."""
     if isinstance(value, dict):
         return {key: as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -23,7 +23,7 @@ STYLES = {  # a color and a marker
 
 
 class Calibrated(Protocol):
-    """What is drawn of a `Calibration`."""
+    """The part of a `Calibration` that is drawn."""
 
     @property
     def rows(self) -> list[ProductRow]: ...

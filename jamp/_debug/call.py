@@ -1,9 +1,9 @@
 """A call with modules, pytrees and numbers as a function of a flat list of arrays.
 
-What `jamp.debug` looks into is given as the user calls it: a loss over Flax, Equinox or
-plain parameters, a whole train step with a `GradScaler`. Arrays get names from the
-function's signature ("params/encoder/kernel"); everything else stays as it is, so that
-`train=True` is as true as in the user's own call.
+`jamp.debug` gets a call as the user writes it: a loss over Flax, Equinox or plain
+parameters, or a whole train step with a `GradScaler`. Arrays get names from the
+function's signature ("params/encoder/kernel"). Everything else is unchanged, so that
+`train=True` means the same as in the user's own call.
 """
 
 import inspect
@@ -36,11 +36,11 @@ class FlatCall(NamedTuple):
 def open_call(
     caller: str, fn: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> FlatCall:
-    """Takes a call apart.
+    """Flattens a call.
 
     Args:
-      caller: what a message begins with.
-      fn: a function; or a module, whose own arrays are arguments then too.
+      caller: the beginning of a message.
+      fn: a function, or a module, whose own arrays are then arguments too.
 
     Raises:
       TypeError: `fn` cannot be called.
@@ -77,7 +77,7 @@ def _flatten(
 ) -> FlatCall:
     values = [value for _, value in labelled]
     graph, modules = None, [i for i, v in enumerate(values) if _has_modules(v)]
-    if modules:  # what two of them share, they go on sharing
+    if modules:  # variables that two modules share stay shared
         from flax import nnx
 
         graph, state = nnx.split([values[i] for i in modules])
@@ -113,7 +113,7 @@ def _flatten(
 
 
 def argument_names(fn: Callable[..., object], n_args: int) -> list[str]:
-    """The names of positional arguments, as the signature has them.
+    """The names of positional arguments, from the signature.
 
     >>> argument_names(lambda params, *batch: 0, 3)
     ['params', 'batch[0]', 'batch[1]']
@@ -159,7 +159,7 @@ def named_leaves(caller: str, tree: PyTree) -> list[tuple[str, ArrayLike]]:
     """The floating and complex leaves of a tree of gradients, each with its path.
 
     Raises:
-      TypeError: something in it is no array.
+      TypeError: a leaf is not an array.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = []

@@ -1,5 +1,4 @@
-"""Which dtype a product is to run in, of those that were measured, and which rules say
-so."""
+"""The dtype for each measured product, and the rules that ask for it."""
 
 import math
 import re
@@ -16,20 +15,20 @@ from .table import percent
 
 TENSORWISE = RECIPES[0]  # which rules and reports call "float8"
 HALVES = ("bfloat16", "float16")
-CAREFUL = (FLOAT8, *RECIPES[1:], *HALVES, "float32")  # more and more
+CAREFUL = (FLOAT8, *RECIPES[1:], *HALVES, "float32")  # more and more careful
 Errors = Mapping[str, tuple[float, float]]  # direction -> whole, worst slice
 
 
 class Wanted(NamedTuple):
-    """What a product is to run in."""
+    """The dtype or recipe that a product should run in."""
 
     scope: str  # the module path as rules see it
     name: str
-    qualifies: bool  # for float8, if that is asked for; else the region leaves it
+    qualifies: bool  # for float8, if that is asked for; if not, the region decides
 
 
 class Choice(NamedTuple):
-    """A dtype or recipe, and why it is not the one before it."""
+    """A dtype or recipe, and why it is not an earlier one."""
 
     name: str
     why: str = ""
@@ -61,8 +60,8 @@ def chosen(
     """The first dtype or recipe whose errors are within the tolerance.
 
     Args:
-      errors: by dtype or recipe, the one that is asked for first. What comes last
-        before float32 is a dtype of half precision.
+      errors: by dtype or recipe, beginning with the one that is asked for. The last one
+        before float32 is a half-precision dtype.
       sizes: rows, contracted numbers, columns.
     """
     why = []
@@ -77,7 +76,7 @@ def chosen(
 
 
 def beyond(errors: Errors, tolerance: float) -> str:
-    """What errs by more than the tolerance, or ""."""
+    """The error that exceeds the tolerance, as text, or ""."""
     for direction in DIRECTIONS:
         if direction in errors and not max(errors[direction]) <= tolerance:
             whole, worst = errors[direction]
@@ -91,9 +90,9 @@ def beyond(errors: Errors, tolerance: float) -> str:
 
 
 def agreed(wanted: Iterable[Wanted]) -> dict[str, str]:
-    """For each scope the most careful dtype that a product of it asks for.
+    """For each scope, the most careful dtype that one of its products needs.
 
-    Scopes whose products all run in what the region gives them have none.
+    Scopes whose products all run in the region's own dtypes have none.
 
     >>> agreed([Wanted("a", "float8", True), Wanted("a", "rowwise", True)])
     {'a': 'rowwise'}
@@ -111,10 +110,10 @@ def rules_of(
     """Regular expressions for scopes, with what runs there.
 
     Args:
-      names: by scope, what `agreed` says.
+      names: by scope, from `agreed`.
       scopes: of all products.
-      mixed: scopes with other ops, which belong in float32. No rule brings those into
-        half precision.
+      mixed: scopes with other ops that belong in float32. No rule brings these scopes
+        into half precision.
     """
     scopes = sorted(set(scopes))
     return {

@@ -1,4 +1,4 @@
-"""What an equation of a jaxpr holds: variables, arrays, and the jaxprs that it runs."""
+"""The contents of a jaxpr's equation: variables, arrays, and jaxprs that it runs."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -29,7 +29,7 @@ def array(atom: Atom) -> ShapedArray:
 
 
 def held_by(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The open jaxprs that an equation runs, but for kernels and how it adds two."""
+    """The open jaxprs that an equation runs, except kernels and how it adds two."""
     name = eqn.primitive.name
     if name in LEFT_ALONE or name.startswith(("reduce_", "scatter", "select_and_")):
         return []
@@ -37,7 +37,7 @@ def held_by(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def called_by(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The only jaxpr of an equation, if it calls that with its own inputs."""
+    """The only jaxpr of an equation, if it calls the jaxpr with its own inputs."""
     held = [p for p in eqn.params.values() if isinstance(p, Jaxpr | ClosedJaxpr)]
     if not held or len(list(jaxprs_in_params(eqn.params))) > 1:
         return None

@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     path: str
     backward: bool
     note: str = ""
-    dtypes: tuple[tuple[str, ...], ...] = ()  # given and made; not of a function's ops
+    dtypes: tuple[tuple[str, ...], ...] = ()  # in and out; not for a function's ops
 
 
 def explain(
@@ -49,34 +49,39 @@ def explain(
     *,
     rules: Mapping[Any, Any] | None = None,
 ) -> Callable[..., Explanation]:
-    """Shows what autocast makes of a function: each op, its dtypes, and the rule.
+    """Shows what autocast does to a function: each op, its dtypes, and the rule.
 
-    Traces `fn` without running it; arguments may be `jax.ShapeDtypeStruct`s. Give it
-    the loss function, to see as well what is kept for the backward pass (with respect
-    to the first argument, as `jax.grad` does it), or a whole train step, to see the
-    backward pass. A function that JAX cannot differentiate is explained without that.
+    It traces `fn` without running it, so arguments may be `jax.ShapeDtypeStruct`s. Give
+    it the loss function to see also what is kept for the backward pass (with respect to
+    the first argument, as in `jax.grad`), or a whole train step to see the backward
+    pass. A function that JAX cannot differentiate is explained without these.
 
     Args:
-      fn: any function of pytrees, Flax, Equinox or Haiku modules; a Flax module or its
-        method.
+      fn: any function of pytrees or of Flax, Equinox or Haiku modules, or a Flax module
+        or its method.
       dtype: float16, bfloat16, "float8" or a `jamp.Float8`: `fn` is put into
-        `jamp.autocast(dtype)`. By default it is explained as it is, with the regions
-        and policies that it has itself.
+        `jamp.autocast(dtype)`. By default, `fn` is explained with only the regions and
+        policies that it has itself.
       rules: as in `jamp.autocast`, with `dtype`.
 
     Returns:
-      A function with the arguments of `fn` that returns an `Explanation`. Printed, also
-      in a notebook, it has a row for each kind of op with the rule that decided and
-      the ops of torch's list that the rule mirrors, and where float8 is asked for
-      why a matrix product is in it or is not; the share of matrix products in
-      the lower dtype; the memory that is kept for the backward pass; half precision
-      that silently became float32, float16 sums that may overflow, and matrix products
-      that run in float32, with the line that made their input float32. The last three
-      are also its `found`. `to_dict()` has everything, `to_markdown()` what is printed.
+      A function with the arguments of `fn` that returns an `Explanation`. It prints,
+      also in a notebook:
+
+      - a row for each kind of op, with the rule that decided, the ops of torch's list
+        that the rule mirrors and, if float8 is asked for, why a matrix product is in
+        float8 or not;
+      - the share of matrix products in the lower dtype;
+      - the memory that is kept for the backward pass;
+      - half precision that silently became float32, float16 sums that may overflow, and
+        matrix products that run in float32, with the line that made their input
+        float32. These are also its `found`.
+
+      `to_dict()` has everything, and `to_markdown()` the printed text.
 
     Raises:
       TypeError: `fn` cannot be called.
-      ValueError: `dtype` is not float16 or bfloat16; `rules` without `dtype`.
+      ValueError: `dtype` is not one of these, or `rules` is given without `dtype`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -90,10 +95,10 @@ def explain(
       >>> explanation.to_dict()["matmul_share"], explanation.found
       (1.0, [])
 
-    PyTorch: none.
+    PyTorch: no counterpart.
     """
     if rules is not None and dtype is None:
-        raise ValueError("explain(rules=...): give dtype too; rules are of its region.")
+        raise ValueError("explain(rules=...): give dtype too; rules need a region.")
     region = None if dtype is None else autocast(dtype, rules=rules)
 
     @functools.wraps(fn, updated=())
@@ -129,7 +134,7 @@ def explain(
 
 
 def rows_of(ops: Iterable[Op]) -> list[OpRow]:
-    """Ops of one kind as one row, those with most work first."""
+    """Ops of one kind as one row, those with the most work first."""
     groups: dict[Kind, list[Op]] = {}
     for op in ops:
         if not (is_cast(op) or is_helper(op)) and op.site.dtypes_out:
@@ -139,7 +144,7 @@ def rows_of(ops: Iterable[Op]) -> list[OpRow]:
 
 
 def is_helper(op: Op) -> bool:
-    """Whether autocast needs an op to run another one, such as a layer's bias."""
+    """Whether autocast adds an op only to run another one, such as a layer's bias."""
     reason, primitive = Reason.read(op.site.rule), op.site.primitive
     if reason.note:
         return primitive not in PRODUCTS
@@ -171,7 +176,7 @@ def row_of(kind: Kind, group: list[Op]) -> OpRow:
     listed = kind.rule in ("lower", "float32", "promote")
     return OpRow(
         op=kind.op,
-        times=min(counts.values()),  # a function's rarest op runs once in it
+        times=min(counts.values()),  # a function's rarest op runs once per call
         dtypes=f"{', '.join(inputs)} -> {', '.join(outputs)}",
         runs_in=next(iter(group[0].site.dtypes_in), ""),
         rule=kind.rule,
@@ -189,7 +194,7 @@ def row_of(kind: Kind, group: list[Op]) -> OpRow:
 def widened_at(op: Op) -> str:
     """The line at which a float32 input of an op was half precision, or "".
 
-    Another line than the op's own, if there is one: that one has widened the others.
+    It is not the op's own line if there is another one, which widened the input first.
     """
     queue, seen, line = deque(variables(op.eqn.invars)), set(), ""
     while queue:
@@ -212,7 +217,7 @@ def widened_at(op: Op) -> str:
 def given_dtypes(op: Op) -> tuple[str, ...]:
     """The dtypes of an op's inputs before the region cast them.
 
-    Of a function that counts as one op, the inputs that come from outside of it.
+    For a function that counts as one op, these are the inputs from outside of it.
     """
     rule, given = op.site.rule, []
     is_function = Reason.read(rule).source is Source.FUNCTION
@@ -228,7 +233,7 @@ def given_dtypes(op: Op) -> tuple[str, ...]:
 
 
 def is_cast_of_its_own(maker: JaxprEqn) -> bool:
-    """Whether an equation casts an input of an op, and does not scale it as well."""
+    """Whether an equation only casts an input of an op, and does not scale it."""
     is_cast = maker.primitive.name == "convert_element_type"
     is_scaled = Reason.read(rule_of(maker)).note.endswith(SCALED_NOTE)
     return is_cast and not (is_scaled or is_float8(maker.params["new_dtype"]))
@@ -254,7 +259,7 @@ def matmul_flops(ops: Iterable[Op]) -> dict[str, int]:
 
 
 def promotions(ops: Iterable[Op]) -> list[Promotion]:
-    """Where a float32 operand made a half-precision one float32, unasked."""
+    """Where a float32 operand implicitly made a half-precision one float32."""
     found: dict[tuple[str, str, str], Promotion] = {}
     for op in ops:
         if not (is_cast(op) and widens(op)) or op.site.backward:
@@ -285,7 +290,7 @@ def widens(op: Op) -> bool:
 
 
 def is_float32(variable: Atom, op: Op) -> bool:
-    """Whether a value is float32 of its own, and no number that follows arrays."""
+    """Whether a value is itself float32, and not a number that follows arrays."""
     if isinstance(variable, Literal):
         return False
     dtype = getattr(variable.aval, "dtype", None)
@@ -298,7 +303,7 @@ def is_float32(variable: Atom, op: Op) -> bool:
 
 
 def reductions(ops: Iterable[Op]) -> list[Reduction]:
-    """Sums in float16 of so many elements that they may overflow."""
+    """Sums in float16 that have so many elements that they may overflow."""
     found: dict[tuple[str, str, str], Reduction] = {}
     for op in ops:
         n = reduced(op.eqn)

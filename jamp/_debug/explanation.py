@@ -1,4 +1,4 @@
-"""What `explain` returns: all that it found, as data and as text."""
+"""What `explain` returns: everything that it found, as data and as text."""
 
 import dataclasses
 from collections import Counter
@@ -20,16 +20,16 @@ class Explanation(Report):
 
     Attributes:
       function: its name.
-      rows: the ops, in the order in which they run, equal ones together.
+      rows: kinds of ops, those with the most work first.
       matmul_flops: dtype -> floating-point operations of matrix products.
-      casts: how many there are.
-      saved: arrays saved for the backward pass; None if it cannot be differentiated.
-      refusal: why there is nothing saved: what JAX said when differentiating.
-      promotions: products that a float32 operand has widened.
+      casts: the number of casts.
+      saved: arrays saved for the backward pass, or None if there is no derivative.
+      refusal: the error that JAX raised when differentiating, or "".
+      promotions: half-precision values that a float32 operand widened.
       reductions: long sums in float16.
 
     Raises:
-      TypeError: read as a bool; ask for `found`.
+      TypeError: it was read as a bool; ask for `found`.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -52,8 +52,8 @@ class Explanation(Report):
 
     @property
     def found(self) -> list[str]:
-        """What may be slow or overflow: promotions, float16 sums, and matrix products
-        in float32 beside others in half precision, as lines of text."""
+        """Ops that may be slow or overflow: promotions, float16 sums, and matrix
+        products in float32 beside others in half precision, as lines of text."""
         return [
             *(
                 f"float32 operand widens {p.op} {text.place(p)}"
@@ -83,7 +83,7 @@ class Explanation(Report):
 
         Keys: `function`, `rows`, `matmul_flops` by dtype, `matmul_share` (in half
         precision and float8, of all), `casts`, `saved_bytes` by dtype and `saved` (both
-        None if there was nothing to differentiate, or if JAX refused: `refusal`),
+        None if there was nothing to differentiate, or if JAX could not: `refusal`),
         `promotions`, `reductions`, `found`.
         """
         saved = None if self.saved is None else self._largest()
@@ -113,7 +113,7 @@ class Explanation(Report):
         return dict(total.most_common())
 
     def _largest(self) -> list[dict[str, Any]]:
-        """What is kept, of one kind and line together, the largest first."""
+        """The kept arrays, grouped by kind and line, the largest first."""
         groups: dict[tuple, list[Saved]] = {}
         for array in self.saved or ():
             site = array.site

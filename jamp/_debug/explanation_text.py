@@ -69,7 +69,7 @@ def faults(
     reductions: Sequence[Reduction],
     products: Sequence[OpRow],
 ) -> list[str]:
-    """What may be slow or overflow: a paragraph for each kind."""
+    """The ops that may be slow or overflow: a paragraph for each kind."""
     widened = [
         f"  {p.op} {place(p)}: {p.times} times, {size(p.bytes)} more"
         for p in promotions

@@ -15,12 +15,13 @@ def count_exponents(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Counts the elements of floating and complex arrays.
 
-    Of complex arrays both parts count. Magnitudes of float64 that float32 does not
-    reach count with the first or last exponent. A sum stops at 2**32 - 1.
+    Both parts of complex arrays count. Magnitudes of float64 that are out of float32's
+    range count with the first or last exponent. A sum stops at 2**32 - 1.
 
     Returns:
-      uint32 [256], by the exponent as it is in the bits, without zeros, infs and nans:
-      255 is always 0; uint32 [], the zeros; uint32 [], infs and nans.
+      Three counts. The first is uint32 [256], by the exponent in the bits, without
+      zeros, infs and nans, so that 255 is always 0. The others are uint32 []: zeros,
+      and infs and nans.
     """
     counts = jnp.zeros(256, jnp.uint32)
     zeros = nonfinite = jnp.zeros([], jnp.uint32)
@@ -39,7 +40,7 @@ def count_exponents(
 def _exponents(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The exponent of float32, 255 for inf and nan; and whether an element is zero.
 
-    From the bits, because XLA's CPU backend computes with subnormals as with zeros.
+    Both are read from the bits, because XLA's CPU backend treats subnormals as zeros.
     """
     if x.dtype == jnp.float64:
         words = lax.bitcast_convert_type(x, jnp.uint32)
@@ -56,7 +57,7 @@ def _exponents(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _scatter(exponent: jax.Array, counted: jax.Array) -> jax.Array:
-    """Sums up `counted` by exponent."""
+    """Sums `counted` by exponent."""
     mesh = jax.typeof(exponent).sharding.mesh
     explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
     spec = jax.sharding.PartitionSpec()

@@ -1,4 +1,4 @@
-"""What `explain` finds in a function: kinds of ops, and what is wrong with some."""
+"""What `explain` finds in a function: kinds of ops, and problems of some."""
 
 from typing import NamedTuple
 
@@ -8,17 +8,17 @@ class OpRow(NamedTuple):
 
     op: str  # a primitive, or a function that counts as one op
     times: int
-    dtypes: str  # what it is given and gives back: "float16, float32 -> float16"
+    dtypes: str  # of inputs and outputs: "float16, float32 -> float16"
     runs_in: str  # the dtype that the region has cast its first input to
-    rule: str  # "lower", "left_alone", ...; "rules['head']"; "no region", "off"
+    rule: str  # such as "lower", "left_alone", "rules['head']", "no region", "off"
     torch: tuple[str, ...]  # the ops of torch's lists that the rule mirrors
     line: str
     path: str
     backward: bool
     flops: int  # of matrix products
     bytes: int  # of results
-    since: str = ""  # of a product in float32: where its input became float32
-    note: str = ""  # of a product where float8 is asked for: its recipe, or why not
+    since: str = ""  # for a product in float32: where its input became float32
+    note: str = ""  # for a product, if float8 is asked for: its recipe, or why not
 
 
 class Promotion(NamedTuple):
@@ -28,7 +28,7 @@ class Promotion(NamedTuple):
     line: str
     path: str
     times: int
-    bytes: int  # that it takes more
+    bytes: int  # additional ones
 
 
 class Reduction(NamedTuple):

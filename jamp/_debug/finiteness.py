@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 # A mark: FINE, or bits.
 FINE, INF, NAN = 0, 1, 2
-FRESH = 4  # an elementwise op made an inf or nan where all its inputs are finite
+FRESH = 4  # an elementwise op made an inf or nan from inputs that are all finite
 
 
 def can_hold_nan(value: ArrayLike) -> bool:
@@ -23,7 +23,7 @@ def can_hold_nan(value: ArrayLike) -> bool:
 
 @jax.jit
 def mark_of(x: jax.Array, *inputs: jax.Array) -> jax.Array:
-    """The mark of a value: uint8 []. FRESH is for what elementwise ops make."""
+    """The mark of a value: uint8 []. FRESH is for results of elementwise ops."""
     is_bad, is_nan = bad_and_nan(x)
     flags = [(INF, is_bad & ~is_nan), (NAN, is_nan)]
     if inputs:
@@ -36,8 +36,8 @@ def mark_of(x: jax.Array, *inputs: jax.Array) -> jax.Array:
 def bad_and_nan(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Elements that are inf or nan, and those that are nan.
 
-    Half precision is read as bits: XLA might look at the float32 value that it computes
-    it from, which has not overflowed.
+    Half precision is read as bits: XLA might otherwise look at the float32 value that
+    it is computed from, which has not overflowed.
     """
     if jnp.iscomplexobj(x):
         parts = bad_and_nan(x.real), bad_and_nan(x.imag)

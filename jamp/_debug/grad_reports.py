@@ -1,4 +1,4 @@
-"""Which gradients overflowed, and what float16 flushes to zero: reports by path."""
+"""Which gradients overflowed, and which float16 flushes to zero: reports by path."""
 
 from collections.abc import Sized
 
@@ -15,7 +15,7 @@ from .report import SHOWN, Report, check_single, only_when, report, stacked, sta
 from .table import Table, percent
 
 FLOAT16_MAX = 65504.0
-# Half of float16's smallest number: it and all below are rounded to zero.
+# Half of float16's smallest number: this number and smaller ones round to zero.
 FLUSHED = 2.0**-25
 
 
@@ -30,8 +30,8 @@ class OverflowReport(Report):
       sizes: of the leaves, in elements.
 
     Raises:
-      TypeError: read inside a trace, where it has no numbers, or as a bool.
-      ValueError: read while it is stacked, of several steps: index it first.
+      TypeError: it was read inside a trace, where it has no numbers, or as a bool.
+      ValueError: it was read while stacked, with several steps: index it first.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -54,7 +54,7 @@ class OverflowReport(Report):
         return list(self.to_dict())
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """`{path: {"inf": n, "nan": n, "size": n}}` of those that hold any."""
+        """`{path: {"inf": n, "nan": n, "size": n}}` for those that hold any."""
         check_single(self)
         inf, nan = np.asarray(self.inf), np.asarray(self.nan)
         rows = zip(self.paths, inf.tolist(), nan.tolist(), self.sizes, strict=True)
@@ -77,8 +77,8 @@ class OverflowReport(Report):
 def overflow_report(grads: PyTree, *, when: ArrayLike | None = None) -> OverflowReport:
     """Counts the infs and nans of each gradient.
 
-    Works inside jit, where it costs one read of the gradients. With `when` it costs
-    that only on the steps where `when` is true:
+    It works inside jit, where it costs one read of the gradients. With `when`, it costs
+    that only on steps where `when` is true:
 
         grads = ...
         params, opt_state = jamp.step(tx, grads, opt_state, params)
@@ -86,17 +86,17 @@ def overflow_report(grads: PyTree, *, when: ArrayLike | None = None) -> Overflow
         report = jamp.debug.overflow_report(grads, when=skipped)
 
     Args:
-      grads: pytree of gradients, scaled as they come; leaves that are not floating or
-        complex pass.
-      when: bool [], or None to count always. If false, all counts are 0.
+      grads: pytree of gradients, which may be scaled; leaves that are not floating or
+        complex are ignored.
+      when: bool [], or None to count always. If it is false, all counts are 0.
 
     Returns:
-      An `OverflowReport`: a pytree of counts. Printed it is a table of the gradients
-      that hold an inf or nan; `found` is a list of their paths, `to_dict()` and
+      An `OverflowReport`: a pytree of counts. It prints as a table of the gradients
+      that hold an inf or nan. `found` is a list of their paths, and `to_dict()` and
       `to_markdown()` have the rest. `report[i]` is one step of a stacked report.
 
     Raises:
-      TypeError: a leaf is no array.
+      TypeError: a leaf is not an array.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -106,7 +106,7 @@ def overflow_report(grads: PyTree, *, when: ArrayLike | None = None) -> Overflow
       gradient  inf  nan  of elements
       head        1    1            3
 
-    PyTorch: none; `torch.amp.GradScaler` keeps one flag for all.
+    PyTorch: no counterpart; `torch.amp.GradScaler` keeps one flag for all gradients.
     """
     named = named_leaves("overflow_report", grads)
 
@@ -121,10 +121,10 @@ def overflow_report(grads: PyTree, *, when: ArrayLike | None = None) -> Overflow
 
 @report
 class UnderflowReport(Report):
-    """What float16 flushes to zero of each gradient. From `underflow_report`.
+    """How much of each gradient float16 flushes to zero. From `underflow_report`.
 
     Attributes:
-      flushed: uint32 [leaves]: elements that float16 makes zero.
+      flushed: uint32 [leaves]: elements that float16 flushes to zero.
       flushed_unscaled: uint32 [leaves]: the same without the scale.
       zeros: uint32 [leaves]: elements that are zero.
       largest: float32 [leaves]: the largest finite magnitude, scaled.
@@ -133,8 +133,8 @@ class UnderflowReport(Report):
       sizes: of the leaves, in elements.
 
     Raises:
-      TypeError: read inside a trace, where it has no numbers, or as a bool.
-      ValueError: read while it is stacked, of several steps: index it first.
+      TypeError: it was read inside a trace, where it has no numbers, or as a bool.
+      ValueError: it was read while stacked, with several steps: index it first.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -157,14 +157,15 @@ class UnderflowReport(Report):
 
     @property
     def found(self) -> list[str]:
-        """The paths of the gradients that lose more than 1 % with the scale, or all
-        of whose elements are zero."""
+        """The paths of the gradients that lose more than 1 % with the scale, or whose
+        elements are all zero."""
         rows = self.to_dict().items()
         return [p for p, r in rows if r["flushed"] > 0.01 or r["zeros"] == 1]
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """By path: the shares `flushed`, `flushed_unscaled` and `zeros`; the `largest`
-        magnitude, scaled; `headroom_bits`, the doublings that it has left to 65504."""
+        """By path: the shares `flushed`, `flushed_unscaled` and `zeros`, the `largest`
+        magnitude, scaled, and `headroom_bits`, the doublings that it has left up to
+        65504."""
         check_single(self)
         columns = (self.flushed, self.flushed_unscaled, self.zeros, self.largest)
         rows = zip(*(np.asarray(c).tolist() for c in columns), strict=True)
@@ -212,27 +213,27 @@ class UnderflowReport(Report):
 
 
 def underflow_report(grads: PyTree, scale: ArrayLike) -> UnderflowReport:
-    """What of each gradient float16 would flush to zero, with the scale and without.
+    """How much of each gradient float16 flushes to zero, with the scale and without.
 
-    An element is flushed if float16 rounds it to zero: if it is not zero, and at most
-    2**-25. Elements that were zero before, for one because the backward pass flushed
-    them, are counted apart. Works inside jit.
+    An element is flushed if float16 rounds it to zero: it is not zero, and at most
+    2**-25. Elements that were zero before, for example because the backward pass
+    flushed them, are counted separately. It works inside jit.
 
     Args:
       grads: pytree of *scaled* gradients, as `jamp.value_and_grad` and `nnx.grad` of a
         scaled loss return them.
-      scale: the loss scale that they carry, a number or float32 []: what
-        `jamp.loss_scale(opt_state)` or `scaler.get_scale()` was before the step.
+      scale: the loss scale of the gradients, a number or float32 []: the value of
+        `jamp.loss_scale(opt_state)` or `scaler.get_scale()` before the step.
 
     Returns:
-      An `UnderflowReport`: a pytree of counts. Printed it is a table with, by path, the
-      share that is flushed with the scale and without, the share that is zero already,
-      and the head-room: how often the largest element can double before it passes
-      65504. `found` lists the paths that lose more than 1 % with the scale, or that
-      are zero throughout.
+      An `UnderflowReport`: a pytree of counts. It prints as a table with, by path, the
+      share that is flushed with the scale and without, the share that is already zero,
+      and the headroom: how often the largest element can double before it exceeds
+      65504. `found` lists the paths that lose more than 1 % with the scale, or that are
+      all zero.
 
     Raises:
-      TypeError: a leaf is no array; the scale is no number.
+      TypeError: a leaf is not an array, or the scale is not a number.
       ValueError: the scale is not in float32's normal range.
 
     Examples:
@@ -243,7 +244,7 @@ def underflow_report(grads: PyTree, scale: ArrayLike) -> UnderflowReport:
       gradient  flushed  without scale  zero before  bits left
       w            25 %           50 %         25 %       14.0
 
-    PyTorch: none.
+    PyTorch: no counterpart.
     """
     scale = scale_argument("underflow_report", scale)
     named = named_leaves("underflow_report", grads)
@@ -271,7 +272,7 @@ def underflow_report(grads: PyTree, scale: ArrayLike) -> UnderflowReport:
 
 
 def scale_argument(caller: str, scale: ArrayLike) -> jax.Array:
-    """A loss scale given by the user as float32 []."""
+    """A loss scale from the user, as float32 []."""
     if isinstance(scale, jax.Array | np.ndarray | np.generic):
         kinds = (jnp.integer, jnp.floating)
         is_real = any(jnp.issubdtype(scale.dtype, kind) for kind in kinds)
@@ -280,7 +281,7 @@ def scale_argument(caller: str, scale: ArrayLike) -> jax.Array:
     if not is_real:
         raise TypeError(
             f"{caller}: scale must be a number; got {shown(scale)}. "
-            "jamp.loss_scale(opt_state) and scaler.get_scale() give it."
+            "jamp.loss_scale(opt_state) and scaler.get_scale() return it."
         )
     if jnp.size(scale) != 1:
         raise ValueError(

@@ -18,8 +18,8 @@ from .table import percent, text_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# What float16 makes of a magnitude that lies between two powers of two. Up to 2**-25 it
-# rounds to zero, from 2**-14 on it has all its bits; from 65520 on it rounds to inf.
+# What float16 does to a magnitude between two powers of two. Up to 2**-25, it rounds to
+# zero. From 2**-14 on, it keeps all its bits. From 65520 on, it rounds to inf.
 ZERO, NORMAL, INF = -25, -14, 16
 REGIONS = {  # a color, and names from long to short
     "zero": ("#d9485f", "becomes zero", "zero"),
@@ -32,20 +32,21 @@ ROWS, BAR = 24, 30  # of a printed histogram: lines, and columns of the longest 
 
 
 class GradHistogram(NamedTuple):
-    """How many gradients lie between two powers of two. From `grad_histogram`.
+    """How many gradients are between two powers of two. From `grad_histogram`.
 
-    A pytree of four arrays, so a jitted step may return it and `lax.scan` stack it;
-    `jax.tree.map(lambda x: x[i], stacked)` takes one out. `print` shows one as text.
+    It is a pytree of four arrays, so a jitted step may return it and `lax.scan` may
+    stack it. `jax.tree.map(lambda x: x[i], stacked)` takes one out, and `print` shows
+    one as text.
 
     Attributes:
       counts: uint32 [256]: by the float32 exponent of the scaled gradient.
       zeros: uint32 []: elements that are zero.
       nonfinite: uint32 []: elements that are inf or nan.
-      scale: float32 []: what the gradients are multiplied by.
+      scale: float32 []: the factor that the gradients are multiplied by.
 
     Raises:
-      TypeError: read inside a trace, where it has no numbers.
-      ValueError: read while it is stacked, of several steps.
+      TypeError: it was read inside a trace, where it has no numbers.
+      ValueError: it was read while stacked, with several steps.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -62,8 +63,8 @@ class GradHistogram(NamedTuple):
         """Python numbers; the exponents are those of the unscaled gradients.
 
         `{"exponents": {e: count}, "zeros": n, "nonfinite": n, "scale": s}`: `count`
-        elements with `2**e <= |gradient| < 2**(e + 1)`. A scale that is no power of
-        two is taken for the nearest. Exponent -127, before unscaling, stands for all
+        elements with `2**e <= |gradient| < 2**(e + 1)`. A scale that is not a power of
+        two counts as the nearest one. Exponent -127, before unscaling, stands for all
         magnitudes below 2**-126.
         """
         counts, zeros, nonfinite, scale = _fetched(self)
@@ -79,11 +80,11 @@ class GradHistogram(NamedTuple):
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draws the share of elements over the magnitude of the unscaled gradients.
 
-        The colors behind it, and the upper ruler, tell what float16 would make of them
-        without a scale; the dashed lines, and the lower ruler, with it.
+        The background colors and the upper ruler show what float16 would do to them
+        without a scale, the dashed lines and the lower ruler what it does with it.
 
         Args:
-          ax: matplotlib Axes to draw into; None for a figure of its own.
+          ax: matplotlib Axes to draw into, or None for a new figure.
 
         Returns:
           The Axes; `ax.figure.savefig(path)` writes a file, and in a notebook
@@ -168,22 +169,22 @@ class GradHistogram(NamedTuple):
 def grad_histogram(grads: PyTree, scale: ArrayLike = 1.0) -> GradHistogram:
     """Counts gradients by exponent, as in figure 3 of the mixed-precision paper.
 
-    It shows how much a scale saves: what lies below float16's range without it, and how
-    far the largest gradients are from overflow with it. Works inside jit, where it
-    costs one pass over the gradients, and with sharded gradients. Counts stop at
-    2**32 - 1.
+    It shows how much a scale saves: how many gradients are below float16's range
+    without it, and how far the largest ones are from overflow with it. It works with
+    sharded gradients, and inside jit, where it costs one pass over the gradients.
+    Counts stop at 2**32 - 1.
 
     Args:
-      grads: pytree of *scaled* gradients, as `jamp.value_and_grad` returns them. Of
-        complex leaves both parts count; what is not floating passes.
-      scale: the loss scale that they carry, a number or float32 []: what
-        `jamp.loss_scale(opt_state)` or `scaler.get_scale()` was before the step.
+      grads: pytree of *scaled* gradients, as `jamp.value_and_grad` returns them. Both
+        parts of complex leaves count, and leaves that are not floating are ignored.
+      scale: the loss scale of the gradients, a number or float32 []: the value of
+        `jamp.loss_scale(opt_state)` or `scaler.get_scale()` before the step.
 
     Returns:
       A `GradHistogram`: print it, `plot()` it, or take its `to_dict()`.
 
     Raises:
-      TypeError: a leaf is no array; the scale is no number.
+      TypeError: a leaf is not an array, or the scale is not a number.
       ValueError: the scale is not positive.
 
     Examples:
@@ -193,7 +194,7 @@ def grad_histogram(grads: PyTree, scale: ArrayLike = 1.0) -> GradHistogram:
       >>> histogram.to_dict()["exponents"]
       {-16: 1, -9: 2}
 
-    PyTorch: none.
+    PyTorch: no counterpart.
 
     References:
       Micikevicius et al. 2018, arXiv 1710.03740.
@@ -215,7 +216,7 @@ def _fetched(histogram: GradHistogram) -> tuple[np.ndarray, int, int, float]:
 
 
 def _region(exponent: int) -> str:
-    """What float16 makes of magnitudes from 2**exponent to its double."""
+    """What float16 does to magnitudes from 2**exponent to its double."""
     if exponent < ZERO:
         return "zero"
     return "subnormal" if exponent < NORMAL else "normal" if exponent < INF else "inf"
@@ -233,13 +234,13 @@ def _regions(left: float, right: float, shift: float) -> list[tuple[str, float, 
 
 
 def _headroom(bins: np.ndarray) -> str:
-    """How often the largest finite gradient can double before it is inf."""
+    """The headroom: how often the largest finite gradient can double before inf."""
     if not len(bins):
         return ""
     doublings = INF - 1 - (int(bins[-1]) - BIAS)
     if doublings < 0:
-        return "no head-room: some are above 65504"
-    return f"head-room to 65504: {doublings} doublings of the scale"
+        return "no headroom: some are above 65504"
+    return f"headroom to 65504: {doublings} doublings of the scale"
 
 
 def _power(shift: float) -> str:

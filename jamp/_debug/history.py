@@ -1,10 +1,10 @@
 """The scalars of a training loop, collected without waiting for the device.
 
 A host that reads a value waits until the device has computed it, and the device then
-waits for the host's next step. `History` never reads a value that is not there yet. The
+waits for the host's next step. `History` never reads a value that has not arrived. The
 scalars of a step are packed into one small vector, as bits, which is also the copy that
-survives when the next step donates their buffers. `every` such vectors are stacked and
-their copy to the host begins; the block is taken over once it is there.
+survives when the next step donates their buffers. `every` of these vectors are stacked,
+and their copy to the host begins. The block is read once it has arrived.
 """
 
 import operator
@@ -24,7 +24,7 @@ Scalar = bool | int | float | complex
 
 
 class History:
-    """Collects the scalars of a training loop; never makes it wait for the device.
+    """Collects the scalars of a training loop, without making it wait for the device.
 
         history = jamp.debug.History()
         for batch in batches:
@@ -33,25 +33,25 @@ class History:
         history["loss"]
 
     `append` keeps a copy on the device, so the next step may donate what was appended.
-    Reading waits: `history["loss"]`, `rows()` and `fetch()` first get what is still on
-    its way. Like a pandas DataFrame, `len` counts the rows and iteration gives the
-    names: `pd.DataFrame(dict(history), index=history.steps)` and
+    Reading waits: `history["loss"]`, `rows()` and `fetch()` first get the values that
+    are still on their way. As with a pandas DataFrame, `len` counts the rows and
+    iteration yields the names: `pd.DataFrame(dict(history), index=history.steps)` and
     `np.savez(path, **history)` work. `print(history)` shows the last values that have
     arrived, and does not wait.
 
     With `on_row`, each step's values are passed on in order as they arrive, for
-    TensorBoard or W&B. That is one block late, so call `fetch` when the loop ends, in a
-    `finally` if you stop it by Ctrl-C: it passes on the rest.
+    TensorBoard or W&B. They are one block late, so call `fetch` when the loop ends, in
+    a `finally` if you stop it with Ctrl-C: it passes on the rest.
 
     Args:
-      every: steps that are copied to the host together, at least 1.
+      every: the number of steps that are copied to the host together, at least 1.
       on_row: called as `on_row(step, row)` with the step's number and a dict of Python
-        scalars; or None.
-      start: number of the first step, for a run that is resumed.
+        scalars, or None.
+      start: the number of the first step, for a run that is resumed.
 
     Raises:
       ValueError: `every` is below 1.
-      TypeError: `every` or `start` is no integer, or `on_row` is no function.
+      TypeError: `every` or `start` is not an integer, or `on_row` is not a function.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -65,7 +65,7 @@ class History:
       >>> history["loss"]
       array([1.        , 0.5       , 0.33333334], dtype=float32)
 
-    PyTorch: none; `loss.item()` waits for the device at every step.
+    PyTorch: no counterpart; `loss.item()` waits for the device at every step.
     """
 
     def __init__(
@@ -99,8 +99,9 @@ class History:
           metrics: name -> scalar, with the same names at every step.
 
         Raises:
-          ValueError: the names are not those of the first step; a value is no scalar.
-          TypeError: a value is no number, or is traced.
+          ValueError: the names are not those of the first step, or a value is not a
+            scalar.
+          TypeError: a value is not a number, or is traced.
         """
         names = self._check_names("append", metrics)
         row = pack("append", metrics, names, 0)
@@ -113,14 +114,14 @@ class History:
         self._take_ready()
 
     def extend(self, stacked: Mapping[str, Any]) -> None:
-        """Adds several steps at once: arrays [steps], such as `lax.scan` stacks them.
+        """Adds several steps at once: arrays [steps], as `lax.scan` stacks them.
 
         Args:
           stacked: name -> array with one axis, the same length for all.
 
         Raises:
           ValueError: the names are not those of the first step, or the shapes differ.
-          TypeError: a value is no array of numbers, or is traced.
+          TypeError: a value is not an array of numbers, or is traced.
         """
         names = self._check_names("extend", stacked)
         shapes = {name: np.shape(value) for name, value in stacked.items()}
@@ -137,7 +138,7 @@ class History:
         self._take_ready()
 
     def fetch(self) -> None:
-        """Waits for all steps so far; passes those that are left to `on_row`."""
+        """Waits for all steps so far, and passes the remaining ones to `on_row`."""
         if self._rows:
             self._send()
         while self._pending:
@@ -167,7 +168,7 @@ class History:
         return np.arange(self._start, self._start + len(self))
 
     def __len__(self) -> int:
-        """How many steps there are so far."""
+        """The number of steps so far."""
         pending = sum(block.steps for block in self._pending)
         return self._taken + pending + len(self._rows)
 
@@ -218,12 +219,12 @@ class History:
 
     def _send(self) -> None:
         """Begins to copy the collected rows to the host."""
-        # Fewer rows are not worth compiling for their number.
+        # A smaller number of rows is not worth compiling for.
         self._launch(of_rows(self._rows, stacked=len(self._rows) == self._every))
 
     def _launch(self, block: Block) -> None:
         block.send()
-        # Together, so that Ctrl-C finds each row in one place.
+        # In one statement, so that Ctrl-C finds each row in one place.
         self._pending, self._rows = [*self._pending, block], []
 
     def _take_ready(self) -> None:
@@ -248,7 +249,7 @@ class History:
         self._calling = True
         try:
             while self._queue:
-                self._on_row(*self._queue.popleft())  # at most once, if it raises too
+                self._on_row(*self._queue.popleft())  # at most once, even if it raises
         finally:
             self._calling = False
 
@@ -265,7 +266,7 @@ def _integer(name: str, value: SupportsIndex) -> int:
 def _rows(
     chunk: dict[str, np.ndarray], last: int | None = None
 ) -> list[dict[str, Scalar]]:
-    """The rows of a chunk, or its last ones, as Python scalars."""
+    """The rows of a chunk, or only the last ones, as Python scalars."""
     steps = len(next(iter(chunk.values())))
     start = 0 if last is None else max(steps - last, 0)
     columns = (column[start:].tolist() for column in chunk.values())

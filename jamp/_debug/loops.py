@@ -1,7 +1,7 @@
 """scan, while and cond with marks of their bodies: which iterations are kept.
 
-The bodies are Programs of their own. Of a while loop only iterations that made
-something bad are kept.
+Each body is a separate Program. A while loop keeps only the iterations that made
+something bad.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Which values of a run hold an inf or a nan: small arrays, and what each belongs to.
 
-The arrays (`Marks`) are computed with everything else, eagerly or inside a trace; which
-value each belongs to is written down once, in a `Program`. `recorder.py` makes both,
-`blame.py` reads them.
+The arrays (`Marks`) are computed with everything else, eagerly or inside a trace. The
+value that each belongs to is recorded once, in a `Program`. `recorder.py` makes both,
+and `blame.py` reads them.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import numpy as np
 from .finiteness import FINE
 from .sites import Site
 
-Value = jax.Array | np.ndarray  # of a run; constants may be of NumPy
+Value = jax.Array | np.ndarray  # of a run; constants may be NumPy's
 
 
 class Node(NamedTuple):
@@ -24,8 +24,8 @@ class Node(NamedTuple):
     site: Site
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    is_check: bool  # whether a loss scaler looks here whether gradients are finite
-    is_single: bool  # whether it makes single numbers: then all of its inputs count
+    is_check: bool  # whether a loss scaler checks here that gradients are finite
+    is_single: bool  # whether it makes single numbers: then all its inputs count
     inner: "Inner | None" = None
 
 
@@ -42,7 +42,7 @@ class Inner(NamedTuple):
 
 
 class Program:
-    """What ran, in order; and where the mark of each value is."""
+    """The ops that ran, in order, and where the mark of each value is."""
 
     def __init__(self):
         self.nodes: list[Node] = []

@@ -1,4 +1,4 @@
-"""`find_nonfinite`: the first op that made an inf or nan of finite numbers."""
+"""`find_nonfinite`: the first op that made an inf or nan from finite numbers."""
 
 import dataclasses
 import functools
@@ -24,9 +24,9 @@ from .table import Table, markdown_table
 
 SHOWN = 5
 
-FOREIGN_REF = """find_nonfinite follows a `jax.Ref` that the function makes, and was \
-given one from outside: write a function that takes its value, `ref[...]`, and makes \
-the reference of that (`jax.new_ref(value)`)."""
+FOREIGN_REF = """find_nonfinite follows a `jax.Ref` that the function makes, but got \
+one from outside: write a function that takes its value, `ref[...]`, and makes the \
+reference from that (`jax.new_ref(value)`)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,11 +43,12 @@ class Layout:
 class NonfiniteReport(Report):
     """Where infs and nans come from. From `find_nonfinite`.
 
-    A pytree, so that a jitted function can return it; `print` waits for the device.
+    It is a pytree, so that a jitted function can return it. `print` waits for the
+    device.
 
     Raises:
-      TypeError: read inside a trace, where it has no numbers, or as a bool.
-      ValueError: read while it is stacked, of several steps: index it first.
+      TypeError: it was read inside a trace, where it has no numbers, or as a bool.
+      ValueError: it was read while stacked, with several steps: index it first.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -64,19 +65,19 @@ class NonfiniteReport(Report):
 
     @property
     def found(self) -> list[str]:
-        """What made an inf or nan, in the order in which it ran: the arguments that
-        held one, then the ops. Empty if nothing was found."""
+        """The sources of infs and nans, in the order in which they ran: the arguments
+        that held one, then the ops. It is empty if nothing was found."""
         row = self.to_dict()
         return [*row.get("bad_arguments", ()), *(o["op"] for o in row.get("ops", ()))]
 
     def to_dict(self) -> dict[str, Any]:
-        """What was found, or `{}`.
+        """Everything that was found, or `{}`.
 
         Keys: `ops`, a list with, for each op, `op` (one line of text), `made` ("inf" or
         "nan"), `primitive`, `dtypes_in`, `dtypes_out`, `line`, `path` (of modules),
         `region`, `backward`, `loops` (pairs such as ("scan", 17)), `times` (in how many
         iterations, or how often on that line), `arguments` (those that go into it) and
-        `from_inf` (whether it made a nan of an inf); then `bad_arguments`,
+        `from_inf` (whether it made a nan from an inf). Then `bad_arguments`,
         `bad_constants` (lines), and `results`, the paths of the results that are not
         finite: none, if a train step was skipped.
         """
@@ -87,7 +88,7 @@ class NonfiniteReport(Report):
         results = list(itertools.compress(self.layout.results, is_bad))
         bad = dict.fromkeys(itertools.compress(program.outputs, is_bad), INF | NAN)
         ops, inputs, constants = trace_back(program, marks, bad)
-        if all(o.from_inf for o in ops):  # nothing, or what was given so
+        if all(o.from_inf for o in ops):  # nothing, or the inf was in the input
             checks = trace_back(program, marks, {}, checked=True)
             ops, inputs = [*ops, *checks.origins], inputs | checks.inputs
             constants += checks.constants
@@ -157,39 +158,39 @@ def find_nonfinite(
 ) -> Callable[..., NonfiniteReport]:
     """Finds the first op, forward or backward, that made an inf or nan.
 
-    Runs `fn` op by op with the arguments given, notes for each value whether it holds
-    an inf or a nan, and goes back from the results that do to the op that made them of
-    finite numbers: through jit, scan, while, cond, remat and custom derivatives. Only
-    what leads to a result counts, so that a mask of -inf or the branch that `where`
-    did not take are no faults. To see the backward pass, give it the function that
-    takes the gradient, or the whole train step:
+    It runs `fn` op by op with the given arguments, notes for each value whether it
+    holds an inf or a nan, and goes back from the results that do to the op that made
+    them from finite numbers: through jit, scan, while, cond, remat and custom
+    derivatives. Only values that lead to a result count, so a mask of -inf or the
+    branch that `where` did not take are not faults. To see the backward pass, give it
+    the function that takes the gradient, or the whole train step:
 
         jamp.debug.find_nonfinite(jax.grad(loss_fn))(params, batch)
         grad_fn = jamp.value_and_grad(loss_fn, opt_state)
         jamp.debug.find_nonfinite(grad_fn)(params, batch)
         jamp.debug.find_nonfinite(train_step)(model, optimizer, scaler, batch)
 
-    A train step that was skipped gives finite results; then what the loss scaler found
-    is followed. With `when` inside a jitted step, the function is run again only on
-    steps where it is true; it takes longer to compile.
+    A train step that was skipped returns finite results; then the values that the loss
+    scaler found are followed. With `when` inside a jitted step, the function runs again
+    only on steps where it is true, and takes longer to compile.
 
         report = jamp.debug.find_nonfinite(grad_fn, when=skipped)(params, batch)
 
     Args:
-      fn: any function of pytrees, Flax, Equinox or Haiku modules; a Flax module or its
-        method. Its side effects happen again.
+      fn: any function of pytrees or of Flax, Equinox or Haiku modules, or a Flax module
+        or its method. Its side effects happen again.
       when: bool [], or None to look always.
 
     Returns:
       A function with the arguments of `fn` that returns a `NonfiniteReport`: a pytree
-      of marks, and of names that stay in Python. Printed it says which op made the
-      inf, in which dtype, on which line, in which module, forward or backward, in
-      which iteration of a scan, from which parameters, and what it reaches. `found` is
-      a list of lines, `to_dict()` has the parts.
+      of marks, and of names that stay in Python. It prints which op made the inf, in
+      which dtype, on which line, in which module, forward or backward, in which
+      iteration of a scan, from which parameters, and what it reaches. `found` is a list
+      of lines, and `to_dict()` has the parts.
 
     Raises:
-      TypeError: `fn` cannot be called, `when` is no bool, an array has no values; a
-        `jax.Ref` that `fn` does not make.
+      TypeError: `fn` cannot be called, `when` is not a bool, an array has no values, or
+        there is a `jax.Ref` that `fn` does not make.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -232,12 +233,12 @@ def find_nonfinite(
         programs = []
 
         def run():
-            with jax.debug_nans(False), jax.debug_infs(False):  # they would stop it
+            with jax.debug_nans(False), jax.debug_infs(False):  # these would stop it
                 _, marks, program = run_marked(jaxpr, call.arrays)
             programs[:] = [program]
             return marks
 
-        # Op by op JAX does not bring constants to the devices of a sharded array.
+        # Op by op, JAX does not move constants to the devices of a sharded array.
         marks = only_when(when, jax.jit(run) if is_spread(call.arrays) else run)
         layout = Layout(programs[0], call.function, call.names, tuple(names))
         return NonfiniteReport(marks, layout)
@@ -246,7 +247,7 @@ def find_nonfinite(
 
 
 def is_spread(arrays: Sequence[object]) -> bool:
-    """Whether an array lies on several devices."""
+    """Whether an array is on several devices."""
     concrete = [a for a in arrays if isinstance(a, jax.Array) and not is_traced(a)]
     return any(len(array.sharding.device_set) > 1 for array in concrete)
 

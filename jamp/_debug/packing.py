@@ -1,8 +1,7 @@
-"""The scalars of a step as one vector of bits, to copy and to send in one piece.
+"""The scalars of a step as one vector of bits, to copy and send in one piece.
 
 Ten scalars of five dtypes become one uint32 vector in one small jitted call. It costs
-less than ten copies, and no bit changes: inf, nan, float64 and bool come out as they
-went in.
+less than ten copies, and changes no bit of inf, nan, float64 or bool.
 """
 
 import contextlib
@@ -19,21 +18,21 @@ from .._checks import is_traced
 
 OUTSIDE = (
     "History collects outside of jit: return the metrics from the jitted step, and "
-    "append what it returns."
+    "append them outside."
 )
 NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
 
-# Of each device: the device, and the names and dtypes of what is packed on it.
+# For each device: the device, and the names and dtypes of the values packed on it.
 Contents = tuple[tuple[Hashable, tuple[tuple[str, np.dtype], ...]], ...]
 OnHost = np.ndarray | bool | int | float | complex
 
 
 class Packed(NamedTuple):
-    """Values of one step, or with one axis more of several."""
+    """Values of one step, or of several steps with one more axis."""
 
     contents: Contents
     words: list[jax.Array]  # of each device: uint32 [words] or [steps, words]
-    host: dict[str, OnHost]  # values that are no device arrays
+    host: dict[str, OnHost]  # values that are not device arrays
 
 
 def pack(
@@ -42,13 +41,13 @@ def pack(
     """Checks the values, and copies those on devices: one call for each device.
 
     Args:
-      caller: what a message begins with.
+      caller: the beginning of a message.
       metrics: name -> value with `ndim` axes, 0 or 1.
       names: which of them, in this order.
 
     Raises:
       ValueError: a value has another number of axes, was donated, or is sharded.
-      TypeError: a value is no number or array of numbers, or is traced.
+      TypeError: a value is not a number or an array of numbers, or is traced.
     """
     groups: dict[Hashable, list[tuple[str, jax.Array]]] = {}
     host = {}
@@ -97,7 +96,7 @@ def unpack(contents: Contents, words: Iterable[np.ndarray]) -> dict[str, np.ndar
 def _of_device(
     caller: str, name: str, value: jax.Array, ndim: int
 ) -> tuple[Hashable, jax.Array]:
-    """A device, and the value as an array on this device alone."""
+    """A device, and the value as an array on this device only."""
     if is_traced(value):
         raise TypeError(f"{caller}: {name!r} is traced. {OUTSIDE}")
     if value.ndim != ndim:
@@ -123,7 +122,7 @@ def _of_device(
 
 def _of_host(caller: str, name: str, value: object, ndim: int) -> OnHost:
     if isinstance(value, list | tuple | np.ndarray | np.generic):
-        value = np.array(value)  # a copy: the caller may go on writing to it
+        value = np.array(value)  # a copy, because the caller may still write to it
         _check_dtype(caller, name, value.dtype)
     elif not isinstance(value, bool | int | float | complex):
         raise TypeError(
@@ -143,7 +142,7 @@ def _shape_error(
     want, advice = (
         ("[steps]", "The scalars of one step go to append.")
         if ndim
-        else ("[]", "Log its mean, say; several steps at once go to extend.")
+        else ("[]", "Log its mean, for example; several steps at once go to extend.")
     )
     return ValueError(
         f"{caller}: {name!r} must have shape {want}; got {shape}. {advice}"
@@ -159,7 +158,7 @@ def _check_dtype(caller: str, name: str, dtype: np.dtype) -> None:
 
 @functools.lru_cache
 def _words_in(dtype: np.dtype) -> int:
-    """How many 32-bit words hold a number; 0 for what is neither number nor bool."""
+    """How many 32-bit words hold a number or bool; 0 for other dtypes."""
     is_number = jnp.issubdtype(dtype, jnp.number)
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo
     if dtype != jnp.bool_ and not (is_number and info(dtype).bits >= 8):
@@ -169,7 +168,7 @@ def _words_in(dtype: np.dtype) -> int:
 
 @contextlib.contextmanager
 def _without_mesh() -> Iterator[None]:
-    """Lets jit take arrays on one device, whatever mesh `jax.set_mesh` has set."""
+    """Lets jit accept arrays on one device, whatever mesh `jax.set_mesh` has set."""
     if jax.sharding.get_abstract_mesh().empty:
         yield
         return

@@ -1,7 +1,7 @@
 """Pictures of a training run: the loss scale over steps.
 
-Nothing here imports matplotlib before something is drawn, and nothing touches pyplot's
-global state: without `ax` a plot gets a figure of its own, which needs no display.
+Nothing here imports matplotlib before something is drawn, and nothing changes pyplot's
+global state: without `ax`, a plot gets a new figure, which needs no display.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def plot_scale(history: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     Args:
       history: a `History`, or another mapping with sequences "loss_scale" and
         "found_inf" of the same length.
-      ax: matplotlib Axes to draw into; None for a figure of its own.
+      ax: matplotlib Axes to draw into, or None for a new figure.
 
     Returns:
       The Axes; `ax.figure.savefig(path)` writes a file, and in a notebook `ax.figure`
@@ -31,7 +31,7 @@ def plot_scale(history: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
 
     Raises:
       ImportError: matplotlib is not installed.
-      TypeError: `history` is no mapping, or `ax` no Axes.
+      TypeError: `history` is not a mapping, or `ax` is not Axes.
       ValueError: `history` lacks one of the two, or their lengths differ.
 
     Examples:
@@ -40,7 +40,7 @@ def plot_scale(history: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
       >>> ax = jamp.debug.plot_scale(history)  # doctest: +SKIP
       >>> ax.figure.savefig("scale.png")  # doctest: +SKIP
 
-    PyTorch: none.
+    PyTorch: no counterpart.
     """
     if not hasattr(history, "keys"):
         raise TypeError(
@@ -49,8 +49,9 @@ def plot_scale(history: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
         )
     if not {"loss_scale", "found_inf"} <= set(history.keys()):
         raise ValueError(
-            'plot_scale: history needs "loss_scale" and "found_inf", as jamp.metrics '
-            f"has them; it has {', '.join(map(str, history.keys())) or 'nothing'}."
+            'plot_scale: history needs "loss_scale" and "found_inf", as in '
+            "jamp.metrics; it has "
+            f"{', '.join(map(str, history.keys())) or 'nothing'}."
         )
     scale, found = np.asarray(history["loss_scale"]), np.asarray(history["found_inf"])
     if scale.ndim != 1 or scale.shape != found.shape:
@@ -77,12 +78,12 @@ def plot_scale(history: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
 
 
 def axes(caller: str, ax: "Axes | None", size: tuple[float, float]) -> "Axes":
-    """The user's Axes, or new ones in a figure that pyplot knows nothing of."""
+    """The user's Axes, or new ones in a figure that pyplot does not know."""
     if ax is not None:
         if not hasattr(ax, "plot"):
             raise TypeError(
                 f"{caller}: ax must be matplotlib Axes or None; got {shown(ax)}. To "
-                "write a file: ax.figure.savefig(path) of what is returned."
+                "write a file, call figure.savefig(path) on the Axes that it returns."
             )
         return ax
     try:

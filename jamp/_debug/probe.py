@@ -1,9 +1,9 @@
-"""Looks at each product of a region while it runs, and collects what it measures.
+"""Looks at each product of a region while it runs, and collects the measurements.
 
 A region with a probe calls it with each op (`Settings.probe`). A product is tapped: its
-result passes through a function that measures it on the way forward, and its cotangent
-on the way back. The numbers go to the host, where those of a loop's iterations and of
-equal products become one: the worst.
+result passes through a function that measures it in the forward pass, and its cotangent
+in the backward pass. The numbers go to the host, which keeps only the worst of a loop's
+iterations and of equal products.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 
 class Probe:
-    """What a region calls with each op. It is hashed by its identity.
+    """A function that a region calls with each op. It is hashed by its identity.
 
     Args:
       names: the dtypes and recipes of float8 in which products are tried.
@@ -72,7 +72,7 @@ class Probe:
         self.found.setdefault(product, {})
         if op.is_baked or op.name not in MEASURED:
             return out
-        trace.effects.touched = True  # what is not is run as it was traced
+        trace.effects.touched = True  # an untouched jaxpr would run as it was traced
         return trace.call(self.tap(product, op), [*op.args, out], {})
 
     def tap(self, product: Seen, op: Op) -> Callable[..., jax.Array]:
@@ -99,7 +99,7 @@ class Probe:
         return tapped
 
     def add(self, product: Seen, numbers: Numbers) -> None:
-        """Takes what was measured of one run of a product."""
+        """Adds the measurements of one run of a product."""
         if product.weight == 0:
             numbers = swapped(numbers)
         with self._lock:
@@ -124,7 +124,7 @@ def seen_at(scope: str, op: Op) -> Seen:
 
 
 def swapped(numbers: Numbers) -> Numbers:
-    """What was measured of a product whose left input is the weight."""
+    """The measurements of a product whose left input is the weight."""
     pairs = ("spread x", "spread w"), ("spread g", "spread of columns of g")
     names = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
     numbers = {names.get(name, name): value for name, value in numbers.items()}

@@ -1,9 +1,9 @@
-"""What a product loses in a lower dtype, against float32: forward and backward.
+"""What a product loses in a lower dtype against float32: forward and backward.
 
-Errors are relative, of the whole result and of its worst slice: a row (along the last
-axis) or a column (along all others). A slice is measured against its own size. That is
-its norm, or the norm that its numbers would give if their signs were random, whichever
-is larger: else a row in which terms happen to cancel would count as an error.
+Errors are relative, for the whole result and for its worst slice: a row (along the last
+axis) or a column (along all others). A slice is measured against its own size: its
+norm, or the norm that its numbers would have if their signs were random, whichever is
+larger. Otherwise a row in which terms happen to cancel would count as an error.
 """
 
 import functools
@@ -22,10 +22,10 @@ from .._autocast.float8_arithmetic import quantized
 from .._autocast.float8_derivative import Product, product_of
 from .._autocast.float8_products import inputs_of, product_for
 
-# Slices of fewer numbers are not judged: chance moves their errors too far.
+# Slices of fewer numbers are not judged: their errors depend too much on chance.
 LEAST = 16
-# A slice that is smaller than this share of the largest one is lost in float32, too,
-# where the two are added.
+# A slice that is smaller than this share of the largest one is lost in float32 too if
+# the two are added.
 NEGLIGIBLE = 2.0**-24
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 BFLOAT16 = jnp.dtype("bfloat16")
@@ -39,20 +39,20 @@ class Probed(NamedTuple):
 
     exact: Run
     candidates: dict[str, Run]  # by dtype, or recipe of float8
-    scale: float  # what the gradient is multiplied by before it is cast: a loss scale
+    scale: float  # a loss scale that multiplies the gradient before it is cast
     contracted: tuple[Sequence[int], Sequence[int]]  # axes of both inputs
     n_rows: int  # axes of the result that are the left input's
 
 
 class Measures(NamedTuple):
-    """What to run of the inputs of a product, and what of its cotangent too."""
+    """Functions to run on a product's inputs, and on its inputs and cotangent."""
 
     forward: Callable[[jax.Array, jax.Array], Numbers]
     backward: Callable[[jax.Array, jax.Array, jax.Array], Numbers]
 
 
 def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
-    """Measures of the product that an op is, in the dtypes and recipes that are named.
+    """Measures of the product that an op is, in the named dtypes and recipes.
 
     Args:
       scale: a loss scale.
@@ -72,7 +72,7 @@ def jitted(
     products: tuple[Product, ...],
     scale: float,
 ) -> Measures:
-    """The same for equal products, so that the layers of a model compile once."""
+    """One result for equal products, so that the layers of a model compile once."""
     half = [name for name in names if name not in RECIPES]
     candidates = {
         **{product.recipe: in_float8(product) for product in products},
@@ -120,7 +120,7 @@ def in_float8(product: Product) -> Run:
 
 
 def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Numbers:
-    """Errors of the result by candidate, [1, 2], and how the inputs are spread."""
+    """Errors of the result by candidate, [1, 2], and the spread of the inputs."""
     left, right = (x.astype(FLOAT32_DTYPE) for x in (left, right))
     exact, size = p.exact(left, right), typical(p.exact, left, right)
     numbers = {
@@ -137,7 +137,7 @@ def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Numbers:
 def backward_numbers(
     p: Probed, left: jax.Array, right: jax.Array, cotangent: jax.Array
 ) -> Numbers:
-    """Errors of both gradients by candidate, [2, 2], and how the cotangent is spread.
+    """Errors of both gradients by candidate, [2, 2], and the cotangent's spread.
 
     The sizes of gradients are those of products, with the same random signs.
     """
@@ -168,7 +168,7 @@ def typical(run: Run, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def scaled_square(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The squares of numbers that are divided by the largest, and that number."""
+    """The squares of numbers divided by the largest one, and the largest one."""
     unit = jnp.max(jnp.abs(x), initial=0)
     unit = jnp.where(unit > 0, unit, jnp.ones_like(unit))
     return jnp.square(x / unit), unit
@@ -196,10 +196,10 @@ def errors(got: jax.Array, exact: jax.Array, size: jax.Array) -> jax.Array:
 
 
 def spread(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """How many powers of two lie between the largest rows and the smallest.
+    """How many powers of two are between the largest row and the smallest.
 
     Args:
-      axes: along which a row goes. A row of zeros is none.
+      axes: the axes of a row. A row of zeros does not count.
     """
     rows = jnp.max(jnp.abs(x), axis=tuple(axes), initial=0)
     most = jnp.max(rows, initial=0)

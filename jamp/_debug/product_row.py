@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 
 class ProductRow(NamedTuple):
-    """One product of a `Calibration`; the runs of a loop, and equal ones, together."""
+    """One product of a `Calibration`, with all runs of a loop and all equal ones."""
 
-    path: str  # the modules around it, "" if it has none
+    path: str  # the modules around it, or ""
     line: str
     primitive: str
     sizes: str  # "rows x contracted x columns", or the shapes of both inputs
@@ -15,7 +15,7 @@ class ProductRow(NamedTuple):
     errors: dict[str, dict[str, tuple[float, float]]]
     problem: str  # why it cannot run in float8, or ""
     choice: str  # "float8", "rowwise", "bfloat16", "float16" or "float32"
-    why: str  # and not what was asked for
+    why: str  # why it is not what was asked for
 
     def worst(self, name: str) -> float | None:
         """The largest error in a dtype or recipe, None if it was not measured."""

@@ -1,7 +1,7 @@
 """Runs a jaxpr and notes for each value whether it holds an inf or a nan.
 
 jit, remat and custom derivatives are run in place. The rules for scan, while and cond
-are in `loops`. What else holds functions (shard_map, kernels) counts as one op.
+are in `loops`. Other ops that hold functions (shard_map, kernels) count as one op.
 """
 
 from collections.abc import Iterator, Sequence
@@ -95,7 +95,7 @@ class Recorder:
             check = is_check or CHECK in _compat.codes_of(eqn.source_info)
             outs = self.equation(eqn, inputs, around, check)
             env.update(zip(eqn.outvars, outs, strict=True))
-            for variable in uses[index]:  # big values are let go at once
+            for variable in uses[index]:  # frees big values at once
                 if last_use[variable] == index and variable not in keep:
                     env.pop(variable, None)
         return [read(atom) for atom in jaxpr.jaxpr.outvars]
@@ -124,7 +124,7 @@ class Recorder:
         outs = _compat.bind_eqn(eqn, values)
         if name == "select_n":
             inputs = [inputs[0], *self.chosen(site, *inputs)]
-        shape = np.shape(outs[0]) if outs else None  # a `jax.debug.print` gives nothing
+        shape = np.shape(outs[0]) if outs else None  # none from a `jax.debug.print`
         alike = lambda x: np.shape(x) == shape and can_hold_nan(x)
         same = [x for x in values if alike(x)]
         is_elementwise = name in ELEMENTWISE and len(same) == len(values)
@@ -134,7 +134,7 @@ class Recorder:
     def chosen(
         self, site: Site, which: Numbered, *cases: Numbered
     ) -> Iterator[Numbered]:
-        """What a select takes of each case: the rest of it leads nowhere."""
+        """The part of each case that a select takes; the rest leads nowhere."""
         selector, _ = which
         for index, (case, number) in enumerate(cases):
             taken = case

@@ -1,8 +1,8 @@
 """What the reports of `jamp.debug` have in common.
 
 A report is a pytree of small arrays, and of names that stay in Python. It can be made
-inside jit, returned, stacked by `lax.scan` and fetched when somebody asks. Only
-printing needs the values.
+inside jit, returned, stacked by `lax.scan`, and fetched when it is read. Only printing
+needs the values.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Report:
         shape = self._stacked_shape()
         if not shape:
             raise TypeError(
-                f"this {type(self).__name__} is of one step, it has no len."
+                f"this {type(self).__name__} is of one step, so it has no len."
             )
         return shape[0]
 
@@ -82,7 +82,7 @@ class Report:
 
 
 def static() -> Any:
-    """A field of a report that is no array, and stays in Python."""
+    """A field of a report that is not an array, and stays in Python."""
     return dataclasses.field(metadata={"static": True})
 
 
@@ -104,7 +104,7 @@ def only_when(when: ArrayLike | None, compute: Callable[[], T]) -> T:
     if not is_bool or jnp.shape(when) != ():
         raise TypeError(
             f"when must be a bool or a bool array of shape []; got {brief(when)}. "
-            'jamp.metrics(opt_state)["found_inf"] and what scaler.step returns are.'
+            'Pass jamp.metrics(opt_state)["found_inf"], or what scaler.step returned.'
         )
     shapes = jax.eval_shape(compute)
     zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -130,7 +130,7 @@ def check_fetchable(report: object) -> None:
 
 
 def stacked(report: Report, is_found: np.ndarray) -> str:
-    """The text of a stacked report, with whether something was found by step."""
+    """The text of a stacked report, with the steps in which something was found."""
     shape = report._stacked_shape()
     steps = np.flatnonzero(np.asarray(is_found).reshape(shape[0], -1).any(axis=1))
     shown = ", ".join(map(str, steps[:SHOWN])) + (", ..." if len(steps) > SHOWN else "")

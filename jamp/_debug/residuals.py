@@ -1,4 +1,4 @@
-"""What a function keeps of its forward pass for the backward one."""
+"""What a function keeps from its forward pass for the backward pass."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,10 +27,10 @@ def saved_for_backward(
     arrays: Sequence[jax.Array],
     n_params: int,
 ) -> list[Saved] | None:
-    """What is kept for the derivative by the first arrays, without what is given.
+    """The arrays that are kept for the derivative with respect to the first arrays.
 
-    The arguments themselves are not counted, nor is what is one number all over. None
-    if there is nothing to differentiate.
+    Neither the arguments themselves count, nor arrays that are filled with one number.
+    It is None if there is nothing to differentiate.
     """
     floats = [jnp.issubdtype(a.dtype, jnp.floating) for a in arrays[:n_params]]
     wrt = [i for i, is_one in enumerate(floats) if is_one]

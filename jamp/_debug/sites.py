@@ -47,13 +47,13 @@ class Around(NamedTuple):
 
     entries: tuple[tuple[bool, str], ...] = ()  # of the name stack around it
     call: JaxprEqn | None = None  # the call that it is a part of
-    line: str = ""  # where it is called, for ops that do not know better
+    line: str = ""  # where it is called, for ops without a line of the user's
 
     def inside(self, eqn: JaxprEqn, jaxpr: Jaxpr) -> "Around":
         """The same for a jaxpr that an equation here holds.
 
-        JAX traces its own jitted functions (`jnp.where`) once, and keeps with their ops
-        the line that called them first: those come from the call.
+        JAX traces its own jitted functions (`jnp.where`) once, and their ops keep the
+        line of the first call: for them, the line comes from the call instead.
         """
         name, call = eqn.primitive.name, self.call
         is_cached = is_library(_compat.source_name(jaxpr.debug_info))
@@ -89,13 +89,13 @@ def site_of(eqn: JaxprEqn, around: Around = OUTERMOST) -> Site:
 
 
 def rule_of(eqn: JaxprEqn) -> str:
-    """The rule that decided about an equation, of those noted in its own jaxpr."""
+    """The rule that decided about an equation, as noted in its own jaxpr."""
     entries = _compat.stack_entries(eqn.source_info.name_stack)
     return reason_in([name for _, name in entries])
 
 
 def float_dtypes(atoms: Iterable[Var | Literal]) -> tuple[str, ...]:
-    """The names of their floating and complex dtypes, each once."""
+    """The names of the atoms' floating and complex dtypes, each once."""
     dtypes = [getattr(atom.aval, "dtype", None) for atom in atoms]
     is_inexact = lambda d: d is not None and jax.numpy.issubdtype(d, jax.numpy.inexact)
     return tuple(dict.fromkeys(str(d) for d in dtypes if is_inexact(d)))
@@ -104,7 +104,7 @@ def float_dtypes(atoms: Iterable[Var | Literal]) -> tuple[str, ...]:
 def is_module(name: str) -> bool:
     """Whether an entry of the name stack is a module's, or a user's scope.
 
-    Others are of autocast, of `jax.checkpoint`, and the formulas of einsums.
+    Other entries are from autocast or `jax.checkpoint`, or are formulas of einsums.
     """
     is_jax = "->" in name or name in ("checkpoint", "rematted_computation")
     return not (is_jax or is_jamps(name))
@@ -121,13 +121,13 @@ def line_of(eqn: JaxprEqn, called_at: str) -> str:
 
 
 def own_line(eqn: JaxprEqn) -> str:
-    """The innermost line that belongs to no installed library, or ""."""
+    """The innermost line outside of all installed libraries, or ""."""
     line = innermost_own(_compat.frames(eqn.source_info))
     return line + (", its custom_vjp" if line and in_custom_vjp(eqn) else "")
 
 
 def innermost_own(frames: Iterable[tuple[str, int, str]]) -> str:
-    """The first of some frames that belongs to no installed library, or ""."""
+    """The first of some frames outside of all installed libraries, or ""."""
     own = (frame for frame in frames if not frame[0].startswith(LIBRARIES))
     frame = next(own, None)
     return "" if frame is None else described(frame)
@@ -139,9 +139,9 @@ def described(frame: tuple[str, int, str]) -> str:
 
 
 def in_custom_vjp(eqn: JaxprEqn) -> bool:
-    """Whether an op is of the backward rule of a custom_vjp.
+    """Whether an op belongs to the backward rule of a custom_vjp.
 
-    JAX records with it no line of the rule, only the line that called the function.
+    JAX does not record a line of the rule, only the line that called the function.
     """
     codes = _compat.codes_of(eqn.source_info)
     own = itertools.takewhile(lambda code: code.co_filename.startswith(JAX), codes)

@@ -6,7 +6,7 @@ Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns side by side; those of numbers are set flush right.
+    """Columns side by side; columns of numbers are aligned to the right.
 
     >>> print(text_table(("op", "count"), [("add", 12), ("dot_general", 3)]))
     op           count
@@ -51,7 +51,7 @@ def _is_number(cell: str) -> bool:
 
 
 def percent(share: float) -> str:
-    """A share as text that never calls a little nothing, nor nearly all of it all.
+    """A share as text that never rounds a small share to 0, or nearly all to 100 %.
 
     >>> percent(0), percent(1e-9), percent(0.5), percent(0.99999), percent(1)
     ('0 %', '<0.01 %', '50 %', '>99.99 %', '100 %')
@@ -64,7 +64,7 @@ def percent(share: float) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """The end of a long text, which says more than its beginning in a path.
+    """The end of a long text: in a path, it says more than the beginning.
 
     >>> shortened("encoder/layers/3/kernel", 12)
     '...s/3/kernel'

@@ -15,18 +15,18 @@ from .sites import OUTERMOST, Around, Site, site_of
 
 
 class Op(NamedTuple):
-    """An equation, and where it stands."""
+    """An equation, and where it is."""
 
     eqn: JaxprEqn
     site: Site
     times: int  # how often it runs; a while loop counts as one iteration
-    made_by: dict[Var, JaxprEqn]  # the equations beside it, by what they make
+    made_by: dict[Var, JaxprEqn]  # the equations beside it, by their results
     used_by: dict[Var, list[JaxprEqn]]
     given: tuple[str, ...]  # the names of the arguments that are its inputs
 
     @property
     def path(self) -> str:
-        """The modules around it, or those of its parameters: NNX names no ops."""
+        """The modules around it, or its parameters' modules, since NNX names no ops."""
         owners = [name.rpartition("/")[0] for name in self.given]
         deepest = max(owners, key=lambda owner: owner.count("/"), default="")
         return starred(self.site.path or deepest)
@@ -82,7 +82,7 @@ def flops(eqn: JaxprEqn) -> int:
 
 
 def reduced(eqn: JaxprEqn) -> int:
-    """How many elements a sum or product adds up for each result, else 0."""
+    """How many elements a sum or product reduces to one, or 0 for other ops."""
     if not eqn.primitive.name.startswith(("reduce_sum", "reduce_prod", "cum")):
         return 0
     shape, params = array(eqn.invars[0]).shape, eqn.params

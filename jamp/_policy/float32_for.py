@@ -1,7 +1,7 @@
-"""The names of what stays in float32 under a policy: norms, softmax, losses.
+"""The names of the functions that a policy keeps in float32: norms, softmax, losses.
 
-What a name stands for is plain data (`_autocast/ops.py`). The region that keeps it in
-float32 is opened in `float32_region.py`, which needs JAX's private parts.
+The functions of a name are plain data (`_autocast/ops.py`). The region that keeps them
+in float32 is opened in `float32_region.py`, which needs JAX's private parts.
 """
 
 import difflib
@@ -16,8 +16,8 @@ def check_float32_for(names: Collection[str]) -> frozenset[str]:
     """The names as a set.
 
     Raises:
-      TypeError: a string, or no collection.
-      ValueError: an unknown name.
+      TypeError: `names` is a string, or not a collection.
+      ValueError: a name is unknown.
     """
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(
@@ -30,6 +30,6 @@ def check_float32_for(names: Collection[str]) -> frozenset[str]:
             raise ValueError(
                 f"float32_for: unknown name {name!r}"
                 + (f", did you mean {near[0]!r}?" if near else ".")
-                + f" There are {', '.join(map(repr, KEPT))}."
+                + f" The names are {', '.join(map(repr, KEPT))}."
             )
     return frozenset(names)

@@ -1,10 +1,10 @@
-"""What keeps norms, softmax, losses and random draws in float32 under a policy.
+"""Keeps norms, softmax, losses and random draws in float32 under a policy.
 
 A norm of Flax is recognized by its class, and gets other casts than the modules around
 it. A function (softmax, a loss, a norm of Equinox or Haiku) is recognized by an
-autocast region whose table holds these functions and nothing else, so that all other
-ops run in what the policy's casts give them. Being the inner region, it also turns off
-an autocast region around the model.
+autocast region whose table holds only these functions, so that all other ops run in the
+dtypes that the policy's casts give them. As the inner region, it also turns off an
+autocast region around the model.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from .._tree import HALVES
 NORMS = tuple(path.removesuffix(".__call__") for path in KEPT["norms"])
 NORMS += ("flax.linen.InstanceNorm", "flax.nnx.InstanceNorm")  # not in torch's lists
 
-# JAX's errors of two dtypes that must be one.
+# JAX's errors about two dtypes that must be equal.
 TWO_DTYPES = re.compile(r"(?s)(carry|branch|same dtypes).*float16")
-CAST_ONE = """jamp: what has a policy gives back half precision, and JAX wants it to \
-have the dtype of what it meets here: the start of a loop, another branch, a cache. \
-Cast that one before (x.astype(h.dtype)), or the result (h.astype(x.dtype))."""
+CAST_ONE = """jamp: code under a policy returns half precision, and JAX requires the \
+dtype of what it meets here: the start of a loop, another branch, a cache. Cast that \
+value first (x.astype(h.dtype)), or cast the result (h.astype(x.dtype))."""
 
 
 def float32_region(
@@ -47,7 +47,7 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
     rules = []
     for path, name in ((path, n) for n in sorted(names) for path in KEPT[n]):
         if (code := resolve(path, modules)) is not None:
-            # What follows a norm or softmax gets half precision, if its input was.
+            # Ops after a norm or softmax get half precision, if its input was.
             inside = name == "norms" or path == "jax.nn.softmax"
             table = FLOAT32_NORM if name == "norms" else None
             action = Action(None, jnp.dtype("float32"), marks=inside, table=table)
@@ -62,7 +62,7 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
 
 @contextlib.contextmanager
 def advised() -> Iterator[None]:
-    """Says what to do where JAX compares dtypes, and a policy's casts made them two."""
+    """Adds advice to JAX's error if a policy's casts made two dtypes differ."""
     try:
         yield
     except TypeError as error:
@@ -77,7 +77,7 @@ def norm_classes() -> tuple[type, ...]:
 
 
 def state_classes() -> tuple[type, ...]:
-    """What holds state, such as the averages of a BatchNorm of Equinox."""
+    """Classes that hold state, such as the averages of an Equinox BatchNorm."""
     return classes(("equinox.nn.State",), loaded())
 
 

@@ -1,11 +1,10 @@
 """`with_policy` for Flax Linen.
 
-The result is the same module with another class: one whose methods run under Flax's
-method interceptors, which see every call of every module inside, with its path. While
-they run, each parameter lies in a box that casts it when a module reads it
-(`linen_box.py`). So neither the tree of parameters nor the modules change, and lifted
-transformations see the parameters as they are stored. What happens in a call stands in
-`linen_call.py`.
+The result is the same module with another class: its methods run under Flax's method
+interceptors, which see every call of every module inside, with its path. While they
+run, each parameter is in a box that casts it when a module reads it (`linen_box.py`).
+So neither the tree of parameters nor the modules change, and lifted transformations see
+the stored parameters. `linen_call.py` describes what happens in a call.
 """
 
 import functools
@@ -32,16 +31,16 @@ def with_policy(
 ) -> nn.Module:
     """The module with a policy for it and for all modules inside.
 
-    Parameters are stored in `param_dtype` (`init` makes them so) and cast to
+    Parameters are stored in `param_dtype`, in which `init` makes them, and cast to
     `compute_dtype` when a module reads them. Each module's inputs are cast to
-    `compute_dtype`, the results of the outermost one to `output_dtype`. Other
-    collections, such as batch statistics, are left as they are. The tree of variables
-    is that of the plain module: checkpoints load both ways.
+    `compute_dtype`, and the results of the outermost one to `output_dtype`. Other
+    collections, such as batch statistics, are not cast. The tree of variables is that
+    of the plain module, so checkpoints load both ways.
 
-    Overrides give other policies to modules inside, and to all that is in those, up to
-    the next override. If several are for the same module, the first decides. Norms get
-    a policy by themselves: they store and compute in float32 and give back what the
-    modules around them compute in.
+    Overrides give other policies to modules inside, and to everything in those, up to
+    the next override. If several match the same module, the first decides. Norms get a
+    policy automatically: they store and compute in float32, and return the dtype that
+    the modules around them compute in.
 
     A layer's own `dtype=` wins over its policy, as does a cast in the module's code.
 
@@ -51,19 +50,20 @@ def with_policy(
       overrides: maps module paths or classes to policies. A path is a regular
         expression that is searched for in names such as "encoder/Dense_0"; "^head$" is
         the outermost `head`, and "block_1" is not "block_10". A name or class stands
-        for the module with all inside.
-      float32_for: what stays in float32 although its policy says half precision:
-        "norms" (Flax's classes and those derived from them), "softmax", "losses"
-        (optax's). `()` for nothing.
+        for the module and everything inside.
+      float32_for: functions that stay in float32 although their policy says half
+        precision: "norms" (Flax's classes and those derived from them), "softmax",
+        "losses" (optax's). `()` for none.
 
     Returns:
-      A module of a subclass, to be used as the plain one: `init`, `apply`, `bind`, as a
-      submodule. A module that is part of another one already is changed in place.
+      A module of a subclass. Use it like the plain one: `init`, `apply`, `bind`, as a
+      submodule. A module that is already part of another one is changed in place.
 
     Raises:
       TypeError: an argument is of the wrong type.
-      ValueError: the module has a policy already; a bad policy. When it is called: an
-        override matches no module; the nearest paths are shown.
+      ValueError: the module already has a policy, or a policy is invalid. When the
+        module is called: an override matches no module. The message has the nearest
+        paths.
 
     Examples:
       >>> import jax, jax.numpy as jnp, flax.linen as nn, jamp
@@ -75,7 +75,7 @@ def with_policy(
       (dtype('float32'), dtype('float16'))
 
     PyTorch: FSDP's `MixedPrecision` and apex's opt level O2. Keras's `DTypePolicyMap`
-    maps paths in this way.
+    maps paths in the same way.
     """
     plan = make_plan(CALLER, module, nn.Module, policy, overrides, float32_for)
     if module.parent is None:
@@ -95,7 +95,7 @@ class Policied:
 
     def __init__(self, base: type[nn.Module], plan: Plan):
         self.base, self.plan = base, plan
-        self.hits: set[int] = set()  # the overrides that matched a module, ever
+        self.hits: set[int] = set()  # the overrides that have matched a module
         methods = methods_of(base, nn.Module)
         fields = base.__dataclass_fields__
         self.methods = {
@@ -125,7 +125,7 @@ class Policied:
         args: tuple,
         kwargs: dict,
     ) -> PyTree:
-        """Calls `apply` or `init`; a `method=` that has no policy yet gets it."""
+        """Calls `apply` or `init`, and gives a `method=` without a policy this one."""
         given = kwargs.get("method")
         given = getattr(given, "__func__", given)
         if isinstance(given, str) and given not in self.methods:
@@ -144,7 +144,7 @@ class Policied:
         args: tuple,
         kwargs: dict,
     ) -> PyTree:
-        """Calls a method: from outside it opens the call of a root."""
+        """Calls a method; a call from outside opens the call of a root."""
         top = innermost()
         if module.scope is None or (top is not None and top.is_of(module)):
             return function(module, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""Boxes for Linen's parameters, which cast what is read.
+"""Boxes around Linen's parameters that cast them when they are read.
 
-They are of the kind that Flax uses for sharding annotations: a module that reads its
-parameter opens the box, and opening it casts.
+Flax uses such boxes for sharding annotations: a module that reads its parameter opens
+the box, and opening it casts the parameter.
 """
 
 import dataclasses

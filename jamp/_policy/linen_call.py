@@ -1,6 +1,6 @@
 """What happens when a Linen module that was given a policy is called.
 
-That module is the root of the modules inside. From top to bottom:
+That module is the root of the modules inside. A call takes these steps:
 
 1. `RootCall.run` puts each parameter in a box that casts it when it is read, and has
    Flax call `intercept` for each method of each module inside.
@@ -10,8 +10,8 @@ That module is the root of the modules inside. From top to bottom:
 4. Back in `run`, new parameters get the param dtype of the module that they belong to
    (`stored`), and `check_used` names the overrides that match no module.
 
-`init` goes through 2 and 3 twice: without casts, which makes the parameters that the
-plain module makes, and then with casts, which makes the rest of the state, such as
+`init` takes steps 2 and 3 twice: once without casts, which makes the parameters that
+the plain module makes, and once with casts, which makes the rest of the state, such as
 caches, in the dtypes of later calls.
 """
 
@@ -107,7 +107,7 @@ class RootCall:
             init=self.initializing,  # then it runs `inside` twice
         )
         with contextlib.ExitStack() as contexts:
-            if self.place_around is None:  # else the interceptor is there already
+            if self.place_around is None:  # otherwise the interceptor is already there
                 contexts.enter_context(nn.intercept_methods(intercept))
             contexts.enter_context(self.active(module, self.place))
             for_setup = self.place.policy.compute_dtype
@@ -118,11 +118,11 @@ class RootCall:
         return out
 
     def inside(self, module: nn.Module, *args, **kwargs) -> PyTree:
-        """Calls the method on the root, where its parameters are in boxes."""
+        """Calls the method on the root, whose parameters are now in boxes."""
         bound = functools.partial(self.function, module)
         if not self.casts:  # makes the parameters, as the plain module does
             out = bound(*args, **kwargs)
-            self.casts = True  # when `init` comes here for the second time
+            self.casts = True  # for the second time that `init` comes here
             return out
         places = self.place, self.place_around
         call = self.governed(module, self.method, *places, ends=True)
@@ -137,7 +137,7 @@ class RootCall:
         args: tuple,
         kwargs: dict,
     ) -> PyTree:
-        """Calls a method of a module inside, as the policy of its place wants it."""
+        """Calls a method of a module inside, with the casts of its place's policy."""
         outer = self.outer_place(module.path, caller)
         place = place_of(self.plan, self.name_of(module.path), module, outer, self.hits)
         with self.active(module, place):
@@ -162,7 +162,7 @@ class RootCall:
         ends: bool,
         loops: bool = False,
     ) -> ModuleCall:
-        """A call at one place from another; `ends` if the policy ends at the module."""
+        """A call from one place to another; `ends` if the policy ends at the module."""
         return ModuleCall(
             module,
             method,
@@ -192,9 +192,9 @@ class RootCall:
         return "/".join(path[depth:] if path[:depth] == self.path else path)
 
     def outer_place(self, path: Path, caller: Active) -> Place:
-        """The place of the module around one: that of the caller, if it is that one."""
+        """The place of the module around another: the caller's, if that is around."""
         start, place = len(caller.module.path), caller.place
-        if path[:start] != caller.module.path:  # made elsewhere and handed on
+        if path[:start] != caller.module.path:  # made elsewhere and passed on
             start, place = len(self.path), self.places[""]
         for depth in range(start + 1, len(path)):
             name = self.name_of(path[:depth])
@@ -222,8 +222,8 @@ class RootCall:
     def check_used(self, module: nn.Module) -> None:
         """Raises for an override that matches no module, as far as this call can tell.
 
-        `init` calls all modules. Another call may pass some by, so there only paths are
-        held against those of the variables, and what ever matched is remembered.
+        `init` calls all modules. Other calls may skip some, so they only compare paths
+        with those of the variables, and remember every override that matched once.
         """
         paths = set(self.places)
         for tree in module.variables.values():
@@ -253,14 +253,14 @@ def intercept(
     module, method, top = context.module, context.method_name, ACTIVE.modules[-1]
     if module.scope is None:
         return function(*args, **kwargs)
-    if top.is_of(module):  # called by itself, or the copy that a transformation made
+    if top.is_of(module):  # it calls itself, or is the copy of a transformation
         ACTIVE.modules[-1] = top._replace(module=module)
         try:
             return function(*args, **kwargs)
         finally:
             ACTIVE.modules[-1] = top
     if hasattr(type(module), "_jamp_plan") or not hasattr(type(module), method):
-        # It has a policy of its own, or is what a transformation calls a function with.
+        # It has its own policy, or a transformation made it to call a function.
         return function(*args, **kwargs)
     return top.root.call_module(top, module, method, function, args, kwargs)
 
@@ -279,7 +279,7 @@ def with_open_boxes(module: nn.Module, *args, **kwargs) -> PyTree:
 def is_scanned(module: nn.Module, parent: nn.Module) -> bool:
     """Whether a module is one that `nn.scan` runs in its loop.
 
-    Flax names the class of what the parent sees after `nn.scan(Class)`: ScanBlock. As a
+    After `nn.scan(Class)`, Flax names the class that the parent sees "ScanBlock". As a
     decorator of the method, `nn.scan` leaves a function that knows its transformation.
     """
     method = inspect.getattr_static(type(module), "__call__")

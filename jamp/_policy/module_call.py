@@ -1,4 +1,4 @@
-"""What a policy does to one call of a module's method, in Linen and NNX alike.
+"""What a policy does to one call of a module's method, in Linen and in NNX.
 
 The inputs are cast to the compute dtype, and so are parameters when they are read. If
 the policy ends at this module, the results are cast to its output dtype.
@@ -18,10 +18,10 @@ from .._tree import PyTree, cast_floating
 from .compute_dtype import COMPUTE_DTYPE
 from .float32_region import advised, float32_region
 
-# They write the parameters of the layer inside, from what they read there.
+# They read the parameters of the layer inside, and write them.
 WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
 
-STATEFUL = (nnx.Pytree, nnx.Variable)  # of which a cast copy would be of no use
+STATEFUL = (nnx.Pytree, nnx.Variable)  # a cast copy of these would lose its state
 
 
 class ModuleCall(NamedTuple):
@@ -30,13 +30,13 @@ class ModuleCall(NamedTuple):
     module: nn.Module | nnx.Module
     method: str
     compute_dtype: np.dtype
-    output_dtype: np.dtype | None  # None where the policy goes on: results are left
-    dtype_around: np.dtype | None  # the calling module's; None: no policy governs there
+    output_dtype: np.dtype | None  # None where the policy continues: no cast of results
+    dtype_around: np.dtype | None  # the calling module's; None if no policy governs it
     float32_for: frozenset[str]
     loops: bool = False  # whether this is a step of a loop over the module
 
     def run(self, function: Callable, args: tuple, kwargs: dict) -> PyTree:
-        """Calls the function as the policy wants it."""
+        """Calls the function with the policy's casts."""
         dtype = self.compute_dtype
         carry, inputs = self.split_carry(args)
         inputs, kwargs = cast_floating((inputs, kwargs), dtype, STATEFUL)
@@ -46,7 +46,7 @@ class ModuleCall(NamedTuple):
             if self.dtype_around is None:
                 contexts.enter_context(advised())
             if self.dtype_around is None or self.dtype_around != dtype:
-                functions = self.float32_for - {"norms"}  # modules, here
+                functions = self.float32_for - {"norms"}  # norms are modules here
                 contexts.enter_context(float32_region(dtype, functions))
             out = function(*carry, *inputs, **kwargs)
         if carry:
@@ -74,5 +74,5 @@ def as_carried(out: PyTree, carry: PyTree) -> PyTree:
 
 
 def in_dtypes_of(like: PyTree, tree: PyTree) -> PyTree:
-    """The arrays of a tree in the dtypes that those of another one have."""
+    """The arrays of a tree in the dtypes of another tree's arrays."""
     return jax.tree.map(lambda x, y: cast_floating(x, jnp.result_type(y)), tree, like)

@@ -1,8 +1,8 @@
 """`with_policy` for Flax NNX.
 
-Each module of the copy gets a subclass of its class, whose methods cast, and each
-parameter a subclass of its Variable type, which casts when it is read inside of such a
-method. Attributes, paths and metadata stay, and so do `isinstance` and NNX's filters.
+Each module of the copy gets a subclass of its class, whose methods cast. Each parameter
+gets a subclass of its Variable type, which casts when one of these methods reads it.
+Attributes, paths and metadata do not change, and `isinstance` and NNX's filters work.
 """
 
 import functools
@@ -33,11 +33,11 @@ from .surgery import (
 M = TypeVar("M", bound=nnx.Module)
 CALLER = "jamp.nnx.with_policy"
 
-ROUNDED_WRITE = """{}: {} writes its parameter {!r} while it is called, and has read \
-it in {} before: what is stored in {} would be rounded by each call. If no optimizer \
-trains it, as a running average, make it a Variable that is no nnx.Param: policies \
-leave those alone. Else give the module an override in which it reads what is stored: \
-{{{}: "full"}}."""
+ROUNDED_WRITE = """{}: {} writes its parameter {!r} while it is called, after reading \
+it in {}: each call would round the value, which is stored in {}. If no optimizer \
+trains it, as with a running average, make it a Variable that is not an nnx.Param: \
+policies leave those alone. Otherwise give the module an override in which it reads \
+the stored value: {{{}: "full"}}."""
 
 
 def with_policy(
@@ -49,21 +49,21 @@ def with_policy(
 ) -> M:
     """A copy of the model with a policy for it and for all modules inside.
 
-    Parameters (`nnx.Param` and what derives from it) are stored in `param_dtype` and
-    cast to `compute_dtype` when they are read in a call of a module; outside of calls
-    they read as stored. Each module's inputs are cast to `compute_dtype`, the results
-    of the outermost one to `output_dtype`. Other Variables, such as batch statistics,
-    are left as they are. The state has the paths of the plain model's: checkpoints
-    load both ways. The arrays are shared with `model` where no cast is needed.
+    Parameters (`nnx.Param` and its subclasses) are stored in `param_dtype` and cast to
+    `compute_dtype` when they are read in a call of a module. Outside of calls they read
+    as stored. Each module's inputs are cast to `compute_dtype`, and the results of the
+    outermost one to `output_dtype`. Other Variables, such as batch statistics, are not
+    cast. The state has the same paths as the plain model's, so checkpoints load both
+    ways. The copy shares arrays with `model` where no cast is needed.
 
-    Overrides give other policies to modules inside, and to all that is in those, up to
-    the next override. If several are for the same module, the first decides. Norms get
-    a policy by themselves: they store and compute in float32 and give back what the
-    modules around them compute in.
+    Overrides give other policies to modules inside, and to everything in those, up to
+    the next override. If several match the same module, the first decides. Norms get a
+    policy automatically: they store and compute in float32, and return the dtype that
+    the modules around them compute in.
 
-    A layer's own `dtype=` wins over its policy, as does a cast in the module's code. A
-    parameter that several modules share is cast by the one that reads it, and stored
-    as the first path that leads to it says.
+    A layer's own `dtype=` wins over its policy, as does a cast in the module's code. If
+    several modules share a parameter, the one that reads it casts it, and the first
+    path that leads to it decides how it is stored.
 
     Args:
       model: an NNX module.
@@ -71,19 +71,19 @@ def with_policy(
       overrides: maps module paths or classes to policies. A path is a regular
         expression that is searched for in names such as "blocks/0/attention"; "^head$"
         is the outermost `head`, and "blocks/1" is not "blocks/10". A name or class
-        stands for the module with all inside.
-      float32_for: what stays in float32 although its policy says half precision:
-        "norms" (Flax's classes and those derived from them), "softmax", "losses"
-        (optax's). `()` for nothing.
+        stands for the module and everything inside.
+      float32_for: functions that stay in float32 although their policy says half
+        precision: "norms" (Flax's classes and those derived from them), "softmax",
+        "losses" (optax's). `()` for none.
 
     Returns:
       The copy. Make the optimizer for it, not for `model`.
 
     Raises:
       TypeError: an argument is of the wrong type.
-      ValueError: the model has a policy already; a bad policy; an override matches no
-        module; the nearest paths are shown. In a call: a module writes a parameter that
-        it has read in fewer bits, such as a running average.
+      ValueError: the model already has a policy, a policy is invalid, or an override
+        matches no module: the message has the nearest paths. In a call: a module writes
+        a parameter that it has read in fewer bits, such as a running average.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -95,13 +95,13 @@ def with_policy(
       (dtype('float16'), dtype('float32'))
 
     PyTorch: FSDP's `MixedPrecision` and apex's opt level O2. Keras's `DTypePolicyMap`
-    maps paths in this way.
+    maps paths in the same way.
     """
     plan = make_plan(CALLER, model, nnx.Module, policy, overrides, float32_for)
     if any(getattr(v, "hijax", False) for _, v in nnx.iter_graph(model) if is_param(v)):
         raise NotImplementedError(
             f"{CALLER}: the model has hijax Variables, which cannot be cast when they "
-            "are read; make it without (nnx.use_hijax(False))."
+            "are read; make it without them (nnx.use_hijax(False))."
         )
     model = nnx.clone(model)
     places = assign(model, plan)
@@ -111,7 +111,7 @@ def with_policy(
             cls = policied(type(module), plan, place, place != outer)
             change_class(module, cls)
             if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
-                module.dtype = None  # by default it is that of the stored parameter
+                module.dtype = None  # by default it is the stored parameter's dtype
     for path, variable in list(nnx.iter_graph(model)):
         if is_param(variable) and (found := nearest(path, places)):
             dtype = found[1].policy.param_dtype
@@ -134,15 +134,15 @@ def has_policy(module: nnx.Module) -> bool:
 
 
 def nearest(path: Path, places: Places) -> tuple[Place | None, Place] | None:
-    """The places at the longest start of a path that has an entry."""
+    """The places at the longest prefix of a path that has an entry."""
     starts = (path[:depth] for depth in range(len(path), -1, -1))
     return next(places[start] for start in starts if start in places)
 
 
 def assign(model: nnx.Module, plan: Plan) -> Places:
-    """For each module the place of the one around it, and its own.
+    """For each module, the place of the one around it and its own place.
 
-    None for modules that have a policy already, and for those inside.
+    It is None for modules that already have a policy, and for those inside.
     """
     hits: set[int] = set()
     places: Places = {}
@@ -162,7 +162,7 @@ def assign(model: nnx.Module, plan: Plan) -> Places:
 
 
 class Active(threading.local):
-    """The module that is being called, its place, and what was read so far."""
+    """The module that is being called, its place, and what it has read so far."""
 
     module: nnx.Module | None = None
     place: Place | None = None
@@ -218,7 +218,7 @@ def cast_parameters_on_use(model: nnx.Module) -> None:
     foreign = {id(v) for bridge in bridges for _, v in nnx.iter_graph(bridge)}
     for variable in nodes:
         if is_param(variable) and not is_changed(variable):
-            if id(variable) not in foreign:  # Linen's, which knows no such types
+            if id(variable) not in foreign:  # Linen's, which does not know these types
                 change_class(variable, cast_on_use(type(variable)))
 
 
@@ -234,7 +234,7 @@ def is_cast() -> bool:
 
 
 def as_read(variable: nnx.Variable, value: PyTree) -> PyTree:
-    """What a module reads; notes what it would round if it wrote that back."""
+    """The value that a module reads; notes values that a write would round."""
     dtype = COMPUTE_DTYPE.value
     if dtype is None:
         return value
@@ -245,7 +245,7 @@ def as_read(variable: nnx.Variable, value: PyTree) -> PyTree:
 
 
 def as_stored(variable: nnx.Variable, value: PyTree) -> PyTree:
-    """What is stored of what a module writes."""
+    """The value that is stored when a module writes one."""
     stored = variable.get_raw_value()
     if COMPUTE_DTYPE.value is None or not is_floating(stored):
         return value
@@ -259,7 +259,7 @@ def is_floating(value: object) -> bool:
 
 
 def rounded_write(variable: nnx.Variable) -> str:
-    """What to say of a parameter that is written after it was read in fewer bits."""
+    """The message about a parameter that is written after a read in fewer bits."""
     module = ACTIVE.module
     found = (path for path, node in nnx.iter_graph(module) if node is variable)
     name, kind = "/".join(map(str, next(found, ("?",)))), type(module).__name__

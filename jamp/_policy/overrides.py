@@ -1,9 +1,9 @@
 """Which module has which policy: that of `with_policy`, an override, or a norm's.
 
-A policy governs the module that it is given to and all modules inside, up to one that
-an override, or `float32_for`, gives another policy. Where one policy's territory ends,
-results are cast to its output dtype; in between they are left, so that nothing is
-widened between two layers.
+A policy governs the module that it is given to and all modules inside, up to a module
+with another policy from an override or from `float32_for`. Where a policy's territory
+ends, results are cast to its output dtype. In between they are not cast, so that no
+value is widened between two layers.
 """
 
 import difflib
@@ -23,20 +23,20 @@ from .surgery import is_changed
 
 ROOT, NORM = -1, -2
 
-NO_MODULE = """{}: what is given must be a module; got {}.
-For Flax Linen there is jamp.linen.with_policy, for NNX jamp.nnx.with_policy, for \
-functions policy.wrap."""
+NO_MODULE = """{}: the first argument must be a module; got {}.
+Use jamp.linen.with_policy for Flax Linen, jamp.nnx.with_policy for NNX, and \
+policy.wrap for functions."""
 
 BAD_KEY = """{}: overrides[{!r}]: {}
 A key is a regular expression that is searched for in the module's path ("encoder/.*", \
 "^lm_head$") or a module class (nn.LayerNorm); a value is a policy or its string."""
 
 UNUSED = """{}: overrides match no module: {}.
-Module paths nearest to them: {}."""
+The nearest module paths are: {}."""
 
 
 class Plan(NamedTuple):
-    """What `with_policy` was asked for. Hashable."""
+    """The arguments of `with_policy`, hashable."""
 
     policy: Policy
     overrides: tuple[tuple[str | type, Policy], ...]
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The policy of a module, and where it is from: an override's index, ROOT, NORM."""
+    """A module's policy and where it comes from: an override's index, ROOT or NORM."""
 
     policy: Policy
     source: int
@@ -63,7 +63,7 @@ def make_plan(
         raise TypeError(NO_MODULE.format(caller, shown(module)))
     if is_changed(module):
         raise ValueError(
-            f"{caller}: the module has a policy already; pass the plain module, and "
+            f"{caller}: the module already has a policy; pass the plain module, and "
             "all overrides at once."
         )
     if not isinstance(policy, Policy | str):
@@ -79,16 +79,16 @@ def make_plan(
     rows = []
     for key, value in (overrides or {}).items():
         if not isinstance(value, Policy | str):
-            raise TypeError(BAD_KEY.format(caller, key, f"{value!r} is no policy."))
+            raise TypeError(BAD_KEY.format(caller, key, f"{value!r} is not a policy."))
         if not isinstance(key, str | type):
             raise TypeError(
-                BAD_KEY.format(caller, key, "neither a string nor a class.")
+                BAD_KEY.format(caller, key, "the key is neither a string nor a class.")
             )
         if isinstance(key, str):
             try:
                 PathPattern(key)
             except re.error as error:
-                problem = f"not a regular expression: {error}."
+                problem = f"the key is not a regular expression: {error}."
                 raise ValueError(BAD_KEY.format(caller, key, problem)) from None
         rows.append((key, get_policy(value)))
     return Plan(get_policy(policy), tuple(rows), check_float32_for(float32_for))
@@ -97,7 +97,7 @@ def make_plan(
 def place_of(
     plan: Plan, path: str, module: object, outer: Place, hits: set[int]
 ) -> Place:
-    """The place of a module that is called from another one; notes the overrides."""
+    """The place of a module that another one calls; notes the overrides."""
     keys = enumerate(key for key, _ in plan.overrides)
     found = [i for i, key in keys if matches(key, path, module)]
     hits.update(found)

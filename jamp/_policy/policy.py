@@ -32,12 +32,12 @@ NAMED = {
 }
 
 BAD_STRING = """get_policy({!r}): {}
-Write "params=float32,compute=float16,output=float32", shorter "c=float16,o=full", one \
-dtype for all three ("half"), or "mixed_float16"."""
+Write "params=float32,compute=float16,output=float32", or in short "c=float16,o=full", \
+or one dtype for all three ("half"), or "mixed_float16"."""
 
 
 def half_dtype() -> np.dtype:
-    """The half-precision dtype of the default device: bfloat16 on TPU, else float16.
+    """The default device's half-precision dtype: bfloat16 on TPU, otherwise float16.
 
     Returns:
       A NumPy dtype.
@@ -47,7 +47,7 @@ def half_dtype() -> np.dtype:
       >>> jamp.half_dtype()
       dtype('float16')
 
-    PyTorch: none. Source: jmp.
+    PyTorch: no counterpart. Source: jmp.
     """
     on_tpu = jax.local_devices()[0].platform == "tpu"
     return jnp.dtype("bfloat16" if on_tpu else "float16")
@@ -57,10 +57,11 @@ def cast_to_full(tree: Tree) -> Tree:
     """A copy of a pytree with its floating leaves in float32.
 
     Args:
-      tree: any pytree. What is no floating array passes, as in `Policy`'s casts.
+      tree: any pytree. Leaves that are not floating arrays pass, as in `Policy`'s
+        casts.
 
     Returns:
-      The same structure; arrays that are float32 already are not copied.
+      The same structure; arrays that are already float32 are not copied.
 
     Examples:
       >>> import jamp, jax.numpy as jnp
@@ -76,10 +77,11 @@ def cast_to_half(tree: Tree) -> Tree:
     """A copy of a pytree with its floating leaves in `half_dtype()`.
 
     Args:
-      tree: any pytree. What is no floating array passes, as in `Policy`'s casts.
+      tree: any pytree. Leaves that are not floating arrays pass, as in `Policy`'s
+        casts.
 
     Returns:
-      The same structure. float16 makes inf of what is above 65504.
+      The same structure. In float16, numbers above 65504 become inf.
 
     Examples:
       >>> import jamp, jax.numpy as jnp
@@ -95,21 +97,22 @@ def cast_to_half(tree: Tree) -> Tree:
 class Policy:
     """The dtypes of a model's parameters, of its computation and of its outputs.
 
-    Frozen and hashable. A dtype may be given as JAX takes it or by name: "half" is
-    float16, on TPU bfloat16; "full" is float32. `str(policy)` is jmp's short form, and
-    `get_policy` reads it back.
+    A policy is frozen and hashable. A dtype is one that JAX accepts or a name: "half"
+    is float16, or bfloat16 on TPU, and "full" is float32. `str(policy)` is jmp's short
+    form, and `get_policy` reads it back.
 
     The casts change the floating arrays of a pytree: JAX's, NumPy's (which stay
     NumPy's) and `jax.ShapeDtypeStruct`. Integers, bools, complex numbers, PRNG keys,
-    `None`, Python numbers (which follow what they meet) and other objects pass.
+    `None`, Python numbers (which follow the arrays that they meet) and other objects
+    pass.
 
     Args:
-      param_dtype: what parameters are stored in.
-      compute_dtype: what parameters and inputs are cast to for the computation.
-      output_dtype: what results are cast to.
+      param_dtype: the dtype that parameters are stored in.
+      compute_dtype: the dtype that parameters and inputs are cast to for computation.
+      output_dtype: the dtype that results are cast to.
 
     Raises:
-      ValueError: not a floating dtype, or an unknown name.
+      ValueError: a dtype is not floating, or a name is unknown.
 
     Examples:
       >>> import jamp, jax.numpy as jnp
@@ -121,8 +124,8 @@ class Policy:
       >>> policy.cast_to_compute({"w": jnp.ones(2), "step": 3})
       {'step': 3, 'w': Array([1., 1.], dtype=float16)}
 
-    PyTorch: FSDP's `MixedPrecision(param_dtype=...)`, which calls the compute dtype
-    so, and apex's opt levels O2 and O3. Source of names and results: jmp.
+    PyTorch: FSDP's `MixedPrecision(param_dtype=...)`, whose `param_dtype` is the
+    compute dtype, and apex's opt levels O2 and O3. Names and results are jmp's.
     """
 
     param_dtype: np.dtype
@@ -158,21 +161,21 @@ class Policy:
     ) -> Callable:
         """Applies the policy to a function of arrays: plain JAX, Equinox, Haiku.
 
-        All floating arrays in the arguments, parameters among them, are cast to
-        `compute_dtype` and those in the result to `output_dtype`. The casts are
+        All floating arrays in the arguments, including parameters, are cast to
+        `compute_dtype`, and those in the result to `output_dtype`. The casts are
         differentiable: gradients have the dtypes of the arguments. Arrays that the
-        function gets in another way, from a closure or an object's attributes, stay.
+        function gets from a closure or from an object's attributes are not cast.
 
         Args:
-          function: any function of pytrees. An `equinox.Module` is one.
-          float32_for: what stays in float32: "norms" (Equinox's, with their
-            parameters, and Haiku's), "softmax", "losses" (optax's). To Python the
-            results of softmax and of Haiku's norms are float32; what uses them gets
-            half precision. Equinox's norms give back the dtype that they got.
+          function: any function of pytrees, such as an `equinox.Module`.
+          float32_for: functions that stay in float32: "norms" (Equinox's, with their
+            parameters, and Haiku's), "softmax", "losses" (optax's). In Python, the
+            results of softmax and of Haiku's norms are float32, but ops that use them
+            get half precision. Equinox's norms return the dtype that they got.
 
         Raises:
           TypeError: `function` cannot be called.
-          ValueError: an unknown name in `float32_for`.
+          ValueError: a name in `float32_for` is unknown.
 
         Examples:
           >>> import jamp, jax, jax.numpy as jnp
@@ -186,7 +189,7 @@ class Policy:
           dtype('float32')
         """
         try:
-            from .wrap import wrap  # its region takes JAX's private parts; casts do not
+            from .wrap import wrap  # its region needs JAX's private parts; casts do not
         except Exception as error:
             raise unavailable("jamp.Policy.wrap", error) from error
         return wrap(function, self.compute_dtype, self.output_dtype, float32_for)
@@ -205,16 +208,16 @@ def get_policy(policy_name: str | Policy) -> Policy:
 
     The string is a list such as `"params=float32,compute=float16,output=float32"` (or
     `p`, `c`, `o`), the name of one dtype for all three, or `"mixed_float16"` or
-    `"mixed_bfloat16"`: float32 parameters and outputs, half-precision computation. In
-    a list, params are float32 by default, compute is what params are, and output what
-    compute is.
+    `"mixed_bfloat16"`: float32 parameters and outputs, half-precision computation. In a
+    list, the default of params is float32, that of compute is the dtype of params, and
+    that of output the dtype of compute.
 
     Args:
-      policy_name: the string. A `Policy` is returned as it is.
+      policy_name: the string, or a `Policy`, which is returned.
 
     Raises:
-      ValueError: an unknown key or dtype; names near it are shown.
-      TypeError: neither a string nor a policy.
+      ValueError: a key or dtype is unknown. The message has similar names.
+      TypeError: `policy_name` is neither a string nor a policy.
 
     Examples:
       >>> import jamp
@@ -223,7 +226,7 @@ def get_policy(policy_name: str | Policy) -> Policy:
       >>> jamp.get_policy("mixed_float16").output_dtype
       dtype('float32')
 
-    PyTorch: none. Source of the grammar: jmp; the last two names are Keras's.
+    PyTorch: no counterpart. The grammar is jmp's; the last two names are Keras's.
     """
     if isinstance(policy_name, Policy):
         return policy_name
@@ -241,7 +244,7 @@ def get_policy(policy_name: str | Policy) -> Policy:
         field = KEYS.get(key)
         if field is None or field in found:
             problem = "Unknown key" if field is None else "Second value for key"
-            problem = f"{problem} {key!r}; there are 'params', 'compute', 'output'."
+            problem = f"{problem} {key!r}; the keys are 'params', 'compute', 'output'."
             raise ValueError(BAD_STRING.format(policy_name, problem))
         dtype = _dtype_or_problem(value, key)
         if isinstance(dtype, str):
@@ -270,22 +273,22 @@ def _dtype_named(value: DTypeLike | None) -> np.dtype | None:
 
 
 def _dtype_or_problem(value: DTypeLike | None, where: str) -> np.dtype | str:
-    """The floating dtype that a user means, or what a message says is wrong with it."""
+    """The floating dtype that a user means, or the message about what is wrong."""
     if isinstance(value, str) and value == "half":
         return half_dtype()
     if isinstance(value, str) and value in NAMED:
-        problem = f"{value!r} is a policy and no dtype; write get_policy({value!r})."
+        problem = f"{value!r} is a policy, not a dtype; write get_policy({value!r})."
         return f"{where}: {problem}"
     dtype = _dtype_named(value)
     if dtype is None:
         names = [*DTYPES, "half", *(NAMED if where == "Policy" else ())]
         near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4)
-        there_are = "names near it:" if near else "there are"
+        there_are = "similar names:" if near else "the names are"
         problem = f"Unknown dtype {brief(value)}; {there_are} "
         return f"{where}: {problem}{', '.join(near or names)}."
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
         return (
-            f"{where}: {dtype} is not a floating dtype; take one of "
+            f"{where}: {dtype} is not a floating dtype; use one of "
             f"{', '.join(DTYPE_NAMES)}. Integers and bools are never cast."
         )
     return dtype

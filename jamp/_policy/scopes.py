@@ -1,7 +1,7 @@
-"""`named_scopes` for Flax NNX: modules run in name scopes of their own paths.
+"""`named_scopes` for Flax NNX: modules run in name scopes with their own paths.
 
 Linen and Haiku write the module path of each op into JAX's name stack, where autocast's
-rules, `jamp.debug` and profilers read it. NNX writes none. Here each module of a copy
+rules, `jamp.debug` and profilers read it. NNX does not. Here, each module of a copy
 gets a subclass of its class, whose methods open the scope.
 """
 
@@ -21,13 +21,13 @@ M = TypeVar("M", bound=nnx.Module)
 def named_scopes(model: M) -> M:
     """A copy of the model whose modules write their paths into JAX's name stack.
 
-    Linen and Haiku do so by themselves. With a path, `jamp.autocast(rules={"head":
+    Linen and Haiku do so themselves. With a path, `jamp.autocast(rules={"head":
     jnp.bfloat16})` and the rules of `jamp.calibrate` can name a part of a model, and
-    `jamp.debug.explain` and profilers show it. The path is that of the attributes:
-    "blocks/0/mlp". Where several attributes hold the same module, the first one counts.
+    `jamp.debug.explain` and profilers show it. The path consists of attributes:
+    "blocks/0/mlp". If several attributes hold the same module, the first one counts.
 
-    The arrays are shared with `model`, state and paths of the state stay the same, and
-    numbers do not change: checkpoints load both ways.
+    The copy shares arrays with `model`. The state, its paths and the results are the
+    same, so checkpoints load both ways.
 
     Args:
       model: an NNX module, with or without a policy.
@@ -36,7 +36,7 @@ def named_scopes(model: M) -> M:
       The copy. Make the optimizer for it, not for `model`.
 
     Raises:
-      TypeError: no NNX module.
+      TypeError: `model` is not an NNX module.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -57,12 +57,12 @@ def named_scopes(model: M) -> M:
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"jamp.nnx.named_scopes takes an NNX module; got {shown(model)}. Linen and "
-            "Haiku write paths by themselves."
+            "Haiku write paths themselves."
         )
     model = nnx.clone(model)
     for path, module in list(nnx.iter_modules(model)):
         if path and not isinstance(module, nnx.List | nnx.Dict):
-            own = vars(type(module))  # what lies below a policy is not taken off
+            own = vars(type(module))  # scopes below a policy are not removed
             base = own.get("_jamp_unscoped", type(module))
             change_class(module, scoped(base, "/".join(map(str, path))))
     return model

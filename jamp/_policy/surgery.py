@@ -1,21 +1,21 @@
-"""Subclasses of users' classes: a module with a policy is the user's module still.
+"""Subclasses of users' classes: a module with a policy is still the user's module.
 
 A policy has to act when a method of a user's module is called and when a parameter is
 read. So the object gets another class, made here: a subclass of its own class, with
-these methods replaced. A wrapper around it would be a second object, with a class,
-attributes and paths of its own. With a subclass
+these methods replaced. A wrapper would be a second object, with another class, other
+attributes and other paths. With a subclass,
 
-- `isinstance` is true as before, and so are NNX's filters and overrides by class;
+- `isinstance` stays true, and NNX's filters and overrides by class still match;
 - attributes, dataclass fields, the paths of the state and the metadata of Variables are
-  the same, since the object is;
+  the same, because the object is the same;
 - messages, `repr`, Flax's tables and name stacks show the user's class: the subclass
   has its name, qualified name, module and docstring;
 - modules with equal policies are equal, because equal arguments give the same class:
-  its makers are cached;
-- `pickle` works, although no module holds the class under its name: its metaclass has
-  it pickled as the call that made it. So does `deepcopy`, which leaves classes alone.
+  the functions that make classes are cached;
+- `pickle` works, although no module holds the class under its name: the metaclass
+  pickles it as the call that made it. `deepcopy` works too: it does not copy classes.
 
-What changes is `type(module) is Model`, which is false.
+Only `type(module) is Model` becomes false.
 """
 
 import copyreg
@@ -34,7 +34,7 @@ MethodCall = Callable[..., object]
 
 
 def change_class(thing: C, cls: type[C]) -> None:
-    """Gives an object a subclass of its class, whatever Flax says to writes."""
+    """Gives an object a subclass of its class, even if Flax forbids writes."""
     object.__setattr__(thing, "__class__", cls)
 
 
@@ -49,7 +49,7 @@ def subclass(
     """A class of the same name, pickled as the call `rebuild[0](*rebuild[1])`.
 
     Args:
-      namespace: what it adds to `base`.
+      namespace: the attributes that it adds to `base`.
     """
     names = {
         "__module__": base.__module__,
@@ -73,7 +73,7 @@ def pickled_meta(meta: type) -> type:
 def methods_of(base: type, root: type) -> dict[str, Callable]:
     """The methods of a module class that its users call: public, and not Flax's own.
 
-    Each as a function of the module, whatever it was decorated with.
+    Each is a function of the module, however it was decorated.
     """
     found = {}
     for name in dir(base):
@@ -90,7 +90,7 @@ def methods_of(base: type, root: type) -> dict[str, Callable]:
 
 
 def unbound(method: Any) -> Callable:
-    """A function of the module, for a method that is jitted, partial and the like."""
+    """A function of the module, for a method that is jitted or partial, for example."""
 
     def function(self, *args, **kwargs):
         return method.__get__(self, type(self))(*args, **kwargs)
@@ -119,11 +119,11 @@ def variable_type(
     read: Callable[[nnx.Variable[Value], Value], Value],
     write: Callable[[nnx.Variable[Value], Value], Value],
 ) -> type[nnx.Variable[Value]]:
-    """A subclass of an NNX Variable's type whose value is cast on the way.
+    """A subclass of an NNX Variable's type that casts its value on reads and writes.
 
     Args:
       rebuild: as for `subclass`.
-      is_cast: whether casts are made where the Variable is used.
+      is_cast: returns whether values are cast here.
       read: `read(variable, value)` is what code gets for a value that was read.
       write: `write(variable, value)` is what is stored for a value that code writes.
     """
@@ -135,12 +135,12 @@ def variable_type(
         base.set_value(self, write(self, value), **kwargs)
 
     def __getattr__(self, name):
-        value = base.__getattr__(self, name)  # metadata, or of the array as stored
+        value = base.__getattr__(self, name)  # metadata, or an attribute of the array
         if not is_cast() or name in self.get_metadata():
             return value
         return getattr(self.get_value(), name)
 
     namespace = {"get_value": get_value, "set_value": set_value}
     made = subclass(base, namespace | {"__getattr__": __getattr__}, rebuild)
-    made.__module__ = "jamp.nnx"  # to tell the two apart in messages
+    made.__module__ = "jamp.nnx"  # tells the two apart in messages
     return made

@@ -19,7 +19,7 @@ def wrap(
     float32_for: Collection[str],
 ) -> Callable:
     """The function with casts of its arguments and results. See `Policy.wrap`."""
-    if isinstance(function, functools.partial):  # to JAX a leaf, arrays and all
+    if isinstance(function, functools.partial):  # a leaf to JAX, with its arrays
         function = jax.tree_util.Partial(
             function.func, *function.args, **function.keywords
         )
@@ -27,7 +27,7 @@ def wrap(
         kind = function if isinstance(function, type) else type(function)
         raise TypeError(
             f"policy.wrap: {kind.__name__} is not a function of arrays; "
-            "for Flax there are jamp.linen.with_policy and jamp.nnx.with_policy."
+            "for Flax, use jamp.linen.with_policy or jamp.nnx.with_policy."
         )
     kept = check_float32_for(float32_for)
 
@@ -47,7 +47,7 @@ def wrap(
 def is_flax(function: object) -> bool:
     """Whether something is a Flax module, whose state would be lost in a cast copy.
 
-    Or a class of modules, which is no function of arrays.
+    It is also true for a class of modules, which is not a function of arrays.
     """
     modules = imported("flax.linen", "Module") + imported("flax.nnx", "Module")
     if isinstance(function, type):

@@ -1,15 +1,15 @@
 """Loss scaling: torch's `GradScaler`, as an optax wrapper and as an object for NNX.
 
-`rule` is what a step does to a scale and its trackers, `arithmetic` scales, checks and
-unscales. `value_and_grad` scales the loss; `wrapper` (for optax; with `step`,
-`transformation`, `train_state`) and `grad_scaler` (for NNX; with `scaler_state`,
+`rule` says what a step does to a scale and its trackers. `arithmetic` scales, checks
+and unscales. `value_and_grad` scales the loss. `wrapper` (for optax, with `step`,
+`transformation`, `train_state`) and `grad_scaler` (for NNX, with `scaler_state`,
 `iteration`, `nnx_grads`) check the gradients, unscale them, step or hold (`skip`, with
 `donated` and `apart`), and move the scale. `retry` (with `nnx_retry`, `find_scale`)
-runs a step again: `attempts` is how, `held` what need not be held in between. `state`
-is what a step leaves behind, `alarms` and `check` read it, `match` checks what a step
-is given. `gather` and `mesh` are for arrays that are split over devices, `mean`,
-`error_feedback` and `eight_bits` for gradients that devices exchange, `master_weights`
-for float16 parameters.
+runs a step again: `attempts` says how, and `held` what need not be held in between.
+`state` is what a step leaves behind, `alarms` and `check` read it, and `match` checks
+a step's arguments. `gather` and `mesh` are for sharded arrays, `mean`,
+`error_feedback` and `eight_bits` for gradients that devices exchange, and
+`master_weights` for float16 parameters.
 
 May import: `_checks`, `_tree`. Nothing here uses JAX's private parts.
 """

@@ -24,7 +24,7 @@ def alarms(
 
     Raises:
       ValueError: a limit is out of its range.
-      TypeError: a limit is no number.
+      TypeError: a limit is not a number.
     """
     limits = check_limits(floor_steps, window, skipped_share)
     floor_steps, window, skipped_share = limits

@@ -1,9 +1,9 @@
-"""An optimizer's update in two: the new state, and the updates that follow from it.
+"""An optimizer's update in two parts: the new state, and the updates made from it.
 
-`tx.update` returns updates that somebody else adds to the parameters. A conditional
-that returns them writes them, and they are read again, where XLA otherwise computes
-them as they are added. Adam's follow from the new moments: computed after the
-conditional, which returns the state alone, they are never stored.
+`tx.update` returns updates that the caller adds to the parameters. A conditional that
+returns them stores them, and they are read again, whereas XLA otherwise computes them
+as they are added. Adam's updates follow from the new moments: if they are computed
+after the conditional, which then returns only the state, they are never stored.
 """
 
 import math
@@ -24,7 +24,7 @@ class Apart:
 
     Args:
       update: a pure function of pytrees.
-      grads, state: what it is traced with.
+      grads, state: the arguments that it is traced with.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Apart:
         state: PyTree,
     ):
         leaves, tree = jax.tree.flatten((grads, state))
-        # Only what a trace may replace becomes an argument: the rest may be no array.
+        # Only leaves that a trace may replace become arguments. Others may be anything.
         self._traced = [i for i, leaf in enumerate(leaves) if is_traced(leaf)]
         count = len(jax.tree.leaves(grads))
         self._of_grads = sum(i < count for i in self._traced)
@@ -55,10 +55,10 @@ class Apart:
         self._after, self._read = _needed(jaxpr.eqns, self._updates, set(self._known))
 
     def is_free(self) -> bool:
-        """Whether `updates` costs nothing beside `state`.
+        """Whether `updates` costs nothing beyond `state`.
 
-        It must not read arrays of the old state, which a conditional overwrites, or
-        compute again what the new state takes.
+        It must neither read arrays of the old state, which a conditional overwrites,
+        nor recompute what the new state needs.
         """
         jaxpr = self._closed.jaxpr
         old = set(jaxpr.invars[self._of_grads :])
@@ -70,12 +70,12 @@ class Apart:
         return self._tree.unflatten(jaxpr_as_fun(self._closed)(*self._given(grads)))
 
     def state(self, grads: PyTree) -> PyTree:
-        """The new state alone."""
+        """Only the new state."""
         jaxpr = self._closed.jaxpr.replace(eqns=self._before, outvars=self._state)
         return self._state_tree.unflatten(self._run(jaxpr, self._given(grads)))
 
     def updates(self, grads: PyTree, new: PyTree) -> PyTree:
-        """The updates alone, of a new state."""
+        """Only the updates, from a new state."""
         leaves = zip(self._state, jax.tree.leaves(new), strict=True)
         known = [leaf for atom, leaf in leaves if isinstance(atom, Var)]
         jaxpr = self._closed.jaxpr
@@ -98,7 +98,7 @@ class Apart:
 def _needed(
     eqns: Sequence[JaxprEqn], wanted: Atoms, known: set[Var]
 ) -> tuple[list[JaxprEqn], set[Var]]:
-    """The equations that it takes to compute what is wanted, and what they read."""
+    """The equations that compute the wanted values, and the variables they read."""
     needs, picked = _vars(wanted) - known, []
     for eqn in reversed(eqns):
         if not needs.isdisjoint(eqn.outvars):

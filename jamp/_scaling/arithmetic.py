@@ -1,6 +1,6 @@
 """Scaling, checking and unscaling, equal to torch's bit for bit.
 
-Pure functions with no optimizer and no module in sight:
+Pure functions that know neither optimizers nor modules:
 
 * `scale(x, loss_scale)` is `outputs * scale` in `torch.amp.GradScaler.scale`;
 * `all_finite` and `unscale` are `torch._amp_foreach_non_finite_check_and_unscale_`.
@@ -22,7 +22,7 @@ from .rule import SMALLEST_SCALE
 
 
 def is_scalable(x: object) -> bool:
-    """Whether `scale` takes it."""
+    """Whether `scale` accepts a value."""
     is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
     if not is_array:
         return isinstance(x, int | float | complex) and not isinstance(x, bool)
@@ -51,8 +51,8 @@ def scale(x: ArrayLike, loss_scale: jax.Array) -> jax.Array:
 def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> Flag:
     """Whether no floating or complex leaf holds an inf or nan: bool [].
 
-    The check belongs on *scaled* gradients, before the product with the inverse scale:
-    an overflow in that product does not count in torch either.
+    Check *scaled* gradients, before they are multiplied by the inverse scale: an
+    overflow in that product does not count in torch either.
 
     Args:
       tree: pytree of scaled gradients.
@@ -75,9 +75,9 @@ def _all_finite(leaves: Sequence[ArrayLike]) -> Flag:
 class InverseScale(NamedTuple):
     """`float32(1 / float64(loss_scale))` as two factors, neither of them subnormal.
 
-    Above a scale of 2**126 the inverse is subnormal, and XLA's CPU backend would make
-    it 0 and every update vanish. `shift` is a power of two, so that the product with
-    both factors rounds as the product with their product does.
+    Above a scale of 2**126 the inverse is subnormal, and XLA's CPU backend would flush
+    it to 0, so that every update vanished. `shift` is a power of two, so multiplying by
+    both factors rounds exactly like multiplying by their product.
     """
 
     inverse: jax.Array  # float32 []
@@ -88,7 +88,7 @@ def invert(loss_scale: jax.Array) -> InverseScale:
     """The inverse of a scale, as torch rounds it."""
     with jax.enable_x64(True):
         exact = 1.0 / lax.convert_element_type(loss_scale, jnp.float64)
-        # Below 2**-126 float32 has a fixed spacing of 2**-149: round as it would.
+        # Below 2**-126 float32 has a fixed spacing of 2**-149: round in the same way.
         coarse = lax.round(exact * 2.0**149, lax.RoundingMethod.TO_NEAREST_EVEN)
         exact = jnp.where(exact < SMALLEST_SCALE, coarse * 2.0**-149, exact)
         shift = jnp.where(exact < 2.0**-64, 2.0**-64, 1.0)
@@ -101,13 +101,13 @@ def invert(loss_scale: jax.Array) -> InverseScale:
 def unscale(tree: PyTree, inverse: InverseScale) -> PyTree:
     """Multiplies gradients by the inverse scale, as torch does.
 
-    Half-precision leaves come out float32: in float16 the product would flush to zero
-    what the scale has saved. Complex leaves are multiplied part by part; integer,
-    bool, `float0` and missing leaves pass.
+    Half-precision leaves come out in float32: in float16, the product would flush to
+    zero what the scale has saved. Complex leaves are multiplied part by part. Integer,
+    bool, `float0` and missing leaves do not change.
 
     Args:
       tree: pytree of scaled gradients.
-      inverse: from `invert`. Made outside a `skip.run_or_hold`, so that the scalar
+      inverse: from `invert`. Call that outside a `skip.run_or_hold`, so that the scalar
         arithmetic is not repeated for every element inside.
 
     Returns:

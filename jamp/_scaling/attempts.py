@@ -1,8 +1,7 @@
-"""A step's attempts on one batch: run, look whether it overflowed, hold, run again.
+"""A step's attempts on one batch: run, check for an overflow, hold, run again.
 
-What an attempt that overflowed leaves for the next one is the state from before it,
-with the loss scale that it returned. So what a step changes, it changes once for a
-batch.
+After an overflow, the next attempt starts from the state before the last one, with the
+loss scale that the last one returned. So a step changes its state once per batch.
 """
 
 import functools
@@ -24,8 +23,8 @@ from .skip import check_same, choose
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # state, inputs: state, aux
 Attempt = tuple[PyTree, PyTree, list[LossScaleState]]
 
-DELETED = """{caller}: step gave away the buffers of its state (donate_argnums), and \
-an overflow could not be run again. Jit and donate around it: \
+DELETED = """{caller}: step donated the buffers of its state (donate_argnums), so it \
+cannot run again after an overflow. Jit and donate around {caller}: \
 jax.jit({caller}(step), donate_argnums=0)."""
 
 
@@ -41,8 +40,8 @@ class Attempts:
 
     Args:
       caller: the function that a user called, for messages.
-      step: from a state and a pytree of inputs to the next state and to what else the
-        user's step returns.
+      step: takes a state and a pytree of inputs, and returns the next state and what
+        else the user's step returns.
       scales: access to the loss scales of a state.
       at_most: attempts, >= 1.
     """
@@ -52,7 +51,7 @@ class Attempts:
         self.at_most = at_most
 
     def run(self, state: T, inputs: PyTree) -> tuple[T, PyTree]:
-        """The state after the last attempt, and what else that returned.
+        """The state after the last attempt, and what else the attempt returned.
 
         Args:
           state: before the step.
@@ -74,8 +73,8 @@ class Attempts:
             state = self.scales.put(state, self.next_scales(state, scales))
 
     def attempt(self, state: PyTree, inputs: PyTree) -> Attempt:
-        """One run of the step: the state after it, what else it gave, the scales."""
-        # Containers of its own: what a step changes in place is not the next one's.
+        """One run of the step: the state after it, its other results, the scales."""
+        # New containers: changes that a step makes in place do not reach the next one.
         own = jax.tree.map(lambda leaf: leaf, (state, inputs))
         result: Any = self.step(*own)
         if not (isinstance(result, tuple) and len(result) == 2):
@@ -90,8 +89,8 @@ class Attempts:
     def is_worth_another(self, state: PyTree, scales: list[LossScaleState]) -> Flag:
         """Whether an attempt overflowed, and left a scale that may not: bool [].
 
-        A scale that stays where it is (at its floor, or static) would overflow again.
-        One that the step did not ask (of `MultiSteps` outside) stays too.
+        A scale that does not move (at its floor, or static) would overflow again. A
+        scale that the step did not use (inside `MultiSteps`) does not move either.
         """
         flags: list[jax.Array] = []
         for old, new in zip(self.scales.get(state), scales, strict=True):
@@ -106,8 +105,8 @@ class Attempts:
     ) -> list[LossScaleState]:
         """The loss scales for another attempt.
 
-        Each that overflowed is as the attempt left it, but for the record of skipped
-        steps: the batch is not skipped yet.
+        A scale that overflowed is as the attempt left it, except for the record of
+        skipped steps: the batch is not skipped yet.
         """
 
         def following(old: LossScaleState, new: LossScaleState) -> LossScaleState:
@@ -151,13 +150,13 @@ class Attempts:
     def traced(
         self, state: T, inputs: PyTree
     ) -> tuple[T, Callable[[T], Attempt], list[bool], PyTree]:
-        """The state as a loop carries it, an attempt that is traced, and about it.
+        """The state as a loop carries it, a traced attempt, and two facts about it.
 
-        Of each leaf of the state, whether the step holds it itself; and zeros in the
-        shapes of what else the step returns.
+        These are, for each leaf of the state, whether the step holds it itself, and
+        zeros in the shapes of what else the step returns.
         """
-        # A function of its own: JAX would give the trace of one that it knows, though
-        # the step may have changed.
+        # A new function: JAX would return the old trace of a function that it knows,
+        # although the step may have changed.
         once = lambda state: self.attempt(state, inputs)
         trace = jax.make_jaxpr(once, return_shape=True)
         program, shapes = trace(state)
@@ -169,7 +168,7 @@ class Attempts:
         new, aux, scales = shapes
         count = len(jax.tree.leaves(new))
         held = [False] * count
-        # Of several scales, or replicas, one may have stepped and one not.
+        # With several scales, or replicas, one may have stepped and another not.
         if len(scales) == 1 and not varying_axes(scales[0].found_inf):
             place = count + len(jax.tree.leaves(aux))
             place += LossScaleState._fields.index("found_inf")

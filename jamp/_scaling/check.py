@@ -1,4 +1,4 @@
-"""`check`: an alarm of the loss scale as an exception, with its likely causes."""
+"""`check`: turns an alarm of the loss scale into an exception with likely causes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,19 +10,19 @@ from .alarms import check_limits
 from .value_and_grad import metrics
 
 CAUSES = """\
-Likely causes, and how to see which:
-- an inf or nan in the data, or a loss that is one whatever the scale (log of 0, 0/0):
-  the scale then falls for ever. find_nonfinite(grad_fn)(params, batch) names the line.
-- an op that overflows float16 in the forward pass (attention logits, a sum of many):
+Likely causes, and how to find the one:
+- an inf or nan in the data, or a loss that is inf or nan at any scale (log of 0, 0/0):
+  the scale then keeps falling. find_nonfinite(grad_fn)(params, batch) names the line.
+- an op that overflows float16 in the forward pass (attention logits, a long sum):
   find_nonfinite names it. Keep it in float32 with autocast(rules={...}) or
-  autocast(enabled=False), or make it smaller, as by dividing before the product.
-- parameters that have grown: a learning rate that is too high, no clipping, no
-  warm-up. overflow_report(grads) names the gradients."""
+  autocast(enabled=False), or make its result smaller: divide before the product.
+- parameters that have grown: the learning rate is too high, or clipping or warm-up is
+  missing. overflow_report(grads) names the gradients."""
 
 FLAGS = ("scale_at_floor", "scale_below_one", "many_skips")
 BACKWARD = """\
-- gradients that are too large for float16 without any scaling: see whether the loss is
-  a sum over the batch instead of a mean."""
+- gradients that are too large for float16 even without scaling: check whether the loss
+  is a sum over the batch instead of a mean."""
 
 
 def check(
@@ -30,21 +30,21 @@ def check(
 ) -> None:
     """Raises if the loss scale says that something is wrong with the run.
 
-    For the host, between steps: it waits for the values. The alarms are those of
+    Call it on the host, between steps: it waits for the values. The alarms are those of
     `jamp.metrics`, which are flags and do not wait.
 
     Args:
-      source: an optimizer state or `GradScaler`; what `jamp.metrics` returned; or a
-        `jamp.debug.History` of it.
+      source: an optimizer state or `GradScaler`, what `jamp.metrics` returned, or a
+        `jamp.debug.History` of that.
       floor_steps: limit, as in `jamp.metrics`, for states and scalers. Metrics carry
         flags that were made with the limits given there.
-      window: the same. Of a `History` the last `window` rows count, however many.
+      window: the same. In a `History`, the last `window` rows count, however many.
       skipped_share: the same.
 
     Raises:
       FloatingPointError: an alarm is on. The message has the numbers and likely causes.
       TypeError: `source` is traced.
-      ValueError: `source` is none of these; metrics without the alarms; a limit is out
+      ValueError: `source` is none of these, metrics lack the alarms, or a limit is out
         of its range.
 
     Examples:
@@ -61,7 +61,7 @@ def check(
       ...     print(str(error).splitlines()[0])
       the loss scale is below 1, at 0.5 (2 steps skipped so far).
 
-    PyTorch: none.
+    PyTorch: no counterpart.
     """
     history = getattr(source, "rows", None)
     if callable(history):
@@ -78,13 +78,13 @@ def check(
         row = metrics(source, floor_steps=floor_steps, **limits)
     if any(map(is_traced, row.values())):
         raise TypeError(
-            "jamp.debug.check raises on values, and was called inside a trace; return "
+            "jamp.debug.check needs values, and was called inside a trace; return "
             "jamp.metrics(opt_state) from the jitted function and check that."
         )
     if stacked := [name for name, value in row.items() if np.ndim(value)]:
         raise ValueError(
             f"check: {stacked[0]} must be one number; got shape "
-            f"{np.shape(row[stacked[0]])}. Of stacked states check one at a time."
+            f"{np.shape(row[stacked[0]])}. Check stacked states one at a time."
         )
     alarms: list[str] = []
     if row.get("scale_below_one"):

@@ -1,8 +1,8 @@
 """Whether a program may write its results over the arrays that it was given.
 
 A trace cannot know: `jax.jit(step)` and `jax.jit(step, donate_argnums=0)` trace alike.
-A lowering can. So what a trace asks for is a primitive without arguments, which lowers
-to a constant, true or false; XLA folds what depends on it.
+A lowering can. So a trace binds a primitive without arguments, which lowers to a
+constant, true or false. XLA folds what depends on it.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ _DONOR = ("tf.aliasing_output", "jax.buffer_donor")  # attributes of a donated a
 def overwrites() -> Flag:
     """Whether the program may overwrite arrays: bool [].
 
-    False where it is known that it may not: in a jitted function called from outside
-    that donates no argument. In a loop, or in a jitted function called by another, what
-    is updated may be the program's own.
+    False where it is known that it may not: in a jitted function that is called from
+    outside and donates no argument. In a loop, or in a jitted function that another one
+    calls, the updated arrays may be the program's own.
     """
     return overwrites_p.bind()
 
@@ -47,5 +47,5 @@ def _lower(ctx: mlir.LoweringRuleContext) -> list[mlir.ir.Value]:
 overwrites_p = Primitive("jamp_overwrites")
 overwrites_p.def_impl(lambda: np.True_)
 overwrites_p.def_abstract_eval(lambda: ShapedArray((), jnp.bool_))
-# Lowered where it stands: a cached lowering is a function of its own.
+# Lowered in place: a cached lowering would be a separate function.
 mlir.register_lowering(overwrites_p, _lower, cacheable=False)

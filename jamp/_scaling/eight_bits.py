@@ -1,19 +1,19 @@
 """Means over devices in eight bits: blocks of numbers that share a power of two.
 
-A block x is sent as a byte for each number and one byte for the scale of all:
+A block x is sent as one byte per number and one byte for their common scale:
 
     e    = the least integer with max|x| <= limit * 2**e    # 127, or 448 in float8
     code = round(x * 2**-e)                                 # to nearest, ties to even
 
-Scaling by a power of two is exact, so the only error is that of `round`. In int8 e is 1
-less where the squares of the errors add up to less so, though the largest numbers are
-cut to 127: where one alone is a little above a power of two, all others gain a bit. The
-scale's byte has one value for "not finite": then all of the block is nan.
+Scaling by a power of two is exact, so the only error is that of `round`. In int8, e is
+1 less if that makes the sum of the squared errors smaller, although it clips the
+largest numbers to 127: if only one is a little above a power of two, all others gain a
+bit. The scale's byte has one value for "not finite": then the whole block is nan.
 
-A mean is an `all_to_all` of such bytes, after which each device has its own part of the
-array from all of them; the mean of that in float32; and, where all want the whole
-array, an `all_gather` of the bytes of the means. Each number is rounded twice, and all
-devices read the same bytes.
+A mean has three parts: an `all_to_all` of these bytes, after which each device has its
+own part of the array from all devices, the mean of that part in float32, and, if all
+devices need the whole array, an `all_gather` of the bytes of the means. Each number is
+rounded twice, and all devices read the same bytes.
 """
 
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ Axes = tuple[str, ...]
 
 
 class Means(NamedTuple):
-    """Means over devices, and what rounding took from them."""
+    """Means over devices, and what rounding lost."""
 
     rows: list[jax.Array]  # float32 [devices, blocks, size], the same on all devices
-    lost_here: list[jax.Array]  # of that shape: what this device has not sent
+    lost_here: list[jax.Array]  # of the same shape: what this device has not sent
     lost_of_means: list[jax.Array]  # float32 [blocks, size]: of the part it averages
 
 
@@ -68,7 +68,7 @@ def encode(x: jax.Array, dtype: np.dtype) -> jax.Array:
     limit = EIGHT_BITS[dtype]
     exponent = _exponent(largest, limit)
     scaled = x * power_of_two(-exponent)
-    # Cut above 2**127, where the scale is as large as it may be: finite stays finite.
+    # Clipped above 2**127, where the scale has its maximum: finite stays finite.
     codes = jnp.clip(scaled, -limit, limit)
     if dtype == jnp.int8:
         codes = lax.round(codes, lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -98,10 +98,10 @@ def decode(sent: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _exponent(largest: jax.Array, limit: float) -> jax.Array:
-    """The least e with `largest <= limit * 2**e`, within what scales may be: int32.
+    """The least e with `largest <= limit * 2**e`, within the range of scales: int32.
 
-    The bits of a float32 are its exponent and its mantissa, in this order: their
-    distance to those of the limit, in whole exponents and rounded up, is e.
+    The bits of a float32 are its exponent and its mantissa, in this order. Their
+    distance to the limit's bits, in whole exponents and rounded up, is e.
     """
     of_limit = int(np.float32(limit).view(np.int32))
     bits = lax.bitcast_convert_type(largest, jnp.int32)
@@ -110,9 +110,9 @@ def _exponent(largest: jax.Array, limit: float) -> jax.Array:
 
 
 def blocked(rows: jax.Array, block: int) -> jax.Array:
-    """Rows in blocks of one size, with zeros behind: [n, m] -> [n, blocks, size].
+    """Rows in blocks of one size, padded with zeros: [n, m] -> [n, blocks, size].
 
-    All blocks are as large, and at most `block`: a row of 300 has two blocks of 150.
+    A block has at most `block` numbers: a row of 300 has two blocks of 150.
     """
     count = -(-rows.shape[1] // block)
     size = -(-rows.shape[1] // count)
@@ -129,7 +129,7 @@ def to_rows(x: jax.Array, devices: int, block: int) -> jax.Array:
 
 
 def from_rows(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array of a shape that `to_rows` has divided."""
+    """The array of this shape that `to_rows` divided."""
     devices, size = len(rows), int(np.prod(shape))
     flat = rows.reshape(devices, -1)[:, : -(-size // devices)]
     return flat.reshape(-1)[:size].reshape(shape)
@@ -147,14 +147,14 @@ def average(
       rows: float32 [devices, blocks, size] each, from `to_rows`.
       axes: mapped axes.
       dtype: one of `EIGHT_BITS`.
-      carried: `lost_of_means` of the mean before this one, which is added.
+      carried: `lost_of_means` of the mean before this one. It is added.
     """
     sent = [encode(x, dtype) for x in rows]
     means = scatter(sent, axes, dtype)
     if carried is not None:
         means = [mean + lost for mean, lost in zip(means, carried, strict=True)]
     sent_again = [encode(mean, dtype) for mean in means]
-    # The type system of shard_map is told that all devices hold the same.
+    # This tells shard_map's type system that all devices hold the same values.
     gathered = lax.all_gather(_joined(sent_again, 0), axes, axis=0, to="invarying")
     whole = _taken_apart(gathered, sent_again, 1)
 
@@ -179,7 +179,7 @@ def scatter(sent: Sequence[jax.Array], axes: Axes, dtype: np.dtype) -> list[jax.
 def scatter_along(
     x: jax.Array, dim: int, axes: Axes, dtype: np.dtype, block: int
 ) -> jax.Array:
-    """This device's part of the mean of an array that is split along a dimension."""
+    """This device's part of the mean of an array that is sharded along a dimension."""
     devices = lax.axis_size(axes)
     front = jnp.moveaxis(lax.convert_element_type(x, jnp.float32), dim, 0)
     shape = front.shape[0] // devices, *front.shape[1:]
@@ -190,7 +190,7 @@ def scatter_along(
 
 
 def narrowed(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """float32 in another dtype; rounded up in eight bits, x may be beyond its range."""
+    """float32 in another dtype, whose range x may exceed after rounding to 8 bits."""
     largest = float(jnp.finfo(dtype).max)
     if largest < float(jnp.finfo(x.dtype).max):
         x = jnp.clip(x, -largest, largest)  # nan stays
@@ -198,7 +198,7 @@ def narrowed(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _joined(arrays: Sequence[jax.Array], batch: int) -> jax.Array:
-    """Bytes of all arrays in one: [*batch, ...] each -> [*batch, bytes]."""
+    """The bytes of all arrays in one array: [*batch, ...] each -> [*batch, bytes]."""
     flat = [x.reshape(*x.shape[:batch], -1) for x in arrays]
     return jnp.concatenate(flat, axis=-1)
 
@@ -206,7 +206,7 @@ def _joined(arrays: Sequence[jax.Array], batch: int) -> jax.Array:
 def _taken_apart(
     joined: jax.Array, like: Sequence[jax.Array], batch: int
 ) -> list[jax.Array]:
-    """What `_joined` has made one, of the shapes behind the batch dimensions."""
+    """The arrays that `_joined` joined, in their shapes after the batch dimensions."""
     shapes = [x.shape[-2:] for x in like]
     ends = np.cumsum([a * b for a, b in shapes])[:-1].tolist()
     parts = jnp.split(joined, ends, axis=-1)

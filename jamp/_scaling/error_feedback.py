@@ -20,20 +20,21 @@ from .state import check_state
 
 CALLER = "error_feedback's update"
 OTHER = """{}: the state must be that of one device, for these gradients; it has {}. \
-Split it over the devices, P(axis_name) in the specs of shard_map, and start with a \
-new one where the gradients or the number of devices are others."""
+Shard it over the devices, with P(axis_name) in the specs of shard_map, and start with \
+a new one if the gradients or the number of devices changed."""
 
 
 class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`: what rounding lost, and has not been made good yet.
+    """State of `error_feedback`: what rounding lost and later steps will add.
 
-    Split over devices along the first dimension of each array, `P(axis_name)` in the
-    specs of `shard_map`; there a device sees its own, and the dimension is 1.
+    It is sharded over devices along the first dimension of each array, `P(axis_name)`
+    in the specs of `shard_map`. Inside, a device sees its own part, and the dimension
+    is 1.
 
     Attributes:
       own: float32 [devices, ...] for each gradient: what a device has not sent of it.
-      means: float32 [devices, numbers] for each: what was not sent of the means, of the
-        part of the array that a device averages.
+      means: float32 [devices, numbers] for each gradient: what was not sent of the
+        means, in the part of the array that a device averages.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -56,28 +57,30 @@ def error_feedback(
     dtype: DTypeLike = jnp.int8,
     block: int = 256,
 ) -> optax.GradientTransformation:
-    """`mean` in eight bits, with what rounding lost added to the next gradients.
+    """`mean` in eight bits that adds what rounding lost to the next gradients.
 
-    An error that is the same at every step adds up, and this takes it away: after n
-    steps the sum of the means is off by the rounding of one step, not of n.
+    An error that is the same at every step adds up. Error feedback removes it: after n
+    steps, the sum of the means is off by the rounding of one step, not of n.
 
-        sent = cast(gradient + own);  own = gradient + own - sent
-        part = mean(sent) + means;    means = part - cast(part)    # then all_gather
+        sent = cast(gradient + own)
+        own = gradient + own - sent
+        part = mean(sent) + means
+        means = part - cast(part)    # then all_gather
 
-    Gradients of this device go in, and their means come out, on all devices the same.
-    It stands first in the chain, inside the loss scale: there gradients are unscaled,
-    so that the scale may change, and a skipped step leaves the state alone.
+    It takes the gradients of this device and returns their means, the same on all
+    devices. Put it first in the chain, inside the loss scale: there gradients are
+    unscaled, so that the scale may change, and a skipped step leaves the state alone.
 
         dynamic_loss_scale(optax.chain(error_feedback(...), adam), axis_name="data")
 
     The state takes 4 bytes for each gradient on each device, and half a byte more on 8
-    of them. It belongs to that many devices: a run that goes on with another number
-    starts with a new one. Gradients that `gather` has averaged are without: it does
-    that in the backward pass, where there is no state.
+    devices. It fits one number of devices: a run that continues on another number
+    starts with a new state. Gradients that `gather` averages have no error feedback:
+    `gather` works in the backward pass, which has no state.
 
     Args:
       axis_name: mapped axis or axes to average over.
-      devices: how many there are along these axes.
+      devices: how many devices there are along these axes.
       dtype: int8 or float8_e4m3fn.
       block: the most numbers that share a scale; see `mean`.
 
@@ -86,11 +89,10 @@ def error_feedback(
       the state of all devices, or inside `shard_map` that of one.
 
     Raises:
-      TypeError: `dtype` is neither; `axis_name` is no name; `devices` or `block` is no
-        integer; a leaf is no array.
-      ValueError: `devices` is not how many there are, or is below 1; `block` is below
-        1; `axis_name` is not mapped where `update` is called; JAX has summed a gradient
-        already; the state is of other gradients.
+      TypeError: an argument is not of the kind above, or a leaf is not an array.
+      ValueError: `devices` is not the number of devices, `devices` or `block` is below
+        1, `axis_name` is not mapped where `update` is called, JAX has already summed a
+        gradient, or the state belongs to other gradients.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -136,7 +138,7 @@ def error_feedback(
 
 
 class Feedback(NamedTuple):
-    """What `error_feedback` was given, and its two functions."""
+    """The arguments of `error_feedback`, and its two functions."""
 
     names: tuple[str, ...]
     devices: int
@@ -168,8 +170,8 @@ class Feedback(NamedTuple):
         axes = mapped(self.names, CALLER)
         if lax.axis_size(axes) != self.devices:
             raise ValueError(
-                f"{CALLER}: devices must be {lax.axis_size(axes)}, the number of them "
-                f"along {axes}; got {self.devices}."
+                f"{CALLER}: devices must be {lax.axis_size(axes)}, the number of "
+                f"devices along {axes}; got {self.devices}."
             )
         check_varying(updates, axes, CALLER)
         leaves, tree = jax.tree.flatten(updates, is_leaf=is_hole)
@@ -197,7 +199,7 @@ def parts_of(
     """The state's arrays in the order of the gradients' leaves.
 
     Raises:
-      ValueError: the state is not one of this device, for these gradients.
+      ValueError: the state is not that of one device, for these gradients.
     """
     check_state(state, ErrorFeedbackState, CALLER)
     try:

@@ -1,4 +1,4 @@
-"""`find_loss_scale`: where to start, without losing batches to find out."""
+"""`find_loss_scale`: finds a first scale without losing batches."""
 
 import itertools
 import math
@@ -18,8 +18,8 @@ from .mesh import on_every_replica
 from .retry import InState, check_holds_one
 from .rule import LossScaleState
 
-LOWEST, HIGHEST = -126, 126  # exponents; above, the inverse of a scale is subnormal
-MARK = np.uint32(1)  # `recent_skips` before a step, which shifts it if it is asked
+LOWEST, HIGHEST = -126, 126  # exponents, above which a scale's inverse is subnormal
+MARK = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
 
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
 there is an inf or nan in the batch, the parameters or the loss. \
@@ -29,30 +29,31 @@ jamp.debug.find_nonfinite names the op that makes it."""
 def find_loss_scale(
     step: Callable[..., tuple[T, Any]], state: T, *batch: Any, **kwargs: Any
 ) -> T:
-    """The state with the largest power of two as loss scale at which a step is finite.
+    """The state with the largest power-of-two loss scale at which the step is finite.
 
-    Runs the step at eight scales, on the same state and batch, in one jitted program,
-    and throws away what they computed. The state comes back as it was but for the
-    scale. Later batches may need a lower one: give it some room, or use `retry`.
+    It runs the step at eight scales, on the same state and batch, in one jitted
+    program, and discards the results. Only the scale of the returned state differs.
+    Later batches may need a lower scale: leave some room, or use `retry`.
 
-    If the state holds several loss scales, each is found for its own gradients. One
-    that the step does not ask (of an optimizer that does not step, or disabled) stays
-    as it is. `min_scale` and `max_scale` are not looked at.
+    If the state holds several loss scales, each is found for its own gradients. A scale
+    that the step does not use (disabled, or of an optimizer that does not step) does
+    not change. `min_scale` and `max_scale` are ignored.
 
     Args:
       step: `step(state, *batch) -> (state, aux)`, as for `retry`. Nothing is donated.
       state: any pytree that holds a loss scale.
-      *batch: what else the step takes.
-      **kwargs: the same.
+      *batch: the step's other arguments.
+      **kwargs: the step's keyword arguments.
 
     Returns:
-      The state with a scale between 2**-126 and 2**126. Inside a trace, where no error
-      can be raised, a step that is never finite leaves the scale that was there.
+      The state with a scale between 2**-126 and 2**126. Inside a trace, which cannot
+      raise an error, a step that is never finite keeps the scale that was there.
 
     Raises:
-      TypeError: `step` is no function, returns no pair, or another state than it got.
-      ValueError: the state holds no loss scale, or one inside `optax.MultiSteps`; the
-        step is finite at none.
+      TypeError: `step` is not a function, does not return a pair, or returns another
+        state than it got.
+      ValueError: the state holds no loss scale, or one inside `optax.MultiSteps`, or
+        the step is not finite at any scale.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -68,7 +69,8 @@ def find_loss_scale(
       >>> print(state[0], jamp.loss_scale(state))
       [1. 1.] 32768.0
 
-    PyTorch: none; `GradScaler` starts at 2**16 and skips batches until it fits.
+    PyTorch: no counterpart; `GradScaler` starts at 2**16 and skips batches until the
+    scale fits.
     """
     caller = "jamp.find_loss_scale"
     if not callable(step):
@@ -85,14 +87,14 @@ def search(attempts: Attempts, state: PyTree, inputs: PyTree) -> list[LossScaleS
     """The loss scales of a state, with the largest at which its step is finite.
 
     Raises:
-      ValueError: there is none, outside a trace.
+      ValueError: the step is not finite at any scale (only outside a trace).
     """
     leaves, tree = jax.tree.flatten(inputs)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     arrays = list(itertools.compress(leaves, is_array))
 
     def run(state: PyTree, arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
-        given = iter(arrays)  # what is no array stays as it is: `train=True`
+        given = iter(arrays)  # other leaves, such as `train=True`, do not change
         both = zip(leaves, is_array, strict=True)
         all_leaves = [next(given) if is_one else leaf for leaf, is_one in both]
         return bisect(attempts, state, tree.unflatten(all_leaves))
@@ -114,12 +116,12 @@ def search(attempts: Attempts, state: PyTree, inputs: PyTree) -> list[LossScaleS
 def bisect(
     attempts: Attempts, state: PyTree, inputs: PyTree
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest exponent at which the step is finite, and whether it was asked.
+    """The largest exponent at which the step is finite, and whether the scale is used.
 
     Returns:
-      For each scale, int32 [scales]: `LOWEST - 1` if there is none. And bool [scales]:
-      whether the step looked for an overflow, which it does not if the scale is
-      disabled, or of an optimizer that does not step.
+      For each scale, int32 [scales]: the exponent, or `LOWEST - 1` if there is none.
+      And bool [scales]: whether the step checked for an overflow, which it does not do
+      if the scale is disabled, or if its optimizer does not step.
     """
     old, mark = attempts.scales.get(state), jnp.uint32(MARK)
 

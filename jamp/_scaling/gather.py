@@ -1,8 +1,8 @@
 """Parameters inside `shard_map`: whole on each device, gradients averaged back.
 
-Under plain jit XLA places the reduction of the gradients, behind the op that makes
+Under plain jit, XLA places the reduction of the gradients right after the op that makes
 them: a matrix product that autocast runs in float16 is reduced in float16. Inside
-`jax.shard_map` the choice is yours, and `gather` is where to make it.
+`jax.shard_map` the choice is yours, and you make it with `gather`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from .mesh import Entry, mapped, names
 
 
 class How(NamedTuple):
-    """What is known of a parameter when it is traced."""
+    """What is known about a parameter when it is traced."""
 
     dims: tuple[tuple[str, ...], ...]  # of each dimension: the axes to gather over
     axes: tuple[str, ...]
@@ -32,7 +32,7 @@ class How(NamedTuple):
     block: int  # that share a scale, in eight bits
 
     def not_split(self) -> tuple[str, ...]:
-        """The axes that no dimension is split over: there all devices hold the same."""
+        """The axes that no dimension is sharded over: all devices along them agree."""
         return tuple(a for a in self.axes if not any(a in dim for dim in self.dims))
 
 
@@ -45,37 +45,37 @@ def gather(
     reduce_dtype: DTypeLike | None = None,
     block: int = 256,
 ) -> T:
-    """Whole parameters, whose gradients are averaged over devices and split again.
+    """Whole parameters, whose gradients are averaged over devices and sharded again.
 
-    For the loss function inside `jax.shard_map` (or `pmap`), on parameters as they
-    came in. Each device then computes the loss of its own part of the batch, and the
-    gradient is the mean of these over `axis_name`. An overflow in `reduce_dtype` is an
-    inf on all devices, and the loss scale skips the step.
+    Call it in the loss function inside `jax.shard_map` (or `pmap`), on the parameters
+    that came in. Each device then computes the loss of its own part of the batch, and
+    the gradient is the mean of these losses' gradients over `axis_name`. An overflow in
+    `reduce_dtype` is an inf on all devices, and the loss scale skips the step.
 
-    Differentiate that own loss, not its `pmean`: the mean is taken here, and would be
-    taken twice. And use no parameter but through what this returns: the gradient of
-    one that is used as it came in is summed by JAX. Only reverse mode works
+    Differentiate the device's own loss, not its `pmean`: `gather` takes the mean, which
+    would be taken twice. And use parameters only through the result of `gather`: JAX
+    sums the gradient of a parameter that is used directly. Only reverse mode works
     (`jax.grad`, `jax.vjp`), and not twice.
 
-    A parameter that `specs` says is split over `axis_name` is gathered in the forward
-    pass and its gradient comes back split (`all_gather`, `reduce_scatter`): fully
-    sharded data parallel. Any other must be the same on all devices, and its
-    gradient comes back whole (`all_reduce`): data parallel.
+    A parameter that `specs` shards over `axis_name` is gathered in the forward pass,
+    and its gradient comes back sharded (`all_gather`, `reduce_scatter`): fully sharded
+    data parallel. Any other parameter must be the same on all devices, and its gradient
+    comes back whole (`all_reduce`): data parallel.
 
-    Call it on the parameters of one layer at a time, under `jax.checkpoint`, and no
-    device holds more than a layer's whole parameters.
+    If you call it on the parameters of one layer at a time, under `jax.checkpoint`, no
+    device holds more than one layer's whole parameters.
 
     Args:
-      params: pytree of parameters. What is not floating or complex passes.
-      axis_name: mapped axis or axes over which the batch is split.
+      params: pytree of parameters. Leaves that are not floating or complex pass.
+      axis_name: mapped axis or axes over which the batch is sharded.
       specs: the `PartitionSpec`s of the parameters, a tree or one for all, as in the
-        `in_specs` of `shard_map`. None: nothing is split.
+        `in_specs` of `shard_map`. With None, nothing is sharded.
       param_dtype: floating dtype that floating parameters are gathered and used in.
         None: their own.
-      reduce_dtype: floating dtype that gradients are reduced in, of 16 bits or more,
-        or int8 or float8_e4m3fn: sent in eight bits, and added up in float32. None:
-        that of the gradients that come, which is the dtype of the result. They come
-        back in the dtype of the parameters. Complex gradients stay as they are.
+      reduce_dtype: floating dtype of 16 bits or more that gradients are reduced in, or
+        int8 or float8_e4m3fn: they are sent in eight bits and summed in float32. None:
+        the dtype of the incoming gradients, which is that of the result. They come back
+        in the dtype of the parameters. Complex gradients keep their dtype.
       block: in eight bits, the most numbers that share a scale. A small array has
         smaller blocks.
 
@@ -83,10 +83,10 @@ def gather(
       A tree of the structure of `params`.
 
     Raises:
-      TypeError: a dtype is none of these; `axis_name` is no name; a spec is none;
-        `block` is no integer.
-      ValueError: `axis_name` is not mapped here; `specs` does not match `params`, or
-        names an axis to gather over before one that stays split; `block` is below 1.
+      TypeError: an argument is not of the kind above.
+      ValueError: `axis_name` is not mapped here, `block` is below 1, or `specs` does
+        not match `params` or names an axis to gather over before one that stays
+        sharded.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -105,8 +105,8 @@ def gather(
       3.0
 
     PyTorch: DistributedDataParallel with `fp16_compress_hook`; `fully_shard` with
-    `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. Eight bits: nothing in torch; the
-    quantized gradients (qgZ) of ZeRO++.
+    `MixedPrecisionPolicy(param_dtype, reduce_dtype)`. Eight bits have no counterpart in
+    torch; they are the quantized gradients (qgZ) of ZeRO++.
 
     References:
       Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model
@@ -120,8 +120,8 @@ def gather(
         specs = jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
-            "specs must be one PartitionSpec, or a tree of them whose leaves stand "
-            f"for parts of params; got {specs!r}: {error}"
+            "specs must be one PartitionSpec, or a tree of them whose leaves match "
+            f"parts of params; got {specs!r}: {error}"
         ) from None
     for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         if not is_spec(spec):
@@ -139,14 +139,14 @@ def gather(
         except ValueError as error:
             raise ValueError(
                 f"gather of {where}, of shape {jnp.shape(param)} on each device and "
-                f"split by {spec}: {error} The specs must be the in_specs of shard_map."
+                f"split by {spec}: {error} Pass the in_specs of shard_map as specs."
             ) from error
 
     return jax.tree_util.tree_map_with_path(gather_leaf, specs, params, is_leaf=is_spec)
 
 
 def last_of(entry: Entry, axes: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """The axes of an entry of a spec to gather over: ValueError unless they come last.
+    """The axes of a spec's entry to gather over; ValueError unless they come last.
 
     The first axis of an entry splits into large blocks, the last one splits those.
     """
@@ -205,7 +205,7 @@ def _gather_backward(how: How, like: jax.Array, grad: jax.Array) -> tuple[jax.Ar
 
 
 def _in_eight_bits(how: How, dtype: np.dtype, grad: jax.Array) -> jax.Array:
-    """The mean over all axes: float32, split as the parameter is."""
+    """The mean over all axes: float32, sharded like the parameter."""
     for dim, over in enumerate(how.dims):
         if over:
             grad = eight_bits.scatter_along(grad, dim, over, dtype, how.block)

@@ -20,25 +20,26 @@ from .scaler_state import ScalerState, as_scale
 class GradScaler(ScalerState):
     """Dynamic loss scaling as in `torch.amp.GradScaler`, for Flax NNX.
 
-    Works eagerly and under `nnx.jit`. Several models and optimizers may share one
-    scaler: each is skipped alone, and `update` backs off if any of them overflowed.
+    It works eagerly and under `nnx.jit`. Several models and optimizers may share one
+    scaler: each is skipped on its own, and `update` backs off if any of them
+    overflowed.
 
     Args:
       init_scale: first scale, in float32's normal range.
-      growth_factor: > 1; what the scale is multiplied by when it grows.
-      backoff_factor: in (0, 1); what it is multiplied by after an overflow.
+      growth_factor: > 1; the scale is multiplied by it to grow.
+      backoff_factor: in (0, 1); the scale is multiplied by it after an overflow.
       growth_interval: finite steps in a row before the scale grows, >= 1.
       enabled: if False, `scale` and `unscale_` are the identity, `step` always steps,
         `get_scale` is 1.0 and `state_dict` is empty.
-      min_scale: as in `jamp.dynamic_loss_scale`, and so the others.
+      min_scale: floor when backing off. These four are as in `jamp.dynamic_loss_scale`.
       max_scale: ceiling when growing.
       hysteresis: how many overflows since the last growth it takes to back off.
       axis_name: mapped axis or axes over which an overflow counts for all replicas.
 
     Raises:
-      ValueError: a value is out of its range; it is named.
-      TypeError: a value is not a number. torch's first argument, the device, has no
-        counterpart here: leave it out.
+      ValueError: a value is out of its range. The message names it.
+      TypeError: a value is not a number. Leave out torch's first argument, the device:
+        it has no counterpart here.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -61,7 +62,7 @@ class GradScaler(ScalerState):
       32768.0
 
     PyTorch: `torch.amp.GradScaler`. `unscale_` returns the gradients instead of
-    writing into them, `step` takes the model and the gradients and returns whether it
+    writing into them. `step` takes the model and the gradients, and returns whether it
     was skipped.
     """
 
@@ -98,11 +99,14 @@ class GradScaler(ScalerState):
     def scale(self, outputs: PyTree) -> PyTree:
         """Multiplies an array, or every array of a nest, by the scale.
 
-        A scalar is promoted to float32 at least, an array with dimensions keeps its
-        dtype; the product is formed in float32.
+        A scalar is promoted to float32 at least, and an array with dimensions keeps its
+        dtype. The product is formed in float32.
 
         Args:
-          outputs: array or pytree of arrays, usually the loss; else ValueError.
+          outputs: array or pytree of arrays, usually the loss.
+
+        Raises:
+          ValueError: `outputs` is neither.
         """
         if not self._enabled:
             return outputs
@@ -121,15 +125,15 @@ class GradScaler(ScalerState):
     def unscale_(self, optimizer: nnx.Optimizer[Any], grads: PyTree) -> PyTree:
         """Checks the gradients of one optimizer and divides them by the scale.
 
-        Optional, for clipping and logging between the backward pass and `step`. torch
-        writes into the gradients; this returns them, so use what it returns:
+        It is optional, for clipping and logging between the backward pass and `step`.
+        torch writes into the gradients. This returns new ones, so use those:
 
             grads = scaler.unscale_(optimizer, grads)   # right
             scaler.unscale_(optimizer, grads)           # wrong: grads are still scaled
 
-        `step` raises if it is given the same arrays that went in here, and warns of
-        others if a loss was scaled in between. It cannot know arrays that were made
-        from them. If an iteration ends early, by an exception, call `update`.
+        `step` raises an error if it gets the arrays that went in here, and warns about
+        other arrays if a loss was scaled in between. It cannot recognize arrays that
+        were made from them. If an exception ends an iteration early, call `update`.
 
         Args:
           optimizer: the optimizer that will step with these gradients.
@@ -139,10 +143,10 @@ class GradScaler(ScalerState):
           The unscaled gradients; dtypes are kept.
 
         Raises:
-          RuntimeError: called twice for this optimizer, or after `step`.
-          ValueError: a gradient is float16 (its path is named), or the optimizer is
-            one of `jamp.dynamic_loss_scale` and would unscale again.
-          TypeError: `optimizer` is no `nnx.Optimizer`.
+          RuntimeError: it was called twice for this optimizer, or after `step`.
+          ValueError: a gradient is float16 (the message names its path), or the
+            optimizer holds a `jamp.dynamic_loss_scale` and would unscale again.
+          TypeError: `optimizer` is not an `nnx.Optimizer`.
         """
         if not self._enabled:
             return grads
@@ -169,20 +173,20 @@ class GradScaler(ScalerState):
     ) -> jax.Array:
         """`optimizer.update(model, grads)`, unless a gradient is inf or nan.
 
-        Unscales first if `unscale_` was not called. On a skip the model and the
-        optimizer, its step count included, are left as they are.
+        It unscales first if `unscale_` was not called. A skip changes neither the model
+        nor the optimizer, including its step count.
 
         Args:
           optimizer: the optimizer to step.
           model: the model it updates.
-          grads: scaled gradients; or, after `unscale_`, what that returned.
+          grads: scaled gradients or, after `unscale_`, its result.
           **kwargs: passed on to `optimizer.update`.
 
         Returns:
           Whether the step was skipped: bool [].
 
         Raises:
-          RuntimeError: called twice since the last `update`, or with a closure.
+          RuntimeError: it was called twice since the last `update`, or with a closure.
           ValueError: the gradients do not match the model's parameters, are float16,
             or are still those that went into `unscale_`.
         """
@@ -219,10 +223,12 @@ class GradScaler(ScalerState):
         """Moves the scale, once every optimizer of the iteration has stepped.
 
         Args:
-          new_scale: a number or float32 []; set as the scale, the tracker untouched.
+          new_scale: a number or float32 []. It becomes the scale, and the tracker does
+            not change.
 
         Raises:
-          RuntimeError: no optimizer was unscaled or stepped, and no `new_scale`.
+          RuntimeError: no optimizer was unscaled or stepped, and there is no
+            `new_scale`.
           ValueError: `new_scale` is out of float32's normal range or not a scalar.
         """
         if not self._enabled:

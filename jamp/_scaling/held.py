@@ -1,10 +1,10 @@
-"""Which parts of a state a skipped step leaves as they were, read off its program.
+"""Which parts of a state a skipped step does not change, read off its program.
 
-A step that skips an overflow returns the parameters that it was given: out of the
-other branch of a `lax.cond`, or by a select. To hold them once more would cost a copy
-of each. So the program of the step is read for what each output is if `found_inf` is
-true. What is not seen to be an input then (statistics, counters, averages) must be
-held.
+A step that skips an overflow returns the parameters that it was given, through the
+other branch of a `lax.cond` or through a select. Holding them a second time would cost
+a copy of each. So the step's program is read to see what each output is if `found_inf`
+is true. Outputs that are not seen to be inputs then (statistics, counters, averages)
+must be held.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from .donated import overwrites_p
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """What an output is made of: an input, an op on flags or that chooses, unknown."""
+    """What an output is made of: an input, an op on flags, a choice, or unknown."""
 
     op: str = ""
     of: tuple["Value", ...] = ()
 
 
 def held_on_skip(program: ClosedJaxpr, found_inf: int, count: int) -> list[bool]:
-    """Of the first `count` outputs: is each the input of its index, if found_inf is?
+    """Whether each of the first `count` outputs is its own input if found_inf is true.
 
     Args:
       program: of a step; its inputs begin with the state, its outputs too.
@@ -41,7 +41,7 @@ def held_on_skip(program: ClosedJaxpr, found_inf: int, count: int) -> list[bool]
 
 
 def evaluate(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-    """The outputs of a jaxpr, for inputs that are known as far as `Value` tells."""
+    """The outputs of a jaxpr, for inputs that are known as far as `Value` says."""
     values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Value:
@@ -66,7 +66,7 @@ def _apply(eqn: Any, operands: list[Value]) -> list[Value]:
         return [Value("choice", tuple(operands))]
     if name in ("not", "or") and _is_flag(eqn.invars[0]):
         return [Value(name, tuple(operands))]
-    if name == overwrites_p.name:  # a skipped step holds its inputs if it is false too
+    if name == overwrites_p.name:  # if it is false, a skipped step holds its inputs too
         return [Value("true")]
     if name == "copy" or (name == "convert_element_type" and _keeps(eqn)):
         return operands
@@ -84,7 +84,7 @@ def _keeps(eqn: Any) -> bool:
 
 
 def implied(flag: Value) -> dict[Value, bool]:
-    """What is known of other flags if this one is true."""
+    """What is known about other flags if this one is true."""
     facts = {flag: True}
     truth = True
     while flag.op == "not":
@@ -99,7 +99,7 @@ def resolve(
     """The value that is chosen, as far as the facts decide.
 
     Args:
-      resolved: what was resolved before; added to.
+      resolved: the values that were resolved before. This adds to them.
     """
     if value.op != "choice":
         return value

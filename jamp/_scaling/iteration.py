@@ -1,10 +1,10 @@
 """One iteration of a `GradScaler`: what happens from `unscale_` or `step` to `update`.
 
-torch's stage of each optimizer and its `found_inf` are no state of the scaler but of
-one iteration. They live in plain Python, keyed by the optimizer object, and do not
-outlive the trace they were made in: a trace gives every optimizer a new identity.
+torch's stage of each optimizer and its `found_inf` are state of one iteration, not of
+the scaler. They live in plain Python, keyed by the optimizer object, and do not outlive
+the trace that they were made in, because a trace gives every optimizer a new identity.
 Flattening the scaler in the middle of an iteration, as `nnx.jit`, `nnx.split`, deepcopy
-and checkpoints do, raises.
+and checkpoints do, raises an error.
 
 An exception between `unscale_` and `step` leaves a record behind, and gradients of the
 next backward pass would count as unscaled. So a record knows the gradients that
@@ -27,7 +27,7 @@ from .._tree import Flag, PyTree, is_inexact
 
 HALF_WAY = (
     "GradScaler crossed a trace boundary, or was copied or saved, in the middle of an "
-    "iteration. An iteration (scale, unscale_, step, update) must lie inside one "
+    "iteration. An iteration (scale, unscale_, step, update) must be inside one "
     "trace, or wholly outside. Call update() before the jitted function returns:\n"
     "    @nnx.jit\n"
     "    def train_step(model, optimizer, scaler, x):\n"
@@ -38,10 +38,10 @@ HALF_WAY = (
 
 OTHER_GRADIENTS = (
     "step() got gradients that unscale_() did not return, and scale() was called "
-    "since. They are applied as they are. If they are of another backward pass, since "
-    "an exception ended the last iteration before its step(), they are still scaled, "
-    "and this step is far too long: call update() when an iteration ends early. If they"
-    " were made of what unscale_() returned (clipped), step() before you scale() again."
+    "since. They are applied unchanged. If an exception ended the last iteration "
+    "before its step(), they come from another backward pass and are still scaled, and "
+    "this step is far too long: call update() when an iteration ends early. If they "
+    "were made from what unscale_() returned (clipped), step() before scale() again."
 )
 
 
@@ -54,7 +54,7 @@ References = tuple[weakref.ref[jax.Array | np.ndarray], ...]
 
 
 def references(tree: PyTree) -> References:
-    """The floating arrays of a tree, to know them again while they live."""
+    """References that recognize the floating arrays of a tree while they live."""
     leaves = jax.tree.leaves(tree)
     arrays = (jax.Array, np.ndarray)
     return tuple(
@@ -72,7 +72,7 @@ def holds_one_of(known: References, tree: PyTree) -> bool:
 class Record:
     """What one optimizer did in this iteration."""
 
-    optimizer: object  # held, so that its id is not given to another one
+    optimizer: object  # kept alive, so that no other object gets its id
     stage: Stage
     finite: Flag
     scaled: References = ()  # the gradients that went into `unscale_`
@@ -80,10 +80,10 @@ class Record:
     is_old: bool = False  # whether something was scaled since
 
     def check_unscaled(self, grads: PyTree) -> None:
-        """Tells gradients that are not those of `unscale_`, as far as that is known.
+        """Warns if gradients are known not to be those that `unscale_` returned.
 
         Raises:
-          ValueError: they are those that went in.
+          ValueError: they are those that went into it.
         """
         if holds_one_of(self.scaled, grads):
             raise ValueError(
@@ -121,7 +121,7 @@ class Iteration:
             raise RuntimeError(HALF_WAY)
 
     def check_trace(self) -> None:
-        """Raises RuntimeError if the records are of another trace, and drops them."""
+        """Raises RuntimeError if the records are from another trace, and drops them."""
         if self.records and self.trace != _current_trace():
             self.records.clear()
             raise RuntimeError(HALF_WAY)
@@ -131,7 +131,7 @@ class Iteration:
         return self.records.get(id(optimizer))
 
     def note_scaling(self) -> None:
-        """Another loss is scaled, in a derivative's own trace for the most part."""
+        """Notes that another loss is scaled, mostly in a derivative's own trace."""
         for record in self.records.values():
             record.is_old = True
 
@@ -141,7 +141,7 @@ class Iteration:
 
     @contextlib.contextmanager
     def set_aside(self) -> Generator[None]:
-        """While NNX flattens a model that holds the scaler, which is fine."""
+        """Hides the records while NNX flattens a model that holds the scaler."""
         records, self.records = self.records, {}
         try:
             yield

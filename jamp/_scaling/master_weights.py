@@ -1,8 +1,8 @@
 """float32 copies of half-precision parameters, in the optimizer's state.
 
-A float16 number near 1 has neighbors at a distance of 0.001: adding an update of 0.0001
-changes nothing, and training stalls. The optimizer inside sees and moves the copy; the
-parameter is that copy, rounded.
+The neighbors of a float16 number near 1 are 0.001 away, so adding an update of 0.0001
+changes nothing, and training stalls. The optimizer inside sees and moves the copy. The
+parameter is the rounded copy.
 """
 
 from typing import Any
@@ -25,22 +25,22 @@ def master_weights(
 
     The state holds a float32 copy of each half-precision parameter. `inner` gets
     float32 gradients and the copies as its parameters, and makes float32 moments. The
-    updates are float32 too, and such that after `optax.apply_updates`
+    updates are float32 too. They are made so that after `optax.apply_updates`
 
         params == master.astype(params.dtype)   # every bit, after every step
 
     (Compiled by JAX 0.10 for a CPU, a parameter may in rare cases be the neighbor of
-    that for one step.) For this the updates must reach the parameters as they are:
-    nothing may come after `master_weights` in an `optax.chain`. A parameter that is
-    float32 already has no copy.
+    that number for one step.) So the updates must reach the parameters unchanged:
+    nothing may come after `master_weights` in an `optax.chain`. A float32 parameter has
+    no copy.
 
     With loss scaling, write `dynamic_loss_scale(master_weights(inner))`: a skipped step
     holds the copies. `master_weights(dynamic_loss_scale(inner))` gives the same
     numbers.
 
-    Parameters that were changed by somebody else since the last step (a checkpoint, a
-    clipped weight) are taken over: where one is not its rounded copy or a neighbor of
-    that, the copy becomes the parameter.
+    If other code changed a parameter since the last step (a checkpoint, a clipped
+    weight), the change is kept: if the parameter is neither its rounded copy nor a
+    neighbor of that, it replaces the copy.
 
     Args:
       inner: the optimizer, with clipping and schedules.
@@ -51,8 +51,8 @@ def master_weights(
 
     Raises:
       TypeError: `inner` is not a gradient transformation.
-      ValueError: `inner` keeps master weights already; no `params`; gradients that do
-        not match them.
+      ValueError: `inner` already keeps master weights, `params` is missing, or the
+        gradients do not match it.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -84,7 +84,7 @@ def master_weights(
         inner_state = inner.init(in_float32(master, params))
         if keeps_master_weights(inner_state):
             raise ValueError(
-                "master_weights: inner keeps master weights already; wrap it once."
+                "master_weights: inner already keeps master weights; wrap it once."
             )
         return MasterWeightsState(master, inner_state)
 
@@ -120,7 +120,7 @@ def master_weights(
 
 
 def in_float32(master: optax.Params, params: optax.Params) -> optax.Params:
-    """The parameters, with the copies for those that have one."""
+    """The parameters, with copies in place of those that have one."""
 
     def chosen(copy: PyTree, param: PyTree) -> PyTree:
         return param if is_hole(copy) else copy
@@ -129,7 +129,7 @@ def in_float32(master: optax.Params, params: optax.Params) -> optax.Params:
 
 
 def taken_over(copy: PyTree, param: PyTree) -> PyTree:
-    """The copy, or the parameter where it is another number."""
+    """The copy, or the parameter if that was changed since."""
     if is_hole(copy):
         if not is_hole(param) and is_half(param):
             raise ValueError("a half-precision parameter has no float32 copy.")
@@ -139,7 +139,7 @@ def taken_over(copy: PyTree, param: PyTree) -> PyTree:
     if dtype_of(copy) != jnp.float32:
         raise ValueError(
             f"master_weights's update: a copy in the state is {dtype_of(copy)}, not "
-            "float32; pass the state as init made it."
+            "float32; pass the state that init made."
         )
     limits, wide = (
         jnp.finfo(dtype_of(param)),
@@ -150,14 +150,14 @@ def taken_over(copy: PyTree, param: PyTree) -> PyTree:
 
 
 def move(update: PyTree, copy: PyTree, param: PyTree) -> tuple[PyTree, PyTree]:
-    """The update that makes a parameter its moved copy, rounded; and the moved copy.
+    """The update that makes a parameter its moved, rounded copy; and the moved copy.
 
-    `apply_updates` adds in float32 and rounds. That lands on the rounded copy but where
-    the parameter is thousands of times larger than what it becomes, so that float32
-    cannot hold their difference. There the copy goes to where the parameter lands: it
-    is as far off as any sum of the two. Bits are compared, for XLA may leave out the
-    rounding of a number that it rounds and widens again. About zero the update is not
-    rounded: 0 plus -0 is 0, and a copy too small for a float16 would be lost there.
+    `apply_updates` adds in float32 and rounds. That yields the rounded copy, unless the
+    parameter is thousands of times larger than its new value, so that float32 cannot
+    hold their difference. Then the copy takes the value that the parameter gets, which
+    is as far off as any sum of the two. Bits are compared, because XLA may drop the
+    rounding of a number that it rounds and widens again. Around zero the update is not
+    rounded: 0 plus -0 is 0, and a copy too small for float16 would be lost.
     """
     if not is_hole(update) and dtype_of(update) == jax.dtypes.float0:
         update = jnp.zeros(jnp.shape(param), dtype_of(param))
@@ -165,7 +165,7 @@ def move(update: PyTree, copy: PyTree, param: PyTree) -> tuple[PyTree, PyTree]:
         return update, copy
     dtype = dtype_of(param)
     moved = copy + lax.convert_element_type(update, jnp.float32)
-    # Computed once: XLA could do it again for the parameter, with another last bit.
+    # Computed once: XLA could recompute it for the parameter, with another last bit.
     moved = lax.optimization_barrier(moved)
     wide = lax.convert_element_type(param, jnp.float32)
     rounded = lax.convert_element_type(moved, dtype)

@@ -12,7 +12,7 @@ from .._tree import KeyPath, PyTree, dtype_of, is_inexact
 
 FROZEN = "or None for a frozen one, with optax.masked inside the wrapper, not around it"
 HANDED_ON = """{}: the update at {} is the scaled gradient itself: a mask around the \
-loss scale (optax.masked) hands on what it leaves out. Put the loss scale outside: \
+loss scale (optax.masked) passes on what it leaves out. Put the loss scale outside: \
 jamp.dynamic_loss_scale(optax.masked(...)). To freeze a parameter, give it \
 optax.set_to_zero(), as one of the optimizers of optax.multi_transform."""
 NOT_OWN = "or make the optimizer with a filter (wrt) that leaves this one out"
@@ -31,13 +31,13 @@ def check_gradients_match(
     Args:
       grads: pytree of gradients.
       params: pytree of parameters. `None` and `optax.MaskedNode` in it match anything.
-      caller: what the message begins with.
-      wrapped: whether an optax transformation comes in between that may take what
-        parameters do not have: `None` or `optax.MaskedNode` for "no gradient here",
-        and a leading axis of examples (differential privacy).
+      caller: the beginning of the message.
+      wrapped: whether an optax transformation in between may accept gradients unlike
+        parameters: `None` or `optax.MaskedNode` for "no gradient here", and a leading
+        axis of examples (differential privacy).
     """
     if isinstance(params, optax.LookaheadParams):
-        params = params.fast  # lookahead takes gradients of its fast parameters alone
+        params = params.fast  # lookahead takes gradients of its fast parameters only
 
     if grads is None and params is not None:
         raise ValueError(f"{caller}: the gradients must be a pytree; got None.")
@@ -82,7 +82,7 @@ def check_gradients_match(
 
 
 def _is_gradient(dtype: np.dtype, of: np.dtype) -> bool:
-    """Whether a dtype can be that of a gradient; integers would not be unscaled."""
+    """Whether a gradient can have this dtype; integers would not be unscaled."""
     if jnp.issubdtype(of, jnp.complexfloating):
         return jnp.issubdtype(dtype, jnp.inexact)
     if jnp.issubdtype(of, jnp.floating):
@@ -91,11 +91,11 @@ def _is_gradient(dtype: np.dtype, of: np.dtype) -> bool:
 
 
 def check_update(path: KeyPath, update: PyTree, param: PyTree, caller: str) -> None:
-    """Raises ValueError if an update has not the shape of its parameter."""
+    """Raises ValueError if an update does not have the shape of its parameter."""
     if is_hole(param):
         raise ValueError(
             f"{caller}: at {jax.tree_util.keystr(path) or 'the root'} there is an "
-            "update and no parameter; pass the gradients of these parameters."
+            "update but no parameter; pass the gradients of these parameters."
         )
     if jnp.shape(update) != jnp.shape(param):
         raise ValueError(
@@ -106,7 +106,7 @@ def check_update(path: KeyPath, update: PyTree, param: PyTree, caller: str) -> N
 
 
 def check_no_gradient(updates: PyTree, grads: PyTree, caller: str) -> None:
-    """Raises ValueError if a scaled gradient has become an update as it is."""
+    """Raises ValueError if an update is a scaled gradient itself."""
     given = {id(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
         if id(leaf) in given:

@@ -1,4 +1,4 @@
-"""The mean of gradients over devices, in a dtype of choice: `pmean` in other bytes."""
+"""The mean of gradients over devices in any dtype: `pmean` with fewer bytes."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ from .._tree import PyTree, T, check_leaves, dtype_of, is_inexact
 from . import eight_bits
 from .mesh import mapped, varying_axes
 
-SUMMED = """{caller}: the gradient at {at} does not vary over {axes}: JAX has summed \
-it there already, in its own dtype. Take the gradient of parameters that vary: \
+SUMMED = """{caller}: the gradient at {at} does not vary over {axes}: JAX has already \
+summed it there, in its own dtype. Take the gradient of parameters that vary: \
 jax.lax.pcast(params, {axes!r}, to="varying"), before jax.grad."""
 
 
@@ -27,39 +27,38 @@ def mean(
 ) -> T:
     """The mean of gradients over devices: `jax.lax.pmean`, in another dtype.
 
-    For those who average by hand, inside `jax.shard_map` or `pmap`. All devices get the
+    Use it to average by hand, inside `jax.shard_map` or `pmap`. All devices get the
     same bits.
 
-    In int8 and float8_e4m3fn, gradients are sent in eight bits and added up in float32.
-    At most `block` numbers share a scale, a power of two that is one byte more:
+    In int8 and float8_e4m3fn, gradients are sent in eight bits and summed in float32.
+    At most `block` numbers share a scale, a power of two that takes one more byte:
 
-        all_to_all of the bytes; mean in float32; cast again; all_gather of the bytes
+        all_to_all of the bytes, mean in float32, cast again, all_gather of the bytes
 
     That is 1/4 of the bytes of float32, in two collectives for the whole tree. Each
-    number is rounded twice: in int8 by at most 1/127 of the largest in its block, but
-    for the largest ones where cutting them makes the block's error smaller; in float8
-    by 1/16 of itself (or 4e-6 of the largest, if that is more). A block with an inf or
-    nan is nan on all devices, so that loss scaling skips the step.
+    number is rounded twice. In int8, by at most 1/127 of the largest number in its
+    block, except for the largest ones if clipping them makes the block's error smaller.
+    In float8, by 1/16 of itself (or 4e-6 of the largest, if that is more). A block with
+    an inf or nan is nan on all devices, so that loss scaling skips the step.
 
-    In `shard_map` that checks how values vary, differentiate parameters that vary
-    (`jax.lax.pcast`): JAX sums the gradients of others by itself.
+    In a `shard_map` that checks how values vary, differentiate parameters that vary
+    (`jax.lax.pcast`): JAX itself sums the gradients of other parameters.
 
     Args:
-      grads: pytree of gradients of this device. What is not floating or complex
-        passes. No two arrays share a block, and one with few numbers has small blocks.
+      grads: pytree of gradients of this device. Leaves that are not floating or complex
+        pass. Arrays never share a block, and a small array has small blocks.
       axis_name: mapped axis or axes to average over.
       dtype: floating dtype of 16 bits or more, int8, or float8_e4m3fn, in which
-        floating gradients are exchanged. None: their own. Complex ones stay as they
-        are.
+        floating gradients are exchanged. None: their own. Complex gradients keep
+        their dtype.
       block: in eight bits, the most numbers that share a scale.
 
     Returns:
       A tree of the structure, shapes and dtypes of `grads`.
 
     Raises:
-      TypeError: `dtype` is none of these; `axis_name` is no name; `block` is no
-        integer; a leaf is no array.
-      ValueError: `axis_name` is not mapped here; JAX has summed a gradient already;
+      TypeError: an argument is not of the kind above, or a leaf is not an array.
+      ValueError: `axis_name` is not mapped here, JAX has already summed a gradient, or
         `block` is below 1.
 
     Examples:
@@ -76,7 +75,8 @@ def mean(
       {'w': Array([3., 3.], dtype=float32)}
 
     PyTorch: `fp16_compress_hook` and `bf16_compress_hook` of DistributedDataParallel.
-    Eight bits: nothing in torch; the quantized gradients (qgZ) of ZeRO++.
+    Eight bits have no counterpart in torch; they are the quantized gradients (qgZ) of
+    ZeRO++.
 
     References:
       Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model
@@ -103,7 +103,7 @@ def mean(
 
 
 def is_sent(leaf: ArrayLike) -> bool:
-    """Whether a gradient is one that can be sent in eight bits."""
+    """Whether a gradient can be sent in eight bits."""
     return jnp.issubdtype(dtype_of(leaf), jnp.floating) and jnp.size(leaf) > 0
 
 
@@ -122,9 +122,9 @@ def pmean(
 
 
 def check_varying(grads: PyTree, axes: tuple[str, ...], caller: str) -> None:
-    """Raises ValueError for a gradient that JAX has summed over devices already.
+    """Raises ValueError for a gradient that JAX has already summed over devices.
 
-    Only where `shard_map` checks how values vary is that known.
+    That is known only where `shard_map` checks how values vary.
     """
     check_leaves(grads, f"{caller}: the gradient")
     known = [a for a in axes if a in varying_axes(lax.axis_index(a))]

@@ -1,8 +1,8 @@
-"""One flag for all devices, of mapped axes (`shard_map`) and of arrays that are split.
+"""One flag for all devices, for mapped axes (`shard_map`) and for sharded arrays.
 
-Under plain jit XLA sees to it: it reduces each array over the devices that hold its
-parts, and may or may not join those reductions. Where the types say how an array is
-split (explicit sharding), each device can look at its own parts first.
+Under plain jit, XLA does this: it reduces each array over the devices that hold its
+parts, and may or may not combine those reductions. If the types say how an array is
+sharded (explicit sharding), each device can check its own parts first.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,12 +53,13 @@ def on_all(finite: Flag, axis_name: str | Sequence[str] | None) -> Flag:
         names = axis_name if isinstance(axis_name, str) else ", ".join(axis_name)
         raise ValueError(
             f"axis_name {names!r} is not a mapped axis here. It is for shard_map and "
-            "pmap; under plain jit leave it out: a sharded gradient is one array there."
+            "pmap. Under plain jit, leave it out: there, a sharded gradient is one "
+            "array."
         ) from error
 
 
 def on_every_replica(flag: jax.Array) -> jax.Array:
-    """A flag that any replica raises for all, where JAX knows that they may differ."""
+    """A flag that any replica raises for all, if JAX knows that they may differ."""
     axes = varying_axes(flag)
     return lax.pmax(jnp.int32(flag), axes) == 1 if axes else flag
 
@@ -75,7 +76,7 @@ def everywhere(
 ) -> Flag:
     """`check(arrays)`, for a check that holds if it holds for each part: bool [].
 
-    Outside a trace the plain call is as good.
+    Outside a trace, the plain call is just as good.
     """
     split = [array for array in arrays if is_traced(array) and axes_of(array)]
     if not split:
@@ -96,12 +97,12 @@ def everywhere(
 
 
 def may_be_split(array: ArrayLike) -> bool:
-    """Whether devices may hold parts of an array, here where it is looked at.
+    """Whether devices may hold parts of an array, as far as is known here.
 
-    Two arrays of which neither is split can be combined without moving anything.
+    Two arrays that are not sharded can be combined without moving anything.
     """
     sharding = jax.typeof(array).sharding
-    if sharding.mesh.empty:  # which `jit(in_shardings=...)` leaves so
+    if sharding.mesh.empty:  # `jit(in_shardings=...)` leaves it empty
         return jax.device_count() > 1
     axes = zip(sharding.mesh.axis_sizes, sharding.mesh.axis_types, strict=True)
     unknown = any(size > 1 and kind == AxisType.Auto for size, kind in axes)
@@ -109,7 +110,7 @@ def may_be_split(array: ArrayLike) -> bool:
 
 
 def axes_of(array: ArrayLike) -> tuple[str, ...]:
-    """The explicit axes that a traced array is split over."""
+    """The explicit axes that a traced array is sharded over."""
     return tuple(n for entry in jax.typeof(array).sharding.spec for n in names(entry))
 
 

@@ -1,8 +1,8 @@
-"""The gradients of an NNX optimizer: which are its own, finite or not, unscaled.
+"""The gradients of an NNX optimizer: select its own, check them, unscale them.
 
-An optimizer owns the parameters that its `wrt` filter selects, and as in torch only
-their gradients are checked and unscaled for it. So two optimizers may share one model
-and one tree of gradients.
+An optimizer owns the parameters that its `wrt` filter selects. As in torch, only their
+gradients are checked and unscaled for it. So two optimizers may share one model and one
+tree of gradients.
 """
 
 from collections.abc import Callable, Hashable
@@ -26,9 +26,9 @@ def own_gradients(optimizer: nnx.Optimizer[Any], grads: PyTree) -> Own:
     """The gradients that an optimizer will apply.
 
     Raises:
-      TypeError: `optimizer` is no `nnx.Optimizer`, or `grads` is no tree.
+      TypeError: `optimizer` is not an `nnx.Optimizer`, or `grads` is not a tree.
       ValueError: a gradient is float16, none is a Variable as NNX makes them, or the
-        optimizer unscales by itself.
+        optimizer unscales gradients itself.
       RuntimeError: there is no gradient at all.
     """
     is_pair = isinstance(optimizer, nnx.ModelAndOptimizer)
@@ -65,7 +65,7 @@ def check_own_gradients(
 ) -> None:
     """Raises ValueError if gradients do not match the model's parameters.
 
-    And TypeError if there is no model.
+    It raises TypeError if there is no model.
     """
     swapped = isinstance(model, nnx.State) and isinstance(grads, nnx.Module)
     is_module = isinstance(model, nnx.Module)
@@ -90,7 +90,7 @@ def unscale_own(
         return new if dtype_of(new) == dtype_of(old) else new.astype(dtype_of(old))
 
     unscaled = jax.tree.map(as_before, arithmetic.unscale(own, inverse), own)
-    result = jax.tree.map(lambda leaf: leaf, grads)  # Variables of its own
+    result = jax.tree.map(lambda leaf: leaf, grads)  # new Variables
     nnx.update(result, unscaled)
     return result
 

@@ -20,8 +20,8 @@ from .state import DynamicLossScaleState, scalars_of
 Aux = TypeVar("Aux")
 
 STATIC = """{caller}: step must change nothing in its objects but the values of \
-Variables. An attribute is another one after it, or there are other Variables: call \
-model.train(), model.eval() and the setters of a scaler outside of the step."""
+Variables. It changed an attribute, or added or removed Variables: call model.train(), \
+model.eval() and the setters of a scaler outside of the step."""
 
 
 def retry(step: Callable[..., Aux], attempts: int = 8) -> Callable[..., Aux]:
@@ -29,26 +29,27 @@ def retry(step: Callable[..., Aux], attempts: int = 8) -> Callable[..., Aux]:
 
     The wrapped step has the same signature and changes the same objects. When the
     gradients overflow, it runs again on the same batch with the scale that `update`
-    left, inside the same jitted program. Everything that the objects hold, but the
-    scale, is held between attempts: batch statistics, dropout counters, averages.
+    left, inside the same jitted program. Everything in the objects except the scale is
+    held between attempts: batch statistics, dropout counters, averages.
 
-    The objects must be arguments of the step, the scaler too; what it closes over
-    cannot be held. An iteration of the scaler must end in the step, with `update`.
+    The objects, including the scaler, must be arguments of the step: objects that it
+    closes over cannot be held. An iteration of the scaler must end in the step, with
+    `update`.
 
     Args:
       step: takes NNX objects and a batch, in any order and by name too, and returns
         any pytree of arrays. The loss scale is a `GradScaler` or an `nnx.Optimizer` of
         `dynamic_loss_scale`.
-      attempts: how often a batch is tried at most, >= 1.
+      attempts: the most attempts for one batch, >= 1.
 
     Returns:
       The step with retries, for `nnx.jit`. It returns what the last attempt did.
 
     Raises:
-      TypeError: `step` is no function; it gives an object other Variables, or changes
+      TypeError: `step` is not a function, gives an object other Variables, or changes
         a static attribute, as `model.eval()` does.
-      ValueError: `attempts` is below 1; no argument holds a loss scale; `nnx.jit`
-        inside of it donated the objects.
+      ValueError: `attempts` is below 1, no argument holds a loss scale, or an `nnx.jit`
+        inside `step` donated the objects.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -70,7 +71,8 @@ def retry(step: Callable[..., Aux], attempts: int = 8) -> Callable[..., Aux]:
       >>> print(scaler.get_scale(), jamp.metrics(scaler)["retried_steps"])
       32768.0 3
 
-    PyTorch: none; `GradScaler` skips the batch (apex issue 114 asks for this).
+    PyTorch: no counterpart; `GradScaler` skips the batch (apex issue 114 asks for
+    this).
     """
     if not callable(step):
         raise TypeError(f"step must be a function of NNX objects; got {shown(step)}.")
@@ -90,17 +92,18 @@ def retry(step: Callable[..., Aux], attempts: int = 8) -> Callable[..., Aux]:
 def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """`jamp.find_loss_scale` for a function over NNX objects: sets the loss scale.
 
-    The largest power of two at which the step is finite, in the `GradScaler` (or the
-    `nnx.Optimizer`) among the arguments. All else in the objects stays as it was.
+    It sets the scale in the `GradScaler` (or the `nnx.Optimizer`) among the arguments
+    to the largest power of two at which the step is finite. Nothing else in the objects
+    changes.
 
     Args:
       step: as for `jamp.nnx.retry`.
-      *args: what the step takes.
-      **kwargs: the same.
+      *args: the step's arguments.
+      **kwargs: the step's keyword arguments.
 
     Raises:
-      TypeError: `step` is no function, or gives an object other Variables.
-      ValueError: no argument holds a loss scale; the step is finite at none.
+      TypeError: `step` is not a function, or gives an object other Variables.
+      ValueError: no argument holds a loss scale, or the step is not finite at any.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -118,7 +121,8 @@ def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> None
       >>> scaler.get_scale()
       32768.0
 
-    PyTorch: none; `GradScaler` starts at 2**16 and skips batches until it fits.
+    PyTorch: no counterpart; `GradScaler` starts at 2**16 and skips batches until the
+    scale fits.
     """
     if not callable(step):
         raise TypeError(f"step must be a function of NNX objects; got {shown(step)}.")

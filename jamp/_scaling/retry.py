@@ -24,40 +24,41 @@ def retry(
 
     The wrapped step has the same signature. When the gradients overflow, the loss scale
     backs off and the step runs again on the same batch, inside the same jitted program,
-    until it is finite or `attempts` are used up. Then it is skipped, as without
+    until it is finite or `attempts` are used up. Then the batch is skipped, as without
     `retry`. A step that does not overflow computes what it did before.
 
-    Everything in `state` but the loss scale is held: each attempt starts from the
+    Everything in `state` except the loss scale is held: each attempt starts from the
     state before the first one. So batch statistics, an average of the parameters and
-    counters advance once for a batch, and a key in the state gives each attempt the
-    same dropout. What is not in the state cannot be held: prints, callbacks, and Python
+    counters advance once per batch, and a key in the state gives each attempt the same
+    dropout. Effects outside the state cannot be held: prints, callbacks, and Python
     variables that the step changes.
 
     Write `jax.jit(jamp.retry(step), donate_argnums=0)`: the loop is then part of the
-    program and the host never waits. Outside of a trace the host reads after each
+    program and the host never waits. Outside of a trace, the host reads after each
     attempt whether it overflowed, and the step must not donate its state.
 
-    Inside `shard_map` or `pmap` all replicas must agree that a step overflowed: give
-    `axis_name` to `dynamic_loss_scale`, or average the gradients first. Not
-    differentiable in reverse mode, as `jax.lax.while_loop` is not.
+    Inside `shard_map` or `pmap`, all replicas must agree that a step overflowed: give
+    `axis_name` to `dynamic_loss_scale`, or average the gradients first. Like
+    `jax.lax.while_loop`, the step with retries is not differentiable in reverse mode.
 
     Args:
       step: `step(state, *batch) -> (state, aux)`. The state is any pytree that holds a
         loss scale: a tuple, a dict, a `TrainState`. It comes back with the structure,
-        shapes and dtypes that it had. `aux` is any pytree of arrays: the last
-        attempt's is returned. Of several updates of one optimizer in a step, the last
-        one decides.
-      attempts: how often a batch is tried at most, >= 1. From the usual 2**16 eight
+        shapes and dtypes that it had. `aux` is any pytree of arrays, and the last
+        attempt's is returned. If a step updates one optimizer several times, the last
+        update decides.
+      attempts: the most attempts for one batch, >= 1. From the usual 2**16, eight
         attempts reach 2**8; to start from a scale that fits, see `find_loss_scale`.
 
     Returns:
       The step with retries. `jamp.metrics(state)["retried_steps"]` counts the attempts
-      that were run again, `["skipped_steps"]` the batches that were lost all the same.
+      that were run again, `["skipped_steps"]` the batches that were still lost.
 
     Raises:
-      TypeError: `step` is no function, returns no pair, or another state than it got.
-      ValueError: `attempts` is below 1; the state holds no loss scale, or one inside
-        `optax.MultiSteps`; the step donated its state.
+      TypeError: `step` is not a function, does not return a pair, or returns another
+        state than it got.
+      ValueError: `attempts` is below 1, the state holds no loss scale, or one inside
+        `optax.MultiSteps`, or the step donated its state.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -76,7 +77,8 @@ def retry(
       >>> print(metrics["retried_steps"], metrics["skipped_steps"])
       3 0
 
-    PyTorch: none; `GradScaler` skips the batch (apex issue 114 asks for this).
+    PyTorch: no counterpart; `GradScaler` skips the batch (apex issue 114 asks for
+    this).
     """
     if not callable(step):
         raise TypeError(f"step must be a function of a state; got {shown(step)}.")
@@ -125,8 +127,8 @@ def check_holds_one(state: PyTree, caller: str) -> None:
     sums = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     if any(isinstance(node, kind) and find_states(node) for node in sums):
         raise ValueError(
-            f"{caller}: the state has optax.MultiSteps around a loss scale, and adds "
-            "up gradients of one scale, which may not change meanwhile; write "
+            f"{caller}: the state has optax.MultiSteps around a loss scale, which must "
+            "not change while MultiSteps adds up gradients of one scale; write "
             "jamp.dynamic_loss_scale(optax.MultiSteps(...))."
         )
     for path, node in found.items():

@@ -2,13 +2,13 @@
 
 `update` is `torch._amp_update_scale_`. torch holds the scale in float32 and its factors
 in float64 (C++ `double`), so the product is formed in float64 and rounded once more to
-float32. With a factor such as 1.1 a float32 product differs in most steps. JAX has no
-float64 unless asked for, so the few scalar operations that need it run under
+float32. With a factor such as 1.1, a float32 product differs in most steps. JAX has no
+float64 unless asked for it, so the few scalar operations that need float64 run under
 `jax.enable_x64`, which works inside jit, scan, cond and vmap.
 
 One difference is deliberate. XLA's CPU backend flushes float32 subnormals to zero,
 and a scale of zero turns every later gradient into NaN. So the scale never falls
-below 2**-126, float32's smallest normal number; torch's goes on to zero.
+below 2**-126, float32's smallest normal number. torch's scale falls to zero.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 class LossScaleState(NamedTuple):
-    """What is carried from step to step: three scalars that decide, five that tell."""
+    """What steps carry: three scalars that decide, and five that report."""
 
     loss_scale: jax.Array  # what the loss is multiplied by
     growth_tracker: jax.Array  # finite steps in a row, 0 after a growth
@@ -64,12 +64,13 @@ class LossScaleConfig:
         else: growth_tracker = growth_tracker + 1
 
     Hysteresis is Megatron-LM's rule: `hysteresis - 1` overflows since the last growth
-    are forgiven (their steps are skipped, the scale stays), the next one backs off,
-    and so does each one after it until the scale has grown again. With
-    `hysteresis=1`, `min_scale=0` and `max_scale=inf` this is torch's rule.
+    are forgiven (their steps are skipped, the scale stays). The next one backs off, and
+    so does each one after it until the scale has grown again. With `hysteresis=1`,
+    `min_scale=0` and `max_scale=inf`, this is torch's rule.
 
-    Equality with the interval, not "at least", is torch's: a tracker that is already
-    past a newly shortened interval keeps counting until an overflow resets it.
+    As in torch, the tracker must equal the interval; "at least" is not enough. A
+    tracker that is already past a newly shortened interval keeps counting until an
+    overflow resets it.
 
     Args:
       init_scale: first scale, finite, at least 2**-126.
@@ -131,7 +132,7 @@ class LossScaleConfig:
 
 
 def check_scale(name: str, value: object) -> float:
-    """The value as a Python number, or ValueError if float32 cannot hold it."""
+    """The value as a Python number; ValueError if float32 cannot hold it."""
     scale = number(name, value, float)
     allowed = "finite and > 0, in float32's normal range [2**-126, 3.4e38]"
     check_range(name, scale, allowed, SMALLEST_SCALE, LARGEST_SCALE)
@@ -152,7 +153,7 @@ def init(config: LossScaleConfig) -> LossScaleState:
 def advance(
     state: LossScaleState, found_inf: jax.Array, config: LossScaleConfig
 ) -> LossScaleState:
-    """The state after one step: the scale moved, and the step on record."""
+    """The state after one step, with the scale moved and the step recorded."""
     return record(update(state, found_inf, config), found_inf, config)
 
 
@@ -193,10 +194,10 @@ def update(
 def record(
     state: LossScaleState, found_inf: jax.Array, config: LossScaleConfig
 ) -> LossScaleState:
-    """Adds a step to the scalars that tell; the scale is that which the step left.
+    """Adds a step to the scalars that report; the scale is the one the step left.
 
-    A scale that starts at its floor does no harm there: steps are counted from the
-    first overflow on.
+    A scale may start at its floor without harm, so steps are counted from the first
+    overflow on.
     """
     skipped, at_floor = jnp.asarray(found_inf), state.loss_scale <= floor(config)
     stuck = at_floor & (skipped | (state.floor_steps > 0))
@@ -209,7 +210,7 @@ def record(
 
 
 def floor(config: LossScaleConfig) -> jax.Array:
-    """Where backing off ends: float32 []."""
+    """The scale at which backing off ends: float32 []."""
     return jnp.maximum(_float32(config.min_scale), np.float32(SMALLEST_SCALE))
 
 

@@ -1,8 +1,8 @@
-"""What a `GradScaler` holds: the numbers of its scale, its factors, its state dict.
+"""The data of a `GradScaler`: its scale and trackers, its factors, its state dict.
 
-The scale and its trackers are `nnx.Variable`s, so that the scaler travels through
-`nnx.jit` and into checkpoints as a model does. The factors and the interval are
-static: changing one retraces a jitted step that takes the scaler.
+The scale and its trackers are `nnx.Variable`s, so that the scaler passes through
+`nnx.jit` and into checkpoints like a model. The factors and the interval are static:
+changing one retraces a jitted step that takes the scaler.
 """
 
 import dataclasses
@@ -48,6 +48,9 @@ class ScalerState(nnx.Pytree):
         shown = ", ".join(f"{name}={value}" for name, value in values.items())
         return f"GradScaler({shown}, enabled={self._enabled}, {self._config})"
 
+    def __str__(self) -> str:
+        return repr(self)
+
     def get_scale(self) -> float | jax.Array:
         """The scale: a Python float outside a trace, the traced array inside, 1.0 if
         disabled."""
@@ -57,19 +60,19 @@ class ScalerState(nnx.Pytree):
         return loss_scale if is_traced(loss_scale) else float(loss_scale)
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """The factor by which the scale grows."""
         return self._config.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets it to `new_factor`; ValueError unless > 1."""
+        """Sets the growth factor to `new_factor`; ValueError unless it is > 1."""
         self._configure(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by after an overflow."""
+        """The factor that the scale is multiplied by after an overflow."""
         return self._config.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets it to `new_factor`; ValueError unless in (0, 1)."""
+        """Sets the backoff factor to `new_factor`; ValueError unless in (0, 1)."""
         self._configure(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
@@ -77,10 +80,11 @@ class ScalerState(nnx.Pytree):
         return self._config.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets it to `new_interval`; ValueError unless >= 1.
+        """Sets the growth interval to `new_interval`; ValueError unless >= 1.
 
-        The scale grows when the tracker *equals* the interval, as in torch: set below
-        the current tracker, it does not grow until an overflow resets the tracker.
+        The scale grows when the tracker *equals* the interval, as in torch. With an
+        interval below the current tracker, it does not grow until an overflow resets
+        the tracker.
         """
         self._configure(growth_interval=new_interval)
 
@@ -91,11 +95,11 @@ class ScalerState(nnx.Pytree):
     def state_dict(self) -> dict[str, float]:
         """The state as Python scalars, with torch's five keys; `{}` if disabled.
 
-        `torch.amp.GradScaler.load_state_dict` takes it. With `hysteresis` above 1 a
-        sixth key, `_hysteresis_tracker`, is there; torch ignores it.
+        `torch.amp.GradScaler.load_state_dict` accepts it. With `hysteresis` above 1 it
+        has a sixth key, `_hysteresis_tracker`, which torch ignores.
 
         Raises:
-          RuntimeError: called inside a trace, or in the middle of an iteration.
+          RuntimeError: it was called inside a trace, or in the middle of an iteration.
         """
         if not self._enabled:
             return {}
@@ -118,14 +122,14 @@ class ScalerState(nnx.Pytree):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> None:
-        """Takes over what `state_dict` of this class or of torch's returned.
+        """Loads what `state_dict` of this class or of torch's returned.
 
-        Does nothing if disabled.
+        A disabled scaler loads nothing.
 
         Raises:
-          RuntimeError: the dict is empty, as that of a disabled scaler is.
-          ValueError, TypeError: a key is missing, or a value is out of its range or no
-            number. Nothing is loaded then.
+          RuntimeError: the dict is empty, like that of a disabled scaler.
+          ValueError, TypeError: a key is missing, or a value is out of its range or not
+            a number. Then nothing is loaded.
         """
         if not self._enabled:
             return
@@ -173,7 +177,7 @@ class ScalerState(nnx.Pytree):
 
 
 def as_scale(name: str, value: ArrayLike) -> jax.Array:
-    """A scale given by the user as float32 []."""
+    """A scale from the user, as float32 []."""
     if np.size(value) != 1:
         raise ValueError(
             f"{name} must be a number or one element; got shape {np.shape(value)}."

@@ -1,14 +1,14 @@
-"""How a step is skipped: two ways with equal results, the cheaper one by backend.
+"""How a step is skipped: two ways with equal results, and the cheaper one per backend.
 
-By branching, `lax.cond`: a finite step runs the optimizer, and XLA's CPU backend
-updates donated buffers in place. Selecting there costs copies of them. Where nothing is
-donated, branching does: the conditional then always runs the optimizer, and XLA drops
-it, and what it returns is selected (see `donated.py`).
+Branching, `lax.cond`: a finite step runs the optimizer, and XLA's CPU backend updates
+donated buffers in place, whereas selecting would copy them. If nothing is donated,
+branching would copy them. Then the conditional always runs the optimizer, XLA drops the
+conditional, and the result is selected (see `donated.py`).
 
-By selecting, `jnp.where(finite, new, old)`: on a GPU XLA makes the choice part of the
-kernel that updates a parameter, which reads the old values anyway. Branching there
-copies every buffer that a branch may return, with memory for the copies, and the host
-may have to wait for the predicate. `docs/performance.md` has the figures.
+Selecting, `jnp.where(finite, new, old)`: on a GPU, XLA fuses the choice into the kernel
+that updates a parameter, which reads the old values anyway. Branching there copies
+every buffer that a branch may return, takes memory for the copies, and may make the
+host wait for the predicate. `docs/performance.md` has the figures.
 """
 
 import enum
@@ -25,12 +25,12 @@ from .donated import overwrites
 
 
 def by_branch() -> bool:
-    """Whether what is traced now should branch: on the CPU."""
+    """Whether the program that is traced now should branch: on the CPU."""
     return jax.default_backend() == "cpu"
 
 
 class Way(enum.Enum):
-    """How it is chosen between a step and none."""
+    """How the choice between a step and none is made."""
 
     KNOWN = enum.auto()  # outside a trace, as in torch, whose `step` reads the flag too
     BRANCH = enum.auto()
@@ -45,12 +45,12 @@ def way(finite: Flag) -> Way:
 
 
 def runs(finite: Flag) -> Flag:
-    """Whether the branch of a finite step runs: always, where its result is chosen."""
+    """Whether the branch of a finite step runs: always, if its result is selected."""
     return jnp.logical_or(finite, jnp.logical_not(overwrites()))
 
 
 def keeps(finite: Flag) -> Flag:
-    """Whether what the branches return is the result: always, where they branch."""
+    """Whether the conditional's result is the final one: always, if it branches."""
     return jnp.logical_or(finite, overwrites())
 
 
@@ -59,14 +59,14 @@ def run_or_hold(
     run: Callable[[], T],
     hold: Callable[[Callable[[], T]], T],
 ) -> T:
-    """`run()` if finite, else `hold(like)`; both return the same structure and dtypes.
+    """`run()` if finite, otherwise `hold(like)`, of the same structure and dtypes.
 
     Selecting runs both: see `harmless`.
 
     Args:
       finite: bool [].
       run: the step.
-      hold: what there is without it. `like()` has the shapes and dtypes of `run()`.
+      hold: the result without it. `like()` has the shapes and dtypes of `run()`.
     """
     shapes = lambda: jax.eval_shape(run)
     match way(finite):
@@ -81,7 +81,7 @@ def run_or_hold(
 
 
 def select(finite: Flag, new: T, old: T) -> T:
-    """Each leaf of `new` if finite, else that of `old`.
+    """Each leaf of `new` if finite, otherwise that of `old`.
 
     Raises:
       TypeError: the trees differ in structure, or a leaf in shape or dtype.
@@ -91,7 +91,7 @@ def select(finite: Flag, new: T, old: T) -> T:
 
 
 def choose(flag: Flag, a: ArrayLike, b: ArrayLike) -> ArrayLike:
-    """`a` if the flag is true, else `b`; of `float0`, which holds nothing, `b`."""
+    """`a` if the flag is true, otherwise `b`; for `float0`, which is empty, `b`."""
     if dtype_of(b) == jax.dtypes.float0:
         return b
     # Not jnp.where, a jitted function: JAX would lower a call and a broadcast.
@@ -102,15 +102,15 @@ def check_same(new: PyTree, old: PyTree, step: str) -> None:
     """Raises TypeError unless a step returned a state like the one it was given.
 
     Args:
-      step: what the message calls it.
+      step: the step's name in the message.
     """
     if jax.tree.structure(new) != jax.tree.structure(old):
         given, got = _paths(old), _paths(new)
         lacks = [path for path in given if path not in got]
         adds = [path for path in got if path not in given]
         raise TypeError(
-            f"{step} must return a state of the structure that it was given; what it "
-            f"returned lacks {', '.join(lacks[:3]) or 'nothing'} and adds "
+            f"{step} must return a state of the structure that it was given; the state "
+            f"it returned lacks {', '.join(lacks[:3]) or 'nothing'} and adds "
             f"{', '.join(adds[:3]) or 'nothing'}, as {brief(jax.tree.structure(new))}."
         )
 
@@ -136,7 +136,7 @@ def _paths(tree: PyTree) -> list[str]:
 def harmless(finite: Flag, grads: T) -> T:
     """Gradients for a `run` that may run on a skipped step: zeros then.
 
-    An optimizer so never meets an inf or a nan, whichever way the step is skipped.
+    So an optimizer never sees an inf or a nan, whichever way the step is skipped.
     """
     match way(finite):
         case Way.KNOWN:
@@ -148,7 +148,7 @@ def harmless(finite: Flag, grads: T) -> T:
 
 
 def zeroed(flag: Flag, grads: T) -> T:
-    """The gradients if a flag is true, else zeros."""
+    """The gradients if a flag is true, otherwise zeros."""
 
     def zeroed_leaf(g: ArrayLike) -> ArrayLike:
         return lax.select_n(flag, lax.full_like(g, 0), g) if is_inexact(g) else g

@@ -14,20 +14,20 @@ from .._checks import shown
 from .._tree import NUMBERS, PyTree, dtype_of
 from .rule import DTYPES, LossScaleState
 
-HIDDEN = """optax.apply_if_finite around a loss scale hides from it the overflows at \
-which it must back off. Leave it out: jamp.dynamic_loss_scale skips such steps \
-itself."""
+HIDDEN = """optax.apply_if_finite around a loss scale hides overflows from it, so that \
+it cannot back off. Leave apply_if_finite out: jamp.dynamic_loss_scale itself skips \
+these steps."""
 
 
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale` and `static_loss_scale`.
 
-    A pytree of eight scalars and the state of the wrapped optimizer; save it, shard it
-    and donate it as any other. `jamp.metrics` and `jamp.loss_scale` find it in a nested
-    state, `optax.tree.set` changes a field.
+    It is a pytree of eight scalars and the state of the wrapped optimizer. Save it,
+    shard it and donate it like any other state. `jamp.metrics` and `jamp.loss_scale`
+    find it in a nested state, and `optax.tree.set` changes a field.
 
     Attributes:
-      loss_scale: float32 []: what the loss is multiplied by.
+      loss_scale: float32 []: the factor that the loss is multiplied by.
       growth_tracker: int32 []: finite steps in a row, 0 after a growth.
       found_inf: bool []: whether the last step was skipped.
       skipped_steps: int32 []: steps skipped so far.
@@ -47,7 +47,7 @@ class DynamicLossScaleState(NamedTuple):
       >>> print(jamp.loss_scale(state))
       1024.0
 
-    PyTorch: `_scale` and `_growth_tracker` of `GradScaler`; it counts no skips.
+    PyTorch: `_scale` and `_growth_tracker` of `GradScaler`, which does not count skips.
     """
 
     loss_scale: jax.Array
@@ -58,7 +58,7 @@ class DynamicLossScaleState(NamedTuple):
     recent_skips: jax.Array
     floor_steps: jax.Array
     inner_state: optax.OptState
-    retried_steps: ArrayLike = np.int32(0)  # last: states from before it was there load
+    retried_steps: ArrayLike = np.int32(0)  # last, so that older states still load
 
 
 class MasterWeightsState(NamedTuple):
@@ -71,11 +71,11 @@ class MasterWeightsState(NamedTuple):
 def scalars_of(state: object) -> LossScaleState:
     """The eight scalars of a `DynamicLossScaleState` or a `GradScaler`.
 
-    Numbers that come from elsewhere (NumPy, JSON) get the dtypes that init makes. NNX
-    wraps each array of a state in a Variable of one leaf.
+    Numbers from elsewhere (NumPy, JSON) get the dtypes that init makes. NNX wraps each
+    array of a state in a Variable with one leaf.
 
     Raises:
-      ValueError: one is missing, or cannot be what init makes.
+      ValueError: one is missing, or cannot have the dtype that init makes.
     """
     names = LossScaleState._fields
     return LossScaleState(*(_number(name, getattr(state, name)) for name in names))
@@ -92,11 +92,11 @@ def _number(name: str, value: object) -> jax.Array:
         return leaf
     fits = kinds.get(wanted.kind, (jnp.integer,))
     if given is not None and any(jnp.issubdtype(given, kind) for kind in fits):
-        with contextlib.suppress(OverflowError):  # an integer of too many bits
+        with contextlib.suppress(OverflowError):  # an integer with too many bits
             return jnp.asarray(leaf, wanted)
     raise ValueError(
-        f"{name} of the state must be {wanted}; got {shown(value)}. Pass the state as "
-        "init made it."
+        f"{name} of the state must be {wanted}; got {shown(value)}. Pass the state "
+        "that init made."
     )
 
 
@@ -110,10 +110,10 @@ def keeps_master_weights(opt_state: PyTree) -> bool:
 
 
 def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
-    """The loss-scale states in a pytree, by path; those inside one are not searched.
+    """The loss-scale states in a pytree, by path; those inside others are not searched.
 
     Raises:
-      ValueError: what is around one keeps overflows from it.
+      ValueError: a transformation around one hides overflows from it.
     """
     kinds = DynamicLossScaleState, optax.ApplyIfFiniteState
     nodes = jax.tree_util.tree_leaves_with_path(
@@ -130,7 +130,7 @@ def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
 
 
 def check_not_scaled_yet(opt_state: PyTree, argument: str) -> None:
-    """Raises ValueError if an optimizer state scales gradients already."""
+    """Raises ValueError if an optimizer state already scales gradients."""
     found = find_states(opt_state)
     if found:
         raise ValueError(
@@ -162,7 +162,7 @@ def check_state(state: object, cls: type, caller: str) -> None:
 def explained(
     caller: str, init: Callable[..., PyTree], state: PyTree, params: PyTree
 ) -> Generator[None]:
-    """If an optimizer fails, and its state is another one's: ValueError saying so."""
+    """Raises ValueError if an optimizer fails because its state is another one's."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:
@@ -172,13 +172,13 @@ def explained(
         if not difference:
             raise
         raise ValueError(
-            f"{caller}: the state is of another optimizer, or of other parameters: "
+            f"{caller}: the state belongs to another optimizer or to other parameters: "
             f"{difference}. Pass the state that this transformation's init made."
         ) from error
 
 
 def _difference(given: PyTree, made: PyTree) -> str:
-    """Where a state is not what `init` makes, or ""."""
+    """How a state differs from what `init` makes, or ""."""
 
     def shape(leaf: Any) -> str:
         is_array = hasattr(leaf, "shape") or isinstance(leaf, NUMBERS)
@@ -192,9 +192,9 @@ def _difference(given: PyTree, made: PyTree) -> str:
     for path in expected | found:
         has, wants = found.get(path, "nothing"), expected.get(path, "nothing")
         if has != wants:
-            return f"at {path or 'the root'} it has {has}, init makes {wants}"
+            return f"at {path or 'the root'} it has {has}, but init makes {wants}"
     same = jax.tree.structure(given) == jax.tree.structure(made)
-    return "" if same else "it is another tree than the one that init makes"
+    return "" if same else "its tree differs from the one that init makes"
 
 
 def describe(tree: PyTree) -> str:

@@ -1,9 +1,9 @@
-"""An optimizer step and the new parameters, in one.
+"""An optimizer step and the new parameters, in one call.
 
-`step` exists for speed. `update` must return updates that somebody else applies, so
-the choice between running and skipping has to store them. `step` puts the optimizer and
-`optax.apply_updates` behind one `lax.cond`, whose skipped side returns its inputs: no
-copy, if the caller donates its buffers.
+`step` exists for speed. `update` must return updates that the caller applies, so the
+choice between running and skipping has to store them. `step` puts the optimizer and
+`optax.apply_updates` behind one `lax.cond`, whose skipping branch returns its inputs:
+without a copy, if the caller donates its buffers.
 """
 
 from typing import Any
@@ -24,12 +24,12 @@ def step(
     params: optax.Params,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    """Updates the optimizer and applies the updates, in one.
+    """Updates the optimizer and applies the updates, in one call.
 
-    Equal to `tx.update` followed by `optax.apply_updates`, and faster when `tx` is
-    what `dynamic_loss_scale` or `static_loss_scale` returned: with donated buffers a
-    step then copies no parameters. For any other transformation, one that holds a
-    loss scale deeper inside included, it is those two calls.
+    It equals `tx.update` followed by `optax.apply_updates`, and is faster if `tx` is
+    what `dynamic_loss_scale` or `static_loss_scale` returned: with donated buffers, a
+    step then copies no parameters. For any other transformation, including one that
+    holds a loss scale deeper inside, it makes those two calls.
 
     Args:
       tx: a gradient transformation.
@@ -42,8 +42,8 @@ def step(
       The new parameters and the new optimizer state.
 
     Raises:
-      ValueError: the gradients do not match the parameters; the path is named.
-      TypeError: `tx` is not a gradient transformation; a gradient is no array.
+      ValueError: the gradients do not match the parameters. The message names the path.
+      TypeError: `tx` is not a gradient transformation, or a gradient is not an array.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp

@@ -1,25 +1,25 @@
-"""Flax's `TrainState`, on `jamp.step`."""
+"""Flax's `TrainState`, with steps by `jamp.step`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import optax
-from flax import linen  # Flax first, then its parts: so threads that import it may meet
+from flax import linen  # Flax first, then its parts, so that threads can import it
 from flax.training import train_state
 
 from .._tree import PyTree
 from .step import step
 from .transformation import as_transformation
 
-FP8_SCALES = linen.fp8_ops.OVERWRITE_WITH_GRADIENT  # a collection: Flax's matter
+FP8_SCALES = linen.fp8_ops.OVERWRITE_WITH_GRADIENT  # a collection that Flax handles
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with `apply_gradients` on `jamp.step`.
+    """Flax's `TrainState`, with `jamp.step` in `apply_gradients`.
 
-    The same fields, the same `create`, the same results; checkpoints are
-    interchangeable. With `tx=jamp.dynamic_loss_scale(...)` a step with non-finite
-    gradients leaves `params` and the inner optimizer state as they are. `step` counts
+    It has the same fields, the same `create` and the same results, and checkpoints are
+    interchangeable. With `tx=jamp.dynamic_loss_scale(...)`, a step with non-finite
+    gradients changes neither `params` nor the inner optimizer state. `step` counts
     every call, skipped or not; `jamp.metrics(state)["skipped_steps"]` counts the
     skipped ones. Flax's fp8 scales, which gradients overwrite, are not held.
 
@@ -56,7 +56,7 @@ class TrainState(train_state.TrainState):
         """A state at step 0, with `tx.init(params)`: Flax's `create`.
 
         Args:
-          apply_fn: kept as it is; None will do.
+          apply_fn: stored in the state; it may be None.
           params: any pytree of arrays.
           tx: an optax transformation.
           **kwargs: fields of a subclass.
@@ -68,7 +68,7 @@ class TrainState(train_state.TrainState):
         return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
-        """One optimizer step: `jamp.step`, then `step + 1` and `**kwargs` replaced.
+        """One optimizer step: `jamp.step`, then `step + 1`, then `**kwargs`.
 
         Args:
           grads: scaled gradients, of the structure of `params`.
@@ -76,8 +76,8 @@ class TrainState(train_state.TrainState):
             on a skipped step too.
 
         Raises:
-          ValueError: gradients that are not of the parameters' structure; an
-            `opt_state` of another `tx`.
+          ValueError: the gradients do not have the parameters' structure, or
+            `opt_state` belongs to another `tx`.
         """
         is_dict = isinstance(grads, Mapping)
         if is_dict and FP8_SCALES in grads:

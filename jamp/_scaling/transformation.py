@@ -1,4 +1,4 @@
-"""What the wrappers take, and how the updates that it makes are applied."""
+"""The optimizers that the wrappers take, and how their updates are applied."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from .match import is_hole
 def as_transformation(
     inner: optax.GradientTransformation | optax.MultiSteps, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
-    """What a wrapper takes, with `**extra_args`."""
+    """The optimizer for a wrapper, with `**extra_args`."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     has_both = hasattr(inner, "init") and hasattr(inner, "update")

@@ -1,7 +1,7 @@
-"""Around the wrapper: scaled gradients, and what its state tells.
+"""Around the wrapper: scaled gradients, and what its state says.
 
-Each function finds the one `DynamicLossScaleState` in whatever nest of optax, Flax or
-user states it is given, so that it works the same in a chain and in a `TrainState`.
+Each function finds the one `DynamicLossScaleState` in any nest of optax, Flax or user
+states, so that it works the same in a chain and in a `TrainState`.
 """
 
 import functools
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
 one must not be divided by the other. In one optimizer there must be one, around the \
 whole: jamp.dynamic_loss_scale(optax.multi_transform(...)). If these are several \
-optimizers, pass the state of the one whose gradients are taken."""
+optimizers, pass only the state of the one that these gradients are for."""
 
 
 def value_and_grad(
@@ -39,9 +39,9 @@ def value_and_grad(
     """`jax.value_and_grad` of the scaled loss: plain loss, scaled gradients.
 
     The loss comes back as `fun` returned it. The gradients are those of
-    `scale_loss(loss, opt_state)`; give them to `tx.update` or `step` as they are.
+    `scale_loss(loss, opt_state)`. Pass them to `tx.update` or `step` without unscaling.
 
-    The scale is the one in `opt_state` when this is called, so call it inside the
+    The scale is the one in `opt_state` at the time of the call. So call it inside the
     training step, with that step's state, not once before the loop.
 
     Args:
@@ -58,9 +58,9 @@ def value_and_grad(
 
     Raises:
       ValueError: `opt_state` holds no loss scale, or more than one.
-      TypeError: the loss is not a floating scalar; with `has_aux`, `fun` did not return
-        a pair; an argument is an `nnx.Module`, whose state JAX would lose: take
-        `nnx.value_and_grad` of `scale_loss` for those.
+      TypeError: the loss is not a floating scalar, `fun` does not return a pair with
+        `has_aux`, or an argument is an `nnx.Module`, whose state JAX would lose: use
+        `nnx.value_and_grad` of `scale_loss` for modules.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -75,7 +75,9 @@ def value_and_grad(
     """
     current = _one_scale(opt_state)
     if not callable(fun):
-        raise TypeError(f"fun must be a function of the loss; got {shown(fun)}.")
+        raise TypeError(
+            f"fun must be a function that returns the loss; got {shown(fun)}."
+        )
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, T]:
         result = fun(*args, **kwargs)
@@ -99,8 +101,8 @@ def value_and_grad(
         modules = imported("flax.nnx", "Module")
         if any(isinstance(arg, modules) for arg in (*args, *kwargs.values())):
             raise TypeError(
-                "jamp.value_and_grad got an nnx.Module, and jax.grad would lose what "
-                "its forward pass changes; use nnx.value_and_grad of "
+                "jamp.value_and_grad got an nnx.Module, and jax.grad would lose the "
+                "changes of its forward pass; use nnx.value_and_grad of "
                 "lambda model: jamp.scale_loss(loss_fn(model), opt_state)."
             )
         grads, result = grad_fn(*args, **kwargs)
@@ -121,17 +123,17 @@ def _check_loss(loss: object) -> None:
 
 
 def scale_loss(loss: ArrayLike, opt_state: PyTree) -> jax.Array:
-    """The loss times the scale, for those who call `jax.grad` themselves.
+    """The loss times the scale, if you call `jax.grad` yourself.
 
-    A scalar is promoted to float32 at least, an array with dimensions keeps its
-    dtype: the product is formed in float32 either way, as in torch.
+    A scalar is promoted to float32 at least, and an array with dimensions keeps its
+    dtype. In both cases the product is formed in float32, as in torch.
 
     Args:
       loss: number or array of any shape.
       opt_state: any pytree that holds one loss scale.
 
     Raises:
-      TypeError: `loss` is neither.
+      TypeError: `loss` is neither a number nor an array.
       ValueError: `opt_state` holds no loss scale, or more than one.
 
     Examples:
@@ -151,8 +153,8 @@ def scale_loss(loss: ArrayLike, opt_state: PyTree) -> jax.Array:
 def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
     """Scaled gradients divided by the scale, for logging.
 
-    `tx.update` does this itself; give it the scaled gradients. Half-precision leaves
-    come out float32, everything that is not floating or complex passes.
+    `tx.update` does this itself, so pass it the scaled gradients. Half-precision leaves
+    come out in float32. Leaves that are not floating or complex pass.
 
     Args:
       grads: pytree of scaled gradients.
@@ -175,7 +177,7 @@ def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _one_scale(opt_state: PyTree) -> jax.Array:
-    """The scale, or ValueError if states are stacked."""
+    """The scale; ValueError if states are stacked."""
     current = loss_scale(opt_state)
     if jnp.shape(current) != ():
         raise ValueError(
@@ -192,7 +194,7 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
       opt_state: any pytree that holds one loss scale.
 
     Raises:
-      ValueError: it holds none, or more than one.
+      ValueError: `opt_state` holds no loss scale, or more than one.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -214,16 +216,16 @@ def metrics(
 ) -> dict[str, jax.Array]:
     """The scalars worth logging, and alarms, found anywhere in a nested optax state.
 
-    All stay on the device, inside jit and outside: fetch them when you want to read
+    All stay on the device, inside jit and outside. Fetch them when you want to read
     them, or let `jamp.debug.History` do it. `jamp.debug.check` turns an alarm into an
     exception that lists likely causes.
 
     Args:
-      opt_state: any pytree that holds one loss scale, after `tx.update`; or a
+      opt_state: any pytree that holds one loss scale, after `tx.update`, or a
         `GradScaler`, after `update`.
       floor_steps: steps at the floor that raise `scale_at_floor`, >= 1.
       window: how many of the last steps `many_skips` looks at, 1 to 32.
-      skipped_share: share of them that may be skipped, in [0, 1).
+      skipped_share: the share of these steps that may be skipped, in [0, 1).
 
     Returns:
       A dict of scalars:
@@ -235,13 +237,14 @@ def metrics(
       - `retried_steps`: int32, attempts that `jamp.retry` ran again so far.
       - `scale_at_floor`: bool, the scale has been at its floor (`min_scale`, or
         2**-126) for `floor_steps` steps since a step overflowed there.
-      - `scale_below_one`: bool, the gradients overflow without any scaling.
+      - `scale_below_one`: bool, the gradients overflow even without scaling.
       - `many_skips`: bool, more than `skipped_share` of the last `window` steps were
         skipped.
 
     Raises:
-      ValueError: it holds none, or more than one; a limit is out of its range.
-      TypeError: a limit is no number.
+      ValueError: `opt_state` holds no loss scale, or more than one, or a limit is out
+        of its range.
+      TypeError: a limit is not a number.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -257,7 +260,7 @@ def metrics(
       scale_below_one False
       many_skips False
 
-    PyTorch: `get_scale()` and `state_dict()`; torch cannot tell that a step was
+    PyTorch: `get_scale()` and `state_dict()`; torch does not report that a step was
     skipped (pytorch#67590).
     """
     state = scalars_of(_only_state(opt_state))

@@ -1,7 +1,7 @@
 """Loss scaling as an optax wrapper.
 
-The wrapper sees scaled gradients and hands unscaled ones to the optimizer inside it.
-When a gradient is not finite nothing inside moves: the updates are zero and
+The wrapper gets scaled gradients and passes unscaled ones to the optimizer inside it.
+If a gradient is not finite, nothing inside moves: the updates are zero and
 `inner_state` is the one that came in.
 """
 
@@ -62,45 +62,45 @@ def dynamic_loss_scale(
             if growth_tracker == growth_interval:
                 scale, growth_tracker = scale * growth_factor, 0   # unless it is inf
 
-    Inside the wrapper all is float32: half-precision gradients are unscaled in
+    Inside the wrapper everything is float32: half-precision gradients are unscaled in
     float32, and `inner` sees half-precision parameters as float32. The updates that
     come out have the dtype of the parameters (with `master_weights` inside, float32).
 
-    What must see unscaled gradients goes inside, clipping above all:
+    Transformations that need unscaled gradients go inside, above all clipping:
     `dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.), optax.adamw(3e-4)))`.
-    Around `optax.MultiSteps`, a bad microbatch is dropped alone. The other way round
+    Around `optax.MultiSteps`, only the bad microbatch is dropped. The other way round,
     `MultiSteps` adds scaled gradients unchecked, and keeps an inf in its mean for good.
     `optax.masked` and `multi_transform` go inside too: around the wrapper, `masked`
-    hands on scaled gradients as updates of what it leaves out.
+    passes on scaled gradients as updates for the parameters that it leaves out.
 
-    Line searches (`optax.lbfgs`) work: an extra argument named `grad` is taken to be
-    scaled like the gradients and is unscaled with them; `value` and `value_fn` are
-    the plain loss. Do not use `optax.value_and_grad_from_state` with it: what that
-    reads back is no longer scaled.
+    Line searches (`optax.lbfgs`) work: an extra argument named `grad` must be scaled
+    like the gradients and is unscaled with them; `value` and `value_fn` are the plain
+    loss. Do not use `optax.value_and_grad_from_state` with it: the gradients that it
+    reads back are no longer scaled.
 
     Args:
       inner: the optimizer, or an `optax.MultiSteps`.
       init_scale: first scale, in float32's normal range.
-      growth_factor: > 1; what the scale is multiplied by when it grows.
-      backoff_factor: in (0, 1); what it is multiplied by after an overflow.
+      growth_factor: > 1; the scale is multiplied by it to grow.
+      backoff_factor: in (0, 1); the scale is multiplied by it after an overflow.
       growth_interval: finite steps in a row before the scale grows, >= 1.
-      enabled: if False, the result is `inner` with a scale of 1 beside it: nothing is
-        checked and nothing is skipped.
+      enabled: if False, the result is `inner` with a scale of 1: nothing is checked
+        and nothing is skipped.
       min_scale: floor when backing off. At 0 the floor is 2**-126.
       max_scale: ceiling when growing.
       hysteresis: how many overflows since the last growth it takes to back off
         (Megatron-LM's rule). Overflows before that are skipped at the same scale.
       axis_name: mapped axis or axes (`shard_map`, `pmap`) over which an overflow on
-        one replica skips the step on all. Under plain jit leave it out: a sharded
+        one replica skips the step on all. Under plain jit, leave it out: a sharded
         gradient is one array there.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `DynamicLossScaleState` as state.
 
     Raises:
-      ValueError: an argument is out of its range; `inner` holds a loss scale already;
-        the gradients given to `update` do not match the parameters.
-      TypeError: `inner` is not a gradient transformation, or a number is not one.
+      ValueError: an argument is out of its range, `inner` already holds a loss scale,
+        or the gradients for `update` do not match the parameters.
+      TypeError: `inner` is not a gradient transformation, or a number is not a number.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -145,8 +145,8 @@ def static_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer with a loss scale that never changes.
 
-    The fixed sibling of `dynamic_loss_scale`: the same state, the same skipping of
-    steps whose gradients are not finite.
+    It is like `dynamic_loss_scale`, with the same state, and it skips steps in the same
+    way if gradients are not finite.
 
     Args:
       inner: the optimizer, or an `optax.MultiSteps`.
@@ -175,7 +175,7 @@ def static_loss_scale(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossScaled:
-    """An optimizer behind a loss scale: `init_fn`, `update_fn`, and both in a step."""
+    """An optimizer behind a loss scale: `init_fn`, `update_fn`, and `step`."""
 
     inner: optax.GradientTransformationExtraArgs
     config: LossScaleConfig
@@ -224,7 +224,7 @@ class LossScaled:
     def step(
         self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
     ) -> Step:
-        """`update_fn` and `apply_updates`, behind one choice to run or to hold."""
+        """`update_fn` and `apply_updates`, behind one choice: run or hold."""
         scaled = Scaled(self, "jamp.step", grads, state, params)
 
         def run() -> Step:
@@ -240,7 +240,7 @@ class LossScaled:
 
 
 class Scaled:
-    """One step's scaled gradients, checked, with what it takes to use them."""
+    """One step's scaled gradients, checked, with everything needed to use them."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class Scaled:
         grads: optax.Updates,
         inner_state: optax.OptState,
     ) -> Step:
-        """The inner optimizer's step on gradients, which it unscales first."""
+        """The inner optimizer's step, on gradients that this unscales first."""
         params = self.params
         if "grad" in extra_args:
             grad = arithmetic.unscale(extra_args["grad"], self.inverse)
@@ -298,7 +298,7 @@ class Scaled:
 
 
 def loss_scaled(tx: object) -> LossScaled | None:
-    """The loss scale whose transformation this is, or None for any other one."""
+    """The loss scale that a transformation belongs to, or None."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     return owner if isinstance(owner, LossScaled) else None
 
@@ -341,6 +341,6 @@ def _disabled(
 
 
 def _no_update(like: ArrayLike) -> jax.Array:
-    """What added to any parameter leaves its bits: 0 would turn -0 into 0."""
+    """An update that keeps a parameter's bits: adding 0 would turn -0 into 0."""
     zeros = jnp.zeros_like(like)
     return -zeros if is_inexact(like) else zeros

@@ -132,7 +132,7 @@ def test_dtypes_that_differ_where_a_function_begins_and_ends(function):
 @pytest.mark.parametrize("function", REFUSED)
 def test_a_function_that_refuses_half_precision(function):
     note = note_of(function, half())
-    assert "give float16" in note and "`x.astype(jnp.float32)`" in note
+    assert "return float16" in note and "`x.astype(jnp.float32)`" in note
     with half():
         found = function((x @ w).astype(jnp.float32))
     assert jnp.allclose(found, function(x @ w), rtol=0.01, atol=0.02)
@@ -140,9 +140,9 @@ def test_a_function_that_refuses_half_precision(function):
 
 def test_a_note_names_the_dtype_and_is_given_once():
     regions = jamp.autocast(dtype=jnp.bfloat16), jamp.autocast(dtype=jnp.bfloat16)
-    assert "give bfloat16" in note_of(jax.jit(conv), *regions)
+    assert "return bfloat16" in note_of(jax.jit(conv), *regions)
     inner = jax.jit(lambda h: half()(jax.checkpoint(conv))(h))
-    assert "give float16" in note_of(inner, half())
+    assert "return float16" in note_of(inner, half())
 
 
 def test_other_errors_get_no_note():

@@ -879,10 +879,10 @@ class Heads:
         (make_layer(jnp.ones((2, 2))), "each function that `def layer` makes here"),
         (jax.jit(make_layer(jnp.ones((2, 2)))), "each function that `def layer` makes"),
         (jax.checkpoint(make_power(2.0)), "each function that `def power` makes here"),
-        (lambda x: x, "a lambda may have that of another one on its line"),
-        (jax.jit(lambda x: x @ x), "a lambda may have that of another one"),
-        (partial(jax.nn.softmax, axis=0), "a partial has that of softmax"),
-        (Heads().head, r"the method of an object has that of Heads\.head"),
+        (lambda x: x, "a lambda may share that of another one on its line"),
+        (jax.jit(lambda x: x @ x), "a lambda may share that of another one"),
+        (partial(jax.nn.softmax, axis=0), "a partial shares that of softmax"),
+        (Heads().head, r"the method of an object shares that of Heads\.head"),
     ],
 )
 def test_a_function_that_cannot_be_told_from_others_is_no_key(key, message):
@@ -1008,8 +1008,8 @@ def test_a_rule_that_matches_nothing_is_named_at_the_end():
         ({"(": f32}, "not a regular expression"),
         ({"head": "float33"}, "is not a dtype"),
         ({"head": jnp.int32}, "cannot run in int32"),
-        ({3: f32}, "int is none of the three kinds of keys"),
-        ({len: f32}, "none of the three kinds"),
+        ({3: f32}, "a key of type int is not one of the three kinds"),
+        ({len: f32}, "not one of the three kinds"),
     ],
 )
 def test_bad_rules(rules, message):

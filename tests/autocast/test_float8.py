@@ -140,7 +140,7 @@ QUALIFIED = [
     ),
     (
         lambda x, w: lax.dot(x, w, precision=lax.DotAlgorithmPreset.BF16_BF16_F32),
-        "no float8: a precision of its own",
+        "no float8: its own precision",
     ),
     (
         lambda x, w: jax.jvp(lambda x: x @ w, (x,), (x,))[0],

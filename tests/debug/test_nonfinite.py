@@ -648,3 +648,25 @@ def test_a_function_that_prints(capfd):
     assert "log" in str(report)
     jax.effects_barrier()
     assert "x is [1. 1. 1.]" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("shape", [(1, 4, 4, 1), (8, 8, 8, 8)])
+def test_a_pooling_that_drops_nans_is_not_blamed(shape, dtype):
+    # Of large arrays XLA's maximum on a CPU is -inf where all numbers are nan.
+    def loss_fn(x, bias):
+        big = (x * x).astype(dtype)
+        return nnx.max_pool(big - big + bias, (2, 2), (2, 2))
+
+    report = debug.find_nonfinite(loss_fn)(jnp.full(shape, 1e30), jnp.zeros((), dtype))
+    assert report.found and "reduce_window" not in str(report), report
+    assert str(report).startswith("inf made of finite numbers by"), report
+    assert ", from x" in str(report).splitlines()[0], report
+
+
+def test_a_maximum_over_nothing_is_named():
+    pool = lambda x: jax.lax.reduce_window(
+        x, -jnp.inf, jax.lax.max, (1,), (3,), ((2, 0),)
+    )
+    report = debug.find_nonfinite(pool)(jnp.ones(4))
+    assert "reduce_window_max" in str(report)

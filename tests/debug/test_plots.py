@@ -166,10 +166,10 @@ def test_text_and_numbers_agree():
     *_, without, scaled, room = str(debug.grad_histogram(grads, 16.0)).splitlines()
     assert without.endswith(": 25 % become zero, 25 % subnormal, 0 % overflow")
     assert scaled.endswith(": 25 % become zero, 25 % subnormal, 0 % overflow")
-    assert room == "head-room to 65504: 10 doublings of the scale"
+    assert room == "headroom to 65504: 10 doublings of the scale"
     assert 32 * 2**10 < 65504 < 32 * 2**11
     text = str(debug.grad_histogram(jnp.asarray([1e5])))
-    assert text.endswith("no head-room: some are above 65504")
+    assert text.endswith("no headroom: some are above 65504")
 
 
 @pytest.fixture

@@ -574,7 +574,7 @@ def test_a_carry_that_stays_unequal_is_explained():
     model = jamp.linen.with_policy(Model(), MIXED)
     with pytest.raises(TypeError, match="carry input and carry output") as caught:
         jax.eval_shape(model.init, RNGS, X)
-    assert any("has a policy gives back half" in n for n in caught.value.__notes__)
+    assert any("under a policy returns half" in n for n in caught.value.__notes__)
 
 
 def test_a_number_at_the_end_of_an_override_is_whole(standard_promotion):
@@ -637,7 +637,7 @@ def test_overrides_of_what_one_call_leaves_out():
         ({"policy": jnp.float16}, TypeError, "policy must be a jamp.Policy"),
         ({"policy": "flaot16"}, ValueError, "float16"),
         ({"overrides": ["Dense"]}, TypeError, "overrides must be a dict"),
-        ({"overrides": {"Dense": None}}, TypeError, "None is no policy"),
+        ({"overrides": {"Dense": None}}, TypeError, "None is not a policy"),
         ({"overrides": {3: "half"}}, TypeError, "neither a string nor a class"),
         ({"overrides": {"(": "half"}}, ValueError, "not a regular expression"),
         ({"overrides": {"Dense": "int8"}}, ValueError, "not a floating dtype"),
@@ -652,7 +652,7 @@ def test_bad_arguments(arguments, error, message):
 
 def test_one_policy_is_enough():
     model = jamp.linen.with_policy(nn.Dense(2), "half")
-    with pytest.raises(ValueError, match="has a policy already"):
+    with pytest.raises(ValueError, match="already has a policy"):
         jamp.linen.with_policy(model, "half")
 
 

@@ -526,7 +526,7 @@ def test_overrides_that_match_nothing(overrides, message):
         ({"policy": jnp.float16}, TypeError, "policy must be a jamp.Policy"),
         ({"policy": "flaot16"}, ValueError, "float16"),
         ({"overrides": ["Dense"]}, TypeError, "overrides must be a dict"),
-        ({"overrides": {"x": None}}, TypeError, "None is no policy"),
+        ({"overrides": {"x": None}}, TypeError, "None is not a policy"),
         ({"overrides": {"x": "int8"}}, ValueError, "not a floating dtype"),
         ({"float32_for": ("norm",)}, ValueError, "did you mean 'norms'"),
     ],
@@ -540,7 +540,7 @@ def test_bad_arguments(arguments, error, message):
 
 def test_one_policy_is_enough():
     model = jamp.nnx.with_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "half")
-    with pytest.raises(ValueError, match="has a policy already"):
+    with pytest.raises(ValueError, match="already has a policy"):
         jamp.nnx.with_policy(model, "half")
 
 

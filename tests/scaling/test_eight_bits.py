@@ -790,7 +790,7 @@ def test_other_dtypes_are_refused_and_never_added_up_in_silence(dtype, name):
         (
             {"w": (40,)},
             4,
-            r"devices must be 8, the number of them along .'data',.; got",
+            r"devices must be 8, the number of devices along .'data',.; got",
         ),
     ],
 )

@@ -855,7 +855,7 @@ def test_inner_that_is_no_transformation(inner):
     ],
 )
 def test_wrapping_twice_is_refused(inner):
-    with pytest.raises(ValueError, match="keeps master weights already; wrap it once"):
+    with pytest.raises(ValueError, match="already keeps master weights; wrap it once"):
         jamp.master_weights(inner).init(make_params())
 
 

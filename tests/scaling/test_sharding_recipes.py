@@ -340,7 +340,7 @@ def test_gather_refuses_specs_that_are_not_those_of_the_parameters():
     with pytest.raises(ValueError, match=r"\['w'\], of shape \(1,\) .*split by P\(\)"):
         gathered(params, P("data"))
     with pytest.raises(
-        ValueError, match=r"split by P\('data', 'data'\).* must be the in_"
+        ValueError, match=r"split by P\('data', 'data'\).* Pass the in_specs"
     ):
         gathered(params, P("data"), P("data", "data"))
 

@@ -1,0 +1,148 @@
+"""`python -m jamp`: versions, devices, and whether autocast works here.
+
+The exit status is 1 if autocast does not work.
+"""
+
+import math
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jamp
+
+NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy")
+OPTIONAL = ("equinox", "dm-haiku")
+SIZE = 16  # float8 takes sizes that are multiples of 16
+CLOSE = 0.01  # float16 rounds to 0.1%; products in float8 differ by more
+CLOSE_IN_FLOAT8 = 0.2
+
+
+def main() -> int:
+    print("\n".join(versions()))
+    try:
+        print("\n".join(devices()))
+        print(f"autocast: works; {autocast_step()}")
+    except Exception as error:
+        print(f"autocast: does not work here; {said(error)}")
+        return 1
+    try:
+        print(f"float8: works; {float8_step()}")
+    except Exception as error:
+        print(f"float8: does not work here; {said(error)}")
+    return 0
+
+
+def versions() -> list[str]:
+    """Versions of jamp, Python, what jamp needs, and other libraries that are here."""
+    lines = [f"jamp {jamp.__version__}"]
+    lines.append(f"Python {platform.python_version()} on {platform.platform()}")
+    for name in (*NEEDED, *OPTIONAL):
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            if name in NEEDED:
+                lines.append(f"{name}: not installed")
+    return lines
+
+
+def devices() -> list[str]:
+    """The backend that JAX chooses, and how many devices of which kind it has."""
+    kinds = [device.device_kind for device in jax.devices()]
+    counted = [f"{kinds.count(kind)} x {kind}" for kind in sorted({*kinds})]
+    return [f"backend: {jax.default_backend()}", f"devices: {', '.join(counted)}"]
+
+
+def autocast_step() -> str:
+    """Trains two jitted steps in float16, the second of which overflows.
+
+    Returns:
+      What came out.
+
+    Raises:
+      RuntimeError: it is not what should come out.
+    """
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, Any, Any, Any]:
+        grad_fn = jamp.value_and_grad(loss_in(jnp.float16), opt_state, has_aux=True)
+        (loss, product), grads = grad_fn(params, x)
+        params, opt_state = jamp.step(tx, grads, opt_state, params)
+        return params, opt_state, loss, product
+
+    x, first = batch()
+    trained, opt_state, loss, product = step(first, tx.init(first), x)
+    expected = train_in_float32(first, x)
+    check(product.dtype == jnp.float16, f"the product is {product.dtype}, not float16")
+    check(trained["w"].dtype == jnp.float32, f"parameters are {trained['w'].dtype}")
+    off = distance(trained["w"] - first["w"], expected["w"] - first["w"])
+    check(off < CLOSE, f"the step differs from float32's by {off:.2g}")
+
+    before = float(jamp.loss_scale(opt_state))
+    held, opt_state, _, _ = step(trained, opt_state, x * 1e6)
+    after = float(jamp.loss_scale(opt_state))
+    check(
+        after == before / 2, f"an overflow took the scale from {before:g} to {after:g}"
+    )
+    check(bool(jnp.array_equal(held["w"], trained["w"])), "an overflow was not skipped")
+    return (
+        f"a jitted step multiplied in float16 (loss {float(loss):.4f}, {off:.2%} from "
+        f"float32's step), and one that overflowed was skipped "
+        f"(loss scale {before:g} to {after:g})"
+    )
+
+
+def float8_step() -> str:
+    """Differentiates a jitted function whose products run in float8; see above."""
+    x, params = batch()
+    grad_fn = jax.jit(jax.grad(loss_in("float8"), has_aux=True))
+    check("f8_e4m3" in str(jax.make_jaxpr(grad_fn)(params, x)), "nothing is in float8")
+    grads, _ = grad_fn(params, x)
+    expected, _ = jax.jit(jax.grad(loss_in(None), has_aux=True))(params, x)
+    off = distance(grads["w"], expected["w"])
+    check(off < CLOSE_IN_FLOAT8, f"the gradients differ from float32's by {off:.2g}")
+    return f"products ran in float8 (gradients {off:.2%} from float32's)"
+
+
+def loss_in(dtype: Any) -> Any:
+    """A loss whose product runs in a dtype, beside that product; None: no autocast."""
+
+    def loss_fn(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with jamp.autocast(dtype or jnp.float16, enabled=dtype is not None):
+            product = x @ params["w"]
+            return jnp.mean(jnp.square(jnp.tanh(product) + product - 1)), product
+
+    return loss_fn
+
+
+def train_in_float32(params: Any, x: jax.Array) -> Any:
+    grads, _ = jax.jit(jax.grad(loss_in(None), has_aux=True))(params, x)
+    return jax.tree.map(lambda value, grad: value - 0.1 * grad, params, grads)
+
+
+def batch() -> tuple[jax.Array, Any]:
+    x, w = jax.random.normal(jax.random.key(0), (2, SIZE, SIZE))
+    return x, {"w": w / math.sqrt(SIZE)}
+
+
+def distance(found: jax.Array, expected: jax.Array) -> float:
+    """The norm of the difference, relative to the norm of what is expected."""
+    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+
+
+def check(holds: bool, text: str) -> None:
+    if not holds:
+        raise RuntimeError(text)
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""What a release needs: `python -m jamp`, one version in all files, valid workflows."""
+
+import platform
+import re
+import subprocess
+import sys
+import tomllib
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jamp
+from jamp import __main__ as command
+from scripts import prepare_release
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+
+
+def run(capsys):
+    status = command.main()
+    return status, capsys.readouterr().out.splitlines()
+
+
+@contextmanager
+def casts_nothing(*args, **kwargs):
+    yield
+
+
+def refuses(*args, **kwargs):
+    raise ImportError("this JAX is too new")
+
+
+def test_the_command_says_what_runs_here(capsys):
+    status, lines = run(capsys)
+    assert status == 0
+    assert lines[0] == f"jamp {jamp.__version__}"
+    assert lines[1].startswith(f"Python {platform.python_version()} on ")
+    assert {f"jax {jax.__version__}", f"numpy {np.__version__}"} <= {*lines}
+    assert f"backend: {jax.default_backend()}" in lines
+    count = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    assert f"devices: {count}" in lines
+    autocast, float8 = lines[-2:]
+    assert autocast.startswith("autocast: works; ") and "65536 to 32768" in autocast
+    assert float8.startswith("float8: works; ")
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        (refuses, "ImportError: this JAX is too new"),
+        (casts_nothing, "the product is float32, not float16"),
+    ],
+)
+def test_the_command_fails_without_autocast(broken, text, monkeypatch, capsys):
+    monkeypatch.setattr(jamp, "autocast", broken)
+    status, lines = run(capsys)
+    assert status == 1
+    assert lines[-1].startswith("autocast: does not work here; ") and text in lines[-1]
+
+
+def test_the_command_fails_if_an_overflow_is_not_skipped(monkeypatch, capsys):
+    scaled = jamp.dynamic_loss_scale
+    off = lambda tx: scaled(tx, enabled=False)
+    monkeypatch.setattr(jamp, "dynamic_loss_scale", off)
+    status, lines = run(capsys)
+    assert status == 1 and "overflow" in lines[-1]
+
+
+def test_the_command_fails_without_devices(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "devices", refuses)
+    status, lines = run(capsys)
+    assert status == 1 and "ImportError" in lines[-1]
+
+
+def test_the_command_does_without_float8(monkeypatch, capsys):
+    monkeypatch.setattr(command, "float8_step", refuses)
+    status, lines = run(capsys)
+    assert status == 0
+    assert lines[-1].startswith("float8: does not work here; ImportError")
+
+
+@pytest.mark.slow
+def test_the_command_runs():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "jamp"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "autocast: works" in done.stdout
+
+
+def test_the_citation_has_the_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", jamp.__version__)
+    assert f"\nversion: {jamp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """The files that name a version, all the same one."""
+    (tmp_path / "jamp").mkdir()
+    (tmp_path / "jamp/__init__.py").write_text('x = 1\n__version__ = "1.2.3"  # here\n')
+    (tmp_path / "CITATION.cff").write_text(
+        "version: 1.2.3\ndate-released: 2030-01-02\n"
+    )
+    (tmp_path / "CHANGELOG.md").write_text(
+        "## [Unreleased]\n\n## [1.2.3] - 2030-01-02\n\n## [1.2.2] - 2029-01-02\n"
+    )
+    (tmp_path / "README.md").write_text("[a](docs/a.md)")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    return tmp_path
+
+
+def test_a_release_is_prepared(tree, capsys):
+    prepare_release.main("v1.2.3", "owner/name", tree)
+    assert capsys.readouterr().out == "version=1.2.3\n"
+    link = "[a](https://github.com/owner/name/blob/v1.2.3/docs/a.md)"
+    assert (tree / "README.md").read_text() == link
+    old, new = (
+        tomllib.loads((folder / "pyproject.toml").read_text())
+        for folder in (ROOT, tree)
+    )
+    urls = new["project"].pop("urls")
+    assert urls["Repository"] == "https://github.com/owner/name" and new == old
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("jamp/__init__.py", "1.2.3", "1.2.4"),
+        ("CITATION.cff", "1.2.3", "1.2.4"),
+        ("CITATION.cff", "2030-01-02", "2030-01-03"),
+        ("CHANGELOG.md", "1.2.3", "1.2.4"),
+        ("CHANGELOG.md", "2030-01-02", "2030-01-03"),
+        ("CHANGELOG.md", "## [1", "## 1"),
+    ],
+)
+def test_a_release_with_two_versions_or_dates_is_refused(file, old, new, tree):
+    text = (tree / file).read_text().replace(old, new)
+    (tree / file).write_text(text)
+    with pytest.raises(SystemExit, match=file):
+        prepare_release.main("v1.2.3", "owner/name", tree)
+
+
+@pytest.mark.parametrize("tag", ["v1.2.4", "1.2.3"])
+def test_another_tag_is_refused(tag, tree):
+    with pytest.raises(SystemExit, match="tag"):
+        prepare_release.main(tag, "owner/name", tree)
+
+
+def test_links_lead_to_the_repository():
+    text = """
+![picture](docs/a.png) and [page](docs/a.md#part), [web](https://x.org), [here](#part).
+```python
+y = [f](x)
+```
+"""
+    base = "https://github.com/o/r"
+    assert prepare_release.with_absolute_links(text, "o/r", "v1") == text.replace(
+        "(docs/a.png)", f"({base}/raw/v1/docs/a.png)"
+    ).replace("(docs/a.md#part)", f"({base}/blob/v1/docs/a.md#part)")
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_scripts_that_are_there(path):
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load(path.read_text())["jobs"]
+    commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    called = re.findall(r"(?:^|\s)(\.ci/run|scripts/[\w.-]+)", "\n".join(commands))
+    assert called
+    for script in called:
+        assert (ROOT / script).exists(), script
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_a_form_asks_for_what_the_command_prints(path):
+    yaml = pytest.importorskip("yaml")
+    fields = yaml.safe_load(path.read_text())["body"]
+    labels = {field["id"]: field["attributes"]["label"] for field in fields}
+    assert "python -m jamp" in labels["versions"]
+    if path.stem != "feature":
+        assert "jamp.debug.explain" in labels["explain"]

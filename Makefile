@@ -1,9 +1,9 @@
-# `make` prints the targets. Each one makes what it needs in .venv by itself.
+# `make` prints the targets. Each target installs what it needs in .venv.
 
 VENV := .venv
 PYTHON ?= $(shell scripts/find-python)
 BIN := $(VENV)/bin
-# An interpreter with JAX and torch for CUDA; nothing is installed into it.
+# An interpreter with JAX and torch for CUDA. Nothing is installed into it.
 GPU_PYTHON ?= python3
 
 CACHED := scripts/cached-python $(VENV)
@@ -15,7 +15,7 @@ CACHED := scripts/cached-python $(VENV)
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
-# .venv/.<extra> is made when jamp is installed there with that extra.
+# .venv/.<extra> marks that jamp is installed there with that extra.
 $(VENV)/.%: pyproject.toml
 	@test -x $(BIN)/python || { test -n "$(PYTHON)" && $(PYTHON) -m venv $(VENV); }
 	scripts/install $(VENV) $*
@@ -24,7 +24,7 @@ $(VENV)/.%: pyproject.toml
 demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
 	$(BIN)/python examples/digits.py
 
-test: $(VENV)/.test ## the quick tests, in minutes; no torch needed
+test: $(VENV)/.test ## the quick tests, in minutes, without torch
 	$(CACHED) -m pytest -n auto -m "not slow" --time-limit tests
 
 test-all: $(VENV)/.test ## all tests
@@ -56,14 +56,14 @@ ifdef DRY
 gpu: $(VENV)/.parity
 	$(BIN)/python -m benchmarks.gpu --dry-run
 else
-gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1 tries them here
+gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1: small, on the CPU
 	$(GPU_PYTHON) -m benchmarks.gpu
 endif
 
-lowest: ## some tests with the oldest JAX, Flax and optax that jamp runs on
+lowest: ## some tests with the oldest JAX, Flax and optax that jamp supports
 	scripts/test-lowest
 
-newest: ## the quick tests on the newest JAX, with Python 3.12 and 3.13 where they are
+newest: ## the quick tests on the newest JAX, with Python 3.12 and 3.13 if installed
 	scripts/test-newest
 
 wheel: ## build wheel and sdist, and try each alone in clean environments

@@ -1,7 +1,8 @@
 """What the benchmarks share: arguments, turns, tables and files.
 
-Rows of one table take turns in one process, and change places from round to round. A
-ratio is the median over rounds of a row's time over its baseline's in the same round.
+Rows of one table take turns in one process, in an order that changes from round to
+round. A ratio is a row's time over its baseline's in the same round, as the median over
+rounds.
 """
 
 import argparse
@@ -16,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# On a CPU, glibc's malloc returns large buffers to the system at each step; to fault
-# them in again costs more than what is measured. It takes no threshold for mmap above
-# 32 MB, so mmap is off.
+# On a CPU, glibc's malloc returns large buffers to the system at each step, and
+# faulting them in again costs more than the work to measure. Its mmap threshold cannot
+# exceed 32 MB, so mmap is off.
 RAISED_MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_ARENA_MAX": "1",
@@ -32,9 +33,13 @@ def parser(doc: str) -> argparse.ArgumentParser:
     """A parser with the arguments that every benchmark takes."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
-    parser.add_argument("--small", action="store_true", help="seconds, to try the code")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    parser.add_argument("--default-malloc", action="store_true", help="as glibc has it")
+    parser.add_argument(
+        "--small", action="store_true", help="a run of seconds, to try the code"
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--default-malloc", action="store_true", help="glibc's default malloc"
+    )
     return parser
 
 
@@ -44,7 +49,7 @@ def parse_sizes(
     """The arguments, with an option for each size.
 
     Args:
-      sizes: for "cpu", "gpu" and "small" the defaults by name.
+      sizes: the defaults by name, for "cpu", "gpu" and "small".
     """
     for name in sizes["cpu"]:
         parser.add_argument(f"--{name}", type=int)
@@ -54,19 +59,19 @@ def parse_sizes(
 
 
 def prepare(args: argparse.Namespace, module: str) -> None:
-    """Call this before JAX computes. May restart the program, with malloc set up."""
+    """Call this before JAX computes. May restart the program with malloc set up."""
     raised = all(os.environ.get(k) == v for k, v in RAISED_MALLOC.items())
     if args.device == "cpu" and not args.default_malloc and not raised:
         os.environ.update(RAISED_MALLOC)
         os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
     platform = {"cpu": "cpu", "gpu": "cuda"}[args.device]
     os.environ["JAX_PLATFORMS"] = platform
-    if "jax" in sys.modules:  # which has read the environment already
+    if "jax" in sys.modules:  # it has already read the environment
         sys.modules["jax"].config.update("jax_platforms", platform)
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the libraries; "" for one that is not installed."""
+    """Versions of Python and the libraries; "" for a library that is not installed."""
     found = {"python": sys.version.split()[0]}
     for name in LIBRARIES:
         try:
@@ -77,7 +82,7 @@ def versions() -> dict[str, str]:
 
 
 def describe() -> dict[str, str]:
-    """Where and with what this runs."""
+    """The machine and the versions that this runs on."""
     import jax
 
     return {
@@ -90,7 +95,7 @@ def describe() -> dict[str, str]:
 
 
 def print_heading(*facts: str) -> None:
-    """A line with the versions, the device and what else is to be said."""
+    """Prints a line with the versions, the device and further notes."""
     run = describe()
     names = f"Python {run['python']}", f"JAX {run['jax']}"
     print(", ".join([*names, run["device"], *facts]))
@@ -102,7 +107,7 @@ def _module() -> str:
 
 
 def flat(step: Callable[..., Any], treedef: Any) -> Callable[..., Any]:
-    """A training step that takes and returns its state as a list of arrays.
+    """A training step whose state is a list of arrays.
 
     jmp's state cannot be rebuilt from the abstract arguments of a lowering.
     """
@@ -137,7 +142,7 @@ def ratio(seconds: Iterable[float], base: Iterable[float]) -> float:
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """A Markdown table; the first column is text, the others are figures."""
+    """A Markdown table: a column of text, then columns of figures."""
     columns = list(columns)
     print(f"\n| {' | '.join(columns)} |")
     print("|---" + "|---:" * (len(columns) - 1) + "|")
@@ -146,7 +151,7 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def save(path: Path | None, results: Any) -> None:
-    """Writes the figures and where they were taken, if a path was given."""
+    """If a path was given, writes the figures and where they were measured."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         document = {"run": describe(), "results": results}

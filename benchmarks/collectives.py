@@ -4,11 +4,11 @@
     python -m benchmarks.collectives --devices 512 --layers 1 --width 512 --rows 512
     python -m benchmarks.collectives --for-h100       # as benchmarks.gpu_programs
 
-A float16 MLP of `--layers` residual blocks (two kernels and two biases each) and Adam,
-compiled for a mesh in each layout, once plainly and once with `dynamic_loss_scale` and
-`jamp.step`. Counted is what XLA has compiled, of one device: bytes are those of a
-collective's result. Nothing runs, so counts do not depend on the machine; they do on
-the backend, for XLA joins collectives differently on each.
+A float16 MLP with `--layers` residual blocks (two kernels and two biases each) and Adam
+is compiled for a mesh in each layout, once plain and once with `dynamic_loss_scale` and
+`jamp.step`. The counts are from one device's compiled program, and bytes are those of a
+collective's result. Nothing runs, so the counts do not depend on the machine. They do
+depend on the backend, since XLA joins collectives differently on each.
 """
 
 import jax
@@ -19,7 +19,7 @@ from shared.collectives import ROWS, measure
 FULL = {"devices": 8, "layers": 12, "width": 256, "rows": 64}
 SIZES = {
     "cpu": FULL,
-    "gpu": FULL,  # as many as there are
+    "gpu": FULL,  # as many as available
     "small": {"devices": 4, "layers": 1, "width": 16, "rows": 8},
 }
 

@@ -3,13 +3,13 @@
     python -m benchmarks.compile_time
     python -m benchmarks.compile_time --layers 24 --rounds 15
 
-A training step of a Flax Linen transformer, `jax.value_and_grad` of its loss: with
-float16 set by hand on every layer, and with no dtype set under `jamp.autocast`. Each
-time with new functions and with JAX's caches emptied.
+The step is `jax.value_and_grad` of the loss of a Flax Linen transformer. It is compiled
+with float16 set by hand on every layer, and without any dtype under `jamp.autocast`,
+each time from new functions and with empty JAX caches.
 
 The matrix products of the two programs are counted by the dtypes of their operands, as
-lowered and as compiled (cuBLAS's among them); XLA multiplies in float32 on a CPU that
-has no float16.
+lowered and as compiled (including cuBLAS calls). On a CPU without float16, XLA
+multiplies in float32.
 """
 
 import functools
@@ -138,7 +138,7 @@ def main():
     print_tables(results)
     _harness.save(args.json, results)
     products = results["products"]
-    if args.device == "gpu":  # where XLA chooses kernels by their speed
+    if args.device == "gpu":  # there XLA chooses kernels by their speed
         products.pop("compiled")
     if any(counts["by hand"] != counts["autocast"] for counts in products.values()):
         sys.exit("The two programs do not multiply the same number of matrices alike.")

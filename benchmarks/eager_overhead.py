@@ -2,16 +2,17 @@
 
     python -m benchmarks.eager_overhead
 
-Microseconds for each op of a loop over 16 x 16 arrays, outside and inside a float16
-region, and the median of the differences. "Eager" ops run at once, each as a program
-of its own. "Traced" ops are written into a jaxpr by `jax.make_jaxpr`, what a jitted
-function pays once; that of a jitted `jax.nn` function is already in JAX's cache.
-torch's ops are eager, on the same device; its columns are left out where it is not
+The table shows microseconds per op for a loop over 16 x 16 arrays, outside and inside a
+float16 region, and the median of the differences. "Eager" ops run at once, each as a
+separate program. "Traced" ops are written into a jaxpr by `jax.make_jaxpr`, a cost that
+a jitted function pays once; the jaxpr of a jitted `jax.nn` function is already in JAX's
+cache. torch's ops are eager, on the same device, and appear only where torch is
 installed.
 
-Inside, the arrays that an op gets are float16, as after another layer, and weights are
-float32: their casts are made once, and kept by the region, here as in torch. The last
-row is the region itself, entered and left. The host waits once at the end of a loop.
+Inside the region an op gets float16 arrays, as it would after another layer, and
+float32 weights. The region casts a weight once and keeps the cast, as torch does. The
+last row is entering and leaving the region itself. The host waits once at the end of a
+loop.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ WIDTH = 16
 
 
 def jax_ops():
-    """Name -> a function of an array; and what makes the arrays of a dtype."""
+    """Name -> a function of an array; and a function that makes arrays of a dtype."""
     keys = jax.random.split(jax.random.key(0), 3)
     w = jax.random.normal(keys[0], (WIDTH, WIDTH))
     dense = nn.Dense(WIDTH)
@@ -82,7 +83,7 @@ def eager(op, xs, around):
 
 def traced(op, xs, around):
     def row():
-        def function(xs):  # a new one, which JAX has not traced yet
+        def function(xs):  # new, so JAX has not traced it yet
             with around:
                 return [op(x) for x in xs]
 
@@ -103,7 +104,7 @@ def enter_and_leave(around, n):
 def torch_rows(n, device):
     import torch
 
-    torch.set_num_threads(1)  # else small ops wait for each other's threads
+    torch.set_num_threads(1)  # otherwise small ops wait for each other's threads
     device = {"cpu": "cpu", "gpu": "cuda"}[device]
     layer = torch.nn.Linear(WIDTH, WIDTH, device=device)
     ops = {

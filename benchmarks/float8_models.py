@@ -1,7 +1,7 @@
-"""What float8 is measured on: an MLP and a block of Llama, in Flax, of any width.
+"""The models that measure float8: an MLP and a block of Llama, in Flax, of any width.
 
-Neither says anything of dtypes, except that attention's inputs are what the region
-gives. `training` makes of a model a step as the other benchmarks have it.
+Neither sets a dtype, except that attention takes its inputs in the region's dtype.
+`training` turns a model into a step like those of the other benchmarks.
 """
 
 import functools
@@ -24,13 +24,13 @@ REGIONS = {
         for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     },
 }
-# Flax's own float8, with a history of scales. It is cast by hand to bfloat16.
+# Flax's own float8, with a history of scales. Its model is cast to bfloat16 by hand.
 FLAX = "flax Fp8DirectDotGeneralOp"
 OVERWRITTEN = "_overwrite_with_gradient"  # the scales of Flax
 
 
 class MLP(nn.Module):
-    """Layers of one width, each with a bias and a GELU."""
+    """Layers of equal width, each with a bias and a GELU."""
 
     width: int
     layers: int = 4
@@ -50,7 +50,7 @@ class MLP(nn.Module):
 
 
 class Llama(nn.Module):
-    """Blocks of Llama, without rotary positions: RMSNorm, attention, SwiGLU."""
+    """Llama blocks without rotary positions: RMSNorm, attention, SwiGLU."""
 
     width: int
     layers: int = 1
@@ -71,7 +71,7 @@ class LlamaBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         dense = functools.partial(nn.Dense, use_bias=False)
-        # 8/3 of the width, as a multiple of 256: Llama's.
+        # As in Llama: 8/3 of the width, as a multiple of 256.
         hidden = -(-8 * self.width // (3 * 256)) * 256
         attend = gpu_attention if self.flash else plain_attention
 
@@ -88,7 +88,7 @@ class LlamaBlock(nn.Module):
 
 
 def make_batch(*shape):
-    """Numbers, and numbers that are to be made of them."""
+    """Inputs, and the numbers that the model should make of them."""
     keys = jax.random.split(jax.random.key(SEED))
     return tuple(jax.random.normal(key, shape) for key in keys)
 
@@ -115,7 +115,7 @@ def training(model, region, shape, axis_name=None):
             params, variables, x, y
         )
         updates, opt_state = tx.update(grads[0], opt_state, params)
-        # The gradient of Flax's scales is what they are next.
+        # Flax returns the next scales as the gradient of the scales.
         return (optax.apply_updates(params, updates), grads[1], opt_state), loss
 
     return step, (params, variables, tx.init(params))

@@ -3,10 +3,10 @@
     python -m benchmarks.float8_step --device gpu
     python -m benchmarks.float8_step                  # on the CPU, to try the code
 
-A block of Llama and an MLP of four layers, with AdamW, the state donated; rows take
-turns, one step each. "ratio" is the median over rounds of a row's time over bfloat16's
-in the same round. A CPU has no float8 products, and its times say nothing about a GPU.
-The losses of the first steps must be finite and near bfloat16's.
+A block of Llama and an MLP with four layers train with AdamW and donated state. Rows
+take turns, one step each. "ratio" is a row's time over bfloat16's in the same round, as
+the median over rounds. A CPU has no float8 products, so its times say nothing about a
+GPU. The losses of the first steps must be finite and near bfloat16's.
 """
 
 import gc
@@ -18,7 +18,7 @@ from benchmarks.train_step import check_losses, first_losses
 
 WIDTHS = {"gpu": (1024, 2048, 4096, 8192), "cpu": (128, 256), "small": (32,)}
 SHAPES = {"gpu": (4, 2048), "cpu": (2, 64), "small": (1, 16)}  # batch, sequence
-TOLERANCE = 0.05  # relative, of the loss
+TOLERANCE = 0.05  # relative to the loss
 
 
 def models(width, shape, flash):
@@ -90,7 +90,7 @@ def main():
             show(title, results[title])
             gc.collect()
             jax.clear_caches()
-            _harness.save(args.json, results)  # after each, in case time runs out
+            _harness.save(args.json, results)  # after each model, in case time runs out
 
 
 if __name__ == "__main__":

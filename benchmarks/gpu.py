@@ -1,17 +1,17 @@
-"""Runs all that needs a GPU: its tests, parity with torch, and the benchmarks.
+"""Runs everything that needs a GPU: its tests, parity with torch, and the benchmarks.
 
     python -m benchmarks.gpu                   # or `make gpu`
-    python -m benchmarks.gpu                   # again: goes on where it stopped
+    python -m benchmarks.gpu                   # again: resumes where it stopped
     python -m benchmarks.gpu --dry-run         # the same parts on the CPU, small
 
-Each part is a process of its own, one after the other, so that each has the GPU's
-memory for itself. It is begun if its limit fits into what is left of `--minutes`, and
-ended with all its children at its limit. In `--out` lie each part's log and figures,
-and `parts.json` with how each went. A part that has passed runs again only with
+Each part runs in a separate process, one after the other, so that each has all of the
+GPU's memory. A part starts if its limit fits into the rest of `--minutes`, and is
+killed with all its children at its limit. `--out` gets each part's log and figures, and
+`parts.json` with the outcome of each. A part that has passed runs again only with
 `--again`, or if its command has changed. Nothing is downloaded or installed.
 
-The exit status is 0 if all parts have passed, 1 if one has not, and 3 if nothing is
-wrong but parts are left for the next call.
+The exit status is 0 if all parts have passed, 1 if a part failed, and 3 if none failed
+but parts are left for the next call.
 """
 
 import argparse
@@ -33,14 +33,14 @@ from benchmarks import _harness
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DRY_LIMIT = 120
-GRACE = 15  # seconds of a call that no part gets: to begin, to end, to print
+GRACE = 15  # seconds of a call that no part gets: for start, end and printing
 
 NO_GPU = """JAX sees no GPU here, but {}.
 To try the parts on the CPU: python -m benchmarks.gpu --dry-run"""
 
 
 class Part(NamedTuple):
-    """One process: what follows `python -m`, on a GPU and in a dry run."""
+    """One process: the arguments of `python -m`, on a GPU and in a dry run."""
 
     name: str
     limit: float  # seconds
@@ -56,7 +56,7 @@ def benchmark(
     full: Sequence[str] = (),
     small: Sequence[str] = (),
 ) -> Part:
-    """With options for both runs, for that on a GPU, and for the dry run."""
+    """A benchmark with options for both runs, for the GPU run, and for the dry run."""
     command = (f"benchmarks.{module}", *options)
     return Part(
         name,
@@ -67,7 +67,7 @@ def benchmark(
 
 
 def parity(name: str, limit: float, quick_case: str) -> Part:
-    """A part of the suite, and the case of it for a dry run."""
+    """A part of the parity suite, and its case for a dry run."""
     command = ("parity", "--only", name)
     dry = (*command, "--case", quick_case, "--processes", "1")
     return Part(f"parity-{name}", limit, (*command, "--device", "cuda"), dry)
@@ -76,8 +76,8 @@ def parity(name: str, limit: float, quick_case: str) -> Part:
 sizes = lambda parameters: ("--donated", "--parameters", parameters)
 TESTS = ("pytest", "-p", "no:cacheprovider", "-q", "--optimized", "tests/test_gpu.py")
 FEW_ROWS = ("--rows", "float16 by hand,autocast + dynamic")
-# What matters most comes first, for the time may be up before the end. Of parity, the
-# planted faults and the other libraries say nothing about a GPU.
+# What matters most comes first, since time may run out. Parity's planted faults and
+# other libraries say nothing about a GPU.
 PARTS = (
     Part("tests", 180, TESTS, TESTS),
     benchmark("train-gpt2", 420, "train_step", "--models", "gpt2"),
@@ -102,7 +102,7 @@ PARTS = (
 
 
 class Runner:
-    """Runs parts within a time, and keeps how they went in a folder."""
+    """Runs parts within a time limit, and records their outcomes in a folder."""
 
     def __init__(self, out: Path, minutes: float, dry: bool = False):
         self.out, self.dry = out, dry
@@ -131,7 +131,7 @@ class Runner:
         return time.monotonic() + self.limit(part) <= self.end
 
     def run(self, part: Part) -> None:
-        """Runs a part, and enters how it went."""
+        """Runs a part, and records its outcome."""
         self.enter(part, "not finished", 0.0)
         argv, start = [sys.executable, "-m", *self.command(part)], time.monotonic()
         if argv[2].startswith("benchmarks."):
@@ -154,7 +154,7 @@ class Runner:
 
 
 def run_group(argv: Sequence[str], log: Any, limit: float) -> int | None:
-    """The exit status of a command, or None if it was killed with all its children."""
+    """A command's exit status, or None if it was killed with all its children."""
     process = subprocess.Popen(
         argv,
         cwd=ROOT,
@@ -177,7 +177,7 @@ def run_group(argv: Sequence[str], log: Any, limit: float) -> int | None:
 
 
 def run_all(runner: Runner, parts: Sequence[Part], again: bool = False) -> int:
-    """Runs what has not passed yet. Returns the exit status."""
+    """Runs the parts that have not passed yet. Returns the exit status."""
     left = []
     for part in parts:
         if runner.has_passed(part) and not again:
@@ -200,7 +200,7 @@ def run_all(runner: Runner, parts: Sequence[Part], again: bool = False) -> int:
 
 
 def print_tables(name: str, log: Path) -> None:
-    """The tables of a log, each with the line before it; of others the last line."""
+    """Prints a log's tables, each with the line before it, or else the last line."""
     lines = [line for line in log.read_text().splitlines() if line.strip()]
     pairs = zip(["", *lines], [*lines, ""], strict=True)
     shown = [line for line, after in pairs if line and "|" in (line[0], after[:1])]
@@ -222,7 +222,7 @@ def print_summary(runner: Runner, parts: Sequence[Part], left: Sequence[str]) ->
 
 
 def device_kind() -> str:
-    """The GPU's name. In a process of its own, which gives its memory back."""
+    """The GPU's name, from a separate process, which then frees its memory."""
     program = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind)"
     found = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
@@ -235,11 +235,19 @@ def device_kind() -> str:
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="for results; benchmarks/results/GPU")
-    parser.add_argument("--minutes", type=float, default=8.5, help="of this call")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, small")
+    parser.add_argument(
+        "--out", type=Path, help="folder for results; default: benchmarks/results/GPU"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8.5, help="time limit of this call"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run small parts on the CPU"
+    )
     parser.add_argument("--parts", help="some of " + ",".join(p.name for p in PARTS))
-    parser.add_argument("--again", action="store_true", help="also what has passed")
+    parser.add_argument(
+        "--again", action="store_true", help="also run parts that have passed"
+    )
     return parser.parse_args()
 
 
@@ -255,9 +263,9 @@ def chosen(names: str | None) -> list[Part]:
 def main() -> int:
     args = parse_args()
     parts, minutes = chosen(args.parts), args.minutes - GRACE / 60
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the part
     if args.dry_run:
-        # Sizes that are the same here run once, as the first of them.
+        # Parts whose sizes are the same in a dry run count once, as the first of them.
         parts = list({part.dry: part for part in reversed(parts)}.values())[::-1]
         out = args.out or Path(tempfile.mkdtemp(prefix="jamp-gpu-dry-"))
     else:

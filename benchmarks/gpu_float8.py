@@ -1,16 +1,16 @@
-"""What float8 makes of a training step: compiled for an H100, on a machine without one.
+"""What float8 does to a training step: compiled for an H100, on a machine without one.
 
     pip install "jax-cuda12-plugin==$(python -c 'import jax; print(jax.__version__)')"
     python -m benchmarks.gpu_float8
     python -m benchmarks.gpu_float8 --models mlp,llama --widths 1024,8192
     python -m benchmarks.gpu_float8 --collectives        # over 8 H100s
 
-As in `benchmarks.gpu_programs` nothing runs. Each step is compiled twice, with matrix
-products by cuBLAS alone and with XLA's own from Triton: on a GPU, XLA tries both for
-each product. "traced" are the products in float8 of all that the step asks for, and
-"compiled" those that XLA has left: it joins products that share an input, such as those
-for query, key and value. "casts" are arrays cast to float8; "kernels per cast" are
-those beyond bfloat16's, and ratios are those to bfloat16.
+As in `benchmarks.gpu_programs`, nothing runs. Each step is compiled twice, once with
+all matrix products from cuBLAS and once with XLA's own from Triton; on a GPU, XLA tries
+both for each product. "traced" counts the float8 products among all that the step asks
+for. "compiled" counts those in the compiled program, where XLA has joined products that
+share an input, such as those for query, key and value. "casts" counts arrays cast to
+float8. "kernels per cast" counts the kernels beyond bfloat16's. Ratios are to bfloat16.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ COLUMNS = ("kernels", "per cast", "GB moved", "ratio", "temporaries", "ratio")
 
 
 def flax_models(args):
-    """Name -> rows of the MLP and of the Llama block, and what makes their batch."""
+    """Name -> rows of the MLP and the Llama block, and a function for their batch."""
     from benchmarks import float8_models as f8
 
     found = {}
@@ -55,7 +55,7 @@ def flax_models(args):
 
 
 def nnx_models():
-    """The same for GPT-2 and ViT, with their embeddings rounded as by hand."""
+    """The same for GPT-2 and ViT, with embeddings rounded as if cast by hand."""
     import jax.numpy as jnp
     from flax import nnx
 
@@ -114,7 +114,7 @@ def print_model(title, results):
 
 
 def collectives(row, devices):
-    """Collectives of the MLP's data-parallel step: all, and those of scales.
+    """Collectives of the MLP's data-parallel step: all, and those for scales.
 
     Returns:
       "jit" and "shard_map" -> the two numbers.
@@ -162,8 +162,12 @@ def collectives(row, devices):
 
 def main():
     parser = _harness.parser(__doc__)
-    parser.add_argument("--models", default="gpt2,vit,mlp,llama", help="some of these")
-    parser.add_argument("--widths", default="1024,2048,4096,8192", help="of the last 2")
+    parser.add_argument(
+        "--models", default="gpt2,vit,mlp,llama", help="some of these, by commas"
+    )
+    parser.add_argument(
+        "--widths", default="1024,2048,4096,8192", help="for mlp and llama"
+    )
     parser.add_argument("--layers", type=int, default=1, help="blocks of Llama")
     parser.add_argument("--collectives", action="store_true", help="these alone")
     args = parser.parse_args()
@@ -171,7 +175,7 @@ def main():
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import jax
 
-    _harness.print_heading("compiled for an H100, run on nothing")
+    _harness.print_heading("compiled for an H100, not run")
     if args.collectives:
         print_collectives(args)
         return

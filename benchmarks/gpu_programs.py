@@ -1,12 +1,12 @@
-"""What a GPU would run: training steps compiled for an H100, on a machine without one.
+"""What a GPU would run: training steps compiled for an H100 on a machine without one.
 
     pip install "jax-cuda12-plugin==$(python -c 'import jax; print(jax.__version__)')"
     python -m benchmarks.gpu_programs
 
-XLA's GPU compiler needs no GPU, but a description of one. Nothing runs and no time is
-measured: this counts the kernels of a step, what they read and write, the memory for
-temporaries, conditionals, and what makes the host wait. Choices that XLA would make by
-trial on the GPU are not made here: matrix products are cuBLAS's.
+XLA's GPU compiler needs only a description of a GPU. Nothing runs, and times are not
+measured. This counts the kernels of a step, the bytes that they read and write, the
+memory for temporaries, conditionals, and ops that make the host wait. XLA cannot make
+the choices that it would make by trial on the GPU, so matrix products are cuBLAS's.
 
 The rows are those of `benchmarks.train_step`, at its GPU sizes.
 """
@@ -21,7 +21,7 @@ from unittest import mock
 from benchmarks import _harness
 from benchmarks.model_sizes import add_arguments, chosen, is_wanted
 
-# From the data sheet and the programming guide of compute capability 9.0.
+# From the data sheet and the programming guide for compute capability 9.0.
 H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -48,14 +48,14 @@ runtime_version { major: 12 minor: 8 }
 dnn_version_info { major: 9 minor: 7 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-# `jax.nn.dot_product_attention` asks the GPU at hand whether it has flash attention.
+# `jax.nn.dot_product_attention` asks the local GPU whether it has flash attention.
 FLASH = "jax._src.cudnn.fused_attention_stablehlo"
 COLUMNS = ("row", "kernels", "copies", "cond", "host", "GB moved", "ratio")
 
 
 @contextlib.contextmanager
 def as_on_a_gpu():
-    """What is traced here is traced as where a GPU is."""
+    """Traces in this context as on a machine with a GPU."""
     answers = {
         "jax.default_backend": "gpu",
         f"{FLASH}.check_cudnn_version": 90700,
@@ -75,14 +75,14 @@ def h100s(count=1):
     from jax.experimental import topologies
 
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        sys.exit("jax-cuda12-plugin of JAX's version is needed: see gpu_programs.py")
+        sys.exit("jax-cuda12-plugin in JAX's version is needed: see gpu_programs.py")
     return topologies.get_topology_desc(
         "", platform="cuda", target_config=H100, topology=f"1x{count}x1"
     ).devices
 
 
 def lower_step(make_row, make_batch, sharding):
-    """The jaxpr of a row's step and what is lowered from it, its state donated."""
+    """The jaxpr of a row's step and its lowering, with the state donated."""
     import jax
 
     treedef, step = None, None
@@ -102,7 +102,7 @@ def lower_step(make_row, make_batch, sharding):
 
 
 def compile_step(make_row, make_batch, sharding, **options):
-    """The jaxpr of a row's step and the program, its state donated.
+    """The jaxpr of a row's step and its program, with the state donated.
 
     Args:
       **options: XLA's.
@@ -113,7 +113,7 @@ def compile_step(make_row, make_batch, sharding, **options):
 
 
 def program(make_row, make_batch, sharding):
-    """The figures of a row's step, its state donated."""
+    """The figures of a row's step, with the state donated."""
     from shared import hlo
 
     return hlo.summarize(compile_step(make_row, make_batch, sharding)[1])
@@ -132,7 +132,7 @@ def main():
     from benchmarks.train_rows import BASE, rows_for
 
     args.device = "gpu"
-    _harness.print_heading("compiled for an H100, run on nothing")
+    _harness.print_heading("compiled for an H100, not run")
     mesh = jax.sharding.Mesh(h100s(), "x")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     results = {}

@@ -4,9 +4,9 @@
     python -m benchmarks.gpu_scaled
     python -m benchmarks.gpu_scaled --models mlp --widths 1024
 
-As in `benchmarks.gpu_programs` nothing runs. Rows are training steps in plain float16
-and with `recipe="scaled"`, both without a loss scale; "ops" are those of StableHLO, and
-ratios are those to plain float16. Matrix products are cuBLAS's.
+As in `benchmarks.gpu_programs`, nothing runs. Rows are training steps in plain float16
+and with `recipe="scaled"`, both without a loss scale. "ops" counts StableHLO ops, and
+ratios are to plain float16. Matrix products are cuBLAS's.
 """
 
 import functools
@@ -32,7 +32,7 @@ def regions():
 
 
 def models(args):
-    """Name -> what makes the rows' steps, by row, and what makes their batch."""
+    """Name -> functions that make the rows' steps, by row, and one for their batch."""
     from benchmarks import float8_models, models
     from benchmarks.model_sizes import SIZES
     from benchmarks.train_rows import unscaled
@@ -52,7 +52,7 @@ def models(args):
             row: functools.partial(unscaled, size, True, region=region)
             for row, region in regions().items()
         }
-        if name == "gpt2":  # cuDNN's attention takes no float32
+        if name == "gpt2":  # cuDNN's attention does not take float32
             plain = functools.partial(unscaled, size, False, region=regions()[PLAIN])
             rows["float16, XLA's attention"] = plain
         found[name] = rows, functools.partial(models.make_batch, size)
@@ -89,14 +89,16 @@ def print_model(title, results):
 
 def main():
     parser = _harness.parser(__doc__)
-    parser.add_argument("--models", default="mlp,gpt2,resnet50", help="some of these")
-    parser.add_argument("--widths", default="1024,4096", help="of the MLP")
+    parser.add_argument(
+        "--models", default="mlp,gpt2,resnet50", help="some of these, by commas"
+    )
+    parser.add_argument("--widths", default="1024,4096", help="widths of the MLP")
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import jax
 
-    _harness.print_heading("compiled for an H100, run on nothing")
+    _harness.print_heading("compiled for an H100, not run")
     mesh = jax.sharding.Mesh(gpu_programs.h100s(), "x")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     results = {}

@@ -1,15 +1,15 @@
-"""What looking costs: a jitted float16 step with metrics, a History, reports on skips.
+"""What logging costs: a jitted float16 step with metrics, a History, reports on skips.
 
     python -m benchmarks.logging_overhead             # on the CPU
     python -m benchmarks.logging_overhead --device gpu
 
-An MLP of 12.6 million parameters (on a GPU 67 million), float16 autocast, AdamW,
-dynamic loss scale, donated buffers. "jamp.metrics" returns the metrics from the step
-and drops them; "History" appends them and the loss to a `jamp.debug.History`, with an
-`on_row` that reads one value, as a logger does. The last two rows make a report of
-steps that are skipped, of which there are none. A turn is `--steps` steps; the host
-waits once at its end, for all rows alike, so what a History does between is measured,
-and so would be its waiting.
+The model is an MLP with 12.6 million parameters (on a GPU 67 million), with float16
+autocast, AdamW, a dynamic loss scale and donated buffers. "jamp.metrics" returns the
+metrics from the step and drops them. "History" appends them and the loss to a
+`jamp.debug.History`, with an `on_row` that reads one value, as a logger does. The last
+two rows report on skipped steps, although none are skipped. A turn is `--steps` steps.
+In all rows the host waits once at its end, so the time includes what a History does in
+between, and would include any waiting of its own.
 """
 
 import functools
@@ -25,7 +25,7 @@ SIZES = {
 
 
 def build_rows(args):
-    """Name -> a function that runs a turn; and the number of parameters."""
+    """Name -> a function that runs a turn. Also the number of parameters."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -95,7 +95,7 @@ def build_rows(args):
 
 
 def turn_of(step, state, batch, append, steps):
-    """A function that runs some steps, and waits for the last one."""
+    """A function that runs some steps and waits for the last one."""
     import jax
 
     def turn():
@@ -121,7 +121,7 @@ def summarize(seconds, steps):
 
 
 def append_microseconds(every, rounds=20):
-    """What one `append` of a dozen finished scalars takes by itself."""
+    """The time of a single `append` of a dozen finished scalars."""
     import jax.numpy as jnp
 
     import jamp
@@ -139,7 +139,9 @@ def append_microseconds(every, rounds=20):
 
 def main():
     parser = _harness.parser(__doc__)
-    parser.add_argument("--every", type=int, default=100, help="of the History")
+    parser.add_argument(
+        "--every", type=int, default=100, help="fetch interval of the History"
+    )
     args = _harness.parse_sizes(parser, SIZES)
     _harness.prepare(args, "benchmarks.logging_overhead")
     turns, parameters = build_rows(args)
@@ -157,7 +159,7 @@ def main():
         ],
     )
     microseconds = append_microseconds(args.every)
-    print(f"\nOne append of 12 scalars by itself: {microseconds:.0f} microseconds")
+    print(f"\nA single append of 12 scalars: {microseconds:.0f} microseconds")
     results = {"rows": table, "append_microseconds": microseconds}
     _harness.save(args.json, results)
 

@@ -3,14 +3,15 @@
     python -m benchmarks.loss_scale_overhead          # on the CPU
     python -m benchmarks.loss_scale_overhead --device gpu --parameters 1e6,1e8,1e9
 
-The model is an MLP of four layers on a batch of 64, whose step is bound by the
-optimizer, float32 throughout, so that nothing but the scaling differs. Every row is one
-compiled function from parameters, states and batch to the next ones. Keras brings its
-own AdamW and is compared with that.
+The model is an MLP with four layers on a batch of 64, whose step is bound by the
+optimizer. It is float32 throughout, so that only the scaling differs. Every row is one
+compiled function from parameters, states and batch to the next parameters and states.
+Keras has its own AdamW and is compared with that.
 
-All rows at the first number of parameters, with buffers donated and not; jamp's alone
-at the others, donated. "Reads" are the bytes that the compiled step moves beyond the
-plain one, in units of the gradients: a check must read them once.
+All rows run at the first number of parameters, with donated buffers and without. At the
+other numbers only jamp's rows run, donated. "Reads" counts the bytes that the compiled
+step moves beyond the plain one, in units of the gradients' bytes: a check must read the
+gradients once.
 """
 
 import functools
@@ -22,16 +23,18 @@ from benchmarks import _harness
 
 LAYERS, BATCH = 4, 64
 PARAMETERS = {"cpu": "4.2e6,1e6,1.7e7,1e8", "gpu": "1e8,1e6,1e7,1e9"}
-# Up to so many parameters, all rounds.
+# Models with up to this many parameters run all rounds.
 FULL_ROUNDS = {"cpu": 2e7, "gpu": 2e9}
 PLAIN = "plain optax.adamw"
 
 
 def parse_args():
     parser = _harness.parser(__doc__)
-    parser.add_argument("--parameters", help="numbers of them, by commas")
+    parser.add_argument("--parameters", help="numbers of parameters, by commas")
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--donated", action="store_true", help="only donated buffers")
+    parser.add_argument(
+        "--donated", action="store_true", help="run with donated buffers only"
+    )
     args = parser.parse_args()
     default = "1e4,2e4" if args.small else PARAMETERS[args.device]
     numbers = (args.parameters or default).split(",")
@@ -142,7 +145,7 @@ def build_rows(width, peers):
     rows["flax DynamicScale"] = (flax_scale, flax_state, None)
 
     def selecting(all_finite, update):
-        """The step that jmp and mpx ask for, around their checks and selections."""
+        """The step that jmp and mpx document, around their checks and selections."""
 
         def step(state, x, y):
             params, opt_state, scale = state
@@ -172,7 +175,7 @@ def build_rows(width, peers):
         rows["jmp"] = (selecting(jmp.all_finite, jmp_update), state, None)
 
     if importlib.util.find_spec("mpx"):
-        import mpx  # by its parts: its value_and_grad would also compute in float16
+        import mpx  # only parts of it: its value_and_grad would also compute in float16
 
         def mpx_update(params, opt_state, grads, finite):
             return mpx.optimizer_update(params, inner, opt_state, grads, finite)
@@ -308,7 +311,8 @@ def main():
         parameters = LAYERS * (width + 1) * width
         for donate in (True, False) if peers and not args.donated else (True,):
             compiled = compile_rows(build_rows(width, peers), batch, donate)
-            # A turn takes as long as there are parameters: fewer turns for more.
+            # A turn takes longer with more parameters, so larger models get fewer
+            # turns.
             share = FULL_ROUNDS[args.device] / parameters
             rounds = max(3, round(args.rounds * min(1, share)))
             seconds = measure(compiled, batch, rounds)

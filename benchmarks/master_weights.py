@@ -2,11 +2,11 @@
 
     python -m benchmarks.master_weights
 
-The problem is that of shared/master_weights.py: a wide net on 256 points, 100 steps of
-the whole set. float16 means float16 parameters and a float16 forward and backward pass.
-Without a loss scale the optimizer, optax's own, works in float16 as well; under
-`jamp.dynamic_loss_scale` it works in float32 and its updates are rounded to float16.
-Nothing is timed.
+The problem is the one in shared/master_weights.py: a wide net on 256 points, for 100
+steps on the whole set. float16 means float16 parameters and a float16 forward and
+backward pass. Without a loss scale, the plain optax optimizer also works in float16.
+Under `jamp.dynamic_loss_scale` it works in float32, and its updates are rounded to
+float16. Nothing is timed.
 """
 
 import numpy as np

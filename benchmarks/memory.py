@@ -3,11 +3,11 @@
     python -m benchmarks.memory           # groups of residuals that differ
     python -m benchmarks.memory --all     # every group of residuals, by shape
 
-Nothing runs: the bytes are those of the abstract leaves of what `jax.vjp` returns, for
-float32 parameters. The models are Flax Linen's. By hand, every layer has dtype=float16,
-LayerNorm float32, and the loss is taken in float32; under `jamp.autocast` no dtype is
-set anywhere. "Stored" leaves out arrays of one number, such as the zeros of relu's
-derivative, which a compiled program does not store.
+Nothing runs: the bytes are those of the abstract leaves that `jax.vjp` returns, for
+float32 parameters. The models are in Flax Linen. The model cast by hand has
+dtype=float16 on every layer, float32 LayerNorms, and takes the loss in float32. The
+model under `jamp.autocast` sets no dtype. "Stored" leaves out arrays filled with one
+number, such as the zeros of relu's derivative, which a compiled program does not store.
 """
 
 from functools import partial
@@ -48,7 +48,7 @@ def summarize(kept):
 
 
 def break_down(kept):
-    """The residuals of both by dtype, op, module and shape, the largest group first."""
+    """Both models' residuals by dtype, op, module and shape, largest group first."""
     groups = {}
     for style in ("by hand", "autocast"):
         for r in kept[style]:

@@ -1,10 +1,10 @@
-"""Sizes of the benchmarked models, and what the programs of JAX and torch agree on."""
+"""Sizes of the benchmarked models, and settings that JAX and torch programs share."""
 
 from typing import NamedTuple
 
 SEED = 0
 LEARNING_RATE = 1e-4
-# Dense float16 and bfloat16 with float32 sums, without sparsity: data sheets.
+# From data sheets: dense float16 and bfloat16 with float32 sums, without sparsity.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "A100": 312}
 
 
@@ -44,7 +44,7 @@ class ViT(NamedTuple):
     unit = "images"
 
 
-# GPT-2's vocabulary of 50257 is padded to a multiple of 128, on all sides alike.
+# GPT-2's vocabulary of 50257 is padded to a multiple of 128 in all programs.
 SIZES = {
     "gpu": {
         "gpt2": GPT2(16, 12, 768, 12, 1024, 50304),
@@ -69,17 +69,23 @@ def chosen(args) -> dict[str, GPT2 | ResNet50 | ViT]:
     sizes = SIZES["small" if args.small else args.device]
     names = args.models.split(",") if args.models else list(sizes)
     if unknown := set(names) - set(sizes):
-        raise SystemExit(f"--models: no {sorted(unknown)}; there are {list(sizes)}")
+        raise SystemExit(
+            f"--models: unknown {sorted(unknown)}; there are {list(sizes)}"
+        )
     batch = {} if args.batch is None else {"batch": args.batch}
     return {name: sizes[name]._replace(**batch) for name in names}
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--models", help="some of gpt2,resnet50,vit")
-    parser.add_argument("--rows", help='those with one of these words: "jamp,by hand"')
+    parser.add_argument(
+        "--rows", help='rows with one of these words, such as "jamp,by hand"'
+    )
     parser.add_argument("--rounds", type=int, help="20, with --small 4")
     parser.add_argument("--batch", type=int, help="instead of each model's own")
-    parser.add_argument("--peak-tflops", type=float, help="of the GPU, for the MFU")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="peak of the GPU, for the MFU"
+    )
 
 
 def rounds(args) -> int:
@@ -92,7 +98,7 @@ def is_wanted(row: str, args) -> bool:
 
 
 def peak_tflops(device: str, args) -> float | None:
-    """What the device can do at most; None on a CPU, where no MFU is shown."""
+    """The device's peak rate; None on a CPU, for which MFU is not shown."""
     if args.device == "cpu":
         return None
     known = (
@@ -102,12 +108,14 @@ def peak_tflops(device: str, args) -> float | None:
     )
     peak = args.peak_tflops or next(known, None)
     if peak is None:
-        raise SystemExit(f"say --peak-tflops: that of a {device} is not known here")
+        raise SystemExit(
+            f"pass --peak-tflops: the peak of a {device} is not known here"
+        )
     return peak
 
 
 def parameters(size) -> int:
-    """How many numbers are trained."""
+    """The number of trained parameters."""
     if isinstance(size, ResNet50):
         *convolutions, (_, _, features) = resnet50_layers(size)
         convolved = sum(weights + 2 * width for _, weights, width in convolutions)
@@ -122,7 +130,7 @@ def parameters(size) -> int:
 
 
 def step_flops(size) -> float:
-    """Those of the products, forward and backward, with nothing computed twice."""
+    """FLOPs of the products, forward and backward, without recomputation."""
     if isinstance(size, ResNet50):
         *convolutions, (_, _, features) = resnet50_layers(size)
         products = sum(pixels * weights for pixels, weights, _ in convolutions)
@@ -139,7 +147,8 @@ def step_flops(size) -> float:
 def resnet50_layers(size: ResNet50):
     """Output pixels, weights and output channels of each convolution.
 
-    Behind each is a norm of its channels. The last, (0, 0, n), says what the head gets.
+    A norm over its channels follows each one. The last entry, (0, 0, n), is the head's
+    input.
     """
     pixels, inputs = size.pixels // 2, size.width
     yield pixels**2, 7**2 * 3 * inputs, inputs

@@ -1,8 +1,8 @@
 """GPT-2, ResNet-50 and ViT-B/16 in Flax NNX, each with its loss.
 
-`dtype` casts by hand: every Linear, Conv and Embed computes in it, norms compute in
-float32 and what they give back is cast. With None the model says nothing of dtypes: it
-is float32, or what autocast or a policy makes of it. There is no dropout.
+`dtype` casts by hand: every Linear, Conv and Embed computes in it, while norms compute
+in float32 and their results are cast. With None the model sets no dtypes: it is
+float32, or whatever autocast or a policy makes of it. The models have no dropout.
 """
 
 import functools
@@ -33,7 +33,7 @@ class LayerNorm(nnx.Module):
 
 
 def plain_attention(q, k, v, causal):
-    """With the softmax in float32. `jax.nn`'s takes no float16 on a CPU."""
+    """Attention with a float32 softmax; `jax.nn`'s does not take float16 on a CPU."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k)
     if causal:
         mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
@@ -43,7 +43,7 @@ def plain_attention(q, k, v, causal):
 
 
 def gpu_attention(q, k, v, causal):
-    """In half precision cuDNN's flash kernel, which takes no float32."""
+    """Attention in half precision by cuDNN's flash kernel, which rejects float32."""
     half = q.dtype in (jnp.float16, jnp.bfloat16)
     return jax.nn.dot_product_attention(
         q, k, v, is_causal=causal, implementation="cudnn" if half else "xla"
@@ -51,7 +51,7 @@ def gpu_attention(q, k, v, causal):
 
 
 class Attention(nnx.Module):
-    """Self-attention; on a GPU with `flash`."""
+    """Self-attention; uses `flash` on a GPU."""
 
     def __init__(self, width, heads, causal, flash, dtype, rngs):
         self.heads, self.causal = heads, causal
@@ -105,7 +105,7 @@ class GPT(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    """Without a class token: cuDNN's kernel, as JAX calls it, takes even lengths."""
+    """ViT without a class token: as JAX calls it, cuDNN's kernel needs even lengths."""
 
     def __init__(self, size: ViT, flash, dtype, stream, rngs):
         self.stream = stream
@@ -202,7 +202,7 @@ def make(size, flash, dtype=None, stream=None):
     """The model, always with the same float32 parameters.
 
     Args:
-      flash: whether attention is a GPU's.
+      flash: whether attention uses a GPU's flash kernel.
       stream: the dtype of a transformer's residual stream, if it is not `dtype`.
     """
     return MODELS[type(size)](size, flash, dtype, stream or dtype, nnx.Rngs(SEED))
@@ -220,7 +220,7 @@ def make_batch(size):
 
 
 def cross_entropy(logits, labels):
-    """In float32, whatever the logits are."""
+    """The loss in float32, whatever the dtype of the logits."""
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), labels
     )

@@ -3,9 +3,9 @@
     python -m benchmarks.scaled_error
     python -m benchmarks.scaled_error --picture docs/images/layers_apart.png
 
-The layers are those of `shared/layers_apart.py`, and the errors those to float64. In
-plain float16 the loss is multiplied by the power of two that leaves the fewest layers
-wrong.
+The layers are those of `shared/layers_apart.py`, and errors are measured against
+float64. In plain float16 the loss is multiplied by the power of two that leaves the
+fewest layers wrong.
 """
 
 import os

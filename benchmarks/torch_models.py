@@ -1,4 +1,4 @@
-"""The models of models.py in torch: the same sizes, parameters and arithmetic."""
+"""The models of models.py in torch, with the same sizes, parameters and arithmetic."""
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +120,7 @@ MODELS = {GPT2: GPT, ResNet50: ResNet, ViT: VisionTransformer}
 
 
 def make(size, device):
-    """The model; images and their convolutions have their channels last."""
+    """The model; images and convolutions are channels-last."""
     model = MODELS[type(size)](size).to(device)
     images = not isinstance(size, GPT2)
     return model.to(memory_format=torch.channels_last) if images else model

@@ -1,13 +1,13 @@
-"""The training steps of train_step.py in torch: torch.autocast and GradScaler.
+"""The training steps of train_step.py in torch, with torch.autocast and GradScaler.
 
     python -m benchmarks.torch_train_step                 # small models, on the CPU
     python -m benchmarks.torch_train_step --device gpu    # eager and torch.compile
 
-The models, optimizer and FLOPs are those of train_step.py, and the JSON has its form,
-{"results": {model: {row: figures}}}. This is a process of its own, so that each has the
-GPU's memory for itself. Attention is scaled_dot_product_attention, AdamW is fused on a
-GPU, convolutions have their channels last; weights and batches are random, from torch.
-"memory" is the most that torch's allocator held, parameters and optimizer included. A
+The models, optimizer and FLOPs are those of train_step.py, and the JSON has the same
+form, {"results": {model: {row: figures}}}. It runs in a separate process, so that each
+library has all of the GPU's memory. Attention is scaled_dot_product_attention, AdamW is
+fused on a GPU, and convolutions are channels-last. Weights and batches are random, from
+torch. "memory" is the peak of torch's allocator, parameters and optimizer included. A
 CPU shows that the program runs, and nothing about speed.
 """
 
@@ -86,7 +86,7 @@ class Row:
 def measure(size, args, device, peak):
     """Trains one model in all rows, one after the other; row -> figures.
 
-    One at a time, because the allocator's peak is that of the process.
+    Rows do not take turns, because the allocator's peak is that of the process.
     """
     table = {}
     for name, (amp, compiled) in ROWS.items():
@@ -143,7 +143,7 @@ def show(table):
 
 
 def describe(device):
-    """As `_harness.describe`, which would take memory of the GPU for JAX."""
+    """Like `_harness.describe`, which would reserve GPU memory for JAX."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -170,7 +170,7 @@ def main():
         print(f"\n{model}: {parameters(size) / 1e6:.1f} M parameters, {size}")
         results[model] = measure(size, args, device, peak)
         show(results[model])
-        if args.json:  # after each model, in case that time runs out
+        if args.json:  # after each model, in case time runs out
             args.json.parent.mkdir(parents=True, exist_ok=True)
             document = {"run": run, "results": results}
             args.json.write_text(json.dumps(document, indent=2) + "\n")

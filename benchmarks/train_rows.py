@@ -1,10 +1,10 @@
-"""One training step in each of the ways that are compared.
+"""One training step, in each of the ways to compare.
 
 A row is a function from a size to `(step, state)`, and `step(state, x, y)` gives the
-next state and the loss. Each begins with the same float32 parameters, and its optimizer
-is `optax.adamw`. Batch statistics come out of every forward pass, also of one whose
-step is skipped, as in torch. The models of flax, jmp and mpx are cast by hand as well:
-left alone, `nnx.Embed` makes float32 of the parameters that jmp and mpx cast.
+next state and the loss. Each row begins with the same float32 parameters and uses
+`optax.adamw`. As in torch, every forward pass updates the batch statistics, even if its
+step is skipped. The models for flax, jmp and mpx are also cast by hand, since
+`nnx.Embed` would turn the parameters that jmp and mpx cast back into float32.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ tf32 = functools.partial(jax.default_matmul_precision, "tensorfloat32")
 
 
 def parts(model, region=contextlib.nullcontext):
-    """The loss as a function of parameters and batch statistics, and these two."""
+    """The loss as a function of parameters and batch statistics, and both of these."""
     graph, *states = nnx.split(model, nnx.Param, ...)
     params, stats = nnx.as_pure(states)
 
@@ -67,7 +67,7 @@ def float16_by_hand(size, flash):
 
 
 def float32_residual(size, flash):
-    """Embeddings in float32, and so the residual stream, as under torch's autocast."""
+    """Float32 embeddings, and thus residual stream, as under torch's autocast."""
     return unscaled(size, flash, jnp.float16, jnp.float32)
 
 
@@ -90,7 +90,7 @@ def jamp_autocast(size, flash):
 
 
 def jamp_autocast_embed(size, flash):
-    """With what the embeddings give rounded, and so the residual stream."""
+    """Rounds the embeddings' results, and thus the residual stream."""
     region = functools.partial(autocast, rules={nnx.Embed: jnp.float16})
     return with_dynamic_loss_scale(models.make(size, flash), region)
 
@@ -180,7 +180,7 @@ def by_mpx(size, flash):
 
         def objective(params, x):  # mpx would cast the statistics too
             loss, new_stats = loss_fn(params, stats, x, y)
-            return loss, (loss, new_stats)  # mpx's own loss is by the next scale
+            return loss, (loss, new_stats)  # mpx unscales the loss by the next scale
 
         grad_fn = mpx.filter_value_and_grad(objective, scale, has_aux=True)
         (_, (loss, stats)), scale, finite, grads = grad_fn(params, x)
@@ -213,7 +213,7 @@ ROWS |= {name: row for name, row in PEERS.items() if name not in ABSENT}
 
 
 def rows_for(size):
-    """The rows that there are for a model: embeddings are GPT-2's, ResNet-50 has no
-    residual stream that could be float32."""
+    """The rows for a model: only GPT-2 has embeddings, and ResNet-50 has no residual
+    stream that could be float32."""
     dropped = {ResNet50: {RESIDUAL, EMBED}, ViT: {EMBED}}.get(type(size), set())
     return {name: row for name, row in ROWS.items() if name not in dropped}

@@ -1,26 +1,26 @@
-"""A whole training step of GPT-2, ResNet-50 and ViT-B/16, by jamp and by its peers.
+"""A whole training step of GPT-2, ResNet-50 and ViT-B/16, with jamp and its peers.
 
     python -m benchmarks.train_step                   # small models, on the CPU
     python -m benchmarks.train_step --device gpu      # 124 M, 26 M and 87 M parameters
     python -m benchmarks.train_step --models gpt2 --rows "float16 by hand,autocast"
 
 Every row is one compiled function from parameters, batch statistics, states and batch
-to the next ones, with its state donated. Rows begin with the same parameters and see
-the same batch at every step; they take turns, one step each. "ratio" is the median over
-rounds of a row's time over that of float16 by hand in the same round, "memory" XLA's
-peak, and "temporary" what it holds beside arguments and results: the activations.
-benchmarks/torch_train_step.py trains the same models in torch.
+to their next values, with the state donated. Rows begin with the same parameters and
+see the same batch at every step; they take turns, one step each. "ratio" is a row's
+time over that of float16 by hand in the same round, as the median over rounds. "memory"
+is XLA's peak, and "temporary" is the memory beside arguments and results: the
+activations. benchmarks/torch_train_step.py trains the same models in torch.
 
 Under autocast, as in torch, embeddings are float32 and so is a transformer's residual
-stream. By hand it is float16, in the row "float32 residual" as under autocast.
+stream. In models cast by hand it is float16, except in the row "float32 residual".
 
-What a CPU can show: that all rows train alike, and what jamp adds to a program: casts,
-the check, the selection. XLA's CPU backend widens float16 to float32 in each product
-and each loop, so it cannot show the gain over float32, nor float16's memory.
+A CPU can show that all rows train alike, and what jamp adds to a program: casts, the
+check, the selection. XLA's CPU backend widens float16 to float32 in each product and
+each loop, so a CPU cannot show the gain over float32 or float16's memory.
 
-On a GPU the float32 row multiplies in TF32, and half precision takes cuDNN's flash
-attention. The losses of the first steps must be finite and near those of float32. A
-step that was skipped shows the same loss twice, as the batch is the same: repeats are
+On a GPU the float32 row multiplies in TF32, and half precision uses cuDNN's flash
+attention. The losses of the first steps must be finite and near those of float32. Since
+the batch is always the same, a skipped step shows the same loss twice; repeats are
 dropped before losses are compared.
 """
 
@@ -44,7 +44,7 @@ TOLERANCE = 0.03  # relative; measured: below 0.01, float16 against float32
 
 
 def compile_row(build, size, flash, batch):
-    """The compiled step, its state as a list of arrays, and what HLO says of it."""
+    """The compiled step, its state as a list of arrays, and figures from its HLO."""
     import jax
     import jax.numpy as jnp
 
@@ -74,14 +74,14 @@ class Row:
 
 
 def first_losses(row):
-    """Of the first steps that moved the parameters."""
+    """The losses of the first steps that moved the parameters."""
     losses = [float(loss) for loss in row.losses]
     distinct = [b for a, b in zip([None, *losses], losses, strict=False) if a != b]
     return distinct[:STEPS_COMPARED]
 
 
 def check_losses(model, rows, reference, tolerance=TOLERANCE):
-    """All rows train alike, or AssertionError."""
+    """Raises AssertionError unless all rows train alike."""
     for name, row in rows.items():
         losses = first_losses(row)
         assert all(abs(x) < float("inf") for x in losses), f"{model}, {name}: {losses}"
@@ -183,9 +183,9 @@ def main():
         print(f"\n{model}: {parameters(size) / 1e6:.1f} M parameters, {size}")
         results[model] = measure(model, size, args, peak)
         show(results[model])
-        gc.collect()  # modules refer to one another; their arrays must go
+        gc.collect()  # modules form cycles; frees their arrays
         jax.clear_caches()
-        _harness.save(args.json, results)  # after each, in case that time runs out
+        _harness.save(args.json, results)  # after each model, in case time runs out
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A small Flax NNX CNN learns scikit-learn's `load_digits` twice, from the same weights
 and with the same batches. The growth interval is short, so the loss scale climbs until
-gradients overflow: those steps are skipped and the scale backs off, all by itself.
+gradients overflow. `GradScaler` then skips the step and lowers the scale.
 
 Run it with `make demo` or `python examples/digits.py`; a CPU is enough. It prints a
 table and draws `runs/digits/scale.png`. Needs `pip install ".[examples]"`.
@@ -35,7 +35,7 @@ FETCH_EVERY = 20  # steps; fetching the metrics makes the host wait for the devi
 
 
 class CNN(nnx.Module):
-    """Knows nothing of mixed precision."""
+    """A CNN without any code for mixed precision."""
 
     def __init__(self, rngs):
         self.conv1 = nnx.Conv(1, 32, (3, 3), rngs=rngs)
@@ -64,7 +64,7 @@ def train_step(model, optimizer, scaler, images, labels, use_amp):
         loss, accuracy = loss_and_accuracy(model, images, labels, use_amp)
         return scaler.scale(loss), (loss, accuracy)
 
-    scale = scaler.get_scale()  # the one of this step; update() may change it
+    scale = scaler.get_scale()  # this step's scale; update() may change it
     (_, (loss, accuracy)), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
     skipped = scaler.step(optimizer, model, grads)
     scaler.update()
@@ -72,7 +72,7 @@ def train_step(model, optimizer, scaler, images, labels, use_amp):
 
 
 def train(use_amp, data, args, progress, task):
-    """Metrics of every step; accuracy and loss on the test set; seconds."""
+    """Returns every step's metrics, test accuracy and loss, and the seconds taken."""
     train_images, test_images, train_labels, test_labels = data
     start = time.perf_counter()
     model = CNN(nnx.Rngs(args.seed))
@@ -98,7 +98,7 @@ def train(use_amp, data, args, progress, task):
 
 
 def batches(size, args):
-    """Indices of the training images, shuffled anew in each epoch."""
+    """Indices of the training images, reshuffled in each epoch."""
     rng = np.random.default_rng(args.seed)
     for _ in range(args.epochs):
         order = rng.permutation(size)
@@ -116,7 +116,7 @@ def describe(history):
 
 
 def results_table(runs):
-    table = Table(caption="Times include compilation. On a CPU float16 is no faster.")
+    table = Table(caption="Times include compilation. Float16 is not faster on a CPU.")
     for column in ("run", "test accuracy", "test loss", "skipped steps", "time"):
         table.add_column(column, justify="right")
     for name, (metrics, accuracy, loss, seconds) in runs.items():
@@ -166,10 +166,15 @@ def parse_args():
     add = parser.add_argument
     add("--epochs", type=int, default=20, help="passes over the training images")
     add("--batch-size", type=int, default=64, help="images per step")
-    add("--learning-rate", type=float, default=2e-3, help="Adam's; it decays to 0")
+    add(
+        "--learning-rate",
+        type=float,
+        default=2e-3,
+        help="Adam's learning rate; it decays to 0",
+    )
     add("--growth-interval", type=int, default=20, help="finite steps until growth")
-    add("--seed", type=int, default=0, help="of the split, weights and batches")
-    add("--out", type=Path, default=Path("runs/digits"), help="folder of the picture")
+    add("--seed", type=int, default=0, help="seed of the split, weights and batches")
+    add("--out", type=Path, default=Path("runs/digits"), help="folder for the picture")
     return parser.parse_args()
 
 

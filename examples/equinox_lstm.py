@@ -1,8 +1,9 @@
 """An Equinox LSTM reads handwritten digits row by row.
 
-`jamp.autocast` around a vmapped single-example model, and `jamp.dynamic_loss_scale`
-around an optax optimizer. Runs in float32 and in float16 from the same weights and with
-the same batches; prints a table and draws `runs/equinox_lstm/training.png`.
+It uses `jamp.autocast` around a vmapped single-example model, and
+`jamp.dynamic_loss_scale` around an optax optimizer. It trains in float32 and in float16
+from the same weights and with the same batches, prints a table and draws
+`runs/equinox_lstm/training.png`.
 
     python examples/equinox_lstm.py               # scikit-learn's 8x8 digits, on a CPU
     python examples/equinox_lstm.py --seeds 0 1 2
@@ -25,7 +26,7 @@ import jamp
 
 
 class LSTM(eqx.Module):
-    """Knows nothing of mixed precision."""
+    """An LSTM without any code for mixed precision."""
 
     cells: list[eqx.nn.LSTMCell]
     norm: eqx.nn.LayerNorm
@@ -97,7 +98,7 @@ def make_training(args, data, precision, seed):
 
 
 def read_digits():
-    """Images float32 [n, 8, 8] and labels [n], and a fifth of them for the test."""
+    """Images float32 [n, 8, 8] and labels [n]; a fifth of them is the test set."""
     pixels, labels = load_digits(return_X_y=True)
     images = np.float32(pixels / 8 - 1).reshape(-1, 8, 8)
     order = np.random.default_rng(0).permutation(len(labels))
@@ -109,9 +110,9 @@ def main(argv=None):
     parser = make_parser(__doc__, "equinox_lstm", steps=400)
     add = functools.partial(add_flag, parser)
     add("--layers", 2, "LSTM layers")
-    add("--width", 64, "of their states")
+    add("--width", 64, "width of their states")
     add("--batch-size", 64, "images in a step")
-    add("--learning-rate", 5e-3, "Adam's, at first; a cosine leads to 0")
+    add("--learning-rate", 5e-3, "Adam's first learning rate; a cosine leads to 0")
     args = parser.parse_args(argv)
 
     runs = compare(args, functools.partial(make_training, args, read_digits()))

@@ -1,10 +1,10 @@
 """A float16 inference function, exported with `jax.export` and served without jamp.
 
 A CNN (Flax Linen) learns scikit-learn's `load_digits`. The weights of the last run
-become two functions, in float32 and under `jamp.autocast` in float16, each one file for
-CPUs, GPUs and TPUs and for batches of any size. A second Python process, which cannot
-import jamp, serves them over HTTP (`serve_exported.py`); this one sends it the test
-images and compares the answers with its own.
+become two functions, one in float32 and one under `jamp.autocast` in float16. Each is a
+single file for CPUs, GPUs and TPUs and for batches of any size. A second Python
+process, which cannot import jamp, serves them over HTTP (`serve_exported.py`). This
+process sends it the test images and compares the answers with its own.
 
     python examples/export.py  # less than a minute on a CPU
 
@@ -35,14 +35,14 @@ import jamp
 PLATFORMS = "cpu", "cuda", "tpu"
 WITHOUT_JAMP = """
 import runpy, sys
-sys.modules["jamp"] = None  # where jamp is installed: importing it fails all the same
+sys.modules["jamp"] = None  # importing jamp fails, even where it is installed
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 class CNN(nn.Module):
-    """Knows nothing of mixed precision."""
+    """A CNN without any code for mixed precision."""
 
     width: int
 
@@ -56,7 +56,7 @@ class CNN(nn.Module):
 
 
 def apply(model, params, images, precision):
-    """Logits. The dtype has a name: autocast's default is that of the machine here."""
+    """Logits. Names the dtype, because autocast's default depends on this machine."""
     with jamp.autocast(dtype=precision, enabled=precision != "float32"):
         return model.apply(params, images)
 
@@ -101,16 +101,16 @@ def make_training(args, data, precision, seed):
 
 
 def export(model, params, precision, path):
-    """Writes a function of images [n, 8, 8, 1], for any n, to logits [n, 10].
+    """Writes a function from images [n, 8, 8, 1], for any n, to logits [n, 10].
 
-    Gives the dtypes of its products and convolutions.
+    Returns the dtypes of its products and convolutions.
     """
-    if precision == "float16":  # of kernels, which autocast would cast to it
+    if precision == "float16":  # kernels, as autocast would cast them
         to_half = lambda p: p.astype(jnp.float16) if p.ndim > 1 else p
         params = jax.tree.map(to_half, params)
 
     @jax.jit
-    def function(images):  # has the region inside: one around `export` does nothing
+    def function(images):  # a region around `export` would do nothing
         return jnp.float32(apply(model, params, images, precision))
 
     shape = jax.export.symbolic_shape("n, 8, 8, 1")
@@ -122,7 +122,7 @@ def export(model, params, precision, path):
 
 
 def serve(paths, batches):
-    """Has a Python without jamp serve the files: name -> its answers to the batches."""
+    """Serves the files from a Python without jamp: name -> answers to the batches."""
     server = Path(__file__).with_name("serve_exported.py")
     command = [sys.executable, "-I", "-c", WITHOUT_JAMP, server, *paths]
     command.append(f"--requests={len(paths) * len(batches)}")
@@ -141,7 +141,7 @@ def serve(paths, batches):
 
 
 def ask(port, name, images):
-    """The logits that the server gives."""
+    """The logits that the server answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", f"/{name}", images.astype("<f4").tobytes())
     response = connection.getresponse()
@@ -152,9 +152,7 @@ def ask(port, name, images):
 
 def show(paths, dtypes, served, own, labels):
     """Prints a row for each function."""
-    caption = (
-        "Largest changes: of logits from jamp's, of probabilities p from float32's."
-    )
+    caption = "Largest differences: logits from jamp's, probabilities p from float32's."
     table = Table(caption=caption)
     names = "served", "KB", "products", "accuracy", "Δ logits", "Δ p"
     for name in names:

@@ -1,19 +1,19 @@
-"""Fully sharded training: no device keeps more than its part of model and optimizer.
+"""Fully sharded training: each device keeps only its part of model and optimizer.
 
 A byte-level transformer (Flax Linen) learns Python from the standard library's sources.
-Parameters, moments and batches are split over a mesh of devices, as by PyTorch's
-`fully_shard`; the training step is that of one device. After training, plants an
-overflow on one device, which all devices skip, and takes the first steps again on one
-device. Prints a table, draws `runs/fsdp/training.png`.
+Parameters, moments and batches are split over a mesh of devices, as PyTorch's
+`fully_shard` does; the training step is the same as for one device. After training, it
+plants an overflow on one device, which makes all devices skip, and repeats the first
+steps on a single device. It prints a table and draws `runs/fsdp/training.png`.
 
     python examples/fsdp.py  # a CPU pretends to be eight devices: a minute or two
-    python examples/fsdp.py --steps 400 --resume --devices 4  # goes on, on another mesh
+    python examples/fsdp.py --steps 400 --resume --devices 4  # resumes on another mesh
     python examples/fsdp.py --reduce int8  # gradients in a quarter of float32's bytes
     python examples/fsdp.py --layers 12 --width 1024 --length 1024 --batch-size 64 \\
         --steps 20000 --learning-rate 3e-4  # for eight GPUs
 
-Sums over devices are rounded in another order. With three seeds the 200 losses on one
-device and on eight fake ones were equal within 1.1e-5 in float32, 2.4e-3 in float16.
+Sums over devices round in another order. With three seeds, the 200 losses on one device
+and on eight fake ones were equal within 1.1e-5 in float32 and 2.4e-3 in float16.
 
 Needs `pip install ".[examples]"`.
 """
@@ -39,7 +39,7 @@ REDUCE = "xla", "float32", "float16", "bfloat16", "int8", "float8"
 
 
 class Transformer(nn.Module):
-    """Knows nothing of mixed precision, nor of devices."""
+    """A transformer without any code for mixed precision or devices."""
 
     layers: int
     width: int
@@ -67,19 +67,19 @@ def loss_fn(params, batch, model, precision):
 
 
 def train_step(state, batch, tx, loss_of, reduce, places):
-    """Nothing in it is about devices: XLA sees how its arguments are split."""
+    """Does not mention devices: XLA sees how the arguments are split."""
     params, opt_state = state
     if reduce == "xla":
         loss, grads = jamp.value_and_grad(loss_of, opt_state)(params, batch)
     else:
         loss, grads = reduced_by_hand(params, opt_state, batch, loss_of, reduce, places)
-    norm = optax.tree.norm(jamp.unscale(grads, opt_state))  # of all devices
+    norm = optax.tree.norm(jamp.unscale(grads, opt_state))  # over all devices
     state = params, opt_state = jamp.step(tx, grads, opt_state, params)
     return state, jamp.metrics(opt_state) | {"loss": loss, "grad_norm": norm}
 
 
 def reduced_by_hand(params, opt_state, batch, loss_of, reduce, places):
-    """Loss and gradients, which devices exchange in the dtype asked for."""
+    """Loss and gradients, which devices exchange in the requested dtype."""
     specs = jax.tree.map(lambda place: place.spec, places)
     scale = opt_state._replace(inner_state=())
 
@@ -101,16 +101,16 @@ def reduced_by_hand(params, opt_state, batch, loss_of, reduce, places):
 
 
 def make_mesh(count):
-    """The first devices that there are; a CPU can pretend to be several."""
+    """The first devices available; a CPU can pretend to be several."""
     if "device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # JAX has its devices already
+        with contextlib.suppress(RuntimeError):  # JAX already has its devices
             jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices()[:count]
     return jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
 
 
 def split(mesh, array):
-    """Where an array lies: split along its longest dimension, or on all devices."""
+    """How to place an array: split along its longest dimension, or on all devices."""
     longest = int(np.argmax(array.shape))
     parts = [None] * longest + ["data"] * (array.shape[longest] % mesh.size == 0)
     return NamedSharding(mesh, P(*parts))
@@ -126,9 +126,9 @@ def make_training(args, texts, mesh, precision, seed):
     init = functools.partial(model.init, tokens=jnp.zeros((1, args.length), jnp.uint8))
     key = jax.random.key(seed)
     places = jax.tree.map(functools.partial(split, mesh), jax.eval_shape(init, key))
-    params = jax.jit(init, out_shardings=places)(key)  # made in parts, nowhere whole
+    params = jax.jit(init, out_shardings=places)(key)  # made in parts, never whole
     everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    opt_state = jax.tree.map(  # moments lie as their parameters do, scalars everywhere
+    opt_state = jax.tree.map(  # moments as their parameters, scalars everywhere
         lambda a: a if a.ndim else jax.device_put(a, everywhere), tx.init(params)
     )
     state = params, opt_state
@@ -171,14 +171,14 @@ def pieces(text, seed, args):
 
 
 def read_sources():
-    """The standard library's modules: nine tenths for training, then the test."""
+    """The standard library's modules: nine tenths for training, the rest to test."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = np.frombuffer(b"".join(map(Path.read_bytes, paths)), np.uint8)
     return np.split(text, [len(text) * 9 // 10])
 
 
 def try_overflow(training, state):
-    """Plants an inf in the part of a batch that the last device holds."""
+    """Plants an inf in the last device's part of a batch."""
     arrays = lambda state: jax.tree.leaves((state[0], state[1].inner_state))
     shards = lambda state: [x for a in arrays(state) for x in a.addressable_shards]
     text, weights = training.batch(0)
@@ -194,7 +194,7 @@ def try_overflow(training, state):
 
 
 def compare_with_one_device(training, losses):
-    """Takes the first steps again, from the same weights and with the same batches."""
+    """Repeats the first steps from the same weights and with the same batches."""
     state, own = training.state, []
     for step in range(min(20, len(losses))):
         state, metrics = training.step(state, training.batch(step))
@@ -206,13 +206,13 @@ def compare_with_one_device(training, losses):
 def main(argv=None):
     parser = make_parser(__doc__, "fsdp", steps=200)
     add = functools.partial(add_flag, parser)
-    add("--devices", 8, "of the mesh, if there are as many")
+    add("--devices", 8, "devices in the mesh, at most those available")
     add("--layers", 2, "transformer blocks")
-    add("--width", 128, "of the residual stream; a head of the attention has 32")
+    add("--width", 128, "width of the residual stream; an attention head has 32")
     add("--length", 64, "bytes that the model sees")
-    add("--batch-size", 16, "pieces of text in a step, of all devices")
-    add("--learning-rate", 3e-3, "AdamW's, after warm-up")
-    said = "in which devices exchange gradients; xla: as the ops under jit give them"
+    add("--batch-size", 16, "pieces of text in a step, over all devices")
+    add("--learning-rate", 3e-3, "AdamW's learning rate after warm-up")
+    said = "dtype in which devices exchange gradients; xla: that of the ops under jit"
     add("--reduce", "xla", said, choices=REDUCE)
     args = parser.parse_args(argv)
     make = functools.partial(make_training, args, read_sources())

@@ -1,9 +1,9 @@
 """A generator and a critic learn to draw digits, with one loss scale for both.
 
-Flax NNX, `jamp.autocast` and one `jamp.GradScaler` for two models and two optimizers,
-with a gradient penalty, that is, a gradient in the loss. Runs in float32 and in float16
-from the same weights and with the same batches; prints a table, draws
-`runs/gan/training.png` and `runs/gan/samples.png`.
+It uses Flax NNX, `jamp.autocast` and one `jamp.GradScaler` for two models and two
+optimizers, with a gradient penalty, that is, a gradient in the loss. It trains in
+float32 and in float16 from the same weights and with the same batches, prints a table,
+and draws `runs/gan/training.png` and `runs/gan/samples.png`.
 
     python examples/gan.py                        # a minute on a CPU
     python examples/gan.py --seeds 0 1 2
@@ -27,7 +27,7 @@ import jamp
 
 
 class Generator(nnx.Module):
-    """Knows nothing of mixed precision."""
+    """A network without any code for mixed precision."""
 
     def __init__(self, args, rngs):
         width = args.width
@@ -43,7 +43,7 @@ class Generator(nnx.Module):
 
 
 class Critic(nnx.Module):
-    """Knows nothing of mixed precision."""
+    """A network without any code for mixed precision."""
 
     def __init__(self, width, rngs):
         conv = functools.partial(nnx.Conv, kernel_size=(3, 3), rngs=rngs)
@@ -63,12 +63,12 @@ def forward(model, x, precision):
 
 
 def mean_squared_slope(critic, real, precision):
-    """How steep the critic is at real images: the penalty called R1.
+    """How steep the critic is at real images: the R1 penalty.
 
-    PyTorch's AMP examples scale the loss of such an inner gradient too and unscale what
-    comes out: the gradient of a mean loss would vanish in float16. This one starts from
-    1 for each image and does not. And so the scale of the whole loss stays in all of
-    the outer backward pass, from which a division in here would take it out.
+    PyTorch's AMP examples also scale the loss of an inner gradient and unscale the
+    result, because the gradient of a mean loss would vanish in float16. This gradient
+    starts from 1 for each image and does not vanish. Without a division in here, the
+    scale of the whole loss also stays in all of the outer backward pass.
     """
     slopes = jax.grad(lambda real: forward(critic, real, precision).sum())(real)
     return jnp.sum(slopes**2, axis=(1, 2, 3)).mean()
@@ -93,7 +93,9 @@ def train_step(models, optimizers, scaler, real, latents, precision, weight):
 
     critic_grads, (loss, penalty) = nnx.grad(critic_loss, has_aux=True)(critic)
     generator_grads, other_loss = nnx.grad(generator_loss, has_aux=True)(generator)
-    critic_grads = scaler.unscale_(optimizers[0], critic_grads)  # for their norms
+    critic_grads = scaler.unscale_(
+        optimizers[0], critic_grads
+    )  # to measure their norms
     generator_grads = scaler.unscale_(optimizers[1], generator_grads)
     critic_skipped = scaler.step(optimizers[0], critic, critic_grads)
     generator_skipped = scaler.step(optimizers[1], generator, generator_grads)
@@ -117,7 +119,7 @@ def make_training(args, images, test_images, precision, seed):
     critic, generator = Critic(args.width, rngs), Generator(args, rngs)
     adam = optax.adam(args.learning_rate, b1=0.0, b2=0.99)
     optimizers = [nnx.Optimizer(m, adam, wrt=nnx.Param) for m in (critic, generator)]
-    average = nnx.clone(generator)  # of the generator's parameters: what is kept
+    average = nnx.clone(generator)  # of its parameters, over training; kept at the end
     scaler = jamp.GradScaler(
         growth_interval=args.growth_interval, enabled=precision == "float16"
     )
@@ -145,7 +147,7 @@ def make_training(args, images, test_images, precision, seed):
 
 
 def frechet_distance(first, second, basis):
-    """Between normal distributions, in the 16 main directions of the basis images."""
+    """Distance of normal distributions, in the basis images' 16 main directions."""
     first, second, basis = (np.reshape(x, (len(x), -1)) for x in (first, second, basis))
     directions = np.linalg.svd(basis - basis.mean(0), full_matrices=False)[2][:16]
     first, second = first @ directions.T, second @ directions.T
@@ -177,8 +179,8 @@ def main(argv=None):
     add = functools.partial(add_flag, parser)
     add("--latents", 32, "random numbers that make an image")
     add("--width", 32, "channels")
-    add("--batch-size", 64, "images in a step, and as many are generated")
-    add("--learning-rate", 1e-3, "Adam's, of both")
+    add("--batch-size", 64, "real images in a step, and as many generated ones")
+    add("--learning-rate", 1e-3, "Adam's learning rate, for both models")
     add("--penalty", 1.0, "weight of the gradient penalty")
     args = parser.parse_args(argv)
 

@@ -1,8 +1,9 @@
 """A small GPT learns Python from the sources of the standard library, byte by byte.
 
-Flax NNX, `jamp.autocast`, `jamp.GradScaler`, gradient accumulation and clipping:
-the loop of a PyTorch AMP script. Runs in float32 and in float16 from the same weights
-and with the same batches; prints a table and a sample, draws `runs/gpt/training.png`.
+The loop is that of a PyTorch AMP script: Flax NNX, `jamp.autocast`, `jamp.GradScaler`,
+gradient accumulation and clipping. It trains in float32 and in float16 from the same
+weights and with the same batches, prints a table and a sample, and draws
+`runs/gpt/training.png`.
 
     python examples/gpt.py                        # a minute or two on a CPU
     python examples/gpt.py --seeds 0 1 2
@@ -52,7 +53,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Knows nothing of mixed precision."""
+    """A GPT without any code for mixed precision."""
 
     def __init__(self, args, rngs):
         self.tokens = nnx.Embed(256, args.width, rngs=rngs)
@@ -70,7 +71,7 @@ class GPT(nnx.Module):
 
 
 def autocast(precision):
-    """The region of a run, by the name that `--precisions` has for it."""
+    """The autocast region of a run, by its name in `--precisions`."""
     dtype = FLOAT8.get(precision, precision)
     return jamp.autocast(dtype=dtype, enabled=precision != "float32")
 
@@ -95,7 +96,7 @@ def train_step(model, optimizer, scaler, microbatches, precision, clip):
         more, more_loss = grad_fn(model, text)
         grads, loss = jax.tree.map(jnp.add, grads, more), loss + more_loss
 
-    grads = scaler.unscale_(optimizer, grads)  # before they are measured or clipped
+    grads = scaler.unscale_(optimizer, grads)  # before measuring and clipping them
     norm = optax.tree.norm(nnx.as_pure(grads))
     grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / norm), grads)
     scaler.step(optimizer, model, grads)
@@ -144,7 +145,7 @@ def pieces(text, rng, shape, length):
 
 
 def read_sources():
-    """The standard library's modules, of which every tenth is for the test."""
+    """The standard library's modules; every tenth is for the test."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
     test = texts[::10]
@@ -160,7 +161,7 @@ def sample(model, prompt, key, length, precision):
     def write(position, text):
         with autocast(precision):
             logits = model(text)[0, position - 1]
-        logits = logits.astype(jnp.float32) / 0.7  # noise is drawn in their dtype
+        logits = logits.astype(jnp.float32) / 0.7  # noise is drawn in the logits' dtype
         draw = jax.random.categorical(jax.random.fold_in(key, position), logits)
         return text.at[0, position].set(draw.astype(jnp.uint8))
 
@@ -171,12 +172,12 @@ def main(argv=None):
     parser = make_parser(__doc__, "gpt", steps=300, choices=(*PRECISIONS, *FLOAT8))
     add = functools.partial(add_flag, parser)
     add("--layers", 3, "transformer blocks")
-    add("--width", 128, "of the residual stream")
-    add("--heads", 4, "of the attention")
+    add("--width", 128, "width of the residual stream")
+    add("--heads", 4, "attention heads")
     add("--length", 96, "bytes that the model sees")
     add("--batch-size", 16, "pieces of text in a step")
     add("--accumulate", 2, "microbatches in a step")
-    add("--learning-rate", 3e-3, "AdamW's, after warm-up")
+    add("--learning-rate", 3e-3, "AdamW's learning rate after warm-up")
     add("--clip", 1.0, "largest norm of the gradient")
     args = parser.parse_args(argv)
     if args.width % args.heads or args.batch_size % args.accumulate:

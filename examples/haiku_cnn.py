@@ -1,8 +1,9 @@
 """A Haiku CNN with BatchNorm learns handwritten digits.
 
-`hk.transform_with_state`, `jamp.autocast` around `apply`, and `jamp.dynamic_loss_scale`
-around an optax optimizer. Runs in float32 and in float16 from the same weights and with
-the same batches; prints a table and draws `runs/haiku_cnn/training.png`.
+It uses `hk.transform_with_state`, `jamp.autocast` around `apply`, and
+`jamp.dynamic_loss_scale` around an optax optimizer. It trains in float32 and in float16
+from the same weights and with the same batches, prints a table and draws
+`runs/haiku_cnn/training.png`.
 
     python examples/haiku_cnn.py                  # scikit-learn's 8x8 digits, on a CPU
     python examples/haiku_cnn.py --seeds 0 1 2
@@ -25,7 +26,7 @@ import jamp
 
 
 def cnn(images, train, widths):
-    """Knows nothing of mixed precision; images [batch, 8, 8, 1] -> logits."""
+    """No code for mixed precision; images [batch, 8, 8, 1] -> logits."""
     x = images
     for width in widths:
         x = hk.Conv2D(width, 3, with_bias=False)(x)
@@ -61,7 +62,7 @@ def make_training(args, data, precision, seed):
         norm = optax.tree.norm(jamp.unscale(grads, opt_state))
         params, opt_state = jamp.step(tx, grads, opt_state, params)
 
-        # What overflowed may have reached the statistics: a skip holds them too.
+        # An overflow may have reached the statistics, so a skip keeps the old ones.
         metrics = jamp.metrics(opt_state) | {"loss": loss, "grad_norm": norm}
         hold = functools.partial(jnp.where, metrics["found_inf"])
         state = jax.tree.map(hold, state, new_state)
@@ -85,13 +86,13 @@ def make_training(args, data, precision, seed):
         params, state, _ = training_state
         return test(params, state)
 
-    # Outside of the region: Haiku makes parameters in the dtype of the input.
+    # Outside the region, because Haiku makes parameters in the dtype of the input.
     params, state = model.init(jax.random.key(seed), images[:1], True)
     return Training((params, state, tx.init(params)), step, batch, evaluate)
 
 
 def read_digits():
-    """Images float32 [n, 8, 8, 1] and labels [n], and a fifth of them for the test."""
+    """Images float32 [n, 8, 8, 1] and labels [n]; a fifth of them is the test set."""
     pixels, labels = load_digits(return_X_y=True)
     images = np.float32(pixels / 8 - 1).reshape(-1, 8, 8, 1)
     order = np.random.default_rng(0).permutation(len(labels))
@@ -104,7 +105,7 @@ def main(argv=None):
     add = functools.partial(add_flag, parser)
     add("--widths", [32, 64], "channels of each convolution", nargs="+")
     add("--batch-size", 64, "images in a step")
-    add("--learning-rate", 3e-3, "Adam's, at first; a cosine leads to 0")
+    add("--learning-rate", 3e-3, "Adam's first learning rate; a cosine leads to 0")
     args = parser.parse_args(argv)
 
     runs = compare(args, functools.partial(make_training, args, read_digits()))

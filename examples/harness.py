@@ -1,8 +1,8 @@
-"""What the examples share; it casts and scales nothing.
+"""What the examples share. Nothing in here casts or scales.
 
-An example gives `compare` a function that makes a `Training` of a precision and seed.
+An example gives `compare` a function that makes a `Training` for a precision and seed.
 `compare` trains one for each, with a progress bar, checkpoints and TensorBoard logs in
-`<out>/<precision>-seed<seed>/`; `report` sets the results side by side.
+`<out>/<precision>-seed<seed>/`. `report` shows the results side by side.
 """
 
 import argparse
@@ -33,7 +33,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed. Run: {hint}") from None
 
 FETCH_EVERY = 10  # steps whose metrics are copied to the host together
-STYLES = {  # color and line width; all are drawn on top of each other
+STYLES = {  # color and line width; the lines overlap
     "float32": ("#f0a33c", 3.5),
     "bfloat16": ("#4c9f70", 1.4),
     "float16": ("#1761b0", 1.4),
@@ -41,13 +41,13 @@ STYLES = {  # color and line width; all are drawn on top of each other
     "float8-rowwise": ("#d35400", 1.4),
     "float8-rowwise_with_gw_hp": ("#7f8c8d", 1.4),
 }
-PRECISIONS = "float32", "bfloat16", "float16"  # that every example has
+PRECISIONS = "float32", "bfloat16", "float16"  # every example has these
 RED = "#c8102e"
 MAY_CHANGE = {"steps", "seeds", "precisions", "save_every", "out", "resume", "devices"}
 
 
 class Training(NamedTuple):
-    """What is trained, and how. The state may be any pytree: Flax NNX objects are."""
+    """What to train, and how. The state may be any pytree, such as NNX objects."""
 
     state: Any
     step: Callable[[Any, Any], tuple[Any, dict]]  # state, batch -> state, metrics
@@ -56,7 +56,7 @@ class Training(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A training that has ended."""
+    """A finished training."""
 
     state: Any
     history: dict[str, np.ndarray]  # metric -> [steps]
@@ -77,18 +77,18 @@ def make_parser(
     )
     add = functools.partial(add_flag, parser)
     add("--steps", steps, "optimizer steps")
-    add("--seeds", [0], "a run for each, and their spread in the table", nargs="+")
+    add("--seeds", [0], "one run per seed; the table shows their spread", nargs="+")
     add("--precisions", precisions, "to compare", nargs="+", choices=choices)
     add("--growth-interval", 50, "finite steps until the loss scale grows")
     add("--save-every", 100, "steps between checkpoints")
-    add("--out", Path("runs") / name, "folder of picture, logs and checkpoints")
-    text = "go on from the last checkpoints; without it, runs of that name start anew"
+    add("--out", Path("runs") / name, "folder for the picture, logs and checkpoints")
+    text = "resume from the last checkpoints; otherwise runs with that name start over"
     parser.add_argument("--resume", action="store_true", help=text)
     return parser
 
 
 def add_flag(parser, flag, default, text, **options):
-    """Adds a flag of the default's type, which the help names."""
+    """Adds a flag with the default's type; the help shows the default."""
     many = options.get("nargs") == "+"
     first = default[0] if many else default
     kind = Path if isinstance(first, Path) else type(first)
@@ -130,12 +130,12 @@ def compare(args, make: Callable[[str, int], Training]) -> dict[tuple[str, int],
                 training = make(precision, seed)
                 runs[precision, seed] = train(training, folder, args, show)
             except KeyboardInterrupt:
-                raise SystemExit("Stopped. To go on, add --resume.") from None
+                raise SystemExit("Stopped. To continue, add --resume.") from None
     return runs
 
 
 def check_flags(folder, args):
-    """A run goes on with the flags that it began with, or starts anew."""
+    """Refuses to resume a run with other flags; without `--resume`, starts over."""
     flags = {k: v for k, v in vars(args).items() if k not in MAY_CHANGE}
     flags = json.loads(json.dumps(flags, default=str))
     path = folder / "flags.json"
@@ -189,7 +189,7 @@ def train(training: Training, folder: Path, args, show) -> Run:
 
 
 def log_row(writer, show, step, row):
-    """To TensorBoard, which has no place for the infinite norm of a skipped step."""
+    """Logs to TensorBoard, which cannot show the infinite norm of a skipped step."""
     for key, value in row.items():
         if math.isfinite(value):
             writer.add_scalar(f"train/{key}", value, step)
@@ -199,7 +199,7 @@ def log_row(writer, show, step, row):
 
 
 def save(manager, step, state, history):
-    """State and metrics of all steps so far; written while training goes on."""
+    """Saves the state and all metrics so far, while training continues."""
     lists = {key: values.tolist() for key, values in history.items()}
     parts = ocp.args.Composite(
         state=ocp.args.StandardSave(jax.tree.leaves(state)),
@@ -209,7 +209,7 @@ def save(manager, step, state, history):
 
 
 def joined(earlier, history):
-    """Metrics from before and after the run was resumed."""
+    """Joins the metrics from before and after the run was resumed."""
     later = dict(history)
     return {
         key: np.array([*earlier.get(key, ()), *later.get(key, ())])
@@ -241,7 +241,7 @@ def mean_and_deviation(values):
 
 
 def draw(runs, path, metric, title, log_scale):
-    """The metric of all runs, and below it the loss scale of the float16 runs."""
+    """Draws a metric of all runs, and below it the loss scale of the float16 runs."""
     figure = Figure(figsize=(9, 6), layout="constrained")  # Agg: needs no display
     top, bottom = figure.subplots(2, sharex=True)
     for (precision, seed), run in runs.items():

@@ -29,7 +29,7 @@ import jamp
 
 
 class MLP(nn.Module):
-    """Knows nothing of mixed precision."""
+    """An MLP without any code for mixed precision."""
 
     @nn.compact
     def __call__(self, x):
@@ -51,7 +51,7 @@ def train_step(params, opt_state, images, labels):
             return losses.mean()
 
     loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
-    # The gradients carry the scale of the state from before the update. On a step that
+    # The gradients carry the scale in the state from before the update. On a step that
     # overflows, and is therefore skipped, the norm is inf or nan.
     grad_norm = optax.tree.norm(jamp.unscale(grads, opt_state))
     params, opt_state = jamp.step(tx, grads, opt_state, params)
@@ -91,7 +91,7 @@ SHOWN = ("loss", "grad_norm", "loss_scale", "skipped_steps")
 
 
 def finite(row):
-    """Leaves out the norm of a skipped step, which no chart has a place for.
+    """Leaves out the norm of a skipped step, which a chart cannot show.
 
     The skip itself is logged: `found_inf` is 1, and `skipped_steps` counts it.
     """
@@ -113,8 +113,13 @@ def parse_args(argv=None):
     names = ("tensorboard", "wandb", "print")
     add("--logger", choices=names, default="print", help="default: print")
     add("--steps", type=int, default=300, help="training steps (default: 300)")
-    add("--logdir", type=Path, default=Path("runs/logging"), help="of the log files")
-    add("--every", type=int, default=50, help="steps that are fetched together")
+    add(
+        "--logdir",
+        type=Path,
+        default=Path("runs/logging"),
+        help="folder for the log files",
+    )
+    add("--every", type=int, default=50, help="steps to fetch together")
     return parser.parse_args(argv)
 
 

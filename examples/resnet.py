@@ -1,9 +1,9 @@
-"""A ResNet learns handwritten digits, or the images of a folder, under a policy.
+"""A ResNet learns handwritten digits, or the images in a folder, under a policy.
 
-Flax Linen, `jamp.linen.with_policy` and `jamp.dynamic_loss_scale`: convolutions run in
-float16, BatchNorm, loss and parameters stay in float32. Runs in float32 and in float16
-from the same weights and with the same batches; prints a table and draws
-`runs/resnet/training.png`.
+It uses Flax Linen, `jamp.linen.with_policy` and `jamp.dynamic_loss_scale`: convolutions
+run in float16, while BatchNorm, loss and parameters stay in float32. It trains in
+float32 and in float16 from the same weights and with the same batches, prints a table
+and draws `runs/resnet/training.png`.
 
     python examples/resnet.py                     # scikit-learn's 8x8 digits, on a CPU
     python examples/resnet.py --seeds 0 1 2
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Knows nothing of mixed precision."""
+    """A ResNet without any code for mixed precision."""
 
     stages: tuple[int, ...]  # blocks at each resolution
     width: int
@@ -90,7 +90,7 @@ def train_step(state, batch):
     (loss, batch_stats), grads = grad_fn(state.params)
     norm = optax.tree.norm(jamp.unscale(grads, state))
     stepped = state.apply_gradients(grads=grads)
-    # What overflowed may have reached the statistics: a skipped step holds them too.
+    # An overflow may have reached the statistics, so a skipped step keeps the old ones.
     metrics = jamp.metrics(stepped) | {"loss": loss, "grad_norm": norm}
     hold = functools.partial(jnp.where, metrics["found_inf"])
     batch_stats = jax.tree.map(hold, state.batch_stats, batch_stats)
@@ -131,7 +131,7 @@ def make_training(args, data, precision, seed):
 
 
 def make_optimizer(args, enabled):
-    """SGD; the loss scale goes around all that must see unscaled gradients."""
+    """SGD; the loss scale wraps everything that must see unscaled gradients."""
     schedule = optax.cosine_decay_schedule(args.learning_rate, args.steps)
     kernels = functools.partial(jax.tree.map, lambda param: param.ndim > 1)
     sgd = optax.chain(
@@ -143,7 +143,7 @@ def make_optimizer(args, enabled):
 
 
 def shifted(images, rng):
-    """Each image moved by up to an eighth of its size; its border is repeated."""
+    """Shifts each image by up to an eighth of its size, repeating its border."""
     size = images.shape[1]
     shifts = rng.integers(-(size // 8), size // 8 + 1, size=(2, len(images), 1))
     rows, columns = np.clip(np.arange(size) + shifts, 0, size - 1)
@@ -158,7 +158,7 @@ def read_digits():
 
 
 def read_folder(folder, size):
-    """All of `folder/<class>/<image>`: uint8 [n, size, size, 3], and labels [n]."""
+    """All `folder/<class>/<image>` files: uint8 [n, size, size, 3], and labels [n]."""
     classes = sorted(folder.glob("*/"))
     if not classes:
         raise SystemExit(f"--images: {folder} has no subfolders, one for each class.")
@@ -178,11 +178,11 @@ def main(argv=None):
     parser = make_parser(__doc__, "resnet", steps=400)
     add = functools.partial(add_flag, parser)
     add("--stages", [1, 1, 1], "blocks at each resolution", nargs="+")
-    add("--width", 16, "of the first stage; each stage doubles it")
+    add("--width", 16, "channels of the first stage; each stage doubles them")
     add("--batch-size", 64, "images in a step")
-    add("--learning-rate", 0.1, "the highest; a cosine leads to 0")
+    add("--learning-rate", 0.1, "the highest learning rate; a cosine leads to 0")
     add("--weight-decay", 5e-4, "of the kernels")
-    add("--size", 32, "what the images of the folder are resized to")
+    add("--size", 32, "size that the folder's images are resized to")
     text = "folder with a subfolder of images for each class (default: load_digits)"
     parser.add_argument("--images", type=Path, help=text)
     args = parser.parse_args(argv)

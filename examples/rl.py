@@ -1,12 +1,13 @@
 """A small language model learns to sort digits, from rewards alone (GRPO).
 
-As in large runs, a sampling engine and a trainer share the weights but not the code: a
-decoder with a KV cache, and the whole sequence under `jamp.autocast`. They disagree on
-the probabilities of sampled tokens, so the policy gradient is a little wrong; float16,
-with three mantissa bits more than bfloat16, makes it less so ("Defeating the
-Training-Inference Mismatch via FP16", arXiv 2510.26788). Seen here on a CPU, 3 seeds:
-log-probabilities differ by 0.00018 nats in float16 and by 0.0015, 8 times as much, in
-bfloat16. The rewards do not differ: 0.98 in all.
+As in large runs, a sampling engine and a trainer share the weights but not the code.
+The sampler is a decoder with a KV cache; the trainer runs the whole sequence under
+`jamp.autocast`. They disagree on the probabilities of sampled tokens, so the policy
+gradient is slightly wrong. Float16 has three more mantissa bits than bfloat16, which
+makes the error smaller ("Defeating the Training-Inference Mismatch via FP16", arXiv
+2510.26788). On a CPU with 3 seeds, log-probabilities differed by 0.00018 nats in
+float16 and by 0.0015, 8 times as much, in bfloat16. The rewards were the same: 0.98 in
+all.
 
     python examples/rl.py                        # a minute or two on a CPU
     python examples/rl.py --seeds 0 1 2
@@ -45,7 +46,7 @@ def init(args, key):
 
 
 def forward(params, tokens):  # [n, length] -> logits [n, length, 10]
-    """The trainer's model: the whole sequence. Knows nothing of mixed precision."""
+    """The trainer's model, on the whole sequence, without code for mixed precision."""
     norm = jax.nn.standardize
     x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
     for block in params["blocks"]:
@@ -57,12 +58,12 @@ def forward(params, tokens):  # [n, length] -> logits [n, length, 10]
 
 
 def decode(params, cache, token, position):  # [n] -> logits [n, 10], cache
-    """The sampler's model: one token more, its products in the dtype of the cache.
+    """The sampler's model: one more token, with products in the dtype of the cache.
 
     As under autocast, norms, softmax and the residual stream are in float32. Shapes of
-    products and the order of sums differ. And attention divides its result by the sum
-    of the weights, not the weights, as decoding kernels do. So it rounds other numbers,
-    which in float16 is most of the mismatch of so small a model.
+    products and the order of sums differ. Like decoding kernels, attention divides its
+    result by the sum of the weights instead of dividing the weights, so it rounds other
+    numbers. In a model this small, that is most of the mismatch in float16.
     """
     norm = lambda x: jax.nn.standardize(x).astype(cache.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -111,7 +112,7 @@ def loss_fn(params, prompts, answers, sampler_log_p, advantages, precision):
         logits = forward(params, tokens)[:, prompts.shape[1] - 1 :]
         log_p = jax.nn.log_softmax(logits)  # float32
         log_p = jnp.take_along_axis(log_p, answers[..., None], 2)[..., 0]
-        ratio = jnp.exp(log_p - sampler_log_p)  # 1 if there were no mismatch
+        ratio = jnp.exp(log_p - sampler_log_p)  # 1 without a mismatch
         gain = jnp.minimum(ratio * advantages, ratio.clip(0.8, 1.2) * advantages)
         return -gain.mean(), jnp.abs(log_p - sampler_log_p)
 
@@ -140,7 +141,7 @@ def train_step(params, opt_state, samples, tx, group, precision):
 
 
 def draw_prompts(rng, count, digits, held_out=False):
-    """Random digits; their sum is a multiple of ten in held-out prompts alone."""
+    """Random digits; only held-out prompts have sums that are multiples of ten."""
     prompts = rng.integers(10, size=(count, digits))
     rest = 0 if held_out else rng.integers(1, 10, size=count)
     prompts[:, -1] = (rest - prompts[:, :-1].sum(1)) % 10
@@ -179,11 +180,11 @@ def main(argv=None):
     add = functools.partial(add_flag, parser)
     add("--digits", 4, "to sort")
     add("--layers", 2, "transformer blocks")
-    add("--width", 64, "of the residual stream")
-    add("--heads", 4, "of the attention")
+    add("--width", 64, "width of the residual stream")
+    add("--heads", 4, "attention heads")
     add("--prompts", 32, "in a step")
     add("--group", 8, "answers to each prompt")
-    add("--learning-rate", 2e-3, "Adam's, which decays to 0")
+    add("--learning-rate", 2e-3, "Adam's learning rate, which decays to 0")
     args = parser.parse_args(argv)
 
     runs = compare(args, functools.partial(make_training, args))

@@ -1,12 +1,12 @@
-"""Serves functions that `jax.export` has written over HTTP; needs JAX, but no jamp.
+"""Serves functions written by `jax.export` over HTTP; needs JAX, but not jamp.
 
     python examples/serve_exported.py runs/export/float16.jax --port 8000
 
-That serves it at /float16. The body of a POST is the bytes of a float32 array [n, ...]
-of the shape that the function takes; the answer has those of its float32 result.
-Listens on 127.0.0.1 alone, and ends after `--requests`, or a minute without one. Each
-new n is compiled for. A file that a newer JAX has written may not load. Load only files
-that you trust.
+This serves the function at /float16. The body of a POST is the bytes of a float32 array
+[n, ...] in the shape that the function takes; the answer is the bytes of its float32
+result. The server listens only on 127.0.0.1 and ends after `--requests` requests, or
+after a minute without one. It compiles for each new n. A file written by a newer JAX
+may not load. Load only files that you trust.
 
 Needs `pip install jax flatbuffers`.
 """
@@ -23,7 +23,7 @@ functions = {}  # path -> shape of its argument, compiled function
 
 
 class Handler(BaseHTTPRequestHandler):
-    timeout = 20  # seconds, for a client that does not send what it has promised
+    timeout = 20  # seconds, for a client that does not send its whole body
 
     def do_POST(self):
         if self.path not in functions:
@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, format, *args):
-        """Not a line for each request."""
+        """Logs nothing for a request."""
 
 
 class Server(HTTPServer):

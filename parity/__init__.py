@@ -3,10 +3,10 @@
 import importlib
 from types import ModuleType
 
-# Of the parts, in the report's order.
+# The parts' names, in the report's order.
 NAMES = ("training", "scale", "behaviors", "ops", "float8", "faults", "peers")
 
 
 def part_named(name: str) -> ModuleType:
-    """A part of the suite; `result` says what a part offers."""
+    """A part of the suite; `result` documents what a part has."""
     return importlib.import_module(f"{__name__}.{name}")

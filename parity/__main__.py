@@ -1,4 +1,4 @@
-"""`python -m parity`: runs every case, compares, writes the report and the pictures."""
+"""`python -m parity`: runs and compares every case; writes the report and pictures."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ try:
 except ImportError:
 
     def track(sequence: Iterable[Any], description: str, total: int) -> Iterable[Any]:
-        """Stands in for rich's progress bar."""
+        """Replaces rich's progress bar where rich is not installed."""
         print(f"{description}: {total} cases")
         return sequence
 
@@ -45,21 +45,21 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--only",
         choices=NAMES,
         nargs="+",
-        help="print the sections of these parts; no report is written",
+        help="print the sections of these parts and write no report",
     )
     parser.add_argument(
-        "--case", default="", help="with --only: the cases whose names have this"
+        "--case", default="", help="with --only: run cases whose names contain this"
     )
     parser.add_argument(
         "--processes",
         type=int,
-        help="how many run at a time; one with cuda, else one for each core",
+        help="how many cases run at a time (default: one per core; with cuda, one)",
     )
     options = parser.parse_args(arguments)
     if options.case and not options.only:
-        parser.error("--case: needs --only, since a report has all cases")
+        parser.error("--case needs --only, since a report has all cases")
     if options.write_golden and options.only:
-        parser.error("--write-golden: golden files have all parts; leave out --only")
+        parser.error("--write-golden writes all parts; leave out --only")
     if options.device == "cuda":
         import torch
 
@@ -102,11 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if wrong or not every else 0
 
     if any(result.raised for result in every):
-        print("no report is written, as a case raised an exception")
+        print("no report was written, because a case raised an exception")
         return 1
-    from . import pictures  # with matplotlib, which is needed for nothing else
+    from . import pictures  # needs matplotlib, which nothing else does
 
-    # On a GPU the sums of the other parts round in another way.
+    # On a GPU the sums of the other parts round differently.
     checked = results if options.device == "cpu" else {scale: results[scale]}
     stale = golden.check(checked, write=options.write_golden)
     suffix = "" if options.device == "cpu" else "-cuda"

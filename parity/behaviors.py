@@ -1,8 +1,8 @@
-"""What GradScaler does, step by step, as torch's own tests of it cover.
+"""GradScaler step by step: the behaviors that torch's own tests cover.
 
-A case is a behavior and the part of jamp that shows it: a training run in
-`behaviors_table`, or a probe in `behaviors_api`. torch is imported where it runs, so
-that jamp can be compared with the golden file where there is none.
+A case pairs a behavior with the part of jamp that shows it: a training run from
+`behaviors_table`, or a probe from `behaviors_api`. torch is imported only where it
+runs, so jamp can be compared with the golden file on a machine without torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,11 +55,11 @@ class Case(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What the section and the golden file show of a case."""
+    """What the section and the golden file need from a case."""
 
     arrays: dict[str, np.ndarray]  # torch's, for the golden file
     skipped: int = 0  # steps of an optimizer
-    equal: float = 1.0  # share of the parameters that are equal in bits
+    equal: float = 1.0  # share of the parameters that are equal bit for bit
 
 
 CASES = {
@@ -96,7 +96,7 @@ def compare_with(case: Case, golden: Mapping[str, np.ndarray]) -> Result:
 
     Raises:
       KeyError: the file lacks the case.
-      ValueError: the case ends in torch.
+      ValueError: the case ends in torch and so needs it.
     """
     behavior, side = case
     if side in LIVE:
@@ -110,7 +110,7 @@ def compare_with(case: Case, golden: Mapping[str, np.ndarray]) -> Result:
 
 
 def run_jamp(behavior: Behavior, side: str, saved: Saved | None) -> Record:
-    """jamp's part of a run: all of it, or what follows on a saved state."""
+    """jamp's part of a run: all steps, or those that follow a saved state."""
     with (
         jax.default_matmul_precision("float32"),
         jax.numpy_dtype_promotion("standard"),
@@ -182,7 +182,7 @@ def golden(results: Iterable[Result]) -> dict[str, np.ndarray]:
 def stale(
     committed: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]
 ) -> list[str]:
-    """Behaviors of which live torch gives other arrays than a golden file.
+    """Behaviors for which live torch gives other arrays than a golden file.
 
     Losses and parameters need only agree as closely as jamp's must, since their last
     bits depend on the processor.
@@ -207,15 +207,15 @@ def stale(
 
 
 _TEXT = """{runs} training runs of {steps} steps went through torch and jamp with \
-the same weights, batches and settings: a model of two {width} x {width} layers, the \
-mean squared error, and an inf or nan at recorded steps in the input, the loss or a \
-scaled gradient. After every step the bits of the scale, the growth tracker, the \
-skipped flags, the loss and every parameter were compared. Parameters are equal in \
-bits where the arithmetic is exact, and within 1e-6 of the largest of their leaf \
-elsewhere; with autocast within 2^-10, one unit in the last place of float16. The \
-last column says how many are equal in bits. Losses agree to 1e-6, with autocast to \
-2^-10. Below the runs stand questions about the interface, with the number of answers \
-compared.
+the same weights, batches and settings. The model has two {width} x {width} layers and \
+the loss is the mean squared error. At recorded steps an inf or nan enters the input, \
+the loss or a scaled gradient. After every step the bits of the scale, the growth \
+tracker, the skipped flags, the loss and every parameter were compared. Parameters \
+must be equal bit for bit where the arithmetic is exact. Elsewhere they must agree \
+within 1e-6 of the largest parameter of their leaf, or under autocast within 2^-10, \
+one unit in the last place of float16. The last column says how many are equal bit for \
+bit. Losses must agree to 1e-6, or under autocast to 2^-10. The rows after the runs \
+are questions about the interface, with the number of answers compared.
 
 | behavior | torch's tests | in jamp | steps | skipped | values compared | \
 mismatches | parameters |
@@ -225,41 +225,44 @@ mismatches | parameters |
 {notes}"""
 
 _NOTES = (
-    "torch's tests are those of `test_torch.py`, `test_cuda.py` and their siblings, "
-    "without `test_`. Where they train, it is for four steps, beside an unscaled run.",
+    "torch's tests are in `test_torch.py`, `test_cuda.py` and their siblings; the "
+    "table drops the prefix `test_`. Those that train take four steps, beside an "
+    "unscaled run.",
     "Exact runs round the parameters to multiples of 1/16 in the forward pass (with a "
     "gradient of 1) and use binary fractions throughout, so that no sum is rounded.",
-    "The growth factor is a power of 2 in exact runs, with a backoff factor to match, "
-    "and 1.1 with 0.7 in most others; the interval is 1 to 5.",
-    "Under autocast the scale, the tracker and the skipped flags must be equal too. A "
-    "gradient may be one unit in the last place of float16 off, at worst to the same "
-    "side in every step, and over a run a parameter goes about as far as the largest "
-    "one is from zero: hence 2^-10 of that.",
+    "In exact runs the growth factor is a power of 2 and the backoff factor matches "
+    "it. In most others they are 1.1 and 0.7. The growth interval is 1 to 5.",
+    "Under autocast the scale, the tracker and the skipped flags must still be equal. "
+    "A gradient may be off by one unit in the last place of float16, at worst in the "
+    "same direction at every step. Over a run a parameter moves about as far as the "
+    "largest one is from zero, so the limit is 2^-10 of the largest.",
     "`torch.nn.utils.clip_grad_norm_` adds 1e-6 to the norm, which "
     "`optax.clip_by_global_norm` does not; here both sides use torch's formula. In "
-    "optax the clipping of unscaled gradients is inside the wrapper.",
+    "optax, unscaled gradients are clipped inside the wrapper.",
     "AdamW has beta2 = 0.96875 and a weight decay of 2^-7. With torch's defaults optax "
-    "and torch differ by more than 1e-6 without any scaler: optax corrects the bias in "
-    "float32, and torch rounds 1 - rate x decay before it multiplies.",
-    "`dynamic_loss_scale` holds one optimizer and has no state to set, so two "
-    "optimizers, `update(new_scale)` and what follows `unscale_` are compared with "
-    "`GradScaler` alone. Its setters are a new wrapper on the old state. Gradients are "
-    "summed by hand: around or inside `optax.MultiSteps` it is checked at other times.",
+    "and torch differ by more than 1e-6 even without a scaler: optax corrects the bias "
+    "in float32, and torch rounds 1 - rate x decay before it multiplies.",
+    "`dynamic_loss_scale` wraps one optimizer and has no state to set, so two "
+    "optimizers, `update(new_scale)` and anything after `unscale_` are compared with "
+    "`GradScaler` alone. Where `GradScaler` has a setter, a new wrapper takes over the "
+    "old state. Gradients are summed by hand, because with `optax.MultiSteps` around "
+    "or inside the wrapper overflows are checked for at other steps.",
     "In bfloat16 `dynamic_loss_scale` keeps unscaled gradients in float32, where torch "
-    "rounds them to bfloat16; with a scale that is a power of two that is the same. "
+    "rounds them to bfloat16. If the scale is a power of two, both give the same. "
     "It takes float16 gradients, which torch and `GradScaler` refuse.",
-    "torch checks its arguments by assertions; jamp raises `RuntimeError` with the "
-    "same text for misuse, and `ValueError` with its own for bad numbers. A "
-    "constructor of jamp refuses more: intervals below 1, factors that are not finite.",
-    "No counterpart: sparse gradients (JAX's are dense), parameters whose `grad` is "
-    "`None` (JAX gives zeros; `wrt` leaves parameters out), optimizers that unscale "
-    "by themselves (`grad_scaler_pass_itself`), several devices in one process, and "
-    "`step` before the first `scale`, as jamp's scale is there from the start.",
+    "torch checks its arguments with assertions. jamp raises `RuntimeError` with the "
+    "same text for misuse, and `ValueError` with its own text for bad numbers. jamp's "
+    "constructors refuse more: intervals below 1 and factors that are not finite.",
+    "These have no counterpart: sparse gradients (JAX's are dense), parameters whose "
+    "`grad` is `None` (JAX gives zeros; `wrt` leaves parameters out), optimizers that "
+    "unscale gradients themselves (`grad_scaler_pass_itself`), several devices in one "
+    "process, and `step` before the first `scale`, since jamp's scale exists from the "
+    "start.",
 )
 
 
 def section(results: Sequence[Result]) -> str:
-    """One table, a row for each behavior, and what to know about it."""
+    """A table with a row for each behavior, and notes on it."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(CASES[result.case].behavior.name, []).append(result)
@@ -295,6 +298,6 @@ def _parameters(behavior: Behavior, equal: float, results: Sequence[Result]) -> 
     if any(r.mismatches["params"] for r in results):
         return "differ"
     if equal == 1:
-        return "equal in bits"
+        return "equal bit for bit"
     limit = "2^-10" if behavior.autocast else "1e-6"
-    return f"within {limit}, {round(10 * equal) * 10}% in bits"
+    return f"within {limit}, {round(10 * equal) * 10}% bit for bit"

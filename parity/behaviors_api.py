@@ -1,6 +1,7 @@
-"""What GradScaler does beside training, as questions with an answer in words.
+"""What GradScaler does outside of training, as questions with answers in words.
 
-A probe asks a driver, of which each library has one, and gives its answers by question.
+Each library has a driver. A probe asks it questions and returns the answers by
+question.
 """
 
 import copy
@@ -66,7 +67,7 @@ class Driver:
 
     @staticmethod
     def pair() -> Any:
-        """An array of two elements, which is no scale."""
+        """An array of two elements, which cannot be a scale."""
         return jnp.ones(2)
 
 
@@ -133,7 +134,7 @@ def messages(make: Callable[..., Any]) -> Answers:
         # torch raises AssertionError for what it checks with `if`.
         kind = type(error).__name__.replace("Assertion", "Runtime")
         text = str(error)
-        if name in FLOAT16:  # jamp goes on to name the leaf
+        if name in FLOAT16:  # jamp's text also names the leaf
             text = text.partition(". ")[0].removesuffix(".")
         answers |= {f"{name}, type": kind, f"{name}, text": text}
     return answers
@@ -169,7 +170,7 @@ def _copied(make: Callable[..., Any], function: Any, updated: bool) -> None:
 
 
 def refusals(make: Callable[..., Any]) -> Answers:
-    """Whether a call raises; the texts are each library's own."""
+    """Whether a call raises; each library has its own texts."""
     return {
         name: "accepted" if _exception(lambda ask=ask: ask(make)) is None else "refused"
         for name, ask in REFUSALS.items()
@@ -183,7 +184,7 @@ def _getters(scaler: Any) -> Answers:
 
 
 def states(make: Callable[..., Any]) -> Answers:
-    """What getters and `state_dict` say, before and after saving and loading."""
+    """What getters and `state_dict` return, before and after saving and loading."""
     saver, loader, disabled = make(**CONFIG), make(), make(enabled=False)
     answers = {f"new, {k}": answer for k, answer in _getters(saver.scaler).items()}
     for overflow in (True, False, False):
@@ -230,7 +231,7 @@ class Probe(NamedTuple):
 
     Attributes:
       name: unique.
-      tests: torch's own tests of it, less `test_`.
+      tests: torch's own tests of it, without the prefix `test_`.
       ask: takes a class of drivers.
       sides: which parts of jamp answer.
     """

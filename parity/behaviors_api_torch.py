@@ -44,7 +44,7 @@ class Driver:
 
     @classmethod
     def pair(cls) -> torch.Tensor:
-        """A tensor of two elements, which is no scale."""
+        """A tensor of two elements, which cannot be a scale."""
         return torch.ones(2, device=cls.device)
 
 

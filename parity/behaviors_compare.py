@@ -1,4 +1,4 @@
-"""torch's run of a behavior, as it is compared and as the golden file has it."""
+"""torch's run of a behavior: how it is compared, and how the golden file stores it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .behaviors_table import (
 from .trajectory import bits
 
 PREFIX = "behavior/"
-GOLDEN_ROWS = range(15, STEPS, 16)  # the steps after which the file has parameters
+GOLDEN_ROWS = range(15, STEPS, 16)  # steps after which the file has the parameters
 
 
 class Reference(NamedTuple):
@@ -27,10 +27,10 @@ class Reference(NamedTuple):
     saved: Saved | None = None  # at the step HANDOVER
 
     def beside(self, found: Record) -> tuple[list[int], Record, Record]:
-        """What can be compared with a run that may have begun at a later step.
+        """The parts that can be compared with a run that may have begun later.
 
         Returns:
-          The steps whose parameters are there, this run and the other one.
+          The steps whose parameters both runs have, this run and the other one.
         """
         start = STEPS - len(found.scale)
         rows = [row for row in self.rows if row >= start]
@@ -46,7 +46,7 @@ class Reference(NamedTuple):
 def differences(
     behavior: Behavior, torch: Reference, found: Record
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Which values of two runs differ, by field, and the first of them in words."""
+    """Which values of two runs differ, by field, and the first difference in words."""
     rows, expected, found = torch.beside(found)
     of_loss = max(behavior.tolerance, TOLERANCE) * np.abs(expected.loss)
     limits = np.zeros_like(expected.params)
@@ -72,7 +72,7 @@ def differences(
 
 
 def _apart(expected: np.ndarray, found: np.ndarray, limit: Any = 0.0) -> np.ndarray:
-    """Where float32 values differ in bits and, if finite, by more than a limit."""
+    """Where the bits of float32 values differ and, if finite, by more than a limit."""
     with np.errstate(invalid="ignore"):  # inf - inf
         close = np.abs(expected - found) <= limit
     close &= np.isfinite(expected) & np.isfinite(found)
@@ -80,7 +80,7 @@ def _apart(expected: np.ndarray, found: np.ndarray, limit: Any = 0.0) -> np.ndar
 
 
 def share_equal(torch: Reference, found: Record) -> float:
-    """The share of the parameters that are equal in bits."""
+    """The share of the parameters that are equal bit for bit."""
     _, expected, found = torch.beside(found)
     return float(np.mean(bits(expected.params) == bits(found.params)))
 

@@ -98,14 +98,14 @@ def total_loss(
 
 
 def clip(grads: Any, max_norm: Any) -> Any:
-    """`torch.nn.utils.clip_grad_norm_`: with 1e-6, which optax's clipping lacks."""
+    """`torch.nn.utils.clip_grad_norm_`: adds 1e-6, which optax's clipping does not."""
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
     factor = jnp.minimum(max_norm / (norm + 1e-6), 1.0)
     return jax.tree.map(lambda g: g * factor, grads)
 
 
 def write(grads: Any, flat: Any, behavior: Behavior, everything: bool = False) -> Any:
-    """The gradients with what is not 0 in a flat vector, or all of it, over them."""
+    """Writes the nonzero elements of a flat vector, or all, over the gradients."""
     leaves, structure = jax.tree.flatten(grads)
     news = jax.tree.leaves(unflatten(behavior, flat))  # in the same order, by name
     return structure.unflatten(
@@ -186,7 +186,7 @@ _jit_step = nnx.jit(_nnx_step, static_argnames="behavior")
 
 
 class Run:
-    """A training run, which can be saved and taken up between two steps."""
+    """A training run, which can be saved and resumed between two steps."""
 
     def __init__(self, behavior: Behavior, side: str, saved: Saved | None = None):
         self.behavior = behavior
@@ -258,7 +258,7 @@ def run_optax(behavior: Behavior) -> Record:
     opt_state = _transformation(behavior, config).init(trained)
     for step in range(STEPS):
         changes = [event for event in behavior.setters if event[0] == step]
-        if changes:  # a new transformation goes on with the old state
+        if changes:  # a new transformation takes over the old state
             config |= {name.removeprefix("set_"): value for _, name, value in changes}
             step_fn = _optax_step(behavior, config)
         batch = tuple(a[step] for a in inputs[1:])

@@ -1,15 +1,15 @@
 """What GradScaler does, as data: each behavior is a training run that shows it.
 
-The model has two linear layers of 8 x 8 with a bias, the loss is the mean squared
-error, and an inf or nan comes in at recorded steps: in the input, as a factor of the
+The model has two linear layers of 8 x 8 with a bias, and the loss is the mean squared
+error. At recorded steps an inf or nan enters the run: in the input, as a factor of the
 loss, or in place of an element of a scaled gradient.
 
-Parameters can agree in bits only where no sum depends on its order. Where `exact` is
-set the forward pass rounds the parameters to multiples of 1/16, with a gradient of 1,
-and takes `relu`; data, learning rate and factors are small binary fractions. Then
-every activation and every gradient fits into float32's 24 bits, and the parameters
-move by one rounding for each element. Elsewhere the layers are used as they are, with
-`tanh` between them, and the parameters agree to `TOLERANCE`.
+Parameters can agree bit for bit only where no sum depends on its order. Where `exact`
+is set, the forward pass rounds the parameters to multiples of 1/16, with a gradient of
+1, and uses `relu`; data, learning rate and factors are small binary fractions. Every
+activation and every gradient then fits into float32's 24 bits, and each step rounds
+each parameter once. Elsewhere the layers keep their parameters unrounded, with `tanh`
+between them, and the parameters agree to `TOLERANCE`.
 """
 
 import dataclasses
@@ -32,20 +32,21 @@ MAX_NORM = 0.2
 # optax corrects AdamW's bias in float32, torch in float64: with torch's beta2 of 0.999
 # the first steps differ by 3e-5 of their size, whatever the scaler does.
 BETAS = (0.875, 0.96875)
-# torch multiplies by 1 - rate * decay, optax subtracts the product: with a binary
-# fraction that factor is exact, where else its rounding adds up from step to step.
+# torch multiplies by 1 - rate * decay, and optax subtracts the product. With a binary
+# fraction that factor is exact; otherwise its rounding adds up from step to step.
 WEIGHT_DECAY = 2.0**-7
 TOLERANCE = 1e-6  # of the largest parameter of a leaf; for losses, of the loss
-# Two float16 gradients may fall on both sides of a rounding edge, one unit in the last
-# place apart, at worst to the same side in every step. A parameter's way over a run is
-# about as long as the largest parameter, so it ends no further off than one unit of it.
+# Two float16 gradients may fall on the two sides of a rounding boundary, one unit in
+# the last place apart, at worst in the same direction at every step. Over a run a
+# parameter moves about as far as the largest one is from zero, so its error stays
+# within one unit in the last place of the largest.
 FLOAT16_TOLERANCE = 2.0**-10
 
 JIT, EAGER, OPTAX = "GradScaler in nnx.jit", "GradScaler", "dynamic_loss_scale"
 TORCH_TO_TORCH, TORCH_TO_JAMP = "torch to torch", "torch to jamp"
 JAMP_TO_TORCH, JAMP_TO_JAMP = "jamp to torch", "jamp to jamp"
 LIVE = (TORCH_TO_TORCH, JAMP_TO_TORCH)  # these end in torch
-HANDOVER = 29  # the step at which a saved run goes on, between two growths
+HANDOVER = 29  # the step at which a saved run resumes, between two growths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Behavior:
 
     Attributes:
       name: unique.
-      tests: torch's own tests of it, less `test_`.
+      tests: torch's own tests of it, without the prefix `test_`.
       sides: which parts of jamp it is run with.
       optimizer: "SGD", with momentum 0.5, or "AdamW".
-      exact: whether the parameters must agree in bits.
+      exact: whether the parameters must agree bit for bit.
       new_scales: `(step, value)`: the step ends in `update(value)`.
       new_scale_array: whether the value is passed as an array of no dimensions.
       setters: `(step, method, value)`, called before the step.
@@ -71,7 +72,7 @@ class Behavior:
       overwrite: whether an inf is written over unscaled gradients, which no check sees.
       copied: whether the scaler is pickled or deepcopied every few steps.
       autocast: whether the forward pass runs in float16.
-      bfloat16: whether parameters and gradients are bfloat16; the gradients are drawn.
+      bfloat16: whether parameters and gradients are bfloat16; the gradients are random.
       loss_factor: what the loss is multiplied by. SGD's rate is divided by it.
       poisoned: chance that a step overflows.
     """
@@ -126,12 +127,12 @@ class Behavior:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run is saved and taken up again."""
+        """Whether the run is saved and resumed."""
         return TORCH_TO_JAMP in self.sides
 
     @property
     def tolerance(self) -> float:
-        """How far from torch the parameters may be, of the largest of their leaf."""
+        """How far from torch parameters may be, relative to their leaf's largest."""
         if self.autocast:
             return FLOAT16_TOLERANCE
         return 0.0 if self.exact else TOLERANCE
@@ -152,7 +153,7 @@ class Record(NamedTuple):
     params: np.ndarray  # float32 [n, models, SIZE]
 
     def then(self, following: "Record") -> "Record":
-        """This run and the steps that follow on it."""
+        """This run and the steps that follow it."""
         return Record(*map(np.concatenate, zip(self, following, strict=True)))
 
 

@@ -87,7 +87,7 @@ def make_optimizer(behavior: Behavior, model: Model) -> torch.optim.Optimizer:
 
 
 class Run:
-    """A training run, which can be saved and taken up between two steps."""
+    """A training run, which can be saved and resumed between two steps."""
 
     def __init__(self, behavior: Behavior, saved: Saved | None, device: str):
         self.behavior, self.device = behavior, device
@@ -232,7 +232,7 @@ class Run:
 
 
 def reference(behavior: Behavior, device: str) -> Reference:
-    """torch's run, and what it saves on the way."""
+    """torch's run, and what it saves along the way."""
     run = Run(behavior, None, device)
     first = run.run(0, HANDOVER)
     saved = run.save() if behavior.resumed else None

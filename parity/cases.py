@@ -56,7 +56,7 @@ class Case:
 
     @property
     def configuration(self) -> "Case":
-        """The case without what tells apart streams of one configuration."""
+        """The case without the fields that vary between streams of a configuration."""
         return dataclasses.replace(self, name="", seed=0)
 
     @property
@@ -124,7 +124,7 @@ _LABELED += ("n_optimizers",)
 
 
 def _family(kind: str, seeds: Iterable[int], configs: Iterable[Any]) -> list[Case]:
-    """A case for each configuration and seed, with a balanced stream by default."""
+    """A case for each configuration and seed, by default with a balanced stream."""
     cases = []
     for config, seed in itertools.product(configs, seeds):
         labels = [f"{k}={v:.9g}" for k, v in config.items() if k in _LABELED]
@@ -255,7 +255,7 @@ CASES: tuple[Case, ...] = (
 
 FIRST_OF_KIND = tuple({case.kind: case for case in reversed(CASES)}.values())
 
-# The scale alone, a million times, with factors that no binary fraction holds.
+# The scale alone, for a million steps, with factors that are not binary fractions.
 (LONG_RUN,) = (
     dataclasses.replace(case, steps=1_000_000)
     for case in _family(
@@ -267,5 +267,5 @@ FIRST_OF_KIND = tuple({case.kind: case for case in reversed(CASES)}.values())
 
 
 def overflows(case: Case) -> np.ndarray:
-    """Which steps overflow, where the scale alone is run: bool [steps]."""
+    """Which steps overflow when the scale runs alone: bool [steps]."""
     return np.random.RandomState(case.seed).random_sample(case.steps) < case.overflow

@@ -1,8 +1,8 @@
-"""Would the suite notice? Faults planted in a copy of jamp, and what turns red.
+"""Would the suite notice a fault? Plants faults in a copy of jamp, and runs it there.
 
-Each fault is one change of jamp's source. The suite then runs on the copy, in a process
-of its own, as `python -m parity --only PART --case CASE`. A fault counts as caught if a
-case differs from torch; a copy that does not even run would say nothing.
+Each fault is one change to jamp's source. The suite then runs on the copy, in a
+separate process, as `python -m parity --only PART --case CASE`. A fault counts as
+caught if a case differs from torch. A copy that does not even run would prove nothing.
 """
 
 import os
@@ -23,16 +23,16 @@ _VERDICT = re.compile(r"^(\d+) cases, (\d+) not as expected$", re.MULTILINE)
 
 
 class Fault(NamedTuple):
-    """A change of jamp's source, and the part of the suite that is to notice it.
+    """A change to jamp's source, and the part of the suite that must notice it.
 
     Attributes:
-      name: what is wrong then.
-      file: in `jamp/`.
-      before: what stands there once.
-      after: what stands there instead.
-      part: of the suite.
-      case: those of its cases that have this in their name.
-      raises: the error that torch meets then; empty if values differ instead.
+      name: what the change breaks.
+      file: the file in `jamp/`.
+      before: the text to replace, which occurs once.
+      after: the text to put in its place.
+      part: the part of the suite to run.
+      case: runs the cases of that part whose names contain this.
+      raises: the error that the cases then raise; empty if values differ instead.
     """
 
     name: str
@@ -193,10 +193,10 @@ CASES = {fault.name: fault for fault in FAULTS}
 
 
 def plant(fault: Fault, folder: pathlib.Path) -> None:
-    """Copies jamp and the suite, and changes one place.
+    """Copies jamp and the suite, and plants the fault in the copy.
 
     Raises:
-      ValueError: the place is not there once.
+      ValueError: the text to replace does not occur exactly once.
     """
     for name in ("jamp", "parity"):
         shutil.copytree(ROOT / name, folder / name)
@@ -234,7 +234,7 @@ def suite(folder: pathlib.Path, part: str, case: str) -> tuple[int, str]:
 
 
 def run(fault: Fault, device: str) -> Result:
-    """Plants a fault and counts it as a mismatch if nothing turns red."""
+    """Plants a fault and counts a mismatch if no case differs because of it."""
     with tempfile.TemporaryDirectory() as folder:
         plant(fault, pathlib.Path(folder))
         _, first = suite(pathlib.Path(folder), fault.part, fault.case)

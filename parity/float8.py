@@ -1,9 +1,9 @@
 """Products in float8, against torchao: casts, results and gradients, and their error.
 
-jamp's recipes are torchao's with scales that are powers of two. Casts are compared as
-bits. So are products with one scale for an array; those with a scale for each row may
-be one unit in the last place (ULP) of bfloat16 apart. Both are held against the exact
-product in float64 as well.
+jamp's recipes are torchao's with power-of-two scales. Casts must agree bit for bit, and
+so must products with one scale per array. Products with a scale per row may be one unit
+in the last place (ULP) of bfloat16 apart. Both libraries are also compared with the
+exact product in float64.
 """
 
 import functools
@@ -27,14 +27,14 @@ TITLE = "Products in float8"
 
 Case = Casts | AboveEdge | Product
 CASES: dict[str, Case] = {case.name: case for case in (*CASTS, ABOVE_EDGE, *PRODUCTS)}
-# How many units in the last place of bfloat16 a result may be from torchao's: the sums
-# are of float32, and each library adds in its own order.
+# How many units in the last place of bfloat16 a result may be from torchao's: sums are
+# in float32, and each library adds in its own order.
 MOST_ULPS = {"tensorwise": 0, "rowwise": 1, "rowwise_with_gw_hp": 1}
 LEAST_DECIBELS = (28.0, 24.5, 24.5)  # of `RESULTS`
 
 
 def run(case: Case, device: str) -> Result:
-    """Casts or multiplies in torchao and in jamp, on the CPU whatever the device is.
+    """Casts or multiplies in torchao and in jamp, always on the CPU.
 
     A GPU's float8 kernels add with fewer digits than float32 has.
     """
@@ -45,7 +45,7 @@ def run(case: Case, device: str) -> Result:
 
 
 def _run_casts(case: Casts) -> Result:
-    from . import float8_torch  # here, as the golden file needs no torch
+    from . import float8_torch  # here, so that the golden file needs no torch
 
     mismatches = {"values": 0, "scales": 0}
     compared, where, digests = 0, "", []
@@ -88,13 +88,13 @@ def _run_edge(case: AboveEdge) -> Result:
 
 
 def stands_for(cast: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of E4M3, and the inverse of their scale."""
+    """The E4M3 numbers, and the inverse of their scale."""
     values, inverse = cast
     return values.view(jnp.float8_e4m3fn).astype(np.float32), inverse
 
 
 class Comparison(NamedTuple):
-    """An array of jamp's beside torchao's."""
+    """An array from jamp beside torchao's."""
 
     wrong: int  # how many elements are not as close as they must be
     differ: int  # how many are not equal
@@ -105,13 +105,13 @@ class Comparison(NamedTuple):
 def compare(
     torch: np.ndarray, jamp: np.ndarray, most: float, cancels: bool = False
 ) -> Comparison:
-    """Compares two arrays of numbers that bfloat16 has.
+    """Compares two arrays of numbers that bfloat16 can hold.
 
     Args:
       torch: torchao's.
       jamp: jamp's.
       most: how many units in the last place of bfloat16 they may be apart.
-      cancels: to count in those of the largest number, not of each.
+      cancels: whether to count in units of the largest number, not of each number.
     """
     kinds = [(x.shape, x.dtype.name) for x in (jamp, torch)]
     if kinds[0] != kinds[1]:
@@ -134,7 +134,7 @@ def compare(
 
 
 def differ_as_numbers(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Where two arrays have other numbers; a nan is a nan."""
+    """Where the numbers of two arrays differ; all nans are equal."""
     return (x != y) & ~(np.isnan(x) & np.isnan(y))
 
 
@@ -179,7 +179,7 @@ def _run_product(case: Product) -> Result:
 
 
 def too_far(errors: Mapping[str, Sequence[float]]) -> list[str]:
-    """Which errors of jamp and torchao are larger than they may be, in words."""
+    """Which errors of jamp and torchao are larger than allowed, in words."""
     return [
         f"{library}'s {name} is {error:.2f} dB from exact, less than {least}"
         for library in ("jamp", "torchao")
@@ -194,13 +194,13 @@ def error_of(case: Product, found: Iterable[np.ndarray]) -> list[float]:
     """How far the product and the gradients are from exact, in decibels.
 
     Returns:
-      For each, 20 times the logarithm of its norm over that of the error.
+      For each of them, 20 log10(its norm / the norm of its error).
     """
     return [decibels(e, x) for e, x in zip(exact(case), found, strict=True)]
 
 
 def decibels(exact: np.ndarray, found: np.ndarray) -> float:
-    """20 times the logarithm to base 10 of the norm over that of the error.
+    """20 log10(norm / norm of the error).
 
     >>> decibels(np.array([3.0, 4.0]), np.array([3.0, 4.5]))
     20.0
@@ -218,7 +218,7 @@ def exact(case: Product) -> list[np.ndarray]:
 
 
 def golden_of(result: Result) -> dict[str, Any]:
-    """The arrays that the golden file has of a case, by name."""
+    """The arrays of a case in the golden file, by name."""
     shown = result.data
     if not isinstance(shown, Shown):
         return {}

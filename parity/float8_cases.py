@@ -1,7 +1,7 @@
 """The cases of `float8`: arrays to quantize, and products to run, drawn from seeds.
 
-What the golden file is of has random bits alone in it, so that each machine draws the
-same; other products have normal numbers.
+Cases in the golden file draw random bits only, so that every machine draws the same
+numbers. Other products use normal numbers.
 """
 
 import functools
@@ -49,7 +49,7 @@ class Casts(NamedTuple):
         return None if dim is None else (dim % ndim,)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """By name: each kind of array with each seed."""
+        """The arrays by name: each kind with each seed."""
         return {
             f"{kind}, seed {seed}": self._array(kind, seed)
             for kind, seed in itertools.product(KINDS, SEEDS)
@@ -66,7 +66,7 @@ class Casts(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """From what an array is drawn."""
+    """What an array is drawn from."""
 
     random: np.random.RandomState
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class Draw(NamedTuple):
     format: str
 
     def base(self) -> np.ndarray:
-        """Exponents: one for what shares a scale."""
+        """Exponents: one for all elements that share a scale."""
         shared = range(len(self.shape)) if self.axes is None else self.axes
         one = [1 if i in shared else n for i, n in enumerate(self.shape)]
         if self.source == "float16":
@@ -117,9 +117,9 @@ def _largest(draw: Draw) -> np.ndarray:
 
 
 def _edge(draw: Draw) -> np.ndarray:
-    """The largest number is 1.75 * 2**n, or a neighbor of it in bfloat16 or float16.
+    """The largest number is 1.75 * 2**n, or its neighbor in bfloat16 or float16.
 
-    The next one of float32 above it is a case of its own: `ABOVE_EDGE`.
+    The next float32 number above it is a separate case: `ABOVE_EDGE`.
     """
     base = draw.base()
     ulp = 2.0 ** -jnp.finfo(draw.source).nmant
@@ -134,7 +134,7 @@ def _edge(draw: Draw) -> np.ndarray:
 
 
 def _halfway(draw: Draw) -> np.ndarray:
-    """Numbers between two of the format, of several sizes."""
+    """Numbers halfway between two of the format, of several sizes."""
     digits = DIGITS[draw.format]
     number = draw.random.randint(2 ** (digits - 1), 2**digits, draw.shape) + 0.5
     few = draw.random.randint(-6, 1, draw.shape) - digits
@@ -142,9 +142,9 @@ def _halfway(draw: Draw) -> np.ndarray:
 
 
 def _beside_halfway(draw: Draw) -> np.ndarray:
-    """One or two numbers of the source beside those.
+    """Such midpoints, and the numbers of the source dtype right beside them.
 
-    A cast by way of a third dtype would round them to halfway, and then again.
+    A cast through a third dtype would round them to halfway first, and then again.
     """
     unit = 2.0 ** -jnp.finfo(draw.source).nmant
     by = draw.random.choice([-unit, 0.0, unit], draw.shape)
@@ -176,7 +176,7 @@ class AboveEdge(NamedTuple):
         return "cast: float32 right above 1.75 * 2**n"
 
     def array(self, n: int) -> np.ndarray:
-        """The first number above, and one that E4M3 has at twice jamp's scale alone."""
+        """The first number above, and one that E4M3 has only at twice jamp's scale."""
         above = np.nextafter(np.float32(1.75 * 2.0**n), np.float32(np.inf))
         return np.array([above, 2.0 ** (n - 17)], np.float32)
 
@@ -199,7 +199,7 @@ class Product(NamedTuple):
       shape: of `x`.
       columns: of `w`.
       seed: of the numbers.
-      weight: the dtype of `w`; `x` is of bfloat16.
+      weight: the dtype of `w`; `x` is bfloat16.
     """
 
     recipe: str
@@ -211,7 +211,7 @@ class Product(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """Whether there are enough numbers to tell how far they are from exact."""
+        """Whether there are enough numbers to measure how far they are from exact."""
         return self.kind == "large"
 
     @property
@@ -248,11 +248,12 @@ class Product(NamedTuple):
 
 
 def with_small_rows(x: np.ndarray, w: np.ndarray, ct: np.ndarray) -> None:
-    """Makes some rows of `x` and columns of `w` so small that E4M3 loses digits of them
-    unless they have scales of their own.
+    """Makes some rows of `x` and columns of `w` so small that E4M3 loses their digits
+    unless they have their own scales.
 
-    The cotangent is as much larger there. So each sum of products is one of multiples
-    of a power of two, all of a size, which float32 has exactly in any order.
+    The cotangent is larger there by the same factor. Each sum of products then adds
+    multiples of a power of two of similar size, which float32 adds exactly in any
+    order.
     """
     ratio = 2.0**13
     x[::3] /= ratio

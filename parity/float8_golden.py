@@ -1,7 +1,7 @@
-"""torchao's float8 in a file, to check jamp without torch.
+"""A file of torchao's float8 results, to check jamp without torch.
 
-Of the casts the file has digests: of the float8 numbers and the inverse scales of each
-array. Of products it has the results, where no sum is rounded on any machine.
+For casts the file has digests of each array's float8 numbers and inverse scales. For
+products it has the results, where no machine rounds a sum.
 """
 
 import pathlib
@@ -18,7 +18,7 @@ VERSION = "torchao_version"
 
 
 def pack(results: Iterable[Result]) -> dict[str, np.ndarray]:
-    """The arrays, by case and by what they are."""
+    """The arrays, by case and by content."""
     made = {VERSION: np.array(version("torchao").split("+")[0])}
     for result in results:
         made |= float8.golden_of(result)
@@ -38,7 +38,7 @@ def load() -> dict[str, np.ndarray]:
 
 
 def differences(results: Iterable[Result]) -> list[str]:
-    """The arrays that the committed file lacks, has too many, or has otherwise."""
+    """The arrays that the committed file lacks, has in excess, or has different."""
     made, committed = pack(results), load()
     names = (made.keys() | committed.keys()) - {VERSION}
     return sorted(

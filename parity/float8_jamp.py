@@ -1,4 +1,4 @@
-"""jamp's side of `float8`: what `autocast` casts with, and products in its regions."""
+"""jamp's side of `float8`: the casts that `autocast` makes, and products in regions."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from .float8_cases import FORMATS, Casts, Product
 
 JIT = "in jit"
 PATHS = (JIT, "outside jit")
-# XLA may else give a float32 gradient of what was asked for in bfloat16 more digits.
+# Otherwise XLA may keep more digits in a float32 gradient than the bfloat16 asked for.
 _OPTIONS: Any = {"xla_allow_excess_precision": False}
 
 
@@ -40,7 +40,7 @@ def casts(case: Casts) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def product(case: Product, path: str, dtype: Any = None) -> list[np.ndarray]:
-    """The product in a region, and the gradients of both inputs, taken outside of it.
+    """The product in a region, and both inputs' gradients, taken outside the region.
 
     Args:
       case: what is multiplied, and the recipe.

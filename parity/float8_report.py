@@ -10,58 +10,59 @@ from .float8_cases import CASTS, FORMATS, RECIPES, SOURCES, Product
 from .result import Result
 
 _TEXT = """\
-`jamp.autocast(jamp.Float8(recipe))` beside `torchao.float8` {torchao} on the CPU. A
-recipe there has the same name, with `round_scales_to_power_of_2=True`; and it has
-`emulate=True`, since torchao's float8 kernels are for GPUs: it quantizes as it does
-there, and multiplies in float32.
+`jamp.autocast(jamp.Float8(recipe))` runs beside `torchao.float8` {torchao} on the CPU,
+whose recipe has the same name and `round_scales_to_power_of_2=True`. It also has
+`emulate=True`, since torchao's float8 kernels are for GPUs: torchao then quantizes as
+on a GPU, and multiplies in float32.
 
 ### Casts
 
-{arrays} arrays of random numbers are quantized on both sides: with magnitudes around
-2^-60 to 2^60 (float16: as far as it reaches), zeros, subnormal numbers, numbers up to
-3e38, arrays whose largest number is 1.75 * 2^n or close to that, and numbers halfway
-between two of the format or right beside; with one scale for the whole array, for each
-row (all numbers along the last axis), and for each column (along the first). The
-float8 numbers and the inverses of the scales are compared as bits.
+{arrays} arrays of random numbers are quantized on both sides. They have magnitudes
+around 2^-60 to 2^60 (in float16 as far as it reaches), zeros, subnormal numbers,
+numbers up to 3e38, largest numbers at or close to 1.75 * 2^n, and numbers at or next to
+the midpoint of two float8 numbers. A scale holds for the whole array, for each row (all
+numbers along the last axis), or for each column (along the first). The float8 numbers
+and the inverses of the scales are compared bit for bit.
 
 {casts}
 
 One thing differs on purpose. The largest number of E4M3 is 448, or 1.75 * 2^8, so an
-array's scale changes where its largest number passes 1.75 * 2^n. jamp finds the power
-of two in the number's bits, which is exact. torchao takes the logarithm in float32,
-which rounds: for a few float32 numbers right above 1.75 * 2^n its scale is twice as
-large as its own rule asks for, and the largest number is then a little more than 448,
-which becomes 448. Nothing is lost by that: torchao's scale even keeps one digit more of
-the smallest numbers. In bfloat16 and float16 no number lies so close above 1.75 * 2^n.
+array's scale changes where its largest number passes 1.75 * 2^n. jamp reads the power
+of two from the number's bits, which is exact. torchao takes the logarithm in float32,
+which rounds. For a few float32 numbers right above 1.75 * 2^n its scale is twice what
+its own rule asks for. The scaled largest number is then slightly above 448, and becomes
+448. This loses nothing: torchao's scale even keeps one more digit of the smallest
+numbers. bfloat16 and float16 have no numbers that close above 1.75 * 2^n.
 
 {edges}
 
-Where an array has an inf or nan, both sides make nan of all that shares its scale, but
-torchao's scale is 0 for an inf, and jamp's is nan. So that is compared in products.
+Where an array has an inf or nan, both sides turn all numbers that share its scale into
+nan. For an inf, however, torchao's scale is 0 and jamp's is nan, so these cases are
+compared in products instead.
 
 ### Results and gradients
 
-`x @ w` in a region, in jit and outside, and its gradients, beside a Linear from
-`torchao.float8.convert_to_float8_training`. Inputs and cotangents are of bfloat16:
-normal, with outliers, with an inf and a nan, or whole numbers, of which float32 has
-every sum. In one case `x` has three dimensions, in another the weight is of float32.
-XLA was told to round wherever it is asked to (`xla_allow_excess_precision=false`). ULPs
-are units in the last place of bfloat16, at the largest distance. In small products no
-number may differ with `tensorwise`, and one ULP is allowed with the other recipes.
+`x @ w` and its gradients run in a region, in jit and outside, beside a Linear from
+`torchao.float8.convert_to_float8_training`. Inputs and cotangents are bfloat16: normal,
+with outliers, with an inf and a nan, or whole numbers, whose sums float32 holds
+exactly. In one case `x` has three dimensions, in another the weight is float32. XLA was
+told to round wherever a cast says so (`xla_allow_excess_precision=false`). ULPs are the
+largest distance in units in the last place of bfloat16. In small products no number may
+differ with `tensorwise`, and the other recipes may differ by one ULP.
 
-In large ones (512 x 256 x 512, in jit) a few numbers differ with every recipe, since
-each library adds float32 numbers in its own order, and a sum that lies halfway between
-two numbers of bfloat16 may go to either. There one ULP of the array's largest number is
-allowed, as small numbers are what is left where large terms cancel.
+In large products (512 x 256 x 512, in jit) a few numbers differ with every recipe. Each
+library adds float32 numbers in its own order, and a sum halfway between two bfloat16
+numbers may round to either. These products may differ by one ULP of the array's largest
+number, since small numbers remain where large terms cancel.
 
 {products}
 
 ### Error
 
-How far the large products of normal numbers are from those in float64, in dB: 20 times
-the logarithm of the norm over that of the error, the lowest of the two cases. 28 dB are
-asked for of the result and 24.5 dB of the gradients, of both sides. (In small products
-the error is a matter of chance: of 64 x 128 numbers in E5M2 it may be 0.1 dB larger.)
+The table shows how far the large products of normal numbers are from float64, in dB: 20
+log10(norm / norm of the error), the lower of the two cases. Both libraries must reach
+28 dB for the result and 24.5 dB for the gradients. (In small products the error depends
+on chance: for 64 x 128 numbers in E5M2 it may be 0.1 dB larger.)
 
 {errors}"""
 
@@ -75,7 +76,7 @@ SIZES = {False: "small", True: "large"}
 
 
 class Shown(NamedTuple):
-    """What the section and the golden file show of casts, or of a product.
+    """What the section and the golden file need from casts, or from a product.
 
     Attributes:
       arrays: how many were cast.
@@ -83,7 +84,7 @@ class Shown(NamedTuple):
       values: how many were compared, of the result and of each gradient.
       differ: how many of the values are not equal.
       ulps: how far they are apart at most.
-      decibels: the errors, by whose they are.
+      decibels: the errors, by library.
       golden: torchao's results for the golden file, by name.
     """
 
@@ -101,7 +102,7 @@ class Edge(NamedTuple):
 
     n: int
     x: np.ndarray
-    torch: tuple[np.ndarray, np.ndarray]  # numbers of E4M3, and the inverse scale
+    torch: tuple[np.ndarray, np.ndarray]  # E4M3 numbers, and the inverse scale
     jamp: tuple[np.ndarray, np.ndarray]
     reach: int  # how many float32 numbers above 1.75 * 2**n have another scale
 

@@ -1,7 +1,7 @@
 """torchao's side of `float8`: its casts and its Linear, on the CPU.
 
-torchao has float8 kernels for GPUs alone; with `emulate` it quantizes as there, and
-multiplies what the float8 numbers stand for in float32.
+torchao has float8 kernels only for GPUs. With `emulate` it quantizes as on a GPU, and
+multiplies the values of the float8 numbers in float32.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ DTYPES = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
 def tensor(x: np.ndarray) -> torch.Tensor:
-    if x.dtype.name == "bfloat16":  # which torch does not take from NumPy
+    if x.dtype.name == "bfloat16":  # torch does not take it from NumPy
         return torch.tensor(x.view(np.int16)).view(torch.bfloat16)
     return torch.tensor(x)
 
@@ -51,7 +51,7 @@ def cast(
 
 
 def config(recipe: str) -> Float8LinearConfig:
-    """A recipe as jamp has it."""
+    """torchao's recipe with jamp's settings."""
     return dataclasses.replace(
         Float8LinearConfig.from_recipe_name(recipe),
         emulate=True,

@@ -1,9 +1,9 @@
 """torch's results in files, so that jamp can be checked without torch.
 
-`golden.npz` has what the parts with a function `golden` give; the dtypes of ops are in
+`golden.npz` has what the parts' `golden` functions return. The dtypes of ops are in
 `golden_ops.json`, and torchao's casts and products in `golden_float8.npz`. The tests of
-these files, in `tests/torch/`, import this module and nothing else of the suite: its
-last names are for them.
+these files, in `tests/torch/`, import only this module from the suite; the names at its
+end are for them.
 """
 
 import itertools
@@ -37,18 +37,18 @@ from .trajectory import Trajectory, digest
 PATH = pathlib.Path(__file__).with_name("golden.npz")
 
 
-# Whose rounding depends on the machine: runs to compare with, and what is compared in
-# another way.
+# Their rounding depends on the machine: runs to compare with, and arrays that are
+# compared in another way.
 ELSEWHERE = ("training/", "behavior/", "torch_version")
 
 
 def check(
     results: Mapping[ModuleType, Sequence[Result]], write: bool = False
 ) -> list[str]:
-    """Holds the golden files against what live torch has just given.
+    """Compares the golden files with what live torch has just given.
 
     Args:
-      results: of the parts; all if `write`.
+      results: of the parts; with `write`, of all parts.
       write: whether the files are replaced first.
 
     Returns:
@@ -67,7 +67,7 @@ def check(
 
 
 def pack(results: Mapping[ModuleType, Sequence[Result]]) -> dict[str, np.ndarray]:
-    """The arrays of the golden file: what each part that has `golden` gives."""
+    """The arrays of the golden file: the results of each part's `golden`, if any."""
     arrays = {"torch_version": np.array(version("torch").split("+")[0])}
     for part, found in results.items():
         if hasattr(part, "golden"):
@@ -78,7 +78,7 @@ def pack(results: Mapping[ModuleType, Sequence[Result]]) -> dict[str, np.ndarray
 def differences(
     committed: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]
 ) -> list[str]:
-    """Names of the arrays that differ, but for what depends on the machine."""
+    """Names of the arrays that differ, except those that depend on the machine."""
     names = {name for name in made if not name.startswith(ELSEWHERE)}
     return sorted(
         name
@@ -136,7 +136,7 @@ def assert_equal(case: Case, run: Trajectory, torch: Mapping[str, np.ndarray]) -
         np.testing.assert_array_equal(value, torch[name], f"{case.name}: {name}")
 
 
-# For the tests: the cases of each part, and jamp's side; `CASES` are those of `scale`.
+# For the tests: the cases of each part, and jamp's side. `CASES` are those of `scale`.
 FIRST_OF_KIND, LONG_RUN = cases.FIRST_OF_KIND, cases.LONG_RUN
 overflows, fits_optax = cases.overflows, jamp_side.fits_optax
 run_nnx, run_optax = jamp_side.run_nnx, jamp_side.run_optax

@@ -103,7 +103,7 @@ def run_nnx(
 
 
 def fits_optax(case: Case) -> bool:
-    """Whether a case can be told to the optax wrapper: it is immutable and alone."""
+    """Whether the optax wrapper can run a case: no setters, and a single optimizer."""
     return case.n_optimizers == 1 and not case.events and not case.unscale_first
 
 
@@ -127,7 +127,7 @@ def _optax_scan(
         return (params, opt_state), (*(metrics[name] for name in names), params)
 
     params = jnp.zeros(SIZE)
-    # Set here, not in the wrapper: one compilation serves every initial scale.
+    # Set here, not in the wrapper, so that one compilation serves every initial scale.
     opt_state: Any = tx.init(params)
     carry = (params, opt_state._replace(loss_scale=init_scale))
     _, records = lax.scan(step, carry, (base, poison))
@@ -153,7 +153,7 @@ def run_optax(case: Case, gradients: Gradients | None = None) -> Trajectory:
 
 
 def run_scale(case: Case, found_inf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scale and the tracker alone, in one `lax.scan` over the arithmetic."""
+    """The scale and the tracker alone, from one `lax.scan` over the arithmetic."""
     kwargs = case.scaler_kwargs
     del kwargs["enabled"]
     config = rule.LossScaleConfig(**kwargs)

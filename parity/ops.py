@@ -1,12 +1,13 @@
 """Autocast, op by op: dtypes, values and gradients against torch's lists for CUDA.
 
-Each op that JAX has runs in a region of float16 and in one of bfloat16, with inputs in
-float32; in the region's dtype; and, if it has several and JAX takes them, with the
-first in one of the two and the rest in the other. Gradients are taken outside the
-region, with the same random cotangents on both sides.
+Each op that JAX has runs in a float16 region and in a bfloat16 region. Its inputs are
+all float32, or all of the region's dtype. If it has several inputs and JAX accepts
+mixed dtypes, it also runs with the first input in one of the two and the rest in the
+other. Gradients are taken outside the region, with the same random cotangents on both
+sides.
 
-Without a GPU the dtypes of torch's results are those of fake tensors on CUDA; values
-and gradients come from the CPU under CUDA's lists.
+Without a GPU the dtypes of torch's results are those of fake tensors on CUDA, and its
+values and gradients come from the CPU under CUDA's lists.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ __all__ = ["CASES", "MOST_ULPS", "TITLE", "Case", "run", "section", "ulps"]
 TITLE = "Autocast, op by op"
 
 # An op rounds a few times, and each library in its own order; three bits cover that.
-# A value that went through half precision where torch's did not is thousands away.
+# A value that passed through half precision where torch's did not is thousands away.
 MOST_ULPS = 8
 
 LISTED = LOWER + FLOAT32 + PROMOTE
@@ -43,7 +44,7 @@ FIELDS = ("dtype", "value", "gradient dtype", "gradient value")
 
 
 class Case(NamedTuple):
-    """An op in a region of one dtype."""
+    """An op in a region with one dtype."""
 
     title: str
     half: str
@@ -64,10 +65,10 @@ def ulps(x: np.ndarray, y: np.ndarray, dtype: Any, cancels: bool = False) -> Any
     """The distances of two arrays' elements in units in the last place of a dtype.
 
     Args:
-      cancels: to count in units of the largest element of `x`, not of each.
+      cancels: whether to count in units of the largest element of `x`, not of each.
 
     Raises:
-      ValueError: the shapes differ, or not all is finite.
+      ValueError: the shapes differ, or an element is not finite.
     """
     x, y = (array.astype(dtype) for array in (x, y))
     wide = [array.astype(np.float64) for array in (x, y)]
@@ -82,7 +83,7 @@ def ulps(x: np.ndarray, y: np.ndarray, dtype: Any, cancels: bool = False) -> Any
 
 
 def _ordered(x: np.ndarray) -> np.ndarray:
-    """Integers that count the floating numbers from zero to x."""
+    """Integers that count the floating-point numbers from zero to x."""
     integer = np.dtype(f"int{8 * x.itemsize}")
     bits = x.view(integer).astype(np.int64)
     return np.where(bits < 0, np.iinfo(integer).min - bits, bits)
@@ -119,7 +120,7 @@ class _Comparison:
     def values(self, torch: Side, jamp: Side, at: str) -> None:
         """Compares values in the narrower dtype of the two sides.
 
-        A gradient in float32 of a half-precision result was computed in half precision.
+        The float32 gradient of a half-precision result was computed in half precision.
         """
         if self.op.dtypes_only:
             return
@@ -148,7 +149,7 @@ class _Comparison:
 
 
 def _unrounded(x: np.ndarray, dtype: Any) -> int:
-    """How many elements a dtype cannot hold."""
+    """How many elements a dtype cannot hold exactly."""
     return int(np.count_nonzero(x.astype(dtype).astype(x.dtype) != x))
 
 
@@ -157,8 +158,11 @@ def _names(arrays: Sequence[np.ndarray]) -> list[str]:
 
 
 def run(case: Case, device: str) -> Result:
-    """Runs an op in torch and in jamp with each of its inputs."""
-    from . import ops_torch, torch_autocast  # here, as the golden file needs no torch
+    """Runs an op in torch and in jamp with each choice of input dtypes."""
+    from . import (
+        ops_torch,
+        torch_autocast,
+    )  # here, so that the golden file needs no torch
 
     op, comparison = case.op, _Comparison(case.op)
     torch = ops_torch.run(op, case.half, device)

@@ -1,4 +1,4 @@
-"""torch's dtypes for every op in a file, to check jamp without torch."""
+"""A file of torch's dtypes for every op, to check jamp without torch."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ PATH = pathlib.Path(__file__).with_name("golden_ops.json")
 
 
 def pack(results: Iterable[Result]) -> dict[str, Any]:
-    """By case and inputs, the dtypes of torch's results and of its gradients."""
+    """The dtypes of torch's results and gradients, by case and inputs."""
     made = {}
     for result in sorted(results, key=lambda result: result.case):
         torch, grads = result.data.torch, result.data.grads
@@ -34,7 +34,7 @@ def load() -> dict[str, Any]:
 
 
 def differences(results: Iterable[Result]) -> list[str]:
-    """The cases that the committed file lacks, has too many, or has otherwise."""
+    """The cases that the committed file lacks, has in excess, or has different."""
     made, committed = pack(results), load()
     names = sorted(made.keys() | committed.keys())
     return [name for name in names if made.get(name) != committed.get(name)]

@@ -13,9 +13,9 @@ import jamp
 
 from .ops_table import Op, Side
 
-# XLA may else drop a cast to bfloat16 and back.
+# Otherwise XLA may drop a cast to bfloat16 and back.
 _OPTIONS = {"xla_allow_excess_precision": False}
-# LLVM's optimizations take a third of the time, at these sizes for nothing.
+# LLVM's optimizations take a third of the time and gain nothing at these sizes.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}
 JITTED = ("in jit", "jitted in the region")
 
@@ -27,7 +27,7 @@ def _settings() -> Iterator[None]:
         jax.numpy_rank_promotion("allow"),
         warnings.catch_warnings(),
     ):
-        # JAX is to refuse one day what `x.at[i].set(y)` does with a wider y.
+        # JAX warns that it will one day refuse `x.at[i].set(y)` with a wider y.
         warnings.filterwarnings("ignore", "scatter inputs have incompatible types")
         yield
 
@@ -43,7 +43,7 @@ def _forward(op: Op, half: str, jit: bool) -> Callable[..., list[jax.Array]]:
 
 
 def _derivative(op: Op, half: str, jit: bool) -> Callable[..., Any]:
-    """Results and gradients, the derivative taken outside the region."""
+    """Results and gradients, with the derivative taken outside the region."""
     forward = _forward(op, half, jit)
 
     def derivative(*inputs):
@@ -56,7 +56,7 @@ def _derivative(op: Op, half: str, jit: bool) -> Callable[..., Any]:
 
 
 def _derivatives(op: Op, half: str) -> Callable[..., Any]:
-    """Those of `JITTED` for all inputs, to be compiled as one."""
+    """The derivatives of the paths in `JITTED` for all inputs, to compile as one."""
     paths = {path: _derivative(op, half, path != "in jit") for path in JITTED}
 
     def derivatives(inputs):
@@ -69,10 +69,10 @@ def _derivatives(op: Op, half: str) -> Callable[..., Any]:
 
 
 def run(op: Op, half: str) -> dict[str, dict[str, Side]]:
-    """What jamp makes of an op, by inputs and by how it is run.
+    """jamp's results and gradients of an op, by inputs and by path.
 
-    Outside jit each step compiles alone, which takes most of the time. So there are no
-    gradients, and none of it in bfloat16, where Python takes the same way.
+    Outside jit each step compiles alone, which takes most of the time. So that path has
+    no gradients, and it does not run in bfloat16, where the Python code is the same.
     """
     inputs = {name: op.arrays(name, half) for name in op.inputs}
     inputs = jax.tree.map(jnp.asarray, inputs)
@@ -94,7 +94,7 @@ def _side(results: Iterable[jax.Array], grads: Iterable[jax.Array]) -> Side:
 
 
 def dtypes(op: Op, half: str) -> dict[str, dict[str, list[list[str]]]]:
-    """The dtypes of results and gradients by `JITTED`, without running anything."""
+    """The dtypes of results and gradients on the paths of `JITTED`; nothing runs."""
     inputs = {name: op.arrays(name, half) for name in op.inputs}
     with _settings():
         found = jax.eval_shape(_derivatives(op, half), inputs)

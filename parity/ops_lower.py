@@ -92,7 +92,8 @@ def _conv_transpose(x, w, b):
 
 
 def _conv_shapes(n: int, transposed: bool = False) -> tuple[Shape, ...]:
-    # XLA on the CPU sums bfloat16 in bfloat16, torch does not: no sum has many terms.
+    # XLA on the CPU sums bfloat16 in bfloat16, and torch does not, so sums here are
+    # short.
     size, *channels = (2, 3, 4) if transposed else (5, 4, 3)
     return ((2, 3, *(size,) * n), (*channels, *(2,) * n), (4,))
 
@@ -106,7 +107,7 @@ def _conv_tbc(x, w, b):
     return lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=order) + b
 
 
-_CONV = ([1], [0], [1], False, [0], 1)  # what follows weight and bias in torch
+_CONV = ([1], [0], [1], False, [0], 1)  # torch's arguments after weight and bias
 
 
 def _attention(*x):

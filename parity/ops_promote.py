@@ -1,4 +1,4 @@
-"""The ops that autocast runs in the widest dtype of their inputs, and unlisted ones."""
+"""Ops that autocast runs in their inputs' widest dtype, and ops that are not listed."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ PROMOTE = (
     ),
 )
 
-# In none of the lists: they keep their dtype, or promote as they do without autocast.
+# Ops on none of the lists: they keep their dtype, or promote as without autocast.
 UNLISTED = (
     Op(
         "gelu",

@@ -1,4 +1,4 @@
-"""The section of the report on autocast's ops."""
+"""The report's section on autocast's ops."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,36 +9,38 @@ from .ops_table import HALVES, Found, Op
 from .result import Result
 
 _TEXT = """\
-The lists of torch's `autocast_mode.h` have {listed} ops; {compared} have a counterpart
-in JAX. Each runs in a region of float16 and in one of bfloat16, in jit, jitted inside
-the region, and in float16 outside jit. Its inputs are of float32; of the region's dtype
-(`half`); and if it has several and JAX takes them, the first of float32 and the rest of
-the region's dtype, and the other way round. Where the results' dtypes differ they stand
-in this order. Gradients are taken in jit, outside the region, with respect to every
-input.
+The lists in torch's `autocast_mode.h` have {listed} ops, of which {compared} have a
+counterpart in JAX. Each op runs in a float16 region and in a bfloat16 region, in jit
+and jitted inside the region, and in float16 also outside jit. Its inputs are all
+float32, or all of the region's dtype (`half`). If it has several inputs and JAX accepts
+mixed dtypes, it also runs with a float32 first input and the rest in the region's
+dtype, and the other way round. Where the dtypes of these results differ, the table
+lists them in this order. Gradients are taken in jit, outside the region, with respect
+to every input.
 
 **{agree} of the {compared} ops agree with torch on CUDA** in the dtypes of results and
 gradients, and in their values to {most} units in the last place (ULPs);
-{disagree}. Of {unlisted} ops in none of the lists, {unlisted_agree} agree.
+{disagree}. Of {unlisted} ops on none of the lists, {unlisted_agree} agree.
 
-A gradient has the dtype of its input, in torch as in jamp. Without a GPU, torch's
+A gradient has the dtype of its input, both in torch and in jamp. Without a GPU, torch's
 dtypes are those of fake tensors under CUDA's autocast, and its values and gradients
-come from the CPU, whose autocast was given CUDA's lists. ULPs are the largest distance,
-in the narrower dtype of the two results; those of gradients are in the narrower dtype
-of result and gradient, because the backward pass of a half-precision result is in half
-precision. Where torch's is rounded to half precision, so must jamp's be; XLA was told
-to round wherever it is asked to (`xla_allow_excess_precision=false`).
+come from the CPU, whose autocast was given CUDA's lists. The ULPs columns show the
+largest distance, counted in the narrower dtype of the two results. For gradients it is
+counted in the narrower dtype of result and gradient, because the backward pass of a
+half-precision result is in half precision. Where torch's values are rounded to half
+precision, jamp's must be too. XLA was told to round wherever a cast says so
+(`xla_allow_excess_precision=false`).
 
 {table}
 
 {notes}
 
-\\* Counted in ULPs of the array's largest element, as small ones are what is left where
+\\* Counted in ULPs of the array's largest element, since small elements remain where
 large terms cancel:
 
 {cancels}
 
-Without a counterpart:
+These ops have no counterpart:
 
 {missing}
 """
@@ -46,7 +48,7 @@ _CLASSES = (1, 2, 4, 8)
 
 
 def section(results: Sequence[Result]) -> str:
-    """The section, the two cases of an op in one row."""
+    """The section, with the two cases of an op in one row."""
     by_title: dict[str, list[Result]] = {}
     for result in results:
         by_title.setdefault(result.data.case.title, []).append(result)
@@ -60,7 +62,7 @@ def section(results: Sequence[Result]) -> str:
     differing = [name for name, agrees in listed.items() if not agrees]
     wrong = [name for name in differing if name not in DIFFERENCES]
     ops = [row[0].data.case.op for row in rows]
-    notes = [f"- `{n}`, as jamp has it: {why}." for n, why in DIFFERENCES.items()]
+    notes = [f"- `{n}` in jamp: {why}." for n, why in DIFFERENCES.items()]
     notes += [
         f"- `{op.name}` as `{op.written}`, values not compared: {op.dtypes_only}."
         for op in ops
@@ -68,7 +70,7 @@ def section(results: Sequence[Result]) -> str:
     ]
     notes += [
         f"- `{op.name}` as `{op.written}`: its bound is {_CLASSES[-1]} ULPs times the "
-        "condition number of its input, since LAPACK rounds as the processor likes."
+        "condition number of its input, since LAPACK's rounding depends on the CPU."
         for op in ops
         if op.condition is not None
     ]
@@ -89,7 +91,7 @@ def section(results: Sequence[Result]) -> str:
 
 
 def _cancelling(ops: Iterable[Op]) -> list[str]:
-    """The ops whose distances are counted otherwise, by reason."""
+    """The ops whose distances are counted in another unit, by reason."""
     reasons: dict[str, dict[str, None]] = {}
     for op in ops:
         if op.cancels:
@@ -141,7 +143,7 @@ def _dtypes(found: Iterable[Found], of: Callable[[Found, str], Any]) -> str:
 
 
 def _class(distances: Sequence[float], star: str) -> str:
-    """Coarse, since the last bit depends on the processor."""
+    """A coarse bound, since the last bit depends on the processor."""
     if not distances:
         return "-"
     largest = max(distances)

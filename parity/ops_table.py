@@ -2,7 +2,7 @@
 
 The rows are in `ops_lower`, `ops_float32` and `ops_promote`, by torch's lists. They
 name torch's functions without importing torch, so that the golden file can be checked
-where there is none.
+on a machine without torch.
 """
 
 import functools
@@ -25,7 +25,7 @@ INPUTS = {
     "mixed, half first": ("half", "float32"),
 }
 Shape = tuple[int, ...]
-# Sums of products of values of one sign do not cancel.
+# With values of one sign, sums of products do not cancel.
 POSITIVE, SIGNED, SMALL = (0.25, 0.75), (-2.0, 2.0), (-0.5, 0.5)
 # What cancels.
 CENTERED = "what is left after a mean is subtracted"
@@ -64,12 +64,12 @@ class Op(NamedTuple):
       span: of its inputs' values, and of its cotangents'.
       mixed: whether JAX takes inputs of several dtypes.
       dtypes_only: why the values are not compared; empty if they are.
-      cancels: what makes small results of large terms, so that distances of results and
-        gradients are counted in units of the largest element; empty if nothing does.
+      cancels: why small results come from large terms, so that distances of results and
+        gradients are counted in units of the largest element; empty if they do not.
       grad_cancels: the same for the gradients alone.
-      condition: how many times larger than that of its input the error of the exact
-        result may be, where it goes through LAPACK, whose rounding differs between
-        processors. The bound on distances grows with it.
+      condition: by what factor the result may amplify an error in its input, for ops
+        that go through LAPACK, whose rounding differs between processors. The bound on
+        distances grows with it.
     """
 
     name: str
@@ -100,32 +100,32 @@ class Op(NamedTuple):
         return list(INPUTS) if several else ["float32", "half"]
 
     def arrays(self, inputs: str, half: str) -> list[np.ndarray]:
-        """The inputs, the same numbers for all dtypes but for their rounding."""
+        """The inputs, the same numbers for all dtypes except for rounding."""
         random = np.random.RandomState(0)
         first, rest = (half if d == "half" else d for d in INPUTS[inputs])
         values = [random.uniform(*self.span, shape) for shape in self.shapes]
         return [v.astype(jnp.dtype(rest if i else first)) for i, v in enumerate(values)]
 
     def cotangents(self, shapes: list[Shape]) -> list[np.ndarray]:
-        """The gradients of the results, before they get the results' dtypes."""
+        """The cotangents, before they are cast to the results' dtypes."""
         random = np.random.RandomState(1)
         return [random.uniform(*self.span, shape) for shape in shapes]
 
 
 def condition_number(matrices: np.ndarray) -> float:
-    """The largest condition number of some matrices: that of their singular vectors."""
+    """The largest condition number of some matrices, by their singular values."""
     return float(np.linalg.cond(matrices.astype(np.float64)).max())
 
 
 class Side(NamedTuple):
-    """What one of the libraries makes of an op."""
+    """One library's results and gradients of an op."""
 
     results: list[np.ndarray]
     grads: list[np.ndarray]  # with respect to each input; none outside jit
 
 
 def by_labels(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A loss of torch with labels beside its input."""
+    """A torch loss that takes labels beside its input."""
     return lambda x: function(
         x, torch.tensor(LABELS.tolist(), device=x.device), reduction="none"
     )
@@ -153,7 +153,7 @@ class Found(NamedTuple):
 
     Attributes:
       case: the op and the region's dtype.
-      kind: of the list of torch that the op is in, or None.
+      kind: the kind of torch's list that has the op, or None.
       torch: the dtypes of torch's results, by the inputs.
       grads: the dtypes of its gradients.
       jamp: the dtypes of jamp's results on each path.

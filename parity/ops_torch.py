@@ -12,7 +12,7 @@ from .torch_autocast import cuda_lists, fake_cuda
 
 
 def _tensor(x: np.ndarray, device: str) -> torch.Tensor:
-    if x.dtype == jnp.bfloat16:  # which torch does not take from NumPy
+    if x.dtype == jnp.bfloat16:  # torch does not take it from NumPy
         return torch.tensor(x.view(np.int16), device=device).view(torch.bfloat16)
     return torch.tensor(x, device=device)
 
@@ -26,16 +26,16 @@ def _array(x: torch.Tensor) -> np.ndarray:
 
 def _results(op: Op, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of deprecated ops, mixed dtypes and so on
+        warnings.simplefilter("ignore")  # about deprecated ops, mixed dtypes and so on
         results = op.torch(*inputs)
     return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
 def run(op: Op, half: str, device: str) -> dict[str, Side]:
-    """Runs an op and its derivative, the derivative outside the region."""
+    """Runs an op, and its derivative outside the region."""
     region = torch.autocast(device, dtype=getattr(torch, half))
     found = {}
-    # A GPU has the lists of CUDA by itself.
+    # A GPU uses CUDA's lists anyway.
     with cuda_lists() if device == "cpu" else contextlib.nullcontext():
         for name in op.inputs:
             inputs = [

@@ -1,7 +1,7 @@
 """Other loss scalers and casts for JAX on the same cases as jamp.
 
-Nobody promises that they agree with torch, so a difference is no failure here: it is
-counted. A case that a library cannot be told is counted apart.
+They do not promise to agree with torch, so a difference is counted and does not fail
+the suite. Cases that a library cannot express are counted separately.
 """
 
 import functools
@@ -32,7 +32,7 @@ from .trajectory import floats
 TITLE = "Other libraries on the same cases"
 HALF = "float16"
 LISTS = {"lower precision": LOWER, "float32": FLOAT32, "promote": PROMOTE}
-CLOSE = 1e-6  # of the largest parameter of a run: rounding stays below
+CLOSE = 1e-6  # of a run's largest parameter; rounding stays below this
 FIELDS = {
     "scale": "scale",
     "tracker": "tracker",
@@ -42,7 +42,7 @@ FIELDS = {
 
 
 def _choose() -> tuple[Case, ...]:
-    """One stream for each configuration; other factors than 2 and 0.5 a few times."""
+    """One stream per configuration, a few of them with factors other than 2 and 0.5."""
     chosen: dict[Case, Case] = {}
     for case in ALL_CASES:
         usual = case.growth_factor == 2.0, case.backoff_factor == 0.5
@@ -56,7 +56,7 @@ SCALER_CASES = _choose()
 
 
 def run_library(name: str, case: Case, torch: Reference) -> dict[str, np.ndarray]:
-    """A library's run of a case; jamp's is by its optax wrapper where that takes it."""
+    """A library's run of a case; jamp's uses its optax wrapper where that fits."""
     if name in PEERS:
         inputs = Input(*streams(case), torch.unscaled)
         return run_peer(PEERS[name], case, inputs)
@@ -65,15 +65,15 @@ def run_library(name: str, case: Case, torch: Reference) -> dict[str, np.ndarray
 
 
 class Outcome(NamedTuple):
-    """A library's run of a case beside torch's, or of several cases.
+    """A library's runs of one or more cases beside torch's.
 
     Attributes:
       values: how many values were compared.
       mismatches: how many differ, by field, for the fields that the library has. `far`
         counts the parameters that differ by more than rounding.
       where: the first difference in words; empty if there is none.
-      cases: how many cases these are.
-      cannot: how many others it cannot be told, by reason.
+      cases: how many cases the library ran.
+      cannot: how many cases it cannot express, by reason.
     """
 
     values: int
@@ -84,7 +84,7 @@ class Outcome(NamedTuple):
 
 
 def _steps_in_range(name: str, torch: Reference) -> int:
-    """The steps until torch's scale leaves what a library can have."""
+    """The number of steps until torch's scale leaves the library's range."""
     lowest, highest = PEERS[name].range if name in PEERS else (0.0, np.inf)
     in_use = np.stack([torch.before, floats(torch.run.scale)])
     outside = np.any((in_use < lowest) | (in_use > highest), axis=0)
@@ -106,7 +106,7 @@ def compare(
     where = ""
     if any(counts.values()):
         first = {name: np.argwhere(d)[0] for name, d in differ.items() if d.any()}
-        name = min(first, key=lambda name: first[name][0])  # of several, the first
+        name = min(first, key=lambda name: first[name][0])  # the first of several
         pair = (_show(name, x[name][tuple(first[name])]) for x in (found, expected))
         where = "{}; step {}: {} {}, torch {}".format(
             case.name, first[name][0] + 1, FIELDS[name], *pair
@@ -122,14 +122,14 @@ def _show(name: str, value: Any) -> str:
 
 
 def scaling(name: str, device: str) -> Outcome:
-    """All cases that a library can be told."""
+    """Runs all cases that a library can express."""
     cannot, outcomes = Counter(), []
     for case in SCALER_CASES:
         reason = PEERS[name].cannot(case) if name in PEERS else ""
         torch = None if reason else reference(case, device)
         steps = _steps_in_range(name, torch) if torch else 0
         if torch is None or not steps:
-            cannot[reason or "the scale is out of its range"] += 1
+            cannot[reason or "scale out of its range"] += 1
             continue
         found = run_library(name, case, torch)
         outcomes.append(compare(case, torch, found, steps))
@@ -143,7 +143,7 @@ def scaling(name: str, device: str) -> Outcome:
 
 @functools.cache
 def _torch_dtypes() -> list[tuple[str, Op, str, list[str]]]:
-    """Every op with its list, its inputs and the dtypes of torch's autocast on CUDA."""
+    """Every op with its list, its inputs and torch's dtypes under autocast on CUDA."""
     from . import ops_torch
 
     return [
@@ -155,15 +155,15 @@ def _torch_dtypes() -> list[tuple[str, Op, str, list[str]]]:
 
 
 def casting(name: str) -> dict[str, tuple[int, int]]:
-    """How many results have torch's dtype, and of how many, by torch's list.
+    """How many results have torch's dtype, out of how many, by torch's list.
 
-    An op at which a library raises one of `REFUSALS` has none.
+    An op for which a library raises one of `REFUSALS` does not count as agreeing.
     """
     cast = CASTS[name][1]
     counts: dict[str, tuple[int, int]] = dict.fromkeys(LISTS, (0, 0))
     for kind, op, inputs, expected in _torch_dtypes():
         with warnings.catch_warnings():
-            # JAX is to refuse one day what `x.at[i].set(y)` does with a wider y.
+            # JAX warns that it will one day refuse `x.at[i].set(y)` with a wider y.
             warnings.filterwarnings("ignore", "scatter inputs have incompatible types")
             try:
                 found = jax.eval_shape(cast(op.jax), *op.arrays(inputs, HALF))
@@ -181,7 +181,7 @@ CASES = {name: name for name in MODULES}
 
 
 class Data(NamedTuple):
-    """What was seen of a library; None where it has nothing of the kind."""
+    """What the run found for a library; None where it offers nothing to run."""
 
     installed: bool
     scaling: Outcome | None = None
@@ -190,14 +190,14 @@ class Data(NamedTuple):
 
 
 def run(case: str, device: str) -> Result:
-    """Runs a library on all cases; the device is torch's."""
+    """Runs a library on all cases; `device` is for torch."""
     if importlib.util.find_spec(MODULES[case]) is None:
         return Result(case, 0, {}, data=Data(installed=False))
     scaled = scaling(case, device) if case in PEERS or case == "jamp" else None
     cast = casting(case) if case in CASTS else None
     defects = tuple(DEFECTS[case]()) if case in DEFECTS else ()
     compared = scaled.values if scaled else 0
-    # Others may differ; jamp may not.
+    # Other libraries may differ; jamp may not.
     wrong = scaled.mismatches if scaled and case == "jamp" else {}
     wrong = {name: count for name, count in wrong.items() if count}
     where = scaled.where if scaled and wrong else ""
@@ -206,29 +206,32 @@ def run(case: str, device: str) -> Result:
 
 _SECTION = """\
 {chosen} of the streams, one for each configuration, went through other loss scalers for
-JAX, each used as its documentation says. A case that a library cannot be told is left
-out for it. After every step the bits of the scale, the growth tracker, the skipped flag
-and the parameters were compared with torch's. Many parameters differ by the rounding of
-a division; "far off" are those that differ by more than a millionth of the largest.
+JAX, each used as its documentation says. A library skips the cases that it cannot
+express. After every step the bits of the scale, the growth tracker, the skipped flag
+and the parameters were compared with torch's. Many parameters differ only by the
+rounding of a division; "far off" counts those that differ by more than a millionth of
+the largest.
 
 {scaling}
 
-Trackers are flax's `fin_steps`, jmp's and mpx's `counter` and Keras's `step_counter`.
-`apply_if_finite` has no scale: it got the gradients that torch unscaled, and was told
-never to give in. A gradient that becomes inf only when it is unscaled is no overflow to
-torch, but it is to flax, jmp and `apply_if_finite`. mpx multiplies by the scale in
-float16; it was compared for as long as torch's scale fits into that, with its casts of
-arrays turned off. Left out:
+The trackers are flax's `fin_steps`, jmp's and mpx's `counter` and Keras's
+`step_counter`. `apply_if_finite` has no scale, so it got the gradients that torch had
+unscaled, and was set never to accept a bad update. torch does not count a gradient as
+an overflow if it becomes inf only when unscaled; flax, jmp and `apply_if_finite` do.
+mpx multiplies by the scale in float16. Its runs were compared for as long as torch's
+scale fits into float16, with its casts of arrays turned off. Cases that were left out,
+and why:
 
 {cannot}
 
-What goes wrong, seen in this run:
+Defects that this run showed:
 
 {defects}
 
-Of the ops of autocast's lists, with inputs in float32, float16 and both, so many
-results have the dtype that torch's autocast gives them on CUDA in a float16 region. jmp
-and mpx cast a module's inputs, here those of the op, and nothing inside it.
+The ops on autocast's lists ran with inputs in float32, float16 and both. The table
+counts the results that have the dtype that torch's autocast gives them on CUDA in a
+float16 region. jmp and mpx cast a module's inputs, here those of the op, and nothing
+inside it.
 
 {casting}
 
@@ -236,13 +239,13 @@ jamp differs on purpose in {differences}."""
 
 
 def section(results: Sequence[Result]) -> str:
-    """Tables of what the scalers differ in, of what goes wrong, and of dtypes."""
+    """Tables of the scalers' differences, of defects, and of dtypes."""
     data: dict[str, Data] = {result.case: result.data for result in results}
     counted = [*FIELDS, "far"]
     head = ["library", "cases", "values", *FIELDS.values(), "far off"]
     scalers = [[*head, "first mismatch"], ["---", *["---:"] * 7, "---"]]
     casts = [["cast by", *LISTS, "all"], ["---", *["---:"] * 4]]
-    defects, cannot = [["library", "what", "there", "jamp"], ["---"] * 4], []
+    defects, cannot = [["library", "case", "its result", "jamp"], ["---"] * 4], []
     for name, found in data.items():
         scaled, cast = found.scaling, found.casting
         if scaled:
@@ -251,7 +254,7 @@ def section(results: Sequence[Result]) -> str:
             scalers.append([name, *cells, scaled.where or "none"])
         if scaled and scaled.cannot:
             reasons = [f"{why} ({n})" for why, n in scaled.cannot.items()]
-            cannot.append(f"- {name}: {'; '.join(reasons)}.")
+            cannot.append(f"- {name}: {', '.join(reasons)}.")
         if cast:
             pairs = [*cast.values(), map(sum, zip(*cast.values(), strict=True))]
             casts.append([name, *("{} of {}".format(*pair) for pair in pairs)])

@@ -1,4 +1,4 @@
-"""What goes wrong in the other libraries: figures seen in the run, beside jamp's."""
+"""Defects of the other libraries: figures from the run, beside jamp's."""
 
 import dataclasses
 import warnings
@@ -21,12 +21,12 @@ from .peers_ops import CASTS, PEERS, Input
 from .peers_run import run_peer
 from .trajectory import floats
 
-# What a library raises where it cannot do a thing.
+# What a library raises for something that it cannot do.
 REFUSALS = (AttributeError, ImportError, NotImplementedError, TypeError)
 
 
 class Defect(NamedTuple):
-    """Something that goes wrong, seen in this run: the same figure on both sides."""
+    """A defect that this run showed: the same figure on both sides."""
 
     what: str
     there: str
@@ -42,7 +42,7 @@ def _attempt(function: Callable[[], Any]) -> str:
 
 
 def _both(name: str, case: Case, figure: Callable[[Any], float]) -> tuple[str, str]:
-    """A figure of the fields of a library's run of a case, and of jamp's."""
+    """The same figure from a library's run of a case and from jamp's."""
     base, poison = streams(case)
     there = run_peer(PEERS[name], case, Input(base, poison, base))
     runs = there, jamp_side.run_optax(case)._asdict()
@@ -77,7 +77,7 @@ def _flax_defects() -> Iterator[Defect]:
     )
     loss, params = lambda p: (p * (4 + 8j)).real, jnp.complex64(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is NumPy's that the imaginary part is lost
+        warnings.simplefilter("ignore")  # NumPy warns of the lost imaginary part
         grad = DynamicScale().value_and_grad(loss)(params).grad
     found = (complex(x) for x in (grad, _jamp_grad(loss, params)[1]))
     yield Defect("a complex parameter: its gradient", *(f"{x:g}" for x in found))
@@ -91,7 +91,7 @@ def _jmp_defects() -> Iterator[Defect]:
     for _ in range(5):
         scaler = overflow(scaler)
     yield Defect(
-        "smallest scale set to 4, under `jax.jit`: the scale 8 after 5 overflows",
+        "smallest scale set to 4, under `jax.jit`: a scale of 8 after 5 overflows",
         f"{float(scaler.loss_scale):g}",
         f"{_jamp_scale(5, np.inf, init_scale=8.0, min_scale=4.0):g}",
     )
@@ -105,7 +105,7 @@ def _jmp_defects() -> Iterator[Defect]:
     large = jmp.DynamicLossScale(jnp.float32(2.0**127))
     same = lambda p: p
     yield Defect(
-        "a scale of 2^127, whose inverse XLA takes for 0 on a CPU: a gradient of 1",
+        "a scale of 2^127, whose inverse XLA flushes to 0 on a CPU: a gradient of 1",
         f"{large.unscale(jax.grad(lambda p: large.scale(p))(jnp.float32(1))):g}",
         f"{_jamp_grad(same, jnp.float32(1), init_scale=2.0**127)[1]:g}",
     )
@@ -126,7 +126,7 @@ def _mpx_defects() -> Iterator[Defect]:
         *run(1024.0, period=1)[1],
     )
     largest = float(np.finfo(np.float16).max)  # the initial scale that it recommends
-    yield Defect("the initial scale 65504: a loss of 3", *run(largest)[0])
+    yield Defect("an initial scale of 65504: a loss of 3", *run(largest)[0])
 
 
 def _keras_defects() -> Iterator[Defect]:
@@ -134,7 +134,7 @@ def _keras_defects() -> Iterator[Defect]:
     case = dataclasses.replace(case, steps=100)
     last = lambda fields: float(np.log2(floats(fields["scale"])[-1]))
     yield Defect(
-        "growth at each finite step from 2^120 on: log2 of the scale after 100 steps",
+        "growth at every finite step from 2^120: log2 of the scale after 100 steps",
         *_both("Keras LossScaleOptimizer", case, last),
     )
 

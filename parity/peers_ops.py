@@ -1,7 +1,7 @@
 """How each of the other libraries is used: its loss scaler in a step, and its casting.
 
-Each is given what it needs to do its best: no lower bound on the scale where that can
-be asked for, and a selection by hand where its documentation leaves the skipping to the
+Each is set up to do its best: without a lower bound on the scale where that is
+possible, and with a selection by hand where its documentation leaves skipping to the
 user.
 """
 
@@ -39,22 +39,22 @@ class Input(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """A library and how a case is told to it.
+    """A library, and how to run a case with it.
 
     Its state is `(scaler, train)`, where `train` has the parameters and the state of
     each optimizer.
 
     Attributes:
-      module: what is imported.
+      module: the module to import.
       start: the state before the first step of a case.
       step: the state after a step, and whether each optimizer was skipped.
       read: the scaler's scale and growth tracker, if it has them.
       change: the scaler after a setter: `(scaler, method, value)`. The method `update`
         sets the scale.
-      range: of the scales that it takes.
+      range: the smallest and largest scale that it takes.
       one_factor: whether it backs off by the inverse of the growth factor.
-      one_optimizer: whether one flag holds for all that it unscales.
-      fused: whether it unscales and steps at once.
+      one_optimizer: whether one flag holds for everything that it unscales.
+      fused: whether it unscales and steps in one call.
     """
 
     module: str
@@ -68,23 +68,23 @@ class Peer(NamedTuple):
     fused: bool = False
 
     def cannot(self, case: Case) -> str:
-        """Why a case cannot be told to it; empty if it can."""
+        """Why the library cannot express a case; empty if it can."""
         factors = (case.growth_factor, case.backoff_factor) != (2.0, 0.5)
         factors |= any(method.endswith("_factor") for _, method, _ in case.events)
         if not case.enabled:
-            return "it has no `enabled`"
+            return "no `enabled`"
         if self.one_factor and factors:
-            return "it has one factor for growth and backoff"
+            return "one factor for growth and backoff"
         if self.one_optimizer and case.n_optimizers > 1:
-            return "it cannot skip one of several optimizers"
+            return "cannot skip one of several optimizers"
         if self.fused and case.unscale_first:
-            return "it does not unscale without a step"
+            return "does not unscale without a step"
         return ""
 
 
 @jax.custom_vjp
 def _overflow(params, poison):
-    """The parameters; on the way back inf or nan is written over their gradient."""
+    """The parameters; the backward pass writes inf or nan over their gradient."""
     del poison
     return params
 
@@ -101,7 +101,7 @@ def _loss(params: jax.Array, x: Input) -> jax.Array:
 
 
 def _sgd(grads: Any, train: Any) -> Any:
-    """The next parameters and state of the optimizer, taken from `train`."""
+    """The next parameters and optimizer state, from those in `train`."""
     params, opt_state = train
     updates, opt_state = SGD.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
@@ -195,7 +195,7 @@ def _mpx_step(state: Any, x: Input) -> Any:
 
     scaler, [(params, opt_state)] = state
     loss = functools.partial(_loss, x=_only(x))
-    # It differentiates in half precision; here only its scaling is compared.
+    # mpx differentiates in half precision; here only its scaling is compared.
     with mock.patch("mpx._dtypes.HALF_PRECISION_DATATYPE", jnp.float32):
         _, scaler, finite, grads = mpx.filter_value_and_grad(loss, scaler)(params)
     train = [mpx.optimizer_update(params, SGD, opt_state, grads, finite)]
@@ -214,7 +214,7 @@ def _mpx_change(scaler: Any, method: str, value: float) -> Any:
 
 @contextlib.contextmanager
 def _keras_home() -> Iterator[None]:
-    """Keras with JAX, and without the file that it writes into the home directory."""
+    """Keras on JAX, without the file that it writes into the home directory."""
     with tempfile.TemporaryDirectory() as home:
         settings = {"KERAS_BACKEND": "jax", "KERAS_HOME": home}
         with mock.patch.dict(os.environ, settings):
@@ -231,7 +231,7 @@ def import_keras() -> Any:
 
 
 class KerasScaler(struct.PyTreeNode):
-    """The wrapper's own variables, and what it is made with."""
+    """The wrapper's own variables, and its constructor arguments."""
 
     variables: list[Any]
     interval: int = struct.field(pytree_node=False)
@@ -291,7 +291,7 @@ def _keras_change(scaler: KerasScaler, method: str, value: float) -> KerasScaler
     return scaler.replace(variables=variables)
 
 
-_NEVER = 2**31 - 1  # so many errors in a row that it never gives in
+_NEVER = 2**31 - 1  # errors in a row, more than ever happen
 _IF_FINITE = optax.apply_if_finite(SGD, max_consecutive_errors=_NEVER)
 
 
@@ -313,7 +313,7 @@ def _fields(scale: str, tracker: str) -> Callable[[Any], dict[str, jax.Array]]:
     return lambda scaler: {k: getattr(scaler, name) for k, name in names.items()}
 
 
-_FLOAT16 = jnp.finfo(jnp.float16)  # in which mpx multiplies by the scale
+_FLOAT16 = jnp.finfo(jnp.float16)  # mpx multiplies by the scale in float16
 
 PEERS: Mapping[str, Peer] = {
     "flax DynamicScale": Peer(
@@ -343,7 +343,7 @@ PEERS: Mapping[str, Peer] = {
     "Keras LossScaleOptimizer": Peer(
         "keras", _keras_start, _keras_step, _keras_read, _keras_change, fused=True
     ),
-    # It has no scale, and is handed the gradients that torch unscaled.
+    # It has no scale, so it gets the gradients that torch unscaled.
     "optax apply_if_finite": Peer(
         "optax",
         _if_finite_start,
@@ -359,7 +359,7 @@ PEERS: Mapping[str, Peer] = {
 def _grampax(function: Function) -> Function:
     import grampax
 
-    # It casts for its first argument alone, so that all arrays go into that.
+    # It casts only its first argument, so all arrays go into that.
     cast = grampax.autocast(lambda inputs: function(*inputs), dtype=jnp.float16)
 
     def run(*inputs):
@@ -383,7 +383,7 @@ def _mpx_half(function: Function) -> Function:
     return lambda *inputs: function(*mpx.cast_to_float16(inputs))
 
 
-# How each casts in float16: a function of arrays to one of arrays, with its module.
+# How each library casts to float16: a wrapper of functions of arrays, with its module.
 CASTS: Mapping[str, tuple[str, Callable[[Function], Function]]] = {
     "jamp": ("jamp", jamp.autocast(dtype=jnp.float16)),
     "plain JAX": ("jax", lambda function: function),

@@ -1,4 +1,4 @@
-"""A case through torch and through one of the other libraries."""
+"""Runs a case through torch and through one of the other libraries."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ class Reference(NamedTuple):
     """torch's run of a case.
 
     Attributes:
-      run: what holds after each step.
+      run: the state after each step.
       unscaled: the gradients that the optimizers got, where they were not skipped.
       before: the scale that each step used.
     """
@@ -67,7 +67,7 @@ def run_peer(peer: Peer, case: Case, inputs: Input) -> dict[str, np.ndarray]:
         before, part = scaler, Input(*(x[start:stop] for x in inputs))
         (scaler, train), record = _scan(peer)((scaler, train), part)
         new_scale = case.new_scale(start)
-        if new_scale is not None:  # instead of what the step did to the scaler
+        if new_scale is not None:  # replaces what the step did to the scaler
             scaler = peer.change(before, "update", new_scale)
             record |= {k: value[None] for k, value in peer.read(scaler).items()}
         records.append({name: np.asarray(values) for name, values in record.items()})

@@ -43,7 +43,7 @@ def _save(figure: Figure, axes: np.ndarray, path: pathlib.Path) -> None:
 
 
 def trajectories(path: pathlib.Path, results: Mapping[str, Result]) -> None:
-    """Draws scales over each other.
+    """Draws torch's and jamp's scales on top of each other.
 
     Args:
       path: the PNG file to write.
@@ -73,7 +73,7 @@ def training(path: pathlib.Path, results: Sequence[Result]) -> None:
 
     Args:
       path: the PNG file to write.
-      results: of `training`; models one after another, with the same optimizers each.
+      results: of `training`, model by model, each with the same optimizers.
     """
     blocks = len({CASES[result.case].optimizer for result in results})
     columns = len(results) // blocks

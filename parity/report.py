@@ -7,7 +7,7 @@ from .result import Result
 
 _TEXT = """# Parity with torch.amp
 
-Written by `python -m parity{arguments}`: torch {device} and jamp, side by side.
+`python -m parity{arguments}` runs torch {device} beside jamp and writes this page.
 
 | area | cases | values compared | mismatches | known differences |
 | --- | ---: | ---: | ---: | ---: |
@@ -19,16 +19,16 @@ Written by `python -m parity{arguments}`: torch {device} and jamp, side by side.
 
 {sections}
 
-Made with {versions}, in {seconds} seconds; of processors' time {by_part}.
+Made with {versions}, in {seconds} seconds. CPU seconds by part: {by_part}.
 """
 
 
 def text(results: Mapping[ModuleType, Sequence[Result]], **facts: object) -> str:
-    """The report in Markdown; equal results give equal text but for its last line.
+    """The report in Markdown; equal results give equal text except for its last line.
 
     Args:
-      results: of the parts, in the order of their cases; a part that compares nothing
-        of jamp's stands below the table alone.
+      results: of the parts, in the order of their cases. A part that compares nothing
+        with jamp has a section but no row in the table.
       **facts: the fields of the text that the caller knows.
     """
     compared = {part: found for part, found in results.items() if _counts(found)}
@@ -57,9 +57,9 @@ def text(results: Mapping[ModuleType, Sequence[Result]], **facts: object) -> str
 
 
 def section(part: ModuleType, found: Sequence[Result]) -> str:
-    """A part's section, of the cases that ran to their end."""
+    """A part's section on the cases that ran to the end."""
     ran = [result for result in found if not result.raised]
-    return part.section(ran) if ran else "No case ran to its end."
+    return part.section(ran) if ran else "No case ran to the end."
 
 
 def _counts(found: Sequence[Result]) -> bool:
@@ -76,7 +76,7 @@ def _reasons(found: Sequence[Result]) -> dict[str, list[str]]:
 
 
 def _row(name: str, found: Sequence[Result]) -> str:
-    """Cases, values and mismatches; values that differ on purpose count apart."""
+    """Cases, values and mismatches; values that differ on purpose count separately."""
     known = len(_reasons(found))
     wrong = sum(sum(r.mismatches.values()) for r in found if not r.reason)
     wrong += sum(bool(r.reason) and not r.differs for r in found)

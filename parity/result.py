@@ -1,11 +1,11 @@
-"""What every part of the suite gives for each of its cases.
+"""The result that every part of the suite gives for each of its cases.
 
 A part is a module with these names, which `__main__` and `test_suite` use:
 
 - `TITLE`: its name in the report.
 - `CASES`: what is compared, by name.
 - `run(case, device) -> Result`: runs a case in torch and in jamp. It is called in a
-  process of its own, so cases and results can be pickled.
+  separate process, so cases and results must be picklable.
 - `section(results) -> str`: its section of the report, in Markdown; equal results give
   equal text.
 """
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 
 class Result(NamedTuple):
-    """What comparing one case gave.
+    """The result of comparing one case.
 
     Attributes:
       case: its name.
       compared: how many values were compared.
-      mismatches: how many of them differ, by what they are.
+      mismatches: how many of them differ, by kind of value.
       where: the first difference in words; empty if there is none.
       reason: why jamp differs on purpose; empty if it should not.
-      data: what the section, the pictures and the golden file show of it.
+      data: what the section, the pictures and the golden file need from it.
     """
 
     case: str
@@ -45,5 +45,5 @@ class Result(NamedTuple):
 
     @property
     def as_expected(self) -> bool:
-        """Whether it agrees, or differs where a reason says that it does."""
+        """Whether it agrees, or differs and has a reason to."""
         return self.differs == bool(self.reason)

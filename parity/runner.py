@@ -12,12 +12,12 @@ from typing import NamedTuple
 from . import training
 from .result import Result
 
-# Sums in one order on every machine: no threads, which share the work out.
+# No threads, which split the work: sums must have one order on every machine.
 XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false"
 
 
 class Ran(NamedTuple):
-    """A case that was run, and the processor's time that it took."""
+    """A case that was run, and the CPU time that it took."""
 
     part: ModuleType
     result: Result
@@ -25,7 +25,7 @@ class Ran(NamedTuple):
 
 
 def run_case(part: str, name: str, device: str) -> tuple[Result, float]:
-    """Runs a case; one that raises is a mismatch, and no other case is lost.
+    """Runs a case. One that raises counts as a mismatch, and the others go on.
 
     Args:
       part: the module's name.
@@ -49,10 +49,10 @@ def results(
     """The results of cases as they come.
 
     Args:
-      parts: whose cases run. Those of `training` are begun first, as they take longest.
-      only: what their names must have in them.
+      parts: the parts to run. The cases of `training` start first; they take longest.
+      only: runs the cases whose names contain this.
       device: "cpu" or "cuda".
-      processes: how many run at a time; 1 means in this process.
+      processes: how many cases run at a time; 1 means in this process.
     """
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
     tasks = [(part, name) for part in parts for name in part.CASES if only in name]

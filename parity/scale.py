@@ -1,4 +1,4 @@
-"""The loss scale by itself: every case of `cases` through torch and through jamp."""
+"""The loss scale alone: runs every case of `cases` through torch and jamp."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,29 +28,29 @@ PANELS = {  # of the picture; title: name of the case
 
 
 class Streamed(NamedTuple):
-    """What a case left behind."""
+    """What a case produced."""
 
     comparisons: list[Comparison]
     torch: Trajectory
-    jamp: Trajectory | None  # where it is drawn
+    jamp: Trajectory | None  # if the case is drawn
 
 
 class LongRun(NamedTuple):
-    """Scales and trackers of the long run, torch's and jamp's."""
+    """torch's and jamp's scales and trackers in the long run."""
 
     torch: tuple[np.ndarray, np.ndarray]
     jamp: tuple[np.ndarray, np.ndarray]
 
 
 def run(case: Case, device: str) -> Result:
-    """Runs a case on every side of jamp that it can be told to."""
+    """Runs a case on every side of jamp that can run it."""
     from . import torch_side
 
     if case == LONG_RUN:
         return _long_run(device)
     expected = torch_side.run(case, device)
     runs = {}
-    if case.kind != "factors" or case.growth_interval == 3:  # the others cost minutes
+    if case.kind != "factors" or case.growth_interval == 3:  # others take minutes
         runs["GradScaler, nnx.scan"] = jamp_side.run_nnx(case)
     if case in FIRST_OF_KIND:
         runs["GradScaler, step by step"] = jamp_side.run_nnx(case, step_by_step=True)
@@ -96,9 +96,9 @@ def _long_run(device: str) -> Result:
 
 
 def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
-    """torch's runs for the golden file, laid end to end.
+    """torch's runs for the golden file, concatenated.
 
-    Parameters and the long run are there as digests, the other fields in full.
+    Parameters and the long run are stored as digests, the other fields in full.
     """
     runs = [r.data.torch for r in results if isinstance(r.data, Streamed)]
     (long,) = (r.data.torch for r in results if isinstance(r.data, LongRun))
@@ -113,12 +113,12 @@ def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
 
 
 _SECTION = """\
-{cases} cases of {configurations} configurations, {steps:,} steps, went through torch's
-own `GradScaler` and through jamp, with the same streams of finite, inf, -inf and nan
-gradients. After every step the bits of the scale, the growth tracker, the skipped flags
-and the parameters were compared, and in a run of {long_steps:,} steps of the scale
-alone the scale and the tracker. The cases are in `cases.py`; a run is a case on one of
-jamp's sides.
+{cases} cases with {configurations} configurations and {steps:,} steps ran through
+torch's own `GradScaler` and through jamp, with the same streams of finite, inf, -inf
+and nan gradients. After every step the bits of the scale, the growth tracker, the
+skipped flags and the parameters were compared. In a run of {long_steps:,} steps with
+the scale alone, the scale and the tracker were compared. The cases are in `cases.py`; a
+run is a case on one of jamp's sides.
 
 {by_kind}
 
@@ -150,7 +150,7 @@ def section(results: Sequence[Result]) -> str:
 
 
 def _table(heading: str, comparisons: Iterable[Comparison], key: Any) -> list[str]:
-    """A row for each group; a case that several paths ran counts once for each."""
+    """A row for each group; a case that ran on several paths counts once for each."""
     groups: dict[str, list[Comparison]] = {}
     for item in comparisons:
         groups.setdefault(key(item), []).append(item)

@@ -1,4 +1,4 @@
-"""Whether `behaviors` would see a difference: controls of its comparison and its data.
+"""Whether `behaviors` would see a difference: controls for its comparison and data.
 
 The cases themselves run in `test_suite`.
 """
@@ -105,7 +105,7 @@ FAULTS = {
 def test_a_fault_in_jamp_is_seen(fault, side, references, monkeypatch, request):
     module, name, wrong, behavior = FAULTS[fault]
     monkeypatch.setattr(module, name, wrong)
-    jax.clear_caches()  # what was compiled without the fault, and then with it
+    jax.clear_caches()  # drop programs compiled without the fault, and then with it
     request.addfinalizer(jax.clear_caches)
     case, torch = CASES[f"{behavior}: {side}"], references[behavior]
     found = behaviors.run_jamp(RUNS[behavior], side, None)

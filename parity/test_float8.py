@@ -1,4 +1,4 @@
-"""The comparison of float8 with torchao: its inputs, and what it tells and says."""
+"""The comparison of float8 with torchao: its inputs, verdicts and messages."""
 
 import dataclasses
 from fractions import Fraction
@@ -24,7 +24,7 @@ OUTLIERS = Product("tensorwise", "outliers", (96, 192), 128, 4)
 
 
 def test_there_are_enough_cases():
-    # The claims of the report.
+    # What the report claims.
     arrays = {case: case.arrays() for case in CASTS}
     assert sum(map(len, arrays.values())) >= 400
     for source, low, high in (
@@ -65,7 +65,7 @@ def test_halfway_is_halfway(case):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sums_of_whole_numbers_are_exact(recipe):
-    # Of what is left by casts too: no sum is a matter of the order.
+    # After casts too, no sum depends on its order.
     (case,) = (c for c in PRODUCTS if c.is_in_golden_file and c.recipe == recipe)
     found = float8_torch.product(case)
     reverse = case.shape[-1] - 1 - np.arange(case.shape[-1])
@@ -97,8 +97,9 @@ def test_recipes_are_those_of_torchao():
 @pytest.mark.parametrize("n", range(-39, 119))
 def test_scales_beside_the_edge(n: int):
     # jamp's scale is the largest power of two that keeps a number in range; torchao's
-    # is twice that for a few float32 numbers above 1.75 * 2**n, and for no others. (The
-    # next one of float16 is 2**13 numbers of float32 above, that of bfloat16 2**16.)
+    # is twice that for a few float32 numbers above 1.75 * 2**n, and only for those.
+    # (The next one of float16 is 2**13 numbers of float32 above, that of bfloat16
+    # 2**16.)
     edge = np.float32(1.75 * 2.0**n)
     bits = edge.view(np.int32) + np.arange(-64, 128, dtype=np.int32)
     row = bits.view(np.float32)[:, None]
@@ -116,7 +117,7 @@ def test_an_inf_makes_another_scale_in_torchao():
     x = np.array([[1.0, np.inf], [1.0, 2.0]], np.float32)
     _, theirs = float8_torch.cast(x, "E4M3", -1)
     _, ours = float8_jamp.cast(x, "E4M3", (1,))
-    assert np.isinf(theirs[0, 0]) and np.isnan(ours[0, 0])  # of the scale 0
+    assert np.isinf(theirs[0, 0]) and np.isnan(ours[0, 0])  # from the scale 0
     assert theirs[1, 0] == ours[1, 0]
 
 
@@ -134,7 +135,7 @@ def test_what_differs_is_a_sum_close_to_halfway():
     halfway = (theirs + ours) / 2
     differ = theirs != ours
     assert differ.sum() < 10
-    # What float32 may lose in any order: half a unit of the size for each term.
+    # What float32 may lose in any order: half a unit of the size per term.
     lost = size * 2.0**-24 * case.shape[-1]
     assert np.all(np.abs(exact - halfway)[differ] <= lost[differ])
     assert np.all(lost < 0.02 * np.abs(exact).max())

@@ -1,7 +1,7 @@
 """The migration guide, docs/coming-from-torch.md: both sides run, and agree.
 
-The blocks of each side run in order, in one namespace; what both sides of a recipe call
-alike is compared when it ends.
+The blocks of each side run in order, in one namespace. At the end of a recipe, values
+that have the same name on both sides are compared.
 """
 
 import functools
@@ -39,7 +39,7 @@ from torch.optim.optimizer import (  # noqa: E402
 from . import behaviors_api_torch  # noqa: E402
 
 RUN = ("model", "optimizer", "log")
-# What is compared of each recipe: of its blocks for NNX, and of those for optax.
+# What each recipe compares: in its blocks for NNX, and in those for optax.
 COMPARED = {
     ("The example", JAMP): (),
     ("Typical training", JAMP): (*RUN, "skips", "scales", "loss"),
@@ -69,8 +69,8 @@ COMPARED = {
     ("Set the scale and the factors", JAMP): ("model", "scales", "enabled"),
     ("Set the scale and the factors", OPTAX): ("params", "scales"),
 }
-# Of the largest number in an array. Parameters go as far apart as FLOAT16_TOLERANCE
-# says; an output may be a unit in the last place off after each of the two layers.
+# Relative to the largest number in an array. Parameters drift apart by up to
+# FLOAT16_TOLERANCE; an output may be off by one unit in the last place per layer.
 TOLERANCES = {
     "output": 2 * FLOAT16_TOLERANCE,
     "mixed": 2 * FLOAT16_TOLERANCE,
@@ -81,7 +81,7 @@ NUMBERS = np.ndarray | np.generic
 
 
 class TorchSide:
-    """torch's values as plain ones."""
+    """torch's values as plain Python and NumPy."""
 
     def __init__(self):
         self.steps: Any = weakref.WeakKeyDictionary()
@@ -107,7 +107,7 @@ class TorchSide:
 
 
 def jamp_plain(value: Any) -> Any:
-    """jamp's values as plain ones, with torch's names."""
+    """jamp's values as plain Python and NumPy, with torch's names."""
     match value:
         case nnx.Optimizer():
             return int(value.step[...])
@@ -130,7 +130,7 @@ def jamp_plain(value: Any) -> Any:
 
 
 def difference(left: Any, right: Any, tolerance: float) -> str:
-    """In what torch's value and jamp's differ; "" if they do not."""
+    """How torch's value and jamp's differ; "" if they do not."""
     if isinstance(left, dict) and isinstance(right, dict):
         if left.keys() != right.keys() != {"scale", "_growth_tracker"}:
             return f"keys {[*left]} and {[*right]}"
@@ -170,7 +170,7 @@ def recipes(blocks: list[Block]) -> Iterator[tuple[str, list[Block]]]:
 
 
 def run(blocks: list[Block]) -> Iterator[tuple[str, str, str]]:
-    """Runs both sides: recipe, name and difference of each value compared."""
+    """Runs both sides; gives recipe, name and difference of each compared value."""
     torch_side, left, right = TorchSide(), {}, {}
     default = FLOAT16_TOLERANCE
     hook = register_optimizer_step_post_hook(torch_side.count)
@@ -196,7 +196,7 @@ def run(blocks: list[Block]) -> Iterator[tuple[str, str, str]]:
 
 
 def execute(blocks: list[Block], namespace: dict[str, Any], names: set[str]) -> None:
-    """Runs blocks, which must make what is to be compared."""
+    """Runs blocks, which must define the values to compare."""
     for name in names:
         namespace.pop(name, None)
     for block in blocks:
@@ -210,7 +210,7 @@ def _plant(block: Block) -> str:
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """A folder to write to, and what torchrun would say to a single process."""
+    """A folder to write to, and the variables that torchrun sets for one process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     torchrun: Any = {
@@ -266,7 +266,7 @@ def test_differences_are_seen():
     assert not difference(
         {"x": [x, state, True]}, {"x": [x * 1.0009, state, True]}, 1e-3
     )
-    assert not difference(state | {"growth_factor": 2.0}, state, 0.0)  # of optax
+    assert not difference(state | {"growth_factor": 2.0}, state, 0.0)  # as with optax
     for left, right in (
         (x, x * np.float32(1.002)),
         (x, x.astype(np.float16)),
@@ -298,7 +298,7 @@ def test_each_public_member_has_a_row():
 
 
 def test_the_messages_are_torchs():
-    # The suite asks jamp the same.
+    # The suite asks jamp the same question.
     raised = behaviors_api.messages(behaviors_api_torch.Driver).values()
     known = {text.removesuffix(".") for text in raised}
     table = rows(TEXT, "| message | when |")

@@ -1,4 +1,4 @@
-"""jamp's tables against the lists in torch's header, and the means of comparing ops."""
+"""jamp's tables against the lists in torch's header, and the comparison of ops."""
 
 import contextlib
 import pickle
@@ -46,8 +46,8 @@ def case(name: str) -> ops.Case:
 
 
 def test_the_header_is_read_whole():
-    # What the header lists is what the dispatcher has, but for two ops of cuDNN, which
-    # nobody calls, and the one that autocast forbids.
+    # The header lists what the dispatcher has, except two cuDNN ops, which nobody
+    # calls, and the one that autocast forbids.
     registered = torch_autocast.registered("CUDA")
     assert OVERLOADS.keys() <= registered
     assert registered - OVERLOADS.keys() == {
@@ -265,7 +265,7 @@ def test_other_dtypes_are_left_alone():
         assert double.sum().dtype is torch.float64
         assert integer.sum().dtype is torch.int64
         assert integer.exp().dtype is torch.float32
-        # Promotion does not see float64, which the op then refuses.
+        # Promotion ignores float64, which the op then refuses.
         with pytest.raises(RuntimeError, match="dtype"):
             torch.dot(half, double[0])
         with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
@@ -292,7 +292,7 @@ def test_what_cuda_does_not_list_is_not_cast():
 
 @pytest.mark.parametrize("lists", [contextlib.nullcontext, torch_autocast.cuda_lists])
 def test_a_weight_is_cast_once_in_a_region(lists):
-    # The same with torch's own lists of the CPU, which are the control.
+    # The control: the same with torch's own lists for the CPU.
     x, w = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
     own = lambda: torch.autocast("cpu", dtype=torch.float16)
 

@@ -1,4 +1,4 @@
-"""The loss scale against live torch, in configurations that Hypothesis draws."""
+"""The loss scale against live torch, in random configurations from Hypothesis."""
 
 import functools
 

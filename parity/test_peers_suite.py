@@ -1,4 +1,4 @@
-"""The table of other libraries: jamp's row is clean, and theirs show what is known."""
+"""The table of other libraries: jamp's row is clean, theirs show the known defects."""
 
 import functools
 import importlib.util
@@ -50,11 +50,11 @@ def test_cases_are_run_or_left_out_for_a_reason(name):
 @pytest.mark.parametrize(
     ("name", "differing", "first"),
     [
-        # One step late.
+        # It grows one step late.
         ("flax DynamicScale", "scale", "step 2000: scale 65536, torch 131072"),
         # `min_loss_scale` is 1 again after `lax.scan`.
         ("jmp", "scale", "scale 1, torch 0.5"),
-        # Gradients are halved where the scale grows, with the first step.
+        # Gradients are halved where the scale grows, from the first step on.
         ("mpx", "far", "step 2: parameters"),
         # The scale reaches inf, and all steps are skipped.
         ("Keras LossScaleOptimizer", "skipped", "parameters"),
@@ -74,7 +74,7 @@ def mismatches(name: str, case: Case) -> Mapping[str, int]:
 
 @pytest.mark.parametrize("name", ["jmp", "Keras LossScaleOptimizer"])
 def test_the_usual_case_agrees(name):
-    # Control: what is counted is not the way that a library is called.
+    # Control: the counts do not come from the way that a library is called.
     found(name)
     (case,) = (case for case in peers.SCALER_CASES if case.kind == "default")
     assert not any(mismatches(name, case).values())

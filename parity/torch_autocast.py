@@ -1,8 +1,8 @@
 """CUDA's autocast without a GPU: its lists, its dtypes, and its casts on the CPU.
 
 Fake tensors have a device, a shape and a dtype but no data, and autocast on CUDA casts
-them like others. To have values too, `cuda_lists` gives autocast on the CPU, whose own
-lists are shorter, those of CUDA.
+them like any others. To get values as well, `cuda_lists` gives autocast on the CPU,
+whose own lists are shorter, CUDA's lists.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def lists() -> dict[str, Kind]:
 
 
 def overload(name: str) -> Any:
-    """The op of a name in the lists."""
+    """The op that a name in the lists stands for."""
     packet, _, rest = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), rest or "default")
 
@@ -97,7 +97,7 @@ class _Casts:
         self._clear = torch.clear_autocast_cache
 
     def clear(self) -> None:
-        """Stands in for `torch.clear_autocast_cache`, which ends a region."""
+        """Replaces `torch.clear_autocast_cache`, which torch calls as a region ends."""
         self.cache.clear()
         self._clear()
 
@@ -110,7 +110,7 @@ class _Casts:
             return x.to(dtype)
         key = id(x), dtype
         if key not in self.cache:
-            self.cache[key] = x, x.to(dtype)  # holding x keeps its id from others
+            self.cache[key] = x, x.to(dtype)  # while x lives, its id is not reused
         return self.cache[key][1]
 
     @staticmethod
@@ -152,12 +152,12 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def cuda_lists() -> Iterator[None]:
-    """Gives `torch.autocast("cpu")` the lists of CUDA, for as long as it lasts."""
+    """Gives `torch.autocast("cpu")` the lists of CUDA inside the context."""
     cast = _Casts()
     added = library.Library("aten", "IMPL", "AutocastCPU")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of kernels that are registered already
+            warnings.simplefilter("ignore")  # about kernels that are registered already
             on_cpu = registered("CPU")
             for name in on_cpu - lists().keys() - {FORBIDDEN}:
                 added.impl(f"aten::{name}", library.fallthrough_kernel)
@@ -179,7 +179,7 @@ def fake_cuda(dtype: torch.dtype) -> Iterator[None]:
 
     They have no gradients either: without a GPU, torch would abort.
     """
-    # The one fused kernel without a shape function: it gives the new hidden state.
+    # The only fused kernel without a shape function. It returns the new hidden state.
     added = library.Library("aten", "IMPL", "Meta")
     added.impl(
         "_thnn_fused_gru_cell",

@@ -57,7 +57,7 @@ def run(case: Case, device: str = "cpu") -> Trajectory:
 def run_scale(
     case: Case, found_inf: np.ndarray, device: str = "cpu"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The scale and the tracker alone, by the kernel under torch's `update`.
+    """The scale and the tracker alone, from the kernel behind torch's `update`.
 
     Args:
       case: the configuration.

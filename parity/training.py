@@ -1,12 +1,12 @@
 """Whole training runs in float16, with the same weights and batches on both sides.
 
-`training_data` says what is trained; `training_torch` and `training_jamp` have the
-models. Both run them with autocast in float16 and a scaler whose growth interval is
-short, so that the scale finds the edge of float16 and stays there.
+`training_data` defines the tasks, and `training_torch` and `training_jamp` the models.
+Both sides use autocast in float16 and a scaler with a short growth interval, so that
+the scale finds the edge of float16 and stays there.
 
 Two float16 runs that round differently drift apart, so jamp's distance from torch is
-held against torch's distance from itself: torch runs each task in `VARIANTS` that are
-equal but for the order in which numbers are added, and so for their rounding.
+compared with torch's distance from itself. torch runs each task in `VARIANTS` that
+differ only in the order in which numbers are added, and thus in rounding.
 """
 
 import itertools
@@ -23,11 +23,13 @@ from .trajectory import bits
 TITLE = "Training runs"
 
 SEEDS = (0, 1, 2)
-SKIPS_APART = 2  # how many skipped steps two runs may differ by
-NOISE = 2.0  # how far from torch a loss may end, in torch's distances from itself
+SKIPS_APART = 2  # by how many skipped steps two runs may differ
+NOISE = (
+    2.0  # how far from torch's a final loss may be, in torch's distances from itself
+)
 
 
-# The first is the one that jamp is compared with.
+# jamp is compared with the first one.
 VARIANTS = (
     Variant(),
     Variant(rows=lambda rows: rows[::-1].copy(), kernels=True),
@@ -51,8 +53,8 @@ class Trained(NamedTuple):
     Attributes:
       torch: a run for each of `VARIANTS`.
       jamp: jamp's run.
-      replayed: values of jamp's scales and trackers that differ when torch's skipped
-        steps are played to its scalers.
+      replayed: how many of jamp's scales and trackers differ when its scalers replay
+        torch's skipped steps.
     """
 
     torch: list[Run]
@@ -78,7 +80,7 @@ class Trained(NamedTuple):
 
 
 def replay(run: Run) -> int:
-    """Plays torch's overflows to jamp's scalers and counts what differs."""
+    """Replays torch's overflows with jamp's scalers and counts what differs."""
     from . import jamp_side
 
     steps, n_optimizers = run.skipped.shape
@@ -106,7 +108,7 @@ def replay(run: Run) -> int:
 
 
 def run(task: Task, device: str) -> Result:
-    """Trains a task with each seed, in torch as each variant and in jamp."""
+    """Trains a task with each seed, in every variant of torch and in jamp."""
     from . import training_jamp, training_torch
 
     trained = []
@@ -118,9 +120,9 @@ def run(task: Task, device: str) -> Result:
 
 
 def compare(task: Task, trained: Sequence[Trained]) -> Result:
-    """Holds jamp's distance from torch against torch's from itself.
+    """Compares jamp's distance from torch with torch's distance from itself.
 
-    The noise of a task is the largest of its seeds.
+    The noise of a task is the largest among its seeds.
     """
     noise = max(seed.noise for seed in trained)
     n_flags = trained[0].jamp.skipped.shape[1]
@@ -146,7 +148,7 @@ def compare(task: Task, trained: Sequence[Trained]) -> Result:
 
 
 def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
-    """torch's runs, to play to jamp's scalers and to compare losses with."""
+    """torch's runs, for jamp's scalers to replay and to compare losses with."""
     arrays = {}
     for result in results:
         noise = max(seed.noise for seed in result.data)
@@ -167,22 +169,23 @@ def recorded(golden: Mapping[str, np.ndarray], task: Task, seed: int) -> Run:
 
 
 _SECTION = """\
-The same weights, batches and hyperparameters, {steps} steps, autocast in float16 and a
-scaler with a growth interval of {interval} on both sides, {seeds} seeds. torch has the
-lists of CUDA, also on the CPU. The MLP and the transformer are Linen modules under
-`jamp.dynamic_loss_scale`, the CNN and the GAN are NNX modules under `jamp.GradScaler`.
+Both sides train for {steps} steps with the same weights, batches and hyperparameters,
+autocast in float16 and a scaler with a growth interval of {interval}, with {seeds}
+seeds. torch uses CUDA's lists, also on the CPU. The MLP and the transformer are Linen
+modules under `jamp.dynamic_loss_scale`; the CNN and the GAN are NNX modules under
+`jamp.GradScaler`.
 
-torch's own distance is that of {variants} runs that add the same numbers in other
-orders: the rows of a batch in another order, in other kernels; a bias added after its
-product has been rounded; both. The final loss is the mean of the last {last} steps.
-Distances of parameters are norms, relative to torch's. The steps that torch skipped,
-played to both of jamp's scalers, give the same scale and tracker at each step, bit for
-bit, in {exact} of {runs} runs.
+torch's distance from itself comes from {variants} runs that add the same numbers in
+different orders. One variant reorders the rows of each batch and uses other kernels,
+one adds a bias after its product has been rounded, and one does both. The final loss is
+the mean of the last {last} steps. Distances between parameters are norms, relative to
+torch's. When both of jamp's scalers replay the steps that torch skipped, scale and
+tracker are the same at each step, bit for bit, in {exact} of {runs} runs.
 
 {table}
 
-Skips are those of each optimizer. "else apart" is the largest distance of the scales'
-logarithms to base 2."""
+Skips are counted for each optimizer. "scales apart" is the largest distance between the
+scales' base-2 logarithms."""
 
 
 def section(results: Sequence[Result]) -> str:
@@ -190,7 +193,12 @@ def section(results: Sequence[Result]) -> str:
     head = ["run", "seed", "skips: torch", "torch, other orders", "jamp"]
     head += ["final loss: torch", "jamp", "apart", "torch from itself"]
     head += ["parameters apart", "torch from itself"]
-    head += ["steps with equal scale", "torch with itself", "else apart", "as expected"]
+    head += [
+        "steps with equal scale",
+        "torch with itself",
+        "scales apart",
+        "as expected",
+    ]
     lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 3) + ["---"]]
     for result in results:
         noise = max(seed.noise for seed in result.data)
@@ -212,7 +220,7 @@ def section(results: Sequence[Result]) -> str:
 def _figures(trained: Trained, noise: float) -> list[str]:
     first, *others = trained.torch
     ratios = np.abs(np.log2(first.scale) - np.log2(trained.jamp.scale))
-    is_close = trained.loss_apart <= NOISE * noise  # a nan is not
+    is_close = trained.loss_apart <= NOISE * noise  # False for a nan
     is_close &= trained.skips_apart <= SKIPS_APART and not trained.replayed
     return [
         _skips(first),

@@ -1,4 +1,4 @@
-"""What is trained: tasks in arrays alone, with torch's names and layouts."""
+"""The tasks to train, as plain arrays with torch's names and layouts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 STEPS = 500
-LAST = 50  # the final loss is the mean of so many steps
+LAST = 50  # the final loss is the mean of this many steps
 GROWTH_INTERVAL = 20
 
 Arrays = dict[str, np.ndarray]
@@ -34,9 +34,9 @@ class Variant(NamedTuple):
     """How torch runs a task.
 
     Attributes:
-      rows: puts the rows of each batch in another order.
-      kernels: whether torch's own kernels run instead of oneDNN's. For the CNN they
-        always do, as oneDNN's take minutes on a CPU.
+      rows: reorders the rows of each batch.
+      kernels: whether torch's own kernels run instead of oneDNN's. The CNN always uses
+        torch's own, since oneDNN's take minutes on a CPU.
       bias: whether a bias is added after its product has been rounded, as XLA does on
         a CPU, instead of before.
     """
@@ -47,9 +47,9 @@ class Variant(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a training run leaves behind."""
+    """The record of a training run."""
 
-    loss: np.ndarray  # float32 [steps]: of a GAN the discriminator's
+    loss: np.ndarray  # float32 [steps]; for a GAN, the discriminator's
     scale: np.ndarray  # float32 [steps]: after the step
     tracker: np.ndarray  # int32 [steps]
     skipped: np.ndarray  # bool [steps, n_optimizers]
@@ -84,8 +84,9 @@ def _norm(name: str, size: int) -> Arrays:
 
 
 WIDTH, VOCABULARY, LENGTH, BLOCKS = 32, 16, 8, 4
-# Of the leaky ReLUs; float16 holds it. JAX rounds a number to the dtype of the array
-# that it is multiplied with, torch multiplies in float32; 0.01 would differ by 2e-4.
+# The slope of the leaky ReLUs, which float16 holds exactly. JAX rounds a number to the
+# dtype of the array that it multiplies, and torch multiplies in float32, so 0.01 would
+# differ by 2e-4.
 SLOPE = 0.25
 
 
@@ -140,7 +141,7 @@ def weights(model: str, seed: int) -> Arrays:
     }
 
 
-# Batches: new rows at each step, so that nothing can be learned by heart.
+# Batches: new rows at each step, so that nothing can be memorized.
 
 
 def _classes(random: Any, shape: tuple[int, ...], noise: float) -> list[np.ndarray]:
@@ -151,7 +152,7 @@ def _classes(random: Any, shape: tuple[int, ...], noise: float) -> list[np.ndarr
 
 
 def _chain(random: Any) -> list[np.ndarray]:
-    """Sequences of a Markov chain, and the same moved on by one."""
+    """Sequences of a Markov chain, and the same shifted by one."""
     logits = 1.5 * random.standard_normal((VOCABULARY, VOCABULARY))
     cumulative = np.cumsum(np.exp(logits), axis=1)
     cumulative /= cumulative[:, -1:]

@@ -102,14 +102,14 @@ class GAN(nnx.Module):
         self.generator, self.discriminator = Critic(8, rngs), Critic(1, rngs)
 
 
-# Parameters by torch's names, and as Flax has them.
+# Parameters under torch's names, and in Flax's form.
 
 LEAVES = {"conv": "kernel", "bn": "scale", "ln": "scale"}
 EMBEDDINGS = ("token", "position")
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Flax's path of a parameter of torch."""
+    """Flax's path for a torch parameter."""
     *path, leaf = name.split(".")
     if leaf == "weight":
         leaf = LEAVES.get(path[-1].rstrip("12"), "kernel")

@@ -30,7 +30,7 @@ from .training_data import (
 
 
 class Linear(nn.Linear):
-    """With the bias in the product or, if `apart`, added to the rounded product."""
+    """Adds the bias inside the product or, if `apart`, to the rounded product."""
 
     apart = False
 
@@ -209,7 +209,7 @@ def run(
 
 @contextlib.contextmanager
 def _kernels(own: bool) -> Iterator[None]:
-    """One thread, and torch's own kernels for the CPU or those of oneDNN."""
+    """One thread, and torch's own CPU kernels or oneDNN's."""
     before = torch.get_num_threads(), torch.backends.mkldnn.enabled
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = not own

@@ -1,4 +1,4 @@
-"""What a run leaves behind, as bits, and how two runs are compared."""
+"""The record of a run, as bits, and how two runs are compared."""
 
 import hashlib
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 class Trajectory(NamedTuple):
-    """One run of a case: what holds after every step."""
+    """One run of a case: the state after every step."""
 
     scale: np.ndarray  # uint32 [steps]: bits of the float32 scale
     tracker: np.ndarray  # int32 [steps]: growth tracker
@@ -20,7 +20,7 @@ class Trajectory(NamedTuple):
 
 
 class Mismatch(Exception):
-    """Two runs that should be equal are not, or a stream left its range."""
+    """Two runs that should be equal differ, or a stream left its range."""
 
 
 def trajectory(scale: Any, tracker: Any, skipped: Any, params: Any) -> Trajectory:
@@ -34,7 +34,7 @@ def trajectory(scale: Any, tracker: Any, skipped: Any, params: Any) -> Trajector
 
 
 def bits(values: Any) -> np.ndarray:
-    """The bits of float32 values; every nan counts as the same one.
+    """The bits of float32 values; all nans have the same bits.
 
     Only a disabled scaler lets a nan reach the parameters, and its sign and payload
     depend on the processor.
@@ -90,8 +90,8 @@ def _shown(value: Any) -> str:
 def require_normal_scales(case: Case, run: Trajectory) -> None:
     """Raises Mismatch if torch's scale left float32's normal range.
 
-    Below 2**-126 jamp's scale stops and torch's goes on, so such a stream says
-    nothing; choose another seed or chance of overflow.
+    Below 2**-126 jamp's scale stops and torch's keeps falling, so such a stream shows
+    nothing. Choose another seed or chance of overflow.
     """
     if not np.all(floats(run.scale) >= SMALLEST_NORMAL):
         step = int(np.argmin(floats(run.scale) >= SMALLEST_NORMAL))

@@ -1,8 +1,8 @@
 """Sharded trainings of one model, and the collectives that XLA compiles for them.
 
-A float16 MLP of residual blocks, two kernels and two biases each, in each layout of
-`LAYOUTS`, with `dynamic_loss_scale` or without. Counted is the HLO of one device; bytes
-are those of a collective's result.
+The model is a float16 MLP with residual blocks, two kernels and two biases each. It
+trains in each layout of `LAYOUTS`, with `dynamic_loss_scale` or without. The counts are
+from one device's HLO, and bytes are those of a collective's result.
 """
 
 import collections
@@ -23,9 +23,9 @@ import jamp
 
 
 class Layout(NamedTuple):
-    """How a mesh is named, and how a block's arrays lie on it."""
+    """The axes of a mesh, and how a block's arrays are split over it."""
 
-    shape: tuple[int, ...]  # -1: as many as there are devices
+    shape: tuple[int, ...]  # -1: as many as there are devices left
     axes: tuple[str, ...]
     up: P  # [width, hidden]
     up_bias: P  # [hidden]
@@ -61,7 +61,7 @@ def make_mesh(layout, axis_type=AxisType.Auto):
 
 
 def init_params(layers, width, seed=0):
-    """A list of blocks of float32 arrays."""
+    """A list of blocks with float32 arrays."""
     key = jax.random.key(seed)
     hidden = 2 * width
 
@@ -78,7 +78,7 @@ def init_params(layers, width, seed=0):
 
 
 def place(tree, specs, mesh):
-    """The arrays of a tree, each where its spec says."""
+    """The arrays of a tree, each placed by its spec."""
     return jax.tree.map(
         lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
         specs,
@@ -88,7 +88,7 @@ def place(tree, specs, mesh):
 
 
 def loss_fn(params, x):
-    """Mean square of what the blocks make of x: float32 []."""
+    """The mean square of the blocks' result for x: float32 []."""
     with jamp.autocast(dtype=jnp.float16):
         for block in params:
             hidden = jnp.tanh(x @ block["up"] + block["up_bias"])
@@ -97,7 +97,7 @@ def loss_fn(params, x):
 
 
 def explicit_loss_fn(layout, params, x):
-    """The same where types carry shardings: whole over data, split over model."""
+    """The same, where types carry shardings: whole over data, split over model."""
     model = "model" if "model" in layout.axes else None
     whole = jax.sharding.reshard
     with jamp.autocast(dtype=jnp.float16):
@@ -125,14 +125,14 @@ def scaled_step(tx, loss_fn, params, opt_state, x):
 
 
 def on_mesh(mesh, tree):
-    """Every array on all devices: what is on one of them is copied to the others."""
+    """Places every array on all devices, copying those that are on one."""
     everywhere = NamedSharding(mesh, P())
     move = lambda x: x if len(x.devices()) > 1 else jax.device_put(x, everywhere)
     return jax.tree.map(move, tree)
 
 
 class Training(NamedTuple):
-    """A jitted, donating step for a mesh that is set, and its arguments."""
+    """A jitted step that donates its state, for the current mesh; and its arguments."""
 
     mesh: jax.sharding.Mesh
     step: Callable[..., Any]
@@ -156,8 +156,9 @@ def training(
 
     Args:
       layout: a `Layout`.
-      mode: "jit", "explicit" (sharding in types), or "shard_map" (over data; a model
-        axis is left to XLA).
+      mode: "jit", "explicit" (sharding in types), or "shard_map" (over data; XLA
+      handles
+        a model axis).
       tx: the optimizer; None: Adam.
       scaled: with `dynamic_loss_scale`, or without.
       layers, width, rows: of the model and its batch.
@@ -213,13 +214,13 @@ class Collectives(NamedTuple):
 
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-# One that has a start gives back its operands too, before the results.
+# A collective with a start returns its operands as well, before the results.
 COLLECTIVE = re.compile(rf"= (?:\(\(.*?\), )?(.*?) (?:{KINDS})(?:-start)?\(")
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
 
 
 def collectives_of(training, devices=None):
-    """The collectives of a step, compiled for other devices if they are given."""
+    """The collectives of a step, compiled for other devices if any are given."""
     mesh, step, *args = training
     if devices is None:
         devices = mesh.devices.flat

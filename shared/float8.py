@@ -10,19 +10,19 @@ CUBLAS = re.compile(r'custom_call_target="__cublas\$(\S*)"')
 
 
 class Products(NamedTuple):
-    """Matrix products of a program, of which attention kernels are no part."""
+    """Counts of a program's matrix products, without those in attention kernels."""
 
     float8: int
     all: int
 
 
 def is_float8(dtype: object) -> bool:
-    """Of jaxprs and of HLO: `float8_e4m3fn`, `f8e4m3fn`."""
+    """In a jaxpr or in HLO: `float8_e4m3fn`, `f8e4m3fn`."""
     return str(dtype).startswith(("float8", "f8"))
 
 
 def traced_products(jaxpr) -> Products:
-    """Those that jamp asks for."""
+    """The products that jamp asks for."""
     found = [
         [v.aval.dtype for v in eqn.invars]
         for eqn in equations(jaxpr)
@@ -41,12 +41,12 @@ def casts(jaxpr) -> int:
 
 
 def compiled_products(text: str) -> Products:
-    """Those of an optimized HLO for a GPU: calls of cuBLAS, and products in kernels
+    """The products in optimized HLO for a GPU: cuBLAS calls, and products in kernels
     that XLA makes with Triton."""
     found = []
     for name, instructions in hlo.parse(text).items():
         if name == "ENTRY":
-            continue  # is there by its own name too
+            continue  # also listed under its own name
         shapes = {i.name: i.shape for i in instructions}
         for i in instructions:
             if i.op == "dot":

@@ -20,7 +20,7 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> list[Block]:
-    """The blocks of code that have a title."""
+    """The code blocks that have a title."""
     found, heading = [], ""
     for part in PARTS.finditer(text):
         heading = part["heading"] or heading
@@ -30,7 +30,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def rows(text: str, head: str) -> list[list[str]]:
-    """The cells of the table with this head, without it."""
+    """The cells of the table with this head, without the head."""
     table = text[text.index(head) :].partition("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 

@@ -1,8 +1,9 @@
 """What a compiled program does: its kernels, and the bytes that they read and write.
 
-Counted from the text of the optimized HLO. A kernel is an instruction of the entry that
-does work; of a conditional, the instructions of its true branch count, which a finite
-step runs. The bytes of a kernel are those of its operands and its results, whole.
+Both are counted in the text of the optimized HLO. A kernel is an instruction of the
+entry computation that does work. For a conditional, the instructions of its true branch
+count, which a finite step runs. A kernel's bytes are those of its whole operands and
+results.
 """
 
 import re
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 WIDTHS = {"pred": 1, "bf16": 2}
 FREE = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
-# What makes the host wait, or brings data to it.
+# Ops that make the host wait, or bring data to it.
 HOST = {"infeed", "outfeed", "recv", "recv-done", "send", "send-done"}
 INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 BRANCHES = re.compile(r"(?:branch_computations=\{|true_computation=)([^}]*)")
@@ -40,7 +41,7 @@ class Program(NamedTuple):
 
 
 def summarize(compiled) -> Program:
-    """The figures of what `jax.jit(...).lower(...).compile()` returned."""
+    """The figures of what `jax.jit(...).lower(...).compile()` returns."""
     computations = parse(compiled.as_text())
     kernels = list(executed(computations, "ENTRY"))
     ops = Counter(instruction.op for instruction, _ in kernels)
@@ -65,7 +66,7 @@ def executed(computations, name):
     for instruction in computations[name]:
         if instruction.op == "conditional":
             run = BRANCHES.search(instruction.text).group(1).split(",")
-            # jax.lax.cond is a choice by index, the true branch last.
+            # jax.lax.cond chooses by index, with the true branch last.
             is_indexed = "branch_computations" in instruction.text
             yield from executed(computations, run[-1 if is_indexed else 0].strip(" %"))
         elif instruction.op not in FREE:
@@ -74,7 +75,7 @@ def executed(computations, name):
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:
-    """Computation -> its instructions; the entry as "ENTRY" too."""
+    """Computation -> its instructions; the entry is also under "ENTRY"."""
     computations, current = {}, None
     for line in text.splitlines():
         start = re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line)

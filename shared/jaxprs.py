@@ -12,7 +12,7 @@ def equations(jaxpr):
 
 
 def jaxprs(jaxpr):
-    """The jaxpr and all that it holds, open."""
+    """The jaxpr and all jaxprs that it holds, each without its constants."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield jaxpr
     for eqn in jaxpr.eqns:

@@ -1,7 +1,7 @@
-"""Twelve layers whose gradients lie 43 powers of two apart, in several dtypes.
+"""Twelve layers whose gradients are 43 powers of two apart, in several dtypes.
 
-Each layer adds to a stream what it computes, times a gain of its own, as layers with
-LayerScale do: the smaller the gain, the smaller the gradient of its weight.
+Each layer adds its result times its own gain to a stream, as layers with LayerScale do.
+The smaller the gain, the smaller the gradient of the layer's weight.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import jamp
 
 LAYERS, ROWS, WIDTH = 12, 64, 32
 LARGEST, SMALLEST = -13, -56  # log2 of the gradients' largest numbers
-SCALES = 2.0 ** np.arange(-8, 60)  # those that the loss is multiplied by
+SCALES = 2.0 ** np.arange(-8, 60)  # factors for the loss
 WRONG = 0.05
 
 REGIONS: dict[str, dict[str, Any]] = {
@@ -25,7 +25,7 @@ REGIONS: dict[str, dict[str, Any]] = {
 
 
 def problem() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Weights, inputs and what the result is to be, as float16 has them."""
+    """Weights, inputs and targets, all exact in float16."""
     random = np.random.default_rng(0)
     w = random.standard_normal((LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
     x, y = random.standard_normal((2, ROWS, WIDTH))
@@ -34,7 +34,7 @@ def problem() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def gains() -> np.ndarray:
-    """2**0 and less, the one of the first layer being the smallest."""
+    """The layers' gains, 2**0 or less; the first layer has the smallest."""
     return 2.0 ** np.round(np.linspace(SMALLEST - LARGEST - 1, 0, LAYERS))
 
 
@@ -52,7 +52,7 @@ def exact() -> list[np.ndarray]:
 
 
 def gradients(region: jamp.autocast):
-    """A function of a loss scale, which gives the gradients without it."""
+    """A function of a loss scale that gives unscaled gradients."""
     w, x, y = map(jnp.asarray, problem())
 
     def scaled(ws, scale):
@@ -69,18 +69,18 @@ def gradients(region: jamp.autocast):
 
 
 def errors(found, truth) -> np.ndarray:
-    """For each layer the distance from the truth, relative to its norm."""
+    """For each layer the distance from the true gradient, relative to its norm."""
     norm = np.linalg.norm
     return np.array([norm(f - t) / norm(t) for f, t in zip(found, truth, strict=True)])
 
 
 def wrong(error: np.ndarray) -> int:
-    """How many layers are wrong; inf and nan are."""
+    """How many layers are wrong; inf and nan count as wrong."""
     return int(np.sum(~(error <= WRONG)))
 
 
 def best_scale(truth) -> tuple[float, np.ndarray]:
-    """The power of two with the fewest layers wrong in float16, and the errors then."""
+    """The power of two with the fewest wrong layers in float16, and its errors."""
     grad = gradients(jamp.autocast(**REGIONS["float16"]))
     with np.errstate(invalid="ignore"):
         tried = [(scale, errors(grad(scale), truth)) for scale in SCALES.tolist()]

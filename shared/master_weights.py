@@ -1,7 +1,7 @@
-"""A training that float16 parameters follow with master weights, and not without.
+"""A training that float16 parameters can follow only with master weights.
 
-A wide net on 256 points, in steps of the whole set. Every weight is near 1, and most
-updates are smaller than half the distance between two float16 numbers.
+A wide net trains on all of its 256 points at each step. Every weight is near 1, and
+most updates are smaller than half the distance between two float16 numbers.
 """
 
 import jax
@@ -19,7 +19,7 @@ TRAINED = {"SGD": optax.sgd(0.01), "Adam": optax.adam(5e-5)}
 
 
 def make_problem():
-    """A wide net: every weight is near 1 and has little to do."""
+    """A wide net, in which every weight is near 1 and contributes little."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (256, 16))
     y = jnp.sin(x[:, 0]) + x[:, 1] * x[:, 2] / 2 + jnp.abs(x[:, 3])
@@ -36,7 +36,7 @@ def net(params, x):
 
 
 def losses_of(tx, policy=None):
-    """The losses before each of the steps and after the last."""
+    """The losses before each step and after the last one."""
     params, x, y = make_problem()
     model = net
     if policy is not None:

@@ -1,4 +1,4 @@
-"""What a backward pass is given of its forward pass, and models to measure it on."""
+"""What a forward pass saves for its backward pass, and models to measure it on."""
 
 import functools
 import re
@@ -20,9 +20,9 @@ class Residual(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    op: str  # what made it, such as "dot_general"; "argument" for a parameter itself
-    path: str  # the module that the op belongs to, with stars for the modules' numbers
-    constant: bool  # one number all over, which XLA does not store
+    op: str  # that made it, such as "dot_general"; "argument" for a parameter itself
+    path: str  # of the op's module, with stars for the modules' numbers
+    constant: bool  # filled with one number, which XLA does not store
 
 
 def total(residuals: Iterable[Residual]) -> int:
@@ -40,7 +40,7 @@ def saved_bytes(loss: Callable, *args: Any) -> int:
 
 
 def residuals(loss: Callable, *args: Any) -> list[Residual]:
-    """The same leaves, with the op that made each."""
+    """The same leaves, each with the op that made it."""
     jaxpr = jax.make_jaxpr(functools.partial(saved, loss))(*args).jaxpr
     found = []
     for var in jaxpr.outvars:
@@ -51,7 +51,7 @@ def residuals(loss: Callable, *args: Any) -> list[Residual]:
 
 
 def origin(jaxpr, var) -> tuple[str, str, bool]:
-    """The op that made a value, its module, and whether it is one number all over."""
+    """The op that made a value, its module, and whether the value is one number."""
     if isinstance(var, Literal):
         return "literal", "", True
     eqn = next((e for e in reversed(jaxpr.eqns) if var in e.outvars), None)
@@ -68,14 +68,14 @@ def origin(jaxpr, var) -> tuple[str, str, bool]:
 
 
 def module_path(eqn) -> str:
-    """From "jvp(jamp.autocast(float16))/CNN/Conv_0" to "CNN/Conv_*"."""
+    """Turns "jvp(jamp.autocast(float16))/CNN/Conv_0" into "CNN/Conv_*"."""
     path = str(eqn.source_info.name_stack)
     path = re.sub(r"jamp\.autocast\([^)]*\)|\w+\(|\)", "", path)
     return re.sub(r"_\d+", "_*", "/".join(filter(None, path.split("/"))))
 
 
-# The models. `dtype` is what somebody casting by hand gives to every layer, and `norms`
-# what the norms give back, if not what they do by default.
+# The models. `dtype` is what you pass to every layer to cast by hand, and `norms` is
+# the dtype that the norms return, if not their default.
 
 
 def norm_dtype(dtype):
@@ -184,7 +184,7 @@ class Transformer(nn.Module):
 class Case(NamedTuple):
     model: Callable  # of a dtype
     inputs: jax.ShapeDtypeStruct
-    target: float  # how many times the bytes of the model cast by hand
+    target: float  # at most, relative to the bytes of the model cast by hand
 
 
 def images(*shape):

@@ -14,20 +14,20 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 DEVICES = "--xla_force_host_platform_device_count=8"
 # XLA compiles in a third of the time without LLVM's optimizations.
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
-if jax.__version_info__ < (0, 11):  # later ones abort at a flag that is gone
+if jax.__version_info__ < (0, 11):  # later versions drop the flag and abort
     UNOPTIMIZED += " --xla_cpu_use_fusion_emitters=false"
     UNOPTIMIZED += " --xla_cpu_parallel_codegen_split_count=1"
 
 try:
     import hypothesis
-except ImportError:  # `make gpu` does without
+except ImportError:  # `make gpu` runs without it
     hypothesis = None
 
 
 def pytest_addoption(parser):
     said = "fail the tests that are not marked slow and take more than five seconds"
     parser.addoption("--time-limit", action="store_true", help=said)
-    said = "compile as XLA does by default; otherwise compiling is quick"
+    said = "compile with XLA's default optimizations, which take longer"
     parser.addoption("--optimized", action="store_true", help=said)
 
 
@@ -49,7 +49,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What exists by now stays: collecting garbage need not search it, nor so often."""
+    """Collects garbage less often, and never among objects that exist by now."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -57,16 +57,16 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def standard_promotion():
-    """For third-party code that mixes dtypes and is tested as it is."""
+    """For tests of unmodified third-party code that mixes dtypes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture
 def checking_leaks():
-    """`jax.checking_leaks`, which searches all that Python holds, after each trace.
+    """`jax.checking_leaks`, which searches all Python objects after each trace.
 
-    Objects made before are left out: they are many, and none of them is a leak.
+    Leaves out objects made before: there are many, and none of them is a leak.
     """
     gc.collect()
     gc.freeze()

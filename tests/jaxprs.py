@@ -1,4 +1,4 @@
-"""Looks into jaxprs: which ops there are, in which dtypes."""
+"""Looks into jaxprs: which ops they have, in which dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def products(function, *args):
 
 
 def products_of(jaxpr, outer=True):
-    """With `outer=False` but those that contract nothing, and so multiply."""
+    """With `outer=False`, leaves out those that contract nothing, and so multiply."""
     found = []
     for eqn in equations(jaxpr):
         if not outer and is_outer(eqn):
@@ -34,7 +34,7 @@ def is_outer(eqn):
 
 
 def all_half(function, *args, dtype="float16"):
-    """Asserts that there are products, all of them in half precision; their number.
+    """Asserts that there are products, all in half precision; returns their number.
 
     A product in float32 that contracts nothing is a multiplication.
     """

@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test `make test` takes."""
+"""Which cases of a parametrized test `make test` runs."""
 
 from collections.abc import Iterable
 from typing import Any

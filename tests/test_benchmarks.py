@@ -146,7 +146,7 @@ def test_rows_take_turns_and_ratios_are_of_rounds():
     assert _harness.ratio([2, 30, 4], [1, 10, 4]) == 2
 
 
-# The others have no code but theirs, and `make gpu DRY=1` runs them all.
+# The others share no code with these, and `make gpu DRY=1` runs them all.
 BENCHMARKS = {
     "loss_scale_overhead": (),
     "eager_overhead": (),

@@ -1,4 +1,4 @@
-"""Each example runs, small, and does what it says."""
+"""Each example runs at a small size and does what it says."""
 
 import functools
 import importlib
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports an example as Python does that runs it."""
+    """Imports an example the way Python does when running it."""
     pytest.importorskip("sklearn")
     pytest.importorskip("tensorboardX")
     monkeypatch.syspath_prepend(EXAMPLES)

@@ -43,7 +43,7 @@ EMPTY = f"Before.\n\n{report.BEGIN}\n{report.END}\n\nAfter.\n"
 
 
 class Project:
-    """A checkout of a project "made", and what the command makes of it."""
+    """A checkout of a project named "made", and a function that runs the command."""
 
     def __init__(self, folder):
         self.source = folder / "source"

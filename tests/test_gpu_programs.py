@@ -1,6 +1,6 @@
-"""What XLA's GPU compiler makes of products in float8, and of scaled ones in float16.
+"""What XLA's GPU compiler does with products in float8, and scaled ones in float16.
 
-It needs no GPU, but JAX's CUDA plugin; without that these tests are skipped.
+The tests need JAX's CUDA plugin but not a GPU; without the plugin they are skipped.
 """
 
 import functools

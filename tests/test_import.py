@@ -1,4 +1,4 @@
-"""`import jamp` brings in no model library; what needs one is found when it is used."""
+"""`import jamp` imports no model library; names that need one import it when used."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ def added():
     new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
     return new & set({HEAVY})
 """
-# Runs each program that it is sent, one a line, in a process of its own.
+# Runs each program that it receives, one per line, in a separate process.
 SERVER = (
     START
     + """
@@ -57,7 +57,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def run(server):
-    """Runs code in a process of its own, where only JAX and optax are imported."""
+    """Runs code in a separate process, where only JAX and optax are imported."""
 
     def run(code):
         print(ascii(code), file=server.stdin, flush=True)
@@ -70,7 +70,7 @@ def run(server):
 
 
 def by_need():
-    """What a type checker sees jamp import by need, and what Python does."""
+    """The names that jamp imports on first use, for a type checker and in Python."""
     tree = ast.parse(Path(jamp.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {}
@@ -154,7 +154,7 @@ assert not added(), added()
 
 
 def test_a_function_that_was_jitted_before_is_not_traced_again(run):
-    # A user context that is made later is a new part of the key of JAX's caches.
+    # A user context that is made later adds a new part to the key of JAX's caches.
     run("""
 import jamp
 traces = []

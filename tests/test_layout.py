@@ -1,4 +1,4 @@
-"""Where things lie: each wing has its tests, and what several folders use is shared."""
+"""Where files are: each wing has its tests, and what several folders use is shared."""
 
 import ast
 from pathlib import Path
@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "parity": {"shared"},
     "tests": {"shared"},
 }
-# What some tests may import too: what they test, and torch's results.
+# What some tests may also import: the code that they test, and torch's results.
 EXCEPTIONS = {
     "tests/torch/": "parity.golden",
     "tests/test_foreign.py": "parity.foreign",

@@ -1,6 +1,6 @@
-"""The map of the house in docs/how-it-works.md is that of the folder.
+"""The file map in docs/how-it-works.md matches the folder.
 
-`python -m tests.test_map` writes its tables anew, from the first line of each file.
+`python -m tests.test_map` rewrites its tables from the first line of each file.
 """
 
 import ast

@@ -25,8 +25,8 @@ REFERENCE = re.findall(
 MADE_BY_JAMP = {"marks", "layout"}  # fields of a report, which users do not make
 PUBLIC = [name for name in dir(jamp) if not name.startswith("_")]
 
-# What a file of jamp may import: its own wing, and the rows before its own. Within a
-# wing, imports form no cycle, and go down through few floors.
+# What a file of jamp may import: its own wing, and the rows above its own. Within a
+# wing, imports do not form a cycle, and their chains are short.
 FLOORS = (
     {"_checks", "_tree", "_compat"},
     {"_autocast", "_scaling"},

@@ -1,4 +1,4 @@
-"""A region is copied and pickled as the arguments that it was made with."""
+"""A region is copied and pickled as its constructor arguments."""
 
 import copy
 import pickle
@@ -110,7 +110,7 @@ def test_a_class_of_a_notebook_with_a_decorated_method():
 
 
 def test_the_closure_of_a_decorated_function_is_pickled():
-    # What cloudpickle takes of a function that has no module to be imported from.
+    # What cloudpickle saves of a function that cannot be imported from a module.
     decorated = jamp.autocast(dtype=jnp.float16)(lambda x: x @ x)
     cells = [cell.cell_contents for cell in decorated.__closure__]
     (region,) = (c for c in cells if isinstance(c, jamp.autocast))
@@ -119,7 +119,7 @@ def test_the_closure_of_a_decorated_function_is_pickled():
 
 
 def made():
-    """What a user may save, of every kind; without functions and classes of theirs."""
+    """One of each kind that a user may save, except their own functions and classes."""
     params = {"w": jnp.ones(3), "h": jnp.ones(2, jnp.float16)}
     loss_fn = lambda params: jnp.sum(params["w"] ** 2) / jnp.sum(params["h"])
     history = jamp.debug.History()
@@ -162,7 +162,7 @@ def test_pickles_name_nothing_that_moves():
         assert type(pickle.loads(pickled)) is type(value), kind
 
 
-# Made once, of what needs no other library: `python -m tests.test_pickling`.
+# Made once, from objects that need no other library: `python -m tests.test_pickling`.
 SAVED = Path(__file__).parent / "data" / "saved.pickle"
 
 

@@ -48,7 +48,7 @@ def test_links_lead_somewhere(page):
 
 
 def anchors(page):
-    """What the headings of a page are linked by."""
+    """The anchors of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     words = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
     return {re.sub(r"[\s-]+", "-", word.strip()) for word in words}

@@ -1,4 +1,4 @@
-"""A JAX whose inside has moved breaks autocast alone, and only when it is used."""
+"""A JAX whose internals have moved breaks only autocast, and only when it is used."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import jamp
 
 from .marks import mostly_slow
 
-# What may be gone: the file that knows JAX's inside, or a thing that it takes there.
+# What may be gone: the file that uses JAX's internals, or one of those internals.
 GONE = {
     "the module": "import sys; sys.modules['jamp._compat'] = None",
     "a name": "from jax._src import source_info_util as s; del s.register_exclusion",
@@ -25,7 +25,7 @@ import pickle
 import jax, jax.numpy as jnp, optax
 from flax import nnx
 import jamp
-from jamp import autocast  # importing is no use
+from jamp import autocast  # importing is not using
 
 params = {"w": jnp.ones(2)}
 tx = jamp.dynamic_loss_scale(jamp.master_weights(optax.sgd(0.5)), init_scale=8.0)

@@ -1,8 +1,8 @@
 """A pytest plugin of `make test`: a test that is not marked slow may take five seconds.
 
 These are CPU seconds of the test and of the processes that it waits for, without its
-fixtures, so that another program on the machine fails no test. On a slower processor
-the limit is longer: a short calculation is timed at the start.
+fixtures, so that other programs on the machine do not fail a test. The limit is longer
+on a slower processor, where a short calculation at the start takes longer.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Models that nobody here wrote, small enough to train on a CPU in seconds.
+"""Other projects' models, small enough to train on a CPU in seconds.
 
-Each module has a function for each model of one project. It gets a `Checkouts`, imports
-the model's own code from there, and returns a `Linen`, `Nnx` or `Equinox` with made-up
-data. None of that code is kept here.
+Each module has a function for each model of one project. The function gets a
+`Checkouts`, imports the model's own code from there, and returns a `Linen`, `Nnx` or
+`Equinox` with made-up data. None of that code is kept here.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Model = Linen | Nnx | Equinox
 
 
 class Entry(NamedTuple):
-    """A model that is tried.
+    """A model to try.
 
     Attributes:
       project: the checkout that it comes from.

@@ -19,7 +19,7 @@ def modeling(checkouts: Checkouts, name: str):
 
 
 def qwen3(checkouts: Checkouts) -> Nnx:
-    """Reads texts of several lengths, which padding on the left lines up."""
+    """Reads texts of several lengths, padded on the left to align their ends."""
     library = modeling(checkouts, "qwen3")
     config = library.ModelConfig(
         num_layers=2,
@@ -81,7 +81,7 @@ def vae(checkouts: Checkouts) -> Nnx:
 
 
 def whisper(checkouts: Checkouts) -> Nnx:
-    """From spectrograms to text; the checkout has no `__call__` for the whole."""
+    """From spectrograms to text; the checkout has no `__call__` for the whole model."""
     library = modeling(checkouts, "whisper")
     config = dataclasses.replace(
         library.ModelConfig.whisper_tiny(),

@@ -1,4 +1,4 @@
-"""Models of the notebooks in Equinox's documentation."""
+"""Models from the notebooks in Equinox's documentation."""
 
 import jax
 import jax.numpy as jnp

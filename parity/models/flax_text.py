@@ -23,7 +23,7 @@ def tokens(seed: int, batch: int = 4, length: int = LENGTH) -> jax.Array:
 
 
 def gemma(checkouts: Checkouts, version: str, **fields) -> Nnx:
-    """Two layers of a version of Gemma, with its published options."""
+    """Two layers of one Gemma version, with its published options."""
     train, config, transformer = checkouts.modules(
         "flax/examples/gemma", "train", "transformer_cfg", "transformer"
     )
@@ -77,7 +77,7 @@ def gemma_3(checkouts: Checkouts) -> Nnx:
 
 
 def small(**fields):
-    """What `TransformerConfig` of both translation and language models takes."""
+    """`TransformerConfig`'s arguments for both translation and language models."""
     return {
         "vocab_size": VOCABULARY,
         "output_vocab_size": VOCABULARY,
@@ -92,7 +92,7 @@ def small(**fields):
 
 
 def lm1b(checkouts: Checkouts) -> Linen:
-    """A language model on packed rows: two texts in each."""
+    """A language model on packed rows, with two texts in each."""
     models, train = checkouts.modules("flax/examples/lm1b", "models", "train")
     module = models.TransformerLM(models.TransformerConfig(**small()))
     inputs = tokens(2)
@@ -168,7 +168,7 @@ def sst2(checkouts: Checkouts) -> Linen:
 
 
 def seq2seq(checkouts: Checkouts) -> Linen:
-    """Learns to add; each step of the decoder reads what the last one has drawn."""
+    """Learns to add; each step of the decoder reads what the previous one sampled."""
     models, train, pipeline = checkouts.modules(
         "flax/examples/seq2seq", "models", "train", "input_pipeline"
     )

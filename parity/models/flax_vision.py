@@ -22,7 +22,7 @@ def imagenet(checkouts: Checkouts) -> Linen:
     )
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 10, (2, 32))
-    # Blocks of 8x8 pixels that are the same for all images of a class, and noise.
+    # Each class has a fixed pattern of 8x8-pixel blocks; every image adds noise.
     blocks = np.kron(rng.normal(size=(10, 4, 4, 3)), np.ones((1, 8, 8, 1)))
     noise = 0.3 * rng.normal(size=(2, 32, 32, 32, 3))
     images = jnp.asarray(blocks[labels] + noise, jnp.float32)
@@ -61,7 +61,7 @@ def vae(checkouts: Checkouts) -> Linen:
 
 
 def ppo(checkouts: Checkouts) -> Linen:
-    """An actor and a critic on frames of bytes; its layers say float32 themselves."""
+    """An actor and a critic on frames of bytes; the layers set float32 themselves."""
     models, library = checkouts.modules("flax/examples/ppo", "models", "ppo_lib")
     module, batch = models.ActorCritic(num_outputs=4), 8
     rng = np.random.default_rng(0)

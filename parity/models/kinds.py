@@ -1,4 +1,4 @@
-"""What a model of each library is given as."""
+"""The form in which each library's models are given."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-# Where their files read data sets, draw charts and download weights. Nothing that
-# computes: a model that needs one of these for its numbers has to have it installed.
+# Modules that their files use to read data sets, draw charts and download weights. None
+# of them computes: if a model needs a module for its numbers, it must be installed.
 INPUT_ONLY = frozenset(
     """
     ale_py datasets env_utils grain gymnasium huggingface_hub kagglehub safetensors
@@ -27,14 +27,14 @@ INPUT_ONLY = frozenset(
 
 
 def anything(name: str) -> mock.MagicMock:
-    """What such a module has under any name."""
+    """The value of any attribute of such a module."""
     value = mock.MagicMock(name=name)
-    value.__version__ = "9"  # which clu compares
+    value.__version__ = "9"  # clu compares it
     return value
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for modules that only the reading of data needs."""
+    """Replaces modules that are needed only to read data."""
 
     def find_spec(self, fullname, path=None, target=None):
         """A spec for each of them, whether it is installed or not."""
@@ -54,7 +54,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Checkouts:
-    """The folder that holds the projects, and what is imported from there."""
+    """The folder that holds the projects; imports from there."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -68,7 +68,7 @@ class Checkouts:
             return [importlib.import_module(name) for name in names]
 
     def notebook(self, path: str, **constants: Any) -> Any:
-        """The imports and classes of a notebook's cells, with values that they use."""
+        """The imports and classes in a notebook's cells, with values that they use."""
         notebook = json.loads((self.folder / path).read_text())
         cells = [c["source"] for c in notebook["cells"] if c["cell_type"] == "code"]
         tree = ast.Module([], [])
@@ -78,9 +78,9 @@ class Checkouts:
             tree.body += [node for node in body if isinstance(node, kept)]
         module = ModuleType(Path(path).stem)
         module.__dict__.update(constants)
-        sys.modules[module.__name__] = module  # where dataclasses look for their names
+        sys.modules[module.__name__] = module  # where dataclasses look up their names
         with imports_from(self.folder):
-            # BERT's say `jax.random.PRNGKey | None`, which nothing can evaluate.
+            # BERT's annotations have `jax.random.PRNGKey | None`, which raises.
             lazily = __future__.annotations.compiler_flag
             exec(compile(tree, path, "exec", lazily), module.__dict__)
         return module
@@ -88,7 +88,7 @@ class Checkouts:
 
 @contextlib.contextmanager
 def imports_from(folder: Path) -> Iterator[None]:
-    """Imports from a folder first; its modules are forgotten afterwards.
+    """Imports from a folder first, and forgets its modules afterwards.
 
     Flax's examples all have a `models.py` and a `train.py`.
     """

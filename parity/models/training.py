@@ -23,7 +23,7 @@ LEARNING_RATE = 1e-3
 
 
 class Step(NamedTuple):
-    """What a step gives: the loss and the unscaled gradients, if it was not skipped."""
+    """A step's loss and unscaled gradients, and whether it was skipped."""
 
     loss: Any
     gradients: Any
@@ -34,10 +34,10 @@ class Run(NamedTuple):
     """A training run.
 
     Attributes:
-      losses: of each step that was not skipped.
-      gradients: of the first of them, by path.
-      skipped: how many steps were.
-      share: of the work in matrix products, what is done in half precision.
+      losses: the loss of each step that was not skipped.
+      gradients: those of the first such step, by path.
+      skipped: how many steps were skipped.
+      share: the share of the work in matrix products that is in half precision.
     """
 
     losses: list[float]
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """An exception, the notes that it carries, and where it came from."""
+    """An exception, its notes, and its traceback."""
 
     error: str
     notes: list[str]
@@ -55,7 +55,7 @@ class Failed(NamedTuple):
 
 
 def region(way: str) -> AbstractContextManager[Any]:
-    """Where the forward pass runs."""
+    """The context in which the forward pass runs."""
     return jamp.autocast(jnp.float16) if way == "autocast" else nullcontext()
 
 
@@ -72,7 +72,7 @@ def train(model: Linen | Nnx | Equinox, way: str) -> Run | Failed:
 
 
 def repeat(step: Callable[[Any], Step], share: float | None) -> Run:
-    """Steps until none is skipped, with the same key, so that all ways see the same."""
+    """Repeats each skipped step with the same key, so that all ways see the same."""
     losses, gradients, skipped = [], {}, 0
     for key in jax.random.split(jax.random.key(7), STEPS):
         for _ in range(ATTEMPTS):
@@ -150,7 +150,7 @@ def functional(loss_fn, params: Any, state: Any, way: str):
         nonlocal now
         after, result = one(*now, key)
         check_dtypes(now, after)
-        if result.skipped:  # what the model wrote on a skipped step is not kept
+        if result.skipped:  # drop what the model wrote on a skipped step
             after = (after[0], now[1], after[2])
         now = after
         return result

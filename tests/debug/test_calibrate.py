@@ -125,7 +125,7 @@ def test_the_errors_are_those_of_the_region():
             return x @ w
 
     got, pull = jax.vjp(products, W)
-    # Of y, `layer` takes the mean of sines.
+    # `layer` takes the mean of the sines of y.
     cotangent = jnp.cos(expected) / expected.size
     (dw,) = pull(cotangent.astype(got.dtype))
     exact = jnp.matmul(x.T, cotangent, precision="highest")
@@ -137,7 +137,7 @@ def test_the_errors_are_those_of_the_region():
     assert errors["wgrad"][0] == pytest.approx(off(dw, exact), 1e-2)
     lost = jnp.linalg.norm(got.astype(jnp.float32) - expected, axis=1)
     rows = jnp.max(lost / jnp.linalg.norm(expected, axis=1))
-    # A row's own size is at least that of random signs, so the error is no larger.
+    # A row is at least as large as with random signs, so the error is not larger.
     assert 0.5 * rows < errors["forward"][1] <= rows * 1.001
 
 
@@ -226,7 +226,7 @@ def test_iterations_become_the_worst_of_them():
         assert set(row.errors["tensorwise"]) == {"forward", "dgrad", "wgrad"}
         assert (row.worst("tensorwise") > 0.2) == is_spread
         assert (row.spread["w"] > 15) == is_spread
-        if not is_spread:  # the same twice is no more than once
+        if not is_spread:  # the same product twice counts once
             once = row_at(calibrated(loss, ws[:1], x), "body")
             assert (row.errors, row.spread) == (once.errors, once.spread)
 
@@ -363,7 +363,7 @@ def test_a_rule_is_for_its_own_product():
 
     x = X[:16, :16]
     params = Deep().init(jax.random.key(0), x)
-    # Dense_1 has rows that spread: of its input, and of what goes into Dense_2.
+    # The rows spread in Dense_1's input and in Dense_2's input.
     scales = 2.0 ** -jnp.linspace(0, 20, 16)
     params["params"]["Dense_0"]["kernel"] *= scales
     loss = lambda params, x: jnp.mean(Deep().apply(params, x) ** 2)
@@ -554,7 +554,7 @@ def test_bad_input(call, error, said):
 
 
 def test_the_model_is_left_as_it_was():
-    """What a probe traced is in no cache that others read."""
+    """What a probe traces does not enter a cache that others read."""
 
     @jax.jit
     def inner(w, x):

@@ -1,4 +1,4 @@
-"""`explain`: each op with its dtypes, rule and line; what is kept; what is odd."""
+"""`explain`: ops with their dtypes, rules and lines, kept arrays, and odd casts."""
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +164,7 @@ def test_policies():
 
 
 class OwnNorm(nnx.Module):
-    """As many models have one: it casts, and gives float32 back."""
+    """A norm as in many models: it casts, and returns float32."""
 
     def __init__(self):
         self.scale = nnx.Param(jnp.ones(8))

@@ -1,7 +1,7 @@
 """Twelve planted faults: the right report names the right path or line.
 
-Each case is run with its fault and without; the line that is at fault carries a comment
-that says so, and the expected line number is read from this file.
+Each case runs with its fault and without. A comment marks the faulty line, and the test
+reads the expected line number from this file.
 """
 
 import pathlib
@@ -214,8 +214,8 @@ def inside_nnx(fault):
 
 class Case(NamedTuple):
     plant: Callable[[bool], Any]
-    expected: list[str]  # each is in the printed report, and in its `found`
-    marker: str = ""  # of the line that is named too
+    expected: list[str]  # all are in the printed report and in its `found`
+    marker: str = ""  # of another line that the report names
 
 
 CASES = [

@@ -1,4 +1,4 @@
-"""`jamp.debug.History`: nothing blocks, nothing is lost, values keep exact."""
+"""`jamp.debug.History`: it never blocks, loses no row, and keeps values exact."""
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,8 @@ def long_running(x):
 
 
 def test_nothing_waits_for_a_computation_that_is_still_running():
-    # Not a callback that waits for an event: the CPU backend runs those before the
-    # dispatch returns.
+    # A callback that waits for an event would not do: the CPU backend runs callbacks
+    # before the dispatch returns.
     x = jnp.full([500, 500], 1 / 500, jnp.float32)
     warm_up = History(every=2)
     for _ in range(4):
@@ -86,7 +86,7 @@ def test_few_scalars_are_held_on_the_device():
 
 @pytest.mark.parametrize("every", [1, 3, 100])
 def test_a_loop_that_donates_its_state(every):
-    """`jamp.metrics` outside of jit gives the arrays that the next step deletes."""
+    """Outside jit, `jamp.metrics` returns arrays that the next step deletes."""
     donating = jax.jit(step, donate_argnums=(0, 1))
     params, opt_state, x = init_step()
     history, scales = History(every), []

@@ -414,7 +414,7 @@ def test_what_cannot_be_called_is_named():
         debug.find_nonfinite(jnp.log, when=1)(ONE)
 
 
-# What other eyes found.
+# Defects that reviews found.
 
 
 def test_an_overflow_beside_a_mask_of_minus_infinity():

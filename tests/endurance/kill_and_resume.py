@@ -1,13 +1,13 @@
-"""Training that is killed again and again, and must not notice.
+"""Training that is killed again and again, with the same results.
 
     python -m tests.endurance.kill_and_resume --kills 50
 
 A process trains, saves a checkpoint every few steps in the background, and logs each
 step. It is killed with SIGKILL at random moments, about half of them while it saves,
-and started again until it is done. Every logged step, repeated ones included, must
-equal that of a run which was left alone, bit for bit: loss, scale, tracker, and all
-that is carried to the next step. The engine "feedback" averages gradients over devices
-in eight bits, and carries what rounding lost.
+and restarted until it is done. Every logged step, including repeated ones, must equal
+that of an undisturbed run bit for bit: the loss, scale, tracker, and everything carried
+to the next step. The engine "feedback" averages gradients over devices in eight bits,
+and carries the rounding errors.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 import jamp
 
 SAVE_EVERY, KEEP = 4, 3
-STEPS_PER_KILL = 16  # more than are made in a life, so that no life sees the end
+STEPS_PER_KILL = 16  # more than a process makes, so that none reaches the end
 SAMPLES, BATCH, FEATURES, HIDDEN = 96, 16, 8, 32
 SCALING = {"init_scale": 2.0**10, "growth_interval": 5}
 ENGINES = ("optax", "nnx", "feedback")
@@ -201,7 +201,7 @@ def train(engine: str, folder: Path, steps: int) -> None:
 
 
 def checksum(carry: Any) -> int:
-    """Of all bits that are carried."""
+    """A digest of all bits that are carried."""
     total = 0
     for leaf in jax.tree.leaves(carry):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -211,7 +211,7 @@ def checksum(carry: Any) -> int:
 
 
 def live(engine: str, folder: Path, steps: int, cache: Path) -> None:
-    """What a process does. Leaves what went wrong in `error`."""
+    """Runs in each process. Writes a failure to `error`."""
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
@@ -224,14 +224,14 @@ def live(engine: str, folder: Path, steps: int, cache: Path) -> None:
 
 @dataclasses.dataclass
 class Report:
-    """What came of the kills of one run."""
+    """The outcome of the kills of one run."""
 
     engine: str
     kills: int = 0
     in_a_save: int = 0  # kills while a checkpoint was being written
     resumes: int = 0  # starts from a checkpoint
     repeated: int = 0  # steps that had been logged before
-    mismatches: int = 0  # logged steps that differ from the run left alone
+    mismatches: int = 0  # logged steps that differ from the undisturbed run
 
     def __str__(self) -> str:
         numbers = dataclasses.asdict(self).items()
@@ -239,11 +239,11 @@ class Report:
 
 
 def kill_and_resume(engine: str, kills: int, folder: Path, seed: int = 0) -> Report:
-    """Trains twice, once left alone and once killed so many times, and compares.
+    """Trains twice, once undisturbed and once killed `kills` times, and compares.
 
     Raises:
-      RuntimeError: a process failed by itself; it did not start from the latest
-        complete checkpoint; more than the save under way was lost.
+      RuntimeError: a process failed without a kill, did not start from the latest
+        complete checkpoint, or lost more than the save under way.
     """
     context = multiprocessing.get_context("forkserver")  # imports once, forks often
     context.set_forkserver_preload(["jamp", "orbax.checkpoint"])
@@ -289,7 +289,7 @@ def kill_and_resume(engine: str, kills: int, folder: Path, seed: int = 0) -> Rep
 def wait_for_moment(
     process: Any, folder: Path, before: int, rng: random.Random
 ) -> bool:
-    """Waits for a random moment in the life of a process; False if it ends before.
+    """Waits for a random moment in a process; False if it ends before that.
 
     One in eight comes while it starts. Half of the others come while it saves.
     """
@@ -331,7 +331,7 @@ def read_log(folder: Path) -> list[list[str]]:
 
 
 def finish(process: Any, folder: Path) -> None:
-    """Waits until a process is done, or killed; RuntimeError if it failed by itself."""
+    """Waits until a process ends or is killed; RuntimeError if it failed on its own."""
     process.join(300)
     if process.is_alive():
         process.kill()
@@ -349,9 +349,11 @@ def check(holds: bool, problem: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Training that is killed and resumed.")
-    parser.add_argument("--kills", type=int, default=6, help="of each engine")
+    parser.add_argument("--kills", type=int, default=6, help="kills of each engine")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random moments"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for engine in args.engines:

@@ -1,13 +1,13 @@
 """One training run in several processes: `python -m tests.endurance.processes --help`.
 
 `launch` starts the processes on this machine, each with a few fake devices. All train
-on one mesh over all devices, in six ways: with `jamp.dynamic_loss_scale` or with
-`jamp.GradScaler`; under jit with the parameters replicated or sharded, or sharded under
+on one mesh over all devices, with `jamp.dynamic_loss_scale` or with `jamp.GradScaler`,
+and in three ways: under jit with the parameters replicated or sharded, or sharded under
 `shard_map`. Each process writes what it saw. `train` does the same in one process.
 
 An inf in one element of a batch makes only one row of one gradient nan: the hidden
-layer saturates, and 0 * inf is left in the row of the element. With sharded parameters
-that row lies on a single device.
+layer saturates, and 0 * inf remains in the row of the element. With sharded parameters
+that row is on a single device.
 """
 
 import argparse
@@ -51,7 +51,7 @@ ATTEMPTS = 2  # of a step in the ways that end in "-retry"
 
 
 def injections() -> dict[int, tuple[int, int]]:
-    """The steps whose batch holds an inf, and the row and column that it is at."""
+    """The steps whose batch holds an inf, with its row and column."""
     rng = np.random.default_rng(7)
     steps = rng.choice(STEPS, INFS, replace=False)
     places = rng.integers((ROWS, FEATURES), size=(INFS, 2))
@@ -87,7 +87,7 @@ def loss_fn(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Arr
 def gathered_loss(
     shards: dict[str, jax.Array], x: jax.Array, y: jax.Array
 ) -> jax.Array:
-    """The mean loss of all devices, from what one of them holds."""
+    """The mean loss of all devices, from one device's part of the batch."""
     gather = lambda shard: lax.all_gather(shard, "data", tiled=True)
     return lax.pmean(loss_fn(jax.tree.map(gather, shards), x, y), "data")
 
@@ -145,9 +145,9 @@ def make_mesh(devices: int) -> jax.sharding.Mesh:
 def train(way: str, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
     """What this process sees of a run on a mesh with one axis, "data".
 
-    A row for each step of `loss`, of `jamp.metrics`, and of `checksum`: of the
-    parameters on each device of this process. Then `shard/<name>/<row>`: in the end,
-    the parameters by the first row of each shard.
+    `loss`, `jamp.metrics` and `checksum` have a row for each step; `checksum` is of the
+    parameters on each device of this process. `shard/<name>/<row>` are the final
+    parameters, by the first row of each shard.
     """
     engine, layout, *retry = way.split("-")
     trainer = {"optax": optax_trainer, "nnx": nnx_trainer}[engine]
@@ -244,11 +244,11 @@ def launch(
 def together(
     commands: Sequence[Sequence[str]], env: Mapping[str, str], timeout: float
 ) -> None:
-    """Runs commands at the same time, each in a process group of its own.
+    """Runs commands at the same time, each in a separate process group.
 
     Raises:
-      RuntimeError: one failed, or was not done in time; with what it printed. None is
-        left running.
+      RuntimeError: a command failed, or was not done in time; with what it printed. No
+        command is left running.
     """
     with contextlib.ExitStack() as stack:
         workers = []
@@ -277,7 +277,7 @@ def together(
 
 
 def printed(workers: Any, codes: Sequence[int | None]) -> str:
-    """What those that did not succeed have printed."""
+    """What the processes that failed have printed."""
     texts = []
     for i, ((_, log), code) in enumerate(zip(workers, codes, strict=True)):
         if code != 0:

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
 ]
 
-# Processes, devices of each, ways to train: together, all ways.
+# Processes, devices per process, ways to train; together these cover all ways.
 RUNS = (
     (2, 2, ("optax-replicated", "nnx-fsdp", "nnx-shard_map")),
     (4, 1, ("nnx-replicated", "optax-fsdp", "optax-shard_map")),
@@ -76,7 +76,8 @@ def test_processes_retry_together(tmp_path):
     injected = np.isin(np.arange(processes.STEPS), [*processes.injections()])
     for way, seen in processes.launch(tmp_path, 2, 2, ways, timeout=300).items():
         for one in seen:
-            # An inf in the batch is there at every scale: the batch is lost in the end.
+            # An inf in the batch overflows at every scale, so the batch is finally
+            # dropped.
             np.testing.assert_array_equal(one["found_inf"], injected, way)
             np.testing.assert_array_equal(one["skipped_steps"], injected.cumsum(), way)
             retries = injected.cumsum() * (processes.ATTEMPTS - 1)
@@ -90,11 +91,11 @@ def test_processes_retry_together(tmp_path):
 
 
 def check_close(seen, alone, devices):
-    """The same training in one process, but for the order of sums over devices.
+    """The same training in one process, except for the order of sums over devices.
 
-    What is summed are float16 gradients, one of each device: another order can move a
-    sum by half a unit in the last place, 2**-11, at each device. Training pulls both
-    runs towards the same parameters, so that this does not grow with the steps.
+    Each device adds one float16 gradient, so another order can move a sum by half a
+    unit in the last place, 2**-11, per device. Training pulls both runs towards the
+    same parameters, so this does not grow with the steps.
     """
     for name in ("found_inf", "loss_scale", "growth_tracker", "skipped_steps"):
         np.testing.assert_array_equal(seen[0][name], alone[name], name)
@@ -111,7 +112,7 @@ def check_close(seen, alone, devices):
 
 def test_a_process_that_dies_fails_the_group_with_what_it_printed():
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
-    last = "import os; print('last words', flush=True); os.abort()"
+    last = "import os; print('last words', flush=True)\nos.abort()"
     dies = [sys.executable, "-c", last]
     with pytest.raises(RuntimeError, match=r"processes failed:(.|\n)*last words"):
         processes.together([sleeps, dies], os.environ, timeout=30)

@@ -1,4 +1,4 @@
-"""A run that is killed with SIGKILL and resumed equals the one that was left alone."""
+"""A run that is killed with SIGKILL and resumed equals an undisturbed run."""
 
 import pytest
 

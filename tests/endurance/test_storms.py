@@ -44,7 +44,7 @@ def test_storms(kind, seed, count, cases):
 
 
 def test_what_the_storms_found():
-    """Each of these was a raw error of JAX or NumPy, or went through in silence."""
+    """Each of these was once a raw error of JAX or NumPy, or passed silently."""
     params = {"w": jnp.ones(2), "i": jnp.arange(2)}
     inner = optax.masked(optax.sgd(1.0), {"w": True, "i": False})
     tx = jamp.dynamic_loss_scale(inner, enabled=False)
@@ -113,7 +113,7 @@ def test_ten_thousand_steps():
 
 
 def train(dtype, seed, steps=40):
-    """A model in an autocast region of its own; what it computed, in every bit."""
+    """Runs a model in its own autocast region; returns every bit of the results."""
     rng = np.random.default_rng(seed)
     xs = rng.normal(size=(steps, 8, 4)).astype(np.float32)
     xs[rng.random(steps) < 0.2, 0, 0] = np.inf
@@ -168,7 +168,7 @@ def test_two_threads_train_two_models():
 def make_states():
     """A state and a scaler after steps.
 
-    `tests/endurance/data/state-jax-*.pickle` was made of them by that JAX:
+    Each JAX in the names of `tests/endurance/data/state-jax-*.pickle` made its file:
     `pickle.dumps({"params": params, "state": state, "scaler": scaler})`.
     """
     params = {"w": jnp.ones(3), "h": jnp.ones(2, jnp.float16)}

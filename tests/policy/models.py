@@ -1,8 +1,8 @@
 """ResNet-50 and a transformer in Linen and in NNX: plain, by hand, under a policy.
 
 The Linen models are those of `shared.residuals`, and the NNX models here are the same
-networks. `dtype` is what somebody casting by hand gives to every layer, `norms` what
-the norms give back.
+networks. `dtype` is what you pass to every layer to cast by hand, and `norms` is the
+dtype that the norms return.
 """
 
 import functools
@@ -27,12 +27,12 @@ def softmax_in_float32(x):
 
 
 def attend(query, key, value, *, softmax=jax.nn.softmax, **unused):
-    """Attention as two einsums and a softmax, which is what Linen's own is.
+    """Attention as two einsums and a softmax, like Linen's own.
 
-    The models cast by hand need it in Linen too: with `force_fp32_for_softmax` Linen's
-    own leaves the weights in float32, and with them the second product. NNX's own is
-    `jax.nn.dot_product_attention`: its backward pass multiplies float32 with float16,
-    and on a CPU JAX does not compile its float16 products.
+    The models cast by hand need it in Linen too: with `force_fp32_for_softmax`, Linen's
+    own attention keeps the weights in float32, and thus the second product. NNX's own
+    is `jax.nn.dot_product_attention`, whose backward pass multiplies float32 by float16
+    and whose float16 products JAX does not compile on a CPU.
     """
     query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
     weights = softmax(jnp.einsum("...qhd,...khd->...hqk", query, key))
@@ -168,7 +168,7 @@ class Built(NamedTuple):
 
 
 def ways(**kwargs):
-    """Norms compute in float32 either way. What the first one saves is the least."""
+    """Norms compute in float32 either way. The first way saves the least."""
     return {
         f"norms give {name}": {"dtype": HALF, "norms": jnp.dtype(name), **kwargs}
         for name in ("float16", "float32")

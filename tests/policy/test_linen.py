@@ -91,7 +91,7 @@ class Tied(nn.Module):
 
 
 class Parent(nn.Module):
-    """Has a module with a policy as a part; the rest is float32."""
+    """A float32 module, one part of which has a policy."""
 
     plain: bool = False
     inner: type = Compact
@@ -478,7 +478,7 @@ def test_a_policy_in_a_policy_wins():
 
 
 class Cell(nn.Module):
-    """A recurrent cell that is none of Flax's."""
+    """A recurrent cell that Flax does not have."""
 
     @nn.compact
     def __call__(self, carry, x):
@@ -517,7 +517,7 @@ def test_a_scanned_module_gives_back_the_carry_as_it_came(policy, body, override
 
 
 def model_dtype(model, cls):
-    """What the modules of a class compute in."""
+    """The dtypes in which the modules of a class compute."""
     plan = type(model)._jamp_plan
     return dict(plan.overrides).get(cls, plan.policy).compute_dtype
 
@@ -605,7 +605,7 @@ def test_overrides_that_match_nothing(overrides, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(model.init, RNGS, X)
     variables = jax.jit(Compact().init)(RNGS, X)
-    if nn.Conv not in overrides:  # a path is held against those of the variables
+    if nn.Conv not in overrides:  # a path is checked against those of the variables
         with pytest.raises(ValueError, match=message):
             model.apply(variables, X, rngs=RNGS, mutable=MUTABLE)
 
@@ -937,7 +937,7 @@ def calls_of_a_trace(n_layers):
 
 
 def test_what_a_layer_adds_to_a_trace_is_bounded():
-    # JAX hashes a region's settings for its caches: it was 1073 calls a layer.
+    # JAX hashes a region's settings for its caches, once with 1073 calls a layer.
     few, many = calls_of_a_trace(4), calls_of_a_trace(8)
     own, hashes = ((b - a) / 4 for a, b in zip(few, many, strict=True))
     assert 0 < own <= 380

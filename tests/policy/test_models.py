@@ -71,7 +71,7 @@ def test_products_of_the_attention_of_nnx():
 
 
 def in_norms(jaxpr):
-    """The equations of norm modules, by the file of Flax that they are from."""
+    """The equations of norm modules, found by Flax's file of norms."""
     for eqn in jaxpr.eqns:
         frames = eqn.source_info.traceback.frames
         if any(frame.file_name.endswith("normalization.py") for frame in frames):
@@ -82,14 +82,14 @@ def in_norms(jaxpr):
 
 
 def floating(eqns):
-    """The floating dtypes of all that goes into the equations and comes out."""
+    """The floating dtypes of all inputs and outputs of the equations."""
     variables = (v for eqn in eqns for v in (*eqn.invars, *eqn.outvars))
     dtypes = {v.aval.dtype for v in variables}
     return {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
 
 
 def casts_of_parameters(jaxpr, params):
-    """Path of each parameter -> the dtypes that it is cast to."""
+    """Each parameter's path -> the dtypes that it is cast to."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     named = dict(zip(jaxpr.invars, names, strict=False))  # parameters come first
@@ -176,7 +176,7 @@ def products_of_hlo(text):
     for line in text.splitlines():
         if match := HLO.search(line):
             name, shape, op, operands, rest = match.groups()
-            shapes[name] = shape  # names are used after they are given
+            shapes[name] = shape  # a name is defined before it is used
             if op in ("dot", "convolution", "custom-call"):
                 names = re.findall(r"%([\w.-]+)", operands)
                 key = op, shape, *(shapes[name] for name in names)
@@ -196,7 +196,7 @@ def test_compiled_products_are_those_by_hand(name):
         assert lowered[style].total() == compiled[style].total() == number > 0
     assert lowered["policy"] == lowered[LEAN]
     assert compiled["policy"] == compiled[LEAN]
-    # XLA's CPU backend widens float16 products, so this is asked of what it is given.
+    # XLA's CPU backend widens float16 products, so this looks at its input.
     tensors = re.findall(r"tensor<(.*?)>", str(list(lowered["policy"])))
     assert {tensor.split("x")[-1] for tensor in tensors} == {"f16"}
 

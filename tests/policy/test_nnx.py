@@ -179,7 +179,7 @@ def test_parameters_are_cast_in_calls_alone():
 
 
 class Layers(nnx.Module):
-    """Layers in a scan, of a float32 input."""
+    """Layers in a scan, with a float32 input."""
 
     def __init__(self):
         make = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))
@@ -215,7 +215,7 @@ def test_a_decoding_cache_keeps_its_dtype(cache_dtype):
 
 
 class Average(nnx.Module):
-    """Keeps a running average of what it is given, in a Variable of a kind."""
+    """Keeps a running average of its inputs, in a Variable of the given kind."""
 
     def __init__(self, kind=nnx.Param):
         self.mean = kind(jnp.zeros(4))
@@ -284,7 +284,7 @@ def test_parts_are_called_by_themselves():
     mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED)
     x = jnp.ones((1, 16))
     assert model_products(mixed.head, x) == [{"float16"}]
-    assert mixed.head(x).dtype == jnp.float16  # what it gives to the model
+    assert mixed.head(x).dtype == jnp.float16  # its result in the model
     assert mixed.project(x).dtype == FULL  # a method of the outermost one
 
 
@@ -626,7 +626,7 @@ def test_every_way_to_read_a_parameter():
 
 @pytest.mark.slow
 def test_attention_runs_on_a_cpu():
-    """By hand JAX refuses to compile it: F16_F16_F32 is not supported there."""
+    """Cast by hand, JAX refuses to compile it: F16_F16_F32 is not supported there."""
     attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
     mixed = jamp.nnx.with_policy(attention, MIXED)
     x = jax.random.normal(jax.random.key(0), (1, 4, 8))

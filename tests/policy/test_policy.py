@@ -474,7 +474,7 @@ def test_equinox_state_is_not_cast(standard_promotion):
 
 
 def test_haiku_takes_the_policy(standard_promotion):
-    """Haiku has policies by module class, made for jmp's."""
+    """Haiku has policies by module class, designed for jmp's policies."""
     policy = jamp.get_policy("mixed_float16")
     hk.mixed_precision.set_policy(hk.Linear, policy)
     try:

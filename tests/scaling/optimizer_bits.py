@@ -1,14 +1,14 @@
 """Steps of a wrapped optimizer beside the bare one, compared bit for bit.
 
-XLA's CPU backend contracts `a * b + c` into one fused multiply-add, and which product
-it picks depends on what else is in the loop: multiplying gradients by the inverse
-scale can change the last bit of a moment. So compiled steps are compared where there
-is no such choice: by `python -m tests.scaling.optimizer_bits` under
+XLA's CPU backend contracts `a * b + c` into one fused multiply-add, and its choice of
+product depends on what else is in the loop. Multiplying gradients by the inverse scale
+can thus change the last bit of a moment. So compiled steps are compared without that
+instruction: by `python -m tests.scaling.optimizer_bits` under
 
     XLA_FLAGS=--xla_cpu_max_isa=AVX
 
-a processor without that instruction. It prints the failures as JSON. In the
-tests LLVM's optimizations are off too, unless pytest has `--optimized`.
+It prints the failures as JSON. In the tests LLVM's optimizations are off too, unless
+pytest has `--optimized`.
 """
 
 import json

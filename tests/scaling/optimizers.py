@@ -1,4 +1,4 @@
-"""The table of optimizers: all that optax exports at top level, and some of contrib."""
+"""The table of optimizers: all of optax's top-level exports, and some from contrib."""
 
 import functools
 import inspect
@@ -10,9 +10,9 @@ from optax import contrib
 
 _ALIASES = "optax._src.alias"  # the module that holds optax's ready-made optimizers
 
-_DEPRECATED = {"optimistic_adam"}  # warns, and is optimistic_adam_v2
+_DEPRECATED = {"optimistic_adam"}  # warns, and calls optimistic_adam_v2
 
-# Arguments of those that do not take a learning rate alone.
+# Arguments of optimizers that need more than a learning rate.
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "adadelta": {"learning_rate": 0.1},
     "adafactor": {"learning_rate": 0.1, "min_dim_size_to_factor": 4},
@@ -35,12 +35,12 @@ _CONTRIB: dict[str, dict[str, Any]] = {
     "simplified_ademamix": {"learning_rate": 0.1},
 }
 
-# Those whose update needs the loss.
+# Optimizers whose update needs the loss.
 NEEDS_VALUE = {"polyak_sgd"}
 
 
 def exported_names() -> list[str]:
-    """What optax exports at top level, read from optax itself; deprecated ones not."""
+    """optax's top-level exports, read from optax itself, without deprecated ones."""
     names = []
     for name in sorted(set(dir(optax)) - _DEPRECATED):
         value = getattr(optax, name)

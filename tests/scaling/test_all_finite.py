@@ -1,4 +1,4 @@
-"""One reduction for arrays of one shape, unless devices may hold parts of them."""
+"""Arrays of one shape share a reduction, unless devices may hold parts of them."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ LAYERS = 6
 
 
 def leaves(dtype=jnp.float32):
-    """Kernels of one shape, biases of another, and one array like no other."""
+    """Kernels of one shape, biases of another, and one array with its own shape."""
     tree = {f"layer{i}": {"w": (8, 4), "b": (4,)} for i in range(LAYERS)}
     tree["head"] = (8, 3)
     is_shape = lambda node: isinstance(node, tuple)
@@ -47,7 +47,7 @@ def test_where_jit_may_split_them_each_array_takes_its_own():
 
 
 def test_on_a_mesh_that_xla_splits_over_each_array_takes_its_own(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 1)  # it is not asked
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # must not be asked
     placed = jax.device_put(leaves(), NamedSharding(mesh_of(AxisType.Auto), P()))
     assert reductions(jax.jit(all_finite), placed) == EACH
 

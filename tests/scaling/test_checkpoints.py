@@ -1,7 +1,7 @@
-"""After a checkpoint is restored, training goes on bit for bit as if never interrupted.
+"""Training from a restored checkpoint continues bit for bit as if never interrupted.
 
-Saved by orbax, msgpack or pickle, on one device or many, restored onto the same mesh or
-another.
+Checkpoints are saved by orbax, msgpack or pickle, on one device or many, and restored
+onto the same mesh or another.
 """
 
 import json
@@ -176,7 +176,7 @@ def test_saved_and_restored_on_one_device(kind, tmp_path):
 
 
 def scaling(carry):
-    """What `SCALING` and `BAD` decide, wherever the arrays lie."""
+    """What `SCALING` and `BAD` determine, on any placement of the arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(carry)
     names = ("loss_scale", "growth_tracker", "skipped_steps", "hysteresis_tracker")
     return {

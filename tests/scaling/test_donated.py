@@ -1,4 +1,4 @@
-"""On a CPU: a conditional where buffers are donated, a choice where they are not."""
+"""On a CPU: a conditional for donated buffers, a selection for others."""
 
 import functools
 import re
@@ -68,7 +68,7 @@ def nested(params, state):
 
 
 def compiled(fn, *args, donate=True):
-    """The figures of a function, compiled without what was compiled before."""
+    """The figures of a function, compiled with empty caches."""
     fresh = lambda *args: fn(*args)
     jitted = jax.jit(fresh, donate_argnums=range(len(args)) if donate else ())
     return jitted.lower(*args).compile()
@@ -87,7 +87,7 @@ def test_without_donation_nothing_is_copied_into_a_conditional(fn, monkeypatch):
     _, _, plain = figures(plain_step, donate=False)
     conditionals, copies, reads = figures(fn, donate=False)
     assert (conditionals, copies) == (0, 0)
-    assert reads < plain + 2.6  # with jmp 2.5 are added
+    assert reads < plain + 2.6  # jmp adds 2.5
     monkeypatch.setattr(skip, "overwrites", lambda: np.True_)  # the control
     conditionals, copies, reads = figures(fn, donate=False)
     assert conditionals == 1
@@ -166,7 +166,7 @@ def test_grad_scaler_follows_donation():
 
 
 OPTIMIZERS = {
-    # From the new state alone, or from gradients without any.
+    # Updates come from the new state alone, or from gradients without any state.
     "sgd": (optax.sgd(0.1), True),
     "momentum": (optax.sgd(0.1, momentum=0.9), True),
     "clipped adamw": (
@@ -175,7 +175,7 @@ OPTIMIZERS = {
     ),
     "injected": (optax.inject_hyperparams(optax.adam)(learning_rate=0.1), True),
     "lamb": (optax.lamb(0.1), True),
-    # They read the old moments, or what the new ones are made of.
+    # These read the old moments, or what the new ones are made from.
     "nesterov": (optax.sgd(0.1, momentum=0.9, nesterov=True), False),
     "lion": (optax.lion(0.1), False),
     "rounded moments": (optax.adam(0.1, mu_dtype=jnp.bfloat16), False),

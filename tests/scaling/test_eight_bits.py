@@ -1,4 +1,4 @@
-"""Means over devices in eight bits: how far off, how many bytes, and what is kept."""
+"""Means over devices in eight bits: their error, their bytes, and their feedback."""
 
 import collections
 import functools
@@ -38,7 +38,7 @@ def make_mesh(shape=(DEVICES,), names=("data",)):
 
 
 def on_each(f, *, names=("data",), shape=(DEVICES,), out_specs=None, **kwargs):
-    """`f` on each device, of its row of the arguments; a row of the result for each."""
+    """Runs `f` on each device's row of the arguments; gives a row of results each."""
 
     def local(*args):
         own = jax.tree.map(lambda x: x[0], args)
@@ -158,7 +158,7 @@ def test_blocks_are_of_one_size_and_waste_little(length, block):
 
 
 def heavy_tailed():
-    """Blocks whose sizes lie between 1e-6 and 1e6."""
+    """Blocks with magnitudes between 1e-6 and 1e6."""
     sizes = np.repeat(10.0 ** np.linspace(-6, 6, 32), 256)
     return normal(DEVICES, 32 * 256) * sizes.astype(np.float32)
 
@@ -173,7 +173,7 @@ def tiny_beside_huge():
 @BOTH
 @pytest.mark.parametrize("make", [heavy_tailed, tiny_beside_huge])
 def test_each_block_is_right_whatever_its_neighbors_are(dtype, make):
-    # A scale is the next power of two, so between 1 and 2 times as coarse as it could.
+    # A scale is the next power of two, so it is 1 to 2 times as coarse as necessary.
     grads = make()
     found = np.asarray(averaged(grads, dtype))[0].reshape(-1, 256)
     expected = grads.astype(np.float64).mean(0).reshape(-1, 256)
@@ -282,7 +282,7 @@ def test_several_axes(axes, check_vma):
     if axes == ("a",):
         expected = np.tile(grads.reshape(4, 2, -1).mean(0), (4, 1))
     assert distance(found, expected) < 2e-2
-    groups = found[::2], found[1::2]  # of the devices that have averaged together
+    groups = found[::2], found[1::2]  # devices that have averaged together
     if len(axes) == 2:
         groups = (found,)
     assert all(np.all(bits(rows) == bits(rows)[0]) for rows in groups)
@@ -325,9 +325,9 @@ def test_under_jit_scan_remat_and_vmap_and_one_trace(checking_leaks):
 def sent_by_dtype(f, *args):
     """Bytes that a device sends, by dtype of the HLO.
 
-    On a ring of n devices, of each byte of the whole array (n - 1) / n is sent in an
-    all-gather, an all-to-all or a reduce-scatter, twice that in an all-reduce. A
-    collective's result is the whole array, but a reduce-scatter's, which is 1/n of it.
+    On a ring of n devices, an all-gather, an all-to-all or a reduce-scatter sends
+    (n - 1) / n of the whole array's bytes, and an all-reduce sends twice that. A
+    collective's result is the whole array, except for a reduce-scatter's, which is 1/n.
     """
     hlo = f.lower(*args).compile().as_text()
     share = (DEVICES - 1) / DEVICES
@@ -542,7 +542,8 @@ def test_an_inf_on_one_device_skips_the_step_on_all(dtype, by):
 
 @pytest.mark.parametrize("axis_name", ["data", None])
 def test_a_nan_that_one_device_alone_has_skips_the_step_on_all(axis_name):
-    # Without `axis_name` each device looks for itself: the mean must tell them all.
+    # Without `axis_name` each device checks only its own gradients, so the mean must
+    # carry an overflow to all of them.
     tx = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0, axis_name=axis_name)
 
     def found_inf(grads):
@@ -561,7 +562,7 @@ def test_a_nan_that_one_device_alone_has_skips_the_step_on_all(axis_name):
 
 
 def total_of(tx, rounds):
-    """The sum of the means of so many rounds of gradients [rounds, ...], and states."""
+    """The sum of the means over rounds of gradients [rounds, ...], and the states."""
 
     def local(grads):
         def body(state, grads):
@@ -590,8 +591,8 @@ def stateless(dtype):
 @BOTH
 @pytest.mark.parametrize("kind, fold", [("the same", 20), ("independent", 4)])
 def test_feedback_makes_the_error_of_50_rounds_small(dtype, kind, fold):
-    # A rounding error that is the same in all rounds adds up to 50 times itself,
-    # independent ones to 7 times: with feedback that of the last round is left.
+    # A rounding error that is the same in all rounds adds up to 50 times itself, and
+    # independent errors to 7 times. With feedback, only the last round's error remains.
     count = 50 if kind == "independent" else 1
     grads = np.broadcast_to(normal(DEVICES, count, 1500), (DEVICES, 50, 1500))
     expected = grads.astype(np.float64).mean(0).sum(0)

@@ -365,7 +365,7 @@ def test_after_update_an_iteration_that_ended_early_is_forgotten():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("order", ["one by one", "all at once", "unscaled between"])
 def test_several_losses_in_one_iteration_make_no_warning(wrap, order):
-    """As a GAN has them: two models, two losses, one scaler; gradients clipped."""
+    """As in a GAN: two models, two losses, one scaler, and clipped gradients."""
 
     def one_by_one(pairs, scaler, x):
         for model, optimizer in pairs:
@@ -446,7 +446,7 @@ def test_a_scaler_closed_over_by_a_trace_recovers():
     (model, optimizer), scaler = make_model(), jamp.GradScaler()
 
     @nnx.jit
-    def step(model, optimizer):  # wrong: the scaler is no argument
+    def step(model, optimizer):  # wrong: the scaler is not an argument
         scaler.unscale_(optimizer, scaled_grads(model, scaler, X))
         scaler.update()
 
@@ -645,7 +645,7 @@ def test_state_dict_round_trip_and_errors():
         fresh.load_state_dict({**saved, "_hysteresis_tracker": -5})
     with pytest.raises(TypeError, match="state_dict must be a mapping; got list"):
         fresh.load_state_dict([1])
-    assert fresh.state_dict() == saved  # nothing was loaded by halves
+    assert fresh.state_dict() == saved  # nothing was loaded in part
     plain = jamp.GradScaler()
     plain.load_state_dict({**saved, "_hysteresis_tracker": 3})
     assert plain.hysteresis_tracker[...] == 1

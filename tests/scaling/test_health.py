@@ -1,4 +1,4 @@
-"""Alarms: flags in `metrics`, and the exception that `jamp.debug.check` makes."""
+"""Alarms: flags in `metrics`, and the exception that `jamp.debug.check` raises."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def flags(metrics):
 def test_a_healthy_run_has_no_alarm():
     tx = jamp.dynamic_loss_scale(optax.sgd(0.1), growth_interval=50)
     skips = np.zeros(500, bool)
-    skips[[0, 1, 2, 60, 200]] = True  # calibration, and what growth provokes
+    skips[[0, 1, 2, 60, 200]] = True  # calibration, then skips after growth
     state, seen = train(tx, skips)
     assert not any(np.any(seen[name]) for name in FLAGS)
     debug.check(state)
@@ -170,7 +170,7 @@ def test_check_reads_a_history():
     debug.check(history, window=100, skipped_share=0.3)
     with pytest.raises(FloatingPointError, match="too many of the last steps"):
         debug.check(history, window=60, skipped_share=0.49)
-    debug.check(debug.History())  # nothing to say yet
+    debug.check(debug.History())  # nothing to report yet
 
 
 def test_check_inside_a_trace_says_where_it_belongs():

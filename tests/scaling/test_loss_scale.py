@@ -85,7 +85,9 @@ def test_the_product_is_formed_in_float64():
     for _ in range(500):
         scale = scale * np.float32(1.1)
         float32_products.append(scale)
-    assert np.mean(scales == np.array(float32_products)) < 0.1  # it would show
+    assert (
+        np.mean(scales == np.array(float32_products)) < 0.1
+    )  # a float32 product would show
     np.testing.assert_array_equal(
         scales, [s for s, *_ in reference(config, [False] * 500)]
     )

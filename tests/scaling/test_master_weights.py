@@ -34,7 +34,7 @@ def is_masked(node):
 
 
 def nodes_of(kind, state):
-    """The states of one kind in an optimizer state, those inside one another left."""
+    """The states of one kind in an optimizer state, without those nested in them."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [node for node in nodes if isinstance(node, kind)]
 
@@ -87,7 +87,7 @@ def make_params(seed=0, zeros=(0.0, -0.0)):
 
 
 def make_grads(seed, params):
-    """Numbers from 2**-20 to 2**6; in every fourth step, what takes 1 to near 0."""
+    """Numbers from 2**-20 to 2**6; every fourth step has ones that take 1 to near 0."""
     rng = np.random.default_rng(1000 + seed)
 
     def leaf(p):
@@ -267,7 +267,7 @@ def test_nesting_keeps_parameters_rounded(name, way):
 
 
 def test_multi_steps_around_it():
-    """Equal as numbers: the updates that it holds back are 0, and -0 + 0 is 0."""
+    """Equal as numbers: updates that are held back are 0, and -0 + 0 is 0."""
     tx = optax.MultiSteps(wrap(optax.adam(1e-2)), 2)
     start = params = make_params()
     state = tx.init(params)
@@ -283,7 +283,7 @@ def test_multi_steps_around_it():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 def test_parameters_that_collapse(dtype, way):
-    """To 2**-1 down to 2**-40 of what they were, in one step."""
+    """Shrinks parameters to between 2**-1 and 2**-40 of their value, in one step."""
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.uniform(1, 2**15, (40, 64)), dtype)}
     part = 2.0 ** -np.arange(1, 41, dtype=np.float32)[:, None]
@@ -300,7 +300,7 @@ def test_parameters_that_collapse(dtype, way):
 @pytest.mark.parametrize("way", ["eager", "jit", "two jits", "step", "eager step"])
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 def test_where_no_update_reaches_the_rounded_copy(dtype, way):
-    """From 1, of which the copy is 1 - 2**-24, to -2**-24: further than float32 has."""
+    """From 1, with a copy of 1 - 2**-24, to -2**-24: float32 cannot hold the move."""
     power = jnp.asarray(2.0 ** np.arange(15), jnp.float32)
     params = {"w": power.astype(dtype)}
     tx = jamp.master_weights(optax.sgd(1.0))

@@ -91,7 +91,7 @@ def test_masked_leaves_pass():
     state = tx.init(params)
     grads = {"w": jnp.full((4, 2), 2.0**16), "b": jnp.full(2, jnp.inf)}
     updates, state = tx.update(grads, state, params)
-    assert not jamp.metrics(state)["found_inf"]  # the masked part is not its business
+    assert not jamp.metrics(state)["found_inf"]  # it does not check the masked part
     np.testing.assert_array_equal(updates["w"], -0.5)
 
 

@@ -1,4 +1,4 @@
-"""Every optimizer of optax inside the wrapper, against the same optimizer bare."""
+"""Every optax optimizer inside the wrapper, against the same optimizer bare."""
 
 import json
 import os

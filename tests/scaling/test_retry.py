@@ -1,7 +1,7 @@
-"""A step that overflows runs again on its batch: none is lost, and all else is held.
+"""A step that overflows runs again on its batch, which is not lost; the rest is kept.
 
-The anchor is the same training with a loss scale that was right from the start. Numbers
-that no float16 of it makes subnormal have the same bits at every power of two.
+The reference is the same training with a loss scale that was right from the start.
+Without float16 subnormals, its numbers have the same bits at every power of two.
 """
 
 import functools
@@ -154,14 +154,14 @@ def compiled(step, training):
 
 
 def copies(program):
-    """Sizes of the arrays that a program copies, those of scalars left out."""
+    """Sizes of the arrays that a program copies, without scalars."""
     found = re.findall(r"= (\w+)\[([\d,]+)\]\S* copy\(", program.as_text())
     return sorted(int(np.prod([int(n) for n in dims.split(",")])) for _, dims in found)
 
 
 def test_donated_parameters_and_moments_are_not_copied(monkeypatch):
     class Bare(Training):
-        """With nothing but what a skipped step holds itself."""
+        """A step that changes only what a skipped step holds anyway."""
 
         def start(self):
             params = make_params()
@@ -593,7 +593,7 @@ def test_all_devices_agree_and_retry_together(order, check_vma):
 
 @needs_devices
 def test_a_flag_that_differs_is_raised_on_all():
-    # Without axis_name each device has a scale of its own, and JAX's types say so.
+    # Without axis_name each device has its own scale, and JAX's types say so.
     tx = jamp.dynamic_loss_scale(optax.sgd(1.0), 2.0**20)
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
@@ -602,7 +602,7 @@ def test_a_flag_that_differs_is_raised_on_all():
         params, opt_state = state
         grads = (jamp.loss_scale(opt_state) * x).astype(jnp.float16)
         loss = jnp.sum(params * x)
-        total = jax.lax.psum(loss, "data")  # devices that part here wait for ever
+        total = jax.lax.psum(loss, "data")  # devices that diverge here wait forever
         return jamp.step(tx, grads, opt_state, params), total
 
     def local(x):

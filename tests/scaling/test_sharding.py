@@ -41,7 +41,7 @@ def one_bad(device):
 @pytest.mark.parametrize("axis_name", ["data", ("data",)])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_combines_found_inf(bad, how, axis_name, check_vma):
-    # Each device has parameters and gradients of its own, as an expert has.
+    # Each device has its own parameters and gradients, as experts do.
     tx = jamp.dynamic_loss_scale(
         optax.sgd(1.0), init_scale=4.0, growth_interval=1, axis_name=axis_name
     )

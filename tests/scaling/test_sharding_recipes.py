@@ -1,4 +1,4 @@
-"""Sharded training on eight devices: as on one, and what that costs in collectives."""
+"""Sharded training on eight devices equals that on one; what its collectives cost."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""Branching and selecting: which backend takes which, and that they give the same."""
+"""Branching and selecting: which backend uses which, and that both agree."""
 
 import functools
 
@@ -218,7 +218,7 @@ def test_grad_scaler_by_both_ways(monkeypatch):
             x = jnp.full((4, 3), jnp.inf if overflow else 0.5)
             assert train_step(model, optimizer, scaler, x) == overflow
             seen.append(bits(nnx.state((model, optimizer, scaler))))
-        assert model.calls[...] == len(FLAGS)  # held is what the optimizer owns
+        assert model.calls[...] == len(FLAGS)  # only what the optimizer owns is kept
         return seen
 
     runs = []

@@ -1,1 +1,1 @@
-"""jamp beside torch: its golden files, its guide, and defects of others."""
+"""jamp beside torch: golden files, the migration guide, and others' defects."""

@@ -34,7 +34,7 @@ def test_behavior_equals_torch(name: str, recorded):
 
 
 def test_every_behavior_is_in_the_file(recorded):
-    # Those that end in torch have other sides, which are compared above.
+    # Cases that end in torch have other sides, which are compared above.
     alone = {case.behavior.name for case in BEHAVIORS.values()} - {
         case.behavior.name for case in BEHAVIORS.values() if case.side not in LIVE
     }

@@ -52,7 +52,7 @@ def test_the_file_is_of_these_cases(recorded):
 
 
 def test_another_cast_would_be_seen(recorded):
-    # Control: digests tell one bit in one number, or in one scale.
+    # Control: digests notice one bit in one number or in one scale.
     case = golden.FLOAT8_CASTS[0]
     (values, inverse), *_ = golden.float8_casts(case).values()
     (digest, *_) = recorded[f"{case.name}/digests"]
@@ -64,7 +64,7 @@ def test_another_cast_would_be_seen(recorded):
 
 
 def test_recipes_give_other_results(recorded):
-    # Control: a product in the wrong recipe, or in bfloat16, is another one.
+    # Control: a product with the wrong recipe, or in bfloat16, differs.
     case = PRODUCTS[0]
     results = [recorded[f"{case.name}/result"] for case in PRODUCTS]
     assert not np.array_equal(results[0], results[1])

@@ -1,4 +1,4 @@
-"""jamp against results that torch left in parity/golden.npz; torch is not needed."""
+"""jamp against torch's results in parity/golden.npz; torch is not needed."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_there_are_enough_cases():
 
 
 def test_a_wrong_rounding_would_be_seen(torch_results):
-    # Control: the golden file tells a float32 product from torch's float64 one.
+    # Control: the golden file distinguishes a float32 product from torch's float64 one.
     case = next(case for case in OPTAX_CASES if case.growth_factor == 1.1)
     scale, tracker, skipped, _ = torch_results[case.name].values()
     values = scale.view(np.float32)

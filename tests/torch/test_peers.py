@@ -1,4 +1,4 @@
-"""Defects of other loss scalers: each must not be found here."""
+"""Defects of other loss scalers: jamp must not have any of them."""
 
 import chex
 import jax
@@ -39,7 +39,7 @@ def test_mpx_float16_loss_above_one_does_not_overflow():
     assert jnp.float16(100.0) * jnp.float16(2.0**15) == jnp.inf  # the control
     half = jnp.ones(2, jnp.float16) * 50
     loss, grads = jamp.value_and_grad(lambda p: jnp.sum(p), state)(half)
-    assert loss == 100 and np.all(np.isinf(grads))  # 2**16 is no float16: a skip
+    assert loss == 100 and np.all(np.isinf(grads))  # float16 ends below 2**16: a skip
 
 
 # jmp 0.0.4: min_loss_scale is lost on the way through jit.

@@ -1,4 +1,4 @@
-"""jamp against training runs that torch left in parity/golden.npz."""
+"""jamp against torch's training runs in parity/golden.npz."""
 
 import pytest
 

@@ -7,7 +7,7 @@ and holds many cases; a failure prints the command that draws it again.
 * `trees`: random trees, optimizers, nestings and settings, against the bare optimizer
   on gradients that NumPy unscaled;
 * `calls`: random calls of a `GradScaler`, against a state machine of torch's;
-* `garbage`: wrong arguments, each of which must be refused by a message of jamp's;
+* `garbage`: wrong arguments, each of which jamp must refuse with its own message;
 * `programs`: random programs in autocast regions, against the same without caches.
 
     python -m tests.endurance.storms --cases 100000 --seed 0

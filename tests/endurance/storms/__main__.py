@@ -1,4 +1,4 @@
-"""`python -m tests.endurance.storms`: storms without end, counted."""
+"""`python -m tests.endurance.storms`: runs and counts storms."""
 
 import argparse
 import math

@@ -152,7 +152,7 @@ class Calls:
             refused(call, RuntimeError, "Closure use is not currently supported")
 
     def stale(self) -> None:
-        """Stepping with what went into `unscale_`, not with what came out."""
+        """Steps with the gradients that went into `unscale_`, not with its result."""
         i, stage = self.draw_optimizer()
         if stage == "unscaled":
             grads = self.grads[i][0]
@@ -233,7 +233,7 @@ class Calls:
         self.scaler = call(self.scaler)
 
     def split(self) -> None:
-        """What `nnx.jit` does with a scaler on the way in and out."""
+        """Copies a scaler as `nnx.jit` does on the way in and out."""
         if self.stages:
             return refused(lambda: nnx.split(self.scaler), *HALF_WAY)
         self.scaler = nnx.merge(*nnx.split(self.scaler))

@@ -1,4 +1,4 @@
-"""Wrong arguments: each is taken, or refused by a message of jamp's."""
+"""Wrong arguments: jamp accepts each one, or refuses it with its own message."""
 
 import math
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def spoil(rng: np.random.Generator, good: Any) -> Any:
 
 
 class Target:
-    """Good arguments of each public function, one of which is spoiled."""
+    """Good arguments for each public function; the storm spoils one of them."""
 
     def __init__(self):
         self.params = {"w": jnp.ones(3), "b": {"c": jnp.ones((2, 2), jnp.float16)}}
@@ -114,7 +114,7 @@ class Target:
 
 
 def garbage_storm(seed: int, number: int, cases: int) -> None:
-    """One argument of a public function is wrong: jamp takes it, or says what it is."""
+    """Spoils an argument of a public function: jamp accepts it, or names it."""
     target = Target()
     for case in range(cases):
         rng = np.random.default_rng([seed, 4, number, case])

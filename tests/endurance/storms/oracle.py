@@ -12,8 +12,8 @@ import jamp
 TINY = np.float32(2.0**-126)
 STEPS = (1, 2, 3, 7, 15, 30)
 FACTORS = {"growth_factor": (1.1, 1.5, 2.0, 3.7), "backoff_factor": (0.3, 0.5, 0.9)}
-# So a compiled step rounds as its ops one by one, wherever it stands: fusion makes one
-# rounding of a * b + c, the simplifier reorders products.
+# With these, a compiled step rounds like its ops one by one in any program. Fusion
+# would round a * b + c once, and the simplifier would reorder products.
 UNFUSED = {
     "xla_backend_optimization_level": 0,
     "xla_allow_excess_precision": False,

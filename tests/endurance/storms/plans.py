@@ -90,10 +90,10 @@ OUTERS = ["alone", "alone", "chain", "masked", "multi", "injected", "static", "o
 
 @dataclasses.dataclass
 class Plan:
-    """What is compiled once: a tree, an optimizer around which jamp is, settings."""
+    """What is compiled once: a tree, an optimizer that jamp wraps, and settings."""
 
     specs: Any  # a tree of jax.ShapeDtypeStruct: the parameters
-    trained: Any  # the same tree of bool: what the optimizer is not told to leave
+    trained: Any  # the same tree of bool: whether the optimizer trains a leaf
     inner: str
     outer: str
     numbers: dict[str, Any]
@@ -148,7 +148,7 @@ class Plan:
         return self.nest(tx)
 
     def inner_transformation(self) -> Any:
-        """The optimizer inside, which leaves the leaves alone that it cannot take."""
+        """The inner optimizer, which skips the leaves that it cannot take."""
         inner = INNERS[self.inner]()
         if self.outer in ("masked", "multi") or all(jax.tree.leaves(self.trained)):
             return inner
@@ -174,7 +174,7 @@ class Plan:
         return self.nest(tx)
 
     def wrap(self, tree: Any) -> Any:
-        """Parameters as the optimizer wants them."""
+        """Parameters in the form that the optimizer takes."""
         if self.inner == "lookahead":
             return optax.LookaheadParams(tree, jax.tree.map(lambda x: x, tree))
         return tree
@@ -218,7 +218,7 @@ def draw_tree(rng: np.random.Generator, dtypes: list[str], depth: int) -> Any:
 
 
 def draw_plan(seed: int, number: int) -> Plan:
-    """A plan whose bare optimizer runs: optax does not take every tree."""
+    """A plan whose bare optimizer runs, since optax does not take every tree."""
     rng = np.random.default_rng([seed, 1, number])
     for _ in range(1000):
         plan = draw_any_plan(rng)
@@ -288,8 +288,8 @@ def draw_grads(
 ) -> tuple[Any, np.ndarray]:
     """Scaled gradients of every case and step, and which steps hold an inf or nan.
 
-    A bad step has it in one element of one leaf. Where that leaf is empty, integer or
-    none of the optimizer's there is nothing to see, and the step is a good one.
+    A bad step has it in one element of one leaf. If that leaf is empty, an integer or
+    not the optimizer's, the step counts as good.
     """
     size = (cases, plan.steps)
     leaves, tree = jax.tree.flatten(plan.specs)
@@ -333,7 +333,7 @@ def with_float0(plan: Plan, grads: Any) -> Any:
 
 
 def unscaled(plan: Plan, grads: Any, scales: np.ndarray) -> Any:
-    """What torch makes of scaled gradients, in NumPy."""
+    """Unscales gradients as torch does, in NumPy."""
     if plan.outer == "off":
         return grads
     inverse = (1 / scales.astype(np.float64)).astype(np.float32)

@@ -1,9 +1,9 @@
 """Random programs in autocast regions, with jamp's caches and without.
 
 A program is a tree of steps over a few arrays: ops, calls of jitted functions, regions
-that nest and that are shared, derivatives, jit, scopes and settings of JAX. The
-functions and regions are those of all programs, so that what one of them leaves in a
-cache is there for the next. Two threads run the programs, each in an order of its own.
+that nest and that are shared, derivatives, jit, scopes and settings of JAX. All
+programs use the same functions and regions, so that one program finds what another has
+left in a cache. Two threads run the programs, each in a different order.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def enabled_here(x: Any, y: Any) -> Any:
 
 
 def scaled_by(factor: float) -> Callable[[Any, Any], Any]:
-    """Functions of one code, which differ in what they close over."""
+    """Functions with the same code, which close over different values."""
     return lambda x, y: jax.nn.gelu(x @ y) * factor
 
 
@@ -71,7 +71,7 @@ def halved(x: Any, y: Any) -> Any:
 @halved.defjvp
 def halved_jvp(primals: Any, tangents: Any) -> Any:
     (x, y), (dx, dy) = primals, tangents
-    return halved(x, y), (dx @ y + x @ dy) * 0.0625  # a rule that can be told apart
+    return halved(x, y), (dx @ y + x @ dy) * 0.0625  # a rule with a distinct result
 
 
 BINARY: list[Callable[[Any, Any], Any]] = [
@@ -118,7 +118,7 @@ SHARES = [0.3, 0.27, 0.05, 0.2, 0.08, 0.04, 0.02, 0.01, 0.03]
 
 
 def draw(rng: np.random.Generator, depth: int = 0) -> list[Step]:
-    """A block of steps, most often in a region, and at most three inside each other."""
+    """A block of steps, usually in a region; blocks nest at most three deep."""
     steps = [draw_step(rng, depth) for _ in range(rng.integers(1, 4))]
     if depth or rng.random() < 0.3:
         return steps
@@ -136,7 +136,7 @@ def draw_step(rng: np.random.Generator, depth: int) -> Step:
 
 
 def run(steps: list[Step], values: list[Any]) -> None:
-    """Runs the steps. What each computes is put behind the values."""
+    """Runs the steps, and appends what each computes to the values."""
     for kind, number, *rest in steps:
         if kind == "region":
             with REGIONS[number % len(REGIONS)], jax.named_scope("mark"):
@@ -170,7 +170,7 @@ def computed(kind: str, number: int, x: Any, y: Any) -> Any:
         return x.astype(NARROW[number % len(NARROW)])
     if kind == "inputs":
         return CAST_INPUTS[number % len(CAST_INPUTS)](x, y)
-    if kind == "fresh":  # dies with this step: its place in memory is taken by others
+    if kind == "fresh":  # dies with this step, so others reuse its memory
         return jax.jit(scaled_by(number % 7 / 8))(x, y)
     functions = JITTED if kind == "jitted" else BINARY
     return functions[number % len(functions)](x, y)

@@ -1,4 +1,4 @@
-"""Whose refusal an exception is: jamp's, or another's."""
+"""Whether jamp raised an exception, or other code did."""
 
 import pathlib
 import traceback
@@ -31,10 +31,10 @@ def raised_in_jamp(error: Exception) -> bool:
 
 
 def raised_by_others(error: Exception) -> bool:
-    """Whether code of others that jamp called failed on what the caller gave it.
+    """Whether other code that jamp called failed on what the caller gave it.
 
-    That is the optimizer inside, the loss function, and NNX where a scaler is changed
-    in a trace that it was not passed into.
+    This is the inner optimizer, the loss function, or NNX when a scaler changes in a
+    trace that it was not passed into.
     """
     if isinstance(error, flax.errors.TraceContextError):
         return True

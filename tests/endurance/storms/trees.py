@@ -25,7 +25,7 @@ from .plans import (
 
 
 def tree_storm(seed: int, number: int, cases: int) -> None:
-    """One plan: cases with parameters, scales and gradients of their own."""
+    """One plan: cases that each have parameters, scales and gradients."""
     plan = draw_plan(seed, number)
     rng = np.random.default_rng([seed, 2, number])
     try:
@@ -147,9 +147,9 @@ def check_eagerly(
 
 
 def check_donated(plan: Plan, step: Any, carry: Any, grads: Any, after: Any) -> None:
-    """A case as users run it: one jitted step, compiled as usual, donated buffers.
+    """A case as users run it: one jitted step with default options, donated buffers.
 
-    It is fused as XLA likes, so here the numbers of finite steps are not compared.
+    XLA fuses it freely, so the numbers of finite steps are not compared here.
     """
     traces = []
 
@@ -181,6 +181,6 @@ def types_of(tree: Any) -> Any:
 
 
 def on_device(tree: Any) -> Any:
-    """Arrays on the device; to put a nan there is no computation that made one."""
+    """Puts arrays on the device. A nan put there is not the result of a computation."""
     with jax.debug_nans(False):
         return jax.tree.map(jnp.array, tree)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._autocast.ops import DIFFERENCES
+from jamp._autocast.ops import DIFFERENCES, UNLISTED_DIFFERENCES
 
 from . import ops_jamp
 from .ops_float32 import FLOAT32
@@ -194,6 +194,6 @@ def run(case: Case, device: str) -> Result:
         comparison.compared,
         comparison.mismatches,
         comparison.where,
-        DIFFERENCES.get(op.base, ""),
+        (DIFFERENCES | UNLISTED_DIFFERENCES).get(op.base, ""),
         found,
     )

@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-from jamp._autocast.ops import DIFFERENCES
+from jamp._autocast.ops import DIFFERENCES, UNLISTED_DIFFERENCES
 from parity import golden
 from tests.marks import mostly_slow
 
@@ -47,4 +47,7 @@ def test_dtypes_equal_torch(case):
         for path in paths.values()
     ]
     assert len(agree) == 2 * len(found)
-    assert all(agree) == (case.op.base not in DIFFERENCES), (found, GOLDEN[case.name])
+    assert all(agree) == (case.op.base not in DIFFERENCES | UNLISTED_DIFFERENCES), (
+        found,
+        GOLDEN[case.name],
+    )

@@ -16,6 +16,9 @@ KeyPath = tuple[Any, ...]  # to a leaf
 Flag = jax.Array | np.bool  # bool []
 NUMBERS = (bool, int, float, complex)
 HALVES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+ARRAYS_ALONE = (
+    " Pass arrays alone; for an Equinox model, eqx.filter(model, eqx.is_inexact_array)."
+)
 
 
 def dtype_of(leaf: Any) -> np.dtype:
@@ -62,8 +65,13 @@ def cast_floating(
     return jax.tree.map(cast, tree, is_leaf=is_kept)
 
 
-def check_leaves(tree: PyTree, what: str) -> None:
-    """Raises TypeError naming the first leaf that is not an array."""
+def check_leaves(tree: PyTree, what: str, cure: str = ARRAYS_ALONE) -> None:
+    """Raises TypeError naming the first leaf that is not an array.
+
+    Args:
+      what: the call and the argument, which begin the message.
+      cure: what to do if the leaf is in a tree, which ends the message.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         of = getattr(leaf, "dtype", np.dtype(object))
         is_array = getattr(of, "kind", "V") not in "OSU"  # neither objects nor text
@@ -71,6 +79,7 @@ def check_leaves(tree: PyTree, what: str) -> None:
             at = jax.tree_util.keystr(path) or "the root"
             raise TypeError(
                 f"{what} at {at} must be an array or a number; got {shown(leaf)}."
+                f"{cure if path else ''}"
             )
 
 

@@ -534,6 +534,8 @@ jamp.step
     ValueError: optax.masked
   jamp.step(f := optax.apply_if_finite(tx, 9), grads, f.init(params), params)
     ValueError: optax.apply_if_finite
+  jamp.step(tx, grads, opt_state, {**params, "act": jax.nn.gelu})
+    TypeError: parameter at ['act']
   jamp.step(tx, nnx_grads, opt_state, model)
     ValueError: gradients
     > For NNX, write `scaler.step(optimizer, model, grads)`.
@@ -672,6 +674,9 @@ jamp.value_and_grad
     TypeError: has_aux
   jamp.value_and_grad(loss_fn, opt_state)(as_type(jnp.int32, params), x)
     TypeError: real- or complex-valued inputs
+  jamp.value_and_grad(loss_fn, opt_state)({**params, "act": jax.nn.gelu}, x)
+    TypeError: argument 0 at ['act']
+    > With Equinox's own `filter_value_and_grad`, scale the loss: `jamp.scale_loss`.
 
 jamp.DynamicLossScaleState
   jamp.DynamicLossScaleState(8.0)

@@ -34,7 +34,7 @@ with jamp.autocast(dtype=jnp.float16):
 """,
     ),
     First(
-        "`jax.value_and_grad` in place of `jamp.value_and_grad`",
+        "`jax.value_and_grad`, or Equinox's or Flax's, with a wrapped optimizer",
         """\
 loss, grads = jax.value_and_grad(loss_fn)(params, x)
 new, _ = jamp.step(tx, grads, opt_state, params)
@@ -42,12 +42,17 @@ assert 0 < jnp.max(jnp.abs(new["w"] - params["w"])) < 1e-4
 """,
         "",
         "`jamp.step` and `tx.update` divide the gradients by the scale, so the loss "
-        "must be multiplied by it before.",
+        "must be multiplied by it first. `jamp.value_and_grad` does that. `jax.grad`, "
+        "`eqx.filter_value_and_grad`, `nnx.value_and_grad` and Linen's "
+        "`nn.value_and_grad` do not: with these, let the loss function return "
+        "`jamp.scale_loss(loss, opt_state)`.",
         """\
 loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
 params, opt_state = jamp.step(tx, grads, opt_state, params)
 """,
-        "No error. The parameters hardly move, and the loss does not fall.",
+        "No error, and `jamp.metrics` shows nothing unusual. With SGD the parameters "
+        "hardly move. With Adam the loss falls, but gradients underflow as they do "
+        "without a scale.",
     ),
     First(
         "The wrapper is not around the whole optimizer",

@@ -27,6 +27,10 @@ one must not be divided by the other. In one optimizer there must be one, around
 whole: jamp.dynamic_loss_scale(optax.multi_transform(...)). If these are several \
 optimizers, pass only the state of the one that these gradients are for."""
 
+ARRAYS_AND_REST = """ Differentiate arrays alone; for an Equinox model, write \
+params, static = eqx.partition(model, eqx.is_inexact_array), pass params, and call \
+eqx.combine(params, static) in the loss function."""
+
 
 def value_and_grad(
     fun: Callable[..., T],
@@ -59,8 +63,9 @@ def value_and_grad(
     Raises:
       ValueError: `opt_state` holds no loss scale, or more than one.
       TypeError: the loss is not a floating scalar, `fun` does not return a pair with
-        `has_aux`, or an argument is an `nnx.Module`, whose state JAX would lose: use
-        `nnx.value_and_grad` of `scale_loss` for modules.
+        `has_aux`, a leaf to differentiate is not an array (an Equinox model holds
+        functions: partition it), or an argument is an `nnx.Module`, whose state JAX
+        would lose: use `nnx.value_and_grad` of `scale_loss` for modules.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -105,10 +110,22 @@ def value_and_grad(
                 "changes of its forward pass; use nnx.value_and_grad of "
                 "lambda model: jamp.scale_loss(loss_fn(model), opt_state)."
             )
-        grads, result = grad_fn(*args, **kwargs)
+        try:
+            grads, result = grad_fn(*args, **kwargs)
+        except TypeError:
+            _check_differentiated(args, argnums)
+            raise
         return result, grads
 
     return value_and_grad_fn
+
+
+def _check_differentiated(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None:
+    """Raises TypeError naming what is not an array in the differentiated arguments."""
+    for index in np.atleast_1d(argnums):
+        if -len(args) <= index < len(args):
+            what = f"jamp.value_and_grad: argument {index}"
+            check_leaves(args[index], what, ARRAYS_AND_REST)
 
 
 def _check_loss(loss: object) -> None:

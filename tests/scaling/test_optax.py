@@ -361,6 +361,54 @@ def test_an_nnx_module_is_sent_to_nnx():
         jamp.value_and_grad(lambda model: 0.0, state)(model)
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("argnums, named", [(1, "1"), (-1, "-1"), ((0, 1), "1")])
+def test_a_leaf_that_is_not_an_array_is_named_with_the_cure(jit, argnums, named):
+    tx, rest = scaled_sgd(), {"inner": [jax.nn.gelu]}
+    opt_state, loss = tx.init(make_params()), lambda x, params: loss_fn(params, x)
+    grad_fn = jamp.value_and_grad(loss, opt_state, argnums)
+    call = lambda x: grad_fn(x, make_params() | rest)
+    where = rf"jamp.value_and_grad: argument {named} at \['inner'\]\[0\] must be an arr"
+    with pytest.raises(TypeError, match=rf"(?s){where}.*gelu.*eqx.partition\("):
+        (jax.jit(call) if jit else call)(X)
+
+
+def test_other_type_errors_of_a_gradient_are_not_changed():
+    def fails(params):
+        raise error
+
+    opt_state, error = scaled_sgd().init(make_params()), TypeError("my own")
+    with pytest.raises(TypeError, match="my own") as raised:
+        jamp.value_and_grad(fails, opt_state)(make_params())
+    assert raised.value is error
+    with pytest.raises(TypeError, match=r"argnums=\(0, 5\)"):
+        jamp.value_and_grad(loss_fn, opt_state, (0, 5))(make_params(), X)
+    with pytest.raises(TypeError, match="int32"):
+        jamp.value_and_grad(loss_fn, opt_state)({"w": jnp.ones(3, int)}, X)
+
+
+def test_what_is_not_differentiated_may_hold_functions():
+    rest = {"activation": jnp.tanh}
+    loss = lambda params, rest: rest["activation"](params["w"]).sum()
+    opt_state = scaled_sgd().init(make_params())
+    _, grads = jamp.value_and_grad(loss, opt_state)(make_params(), rest)
+    assert jnp.all(grads["w"] > 0)
+
+
+def test_a_parameter_that_is_not_an_array_is_named_with_the_cure():
+    tx, params = scaled_sgd(), make_params()
+    opt_state, model = tx.init(params), params | {"activation": jax.nn.gelu}
+    cure = r"\['activation'\] must be.*eqx.filter\(model, eqx.is_inexact_array\)\.$"
+    with pytest.raises(TypeError, match=f"init: the parameter at {cure}"):
+        tx.init(model)
+    with pytest.raises(TypeError, match=f"update: the parameter at {cure}"):
+        tx.update(params, opt_state, model)
+    with pytest.raises(TypeError, match=f"jamp.step: the parameter at {cure}"):
+        jamp.step(tx, params, opt_state, model)
+    with pytest.raises(TypeError, match=r"at the root .* of type function\.$"):
+        tx.init(jax.nn.gelu)
+
+
 def test_scaling_twice_is_refused():
     once = jamp.dynamic_loss_scale(optax.sgd(1.0))
     for inner in (once, optax.chain(once, optax.scale(1.0))):

@@ -1,5 +1,6 @@
 """Notes on errors that a region causes in JAX and other libraries: what to write."""
 
+import contextlib
 import re
 import traceback
 
@@ -22,13 +23,23 @@ MESH = """JAX treats an autocast region as a trace, like `jax.jit`. Set the mesh
 first: `with jax.set_mesh(mesh), jamp.autocast(...):`."""
 
 BEGIN_AND_END = re.compile(r"carry|branches|same structure")
-# Libraries that compare dtypes themselves may not say which.
-MISFIT = re.compile(r"d-?type|structure|incompatible|mismatch|precision", re.IGNORECASE)
+# Libraries that compare dtypes themselves may not say which: lineax calls structures
+# what has shapes and dtypes.
+MISFIT = re.compile(r"\bd-?types?\b|operator structures", re.IGNORECASE)
 FRAMES = 4  # of the library, from where the error was raised
 
 
 def advise(error: Exception, dtype: np.dtype) -> None:
-    """Adds a note to an error that leaves a region of half precision."""
+    """Adds a note to an error that leaves a region of half precision.
+
+    Looking for the cause runs methods of the user's values. If one raises an error,
+    there is no note, and the user's own error is what comes out.
+    """
+    with contextlib.suppress(Exception):
+        add_note(error, dtype)
+
+
+def add_note(error: Exception, dtype: np.dtype) -> None:
     text = str(error)
     if text.startswith("autocast(") or raised_by_jamp(error):
         return
@@ -58,6 +69,8 @@ def raised_by_jamp(error: BaseException) -> bool:
 
 def known_to_name(error: Exception, dtype: np.dtype) -> bool:
     """Whether an error that names a dtype is one of those that refuse it."""
+    if isinstance(error, OSError):  # the name of a file
+        return False
     is_usual = isinstance(error, TypeError | ValueError | NotImplementedError)
     return is_usual or involves(error, dtype)
 
@@ -68,7 +81,10 @@ def involves(error: Exception, dtype: np.dtype, innermost: int | None = None) ->
     Args:
       innermost: how many of its calls are looked at; None: all.
     """
+    # A frame that is still running would keep what its `f_locals` shows.
+    running = {frame for frame, _ in traceback.walk_stack(None)}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [frame for frame in frames if frame not in running]
     for frame in frames[-innermost:] if innermost else frames:
         held = leaves([*frame.f_locals.values()])
         if any(getattr(leaf, "dtype", None) == dtype for leaf in held):

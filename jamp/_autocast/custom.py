@@ -10,6 +10,9 @@ autocast.
 those that arrive as equations of a jaxpr.
 """
 
+import contextlib
+import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +24,7 @@ from .. import _compat
 from .._tree import HALVES
 from .casting import CastingTrace, avals_of
 from .decision import FLOAT32_DTYPE, Dtypes, Params, Result, Value, Values
+from .sources import JAX
 
 
 class Function:
@@ -76,21 +80,29 @@ def cast_all(child: CastingTrace, values: Values, dtypes: Dtypes) -> list[Value]
     ]
 
 
-def in_float32(
-    rule: Function, values: Values, error: TypeError
-) -> tuple[list[Value], CastingTrace]:
-    """Runs a JVP rule on float32 that JAX refuses to run on half precision.
+def run_rule(rule: Function, values: Values) -> tuple[list[Value], CastingTrace]:
+    """Runs a JVP rule, on float32 if JAX refuses its dtypes in half precision.
 
-    One that mixes dtypes may give a float32 result with a float16 tangent.
+    A rule that mixes dtypes may give a float32 result with a float16 tangent.
     """
-    dtypes = [_compat.array_dtype(x) for x in values if isinstance(x, jax.Array)]
-    if not any(dtype in HALVES for dtype in dtypes):
-        raise error
-    wide = [FLOAT32_DTYPE] * len(values)
     try:
-        return rule(*cast_all(rule.child(), values, wide))
-    except TypeError:
-        raise error from None
+        return rule(*values)
+    except TypeError as error:
+        if refuses_half(error, values):
+            wide = [FLOAT32_DTYPE] * len(values)
+            # An error of the second run says less than the first one.
+            with contextlib.suppress(Exception):
+                return rule(*cast_all(rule.child(), values, wide))
+        raise
+
+
+def refuses_half(error: TypeError, values: Values) -> bool:
+    """Whether JAX itself raised an error about dtypes, of half-precision values."""
+    dtypes = [_compat.array_dtype(x) for x in values if isinstance(x, jax.Array)]
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    by_jax = frame.f_code.co_filename.startswith(JAX)
+    names_one = re.search(r"dtype|float16|f16", str(error)) is not None
+    return by_jax and names_one and any(dtype in HALVES for dtype in dtypes)
 
 
 def bind_jvp(
@@ -116,10 +128,7 @@ def bind_jvp(
         inputs = primals_and_tangents
         if traced is not None:
             inputs = cast_all(derivative.child(), inputs, traced)
-        try:
-            outs, child = derivative(*inputs)
-        except TypeError as error:
-            outs, child = in_float32(derivative, inputs, error)
+        outs, child = run_rule(derivative, inputs)
         return cast_all(child, outs, contract.dtypes() * 2)
 
     subfuns = (

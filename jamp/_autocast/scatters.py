@@ -4,7 +4,7 @@
 float16 count stops at 2048, a bfloat16 one at 256. The gradient of `h[i]` is the same
 kind of sum, for the row of an embedding or the hub of a graph. A region computes both
 in float32 and rounds once; the dtypes of the results stay. Where an op says that its
-indices are unique, or has one index, it runs as it was given.
+indices are unique, or has only a few, it runs as it was given.
 """
 
 import functools
@@ -22,6 +22,7 @@ from .._tree import HALVES
 from .casting import CastingTrace
 from .decision import FLOAT32_DTYPE, Op, Params, Result, Values
 
+FEW = 8
 SUMS = frozenset(("scatter-add", "scatter-mul", "scatter-sub"))
 
 
@@ -46,8 +47,14 @@ def summed(trace: CastingTrace, op: Op, args: Values, params: Params) -> Result 
 
 
 def repeats(indices: Any) -> bool:
-    """Whether there are several indices: two of them may be equal."""
-    return math.prod(np.shape(indices)[:-1]) > 1
+    """Whether so many indices may be equal that a sum in half precision goes wrong.
+
+    Of a few, as one step of a loop writes into a cache, the sum is right to within
+    their number of roundings, and a float32 copy of all that they point into costs more
+    than the step. A symbolic number of indices may be large.
+    """
+    sizes = np.shape(indices)[:-1]
+    return not all(isinstance(n, int) for n in sizes) or math.prod(sizes) > FEW
 
 
 def gathered(x: jax.Array, indices: jax.Array, **params: Any) -> jax.Array:

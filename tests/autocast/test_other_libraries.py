@@ -5,6 +5,9 @@ do: they branch on a dtype in Python, sum by scatters, write norms of their own,
 JVP rules that mix dtypes, and compare dtypes themselves.
 """
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,6 +155,26 @@ def test_a_gather_in_an_eager_region_and_one_of_unique_indices_are_what_they_wer
         assert (eye @ eye)[jnp.array([0, 0])].dtype == jnp.float16
 
 
+def test_a_few_indices_cost_no_float32_copy():
+    def written(cache, i):
+        return cache.at[jnp.array([i, i + 1])].add(jnp.ones((2, 4), cache.dtype)), i
+
+    fill = lambda h: lax.scan(written, h, jnp.arange(3))[0]
+    for function in (fill, jax.vmap(lambda h: h.at[jnp.array([0, 0])].add(h[:2]))):
+        x = jnp.ones((2, 4, 4)) if function is not fill else eye
+        text = str(jax.make_jaxpr(live(function, jnp.float16))(x))
+        assert "f32[2,4] = convert" not in text and "f32[4,4] = convert" not in text
+
+
+def test_a_symbolic_number_of_indices():
+    (n,) = jax.export.symbolic_shape("n")
+    indices = jax.ShapeDtypeStruct((n,), jnp.int32)
+    for take in (lambda h, i: h[i], lambda h, i: h.at[i].add(1)):
+        run = lambda x, i, take=take: live(lambda h: take(h, i), jnp.float16)(x)
+        exported = jax.export.export(jax.jit(run))(eye, indices)
+        assert exported.out_avals[0].dtype == jnp.float16
+
+
 # Norms of one's own.
 
 wide = np.asarray(1000 * np.random.default_rng(1).normal(size=(8, 4)))
@@ -289,6 +312,30 @@ def test_a_jvp_rule_with_an_error_of_its_own_raises_it():
         jax.grad(run)(eye)
 
 
+def test_a_jvp_rule_with_an_error_of_its_own_runs_once():
+    calls = []
+
+    @jax.custom_jvp
+    def broken(x):
+        return 2 * x
+
+    @broken.defjvp
+    def _(primals, tangents):
+        calls.append(primals)
+        try:
+            raise KeyError("k")
+        except KeyError as error:
+            raise TypeError("my rule") from error
+
+    with pytest.raises(TypeError, match="my rule") as raised:
+        jax.grad(live(lambda h: jnp.sum(broken(h)), jnp.float16))(eye)
+    assert len(calls) == 1
+    chain = [raised.value]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    assert any(isinstance(error, KeyError) for error in chain)
+
+
 # What libraries refuse.
 
 
@@ -347,3 +394,40 @@ def test_an_error_that_has_nothing_to_do_with_dtypes_has_no_note():
     assert fail(StructureError("no such file")) == []
     assert fail(KeyError("weights")) == []
     assert fail(AssertionError()) == []
+    assert fail(FileNotFoundError("/runs/float16/step")) == []
+    assert fail(RuntimeError("checkpoint directory structure is wrong")) == []
+    assert fail(RuntimeError("tokenizer version mismatch")) == []
+
+
+class NotBuilt:
+    @property
+    def dtype(self):
+        raise RuntimeError("not built yet")
+
+
+def test_the_search_for_a_note_never_replaces_the_error():
+    cyclic = []
+    cyclic.append(cyclic)
+
+    def fails(h, held):
+        raise ValueError("unlike dtypes")
+
+    for held in (cyclic, NotBuilt(), {1: 3, "a": 2}):
+        with pytest.raises(ValueError, match="unlike dtypes"):
+            live(lambda h, held=held: fails(h, held), jnp.float16)(eye)
+
+
+def test_an_error_keeps_no_array_alive():
+    def loop():
+        big = jnp.ones((64, 64))
+        alive = weakref.ref(big)
+        try:
+            with jamp.autocast(jnp.float16):
+                raise RuntimeError("unlike dtypes")
+        except RuntimeError:
+            pass
+        del big
+        gc.collect()
+        return alive()
+
+    assert loop() is None

@@ -33,12 +33,16 @@ def nothing_kept():
 
 
 def calls(function, *args):
-    """How many Python functions a call runs."""
+    """How many Python functions a call runs.
+
+    JAX's caches compare shardings as often as other tests left some there: not counted.
+    """
     count = 0
 
     def count_call(frame, event, arg):
         nonlocal count
-        count += event == "call"
+        is_comparison = frame.f_code.co_filename.endswith("sharding_impls.py")
+        count += event == "call" and not is_comparison
 
     outer = sys.getprofile()
     sys.setprofile(count_call)
@@ -67,10 +71,10 @@ def model(x, layers):
 
 # The most that an op may take on the JAX that takes more, and what it took before.
 OPS = {
-    "x @ w": (lambda: X @ W, 130, 408),
-    "x + x": (lambda: X + X, 125, 351),
-    "tanh": (lambda: jnp.tanh(X), 90, 243),
-    "jitted": (lambda: model(X, LAYERS), 800, 1400),
+    "x @ w": (lambda: X @ W, 112, 408),
+    "x + x": (lambda: X + X, 108, 351),
+    "tanh": (lambda: jnp.tanh(X), 80, 243),
+    "jitted": (lambda: model(X, LAYERS), 480, 1400),
 }
 
 

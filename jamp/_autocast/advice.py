@@ -7,7 +7,7 @@ import traceback
 import jax
 import numpy as np
 
-from .sources import JAMP
+from .sources import JAMP, raised_in
 
 HALF_CARRY = """In an autocast region one of these is in half precision and the other \
 in float32. JAX compares them before autocast sees the function. Start from float32 \
@@ -41,7 +41,7 @@ def advise(error: Exception, dtype: np.dtype) -> None:
 
 def add_note(error: Exception, dtype: np.dtype) -> None:
     text = str(error)
-    if text.startswith("autocast(") or raised_by_jamp(error):
+    if text.startswith("autocast(") or raised_in(JAMP, error):
         return
     short = "bf16" if dtype.name == "bfloat16" else r"(?<!b)f16"
     long = "bfloat16" if dtype.name == "bfloat16" else r"(?<!b)float16"
@@ -60,11 +60,6 @@ def add_note(error: Exception, dtype: np.dtype) -> None:
         note = note.format(dtype=dtype.name)
         if note not in getattr(error, "__notes__", ()):  # an inner region's
             error.add_note(note)
-
-
-def raised_by_jamp(error: BaseException) -> bool:
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and frames[-1][0].f_code.co_filename.startswith(JAMP)
 
 
 def known_to_name(error: Exception, dtype: np.dtype) -> bool:

@@ -12,7 +12,6 @@ those that arrive as equations of a jaxpr.
 
 import contextlib
 import re
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from .. import _compat
 from .._tree import HALVES
 from .casting import CastingTrace, avals_of
 from .decision import FLOAT32_DTYPE, Dtypes, Params, Result, Value, Values
-from .sources import JAX
+from .sources import JAX, raised_in
 
 
 class Function:
@@ -99,10 +98,9 @@ def run_rule(rule: Function, values: Values) -> tuple[list[Value], CastingTrace]
 def refuses_half(error: TypeError, values: Values) -> bool:
     """Whether JAX itself raised an error about dtypes, of half-precision values."""
     dtypes = [_compat.array_dtype(x) for x in values if isinstance(x, jax.Array)]
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    by_jax = frame.f_code.co_filename.startswith(JAX)
     names_one = re.search(r"dtype|float16|f16", str(error)) is not None
-    return by_jax and names_one and any(dtype in HALVES for dtype in dtypes)
+    is_half = any(dtype in HALVES for dtype in dtypes)
+    return is_half and names_one and raised_in(JAX, error)
 
 
 def bind_jvp(

@@ -23,25 +23,23 @@ from .casting import CastingTrace
 from .decision import FLOAT32_DTYPE, Op, Params, Result, Values
 
 FEW = 8
-SUMS = frozenset(("scatter-add", "scatter-mul", "scatter-sub"))
 
 
-def summed(trace: CastingTrace, op: Op, args: Values, params: Params) -> Result | None:
-    """The result of a scatter or gather of half precision; None: run it as it is.
+def summed(trace: CastingTrace, op: Op, args: Values, params: Params) -> Result:
+    """The result of a gather, or of a scatter that sums.
 
     Args:
       args: the op's inputs in the dtypes that it is to run in.
     """
-    if op.name not in SUMS and op.name != "gather":
-        return None
     half = array_dtype(args[0])
     if half not in HALVES or params.get("unique_indices") or not repeats(args[1]):
-        return None
-    if op.name in SUMS:
+        return trace.bind(op.primitive, args, params)
+    if op.name != "gather":
         wide = [trace.cast(x, FLOAT32_DTYPE) for x in args]
         return trace.cast(trace.bind(op.primitive, wide, params), half)
     if op.is_baked or _compat.is_eager(trace.parent):
-        return None  # what is computed at once is not differentiated
+        # What is computed at once is not differentiated.
+        return trace.bind(op.primitive, args, params)
     trace.effects.touched = True
     return trace.call(gathered, args, params)
 

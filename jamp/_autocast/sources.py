@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from types import CodeType
 from typing import Any
 
@@ -61,6 +62,12 @@ def is_in_layer(codes: tuple[CodeType, ...]) -> bool:
 def is_library(source: str) -> bool:
     """Whether a function, as `_compat.source_name` names it, is in JAX."""
     return source.partition(" at ")[2].startswith(JAX)
+
+
+def raised_in(folder: str, error: BaseException) -> bool:
+    """Whether an error was raised by code in a folder: JAX or JAMP."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_code.co_filename.startswith(folder)
 
 
 def holds_jaxpr(value: object) -> bool:

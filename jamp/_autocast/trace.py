@@ -31,7 +31,7 @@ from .rules import Decider
 from .scaled import scaled_product, with_scale
 from .scatters import summed
 from .thunks import THUNKS
-from .traits import FOLLOWED, PRODUCTS
+from .traits import FOLLOWED, GATHERING, PRODUCTS
 from .writes import WRITES
 
 # For primitives that are not in a table.
@@ -206,8 +206,9 @@ class AutocastTrace(CastingTrace):
             lowers = self.decide.lowers(op.primitive, action)
             if lowers and not op.is_baked and is_wide(args, params):
                 return wide_product(self, op.primitive, args, params)
-            out = summed(self, op, args, params)
-            if out is None:
+            if op.name in GATHERING:
+                out = summed(self, op, args, params)
+            else:
                 out = self.bind(op.primitive, args, params)
             if op.is_baked:
                 same = args is op.args

@@ -33,6 +33,12 @@ ELEMENTWISE = _names("""
 """)
 # Two inputs, of which the wider one decides the dtype of the result.
 MIXING = _names("add add_any atan2 div max min mul rem select_n sub")
+# They choose among the numbers of their inputs.
+CHOOSING = _names("""
+    cummax cummin max min reduce_max reduce_min reduce_window_max reduce_window_min
+""")
+# They add or multiply many numbers into one, or their gradients do: see `scatters.py`.
+GATHERING = _names("gather scatter-add scatter-mul scatter-sub")
 # Not shown in lists of ops: they move elements, and compute nothing.
 UNPRINTED = _names("""
     broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice expand_dims

@@ -14,18 +14,12 @@ from typing import NamedTuple
 
 import jax
 
-from .._autocast.traits import MOVES
+from .._autocast.traits import CHOOSING, MOVES
 from .finiteness import FRESH, INF, NAN
 from .marks import Inner, Loop, Marks, Node, Program
 from .sites import Site
 
 BITCAST = "bitcast_convert_type"
-# These choose among numbers. On a CPU XLA may drop a nan, and give the -inf that a
-# maximum starts from.
-CHOOSES = {
-    *("max", "reduce_max", "reduce_window_max", "cummax"),
-    *("min", "reduce_min", "reduce_window_min", "cummin"),
-}
 
 Wanted = dict[int, int]  # values, or their places, and what to search for: INF, NAN
 
@@ -88,7 +82,8 @@ def trace_back(
             continue
         makes = {kind for kind in (INF, NAN) if any(k & kind for k in bad.values())}
         infs, nans = ([n for n in node.inputs if mark(n) & k] for k in (INF, NAN))
-        drops_nan = bool(nans) and node.site.primitive in CHOOSES
+        # On a CPU XLA may drop a nan, and give the -inf that a maximum starts from.
+        drops_nan = bool(nans) and node.site.primitive in CHOOSING
         made_inf = INF in makes and not infs and not drops_nan
         made_nan = NAN in makes and not nans
         fresh = made_inf or (made_nan and not infs)

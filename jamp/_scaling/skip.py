@@ -5,7 +5,7 @@ donated buffers in place, whereas selecting would copy them. If nothing is donat
 branching would copy them. Then the conditional always runs the optimizer, XLA drops the
 conditional, and the result is selected (see `donated.py`).
 
-Selecting, `jnp.where(finite, new, old)`: on a GPU, XLA fuses the choice into the kernel
+Selecting, `lax.select_n`: on a GPU, XLA fuses the choice into the kernel
 that updates a parameter, which reads the old values anyway. Branching there copies
 every buffer that a branch may return, takes memory for the copies, and may make the
 host wait for the predicate. `docs/performance.md` has the figures.

@@ -588,6 +588,7 @@ def test_repr_in_the_middle_of_an_iteration():
     (model, optimizer), scaler = make_model(), jamp.GradScaler()
     scaler.unscale_(optimizer, scaled_grads(model, scaler, X))
     assert "scale=65536.0" in repr(scaler) and "growth_interval=2000" in repr(scaler)
+    assert str(scaler) == repr(scaler)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Programs that draw or train, with three seeds in float32 and in regions."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -147,7 +146,6 @@ def blackjax_programs() -> Iterator[Program]:
 
 
 def keras_programs() -> Iterator[Program]:
-    os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = import_module("keras")
     layers = keras.layers
     random = np.random.default_rng(0)

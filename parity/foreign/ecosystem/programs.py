@@ -11,6 +11,8 @@ import numpy as np
 
 import jamp
 
+from .compare import said
+
 SEEDS = (0, 1, 2)
 ERRORS = 3.0  # how many standard errors the means may be apart
 
@@ -58,8 +60,8 @@ def measure(program: Program, dtypes: tuple[str, ...]) -> Outcome:
         try:
             given = program.run(jamp.autocast(dtype=jnp.dtype(dtype)))
         except Exception as error:  # of any library
-            said = f"{dtype}: {type(error).__name__}: {str(error).splitlines()[0]}"
-            return Outcome(program.name, program.what, mean, noise, apart, said)
+            raised = f"{dtype}: {said(error)}"
+            return Outcome(program.name, program.what, mean, noise, apart, raised)
         mean[dtype] = float(given.mean(0)[0])
         apart[dtype] = float(np.abs(given.mean(0) - plain.mean(0)).max())
     return Outcome(program.name, program.what, mean, noise, apart)

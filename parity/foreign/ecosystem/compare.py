@@ -153,7 +153,7 @@ def relative(plain: Any, given: Any) -> float:
             return float("inf")
         if not finite.any():
             continue
-        apart, size = np.abs(a - b)[finite].max(), np.abs(a[finite]).max()
+        apart, size = np.abs(a[finite] - b[finite]).max(), np.abs(a[finite]).max()
         errors.append(float(apart / size) if size else float(apart))
     return float(np.nan_to_num(np.max(errors), nan=np.inf, posinf=np.inf))
 

@@ -14,7 +14,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOST = "https://github.com"
 
-
 # Where a version stands, and the date of its release.
 PLACES = {
     "jamp/__init__.py": r'^__version__ = "(.+?)"',

@@ -1,5 +1,6 @@
 """The runner of other projects' tests, on a project of a few lines."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -38,7 +39,6 @@ from parity.foreign.records import (
 )
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "parity" / "foreign.md"
 EMPTY = f"Before.\n\n{report.BEGIN}\n{report.END}\n\nAfter.\n"
 
 
@@ -242,13 +242,14 @@ def test_the_committed_list_is_short_and_says_why():
 
 
 def test_the_sharp_edges_stand_in_the_page():
-    page = re.sub(r"\s+", " ", (PAGE.parents[1] / "sharp-edges.md").read_text())
+    page = re.sub(r"\s+", " ", (command.PAGE.parents[1] / "sharp-edges.md").read_text())
     for words in edges.EDGES.values():
         assert words in page
 
 
-def test_the_page_has_its_marks():
-    assert re.search(f"{report.BEGIN}.*{report.END}", PAGE.read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", [command.PAGE, command.ECOSYSTEM_PAGE])
+def test_the_pages_have_their_marks(page):
+    assert re.search(f"{report.BEGIN}.*{report.END}", page.read_text(), re.DOTALL)
 
 
 def compared(function, name="made.call", **options):
@@ -290,6 +291,11 @@ def test_calls_of_jax_numpy_pass(name):
             "float16, half: 1.0e+00",
         ),
         (lambda h: h * jnp.ones(8, h.dtype), "agree", "float16 and float32"),
+        (
+            lambda h: jnp.exp(h) * (1 + (h.dtype == jnp.float16) / 50),
+            "agree",
+            "float16: 2.0e-02 apart",
+        ),
         (lambda h: jnp.linalg.matrix_rank(h), "raises", "half: TypeError"),
         (lambda h: 1 / int(h.dtype == jnp.float32), "raises without a note", "Zero"),
     ],
@@ -302,6 +308,29 @@ def test_a_wrong_call_is_reported(function, fault, said):
     assert reasons.unexplained(row, {row.name: ((fault,), "a reason")}) == {}
     other = next(x for x in compare.FAULTS if x != fault)
     assert reasons.unexplained(row, {row.name: ((other,), "a reason")}) == row.faults
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "error"),
+    [
+        ([2.0, 4.0], [2.0, 5.0], 0.25),
+        ([0.0], [0.1], 0.1),
+        ([np.inf, 2.0], [np.inf, 1.0], 0.5),
+        ([np.nan], [np.nan], 0.0),
+        ([np.inf], [1.0], np.inf),
+        ([1.0], [np.nan], np.inf),
+    ],
+)
+def test_errors_are_relative_to_the_largest_value(expected, found, error):
+    assert compare.relative(np.array(expected), np.array(found)) == error
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_inputs_are_exact_in_half_precision():
+    for x in (x for call in jax_numpy.calls() for x in call.inputs):
+        for dtype in map(jnp.dtype, compare.DTYPES):
+            normal = x[np.abs(x) >= jnp.finfo(dtype).tiny]
+            assert np.array_equal(normal, normal.astype(dtype).astype(np.float32))
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -359,10 +388,50 @@ def test_a_program_far_from_float32_is_wrong(apart, wrong):
     assert outcome.noise == pytest.approx(0.1 * (2 / 3) ** 0.5)
 
 
+def test_a_program_that_raises_is_wrong():
+    def run(region):
+        if isinstance(region, jamp.autocast):
+            raise NotImplementedError
+        return np.zeros((3, 1))
+
+    program = programs.Program("made", "a loss", run)
+    outcome = programs.measure(program, ("float16",))
+    assert outcome.wrong and outcome.raised == "float16: NotImplementedError: "
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("function", "status", "said"),
+    [
+        (jnp.tanh, 0, "1 calls, 0 problems"),
+        (lambda h: 1 / int(h.dtype == jnp.float32), 1, "made.call: raises without"),
+    ],
+)
+def test_the_status_says_whether_calls_pass(
+    function, status, said, tmp_path, monkeypatch, capsys
+):
+    table = Table("made")
+    table("call", function, (64, 8), gradient=False)
+    library = libraries.Library("jax", "jax", "jax_numpy")
+    monkeypatch.setattr(libraries, "ALL", (library,))
+    monkeypatch.setattr(libraries, "calls", lambda library: table.calls)
+    monkeypatch.setattr(reasons, "unknown", lambda names: [])
+    for name in ("XLA_FLAGS", "KERAS_BACKEND"):  # the command sets them
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    path = tmp_path / "page.md"
+    path.write_text(EMPTY)
+    folders = ["--folder", str(tmp_path), "--page", str(path)]
+    assert command.main(["--suite", "ecosystem", *folders]) == status
+    assert said in capsys.readouterr().out
+    assert f"and {status} are wrong" in path.read_text()
+
+
+def test_a_stale_reason_and_a_wrong_program_are_problems():
+    row = compare.Row("jnp.sinc", {}, {}, {})
+    outcome = programs.Outcome("made", "a loss", {}, 0.1, {"float16": 0.4})
+    stale, wrong = ecosystem.wrong(kept.Section("jax", "", "", [row], [outcome]))
+    assert stale.startswith("jnp.sinc passes") and wrong.startswith("made: apart")
+
+
 def test_the_reasons_say_why():
     assert all(len(why.split()) > 3 for _, why in reasons.REASONS.values())
-
-
-def test_the_page_of_calls_has_its_marks():
-    text = PAGE.with_name("ecosystem.md").read_text()
-    assert re.search(f"{report.BEGIN}.*{report.END}", text, re.DOTALL)

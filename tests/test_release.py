@@ -77,6 +77,20 @@ def test_the_command_fails_without_devices(monkeypatch, capsys):
     assert status == 1 and "ImportError" in lines[-1]
 
 
+def test_the_command_compares_with_float32(monkeypatch, capsys):
+    monkeypatch.setattr(command, "distance", lambda found, expected: 1.0)
+    status, lines = run(capsys)
+    assert status == 1 and "the step differs from float32's by 1" in lines[-1]
+
+
+def test_the_command_looks_for_float8(monkeypatch, capsys):
+    loss_in = command.loss_in
+    without = lambda dtype: loss_in(None if dtype == "float8" else dtype)
+    monkeypatch.setattr(command, "loss_in", without)
+    status, lines = run(capsys)
+    assert status == 0 and lines[-1].endswith("RuntimeError: nothing is in float8")
+
+
 def test_the_command_does_without_float8(monkeypatch, capsys):
     monkeypatch.setattr(command, "float8_step", refuses)
     status, lines = run(capsys)

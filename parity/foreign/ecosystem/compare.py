@@ -61,22 +61,26 @@ def compare(call: Call) -> Row:
                 try:
                     given[way] = program(call, dtype, way == INNER)(*call.inputs)
                 except Exception as error:  # of any library
-                    said = str(error).strip().splitlines() or [""]
-                    said = f"{type(error).__name__}: {said[0]}"
-                    results[dtype][way] = Result(raised=said)
+                    results[dtype][way] = Result(raised=said(error))
                     fault = RAISES if advised(error) else UNADVISED
-                    faults.setdefault(fault, f"{dtype}, {way}: {said[:300]}")
+                    faults.setdefault(fault, f"{dtype}, {way}: {said(error)[:300]}")
                     continue
                 results[dtype][way] = judge(plain, given[way])
-            apart[dtype] = difference(given, HALF, INNER)
+            apart[dtype] = difference(given)
             collect(call, dtype, results[dtype], apart[dtype], faults)
     return Row(call.name, results, apart, faults)
 
 
+def said(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}"
+
+
 def advised(error: Exception) -> bool:
     """Whether the error says what to write: it is jamp's own, or has its note."""
-    said = [str(error), *getattr(error, "__notes__", ())]
-    return any("autocast region" in text for text in said)
+    texts = [str(error), *getattr(error, "__notes__", ())]
+    return any("autocast region" in text for text in texts)
 
 
 def program(call: Call, dtype: str | None, inner: bool) -> Callable[..., Any]:
@@ -128,11 +132,11 @@ def judge(plain: Any, given: Any) -> Result:
     return Result(error, gradient, " ".join(dict.fromkeys(dtypes)))
 
 
-def difference(given: dict[str, Any], one: str, other: str) -> float:
-    """Of the values of two ways, or nan if one of them raised."""
-    if one not in given or other not in given:
+def difference(given: dict[str, Any]) -> float:
+    """How far the values of the two ways are apart, or nan if one of them raised."""
+    if given.keys() != {*WAYS}:
         return float("nan")
-    return relative(given[one][0], given[other][0])
+    return relative(given[HALF][0], given[INNER][0])
 
 
 def relative(plain: Any, given: Any) -> float:
@@ -149,7 +153,7 @@ def relative(plain: Any, given: Any) -> float:
             return float("inf")
         if not finite.any():
             continue
-        apart, size = np.abs(a - b)[finite].max(), np.abs(a[finite]).max()
+        apart, size = np.abs(a[finite] - b[finite]).max(), np.abs(a[finite]).max()
         errors.append(float(apart / size) if size else float(apart))
     return float(np.nan_to_num(np.max(errors), nan=np.inf, posinf=np.inf))
 

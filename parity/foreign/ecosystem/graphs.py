@@ -14,6 +14,7 @@ NODES, EDGES, ROWS = 16, 4096, 10_000
 SENDERS = np.arange(EDGES) % NODES
 RECEIVERS = np.where(np.arange(EDGES) < 3900, 0, np.arange(EDGES) // 3 % NODES)  # a hub
 IDS = np.where(np.arange(ROWS) < 9000, 0, np.arange(ROWS) % 7 + 1)
+WEIGHTS = jnp.asarray(np.cos(np.arange(64.0)).reshape(8, 8), jnp.float32)
 FEATURES = {"positive": True, "scale": 2.0, "shift": 0.8, "counts": True}
 
 
@@ -32,8 +33,7 @@ def jraph_calls() -> list[Call]:
         ends = jnp.asarray(SENDERS), jnp.asarray(RECEIVERS)
         return jraph.GraphsTuple(nodes, edges, *ends[::-1], None, *size)
 
-    weights = jnp.asarray(np.cos(np.arange(64.0)).reshape(8, 8), jnp.float32)
-    layer = lambda x: x @ weights
+    layer = lambda x: x @ WEIGHTS
     both = lambda x: jax.nn.relu(layer(x))
     concat = lambda *parts: jnp.concatenate(
         [p for p in parts if p is not None and p.ndim == 2], -1
@@ -45,7 +45,7 @@ def jraph_calls() -> list[Call]:
             layer, add_self_edges=True, symmetric_normalization=True
         ),
         "GAT": jraph.GAT(
-            layer, lambda s, r, e: jax.nn.leaky_relu((s + r) @ weights[:, :1])
+            layer, lambda s, r, e: jax.nn.leaky_relu((s + r) @ WEIGHTS[:, :1])
         ),
         "InteractionNetwork": jraph.InteractionNetwork(update, update),
         "GraphNetwork(mean)": jraph.GraphNetwork(
@@ -155,10 +155,9 @@ def quax_calls() -> list[Call]:
     unitful = import_module("quax.examples.unitful")
     table = Table("quax")
     key = jax.random.key(0)
-    weights = jnp.asarray(np.cos(np.arange(64.0)).reshape(8, 8), jnp.float32)
 
     def low_rank(h: jax.Array) -> jax.Array:
-        matrix = lora.LoraArray(weights, rank=2, key=key, stop_gradient=False)
+        matrix = lora.LoraArray(WEIGHTS, rank=2, key=key, stop_gradient=False)
         return quax.quaxify(lambda w, h: jnp.tanh(h @ w))(matrix, h)
 
     def with_units(h: jax.Array) -> jax.Array:
@@ -167,28 +166,24 @@ def quax_calls() -> list[Call]:
 
     table("quaxify(LoraArray)", low_rank, TABLE)
     table("quaxify(Unitful)", with_units, TABLE)
-    table("quaxify", quax.quaxify(lambda h: jax.nn.softmax(h @ weights)), TABLE)
+    table("quaxify", quax.quaxify(lambda h: jax.nn.softmax(h @ WEIGHTS)), TABLE)
     return table.calls
 
 
 def penzai_calls() -> list[Call]:
     pz = import_module("penzai.pz")
     table = Table("penzai.pz")
-    weights = jnp.asarray(np.cos(np.arange(64.0)).reshape(8, 8), jnp.float32)
     named = lambda h: pz.nx.wrap(h).tag("batch", "features")
     plain = lambda x: x.unwrap("batch", "features")
     key = jax.random.key(0)
-    matrix = pz.nx.wrap(weights).tag("features", "out")
-
-    def norm(name: str, **options: Any) -> Any:
-        made = getattr(pz.nn, name).from_config(
-            "norm", init_base_rng=key, across_axes={"features": 8}, **options
-        )
-        return pz.unbind_params(made)[0], pz.unbind_params(made)[1]
+    matrix = pz.nx.wrap(WEIGHTS).tag("features", "out")
 
     def normed(h: jax.Array, name: str) -> jax.Array:
         with jax.ensure_compile_time_eval():
-            model, params = norm(name)
+            norm = getattr(pz.nn, name).from_config(
+                "norm", init_base_rng=key, across_axes={"features": 8}
+            )
+            model, params = pz.unbind_params(norm)
         return plain(pz.bind_variables(model, params)(named(h)))
 
     for name in ("LayerNorm", "RMSLayerNorm"):

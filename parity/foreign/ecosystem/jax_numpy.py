@@ -9,6 +9,7 @@ from .call import Call, Table
 SYMMETRIC = np.eye(6) * 4 + np.cos(np.add.outer(np.arange(6.0), np.arange(6.0)))
 MANY = (4096,)
 TABLE = (64, 8)
+IDS = np.append(np.zeros(9000, np.int32), np.arange(1000, dtype=np.int32) % 7 + 1)
 
 
 def calls() -> list[Call]:
@@ -197,13 +198,12 @@ def networks(table: Table) -> None:
     table.each(jax, names + " nn.selu nn.standardize nn.glu nn.mish", TABLE)
     attend = lambda h: jax.nn.dot_product_attention(h, h, h)
     table("nn.dot_product_attention", attend, (2, 16, 2, 8))
-    ids = jnp.concatenate([jnp.zeros(9000, int), jnp.arange(1000) % 7 + 1])
     for name in ("segment_sum", "segment_max"):
         function = getattr(jax.ops, name)
-        each = lambda h, function=function: function(h, ids, 8)
-        table(f"ops.{name}", each, (10000,), positive=True, shift=1.3, counts=True)
-    degrees = lambda h: jax.ops.segment_sum(jnp.ones_like(h), ids, 8)
-    table("ops.segment_sum of ones_like", degrees, (10000,), counts=True)
+        each = lambda h, function=function: function(h, IDS, 8)
+        table(f"ops.{name}", each, IDS.shape, positive=True, shift=1.3, counts=True)
+    degrees = lambda h: jax.ops.segment_sum(jnp.ones_like(h), IDS, 8)
+    table("ops.segment_sum of ones_like", degrees, IDS.shape, counts=True)
     key = jax.random.key(3)
     table(
         "random.categorical",

@@ -1,6 +1,5 @@
 """Calls of Haiku and Keras."""
 
-import os
 from importlib import import_module
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .call import Call, Table
-from .jax_numpy import MANY, TABLE
+from .jax_numpy import IDS, MANY, TABLE
 
 IMAGES = (2, 8, 8, 4)
 TOKENS = (2, 8, 8)
@@ -77,7 +76,6 @@ def haiku_calls() -> list[Call]:
 
 
 def keras_calls() -> list[Call]:
-    os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = import_module("keras")
     table = Table("keras")
     keras_losses(table, keras)
@@ -135,11 +133,8 @@ def keras_layers(table: Table, keras: Any) -> None:
     def add(name: str, layer: Any, shape: Any, **options: Any) -> None:
         keras.utils.set_random_seed(0)
         layer.build(shape)
-        trained, other = (
-            list(layer.trainable_variables),
-            list(layer.non_trainable_variables),
-        )
-        values = [v.value for v in trained], [v.value for v in other]
+        variables = layer.trainable_variables, layer.non_trainable_variables
+        values = [[v.value for v in group] for group in variables]
         run = lambda h: layer.stateless_call(*values, h)[0]
         table(f"layers.{name}", run, shape, **{"counts": True} | options)
 
@@ -173,9 +168,8 @@ def keras_operations(table: Table, keras: Any) -> None:
         table(f"ops.{name}", getattr(ops, name), MANY, shift=2.0, counts=True)
     moments = lambda h: ops.moments(h, axes=[0])
     table("ops.moments", moments, TABLE, scale=1e3, counts=True)
-    segments = jnp.concatenate([jnp.zeros(9000, int), jnp.arange(1000) % 7 + 1])
-    sums = lambda h: ops.segment_sum(h, segments, 8)
-    table("ops.segment_sum", sums, (10000,), positive=True, shift=1.3, counts=True)
+    sums = lambda h: ops.segment_sum(h, IDS, 8)
+    table("ops.segment_sum", sums, IDS.shape, positive=True, shift=1.3, counts=True)
     norm = lambda h: ops.layer_normalization(h)
     table("ops.layer_normalization", norm, TABLE, scale=1e3, counts=True)
     spectrum = lambda h: ops.rfft(h)[0]

@@ -1,11 +1,12 @@
 """The libraries, and which of them are installed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from .call import Call
+from .compare import said
 from .programs import PROGRAMS, Program
 
 
@@ -60,7 +61,7 @@ def missing(library: Library) -> str:
     try:
         import_module(library.imported)
     except Exception as error:  # whatever an import of another library raises
-        return f"it does not import: {type(error).__name__}: {error}"
+        return f"it does not import: {said(error)}"
     return ""
 
 
@@ -70,5 +71,5 @@ def calls(library: Library) -> list[Call]:
     return make()
 
 
-def programs(library: Library) -> Iterator[Program]:
-    yield from PROGRAMS.get(library.name, lambda: iter(()))()
+def programs(library: Library) -> Iterable[Program]:
+    return PROGRAMS.get(library.name, tuple)()

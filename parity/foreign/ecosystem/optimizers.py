@@ -182,12 +182,7 @@ def jaxopt_calls() -> list[Call]:
             SYMMETRIC,
             (6,),
         )
-    table(
-        "isotonic.isotonic_l2_pav",
-        lambda h: jaxopt.isotonic.isotonic_l2_pav(h),
-        (16,),
-        gradient=False,
-    )
+    table.each(jaxopt, "isotonic.isotonic_l2_pav", (16,), gradient=False)
     return table.calls
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..report import cell, replace
-from .compare import DTYPES, HALF, INNER, WAYS, Result, Row
+from .compare import DTYPES, WAYS, Result, Row
 from .kept import Section
 from .programs import Outcome
-from .reasons import REASONS, unexplained
+from .reasons import NO_REASON, REASONS, unexplained
 
 HEAD = """| call | float16 half | inner jit | bfloat16 half | inner jit | gradient | \
 comes out as | |
@@ -46,17 +46,15 @@ def summary(sections: Sequence[Section]) -> str:
 
 def line(row: Row) -> str:
     """One call: errors, the dtype that comes out, and the reason if there is one."""
-    errors = [
-        number(row.results[dtype][way], "error") for dtype in DTYPES for way in WAYS
-    ]
+    errors = [number(row.results[dtype][way]) for dtype in DTYPES for way in WAYS]
     gradients = [row.results[dtype][way].gradient for dtype in DTYPES for way in WAYS]
     known = [x for x in gradients if not math.isnan(x)]
     gradient = figure(max(known)) if known else ""
     said = ""
     if row.faults:
         left = [f"**{k}**: {v}" for k, v in unexplained(row).items()]
-        reason = [REASONS[row.name][1]] if row.name in REASONS else []
-        said = "; ".join([*left, *reason])
+        reason = REASONS.get(row.name, NO_REASON)[1]
+        said = "; ".join(filter(None, [*left, reason]))
     cells = [f"`{cell(row.name)}`", *errors, gradient, dtypes(row), plain(said)]
     return "| " + " | ".join(cells) + " |"
 
@@ -65,8 +63,8 @@ def plain(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def number(result: Result, field: str) -> str:
-    return "raises" if result.raised else figure(getattr(result, field))
+def number(result: Result) -> str:
+    return "raises" if result.raised else figure(result.error)
 
 
 def figure(value: float) -> str:
@@ -76,7 +74,7 @@ def figure(value: float) -> str:
 def dtypes(row: Row) -> str:
     """In float16's region, of the way that did not raise; of both if they differ."""
     results = row.results[DTYPES[0]]
-    found = [short(results[way].dtypes) for way in (HALF, INNER)]
+    found = [short(results[way].dtypes) for way in WAYS]
     return "; ".join(dict.fromkeys(filter(None, found)))
 
 
@@ -85,7 +83,7 @@ def short(names: str) -> str:
 
 
 def program(outcome: Outcome) -> str:
-    means = [f"{outcome.mean.get('float32', math.nan):.4f}"]
+    means = [f"{outcome.mean['float32']:.4f}"]
     for dtype in DTYPES:
         apart = outcome.apart.get(dtype)
         means.append("raises" if apart is None else f"{apart:.1e} apart")

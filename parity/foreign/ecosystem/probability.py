@@ -133,7 +133,7 @@ def tfp_calls() -> list[Call]:
         "math.igammainv": lambda h: tfp.math.igammainv(2.0, h / 4),
     }
     for name, function in positive.items():
-        gradient = name not in ("math.igammainv",)
+        gradient = name != "math.igammainv"
         table(name, function, (32,), gradient=gradient, **POSITIVE)
     full = lambda h: tfd.MultivariateNormalTriL(jnp.zeros(6), FACTOR).log_prob(h)
     table("MultivariateNormalTriL.log_prob", full, (16, 6), counts=True)
@@ -275,20 +275,10 @@ def blackjax_calls() -> list[Call]:
         return kernel.step(key, kernel.init(h))[0].position
 
     table("hmc.step of half", step_from_half, (6,), gradient=False, counts=True)
-    table(
-        "diagnostics.effective_sample_size",
-        lambda h: blackjax.diagnostics.effective_sample_size(h),
-        (2, 256),
-        gradient=False,
-        counts=True,
-    )
-    table(
-        "diagnostics.potential_scale_reduction",
-        lambda h: blackjax.diagnostics.potential_scale_reduction(h),
-        (2, 256),
-        gradient=False,
-        counts=True,
-    )
+    names = "effective_sample_size potential_scale_reduction"
+    table.prefix = "blackjax.diagnostics"
+    table.each(blackjax.diagnostics, names, (2, 256), gradient=False, counts=True)
+    table.prefix = "blackjax"
     resampling = blackjax.smc.resampling
     for name in ("systematic", "stratified", "residual"):
         draw = getattr(resampling, name)

@@ -1,7 +1,6 @@
 """Programs that draw or train, with three seeds in float32 and in regions."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -11,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jamp
+
+from .compare import said
 
 SEEDS = (0, 1, 2)
 ERRORS = 3.0  # how many standard errors the means may be apart
@@ -59,8 +60,8 @@ def measure(program: Program, dtypes: tuple[str, ...]) -> Outcome:
         try:
             given = program.run(jamp.autocast(dtype=jnp.dtype(dtype)))
         except Exception as error:  # of any library
-            said = f"{dtype}: {type(error).__name__}: {str(error).splitlines()[0]}"
-            return Outcome(program.name, program.what, mean, noise, apart, said)
+            raised = f"{dtype}: {said(error)}"
+            return Outcome(program.name, program.what, mean, noise, apart, raised)
         mean[dtype] = float(given.mean(0)[0])
         apart[dtype] = float(np.abs(given.mean(0) - plain.mean(0)).max())
     return Outcome(program.name, program.what, mean, noise, apart)
@@ -147,7 +148,6 @@ def blackjax_programs() -> Iterator[Program]:
 
 
 def keras_programs() -> Iterator[Program]:
-    os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = import_module("keras")
     layers = keras.layers
     random = np.random.default_rng(0)

@@ -34,7 +34,10 @@ tfp.Beta(h).log_prob tfp.math.bessel_ive tfp.math.igammainv \
 tfp.MultivariateNormalTriL.log_prob tfp.GaussianProcess.log_prob \
 tfp.Normal(h).sample"""
 
-REASONS: dict[str, tuple[tuple[str, ...], str]] = {
+# By the name of a call: the faults that are covered, and why.
+Reasons = Mapping[str, tuple[tuple[str, ...], str]]
+NO_REASON = ((), "")
+REASONS: Reasons = {
     "jax.random.normal(h.dtype)": ((ERROR,), DRAWS),
     "jax.random.uniform(h.dtype)": ((ERROR,), DRAWS),
     "jax.random.gumbel(h.dtype)": ((ERROR,), DRAWS),
@@ -73,30 +76,23 @@ REASONS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def unexplained(
-    row: Row, reasons: Mapping[str, tuple[tuple[str, ...], str]] = REASONS
-) -> dict[str, str]:
+def unexplained(row: Row, reasons: Reasons = REASONS) -> dict[str, str]:
     """The faults of a call that no reason covers, and what showed them."""
-    covered = reasons[row.name][0] if row.name in reasons else ()
+    covered, _ = reasons.get(row.name, NO_REASON)
     return {fault: said for fault, said in row.faults.items() if fault not in covered}
 
 
-def stale(
-    rows: Iterable[Row], reasons: Mapping[str, tuple[tuple[str, ...], str]] = REASONS
-) -> list[str]:
+def stale(rows: Iterable[Row], reasons: Reasons = REASONS) -> list[str]:
     """The reasons for calls that pass, a sentence for each."""
-    found = []
-    for row in rows:
-        for fault in reasons[row.name][0] if row.name in reasons else ():
-            if fault not in row.faults:
-                found.append(f"{row.name} passes, and has a reason for '{fault}'.")
-    return found
+    return [
+        f"{row.name} passes, and has a reason for '{fault}'."
+        for row in rows
+        for fault in reasons.get(row.name, NO_REASON)[0]
+        if fault not in row.faults
+    ]
 
 
-def unknown(
-    names: Iterable[str],
-    reasons: Mapping[str, tuple[tuple[str, ...], str]] = REASONS,
-) -> list[str]:
+def unknown(names: Iterable[str], reasons: Reasons = REASONS) -> list[str]:
     """The reasons that name no call, or no fault; `names` are those of all calls."""
     found = [
         f"A reason names {x}, which is not a call." for x in reasons.keys() - names

@@ -90,27 +90,23 @@ def program(table: Table, name: str, function: Any, *inputs: Any, **more: Any) -
 def lineax_calls() -> list[Call]:
     lx = import_module("lineax")
     table = Table("lineax")
-    positive = lx.positive_semidefinite_tag
+    close = {"rtol": 1e-3, "atol": 1e-3}
     dense = {
         "LU": lx.LU(),
         "QR": lx.QR(),
         "SVD": lx.SVD(),
         "AutoLinearSolver": lx.AutoLinearSolver(well_posed=True),
-        "GMRES": lx.GMRES(rtol=1e-3, atol=1e-3),
-        "BiCGStab": lx.BiCGStab(rtol=1e-3, atol=1e-3),
+        "GMRES": lx.GMRES(**close),
+        "BiCGStab": lx.BiCGStab(**close),
     }
-    for name, solver in dense.items():
+    definite = {"Cholesky": lx.Cholesky(), "CG": lx.CG(**close)}
+    for name, solver in (dense | definite).items():
+        tags = lx.positive_semidefinite_tag if name in definite else ()
 
-        def solve(a: jax.Array, b: jax.Array, solver: Any = solver) -> jax.Array:
-            operator = lx.MatrixLinearOperator(a.astype(jnp.float32))
-            return lx.linear_solve(operator, b.astype(jnp.float32), solver).value
-
-        table(name, solve, SYMMETRIC, (6,), counts=True)
-    definite = {"Cholesky": lx.Cholesky(), "CG": lx.CG(rtol=1e-3, atol=1e-3)}
-    for name, solver in definite.items():
-
-        def solve(a: jax.Array, b: jax.Array, solver: Any = solver) -> jax.Array:
-            operator = lx.MatrixLinearOperator(a.astype(jnp.float32), positive)
+        def solve(
+            a: jax.Array, b: jax.Array, solver: Any = solver, tags: Any = tags
+        ) -> jax.Array:
+            operator = lx.MatrixLinearOperator(a.astype(jnp.float32), tags)
             return lx.linear_solve(operator, b.astype(jnp.float32), solver).value
 
         table(name, solve, SYMMETRIC, (6,), counts=True)

@@ -34,6 +34,7 @@ AbstractValue = core.AbstractValue
 Primitive = core.Primitive
 ArrayImpl = array.ArrayImpl
 trace_context = config.trace_context  # all settings of JAX that a program depends on
+equation_context = core.JaxprEqnContext  # of an equation that is made now
 user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 

@@ -3,6 +3,7 @@
 The new jaxpr is kept with the old one, so that each is rewritten once per dtype.
 """
 
+import contextlib
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from . import caches
 from .casting import CastingTrace, Effects
 from .decision import Action, Dtypes, Op, Value, Values
 from .notes import Note
+
+NO_CONTEXT: Any = contextlib.nullcontext()
 
 
 def evaluate(
@@ -42,11 +45,14 @@ def evaluate(
 
     outer = _compat.current_name_stack()
     call = None if own_sources else _compat.current_traceback()
+    here = _compat.equation_context()
     for eqn in jaxpr.jaxpr.eqns:
         name_stack = outer + eqn.source_info.name_stack
         traceback = call or eqn.source_info.traceback
         inputs, avals = [*map(read, eqn.invars)], [v.aval for v in eqn.invars]
-        with _compat.user_context(traceback, name_stack=name_stack), eqn.ctx.manager:
+        # JAX compiles a program again in a context that is set, if only to itself.
+        context = NO_CONTEXT if eqn.ctx == here else eqn.ctx.manager
+        with _compat.user_context(traceback, name_stack=name_stack), context:
             op = Op(eqn.primitive, inputs, dict(eqn.params), avals, within)
             out = trace.apply(op)
         outs: Any = out if eqn.primitive.multiple_results else [out]

@@ -106,6 +106,17 @@ def test_an_op_is_decided_on_once(monkeypatch):
     assert all(out.dtype == HALF for out in outs)
 
 
+def test_each_program_is_compiled_once(caplog):
+    def compiled():
+        caplog.clear()
+        with jax.log_compiles(), REGION:
+            jax.nn.softmax(jnp.tanh(array(3, 7)) + array(7)).sum()
+        return [r.message for r in caplog.records if r.message.startswith("Compiling")]
+
+    assert len(compiled()) > 5
+    assert [compiled() for _ in range(3)] == [[]] * 3
+
+
 def test_a_jitted_function_is_traced_once():
     traces = []
 

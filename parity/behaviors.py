@@ -251,8 +251,9 @@ _NOTES = (
     "rounds them to bfloat16. If the scale is a power of two, both give the same. "
     "It takes float16 gradients, which torch and `GradScaler` refuse.",
     "torch checks its arguments with assertions. jamp raises `RuntimeError` with the "
-    "same text for misuse, and `ValueError` with its own text for bad numbers. jamp's "
-    "constructors refuse more: intervals below 1 and factors that are not finite.",
+    "same text for misuse, sometimes followed by advice, and `ValueError` with its own "
+    "text for bad numbers. jamp's constructors refuse more: intervals below 1 and "
+    "factors that are not finite.",
     "These have no counterpart: sparse gradients (JAX's are dense), parameters whose "
     "`grad` is `None` (JAX gives zeros; `wrt` leaves parameters out), optimizers that "
     "unscale gradients themselves (`grad_scaler_pass_itself`), several devices in one "

@@ -119,6 +119,7 @@ MISUSES: dict[str, Callable[[Any], Any]] = {
     "a closure": lambda d: d.step(closure=lambda: 0.0),
     "loading an empty state": lambda d: d.scaler.load_state_dict({}),
 }
+ADVISED = "update before step", "update twice"
 FLOAT16: dict[str, Callable[[Any], Any]] = {
     "unscale_ of float16 gradients": lambda d: d.unscale_(),
     "step with float16 gradients": lambda d: d.step(),
@@ -136,6 +137,8 @@ def messages(make: Callable[..., Any]) -> Answers:
         text = str(error)
         if name in FLOAT16:  # jamp's text also names the leaf
             text = text.partition(". ")[0].removesuffix(".")
+        if name in ADVISED:  # after torch's sentence jamp says what to call
+            text = text.partition(".")[0] + "."
         answers |= {f"{name}, type": kind, f"{name}, text": text}
     return answers
 

@@ -84,6 +84,12 @@ def retry_step(state, x):
     return jamp.step(tx, grads, opt_state, params), loss
 
 
+def plain_step(state, x):
+    params, opt_state = state
+    loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    return jamp.step(tx, grads, opt_state, params), loss
+
+
 def nnx_step(model, optimizer, x):
     optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x)))(model))
 """
@@ -570,6 +576,8 @@ jamp.find_loss_scale
   jamp.find_loss_scale(retry_step, (params, opt_state), x * jnp.nan)
     ValueError: the step overflows
     > Find the source of the nan with `jamp.debug.find_nonfinite`.
+  jamp.find_loss_scale(plain_step, (params, opt_state), x)
+    ValueError: a loss scale that they do not depend on
   jamp.find_loss_scale(lambda state, x: state, (params, opt_state), x)
     TypeError: structure
     > Write `return state, None`.

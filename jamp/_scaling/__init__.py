@@ -4,8 +4,9 @@
 and unscales. `value_and_grad` scales the loss. `wrapper` (for optax, with `step`,
 `transformation`, `train_state`) and `grad_scaler` (for NNX, with `scaler_state`,
 `iteration`, `nnx_grads`) check the gradients, unscale them, step or hold (`skip`, with
-`donated` and `apart`), and move the scale. `retry` (with `nnx_retry`, `find_scale`)
-runs a step again: `attempts` says how, and `held` what need not be held in between.
+`donated` and `apart`), and move the scale. `disabled` is a wrapper without a scale.
+`retry` (with `nnx_retry`, `find_scale`) runs a step again: `attempts` says how, `held`
+what need not be held in between, and `influence` whether the scale matters to a step.
 `state` is what a step leaves behind, `alarms` and `check` read it, and `match` checks
 a step's arguments. `gather` and `mesh` are for sharded arrays, `mean`,
 `error_feedback` and `eight_bits` for gradients that devices exchange, and

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._checks import is_traced, shown
 from .._tree import PyTree, T
 from .arithmetic import power_of_two
 from .attempts import Attempts
+from .held import Value, evaluate
+from .influence import influences
 from .mesh import on_every_replica
 from .retry import InState, check_holds_one
 from .rule import LossScaleState
@@ -24,6 +27,12 @@ MARK = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
 there is an inf or nan in the batch, the parameters or the loss. \
 jamp.debug.find_nonfinite names the op that makes it."""
+
+
+NOT_SCALED = """{caller}: the step divides its gradients by a loss scale that they do \
+not depend on. Multiply the loss by the scale of the state that the step is given: use \
+jamp.value_and_grad(loss_fn, opt_state), or let the loss function return \
+jamp.scale_loss(loss, opt_state) or scaler.scale(loss)."""
 
 
 def find_loss_scale(
@@ -53,7 +62,7 @@ def find_loss_scale(
       TypeError: `step` is not a function, does not return a pair, or returns another
         state than it got.
       ValueError: the state holds no loss scale, or one inside `optax.MultiSteps`, or
-        the step is not finite at any scale.
+        the step is not finite at any scale, or it does not scale its loss.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -87,7 +96,8 @@ def search(attempts: Attempts, state: PyTree, inputs: PyTree) -> list[LossScaleS
     """The loss scales of a state, with the largest at which its step is finite.
 
     Raises:
-      ValueError: the step is not finite at any scale (only outside a trace).
+      ValueError: the step does not scale its loss, or is not finite at any scale (the
+        latter only outside a trace).
     """
     leaves, tree = jax.tree.flatten(inputs)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
@@ -124,6 +134,7 @@ def bisect(
       if the scale is disabled, or if its optimizer does not step.
     """
     old, mark = attempts.scales.get(state), jnp.uint32(MARK)
+    scales_after = traced(attempts, state, inputs)
 
     def halve(_: Any, between: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
         finite, infinite, _ = between
@@ -134,8 +145,7 @@ def bisect(
             )
             for scale, exponent in zip(old, middle, strict=True)
         ]
-        at_those = attempts.scales.put(state, tried)
-        _, _, new = attempts.attempt(at_those, inputs)
+        new = scales_after(tried)
         found = on_every_replica(jnp.stack([scale.found_inf for scale in new]))
         asked = jnp.stack([scale.recent_skips != mark for scale in new])
         finite = jnp.where(found, finite, middle)
@@ -150,3 +160,40 @@ def bisect(
     times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
     exponents, _, asked = lax.fori_loop(0, times, halve, start)
     return exponents, asked
+
+
+def traced(
+    attempts: Attempts, state: PyTree, inputs: PyTree
+) -> Callable[[list[LossScaleState]], list[LossScaleState]]:
+    """The step as a function of its loss scales, traced once.
+
+    Raises:
+      ValueError: the step divides gradients by a scale that they do not depend on.
+    """
+
+    def once(tried: list[LossScaleState]) -> list[LossScaleState]:
+        return attempts.attempt(attempts.scales.put(state, tried), inputs)[2]
+
+    trace = jax.make_jaxpr(once, return_shape=True)
+    program, shapes = trace(attempts.scales.get(state))
+    tree = jax.tree.structure(shapes)
+    check_scales_its_loss(program, attempts.caller)
+    return lambda tried: tree.unflatten(jaxpr_as_fun(program)(*jax.tree.leaves(tried)))
+
+
+def check_scales_its_loss(program: ClosedJaxpr, caller: str) -> None:
+    """Raises ValueError if `found_inf` cannot depend on the scale of its state.
+
+    Args:
+      program: from loss scales to those after a step.
+      caller: the function that a user called.
+    """
+    inputs = [Value() for _ in program.jaxpr.invars]
+    outputs, depends_on = evaluate(program.jaxpr, inputs), influences(program)
+    fields = LossScaleState._fields
+    for start in range(0, len(inputs), len(fields)):
+        place = {name: start + i for i, name in enumerate(fields)}
+        recent = place["recent_skips"]  # a step that does not use the scale keeps it
+        is_used = outputs[recent] is not inputs[recent]
+        if is_used and place["loss_scale"] not in depends_on[place["found_inf"]]:
+            raise ValueError(NOT_SCALED.format(caller=caller))

@@ -16,6 +16,12 @@ from .iteration import Record, Stage, references
 from .nnx_grads import check_own_gradients, own_gradients, unscale_own, update_if
 from .scaler_state import ScalerState, as_scale
 
+NO_STEP = (
+    "No inf checks were recorded prior to update. Call scaler.step(optimizer, model, "
+    "grads) first. It replaces optimizer.update(model, grads), which would apply "
+    "gradients that are still scaled."
+)
+
 
 class GradScaler(ScalerState):
     """Dynamic loss scaling as in `torch.amp.GradScaler`, for Flax NNX.
@@ -30,7 +36,8 @@ class GradScaler(ScalerState):
       backoff_factor: in (0, 1); the scale is multiplied by it after an overflow.
       growth_interval: finite steps in a row before the scale grows, >= 1.
       enabled: if False, `scale` and `unscale_` are the identity, `step` always steps,
-        `get_scale` is 1.0 and `state_dict` is empty.
+        `get_scale` is 1.0 and `state_dict` is empty. The scale that it holds does
+        not change, so an enabled scaler that takes its `nnx.state` continues from it.
       min_scale: floor when backing off. These four are as in `jamp.dynamic_loss_scale`.
       max_scale: ceiling when growing.
       hysteresis: how many overflows since the last growth it takes to back off.
@@ -239,7 +246,7 @@ class GradScaler(ScalerState):
         else:
             flags = [record.finite for record in self._iteration.records.values()]
             if not flags:
-                raise RuntimeError("No inf checks were recorded prior to update.")
+                raise RuntimeError(NO_STEP)
             found_inf = jnp.logical_not(functools.reduce(jnp.logical_and, flags))
             state = rule.advance(self._scalars(), found_inf, self._config)
             self._set_scalars(state)

@@ -25,6 +25,7 @@ from .._checks import check_range, is_traced, number
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # 2**-126
 LARGEST_SCALE = float(np.finfo(np.float32).max)
+SWITCHED_OFF = -1  # `floor_steps` of a disabled scale, whose steps do not count
 
 
 class LossScaleState(NamedTuple):
@@ -207,6 +208,32 @@ def record(
         recent_skips=(state.recent_skips << 1) | skipped.astype(jnp.uint32),
         floor_steps=jnp.where(stuck, state.floor_steps + 1, 0),
     )
+
+
+def switched_off(state: LossScaleState) -> LossScaleState:
+    """The state of a disabled scale, from any other: 1, and marked."""
+    return state._replace(
+        loss_scale=jnp.ones_like(state.loss_scale),
+        found_inf=jnp.zeros_like(state.found_inf),
+        floor_steps=jnp.full_like(state.floor_steps, SWITCHED_OFF),
+    )
+
+
+def started(
+    new: LossScaleState, old: LossScaleState, config: LossScaleConfig
+) -> LossScaleState:
+    """The state after a step, started anew if the step came after a disabled scale.
+
+    A scale that the user has set since then stays.
+    """
+    was_off = (old.floor_steps == SWITCHED_OFF) & (old.loss_scale == 1)
+    fresh = init(config)
+    names = "loss_scale", "growth_tracker", "hysteresis_tracker"
+    chosen = {
+        name: jnp.where(was_off, getattr(fresh, name), getattr(new, name))
+        for name in names
+    }
+    return new._replace(**chosen)
 
 
 def floor(config: LossScaleConfig) -> jax.Array:

@@ -33,9 +33,8 @@ class ScalerState(nnx.Pytree):
         self._config = LossScaleConfig(init_scale=init_scale)
         self._configure(**factors)
         self._enabled = flag("enabled", enabled)
-        start = self._config if self._enabled else LossScaleConfig(init_scale=1.0)
         self._iteration = nnx.data(Iteration())
-        for name, value in rule.init(start)._asdict().items():
+        for name, value in rule.init(self._config)._asdict().items():
             setattr(self, name, nnx.Variable(value))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -44,7 +43,7 @@ class ScalerState(nnx.Pytree):
             self.retried_steps = nnx.Variable(jnp.zeros([], jnp.int32))
 
     def __repr__(self) -> str:
-        values = {"scale": self.loss_scale[...], "tracker": self.growth_tracker[...]}
+        values = {"scale": self.get_scale(), "tracker": self.growth_tracker[...]}
         shown = ", ".join(f"{name}={value}" for name, value in values.items())
         return f"GradScaler({shown}, enabled={self._enabled}, {self._config})"
 

@@ -100,6 +100,13 @@ def _number(name: str, value: object) -> jax.Array:
     )
 
 
+def state_of(
+    scalars: LossScaleState, inner_state: optax.OptState
+) -> DynamicLossScaleState:
+    """The state of a wrapper from its parts."""
+    return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)
+
+
 def keeps_master_weights(opt_state: PyTree) -> bool:
     """Whether there is a `MasterWeightsState` anywhere in an optimizer state."""
 

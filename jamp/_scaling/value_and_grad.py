@@ -6,7 +6,7 @@ states, so that it works the same in a chain and in a `TrainState`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,8 @@ from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
 from .alarms import alarms
-from .state import DynamicLossScaleState, describe, find_states, scalars_of
-
-if TYPE_CHECKING:
-    from .grad_scaler import GradScaler
+from .rule import LossScaleState
+from .state import describe, find_states, scalars_of
 
 TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
 one must not be divided by the other. In one optimizer there must be one, around the \
@@ -221,7 +219,7 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
 
     PyTorch: `scaler.get_scale()`.
     """
-    return scalars_of(_only_state(opt_state)).loss_scale
+    return _only_scalars(opt_state).loss_scale
 
 
 def metrics(
@@ -280,7 +278,7 @@ def metrics(
     PyTorch: `get_scale()` and `state_dict()`; torch does not report that a step was
     skipped (pytorch#67590).
     """
-    state = scalars_of(_only_state(opt_state))
+    state = _only_scalars(opt_state)
     return {
         "loss_scale": state.loss_scale,
         "growth_tracker": state.growth_tracker,
@@ -291,13 +289,16 @@ def metrics(
     }
 
 
-def _only_state(opt_state: PyTree) -> "DynamicLossScaleState | GradScaler":
-    """The `DynamicLossScaleState`, or the `GradScaler`, in what a user passed."""
+def _only_scalars(opt_state: PyTree) -> LossScaleState:
+    """Those of the loss-scale state, or the `GradScaler`, in what a user passed."""
     if isinstance(opt_state, imported(f"{__package__}.grad_scaler", "GradScaler")):
-        return opt_state
+        scalars = scalars_of(opt_state)
+        if opt_state.is_enabled():
+            return scalars
+        return scalars._replace(loss_scale=jnp.ones_like(scalars.loss_scale))
     found = find_states(opt_state)
     if len(found) == 1:
-        return next(iter(found.values()))
+        return scalars_of(next(iter(found.values())))
     if found:
         raise ValueError(TWO_SCALES.format(len(found), ", ".join(found)))
     raise ValueError(

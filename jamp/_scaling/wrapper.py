@@ -20,6 +20,7 @@ from .._checks import axis_names, flag
 from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_half, is_inexact, widen
 from . import arithmetic, rule, skip
 from .apart import Apart
+from .disabled import disabled
 from .match import check_gradients_match, check_update, is_hole
 from .rule import LossScaleConfig
 from .state import (
@@ -30,6 +31,7 @@ from .state import (
     explained,
     keeps_master_weights,
     scalars_of,
+    state_of,
 )
 from .transformation import apply_updates, as_transformation
 
@@ -85,7 +87,8 @@ def dynamic_loss_scale(
       backoff_factor: in (0, 1); the scale is multiplied by it after an overflow.
       growth_interval: finite steps in a row before the scale grows, >= 1.
       enabled: if False, the result is `inner` with a scale of 1: nothing is checked
-        and nothing is skipped.
+        and nothing is skipped. A state may go from one kind to the other: resumed with
+        `enabled=True`, the scale is `init_scale` from the second step on.
       min_scale: floor when backing off. At 0 the floor is 2**-126.
       max_scale: ceiling when growing.
       hysteresis: how many overflows since the last growth it takes to back off
@@ -132,7 +135,7 @@ def dynamic_loss_scale(
         hysteresis=hysteresis,
     )
     if not flag("enabled", enabled):
-        return _disabled(inner)
+        return disabled(as_transformation(inner))
     inner, axes = as_transformation(inner), axis_names(axis_name)
     return LossScaled(inner, config, True, axes).transformation()
 
@@ -189,7 +192,7 @@ class LossScaled:
         check_leaves(params, "dynamic_loss_scale's init: the parameter")
         inner_state = self.init_inner(params)
         check_not_scaled_yet(inner_state, "inner")
-        return _state_of(rule.init(self.config), inner_state)
+        return state_of(rule.init(self.config), inner_state)
 
     def init_inner(self, params: optax.Params) -> optax.OptState:
         if any(map(is_half, jax.tree.leaves(params))):
@@ -294,19 +297,14 @@ class Scaled:
         advance = rule.advance if self.by.is_dynamic else rule.record
         found_inf = jnp.logical_not(self.finite)
         scalars = advance(self.scalars, found_inf, self.by.config)
-        return _state_of(scalars, inner_state)
+        started = rule.started(scalars, self.scalars, self.by.config)
+        return state_of(started, inner_state)
 
 
 def loss_scaled(tx: object) -> LossScaled | None:
     """The loss scale that a transformation belongs to, or None."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     return owner if isinstance(owner, LossScaled) else None
-
-
-def _state_of(
-    scalars: rule.LossScaleState, inner_state: optax.OptState
-) -> DynamicLossScaleState:
-    return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)
 
 
 def _cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
@@ -317,27 +315,6 @@ def _cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
     if dtype_of(update) == jax.dtypes.float0:
         return jnp.zeros(jnp.shape(param), dtype_of(param))
     return lax.convert_element_type(update, dtype_of(param))
-
-
-def _disabled(
-    inner: optax.GradientTransformation | optax.MultiSteps,
-) -> optax.GradientTransformationExtraArgs:
-    inner = as_transformation(inner)
-
-    def init_fn(params: optax.Params) -> DynamicLossScaleState:
-        scalars = rule.init(LossScaleConfig(init_scale=1.0))
-        return _state_of(scalars, inner.init(params))
-
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-    ) -> Step:
-        check_state(state, DynamicLossScaleState, "dynamic_loss_scale's update")
-        updates, inner_state = inner.update(
-            updates, state.inner_state, params, **extra_args
-        )
-        return updates, state._replace(inner_state=inner_state)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _no_update(like: ArrayLike) -> jax.Array:

@@ -286,7 +286,8 @@ def test_torchs_errors_in_torchs_words(wrap):
     expect(rf"unscale_\(\) has already been called on this .* {since}", unscale_twice)
     expect(r"unscale_\(\) is being called after step\(\)", unscale_after_step)
     expect(rf"step\(\) has already been called {since}", step_twice)
-    expect("No inf checks were recorded prior to update", update_alone)
+    instead = r"Call scaler\.step\(optimizer, model, grads\) first"
+    expect(rf"No inf checks were recorded prior to update\. {instead}", update_alone)
     expect("Closure use is not currently supported if GradScaler is enabled", closure)
 
 
@@ -617,6 +618,22 @@ def test_orbax_saves_and_restores(tmp_path):
             checkpointer.restore(tmp_path / "scaler", nnx.state(jamp.GradScaler())),
         )
     assert fresh.state_dict() == scaler.state_dict()
+
+
+def test_a_disabled_scaler_keeps_the_scale_for_an_enabled_one(wrap):
+    (model, optimizer), off = make_model(), jamp.GradScaler(8.0, enabled=False)
+    wrap(train_step)(model, optimizer, off, BAD)
+    assert off.get_scale() == jamp.loss_scale(off) == jamp.scale_loss(1.0, off) == 1.0
+    assert "scale=1.0" in str(off)
+    on = jamp.GradScaler()
+    nnx.update(on, nnx.state(off))
+    assert on.get_scale() == 8.0
+    train_step(*make_model(), on, BAD)
+    nnx.update(off, nnx.state(on))
+    assert off.get_scale() == jamp.metrics(off)["loss_scale"] == 1.0
+    resumed = jamp.GradScaler()
+    nnx.update(resumed, nnx.state(off))
+    assert resumed.state_dict() == on.state_dict()
 
 
 def test_state_dict_round_trip_and_errors():

@@ -1,5 +1,7 @@
 """The optax wrapper: nesting, accumulation, line searches, bad input, one trace."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -303,6 +305,53 @@ def test_disabled_is_the_bare_optimizer():
     updates, new_state = jax.jit(tx.update)(jnp.array([jnp.inf, 1.0]), state, params)
     np.testing.assert_array_equal(updates, [-jnp.inf, -1.0])  # applied, as in torch
     chex.assert_trees_all_equal(jamp.metrics(new_state), jamp.metrics(state))
+
+
+def take_step(tx, state, params, x):
+    _, grads = jamp.value_and_grad(loss_fn, state)(params, x)
+    return jamp.step(tx, grads, state, params)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+def test_a_disabled_run_is_resumed_with_a_new_scale(wrap):
+    options = {"init_scale": 8.0, "hysteresis": 2, "growth_interval": 3}
+    on, off = (
+        jamp.dynamic_loss_scale(
+            optax.sgd(0.5, momentum=0.5), enabled=enabled, **options
+        )
+        for enabled in (True, False)
+    )
+    on_step, off_step = (wrap(functools.partial(take_step, tx)) for tx in (on, off))
+    params = make_params()
+    state = off.init(params)
+    for _ in range(2):
+        params, state = off_step(state, params, X)
+    chex.assert_trees_all_equal(params, run(on, [X, X])[0])
+
+    for x in (X, BAD):  # the first step, at a scale of 1, does not move the new scale
+        _, resumed = on_step(state, params, x)
+        assert resumed._replace(inner_state=()) == on.init(params)._replace(
+            inner_state=(),
+            found_inf=x is BAD,
+            skipped_steps=int(x is BAD),
+            recent_skips=int(x is BAD),
+        )
+    mine = optax.tree.set(state, loss_scale=jnp.float32(4.0))
+    assert jamp.loss_scale(on_step(mine, params, X)[1]) == 4.0
+    static = jamp.static_loss_scale(optax.sgd(0.5, momentum=0.5), 32.0)
+    assert jamp.loss_scale(take_step(static, state, params, X)[1]) == 32.0
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+def test_an_enabled_run_is_resumed_without_a_scale(wrap):
+    off = jamp.dynamic_loss_scale(optax.sgd(0.5, momentum=0.5), enabled=False)
+    on = jamp.dynamic_loss_scale(optax.sgd(0.5, momentum=0.5))
+    off_step = wrap(functools.partial(take_step, off))
+    params, state = run(on, [X, X, BAD])
+    for x in (X, X):
+        params, state = off_step(state, params, x)
+    assert jamp.loss_scale(state) == 1.0 and not state.found_inf
+    chex.assert_trees_all_equal(params, run(on, [X, X, BAD, X, X])[0])
 
 
 def test_static_scale_never_moves_and_skips():

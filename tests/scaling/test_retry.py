@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import jamp
@@ -702,6 +703,103 @@ def test_a_step_that_is_never_finite_has_no_scale():
         jamp.find_loss_scale(training.step, training.start(), x * jnp.nan, y)
     inside = jax.jit(functools.partial(jamp.find_loss_scale, training.step))
     assert jamp.loss_scale(inside(training.start(), x * jnp.nan, y)) == START
+
+
+def plain_loss(state, x, y):
+    return jax.value_and_grad(loss_fn)(state["params"], x, y)
+
+
+def captured_scale(state, x, y):
+    captured = jamp.dynamic_loss_scale(optax.sgd(1.0)).init(make_params())
+    return jamp.value_and_grad(loss_fn, captured)(state["params"], x, y)
+
+
+@pytest.mark.parametrize("grads_of", [plain_loss, captured_scale])
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+def test_a_loss_that_is_not_scaled_is_told(grads_of, wrap):
+    training = Training()
+
+    def step(state, x, y):
+        loss, grads = grads_of(state, x, y)
+        stepped = jamp.step(training.tx, grads, state["opt_state"], state["params"])
+        return state | dict(zip(("params", "opt_state"), stepped, strict=True)), loss
+
+    find = functools.partial(jamp.find_loss_scale, wrap(step))
+    message = r"jamp\.find_loss_scale: the step divides its gradients by a loss scale"
+    for call in (find, jax.jit(find)):
+        with pytest.raises(ValueError, match=message):
+            call(training.start(), *batches()[0])
+
+
+def by_scan(scale, loss):
+    body = lambda total, part: (total + scale * part, None)
+    return jax.lax.scan(body, jnp.float32(0), jnp.stack([loss / 2] * 2))[0]
+
+
+def by_cond(scale, loss):
+    return jax.lax.cond(loss > -1, lambda: scale * loss, lambda: loss)
+
+
+def by_ref(scale, loss):
+    ref = jax.new_ref(jnp.float32(1))
+    ref[...] = scale
+    return loss * jax.lax.stop_gradient(ref[...])
+
+
+def by_callback(scale, loss):
+    kept = []
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    io_callback(kept.append, None, scale, ordered=True)
+    return loss * jax.lax.stop_gradient(io_callback(kept.pop, shape, ordered=True))
+
+
+def by_custom_vjp(scale, loss):
+    scaled = jax.custom_vjp(lambda loss, scale: loss)
+    forward = lambda loss, scale: (loss, scale)
+    scaled.defvjp(forward, lambda scale, g: (scale * g, jnp.zeros_like(g)))
+    return scaled(loss, scale)
+
+
+def on_a_device(scale, loss):
+    mesh = jax.make_mesh((1,), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
+    product = lambda scale, loss: scale * loss
+    both = P(), P()
+    return jax.shard_map(product, mesh=mesh, in_specs=both, out_specs=P())(scale, loss)
+
+
+WAYS = [by_scan, by_cond, by_ref, by_callback, by_custom_vjp, on_a_device]
+
+
+@pytest.mark.parametrize("scaled", WAYS)
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+def test_a_loss_that_is_scaled_in_another_way_is_not_refused(scaled, wrap):
+    training = Training()
+
+    def step(state, x, y):
+        opt_state, params = state["opt_state"], state["params"]
+        scale = jamp.loss_scale(opt_state)
+        grads = jax.grad(lambda p: scaled(scale, loss_fn(p, x, y)))(params)
+        params, opt_state = jamp.step(training.tx, grads, opt_state, params)
+        return state | {"params": params, "opt_state": opt_state}, None
+
+    state = jamp.find_loss_scale(wrap(step), training.start(), *batches()[0])
+    assert 2.0**8 < jamp.loss_scale(state) < START
+
+
+def test_a_scaler_that_never_scaled_is_told():
+    def step(model, optimizer, scaler, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        scaler.step(optimizer, model, grads)
+        scaler.update()
+
+    model, scaler = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jamp.GradScaler()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    for wrap in (lambda step: step, nnx.jit):
+        with pytest.raises(ValueError, match=r"or scaler\.scale"):
+            jamp.nnx.find_loss_scale(
+                wrap(step), model, optimizer, scaler, batches()[0][0]
+            )
+    assert scaler.get_scale() == 2.0**16
 
 
 def test_the_scale_of_nnx_objects_is_found():

@@ -80,6 +80,7 @@ REASONS: Reasons = {
     "keras.losses.Poisson at 0 and 1": ((GRADIENT,), STEEP),
     "jnp.fft.irfft of rfft": ((RAISES,), REFUSED),
     "jsp.signal.istft of stft": ((RAISES,), REFUSED),
+    "jax.experimental.ode.odeint": ((RAISES,), REFUSED),
     "jsp.sparse.linalg.gmres of a float32 vector": ((RAISES,), TOLERANCE),
     "tfp.Normal(h, h).log_prob": ((RAISES,), REFUSED),
     "blackjax.hmc.step of half": ((RAISES,), REFUSED),

@@ -20,6 +20,7 @@ from jax.extend.core import DebugInfo, Primitive
 
 from .. import _compat
 from .._tree import HALVES
+from .advice import advise
 from .casting import CastingTrace, avals_of
 from .decision import FLOAT32_DTYPE, Dtypes, Params, Result, Value, Values
 from .sources import JAX, raised_in
@@ -39,10 +40,19 @@ class Function:
         self.child = trace.spawner(baked, of_tangents=of_tangents)
 
     def __call__(self, *args: Value) -> tuple[list[Value], CastingTrace]:
-        """Returns the results, and the trace that they were computed on."""
+        """Returns the results, and the trace that they were computed on.
+
+        A derivative may run after its region, which then gives its errors no note.
+        """
         self.forget()
-        with self.child().current() as child:
-            return list(self.function.call_wrapped(*args)), child
+        child = self.child()
+        try:
+            with child.current():
+                return list(self.function.call_wrapped(*args)), child
+        except Exception as error:
+            if child.settings.listed:  # a policy has a note of its own
+                advise(error, child.settings.dtype)
+            raise
 
     def forget(self) -> None:
         """Lets the function be called again: it notes the tree of its results."""

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.ode import odeint
 
 import jamp
-from tests.marks import mostly_slow
+from tests.marks import mostly_slow, slow
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
@@ -136,6 +136,35 @@ def test_a_function_that_refuses_half_precision(function):
     with half():
         found = function((x @ w).astype(jnp.float32))
     assert jnp.allclose(found, function(x @ w), rtol=0.01, atol=0.02)
+
+
+@jax.custom_vjp
+def solved(h):
+    """As `odeint`: its derivative has a loop, which mixes dtypes."""
+    return 2 * h
+
+
+solved.defvjp(
+    lambda h: (solved(h), None),
+    lambda _, g: (jax.jit(lambda g: lax.mul(jnp.full((4, 4), 2.0), g))(g),),
+)
+
+
+def flow(h):
+    velocity = lambda y, t, h: -jnp.tanh(h @ y)
+    return odeint(velocity, h[0], times, h, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("function", [solved, slow(flow)])
+def test_a_derivative_outside_of_the_region_that_refuses_half_precision(function):
+    loss = half()(lambda x, cast=lambda h: h: jnp.sum(function(cast(x @ w))))
+    with pytest.raises(TypeError, match=r"lax\.mul requires") as raised:
+        jax.grad(loss)(x)
+    (note,) = (n for n in raised.value.__notes__ if "autocast region" in n)
+    assert "`x.astype(jnp.float32)`" in note
+    found = jax.grad(loss)(x, lambda h: h.astype(jnp.float32))
+    expected = jax.grad(lambda x: jnp.sum(function(x @ w)))(x)
+    assert jnp.allclose(found, expected, rtol=0.01, atol=0.01)
 
 
 def test_a_note_names_the_dtype_and_is_given_once():

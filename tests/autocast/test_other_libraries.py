@@ -6,8 +6,12 @@ JVP rules that mix dtypes, and compare dtypes themselves.
 """
 
 import gc
+import re
 import weakref
+from importlib.util import find_spec
+from pathlib import Path
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +22,7 @@ from jax.scipy import special
 
 import jamp
 from jamp._autocast import scatters
+from parity.peers_ops import import_keras
 from tests.marks import mostly_slow, slow
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
@@ -67,11 +72,30 @@ SPECIAL = {
     "spence": POSITIVE,
     "dawsn": POSITIVE,
     "expi": POSITIVE,
+    "exp1": POSITIVE,
     "fresnel": POSITIVE,
     "sici": POSITIVE,
 }
 NAMES = [name for name in SPECIAL if hasattr(special, name)]
 by_function = pytest.mark.parametrize("name", mostly_slow(NAMES, *NAMES[:3]))
+
+
+def expn(x):
+    return special.expn(jnp.full(x.shape, 2), x)
+
+
+def logcdf(x):
+    return jax.scipy.stats.norm.logcdf(x)
+
+
+@by_dtype
+@pytest.mark.parametrize(
+    ("function", "x"), [(expn, POSITIVE), (logcdf, NEGATIVE)], ids=["expn", "logcdf"]
+)
+def test_a_function_of_two_inputs_and_one_of_stats(function, x, dtype):
+    x = rounded(x, dtype)
+    for way in (jit_inside, checkpointed):
+        np.testing.assert_allclose(way(function, dtype)(x), function(x), 1e-4, 1e-6)
 
 
 @by_dtype
@@ -227,6 +251,57 @@ def test_a_mean_is_half_precision_of_half_precision_alone():
         assert way(squares, jnp.float16)(x).dtype == jnp.float32
 
 
+def test_a_mean_in_code_that_was_traced_in_float32_is_float32():
+    """Nor is that of two vectors lowered: its caller may have asked for float32."""
+    x = rounded(wide, jnp.float16)
+    for function in (jnp.mean, lambda h: jnp.vdot(h, h)):
+        half = live(function, jnp.float16)(x / 100)
+        found = jit_inside(function, jnp.float16)(x / 100)
+        assert (half.dtype, found.dtype) == (jnp.float16, jnp.float32)
+        np.testing.assert_allclose(half, found, rtol=1e-3)
+
+
+def norm_by_two_means(h):
+    h = h.astype(jnp.float32)
+    mean = jnp.mean(h, -1, keepdims=True)
+    var = jnp.mean(jnp.square(h), -1, keepdims=True, dtype=jnp.float32) - mean**2
+    return (h - mean) * lax.rsqrt(var + 1e-5)
+
+
+def scanned(function, dtype):
+    run = lambda x: lax.scan(lambda c, x: (c, function(x @ eye)), 0.0, x[None])[1][0]
+    return jamp.autocast(dtype)(run)
+
+
+@by_dtype
+@pytest.mark.parametrize(
+    "way", [*WAYS, checkpointed, scanned], ids=lambda way: way.__name__
+)
+def test_a_mean_that_is_asked_for_in_float32_keeps_its_digits(way, dtype):
+    """What JAX traces in float32 has no cast to it: a mean must not be rounded."""
+    x = rounded(np.random.default_rng(2).normal(size=(8, 4)) + 10, dtype)
+    found = way(norm_by_two_means, dtype)(x)
+    np.testing.assert_allclose(found, norm_by_two_means(x), atol=1e-3)
+    loss = lambda run: lambda x: jnp.sum(run(x) ** 3)
+    grad = jax.grad(loss(way(norm_by_two_means, dtype)))(x)
+    expected = jax.grad(loss(norm_by_two_means))(x)
+    np.testing.assert_allclose(grad, expected, rtol=5e-2, atol=5e-2)
+
+
+@by_dtype
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_loop_carries_a_mean(way, dtype):
+    def averages(h):
+        step = lambda mean: 0.5 * mean + 0.5 * jnp.mean(h).astype(mean.dtype)
+        scanned = lax.scan(lambda c, _: (step(c), c), jnp.mean(h), length=3)[0]
+        return lax.fori_loop(0, 3, lambda i, c: step(c), scanned)
+
+    x = rounded(wide / 100, dtype)
+    value, grad = jax.value_and_grad(way(averages, dtype))(x)
+    np.testing.assert_allclose(value, jnp.mean(x), rtol=2e-2)
+    np.testing.assert_allclose(grad, jnp.full(x.shape, 1 / x.size), rtol=2e-2)
+
+
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSLayerNorm"])
 def test_norms_of_penzai(name):
     pz = pytest.importorskip("penzai.pz")
@@ -338,6 +413,84 @@ def test_a_jvp_rule_with_an_error_of_its_own_runs_once():
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     assert any(isinstance(error, KeyError) for error in chain)
+
+
+# Keras.
+
+PAGE = Path(__file__).parents[2] / "docs" / "libraries.md"
+IN_KERAS = re.compile(r"```text\n(model\.call = .*?)```", re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("keras") is None, reason="Keras is in the extras parity and ecosystem"
+)
+def test_fit_of_keras_as_the_page_has_it():
+    keras, seen = import_keras(), []
+
+    class Seen(keras.layers.Layer):
+        def call(self, x):
+            seen.append(str(x.dtype))
+            return x
+
+    def fitted(lines):
+        keras.utils.set_random_seed(0)
+        spy = Seen(autocast=False)  # or Keras casts what it gets to float32
+        first, last = keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)
+        model = keras.Sequential([keras.Input((4,)), first, spy, last])
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        model.fit = lambda x, y, fit=model.fit: fit(x, y, verbose=0)
+        weights, x = model.trainable_variables, np.asarray(wide / 1000, np.float32)
+        start = [np.array(v.value) for v in weights]  # `fit` donates them
+        seen.clear()
+        exec(lines, {"jamp": jamp, "jnp": jnp, "model": model, "x": x, "y": x[:, :1]})
+        return [v.value - old for v, old in zip(weights, start, strict=True)]
+
+    expected = fitted("model.fit(x, y)")
+    assert "bfloat16" not in seen
+    found = fitted(IN_KERAS.search(PAGE.read_text())[1])
+    assert "bfloat16" in seen
+    for change, wanted in zip(found, expected, strict=True):
+        assert change.dtype == jnp.float32 and jnp.any(wanted)
+        np.testing.assert_allclose(change, wanted, rtol=0.1, atol=2e-3)
+
+
+LOSSES = """
+layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+loss = keras.losses.BinaryCrossentropy(from_logits=True)
+found = loss(jnp.zeros((1, 1)), layer(jnp.full((1, 1), 9.75)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("keras") is None, reason="Keras is in the extras parity and ecosystem"
+)
+@by_dtype
+def test_a_loss_of_logits_in_keras(dtype):
+    given = {"keras": import_keras(), "jnp": jnp}
+    with jamp.autocast(dtype):
+        exec(LOSSES, given)
+    np.testing.assert_allclose(given["found"], 9.75, rtol=1e-3)
+
+
+# Haiku.
+
+
+@by_dtype
+@pytest.mark.parametrize(
+    "way", [live, jit_inside, slow(checkpointed)], ids=lambda way: way.__name__
+)
+def test_a_convolutional_lstm_after_a_layer(way, dtype):
+    def run(h):
+        core = hk.Conv1DLSTM((4,), 4, 3)
+        return core(h[None], core.initial_state(1))[0]
+
+    model = hk.without_apply_rng(hk.transform(run))
+    params = model.init(random.key(0), eye)
+    function = lambda h: model.apply(params, h)
+    found = way(function, dtype)(eye)
+    np.testing.assert_allclose(found, function(eye), rtol=2e-2, atol=2e-3)
 
 
 # What libraries refuse.

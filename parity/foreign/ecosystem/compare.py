@@ -15,9 +15,10 @@ from .call import Call, layer
 DTYPES = ("float16", "bfloat16")
 WAYS = HALF, INNER = ("half", "inner jit")
 # What may be wrong with a call. What it raises has a note of jamp's, or it has none.
-ERROR, GRADIENT, AGREE = "error", "gradient", "agree"
+# Of a call that counts, the two ways give two dtypes, or values that are apart.
+ERROR, GRADIENT, DTYPE, APART = "error", "gradient", "dtype", "apart"
 RAISES, UNADVISED = "raises", "raises without a note"
-FAULTS = (ERROR, GRADIENT, AGREE, RAISES, UNADVISED)
+FAULTS = (ERROR, GRADIENT, DTYPE, APART, RAISES, UNADVISED)
 ROUNDINGS = 8.0  # how many of its dtype's the two ways may be apart
 
 
@@ -35,13 +36,11 @@ class Row(NamedTuple):
 
     Attributes:
       results: by dtype and way.
-      apart: by dtype, how far the two ways are from each other.
       faults: what is wrong, with the figure that shows it.
     """
 
     name: str
     results: dict[str, dict[str, Result]]
-    apart: dict[str, float]
     faults: dict[str, str]
 
 
@@ -54,7 +53,7 @@ def compare(call: Call) -> Row:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = program(call, None, False)(*call.inputs)
-        results, apart, faults = {}, {}, {}
+        results, faults = {}, {}
         for dtype in DTYPES:
             given, results[dtype] = {}, {}
             for way in WAYS:
@@ -66,9 +65,8 @@ def compare(call: Call) -> Row:
                     faults.setdefault(fault, f"{dtype}, {way}: {said(error)[:300]}")
                     continue
                 results[dtype][way] = judge(plain, given[way])
-            apart[dtype] = difference(given)
-            collect(call, dtype, results[dtype], apart[dtype], faults)
-    return Row(call.name, results, apart, faults)
+            collect(call, dtype, results[dtype], difference(given), faults)
+    return Row(call.name, results, faults)
 
 
 def said(error: Exception) -> str:
@@ -165,7 +163,11 @@ def collect(
     apart: float,
     faults: dict[str, str],
 ) -> None:
-    """Adds what is wrong in one dtype."""
+    """Adds what is wrong in one dtype.
+
+    Args:
+      apart: how far the values of the two ways are from each other.
+    """
     for way, result in results.items():
         if result.error > call.bound:
             faults.setdefault(ERROR, f"{dtype}, {way}: {result.error:.1e}")
@@ -175,6 +177,6 @@ def collect(
         return
     half, inner = results[HALF], results[INNER]
     if half.dtypes and inner.dtypes and half.dtypes != inner.dtypes:
-        faults.setdefault(AGREE, f"{dtype}: {half.dtypes} and {inner.dtypes}")
+        faults.setdefault(DTYPE, f"{dtype}: {half.dtypes} and {inner.dtypes}")
     if apart > ROUNDINGS * float(jnp.finfo(dtype).eps):
-        faults.setdefault(AGREE, f"{dtype}: {apart:.1e} apart")
+        faults.setdefault(APART, f"{dtype}: {apart:.1e}")

@@ -83,7 +83,7 @@ def short(names: str) -> str:
 
 
 def program(outcome: Outcome) -> str:
-    means = [f"{outcome.mean['float32']:.4f}"]
+    means = [f"{outcome.mean:.4f}"]
     for dtype in DTYPES:
         apart = outcome.apart.get(dtype)
         means.append("raises" if apart is None else f"{apart:.1e} apart")

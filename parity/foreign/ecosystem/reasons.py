@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from .compare import ERROR, FAULTS, GRADIENT, RAISES, Row
+from .compare import APART, DTYPE, ERROR, FAULTS, GRADIENT, RAISES, Row
 
 DRAWS = """the caller asks for noise in the dtype of `h`, which has few numbers, and \
 others than in float32; write `jnp.float32`"""
@@ -19,6 +19,18 @@ STEEP = "at 0 the derivative is 1e7, above float16's largest number"
 REFUSED = """the library refuses half precision, or two dtypes; the error has a note \
 that says what to write"""
 
+# Code that JAX traced in float32 has no cast to it, even if a caller asked for one.
+KEPT = """torch's mean and dot of half precision are half precision; in code that was \
+traced in float32 they stay float32, because a caller may have asked for it"""
+READ = """the library gives the dtype that it reads in Python, which is float32 inside \
+of `jax.jit`"""
+MOMENTS = """Keras clips the moments of half precision at float16's largest number; \
+write `x.astype("float32")`"""
+
+MEANS = """jnp.mean optax.centralize.update optax.tree.vdot \
+keras.layers.GlobalAveragePooling2D keras.ops.mean e3nn.mean tfp.stats.variance"""
+READING = """keras.layers.RMSNormalization keras.ops.var \
+keras.ops.layer_normalization e3nn.scatter_sum e3nn.scatter_mean"""
 WITH_TOLERANCE = """jnp.linalg.matrix_rank jnp.linalg.lstsq jnp.polyfit jnp.roots \
 jsp.signal.detrend jsp.linalg.funm jsp.sparse.linalg.gmres"""
 NOT_IN_HALF = """jnp.fft.rfft jnp.fft.rfft2 jnp.fft.rfftn jsp.special.ndtr \
@@ -63,14 +75,18 @@ REASONS: Reasons = {
         (GRADIENT,),
         "its equations have the condition 20, which multiplies bfloat16's rounding",
     ),
+    "keras.ops.moments": ((ERROR, GRADIENT, DTYPE, APART), MOMENTS),
     "keras.losses.BinaryCrossentropy at 0 and 1": ((ERROR, GRADIENT), CLIPPED),
     "keras.losses.Poisson at 0 and 1": ((GRADIENT,), STEEP),
     "jnp.fft.irfft of rfft": ((RAISES,), REFUSED),
     "jsp.signal.istft of stft": ((RAISES,), REFUSED),
+    "jax.experimental.ode.odeint": ((RAISES,), REFUSED),
     "jsp.sparse.linalg.gmres of a float32 vector": ((RAISES,), TOLERANCE),
     "tfp.Normal(h, h).log_prob": ((RAISES,), REFUSED),
     "blackjax.hmc.step of half": ((RAISES,), REFUSED),
     "lineax.LU of half and float32": ((RAISES,), REFUSED),
+    **dict.fromkeys(MEANS.split(), ((DTYPE,), KEPT)),
+    **dict.fromkeys(READING.split(), ((DTYPE,), READ)),
     **dict.fromkeys(WITH_TOLERANCE.split(), ((RAISES,), TOLERANCE)),
     **dict.fromkeys(NOT_IN_HALF.split(), ((RAISES,), REFUSED)),
 }

@@ -558,6 +558,8 @@ jamp.retry
   jamp.retry(retry_step)(params, x)
     ValueError: the state holds no loss scale
     > Pass `(params, opt_state)`, or another pytree with both.
+  jamp.retry(retry_step)(({**params, "act": jax.nn.gelu}, opt_state), x)
+    TypeError: the state at [0]['act']
   jamp.retry(lambda state, x: [*state])((params, opt_state), x)
     TypeError: (state, aux)
   jamp.retry(lambda state, x: state)((params, opt_state), x)
@@ -573,6 +575,8 @@ jamp.find_loss_scale
     TypeError: step
   jamp.find_loss_scale(retry_step, params, x)
     ValueError: the state holds no loss scale
+  jamp.find_loss_scale(retry_step, ({**params, "act": jax.nn.gelu}, opt_state), x)
+    TypeError: the state at [0]['act']
   jamp.find_loss_scale(retry_step, (params, opt_state), x * jnp.nan)
     ValueError: the step overflows
     > Find the source of the nan with `jamp.debug.find_nonfinite`.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import positive, shown
-from .._tree import PyTree, T
+from .._tree import PyTree, T, check_leaves
 from .attempts import Attempts
 from .rule import LossScaleState
 from .state import DynamicLossScaleState, describe, find_states, scalars_of
@@ -115,7 +115,12 @@ class InState:
 
 
 def check_holds_one(state: PyTree, caller: str) -> None:
-    """Raises ValueError if a state has no loss scale, or stacked ones."""
+    """Raises an error if a state has no loss scale, or stacked ones, or other leaves.
+
+    Raises:
+      TypeError: a leaf is not an array.
+      ValueError: there is not one loss scale per optimizer, which is one number.
+    """
     found = find_states(state)
     if not found:
         raise ValueError(
@@ -131,6 +136,7 @@ def check_holds_one(state: PyTree, caller: str) -> None:
             "not change while MultiSteps adds up gradients of one scale; write "
             "jamp.dynamic_loss_scale(optax.MultiSteps(...))."
         )
+    check_leaves(state, f"{caller}: the state")
     for path, node in found.items():
         if jnp.shape(scalars_of(node).loss_scale) != ():
             raise ValueError(

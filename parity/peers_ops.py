@@ -9,10 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import io
-import os
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,6 +21,7 @@ from flax import struct
 from flax.training.dynamic_scale import DynamicScale
 
 import jamp
+from shared.keras_on_jax import import_keras
 
 from .cases import LEARNING_RATE, MOMENTUM, SIZE, Case
 from .jamp_side import SGD
@@ -210,24 +209,6 @@ def _mpx_change(scaler: Any, method: str, value: float) -> Any:
     else:
         part, new = lambda scaler: scaler.period, int(value)
     return eqx.tree_at(part, scaler, new)
-
-
-@contextlib.contextmanager
-def _keras_home() -> Iterator[None]:
-    """Keras on JAX, without the file that it writes into the home directory."""
-    with tempfile.TemporaryDirectory() as home:
-        settings = {"KERAS_BACKEND": "jax", "KERAS_HOME": home}
-        with mock.patch.dict(os.environ, settings):
-            yield
-
-
-def import_keras() -> Any:
-    """Keras, or RuntimeError if it has been imported with another backend."""
-    with _keras_home():
-        import keras
-    if keras.backend.backend() != "jax":
-        raise RuntimeError(f"Keras runs on {keras.backend.backend()}, not on JAX")
-    return keras
 
 
 class KerasScaler(struct.PyTreeNode):

@@ -22,7 +22,7 @@ from jax.scipy import special
 
 import jamp
 from jamp._autocast import scatters
-from parity.peers_ops import import_keras
+from shared.keras_on_jax import import_keras
 from tests.marks import mostly_slow, slow
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]

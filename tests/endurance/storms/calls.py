@@ -47,10 +47,8 @@ class Calls:
         self.numbers = draw_numbers(rng)
         self.enabled = bool(rng.random() < 0.9)
         self.scaler = jamp.GradScaler(enabled=self.enabled, **self.numbers)
-        self.scaling = Scaling(np.float32(1), 0, 1)
-        if self.enabled:
-            scale = np.float32(self.numbers["init_scale"])
-            self.scaling = Scaling(scale, 0, self.numbers["hysteresis"])
+        scale = np.float32(self.numbers["init_scale"])  # a disabled one keeps it
+        self.scaling = Scaling(scale, 0, self.numbers["hysteresis"])
         self.weights = [
             rng.normal(size=3).astype(np.float32) for _ in range(rng.integers(1, 4))
         ]
@@ -84,7 +82,8 @@ class Calls:
             for i, leaf in enumerate(map(np.array, self.scaling[:4]))
         ]
         check_bits("scaler", got, want)
-        assert scaler.get_scale() == float(self.scaling.scale)
+        shown = float(self.scaling.scale) if self.enabled else 1.0
+        assert scaler.get_scale() == shown
         skipped = scaler.skipped_steps[...], scaler.recent_skips[...]
         assert tuple(map(int, skipped)) == (self.scaling.skipped, self.scaling.recent)
         for net, weights in zip(self.nets, self.weights, strict=True):
@@ -180,7 +179,7 @@ class Calls:
     def scale(self) -> None:
         values = self.rng.normal(size=3).astype(np.float32)
         got = self.scaler.scale({"a": jnp.asarray(values), "b": [jnp.float16(2)]})
-        times = self.scaling.scale
+        times = self.scaling.scale if self.enabled else np.float32(1)
         check_bits("scaled", got["a"], values * times)
         wide = np.float32 if self.enabled else np.float16
         check_bits("scaled", got["b"][0], wide(2) * wide(times))

@@ -670,6 +670,8 @@ jamp.value_and_grad
     > Pass the function, not its result.
   jamp.value_and_grad(lambda model: jnp.mean(model(x)), opt_state)(model)
     TypeError: nnx.Module
+  jamp.value_and_grad(lambda model: jnp.mean(model(x)), scaler)(model)
+    TypeError: scaler.scale(loss)
   jamp.value_and_grad(lambda params: None, opt_state)(params)
     TypeError: fun
   jamp.value_and_grad(lambda params: 3, opt_state)(params)

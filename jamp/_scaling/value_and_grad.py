@@ -29,6 +29,10 @@ ARRAYS_AND_REST = """ Differentiate arrays alone; for an Equinox model, write \
 params, static = eqx.partition(model, eqx.is_inexact_array), pass params, and call \
 eqx.combine(params, static) in the loss function."""
 
+GOT_MODULE = """jamp.value_and_grad got an nnx.Module, and jax.grad would lose the \
+changes of its forward pass; use nnx.grad, with has_aux=True, of a function of the \
+model that returns ({}, loss)."""
+
 
 def value_and_grad(
     fun: Callable[..., T],
@@ -63,7 +67,7 @@ def value_and_grad(
       TypeError: the loss is not a floating scalar, `fun` does not return a pair with
         `has_aux`, a leaf to differentiate is not an array (an Equinox model holds
         functions: partition it), or an argument is an `nnx.Module`, whose state JAX
-        would lose: use `nnx.value_and_grad` of `scale_loss` for modules.
+        would lose: use `nnx.grad` of `scale_loss` for modules.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -103,11 +107,10 @@ def value_and_grad(
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[T, PyTree]:
         modules = imported("flax.nnx", "Module")
         if any(isinstance(arg, modules) for arg in (*args, *kwargs.values())):
-            raise TypeError(
-                "jamp.value_and_grad got an nnx.Module, and jax.grad would lose the "
-                "changes of its forward pass; use nnx.value_and_grad of "
-                "lambda model: jamp.scale_loss(loss_fn(model), opt_state)."
-            )
+            write = "jamp.scale_loss(loss, opt_state)"
+            if _is_scaler(opt_state):
+                write = "scaler.scale(loss)"
+            raise TypeError(GOT_MODULE.format(write))
         try:
             grads, result = grad_fn(*args, **kwargs)
         except TypeError:
@@ -289,9 +292,13 @@ def metrics(
     }
 
 
+def _is_scaler(opt_state: PyTree) -> bool:
+    return isinstance(opt_state, imported(f"{__package__}.grad_scaler", "GradScaler"))
+
+
 def _only_scalars(opt_state: PyTree) -> LossScaleState:
     """Those of the loss-scale state, or the `GradScaler`, in what a user passed."""
-    if isinstance(opt_state, imported(f"{__package__}.grad_scaler", "GradScaler")):
+    if _is_scaler(opt_state):
         scalars = scalars_of(opt_state)
         if opt_state.is_enabled():
             return scalars

@@ -1,6 +1,7 @@
 """The optax wrapper: nesting, accumulation, line searches, bad input, one trace."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -405,9 +406,13 @@ def test_losses_that_are_no_floating_scalar():
 
 def test_an_nnx_module_is_sent_to_nnx():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    state = scaled_sgd().init(make_params())
-    with pytest.raises(TypeError, match=r"use nnx.value_and_grad of"):
-        jamp.value_and_grad(lambda model: 0.0, state)(model)
+    returned = {
+        "jamp.scale_loss(loss, opt_state), loss": scaled_sgd().init(make_params()),
+        "scaler.scale(loss), loss": jamp.GradScaler(),
+    }
+    for pair, state in returned.items():
+        with pytest.raises(TypeError, match=re.escape(f"that returns ({pair}).")):
+            jamp.value_and_grad(lambda model: 0.0, state)(model)
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])

@@ -540,6 +540,8 @@ jamp.step
     ValueError: optax.masked
   jamp.step(f := optax.apply_if_finite(tx, 9), grads, f.init(params), params)
     ValueError: optax.apply_if_finite
+  jamp.value_and_grad(loss_fn, optax.MultiSteps(tx, 4).init(params))
+    ValueError: optax.MultiSteps around a loss scale
   jamp.step(tx, grads, opt_state, {**params, "act": jax.nn.gelu})
     TypeError: parameter at ['act']
   jamp.step(tx, nnx_grads, opt_state, model)

@@ -8,23 +8,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
 from .. import _compat
 from .._autocast.casting import OBSERVED
 from .._autocast.conversion import EXPLICIT
-from .._autocast.decision import SCALED_NOTE, Reason, Source
-from .._autocast.float8 import Float8, is_float8
+from .._autocast.decision import Reason, Source
+from .._autocast.float8 import Float8
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
 from .._autocast.traits import MIXING, PRODUCTS
 from .call import open_call
+from .dtypes import CAST, given_dtypes, returned_dtypes
 from .equations import Atom, array, variables
 from .explanation import Explanation
 from .findings import OpRow, Promotion, Reduction
 from .residuals import saved_for_backward
-from .sites import float_dtypes, rule_of, site_of
+from .sites import float_dtypes, site_of
 from .walk import Op, flops, nbytes, reduced, walk
 
 HALF = ("float16", "bfloat16")
@@ -168,7 +169,7 @@ def kind_of(op: Op) -> Kind:
 def row_of(kind: Kind, group: list[Op]) -> OpRow:
     inputs = dict.fromkeys(d for op in group for d in given_dtypes(op))
     inputs = inputs or dict.fromkeys(group[0].site.dtypes_in)
-    outputs = group[-1].site.dtypes_out
+    outputs = returned_dtypes(group[-1])
     counts = Counter()
     for op in group:
         counts[op.site.primitive] += op.times
@@ -214,37 +215,12 @@ def widened_at(op: Op) -> str:
     return line
 
 
-def given_dtypes(op: Op) -> tuple[str, ...]:
-    """The dtypes of an op's inputs before the region cast them.
-
-    For a function that counts as one op, these are the inputs from outside of it.
-    """
-    rule, given = op.site.rule, []
-    is_function = Reason.read(rule).source is Source.FUNCTION
-    for variable in variables(op.eqn.invars):
-        maker = op.made_by.get(variable)
-        if maker is None or not rule or rule_of(maker) != rule:
-            given.append(variable)
-        elif is_cast_of_its_own(maker):
-            given.append(maker.invars[0])
-        elif not is_function:
-            given.append(variable)
-    return float_dtypes(given)
-
-
-def is_cast_of_its_own(maker: JaxprEqn) -> bool:
-    """Whether an equation only casts an input of an op, and does not scale it."""
-    is_cast = maker.primitive.name == "convert_element_type"
-    is_scaled = Reason.read(rule_of(maker)).note.endswith(SCALED_NOTE)
-    return is_cast and not (is_scaled or is_float8(maker.params["new_dtype"]))
-
-
 def outs(op: Op) -> list[ShapedArray]:
     return [array(v) for v in op.eqn.outvars if hasattr(v.aval, "dtype")]
 
 
 def is_cast(op: Op) -> bool:
-    return op.eqn.primitive.name == "convert_element_type"
+    return op.eqn.primitive.name == CAST
 
 
 def matmul_flops(ops: Iterable[Op]) -> dict[str, int]:
@@ -297,7 +273,7 @@ def is_float32(variable: Atom, op: Op) -> bool:
     if dtype != jnp.float32:
         return False
     maker = op.made_by.get(variable)
-    if maker is None or maker.primitive.name != "convert_element_type":
+    if maker is None or maker.primitive.name != CAST:
         return True
     return str(array(maker.invars[0]).dtype) not in HALF
 
@@ -312,7 +288,7 @@ def reductions(ops: Iterable[Op]) -> list[Reduction]:
         given, made = op.site.dtypes_in[0], op.site.dtypes_out[0]
         users = op.used_by.get(op.eqn.outvars[0], ())
         narrowed = given == "float32" and any(
-            user.primitive.name == "convert_element_type"
+            user.primitive.name == CAST
             and str(array(user.outvars[0]).dtype) == "float16"
             for user in users
         )

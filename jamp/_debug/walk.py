@@ -26,10 +26,15 @@ class Op(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The modules around it, or its parameters' modules, since NNX names no ops."""
+        """The modules around it, or in parentheses the owner of its parameters.
+
+        NNX and Equinox write no paths.
+        """
+        if self.site.path:
+            return starred(self.site.path)
         owners = [name.rpartition("/")[0] for name in self.given]
         deepest = max(owners, key=lambda owner: owner.count("/"), default="")
-        return starred(self.site.path or deepest)
+        return f"({starred(deepest)})" if deepest else ""
 
 
 def walk(

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from .._checks import positive, shown
 from .._tree import PyTree, T, check_leaves
@@ -127,14 +126,6 @@ def check_holds_one(state: PyTree, caller: str) -> None:
             f"{caller}: the state holds no loss scale; found {describe(state)}. The "
             "first argument of the step must hold the state of an optimizer in "
             "jamp.dynamic_loss_scale."
-        )
-    kind = optax.MultiStepsState
-    sums = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
-    if any(isinstance(node, kind) and find_states(node) for node in sums):
-        raise ValueError(
-            f"{caller}: the state has optax.MultiSteps around a loss scale, which must "
-            "not change while MultiSteps adds up gradients of one scale; write "
-            "jamp.dynamic_loss_scale(optax.MultiSteps(...))."
         )
     check_leaves(state, f"{caller}: the state")
     for path, node in found.items():

@@ -18,6 +18,16 @@ HIDDEN = """optax.apply_if_finite around a loss scale hides overflows from it, s
 it cannot back off. Leave apply_if_finite out: jamp.dynamic_loss_scale itself skips \
 these steps."""
 
+SUMMED = """optax.MultiSteps around a loss scale adds up scaled gradients without a \
+check, and an inf stays in its sum forever. Put the loss scale around it: \
+jamp.dynamic_loss_scale(optax.MultiSteps(optimizer, every_k_schedule=k))."""
+
+# Around a loss scale: where a state has the inner one, and what goes wrong.
+REFUSED = {
+    optax.ApplyIfFiniteState: ("inner_state", HIDDEN),
+    optax.MultiStepsState: ("inner_opt_state", SUMMED),
+}
+
 
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale` and `static_loss_scale`.
@@ -120,15 +130,17 @@ def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
     """The loss-scale states in a pytree, by path; those inside others are not searched.
 
     Raises:
-      ValueError: a transformation around one hides overflows from it.
+      ValueError: a transformation around one hides overflows from it, or adds up what
+        it has not checked.
     """
-    kinds = DynamicLossScaleState, optax.ApplyIfFiniteState
+    kinds = DynamicLossScaleState, *REFUSED
     nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, kinds)
     )
     for _, node in nodes:
-        if isinstance(node, optax.ApplyIfFiniteState) and find_states(node.inner_state):
-            raise ValueError(HIDDEN)
+        field, problem = REFUSED.get(type(node), ("", ""))
+        if field and find_states(getattr(node, field)):
+            raise ValueError(problem)
     return {
         jax.tree_util.keystr(path) or "the root": node
         for path, node in nodes

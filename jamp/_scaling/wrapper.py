@@ -70,8 +70,9 @@ def dynamic_loss_scale(
 
     Transformations that need unscaled gradients go inside, above all clipping:
     `dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.), optax.adamw(3e-4)))`.
-    Around `optax.MultiSteps`, only the bad microbatch is dropped. The other way round,
-    `MultiSteps` adds scaled gradients unchecked, and keeps an inf in its mean for good.
+    Around `optax.MultiSteps`, only the bad microbatch is dropped. The other way round
+    raises an error where the state is used: `MultiSteps` would add scaled gradients
+    unchecked, and keep an inf in its mean for good.
     `optax.masked` and `multi_transform` go inside too: around the wrapper, `masked`
     passes on scaled gradients as updates for the parameters that it leaves out.
 

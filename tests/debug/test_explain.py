@@ -203,7 +203,7 @@ def test_products_in_float32_under_a_policy_name_the_line_that_made_it_float32(d
     if dtype is not None:
         expected.append(
             f"float32 dot_general at test_explain.py:{start + 4} in __call__ in "
-            "OwnAttention/out: policy, cast in that line"
+            "(OwnAttention/out): policy, cast in that line"
         )
     products = [line for line in explanation.found if "dot_general" in line]
     assert sorted(products) == sorted(expected)
@@ -266,8 +266,8 @@ def test_an_nnx_model_is_explained_as_it_is():
     table = debug.explain(model, dtype=jnp.float16)(jnp.ones((2, 4))).to_dict()
     assert table["function"] == "Model" and table["matmul_share"] == 1.0
     paths = {row["op"]: row["path"] for row in table["rows"]}
-    assert paths["dot_general"] == "Model/dense"  # of its parameters: NNX names no ops
-    assert paths["flax.nnx.BatchNorm.__call__"] == "Model/norm"
+    assert paths["dot_general"] == "(Model/dense)"  # of its parameters: no path
+    assert paths["flax.nnx.BatchNorm.__call__"] == "(Model/norm)"
     assert table["saved_bytes"]
 
 
@@ -370,3 +370,22 @@ def test_a_pattern_with_a_dot_is_no_function():
     )(jnp.ones(8))
     assert {"exp", "tanh"} <= {row.op for row in explained.rows}
     assert all("block" not in row.op for row in explained.rows)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_dtypes_are_those_of_the_users_arrays_whichever_op_is_cast_first(order):
+    functions = [jax.nn.softmax, jnp.exp, lambda h: jnp.mean(h, axis=0)]
+    given = []
+
+    def fn(x, w):
+        h = x @ w
+        results = [functions[i](h) for i in order]
+        given.append({i: r.dtype.name for i, r in zip(order, results, strict=True)})
+        return results, jax.nn.relu(h.astype(jnp.float32))
+
+    explained = debug.explain(fn, jnp.float16)(jnp.ones((4, 8)), jnp.ones((8, 8)))
+    dtypes = {row["op"]: row["dtypes"] for row in explained.to_dict()["rows"]}
+    assert dtypes["jax.nn.softmax"] == dtypes["exp"] == "float16 -> float32"
+    assert dtypes["jax.numpy.mean"] == "float16 -> float16"
+    assert given[-1][2] == "float16"
+    assert dtypes["jax.nn.relu"] == "float32 -> float32"

@@ -678,8 +678,15 @@ def test_a_state_with_two_loss_scales_names_their_paths():
         jamp.value_and_grad(loss_fn, state)
 
 
-def test_a_filter_of_overflows_around_the_loss_scale_is_refused():
-    tx = optax.chain(optax.apply_if_finite(scaled_sgd(), 5), optax.identity())
+AROUND = {
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 5).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_hides_overflows_is_refused(name, standard_promotion):
+    tx = optax.chain(AROUND[name](scaled_sgd()), optax.identity())
     state = tx.init(make_params())
     for use in (
         lambda: jamp.value_and_grad(loss_fn, state),
@@ -687,9 +694,9 @@ def test_a_filter_of_overflows_around_the_loss_scale_is_refused():
         lambda: jamp.metrics(state),
         lambda: jamp.step(tx, make_params(), state, make_params()),
     ):
-        with pytest.raises(ValueError, match="apply_if_finite around a loss scale"):
+        with pytest.raises(ValueError, match=f"optax.{name} around a loss scale"):
             use()
-    inside = jamp.dynamic_loss_scale(optax.apply_if_finite(optax.sgd(0.1), 5))
+    inside = jamp.dynamic_loss_scale(AROUND[name](optax.sgd(0.1)))
     assert jamp.loss_scale(inside.init(make_params())) == 2.0**16
 
 

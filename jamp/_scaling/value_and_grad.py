@@ -310,5 +310,6 @@ def _only_scalars(opt_state: PyTree) -> LossScaleState:
         raise ValueError(TWO_SCALES.format(len(found), ", ".join(found)))
     raise ValueError(
         f"opt_state holds no loss scale; found {describe(opt_state)}. Wrap the "
-        "optimizer in jamp.dynamic_loss_scale and pass the state from its init."
+        "optimizer in jamp.dynamic_loss_scale and pass the state from its init, or "
+        "pass the GradScaler."
     )

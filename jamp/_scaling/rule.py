@@ -25,7 +25,7 @@ from .._checks import check_range, is_traced, number
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # 2**-126
 LARGEST_SCALE = float(np.finfo(np.float32).max)
-SWITCHED_OFF = -1  # `floor_steps` of a disabled scale, whose steps do not count
+SWITCHED_OFF = -1  # `hysteresis_tracker` of a disabled scale, which does not count
 
 
 class LossScaleState(NamedTuple):
@@ -215,7 +215,7 @@ def switched_off(state: LossScaleState) -> LossScaleState:
     return state._replace(
         loss_scale=jnp.ones_like(state.loss_scale),
         found_inf=jnp.zeros_like(state.found_inf),
-        floor_steps=jnp.full_like(state.floor_steps, SWITCHED_OFF),
+        hysteresis_tracker=jnp.full_like(state.hysteresis_tracker, SWITCHED_OFF),
     )
 
 
@@ -226,14 +226,18 @@ def started(
 
     A scale that the user has set since then stays.
     """
-    was_off = (old.floor_steps == SWITCHED_OFF) & (old.loss_scale == 1)
+    was_off = old.hysteresis_tracker == SWITCHED_OFF
+    is_untouched = was_off & (old.loss_scale == 1)
     fresh = init(config)
-    names = "loss_scale", "growth_tracker", "hysteresis_tracker"
-    chosen = {
-        name: jnp.where(was_off, getattr(fresh, name), getattr(new, name))
-        for name in names
-    }
-    return new._replace(**chosen)
+
+    def choose(condition: jax.Array, name: str) -> jax.Array:
+        return jnp.where(condition, getattr(fresh, name), getattr(new, name))
+
+    return new._replace(
+        loss_scale=choose(is_untouched, "loss_scale"),
+        growth_tracker=choose(is_untouched, "growth_tracker"),
+        hysteresis_tracker=choose(was_off, "hysteresis_tracker"),
+    )
 
 
 def floor(config: LossScaleConfig) -> jax.Array:

@@ -41,7 +41,7 @@ class DynamicLossScaleState(NamedTuple):
       growth_tracker: int32 []: finite steps in a row, 0 after a growth.
       found_inf: bool []: whether the last step was skipped.
       skipped_steps: int32 []: steps skipped so far.
-      hysteresis_tracker: int32 []: overflows left before backing off.
+      hysteresis_tracker: int32 []: overflows left before backing off; -1 if disabled.
       recent_skips: uint32 []: the last 32 steps, the newest lowest; 1 is a skip.
       floor_steps: int32 []: steps at the floor since it overflowed there.
       inner_state: of the wrapped optimizer, held on a skipped step.

@@ -23,6 +23,7 @@ from jax._src import (
     dispatch,
     source_info_util,
     traceback_util,
+    xla_metadata_lib,
 )
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
@@ -34,7 +35,6 @@ AbstractValue = core.AbstractValue
 Primitive = core.Primitive
 ArrayImpl = array.ArrayImpl
 trace_context = config.trace_context  # all settings of JAX that a program depends on
-equation_context = core.JaxprEqnContext  # of an equation that is made now
 user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
@@ -115,6 +115,16 @@ def cotangent_sharding(x: jax.Array) -> Any:
     """The sharding that JAX asks of a cotangent, on a mesh of explicit axes."""
     sharding = core.typeof(x).to_ct_aval().sharding
     return sharding if sharding.mesh._any_axis_explicit else None
+
+
+def equation_context() -> Any:
+    """The context of an equation that is made now."""
+    make: Any = core.JaxprEqnContext
+    if "__init__" not in vars(make):
+        return make()
+    settings = config.compute_on_context_manager, config.threefry_partitionable
+    metadata = xla_metadata_lib.current_xla_metadata()
+    return make(*(s.value for s in settings), metadata)  # JAX 0.10.0
 
 
 def current_traceback() -> Any:

@@ -327,7 +327,8 @@ def test_a_disabled_run_is_resumed_with_a_new_scale(wrap):
     state = off.init(params)
     for _ in range(2):
         params, state = off_step(state, params, X)
-    chex.assert_trees_all_equal(params, run(on, [X, X])[0])
+    # A program of its own, where XLA may round a product and a sum at once.
+    chex.assert_trees_all_close(params, run(on, [X, X])[0], rtol=2e-7)
 
     for x in (X, BAD):  # the first step, at a scale of 1, does not move the new scale
         _, resumed = on_step(state, params, x)

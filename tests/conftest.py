@@ -6,7 +6,7 @@ import os
 import jax
 import pytest
 
-from . import time_limit
+from . import mlir_contexts, time_limit
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -34,6 +34,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     flags = DEVICES if config.getoption("optimized") else f"{DEVICES} {UNOPTIMIZED}"
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+    config.pluginmanager.register(mlir_contexts)
     if config.getoption("time_limit"):
         config.pluginmanager.register(time_limit)
     quick = config.getoption("markexpr") == "not slow"

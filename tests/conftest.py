@@ -34,7 +34,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     flags = DEVICES if config.getoption("optimized") else f"{DEVICES} {UNOPTIMIZED}"
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
-    config.pluginmanager.register(mlir_contexts)
+    mlir_contexts.reuse()
     if config.getoption("time_limit"):
         config.pluginmanager.register(time_limit)
     quick = config.getoption("markexpr") == "not slow"

@@ -1,4 +1,4 @@
-"""A pytest plugin that lowers many programs in one MLIR context, as JAX 0.12 does.
+"""Lowers many programs in one MLIR context, as JAX 0.12 does.
 
 Older versions make a context for each program. That takes longer than all else in the
 lowering of a small one, and the tests lower thousands.
@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 REUSED = 100  # programs per context, because what a context interns is never freed
 
 
-def pytest_configure():
+def reuse():
     if not hasattr(mlir, "make_ir_context"):
         return
     lowering = sys.modules[mlir.make_ir_context.__module__]

@@ -81,6 +81,7 @@ def test_float8_trains_beside_bfloat16(load, tmp_path):
         assert set(notes) == {f"float8 {recipe}", "no float8: batch dimensions"}
 
 
+@pytest.mark.slow
 def test_another_example_has_no_float8(load, capsys):
     with pytest.raises(SystemExit):
         load("resnet").main(["--precisions", "float8"])

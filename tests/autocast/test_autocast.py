@@ -378,12 +378,10 @@ LAYERS = {
     ("name", "input_dtype"),
     mostly_slow(
         itertools.product(LAYERS, [f32, f16]),
-        ("linen Dense", f32),
         ("linen Dense", f16),
         ("linen Conv", f16),
         ("linen LayerNorm", f16),
         ("nnx Linear", f16),
-        ("nnx attention", f16),
         ("equinox Linear", f16),
         ("plain", f16),
     ),
@@ -399,7 +397,7 @@ def test_dtype_of_a_layer(name, input_dtype):
     assert jax.jit(half()(layer))(x.astype(input_dtype)).dtype == dtype
 
 
-@pytest.mark.parametrize("layer", ["Linear", "Conv"])
+@pytest.mark.parametrize("layer", mostly_slow(["Linear", "Conv"], "Conv"))
 def test_equinox_layers_with_the_region_under_vmap(layer):
     key = jax.random.key(0)
     if layer == "Linear":
@@ -529,7 +527,7 @@ def batch_norms():
     }
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx", "haiku"])
+@pytest.mark.parametrize("kind", mostly_slow(["linen", "nnx", "haiku"], "linen", "nnx"))
 def test_what_follows_a_batchnorm_gets_the_dtype_of_its_input(kind):
     norm, (x, w, _) = batch_norms()[kind], arrays()
 
@@ -733,6 +731,7 @@ def test_branches_that_return_keys():
     assert key == jax.random.key(0)
 
 
+@pytest.mark.slow
 def test_grad_inside_over_a_scan_with_a_product_that_does_not_change():
     _, w, _ = arrays()
 
@@ -775,6 +774,7 @@ def test_a_half_carry_says_what_to_do(way):
         jax.jit(lambda x: run(x @ w))(x)
 
 
+@pytest.mark.slow
 def test_rows_of_a_library_that_is_imported_late_hold():
     program = """if True:
         import sys, jax.numpy as jnp, jamp
@@ -1090,7 +1090,7 @@ def test_a_nested_primitive_of_jax_without_a_rule_raises(monkeypatch):
         new.bind(x, jaxpr=jaxpr)
 
 
-@pytest.mark.parametrize("dtype", [f16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", mostly_slow([f16, jnp.bfloat16], f16))
 @pytest.mark.parametrize("jit", [False, True])
 def test_float32_functions_are_float32_under_differentiation(dtype, jit):
     x = jnp.asarray([-1.3, 0.7, 2.1], dtype)

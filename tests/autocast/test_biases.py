@@ -65,7 +65,11 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize(
+    "layer",
+    mostly_slow(LAYERS, linen_dense, equinox_linear),
+    ids=lambda layer: layer.__name__,
+)
 def test_the_bias_of_a_layer_overflows_as_in_torch(layer, standard_promotion):
     for function in (half(layer), jax.jit(half(layer)), half(jax.jit(layer))):
         y = function(HUGE, x)
@@ -73,7 +77,11 @@ def test_the_bias_of_a_layer_overflows_as_in_torch(layer, standard_promotion):
         np.testing.assert_array_equal(y, np.stack([IN_TORCH, IN_TORCH]))
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize(
+    "layer",
+    mostly_slow(LAYERS, nnx_linear, linen_conv),
+    ids=lambda layer: layer.__name__,
+)
 def test_a_bias_that_is_inf_is_seen_by_the_scaler(layer, standard_promotion):
     bias = jnp.zeros(6).at[2].set(jnp.inf)
 

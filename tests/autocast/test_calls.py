@@ -48,7 +48,7 @@ LOOPS = pytest.mark.parametrize(
 
 
 @LOOPS
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", mostly_slow([False, True], True))
 def test_a_gradient_inside_of_a_rematerialized_loop(loop, jit):
     x, w = arrays()
     gradient = jax.grad(jax.checkpoint(loop))

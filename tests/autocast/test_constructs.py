@@ -394,6 +394,7 @@ def test_linen_lifted_transforms(name):
 CELLS = [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.MGUCell, nn.SimpleCell]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", mostly_slow(CELLS, nn.OptimizedLSTMCell))
 def test_recurrent_networks(cell):
     model, x = nn.RNN(cell(N)), jnp.stack([batch()] * 3, axis=1)
@@ -502,7 +503,9 @@ def parameters_in_half():
     }
 
 
-@pytest.mark.parametrize("name", parameters_in_half())
+@pytest.mark.parametrize(
+    "name", mostly_slow(parameters_in_half(), *[*parameters_in_half()][::4])
+)
 def test_half_precision_parameters_made_in_a_region_are_those_made_outside(name):
     make = parameters_in_half()[name]
     arrays = lambda tree: [

@@ -354,7 +354,7 @@ def loss_of(apply, dtype):
 
 
 @pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, "linen", "plain"))
 def test_all_products_of_a_model_are_in_float8(name, recipe):
     x = jax.random.normal(jax.random.key(1), (2, 16, 64))
     apply, params = MODELS[name](x)
@@ -589,6 +589,7 @@ def test_jit_changes_no_bit(recipe):
         np.testing.assert_array_equal(grad, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
 def test_remat_and_scan_change_little(recipe):
     x, w = operands(columns=64)
@@ -627,6 +628,7 @@ def test_an_inf_reaches_the_loss_scaler():
     np.testing.assert_array_equal(new, w)
 
 
+@pytest.mark.slow
 def test_find_nonfinite_goes_through_a_scale():
     x, w = operands()
 

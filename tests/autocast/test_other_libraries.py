@@ -90,7 +90,9 @@ def logcdf(x):
 
 @by_dtype
 @pytest.mark.parametrize(
-    ("function", "x"), [(expn, POSITIVE), (logcdf, NEGATIVE)], ids=["expn", "logcdf"]
+    ("function", "x"),
+    [slow((expn, POSITIVE)), (logcdf, NEGATIVE)],
+    ids=["expn", "logcdf"],
 )
 def test_a_function_of_two_inputs_and_one_of_stats(function, x, dtype):
     x = rounded(x, dtype)
@@ -366,7 +368,7 @@ MIXED = {
 
 @by_dtype
 @pytest.mark.parametrize("way", [live, jit_inside], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", mostly_slow(MIXED, "own"))
 def test_a_jvp_rule_that_mixes_dtypes(name, way, dtype):
     x = rounded([0.5, -1.0, 2.0, 0.25], dtype)
     function = lambda h: jnp.sum(MIXED[name](h) * jnp.array([1.0, 2.0, 3.0, 4.0]))

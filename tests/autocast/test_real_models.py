@@ -14,7 +14,7 @@ from jax import lax
 import jamp
 from shared.jaxprs import equations
 from tests.jaxprs import products
-from tests.marks import slow
+from tests.marks import SLOW, slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -186,7 +186,9 @@ def test_a_number_that_fits_does_not_widen():
 
 
 @pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
-@pytest.mark.parametrize("float32_for", [("norms", "softmax", "losses"), ()])
+@pytest.mark.parametrize(
+    "float32_for", [pytest.param(("norms", "softmax", "losses"), marks=SLOW), ()]
+)
 def test_draws_under_a_policy_are_those_of_float32(dtype, float32_for):
     """Noise in half precision has ties, which go to the first tokens."""
     policy = jamp.Policy("float32", dtype, "float32")

@@ -8,7 +8,7 @@ from jax import lax, random
 
 import jamp
 from jamp._autocast import draws as jamp_draws
-from tests.marks import slow
+from tests.marks import mostly_slow, slow
 
 HALVES = [jnp.float16, slow(jnp.bfloat16)]
 N_TOKENS, N_DRAWS, N_FLIPS = 1000, 512, 4096
@@ -64,6 +64,7 @@ def test_categorical_draws_what_float32_draws(dtype, way, standard_promotion):
     np.testing.assert_array_equal(drawn, expected_draws(sample, logits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.__name__)
 def test_frequencies_are_those_of_float32(dtype, way, standard_promotion):
@@ -112,7 +113,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", mostly_slow(SAMPLERS, *[*SAMPLERS][::3]))
 def test_every_sampler_draws_what_float32_draws(name, way, standard_promotion):
     # `softened` leaves the region in its dtype, so that both sides have the same input.
     sample = SAMPLERS[name]

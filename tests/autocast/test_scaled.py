@@ -228,7 +228,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", mostly_slow(FUNCTIONS, *[*FUNCTIONS][::3]))
 def test_cotangents_of_every_product_are_scaled(name):
     function, *shapes = FUNCTIONS[name]
     args = [normal(i, *shape) for i, shape in enumerate(shapes)]
@@ -243,7 +243,10 @@ def test_cotangents_of_every_product_are_scaled(name):
     assert "float32" not in set().union(*found)
 
 
-@pytest.mark.parametrize("name", ["matmul", "conv", "ragged", "two contracted"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(["matmul", "conv", "ragged", "two contracted"], "matmul", "ragged"),
+)
 def test_no_power_of_two_is_lost_or_doubled(name):
     """Small integers, of which each result is a number of float16."""
     function, *shapes = FUNCTIONS[name]
@@ -334,6 +337,7 @@ def test_a_rule_with_a_dtype_keeps_a_layer_out():
         assert (x1.dtype, x2.dtype) == (jnp.float32, dtype)
 
 
+@pytest.mark.slow
 def test_a_rule_of_float8_and_what_does_not_qualify():
     x, w = normal(0, 32, 16), normal(1, 16, 16)
 
@@ -530,7 +534,7 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("name", mostly_slow(SECOND, "jit around", "grad of grad"))
 def test_other_derivatives_are_right(name):
     w, factor = params()["w"], 2.0**-30
     within = lambda f: region()(lambda w: f(w) * factor)
@@ -546,7 +550,9 @@ def test_a_second_derivative_that_cannot_be_seen_is_an_error():
         outer(w)
 
 
-@pytest.mark.parametrize("spec", [P(None, "model"), P(None, None)])
+@pytest.mark.parametrize(
+    "spec", mostly_slow([P(None, "model"), P(None, None)], P(None, "model"))
+)
 def test_explicit_axes(spec):
     types = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=types)
@@ -567,7 +573,9 @@ def cell(x):
     return model.apply, jax.jit(model.init)(jax.random.key(0), x)
 
 
-@pytest.mark.parametrize("name", ["cell", *MODELS])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["cell", *MODELS], "linen", "equinox", "plain")
+)
 def test_models_that_know_nothing_of_jamp(name):
     x = normal(0, 2, 3, 64)
     apply, p = (MODELS | {"cell": cell})[name](x)

@@ -18,6 +18,7 @@ from jamp import debug
 from jamp._debug.calibrate import loss_scale_for
 from jamp._debug.choice import Wanted, agreed, pattern_of, pays
 from jamp._debug.walk import starred
+from tests.marks import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -55,7 +56,7 @@ class MLP(nn.Module):
         return nn.LayerNorm()(nn.Dense(32)(x))
 
 
-PARAMS = MLP().init(jax.random.key(0), X)
+PARAMS = jax.jit(MLP().init)(jax.random.key(0), X)
 
 
 def linen_loss(params, x):
@@ -67,7 +68,11 @@ def linen_loss(params, x):
 
 @pytest.mark.parametrize(
     ("powers", "choice"),
-    [(0, "float8"), (12, "float8"), (16, "rowwise"), (20, "rowwise")],
+    mostly_slow(
+        [(0, "float8"), (12, "float8"), (16, "rowwise"), (20, "rowwise")],
+        (12, "float8"),
+        (16, "rowwise"),
+    ),
 )
 def test_a_layer_whose_rows_spread_is_not_tensorwise(powers, choice):
     report = calibrated(layer, W, spread_over(powers))
@@ -110,6 +115,7 @@ def test_a_row_that_float32_would_lose_beside_the_others_does_not_count():
         assert row_at(calibrated(layer, W, x), "layer").choice == choice
 
 
+@pytest.mark.slow
 def test_few_numbers_are_judged_as_a_whole():
     report = calibrated(layer, W[:, :8], spread_over(0, rows=8), dtype=jnp.bfloat16)
     whole, worst = row_at(report, "layer").errors["bfloat16"]["forward"]
@@ -464,6 +470,7 @@ def test_the_most_careful_dtype_of_a_scope_is_that_of_its_rule(order):
         assert agreed(wanted[::order]) == {"a": pair[1]}
 
 
+@pytest.mark.slow
 def test_no_rule_brings_a_softmax_into_bfloat16():
     def loss(w, x):
         with jax.named_scope("head"):
@@ -553,6 +560,7 @@ def test_bad_input(call, error, said):
         call()
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was():
     """What a probe traces does not enter a cache that others read."""
 
@@ -572,6 +580,7 @@ def test_the_model_is_left_as_it_was():
     assert "callback" not in jaxpr and "f8_e4m3fn" in jaxpr
 
 
+@pytest.mark.slow
 def test_the_weight_may_stand_on_the_left():
     layer = eqx.nn.Linear(32, 64, use_bias=False, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (48, 32))

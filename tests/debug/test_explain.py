@@ -288,6 +288,7 @@ def test_nothing_of_it_is_left_behind():
     assert "jamp.rule" not in after.as_text(debug_info=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("ResNet-50"), "transformer"])
 def test_the_report_of_a_whole_model_is_short(name):
     case = residuals.CASES[name]

@@ -35,6 +35,7 @@ def long_running(x):
     return lax.fori_loop(0, 300, lambda i, x: jnp.tanh(x @ x), x)[0, 0]
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_a_computation_that_is_still_running():
     # A callback that waits for an event would not do: the CPU backend runs callbacks
     # before the dispatch returns.

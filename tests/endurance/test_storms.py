@@ -34,7 +34,7 @@ RULE = {
         ("rule", 0, 4, 600),
         pytest.param("trees", 0, 4, 110, marks=pytest.mark.slow),
         pytest.param("trees", 1, 4, 110, marks=pytest.mark.slow),
-        ("calls", 0, 5, 25),
+        pytest.param("calls", 0, 5, 25, marks=pytest.mark.slow),
         ("garbage", 0, 4, 100),
         pytest.param("programs", 0, 2, 25, marks=pytest.mark.slow),
     ],

@@ -17,7 +17,7 @@ from flax.training import train_state
 import jamp
 from shared.jaxprs import equations
 from tests.jaxprs import products
-from tests.marks import slow
+from tests.marks import mostly_slow, slow
 
 MIXED = jamp.get_policy("mixed_float16")
 RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -384,6 +384,7 @@ def test_overrides_by_path_and_class():
     ]
 
 
+@pytest.mark.slow
 def test_the_innermost_override_decides_then_the_first():
     class Model(nn.Module):
         @nn.compact
@@ -522,7 +523,7 @@ def model_dtype(model, cls):
     return dict(plan.overrides).get(cls, plan.policy).compute_dtype
 
 
-@pytest.mark.parametrize("lift", ["scan", "remat_scan"])
+@pytest.mark.parametrize("lift", mostly_slow(["scan", "remat_scan"], "remat_scan"))
 def test_scanned_layers_take_a_float32_residual_stream(lift):
     class Model(nn.Module):
         @nn.compact
@@ -595,9 +596,9 @@ def test_a_number_at_the_end_of_an_override_is_whole(standard_promotion):
     "overrides, message",
     [
         ({"Dens_0": "full"}, r"'Dens_0'.*\n.*'Dense_0'"),
-        ({"^Dense$": "full"}, r"'Dense_0'|'Dense_1'"),
+        slow(({"^Dense$": "full"}, r"'Dense_0'|'Dense_1'")),
         ({"Dense_0": "full", "encoder": "full"}, "no module: 'encoder'"),
-        ({nn.Conv: "full"}, "Conv"),
+        slow(({nn.Conv: "full"}, "Conv")),
     ],
 )
 def test_overrides_that_match_nothing(overrides, message):
@@ -659,7 +660,9 @@ def test_one_policy_is_enough():
 # Training.
 
 
-@pytest.mark.parametrize("text", ["mixed_float16", "half"])
+@pytest.mark.parametrize(
+    "text", mostly_slow(["mixed_float16", "half"], "mixed_float16")
+)
 def test_training_is_traced_once_and_donates(text):
     model = jamp.linen.with_policy(Setup(), text)
     inner = jamp.master_weights(optax.adam(1e-2))

@@ -16,6 +16,7 @@ from jamp._scaling import skip
 from jamp._scaling.apart import Apart
 from jamp._scaling.donated import overwrites
 from shared import hlo
+from tests.marks import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 WIDTH, LAYERS = 256, 3
@@ -183,7 +184,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, *[*OPTIMIZERS][::3]))
 def test_an_update_apart_is_the_update(name, monkeypatch):
     inner, free = OPTIMIZERS[name]
     inner = jamp._scaling.transformation.as_transformation(inner)

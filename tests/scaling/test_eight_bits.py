@@ -31,6 +31,9 @@ pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
 ]
 BOTH = pytest.mark.parametrize("dtype", [INT8, FLOAT8], ids=str)
+MOSTLY_INT8 = pytest.mark.parametrize(
+    "dtype", mostly_slow([INT8, FLOAT8], INT8), ids=str
+)
 
 
 def make_mesh(shape=(DEVICES,), names=("data",)):
@@ -181,7 +184,7 @@ def test_each_block_is_right_whatever_its_neighbors_are(dtype, make):
         assert distance(a, b) < 2 * BOUNDS[dtype]
 
 
-@BOTH
+@MOSTLY_INT8
 def test_the_mean_is_as_near_as_promised_and_the_same_on_all_devices(dtype):
     grads = {
         f"times {s}": np.float32(s) * normal(DEVICES, 5000, seed=s) for s in (1, 3, 6)
@@ -213,8 +216,8 @@ def test_zeros_stay_zeros(dtype):
     np.testing.assert_array_equal(averaged(grads, dtype), 0.0)
 
 
-@BOTH
-@pytest.mark.parametrize("block", [1, 7, 256, 10**6])
+@MOSTLY_INT8
+@pytest.mark.parametrize("block", mostly_slow([1, 7, 256, 10**6], 7, 10**6))
 def test_arrays_of_any_size(dtype, block):
     grads = {f"{n}": normal(DEVICES, n, seed=n) for n in (1, 5, 8, 9, 257)}
     grads["scalar"] = normal(DEVICES, seed=9)
@@ -226,7 +229,9 @@ def test_arrays_of_any_size(dtype, block):
         np.testing.assert_allclose(found[name][0], x.mean(0), atol=largest / 8)
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["float16", "bfloat16", "float32"], "float16")
+)
 @BOTH
 def test_a_gradient_comes_back_in_its_dtype_and_no_further_than_it_reaches(dtype, kind):
     largest = float(jnp.finfo(kind).max)
@@ -270,7 +275,7 @@ def test_wider_dtypes_are_pmean_in_them(dtype, near):
     )
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", mostly_slow([True, False], True))
 @pytest.mark.parametrize("axes", [("a", "b"), ("b", "a"), ("a",)])
 def test_several_axes(axes, check_vma):
     grads = normal(DEVICES, 600)
@@ -347,7 +352,7 @@ def model_gradients():
     return [jax.ShapeDtypeStruct((DEVICES, *shape), jnp.float32) for shape in shapes]
 
 
-@BOTH
+@MOSTLY_INT8
 def test_a_quarter_of_the_bytes_of_float32(dtype):
     grads = model_gradients()
     in_float32 = sent_by_dtype(on_each(mean_of(None), out_specs=P()), grads)
@@ -361,7 +366,9 @@ def test_a_quarter_of_the_bytes_of_float32(dtype):
 
 
 @BOTH
-@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
+@pytest.mark.parametrize(
+    "spec", mostly_slow([P(), P("data"), P(None, "data")], P("data")), ids=str
+)
 def test_gather_sends_a_quarter_and_stops_before_the_last_with_fsdp(dtype, spec):
     w = jax.ShapeDtypeStruct((512, 256), jnp.float32)
     bytes_of = lambda d: sent_by_dtype(gradient_by_gather(spec, d), w, batch())
@@ -422,7 +429,7 @@ LAYOUTS = [
         )
         for d in (INT8, FLOAT8)
         for i, layout in enumerate(LAYOUTS)
-        for quick in [d == INT8 or i == 1]
+        for quick in [i == 1]
     ],
 )
 def test_gather_averages_gradients_in_eight_bits(dtype, layout):
@@ -589,7 +596,10 @@ def stateless(dtype):
 
 
 @BOTH
-@pytest.mark.parametrize("kind, fold", [("the same", 20), ("independent", 4)])
+@pytest.mark.parametrize(
+    "kind, fold",
+    mostly_slow([("the same", 20), ("independent", 4)], ("independent", 4)),
+)
 def test_feedback_makes_the_error_of_50_rounds_small(dtype, kind, fold):
     # A rounding error that is the same in all rounds adds up to 50 times itself, and
     # independent errors to 7 times. With feedback, only the last round's error remains.

@@ -9,6 +9,7 @@ from flax import nnx
 
 import jamp
 from jamp import debug
+from tests.marks import mostly_slow
 
 FLAGS = ("scale_at_floor", "scale_below_one", "many_skips")
 BAD, GOOD = jnp.full(3, jnp.inf), jnp.ones(3)
@@ -58,7 +59,7 @@ def test_a_scale_below_one_is_told():
 
 
 @pytest.mark.parametrize("window", [1, 5, 31, 32])
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.99])
+@pytest.mark.parametrize("share", mostly_slow([0.0, 0.25, 0.5, 0.99], 0.25))
 def test_many_skips_counts_the_last_steps(window, share):
     skips = np.random.default_rng(window).random(300) < share + 0.05
     tx = jamp.static_loss_scale(optax.sgd(0.1), 8.0)

@@ -345,7 +345,7 @@ def test_any_parameters_and_gradients(halves, brains, grads, exponent, way):
 # The copies move as float32 parameters do.
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "adamw", "adafactor"))
 @pytest.mark.parametrize("way", ["eager", slow("eager step")])
 def test_the_copies_move_as_float32_parameters_do(name, way):
     inner = OPTIMIZERS[name]()
@@ -414,7 +414,9 @@ def parts(state):
     return copies.master, pair[1].inner_state, scaling
 
 
-@pytest.mark.parametrize("way", ["eager", "jit", "two jits", "step"])
+@pytest.mark.parametrize(
+    "way", mostly_slow(["eager", "jit", "two jits", "step"], "jit", "step")
+)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_skipped_step_holds_every_bit(order, way):
     tx = ORDERS[order](OPTIMIZERS["adamw"](), init_scale=SCALE)
@@ -478,7 +480,7 @@ def run_with_overflows(order, name, way):
     return history
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw"])
+@pytest.mark.parametrize("name", mostly_slow(["momentum", "adamw"], "momentum"))
 def test_both_orders_give_the_same_bits(name):
     runs = [run_with_overflows(order, name, "eager") for order in ORDERS]
     for outside, inside in zip(*runs, strict=True):

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 from jamp._scaling import attempts, skip
+from tests.marks import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -207,7 +208,9 @@ def test_a_batch_that_can_never_be_finite_is_skipped_after_the_attempts():
     assert not metrics["found_inf"] and good["opt_state"].recent_skips == 2
 
 
-@pytest.mark.parametrize("attempts, left", [(1, 2.0**9), (3, 2.0**7)])
+@pytest.mark.parametrize(
+    "attempts, left", mostly_slow([(1, 2.0**9), (3, 2.0**7)], (3, 2.0**7))
+)
 def test_attempts_count_the_first_one(attempts, left):
     training = Training(2.0**10)
     x, y = batches()[0]
@@ -261,6 +264,7 @@ def test_inside_a_scan_over_batches():
     assert aux["loss"].shape == (6,) and not aux["overflow"].any()
 
 
+@pytest.mark.slow
 def test_each_of_a_batch_of_trainings_retries_alone():
     training = Training()
     starts = [training.start() | {"steps": jnp.int32(0)} for _ in range(2)]
@@ -306,7 +310,7 @@ def test_sums_of_scaled_gradients_are_refused(how):
             jamp.retry(training.step)(training.start(), *batches()[0])
 
 
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("jit", mostly_slow([True, False], True))
 def test_what_a_step_changes_in_place_is_held(jit):
     training = Training(2.0**20)
 
@@ -330,7 +334,9 @@ def test_what_a_step_changes_in_place_is_held(jit):
     )
 
 
-@pytest.mark.parametrize(("fits", "overflows"), [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize(
+    ("fits", "overflows"), mostly_slow([("a", "b"), ("b", "a")], ("a", "b"))
+)
 def test_of_two_optimizers_neither_steps_until_both_can(fits, overflows):
     tx = {
         name: jamp.dynamic_loss_scale(optax.sgd(1.0, momentum=0.5), init_scale=scale)
@@ -492,7 +498,7 @@ def test_nnx_objects_that_are_no_pytrees_are_held_too():
         assert model.seen[...] == 1
 
 
-@pytest.mark.parametrize("how", ["jit", "eager"])
+@pytest.mark.parametrize("how", mostly_slow(["jit", "eager"], "jit"))
 def test_nnx_objects_are_held_between_attempts(how):
     step = jamp.nnx.retry(nnx_step, 20)
     count = 3 if how == "jit" else 1
@@ -641,6 +647,7 @@ def test_the_starting_scale_is_found_and_nothing_else_is_changed():
     assert jamp.loss_scale(inside(start, x, y)) == found
 
 
+@pytest.mark.slow
 def test_what_is_no_array_reaches_the_step_as_it_is():
     training = Training()
 
@@ -715,7 +722,7 @@ def captured_scale(state, x, y):
 
 
 @pytest.mark.parametrize("grads_of", [plain_loss, captured_scale])
-@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+@pytest.mark.parametrize("wrap", mostly_slow([lambda step: step, jax.jit], jax.jit))
 def test_a_loss_that_is_not_scaled_is_told(grads_of, wrap):
     training = Training()
 
@@ -771,7 +778,7 @@ WAYS = [by_scan, by_cond, by_ref, by_callback, by_custom_vjp, on_a_device]
 
 
 @pytest.mark.parametrize("scaled", WAYS)
-@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+@pytest.mark.parametrize("wrap", mostly_slow([lambda step: step, jax.jit], jax.jit))
 def test_a_loss_that_is_scaled_in_another_way_is_not_refused(scaled, wrap):
     training = Training()
 

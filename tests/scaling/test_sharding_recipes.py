@@ -219,6 +219,7 @@ def batches(mesh):
     return [jax.device_put(b, NamedSharding(mesh, P("data"))) for b in (x, bad, x)]
 
 
+@pytest.mark.slow
 def test_linen_with_partitioned_parameters():
     model, mesh = LinenBlock(), two_axes()
 

@@ -45,8 +45,8 @@ class Calibration(Report):
       >>> def loss_fn(w, x):
       ...     with jax.named_scope("head"):
       ...         return jnp.sum(x @ w)
-      >>> w, x = jnp.ones((4096, 2048)), jnp.ones((16, 4096))
-      >>> report = jamp.calibrate(loss_fn)(w, x)
+      >>> w, x = jnp.ones((64, 32)), jnp.ones((16, 64))
+      >>> report = jamp.calibrate(loss_fn, skip_small=False)(w, x)
       >>> report.rules
       {'(^|/)head$': 'float8'}
       >>> jamp.debug.Calibration.from_json(report.to_json()).rules == report.rules

@@ -605,6 +605,7 @@ def test_an_array_of_a_number_that_does_not_fit_is_no_bias(way):
     np.testing.assert_allclose(huge, x @ w + 1e6, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_activations_stay_in_half_precision_when_traced_before():
     x, w, b = arrays()
     functions = [jax.nn.relu, jax.nn.gelu, jax.nn.silu, jnp.tanh, jax.nn.sigmoid]

@@ -558,6 +558,7 @@ def assert_same(a, b):
     np.testing.assert_array_equal(np.float32(a), np.float32(b))
 
 
+@pytest.mark.slow
 def test_vmap_has_a_scale_for_each_example():
     x, w = operands()
     run = in_region(matmul)

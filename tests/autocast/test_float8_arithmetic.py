@@ -160,6 +160,7 @@ def test_dimensions_may_lie_anywhere(recipe, layout):
     assert list(found) == ["float8_e4m3fn"]
 
 
+@pytest.mark.slow
 def test_the_weight_of_equinox_stands_on_the_left():
     layer = eqx.nn.Linear(64, 48, use_bias=False, key=jax.random.key(0))
     rng = np.random.default_rng(5)
@@ -219,6 +220,7 @@ def test_numbers_of_any_size_are_fine(recipe, size):
     np.testing.assert_allclose(dw, np.full(w.shape, 16e-3 * seen), rtol=0.1)
 
 
+@pytest.mark.slow
 def test_a_float16_product_does_not_overflow_before_it_is_scaled_back():
     x, w = jnp.full((16, 1024), 100.0), jnp.full((1024, 16), 1e-4)
 

@@ -263,6 +263,7 @@ class Reader(nn.Module):
         return Scanned(name="lstm")((jnp.zeros((2, 8)),) * 2, x)[1]
 
 
+@pytest.mark.slow
 def test_a_scanned_method_under_a_policy_keeps_its_carry():
     x = jax.random.normal(jax.random.key(0), (2, 3, 8))
     variables = jax.jit(Reader().init)(jax.random.key(1), x)

@@ -578,6 +578,7 @@ def test_a_carry_that_stays_unequal_is_explained():
     assert any("under a policy returns half" in n for n in caught.value.__notes__)
 
 
+@pytest.mark.slow
 def test_a_number_at_the_end_of_an_override_is_whole(standard_promotion):
     class Model(nn.Module):
         @nn.compact

@@ -487,6 +487,7 @@ def test_both_orders_give_the_same_bits(name):
         assert_same_bits(outside, inside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [slow("jit"), "step"])
 def test_both_orders_agree_when_compiled(way):
     """Two programs may multiply and add in one rounding or in two."""

@@ -196,6 +196,17 @@ def test_the_reference_has_an_example_and_every_argument(name):
 
 
 @pytest.mark.parametrize("name", REFERENCE)
+def test_the_reference_has_no_markup_by_chance(name):
+    value = operator.attrgetter(name)(jamp)
+    for called in [value, *methods_of(value)]:
+        for part in re.split(r"\n\s*\n|\n(?=\s*\w+: )", inspect.getdoc(called)):
+            example = part.lstrip().startswith(">>>")
+            prose = "" if example else re.sub("`[^`]*`", "", part)
+            assert not re.match(r"\s*\w+: +>", prose), f"a quotation: {part}"
+            assert len(re.findall(r"\w\*\*", prose)) < 2, f"bold between powers: {part}"
+
+
+@pytest.mark.parametrize("name", REFERENCE)
 def test_the_reference_names_the_errors(name):
     jamps = [case for case in bad_input.CASES if "positional arg" not in case.argument]
     raising = {case.name for case in jamps}

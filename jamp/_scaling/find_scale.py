@@ -55,7 +55,7 @@ def find_loss_scale(
       **kwargs: the step's keyword arguments.
 
     Returns:
-      The state with a scale between 2**-126 and 2**126. Inside a trace, which cannot
+      The state with a scale between 2^-126 and 2^126. Inside a trace, which cannot
       raise an error, a step that is never finite keeps the scale that was there.
 
     Raises:

@@ -32,7 +32,7 @@ class GradScaler(ScalerState):
 
     Args:
       init_scale: first scale, in float32's normal range.
-      growth_factor: > 1; the scale is multiplied by it to grow.
+      growth_factor: above 1; the scale is multiplied by it to grow.
       backoff_factor: in (0, 1); the scale is multiplied by it after an overflow.
       growth_interval: finite steps in a row before the scale grows, >= 1.
       enabled: if False, `scale` and `unscale_` are the identity, `step` always steps,

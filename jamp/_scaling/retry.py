@@ -46,8 +46,8 @@ def retry(
         shapes and dtypes that it had. `aux` is any pytree of arrays, and the last
         attempt's is returned. If a step updates one optimizer several times, the last
         update decides.
-      attempts: the most attempts for one batch, >= 1. From the usual 2**16, eight
-        attempts reach 2**8; to start from a scale that fits, see `find_loss_scale`.
+      attempts: the most attempts for one batch, >= 1. From the usual 2^16, eight
+        attempts reach 2^8; to start from a scale that fits, see `find_loss_scale`.
 
     Returns:
       The step with retries. `jamp.metrics(state)["retried_steps"]` counts the attempts

@@ -75,7 +75,7 @@ class LossScaleConfig:
 
     Args:
       init_scale: first scale, finite, at least 2**-126.
-      growth_factor: > 1.
+      growth_factor: above 1.
       backoff_factor: in (0, 1).
       growth_interval: finite steps in a row before the scale grows, >= 1.
       min_scale: floor for backing off, >= 0.

@@ -290,6 +290,33 @@ def test_a_mean_that_is_asked_for_in_float32_keeps_its_digits(way, dtype):
     np.testing.assert_allclose(grad, expected, rtol=5e-2, atol=5e-2)
 
 
+def test_jax_traces_a_mean_alike_whether_or_not_float32_is_asked_for():
+    """So what it is in a region depends on neither, and nobody gets less than asked."""
+    asked = [
+        lambda h: jnp.mean(h),
+        lambda h: jnp.mean(h, dtype=jnp.float32),
+        lambda h: jnp.mean(h.astype(jnp.float32)),
+    ]
+    programs = [jax.make_jaxpr(lambda x, f=f: f(x @ eye))(eye) for f in asked]
+    assert len(set(map(str, programs))) == 1
+    run = [way(f, jnp.float16) for f in asked for way in (live, jit_inside)]
+    half, full = jnp.float16, jnp.float32
+    assert [f(eye).dtype for f in run] == [half, full, full, full, full, full]
+
+
+def moments(h):
+    h = h.astype(jnp.float32)
+    return jnp.mean(h, -1), jnp.mean(jnp.square(h), -1)
+
+
+@by_dtype
+@by_way
+def test_moments_that_a_function_returns_keep_their_digits(way, dtype):
+    x = rounded(np.random.default_rng(2).normal(size=(8, 4)) + 30, dtype)
+    mean, mean_square = way(moments, dtype)(x)
+    np.testing.assert_allclose(mean_square - mean**2, jnp.var(x, -1), atol=2e-2)
+
+
 @by_dtype
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_loop_carries_a_mean(way, dtype):

@@ -174,6 +174,8 @@ FUNCTIONS: dict[str, Row] = {
     "haiku.LayerNorm.__call__": Row(FLOAT32, "layer_norm native_layer_norm"),
     "haiku.RMSNorm.__call__": Row(FLOAT32, "rms_norm"),
     "haiku.GroupNorm.__call__": Row(FLOAT32, "group_norm"),
+    "keras.ops.layer_normalization": Row(FLOAT32, "layer_norm native_layer_norm"),
+    "keras.ops.rms_normalization": Row(FLOAT32, "rms_norm"),
     "flax.linen.avg_pool": Row(FLOAT32_INSIDE),
     "haiku.avg_pool": Row(FLOAT32_INSIDE),
     "equinox.nn.AvgPool1d.__call__": Row(FLOAT32_INSIDE),
@@ -212,12 +214,16 @@ FUNCTIONS: dict[str, Row] = {
 
 FUNCTIONS |= dict.fromkeys(  # sums, squares and counts of many, powers of matrices
     """
+    e3nn_jax.scatter_mean e3nn_jax.scatter_sum
     jax.nn.standardize jax.numpy.average jax.numpy.bincount jax.numpy.corrcoef
     jax.numpy.cov jax.numpy.histogram jax.numpy.histogram2d jax.numpy.histogramdd
     jax.numpy.nanmean jax.numpy.nanstd jax.numpy.nanvar jax.numpy.std jax.numpy.var
-    jax.ops.segment_prod jax.ops.segment_sum jax.scipy.linalg.expm
+    jax.ops.segment_prod jax.ops.segment_sum jax.scipy.linalg.expm keras.ops.var
+    optax.tree.vdot
     penzai.nn.standardization.RMSStandardize.__call__
     penzai.nn.standardization.Standardize.__call__
+    tensorflow_probability.substrates.jax.stats.stddev
+    tensorflow_probability.substrates.jax.stats.variance
     """.split(),
     Row(FLOAT32),
 )

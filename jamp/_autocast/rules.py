@@ -5,7 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, MethodType
+from types import CodeType, MethodType, ModuleType
 from typing import Any
 
 from jax.extend.core import Primitive
@@ -157,6 +157,8 @@ def find(path: str, modules: frozenset[str]) -> object:
     value = sys.modules[root] if root in modules else None
     for name in names:
         value = inspect.getattr_static(value, name, None) or getattr(value, name, None)
+        if isinstance(value, ModuleType) and value.__name__ not in sys.modules:
+            return None  # a look into it would import it
     return value
 
 

@@ -8,6 +8,7 @@ JVP rules that mix dtypes, and compare dtypes themselves.
 import gc
 import re
 import weakref
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from tests.marks import mostly_slow, slow
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
+NEEDS_KERAS = pytest.mark.skipif(
+    find_spec("keras") is None, reason="Keras is in the extras parity and ecosystem"
+)
 HALVES = [jnp.float16, slow(jnp.bfloat16)]
 eye = jnp.eye(4)
 
@@ -345,6 +349,47 @@ def test_norms_of_penzai(name):
         np.testing.assert_allclose(way(run, jnp.float16)(x), run(x), atol=1e-2)
 
 
+# Sums, squares and norms of other libraries.
+
+
+def sums_of(library):
+    """Functions of a library, for arrays whose squares and sums float16 cannot hold."""
+    if library == "optax":
+        return [lambda h: optax.tree.vdot(h, h), lambda h: optax.tree.vdot([h], [h])]
+    if library == "keras":
+        keras = import_keras()
+        norm = keras.layers.RMSNormalization()
+        norm.build((8, 4))
+        ops = keras.ops
+        return [ops.var, ops.layer_normalization, ops.rms_normalization, norm]
+    if library == "e3nn_jax":
+        e3nn = pytest.importorskip(library)
+        to = {"dst": jnp.zeros(8, int), "output_size": 1}
+        names = ("scatter_sum", "scatter_mean")
+        return [partial(getattr(e3nn, name), **to) for name in names]
+    tfp = pytest.importorskip(library)
+    return [tfp.stats.variance, tfp.stats.stddev]
+
+
+@by_dtype
+@pytest.mark.parametrize(
+    "library",
+    [
+        "optax",
+        pytest.param("keras", marks=[pytest.mark.slow, NEEDS_KERAS]),
+        slow("e3nn_jax"),
+        slow("tensorflow_probability.substrates.jax"),
+    ],
+)
+def test_sums_of_a_library_are_float32_wherever_jit_stands(library, dtype):
+    x = rounded(np.abs(20 * wide), dtype)
+    for function in sums_of(library):
+        for way in WAYS:
+            found = way(function, dtype)(x)
+            assert found.dtype == jnp.float32
+            np.testing.assert_allclose(found, function(x), rtol=1e-3, atol=1e-3)
+
+
 # Noise.
 
 
@@ -451,9 +496,7 @@ IN_KERAS = re.compile(r"```text\n(model\.call = .*?)```", re.DOTALL)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    find_spec("keras") is None, reason="Keras is in the extras parity and ecosystem"
-)
+@NEEDS_KERAS
 def test_fit_of_keras_as_the_page_has_it():
     keras, seen = import_keras(), []
 
@@ -492,9 +535,7 @@ found = loss(jnp.zeros((1, 1)), layer(jnp.full((1, 1), 9.75)))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    find_spec("keras") is None, reason="Keras is in the extras parity and ecosystem"
-)
+@NEEDS_KERAS
 @by_dtype
 def test_a_loss_of_logits_in_keras(dtype):
     given = {"keras": import_keras(), "jnp": jnp}

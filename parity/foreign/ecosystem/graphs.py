@@ -110,7 +110,7 @@ def e3nn_calls() -> list[Call]:
     for name, function in named.items():
         many = name in ("scatter_sum", "scatter_mean", "mean")
         shape = (4096, 10) if many else (16, 10)
-        table(name, function, shape, counts=name != "bessel", shift=1.0 * many)
+        table(name, function, shape, counts=name != "bessel", shift=30.0 * many)
     return table.calls
 
 

@@ -115,7 +115,7 @@ def updates(table: Table, optax: Any) -> None:
             f"{name}.update", update, TABLE, gradient=False, counts="clip" not in name
         )
     table("global_norm", optax.global_norm, MANY, scale=10.0, counts=True)
-    table("tree.vdot", lambda h: optax.tree.vdot(h, h), MANY, counts=True)
+    table("tree.vdot", lambda h: optax.tree.vdot(h, h), MANY, scale=10.0, counts=True)
     table(
         "incremental_update",
         lambda h: optax.incremental_update(h, jnp.zeros(TABLE), 1e-3),

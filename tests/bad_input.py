@@ -365,6 +365,9 @@ jamp.GradScaler.step
     ValueError: gradients
   nnx.jit(lambda s, o, m, g: s.step(o, m, g))(scaler, optimizer, model, nnx_grads)
     RuntimeError: in the middle of an iteration
+  nnx.jit(lambda o, m, g: scaler.step(o, m, g))(optimizer, model, nnx_grads)
+    TraceContextError: GradScaler
+    > Pass the scaler to the jitted function, as the model and the optimizer.
 
 jamp.GradScaler.update
   scaler.update()

@@ -1,9 +1,12 @@
 """Every Python block of the documentation runs, in order, page by page."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import jamp
 
 from .marks import slow
 
@@ -52,3 +55,30 @@ def anchors(page):
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     words = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
     return {re.sub(r"[\s-]+", "-", word.strip()) for word in words}
+
+
+def test_the_tables_of_defaults_are_those_of_the_signatures():
+    text = (
+        (ROOT / "docs" / "which.md").read_text().split("### Arguments and defaults")[1]
+    )
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", text, re.MULTILINE)
+    on_page = {name: as_number(default) for name, default in rows}
+    pairs = [
+        (jamp.dynamic_loss_scale, jamp.GradScaler),
+        (jamp.metrics, jamp.debug.check),
+    ]
+    in_code = {}
+    for first, second in pairs:
+        assert defaults_of(first) == defaults_of(second)
+        in_code |= defaults_of(first)
+    assert on_page == in_code and list(on_page) == list(in_code)
+
+
+def as_number(text):
+    named = {"True": True, "None": None}
+    return named[text] if text in named else float(text)
+
+
+def defaults_of(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -35,8 +35,9 @@ dtype to run in: float16, bfloat16 or float32; "float8" or a jamp.Float8 for the
 matrix products that qualify; or None to leave the op unchanged."""
 
 UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is searched for \
-in the name stack, which Flax Linen, Haiku and jax.named_scope write. For NNX, use the \
-module class, or make the model with jamp.nnx.named_scopes(model). A function matches \
+in the name stack, which Flax Linen, Haiku, jax.named_scope and the layers of eqx.nn \
+write (as "eqx.nn.Linear"). For NNX and your own Equinox modules, use the class. \
+jamp.nnx.named_scopes(model) makes an NNX model that writes paths. A function matches \
 while it runs in the region."""
 
 SHARED_CODE = """a function is known by its code, and {}. Put the ops into `with \

@@ -5,6 +5,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, Self
 
+from .._autocast.float8 import RECIPES
 from .._checks import shown
 from .calibration_plot import plot_errors
 from .choice import as_rule, called
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 VERSION = 1  # of the JSON
-NO_PATH = """{} no module path, so no rule can name {}: {}. Linen and Haiku write \
-paths. For NNX, calibrate and train `jamp.nnx.named_scopes(model)`. Elsewhere, put the \
-product into `with jax.named_scope("name"):`."""
+NO_PATH = """{} no module path, so no rule can name {}: {}. Linen, Haiku and the \
+layers of eqx.nn write paths. For NNX, calibrate and train \
+`jamp.nnx.named_scopes(model)`. Elsewhere, put the product into `with \
+jax.named_scope("name"):`."""
 NOT_JSON = """Calibration.from_json takes what `to_json()` returned, as text; got {}."""
 
 
@@ -139,22 +141,28 @@ class Calibration(Report):
                 "under a policy, or under autocast(enabled=False), are not seen."
             ]
         share = sum(row.choice == asked for row in rows)
+        nameless = [row for row in rows if not row.path]
+        # Float8 needs a rule, and a float16 region does not.
+        is_out_of_reach = self.dtype in RECIPES and any(
+            row.choice == asked for row in nameless
+        )
         head = (
-            f"{self.function}: {share} of {len(rows)} products in {asked}, with errors "
-            f"up to {percent(self.tolerance)}"
+            f"{self.function}: {share} of {len(rows)} products "
+            f"{'could run ' if is_out_of_reach else ''}in {asked}, with errors up to "
+            f"{percent(self.tolerance)}"
         )
         head += (
             f" at a loss scale of {self.loss_scale:g}" if self.loss_scale > 1 else ""
         )
         more = len(rows) - SHOWN
-        parts = [head, rows_table(rows[:SHOWN], table)]
-        parts.append(f"... and {more} more, see to_dict()" if more > 0 else "")
-        lines = [row.line or "?" for row in rows if not row.path]
-        if lines:
-            one = len(lines) == 1
-            text = "a product has" if one else f"{len(lines)} products have"
-            places = ", ".join(dict.fromkeys(lines))
+        parts = [head]
+        if nameless:
+            one = len(nameless) == 1
+            text = "a product has" if one else f"{len(nameless)} products have"
+            places = ", ".join(dict.fromkeys(row.line or "?" for row in nameless))
             parts.append(NO_PATH.format(text, "it" if one else "them", places))
+        parts.append(rows_table(rows[:SHOWN], table))
+        parts.append(f"... and {more} more, see to_dict()" if more > 0 else "")
         return parts
 
 

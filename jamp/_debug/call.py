@@ -155,6 +155,11 @@ def _has_modules(value: PyTree) -> bool:
     return any(map(is_module, jax.tree.leaves(value, is_leaf=is_module)))
 
 
+def is_array(value: object) -> bool:
+    """Whether a leaf of a result is an array or a number."""
+    return isinstance(value, (*ARRAYS, float, int, complex))
+
+
 def named_leaves(caller: str, tree: PyTree) -> list[tuple[str, ArrayLike]]:
     """The floating and complex leaves of a tree of gradients, each with its path.
 
@@ -164,8 +169,7 @@ def named_leaves(caller: str, tree: PyTree) -> list[tuple[str, ArrayLike]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = []
     for path, leaf in leaves:
-        known = isinstance(leaf, (*ARRAYS, float, int, complex))
-        if not known or isinstance(leaf, jax.ShapeDtypeStruct):
+        if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
                 f"{caller}: grads must be a pytree of arrays; got {leaf!r} of type "
                 f"{type(leaf).__name__} at {path_name(path) or 'the root'}."

@@ -19,7 +19,7 @@ from .._autocast.float8 import Float8
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
 from .._autocast.traits import MIXING, PRODUCTS
-from .call import open_call
+from .call import is_array, open_call
 from .dtypes import CAST, given_dtypes, returned_dtypes
 from .equations import Atom, array, variables
 from .explanation import Explanation
@@ -108,7 +108,9 @@ def explain(
 
         def run(arrays):
             with OBSERVED(True), region or ambient():
-                return call.run(arrays)
+                result = call.run(arrays)
+            # An Equinox model that a step returns also holds functions, for example.
+            return [leaf for leaf in jax.tree.leaves(result) if is_array(leaf)]
 
         closed = jax.make_jaxpr(run)(call.arrays)
         names = dict(zip(closed.jaxpr.invars, call.names, strict=True))

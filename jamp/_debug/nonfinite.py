@@ -15,7 +15,7 @@ from .. import _compat
 from .._autocast.region import ambient
 from .._checks import is_traced
 from .blame import trace_back
-from .call import ARRAYS, open_call, path_name
+from .call import is_array, open_call, path_name
 from .finiteness import INF, NAN
 from .marks import Marks, Program
 from .recorder import run_marked
@@ -254,7 +254,3 @@ def is_spread(arrays: Sequence[object]) -> bool:
 
 def is_reference(value: object) -> bool:
     return isinstance(jax.typeof(value), jax.ref.AbstractRef)
-
-
-def is_array(value: object) -> bool:
-    return isinstance(value, (*ARRAYS, float, int, complex))

@@ -28,7 +28,7 @@ class Op(NamedTuple):
     def path(self) -> str:
         """The modules around it, or in parentheses the owner of its parameters.
 
-        NNX and Equinox write no paths.
+        NNX and your own Equinox modules do not write paths.
         """
         if self.site.path:
             return starred(self.site.path)

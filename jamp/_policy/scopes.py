@@ -56,8 +56,8 @@ def named_scopes(model: M) -> M:
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"jamp.nnx.named_scopes takes an NNX module; got {shown(model)}. Linen and "
-            "Haiku write paths themselves."
+            f"jamp.nnx.named_scopes takes an NNX module; got {shown(model)}. Linen, "
+            "Haiku and the layers of eqx.nn write paths themselves."
         )
     model = nnx.clone(model)
     for path, module in list(nnx.iter_modules(model)):

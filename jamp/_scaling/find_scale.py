@@ -30,9 +30,10 @@ jamp.debug.find_nonfinite names the op that makes it."""
 
 
 NOT_SCALED = """{caller}: the step divides its gradients by a loss scale that they do \
-not depend on. Multiply the loss by the scale of the state that the step is given: use \
-jamp.value_and_grad(loss_fn, opt_state), or let the loss function return \
-jamp.scale_loss(loss, opt_state) or scaler.scale(loss)."""
+not depend on. Multiply the loss by the scale of the state that the step is given. \
+With a GradScaler, let the loss function return scaler.scale(loss). With the state of \
+an optimizer, use jamp.value_and_grad(loss_fn, opt_state), or let the loss function \
+return jamp.scale_loss(loss, opt_state)."""
 
 
 def find_loss_scale(

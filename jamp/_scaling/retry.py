@@ -15,6 +15,10 @@ from .state import DynamicLossScaleState, describe, find_states, scalars_of
 
 Aux = TypeVar("Aux")
 
+ARRAYS_OF_THE_STATE = """ Keep arrays alone in the state; for an Equinox model, \
+write params, static = eqx.partition(model, eqx.is_inexact_array), put params into the \
+state, and call eqx.combine(params, static) in the step."""
+
 
 def retry(
     step: Callable[..., tuple[T, Aux]], attempts: int = 8
@@ -127,7 +131,7 @@ def check_holds_one(state: PyTree, caller: str) -> None:
             "first argument of the step must hold the state of an optimizer in "
             "jamp.dynamic_loss_scale."
         )
-    check_leaves(state, f"{caller}: the state")
+    check_leaves(state, f"{caller}: the state", ARRAYS_OF_THE_STATE)
     for path, node in found.items():
         if jnp.shape(scalars_of(node).loss_scale) != ():
             raise ValueError(

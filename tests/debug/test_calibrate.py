@@ -430,12 +430,16 @@ def nnx_loss(model, x):
 def test_nnx_has_no_paths_until_it_is_given_them():
     plain = calibrated(nnx_loss, Net(), X)
     assert {row.path for row in plain.rows} == {""} and plain.rules == {}
-    assert "2 products have no module path" in str(plain)
+    head, warning, *_ = str(plain).split("\n")
+    assert (
+        head == "nnx_loss: 2 of 2 products could run in float8, with errors up to 15 %"
+    )
+    assert warning.startswith("2 products have no module path")
     assert "jamp.nnx.named_scopes" in str(plain) and "test_calibrate.py" in str(plain)
     model = jamp.nnx.named_scopes(Net())
     report = calibrated(nnx_loss, model, X)
     assert [row.path for row in report.rows] == ["blocks/0", "blocks/1", "head"]
-    assert "no module path" not in str(report)
+    assert "no module path" not in str(report) and "3 of 3 products in" in str(report)
     check_rules(report, nnx_loss, model, X)
 
 

@@ -1,5 +1,6 @@
 """`explain`: ops with their dtypes, rules and lines, kept arrays, and odd casts."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -390,3 +391,24 @@ def test_dtypes_are_those_of_the_users_arrays_whichever_op_is_cast_first(order):
     assert dtypes["jax.numpy.mean"] == "float16 -> float16"
     assert given[-1][2] == "float16"
     assert dtypes["jax.nn.relu"] == "float32 -> float32"
+
+
+def test_a_step_may_return_an_equinox_model():
+    model = eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0))  # holds functions
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def train_step(model, opt_state, x):
+        def scaled_loss(model):
+            with jamp.autocast(dtype=jnp.float16):
+                loss = jnp.mean(jax.vmap(model)(x) ** 2)
+            return jamp.scale_loss(loss, opt_state), loss
+
+        grads, loss = eqx.filter_grad(scaled_loss, has_aux=True)(model)
+        updates, opt_state = tx.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state, loss, "a name"
+
+    for step in (train_step, eqx.filter_jit(train_step)):
+        explanation = debug.explain(step)(model, opt_state, X)
+        assert explanation.to_dict()["matmul_share"] == 1.0
+        assert any(row.backward for row in explanation.rows)

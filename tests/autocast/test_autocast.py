@@ -543,6 +543,16 @@ def test_what_follows_a_batchnorm_gets_the_dtype_of_its_input(kind):
         assert jax.nn.relu(norm(x)).dtype == f32  # as its input
 
 
+def test_a_custom_vjp_after_a_batchnorm_gets_the_dtype_of_its_input():
+    @jax.custom_vjp
+    def double(y):
+        return 2 * y
+
+    double.defvjp(lambda y: (2 * y, None), lambda _, g: (2 * g,))
+    norm, (x, w, _) = batch_norms()["linen"], arrays()
+    assert half()(lambda x: double(norm(x @ w)))(x).dtype == f16
+
+
 def test_batchnorm_keeps_statistics_in_float32():
     model = nn.Sequential([nn.Dense(N), nn.BatchNorm(use_running_average=False)])
     x = jax.random.normal(jax.random.key(1), (64, N)) + 100

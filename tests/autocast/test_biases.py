@@ -159,6 +159,14 @@ LINES = {
 }
 
 
+def test_a_mask_is_clamped_to_float16_in_float16_alone(standard_promotion):
+    mask = jnp.array([0.0, -1e9, 0.0, 0.0])
+    for dtype, least in (jnp.float16, -65504.0), (jnp.bfloat16, jnp.bfloat16(-1e9)):
+        with jamp.autocast(dtype):
+            found = jnp.zeros((2, 4)) @ w[:4, :4] + mask
+        assert found.dtype == dtype and found[0, 1] == least
+
+
 @pytest.mark.parametrize("way", [half, lambda f: half(jax.jit(f))], ids=["live", "jit"])
 @pytest.mark.parametrize("line", LINES)
 def test_the_dtype_of_a_line_is_that_of_any_batch(line, way, standard_promotion):

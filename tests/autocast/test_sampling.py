@@ -8,7 +8,7 @@ from jax import lax, random
 
 import jamp
 from jamp._autocast import draws as jamp_draws
-from tests.marks import mostly_slow, slow
+from tests.marks import slow
 
 HALVES = [jnp.float16, slow(jnp.bfloat16)]
 N_TOKENS, N_DRAWS, N_FLIPS = 1000, 512, 4096
@@ -113,7 +113,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", mostly_slow(SAMPLERS, *[*SAMPLERS][::3]))
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_draws_what_float32_draws(name, way, standard_promotion):
     # `softened` leaves the region in its dtype, so that both sides have the same input.
     sample = SAMPLERS[name]

@@ -338,7 +338,6 @@ def test_a_rule_with_a_dtype_keeps_a_layer_out():
         assert (x1.dtype, x2.dtype) == (jnp.float32, dtype)
 
 
-@pytest.mark.slow
 def test_a_rule_of_float8_and_what_does_not_qualify():
     x, w = normal(0, 32, 16), normal(1, 16, 16)
 

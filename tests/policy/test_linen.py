@@ -214,6 +214,32 @@ def test_norms_compute_in_float32_with_float32_parameters():
     }
 
 
+class OfItsOwn(nn.Module):
+    """A module with a parameter of its own, and with what follows a softmax."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        logs, shares = jax.nn.log_softmax(x), jax.nn.softmax(x)
+        self.sow("seen", "arrays", (x, 2 * logs, 2 * shares))
+        return nn.Dense(4)(x * scale)
+
+
+def test_the_override_of_the_root_is_for_its_own_parameters():
+    model = jamp.linen.with_policy(OfItsOwn(), "half", {"Dense_0": "half"})
+    whole = jamp.linen.with_policy(OfItsOwn(), "half", {OfItsOwn: "full"})
+    found = [jax.eval_shape(m.init, RNGS, X)["params"] for m in (model, whole)]
+    assert [p["scale"].dtype for p in found] == [jnp.float16, jnp.float32]
+
+
+def test_what_follows_a_softmax_is_half_precision_and_a_log_softmax_float32():
+    model = jamp.linen.with_policy(OfItsOwn(), MIXED)
+    params = jax.jit(model.init)(RNGS, X)
+    _, written = model.apply({"params": params["params"]}, X, mutable=["seen"])
+    dtypes = [y.dtype for y in written["seen"]["arrays"][0]]
+    assert dtypes == [jnp.float16, jnp.float32, jnp.float16]
+
+
 def test_softmax_in_attention_is_float32():
     model = nn.MultiHeadDotProductAttention(2)
     mixed = jamp.linen.with_policy(model, MIXED)

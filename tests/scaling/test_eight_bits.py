@@ -275,6 +275,11 @@ def test_wider_dtypes_are_pmean_in_them(dtype, near):
     )
 
 
+def test_a_mean_in_float16_divides_before_it_sums():
+    found = averaged(np.full((DEVICES, 4), 2.0**14, np.float32), "float16")
+    np.testing.assert_array_equal(found, 2.0**14)
+
+
 @pytest.mark.parametrize("check_vma", mostly_slow([True, False], True))
 @pytest.mark.parametrize("axes", [("a", "b"), ("b", "a"), ("a",)])
 def test_several_axes(axes, check_vma):

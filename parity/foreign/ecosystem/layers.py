@@ -165,8 +165,9 @@ def keras_layers(table: Table, keras: Any) -> None:
 def keras_operations(table: Table, keras: Any) -> None:
     ops = keras.ops
     for name in "mean sum var std logsumexp norm".split():
-        size = {"scale": 1e3} if name in ("var", "std") else {"shift": 2.0}
-        table(f"ops.{name}", getattr(ops, name), MANY, counts=True, **size)
+        scale, shift = (1e3, 0.0) if name in ("var", "std") else (1.0, 2.0)
+        function = getattr(ops, name)
+        table(f"ops.{name}", function, MANY, scale=scale, shift=shift, counts=True)
     moments = lambda h: ops.moments(h, axes=[0])
     table("ops.moments", moments, TABLE, scale=1e3, counts=True)
     sums = lambda h: ops.segment_sum(h, IDS, 8)

@@ -1,5 +1,7 @@
 """What stays known about a value when an op moves its elements."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .decision import Params, Values
@@ -26,27 +28,35 @@ def passed_on(primitive_name: str, args: Values, params: Params, notes: Notes) -
     note, ndim = notes[x], np.ndim(x)
     sides = note.sides
     if primitive_name == "transpose":
-        order = params["permutation"]
-        return note._replace(sides=sides and tuple(sides[d] for d in order))
+        return with_dimensions(note, params["permutation"])
     if primitive_name == "squeeze":
-        kept = [d for d in range(ndim) if d not in params["dimensions"]]
-        return note._replace(sides=sides and tuple(sides[d] for d in kept))
+        gone = params["dimensions"]
+        note = note._replace(raised=max(0, note.raised - len(gone)))
+        return with_dimensions(note, [d for d in range(ndim) if d not in gone])
     if primitive_name == "broadcast_in_dim":
         to, shape = params["broadcast_dimensions"], params["shape"]
         new = [to[d] for d in range(ndim) if np.shape(x)[d] == shape[to[d]] != 1]
-        raised = note.raised or ndim < len(shape)
+        raised = note.raised + len(shape) - ndim
         return Note(note.constant, varies=frozenset(new), raised=raised)
     if primitive_name == "reshape":
         old, new = np.shape(x), params["new_sizes"]
         varies = None
         if [n for n in old if n != 1] == [n for n in new if n != 1]:
             varies = frozenset(d for d, n in enumerate(new) if n != 1)
-        raised = len(new) > len(old)
+        raised = max(0, len(new) - len(old))
         varies = varies if raised else None
         return Note(note.constant, sides and reshaped(sides, old, new), varies, raised)
     if primitive_name in ("slice", "copy"):
-        return note._replace(constant=None, varies=None, raised=False)
+        return note._replace(constant=None, varies=None, raised=0)
     return NOTHING
+
+
+def with_dimensions(note: Note, kept: Sequence[int]) -> Note:
+    """The note of a value with these dimensions of the noted one, in this order."""
+    sides, varies = note.sides, note.varies
+    if varies is not None:
+        varies = frozenset(new for new, d in enumerate(kept) if d in varies)
+    return note._replace(sides=sides and tuple(sides[d] for d in kept), varies=varies)
 
 
 def reshaped(

@@ -10,7 +10,8 @@ Facts are kept by the identity of the value, for as long as the value lives:
                dimension comes from
     varies     for a broadcast value, the dimensions along which it varies. A sum of it
                and a product is a layer's bias if it varies along one side only
-    raised     it had fewer dimensions before: `b[None]`, and not a (1, n) array
+    raised     how many dimensions it has more than before: 1 for `b[None]`, and 0 for a
+               (1, n) array
     widened    float32 only because JAX promoted a half-precision value
     result     float32, and half precision for ops outside of the function it is from
     statistic  a part of a statistic that is computed in float32, and given in it
@@ -35,7 +36,7 @@ class Note(NamedTuple):
     constant: float | None = None
     sides: tuple[str, ...] | None = None  # "l" or "r" for each dimension
     varies: frozenset[int] | None = None  # the dimensions along which it varies
-    raised: bool = False
+    raised: int = 0
     widened: bool = False
     result: bool = False
     statistic: bool = False

@@ -155,8 +155,25 @@ LINES = {
     "residual": lambda y, b: y @ w[:, :4] + y,
     "bias": lambda y, b: y @ w[:, :4] + b,
     "row": lambda y, b: y @ w[:, :4] + b[None],
+    "row_of_more": lambda y, b: y @ w[:, :4] + jnp.squeeze(b.reshape(1, 1, 4), 0),
     "row_that_was_a_row": lambda y, b: y @ w[:, :4] + jnp.stack([b]),
 }
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_bias_is_known_by_where_its_dimensions_went(jit, standard_promotion):
+    x, w = jnp.ones((2, 3, 5)), jnp.ones((5, 4))
+    p, q = jnp.ones((3, 4)), jnp.ones((2, 3))
+
+    def sums(x):
+        both = jnp.broadcast_to(p, (2, 3, 4))  # it varies along both sides
+        turned = jnp.broadcast_to(p[:, :, None], (3, 4, 2)).transpose(2, 0, 1)
+        rows = jnp.broadcast_to(q[:, :, None], (2, 3, 4))
+        turned_rows = jnp.broadcast_to(q, (4, 2, 3)).transpose(1, 2, 0)
+        return [x @ w + bias for bias in (both, turned, rows, turned_rows)]
+
+    found = half(jax.jit(sums) if jit else sums)(x)
+    assert [y.dtype for y in found] == [jnp.float32] * 2 + [jnp.float16] * 2
 
 
 def test_a_mask_is_clamped_to_float16_in_float16_alone(standard_promotion):
@@ -172,7 +189,7 @@ def test_a_mask_is_clamped_to_float16_in_float16_alone(standard_promotion):
 def test_the_dtype_of_a_line_is_that_of_any_batch(line, way, standard_promotion):
     function, b = LINES[line], jnp.arange(4.0)
     dtypes = {n: way(function)(x[:1].repeat(n, 0), b).dtype for n in (1, 2, 3)}
-    is_bias = line in ("bias", "row")
+    is_bias = line in ("bias", "row", "row_of_more")
     assert set(dtypes.values()) == {jnp.dtype("float16" if is_bias else "float32")}
 
 

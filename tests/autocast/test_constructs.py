@@ -85,6 +85,20 @@ def batched_custom(p, x):
     return jax.vmap(product, in_axes=(0, None))(x, p["w"])
 
 
+def test_a_rule_of_custom_vmap_gives_the_dtype_of_the_function():
+    @jax.custom_batching.custom_vmap
+    def product(x):
+        return x @ jnp.ones((4, 3))
+
+    @product.def_vmap
+    def _(size, is_batched, x):
+        return x @ jnp.ones((4, 3)), True
+
+    inside = jamp.autocast(dtype=jnp.float16)(product)
+    one, many = inside(jnp.ones(4)), jax.vmap(inside)(jnp.ones((2, 4)))
+    assert one.dtype == many.dtype == jnp.float32
+
+
 def scanned(p, x):
     def body(carry, _):
         carry = jnp.tanh(dense(p, carry))

@@ -802,7 +802,7 @@ def test_a_scaler_that_never_scaled_is_told():
     model, scaler = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jamp.GradScaler()
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     for wrap in (lambda step: step, nnx.jit):
-        with pytest.raises(ValueError, match=r"or scaler\.scale"):
+        with pytest.raises(ValueError, match=r"return scaler\.scale"):
             jamp.nnx.find_loss_scale(
                 wrap(step), model, optimizer, scaler, batches()[0][0]
             )

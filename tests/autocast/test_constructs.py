@@ -85,20 +85,6 @@ def batched_custom(p, x):
     return jax.vmap(product, in_axes=(0, None))(x, p["w"])
 
 
-def test_a_rule_of_custom_vmap_gives_the_dtype_of_the_function():
-    @jax.custom_batching.custom_vmap
-    def product(x):
-        return x @ jnp.ones((4, 3))
-
-    @product.def_vmap
-    def _(size, is_batched, x):
-        return x @ jnp.ones((4, 3)), True
-
-    inside = jamp.autocast(dtype=jnp.float16)(product)
-    one, many = inside(jnp.ones(4)), jax.vmap(inside)(jnp.ones((2, 4)))
-    assert one.dtype == many.dtype == jnp.float32
-
-
 def scanned(p, x):
     def body(carry, _):
         carry = jnp.tanh(dense(p, carry))
@@ -270,6 +256,20 @@ def test_products_in_float16_gradients_in_float32(name, way):
     all_half(step, p, x)
 
 
+def test_a_rule_of_custom_vmap_gives_the_dtype_of_the_function():
+    @jax.custom_batching.custom_vmap
+    def product(x):
+        return x @ jnp.ones((4, 3))
+
+    @product.def_vmap
+    def _(size, is_batched, x):
+        return x @ jnp.ones((4, 3)), True
+
+    inside = jamp.autocast(dtype=jnp.float16)(product)
+    one, many = inside(jnp.ones(4)), jax.vmap(inside)(jnp.ones((2, 4)))
+    assert one.dtype == many.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_a_jitted_function_is_rewritten(name):
     p, x = params(), batch()
@@ -409,7 +409,7 @@ CELLS = [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.MGUCell, nn.SimpleCel
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", mostly_slow(CELLS, nn.OptimizedLSTMCell))
+@pytest.mark.parametrize("cell", CELLS)
 def test_recurrent_networks(cell):
     model, x = nn.RNN(cell(N)), jnp.stack([batch()] * 3, axis=1)
     with half():

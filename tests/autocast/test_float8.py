@@ -591,7 +591,7 @@ def test_jit_changes_no_bit(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_remat_and_scan_change_little(recipe):
     x, w = operands(columns=64)
     region = jamp.autocast(jamp.Float8(recipe))

@@ -38,11 +38,8 @@ def ways(function):
     return half(function), jax.jit(half(function)), half(jax.jit(function))
 
 
-SLOW = {"binomial", "gmres"}  # to compile
-
-
 @pytest.mark.parametrize(
-    "name", mostly_slow(sorted(CASES.keys() - SLOW), "detrend", "lstsq", "polyfit")
+    "name", mostly_slow(sorted(CASES), "detrend", "lstsq", "polyfit")
 )
 def test_float32_gives_what_it_gives_outside(name, standard_promotion):
     function, value = CASES[name]

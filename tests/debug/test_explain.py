@@ -11,7 +11,6 @@ from flax import nnx
 import jamp
 from jamp import debug
 from shared import residuals
-from tests.marks import slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -290,7 +289,7 @@ def test_nothing_of_it_is_left_behind():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [slow("ResNet-50"), "transformer"])
+@pytest.mark.parametrize("name", ["ResNet-50", "transformer"])
 def test_the_report_of_a_whole_model_is_short(name):
     case = residuals.CASES[name]
     loss, args = residuals.loss_of(case.model, "autocast"), residuals.arguments(case)

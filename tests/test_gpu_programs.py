@@ -1,4 +1,4 @@
-"""What XLA's GPU compiler does with products in float8, and scaled ones in float16.
+"""What XLA's GPU compiler does with products in float8, scaled ones, and retries.
 
 The tests need JAX's CUDA plugin but not a GPU; without the plugin they are skipped.
 """
@@ -6,9 +6,11 @@ The tests need JAX's CUDA plugin but not a GPU; without the plugin they are skip
 import functools
 import importlib.util
 import os
+import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 
@@ -64,13 +66,14 @@ def test_xla_makes_float8_kernels_of_all_products(name, gemm):
         assert '"epilogue":"BIAS"' in text, "the bias is added by the product's kernel"
 
 
-def compiled(function, *args, gemm):
+def compiled(function, *args, gemm, **options):
     """The optimized HLO of a function for an H100."""
     mesh = jax.sharding.Mesh(gpu_programs.h100s(), "x")
     sharding = jax.sharding.NamedSharding(mesh, jax.P())
-    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in args]
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    args = jax.tree.map(place, args)
     with gpu_programs.as_on_a_gpu():
-        lowered = jax.jit(function).trace(*args).lower()
+        lowered = jax.jit(function, **options).trace(*args).lower()
         return lowered.compile(compiler_options=gpu_float8.GEMMS[gemm]).as_text()
 
 
@@ -86,3 +89,32 @@ def test_scaled_products_are_cublas_products_of_float16_with_float32_results():
     for call in calls:
         assert call.shape.startswith("(f32[")
         assert all(shapes[name].startswith("f16[") for name in call.operands)
+
+
+@compiles_for_a_gpu
+@pytest.mark.usefixtures("standard_promotion")
+def test_retry_copies_nothing_more_than_the_step_does():
+    tx = jamp.dynamic_loss_scale(optax.adam(1e-3))
+
+    def loss_fn(weights, x):
+        with jamp.autocast(jnp.float16):
+            return jnp.mean(jnp.float32(x @ weights[0] @ weights[1]) ** 2)
+
+    def step(state, x):
+        weights, opt_state = state
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(weights, x)
+        return jamp.step(tx, grads, opt_state, weights), loss
+
+    def start():
+        shapes = W.shape, W.shape[::-1]
+        weights = [jnp.zeros(shape, W.dtype) for shape in shapes]
+        return weights, tx.init(weights)
+
+    arguments = jax.eval_shape(start), X
+    copies, loops = {}, {}
+    for name, function in {"plain": step, "retry": jamp.retry(step)}.items():
+        text = compiled(function, *arguments, gemm="cuBLAS", donate_argnums=0)
+        copies[name] = re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", text)
+        loops[name] = text.count(" while(")
+    assert len(copies["retry"]) <= len(copies["plain"])
+    assert loops == {"plain": 0, "retry": 1}

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import dtypes, lax
 from jax.extend.core import jaxpr_as_fun
 
 from .._checks import is_traced, shown
@@ -124,7 +124,7 @@ class Attempts:
 
     def in_one_program(self, state: T, inputs: PyTree) -> tuple[T, PyTree]:
         """`run` inside a trace: one `while`, the step traced once."""
-        state, attempt, held, aux = self.traced(state, inputs)
+        state, attempt, held, shapes = self.traced(state, inputs)
 
         def body(carry: Any) -> Any:
             count, _, state, _ = carry
@@ -143,17 +143,19 @@ class Attempts:
             kept = jax.tree.unflatten(jax.tree.structure(state), kept)
             return count + 1, again, self.scales.put(kept, chosen), aux
 
-        start = jnp.int32(0), jnp.bool_(True), state, aux
+        zero = _unknown_zero(self.scales.get(state)[0])
+        aux = jax.tree.map(functools.partial(_placeholder, zero), shapes)
+        start = zero, zero == 0, state, aux
         _, _, state, aux = lax.while_loop(lambda carry: carry[1], body, start)
         return state, aux
 
     def traced(
         self, state: T, inputs: PyTree
     ) -> tuple[T, Callable[[T], Attempt], list[bool], PyTree]:
-        """The state as a loop carries it, a traced attempt, and two facts about it.
+        """The state as a loop carries it, a traced attempt, and more.
 
         These are, for each leaf of the state, whether the step holds it itself, and
-        zeros in the shapes of what else the step returns.
+        the shapes of what else the step returns.
         """
         # A new function: JAX would return the old trace of a function that it knows,
         # although the step may have changed.
@@ -173,7 +175,27 @@ class Attempts:
             place = count + len(jax.tree.leaves(aux))
             place += LossScaleState._fields.index("found_inf")
             held = held_on_skip(program, place, count)
-        return state, attempt, held, jax.tree.map(jnp.zeros_like, aux)
+        return state, attempt, held, aux
+
+
+def _unknown_zero(state: LossScaleState) -> jax.Array:
+    """A zero that XLA does not take for a constant: int32 [].
+
+    XLA copies each constant that a loop starts from, which is a launch on a GPU. What
+    comes from this zero, one kernel writes.
+    """
+    scale = state.loss_scale
+    if varying_axes(scale):  # the loop's count and flag do not vary
+        return jnp.int32(0)
+    return jnp.int32((scale == scale) & jnp.isnan(scale))
+
+
+def _placeholder(zero: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of zeros that a loop starts from and does not read."""
+    is_key = jnp.issubdtype(shape.dtype, dtypes.extended)
+    if shape.shape or is_key or varying_axes(shape):
+        return jnp.zeros_like(shape)
+    return zero.astype(shape.dtype)
 
 
 def _is_deleted(leaf: object) -> bool:

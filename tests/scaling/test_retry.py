@@ -5,6 +5,7 @@ Without float16 subnormals, its numbers have the same bits at every power of two
 """
 
 import functools
+import math
 import re
 
 import jax
@@ -102,13 +103,27 @@ def check_bits(tree, expected):
         assert one.tobytes() == other.tobytes()
 
 
+@pytest.fixture
+def check_programs(request):
+    """Compares what two programs gave: with XLA's optimizations, not the last bits.
+
+    XLA may fuse the body of a loop differently from the step alone.
+    """
+
+    def check_close(tree, expected):
+        for one, other in zip(numbers(tree), numbers(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=2e-7)
+
+    return check_close if request.config.getoption("optimized") else check_bits
+
+
 @pytest.fixture(params=["branch", "select"])
 def way(request, monkeypatch):
     monkeypatch.setattr(skip, "by_branch", lambda: request.param == "branch")
     return request.param
 
 
-def test_no_batch_is_lost_and_all_is_as_with_the_right_scale(way):
+def test_no_batch_is_lost_and_all_is_as_with_the_right_scale(way, check_programs):
     lossy = Training()
     state, _ = train(jax.jit(lossy.step, donate_argnums=0), lossy.start())
     assert state["opt_state"].inner_state[0].count == 25
@@ -125,18 +140,19 @@ def test_no_batch_is_lost_and_all_is_as_with_the_right_scale(way):
     assert state["opt_state"].recent_skips == 0 == state["opt_state"].floor_steps
 
     plain = Training(found)
-    expected, _ = train(jax.jit(plain.step, donate_argnums=0), plain.start())
     overflowed = "retried_steps", "hysteresis_tracker"
     differing = {name: getattr(state["opt_state"], name) for name in overflowed}
-    as_if = expected["opt_state"]._replace(**differing)
-    check_bits(state, expected | {"opt_state": as_if})
+    for again, check in ((step, check_bits), (jax.jit(plain.step), check_programs)):
+        expected, _ = train(again, plain.start())
+        as_if = expected["opt_state"]._replace(**differing)
+        check(state, expected | {"opt_state": as_if})
 
 
-def test_a_step_that_does_not_overflow_is_as_it_was(way):
+def test_a_step_that_does_not_overflow_is_as_it_was(way, check_programs):
     plain, retried = Training(2.0**10), Training(2.0**10)
     expected, loss = train(jax.jit(plain.step), plain.start())
     state, retried_loss = train(jax.jit(jamp.retry(retried.step)), retried.start())
-    check_bits((state, retried_loss), (expected, loss))
+    check_programs((state, retried_loss), (expected, loss))
 
 
 def test_the_step_is_traced_once_and_the_host_is_not_asked(checking_leaks):
@@ -156,9 +172,9 @@ def compiled(step, training):
 
 
 def copies(program):
-    """Sizes of the arrays that a program copies, without scalars."""
-    found = re.findall(r"= (\w+)\[([\d,]+)\]\S* copy\(", program.as_text())
-    return sorted(int(np.prod([int(n) for n in dims.split(",")])) for _, dims in found)
+    """Sizes of the arrays that a program copies; a scalar's is 1."""
+    found = re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", program.as_text())
+    return sorted(math.prod(int(n) for n in dims.split(",") if n) for dims in found)
 
 
 def test_donated_parameters_and_moments_are_not_copied(monkeypatch):
@@ -178,13 +194,17 @@ def test_donated_parameters_and_moments_are_not_copied(monkeypatch):
     retried = compiled(jamp.retry(training.step), training)
     text = retried.as_text()
     assert len(re.findall(r" while\(", text)) == 1
-    assert copies(retried) == copies(plain)
+    arrays = lambda program: [size for size in copies(program) if size > 1]
+    assert arrays(retried) == arrays(plain) != []
+    # The loop starts from no constant, which XLA would copy: not a zero for the loss,
+    # nor the count of attempts, nor the flag that says whether to go on.
+    assert len(copies(retried)) <= len(copies(plain)) + 1
     aliased = [p.memory_analysis().alias_size_in_bytes for p in (retried, plain)]
     assert aliased[0] >= aliased[1] > 0
 
     monkeypatch.setattr(attempts, "held_on_skip", lambda _, __, count: [False] * count)
     held_twice = compiled(jamp.retry(training.step), training)
-    assert len(copies(held_twice)) > len(copies(plain)) + 1
+    assert len(arrays(held_twice)) > len(arrays(plain)) + 1
 
 
 def test_a_batch_that_can_never_be_finite_is_skipped_after_the_attempts():
@@ -238,13 +258,13 @@ def test_hysteresis_forgives_attempts_too():
     assert jamp.metrics(state)["retried_steps"] == 30 - np.log2(scale) + 2
 
 
-def test_outside_of_a_trace_it_is_the_same():
+def test_outside_of_a_trace_it_is_the_same(check_programs):
     jitted, eager = Training(), Training()
     data = batches()[:5]
     expected, loss = train(jax.jit(jamp.retry(jitted.step, 20)), jitted.start(), data)
     outer = jamp.retry(jax.jit(eager.step), 20)
     state, eager_loss = train(outer, eager.start(), data)
-    check_bits((state, eager_loss), (expected, loss))
+    check_programs((state, eager_loss), (expected, loss))
     assert eager.traces == 1
 
 
@@ -499,7 +519,7 @@ def test_nnx_objects_that_are_no_pytrees_are_held_too():
 
 
 @pytest.mark.parametrize("how", mostly_slow(["jit", "eager"], "jit"))
-def test_nnx_objects_are_held_between_attempts(how):
+def test_nnx_objects_are_held_between_attempts(how, check_programs):
     step = jamp.nnx.retry(nnx_step, 20)
     count = 3 if how == "jit" else 1
     objects = nnx_train(nnx.jit(step) if how == "jit" else step, START, count)
@@ -509,7 +529,7 @@ def test_nnx_objects_are_held_between_attempts(how):
     assert optimizer.step[...] == count == metrics["growth_tracker"]
     expected = nnx_train(nnx.jit(nnx_step), scaler.get_scale(), count)
     if how == "jit":
-        check_bits(nnx.state(objects[:2]), nnx.state(expected[:2]))
+        check_programs(nnx.state(objects[:2]), nnx.state(expected[:2]))
     same = model.dropout.rngs.count[...] == expected[0].dropout.rngs.count[...]
     assert same and model.dropout.rngs.count[...] == count
 

@@ -59,7 +59,7 @@ FAULTS = (
         "successes == _int32",
         "state.growth_tracker == _int32",
         "scale",
-        "interval: growth_interval=3",
+        "interval: growth_interval=3, seed=11",
     ),
     Fault(
         "gradients are unscaled in float16",
@@ -69,7 +69,7 @@ FAULTS = (
         "        half = _times(_times(half, inverse.inverse), inverse.shift)\n"
         "        return jnp.asarray(half, wide.dtype)",
         "scale",
-        "default: seed=0",
+        "interval: growth_interval=2, seed=11",
     ),
     Fault(
         "infs are looked for after the product with the inverse scale",
@@ -81,7 +81,8 @@ FAULTS = (
         "            wide = arithmetic.unscale(own, inverse)\n"
         "            finite = arithmetic.all_finite(wide)",
         "scale",
-        "overflow in the product",
+        "overflow in the product: init_scale=7.88860905e-31, growth_interval=100, "
+        "seed=86",
     ),
     Fault(
         "the scale's product is formed in float32",
@@ -114,7 +115,7 @@ FAULTS = (
         "successes == _int32",
         "successes >= _int32",
         "scale",
-        "interval changed",
+        "interval changed: growth_interval=3, seed=61",
     ),
     Fault(
         "the scale grows to infinity",
@@ -138,7 +139,7 @@ FAULTS = (
         "jnp.where(found_inf | grow, 0, successes)",
         "jnp.where(grow, 0, successes)",
         "scale",
-        "interval: growth_interval=10",
+        "interval: growth_interval=10, seed=11",
     ),
     Fault(
         "a skipped step takes the momentum away",
@@ -146,7 +147,7 @@ FAULTS = (
         "lambda _: (params, state.inner_state)",
         "lambda _: (params, jax.tree.map(jnp.zeros_like, state.inner_state))",
         "scale",
-        "default: seed=1",
+        "interval: growth_interval=2, seed=10",
     ),
     Fault(
         "the gradient of a bias is not rounded to float16",

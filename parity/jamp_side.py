@@ -95,7 +95,7 @@ def run_nnx(
         if step_by_step or new_scale is not None:
             for gradient in zip(base[part], poison[part], strict=True):
                 record = _jit_step(train, gradient, new_scale, case.unscale_first)
-                records.append([value[None] for value in record])
+                records.append([np.asarray(value)[None] for value in record])
         else:
             gradients = (base[part], poison[part])
             records.append(_jit_steps(train, gradients, case.unscale_first))

@@ -6,14 +6,16 @@ The exit status is 1 if autocast does not work.
 import math
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 import jamp
+from jamp._tree import PyTree
 
 NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy")
 OPTIONAL = ("equinox", "dm-haiku")
@@ -70,7 +72,9 @@ def autocast_step() -> str:
     tx = jamp.dynamic_loss_scale(optax.sgd(RATE))
 
     @jax.jit
-    def step(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, Any, Any, Any]:
+    def step(
+        params: PyTree, opt_state: optax.OptState, x: jax.Array
+    ) -> tuple[PyTree, optax.OptState, jax.Array, jax.Array]:
         grad_fn = jamp.value_and_grad(loss_in(jnp.float16), opt_state, has_aux=True)
         (loss, product), grads = grad_fn(params, x)
         params, opt_state = jamp.step(tx, grads, opt_state, params)
@@ -117,10 +121,12 @@ def float8_step() -> str:
     return f"products ran in float8 (gradients {off:.2%} from float32's)"
 
 
-def loss_in(dtype: Any) -> Any:
+def loss_in(
+    dtype: DTypeLike | None,
+) -> Callable[[PyTree, jax.Array], tuple[jax.Array, jax.Array]]:
     """A loss whose product runs in a dtype, beside that product; None: no autocast."""
 
-    def loss_fn(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(params: PyTree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         with jamp.autocast(dtype or jnp.float16, enabled=dtype is not None):
             product = x @ params["w"]
             return jnp.mean(jnp.square(jnp.tanh(product) + product - 1)), product
@@ -128,12 +134,14 @@ def loss_in(dtype: Any) -> Any:
     return loss_fn
 
 
-def gradients_in(dtype: Any) -> Any:
+def gradients_in(
+    dtype: DTypeLike | None,
+) -> Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]]:
     """The jitted gradients of that loss, beside the product."""
     return jax.jit(jax.grad(loss_in(dtype), has_aux=True))
 
 
-def batch() -> tuple[jax.Array, Any]:
+def batch() -> tuple[jax.Array, dict[str, jax.Array]]:
     x, w = jax.random.normal(jax.random.key(0), (2, SIZE, SIZE))
     return x, {"w": w / math.sqrt(SIZE)}
 

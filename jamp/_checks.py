@@ -88,7 +88,7 @@ def as_dtype(value: Any) -> np.dtype:
     return jnp.dtype(value)
 
 
-def dtype_or_none(value: Any) -> np.dtype | None:
+def dtype_or_none(value: object) -> np.dtype | None:
     """`as_dtype(value)`, or None if the value is not a dtype."""
     try:
         return as_dtype(value)

@@ -29,6 +29,7 @@ from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.state import discharge
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.typing import ArrayLike
 
 Trace = core.Trace
 AbstractValue = core.AbstractValue
@@ -92,7 +93,9 @@ def runs_plainly() -> bool:
     return not any(flag.value for flag in (*looks, config.disable_jit))
 
 
-def eager_function(primitive: Primitive, params: Mapping[str, Any]) -> Callable | None:
+def eager_function(
+    primitive: Primitive, params: Mapping[str, object]
+) -> Callable | None:
     """The program that JAX runs for an eager op, or None if it does not run one."""
     if getattr(primitive.impl, "func", None) is not dispatch.apply_primitive:
         return None
@@ -111,13 +114,13 @@ def is_plain_jit(params: Mapping[str, Any]) -> bool:
     return params["ctx_mesh"].empty and not (any(wishes) or jaxpr.effects or is_high)
 
 
-def cotangent_sharding(x: jax.Array) -> Any:
+def cotangent_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
     """The sharding that JAX asks of a cotangent, on a mesh of explicit axes."""
     sharding = core.typeof(x).to_ct_aval().sharding
     return sharding if sharding.mesh._any_axis_explicit else None
 
 
-def equation_context() -> Any:
+def equation_context() -> "core.JaxprEqnContext":
     """The context of an equation that is made now."""
     make: Any = core.JaxprEqnContext
     if "__init__" not in vars(make):
@@ -199,13 +202,13 @@ class Named(NamedTuple):
         return cls(*min(names_of(key), key=is_private))
 
     @classmethod
-    def find(cls, key: object) -> Any:
+    def find(cls, key: object) -> object:
         if not isinstance(key, cls):
             return key
         return getattr(importlib.import_module(key.module), key.name)
 
 
-def bind_eqn(eqn: JaxprEqn, args: Sequence[object]) -> list[Any]:
+def bind_eqn(eqn: JaxprEqn, args: Sequence[object]) -> list[jax.Array]:
     """Runs one equation of a jaxpr on other values."""
     params = eqn.primitive.get_bind_params(eqn.params)
     name_stack = current_name_stack() + eqn.source_info.name_stack
@@ -261,14 +264,16 @@ def without_refs(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     return discharge.discharge_state(jaxpr, lower=False)
 
 
-def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
+def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, list[ArrayLike]]:
     """A jaxpr without constants, and the values of its new first arguments."""
     if isinstance(closed.jaxpr, ClosedJaxpr):  # 0.12: there is one class
         return closed.with_consts(()), list(closed.consts)  # pyright: ignore
     return partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
 
 
-def split_bwd(results: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def split_bwd(
+    results: Any,
+) -> tuple[list[ArrayLike], Callable[[list[ArrayLike]], object]]:
     """The cotangents that a custom_vjp's bwd returned, and how to return others.
 
     JAX 0.12 returns a second value with them.

@@ -117,7 +117,7 @@ def bind_jvp(
     params: Params,
     contract: Contract,
     derivative: Function,
-    jvp: Any,
+    jvp: "_compat.lu.WrappedFun",
     traced: Dtypes | None = None,
 ) -> Result:
     """Binds a custom_jvp whose functions run under autocast.
@@ -149,7 +149,7 @@ def bind_vjp(
     args: Values,
     params: Params,
     run: Function,
-    rules: tuple[Any, Any, Any],
+    rules: "tuple[_compat.lu.WrappedFun, _compat.lu.WrappedFun, _compat.lu.WrappedFun]",
 ) -> Result:
     """Binds a custom_vjp whose functions run under autocast.
 
@@ -190,7 +190,7 @@ def bind_vjp(
 def bind_shard_map(
     trace: CastingTrace,
     primitive: Primitive,
-    fun: Callable[..., Any],
+    fun: Callable[..., Result],
     args: Values,
     params: Params,
 ) -> Result:

@@ -1,7 +1,5 @@
 """Autocast through custom_jvp and custom_vjp functions that Python calls."""
 
-from typing import Any
-
 from jax.extend.core import Primitive
 
 from .. import _compat
@@ -14,8 +12,8 @@ from .decision import Params, Result, Values
 def custom_jvp(
     trace: CastingTrace,
     primitive: Primitive,
-    fun: Any,
-    jvp: Any,
+    fun: "_compat.lu.WrappedFun",
+    jvp: "_compat.lu.WrappedFun",
     args: Values,
     params: Params,
 ) -> Result:
@@ -41,9 +39,9 @@ def custom_jvp(
 def custom_vjp(
     trace: CastingTrace,
     primitive: Primitive,
-    fun: Any,
-    fwd: Any,
-    bwd: Any,
+    fun: "_compat.lu.WrappedFun",
+    fwd: "_compat.lu.WrappedFun",
+    bwd: "_compat.lu.WrappedFun",
     args: Values,
     params: Params,
 ) -> Result:

@@ -6,8 +6,6 @@ JVP rule is evaluated as the jaxpr that it was traced to, because a cast to half
 precision would round what the function has computed.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
@@ -49,7 +47,7 @@ class WideRule(JaxprFunction):
     def __init__(
         self,
         trace: CastingTrace,
-        make_jvp: Any,
+        make_jvp: "_compat.lu.WrappedFun",
         n_consts: int,
         within: Action,
         baked: bool,

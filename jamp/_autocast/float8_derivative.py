@@ -127,7 +127,7 @@ def gradient(
     cotangent: jax.Array,
     casts: Callable[[Axes], Scaled],
     other: Scaled | jax.Array,
-    sharding: Any,
+    sharding: jax.sharding.NamedSharding | None,
 ) -> jax.Array:
     """The gradient of the left or the right input, in the dtype of the cotangent.
 
@@ -165,7 +165,9 @@ def gradient(
     return lax.transpose(out, order)
 
 
-def untransposed(sharding: Any, order: np.ndarray) -> Any:
+def untransposed(
+    sharding: jax.sharding.NamedSharding | None, order: np.ndarray
+) -> jax.sharding.NamedSharding | None:
     """The sharding of what becomes a gradient by `transpose(_, order)`."""
     if sharding is None:
         return None
@@ -211,7 +213,9 @@ def product_in_any_mode(product: Product) -> Callable:
 # Second derivatives.
 
 
-def tied(kept: Scaled | jax.Array, left: jax.Array, right: jax.Array) -> Any:
+def tied(
+    kept: Scaled | jax.Array, left: jax.Array, right: jax.Array
+) -> Scaled | jax.Array:
     """A residual, with a tangent if an input has one."""
     if not isinstance(kept, Scaled):
         return kept

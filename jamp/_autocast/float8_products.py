@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 from .. import _compat
 from .._compat import array_dtype
 from .casting import CastingTrace, dtypes_of
-from .decision import CASTABLE, FLOAT32_DTYPE, SCALED, Action, Op
+from .decision import CASTABLE, FLOAT32_DTYPE, SCALED, Action, Op, Value
 from .float8 import E4M3
 from .float8_arithmetic import Axes, Scaled, quantized
 from .float8_derivative import Inputs, Product, product_in_any_mode, product_of
@@ -63,7 +63,9 @@ def unfit(op: Op) -> str:
 
 
 def product_sizes(
-    left: tuple[int, ...], right: tuple[int, ...], contracting: Any
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    contracting: tuple[Sequence[int], Sequence[int]],
 ) -> tuple[int, int, int]:
     """Rows, contracted numbers and columns of a product.
 
@@ -95,10 +97,10 @@ def product_for(op: Op, half: np.dtype, recipe: str) -> Product:
 
 def inputs_of(
     product: Product,
-    left: Any,
-    right: Any,
-    quantize: Callable[[Any, Axes], Scaled],
-    lower: Callable[[Any], Any],
+    left: Value,
+    right: Value,
+    quantize: Callable[[Value, Axes], Scaled],
+    lower: Callable[[Value], Value],
 ) -> Inputs:
     """What a product is computed from.
 
@@ -114,11 +116,14 @@ def inputs_of(
 
 
 def forward_inputs(
-    product: Product, left: Any, right: Any, quantize: Callable[[Any, Axes], Scaled]
+    product: Product,
+    left: Value,
+    right: Value,
+    quantize: Callable[[Value, Axes], Scaled],
 ) -> Inputs:
     """The same where no gradient of the product is taken in float8."""
-    left = quantize(left, product.contracting(0))
-    return Inputs(left, quantize(right, product.contracting(1)), ())
+    scaled = quantize(left, product.contracting(0))
+    return Inputs(scaled, quantize(right, product.contracting(1)), ())
 
 
 def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
@@ -166,7 +171,7 @@ def asked_for(op: Op, half: np.dtype) -> np.dtype:
     return FLOAT32_DTYPE if wide else half
 
 
-def in_float8(trace: CastingTrace, x: Any, axes: Axes) -> Scaled:
+def in_float8(trace: CastingTrace, x: Value, axes: Axes) -> Scaled:
     """The float8 copy of a value, which is made once."""
     notes = trace.notes
     x = notes.source(x)  # libraries may make many copies of it

@@ -62,7 +62,7 @@ class Memory(Generic[Fact]):
         self.facts: dict[int, tuple[Reference, Fact]] = {}
         memory = weakref.ref(self)
 
-        def forget(reference: Any) -> None:  # one for all: few objects to collect
+        def forget(reference: Reference) -> None:  # one for all: few objects to collect
             if (found := memory()) is not None:
                 if found.facts.get(reference.key, (None,))[0] is reference:
                     del found.facts[reference.key]
@@ -101,11 +101,11 @@ class Notes:
         """The copy of `value` in a dtype, or another value made of it, or None."""
         return self._copies.get(value, {}).get(key)
 
-    def copies(self, value: object) -> dict[Hashable, Any]:
+    def copies(self, value: object) -> dict[Hashable, object]:
         """All copies of a value, by their keys."""
         return self._copies.get(value, {})
 
-    def signature(self, x: Any, places: dict[int, int], depth: int = 2) -> Hashable:
+    def signature(self, x: object, places: dict[int, int], depth: int = 2) -> Hashable:
         """What is known about an array, without the array; None if it is not simple.
 
         Args:
@@ -126,7 +126,7 @@ class Notes:
             known.append((key, place, signature))
         return kind, self[x], tuple(known)
 
-    def remember(self, value: object, key: Hashable, copy: Any) -> None:
+    def remember(self, value: object, key: Hashable, copy: object) -> None:
         copies = self._copies.get(value, None)
         if copies is None:
             if not isinstance(value, jax.Array):
@@ -139,7 +139,7 @@ class Notes:
         self.remember(copy, value.dtype, value)
         self.remember(copy, SOURCE, value)
 
-    def source(self, value: Any) -> Any:
+    def source(self, value: ArrayLike) -> ArrayLike:
         """The half-precision value that a float32 one was made of, or the value."""
         narrow = self.copy(value, SOURCE)
         return value if narrow is None else narrow

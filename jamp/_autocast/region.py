@@ -79,7 +79,8 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from types import TracebackType
+from typing import Self
 
 import jax
 import numpy as np
@@ -298,7 +299,12 @@ class autocast:
         self._entered.stack.append((region, trace))
         return self
 
-    def __exit__(self, error_type: Any, error: Any, traceback: Any) -> None:
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         region, trace = self._entered.stack.pop()
         region.__exit__(error_type, error, traceback)
         if trace is not None and error_type is None:
@@ -327,7 +333,7 @@ class autocast:
 def reopened(
     dtype: np.dtype | Float8,
     enabled: bool,
-    rules: dict[Any, Any],
+    rules: dict[object, object],
     cast_inputs: np.dtype | None,
     recipe: str | None = None,
 ) -> autocast:

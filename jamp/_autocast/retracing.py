@@ -8,7 +8,7 @@ op that is seen for the second time, on a trace that is differentiated, is jitte
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.extend.core import set_current_trace
@@ -25,7 +25,7 @@ def run(
     trace: _compat.Trace,
     function: Callable[..., Out],
     args: Sequence[ArrayLike],
-    params: dict[str, Any],
+    params: dict[str, object],
     seen: Seen | None,
 ) -> Out:
     """Calls a function of arrays with `trace` as the current one.
@@ -45,7 +45,7 @@ def run(
 
 @functools.lru_cache(maxsize=4096)
 def jitted(
-    function: Callable[..., Out], params: tuple[tuple[str, Any], ...]
+    function: Callable[..., Out], params: tuple[tuple[str, object], ...]
 ) -> Callable[..., Out]:
     """The function with these parameters."""
     bound = functools.partial(function, **dict(params))

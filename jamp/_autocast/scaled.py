@@ -14,18 +14,19 @@ which input is a cotangent, so both are scaled.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 
 from .. import _compat
 from .._compat import array_dtype
 from .casting import CastingTrace
-from .decision import CASTABLE, FLOAT32_DTYPE, SCALED_NOTE, Action, Op, Values
+from .decision import CASTABLE, FLOAT32_DTYPE, SCALED_NOTE, Action, Op, Value, Values
 from .float8_arithmetic import quantized
 from .float8_derivative import Static, once
 from .products import is_dot
@@ -54,7 +55,7 @@ class Product(NamedTuple):
     primitive: Primitive
     params: tuple[tuple[str, Any], ...]
 
-    def bind(self, *args: Any) -> jax.Array:
+    def bind(self, *args: Value) -> jax.Array:
         """The product of float16 inputs, summed and returned in float32."""
         return self.primitive.bind(*args, **dict(self.params))
 
@@ -71,7 +72,7 @@ class Kept(NamedTuple):
 
     left: Operand
     right: Operand
-    others: tuple[Any, ...]  # the group sizes of a ragged product
+    others: tuple[Value, ...]  # the group sizes of a ragged product
 
 
 def scaled_product(trace: CastingTrace, op: Op, derived: bool) -> jax.Array:
@@ -95,7 +96,7 @@ def scaled_product(trace: CastingTrace, op: Op, derived: bool) -> jax.Array:
     return trace.call(flat(function, tree), [left, right, *leaves], {})
 
 
-def operand(trace: CastingTrace, x: Any, derived: bool) -> Operand:
+def operand(trace: CastingTrace, x: Value, derived: bool) -> Operand:
     """An input in float16, and scaled if it may be a cotangent."""
     if not derived:
         return Operand(trace.cast(x, FLOAT16))
@@ -168,8 +169,8 @@ def gradient(
     side: int,
     cotangent: Operand,
     other: Operand,
-    others: Sequence[Any],
-    avals: tuple[Any, Any],
+    others: Values,
+    avals: tuple[ShapedArray, ShapedArray],
 ) -> jax.Array:
     """The gradient of the left or the right input, in float32.
 

@@ -9,7 +9,6 @@ indices are unique, or has only a few, it runs as it was given.
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from .. import _compat
 from .._compat import array_dtype
 from .._tree import HALVES
 from .casting import CastingTrace
-from .decision import FLOAT32_DTYPE, Op, Params, Result, Values
+from .decision import FLOAT32_DTYPE, Op, Params, Result, Value, Values
 
 FEW = 8
 
@@ -44,7 +43,7 @@ def summed(trace: CastingTrace, op: Op, args: Values, params: Params) -> Result:
     return trace.call(gathered, args, params)
 
 
-def repeats(indices: Any) -> bool:
+def repeats(indices: Value) -> bool:
     """Whether so many indices may be equal that a sum in half precision goes wrong.
 
     Of a few, as one step of a loop writes into a cache, the sum is right to within
@@ -55,13 +54,13 @@ def repeats(indices: Any) -> bool:
     return not all(isinstance(n, int) for n in sizes) or math.prod(sizes) > FEW
 
 
-def gathered(x: jax.Array, indices: jax.Array, **params: Any) -> jax.Array:
+def gathered(x: jax.Array, indices: jax.Array, **params: object) -> jax.Array:
     return _gathered(x, indices, tuple(params.items()))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _gathered(
-    x: jax.Array, indices: jax.Array, params: tuple[tuple[str, Any], ...]
+    x: jax.Array, indices: jax.Array, params: tuple[tuple[str, object], ...]
 ) -> jax.Array:
     return lax.gather_p.bind(x, indices, **dict(params))
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, set_current_trace
 
 from .. import _compat
-from .decision import Params, Result, Values
+from .decision import Out, Params, Result, Value, Values
 from .notes import NOTHING, Note, Notes
 from .sources import holds_jaxpr
 
@@ -38,10 +38,10 @@ class Step(NamedTuple):
     Without a program it is the copy of an input that the region keeps under a key.
     """
 
-    run: Callable[..., Any] | None
+    run: Callable[..., object] | None
     slots: tuple[int, ...]
     out: int  # the first slot of the results
-    key: Any = None
+    key: Hashable = None
 
 
 class Meta(NamedTuple):
@@ -58,7 +58,7 @@ class Tape:
     def __init__(
         self,
         steps: Sequence[Step],
-        numbers: Sequence[Any],
+        numbers: Sequence[Value | None],
         outs: int | tuple[int, ...],
         metas: Sequence[Meta],
         hits: frozenset[int],
@@ -68,7 +68,7 @@ class Tape:
 
     def play(self, trace: Any, args: Values) -> Result:
         notes = trace.notes
-        values = [*args, *self.numbers]
+        values: list[Any] = [*args, *self.numbers]
         with set_current_trace(trace.parent):
             for run, slots, out, key in self.steps:
                 if run is None:
@@ -106,7 +106,7 @@ class Recorder:
         self.steps: list[Step] = []
         self.failed = False
 
-    def slot(self, x: Any) -> int:
+    def slot(self, x: object) -> int:
         """The slot of a value."""
         if (found := self.slots.get(id(x))) is not None:
             return found
@@ -125,10 +125,10 @@ class Recorder:
 
     def add(
         self,
-        run: Callable[..., Any] | None,
+        run: Callable[..., object] | None,
         slots: tuple[int, ...],
-        outs: Sequence[Any],
-        key: Any = None,
+        outs: Sequence[object],
+        key: Hashable = None,
     ) -> int:
         first = len(self.values)
         self.steps.append(Step(run, slots, first, key))
@@ -137,14 +137,14 @@ class Recorder:
             self.slots.setdefault(id(out), slot)
         return first
 
-    def run(self, run: Callable[..., Any], args: Values) -> Any:
+    def run(self, run: Callable[..., Out], args: Values) -> Out:
         """Runs a program, and records it."""
         slots = tuple(map(self.slot, args))
         out = run(*args)
         self.add(run, slots, out if isinstance(out, list | tuple) else [out])
         return out
 
-    def bind(self, primitive: Primitive, args: Values, params: Params) -> Any:
+    def bind(self, primitive: Primitive, args: Values, params: Params) -> Result:
         """Runs an op, and records it."""
         if primitive.name in RUN_AT_ONCE:  # the ops inside are recorded
             return primitive.bind(*args, **params)
@@ -157,10 +157,10 @@ class Recorder:
         """Whether a value is an input, whose copy the region keeps."""
         return notes is self.notes and self.slots.get(id(x), self.n_args) < self.n_args
 
-    def cast(self, x: object, dtype: np.dtype, copy: Any) -> None:
+    def cast(self, x: object, dtype: np.dtype, copy: Value) -> None:
         self.add(None, (self.slots[id(x)],), [copy], dtype)
 
-    def tape(self, out: Any, hits: set[int]) -> Tape | None:
+    def tape(self, out: Result, hits: set[int]) -> Tape | None:
         """What was recorded, or None if it cannot be played."""
         is_one = not isinstance(out, list | tuple)
         outs = [out] if is_one else out
@@ -187,11 +187,11 @@ class Recorder:
 
 # Programs: the same for all tapes, so that each is compiled once.
 
-LAUNCHED: weakref.WeakKeyDictionary[Any, dict[str, Callable[..., Any]]]
+LAUNCHED: weakref.WeakKeyDictionary[ClosedJaxpr, dict[str, Callable[..., Result]]]
 LAUNCHED = weakref.WeakKeyDictionary()
 
 
-def program(primitive: Primitive, params: Params) -> Callable[..., Any] | None:
+def program(primitive: Primitive, params: Params) -> Callable[..., Result] | None:
     """An op as a function of arrays that can be called again, or None."""
     if primitive.name != "jit":
         run = _compat.eager_function(primitive, params)
@@ -207,7 +207,7 @@ def program(primitive: Primitive, params: Params) -> Callable[..., Any] | None:
     return named[name]
 
 
-def launched(jaxpr: weakref.ref[ClosedJaxpr], name: str) -> Callable[..., Any]:
+def launched(jaxpr: weakref.ref[ClosedJaxpr], name: str) -> Callable[..., Result]:
     def run(*args):
         closed: Any = jaxpr()  # alive, because it is being called
         return jaxpr_as_fun(closed)(*args)

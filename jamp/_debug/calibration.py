@@ -193,7 +193,7 @@ def errors_text(row: ProductRow, name: str) -> str:
     return "/".join("-" if top is None else f"{100 * top:.2g}" for top in tops)
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: object) -> object:
     """The value, with numbers that JSON lacks as text."""
     if isinstance(value, dict):
         return {key: as_json(inner) for key, inner in value.items()}

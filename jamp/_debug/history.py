@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._checks import shown
 from .blocks import Block, of_rows, of_steps
@@ -92,7 +93,7 @@ class History:
         self._queue: deque[tuple[int, dict[str, Scalar]]] = deque()  # for on_row
         self._calling = False  # inside on_row
 
-    def append(self, metrics: Mapping[str, Any]) -> None:
+    def append(self, metrics: Mapping[str, ArrayLike]) -> None:
         """Adds the scalars of one step: device arrays of shape [], or Python numbers.
 
         Args:
@@ -113,7 +114,7 @@ class History:
             self._send()
         self._take_ready()
 
-    def extend(self, stacked: Mapping[str, Any]) -> None:
+    def extend(self, stacked: Mapping[str, ArrayLike]) -> None:
         """Adds several steps at once: arrays [steps], as `lax.scan` stacks them.
 
         Args:

@@ -8,7 +8,6 @@ after the conditional, which then returns only the state, they are never stored.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
@@ -91,7 +90,7 @@ class Apart:
         leaves = jax.tree.leaves((grads, self._old))
         return [leaves[i] for i in self._traced]
 
-    def _run(self, jaxpr: Jaxpr, args: Sequence[jax.Array]) -> list[Any]:
+    def _run(self, jaxpr: Jaxpr, args: Sequence[jax.Array]) -> list[jax.Array]:
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, self._closed.consts))(*args)
 
 

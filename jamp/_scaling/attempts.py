@@ -126,7 +126,9 @@ class Attempts:
         """`run` inside a trace: one `while`, the step traced once."""
         state, attempt, held, shapes = self.traced(state, inputs)
 
-        def body(carry: Any) -> Any:
+        def body(
+            carry: tuple[jax.Array, jax.Array, PyTree, PyTree],
+        ) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
             count, _, state, _ = carry
             new, aux, scales = attempt(state)
             again = self.is_worth_another(state, scales) & (count + 1 < self.at_most)

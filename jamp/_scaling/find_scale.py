@@ -37,7 +37,7 @@ return jamp.scale_loss(loss, opt_state)."""
 
 
 def find_loss_scale(
-    step: Callable[..., tuple[T, Any]], state: T, *batch: Any, **kwargs: Any
+    step: Callable[..., tuple[T, PyTree]], state: T, *batch: Any, **kwargs: Any
 ) -> T:
     """The state with the largest power-of-two loss scale at which the step is finite.
 
@@ -104,7 +104,9 @@ def search(attempts: Attempts, state: PyTree, inputs: PyTree) -> list[LossScaleS
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     arrays = list(itertools.compress(leaves, is_array))
 
-    def run(state: PyTree, arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
+    def run(
+        state: PyTree, arrays: list[jax.Array | np.ndarray]
+    ) -> tuple[jax.Array, jax.Array]:
         given = iter(arrays)  # other leaves, such as `train=True`, do not change
         both = zip(leaves, is_array, strict=True)
         all_leaves = [next(given) if is_one else leaf for leaf, is_one in both]
@@ -137,7 +139,9 @@ def bisect(
     old, mark = attempts.scales.get(state), jnp.uint32(MARK)
     scales_after = traced(attempts, state, inputs)
 
-    def halve(_: Any, between: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+    def halve(
+        _: object, between: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         finite, infinite, _ = between
         middle = jnp.maximum((finite + infinite) // 2, LOWEST)
         tried = [

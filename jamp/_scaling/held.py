@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from .donated import overwrites_p
 
@@ -42,9 +42,9 @@ def held_on_skip(program: ClosedJaxpr, found_inf: int, count: int) -> list[bool]
 
 def evaluate(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
     """The outputs of a jaxpr, for inputs that are known as far as `Value` says."""
-    values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    values: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(atom: Any) -> Value:
+    def read(atom: Var | Literal) -> Value:
         return Value() if isinstance(atom, Literal) else values.get(atom, Value())
 
     for eqn in jaxpr.eqns:
@@ -54,7 +54,7 @@ def evaluate(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _apply(eqn: Any, operands: list[Value]) -> list[Value]:
+def _apply(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "pjit"):
         return evaluate(params["jaxpr"].jaxpr, operands)

@@ -5,9 +5,8 @@ number that they were never multiplied by. No value shows this; the program does
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 CALLS = ("jit", "pjit", "shard_map", "checkpoint")  # each runs its jaxpr once
 
@@ -25,9 +24,9 @@ def influences(program: ClosedJaxpr) -> list[set[int]]:
 
 
 def _outputs(jaxpr: Jaxpr, inputs: Sequence[set[int]]) -> list[set[int]]:
-    found: dict[Any, set[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
+    found: dict[Var, set[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def of(atom: Any) -> set[int]:
+    def of(atom: Var | Literal) -> set[int]:
         return set() if isinstance(atom, Literal) else found.get(atom, set())
 
     for eqn in jaxpr.eqns:

@@ -100,7 +100,7 @@ def update_if(
     optimizer: nnx.Optimizer[T],
     model: T,
     grads: Callable[[], PyTree],
-    kwargs: dict[str, Any],
+    kwargs: dict[str, object],
 ) -> None:
     """`optimizer.update(model, grads(), **kwargs)` if finite."""
 

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -89,7 +89,7 @@ def retry(step: Callable[..., Aux], attempts: int = 8) -> Callable[..., Aux]:
     return retried
 
 
-def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def find_loss_scale(step: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     """`jamp.find_loss_scale` for a function over NNX objects: sets the loss scale.
 
     It sets the scale in the `GradScaler` (or the `nnx.Optimizer`) among the arguments
@@ -137,12 +137,12 @@ class Call:
     def __init__(
         self,
         caller: str,
-        step: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        step: Callable[..., PyTree],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ):
         self.caller, self.step, self.count = caller, step, len(args)
-        given: dict[str, Any] = {str(i): arg for i, arg in enumerate(args)} | kwargs
+        given: dict[str, object] = {str(i): arg for i, arg in enumerate(args)} | kwargs
         self.names = [name for name, arg in given.items() if holds_variables(arg)]
         self.objects = [given[name] for name in self.names]
         self.inputs = {n: arg for n, arg in given.items() if n not in self.names}
@@ -182,7 +182,7 @@ class Call:
         return new
 
 
-def _at(state: Any, path: Sequence[Any]) -> Any:
+def _at(state: PyTree, path: Sequence[Hashable]) -> dict[str, jax.Array]:
     return functools.reduce(operator.getitem, path, state)
 
 

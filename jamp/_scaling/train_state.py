@@ -48,7 +48,7 @@ class TrainState(train_state.TrainState):
     def create(
         cls,
         *,
-        apply_fn: Callable[..., Any] | None,
+        apply_fn: Callable[..., object] | None,
         params: PyTree,
         tx: optax.GradientTransformation | optax.MultiSteps,
         **kwargs: Any,

@@ -121,7 +121,9 @@ def value_and_grad(
     return value_and_grad_fn
 
 
-def _check_differentiated(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None:
+def _check_differentiated(
+    args: tuple[PyTree, ...], argnums: int | Sequence[int]
+) -> None:
     """Raises TypeError naming what is not an array in the differentiated arguments."""
     for index in np.atleast_1d(argnums):
         if -len(args) <= index < len(args):

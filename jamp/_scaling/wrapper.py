@@ -268,7 +268,7 @@ class Scaled:
 
     def run_inner(
         self,
-        extra_args: dict[str, Any],
+        extra_args: dict[str, object],
         grads: optax.Updates,
         inner_state: optax.OptState,
     ) -> Step:

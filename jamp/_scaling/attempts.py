@@ -154,7 +154,7 @@ class Attempts:
     def traced(
         self, state: T, inputs: PyTree
     ) -> tuple[T, Callable[[T], Attempt], list[bool], PyTree]:
-        """The state as a loop carries it, a traced attempt, and more.
+        """The state as a loop carries it, a traced attempt, and two facts about it.
 
         These are, for each leaf of the state, whether the step holds it itself, and
         the shapes of what else the step returns.

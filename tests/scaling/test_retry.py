@@ -5,7 +5,6 @@ Without float16 subnormals, its numbers have the same bits at every power of two
 """
 
 import functools
-import math
 import re
 
 import jax
@@ -172,9 +171,8 @@ def compiled(step, training):
 
 
 def copies(program):
-    """Sizes of the arrays that a program copies; a scalar's is 1."""
-    found = re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", program.as_text())
-    return sorted(math.prod(int(n) for n in dims.split(",") if n) for dims in found)
+    """Shapes that a program copies, as text; a scalar's is empty."""
+    return sorted(re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", program.as_text()))
 
 
 def test_donated_parameters_and_moments_are_not_copied(monkeypatch):
@@ -194,7 +192,7 @@ def test_donated_parameters_and_moments_are_not_copied(monkeypatch):
     retried = compiled(jamp.retry(training.step), training)
     text = retried.as_text()
     assert len(re.findall(r" while\(", text)) == 1
-    arrays = lambda program: [size for size in copies(program) if size > 1]
+    arrays = lambda program: [shape for shape in copies(program) if shape]
     assert arrays(retried) == arrays(plain) != []
     # The loop starts from no constant, which XLA would copy: not a zero for the loss,
     # nor the count of attempts, nor the flag that says whether to go on.
@@ -616,6 +614,43 @@ def test_all_devices_agree_and_retry_together(order, check_vma):
     np.testing.assert_array_equal(params, 1 - x)
     np.testing.assert_array_equal(seen, x)
     np.testing.assert_allclose(loss, np.mean(np.sum(x, 1)), rtol=1e-6)
+
+
+@needs_devices
+def test_a_scalar_that_differs_by_device_is_returned():
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0), 2.0**20, axis_name="data")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+    params = jnp.ones(4)
+
+    def step(state, x):
+        params, opt_state = state
+        grads = (jamp.loss_scale(opt_state) * jnp.sum(x, 0)).astype(jnp.float16)
+        state = jamp.step(tx, jax.lax.pmean(grads, "data"), opt_state, params)
+        return state, jnp.sum(x)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data"))
+    )
+    def local(state, x):
+        state, total = jamp.retry(step)(state, x)
+        return state, total[None]
+
+    x = jnp.arange(32.0).reshape(8, 4)
+    (_, opt_state), totals = jax.jit(local)((params, tx.init(params)), x)
+    assert opt_state.retried_steps > 1
+    np.testing.assert_array_equal(totals, np.sum(x, 1))
+
+
+def test_a_step_may_return_a_key():
+    training = Training()
+
+    def step(state, x, y):
+        new, aux = training.step(state, x, y)
+        return new, aux | {"key": new["key"]}
+
+    state, aux = jax.jit(jamp.retry(step, 20))(training.start(), *batches()[0])
+    check_bits(aux["key"], state["key"])
 
 
 @needs_devices

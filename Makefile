@@ -7,10 +7,13 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= python3
 
 CACHED := scripts/cached-python $(VENV)
+# `make lint` runs the tests that only read files.
+TESTS := tests --ignore tests/lint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all parity lint docs bench gpu lowest newest wheel clean
+.PHONY: help demo test test-all parity lint docs bench gpu lowest newest nightly endurance \
+	foreign wheel clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -25,18 +28,19 @@ demo: $(VENV)/.examples ## train digits in float16 beside float32, on the CPU
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.test ## the quick tests, in minutes, without torch
-	$(CACHED) -m pytest -n auto -m "not slow" --time-limit tests
+	$(CACHED) -m pytest -n auto -m "not slow" --time-limit $(TESTS)
 
-test-all: $(VENV)/.test ## all tests
-	$(CACHED) -m pytest -n auto --dist loadfile --no-loadscope-reorder tests
+test-all: $(VENV)/.test ## all tests but the nightly ones
+	$(CACHED) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not nightly" $(TESTS)
 
 parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
 	$(CACHED) -m parity
 	$(CACHED) -m pytest -n auto -m "not suite" parity
 
-lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## ruff and pyright
+lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## style, types, and tests of files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(CACHED) -m pytest tests/lint
 	$(BIN)/pyright
 
 docs: $(VENV)/.docs ## build the documentation into site/
@@ -60,11 +64,27 @@ gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1: small, on
 	$(GPU_PYTHON) -m benchmarks.gpu
 endif
 
-lowest: ## some tests with the oldest JAX, Flax and optax that jamp supports
+lowest: ## what meets JAX's inside, with the oldest JAX, Flax and optax
 	scripts/test-lowest
 
-newest: ## the quick tests on the newest JAX, with Python 3.12 and 3.13 if installed
+newest: ## the same and a sample of the rest on the newest JAX, if Python 3.12 is there
 	scripts/test-newest
+
+nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
+	$(CACHED) -m pytest -n auto -m nightly $(TESTS)
+	$(CACHED) -m parity --only spread
+
+endurance: $(VENV)/.test ## long storms, and a training that is killed again and again
+	$(CACHED) -m tests.endurance.storms --cases 2000
+	$(CACHED) -m tests.endurance.kill_and_resume --kills 10
+
+# Folders of SOURCES are checkouts of the installed releases of jax, flax, equinox, optax.
+foreign: $(VENV)/.test ## functions and, with SOURCES=DIR, tests of other libraries
+	test -x .venv-ecosystem/bin/python || $(BIN)/python -m venv .venv-ecosystem
+	scripts/install .venv-ecosystem ecosystem,test
+	scripts/cached-python .venv-ecosystem -m parity.foreign --suite ecosystem
+	for suite in $(notdir $(wildcard $(SOURCES)/*)); do $(CACHED) -m parity.foreign \
+	  --suite $$suite --source $(SOURCES)/$$suite --sample 20 || exit 1; done
 
 wheel: ## build wheel and sdist, and try each alone in clean environments
 	scripts/test-wheel

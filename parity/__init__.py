@@ -3,8 +3,9 @@
 import importlib
 from types import ModuleType
 
-# The parts' names, in the report's order.
+# The parts' names, in the report's order, and those that only run when they are named.
 NAMES = ("training", "scale", "behaviors", "ops", "float8", "faults", "peers")
+ON_DEMAND = ("spread",)
 
 
 def part_named(name: str) -> ModuleType:

@@ -9,7 +9,17 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from . import NAMES, golden, part_named, report, runner, scale, training
+from . import (
+    NAMES,
+    ON_DEMAND,
+    golden,
+    part_named,
+    report,
+    runner,
+    scale,
+    spread,
+    training,
+)
 
 try:
     from rich.progress import track
@@ -39,11 +49,13 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--write-golden", action="store_true", help="replace the golden files"
+        "--write-golden",
+        action="store_true",
+        help="replace the golden files; with --only spread, widen its arrays",
     )
     parser.add_argument(
         "--only",
-        choices=NAMES,
+        choices=NAMES + ON_DEMAND,
         nargs="+",
         help="print the sections of these parts and write no report",
     )
@@ -58,8 +70,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.case and not options.only:
         parser.error("--case needs --only, since a report has all cases")
-    if options.write_golden and options.only:
-        parser.error("--write-golden writes all parts; leave out --only")
+    if options.write_golden and (
+        options.case or options.only not in (None, ["spread"])
+    ):
+        parser.error("--write-golden goes alone, or with --only spread")
     if options.device == "cuda":
         import torch
 
@@ -99,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only:
         print("\n\n".join(report.section(*item) for item in results.items()))
         print(f"{len(every)} cases, {len(wrong)} not as expected")
+        if options.write_golden:
+            golden.save(spread.widened(golden.load(), results[spread]))
+            return 0
         return 1 if wrong or not every else 0
 
     if any(result.raised for result in every):

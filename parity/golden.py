@@ -26,6 +26,7 @@ from . import (
     ops,
     ops_golden,
     ops_jamp,
+    spread,
     training,
     training_data,
     training_jamp,
@@ -48,15 +49,15 @@ def check(
     """Compares the golden files with what live torch has just given.
 
     Args:
-      results: of the parts; with `write`, of all parts.
-      write: whether the files are replaced first.
+      results: of the parts; with `write`, of all parts but `spread`.
+      write: whether the files are replaced first. What `spread` measured is kept.
 
     Returns:
       What differs, in words.
     """
     made = pack(results)
     if write:
-        save(made)
+        save(spread.kept(load()) | made)
         ops_golden.write_golden(results[ops])
         float8_golden.write_golden(results[float8])
     committed = load()
@@ -152,6 +153,7 @@ FLOAT8_RESULTS = float8.RESULTS
 
 OPS, load_ops, dtypes_of_op = ops.CASES, ops_golden.load, ops_jamp.dtypes
 
-TASKS, SEEDS, TRAINING_STEPS = training.CASES, training.SEEDS, training_data.STEPS
+TASKS, SEEDS, TRAINING_STEPS = training.CASES, training_data.SEEDS, training_data.STEPS
 NOISE, SKIPS_APART, Trained = training.NOISE, training.SKIPS_APART, training.Trained
+recorded_spread, noise = spread.recorded, spread.noise
 recorded, replay, train = training.recorded, training.replay, training_jamp.run

@@ -82,7 +82,7 @@ def training(path: pathlib.Path, results: Sequence[Result]) -> None:
     pairs = axes.T.reshape(-1, 2)  # in the order of the results
     for (top, bottom), result in zip(pairs, results, strict=True):
         trained: Trained = result.data[SEEDS[0]]
-        torch, jamp = trained.torch[0], trained.jamp
+        torch, jamp = trained.torch, trained.jamp
         steps = np.arange(len(torch.loss))
         top.plot(steps, torch.loss, **TORCH)
         top.plot(steps, jamp.loss, **JAMP)

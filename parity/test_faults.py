@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from . import faults, training, training_data
+from . import faults, spread, training, training_data
 
 torch = pytest.importorskip("torch")
 
@@ -80,7 +80,9 @@ TASK = next(iter(training.CASES.values()))
     ],
 )
 def test_what_a_training_run_is_held_against(jamp, replayed, field):
-    trained = training.Trained([run(1.0), run(1.1)], jamp, replayed)
+    apart = spread.Spread(*map(np.float32, (0.1, 0.0, 0.1, 1.0)))
+    apart = apart._replace(skipped=np.zeros((1, 1), np.int32))
+    trained = training.Trained(run(1.0), apart, jamp, replayed)
     result = training.compare(TASK, [trained] * 3)
     assert {name for name, n in result.mismatches.items() if n} == {field} - {None}
     assert bool(result.where) == (field is not None)
@@ -95,8 +97,8 @@ def test_a_replay_sees_a_wrong_scale():
 
 
 def test_distances():
-    assert training.distance(run(1.0), run(1.0)) == 0.0
-    np.testing.assert_allclose(training.distance(run(1.0), run(1.0, w=1.5)), 0.5)
+    assert spread.distance(run(1.0), run(1.0)) == 0.0
+    np.testing.assert_allclose(spread.distance(run(1.0), run(1.0, w=1.5)), 0.5)
 
 
 def test_variants_differ_in_rounding_alone():
@@ -105,12 +107,12 @@ def test_variants_differ_in_rounding_alone():
     task = training.CASES["mlp, SGD"]
     first, *others = (
         training_torch.run(task, 0, variant, "cpu", steps=3)
-        for variant in training.VARIANTS
+        for variant in spread.VARIANTS
     )
     assert len(first.loss) == 3
     for other in others:
         np.testing.assert_allclose(other.loss, first.loss, rtol=1e-3)
-        assert 0 < training.distance(first, other) < 1e-3
+        assert 0 < spread.distance(first, other) < 1e-3
 
 
 def test_parameters_go_there_and_back():

@@ -4,78 +4,65 @@
 Both sides use autocast in float16 and a scaler with a short growth interval, so that
 the scale finds the edge of float16 and stays there.
 
-Two float16 runs that round differently drift apart, so jamp's distance from torch is
-compared with torch's distance from itself. torch runs each task in `VARIANTS` that
-differ only in the order in which numbers are added, and thus in rounding.
+jamp's distance from torch is compared with torch's distance from itself, which `spread`
+measures: on a CPU from the golden file, elsewhere live.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from . import spread
 from .cases import SIZE, Case
 from .result import Result
-from .training_data import GROWTH_INTERVAL, LAST, STEPS, Run, Task, Variant
+from .spread import Spread
+from .training_data import (
+    GROWTH_INTERVAL,
+    LAST,
+    SEEDS,
+    STEPS,
+    TASKS,
+    Run,
+    Task,
+    Variant,
+)
 from .trajectory import bits
 
 TITLE = "Training runs"
+CASES = TASKS
 
-SEEDS = (0, 1, 2)
 SKIPS_APART = 2  # by how many skipped steps two runs may differ
 NOISE = (
     2.0  # how far from torch's a final loss may be, in torch's distances from itself
 )
 
 
-# jamp is compared with the first one.
-VARIANTS = (
-    Variant(),
-    Variant(rows=lambda rows: rows[::-1].copy(), kernels=True),
-    Variant(bias=True),
-    Variant(
-        rows=lambda rows: np.roll(rows, len(rows) // 3, axis=0), kernels=True, bias=True
-    ),
-)
-
-CASES = {
-    task.name: task
-    for task in itertools.starmap(
-        Task, itertools.product(("mlp", "cnn", "transformer", "gan"), ("SGD", "AdamW"))
-    )
-}
-
-
 class Trained(NamedTuple):
     """One seed of a task.
 
     Attributes:
-      torch: a run for each of `VARIANTS`.
+      torch: torch's run.
+      spread: how far torch's runs are apart.
       jamp: jamp's run.
       replayed: how many of jamp's scales and trackers differ when its scalers replay
         torch's skipped steps.
     """
 
-    torch: list[Run]
+    torch: Run
+    spread: Spread
     jamp: Run
     replayed: int
 
     @property
-    def noise(self) -> float:
-        """The largest distance between torch's final losses."""
-        finals = [run.final_loss for run in self.torch]
-        return max(finals) - min(finals)
-
-    @property
     def loss_apart(self) -> float:
         """The distance of jamp's final loss from torch's."""
-        return abs(self.jamp.final_loss - self.torch[0].final_loss)
+        return abs(self.jamp.final_loss - self.torch.final_loss)
 
     @property
     def skips_apart(self) -> int:
         """By how many skipped steps jamp differs from torch, over all optimizers."""
-        skips = [run.skipped.sum(0) for run in (self.torch[0], self.jamp)]
+        skips = [run.skipped.sum(0) for run in (self.torch, self.jamp)]
         return int(np.abs(skips[0] - skips[1]).max())
 
 
@@ -108,14 +95,19 @@ def replay(run: Run) -> int:
 
 
 def run(task: Task, device: str) -> Result:
-    """Trains a task with each seed, in every variant of torch and in jamp."""
-    from . import training_jamp, training_torch
+    """Trains a task with each seed, in torch and in jamp."""
+    from . import golden, training_jamp, training_torch
 
-    trained = []
+    kept, trained = golden.load(), []
     for seed in SEEDS:
-        runs = [training_torch.run(task, seed, v, device) for v in VARIANTS]
+        torch = training_torch.run(task, seed, Variant(), device)
+        apart = (
+            spread.recorded(kept, task, seed)
+            if device == "cpu"
+            else spread.measure(task, seed, device)
+        )
         jamp = training_jamp.run(task, seed)
-        trained.append(Trained(runs, jamp, replay(runs[0])))
+        trained.append(Trained(torch, apart, jamp, replay(torch)))
     return compare(task, trained)
 
 
@@ -124,7 +116,7 @@ def compare(task: Task, trained: Sequence[Trained]) -> Result:
 
     The noise of a task is the largest among its seeds.
     """
-    noise = max(seed.noise for seed in trained)
+    noise = spread.noise([seed.spread for seed in trained])
     n_flags = trained[0].jamp.skipped.shape[1]
     replays = 1 if n_flags > 1 else 2
     differ = {
@@ -151,10 +143,8 @@ def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
     """torch's runs, for jamp's scalers to replay and to compare losses with."""
     arrays = {}
     for result in results:
-        noise = max(seed.noise for seed in result.data)
-        arrays[f"training/{result.case}/noise"] = np.float32(noise)
         for seed, trained in zip(SEEDS, result.data, strict=True):
-            run = trained.torch[0]
+            run = trained.torch
             for field in ("loss", "scale", "tracker", "skipped"):
                 name = f"training/{result.case}/{seed}/{field}"
                 arrays[name] = getattr(run, field)
@@ -177,10 +167,11 @@ modules under `jamp.dynamic_loss_scale`; the CNN and the GAN are NNX modules und
 
 torch's distance from itself comes from {variants} runs that add the same numbers in
 different orders. One variant reorders the rows of each batch and uses other kernels,
-one adds a bias after its product has been rounded, and one does both. The final loss is
-the mean of the last {last} steps. Distances between parameters are norms, relative to
-torch's. When both of jamp's scalers replay the steps that torch skipped, scale and
-tracker are the same at each step, bit for bit, in {exact} of {runs} runs.
+one adds a bias after its product has been rounded, and one does both. On a CPU the runs
+are those of the golden file (`python -m parity --only spread` measures them again). The
+final loss is the mean of the last {last} steps. Distances between parameters are norms,
+relative to torch's. When both of jamp's scalers replay the steps that torch skipped,
+scale and tracker are the same at each step, bit for bit, in {exact} of {runs} runs.
 
 {table}
 
@@ -201,7 +192,7 @@ def section(results: Sequence[Result]) -> str:
     ]
     lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 3) + ["---"]]
     for result in results:
-        noise = max(seed.noise for seed in result.data)
+        noise = spread.noise([seed.spread for seed in result.data])
         for seed, trained in zip(SEEDS, result.data, strict=True):
             lines.append([result.case, str(seed), *_figures(trained, noise)])
     replays = [trained.replayed for result in results for trained in result.data]
@@ -209,7 +200,7 @@ def section(results: Sequence[Result]) -> str:
         steps=STEPS,
         interval=GROWTH_INTERVAL,
         seeds=len(SEEDS),
-        variants=len(VARIANTS),
+        variants=len(spread.VARIANTS),
         last=LAST,
         exact=sum(not count for count in replays),
         runs=len(replays),
@@ -218,22 +209,22 @@ def section(results: Sequence[Result]) -> str:
 
 
 def _figures(trained: Trained, noise: float) -> list[str]:
-    first, *others = trained.torch
+    first, apart = trained.torch, trained.spread
     ratios = np.abs(np.log2(first.scale) - np.log2(trained.jamp.scale))
     is_close = trained.loss_apart <= NOISE * noise  # False for a nan
     is_close &= trained.skips_apart <= SKIPS_APART and not trained.replayed
     return [
         _skips(first),
-        ", ".join(_skips(run) for run in others),
+        ", ".join("+".join(map(str, skipped)) for skipped in apart.skipped),
         _skips(trained.jamp),
         f"{first.final_loss:.3f}",
         f"{trained.jamp.final_loss:.3f}",
         f"{trained.loss_apart:.1g}",
         f"{noise:.1g}",
-        f"{distance(first, trained.jamp):.1g}",
-        f"{max(distance(first, run) for run in others):.1g}",
-        f"{_equal(first, trained.jamp):.0%}",
-        f"{min(_equal(first, run) for run in others):.0%}",
+        f"{spread.distance(first, trained.jamp):.1g}",
+        f"{apart.params:.1g}",
+        f"{spread.equal_scales(first, trained.jamp):.0%}",
+        f"{apart.equal:.0%}",
         f"{ratios.max():.0f}",
         "yes" if is_close else "no",
     ]
@@ -241,14 +232,3 @@ def _figures(trained: Trained, noise: float) -> list[str]:
 
 def _skips(run: Run) -> str:
     return "+".join(map(str, run.skipped.sum(0)))
-
-
-def _equal(first: Run, second: Run) -> float:
-    return float((first.scale == second.scale).mean())
-
-
-def distance(first: Run, second: Run) -> float:
-    """How far two runs' parameters are apart, as a share of the first's norm."""
-    pairs = [(value, second.params[name]) for name, value in first.params.items()]
-    apart = sum(float(np.sum((x - y) ** 2, dtype=np.float64)) for x, y in pairs)
-    return (apart / sum(float(np.sum(x**2, dtype=np.float64)) for x, _ in pairs)) ** 0.5

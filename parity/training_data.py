@@ -1,6 +1,7 @@
 """The tasks to train, as plain arrays with torch's names and layouts."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 STEPS = 500
 LAST = 50  # the final loss is the mean of this many steps
 GROWTH_INTERVAL = 20
+SEEDS = (0, 1, 2)
 
 Arrays = dict[str, np.ndarray]
 
@@ -28,6 +30,14 @@ class Task:
     @property
     def name(self) -> str:
         return f"{self.model}, {self.optimizer}"
+
+
+TASKS = {
+    task.name: task
+    for task in itertools.starmap(
+        Task, itertools.product(("mlp", "cnn", "transformer", "gan"), ("SGD", "AdamW"))
+    )
+}
 
 
 class Variant(NamedTuple):

@@ -94,14 +94,14 @@ def test_each_test_runs_three_ways(project):
     assert project.file.total == 11
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_dies_is_survived_and_recorded(project):
     half = project.outcomes(FLOAT16)
     assert half["test_dies"] == DIED
     assert half["test_after_it"] == PASSED
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_crashes_are_told_from_comparisons(project):
     failed = {x.test: x for x in project.file.failed(FLOAT16)}
     assert failed.pop("Case::test_compares").compared
@@ -112,7 +112,7 @@ def test_crashes_are_told_from_comparisons(project):
     assert crashes["test_dies"] == "the process died"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_difference_makes_the_command_fail(project, monkeypatch):
     assert project.status == 1
     assert [x.test for x in project.file.differing()] == ["test_looks_inside"]
@@ -126,7 +126,7 @@ def test_a_difference_makes_the_command_fail(project, monkeypatch):
     assert project() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_goes_on_where_it_stopped(project):
     ran = project.source / "tests" / "ran"
     assert ran.read_text() == "xxx"
@@ -142,7 +142,7 @@ def test_it_goes_on_where_it_stopped(project):
     assert list(project.outcomes(KEPT))[-1] == "test_looks_inside"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page(project):
     report.write(project.page, project.kept)
     text = project.page.read_text()
@@ -157,6 +157,7 @@ def test_the_page(project):
     assert project.page.read_text() == before
 
 
+@pytest.mark.nightly
 def test_a_page_without_marks_is_refused(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("nothing")
@@ -164,7 +165,7 @@ def test_a_page_without_marks_is_refused(tmp_path):
         report.write(page, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_that_cannot_be_run_makes_the_command_fail(project, tmp_path, capsys):
     broken = Project(tmp_path)
     (broken.source / "tests" / "a_test.py").write_text("import no_such_module")
@@ -172,7 +173,7 @@ def test_a_file_that_cannot_be_run_makes_the_command_fail(project, tmp_path, cap
     assert "a_test.py cannot be run plain" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_release_is_refused(project):
     with pytest.raises(ValueError, match=r"made 1\.2, and 1\.3 is installed"):
         suites.check_release("made", project.source, "1.3")
@@ -180,12 +181,13 @@ def test_another_release_is_refused(project):
         suites.check_release("made", project.source / "tests", "1.2")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_that_is_not_there_is_refused(project):
     with pytest.raises(ValueError, match=r"--select b_test\.py: there is no such file"):
         project("--select", "b_test.py")
 
 
+@pytest.mark.nightly
 def test_what_is_not_there_is_refused(capsys, tmp_path):
     with pytest.raises(SystemExit):
         command.main(["--suite", "jax", "--source", "/no/such/folder"])
@@ -196,6 +198,7 @@ def test_what_is_not_there_is_refused(capsys, tmp_path):
     assert "no such file; give a page" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("limit", "deadline"), [(0.5, 60), (60, 0.5)])
 def test_a_process_that_hangs_is_ended(tmp_path, limit, deadline):
     start = time.time()
@@ -207,6 +210,7 @@ def test_a_process_that_hangs_is_ended(tmp_path, limit, deadline):
     assert process.returncode < 0 and time.time() - start < 30
 
 
+@pytest.mark.nightly
 def test_a_sample_is_always_the_same_and_grows():
     tests = [f"test_{i}" for i in range(100)]
     small, large = records.sample(tests, 10), records.sample(reversed(tests), 20)
@@ -215,6 +219,7 @@ def test_a_sample_is_always_the_same_and_grows():
     assert records.sample(tests, None) == set(tests)
 
 
+@pytest.mark.nightly
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     path = tmp_path / "plain.jsonl"
     records.append(path, Outcome("test_a", PASSED))
@@ -223,6 +228,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     assert records.read(path).keys() == {"test_a"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("message", "cause"),
     [
@@ -247,6 +253,7 @@ def test_the_sharp_edges_stand_in_the_page():
         assert words in page
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", [command.PAGE, command.ECOSYSTEM_PAGE])
 def test_the_pages_have_their_marks(page):
     assert re.search(f"{report.BEGIN}.*{report.END}", page.read_text(), re.DOTALL)
@@ -311,6 +318,7 @@ def test_a_wrong_call_is_reported(function, fault, said):
     assert reasons.unexplained(row, {row.name: ((other,), "a reason")}) == row.faults
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("expected", "found", "error"),
     [
@@ -326,6 +334,7 @@ def test_errors_are_relative_to_the_largest_value(expected, found, error):
     assert compare.relative(np.array(expected), np.array(found)) == error
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("standard_promotion")
 def test_inputs_are_exact_in_half_precision():
     for x in (x for call in jax_numpy.calls() for x in call.inputs):
@@ -334,6 +343,7 @@ def test_inputs_are_exact_in_half_precision():
             assert np.array_equal(normal, normal.astype(dtype).astype(np.float32))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_stale_reason_is_reported():
     row = compared(jnp.tanh)
@@ -348,6 +358,7 @@ def test_a_stale_reason_is_reported():
     assert "another fault" in reasons.unknown([row.name], odd)[0]
 
 
+@pytest.mark.nightly
 def test_a_library_that_is_not_installed_is_skipped(tmp_path, capsys):
     library = libraries.Library("no-such-library", "no_such_library", "graphs")
     section = ecosystem.section(library)
@@ -359,11 +370,13 @@ def test_a_library_that_is_not_installed_is_skipped(tmp_path, capsys):
     assert "Skipped: it is not installed." in path.read_text()
 
 
+@pytest.mark.nightly
 def test_a_library_that_is_not_in_the_table_is_refused():
     with pytest.raises(ValueError, match=r"--select jaxx: .* jax, jax\.scipy, optax"):
         command.main(["--suite", "ecosystem", "--select", "jaxx"])
 
 
+@pytest.mark.nightly
 def test_what_is_kept_of_a_library_is_read_again(tmp_path):
     row = compare.Row("made.call", {"float16": {"half": compare.Result(0.5)}}, {})
     outcome = programs.Outcome("made", "a loss", 1.0, 0.1, {"float16": 0.2})
@@ -385,6 +398,7 @@ def test_a_program_far_from_float32_is_wrong(apart, wrong):
     assert outcome.noise == pytest.approx(0.1 * (2 / 3) ** 0.5)
 
 
+@pytest.mark.nightly
 def test_a_program_that_raises_is_wrong():
     def run(region):
         if isinstance(region, jamp.autocast):
@@ -396,6 +410,7 @@ def test_a_program_that_raises_is_wrong():
     assert outcome.wrong and outcome.raised == "float16: NotImplementedError: "
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("function", "status", "said"),
@@ -423,6 +438,7 @@ def test_the_status_says_whether_calls_pass(
     assert f"and {status} are wrong" in path.read_text()
 
 
+@pytest.mark.nightly
 def test_a_stale_reason_and_a_wrong_program_are_problems():
     row = compare.Row("jnp.sinc", {}, {})
     outcome = programs.Outcome("made", "a loss", 1.0, 0.1, {"float16": 0.4})

@@ -12,6 +12,7 @@ from jax import lax
 
 import jamp
 from tests.jaxprs import products_of
+from tests.marks import mostly_nightly
 
 from . import models
 
@@ -131,7 +132,10 @@ def flat(tree, kind):
     return np.concatenate([np.zeros(0), *map(np.ravel, leaves)])
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_nightly(TASKS, "mnist", "vae", "vit_region_inside_vmap", "nnx_transformer"),
+)
 def test_training_follows_float32(name):
     state32, _, curve32, _ = train(SAME_IN_FLOAT32.get(name, name), float32)
     state, skipped, curve, finite = train(name, float16)

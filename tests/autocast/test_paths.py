@@ -2,14 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jamp
 from jamp._autocast.paths import PathPattern
+from tests.marks import walk
 
 
-@pytest.mark.parametrize(
-    ("key", "path", "expected"),
+@walk(
+    "key, path, expected",
     [
         ("block_1", "Model/block_1/Dense_0", True),
         ("block_1", "Model/block_1", True),

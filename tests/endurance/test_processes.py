@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from ..marks import mostly_nightly
 from . import processes
 
 pytestmark = [
@@ -14,8 +15,10 @@ pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
 ]
 
-# Processes, devices per process, ways to train; together these cover all ways.
+# Processes, devices per process, ways to train; without the short run these cover all.
+SHORT = 2, 1, ("optax-fsdp",)
 RUNS = (
+    SHORT,
     (2, 2, ("optax-replicated", "nnx-fsdp", "nnx-shard_map")),
     (4, 1, ("nnx-replicated", "optax-fsdp", "optax-shard_map")),
 )
@@ -36,7 +39,9 @@ def torchs_rule():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count, devices, ways", RUNS, ids=["2", "4"])
+@pytest.mark.parametrize(
+    "count, devices, ways", mostly_nightly(RUNS, SHORT), ids=["short", "2", "4"]
+)
 def test_processes_agree_with_each_other_and_with_one(count, devices, ways, tmp_path):
     rows = processes.ROWS // count
     hit = {row // rows for row, _ in processes.injections().values()}
@@ -70,7 +75,7 @@ def test_processes_agree_with_each_other_and_with_one(count, devices, ways, tmp_
         check_close(seen, alone[layout], count * devices)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_retry_together(tmp_path):
     ways = "optax-fsdp-retry", "optax-shard_map-retry"
     injected = np.isin(np.arange(processes.STEPS), [*processes.injections()])

@@ -2,19 +2,23 @@
 
 import pytest
 
+from ..marks import mostly_nightly
 from . import kill_and_resume
 
-pytestmark = pytest.mark.slow
+SHORT = "optax", 1
+RUNS = [SHORT, *((engine, 2) for engine in kill_and_resume.ENGINES)]
 
 
-@pytest.mark.parametrize("engine", kill_and_resume.ENGINES)
-def test_training_does_not_notice_kills(engine, tmp_path):
-    report = kill_and_resume.kill_and_resume(engine, 2, tmp_path)
-    assert report.kills == 2
+@pytest.mark.slow
+@pytest.mark.parametrize("engine, kills", mostly_nightly(RUNS, SHORT))
+def test_training_does_not_notice_kills(engine, kills, tmp_path):
+    report = kill_and_resume.kill_and_resume(engine, kills, tmp_path)
+    assert report.kills == kills
     assert report.resumes > 0 and report.repeated > 0
     assert report.mismatches == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_by_itself_is_not_taken_for_killed(tmp_path):
     with pytest.raises(
         RuntimeError, match=r"failed with 1: (.|\n)*KeyError: 'neither'"

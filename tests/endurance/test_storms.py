@@ -32,11 +32,11 @@ RULE = {
     "kind, seed, count, cases",
     [
         ("rule", 0, 4, 600),
-        pytest.param("trees", 0, 4, 110, marks=pytest.mark.slow),
-        pytest.param("trees", 1, 4, 110, marks=pytest.mark.slow),
-        pytest.param("calls", 0, 5, 25, marks=pytest.mark.slow),
+        pytest.param("trees", 0, 4, 110, marks=pytest.mark.nightly),
+        pytest.param("trees", 1, 4, 110, marks=pytest.mark.nightly),
+        pytest.param("calls", 0, 5, 25, marks=pytest.mark.nightly),
         ("garbage", 0, 4, 100),
-        pytest.param("programs", 0, 2, 25, marks=pytest.mark.slow),
+        pytest.param("programs", 0, 2, 25, marks=pytest.mark.nightly),
     ],
 )
 def test_storms(kind, seed, count, cases):
@@ -73,7 +73,7 @@ def test_what_the_storms_found():
     assert jamp.scale_loss(np.float64(2), state) == 2.0**17  # warned of float64
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ten_thousand_steps():
     """In a scan, and in a jitted loop with donated buffers: one trajectory."""
     steps = 10_000
@@ -142,7 +142,7 @@ def train(dtype, seed, steps=40):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_threads_train_two_models():
     jobs = [(jnp.dtype(jnp.float16), 0), (jnp.dtype(jnp.bfloat16), 1)]
     alone = [train(*job) for job in jobs]

@@ -16,6 +16,7 @@ import jamp
 from shared.jaxprs import equations, is_jaxpr
 from shared.residuals import saved_bytes
 from tests.jaxprs import products_of
+from tests.marks import mostly_nightly
 
 from .models import CASES, POLICY, build
 
@@ -25,7 +26,10 @@ pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
 ]
 
+FEW = "linen transformer", "nnx ResNet-50"
+MODELS = mostly_nightly(CASES, *FEW)
 WAYS = [(name, way) for name, case in CASES.items() for way in case.by_hand]
+WAYS = mostly_nightly(WAYS, *(case for case in WAYS if case[0] in FEW))
 LEAN = "norms give float16"
 
 
@@ -45,7 +49,7 @@ def dtypes_of(tree):
 # 1. Products.
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_products_are_float16_parameters_and_gradients_float32(name):
     jaxpr, model, grads = traced(name, "policy")
     found = products_of(jaxpr)
@@ -106,7 +110,7 @@ def is_norms(path):
     return any(word in path for word in ("BatchNorm_", "LayerNorm_", "norm"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_norms_compute_in_float32(name):
     jaxpr, model, _ = traced(name, "policy")
     found = list(in_norms(jaxpr))
@@ -118,14 +122,14 @@ def test_norms_compute_in_float32(name):
     assert "float16" in floating(in_norms(traced(name, LEAN)[0]))  # the control
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_cast_once_and_those_of_norms_never(name):
     jaxpr, model, _ = traced(name, "policy")
     for path, dtypes in casts_of_parameters(jaxpr, model.params).items():
         assert dtypes == ([] if is_norms(path) else ["float16"]), path
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_parameters_of_norms_are_cast_if_asked_for(name):
     jaxpr, model, _ = traced(name, "policy", float32_for=("softmax", "losses"))
     for path, dtypes in casts_of_parameters(jaxpr, model.params).items():
@@ -184,7 +188,7 @@ def products_of_hlo(text):
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_compiled_products_are_those_by_hand(name):
     lowered, compiled = {}, {}
     for style in ("policy", LEAN):
@@ -216,7 +220,7 @@ def shapes_of(variables):
     return {jax.tree_util.keystr(p): (leaf.shape, leaf.dtype) for p, leaf in leaves}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_variables_are_those_of_the_plain_model(name):
     plain, policied = (build(name, style) for style in ("float32", "policy"))
     assert shapes_of(policied.params) == shapes_of(plain.params)
@@ -249,7 +253,7 @@ def outputs(name, style):
     return jax.jit(apply)(plain_variables(name), x)[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_outputs_are_those_by_hand_and_near_float32(name):
     full, by_hand, policy = (
         outputs(name, style) for style in ("float32", LEAN, "policy")
@@ -317,7 +321,7 @@ def train_nnx(model, x, labels, tx):
     return losses, len(traces), dtypes_of(state), optimizer.opt_state
 
 
-@pytest.mark.parametrize("name", ["linen transformer", "nnx ResNet-50"])
+@pytest.mark.parametrize("name", FEW)
 def test_training_step_is_traced_once(name):
     case = CASES[name]
     sizes, inputs = case.sizes["small"]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import jamp
 from shared.jaxprs import equations
 from tests.jaxprs import products
+from tests.marks import walk
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 SPELLINGS = {
@@ -31,9 +32,7 @@ SPELLINGS = {
 # The policy and its string.
 
 
-@pytest.mark.parametrize(
-    "name, spelling", [(n, s) for n, all in SPELLINGS.items() for s in all]
-)
+@walk("name, spelling", [(n, s) for n, all in SPELLINGS.items() for s in all])
 def test_dtypes_are_normalized(name, spelling):
     policy = jamp.Policy(spelling, spelling, spelling)
     assert policy == jamp.Policy(name, name, name)
@@ -46,7 +45,7 @@ def all_policies():
     return [jamp.Policy(*dtypes) for dtypes in itertools.product(FLOATS, repeat=3)]
 
 
-@pytest.mark.parametrize("policy", all_policies(), ids=str)
+@walk("policy", all_policies())
 def test_the_string_round_trips(policy):
     assert jamp.get_policy(str(policy)) == policy
     assert eval(repr(policy), {"get_policy": jamp.get_policy}) == policy
@@ -84,7 +83,7 @@ def test_policies_differ_as_their_dtypes_do(one, other):
     assert (one == other) == (dtypes(one) == dtypes(other)) == (str(one) == str(other))
 
 
-@pytest.mark.parametrize(
+@walk(
     "text, dtypes",
     [
         ("half", ("float16", "float16", "float16")),
@@ -119,7 +118,7 @@ def test_a_policy_is_frozen_and_passes_through_get_policy():
     assert full == jamp.Policy("half", "half", jnp.float32)
 
 
-@pytest.mark.parametrize(
+@walk(
     "text, message",
     [
         ("flaot16", "Unknown dtype 'flaot16'.*float16"),
@@ -141,8 +140,8 @@ def test_bad_strings(text, message):
         jamp.get_policy(text)
 
 
-@pytest.mark.parametrize("dtype", ["int32", jnp.int8, bool, "complex64", "uint16"])
-@pytest.mark.parametrize("field", range(3))
+@walk("dtype", ["int32", jnp.int8, bool, "complex64", "uint16"])
+@walk("field", range(3))
 def test_dtypes_that_do_not_float(dtype, field):
     dtypes = [jnp.float32] * 3
     dtypes[field] = dtype
@@ -151,13 +150,13 @@ def test_dtypes_that_do_not_float(dtype, field):
         jamp.Policy(*dtypes)
 
 
-@pytest.mark.parametrize("value", [None, "f17", 16, 1.0, object(), "float", "f2"])
+@walk("value", [None, "f17", 16, 1.0, object(), "float", "f2"])
 def test_what_is_no_dtype(value):
     with pytest.raises(ValueError, match="Unknown dtype"):
         jamp.Policy(jnp.float32, value, jnp.float32)
 
 
-@pytest.mark.parametrize("value", [None, 3, jnp.float16])
+@walk("value", [None, 3, jnp.float16])
 def test_get_policy_takes_strings(value):
     with pytest.raises(TypeError, match="policy_name must be a string"):
         jamp.get_policy(value)

@@ -20,7 +20,7 @@ import jamp
 from jamp._scaling import eight_bits
 from shared.collectives import ARRAY, KINDS
 
-from ..marks import mostly_slow
+from ..marks import mostly_slow, walk
 
 DEVICES = 8
 INT8, FLOAT8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
@@ -782,10 +782,8 @@ def test_a_gradient_that_jax_has_summed_is_refused():
             jax.jit(mapped)(w, x)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float8_e5m2", "float8_e4m3b11fnuz", "int16", "uint8", "int4", "bool"]
-)
-@pytest.mark.parametrize("name", ["gather", "mean", "error_feedback"])
+@walk("dtype", ["float8_e5m2", "float8_e4m3b11fnuz", "int16", "uint8", "int4", "bool"])
+@walk("name", ["gather", "mean", "error_feedback"])
 def test_other_dtypes_are_refused_and_never_added_up_in_silence(dtype, name):
     with pytest.raises(TypeError, match=rf"dtype must be .*; got .*{dtype}"):
         if name == "gather":

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from jamp._scaling import arithmetic, rule
 from jamp._scaling.rule import LossScaleConfig
 
+from ..marks import walk
+
 TINY = 2.0**-126
 
 
@@ -130,8 +132,8 @@ def test_update_under_vmap_and_cond():
     np.testing.assert_array_equal(states.loss_scale, [32768, grown, 32768, grown])
 
 
-@pytest.mark.parametrize("scale", [2.0**-126, 0.37, 3.7, 2.0**16, 2.0**64, 3.1e19])
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
+@walk("scale", [2.0**-126, 0.37, 3.7, 2.0**16, 2.0**64, 3.1e19])
+@walk("jit", [jax.jit, lambda f: f])
 def test_unscale_multiplies_by_the_rounded_inverse(scale, jit):
     scale = np.float32(scale)
     grads = np.random.default_rng(0).normal(size=1000).astype(np.float32)
@@ -141,7 +143,7 @@ def test_unscale_multiplies_by_the_rounded_inverse(scale, jit):
     np.testing.assert_array_equal(np.asarray(result)[normal], expected[normal])
 
 
-@pytest.mark.parametrize("scale", [2.0**126, 1.7 * 2.0**126, 2.0**127, 3.4e38, 3.1e38])
+@walk("scale", [2.0**126, 1.7 * 2.0**126, 2.0**127, 3.4e38, 3.1e38])
 def test_unscale_where_the_inverse_is_subnormal(scale):
     # XLA's CPU backend flushes a subnormal inverse to zero: updates would vanish.
     scale = np.float32(scale)
@@ -190,8 +192,8 @@ def test_unscale_of_complex_does_not_mix_the_parts():
     assert result[0].real == np.inf and result[0].imag == 0.5
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@walk("dtype", ["float16", "bfloat16", "float32", "complex64"])
+@walk("bad", [np.inf, -np.inf, np.nan])
 def test_all_finite_finds_one_bad_element(dtype, bad):
     good = jnp.ones((17, 3), dtype)
     tree = {"a": jnp.zeros(0), "b": good, "c": None, "i": jnp.arange(3)}
@@ -238,7 +240,7 @@ def test_scale_and_unscale_of_float64():
         assert arithmetic.unscale(value, inverse) == expected
 
 
-@pytest.mark.parametrize(
+@walk(
     "name, value, allowed",
     [
         ("growth_factor", 1.0, "> 1"),
@@ -275,7 +277,7 @@ def test_min_above_max():
         LossScaleConfig(min_scale=8.0, max_scale=4.0, init_scale=8.0)
 
 
-@pytest.mark.parametrize(
+@walk(
     "name, value",
     [
         ("init_scale", "65536"),

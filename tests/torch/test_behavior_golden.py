@@ -4,7 +4,7 @@ import pytest
 
 from parity import golden
 from parity.golden import BEHAVIORS, LIVE
-from tests.marks import mostly_slow
+from tests.marks import mostly_nightly
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ QUICK = (
 NAMES = [name for name, case in BEHAVIORS.items() if case.side not in LIVE]
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, *QUICK))
+@pytest.mark.parametrize("name", mostly_nightly(NAMES, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_behavior_equals_torch(name: str, recorded):
     result = golden.compare_behavior(BEHAVIORS[name], recorded)

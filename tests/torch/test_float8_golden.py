@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parity import golden
-from tests.marks import mostly_slow
+from tests.marks import mostly_nightly
 
 PRODUCTS = [case for case in golden.FLOAT8_PRODUCTS if case.is_in_golden_file]
 QUICK = [case for case in golden.FLOAT8_CASTS if case.source == "float32"]
@@ -16,7 +16,7 @@ def recorded():
 
 
 @pytest.mark.parametrize(
-    "case", mostly_slow(golden.FLOAT8_CASTS, *QUICK), ids=lambda case: case.name
+    "case", mostly_nightly(golden.FLOAT8_CASTS, *QUICK), ids=lambda case: case.name
 )
 def test_casts_equal_torchao(case, recorded):
     found = golden.float8_casts(case)

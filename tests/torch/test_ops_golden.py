@@ -7,7 +7,7 @@ import pytest
 
 from jamp._autocast.ops import DIFFERENCES, UNLISTED_DIFFERENCES
 from parity import golden
-from tests.marks import mostly_slow
+from tests.marks import mostly_nightly
 
 GOLDEN = golden.load_ops()
 QUICK = [case for case in golden.OPS.values() if case.half == "float16"]
@@ -31,7 +31,7 @@ def refuses_half(op) -> bool:
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    "case", mostly_slow(golden.OPS.values(), *QUICK), ids=lambda case: case.name
+    "case", mostly_nightly(golden.OPS.values(), *QUICK), ids=lambda case: case.name
 )
 def test_dtypes_equal_torch(case):
     if refuses_half(case.op):  # a jitted function is traced before the casts

@@ -5,11 +5,11 @@ import pytest
 
 from parity import golden
 from parity.golden import CASES, FIRST_OF_KIND, LONG_RUN, Case, digest, overflows
-from tests.marks import mostly_slow
+from tests.marks import mostly_nightly
 
 OPTAX_CASES = [case for case in CASES if golden.fits_optax(case)]
 OTHER_CASES = [case for case in CASES if case not in (*OPTAX_CASES, *FIRST_OF_KIND)]
-# One of each kind.
+# One of each kind; `make parity` compares all of them with live torch.
 QUICK = {case.kind: case for case in reversed(OPTAX_CASES)}.values()
 
 
@@ -19,7 +19,7 @@ def torch_results():
 
 
 @pytest.mark.parametrize(
-    "case", mostly_slow(OPTAX_CASES, *QUICK), ids=lambda case: case.name
+    "case", mostly_nightly(OPTAX_CASES, *QUICK), ids=lambda case: case.name
 )
 def test_dynamic_loss_scale_equals_torch(case: Case, torch_results):
     golden.assert_equal(case, golden.run_optax(case), torch_results[case.name])
@@ -27,7 +27,7 @@ def test_dynamic_loss_scale_equals_torch(case: Case, torch_results):
 
 @pytest.mark.parametrize(
     "case",
-    mostly_slow(FIRST_OF_KIND, *(c for c in FIRST_OF_KIND if c.kind == "interval")),
+    mostly_nightly(FIRST_OF_KIND, *(c for c in FIRST_OF_KIND if c.kind == "interval")),
     ids=lambda case: case.kind,
 )
 def test_grad_scaler_equals_torch(case: Case, torch_results):
@@ -36,7 +36,7 @@ def test_grad_scaler_equals_torch(case: Case, torch_results):
 
 
 @pytest.mark.parametrize(
-    "case", mostly_slow(OTHER_CASES, OTHER_CASES[0]), ids=lambda case: case.name
+    "case", mostly_nightly(OTHER_CASES, OTHER_CASES[0]), ids=lambda case: case.name
 )
 def test_grad_scaler_in_a_scan_equals_torch(case: Case, torch_results):
     golden.assert_equal(case, golden.run_nnx(case), torch_results[case.name])

@@ -1,6 +1,6 @@
 """The prose of pages, docstrings, comments and messages, held to plain English.
 
-`python -m tests.test_words FILE ...` prints what it finds.
+`python -m tests.lint.test_words FILE ...` prints what it finds.
 """
 
 import ast
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").glob("**/*.md"),

@@ -1,6 +1,6 @@
 """The file map in docs/how-it-works.md matches the folder.
 
-`python -m tests.test_map` rewrites its tables from the first line of each file.
+`python -m tests.lint.test_map` rewrites its tables from the first line of each file.
 """
 
 import ast
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "jamp"
 PAGE = ROOT / "docs" / "how-it-works.md"
 PICTURE = ROOT / "docs" / "images" / "house.svg"
-START, END = "<!-- made by tests/test_map.py -->\n", "<!-- end -->\n"
+START, END = "<!-- made by tests/lint/test_map.py -->\n", "<!-- end -->\n"
 WINGS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
@@ -43,7 +43,7 @@ def tables():
 
 def test_the_tables_are_of_this_folder():
     made = PAGE.read_text().partition(START)[2].partition(END)[0]
-    assert made == tables(), "run `python -m tests.test_map`"
+    assert made == tables(), "run `python -m tests.lint.test_map`"
 
 
 def in_picture(title):

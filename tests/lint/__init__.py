@@ -1,0 +1,1 @@
+"""What reads files and runs nothing: `make lint` runs these, and no other target."""

@@ -1,0 +1,117 @@
+"""The structure of the package: who imports what, and how large its files are."""
+
+import ast
+import re
+from pathlib import Path
+
+from tests.marks import walk
+
+PACKAGE = Path(__file__).parents[2] / "jamp"
+
+# What a file of jamp may import: its own wing, and the rows above its own. Within a
+# wing, imports do not form a cycle, and their chains are short.
+FLOORS = (
+    {"_checks", "_tree", "_compat"},
+    {"_autocast", "_scaling"},
+    {"_policy", "_debug"},
+    {"_stable"},
+    {"debug", "linen", "nnx", "sharding"},
+    {"__init__"},
+    {"__main__"},
+)
+SHARED = {"_tree": {"_checks"}, "_checks": set(), "_compat": set()}
+USES_COMPAT = {"_autocast", "_debug"}
+FLOORS_IN_A_WING = 6
+FILES = sorted(PACKAGE.rglob("*.py"))
+WINGS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
+
+
+def name_of(path):
+    """A file in jamp, as ("", "_tree") or ("_scaling", "state")."""
+    *wing, name = path.relative_to(PACKAGE).with_suffix("").parts
+    return "".join(wing), name
+
+
+def imports_of(path):
+    """The files of jamp that a file imports, by name."""
+    wing, _ = name_of(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            here = wing if node.level == 1 else ""
+            at, _, name = (node.module or "").rpartition(".")
+            names = [name] if name else [alias.name for alias in node.names]
+            for name in names:
+                if (PACKAGE / here / at / name).is_dir():
+                    names = [alias.name for alias in node.names]
+                    yield from ((name, inner) for inner in names)
+                else:
+                    yield here or at, name
+
+
+def floor_of(wing, name):
+    return next(index for index, row in enumerate(FLOORS) if (wing or name) in row)
+
+
+@walk("path", FILES, ids=lambda path: "/".join(name_of(path)))
+def test_imports_point_one_way(path):
+    wing, name = name_of(path)
+    for other in imports_of(path):
+        assert (PACKAGE / other[0] / f"{other[1]}.py").exists(), other
+        if not wing and name in SHARED:
+            assert not other[0] and other[1] in SHARED[name], other
+        elif not wing or other[0] != wing:
+            assert floor_of(*other) < floor_of(wing, name), other
+        if other == ("", "_compat"):
+            assert wing in USES_COMPAT
+
+
+@walk("wing", WINGS, ids=lambda wing: wing.name)
+def test_a_wing_has_few_floors(wing):
+    below = {
+        path.stem: {name for at, name in imports_of(path) if at == wing.name}
+        for path in wing.glob("*.py")
+    }
+
+    def height(name, above=()):
+        assert name not in above, f"imported in a circle: {[*above, name]}"
+        return 1 + max((height(n, (*above, name)) for n in below[name]), default=0)
+
+    heights = {name: height(name) for name in below}
+    assert max(heights.values()) <= FLOORS_IN_A_WING, heights
+
+
+@walk("wing", WINGS, ids=lambda wing: wing.name)
+def test_a_wing_says_what_it_may_import(wing):
+    text = (wing / "__init__.py").read_text()
+    said = set(re.findall(r"`(\w+)`", text[text.index("May import:") :].split(".")[0]))
+    used = {at or name for path in wing.glob("*.py") for at, name in imports_of(path)}
+    assert used - {wing.name} <= said
+
+
+def test_the_folder_is_small():
+    entries = [p for p in PACKAGE.iterdir() if p.name != "__pycache__"]
+    assert len(entries) <= 15
+
+
+@walk("path", FILES, ids=lambda path: "/".join(name_of(path)))
+def test_private_jax_and_version_switches_live_in_compat_alone(path):
+    if path.stem != "_compat":
+        assert not re.search(r"jax\._src|__version__\s*([<>]|[!=]=)", path.read_text())
+
+
+@walk("path", FILES, ids=lambda path: "/".join(name_of(path)))
+def test_modules_stay_readable(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 350
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            most = 60 if isinstance(node, ast.FunctionDef) else 200
+            assert lines_of_code(node) <= most, f"{node.name} is too long"
+
+
+def lines_of_code(node):
+    """Of a function or class, without the docstrings in it."""
+    inner = (n for n in ast.walk(node) if isinstance(n, ast.FunctionDef | ast.ClassDef))
+    first = (n.body[0] for n in inner if ast.get_docstring(n) is not None)
+    said = sum(line.end_lineno - line.lineno + 1 for line in first)
+    return node.end_lineno - node.lineno + 1 - said

@@ -72,7 +72,8 @@ newest: ## the same and a sample of the rest on the newest JAX, if Python 3.12 i
 
 nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
 	$(CACHED) -m pytest -n auto -m nightly $(TESTS)
-	$(CACHED) -m parity --only spread
+	$(CACHED) -m parity --nightly
+	$(CACHED) -m pytest -n auto parity/test_peers_suite.py
 
 endurance: $(VENV)/.test ## long storms, and a training that is killed again and again
 	$(CACHED) -m tests.endurance.storms --cases 2000

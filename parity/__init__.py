@@ -3,9 +3,9 @@
 import importlib
 from types import ModuleType
 
-# The parts' names, in the report's order, and those that only run when they are named.
-NAMES = ("training", "scale", "behaviors", "ops", "float8", "faults", "peers")
-ON_DEMAND = ("spread",)
+# The parts' names, in the order of the report and of the one that is made each night.
+NAMES = ("training", "scale", "behaviors", "ops", "float8")
+NIGHTLY = ("faults", "peers", "spread")
 
 
 def part_named(name: str) -> ModuleType:

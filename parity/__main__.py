@@ -5,13 +5,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from . import (
     NAMES,
-    ON_DEMAND,
+    NIGHTLY,
     golden,
     part_named,
     report,
@@ -20,6 +21,7 @@ from . import (
     spread,
     training,
 )
+from .result import Result
 
 try:
     from rich.progress import track
@@ -55,9 +57,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--only",
-        choices=NAMES + ON_DEMAND,
+        choices=NAMES + NIGHTLY,
         nargs="+",
         help="print the sections of these parts and write no report",
+    )
+    parser.add_argument(
+        "--nightly",
+        action="store_true",
+        help="run the parts that take long and write nightly.md",
     )
     parser.add_argument(
         "--case", default="", help="with --only: run cases whose names contain this"
@@ -68,6 +75,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="how many cases run at a time (default: one per core; with cuda, one)",
     )
     options = parser.parse_args(arguments)
+    if options.nightly and (options.only or options.write_golden):
+        parser.error("--nightly runs parts of its own, and writes no golden file")
     if options.case and not options.only:
         parser.error("--case needs --only, since a report has all cases")
     if options.write_golden and (
@@ -87,10 +96,26 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def _pictures(
+    folder: Path, suffix: str, streams: Mapping[str, Result], runs: Sequence[Result]
+) -> str:
+    """Draws the report's pictures, and shows them."""
+    from . import pictures  # needs matplotlib, which nothing else does
+
+    names = f"training{suffix}.png", f"trajectories{suffix}.png"
+    pictures.training(folder / names[0], runs)
+    pictures.trajectories(folder / names[1], streams)
+    return (
+        f"![Losses and scales of whole training runs]({names[0]})\n\n"
+        f"![Scales by step on streams of gradients]({names[1]})\n\n"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if anything differs from torch or a golden file."""
     options = _arguments(arguments)
-    parts = [part_named(name) for name in options.only or NAMES]
+    names = options.only or (NIGHTLY if options.nightly else NAMES)
+    parts = [part_named(name) for name in names]
     start = time.perf_counter()
     total = sum(options.case in name for part in parts for name in part.CASES)
     found = {part: {} for part in parts}
@@ -121,19 +146,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(result.raised for result in every):
         print("no report was written, because a case raised an exception")
         return 1
-    from . import pictures  # needs matplotlib, which nothing else does
-
-    # On a GPU the sums of the other parts round differently.
-    checked = results if options.device == "cpu" else {scale: results[scale]}
-    stale = golden.check(checked, write=options.write_golden)
     suffix = "" if options.device == "cpu" else "-cuda"
     folder = golden.PATH.parent
-    names = {name: f"{name}{suffix}.png" for name in ("trajectories", "training")}
-    pictures.trajectories(folder / names["trajectories"], found[scale])
-    pictures.training(folder / names["training"], results[training])
+    stale = []
+    if options.nightly:
+        file, title, shown = f"nightly{suffix}.md", report.NIGHTLY, ""
+    else:
+        # On a GPU the sums of the other parts round differently.
+        checked = results if options.device == "cpu" else {scale: results[scale]}
+        stale = golden.check(checked, write=options.write_golden)
+        file, title = f"report{suffix}.md", report.TITLE
+        shown = _pictures(folder, suffix, found[scale], results[training])
+    arguments = " --nightly" * options.nightly
     text = report.text(
         results,
-        arguments="" if options.device == "cpu" else " --device cuda",
+        title=title,
+        pictures=shown,
+        arguments=arguments + " --device cuda" * (options.device == "cuda"),
         device=f'on "{options.device}"',
         versions=_versions(),
         seconds=f"{time.perf_counter() - start:.0f}",
@@ -141,9 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{part.__name__.rpartition('.')[2]} {took:.0f}"
             for part, took in seconds.items()
         ),
-        **names,
     )
-    (folder / f"report{suffix}.md").write_text(text, encoding="utf-8")
+    (folder / file).write_text(text, encoding="utf-8")
     print(text)
     if stale:
         print(f"differs from live torch: {', '.join(stale)}")

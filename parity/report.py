@@ -5,7 +5,10 @@ from types import ModuleType
 
 from .result import Result
 
-_TEXT = """# Parity with torch.amp
+TITLE = "Parity with torch.amp"
+NIGHTLY = "What the parity suite is worth"
+
+_TEXT = """# {title}
 
 `python -m parity{arguments}` runs torch {device} beside jamp and writes this page.
 
@@ -13,11 +16,7 @@ _TEXT = """# Parity with torch.amp
 | --- | ---: | ---: | ---: | ---: |
 {rows}
 
-{known}{failures}![Losses and scales of whole training runs]({training})
-
-![Scales by step on streams of gradients]({trajectories})
-
-{sections}
+{known}{failures}{pictures}{sections}
 
 Made with {versions}, in {seconds} seconds. CPU seconds by part: {by_part}.
 """

@@ -36,6 +36,11 @@ def test_a_copy_that_does_not_run_is_an_error(tmp_path):
         faults.suite(tmp_path, "scale", "interval: growth_interval=3")
 
 
+def test_a_fault_is_caught():
+    result = faults.run(faults.FAULTS[0], "cpu")
+    assert result.as_expected and result.data, result.where
+
+
 def test_an_error_counts_only_where_it_is_expected():
     fault = faults.FAULTS[0]
     assert fault.explains("interval: step 17: scale is 1, torch has 2")

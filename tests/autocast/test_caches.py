@@ -78,6 +78,7 @@ OPS = {
 }
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="takes a few calls more")
 @pytest.mark.parametrize("name", OPS)
 def test_an_eager_op_takes_few_calls(name):
     op, most, before = OPS[name]

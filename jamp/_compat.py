@@ -115,8 +115,18 @@ def is_plain_jit(params: Mapping[str, Any]) -> bool:
 
 
 def cotangent_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
-    """The sharding that JAX asks of a cotangent, on a mesh of explicit axes."""
-    sharding = core.typeof(x).to_ct_aval().sharding
+    """The sharding that JAX asks of a cotangent, on a mesh of explicit axes.
+
+    That of an array that is not on the mesh is replicated.
+    """
+    sharding: Any = core.typeof(x).to_ct_aval().sharding
+    if sharding.mesh.empty:
+        sharding = core.get_cur_mesh_sharding(jax.P(*[None] * np.ndim(x)))
+    return explicit(sharding)
+
+
+def explicit(sharding: Any) -> jax.sharding.NamedSharding | None:
+    """The sharding of an abstract value, on a mesh of explicit axes."""
     return sharding if sharding.mesh._any_axis_explicit else None
 
 

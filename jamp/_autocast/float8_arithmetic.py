@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._compat import explicit
 from .float8 import E4M3, E5M2
 
 FLOAT16 = jnp.dtype("float16")
@@ -88,10 +89,23 @@ def multiplied(
         for x, dims in zip((left, right), contracted, strict=True)
     )
     # Multiplied first: one alone may be too large where the other is small.
-    inverse = rows(left, contracted[0], after=n_right)
-    inverse = inverse * rows(right, contracted[1], before=n_left)
-    out = out * lax.convert_element_type(inverse, wide)
+    inverse = sharded_as(out, rows(left, contracted[0], after=n_right))
+    other = sharded_as(out, rows(right, contracted[1], before=n_left))
+    out = out * lax.convert_element_type(inverse * other, wide)
     return lax.convert_element_type(out, dtype)
+
+
+def sharded_as(out: jax.Array, inverse: jax.Array) -> jax.Array:
+    """The inverse scales of rows, on a mesh of explicit axes sharded as the result.
+
+    It may be sharded in another way than the input that they are from.
+    """
+    sharding = explicit(jax.typeof(out).sharding)
+    if sharding is None or inverse.ndim == 0:
+        return inverse
+    sizes = zip(inverse.shape, sharding.spec, strict=True)
+    spec = [None if size == 1 else axes for size, axes in sizes]
+    return jax.sharding.reshard(inverse, sharding.update(spec=jax.P(*spec)))
 
 
 def rows(

@@ -1,0 +1,165 @@
+"""Products on meshes of explicit axes: results and gradients are sharded as in bfloat16.
+
+One table: how inputs and result lie on the mesh, and how a region computes.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jamp
+from tests.marks import mostly_slow
+
+REGIONS = {
+    **{name: jamp.autocast(jamp.Float8(name)) for name in ("tensorwise", "rowwise")},
+    "rowwise_with_gw_hp": jamp.autocast(jamp.Float8("rowwise_with_gw_hp")),
+    "scaled": jamp.autocast(jnp.float16, recipe="scaled"),
+}
+BFLOAT16 = jamp.autocast(jnp.bfloat16)
+UNPLACED = "not on the mesh"
+ON_TWO = ("d", "m")
+# For each mesh: specs of x, of w, and of the result if the call says it.
+LAYOUTS = {
+    (8,): [
+        (P("d", None), P(None, None), None),
+        (P("d", None), UNPLACED, None),
+        (P("d", None), P("d", None), None),
+        (P("d", None), P(None, "d"), P("d", None)),
+        (P("d", None), P(None, "d"), P(None, "d")),
+        (P(None, None), P(None, "d"), None),
+        (P(None, None), P("d", None), None),
+        (P(None, "d"), P("d", None), P(None, None)),
+        (P(None, "d"), P("d", None), P("d", None)),
+        (P(None, "d"), P(None, "d"), None),
+        (P(None, "d"), P(None, None), None),
+        (P(None, "d"), UNPLACED, None),
+        (UNPLACED, P("d", None), None),
+        (UNPLACED, P(None, "d"), None),
+    ],
+    (4, 2): [
+        (P("d", None), P(None, "m"), None),
+        (P("d", None), P("d", "m"), None),
+        (P("d", None), P("m", "d"), P("d", None)),
+        (P("d", "m"), P(None, None), None),
+        (P("d", "m"), P("m", None), P("d", None)),
+        (P("d", "m"), P("m", "d"), P("d", "m")),
+        (P("d", "m"), P(None, "m"), None),
+        (P("d", "m"), UNPLACED, None),
+        (P(ON_TWO, None), P(ON_TWO, None), None),
+        (P(ON_TWO, None), P(None, "m"), P("d", "m")),
+        (P(None, ON_TWO), P(ON_TWO, None), P(None, None)),
+        (UNPLACED, P("d", "m"), None),
+        (UNPLACED, P(None, ON_TWO), None),
+    ],
+}
+SPECS = {
+    (8,): [P(None, None), P("d", None), P(None, "d")],
+    (4, 2): [
+        *(P(*axes) for axes in itertools.product([None, "d"], [None, "m"])),
+        *(P("m", "d"), P("m", None), P(None, "d"), P(ON_TWO, None), P(None, ON_TWO)),
+    ],
+}
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def mesh_of(sizes):
+    names, types = ON_TWO[: len(sizes)], (AxisType.Explicit,) * len(sizes)
+    return jax.make_mesh(sizes, names, axis_types=types)
+
+
+@functools.cache
+def operands():
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (64, 128))
+    return x.at[:32].mul(8.0), jax.random.normal(keys[1], (128, 64)) / 8
+
+
+def placed(mesh, *specs):
+    """Both inputs on the mesh; to be called before the mesh is set."""
+    pairs = zip(operands(), specs, strict=True)
+    return [
+        x if spec == UNPLACED else jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in pairs
+    ]
+
+
+def result_and_gradients(region, out):
+    def loss(x, w):
+        with region:
+            y = jnp.dot(x, w, out_sharding=out)
+        return jnp.mean(jnp.float32(y) ** 2), y
+
+    return jax.grad(loss, (0, 1), has_aux=True)
+
+
+def shardings(region, out, arguments):
+    """The specs of both gradients and of the result, or the error."""
+    try:
+        made = jax.make_jaxpr(result_and_gradients(region, out))(*arguments)
+    except Exception as error:  # JAX has an error of its own, which is not public
+        return error
+    return [aval.sharding.spec for aval in made.out_avals]
+
+
+def differences(mesh, layouts):
+    """Layouts that are right in bfloat16, and the regions that differ there."""
+    right, wrong = 0, []
+    layouts = [(placed(mesh, x, w), (x, w, out)) for x, w, out in layouts]
+    with jax.set_mesh(mesh):
+        for arguments, (x, w, out) in layouts:
+            expected = shardings(BFLOAT16, out, arguments)
+            if isinstance(expected, Exception):
+                continue
+            right += 1
+            for name, region in REGIONS.items():
+                found = shardings(region, out, arguments)
+                if found != expected:
+                    wrong.append((x, w, out, name, found, expected))
+    return right, wrong
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_shardings_are_those_of_bfloat16(sizes):
+    right, wrong = differences(mesh_of(sizes), LAYOUTS[sizes])
+    assert not wrong
+    assert right == len(LAYOUTS[sizes])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SPECS, ids=str)
+def test_shardings_are_those_of_bfloat16_in_every_layout(sizes):
+    inputs = [*SPECS[sizes], UNPLACED]
+    layouts = itertools.product(inputs, inputs, [None, *SPECS[sizes]])
+    right, wrong = differences(mesh_of(sizes), layouts)
+    assert not wrong
+    assert right > 30
+
+
+NUMBERS = [
+    ((8,), P("d", None), P("d", None), None),
+    ((8,), P("d", None), UNPLACED, None),
+    ((8,), P("d", None), P(None, "d"), P("d", None)),
+    ((4, 2), P("d", "m"), P("m", "d"), P("d", "m")),
+    ((4, 2), P("d", "m"), UNPLACED, None),
+]
+
+
+@pytest.mark.parametrize(("sizes", "x", "w", "out"), mostly_slow(NUMBERS, NUMBERS[1]))
+@pytest.mark.parametrize("name", mostly_slow(REGIONS, "rowwise"))
+@pytest.mark.parametrize("compiled", mostly_slow([True, False], True))
+def test_numbers_are_those_of_one_device(name, sizes, x, w, out, compiled):
+    run = jax.jit if compiled else lambda function: function
+    truth = run(result_and_gradients(REGIONS[name], None))(*operands())
+    mesh = mesh_of(sizes)
+    arguments = placed(mesh, x, w)
+    with jax.set_mesh(mesh):
+        found = run(result_and_gradients(REGIONS[name], out))(*arguments)
+    for a, b in zip(*map(jax.tree.leaves, (found, truth)), strict=True):
+        a, b = np.float64(a), np.float64(b)
+        assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)

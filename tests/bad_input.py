@@ -203,9 +203,15 @@ jamp.autocast
   jamp.autocast(rules={lambda x: x: None})
     ValueError: rules
     > Put the ops into `with jax.named_scope("name"):` and use the path `"name"`.
+  jamp.autocast(rules={nn.Conv: None})
+    ValueError: rules
   with jamp.autocast(jnp.float16, rules={"decoder": None}): loss_fn(params, x)
     ValueError: rules
     > See the paths with `jamp.debug.explain`.
+  with jamp.autocast(jnp.float16, rules={"": None, loss_fn: None}): loss_fn(params, x)
+    ValueError: rules
+  with jamp.autocast(jnp.float16, rules={jax.lax.exp_p: "float8"}): jnp.exp(x)
+    ValueError: rules
   jamp.autocast(cast_inputs="int32")
     ValueError: cast_inputs
   jamp.autocast(cast_inputs=True)

@@ -19,6 +19,7 @@ from .decision import (
     FLOAT32_DTYPE,
     Action,
     Decides,
+    Hit,
     Op,
     Out,
     Params,
@@ -52,7 +53,7 @@ class Effects:
     """What a region, or the rewriting of a jaxpr, did."""
 
     def __init__(self) -> None:
-        self.hits: set[int] = set()  # the user's rules that were used
+        self.hits: set[Hit] = set()  # of the user's rules
         self.touched = False  # whether anything was changed
 
 

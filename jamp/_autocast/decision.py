@@ -143,8 +143,15 @@ class UserRule(NamedTuple):
     """One row of `autocast(rules=...)`. Equal rows of two regions are equal."""
 
     name: str  # what the user wrote, for messages
-    test: Hashable  # a primitive, a PathPattern, or (code, "name at file:line")
+    test: Hashable  # a primitive, a PathPattern, or a Function
     action: Action
+
+
+class Hit(NamedTuple):
+    """One of the user's rules matched an op: by their places in the table."""
+
+    rule: int
+    by: int | None  # which rule decided; None: this asks for float8, of no product
 
 
 class UserRules(tuple[UserRule, ...]):

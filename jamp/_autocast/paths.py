@@ -6,16 +6,18 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class PathPattern:
-    """A regular expression whose number at the end matches whole numbers only.
+    """A regular expression whose numbers at its ends match whole numbers only.
 
-    "block_1" is found in "Model/block_1/Dense_0" and not in "Model/block_10". An
-    expression that takes any digit there ("block_.", "block_[0-9]") names no number,
-    and matches as usual.
+    "block_1" is found in "Model/block_1/Dense_0" and not in "Model/block_10", and
+    "1/mlp" not in "blocks/11/mlp". An expression that takes any digit there ("block_.",
+    "[0-9]/mlp") names no number, and matches as usual.
 
     Raises:
       re.error: the text is not a regular expression.
 
     >>> [PathPattern("block_1").search(path) for path in ("a/block_1/b", "block_10")]
+    [True, False]
+    >>> [PathPattern("1/mlp").search(path) for path in ("blocks/1/mlp", "11/mlp")]
     [True, False]
     >>> [PathPattern("block_.").search(path) for path in ("a/block_1/b", "block_10")]
     [True, True]
@@ -29,7 +31,8 @@ class PathPattern:
         plain = re.compile(self.text)
         body = re.sub(r"^(\(\?[a-zA-Z]+\))+", "", self.text)  # flags must come first
         end = "\n" if plain.flags & re.VERBOSE else ""  # of a comment
-        whole = re.compile(f"(?:{body}{end})(?!(?<=[0-9])[0-9])", plain.flags)
+        bound = "(?!(?<=[0-9])[0-9])"  # not between two digits
+        whole = re.compile(f"{bound}(?:{body}{end}){bound}", plain.flags)
         object.__setattr__(self, "plain", plain)
         object.__setattr__(self, "whole", whole)
 
@@ -40,8 +43,19 @@ class PathPattern:
         return whole or any(map(self._takes_any_digit, found))
 
     def _takes_any_digit(self, found: re.Match[str]) -> bool:
-        """Whether a match that ends within a number would end there for any digit."""
-        path, last = found.string, found.end() - 1
-        others = (f"{path[:last]}{digit}{path[last + 1 :]}" for digit in range(10))
-        matches = (self.plain.match(other, found.start()) for other in others)
-        return all(match and match.end() == found.end() for match in matches)
+        """Whether a match that cuts a number in two would do so for any digit."""
+        path, (start, end) = found.string, found.span()
+        cuts = [at for at in (start, end) if is_in_number(path, at)]
+        places = [at if at == start else at - 1 for at in cuts]
+        others = [
+            f"{path[:place]}{digit}{path[place + 1 :]}"
+            for place in places
+            for digit in range(10)
+        ]
+        matches = (self.plain.match(other, start) for other in others)
+        return all(match and match.end() == end for match in matches)
+
+
+def is_in_number(path: str, at: int) -> bool:
+    """Whether a place of a text is between two digits."""
+    return path[:at][-1:].isdigit() and path[at:][:1].isdigit()

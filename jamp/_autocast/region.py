@@ -102,9 +102,9 @@ from .arguments import (
 from .casting import OBSERVED, PROBE, REGION, Effects
 from .decision import CASTABLE, FLOAT32_DTYPE, SCALED, Out, Settings
 from .float8 import Float8
-from .rules import Rules, check_all_used, compile_rules
 from .stack import mark
 from .trace import AutocastTrace
+from .user_rules import Rules, check_all_used, compile_rules
 
 # Functions whose body runs after the region has ended.
 RUNS_LATER = (
@@ -211,10 +211,10 @@ class autocast:
       enabled: with False, nothing is cast, even inside another region.
       rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
         Python function (no closure, lambda or partial, which share their code with
-        others) or module class, or a regular expression that is searched for in
-        the module path (the name stack that Flax Linen, Haiku and `jax.named_scope`
-        write; a number at its end is whole, so that "block_1" does not match
-        "block_10"). A value is the dtype that its ops run in (float16, bfloat16,
+        others), a module class with its own `__call__`, or a regular expression that
+        is searched for in the module path (the name stack that Flax Linen, Haiku and
+        `jax.named_scope` write; a number at an end is whole, so that "block_1" does not
+        match "block_10"). A value is the dtype that its ops run in (float16, bfloat16,
         float32), "float8" or a `jamp.Float8` for the matrix products that qualify
         (other ops that match follow the tables), or None to leave them. The first rule
         that matches an op decides.
@@ -229,7 +229,7 @@ class autocast:
       TypeError: `enabled` is not a bool, `rules` is not a dict, `cast_inputs` is used
         in a `with`, or the decorated object is not a function or runs later.
       ValueError: the dtype, the recipe or a rule is wrong. At the end of the region: a
-        rule matched no op.
+        rule decided about no op.
       NotImplementedError: a primitive of JAX holds a function and has no rule.
 
     Examples:

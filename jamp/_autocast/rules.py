@@ -2,126 +2,26 @@
 
 import functools
 import inspect
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, MethodType, ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, ModuleType
 
 from jax.extend.core import Primitive
-from jax.typing import DTypeLike
 
-from .._checks import as_dtype, shown
 from .decision import (
-    CASTABLE,
     FLOAT32_DTYPE,
     SCALED,
     Action,
+    Hit,
     Reason,
     Settings,
     Source,
-    UserRule,
 )
-from .float8 import Float8, as_float8
+from .keys import Function, source_of
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from .paths import PathPattern
-from .sources import code_of, unwrapped
+from .sources import code_of
 from .traits import PRODUCTS, UPDATES
-
-BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
-A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
-regular expression that is searched for in the module path ("lm_head"). A value is the \
-dtype to run in: float16, bfloat16 or float32; "float8" or a jamp.Float8 for the \
-matrix products that qualify; or None to leave the op unchanged."""
-
-UNUSED_RULES = """autocast(rules=...): no op matched {}. A module path is searched for \
-in the name stack, which Flax Linen, Haiku, jax.named_scope and the layers of eqx.nn \
-write (as "eqx.nn.Linear"). For NNX and your own Equinox modules, use the class. \
-jamp.nnx.named_scopes(model) makes an NNX model that writes paths. A function matches \
-while it runs in the region."""
-
-SHARED_CODE = """a function is known by its code, and {}. Put the ops into `with \
-jax.named_scope("name"):` and make "name" the key, or define a separate function with \
-`def` that gets everything it needs as arguments."""
-
-
-Rules = Mapping[Any, DTypeLike | Float8 | None]
-
-
-def shared_by(function: object) -> str:
-    """How a function shares its code with others, or ""."""
-    chain = unwrapped(function)
-    own = chain[-1]
-    for wrapper in chain:
-        if isinstance(wrapper, functools.partial):
-            return f"a partial shares that of {own.__qualname__}"
-        owner = getattr(wrapper, "__self__", None)
-        if isinstance(wrapper, MethodType) and not isinstance(owner, type):
-            return f"the method of an object shares that of {own.__qualname__}"
-    if own.__name__ == "<lambda>":
-        return "a lambda may share that of another one on its line"
-    held = set(own.__code__.co_freevars) - {"__class__"}
-    is_local = own.__qualname__.rpartition(".")[0].endswith("<locals>")
-    if held or (is_local and (own.__defaults__ or own.__kwdefaults__)):
-        return f"each function that `def {own.__name__}` makes here has the same code"
-    return ""
-
-
-def source_of(code: CodeType) -> str:
-    """Where a code is from, as JAX records it with the jaxpr of a jitted function."""
-    return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
-
-
-def compile_rules(rules: Rules | None) -> tuple[UserRule, ...]:
-    """Checks a user's table."""
-    if rules is None:
-        return ()
-    if not isinstance(rules, Mapping):
-        raise TypeError(f"autocast(rules=...) must be a dict; got {shown(rules)}.")
-    return tuple(compile_rule(key, value) for key, value in rules.items())
-
-
-def check_all_used(rules: tuple[UserRule, ...], hits: set[int]) -> None:
-    """Raises ValueError for rules that matched no op."""
-    unused = [rule.name for index, rule in enumerate(rules) if index not in hits]
-    if unused:
-        raise ValueError(UNUSED_RULES.format(", ".join(map(repr, unused))))
-
-
-def compile_rule(key: object, value: object) -> UserRule:
-    def bad(problem: str) -> ValueError:
-        return ValueError(BAD_RULE.format(key=key, problem=problem))
-
-    name = getattr(key, "__name__", None) or key
-    why = Reason("rules", Source.USER, repr(name))
-    if value is None:
-        action = Action(KEEP, why=why)
-    elif (float8 := as_float8(value)) is not None:
-        action = Action(None, why=why, recipe=float8.recipe)
-    else:
-        try:
-            dtype = as_dtype(value)
-        except (TypeError, ValueError):
-            raise bad(f"{value!r} is not a dtype.") from None
-        if dtype not in CASTABLE:
-            raise bad(f"ops cannot run in {dtype}.")
-        action = Action(None, dtype, why=why)
-    if isinstance(key, Primitive):
-        return UserRule(key.name, key, action)
-    if isinstance(key, str):
-        try:
-            return UserRule(key, PathPattern(key), action)
-        except re.error as error:
-            raise bad(f"the key is not a regular expression: {error}.") from None
-    if isinstance(key, type):
-        key = key.__call__  # a module class
-    code = code_of(key) if callable(key) else None
-    if code is None:
-        raise bad(f"a key of type {type(key).__name__} is not one of the three kinds.")
-    if problem := shared_by(key):
-        raise bad(SHARED_CODE.format(problem))
-    name = getattr(key, "__qualname__", code.co_name)
-    return UserRule(name, (code, source_of(code)), action)
 
 
 @functools.lru_cache
@@ -206,7 +106,7 @@ def may_have(recipe: str | None, primitive: Primitive, action: Action) -> bool:
 class Decider:
     """Finds the rule for an op, and notes which of the user's rules were used."""
 
-    def __init__(self, settings: Settings, hits: set[int]):
+    def __init__(self, settings: Settings, hits: set[Hit]):
         self.settings, self.hits = settings, hits
         self.count = 0  # of the modules at the last `look`
         self.look()
@@ -242,31 +142,55 @@ class Decider:
         if not self.exempt.keys().isdisjoint(ids):
             return EXEMPTED
         rules = self.settings.rules
-        index = self.first(rules, primitive, codes, path, source) if rules else None
+        index = self.first(primitive, ids, path, source) if rules else None
         if index is not None and rules[index].action.recipe is None:
-            self.hits.add(index)
+            self.hits.add(Hit(index, index))
             return rules[index].action
         return self.with_recipe(primitive, self.listed(primitive, ids, source), index)
 
     def first(
         self,
-        rules: Sequence[UserRule],
         primitive: Primitive,
-        codes: tuple[CodeType, ...],
+        ids: Sequence[int],
         path: Callable[[], str],
         source: str | None = None,
+        own: int | None = None,
     ) -> int | None:
-        """The place of the first of the user's rules that matches an op."""
-        for index, (_, test, _) in enumerate(rules):
-            if isinstance(test, tuple):
-                matches = test[0] in codes or test[1] == source
+        """The place of the first of the user's rules that matches an op.
+
+        Notes which later ones match it too, for the message about unused rules.
+
+        Args:
+          own: the place of a rule that matches, as is known already.
+        """
+        places = self.matching(primitive, ids, path, source)
+        found = next(places, None)
+        first = own if found is None or (own is not None and own < found) else found
+        if first is None or not self.settings.listed:  # a policy's may be unused
+            return first
+        known = {hit.rule for hit in self.hits}
+        if len(known) < len(self.settings.rules):
+            later = {found, *places} - known - {None, first}
+            self.hits |= {Hit(index, first) for index in later if index > first}
+        return first
+
+    def matching(
+        self,
+        primitive: Primitive,
+        ids: Sequence[int],
+        path: Callable[[], str],
+        source: str | None,
+    ) -> Iterator[int]:
+        """The places of the user's rules that match an op."""
+        for index, (_, test, _) in enumerate(self.settings.rules):
+            if isinstance(test, Function):
+                matches = test.id in ids or test.source == source
             elif isinstance(test, PathPattern):
                 matches = test.search(path())
             else:
                 matches = test is primitive
             if matches:
-                return index
-        return None
+                yield index
 
     def inside(
         self,
@@ -280,14 +204,15 @@ class Decider:
         It is the function's action, unless a rule of the user's comes first.
         """
         rules = self.settings.rules
-        places = [i for i, rule in enumerate(rules) if rule.action is within]
-        before = rules[: places[0]] if places else rules
-        index = self.first(before, primitive, codes, path)
-        if index is None:
+        places = (i for i, rule in enumerate(rules) if rule.action is within)
+        own = next(places, None)
+        ids = list(map(id, codes))
+        index = self.first(primitive, ids, path, own=own)
+        if index is None or index == own:
             return within
         if rules[index].action.recipe is not None:
             return self.with_recipe(primitive, within, index) or within
-        self.hits.add(index)
+        self.hits.add(Hit(index, index))
         return rules[index].action
 
     def with_recipe(
@@ -299,11 +224,13 @@ class Decider:
           index: of the user's rule that asks for float8, or None if only the region
             does, or nothing.
         """
+        rule = None if index is None else self.settings.rules[index].action
+        may = action is not None and may_have(rule and rule.recipe, primitive, action)
+        if index is not None:
+            self.hits.add(Hit(index, index if may else None))
         if action is None:
             return None
-        rule = None if index is None else self.settings.rules[index].action
-        if index is not None and rule and may_have(rule.recipe, primitive, action):
-            self.hits.add(index)
+        if rule is not None and may:
             return action._replace(recipe=rule.recipe, why=rule.why)
         recipe = self.settings.recipe
         if (rule is None or recipe == SCALED) and may_have(recipe, primitive, action):

@@ -1,5 +1,6 @@
 """Which Python functions an op comes from, and whose they are."""
 
+import functools
 import os
 import sys
 import traceback
@@ -24,9 +25,9 @@ def unwrapped(function: object) -> list[Any]:
     """The function and those that it wraps, the innermost last."""
     chain = [function]
     while True:
-        inner = getattr(function, "__wrapped__", None) or getattr(function, "fun", None)
-        inner = inner or getattr(function, "func", None)
-        inner = inner or getattr(function, "__func__", None)
+        inner = getattr(function, "__wrapped__", getattr(function, "__func__", None))
+        if isinstance(function, functools.partial):
+            inner = function.func
         if inner is None or inner is function:
             return chain
         chain.append(function := inner)

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, set_current_trace
 
 from .. import _compat
-from .decision import Out, Params, Result, Value, Values
+from .decision import Hit, Out, Params, Result, Value, Values
 from .notes import NOTHING, Note, Notes
 from .sources import holds_jaxpr
 
@@ -61,7 +61,7 @@ class Tape:
         numbers: Sequence[Value | None],
         outs: int | tuple[int, ...],
         metas: Sequence[Meta],
-        hits: frozenset[int],
+        hits: frozenset[Hit],
     ):
         self.steps, self.numbers, self.outs = steps, numbers, outs
         self.metas, self.hits = metas, hits
@@ -160,7 +160,7 @@ class Recorder:
     def cast(self, x: object, dtype: np.dtype, copy: Value) -> None:
         self.add(None, (self.slots[id(x)],), [copy], dtype)
 
-    def tape(self, out: Result, hits: set[int]) -> Tape | None:
+    def tape(self, out: Result, hits: set[Hit]) -> Tape | None:
         """What was recorded, or None if it cannot be played."""
         is_one = not isinstance(out, list | tuple)
         outs = [out] if is_one else out

@@ -17,9 +17,10 @@ import numpy as np
 
 from .._autocast.casting import REGION
 from .._autocast.decision import Action, Reason, Settings, Source, UserRule, UserRules
+from .._autocast.keys import Function
 from .._autocast.ops import DRAW, FLOAT32_NORM, FUNCTIONS, KEPT
 from .._autocast.region import enter
-from .._autocast.rules import find, loaded, resolve, source_of
+from .._autocast.rules import find, loaded, resolve
 from .._tree import HALVES
 
 NORMS = tuple(path.removesuffix(".__call__") for path in KEPT["norms"])
@@ -51,12 +52,12 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
             inside = name == "norms" or path == "jax.nn.softmax"
             table = FLOAT32_NORM if name == "norms" else None
             action = Action(None, jnp.dtype("float32"), marks=inside, table=table)
-            rules.append(UserRule(path, (code, source_of(code)), action))
+            rules.append(UserRule(path, Function(code), action))
     for path in (path for path, row in FUNCTIONS.items() if row.kind is DRAW):
         if (code := resolve(path, modules)) is not None:
             why = Reason("draw", Source.FUNCTION, path)
             action = Action(None, jnp.dtype("float32"), why=why, table=DRAW)
-            rules.append(UserRule(path, (code, source_of(code)), action))
+            rules.append(UserRule(path, Function(code), action))
     return UserRules(rules)
 
 

@@ -953,7 +953,7 @@ def test_a_rule_for_a_function_comes_before_a_later_one_inside():
     rules = {jax.nn.softmax: f16, lax.exp_p: f32}
     for function in (jax.nn.softmax, jax.jit(jax.nn.softmax)):
         run = half(rules=rules)(function)
-        with pytest.raises(ValueError, match="no op matched 'exp'"):
+        with pytest.raises(ValueError, match="'exp' only matches ops that"):
             run(jnp.ones((4, 4)))
 
 

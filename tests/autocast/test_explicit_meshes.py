@@ -1,4 +1,4 @@
-"""Products on meshes of explicit axes: results and gradients are sharded as in bfloat16.
+"""Products on meshes of explicit axes: all is sharded as in bfloat16.
 
 One table: how inputs and result lie on the mesh, and how a region computes.
 """

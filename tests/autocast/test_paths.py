@@ -1,4 +1,4 @@
-"""Regular expressions for module paths: a number at the end is whole."""
+"""Regular expressions for module paths: a number at an end is whole."""
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,13 @@ from tests.marks import walk
         ("block_[13]", "block_3", True),
         ("block_1$", "block_11", False),
         ("block_1$", "deep_block_1", True),
+        ("1/mlp", "blocks/1/mlp", True),
+        ("1/mlp", "blocks/11/mlp", False),
+        ("1/mlp", "11/mlp/1/mlp", True),
+        ("1", "blocks/10", False),
+        ("1", "blocks/21", False),
+        ("0", "blocks/101", False),
+        ("(0|1)/mlp", "blocks/10/mlp", False),
         # No number is named: found as ever.
         ("block_", "block_10", True),
         ("block_.", "block_10", True),
@@ -30,6 +37,9 @@ from tests.marks import walk
         ("block_1?", "block_10", True),
         ("block_1.*", "block_10", True),
         ("block_1/", "block_1/Dense_0", True),
+        ("[0-9]/mlp", "blocks/10/mlp", True),
+        (".*1/mlp", "blocks/11/mlp", True),
+        ("[0-9]", "blocks/101", True),
         ("(?i)BLOCK_1", "block_1", True),
         ("(?i)BLOCK_1", "block_10", False),
         ("(?x) block_1  # the second", "block_1", True),
@@ -38,7 +48,7 @@ from tests.marks import walk
         ("", "", True),
     ],
 )
-def test_a_number_at_the_end_is_whole(key, path, expected):
+def test_a_number_at_an_end_is_whole(key, path, expected):
     assert PathPattern(key).search(path) is expected
 
 

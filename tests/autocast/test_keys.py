@@ -1,0 +1,334 @@
+"""Keys of rules: one look-alike for each kind of key, which the rule must not match.
+
+A key that cannot be told apart from its look-alike is refused.
+"""
+
+import functools
+import types
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+import jamp
+
+HALF, FLOAT32 = jnp.float16, jnp.float32
+X = jnp.ones((4, 4))
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class Part(nnx.Module):
+    """An NNX module with a child that has a `__call__` of its own."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+class Inherits(Part):
+    pass
+
+
+class Calls(Part):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class NnxHead(nnx.Linear):
+    pass
+
+
+class OwnNnxHead(nnx.Linear):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class LinenHead(nn.Dense):
+    pass
+
+
+class OwnLinenHead(nn.Dense):
+    @nn.compact
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class EqxHead(eqx.nn.Linear):
+    pass
+
+
+class OwnEqxHead(eqx.nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class HaikuHead(hk.Linear):
+    pass
+
+
+class OwnHaikuHead(hk.Linear):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+def product(x):
+    return x @ x
+
+
+class Assigned:
+    __call__ = product
+
+
+class Twin:
+    __call__ = product
+
+
+class Silent:
+    def forward(self, x):
+        return x @ x
+
+
+class Heads:
+    def head(self, x):
+        return x @ x
+
+    @classmethod
+    def make(cls, x):
+        return x @ x
+
+    @staticmethod
+    def plain(x):
+        return x @ x
+
+
+class MoreHeads(Heads):
+    pass
+
+
+def made_for(size):
+    class Layer:
+        def __init__(self):
+            self.size = size
+
+        def __call__(self, x):
+            return x @ x
+
+    return Layer
+
+
+def normed(base):
+    class Normed(base):
+        def __call__(self, x):
+            return super().__call__(x)
+
+    return Normed
+
+
+def in_file(name, text="def head(x):\n    return x @ x\n", key="head"):
+    """What a file of this name defines."""
+    module = types.ModuleType(name)
+    exec(compile(text, f"{name}.py", "exec"), vars(module))
+    return vars(module)[key]
+
+
+CLASS_TEXT = "class Head:\n    def __call__(self, x):\n        return x @ x\n"
+
+
+def of_linen(make):
+    model = make(4, use_bias=False)
+    variables = model.init(jax.random.key(0), X)
+    return lambda x: model.apply(variables, x)
+
+
+def of_haiku(make):
+    model = hk.transform(lambda x: make(4, with_bias=False)(x))
+    params = model.init(jax.random.key(0), X)
+    return lambda x: model.apply(params, None, x)
+
+
+def of_nnx(make):
+    return make(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+
+
+def of_eqx(make):
+    return jax.vmap(make(4, 4, use_bias=False, key=jax.random.key(0)))
+
+
+def image(make):
+    """A convolution of Equinox, on as many dimensions as it has."""
+    layer = make(4, 4, 3, use_bias=False, key=jax.random.key(0))
+    shape = (4,) * (1 + layer.num_spatial_dims)
+    return lambda x: layer(jnp.ones(shape, x.dtype))
+
+
+def scoped(name):
+    def run(x):
+        with jax.named_scope(name):
+            return x @ x
+
+    return run
+
+
+LAMBDAS = [lambda x: x @ x, lambda x: x @ x]
+CLASSES = made_for(1), made_for(2)
+MIXED = normed(Assigned), normed(Silent)
+FILES = in_file("one"), in_file("two")
+CLASS_FILES = [in_file(name, CLASS_TEXT, "Head") for name in ("one", "two")]
+# A key, what it is for, and its look-alike. None: the key is refused.
+PAIRS = {
+    "nnx, own call": (OwnNnxHead, of_nnx(OwnNnxHead), of_nnx(nnx.Linear)),
+    "nnx, inherited call": (NnxHead, None, of_nnx(nnx.Linear)),
+    "nnx, child with a call": (Calls, Calls(nnx.Rngs(0)), Part(nnx.Rngs(0))),
+    "nnx, child without": (Inherits, None, Part(nnx.Rngs(0))),
+    "linen, own call": (OwnLinenHead, of_linen(OwnLinenHead), of_linen(nn.Dense)),
+    "linen, inherited call": (LinenHead, None, of_linen(nn.Dense)),
+    "linen, a library's": (nn.ConvLocal, None, None),
+    "equinox, own call": (
+        OwnEqxHead,
+        of_eqx(OwnEqxHead),
+        of_eqx(eqx.nn.Linear),
+    ),
+    "equinox, inherited call": (EqxHead, None, of_eqx(eqx.nn.Linear)),
+    "equinox, a library's": (eqx.nn.Conv2d, None, image(eqx.nn.Conv1d)),
+    "haiku, own call": (OwnHaikuHead, of_haiku(OwnHaikuHead), of_haiku(hk.Linear)),
+    "haiku, inherited call": (HaikuHead, None, of_haiku(hk.Linear)),
+    "haiku, a library's": (hk.Conv2D, None, None),
+    "class without a call": (Silent, None, None),
+    "haiku class without a call": (hk.Module, None, None),
+    "class with a function's": (Assigned, None, Twin()),
+    "classes of one function": (CLASSES[0], None, CLASSES[1]()),
+    "classes with other bases": (MIXED[0], None, MIXED[1]()),
+    "classes of two files": (CLASS_FILES[0], CLASS_FILES[0](), CLASS_FILES[1]()),
+    "functions of two files": (FILES[0], *FILES),
+    "jitted functions of two files": (FILES[0], *map(jax.jit, FILES)),
+    "jitted key": (jax.jit(FILES[0]), *FILES),
+    "checkpointed key": (jax.checkpoint(FILES[0]), *FILES),
+    "lambdas of one line": (LAMBDAS[0], None, LAMBDAS[1]),
+    "partial": (functools.partial(jnp.dot, X), None, functools.partial(jnp.dot, X + 1)),
+    "partial of JAX": (jax.tree_util.Partial(jnp.dot, X), None, None),
+    "bound method": (Heads().head, None, Heads().head),
+    "method": (Heads.head, Heads().head, Heads.make),
+    "class method": (Heads.make, Heads.make, Heads().head),
+    "inherited class method": (MoreHeads.make, None, Heads.make),
+    "static method": (Heads.plain, Heads.plain, Heads.make),
+    "primitive": (lax.dot_general_p, product, jnp.negative),
+    "path": ("^head$", scoped("head"), scoped("overhead")),
+    "path with a number": ("block_1", scoped("block_1"), scoped("block_11")),
+    "path from a number on": ("1/mlp", scoped("blocks/1/mlp"), scoped("blocks/11/mlp")),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_rule_does_not_match_a_look_alike(name):
+    key, run, look_alike = PAIRS[name]
+    if run is None:
+        with pytest.raises(ValueError, match=r"is known by .*code"):
+            jamp.autocast(HALF, rules={key: FLOAT32})
+        return
+    plain = jamp.autocast(HALF)(look_alike)(X).dtype
+    for wrap in (lambda f: f, lambda f: jax.jit(lambda x: f(x))):  # a jit inside
+        for functions in ((run, look_alike), (look_alike, run)):
+            with jamp.autocast(HALF, rules={key: FLOAT32}):
+                found = {f: wrap(f)(X).dtype for f in functions}
+            assert (found[run], found[look_alike]) == (FLOAT32, plain), name
+
+
+def test_regions_with_look_alikes_share_no_cache():
+    """What a region makes of a jitted function is kept by its rules."""
+    both = jax.jit(lambda x: (FILES[0](x), FILES[1](x)))
+    for i in (0, 1, 0):
+        with jamp.autocast(HALF, rules={FILES[i]: FLOAT32}):
+            dtypes = [y.dtype for y in both(X)]
+        assert (dtypes[i], dtypes[1 - i]) == (FLOAT32, HALF)
+
+
+def test_a_class_stands_for_those_derived_from_it():
+    for module in (OwnNnxHead, NnxHead):
+        with jamp.autocast(HALF, rules={nnx.Linear: FLOAT32}):
+            assert of_nnx(module)(X).dtype == FLOAT32
+
+
+def test_an_object_that_holds_a_function_is_no_key():
+    class Layer(eqx.Module):
+        fun: object
+        func: object
+
+    key = Layer(jax.nn.relu, jax.nn.relu)
+    with pytest.raises(ValueError, match="a key of type Layer is not one of"):
+        jamp.autocast(HALF, rules={key: FLOAT32})
+
+
+def test_a_class_of_named_scopes_is_that_of_the_user():
+    net = jamp.nnx.named_scopes(nnx.Sequential(Calls(nnx.Rngs(0)), Part(nnx.Rngs(0))))
+    calls, part = net.layers
+    with jamp.autocast(HALF, rules={type(calls): FLOAT32}):
+        assert (calls(X).dtype, part(X).dtype) == (FLOAT32, HALF)
+
+
+def exp_in_scope(x):
+    with jax.named_scope("head"):
+        return jnp.exp(x)
+
+
+# Rules, a function, and why one of the rules did nothing.
+UNUSED = {
+    "no such path": ({"decoder": FLOAT32}, product, "no op matched 'decoder'"),
+    "after a path": (
+        {"head": FLOAT32, lax.exp_p: HALF},
+        exp_in_scope,
+        r"\.\.\.\): 'exp' only matches ops that the earlier rule 'head' decides about",
+    ),
+    "after a function around": (
+        {exp_in_scope: FLOAT32, "head": HALF},
+        exp_in_scope,
+        "'head' only matches ops that the earlier rule 'exp_in_scope' decides about",
+    ),
+    "inside a function of the tables": (
+        {jax.nn.softmax: HALF, lax.exp_p: FLOAT32},
+        jax.nn.softmax,
+        "'exp' only matches ops that the earlier rule 'softmax' decides about",
+    ),
+    "float8 of no product": (
+        {"head": "float8"},
+        exp_in_scope,
+        r"\.\.\.\): 'head' asks for float8, but does not match any matrix",
+    ),
+    "float8 of a convolution": (
+        {lax.conv_general_dilated_p: "float8"},
+        lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"),
+        "'conv_general_dilated' asks for float8, but does not match",
+    ),
+    "after one for float8": (
+        {"head": "float8", "he": HALF, lax.dot_general_p: None},
+        lambda x: exp_in_scope(x @ x),
+        "'head' asks for float8.* 'he' only matches .* the earlier rule 'head'",
+    ),
+    "several reasons": (
+        {"head": FLOAT32, lax.exp_p: HALF, "decoder": HALF, "encoder": HALF},
+        exp_in_scope,
+        "no op matched 'decoder', 'encoder'.* 'exp' only matches ops",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_message_says_why_a_rule_did_nothing(name, wrap):
+    rules, function, message = UNUSED[name]
+    run = wrap(function)
+    for _ in range(2):  # the second time from tapes and caches
+        with pytest.raises(ValueError, match=f"(?s)^autocast.rules=.*{message}"):
+            with jamp.autocast(HALF, rules=rules):
+                run(X)
+
+
+def test_a_rule_that_decides_anywhere_is_used():
+    with jamp.autocast(HALF, rules={"head": FLOAT32, lax.exp_p: HALF}):
+        assert (exp_in_scope(X).dtype, jnp.exp(X).dtype) == (FLOAT32, HALF)

@@ -18,6 +18,7 @@ from .float8 import E4M3
 from .float8_arithmetic import Axes, Scaled, quantized
 from .float8_derivative import Inputs, Product, product_in_any_mode, product_of
 from .ops import WEIGHT_ON_THE_LEFT
+from .products import is_own
 from .rules import codes_at, loaded
 
 MULTIPLE = 16  # each size must be a multiple of it
@@ -55,7 +56,7 @@ def unfit(op: Op) -> str:
     preferred = params.get("preferred_element_type")
     if preferred is not None and preferred not in CASTABLE:
         return f"{preferred} result"
-    if isinstance(params.get("precision"), lax.DotAlgorithmPreset | lax.DotAlgorithm):
+    if is_own(params.get("precision")):
         return "its own precision"
     sizes = product_sizes(np.shape(left), np.shape(right), contracting)
     odd = [n for n in sizes if n == 0 or n % MULTIPLE]
@@ -83,11 +84,13 @@ def product_sizes(
 def product_for(op: Op, half: np.dtype, recipe: str) -> Product:
     """The float8 form of a product that qualifies."""
     (i,), (j,) = op.params["dimension_numbers"][0]
+    precision = op.params.get("precision")  # the default, which may be an algorithm
+    is_level = isinstance(precision, tuple | lax.Precision)
     return Product(
         contracted=(i, j),
         ndims=(np.ndim(op.args[0]), np.ndim(op.args[1])),
         weight=weight_of() if recipe == "rowwise_with_gw_hp" else 1,
-        precision=op.params.get("precision"),
+        precision=precision if is_level else None,
         out_sharding=op.params.get("out_sharding"),
         out=asked_for(op, half),
         half=half,

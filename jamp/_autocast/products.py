@@ -25,7 +25,6 @@ from .ops import LOWER, PRIMITIVES, PROMOTE
 
 OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
 HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
-DEFAULTS = ("highest", "float32")  # of `jax.default_matmul_precision`
 
 
 def for_product(op: Op, action: Action | None) -> Action | None:
@@ -43,12 +42,29 @@ def for_product(op: Op, action: Action | None) -> Action | None:
 
 def is_highest(precision: object) -> bool:
     """Whether a call asks for a product of float32 numbers without rounding."""
+    if not is_own(precision):
+        return False
     if isinstance(precision, lax.DotAlgorithmPreset):
         name = precision.name
         return name.startswith(("F32", "TF32")) or name.endswith(("_X3", "_X6", "_X9"))
-    default = jax.config.jax_default_matmul_precision  # pyright: ignore
-    both = precision if isinstance(precision, tuple) else (precision,)
-    return lax.Precision.HIGHEST in both and default not in DEFAULTS
+    return lax.Precision.HIGHEST in both(precision)
+
+
+def is_own(precision: object) -> bool:
+    """Whether a call says how exactly it multiplies."""
+    usual = None, lax.Precision.DEFAULT, default_precision()
+    return any(p not in usual for p in both(precision))
+
+
+def both(precision: object) -> tuple[object, ...]:
+    return precision if isinstance(precision, tuple) else (precision,)
+
+
+def default_precision() -> object:
+    """What `jax.default_matmul_precision` says, for all products."""
+    name = jax.config.jax_default_matmul_precision  # pyright: ignore
+    presets = lax.DotAlgorithmPreset.__members__
+    return presets[name] if name in presets else name and lax.Precision(name)
 
 
 def wide_product(

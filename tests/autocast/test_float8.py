@@ -1,6 +1,7 @@
 """`autocast("float8")`: which products, in which regions and models."""
 
 import copy
+import functools
 import pickle
 
 import equinox as eqx
@@ -138,6 +139,16 @@ QUALIFIED = [
         ),
         "no float8: 2 contracted dimensions",
     ),
+    *(
+        (functools.partial(way, precision=precision), "no float8: its own precision")
+        for way in (lax.dot, jnp.matmul, functools.partial(jnp.einsum, "ik,kn->in"))
+        for precision in ("high", lax.Precision.HIGH, ("default", "high"))
+    ),
+    (
+        lambda x, w: jnp.dot(*map(jnp.bfloat16, (x, w)), precision="highest"),
+        "no float8: its own precision",
+    ),
+    (lambda x, w: jnp.dot(x, w, precision="default"), "float8 tensorwise"),
     (
         lambda x, w: lax.dot(x, w, precision=lax.DotAlgorithmPreset.BF16_BF16_F32),
         "no float8: its own precision",
@@ -156,6 +167,13 @@ def test_explain_says_why_a_product_is_in_float8_or_not(function, note):
     assert notes == {note}
     found = products(in_region(function), x, w)
     assert all(dtypes <= FLOAT8 for dtypes in found) == note.startswith("float8")
+
+
+@pytest.mark.parametrize("default", ["high", "float32", "BF16_BF16_F32"])
+def test_the_default_precision_is_not_one_of_a_call(default):
+    with jax.default_matmul_precision(default):
+        found = products(in_region(lambda x, w: x @ w), *operands())
+    assert all(dtypes <= FLOAT8 for dtypes in found)
 
 
 def test_products_of_one_line_have_reasons_of_their_own():

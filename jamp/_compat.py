@@ -77,6 +77,7 @@ def is_differentiated_once(trace: Trace) -> bool:
     while isinstance(base, through) or hasattr(base, "parent"):
         count += isinstance(base, ad.JVPTrace | ad.LinearizeTrace)
         is_forward |= isinstance(base, ad.JVPTrace)
+        is_forward |= not getattr(base, "is_vjp", True)  # `jax.linearize`
         base = base.parent if hasattr(base, "parent") else base.parent_trace
     is_final = isinstance(base, core.EvalTrace)  # ops there are done
     return not is_forward and (count == 1 or (count == 0 and not is_final))

@@ -14,6 +14,7 @@ from .. import _compat
 from .._compat import array_dtype
 from .casting import CastingTrace, dtypes_of
 from .decision import CASTABLE, FLOAT32_DTYPE, SCALED, Action, Op, Value
+from .derivatives import in_reverse_mode
 from .float8 import E4M3
 from .float8_arithmetic import Axes, Scaled, quantized
 from .float8_derivative import Inputs, Product, product_in_any_mode, product_of
@@ -141,7 +142,7 @@ def float8_product(trace: CastingTrace, op: Op, recipe: str) -> jax.Array:
     trace.effects.touched = True
     dtypes = array_dtype(left), array_dtype(right)
     if _compat.is_differentiated_once(trace.parent):
-        function: Callable[..., jax.Array] = product_of(product, dtypes)
+        function = in_reverse_mode(product_of(product, dtypes), "A float8 product")
         lower = lambda x: trace.cast(x, half)
         inputs = inputs_of(product, left, right, quantize, lower)
     else:

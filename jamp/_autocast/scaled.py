@@ -27,12 +27,14 @@ from .. import _compat
 from .._compat import array_dtype
 from .casting import CastingTrace
 from .decision import CASTABLE, FLOAT32_DTYPE, SCALED_NOTE, Action, Op, Value, Values
+from .derivatives import in_reverse_mode
 from .float8_arithmetic import quantized
 from .float8_derivative import Static, once
 from .products import is_dot
 from .traits import PRODUCTS
 
 FLOAT16 = jnp.dtype("float16")
+NAME = 'A product with recipe="scaled"'
 TWICE = """A product with recipe="scaled" has one derivative. A second one was asked \
 for, which was not known when the product was traced: `jax.jit`, `scan` or \
 `jax.checkpoint` is between the two derivatives.
@@ -89,8 +91,10 @@ def scaled_product(trace: CastingTrace, op: Op, derived: bool) -> jax.Array:
     if isinstance(params.get("precision"), lax.DotAlgorithmPreset | lax.DotAlgorithm):
         params["precision"] = None  # some of them would sum in float16
     product = Product(op.primitive, tuple(sorted(params.items())))
-    once_only = _compat.is_differentiated_once(trace.parent)
-    function = product_of(product) if once_only else product_in_any_mode(product)
+    if _compat.is_differentiated_once(trace.parent):
+        function = in_reverse_mode(product_of(product), NAME)
+    else:
+        function = product_in_any_mode(product)
     leaves, tree = jax.tree.flatten(kept)
     trace.effects.touched = True
     return trace.call(flat(function, tree), [left, right, *leaves], {})

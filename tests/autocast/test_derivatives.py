@@ -1,0 +1,124 @@
+"""Every derivative of products with a rule of their own: right, or jamp's error.
+
+A table: how a region computes, what is between it and the derivative, the derivative.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.marks import mostly_slow
+
+REGIONS = {
+    "tensorwise": jamp.autocast("float8"),
+    "rowwise": jamp.autocast(jamp.Float8("rowwise")),
+    "rowwise_with_gw_hp": jamp.autocast(jamp.Float8("rowwise_with_gw_hp")),
+    "scaled": jamp.autocast(jnp.float16, recipe="scaled"),
+}
+KEYS = jax.random.split(jax.random.key(0), 3)
+X, DX = (jax.random.normal(key, (32, 64)) for key in KEYS[:2])
+W = jax.random.normal(KEYS[2], (64, 48)) / 8
+DY = jnp.ones((32, 48))
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def plain(x):
+    return x @ W
+
+
+def scanned(f):
+    return lambda x: lax.scan(lambda c, x: (c, f(x)), 0, x[None])[1][0]
+
+
+BETWEEN = {
+    "nothing": lambda f: f,
+    "arithmetic": lambda f: lambda x: f(2 * x) / 2,
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": scanned,
+    "cond": lambda f: lambda x: lax.cond(W[0, 0] < 100, f, f, x),
+}
+
+
+def with_tangent(f):
+    return jax.jvp(f, (X,), (DX,))
+
+
+def linearized(f):
+    y, linear = jax.linearize(f, X)
+    return y, linear(DX)
+
+
+def linear_at_many(f):
+    y, linear = jax.linearize(f, X)
+    return y, jax.vmap(linear)(DX[None])[0]
+
+
+def linear_and_transposed(f):
+    y, linear = jax.linearize(f, X)
+    return y, *jax.linear_transpose(linear, X)(DY)
+
+
+def jacobian(f):
+    """A row of it, in forward mode: along one number."""
+    return f(X), jax.jacfwd(lambda t: f(X + t * DX))(0.0)
+
+
+def both_modes(f):
+    """The product of a Hessian and a vector."""
+    return jax.jvp(jax.grad(lambda x: jnp.sum(f(x) ** 2)), (X,), (DX,))
+
+
+def penalty(f):
+    squares = lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(f(x) ** 2))(x) ** 2)
+    return (jax.grad(squares)(X),)
+
+
+DERIVATIVES = {
+    "grad": lambda f: (jax.grad(lambda x: jnp.sum(f(x) * DY))(X),),
+    "vjp": lambda f: (f(X), *jax.vjp(f, X)[1](DY)),
+    "vmap of vjp": lambda f: (jax.vmap(jax.vjp(f, X)[1])(DY[None])[0][0],),
+    "jvp": with_tangent,
+    "jacfwd": jacobian,
+    "linearize": linearized,
+    "vmap of linearize": linear_at_many,
+    "transpose of linearize": linear_and_transposed,
+    "linear_transpose": lambda f: jax.linear_transpose(f, X)(DY),
+    "jvp of grad": both_modes,
+    "grad of grad": penalty,
+}
+WORK = {"grad", "vjp", "vmap of vjp"}  # whatever is between
+TRANSPARENT = {"nothing", "arithmetic", "vmap"}
+
+
+def functions(region):
+    """The product in a region, with each thing in the region and around it."""
+    for name, between in BETWEEN.items():
+        yield name, "inside", region(between(plain))
+        yield name, "around", between(region(plain))
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("compiled", mostly_slow([True, False], True))
+@pytest.mark.parametrize("name", mostly_slow(REGIONS, "tensorwise", "scaled"))
+def test_a_derivative_is_right_or_refused(name, compiled, derivative):
+    run = jax.jit if compiled else lambda function: function
+    take = DERIVATIVES[derivative]
+    truth = run(lambda: take(plain))()
+    for between, where, function in functions(REGIONS[name]):
+        case = between, where
+        may_be_refused = derivative not in WORK and between not in TRANSPARENT
+        try:
+            found = run(lambda f=function: take(lambda x: jnp.float32(f(x))))()
+        except NotImplementedError as error:
+            assert "has one derivative" in str(error), case
+            assert may_be_refused or derivative == "linear_transpose", case
+            continue
+        assert derivative != "linear_transpose", case
+        for a, b in zip(found, truth, strict=True):
+            error = np.linalg.norm(np.float64(a) - np.float64(b))
+            assert error <= 0.15 * np.linalg.norm(np.float64(b)), case

@@ -146,6 +146,10 @@ class CastingTrace(_compat.Trace):
         names = [name for name in names if not is_jamps(name)]
         return "/".join([self.prefix, *names] if self.prefix else names)
 
+    def around(self) -> frozenset[int]:
+        """The user's rules for functions that are running here."""
+        return self.decide.calling(_compat.source_codes)
+
     def scope(self) -> Scope:
         stack = _compat.current_name_stack()
         if stack is not self.last_stack:  # the same for op after op

@@ -119,10 +119,11 @@ def rewrite(
     Args:
       outs: for each result the dtype that it must have, or None.
     """
-    path, outs = trace.path(), tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
+    place = trace.path(), trace.around()
+    outs = tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
     baked = baked or trace.baked
     typed = trace.is_typed()
-    key = (tuple(avals), outs, within, baked, typed, trace.settings, path)
+    key = (tuple(avals), outs, within, baked, typed, trace.settings, place)
     cache = CACHE.setdefault(jaxpr.jaxpr, {}) if caches.are_used() else {}
     if key not in cache:
         notes, effects = [], Effects()

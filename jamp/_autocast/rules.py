@@ -106,12 +106,18 @@ def may_have(recipe: str | None, primitive: Primitive, action: Action) -> bool:
 class Decider:
     """Finds the rule for an op, and notes which of the user's rules were used."""
 
-    def __init__(self, settings: Settings, hits: set[Hit]):
+    def __init__(
+        self, settings: Settings, hits: set[Hit], around: frozenset[int] = frozenset()
+    ):
         self.settings, self.hits = settings, hits
+        self.around = around  # rules for functions that called what runs here
         self.count = 0  # of the modules at the last `look`
         self.look()
         by_path = any(isinstance(r.test, PathPattern) for r in settings.rules)
         self.uses_paths = by_path or settings.probe is not None
+        # A policy's rules are for functions that have no other functions inside.
+        keys = (rule.test for rule in settings.rules if settings.listed)
+        self.has_functions = any(isinstance(key, Function) for key in keys)
         # Under a policy, the casts around a module settle what is a layer's result.
         self.refines = settings.listed
 
@@ -174,6 +180,19 @@ class Decider:
             self.hits |= {Hit(index, first) for index in later if index > first}
         return first
 
+    def calling(self, codes: Callable[[], tuple[CodeType, ...]]) -> frozenset[int]:
+        """The rules for functions that are running here, for what is called here.
+
+        JAX traces a function of `scan` or `checkpoint` apart from its callers, and
+        does not record them for the ops inside.
+        """
+        if not self.has_functions:
+            return self.around
+        ids = {id(code) for code in codes()}
+        keys = enumerate(rule.test for rule in self.settings.rules)
+        found = [i for i, key in keys if isinstance(key, Function) and key.id in ids]
+        return self.around.union(found)
+
     def matching(
         self,
         primitive: Primitive,
@@ -184,7 +203,8 @@ class Decider:
         """The places of the user's rules that match an op."""
         for index, (_, test, _) in enumerate(self.settings.rules):
             if isinstance(test, Function):
-                matches = test.id in ids or test.source == source
+                called = test.id in ids or test.source == source
+                matches = called or index in self.around
             elif isinstance(test, PathPattern):
                 matches = test.search(path())
             else:

@@ -56,8 +56,9 @@ class AutocastTrace(CastingTrace):
         baked: bool = False,
         prefix: str = "",
         typed: bool = False,
+        around: frozenset[int] = frozenset(),
     ):
-        decide = Decider(settings, effects.hits)
+        decide = Decider(settings, effects.hits, around)
         super().__init__(parent, settings, decide, effects, baked, prefix, typed)
         self.has_tapes = _compat.is_eager(parent) and not baked
         self.tapes = Tapes(settings, decide)
@@ -79,6 +80,7 @@ class AutocastTrace(CastingTrace):
             baked=self.baked or baked,
             prefix=self.path(),
             typed=typed,
+            around=self.around(),
         )
         recorder = self.recorder and weakref.ref(self.recorder)
 

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 
 import jamp
+from tests.jaxprs import equations
 
 HALF, FLOAT32 = jnp.float16, jnp.float32
 X = jnp.ones((4, 4))
@@ -332,3 +333,63 @@ def test_a_message_says_why_a_rule_did_nothing(name, wrap):
 def test_a_rule_that_decides_anywhere_is_used():
     with jamp.autocast(HALF, rules={"head": FLOAT32, lax.exp_p: HALF}):
         assert (exp_in_scope(X).dtype, jnp.exp(X).dtype) == (FLOAT32, HALF)
+
+
+def scanned(f):
+    return lambda x: lax.scan(lambda c, x: (c, f(x)), 0, x[None])[1][0]
+
+
+def repeated(f):
+    body = lambda carry: (carry[0] + 1, jnp.float32(f(carry[1])))
+    return lambda x: lax.while_loop(lambda carry: carry[0] < 2, body, (0, x))[1]
+
+
+CALLED = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    "scan": scanned,
+    "map": lambda f: lambda x: lax.map(f, x[None])[0],
+    "cond": lambda f: lambda x: lax.cond(x[0, 0] > 0, f, f, x),
+    "while": repeated,
+    "vmap of jit": lambda f: lambda x: jax.vmap(jax.jit(f))(x[None])[0],
+}
+
+
+def keyed(called, x):
+    return called(x)
+
+
+def other(called, x):
+    return called(x)
+
+
+def dtypes_of_products(function, **region):
+    def run(x):
+        with jamp.autocast(**region):
+            return function(x)
+
+    jaxpr = jax.make_jaxpr(run)(jnp.ones((16, 16)))
+    found = (e for e in equations(jaxpr) if e.primitive.name == "dot_general")
+    return [str(e.invars[0].aval.dtype) for e in found]
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_rule_for_a_function_holds_in_what_it_calls(name):
+    """JAX traces these apart from their callers. Another caller has no rule."""
+    called = CALLED[name](lambda x: lax.dot(x, x))
+    region = {"dtype": jnp.bfloat16}
+    for value, dtype in [(FLOAT32, "float32"), (HALF, "float16")]:
+        rules = {keyed: value}
+        for order in ((keyed, other), (other, keyed)):
+            both = lambda x, order=order: [f(called, x) for f in order]
+            found = dtypes_of_products(both, rules=rules, **region)
+            ours = order.index(keyed)
+            half = len(found) // 2
+            parts = found[:half], found[half:]
+            assert {*parts[ours]} == {dtype} and {*parts[1 - ours]} == {"bfloat16"}
+    if name != "vmap of jit":  # a batched product stays in bfloat16
+        run = functools.partial(keyed, called)
+        found = dtypes_of_products(run, rules={keyed: "float8"}, **region)
+        assert {*found} == {"float8_e4m3fn"}

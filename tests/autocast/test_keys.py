@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 import jamp
-from tests.jaxprs import equations
+from shared.jaxprs import equations
 
 HALF, FLOAT32 = jnp.float16, jnp.float32
 X = jnp.ones((4, 4))

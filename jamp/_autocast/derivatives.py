@@ -63,7 +63,7 @@ def aval_of(aval: Any, **params: Any) -> Any:
 def differentiated(primals: Any, tangents: Any, *, place: Place, message: str) -> Any:
     (x,), (dx,) = primals, tangents
     out = passed_p.bind(x, place=place, message=message)
-    if place is Place.RESULT or isinstance(dx, ad.Zero):
+    if place is Place.RESULT:
         return out, dx
     return out, passed_p.bind(dx, place=Place.TANGENT, message=message)
 

@@ -21,6 +21,8 @@ a module path the key, or the class that the code is written in if all modules t
 run it are meant. A class of your own can have one that it alone runs: `def \
 __call__(self, x): return super().__call__(x)`."""
 
+CALL = "__call__"
+
 
 class Function:
     """A function that is a key. Two are equal if they are the same code object.
@@ -60,7 +62,7 @@ def problem_with(key: Any) -> str:
 def call_shared_by(cls: type) -> str:
     """How a module class shares the code of its `__call__` with others, or ""."""
     name = cls.__name__
-    owner = next((base for base in cls.__mro__ if "__call__" in vars(base)), None)
+    owner = next((base for base in cls.__mro__ if CALL in vars(base)), None)
     if owner is None:
         return f"{name} has none"  # what `cls.__call__` finds is of the metaclass
     if owner is not cls:
@@ -68,18 +70,19 @@ def call_shared_by(cls: type) -> str:
     own = unwrapped(cls.__call__)[-1]
     if own.__code__.co_qualname != f"{cls.__qualname__}.__call__":
         return f"that of {name} is the function {own.__code__.co_qualname}"
-    methods = [unwrapped(value)[-1] for value in vars(cls).values()]
-    holds = any(held_by(f) for f in methods if isinstance(f, FunctionType))
-    if is_local(own) and (holds or has_defaults(own) or has_twin(cls, own.__code__)):
-        return f"each class that `class {name}` makes here has the same code"
+    if "<locals>" in cls.__qualname__:
+        methods = [unwrapped(value)[-1] for value in vars(cls).values()]
+        holds = any(held_by(f) for f in methods if isinstance(f, FunctionType))
+        if holds or has_twin(cls, own.__code__):
+            return f"each class that `class {name}` makes here has the same code"
     return ""
 
 
 def has_twin(cls: type, code: CodeType) -> bool:
     """Whether the same statement made a class with other bases."""
     for other in below(object):
-        if "__call__" in vars(other) and other.__bases__ != cls.__bases__:
-            if code_of(other.__call__) is code:
+        if CALL in vars(other) and other.__bases__ != cls.__bases__:
+            if code_of(getattr(other, CALL, None)) is code:
                 return True
     return False
 
@@ -107,7 +110,8 @@ def shared_by(function: Any) -> str:
             return f"that of {owner.__name__} is that of {own.__qualname__}"
     if own.__name__ == "<lambda>":
         return "a lambda may share that of another one on its line"
-    if held_by(own) or (is_local(own) and has_defaults(own)):
+    is_local = own.__qualname__.rpartition(".")[0].endswith("<locals>")
+    if held_by(own) or (is_local and (own.__defaults__ or own.__kwdefaults__)):
         return f"each function that `def {own.__name__}` makes here has the same code"
     return ""
 
@@ -115,12 +119,3 @@ def shared_by(function: Any) -> str:
 def held_by(function: FunctionType) -> set[str]:
     """The variables of functions around it that a function holds."""
     return set(function.__code__.co_freevars) - {"__class__"}
-
-
-def is_local(function: FunctionType) -> bool:
-    """Whether a function or its class is made by another function."""
-    return function.__qualname__.rpartition(".")[0].count("<locals>") > 0
-
-
-def has_defaults(function: FunctionType) -> bool:
-    return bool(function.__defaults__ or function.__kwdefaults__)

@@ -115,7 +115,7 @@ class Decider:
         self.look()
         by_path = any(isinstance(r.test, PathPattern) for r in settings.rules)
         self.uses_paths = by_path or settings.probe is not None
-        # A policy's rules are for functions that have no other functions inside.
+        # Those of a policy are for functions of libraries: nothing is traced apart.
         keys = (rule.test for rule in settings.rules if settings.listed)
         self.has_functions = any(isinstance(key, Function) for key in keys)
         # Under a policy, the casts around a module settle what is a layer's result.

@@ -256,6 +256,18 @@ def test_a_class_stands_for_those_derived_from_it():
             assert of_nnx(module)(X).dtype == FLOAT32
 
 
+def test_a_class_that_a_test_makes_is_a_key():
+    for _ in range(2):  # another class each time, of the same statement
+
+        class Head(nnx.Linear):
+            def __call__(self, x, *, train=False):
+                return super().__call__(x)
+
+        with jamp.autocast(HALF, rules={Head: FLOAT32}):
+            dtypes = [of_nnx(cls)(X).dtype for cls in (Head, nnx.Linear)]
+        assert dtypes == [FLOAT32, HALF]
+
+
 def test_an_object_that_holds_a_function_is_no_key():
     class Layer(eqx.Module):
         fun: object

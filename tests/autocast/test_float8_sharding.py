@@ -13,7 +13,7 @@ from tests.marks import mostly_slow
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 DEVICES = 2
-WHOLE, BY_ROWS, BY_COLUMNS = P(None, None), P("data", None), P(None, "data")
+WHOLE, BY_ROWS = P(None, None), P("data", None)
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -72,25 +72,6 @@ def test_all_reduces_are_those_of_scales_over_the_mesh(recipe):
     # lies on several devices: rowwise has their maxima in one. Whole rows need none.
     more = {"tensorwise": 4, "rowwise": 1, "rowwise_with_gw_hp": 0}[recipe]
     assert found - plain == more
-
-
-@pytest.mark.parametrize(
-    ("w_spec", "x_spec"),
-    mostly_slow([(WHOLE, BY_ROWS), (BY_COLUMNS, WHOLE)], (BY_COLUMNS, WHOLE)),
-)
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
-def test_axes_may_be_explicit(recipe, w_spec, x_spec):
-    def one_layer(w, x):
-        with jamp.autocast(jamp.Float8(recipe)):
-            return jnp.mean(jnp.float32(x @ w) ** 2)
-
-    truth = jax.grad(one_layer, (0, 1))(*operands())
-    mesh = mesh_of(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        w, x = placed(mesh, w_spec, x_spec)
-        grads = jax.jit(jax.grad(one_layer, (0, 1)))(w, x)
-        assert [g.sharding.spec for g in grads] == [w_spec, x_spec]
-    assert_near(grads, truth, 0.02)
 
 
 @pytest.mark.parametrize("check", mostly_slow([True, False], True))

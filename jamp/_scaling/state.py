@@ -41,7 +41,8 @@ class DynamicLossScaleState(NamedTuple):
       growth_tracker: int32 []: finite steps in a row, 0 after a growth.
       found_inf: bool []: whether the last step was skipped.
       skipped_steps: int32 []: steps skipped so far.
-      hysteresis_tracker: int32 []: overflows left before backing off; -1 if disabled.
+      hysteresis_tracker: int32 []: -2, less the overflows forgiven since the last
+        growth; -1 if disabled.
       recent_skips: uint32 []: the last 32 steps, the newest lowest; 1 is a skip.
       floor_steps: int32 []: steps at the floor since it overflowed there.
       inner_state: of the wrapped optimizer, held on a skipped step.
@@ -119,11 +120,11 @@ def state_of(
 
 def keeps_master_weights(opt_state: PyTree) -> bool:
     """Whether there is a `MasterWeightsState` anywhere in an optimizer state."""
-
-    def is_master(node: object) -> bool:
-        return isinstance(node, MasterWeightsState)
-
     return any(map(is_master, jax.tree.leaves(opt_state, is_leaf=is_master)))
+
+
+def is_master(node: object) -> bool:
+    return isinstance(node, MasterWeightsState)
 
 
 def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
@@ -173,7 +174,8 @@ def check_state(state: object, cls: type, caller: str) -> None:
     if not isinstance(state, cls):
         raise ValueError(
             f"{caller}: the state must be a {cls.__name__}, as made by this "
-            f"transformation's init; got {describe(state)}."
+            f"transformation's init; got {describe(state)}. To go on with the state of "
+            "the optimizer inside it, pass init(params)._replace(inner_state=state)."
         )
 
 

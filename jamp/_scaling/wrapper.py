@@ -17,12 +17,13 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._checks import axis_names, flag
-from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_half, is_inexact, widen
+from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_inexact, widen
 from . import arithmetic, rule, skip
 from .apart import Apart
-from .disabled import disabled
+from .dtypes import made_wide, settled
 from .match import check_gradients_match, check_update, is_hole
-from .rule import LossScaleConfig
+from .rule import Kind, LossScaleConfig
+from .skip import check_same
 from .state import (
     DynamicLossScaleState,
     check_not_scaled_yet,
@@ -135,10 +136,9 @@ def dynamic_loss_scale(
         max_scale=max_scale,
         hysteresis=hysteresis,
     )
-    if not flag("enabled", enabled):
-        return disabled(as_transformation(inner))
+    kind = Kind.DYNAMIC if flag("enabled", enabled) else Kind.OFF
     inner, axes = as_transformation(inner), axis_names(axis_name)
-    return LossScaled(inner, config, True, axes).transformation()
+    return LossScaled(inner, config, kind, axes).transformation()
 
 
 def static_loss_scale(
@@ -174,7 +174,7 @@ def static_loss_scale(
     rule.check_scale("loss_scale", loss_scale)
     config = LossScaleConfig(init_scale=loss_scale)
     inner, axes = as_transformation(inner), axis_names(axis_name)
-    return LossScaled(inner, config, False, axes).transformation()
+    return LossScaled(inner, config, Kind.STATIC, axes).transformation()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,7 +183,7 @@ class LossScaled:
 
     inner: optax.GradientTransformationExtraArgs
     config: LossScaleConfig
-    is_dynamic: bool
+    kind: Kind
     axis_name: tuple[str, ...] | None
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -193,21 +193,18 @@ class LossScaled:
         check_leaves(params, "dynamic_loss_scale's init: the parameter")
         inner_state = self.init_inner(params)
         check_not_scaled_yet(inner_state, "inner")
-        return state_of(rule.init(self.config), inner_state)
+        return state_of(rule.init(self.config, self.kind), inner_state)
 
     def init_inner(self, params: optax.Params) -> optax.OptState:
-        if any(map(is_half, jax.tree.leaves(params))):
-            if not keeps_master_weights(jax.eval_shape(self.inner.init, params)):
-                params = widen(params)
-        return self.inner.init(params)
+        bare = self.kind is Kind.OFF
+        return self.inner.init(params) if bare else made_wide(self.inner.init, params)
 
     def update_fn(
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Step:
         caller = "dynamic_loss_scale's update"
-        scaled = Scaled(self, caller, updates, state, params)
-        finite, grads, old = scaled.finite, scaled.grads, state.inner_state
-        run = functools.partial(scaled.run_inner, extra_args)
+        scaled = Scaled(self, caller, updates, state, params, extra_args)
+        finite, grads, old, run = scaled.finite, scaled.grads, scaled.old, scaled.run
         both = functools.partial(run, grads, old)
 
         def hold(like: Callable[[], Step]) -> Step:
@@ -229,16 +226,14 @@ class LossScaled:
         self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
     ) -> Step:
         """`update_fn` and `apply_updates`, behind one choice: run or hold."""
-        scaled = Scaled(self, "jamp.step", grads, state, params)
+        scaled = Scaled(self, "jamp.step", grads, state, params, extra_args)
 
         def run() -> Step:
-            updates, inner_state = scaled.run_inner(
-                extra_args, scaled.grads, state.inner_state
-            )
+            updates, inner_state = scaled.run(scaled.grads, scaled.old)
             return apply_updates(params, updates), inner_state
 
         params, inner_state = skip.run_or_hold(
-            scaled.finite, run, lambda _: (params, state.inner_state)
+            scaled.finite, run, lambda _: (params, scaled.old)
         )
         return params, scaled.advanced(inner_state)
 
@@ -253,8 +248,9 @@ class Scaled:
         grads: optax.Updates,
         state: PyTree,
         params: optax.Params | None,
+        extra_args: dict[str, object],
     ):
-        self.by, self.caller, self.state, self.params = by, caller, state, params
+        self.by, self.caller, self.params = by, caller, params
         check_state(state, DynamicLossScaleState, caller)
         self.scalars = scalars_of(state)
         check_not_stacked(self.scalars._asdict(), caller)
@@ -263,43 +259,65 @@ class Scaled:
             check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
         self.finite = arithmetic.all_finite(grads, by.axis_name)
+        if by.kind is Kind.OFF:  # only what the scale of another run may have caused
+            self.finite = jnp.logical_or(self.finite, self.scalars.loss_scale == 1)
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         self.grads = skip.harmless(self.finite, grads)
+        self.extra_args = extra_args
+        self.old = settled(
+            lambda old: self.run_inner(self.grads, old)[1], state.inner_state
+        )
 
-    def run_inner(
-        self,
-        extra_args: dict[str, object],
-        grads: optax.Updates,
-        inner_state: optax.OptState,
-    ) -> Step:
-        """The inner optimizer's step, on gradients that this unscales first."""
-        params = self.params
+    def run(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
+        """The inner optimizer's step, on gradients that this unscales first.
+
+        Raises:
+          ValueError: the state belongs to another optimizer.
+          TypeError: the optimizer changes the type of its state.
+        """
+        updates, new = self.run_inner(grads, inner_state)
+        with explained(self.caller, self.by.init_inner, inner_state, self.params):
+            check_same(new, inner_state, f"{self.caller}: the optimizer")
+        return updates, new
+
+    def run_inner(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
+        """`run`, without a check of the state."""
+        params, extra_args = self.params, self.extra_args
         if "grad" in extra_args:
-            grad = arithmetic.unscale(extra_args["grad"], self.inverse)
-            extra_args = {**extra_args, "grad": grad}
-        grads = arithmetic.unscale(grads, self.inverse)
+            extra_args = {**extra_args, "grad": self.unscaled(extra_args["grad"])}
         # Master weights must see the dtypes of the parameters, and be added unrounded.
-        as_they_are = keeps_master_weights(inner_state)
+        # A disabled optimizer does what it does alone.
+        is_off = self.by.kind is Kind.OFF
+        as_they_are = is_off or keeps_master_weights(inner_state)
         with explained(self.caller, self.by.init_inner, inner_state, params):
             updates, inner_state = self.by.inner.update(
-                grads,
+                self.unscaled(grads),
                 inner_state,
                 params if as_they_are else widen(params),
                 **extra_args,
             )
-        if params is not None and not as_they_are:
+        if params is not None:
+            cast = _as_param if as_they_are else _cast_update
             updates = jax.tree_util.tree_map_with_path(
-                _cast_update, updates, params, is_leaf=is_hole
+                cast, updates, params, is_leaf=is_hole
             )
         return updates, inner_state
 
+    def unscaled(self, grads: PyTree) -> PyTree:
+        """Gradients divided by the scale: float32, or in their dtypes if disabled."""
+        wide = arithmetic.unscale(grads, self.inverse)
+        if self.by.kind is not Kind.OFF:
+            return wide
+        narrow = lambda new, old: (
+            new if new is old else lax.convert_element_type(new, dtype_of(old))
+        )
+        return jax.tree.map(narrow, wide, grads)
+
     def advanced(self, inner_state: optax.OptState) -> DynamicLossScaleState:
         """The next state."""
-        advance = rule.advance if self.by.is_dynamic else rule.record
-        found_inf = jnp.logical_not(self.finite)
-        scalars = advance(self.scalars, found_inf, self.by.config)
-        started = rule.started(scalars, self.scalars, self.by.config)
-        return state_of(started, inner_state)
+        found_inf, by = jnp.logical_not(self.finite), self.by
+        scalars = rule.advance(self.scalars, found_inf, by.config, by.kind)
+        return state_of(scalars, inner_state)
 
 
 def loss_scaled(tx: object) -> LossScaled | None:
@@ -308,14 +326,26 @@ def loss_scaled(tx: object) -> LossScaled | None:
     return owner if isinstance(owner, LossScaled) else None
 
 
+def _as_param(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
+    """The update, but zeros of the parameter's dtype for `float0`."""
+    if is_hole(update) or dtype_of(update) != jax.dtypes.float0:
+        return update
+    check_update(path, update, param, "dynamic_loss_scale")
+    return jnp.zeros(jnp.shape(param), dtype_of(param))
+
+
 def _cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
     """The update in the dtype of its parameter."""
+    update = _as_param(path, update, param)
     if is_hole(update):
         return update
     check_update(path, update, param, "dynamic_loss_scale")
-    if dtype_of(update) == jax.dtypes.float0:
-        return jnp.zeros(jnp.shape(param), dtype_of(param))
-    return lax.convert_element_type(update, dtype_of(param))
+    given, dtype = dtype_of(update), dtype_of(param)
+    if jnp.issubdtype(given, jnp.floating) and jnp.issubdtype(dtype, jnp.integer):
+        # The sum is rounded, as by optax, and not the update.
+        moved = lax.convert_element_type(param, given) + update
+        return lax.convert_element_type(moved, dtype) - param
+    return lax.convert_element_type(update, dtype)
 
 
 def _no_update(like: ArrayLike) -> jax.Array:

@@ -6,6 +6,7 @@ run without a loss scale, would change its dtypes in the first step. A condition
 scan and a donated buffer need a state that does not.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -37,34 +38,42 @@ def made_wide(init: Callable[[optax.Params], PyTree], params: optax.Params) -> P
     return jax.tree.map(choose, own, init(widen(params)), is_leaf=is_master)
 
 
-def settled(update: Callable[[T], T], state: T) -> T:
-    """A state in the dtypes that an update returns, as far as these are wider.
+def settled(
+    state: T,
+    init: Callable[[optax.Params], T],
+    params: optax.Params | None,
+    update: Callable[[T], T],
+) -> T:
+    """A state of any run in the dtypes of this one, as far as these are wider.
 
-    Args:
-      update: from a state to the next one. It is traced.
-      state: of any run.
+    These are the dtypes that `init` makes, and those that `update` returns. Both
+    functions are traced, if the state has half-precision leaves.
     """
+    if any(map(_is_half_array, jax.tree.leaves(state))) and params is not None:
+        state = as_wide_as(jax.eval_shape(init, params), state)
     while any(map(_is_half_array, jax.tree.leaves(state))):
-        new = jax.eval_shape(update, state)
-        if jax.tree.structure(new) != jax.tree.structure(state):
-            break  # it is refused when it is used
-        wider = jax.tree.map(_as_wide_as, state, new)
-        if not _changed(wider, state):
+        wider = as_wide_as(jax.eval_shape(update, state), state)
+        if all(map(operator.is_, jax.tree.leaves(wider), jax.tree.leaves(state))):
             break
         state = wider
     return state
 
 
-def _as_wide_as(leaf: PyTree, new: Any) -> PyTree:
-    if not (_is_half_array(leaf) and jnp.issubdtype(new.dtype, jnp.floating)):
-        return leaf
-    dtype = jnp.promote_types(dtype_of(leaf), new.dtype)
-    return leaf if dtype == dtype_of(leaf) else jnp.asarray(leaf, dtype)
+def as_wide_as(like: PyTree, state: T) -> T:
+    """A state whose half-precision leaves have the wider dtypes of another one.
 
+    If the two have other structures, it does not change, and is refused elsewhere.
+    """
 
-def _changed(new: PyTree, old: PyTree) -> bool:
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    return any(a is not b for a, b in pairs)
+    def cast(leaf: PyTree, like: Any) -> PyTree:
+        if not (_is_half_array(leaf) and jnp.issubdtype(like.dtype, jnp.floating)):
+            return leaf
+        dtype = jnp.promote_types(dtype_of(leaf), like.dtype)
+        return leaf if dtype == dtype_of(leaf) else jnp.asarray(leaf, dtype)
+
+    if jax.tree.structure(like) != jax.tree.structure(state):
+        return state
+    return jax.tree.map(cast, state, like)
 
 
 def _is_half_array(leaf: object) -> bool:

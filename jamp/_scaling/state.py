@@ -1,6 +1,7 @@
 """The states of the optax wrappers, and how to find them in a nest of states."""
 
 import contextlib
+import operator
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
@@ -187,19 +188,47 @@ def explained(
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:
-        if params is None:
+        problem = _not_its_own(caller, init, state, params)
+        if problem is None:
             raise
-        difference = _difference(state, jax.eval_shape(init, params))
-        if not difference:
-            raise
-        raise ValueError(
-            f"{caller}: the state belongs to another optimizer or to other parameters: "
-            f"{difference}. Pass the state that this transformation's init made."
-        ) from error
+        raise problem from error
 
 
-def _difference(given: PyTree, made: PyTree) -> str:
-    """How a state differs from what `init` makes, or ""."""
+def check_moved(
+    caller: str,
+    init: Callable[..., PyTree],
+    new: PyTree,
+    old: PyTree,
+    params: PyTree,
+) -> None:
+    """Raises ValueError if an optimizer drops or hands on a state of jamp.
+
+    A stateless optimizer takes any state, and may return it as it is.
+    """
+    kinds = DynamicLossScaleState, MasterWeightsState
+    is_own = lambda node: isinstance(node, kinds)
+    nodes_of = lambda tree: filter(is_own, jax.tree.leaves(tree, is_leaf=is_own))
+    given, got = list(nodes_of(old)), list(nodes_of(new))
+    moved = len(got) == len(given) and all(map(operator.is_not, got, given))
+    if not moved and (problem := _not_its_own(caller, init, old, params)):
+        raise problem
+
+
+def _not_its_own(
+    caller: str, init: Callable[..., PyTree], state: PyTree, params: PyTree
+) -> ValueError | None:
+    """The error for a state that differs from what `init` makes, or None."""
+    if params is None:
+        return None
+    difference = _difference(state, jax.eval_shape(init, params))
+    return difference and ValueError(
+        f"{caller}: the state belongs to another optimizer or to other parameters: "
+        f"{difference}. Pass the state that this transformation's init made."
+    )
+
+
+def _difference(given: PyTree, made: PyTree) -> str | None:
+    """How a state differs from what `init` makes."""
 
     def shape(leaf: Any) -> str:
         is_array = hasattr(leaf, "shape") or isinstance(leaf, NUMBERS)
@@ -215,7 +244,7 @@ def _difference(given: PyTree, made: PyTree) -> str:
         if has != wants:
             return f"at {path or 'the root'} it has {has}, but init makes {wants}"
     same = jax.tree.structure(given) == jax.tree.structure(made)
-    return "" if same else "its tree differs from the one that init makes"
+    return None if same else "its tree differs from the one that init makes"
 
 
 def describe(tree: PyTree) -> str:

@@ -20,12 +20,13 @@ from .._checks import axis_names, flag
 from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_inexact, widen
 from . import arithmetic, rule, skip
 from .apart import Apart
-from .dtypes import made_wide, settled
+from .dtypes import as_wide_as, made_wide, settled
 from .match import check_gradients_match, check_update, is_hole
 from .rule import Kind, LossScaleConfig
 from .skip import check_same
 from .state import (
     DynamicLossScaleState,
+    check_moved,
     check_not_scaled_yet,
     check_not_stacked,
     check_state,
@@ -264,9 +265,8 @@ class Scaled:
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         self.grads = skip.harmless(self.finite, grads)
         self.extra_args = extra_args
-        self.old = settled(
-            lambda old: self.run_inner(self.grads, old)[1], state.inner_state
-        )
+        update = lambda old: self.run_inner(self.grads, old)[1]
+        self.old = settled(state.inner_state, by.init_inner, params, update)
 
     def run(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
         """The inner optimizer's step, on gradients that this unscales first.
@@ -276,21 +276,32 @@ class Scaled:
           TypeError: the optimizer changes the type of its state.
         """
         updates, new = self.run_inner(grads, inner_state)
-        with explained(self.caller, self.by.init_inner, inner_state, self.params):
+        init, params = self.by.init_inner, self.params
+        check_moved(self.caller, init, new, inner_state, params)
+        if self.sees_parameters(
+            inner_state
+        ):  # and may have put half ones into the state
+            new = as_wide_as(inner_state, new)
+        with explained(self.caller, init, inner_state, params):
             check_same(new, inner_state, f"{self.caller}: the optimizer")
         return updates, new
+
+    def sees_parameters(self, inner_state: optax.OptState) -> bool:
+        """Whether the inner optimizer gets the parameters as they are.
+
+        Master weights must see their dtypes, and be added unrounded. A disabled
+        optimizer does what it does alone.
+        """
+        return self.by.kind is Kind.OFF or keeps_master_weights(inner_state)
 
     def run_inner(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
         """`run`, without a check of the state."""
         params, extra_args = self.params, self.extra_args
         if "grad" in extra_args:
             extra_args = {**extra_args, "grad": self.unscaled(extra_args["grad"])}
-        # Master weights must see the dtypes of the parameters, and be added unrounded.
-        # A disabled optimizer does what it does alone.
-        is_off = self.by.kind is Kind.OFF
-        as_they_are = is_off or keeps_master_weights(inner_state)
+        as_they_are = self.sees_parameters(inner_state)
         with explained(self.caller, self.by.init_inner, inner_state, params):
-            updates, inner_state = self.by.inner.update(
+            updates, new = self.by.inner.update(
                 self.unscaled(grads),
                 inner_state,
                 params if as_they_are else widen(params),
@@ -301,7 +312,7 @@ class Scaled:
             updates = jax.tree_util.tree_map_with_path(
                 cast, updates, params, is_leaf=is_hole
             )
-        return updates, inner_state
+        return updates, new
 
     def unscaled(self, grads: PyTree) -> PyTree:
         """Gradients divided by the scale: float32, or in their dtypes if disabled."""

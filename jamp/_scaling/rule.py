@@ -90,8 +90,8 @@ class LossScaleConfig:
       growth_factor: above 1.
       backoff_factor: in (0, 1).
       growth_interval: finite steps in a row before the scale grows, >= 1.
-      min_scale: floor for backing off, >= 0.
-      max_scale: ceiling for growth, at least `min_scale`.
+      min_scale: floor of the scale, >= 0.
+      max_scale: ceiling of the scale, at least `min_scale`.
       hysteresis: overflows since the last growth at which the scale backs off, >= 1.
 
     Raises:

@@ -70,7 +70,7 @@ class DynamicLossScaleState(NamedTuple):
     recent_skips: jax.Array
     floor_steps: jax.Array
     inner_state: optax.OptState
-    retried_steps: ArrayLike = np.int32(0)  # last, so that older states still load
+    retried_steps: ArrayLike = np.int32(0)  # last: older states are made without it
 
 
 class MasterWeightsState(NamedTuple):
@@ -173,10 +173,18 @@ def check_not_stacked(numbers: Mapping[str, jax.Array], caller: str) -> None:
 def check_state(state: object, cls: type, caller: str) -> None:
     """Raises ValueError unless an optimizer state is of a class of this module."""
     if not isinstance(state, cls):
+        found = _states(state)
+        advice = (
+            ""
+            if not found or {"DynamicLossScaleState", cls.__name__} & {*found}
+            else (
+                " To continue with the state of the optimizer inside it, pass "
+                "init(params)._replace(inner_state=state)."
+            )
+        )
         raise ValueError(
             f"{caller}: the state must be a {cls.__name__}, as made by this "
-            f"transformation's init; got {describe(state)}. To go on with the state of "
-            "the optimizer inside it, pass init(params)._replace(inner_state=state)."
+            f"transformation's init; got {describe(state)}.{advice}"
         )
 
 
@@ -249,6 +257,11 @@ def _difference(given: PyTree, made: PyTree) -> str | None:
 
 def describe(tree: PyTree) -> str:
     """The named states in a pytree, for messages."""
+    return ", ".join(dict.fromkeys(_states(tree))) or f"a {type(tree).__name__}"
+
+
+def _states(tree: PyTree) -> list[str]:
+    """The names of the classes of states in a pytree."""
     states: list[str] = []
 
     def note(node: object) -> bool:
@@ -257,4 +270,4 @@ def describe(tree: PyTree) -> str:
         return False
 
     jax.tree.leaves(tree, is_leaf=note)
-    return ", ".join(dict.fromkeys(states)) or f"a {type(tree).__name__}"
+    return states

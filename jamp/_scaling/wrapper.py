@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.typing import ArrayLike
 
 from .._checks import axis_names, flag
-from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_inexact, widen
+from .._tree import PyTree, check_leaves, dtype_of, widen
 from . import arithmetic, rule, skip
 from .apart import Apart
 from .dtypes import as_wide_as, made_wide, settled
-from .match import check_gradients_match, check_update, is_hole
+from .match import check_gradients_match, is_hole
 from .rule import Kind, LossScaleConfig
 from .skip import check_same
 from .state import (
@@ -35,7 +34,13 @@ from .state import (
     scalars_of,
     state_of,
 )
-from .transformation import apply_updates, as_transformation
+from .transformation import (
+    apply_updates,
+    as_transformation,
+    cast_update,
+    no_update,
+    without_float0,
+)
 
 Step = tuple[optax.Updates, optax.OptState]
 
@@ -90,10 +95,11 @@ def dynamic_loss_scale(
       backoff_factor: in (0, 1); the scale is multiplied by it after an overflow.
       growth_interval: finite steps in a row before the scale grows, >= 1.
       enabled: if False, the result is `inner` with a scale of 1: nothing is checked
-        and nothing is skipped. A state may go from one kind to the other: resumed with
-        `enabled=True`, the scale is `init_scale` from the second step on.
-      min_scale: floor when backing off. At 0 the floor is 2**-126.
-      max_scale: ceiling when growing.
+        and nothing is skipped. A state may go from one kind to the other. The first
+        step is checked, and divides by the scale of the state, since the loss was
+        multiplied by it. After that the scale is 1, or `init_scale`.
+      min_scale: floor of the scale. At 0 the floor is 2**-126.
+      max_scale: ceiling of the scale.
       hysteresis: how many overflows since the last growth it takes to back off
         (Megatron-LM's rule). Overflows before that are skipped at the same scale.
       axis_name: mapped axis or axes (`shard_map`, `pmap`) over which an overflow on
@@ -151,7 +157,8 @@ def static_loss_scale(
     """Wraps an optimizer with a loss scale that never changes.
 
     It is like `dynamic_loss_scale`, with the same state, and it skips steps in the same
-    way if gradients are not finite.
+    way if gradients are not finite. A state with another scale has this one after the
+    first step.
 
     Args:
       inner: the optimizer, or an `optax.MultiSteps`.
@@ -209,7 +216,7 @@ class LossScaled:
         both = functools.partial(run, grads, old)
 
         def hold(like: Callable[[], Step]) -> Step:
-            return jax.tree.map(_no_update, like()[0]), old
+            return jax.tree.map(no_update, like()[0]), old
 
         if skip.way(finite) is skip.Way.BRANCH:
             parts = Apart(run, grads, old)
@@ -218,7 +225,7 @@ class LossScaled:
                 new = functools.partial(parts.state, grads)
                 new = skip.run_or_hold(finite, new, lambda like: old)
                 made = parts.updates(skip.zeroed(finite, grads), new)
-                none = jax.tree.map(_no_update, made)
+                none = jax.tree.map(no_update, made)
                 return skip.select(finite, made, none), scaled.advanced(new)
         updates, inner_state = skip.run_or_hold(finite, both, hold)
         return updates, scaled.advanced(inner_state)
@@ -308,7 +315,7 @@ class Scaled:
                 **extra_args,
             )
         if params is not None:
-            cast = _as_param if as_they_are else _cast_update
+            cast = without_float0 if as_they_are else cast_update
             updates = jax.tree_util.tree_map_with_path(
                 cast, updates, params, is_leaf=is_hole
             )
@@ -335,31 +342,3 @@ def loss_scaled(tx: object) -> LossScaled | None:
     """The loss scale that a transformation belongs to, or None."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     return owner if isinstance(owner, LossScaled) else None
-
-
-def _as_param(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
-    """The update, but zeros of the parameter's dtype for `float0`."""
-    if is_hole(update) or dtype_of(update) != jax.dtypes.float0:
-        return update
-    check_update(path, update, param, "dynamic_loss_scale")
-    return jnp.zeros(jnp.shape(param), dtype_of(param))
-
-
-def _cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
-    """The update in the dtype of its parameter."""
-    update = _as_param(path, update, param)
-    if is_hole(update):
-        return update
-    check_update(path, update, param, "dynamic_loss_scale")
-    given, dtype = dtype_of(update), dtype_of(param)
-    if jnp.issubdtype(given, jnp.floating) and jnp.issubdtype(dtype, jnp.integer):
-        # The sum is rounded, as by optax, and not the update.
-        moved = lax.convert_element_type(param, given) + update
-        return lax.convert_element_type(moved, dtype) - param
-    return lax.convert_element_type(update, dtype)
-
-
-def _no_update(like: ArrayLike) -> jax.Array:
-    """An update that keeps a parameter's bits: adding 0 would turn -0 into 0."""
-    zeros = jnp.zeros_like(like)
-    return -zeros if is_inexact(like) else zeros

@@ -442,6 +442,23 @@ def test_the_state_of_half_precision_moments_is_taken_over(table):
         assert types(back) == types(after), (name, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda dtype: dtype.__name__)
+def test_what_cannot_change_its_dtypes_says_how_to_cast_the_state(dtype):
+    params = make_params(dtype)
+    off = jamp.dynamic_loss_scale(inner(), enabled=False)
+    tx, state = jamp.dynamic_loss_scale(inner(), 8.0), off.init(params)
+    step = lambda carry, _: (jamp.step(tx, carry[0], carry[1], carry[0]), None)
+    cure = r"state; .*trace\['b'\] became float32 from .*float16\..*cast it first: jax"
+    for wrap in WRAPS.values():
+        with pytest.raises(TypeError, match=cure):
+            wrap(jamp.retry(step))((params, state), None)
+    as_made = lambda old, new: jnp.asarray(old, new.dtype)
+    state = jax.tree.map(as_made, state, tx.init(params))
+    jamp.retry(step)((params, state), None)
+    (_, scanned), _ = jax.lax.scan(step, (params, state), jnp.arange(3))
+    assert types(scanned) == types(state)
+
+
 # Enabled, disabled, enabled.
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._tree import PyTree, T, dtype_of, is_half, widen
@@ -76,5 +75,5 @@ def as_wide_as(like: PyTree, state: T) -> T:
     return jax.tree.map(cast, state, like)
 
 
-def _is_half_array(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and is_half(leaf)
+def _is_half_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and is_half(leaf)

@@ -23,6 +23,9 @@ SUMMED = """optax.MultiSteps around a loss scale adds up scaled gradients withou
 check, and an inf stays in its sum forever. Put the loss scale around it: \
 jamp.dynamic_loss_scale(optax.MultiSteps(optimizer, every_k_schedule=k))."""
 
+CONTINUE = """ To continue with the state of the optimizer inside it, pass \
+init(params)._replace(inner_state=state)."""
+
 # Around a loss scale: where a state has the inner one, and what goes wrong.
 REFUSED = {
     optax.ApplyIfFiniteState: ("inner_state", HIDDEN),
@@ -173,15 +176,9 @@ def check_not_stacked(numbers: Mapping[str, jax.Array], caller: str) -> None:
 def check_state(state: object, cls: type, caller: str) -> None:
     """Raises ValueError unless an optimizer state is of a class of this module."""
     if not isinstance(state, cls):
-        found = _states(state)
-        advice = (
-            ""
-            if not found or {"DynamicLossScaleState", cls.__name__} & {*found}
-            else (
-                " To continue with the state of the optimizer inside it, pass "
-                "init(params)._replace(inner_state=state)."
-            )
-        )
+        is_own = lambda node: isinstance(node, DynamicLossScaleState | cls)
+        has_own = any(map(is_own, jax.tree.leaves(state, is_leaf=is_own)))
+        advice = CONTINUE if _states(state) and not has_own else ""
         raise ValueError(
             f"{caller}: the state must be a {cls.__name__}, as made by this "
             f"transformation's init; got {describe(state)}.{advice}"
@@ -229,9 +226,13 @@ def _not_its_own(
     if params is None:
         return None
     difference = _difference(state, jax.eval_shape(init, params))
-    return difference and ValueError(
-        f"{caller}: the state belongs to another optimizer or to other parameters: "
-        f"{difference}. Pass the state that this transformation's init made."
+    return (
+        None
+        if difference is None
+        else ValueError(
+            f"{caller}: the state belongs to another optimizer or to other parameters: "
+            f"{difference}. Pass the state that this transformation's init made."
+        )
     )
 
 

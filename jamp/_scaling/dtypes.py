@@ -6,7 +6,6 @@ run without a loss scale, would change its dtypes in the first step. A condition
 scan and a donated buffer need a state that does not.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -37,25 +36,13 @@ def made_wide(init: Callable[[optax.Params], PyTree], params: optax.Params) -> P
     return jax.tree.map(choose, own, init(widen(params)), is_leaf=is_master)
 
 
-def settled(
-    state: T,
-    init: Callable[[optax.Params], T],
-    params: optax.Params | None,
-    update: Callable[[T], T],
+def as_made(
+    state: T, init: Callable[[optax.Params], PyTree], params: optax.Params | None
 ) -> T:
-    """A state of any run in the dtypes of this one, as far as these are wider.
-
-    These are the dtypes that `init` makes, and those that `update` returns. Both
-    functions are traced, if the state has half-precision leaves.
-    """
-    if any(map(_is_half_array, jax.tree.leaves(state))) and params is not None:
-        state = as_wide_as(jax.eval_shape(init, params), state)
-    while any(map(_is_half_array, jax.tree.leaves(state))):
-        wider = as_wide_as(jax.eval_shape(update, state), state)
-        if all(map(operator.is_, jax.tree.leaves(wider), jax.tree.leaves(state))):
-            break
-        state = wider
-    return state
+    """A state of any run in the dtypes that `init` makes, as far as these are wider."""
+    if params is None or not any(map(_is_half_array, jax.tree.leaves(state))):
+        return state
+    return as_wide_as(jax.eval_shape(init, params), state)
 
 
 def as_wide_as(like: PyTree, state: T) -> T:

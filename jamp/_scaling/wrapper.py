@@ -19,7 +19,7 @@ from .._checks import axis_names, flag
 from .._tree import PyTree, check_leaves, dtype_of, widen
 from . import arithmetic, rule, skip
 from .apart import Apart
-from .dtypes import as_wide_as, made_wide, settled
+from .dtypes import as_made, as_wide_as, made_wide
 from .match import check_gradients_match, is_hole
 from .rule import Kind, LossScaleConfig
 from .skip import check_same
@@ -272,8 +272,7 @@ class Scaled:
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         self.grads = skip.harmless(self.finite, grads)
         self.extra_args = extra_args
-        update = lambda old: self.run_inner(self.grads, old)[1]
-        self.old = settled(state.inner_state, by.init_inner, params, update)
+        self.old = as_made(state.inner_state, by.init_inner, params)
 
     def run(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
         """The inner optimizer's step, on gradients that this unscales first.
@@ -282,32 +281,13 @@ class Scaled:
           ValueError: the state belongs to another optimizer.
           TypeError: the optimizer changes the type of its state.
         """
-        updates, new = self.run_inner(grads, inner_state)
-        init, params = self.by.init_inner, self.params
-        check_moved(self.caller, init, new, inner_state, params)
-        if self.sees_parameters(
-            inner_state
-        ):  # and may have put half ones into the state
-            new = as_wide_as(inner_state, new)
-        with explained(self.caller, init, inner_state, params):
-            check_same(new, inner_state, f"{self.caller}: the optimizer")
-        return updates, new
-
-    def sees_parameters(self, inner_state: optax.OptState) -> bool:
-        """Whether the inner optimizer gets the parameters as they are.
-
-        Master weights must see their dtypes, and be added unrounded. A disabled
-        optimizer does what it does alone.
-        """
-        return self.by.kind is Kind.OFF or keeps_master_weights(inner_state)
-
-    def run_inner(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
-        """`run`, without a check of the state."""
-        params, extra_args = self.params, self.extra_args
+        params, init, extra_args = self.params, self.by.init_inner, self.extra_args
         if "grad" in extra_args:
             extra_args = {**extra_args, "grad": self.unscaled(extra_args["grad"])}
-        as_they_are = self.sees_parameters(inner_state)
-        with explained(self.caller, self.by.init_inner, inner_state, params):
+        # Master weights must see the dtypes of the parameters, and be added unrounded.
+        # A disabled optimizer does what it does alone.
+        as_they_are = self.by.kind is Kind.OFF or keeps_master_weights(inner_state)
+        with explained(self.caller, init, inner_state, params):
             updates, new = self.by.inner.update(
                 self.unscaled(grads),
                 inner_state,
@@ -319,6 +299,11 @@ class Scaled:
             updates = jax.tree_util.tree_map_with_path(
                 cast, updates, params, is_leaf=is_hole
             )
+        check_moved(self.caller, init, new, inner_state, params)
+        if as_they_are:  # it may have put half parameters into the state
+            new = as_wide_as(inner_state, new)
+        with explained(self.caller, init, inner_state, params):
+            check_same(new, inner_state, f"{self.caller}: the optimizer")
         return updates, new
 
     def unscaled(self, grads: PyTree) -> PyTree:

@@ -374,6 +374,30 @@ def test_what_is_adopted_stays():
         check_equal(adopt(fresh), fresh)
 
 
+def test_what_was_counted_at_another_scale_is_forgotten():
+    run = LossScaleConfig(init_scale=8.0, max_scale=8.0, hysteresis=3)
+    old = rule.init(LossScaleConfig(init_scale=64.0))
+    old = old._replace(growth_tracker=jnp.int32(7), floor_steps=jnp.int32(3))
+    adopted = rule.adopted(old, run)
+    assert adopted.loss_scale == 8.0
+    assert adopted.growth_tracker == 0 == adopted.floor_steps
+    same = rule.adopted(old, LossScaleConfig())
+    assert same.growth_tracker == 7 and same.floor_steps == 3
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_states_of_older_versions_count_the_overflows_left(left):
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.5), 8.0, hysteresis=3)
+    params = jnp.ones(2)
+    state = tx.init(params)._replace(hysteresis_tracker=jnp.int32(left))
+    scales = []
+    for _ in range(4):
+        _, state = jamp.step(tx, params * INF, state, params)
+        scales.append(float(state.loss_scale))
+    forgiven = max(left - 1, 0)
+    assert scales == [8.0] * forgiven + [8.0 / 2**n for n in range(1, 5 - forgiven)]
+
+
 # What an optimizer's state is made of.
 
 SGD = optax.sgd(0.5)
@@ -392,6 +416,7 @@ NESTS = {
             {"own": jamp.master_weights(SGD), "plain": tx}, {"w": "own", "b": "plain"}
         )
     ),
+    "disabled": lambda tx: jamp.dynamic_loss_scale(tx, enabled=False),
     "inside": lambda tx: jamp.master_weights(jamp.dynamic_loss_scale(tx)),
 }
 MORE = {

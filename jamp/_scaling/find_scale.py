@@ -47,7 +47,8 @@ def find_loss_scale(
 
     If the state holds several loss scales, each is found for its own gradients. A scale
     that the step does not use (disabled, or of an optimizer that does not step) does
-    not change. `min_scale` and `max_scale` are ignored.
+    not change. `min_scale` and `max_scale` are ignored here, but not by the next step,
+    after which a static scale is its argument again.
 
     Args:
       step: `step(state, *batch) -> (state, aux)`, as for `retry`. Nothing is donated.

@@ -12,7 +12,7 @@ import optax
 
 from .._tree import check_leaves
 from .match import check_gradients_match, check_no_gradient
-from .state import explained, find_states
+from .state import check_moved, explained, find_states
 from .transformation import apply_updates, as_transformation
 from .wrapper import loss_scaled
 
@@ -65,7 +65,9 @@ def step(
     check_leaves(grads, "jamp.step: the gradient")
     check_gradients_match(grads, params, "jamp.step", wrapped=True)
     with explained("jamp.step", tx.init, opt_state, params):
-        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        updates, new = tx.update(grads, opt_state, params, **extra_args)
+    check_moved("jamp.step", tx.init, new, opt_state, params)
+    opt_state = new
     if find_states(opt_state):
         check_no_gradient(updates, grads, "jamp.step")
     return apply_updates(params, updates), opt_state

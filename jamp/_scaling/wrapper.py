@@ -14,17 +14,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.typing import ArrayLike
 
 from .._checks import axis_names, flag
-from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_half, is_inexact, widen
+from .._tree import PyTree, check_leaves, dtype_of, widen
 from . import arithmetic, rule, skip
 from .apart import Apart
-from .disabled import disabled
-from .match import check_gradients_match, check_update, is_hole
-from .rule import LossScaleConfig
+from .dtypes import as_made, as_wide_as, made_wide
+from .match import check_gradients_match, is_hole
+from .rule import Kind, LossScaleConfig
+from .skip import check_same
 from .state import (
     DynamicLossScaleState,
+    check_moved,
     check_not_scaled_yet,
     check_not_stacked,
     check_state,
@@ -33,7 +34,13 @@ from .state import (
     scalars_of,
     state_of,
 )
-from .transformation import apply_updates, as_transformation
+from .transformation import (
+    apply_updates,
+    as_transformation,
+    cast_update,
+    no_update,
+    without_float0,
+)
 
 Step = tuple[optax.Updates, optax.OptState]
 
@@ -88,10 +95,11 @@ def dynamic_loss_scale(
       backoff_factor: in (0, 1); the scale is multiplied by it after an overflow.
       growth_interval: finite steps in a row before the scale grows, >= 1.
       enabled: if False, the result is `inner` with a scale of 1: nothing is checked
-        and nothing is skipped. A state may go from one kind to the other: resumed with
-        `enabled=True`, the scale is `init_scale` from the second step on.
-      min_scale: floor when backing off. At 0 the floor is 2**-126.
-      max_scale: ceiling when growing.
+        and nothing is skipped. A state may go from one kind to the other. The first
+        step is checked, and divides by the scale of the state, since the loss was
+        multiplied by it. After that the scale is 1, or `init_scale`.
+      min_scale: floor of the scale. At 0 the floor is 2**-126.
+      max_scale: ceiling of the scale.
       hysteresis: how many overflows since the last growth it takes to back off
         (Megatron-LM's rule). Overflows before that are skipped at the same scale.
       axis_name: mapped axis or axes (`shard_map`, `pmap`) over which an overflow on
@@ -135,10 +143,9 @@ def dynamic_loss_scale(
         max_scale=max_scale,
         hysteresis=hysteresis,
     )
-    if not flag("enabled", enabled):
-        return disabled(as_transformation(inner))
+    kind = Kind.DYNAMIC if flag("enabled", enabled) else Kind.OFF
     inner, axes = as_transformation(inner), axis_names(axis_name)
-    return LossScaled(inner, config, True, axes).transformation()
+    return LossScaled(inner, config, kind, axes).transformation()
 
 
 def static_loss_scale(
@@ -150,7 +157,8 @@ def static_loss_scale(
     """Wraps an optimizer with a loss scale that never changes.
 
     It is like `dynamic_loss_scale`, with the same state, and it skips steps in the same
-    way if gradients are not finite.
+    way if gradients are not finite. A state with another scale has this one after the
+    first step.
 
     Args:
       inner: the optimizer, or an `optax.MultiSteps`.
@@ -174,7 +182,7 @@ def static_loss_scale(
     rule.check_scale("loss_scale", loss_scale)
     config = LossScaleConfig(init_scale=loss_scale)
     inner, axes = as_transformation(inner), axis_names(axis_name)
-    return LossScaled(inner, config, False, axes).transformation()
+    return LossScaled(inner, config, Kind.STATIC, axes).transformation()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,7 +191,7 @@ class LossScaled:
 
     inner: optax.GradientTransformationExtraArgs
     config: LossScaleConfig
-    is_dynamic: bool
+    kind: Kind
     axis_name: tuple[str, ...] | None
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -193,25 +201,22 @@ class LossScaled:
         check_leaves(params, "dynamic_loss_scale's init: the parameter")
         inner_state = self.init_inner(params)
         check_not_scaled_yet(inner_state, "inner")
-        return state_of(rule.init(self.config), inner_state)
+        return state_of(rule.init(self.config, self.kind), inner_state)
 
     def init_inner(self, params: optax.Params) -> optax.OptState:
-        if any(map(is_half, jax.tree.leaves(params))):
-            if not keeps_master_weights(jax.eval_shape(self.inner.init, params)):
-                params = widen(params)
-        return self.inner.init(params)
+        bare = self.kind is Kind.OFF
+        return self.inner.init(params) if bare else made_wide(self.inner.init, params)
 
     def update_fn(
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Step:
         caller = "dynamic_loss_scale's update"
-        scaled = Scaled(self, caller, updates, state, params)
-        finite, grads, old = scaled.finite, scaled.grads, state.inner_state
-        run = functools.partial(scaled.run_inner, extra_args)
+        scaled = Scaled(self, caller, updates, state, params, extra_args)
+        finite, grads, old, run = scaled.finite, scaled.grads, scaled.old, scaled.run
         both = functools.partial(run, grads, old)
 
         def hold(like: Callable[[], Step]) -> Step:
-            return jax.tree.map(_no_update, like()[0]), old
+            return jax.tree.map(no_update, like()[0]), old
 
         if skip.way(finite) is skip.Way.BRANCH:
             parts = Apart(run, grads, old)
@@ -220,7 +225,7 @@ class LossScaled:
                 new = functools.partial(parts.state, grads)
                 new = skip.run_or_hold(finite, new, lambda like: old)
                 made = parts.updates(skip.zeroed(finite, grads), new)
-                none = jax.tree.map(_no_update, made)
+                none = jax.tree.map(no_update, made)
                 return skip.select(finite, made, none), scaled.advanced(new)
         updates, inner_state = skip.run_or_hold(finite, both, hold)
         return updates, scaled.advanced(inner_state)
@@ -229,16 +234,14 @@ class LossScaled:
         self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
     ) -> Step:
         """`update_fn` and `apply_updates`, behind one choice: run or hold."""
-        scaled = Scaled(self, "jamp.step", grads, state, params)
+        scaled = Scaled(self, "jamp.step", grads, state, params, extra_args)
 
         def run() -> Step:
-            updates, inner_state = scaled.run_inner(
-                extra_args, scaled.grads, state.inner_state
-            )
+            updates, inner_state = scaled.run(scaled.grads, scaled.old)
             return apply_updates(params, updates), inner_state
 
         params, inner_state = skip.run_or_hold(
-            scaled.finite, run, lambda _: (params, state.inner_state)
+            scaled.finite, run, lambda _: (params, scaled.old)
         )
         return params, scaled.advanced(inner_state)
 
@@ -253,8 +256,9 @@ class Scaled:
         grads: optax.Updates,
         state: PyTree,
         params: optax.Params | None,
+        extra_args: dict[str, object],
     ):
-        self.by, self.caller, self.state, self.params = by, caller, state, params
+        self.by, self.caller, self.params = by, caller, params
         check_state(state, DynamicLossScaleState, caller)
         self.scalars = scalars_of(state)
         check_not_stacked(self.scalars._asdict(), caller)
@@ -263,62 +267,63 @@ class Scaled:
             check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
         self.finite = arithmetic.all_finite(grads, by.axis_name)
+        if by.kind is Kind.OFF:  # only what the scale of another run may have caused
+            self.finite = jnp.logical_or(self.finite, self.scalars.loss_scale == 1)
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         self.grads = skip.harmless(self.finite, grads)
+        self.extra_args = extra_args
+        self.old = as_made(state.inner_state, by.init_inner, params)
 
-    def run_inner(
-        self,
-        extra_args: dict[str, object],
-        grads: optax.Updates,
-        inner_state: optax.OptState,
-    ) -> Step:
-        """The inner optimizer's step, on gradients that this unscales first."""
-        params = self.params
+    def run(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
+        """The inner optimizer's step, on gradients that this unscales first.
+
+        Raises:
+          ValueError: the state belongs to another optimizer.
+          TypeError: the optimizer changes the type of its state.
+        """
+        params, init, extra_args = self.params, self.by.init_inner, self.extra_args
         if "grad" in extra_args:
-            grad = arithmetic.unscale(extra_args["grad"], self.inverse)
-            extra_args = {**extra_args, "grad": grad}
-        grads = arithmetic.unscale(grads, self.inverse)
+            extra_args = {**extra_args, "grad": self.unscaled(extra_args["grad"])}
         # Master weights must see the dtypes of the parameters, and be added unrounded.
-        as_they_are = keeps_master_weights(inner_state)
-        with explained(self.caller, self.by.init_inner, inner_state, params):
-            updates, inner_state = self.by.inner.update(
-                grads,
+        # A disabled optimizer does what it does alone.
+        as_they_are = self.by.kind is Kind.OFF or keeps_master_weights(inner_state)
+        with explained(self.caller, init, inner_state, params):
+            updates, new = self.by.inner.update(
+                self.unscaled(grads),
                 inner_state,
                 params if as_they_are else widen(params),
                 **extra_args,
             )
-        if params is not None and not as_they_are:
+        if params is not None:
+            cast = without_float0 if as_they_are else cast_update
             updates = jax.tree_util.tree_map_with_path(
-                _cast_update, updates, params, is_leaf=is_hole
+                cast, updates, params, is_leaf=is_hole
             )
-        return updates, inner_state
+        check_moved(self.caller, init, new, inner_state, params)
+        if as_they_are:  # it may have put half parameters into the state
+            new = as_wide_as(inner_state, new)
+        with explained(self.caller, init, inner_state, params):
+            check_same(new, inner_state, f"{self.caller}: the optimizer")
+        return updates, new
+
+    def unscaled(self, grads: PyTree) -> PyTree:
+        """Gradients divided by the scale: float32, or in their dtypes if disabled."""
+        wide = arithmetic.unscale(grads, self.inverse)
+        if self.by.kind is not Kind.OFF:
+            return wide
+        narrow = lambda new, old: (
+            new if new is old else lax.convert_element_type(new, dtype_of(old))
+        )
+        return jax.tree.map(narrow, wide, grads)
 
     def advanced(self, inner_state: optax.OptState) -> DynamicLossScaleState:
         """The next state."""
-        advance = rule.advance if self.by.is_dynamic else rule.record
-        found_inf = jnp.logical_not(self.finite)
-        scalars = advance(self.scalars, found_inf, self.by.config)
-        started = rule.started(scalars, self.scalars, self.by.config)
-        return state_of(started, inner_state)
+        found_inf, by = jnp.logical_not(self.finite), self.by
+        scalars = rule.advance(self.scalars, found_inf, by.config, by.kind)
+        return state_of(scalars, inner_state)
 
 
 def loss_scaled(tx: object) -> LossScaled | None:
     """The loss scale that a transformation belongs to, or None."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     return owner if isinstance(owner, LossScaled) else None
-
-
-def _cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
-    """The update in the dtype of its parameter."""
-    if is_hole(update):
-        return update
-    check_update(path, update, param, "dynamic_loss_scale")
-    if dtype_of(update) == jax.dtypes.float0:
-        return jnp.zeros(jnp.shape(param), dtype_of(param))
-    return lax.convert_element_type(update, dtype_of(param))
-
-
-def _no_update(like: ArrayLike) -> jax.Array:
-    """An update that keeps a parameter's bits: adding 0 would turn -0 into 0."""
-    zeros = jnp.zeros_like(like)
-    return -zeros if is_inexact(like) else zeros

@@ -180,7 +180,10 @@ def update(
     shrunk = _float64_product(state.loss_scale, config.backoff_factor)
     shrunk = jnp.maximum(shrunk, floor(config))
 
-    loss_scale = jnp.where(grow & jnp.isfinite(grown), grown, state.loss_scale)
+    loss_scale = state.loss_scale
+    if is_traced(config.max_scale) or config.max_scale < math.inf:
+        loss_scale = jnp.minimum(loss_scale, _float32(config.max_scale))
+    loss_scale = jnp.where(grow & jnp.isfinite(grown), grown, loss_scale)
     return state._replace(
         loss_scale=jnp.where(back_off, shrunk, loss_scale),
         growth_tracker=jnp.where(found_inf | grow, 0, successes),

@@ -143,7 +143,7 @@ FAULTS = (
     ),
     Fault(
         "a skipped step takes the momentum away",
-        "_scaling/wrapper.py",
+        "_scaling/scaled.py",
         "lambda _: (params, state.inner_state)",
         "lambda _: (params, jax.tree.map(jnp.zeros_like, state.inner_state))",
         "scale",

@@ -185,6 +185,9 @@ def test_what_was_saved_by_an_older_version_is_loaded():
     assert found.keys() == expected.keys()
     region, expected_region = found.pop("region"), expected.pop("region")
     assert region.settings == expected_region.settings
+    # It counted the overflows left, and not those forgiven: a step converts it.
+    assert found["state"].hysteresis_tracker == 1
+    found["state"] = found["state"]._replace(hysteresis_tracker=jnp.int32(-2))
     for kind, value in found.items():
         assert type(value) is type(expected[kind])
         assert value == expected[kind], kind

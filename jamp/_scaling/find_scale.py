@@ -47,8 +47,9 @@ def find_loss_scale(
 
     If the state holds several loss scales, each is found for its own gradients. A scale
     that the step does not use (disabled, or of an optimizer that does not step) does
-    not change. `max_scale` is obeyed, `min_scale` is not. A step whose gradients are
-    zero is finite at any scale, and the search ends at 2^32.
+    not change. `max_scale` is obeyed. `min_scale` is not, until the next step, after
+    which a static scale is its argument again. A step whose gradients are zero is
+    finite at any scale, and the search ends at 2^32.
 
     Args:
       step: `step(state, *batch) -> (state, aux)`, as for `retry`. Nothing is donated.

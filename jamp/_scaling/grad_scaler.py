@@ -45,8 +45,8 @@ class GradScaler(ScalerState):
       enabled: if False, `scale` and `unscale_` are the identity, `step` always steps,
         `get_scale` is 1.0 and `state_dict` is empty. The scale that it holds does
         not change, so an enabled scaler that takes its `nnx.state` continues from it.
-      min_scale: floor when backing off. These four are as in `jamp.dynamic_loss_scale`.
-      max_scale: ceiling when growing.
+      min_scale: floor of the scale. These four are as in `jamp.dynamic_loss_scale`.
+      max_scale: ceiling of the scale.
       hysteresis: how many overflows since the last growth it takes to back off.
       axis_name: mapped axis or axes over which an overflow counts for all replicas.
 

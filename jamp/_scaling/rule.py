@@ -12,6 +12,7 @@ below 2**-126, float32's smallest normal number. torch's scale falls to zero.
 """
 
 import dataclasses
+import enum
 import math
 import operator
 from typing import NamedTuple
@@ -25,7 +26,17 @@ from .._checks import check_range, is_traced, number
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # 2**-126
 LARGEST_SCALE = float(np.finfo(np.float32).max)
-SWITCHED_OFF = -1  # `hysteresis_tracker` of a disabled scale, which does not count
+# `hysteresis_tracker`: a forgiven overflow takes 1 off. So a new hysteresis finds what
+# an old one forgave. Numbers >= 0 are of older versions: overflows left to forgive.
+SWITCHED_OFF, NONE_FORGIVEN = -1, -2
+
+
+class Kind(enum.Enum):
+    """What a step does to its scale."""
+
+    DYNAMIC = enum.auto()
+    STATIC = enum.auto()  # it is always the argument
+    OFF = enum.auto()  # it is always 1
 
 
 class LossScaleState(NamedTuple):
@@ -35,7 +46,7 @@ class LossScaleState(NamedTuple):
     growth_tracker: jax.Array  # finite steps in a row, 0 after a growth
     found_inf: jax.Array  # whether the last step was skipped
     skipped_steps: jax.Array  # steps skipped so far
-    hysteresis_tracker: jax.Array  # overflows left before backing off
+    hysteresis_tracker: jax.Array  # -2, less the overflows forgiven since a growth
     recent_skips: jax.Array  # the last 32 steps, the newest lowest; 1 is a skip
     floor_steps: jax.Array  # steps at the floor since it overflowed there
     retried_steps: jax.Array  # attempts that `retry` ran again so far
@@ -57,10 +68,11 @@ class LossScaleConfig:
     The rule, for one step with `found_inf`:
 
         if found_inf:
-            growth_tracker, hysteresis_tracker = 0, hysteresis_tracker - 1
-            if hysteresis_tracker <= 0: scale = max(scale * backoff_factor, min_scale)
+            growth_tracker = 0
+            if forgiven < hysteresis - 1: forgiven += 1
+            else: scale = max(scale * backoff_factor, min_scale)
         else if growth_tracker + 1 == growth_interval:
-            growth_tracker, hysteresis_tracker = 0, hysteresis
+            growth_tracker, forgiven = 0, 0
             if min(scale * growth_factor, max_scale) is finite: scale = that
         else: growth_tracker = growth_tracker + 1
 
@@ -78,8 +90,8 @@ class LossScaleConfig:
       growth_factor: above 1.
       backoff_factor: in (0, 1).
       growth_interval: finite steps in a row before the scale grows, >= 1.
-      min_scale: floor for backing off, >= 0.
-      max_scale: ceiling for growth, at least `min_scale`.
+      min_scale: floor of the scale, >= 0.
+      max_scale: ceiling of the scale, at least `min_scale`.
       hysteresis: overflows since the last growth at which the scale backs off, >= 1.
 
     Raises:
@@ -140,22 +152,74 @@ def check_scale(name: str, value: object) -> float:
     return scale
 
 
-def init(config: LossScaleConfig) -> LossScaleState:
+def init(config: LossScaleConfig, kind: Kind = Kind.DYNAMIC) -> LossScaleState:
     """The state before the first step."""
-    init_scale = jnp.asarray(config.init_scale, jnp.float32)
     zeros = LossScaleState(*(jnp.zeros([], dtype) for dtype in DTYPES.values()))
-    return zeros._replace(
-        # Unchecked inside a trace: optax.inject_hyperparams may have cast it to inf.
-        loss_scale=jnp.clip(init_scale, SMALLEST_SCALE, LARGEST_SCALE),
-        hysteresis_tracker=jnp.asarray(config.hysteresis, jnp.int32),
+    off = zeros._replace(
+        loss_scale=jnp.ones([], jnp.float32),
+        hysteresis_tracker=jnp.full([], SWITCHED_OFF, jnp.int32),
+    )
+    return adopted(off, config, kind)
+
+
+def adopted(
+    state: LossScaleState, config: LossScaleConfig, kind: Kind = Kind.DYNAMIC
+) -> LossScaleState:
+    """Any state as one of a run with these arguments.
+
+    States outlive their arguments: a run is resumed with other bounds, another
+    hysteresis, another kind of scale. Each step begins with this, so that no number
+    that contradicts an argument survives it. What it returns does not change if it is
+    adopted again.
+
+    A dynamic scale goes on from any other, within its bounds, but from `init_scale`
+    after a disabled one, unless the user has set the scale since then.
+    """
+    old, tracker = state.loss_scale, state.hysteresis_tracker
+    # Unchecked inside a trace: optax.inject_hyperparams may have cast it to inf.
+    first = jnp.clip(_float32(config.init_scale), SMALLEST_SCALE, LARGEST_SCALE)
+    match kind:
+        case Kind.DYNAMIC:
+            is_new = (tracker == SWITCHED_OFF) & (old == 1)
+            highest = jnp.minimum(_float32(config.max_scale), np.float32(LARGEST_SCALE))
+            kept = jnp.clip(old, floor(config), highest)
+            loss_scale = jnp.where(is_new, first, kept)
+            most = _int32(config.hysteresis) - 1
+            was_left = tracker >= 0
+            forgiven = jnp.where(was_left, most + 1, NONE_FORGIVEN) - tracker
+            tracker = NONE_FORGIVEN - jnp.clip(forgiven, 0, most)
+        case Kind.STATIC:
+            loss_scale, tracker = first, jnp.full_like(tracker, NONE_FORGIVEN)
+        case Kind.OFF:
+            loss_scale, tracker = 1.0, jnp.full_like(tracker, SWITCHED_OFF)
+    is_same = loss_scale == old
+    return state._replace(
+        loss_scale=jnp.where(is_same, old, loss_scale),
+        growth_tracker=jnp.where(is_same, state.growth_tracker, 0),
+        hysteresis_tracker=tracker,
+        floor_steps=jnp.where(is_same, state.floor_steps, 0),
     )
 
 
 def advance(
-    state: LossScaleState, found_inf: jax.Array, config: LossScaleConfig
+    state: LossScaleState,
+    found_inf: jax.Array,
+    config: LossScaleConfig,
+    kind: Kind = Kind.DYNAMIC,
 ) -> LossScaleState:
-    """The state after one step, with the scale moved and the step recorded."""
-    return record(update(state, found_inf, config), found_inf, config)
+    """The state after one step, with the scale moved and the step recorded.
+
+    What a step found at a scale that is not adopted does not move the adopted one.
+    """
+    own = adopted(state, config, kind)
+    if kind is Kind.OFF:  # it counts nothing, only what it skips at another scale
+        skipped = state.skipped_steps + found_inf.astype(jnp.int32)
+        return own._replace(found_inf=found_inf, skipped_steps=skipped)
+    if kind is Kind.DYNAMIC:
+        is_own = own.loss_scale == state.loss_scale
+        choose = lambda moved, own: jnp.where(is_own, moved, own)
+        own = LossScaleState(*map(choose, update(own, found_inf, config), own))
+    return record(own, found_inf, config)
 
 
 def update(
@@ -172,25 +236,21 @@ def update(
     """
     successes = state.growth_tracker + 1
     grow = ~found_inf & (successes == _int32(config.growth_interval))
-    overflows_left = jnp.maximum(state.hysteresis_tracker - 1, 0)
-    back_off = found_inf & (overflows_left == 0)
+    tracker = state.hysteresis_tracker
+    forgives = NONE_FORGIVEN - tracker < _int32(config.hysteresis) - 1
+    after_overflow = tracker - forgives.astype(jnp.int32)
 
     grown = _float64_product(state.loss_scale, config.growth_factor)
     grown = jnp.minimum(grown, _float32(config.max_scale))
     shrunk = _float64_product(state.loss_scale, config.backoff_factor)
     shrunk = jnp.maximum(shrunk, floor(config))
 
-    loss_scale = state.loss_scale
-    if is_traced(config.max_scale) or config.max_scale < math.inf:
-        loss_scale = jnp.minimum(loss_scale, _float32(config.max_scale))
-    loss_scale = jnp.where(grow & jnp.isfinite(grown), grown, loss_scale)
+    loss_scale = jnp.where(grow & jnp.isfinite(grown), grown, state.loss_scale)
     return state._replace(
-        loss_scale=jnp.where(back_off, shrunk, loss_scale),
+        loss_scale=jnp.where(found_inf & ~forgives, shrunk, loss_scale),
         growth_tracker=jnp.where(found_inf | grow, 0, successes),
         hysteresis_tracker=jnp.where(
-            found_inf,
-            overflows_left,
-            jnp.where(grow, _int32(config.hysteresis), state.hysteresis_tracker),
+            found_inf, after_overflow, jnp.where(grow, NONE_FORGIVEN, tracker)
         ),
     )
 
@@ -210,36 +270,6 @@ def record(
         skipped_steps=state.skipped_steps + skipped.astype(jnp.int32),
         recent_skips=(state.recent_skips << 1) | skipped.astype(jnp.uint32),
         floor_steps=jnp.where(stuck, state.floor_steps + 1, 0),
-    )
-
-
-def switched_off(state: LossScaleState) -> LossScaleState:
-    """The state of a disabled scale, from any other: 1, and marked."""
-    return state._replace(
-        loss_scale=jnp.ones_like(state.loss_scale),
-        found_inf=jnp.zeros_like(state.found_inf),
-        hysteresis_tracker=jnp.full_like(state.hysteresis_tracker, SWITCHED_OFF),
-    )
-
-
-def started(
-    new: LossScaleState, old: LossScaleState, config: LossScaleConfig
-) -> LossScaleState:
-    """The state after a step, started anew if the step came after a disabled scale.
-
-    A scale that the user has set since then stays.
-    """
-    was_off = old.hysteresis_tracker == SWITCHED_OFF
-    is_untouched = was_off & (old.loss_scale == 1)
-    fresh = init(config)
-
-    def choose(condition: jax.Array, name: str) -> jax.Array:
-        return jnp.where(condition, getattr(fresh, name), getattr(new, name))
-
-    return new._replace(
-        loss_scale=choose(is_untouched, "loss_scale"),
-        growth_tracker=choose(is_untouched, "growth_tracker"),
-        hysteresis_tracker=choose(was_off, "hysteresis_tracker"),
     )
 
 

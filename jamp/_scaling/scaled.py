@@ -13,27 +13,21 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.typing import ArrayLike
 
 from .._checks import is_traced
-from .._tree import (
-    KeyPath,
-    PyTree,
-    check_leaves,
-    dtype_of,
-    is_half,
-    is_inexact,
-    widen,
-)
+from .._tree import Flag, PyTree, check_leaves, dtype_of, widen
 from . import arithmetic, rule, skip
 from .apart import Apart
 from .arrivals import current
 from .derivatives import at_scale, check_no_gradient_function, stays_finite
-from .match import check_gradients_match, check_update, is_hole
+from .dtypes import as_made, as_wide_as, made_wide
+from .match import check_gradients_match, is_hole
 from .mesh import on_all
-from .rule import LossScaleConfig
+from .rule import Kind, LossScaleConfig
+from .skip import check_same
 from .state import (
     DynamicLossScaleState,
+    check_moved,
     check_not_scaled_yet,
     check_not_stacked,
     check_state,
@@ -42,10 +36,16 @@ from .state import (
     scalars_of,
     state_of,
 )
-from .transformation import apply_updates
+from .transformation import (
+    apply_updates,
+    cast_update,
+    no_update,
+    without_float0,
+)
 from .unread import chosen, only, reads
 
 Step = tuple[optax.Updates, optax.OptState]
+Given = tuple[optax.Updates, PyTree]  # the gradients, and those among the arguments
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class LossScaled:
 
     inner: optax.GradientTransformationExtraArgs
     config: LossScaleConfig
-    is_dynamic: bool
+    kind: Kind
     axis_name: tuple[str, ...] | None
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -64,32 +64,31 @@ class LossScaled:
         check_leaves(params, "dynamic_loss_scale's init: the parameter")
         inner_state = self.init_inner(params)
         check_not_scaled_yet(inner_state, "inner")
-        return state_of(rule.init(self.config), inner_state)
+        return state_of(rule.init(self.config, self.kind), inner_state)
 
     def init_inner(self, params: optax.Params) -> optax.OptState:
-        if any(map(is_half, jax.tree.leaves(params))):
-            if not keeps_master_weights(jax.eval_shape(self.inner.init, params)):
-                params = widen(params)
-        return self.inner.init(params)
+        bare = self.kind is Kind.OFF
+        return self.inner.init(params) if bare else made_wide(self.inner.init, params)
 
     def update_fn(
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Step:
         caller = "dynamic_loss_scale's update"
-        if (watch := current()) is not None:
+        watch = None if self.kind is Kind.OFF else current()
+        if watch is not None:
             watch.arrive(updates)
         scaled = Scaled(self, caller, updates, state, params, extra_args)
-        finite, grads, old = scaled.finite, scaled.grads, state.inner_state
+        finite, grads, old = scaled.finite, scaled.grads, scaled.old
         parts = scaled.parts
 
         def hold(like: Callable[[], Step]) -> Step:
-            return jax.tree.map(_no_update, like()[0]), old
+            return jax.tree.map(no_update, like()[0]), old
 
         if skip.way(finite) is skip.Way.BRANCH and parts and parts.is_free():
             new = functools.partial(parts.state, grads)
             new = skip.run_or_hold(finite, new, lambda like: old)
             made = parts.updates(skip.zeroed(finite, grads), new)
-            none = jax.tree.map(_no_update, made)
+            none = jax.tree.map(no_update, made)
             updates, inner_state = skip.select(finite, made, none), new
         else:
             updates, inner_state = skip.run_or_hold(finite, scaled.both, hold)
@@ -108,7 +107,7 @@ class LossScaled:
             updates, inner_state = scaled.both()
             return apply_updates(params, updates), inner_state
 
-        hold = lambda _: (params, state.inner_state)
+        hold = lambda _: (params, scaled.old)
         new = scaled.checked(skip.run_or_hold(scaled.finite, run, hold), hold)
         return new[0], scaled.advanced(new[1])
 
@@ -129,7 +128,7 @@ class Scaled:
         params: optax.Params | None,
         extra_args: dict[str, object],
     ):
-        self.by, self.caller, self.state, self.params = by, caller, state, params
+        self.by, self.caller, self.params = by, caller, params
         check_state(state, DynamicLossScaleState, caller)
         self.scalars = scalars_of(state)
         check_not_stacked(self.scalars._asdict(), caller)
@@ -137,31 +136,39 @@ class Scaled:
         if params is not None:
             check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
-        check_no_gradient_function(extra_args, caller)
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
-        functions = at_scale(extra_args, self.scalars.loss_scale, self.inverse)
+        functions = {}
+        if by.kind is not Kind.OFF:
+            check_no_gradient_function(extra_args, caller)
+            functions = at_scale(extra_args, self.scalars.loss_scale, self.inverse)
         self.extra_args, self.differentiates = extra_args | functions, bool(functions)
-        self.parts: Apart | None = None
         # An extra argument named `grad`, of line searches, is a gradient like these.
         given = grads, {k: v for k, v in extra_args.items() if k == "grad"}
-        old, leaves = state.inner_state, jax.tree.leaves((given, self.inverse))
-        if any(map(is_traced, leaves)):
-            self.parts = Apart(self.run_inner, given, old)
+        self.old = as_made(state.inner_state, by.init_inner, params)
+        self.parts: Apart | None = None
+        if any(map(is_traced, jax.tree.leaves((given, self.inverse)))):
+            self.parts = Apart(self.run, given, self.old)
             used = self.parts.reads()
             given = only(used, given)
-            self.finite = arithmetic.all_finite(chosen(used, given), by.axis_name)
+            self.finite = self.all_finite(chosen(used, given))
         else:
-            self.finite = arithmetic.all_finite(given, by.axis_name)
+            self.finite = self.all_finite(given)
             if not self.finite:
-                used = reads(lambda given: self.run_inner(given, old), given)
-                self.finite = arithmetic.all_finite(chosen(used, given), by.axis_name)
+                used = reads(lambda given: self.run(given, self.old), given)
+                self.finite = self.all_finite(chosen(used, given))
         self.grads = skip.harmless(self.finite, given)
+
+    def all_finite(self, grads: PyTree) -> Flag:
+        finite = arithmetic.all_finite(grads, self.by.axis_name)
+        if self.by.kind is Kind.OFF:  # only what the scale of another run may cause
+            return jnp.logical_or(finite, self.scalars.loss_scale == 1)
+        return finite
 
     def both(self) -> Step:
         """The updates and the new state of the inner optimizer."""
         if self.parts is not None:
             return self.parts.both(self.grads)
-        return self.run_inner(self.grads, self.state.inner_state)
+        return self.run(self.grads, self.old)
 
     def checked(self, new: Step, hold: Callable[[Callable[[], Step]], Step]) -> Step:
         """A step's results, held if derivatives that it took itself overflowed."""
@@ -172,54 +179,55 @@ class Scaled:
         self.finite = jnp.logical_and(self.finite, fine)
         return skip.select(fine, new, old)
 
-    def run_inner(
-        self, given: tuple[optax.Updates, PyTree], inner_state: optax.OptState
-    ) -> Step:
-        """The inner optimizer's step, on gradients that this unscales first."""
-        params = self.params
-        grads, derivatives = arithmetic.unscale(given, self.inverse)
-        extra_args = self.extra_args | derivatives
+    def run(self, given: Given, inner_state: optax.OptState) -> Step:
+        """The inner optimizer's step, on gradients that this unscales first.
+
+        Raises:
+          ValueError: the state belongs to another optimizer.
+          TypeError: the optimizer changes the type of its state.
+        """
+        params, init = self.params, self.by.init_inner
+        grads, derivatives = self.unscaled(given)
         # Master weights must see the dtypes of the parameters, and be added unrounded.
-        as_they_are = keeps_master_weights(inner_state)
-        with explained(self.caller, self.by.init_inner, inner_state, params):
-            updates, inner_state = self.by.inner.update(
+        # A disabled optimizer does what it does alone.
+        as_they_are = self.by.kind is Kind.OFF or keeps_master_weights(inner_state)
+        with explained(self.caller, init, inner_state, params):
+            updates, new = self.by.inner.update(
                 grads,
                 inner_state,
                 params if as_they_are else widen(params),
-                **extra_args,
+                **self.extra_args | derivatives,
             )
-        if params is not None and not as_they_are:
+        if params is not None:
+            cast = without_float0 if as_they_are else cast_update
             updates = jax.tree_util.tree_map_with_path(
-                _cast_update, updates, params, is_leaf=is_hole
+                cast, updates, params, is_leaf=is_hole
             )
-        return updates, inner_state
+        check_moved(self.caller, init, new, inner_state, params)
+        if as_they_are:  # it may have put half parameters into the state
+            new = as_wide_as(inner_state, new)
+        with explained(self.caller, init, inner_state, params):
+            check_same(new, inner_state, f"{self.caller}: the optimizer")
+        return updates, new
+
+    def unscaled(self, grads: PyTree) -> PyTree:
+        """Gradients divided by the scale: float32, or in their dtypes if disabled."""
+        wide = arithmetic.unscale(grads, self.inverse)
+        if self.by.kind is not Kind.OFF:
+            return wide
+        narrow = lambda new, old: (
+            new if new is old else lax.convert_element_type(new, dtype_of(old))
+        )
+        return jax.tree.map(narrow, wide, grads)
 
     def advanced(self, inner_state: optax.OptState) -> DynamicLossScaleState:
         """The next state."""
-        advance = rule.advance if self.by.is_dynamic else rule.record
-        found_inf = jnp.logical_not(self.finite)
-        scalars = advance(self.scalars, found_inf, self.by.config)
-        started = rule.started(scalars, self.scalars, self.by.config)
-        return state_of(started, inner_state)
+        found_inf, by = jnp.logical_not(self.finite), self.by
+        scalars = rule.advance(self.scalars, found_inf, by.config, by.kind)
+        return state_of(scalars, inner_state)
 
 
 def loss_scaled(tx: object) -> LossScaled | None:
     """The loss scale that a transformation belongs to, or None."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     return owner if isinstance(owner, LossScaled) else None
-
-
-def _cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
-    """The update in the dtype of its parameter."""
-    if is_hole(update):
-        return update
-    check_update(path, update, param, "dynamic_loss_scale")
-    if dtype_of(update) == jax.dtypes.float0:
-        return jnp.zeros(jnp.shape(param), dtype_of(param))
-    return lax.convert_element_type(update, dtype_of(param))
-
-
-def _no_update(like: ArrayLike) -> jax.Array:
-    """An update that keeps a parameter's bits: adding 0 would turn -0 into 0."""
-    zeros = jnp.zeros_like(like)
-    return -zeros if is_inexact(like) else zeros

@@ -95,7 +95,8 @@ class ScalerState(nnx.Pytree):
         """The state as Python scalars, with torch's five keys; `{}` if disabled.
 
         `torch.amp.GradScaler.load_state_dict` accepts it. With `hysteresis` above 1 it
-        has a sixth key, `_hysteresis_tracker`, which torch ignores.
+        has a sixth key, `_hysteresis_tracker`, which torch ignores: overflows left
+        before the scale backs off.
 
         Raises:
           RuntimeError: it was called inside a trace, or in the middle of an iteration.
@@ -117,7 +118,9 @@ class ScalerState(nnx.Pytree):
             "_growth_tracker": int(state.growth_tracker),
         }
         if self._config.hysteresis > 1:
-            result["_hysteresis_tracker"] = int(state.hysteresis_tracker)
+            tracker = rule.adopted(state, self._config).hysteresis_tracker
+            left = self._config.hysteresis - rule.NONE_FORGIVEN + int(tracker)
+            result["_hysteresis_tracker"] = left
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> None:
@@ -152,11 +155,11 @@ class ScalerState(nnx.Pytree):
         tracker = check_count("_growth_tracker", state_dict["_growth_tracker"])
         left = state_dict.get("_hysteresis_tracker", self._config.hysteresis)
         left = check_count("_hysteresis_tracker", left)
-        left = min(left, self._config.hysteresis)
         self._configure(**{key: state_dict[key] for key in keys[1:]})
         self.loss_scale[...] = scale
         self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)
         self.hysteresis_tracker[...] = jnp.asarray(left, jnp.int32)
+        self._set_scalars(rule.adopted(self._scalars(), self._config))
 
     def _configure(self, **changes: ArrayLike) -> None:
         for name, value in changes.items():

@@ -20,8 +20,11 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
-from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_inexact
+from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_half, is_inexact
 from .donated import overwrites
+
+OTHER_RUN = """ If the state is of another run, cast it first: jax.tree.map(\
+lambda old, new: jnp.asarray(old, new.dtype), opt_state, tx.init(params))."""
 
 
 def by_branch() -> bool:
@@ -119,10 +122,11 @@ def check_same(new: PyTree, old: PyTree, step: str) -> None:
             return
         for kind, of in (("dtype", dtype_of), ("shape", jnp.shape)):
             if of(new) != of(old):
+                cure = OTHER_RUN if kind == "dtype" and is_half(old) else ""
                 raise TypeError(
                     f"{step} must keep the {kind} of each leaf of its state; "
                     f"{jax.tree_util.keystr(path) or 'the state'} became {of(new)} "
-                    f"from {of(old)}."
+                    f"from {of(old)}.{cure}"
                 )
 
     jax.tree_util.tree_map_with_path(check_leaf, old, new)

@@ -1,6 +1,7 @@
 """The states of the optax wrappers, and how to find them in a nest of states."""
 
 import contextlib
+import operator
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ SUMMED = """optax.MultiSteps around a loss scale adds up scaled gradients withou
 check, and an inf stays in its sum forever. Put the loss scale around it: \
 jamp.dynamic_loss_scale(optax.MultiSteps(optimizer, every_k_schedule=k))."""
 
+CONTINUE = """ To continue with the state of the optimizer inside it, pass \
+init(params)._replace(inner_state=state)."""
+
 # Around a loss scale: where a state has the inner one, and what goes wrong.
 REFUSED = {
     optax.ApplyIfFiniteState: ("inner_state", HIDDEN),
@@ -41,7 +45,8 @@ class DynamicLossScaleState(NamedTuple):
       growth_tracker: int32 []: finite steps in a row, 0 after a growth.
       found_inf: bool []: whether the last step was skipped.
       skipped_steps: int32 []: steps skipped so far.
-      hysteresis_tracker: int32 []: overflows left before backing off; -1 if disabled.
+      hysteresis_tracker: int32 []: -2, less the overflows forgiven since the last
+        growth; -1 if disabled.
       recent_skips: uint32 []: the last 32 steps, the newest lowest; 1 is a skip.
       floor_steps: int32 []: steps at the floor since it overflowed there.
       inner_state: of the wrapped optimizer, held on a skipped step.
@@ -68,7 +73,7 @@ class DynamicLossScaleState(NamedTuple):
     recent_skips: jax.Array
     floor_steps: jax.Array
     inner_state: optax.OptState
-    retried_steps: ArrayLike = np.int32(0)  # last, so that older states still load
+    retried_steps: ArrayLike = np.int32(0)  # last: older states are made without it
 
 
 class MasterWeightsState(NamedTuple):
@@ -119,11 +124,11 @@ def state_of(
 
 def keeps_master_weights(opt_state: PyTree) -> bool:
     """Whether there is a `MasterWeightsState` anywhere in an optimizer state."""
-
-    def is_master(node: object) -> bool:
-        return isinstance(node, MasterWeightsState)
-
     return any(map(is_master, jax.tree.leaves(opt_state, is_leaf=is_master)))
+
+
+def is_master(node: object) -> bool:
+    return isinstance(node, MasterWeightsState)
 
 
 def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
@@ -171,9 +176,12 @@ def check_not_stacked(numbers: Mapping[str, jax.Array], caller: str) -> None:
 def check_state(state: object, cls: type, caller: str) -> None:
     """Raises ValueError unless an optimizer state is of a class of this module."""
     if not isinstance(state, cls):
+        is_own = lambda node: isinstance(node, DynamicLossScaleState | cls)
+        has_own = any(map(is_own, jax.tree.leaves(state, is_leaf=is_own)))
+        advice = CONTINUE if _states(state) and not has_own else ""
         raise ValueError(
             f"{caller}: the state must be a {cls.__name__}, as made by this "
-            f"transformation's init; got {describe(state)}."
+            f"transformation's init; got {describe(state)}.{advice}"
         )
 
 
@@ -185,19 +193,51 @@ def explained(
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:
-        if params is None:
+        problem = _not_its_own(caller, init, state, params)
+        if problem is None:
             raise
-        difference = _difference(state, jax.eval_shape(init, params))
-        if not difference:
-            raise
-        raise ValueError(
+        raise problem from error
+
+
+def check_moved(
+    caller: str,
+    init: Callable[..., PyTree],
+    new: PyTree,
+    old: PyTree,
+    params: PyTree,
+) -> None:
+    """Raises ValueError if an optimizer drops or hands on a state of jamp.
+
+    A stateless optimizer takes any state, and may return it as it is.
+    """
+    kinds = DynamicLossScaleState, MasterWeightsState
+    is_own = lambda node: isinstance(node, kinds)
+    nodes_of = lambda tree: filter(is_own, jax.tree.leaves(tree, is_leaf=is_own))
+    given, got = list(nodes_of(old)), list(nodes_of(new))
+    moved = len(got) == len(given) and all(map(operator.is_not, got, given))
+    if not moved and (problem := _not_its_own(caller, init, old, params)):
+        raise problem
+
+
+def _not_its_own(
+    caller: str, init: Callable[..., PyTree], state: PyTree, params: PyTree
+) -> ValueError | None:
+    """The error for a state that differs from what `init` makes, or None."""
+    if params is None:
+        return None
+    difference = _difference(state, jax.eval_shape(init, params))
+    return (
+        None
+        if difference is None
+        else ValueError(
             f"{caller}: the state belongs to another optimizer or to other parameters: "
             f"{difference}. Pass the state that this transformation's init made."
-        ) from error
+        )
+    )
 
 
-def _difference(given: PyTree, made: PyTree) -> str:
-    """How a state differs from what `init` makes, or ""."""
+def _difference(given: PyTree, made: PyTree) -> str | None:
+    """How a state differs from what `init` makes."""
 
     def shape(leaf: Any) -> str:
         is_array = hasattr(leaf, "shape") or isinstance(leaf, NUMBERS)
@@ -213,11 +253,16 @@ def _difference(given: PyTree, made: PyTree) -> str:
         if has != wants:
             return f"at {path or 'the root'} it has {has}, but init makes {wants}"
     same = jax.tree.structure(given) == jax.tree.structure(made)
-    return "" if same else "its tree differs from the one that init makes"
+    return None if same else "its tree differs from the one that init makes"
 
 
 def describe(tree: PyTree) -> str:
     """The named states in a pytree, for messages."""
+    return ", ".join(dict.fromkeys(_states(tree))) or f"a {type(tree).__name__}"
+
+
+def _states(tree: PyTree) -> list[str]:
+    """The names of the classes of states in a pytree."""
     states: list[str] = []
 
     def note(node: object) -> bool:
@@ -226,4 +271,4 @@ def describe(tree: PyTree) -> str:
         return False
 
     jax.tree.leaves(tree, is_leaf=note)
-    return ", ".join(dict.fromkeys(states)) or f"a {type(tree).__name__}"
+    return states

@@ -18,7 +18,7 @@ from . import skip
 from .arrivals import Watch, watching
 from .match import check_gradients_match
 from .scaled import loss_scaled
-from .state import DynamicLossScaleState, explained, find_states
+from .state import DynamicLossScaleState, check_moved, explained, find_states
 from .transformation import apply_updates, as_transformation
 from .unread import reads
 
@@ -82,6 +82,7 @@ def step(
     update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
     with watching(watch), explained("jamp.step", tx.init, opt_state, params):
         updates, new_state = update(grads)
+    check_moved("jamp.step", tx.init, new_state, opt_state, params)
     scales = list(find_states(new_state).values())
     check_all_arrive(grads, update, watch)
     new_params = apply_updates(params, updates)

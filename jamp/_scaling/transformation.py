@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import PyTree, dtype_of, is_half
-from .match import is_hole
+from .._tree import KeyPath, PyTree, dtype_of, is_half, is_inexact
+from .match import check_update, is_hole
 
 
 def as_transformation(
@@ -38,3 +39,31 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         return optax.apply_updates(param, update)
 
     return jax.tree.map(apply, updates, params, is_leaf=is_hole)
+
+
+def without_float0(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
+    """The update, but zeros of the parameter's dtype for `float0`."""
+    if is_hole(update) or dtype_of(update) != jax.dtypes.float0:
+        return update
+    check_update(path, update, param, "dynamic_loss_scale")
+    return jnp.zeros(jnp.shape(param), dtype_of(param))
+
+
+def cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
+    """The update in the dtype of its parameter."""
+    update = without_float0(path, update, param)
+    if is_hole(update):
+        return update
+    check_update(path, update, param, "dynamic_loss_scale")
+    given, dtype = dtype_of(update), dtype_of(param)
+    if jnp.issubdtype(given, jnp.floating) and jnp.issubdtype(dtype, jnp.integer):
+        # The sum is rounded, as by optax, and not the update.
+        moved = lax.convert_element_type(param, given) + update
+        return lax.convert_element_type(moved, dtype) - param
+    return lax.convert_element_type(update, dtype)
+
+
+def no_update(like: ArrayLike) -> jax.Array:
+    """An update that keeps a parameter's bits: adding 0 would turn -0 into 0."""
+    zeros = jnp.zeros_like(like)
+    return -zeros if is_inexact(like) else zeros

@@ -11,10 +11,13 @@ import optax
 
 from .._checks import axis_names, flag
 from . import rule
-from .disabled import disabled
-from .rule import LossScaleConfig
+from .rule import Kind, LossScaleConfig
 from .scaled import LossScaled
-from .transformation import as_transformation
+from .transformation import (
+    as_transformation,
+)
+
+Step = tuple[optax.Updates, optax.OptState]
 
 
 def dynamic_loss_scale(
@@ -69,10 +72,11 @@ def dynamic_loss_scale(
       backoff_factor: in (0, 1); the scale is multiplied by it after an overflow.
       growth_interval: finite steps in a row before the scale grows, >= 1.
       enabled: if False, the result is `inner` with a scale of 1: nothing is checked
-        and nothing is skipped. A state may go from one kind to the other: resumed with
-        `enabled=True`, the scale is `init_scale` from the second step on.
-      min_scale: floor when backing off. At 0 the floor is 2**-126.
-      max_scale: ceiling when growing.
+        and nothing is skipped. A state may go from one kind to the other. The first
+        step is checked, and divides by the scale of the state, since the loss was
+        multiplied by it. After that the scale is 1, or `init_scale`.
+      min_scale: floor of the scale. At 0 the floor is 2**-126.
+      max_scale: ceiling of the scale.
       hysteresis: how many overflows since the last growth it takes to back off
         (Megatron-LM's rule). Overflows before that are skipped at the same scale.
       axis_name: mapped axis or axes (`shard_map`, `pmap`) over which an overflow on
@@ -117,10 +121,9 @@ def dynamic_loss_scale(
         max_scale=max_scale,
         hysteresis=hysteresis,
     )
-    if not flag("enabled", enabled):
-        return disabled(as_transformation(inner))
+    kind = Kind.DYNAMIC if flag("enabled", enabled) else Kind.OFF
     inner, axes = as_transformation(inner), axis_names(axis_name)
-    return LossScaled(inner, config, True, axes).transformation()
+    return LossScaled(inner, config, kind, axes).transformation()
 
 
 def static_loss_scale(
@@ -132,7 +135,8 @@ def static_loss_scale(
     """Wraps an optimizer with a loss scale that never changes.
 
     It is like `dynamic_loss_scale`, with the same state, and it skips steps in the same
-    way if gradients are not finite.
+    way if gradients are not finite. A state with another scale has this one after the
+    first step.
 
     Args:
       inner: the optimizer, or an `optax.MultiSteps`.
@@ -156,4 +160,4 @@ def static_loss_scale(
     rule.check_scale("loss_scale", loss_scale)
     config = LossScaleConfig(init_scale=loss_scale)
     inner, axes = as_transformation(inner), axis_names(axis_name)
-    return LossScaled(inner, config, False, axes).transformation()
+    return LossScaled(inner, config, Kind.STATIC, axes).transformation()

@@ -356,6 +356,28 @@ def test_a_checkpoint_of_another_structure_is_refused(other, tmp_path):
         through_msgpack(opt_state, target, tmp_path)
 
 
+def test_a_checkpoint_from_before_there_were_retries(tmp_path):
+    """As docs/checkpoints.md says: flax and orbax compare names, and one is missing."""
+    start, step = TRAINERS["adam"]()
+    (params, opt_state), _ = train(step, start, 0, SAVED)
+    expected, losses = train(step, (params, opt_state), SAVED, END)
+    older = opt_state._asdict()
+    del older["retried_steps"]
+    fresh = TRAINERS["adam"]()[0][1]
+    for carrier in (through_msgpack, through_orbax):
+        folders = [tmp_path / carrier.__name__ / name for name in ("refused", "loaded")]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        with pytest.raises(ValueError, match="do not match"):
+            carrier(older, fresh, folders[0])
+        target = fresh._asdict()
+        del target["retried_steps"]
+        restored = jamp.DynamicLossScaleState(**carrier(older, target, folders[1]))
+        resumed, resumed_losses = train(step, (params, restored), SAVED, END)
+        assert_same_bits(resumed, expected)
+        np.testing.assert_array_equal(resumed_losses, losses)
+
+
 def test_without_a_target_there_is_no_state_to_be_found(tmp_path):
     (params, opt_state), _ = TRAINERS["adam"]()
     restored = through_orbax(opt_state, None, tmp_path)

@@ -33,22 +33,24 @@ def follow(config, flags):
 
 def reference(config, flags):
     """torch's kernel in NumPy scalars, with the additions as documented."""
-    scale, tracker, left = np.float32(config.init_scale), 0, config.hysteresis
+    scale, tracker, forgiven = np.float32(config.init_scale), 0, 0
     for found_inf in flags:
         if found_inf:
-            tracker, left = 0, max(left - 1, 0)
-            if left == 0:
+            tracker = 0
+            if forgiven < config.hysteresis - 1:
+                forgiven += 1
+            else:
                 scale = np.float32(np.float64(scale) * config.backoff_factor)
                 scale = max(scale, np.float32(config.min_scale), np.float32(TINY))
         elif tracker + 1 == config.growth_interval:
-            tracker, left = 0, config.hysteresis
+            tracker, forgiven = 0, 0
             with np.errstate(over="ignore"):
                 grown = np.float32(np.float64(scale) * config.growth_factor)
                 grown = min(grown, np.float32(config.max_scale))
             scale = grown if np.isfinite(grown) else scale
         else:
             tracker += 1
-        yield scale, tracker, left
+        yield scale, tracker, forgiven
 
 
 @given(
@@ -72,12 +74,12 @@ def test_update_follows_the_rule(growth, backoff, interval, hysteresis, bounds, 
     flags = flags + [True] * (200 - len(flags))  # one shape, and a run of overflows
     states = follow(config, flags)
     expected = list(reference(config, flags))
-    scales, trackers, left = zip(*expected, strict=True)
+    scales, trackers, forgiven = zip(*expected, strict=True)
     np.testing.assert_array_equal(
         states.loss_scale.view(np.uint32), np.array(scales, np.float32).view(np.uint32)
     )
     np.testing.assert_array_equal(states.growth_tracker, trackers)
-    np.testing.assert_array_equal(states.hysteresis_tracker, left)
+    np.testing.assert_array_equal(states.hysteresis_tracker, -2 - np.array(forgiven))
 
 
 def test_the_product_is_formed_in_float64():

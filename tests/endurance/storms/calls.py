@@ -48,7 +48,7 @@ class Calls:
         self.enabled = bool(rng.random() < 0.9)
         self.scaler = jamp.GradScaler(enabled=self.enabled, **self.numbers)
         scale = np.float32(self.numbers["init_scale"])  # a disabled one keeps it
-        self.scaling = Scaling(scale, 0, self.numbers["hysteresis"])
+        self.scaling = Scaling(scale, 0)
         self.weights = [
             rng.normal(size=3).astype(np.float32) for _ in range(rng.integers(1, 4))
         ]
@@ -74,7 +74,7 @@ class Calls:
     def check(self) -> None:
         """The numbers, and every weight's bits."""
         scaler = self.scaler
-        trackers = scaler.growth_tracker[...], scaler.hysteresis_tracker[...]
+        trackers = scaler.growth_tracker[...], -2 - scaler.hysteresis_tracker[...]
         got = Scaling(scaler.loss_scale[...], *trackers, scaler.found_inf[...])
         got = [np.asarray(leaf) for leaf in got[:4]]
         want = [
@@ -195,7 +195,8 @@ class Calls:
             want |= {name: self.numbers[name] for name in names}
             want["_growth_tracker"] = self.scaling.tracker
             if self.numbers["hysteresis"] > 1:
-                want["_hysteresis_tracker"] = self.scaling.left
+                left = self.numbers["hysteresis"] - self.scaling.forgiven
+                want["_hysteresis_tracker"] = left
         assert got == want, f"{got} is not {want}"
         self.saved.append(got)
 
@@ -210,7 +211,7 @@ class Calls:
             self.scaling = self.scaling._replace(
                 scale=np.float32(saved["scale"]),
                 tracker=saved["_growth_tracker"],
-                left=saved.get("_hysteresis_tracker", most),
+                forgiven=most - saved.get("_hysteresis_tracker", most),
             )
 
     def load_nothing(self) -> None:

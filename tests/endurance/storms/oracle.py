@@ -26,7 +26,7 @@ class Scaling(NamedTuple):
 
     scale: np.float32
     tracker: int
-    left: int
+    forgiven: int = 0
     found_inf: bool = False
     skipped: int = 0
     recent: int = 0
@@ -35,19 +35,24 @@ class Scaling(NamedTuple):
 
 def next_scaling(was: Scaling, found_inf: bool, numbers: dict[str, Any]) -> Scaling:
     """One step of torch's rule: products in float64, rounded once to float32."""
-    scale, tracker, left = was[:3]
+    scale, tracker, forgiven = was[:3]
     floor = max(np.float32(numbers["min_scale"]), TINY)
     with np.errstate(over="ignore"):
         shrunk = np.float32(np.float64(scale) * np.float64(numbers["backoff_factor"]))
         grown = np.float32(np.float64(scale) * np.float64(numbers["growth_factor"]))
         grown = min(grown, np.float32(numbers["max_scale"]))
+    kept = np.clip(scale, floor, np.float32(numbers["max_scale"]))
     if numbers.get("fixed"):
         pass
+    elif kept != scale:  # set from outside, beyond the bounds
+        scale, tracker = kept, 0
+        was = was._replace(floor_steps=0)
     elif found_inf:
-        tracker, left = 0, max(left - 1, 0)
-        scale = max(shrunk, floor) if left == 0 else scale
+        tracker, forgives = 0, forgiven < numbers["hysteresis"] - 1
+        scale = scale if forgives else max(shrunk, floor)
+        forgiven += forgives
     elif tracker + 1 == numbers["growth_interval"]:
-        tracker, left = 0, numbers["hysteresis"]
+        tracker, forgiven = 0, 0
         scale = grown if np.isfinite(grown) else scale
     else:
         tracker += 1
@@ -55,7 +60,7 @@ def next_scaling(was: Scaling, found_inf: bool, numbers: dict[str, Any]) -> Scal
     return Scaling(
         scale,
         tracker,
-        left,
+        forgiven,
         found_inf,
         was.skipped + found_inf,
         (was.recent << 1 | found_inf) % 2**32,
@@ -77,7 +82,7 @@ def scaling_of(state: jamp.DynamicLossScaleState) -> Scaling:
     return Scaling(
         state.loss_scale,
         state.growth_tracker,
-        state.hysteresis_tracker,
+        -2 - state.hysteresis_tracker,
         state.found_inf,
         state.skipped_steps,
         state.recent_skips,

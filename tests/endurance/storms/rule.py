@@ -50,7 +50,7 @@ def rule_storm(seed: int, number: int, cases: int) -> None:
         grads[bad] = rng.choice([np.inf, -np.inf, np.nan], size=int(bad.sum()))
         states, updates = rule_run(mapped)(stacked, grads)
     for case, numbers in enumerate(drawn):
-        start = Scaling(np.float32(numbers["init_scale"]), 0, numbers["hysteresis"])
+        start = Scaling(np.float32(numbers["init_scale"]), 0)
         expected = trajectory(start, bad[case], numbers)
         before = np.append(start.scale, expected.scale[:-1])
         inverse = (1 / before.astype(np.float64)).astype(np.float32)

@@ -1,0 +1,587 @@
+"""A run goes on from the state of another: equal to a fresh one, or an error.
+
+Other arguments, another kind of loss scale, none at all, or master weights: the numbers
+and dtypes of the state must not contradict the new run.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+from jamp._scaling import rule
+from jamp._scaling.rule import Kind, LossScaleConfig, LossScaleState
+from tests.marks import mostly_slow
+
+from .optimizers import NEEDS_VALUE, OPTIMIZERS
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
+WRAPS = {"eager": lambda step: step, "jit": jax.jit}
+FLOAT32 = jnp.dtype("float32")
+OLD, OWN, START = 2.0**9, 2.0**4, 2.0**12  # scales: dynamic at last, static, dynamic
+
+
+# Sums and products of few bits: neither a dtype nor fusion rounds them.
+def inner():
+    return optax.sgd(0.5, momentum=0.5)
+
+
+SCALES = {
+    "dynamic": lambda tx: jamp.dynamic_loss_scale(tx, START, growth_interval=3),
+    "static": lambda tx: jamp.static_loss_scale(tx, OWN),
+    "disabled": lambda tx: jamp.dynamic_loss_scale(tx, START, enabled=False),
+    "bare": lambda tx: tx,
+}
+KINDS = list(itertools.product(SCALES, ("", "masters")))
+INF = float("inf")
+
+
+def make(kind):
+    scaled, masters = kind
+    return SCALES[scaled](jamp.master_weights(inner()) if masters else inner())
+
+
+def make_params(dtype):
+    return {"w": jnp.asarray([[1, 2, 3], [4, 5, 6]], dtype), "b": jnp.ones(3, dtype)}
+
+
+@functools.cache
+def stepper(kind, wrap):
+    """A step whose gradients are a quarter of a number, scaled as the state says."""
+    tx = make(kind)
+
+    def step(params, state, number):
+        scale = getattr(state, "loss_scale", 1.0)
+        grads = jax.tree.map(
+            lambda p: jnp.full(p.shape, 0.25 * number * scale).astype(p.dtype), params
+        )
+        return jamp.step(tx, grads, state, params)
+
+    return WRAPS[wrap](step)
+
+
+def train(kind, wrap, params, state, numbers):
+    """The parameters, the state, and the scale after each step."""
+    scales = []
+    for number in numbers:
+        params, state = stepper(kind, wrap)(params, state, jnp.float32(number))
+        scales.append(float(getattr(state, "loss_scale", 1.0)))
+    return params, state, scales
+
+
+def old_run(kind, wrap, dtype):
+    """A few steps, the first of which make a dynamic scale back off to `OLD`."""
+    params = make_params(dtype)
+    skips = [INF] * 3 if kind[0] == "dynamic" else []
+    state = make(kind).init(params)
+    params, state, _ = train(kind, wrap, params, state, [*skips, 1, 2])
+    if skips:
+        assert jamp.loss_scale(state) == OLD
+    return params, state
+
+
+def by_hand(kind, params, trace, numbers):
+    """Momentum in float32, without a loss scale. An inf skips the step."""
+    dtypes = jax.tree.map(lambda p: p.dtype, params)
+    wide = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float32), tree)
+    rounded = lambda tree: jax.tree.map(lambda p, d: p.astype(d), tree, dtypes)
+    params, trace = wide(params), wide(trace)
+    for grad in [np.float32(0.25 * number) for number in numbers if number < INF]:
+        trace = jax.tree.map(lambda t, grad=grad: 0.5 * t + grad, trace)
+        params = jax.tree.map(lambda p, t: p - 0.5 * t, params, trace)
+        if not kind[1]:
+            params = wide(rounded(params))
+    return rounded(params), trace
+
+
+def expected_scales(kind, old, was_disabled, numbers):
+    """The scale after each step of a run that goes on from another one's scale."""
+    if kind[0] != "dynamic":
+        return [OWN if kind[0] == "static" else 1.0] * len(numbers)
+    scale, tracker, found = old, 2 if old == OLD else 0, []
+    for number in numbers:
+        if was_disabled:
+            scale, tracker, was_disabled = START, 0, False
+        elif not np.isfinite(number):
+            scale, tracker = scale / 2, 0
+        else:
+            tracker += 1
+            scale, tracker = (2 * scale, 0) if tracker == 3 else (scale, tracker)
+        found.append(scale)
+    return found
+
+
+def numbers_for(kind, old):
+    """Steps of the new run; at a scale of 1, or without one, nothing is checked."""
+    if kind[0] in ("disabled", "bare"):
+        return [1 if old == 1 else INF, 1, 2, 1]
+    return [INF, 1, 2, 1, INF, 1]
+
+
+def momentum(state):
+    ((_, trace),) = optax.tree.get_all_with_path(state, "trace")
+    return trace
+
+
+def check_equal(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def check_goes_on(kind, wrap, params, state, old, was_disabled):
+    numbers = numbers_for(kind, old)
+    want = by_hand(kind, params, momentum(state), numbers)
+    got, state, scales = train(kind, wrap, params, state, numbers)
+    check_equal(got, want[0])
+    wide = lambda t: np.asarray(t, np.float32)
+    check_equal(jax.tree.map(wide, momentum(state)), want[1])
+    assert scales == expected_scales(kind, old, was_disabled, numbers)
+    if kind[1] or kind[0] in ("dynamic", "static"):
+        assert {leaf.dtype for leaf in jax.tree.leaves(momentum(state))} == {FLOAT32}
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    _, after, _ = train(kind, wrap, got, state, [1])
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == shapes
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_each_kind_goes_on_from_each_other_or_says_what_to_do(dtype, wrap):
+    for old_kind, kind in itertools.product(KINDS, KINDS):
+        try:
+            params, state = old_run(old_kind, wrap, dtype)
+            old, off = (
+                float(getattr(state, "loss_scale", 1.0)),
+                old_kind[0] == "disabled",
+            )
+            is_scaled = old_kind[0] != "bare", kind[0] != "bare"
+            if old_kind[1] == kind[1] and is_scaled[0] == is_scaled[1]:
+                check_goes_on(kind, wrap, params, state, old, off)
+                continue
+            with pytest.raises(ValueError, match=r"must be a .*State, as|belongs to"):
+                train(kind, wrap, params, state, [1])
+            if old_kind[1] != kind[1]:
+                continue
+            if kind[0] == "bare":  # as the message says
+                state, old = state.inner_state, 1.0
+            else:
+                state = make(kind).init(params)._replace(inner_state=state)
+                old = float(state.loss_scale)
+            check_goes_on(kind, wrap, params, state, old, False)
+        except Exception as error:
+            error.add_note(f"from {old_kind} to {kind}")
+            raise
+
+
+# Stateless optimizers take any state.
+STATELESS = {
+    "momentum": lambda: optax.sgd(0.5, momentum=0.5),
+    "sgd": lambda: optax.sgd(0.5),
+    "scale": lambda: optax.scale(-0.5),
+    "chain": lambda: optax.chain(optax.scale(-0.5)),
+    "adam": lambda: optax.adam(0.5),
+}
+WRAPPED = {
+    "bare": lambda tx: tx,
+    "dynamic": jamp.dynamic_loss_scale,
+    "disabled": lambda tx: jamp.dynamic_loss_scale(tx, enabled=False),
+    "masters": jamp.master_weights,
+    "dynamic masters": lambda tx: jamp.dynamic_loss_scale(jamp.master_weights(tx)),
+    "disabled masters": lambda tx: jamp.dynamic_loss_scale(
+        jamp.master_weights(tx), enabled=False
+    ),
+}
+ALIKE = [{"dynamic", "disabled"}, {"dynamic masters", "disabled masters"}]
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_a_state_of_another_structure_is_refused(name):
+    params = make_params(jnp.float16)
+    for old, new in itertools.permutations(WRAPPED, 2):
+        if {old, new} in ALIKE:
+            continue
+        state = WRAPPED[old](STATELESS[name]()).init(params)
+        tx = WRAPPED[new](STATELESS[name]())
+        calls = {"step": lambda s, tx=tx: jamp.step(tx, params, s, params)}
+        if new != "bare":  # that is optax alone
+            calls["update"] = lambda s, tx=tx: tx.update(params, s, params)
+        for how, wrap in itertools.product(calls, WRAPS):
+            with pytest.raises(ValueError, match=r"must be a .*State, as|belongs to"):
+                _, _ = WRAPS[wrap](calls[how])(state)
+                pytest.fail(f"silent: {how} from {old} to {new}, {wrap}")
+
+
+def test_the_first_loss_of_a_disabled_run_may_overflow_at_the_old_scale():
+    """In a float16 region, as the page on checkpoints allows it."""
+    on = jamp.dynamic_loss_scale(optax.sgd(0.5), 2.0**16)
+    off = jamp.dynamic_loss_scale(optax.sgd(0.5), enabled=False)
+
+    def step(carry, x):
+        params, state = carry
+
+        def loss_fn(params):
+            with jamp.autocast(dtype=jnp.float16):
+                return jnp.mean((x @ params["w"]) ** 2)
+
+        loss, grads = jamp.value_and_grad(loss_fn, state)(params)
+        return jamp.step(off, grads, state, params), loss
+
+    x, params = jnp.full((4, 3), 2.0), {"w": jnp.ones((3, 2))}
+    start = params, on.init(params)
+    once = jax.jit(step)
+    (skipped, state), _ = once(start, x)
+    check_equal(skipped, params)
+    assert state.found_inf and state.skipped_steps == 1 and state.loss_scale == 1.0
+    (moved, state), _ = once((skipped, state), x)
+    assert not state.found_inf and jnp.all(jnp.isfinite(moved["w"]))
+    assert jnp.all(moved["w"] != params["w"])
+    (again, state), _ = jax.jit(jamp.retry(step))(start, x)  # at a scale of 1
+    check_equal(again, moved)
+    assert state.skipped_steps == 0 and state.retried_steps == 1
+    (_, state), _ = once((moved, state), x * jnp.inf)  # now nothing is checked
+    assert not state.found_inf and state.skipped_steps == 0
+
+
+def by_optax(old, new, numbers, flags):
+    """The scales after steps with other arguments, and those of a fresh run."""
+    params, made = jnp.ones(2), []
+    for start in (None, new):
+        tx = jamp.dynamic_loss_scale(optax.sgd(0.5), **(start or old))
+        state = tx.init(params)
+        if start is None:
+            for flag in numbers:
+                _, state = jamp.step(tx, jnp.full(2, flag), state, params)
+            tx = jamp.dynamic_loss_scale(optax.sgd(0.5), **new)
+        scales = []
+        for flag in flags:
+            _, state = jamp.step(tx, jnp.full(2, flag), state, params)
+            scales.append(float(jamp.loss_scale(state)))
+        made.append(scales)
+    return made
+
+
+def by_scaler(old, new, numbers, flags):
+    """The same with a `GradScaler` that takes the other one's `nnx.state`."""
+
+    def drive(scaler, flags):
+        model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        scales = []
+        for flag in flags:
+            grad = nnx.State({"kernel": nnx.Param(jnp.full((2, 1), flag))})
+            scaler.step(optimizer, model, grad)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    was, scaler = jamp.GradScaler(**old), jamp.GradScaler(**new)
+    drive(was, numbers)
+    nnx.update(scaler, nnx.state(was))
+    return drive(scaler, flags), drive(jamp.GradScaler(**new), flags)
+
+
+ARGUMENTS = {
+    "hysteresis": ({"init_scale": 16.0}, [INF], {"init_scale": 8.0, "hysteresis": 3}),
+    "less hysteresis": (
+        {"init_scale": 8.0, "hysteresis": 3},
+        [],
+        {"init_scale": 8.0},
+    ),
+    "more hysteresis": (
+        {"init_scale": 8.0, "hysteresis": 2},
+        [],
+        {"init_scale": 8.0, "hysteresis": 4},
+    ),
+    "max_scale": ({"init_scale": 64.0}, [], {"init_scale": 8.0, "max_scale": 8.0}),
+    "min_scale": ({"init_scale": 2.0}, [], {"init_scale": 8.0, "min_scale": 8.0}),
+}
+
+
+@pytest.mark.parametrize("how", [by_optax, by_scaler])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_new_arguments_act_at_once(name, how):
+    old, numbers, new = ARGUMENTS[name]
+    new = new | {"growth_interval": 4}
+    flags = [1.0, INF, INF, INF, INF, 1.0, 1.0, 1.0, 1.0, INF]
+    resumed, fresh = how(old, new, numbers, flags)
+    if name.endswith("_scale"):  # the first step ends at the bound, and counts nothing
+        resumed, fresh = resumed[:8], fresh[:8]
+    assert resumed == fresh
+
+
+def test_a_static_scale_is_its_argument():
+    params = jnp.ones(2)
+    for other in (
+        jamp.dynamic_loss_scale(optax.sgd(0.5), 2.0**15),
+        jamp.static_loss_scale(optax.sgd(0.5), 1024.0),
+        jamp.dynamic_loss_scale(optax.sgd(0.5), enabled=False),
+    ):
+        tx, state = jamp.static_loss_scale(optax.sgd(0.5), 16.0), other.init(params)
+        for number in (INF, 1.0, INF):
+            _, state = jamp.step(tx, jnp.full(2, number), state, params)
+            assert jamp.loss_scale(state) == 16.0
+        assert state.skipped_steps == 2
+    rated = optax.inject_hyperparams(jamp.static_loss_scale, static_args=("inner",))
+    tx = rated(optax.sgd(0.5), loss_scale=8.0)
+    state = tx.init(params)
+    state.hyperparams["loss_scale"] = jnp.float32(4.0)
+    _, state = jax.jit(tx.update)(params, state, params)
+    assert jamp.loss_scale(state) == 4.0
+
+
+def test_what_is_adopted_stays():
+    """Adopting twice is adopting once, and a run's own state does not change."""
+    rng = np.random.default_rng(0)
+    count = 300
+    old = LossScaleState(
+        *map(jnp.asarray, (
+            np.float32(2.0) ** rng.integers(-3, 20, count).astype(np.float32),
+            rng.integers(0, 6, count, np.int32),
+            rng.random(count) < 0.5,
+            rng.integers(0, 9, count, np.int32),
+            rng.integers(-5, 4, count, np.int32),
+            rng.integers(0, 9, count, np.uint32),
+            rng.integers(0, 3, count, np.int32),
+            rng.integers(0, 3, count, np.int32),
+        ))
+    )  # fmt: skip
+    flags = jnp.asarray(rng.random((20, count)) < 0.4)
+    for kind, numbers in itertools.product(
+        Kind,
+        (
+            {},
+            {"hysteresis": 3, "growth_interval": 2},
+            {"init_scale": 64.0, "min_scale": 8.0, "max_scale": 1024.0},
+        ),
+    ):
+        config = LossScaleConfig(**numbers)
+        adopt = functools.partial(rule.adopted, config=config, kind=kind)
+        state = adopt(old)
+        check_equal(adopt(state), state)
+        for found_inf in flags:
+            state = rule.advance(state, found_inf, config, kind)
+            check_equal(adopt(state), state)
+        fresh = rule.init(config, kind)
+        check_equal(adopt(fresh), fresh)
+
+
+def test_what_was_counted_at_another_scale_is_forgotten():
+    run = LossScaleConfig(init_scale=8.0, max_scale=8.0, hysteresis=3)
+    old = rule.init(LossScaleConfig(init_scale=64.0))
+    old = old._replace(growth_tracker=jnp.int32(7), floor_steps=jnp.int32(3))
+    adopted = rule.adopted(old, run)
+    assert adopted.loss_scale == 8.0
+    assert adopted.growth_tracker == 0 == adopted.floor_steps
+    same = rule.adopted(old, LossScaleConfig())
+    assert same.growth_tracker == 7 and same.floor_steps == 3
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_states_of_older_versions_count_the_overflows_left(left):
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.5), 8.0, hysteresis=3)
+    params = jnp.ones(2)
+    state = tx.init(params)._replace(hysteresis_tracker=jnp.int32(left))
+    scales = []
+    for _ in range(4):
+        _, state = jamp.step(tx, params * INF, state, params)
+        scales.append(float(state.loss_scale))
+    forgiven = max(left - 1, 0)
+    assert scales == [8.0] * forgiven + [8.0 / 2**n for n in range(1, 5 - forgiven)]
+
+
+# What an optimizer's state is made of.
+
+SGD = optax.sgd(0.5)
+NESTS = {
+    "alone": jamp.dynamic_loss_scale,
+    "static": lambda tx: jamp.static_loss_scale(tx, 8.0),
+    "masters": lambda tx: jamp.dynamic_loss_scale(jamp.master_weights(tx)),
+    "before": lambda tx: jamp.dynamic_loss_scale(
+        optax.chain(tx, jamp.master_weights(SGD))
+    ),
+    "after": lambda tx: jamp.dynamic_loss_scale(
+        optax.chain(jamp.master_weights(SGD), tx)
+    ),
+    "mixed": lambda tx: jamp.dynamic_loss_scale(
+        optax.multi_transform(
+            {"own": jamp.master_weights(SGD), "plain": tx}, {"w": "own", "b": "plain"}
+        )
+    ),
+    "disabled": lambda tx: jamp.dynamic_loss_scale(tx, enabled=False),
+    "inside": lambda tx: jamp.master_weights(jamp.dynamic_loss_scale(tx)),
+}
+MORE = {
+    "trace": lambda: optax.trace(0.9),
+    "ema": lambda: optax.ema(0.9),
+    "apply_every": lambda: optax.apply_every(2),
+    "bfloat16 moments": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    "MultiSteps": lambda: optax.MultiSteps(SGD, 2).gradient_transformation(),
+}
+FACTORIES = OPTIMIZERS | MORE
+TABLES = {"some": ("adam", "adafactor", "lbfgs", *MORE), "all": tuple(FACTORIES)}
+
+
+def types(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): (x.shape, x.dtype) for path, x in leaves}
+
+
+def traced_step(tx, state, params, name):
+    extra = {"value": jnp.float32(3.0)} if name in NEEDS_VALUE else {}
+    step = lambda state, params: jamp.step(tx, params, state, params, **extra)[1]
+    return jax.eval_shape(step, state, params)
+
+
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("table", mostly_slow(TABLES, "some"))
+def test_init_makes_the_dtypes_that_update_returns(table, nest):
+    for name, dtype in itertools.product(TABLES[table], DTYPES[1:]):
+        tx, params = NESTS[nest](FACTORIES[name]()), make_params(dtype)
+        state = jax.eval_shape(tx.init, params)
+        after = traced_step(tx, state, params, name)
+        assert types(after) == types(state), (name, dtype)
+
+
+@pytest.mark.parametrize("table", mostly_slow(TABLES, "some"))
+def test_the_state_of_half_precision_moments_is_taken_over(table):
+    """Off, then on; without a loss scale, then with one."""
+    for name, dtype in itertools.product(TABLES[table], DTYPES[1:]):
+        params, bare = make_params(dtype), FACTORIES[name]()
+        tx = jamp.dynamic_loss_scale(bare)
+        own = jax.eval_shape(tx.init, params)
+        half = jax.eval_shape(bare.init, params)
+        off = jamp.dynamic_loss_scale(bare, enabled=False)
+        for state in (own._replace(inner_state=half), jax.eval_shape(off.init, params)):
+            after = traced_step(tx, state, params, name)
+            assert types(after) == types(own), (name, dtype)
+        back = traced_step(off, after, params, name)  # never narrower
+        assert types(back) == types(after), (name, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda dtype: dtype.__name__)
+def test_what_cannot_change_its_dtypes_says_how_to_cast_the_state(dtype):
+    params = make_params(dtype)
+    off = jamp.dynamic_loss_scale(inner(), enabled=False)
+    tx, state = jamp.dynamic_loss_scale(inner(), 8.0), off.init(params)
+    step = lambda carry, _: (jamp.step(tx, carry[0], carry[1], carry[0]), None)
+    cure = r"state; .*trace\['b'\] became float32 from .*float16\..*cast it first: jax"
+    for wrap in WRAPS.values():
+        with pytest.raises(TypeError, match=cure):
+            wrap(jamp.retry(step))((params, state), None)
+    as_made = lambda old, new: jnp.asarray(old, new.dtype)
+    state = jax.tree.map(as_made, state, tx.init(params))
+    jamp.retry(step)((params, state), None)
+    (_, scanned), _ = jax.lax.scan(step, (params, state), jnp.arange(3))
+    assert types(scanned) == types(state)
+
+
+# Enabled, disabled, enabled.
+
+
+def remembering():
+    """An optimizer whose state is the gradients, and the argument of line searches."""
+
+    def update(updates, state, params=None, *, grad, **extra_args):
+        del state, params, extra_args
+        return updates, {"updates": updates, "grad": grad}
+
+    init = lambda params: {"updates": params, "grad": params}
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("how", ["step", "update"])
+def test_a_line_search_sees_plain_gradients_on_and_off_and_on(how, wrap):
+    txs = [
+        jamp.dynamic_loss_scale(remembering(), 8.0, enabled=on) for on in (True, False)
+    ]
+    for dtype in DTYPES:
+        params = {"w": jnp.full(3, 2.0, dtype)}
+        state = txs[0].init(params)
+        for number, on in enumerate((True, False, False, True, True, False, True), 1):
+            tx, scale = txs[0 if on else 1], jamp.loss_scale(state)
+            plain = {"w": np.full(3, float(number))}
+            grads = {"w": jnp.full(3, number * scale).astype(dtype)}
+
+            @WRAPS[wrap]
+            def call(grads, state, tx=tx, params=params):
+                if how == "step":
+                    return jamp.step(tx, grads, state, params, grad=grads)
+                return tx.update(grads, state, params, grad=grads)
+
+            _, state = call(grads, state)
+            for seen in state.inner_state.values():
+                np.testing.assert_array_equal(np.asarray(seen["w"], float), plain["w"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "lbfgs", "polyak_sgd", "line search"])
+def test_optimizers_on_and_off_and_on(name):
+    factory = FACTORIES.get(name) or (
+        lambda: optax.chain(
+            optax.sgd(0.5), optax.scale_by_backtracking_linesearch(3, store_grad=True)
+        )
+    )
+    bare, target = factory(), jnp.array([1.0, -2.0, 3.0])
+    loss_fn = lambda params: jnp.sum((params - target) ** 2)
+    txs = {on: jamp.dynamic_loss_scale(factory(), enabled=on) for on in (True, False)}
+
+    def run(tx, params, state, value_and_grad):
+        loss, grads = value_and_grad(params)
+        given = {"value": loss, "grad": grads, "value_fn": loss_fn}
+        extra = given if name in (*NEEDS_VALUE, "line search") else {}
+        return jamp.step(tx, grads, state, params, **extra)
+
+    params = plain = jnp.zeros(3)
+    state, bare_state = txs[True].init(params), bare.init(plain)
+    for on in (True, False, False, True, True):
+        grad_fn = jamp.value_and_grad(loss_fn, state)
+        params, state = run(txs[on], params, state, grad_fn)
+        plain, bare_state = run(bare, plain, bare_state, jax.value_and_grad(loss_fn))
+        np.testing.assert_allclose(params, plain, rtol=1e-6)
+        for a, b in zip(
+            *map(jax.tree.leaves, (state.inner_state, bare_state)), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert not np.allclose(params, 0.0)
+
+
+# Integers.
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("how", ["step", "update"])
+def test_integer_parameters_with_float_gradients_move_as_in_optax(how, wrap):
+    """The sum is rounded, not the update; a skipped step holds every digit."""
+    params = {
+        "int": jnp.array([3, -3, 0, 7], jnp.int32),
+        "small": jnp.array([1, 2, 3, 100], jnp.int8),
+        "unsigned": jnp.array([9, 2, 3, 0], jnp.uint32),
+    }
+    large = {"int": jnp.full(4, 2**24 + 1, jnp.int32)}
+    bare, scaled = optax.sgd(1.0), jamp.dynamic_loss_scale(optax.sgd(1.0), 8.0)
+
+    def run(tx, grads, state, params):
+        if how == "step":
+            return jamp.step(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = WRAPS[wrap](functools.partial(run, scaled)), functools.partial(run, bare)
+    for value in (0.7, -0.7, 1.2, -0.4):
+        grads = jax.tree.map(lambda p, v=value: jnp.full(p.shape, v), params)
+        want, _ = run[1](grads, bare.init(params), params)
+        grads = jax.tree.map(lambda g: 8 * g, grads)
+        got, _ = run[0](grads, scaled.init(params), params)
+        check_equal(got, want)
+    grads = {"int": jnp.full(4, INF)}
+    held, _ = run[0](grads, scaled.init(large), large)
+    check_equal(held, large)

@@ -144,8 +144,8 @@ FAULTS = (
     Fault(
         "a skipped step takes the momentum away",
         "_scaling/scaled.py",
-        "lambda _: (params, state.inner_state)",
-        "lambda _: (params, jax.tree.map(jnp.zeros_like, state.inner_state))",
+        "lambda _: (params, scaled.old)",
+        "lambda _: (params, jax.tree.map(jnp.zeros_like, scaled.old))",
         "scale",
         "interval: growth_interval=2, seed=10",
     ),

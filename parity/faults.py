@@ -143,9 +143,9 @@ FAULTS = (
     ),
     Fault(
         "a skipped step takes the momentum away",
-        "_scaling/wrapper.py",
-        "lambda _: (params, state.inner_state)",
-        "lambda _: (params, jax.tree.map(jnp.zeros_like, state.inner_state))",
+        "_scaling/scaled.py",
+        "lambda _: (params, scaled.old)",
+        "lambda _: (params, jax.tree.map(jnp.zeros_like, scaled.old))",
         "scale",
         "interval: growth_interval=2, seed=10",
     ),

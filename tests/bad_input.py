@@ -59,6 +59,11 @@ adam_tx = jamp.dynamic_loss_scale(optax.adam(0.1))
 axis_tx = jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name="data")
 off_tx = jamp.dynamic_loss_scale(optax.sgd(0.1), enabled=False)
 master_tx = jamp.master_weights(optax.sgd(0.1))
+sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
+sam_tx = jamp.dynamic_loss_scale(sam)
+clip_tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
+parts = {"scaled": tx, "plain": optax.sgd(0.1)}
+part_tx = optax.multi_transform(parts, {"w": "scaled", "b": "plain"})
 
 
 class Net(nn.Module):
@@ -92,6 +97,21 @@ def plain_step(state, x):
 
 def nnx_step(model, optimizer, x):
     optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x)))(model))
+
+
+def scaled_step(model, optimizer, scaler, x):
+    grads = nnx.grad(lambda model: scaler.scale(jnp.mean(model(x))))(model)
+    skipped = scaler.step(optimizer, model, grads)
+    scaler.update()
+    return skipped
+
+
+donating = jax.jit(retry_step, donate_argnums=0)
+nnx_donating = nnx.jit(scaled_step, donate_argnums=(0, 1, 2))
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
 """
 
 INTRO = """\
@@ -547,6 +567,12 @@ jamp.step
     ValueError: gradients
   jamp.step(m := optax.masked(tx, {"w": 1, "b": 0}), grads, m.init(params), params)
     ValueError: optax.masked
+  jamp.step(part_tx, grads, part_tx.init(params), params)
+    ValueError: gradient at ['b']
+  jamp.step(clip_tx, grads, clip_tx.init(params), params)
+    ValueError: gradient at ['b']
+  jamp.step(sam_tx, grads, sam_tx.init(params), params, grad_fn=lambda params, i: grads)
+    ValueError: grad_fn
   jamp.step(f := optax.apply_if_finite(tx, 9), grads, f.init(params), params)
     ValueError: optax.apply_if_finite
   jamp.value_and_grad(loss_fn, optax.MultiSteps(tx, 4).init(params))
@@ -580,6 +606,8 @@ jamp.retry
     TypeError: structure
   jamp.retry(lambda state, x: ((half, state[1]), None))((params, opt_state), x)
     TypeError: dtype
+  jamp.retry(donating)(copied((params, opt_state)), x)
+    ValueError: donated
 
 jamp.find_loss_scale
   jamp.find_loss_scale(params, opt_state, x)
@@ -605,6 +633,8 @@ jamp.nnx.retry
   jamp.nnx.retry(nnx_step)(model, optimizer, x)
     ValueError: loss scale
     > Pass the scaler as an argument too.
+  jamp.nnx.retry(nnx_donating)(*copied((model, optimizer, scaler)), x)
+    ValueError: donated
 
 jamp.nnx.find_loss_scale
   jamp.nnx.find_loss_scale(5, model, optimizer, scaler, x)

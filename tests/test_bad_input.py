@@ -112,6 +112,101 @@ def test_wrong_calls_are_refused(name, prepared, standard_promotion):
     assert not failed
 
 
+# Code in messages: the wrong call, what its message says, and a program with that.
+ADVICE = {
+    "jamp.retry(donating": (
+        "jax.jit(jamp.retry(step), donate_argnums=0)",
+        """
+step = retry_step
+retried = jax.jit(jamp.retry(step), donate_argnums=0)
+(new, _), _ = retried(copied((params, opt_state)), x)
+assert jnp.all(new["w"] != params["w"])
+""",
+    ),
+    "jamp.nnx.retry(nnx_donating": (
+        "nnx.jit(jamp.nnx.retry(step), donate_argnums=(0, 1, 2))",
+        """
+step, before = scaled_step, model.kernel[...]
+model, optimizer, scaler = copied((model, optimizer, scaler))
+retried = nnx.jit(jamp.nnx.retry(step), donate_argnums=(0, 1, 2))
+assert not retried(model, optimizer, scaler, x)
+assert jnp.all(model.kernel[...] != before)
+""",
+    ),
+    "jamp.step(clip_tx": (
+        "jamp.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), "
+        "optimizer))",
+        """
+optimizer = optax.sgd(1.0)
+tx = jamp.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optimizer))
+loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, 100 * x)
+new, _ = jamp.step(tx, grads, tx.init(params), params)
+moved = optax.tree.norm(jax.tree.map(jnp.subtract, new, params))
+assert abs(moved - 1) < 1e-3
+""",
+    ),
+    "jamp.step(sam_tx": (
+        "opaque_mode=False",
+        """
+sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=False)
+tx = jamp.dynamic_loss_scale(sam)
+new, opt_state = params, tx.init(params)
+for _ in range(2):
+    loss, grads = jamp.value_and_grad(loss_fn, opt_state)(new, x)
+    new, opt_state = jamp.step(tx, grads, opt_state, new)
+assert jnp.all(new["w"] != params["w"])
+""",
+    ),
+    "jamp.value_and_grad(loss_fn, optax.MultiSteps(tx": (
+        "jamp.dynamic_loss_scale(optax.MultiSteps(optimizer, every_k_schedule=k))",
+        """
+optimizer, k = optax.sgd(0.1), 1
+tx = jamp.dynamic_loss_scale(optax.MultiSteps(optimizer, every_k_schedule=k))
+loss, grads = jamp.value_and_grad(loss_fn, tx.init(params))(params, x)
+new, _ = jamp.step(tx, grads, tx.init(params), params)
+assert jnp.all(new["w"] != params["w"])
+""",
+    ),
+    "jamp.find_loss_scale(plain_step": (
+        "jamp.value_and_grad(loss_fn, opt_state)",
+        """
+loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
+state = jamp.find_loss_scale(retry_step, (params, opt_state), x)
+assert jamp.loss_scale(state) > 1
+""",
+    ),
+    "jamp.step(part_tx": (
+        "optax.set_to_zero()",
+        """
+parts = {"a": optax.sgd(0.1), "b": optax.set_to_zero()}
+inner = optax.multi_transform(parts, {"w": "a", "b": "b"})
+tx = jamp.dynamic_loss_scale(inner)
+loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
+new, _ = jamp.step(tx, grads, tx.init(params), params)
+assert jnp.all(new["w"] != params["w"]) and jnp.all(new["b"] == params["b"])
+""",
+    ),
+    "scaler.update()": (
+        "scaler.step(optimizer, model, grads)",
+        """
+grads, before = nnx_grads, model.kernel[...]
+assert not scaler.step(optimizer, model, grads)
+scaler.update()
+assert jnp.all(model.kernel[...] != before)
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("start", ADVICE)
+def test_code_in_a_message_runs(start, names, prepared):
+    case = next(case for case in CASES if case.call.startswith(start))
+    code, program = ADVICE[start]
+    assert code in message_of(case, names)
+    assert code in program
+    run(program, copies(prepared))
+
+
 @pytest.mark.parametrize(
     "call", [case.call for case in CASES if case.call.startswith(SETTERS)]
 )

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from .._checks import is_traced
 from .._tree import PyTree
+from .unread import used_inputs
 
 Atoms = Sequence[Var | Literal]
 
@@ -37,7 +38,7 @@ class Apart:
         self._traced = [i for i, leaf in enumerate(leaves) if is_traced(leaf)]
         count = len(jax.tree.leaves(grads))
         self._of_grads = sum(i < count for i in self._traced)
-        self._old = state
+        self._grads, self._old = grads, state
 
         def on_traced(*args: jax.Array) -> tuple[PyTree, PyTree]:
             filled = dict(enumerate(leaves))
@@ -63,6 +64,13 @@ class Apart:
         old = set(jaxpr.invars[self._of_grads :])
         again = _results(self._before) & _results(self._after)
         return not jaxpr.effects and not any(map(_is_array, old & self._read | again))
+
+    def reads(self) -> PyTree:
+        """For each gradient, whether the update depends on it."""
+        count = len(jax.tree.leaves(self._grads))
+        used = dict(zip(self._traced, used_inputs(self._closed.jaxpr), strict=True))
+        of_grads = [used.get(i, True) for i in range(count)]
+        return jax.tree.unflatten(jax.tree.structure(self._grads), of_grads)
 
     def both(self, grads: PyTree) -> tuple[PyTree, PyTree]:
         """The updates and the new state."""

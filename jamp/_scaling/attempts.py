@@ -24,8 +24,7 @@ Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # state, inputs: state
 Attempt = tuple[PyTree, PyTree, list[LossScaleState]]
 
 DELETED = """{caller}: step donated the buffers of its state (donate_argnums), so it \
-cannot run again after an overflow. Jit and donate around {caller}: \
-jax.jit({caller}(step), donate_argnums=0)."""
+cannot run again after an overflow. Jit and donate around {caller}: {cure}."""
 
 
 class Scales(Protocol):
@@ -44,11 +43,19 @@ class Attempts:
         else the user's step returns.
       scales: access to the loss scales of a state.
       at_most: attempts, >= 1.
+      donating: how to write the wrapped step if it is to donate its state.
     """
 
-    def __init__(self, caller: str, step: Step, scales: Scales, at_most: int = 1):
+    def __init__(
+        self,
+        caller: str,
+        step: Step,
+        scales: Scales,
+        at_most: int = 1,
+        donating: str = "jax.jit(jamp.retry(step), donate_argnums=0)",
+    ):
         self.caller, self.step, self.scales = caller, step, scales
-        self.at_most = at_most
+        self.at_most, self.donating = at_most, donating
 
     def run(self, state: T, inputs: PyTree) -> tuple[T, PyTree]:
         """The state after the last attempt, and what else the attempt returned.
@@ -64,7 +71,7 @@ class Attempts:
             count += 1
             new, aux, scales = self.attempt(state, inputs)
             if any(_is_deleted(leaf) for leaf in jax.tree.leaves(state)):
-                raise ValueError(DELETED.format(caller=self.caller))
+                raise ValueError(DELETED.format(caller=self.caller, cure=self.donating))
             again = self.is_worth_another(state, scales)
             if is_traced(again):  # the step reads a traced value that it closes over
                 return self.in_one_program(state, inputs)

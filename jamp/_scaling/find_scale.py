@@ -17,11 +17,11 @@ from .arithmetic import power_of_two
 from .attempts import Attempts
 from .held import Value, evaluate
 from .influence import influences
-from .mesh import on_every_replica
+from .mesh import on_every_replica, varying_like
 from .retry import InState, check_holds_one
 from .rule import LossScaleState
 
-LOWEST, HIGHEST = -126, 126  # exponents, above which a scale's inverse is subnormal
+LOWEST, HIGHEST = -126, 32  # exponents
 MARK = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
 
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
@@ -47,8 +47,9 @@ def find_loss_scale(
 
     If the state holds several loss scales, each is found for its own gradients. A scale
     that the step does not use (disabled, or of an optimizer that does not step) does
-    not change. `min_scale` and `max_scale` are ignored here, but not by the next step,
-    after which a static scale is its argument again.
+    not change. `max_scale` is obeyed. `min_scale` is not, until the next step, after
+    which a static scale is its argument again. A step whose gradients are zero is
+    finite at any scale, and the search ends at 2^32.
 
     Args:
       step: `step(state, *batch) -> (state, aux)`, as for `retry`. Nothing is donated.
@@ -57,7 +58,7 @@ def find_loss_scale(
       **kwargs: the step's keyword arguments.
 
     Returns:
-      The state with a scale between 2^-126 and 2^126. Inside a trace, which cannot
+      The state with a scale between 2^-126 and 2^32. Inside a trace, which cannot
       raise an error, a step that is never finite keeps the scale that was there.
 
     Raises:
@@ -147,15 +148,17 @@ def bisect(
         middle = jnp.maximum((finite + infinite) // 2, LOWEST)
         tried = [
             scale._replace(
-                loss_scale=power_of_two(exponent), recent_skips=jnp.uint32(MARK)
+                loss_scale=varying_like(power_of_two(exponent), scale.loss_scale),
+                recent_skips=varying_like(mark, scale.recent_skips),
             )
             for scale, exponent in zip(old, middle, strict=True)
         ]
         new = scales_after(tried)
-        found = on_every_replica(jnp.stack([scale.found_inf for scale in new]))
+        too_high = on_every_replica(jnp.stack(list(map(is_too_high, tried, new))))
         asked = jnp.stack([scale.recent_skips != mark for scale in new])
-        finite = jnp.where(found, finite, middle)
-        return finite, jnp.where(found, middle, infinite), asked
+        finite = jnp.where(too_high, finite, middle)
+        infinite = jnp.where(too_high, middle, infinite)
+        return finite, infinite, on_every_replica(asked)
 
     count = (len(old),)
     start = (
@@ -166,6 +169,11 @@ def bisect(
     times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
     exponents, _, asked = lax.fori_loop(0, times, halve, start)
     return exponents, asked
+
+
+def is_too_high(tried: LossScaleState, new: LossScaleState) -> jax.Array:
+    """Whether a step overflowed, or lowered the scale because of `max_scale`."""
+    return new.found_inf | (new.loss_scale < tried.loss_scale)
 
 
 def traced(

@@ -190,6 +190,8 @@ def _gather_forward(how: How, param: jax.Array) -> tuple[PyTree, jax.Array]:
 def _gather_backward(how: How, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     is_floating = jnp.issubdtype(dtype_of(grad), jnp.floating)
     if eight_bits.is_eight_bits(how.reduce_dtype) and is_floating and grad.size:
+        # Cast first: eight bits clip and round, and could make an overflow finite.
+        grad = lax.convert_element_type(grad, dtype_of(like))
         grad = _in_eight_bits(how, how.reduce_dtype, grad)
         return (eight_bits.narrowed(grad, dtype_of(like)),)
     if how.reduce_dtype is not None and is_floating and grad.size:

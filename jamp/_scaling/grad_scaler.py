@@ -12,8 +12,15 @@ from jax.typing import ArrayLike
 from .._checks import axis_names, shown
 from .._tree import PyTree, T
 from . import arithmetic, rule
+from .derivatives import CLOSURES
 from .iteration import Record, Stage, references
-from .nnx_grads import check_own_gradients, own_gradients, unscale_own, update_if
+from .nnx_grads import (
+    ScaledStep,
+    check_own_gradients,
+    own_gradients,
+    unscale_own,
+    update_if,
+)
 from .scaler_state import ScalerState, as_scale
 
 NO_STEP = (
@@ -181,13 +188,15 @@ class GradScaler(ScalerState):
         """`optimizer.update(model, grads)`, unless a gradient is inf or nan.
 
         It unscales first if `unscale_` was not called. A skip changes neither the model
-        nor the optimizer, including its step count.
+        nor the optimizer, including its step count. A gradient that the optimizer does
+        not read (`optax.set_to_zero`) is not checked, unless `unscale_` was called.
 
         Args:
           optimizer: the optimizer to step.
           model: the model it updates.
           grads: scaled gradients or, after `unscale_`, its result.
-          **kwargs: passed on to `optimizer.update`.
+          **kwargs: passed on to `optimizer.update`. One named `grad` is scaled or
+            unscaled like `grads`.
 
         Returns:
           Whether the step was skipped: bool [].
@@ -200,7 +209,7 @@ class GradScaler(ScalerState):
         if not self._enabled:
             optimizer.update(model, grads, **kwargs)
             return jnp.zeros([], jnp.bool_)
-        if "closure" in kwargs or "value_fn" in kwargs:
+        if not CLOSURES.isdisjoint(kwargs):
             raise RuntimeError(
                 "Closure use is not currently supported if GradScaler is enabled."
             )
@@ -213,15 +222,16 @@ class GradScaler(ScalerState):
         with self._iteration.set_aside():  # the model may hold the scaler
             check_own_gradients(optimizer, model, grads, own)
         if record is None:
-            finite = arithmetic.all_finite(own, self._axis_name)
             inverse = arithmetic.invert(self.loss_scale[...])
-            unscaled = lambda: unscale_own(optimizer, grads, inverse)
+            with self._iteration.set_aside():
+                step = ScaledStep(optimizer, model, grads, kwargs, self._axis_name)
+            finite, unscaled = step.finite, lambda: step.unscaled(inverse)
         else:
             record.check_unscaled(own)
-            finite, unscaled = record.finite, lambda: grads
+            finite, unscaled = record.finite, lambda: (grads, kwargs)
         iteration = self._iteration
         with iteration.set_aside():
-            update_if(finite, optimizer, model, unscaled, kwargs)
+            update_if(finite, optimizer, model, unscaled)
             self._iteration = iteration  # NNX puts a new one into a scaler it updates
         iteration.add(Record(optimizer, Stage.STEPPED, finite))
         return jnp.logical_not(finite)

@@ -5,17 +5,22 @@ changes nothing, and training stalls. The optimizer inside sees and moves the co
 parameter is the rounded copy.
 """
 
+import functools
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from .._tree import PyTree, check_leaves, dtype_of, is_half, widen
+from .arrivals import current
 from .match import check_gradients_match, is_hole
 from .state import MasterWeightsState, check_state, explained, keeps_master_weights
 from .transformation import as_transformation
+from .unread import never_moved
 
 
 def master_weights(
@@ -32,7 +37,7 @@ def master_weights(
     (Compiled by JAX 0.10 for a CPU, a parameter may in rare cases be the neighbor of
     that number for one step.) So the updates must reach the parameters unchanged:
     nothing may come after `master_weights` in an `optax.chain`. A float32 parameter has
-    no copy.
+    no copy, and neither has one that `inner` freezes with `optax.set_to_zero`.
 
     With loss scaling, write `dynamic_loss_scale(master_weights(inner))`: a skipped step
     holds the copies. `master_weights(dynamic_loss_scale(inner))` gives the same
@@ -77,10 +82,14 @@ def master_weights(
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         check_leaves(params, "master_weights's init: the parameter")
-        master = jax.tree.map(
-            lambda p: jnp.asarray(p, jnp.float32) if is_half(p) else optax.MaskedNode(),
-            params,
-        )
+        frozen = frozen_by(inner, params)
+
+        def copy_of(param: ArrayLike, is_frozen: bool) -> PyTree:
+            if is_frozen or not is_half(param):
+                return optax.MaskedNode()
+            return jnp.asarray(param, jnp.float32)
+
+        master = jax.tree.map(copy_of, params, frozen)
         inner_state = inner.init(in_float32(master, params))
         if keeps_master_weights(inner_state):
             raise ValueError(
@@ -106,8 +115,13 @@ def master_weights(
         with explained(caller, init_fn, state, params):
             known = jax.tree.map(taken_over, state.master, params, is_leaf=is_hole)
             full = in_float32(known, params)
+            wide = widen(updates)
+            update = functools.partial(inner.update, **extra_args)
+            check_copied(known, params, update, wide, state.inner_state, full)
+            if (watch := current()) is not None:
+                watch.widen(updates, wide)
             updates, inner_state = inner.update(
-                widen(updates), state.inner_state, full, **extra_args
+                wide, state.inner_state, full, **extra_args
             )
         leaves, tree = jax.tree.flatten(updates, is_leaf=is_hole)
         copies, held = tree.flatten_up_to(known), tree.flatten_up_to(params)
@@ -128,11 +142,43 @@ def in_float32(master: optax.Params, params: optax.Params) -> optax.Params:
     return jax.tree.map(chosen, master, params, is_leaf=is_hole)
 
 
+def frozen_by(
+    inner: optax.GradientTransformationExtraArgs, params: optax.Params
+) -> PyTree:
+    """For each parameter, whether the optimizer is known to never move it.
+
+    An optimizer may need arguments, or mapped axes, that only a step has. It cannot be
+    traced here, and each parameter gets its copy.
+    """
+    none = jax.tree.map(lambda _: False, params)
+    shapes = jax.eval_shape(widen, params)
+    state = jax.eval_shape(inner.init, shapes)
+    is_mask = lambda node: isinstance(node, optax.MaskedState)
+    if not any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask))):
+        return none
+    try:
+        frozen = never_moved(inner.update, shapes, state, shapes)
+    except Exception:
+        return none
+    return frozen if jax.tree.structure(frozen) == jax.tree.structure(params) else none
+
+
+def check_copied(copies: optax.Params, params: optax.Params, *update: Any) -> None:
+    """Raises ValueError if a half-precision parameter that moves has no copy."""
+
+    def lacks(copy: PyTree, param: PyTree) -> bool:
+        return is_hole(copy) and not is_hole(param) and is_half(param)
+
+    lacking = jax.tree.map(lacks, copies, params, is_leaf=is_hole)
+    if any(jax.tree.leaves(lacking)):
+        frozen = never_moved(*update)
+        if not all(jax.tree.leaves(jax.tree.map(operator.le, lacking, frozen))):
+            raise ValueError("a half-precision parameter has no float32 copy.")
+
+
 def taken_over(copy: PyTree, param: PyTree) -> PyTree:
     """The copy, or the parameter if that was changed since."""
     if is_hole(copy):
-        if not is_hole(param) and is_half(param):
-            raise ValueError("a half-precision parameter has no float32 copy.")
         return copy
     if not jnp.issubdtype(dtype_of(param), jnp.floating):
         raise ValueError(f"a parameter with a float32 copy is {dtype_of(param)}.")

@@ -8,13 +8,9 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._tree import KeyPath, PyTree, dtype_of, is_inexact
+from .._tree import KeyPath, PyTree, dtype_of
 
 FROZEN = "or None for a frozen one, with optax.masked inside the wrapper, not around it"
-HANDED_ON = """{}: the update at {} is the scaled gradient itself: a mask around the \
-loss scale (optax.masked) passes on what it leaves out. Put the loss scale outside: \
-jamp.dynamic_loss_scale(optax.masked(...)). To freeze a parameter, give it \
-optax.set_to_zero(), as one of the optimizers of optax.multi_transform."""
 NOT_OWN = "or make the optimizer with a filter (wrt) that leaves this one out"
 
 
@@ -103,15 +99,6 @@ def check_update(path: KeyPath, update: PyTree, param: PyTree, caller: str) -> N
             f"made an update of shape {jnp.shape(update)} for a parameter of shape "
             f"{jnp.shape(param)}; were the gradients averaged over their first axis?"
         )
-
-
-def check_no_gradient(updates: PyTree, grads: PyTree, caller: str) -> None:
-    """Raises ValueError if an update is a scaled gradient itself."""
-    given = {id(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-        if id(leaf) in given:
-            where = jax.tree_util.keystr(path) or "the root"
-            raise ValueError(HANDED_ON.format(caller, where))
 
 
 def _some(paths: Collection[str], most: int = 8) -> str:

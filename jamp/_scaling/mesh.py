@@ -71,6 +71,15 @@ def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> tuple[str, ...]:
     return () if manual is None else tuple(manual.varying)
 
 
+def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The same value, of a type that varies over the axes that another one varies over.
+
+    Only the types change, and only in a `shard_map` that checks them.
+    """
+    more = tuple(set(varying_axes(like)) - set(varying_axes(x)))
+    return lax.pcast(x, more, to="varying") if more else x
+
+
 def everywhere(
     check: Callable[[Sequence[ArrayLike]], Flag], arrays: Sequence[ArrayLike]
 ) -> Flag:

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._checks import shown
+from .._checks import is_traced, shown
 from .._tree import Flag, PyTree, T, check_leaves, dtype_of, is_inexact
 from . import arithmetic, skip
 from .arithmetic import InverseScale
 from .match import check_gradients_match
 from .state import check_not_scaled_yet
+from .unread import chosen, only, reads
 
 Own = nnx.State[Hashable, PyTree]
 
@@ -85,27 +86,72 @@ def unscale_own(
 ) -> PyTree:
     """Gradients with the optimizer's own divided by the scale, in their dtypes."""
     own: Own = nnx.state(grads, optimizer.wrt)
+    return with_own(grads, unscaled_as_before(own, inverse))
 
+
+def unscaled_as_before(grads: T, inverse: InverseScale) -> T:
     def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
         return new if dtype_of(new) == dtype_of(old) else new.astype(dtype_of(old))
 
-    unscaled = jax.tree.map(as_before, arithmetic.unscale(own, inverse), own)
+    return jax.tree.map(as_before, arithmetic.unscale(grads, inverse), grads)
+
+
+def with_own(grads: PyTree, own: Own) -> PyTree:
+    """The gradients with other ones for the optimizer's own."""
     result = jax.tree.map(lambda leaf: leaf, grads)  # new Variables
-    nnx.update(result, unscaled)
+    nnx.update(result, own)
     return result
+
+
+class ScaledStep:
+    """The scaled gradients of one step, of which those that the update reads count.
+
+    An argument named `grad`, of line searches, is a gradient like the others.
+    """
+
+    def __init__(
+        self,
+        optimizer: nnx.Optimizer[T],
+        model: T,
+        grads: PyTree,
+        kwargs: dict[str, Any],
+        axis_name: tuple[str, ...] | None,
+    ):
+        self._grads, self._kwargs = grads, kwargs
+        derivatives = {name: kwargs[name] for name in kwargs if name == "grad"}
+        self._given = nnx.state(grads, optimizer.wrt), derivatives
+        graph, state = nnx.split((optimizer, model))
+
+        def update(given: tuple[Own, dict[str, PyTree]]) -> PyTree:
+            optimizer, model = nnx.merge(graph, nnx.as_pure(state))  # new Variables
+            optimizer.update(model, with_own(grads, given[0]), **(kwargs | given[1]))
+            return nnx.as_pure(nnx.state((optimizer, model)))
+
+        if not any(map(is_traced, jax.tree.leaves((self._given, state)))):
+            self.finite = arithmetic.all_finite(self._given, axis_name)
+            if self.finite:
+                return
+        used = reads(update, self._given)
+        self._given = only(used, self._given)
+        self.finite = arithmetic.all_finite(chosen(used, self._given), axis_name)
+
+    def unscaled(self, inverse: InverseScale) -> tuple[PyTree, dict[str, Any]]:
+        """The gradients divided by the scale, and the arguments of the update."""
+        own, derivatives = unscaled_as_before(self._given, inverse)
+        return with_own(self._grads, own), self._kwargs | derivatives
 
 
 def update_if(
     finite: Flag,
     optimizer: nnx.Optimizer[T],
     model: T,
-    grads: Callable[[], PyTree],
-    kwargs: dict[str, object],
+    arguments: Callable[[], tuple[PyTree, dict[str, Any]]],
 ) -> None:
-    """`optimizer.update(model, grads(), **kwargs)` if finite."""
+    """`optimizer.update(model, grads, **kwargs)` if finite, for `arguments()`."""
 
     def run(optimizer: nnx.Optimizer[T], model: T) -> None:
-        optimizer.update(model, skip.harmless(finite, grads()), **kwargs)
+        grads, kwargs = arguments()
+        optimizer.update(model, skip.harmless(finite, grads), **kwargs)
 
     match skip.way(finite):
         case skip.Way.KNOWN:

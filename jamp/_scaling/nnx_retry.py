@@ -19,6 +19,8 @@ from .state import DynamicLossScaleState, scalars_of
 
 Aux = TypeVar("Aux")
 
+DONATING = "nnx.jit(jamp.nnx.retry(step), donate_argnums=({}))"
+
 STATIC = """{caller}: step must change nothing in its objects but the values of \
 Variables. It changed an attribute, or added or removed Variables: call model.train(), \
 model.eval() and the setters of a scaler outside of the step."""
@@ -81,7 +83,8 @@ def retry(step: Callable[..., Aux], attempts: int = 8) -> Callable[..., Aux]:
     @functools.wraps(step)
     def retried(*args: Any, **kwargs: Any) -> Aux:
         call = Call("jamp.nnx.retry", step, args, kwargs)
-        of_step = Attempts(call.caller, call.run, call, at_most)
+        donating = DONATING.format(", ".join(map(str, range(len(call.objects)))))
+        of_step = Attempts(call.caller, call.run, call, at_most, donating)
         state, aux = of_step.run(call.state, call.inputs)
         nnx.update(call.objects, state)
         return aux
@@ -93,7 +96,8 @@ def find_loss_scale(step: Callable[..., object], *args: Any, **kwargs: Any) -> N
     """`jamp.find_loss_scale` for a function over NNX objects: sets the loss scale.
 
     It sets the scale in the `GradScaler` (or the `nnx.Optimizer`) among the arguments
-    to the largest power of two at which the step is finite. Nothing else in the objects
+    to the largest power of two at which the step is finite, at most `max_scale` and
+    2^32. Nothing else in the objects
     changes.
 
     Args:

@@ -6,15 +6,27 @@ choice between running and skipping has to store them. `step` puts the optimizer
 without a copy, if the caller donates its buffers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from .._tree import check_leaves
-from .match import check_gradients_match, check_no_gradient
-from .state import check_moved, explained, find_states
+from .._tree import Flag, PyTree, check_leaves, dtype_of, is_inexact
+from . import skip
+from .arrivals import Watch, watching
+from .match import check_gradients_match
+from .scaled import loss_scaled
+from .state import DynamicLossScaleState, check_moved, explained, find_states
 from .transformation import apply_updates, as_transformation
-from .wrapper import loss_scaled
+from .unread import reads
+
+PASSED_BY = """{}: the scaled gradient at {} is used, although it did not pass through \
+the loss scale: a mask around that (optax.masked) passes on what it leaves out. Put \
+the loss scale outside: jamp.dynamic_loss_scale(optax.masked(...)). To freeze a \
+parameter, give it optax.set_to_zero(), as one of the optimizers of \
+optax.multi_transform."""
 
 
 def step(
@@ -28,8 +40,9 @@ def step(
 
     It equals `tx.update` followed by `optax.apply_updates`, and is faster if `tx` is
     what `dynamic_loss_scale` or `static_loss_scale` returned: with donated buffers, a
-    step then copies no parameters. For any other transformation, including one that
-    holds a loss scale deeper inside, it makes those two calls.
+    step then copies no parameters. For any other transformation it makes those two
+    calls. If that holds a loss scale deeper inside, a skipped step changes nothing else
+    either: parameters and state are held, whatever stands behind the scale.
 
     Args:
       tx: a gradient transformation.
@@ -42,7 +55,8 @@ def step(
       The new parameters and the new optimizer state.
 
     Raises:
-      ValueError: the gradients do not match the parameters. The message names the path.
+      ValueError: the gradients do not match the parameters, or `tx` changes them before
+        they reach its loss scale, or uses some that do not. The message names the path.
       TypeError: `tx` is not a gradient transformation, or a gradient is not an array.
 
     Examples:
@@ -64,10 +78,46 @@ def step(
     tx = as_transformation(tx, "tx")
     check_leaves(grads, "jamp.step: the gradient")
     check_gradients_match(grads, params, "jamp.step", wrapped=True)
-    with explained("jamp.step", tx.init, opt_state, params):
-        updates, new = tx.update(grads, opt_state, params, **extra_args)
-    check_moved("jamp.step", tx.init, new, opt_state, params)
-    opt_state = new
-    if find_states(opt_state):
-        check_no_gradient(updates, grads, "jamp.step")
-    return apply_updates(params, updates), opt_state
+    watch = Watch(grads)
+    update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
+    with watching(watch), explained("jamp.step", tx.init, opt_state, params):
+        updates, new_state = update(grads)
+    check_moved("jamp.step", tx.init, new_state, opt_state, params)
+    scales = list(find_states(new_state).values())
+    check_all_arrive(grads, update, watch)
+    new_params = apply_updates(params, updates)
+    if not watch.ran or len(scales) != 1:
+        return new_params, new_state
+    finite = jnp.logical_not(scales[0].found_inf)
+    if not all(map(watch.has_made, jax.tree.leaves(updates))):
+        new_params = held(finite, new_params, params)
+    return new_params, held(finite, new_state, opt_state)
+
+
+def check_all_arrive(
+    grads: PyTree, update: Callable[[PyTree], PyTree], watch: Watch
+) -> None:
+    """Raises ValueError if a gradient is used and passes by the loss scale."""
+    leaves = jax.tree.leaves(grads)
+    passed = [is_inexact(g) and watch.passed_by(g) for g in leaves]
+    if not any(passed):
+        return
+    used = jax.tree_util.tree_leaves_with_path(reads(update, grads))
+    for (path, is_used), has_passed in zip(used, passed, strict=True):
+        if is_used and has_passed:
+            at = jax.tree_util.keystr(path) or "the root"
+            raise ValueError(PASSED_BY.format("jamp.step", at))
+
+
+def held(finite: Flag, new: PyTree, old: PyTree) -> PyTree:
+    """The new leaves if finite, otherwise the old ones. A loss scale always moves."""
+    is_scale = lambda node: isinstance(node, DynamicLossScaleState)
+
+    def chosen(new: PyTree, old: PyTree) -> PyTree:
+        if new is old or is_scale(new) or jnp.shape(new) != jnp.shape(old):
+            return new
+        return skip.choose(finite, new, jnp.asarray(old, dtype_of(new)))
+
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return new
+    return jax.tree.map(chosen, new, old, is_leaf=is_scale)

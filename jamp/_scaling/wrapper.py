@@ -5,41 +5,16 @@ If a gradient is not finite, nothing inside moves: the updates are zero and
 `inner_state` is the one that came in.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 
 from .._checks import axis_names, flag
-from .._tree import PyTree, check_leaves, dtype_of, widen
-from . import arithmetic, rule, skip
-from .apart import Apart
-from .dtypes import as_made, as_wide_as, made_wide
-from .match import check_gradients_match, is_hole
+from . import rule
 from .rule import Kind, LossScaleConfig
-from .skip import check_same
-from .state import (
-    DynamicLossScaleState,
-    check_moved,
-    check_not_scaled_yet,
-    check_not_stacked,
-    check_state,
-    explained,
-    keeps_master_weights,
-    scalars_of,
-    state_of,
-)
+from .scaled import LossScaled
 from .transformation import (
-    apply_updates,
     as_transformation,
-    cast_update,
-    no_update,
-    without_float0,
 )
 
 Step = tuple[optax.Updates, optax.OptState]
@@ -82,10 +57,12 @@ def dynamic_loss_scale(
     unchecked, and keep an inf in its mean for good.
     `optax.masked` and `multi_transform` go inside too: around the wrapper, `masked`
     passes on scaled gradients as updates for the parameters that it leaves out.
+    A gradient that `inner` does not read (`optax.set_to_zero`) is not checked.
 
     Line searches (`optax.lbfgs`) work: an extra argument named `grad` must be scaled
-    like the gradients and is unscaled with them; `value` and `value_fn` are the plain
-    loss. Do not use `optax.value_and_grad_from_state` with it: the gradients that it
+    like the gradients, and is checked and unscaled with them; `value`, `value_fn` and
+    `obj_fn` are the plain loss, and derivatives of the latter two are taken at the
+    scale. Do not use `optax.value_and_grad_from_state` with it: the gradients that it
     reads back are no longer scaled.
 
     Args:
@@ -111,7 +88,8 @@ def dynamic_loss_scale(
 
     Raises:
       ValueError: an argument is out of its range, `inner` already holds a loss scale,
-        or the gradients for `update` do not match the parameters.
+        the gradients for `update` do not match the parameters, or `update` gets a
+        `grad_fn`.
       TypeError: `inner` is not a gradient transformation, or a number is not a number.
 
     Examples:
@@ -183,147 +161,3 @@ def static_loss_scale(
     config = LossScaleConfig(init_scale=loss_scale)
     inner, axes = as_transformation(inner), axis_names(axis_name)
     return LossScaled(inner, config, Kind.STATIC, axes).transformation()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LossScaled:
-    """An optimizer behind a loss scale: `init_fn`, `update_fn`, and `step`."""
-
-    inner: optax.GradientTransformationExtraArgs
-    config: LossScaleConfig
-    kind: Kind
-    axis_name: tuple[str, ...] | None
-
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        return optax.GradientTransformationExtraArgs(self.init_fn, self.update_fn)
-
-    def init_fn(self, params: optax.Params) -> DynamicLossScaleState:
-        check_leaves(params, "dynamic_loss_scale's init: the parameter")
-        inner_state = self.init_inner(params)
-        check_not_scaled_yet(inner_state, "inner")
-        return state_of(rule.init(self.config, self.kind), inner_state)
-
-    def init_inner(self, params: optax.Params) -> optax.OptState:
-        bare = self.kind is Kind.OFF
-        return self.inner.init(params) if bare else made_wide(self.inner.init, params)
-
-    def update_fn(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-    ) -> Step:
-        caller = "dynamic_loss_scale's update"
-        scaled = Scaled(self, caller, updates, state, params, extra_args)
-        finite, grads, old, run = scaled.finite, scaled.grads, scaled.old, scaled.run
-        both = functools.partial(run, grads, old)
-
-        def hold(like: Callable[[], Step]) -> Step:
-            return jax.tree.map(no_update, like()[0]), old
-
-        if skip.way(finite) is skip.Way.BRANCH:
-            parts = Apart(run, grads, old)
-            both = functools.partial(parts.both, grads)
-            if parts.is_free():
-                new = functools.partial(parts.state, grads)
-                new = skip.run_or_hold(finite, new, lambda like: old)
-                made = parts.updates(skip.zeroed(finite, grads), new)
-                none = jax.tree.map(no_update, made)
-                return skip.select(finite, made, none), scaled.advanced(new)
-        updates, inner_state = skip.run_or_hold(finite, both, hold)
-        return updates, scaled.advanced(inner_state)
-
-    def step(
-        self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
-    ) -> Step:
-        """`update_fn` and `apply_updates`, behind one choice: run or hold."""
-        scaled = Scaled(self, "jamp.step", grads, state, params, extra_args)
-
-        def run() -> Step:
-            updates, inner_state = scaled.run(scaled.grads, scaled.old)
-            return apply_updates(params, updates), inner_state
-
-        params, inner_state = skip.run_or_hold(
-            scaled.finite, run, lambda _: (params, scaled.old)
-        )
-        return params, scaled.advanced(inner_state)
-
-
-class Scaled:
-    """One step's scaled gradients, checked, with everything needed to use them."""
-
-    def __init__(
-        self,
-        by: LossScaled,
-        caller: str,
-        grads: optax.Updates,
-        state: PyTree,
-        params: optax.Params | None,
-        extra_args: dict[str, object],
-    ):
-        self.by, self.caller, self.params = by, caller, params
-        check_state(state, DynamicLossScaleState, caller)
-        self.scalars = scalars_of(state)
-        check_not_stacked(self.scalars._asdict(), caller)
-        check_leaves(grads, f"{caller}: the gradient")
-        if params is not None:
-            check_leaves(params, f"{caller}: the parameter")
-            check_gradients_match(grads, params, caller, wrapped=True)
-        self.finite = arithmetic.all_finite(grads, by.axis_name)
-        if by.kind is Kind.OFF:  # only what the scale of another run may have caused
-            self.finite = jnp.logical_or(self.finite, self.scalars.loss_scale == 1)
-        self.inverse = arithmetic.invert(self.scalars.loss_scale)
-        self.grads = skip.harmless(self.finite, grads)
-        self.extra_args = extra_args
-        self.old = as_made(state.inner_state, by.init_inner, params)
-
-    def run(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
-        """The inner optimizer's step, on gradients that this unscales first.
-
-        Raises:
-          ValueError: the state belongs to another optimizer.
-          TypeError: the optimizer changes the type of its state.
-        """
-        params, init, extra_args = self.params, self.by.init_inner, self.extra_args
-        if "grad" in extra_args:
-            extra_args = {**extra_args, "grad": self.unscaled(extra_args["grad"])}
-        # Master weights must see the dtypes of the parameters, and be added unrounded.
-        # A disabled optimizer does what it does alone.
-        as_they_are = self.by.kind is Kind.OFF or keeps_master_weights(inner_state)
-        with explained(self.caller, init, inner_state, params):
-            updates, new = self.by.inner.update(
-                self.unscaled(grads),
-                inner_state,
-                params if as_they_are else widen(params),
-                **extra_args,
-            )
-        if params is not None:
-            cast = without_float0 if as_they_are else cast_update
-            updates = jax.tree_util.tree_map_with_path(
-                cast, updates, params, is_leaf=is_hole
-            )
-        check_moved(self.caller, init, new, inner_state, params)
-        if as_they_are:  # it may have put half parameters into the state
-            new = as_wide_as(inner_state, new)
-        with explained(self.caller, init, inner_state, params):
-            check_same(new, inner_state, f"{self.caller}: the optimizer")
-        return updates, new
-
-    def unscaled(self, grads: PyTree) -> PyTree:
-        """Gradients divided by the scale: float32, or in their dtypes if disabled."""
-        wide = arithmetic.unscale(grads, self.inverse)
-        if self.by.kind is not Kind.OFF:
-            return wide
-        narrow = lambda new, old: (
-            new if new is old else lax.convert_element_type(new, dtype_of(old))
-        )
-        return jax.tree.map(narrow, wide, grads)
-
-    def advanced(self, inner_state: optax.OptState) -> DynamicLossScaleState:
-        """The next state."""
-        found_inf, by = jnp.logical_not(self.finite), self.by
-        scalars = rule.advance(self.scalars, found_inf, by.config, by.kind)
-        return state_of(scalars, inner_state)
-
-
-def loss_scaled(tx: object) -> LossScaled | None:
-    """The loss scale that a transformation belongs to, or None."""
-    owner = getattr(getattr(tx, "update", None), "__self__", None)
-    return owner if isinstance(owner, LossScaled) else None

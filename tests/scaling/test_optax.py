@@ -716,7 +716,7 @@ def test_a_mask_around_the_loss_scale_hands_on_no_scaled_gradient(wrap):
 
     masked = optax.masked(scaled_sgd(), MASK)
     with pytest.raises(
-        ValueError, match=r"jamp\.step: the update at \['b'\] is the sc"
+        ValueError, match=r"jamp\.step: the scaled gradient at \['b'\] is used"
     ):
         stepped(masked)
     rest = optax.masked(optax.set_to_zero(), {"w": False, "b": True})

@@ -1,0 +1,735 @@
+"""What is checked is what the optimizer uses: no more, no less, and nothing around it.
+
+A gradient that the optimizer throws away skips nothing. A derivative that it takes
+itself counts. And `jamp.step` sees what stands in front of a loss scale and behind it.
+"""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+from jamp._scaling import skip
+from jamp._scaling.unread import never_moved, reads
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+X = jnp.linspace(0.1, 1.0, 12).reshape(3, 4)
+
+
+def by_name(of_w, of_b):
+    """A function from parameters, of a dict or of NNX, to a tree of labels."""
+    choose = lambda path, _: of_w if "w" in jax.tree_util.keystr(path) else of_b
+    return functools.partial(jax.tree_util.tree_map_with_path, choose)
+
+
+TRAIN, FROZEN = by_name(True, False), by_name(False, True)
+LABELS = by_name("train", "freeze")
+
+
+def params_of(dtype=jnp.float32):
+    return {"w": jnp.ones((4, 2), dtype), "b": jnp.ones(2, dtype)}
+
+
+def split(train):
+    parts = {"train": train, "freeze": optax.set_to_zero()}
+    return optax.multi_transform(parts, LABELS)
+
+
+def jitted(tx):
+    return optax.GradientTransformation(tx.init, jax.jit(tx.update))
+
+
+def zeroed_by_hand(updates, params):
+    del params
+    zeros = lambda update, is_one: jnp.zeros_like(update) if is_one else update
+    return jax.tree.map(zeros, updates, FROZEN(updates))
+
+
+def clipped(tx):
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
+def every_second(tx):
+    return optax.MultiSteps(tx, 2).gradient_transformation()
+
+
+ADAM = optax.adam(1e-2)
+BEHIND = split(optax.scale_by_adam())
+
+# Optimizers that do not read the gradient of "b".
+FREEZING = {
+    "multi_transform": split(ADAM),
+    "clipping in the part": split(clipped(ADAM)),
+    "accumulation in the part": split(every_second(ADAM)),
+    "masked twice": optax.chain(
+        optax.masked(ADAM, TRAIN), optax.masked(optax.set_to_zero(), FROZEN)
+    ),
+    "zeros first": optax.chain(optax.masked(optax.set_to_zero(), FROZEN), ADAM),
+    "a rate behind": optax.chain(BEHIND, optax.scale(-1e-2)),
+    "a schedule behind": optax.chain(
+        BEHIND, optax.scale_by_learning_rate(optax.linear_schedule(1e-2, 0.0, 9))
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(
+        lambda rate: split(optax.adam(rate))
+    )(rate=1e-2),
+    "jitted": jitted(split(ADAM)),
+    "by hand": optax.chain(optax.stateless(zeroed_by_hand), ADAM),
+    "master_weights": jamp.master_weights(split(ADAM)),
+}
+# Optimizers that do.
+READING = {
+    "all": ADAM,
+    "clipping of all": clipped(split(ADAM)),
+    "accumulation of all": every_second(split(ADAM)),
+}
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        for name, value in params_of().items():
+            setattr(self, name, nnx.Param(value))
+
+
+def by_update(tx):
+    def step(grads):
+        state = tx.init(params_of())
+        updates, state = tx.update(grads, state, params_of())
+        return optax.apply_updates(params_of(), updates), state.found_inf
+
+    return step
+
+
+def by_step(tx):
+    def step(grads):
+        params, state = jamp.step(tx, grads, tx.init(params_of()), params_of())
+        return params, state.found_inf
+
+    return step
+
+
+def by_train_state(tx):
+    def step(grads):
+        state = jamp.linen.TrainState.create(apply_fn=None, params=params_of(), tx=tx)
+        state = state.apply_gradients(grads=grads)
+        return state.params, state.opt_state.found_inf
+
+    return step
+
+
+def by_scaler(inner):
+    def step(grads):
+        model, scaler = Model(), jamp.GradScaler()
+        optimizer = nnx.Optimizer(model, inner, wrt=nnx.Param)
+        tree = nnx.state(model, nnx.Param)
+        grads = jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(grads))
+        skipped = scaler.step(optimizer, model, grads)
+        scaler.update()
+        return {"w": model.w[...], "b": model.b[...]}, skipped
+
+    return step
+
+
+WAYS = {
+    "update": lambda inner: by_update(jamp.dynamic_loss_scale(inner)),
+    "step": lambda inner: by_step(jamp.dynamic_loss_scale(inner)),
+    "static": lambda inner: by_step(jamp.static_loss_scale(inner, 2.0**16)),
+    "TrainState": lambda inner: by_train_state(jamp.dynamic_loss_scale(inner)),
+    "GradScaler": by_scaler,
+}
+
+
+def gradients(**bad):
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 2.0**15), params_of())
+    return grads | {name: grads[name].at[0].set(value) for name, value in bad.items()}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("wrap", ["eager", "jit", "select"])
+def test_an_unread_gradient_skips_nothing(how, wrap, monkeypatch):
+    if wrap == "select":
+        monkeypatch.setattr(skip, "by_branch", lambda: False)
+    rows = FREEZING if wrap == "jit" else dict(list(FREEZING.items())[:4])
+    for name, inner in rows.items():
+        step = WAYS[how](inner)
+        step = step if wrap == "eager" else jax.jit(step)
+        expected, skipped = step(gradients())
+        assert not skipped, name
+        for bad in (jnp.inf, jnp.nan):
+            found, skipped = step(gradients(b=bad))
+            assert not skipped, name
+            chex.assert_trees_all_equal(found, expected)
+        np.testing.assert_array_equal(expected["b"], params_of()["b"], name)
+        found, skipped = step(gradients(w=jnp.inf))
+        assert skipped, name
+        chex.assert_trees_all_equal(found, params_of())
+
+
+@pytest.mark.parametrize("how", ["step", "GradScaler"])
+def test_a_gradient_that_is_read_skips(how):
+    for name, inner in READING.items():
+        for wrap in (lambda f: f, jax.jit):
+            found, skipped = wrap(WAYS[how](inner))(gradients(b=jnp.inf))
+            assert skipped, name
+            chex.assert_trees_all_equal(found, params_of())
+
+
+def test_after_unscale_every_gradient_counts():
+    # The user reads them all, for example to clip by their norm.
+    model, scaler = Model(), jamp.GradScaler()
+    optimizer = nnx.Optimizer(model, split(ADAM), wrt=nnx.Param)
+    tree = nnx.state(model, nnx.Param)
+    grads = jax.tree.map(lambda old: jnp.full_like(old, jnp.inf), tree)
+    assert scaler.step(optimizer, model, scaler.unscale_(optimizer, grads))
+
+
+def adapters(layers=4):
+    params = {}
+    for i in range(layers):
+        params[f"w{i}"] = jnp.full((32, 32), 1 / 32)
+        params |= {f"a{i}": jnp.full((32, 4), 1 / 32), f"b{i}": jnp.zeros((4, 32))}
+    return params
+
+
+def adapted_loss(params, x):
+    with jamp.autocast(dtype=jnp.float16):
+        for i in range(len(params) // 3):
+            low = (x @ params[f"a{i}"]) @ params[f"b{i}"]
+            x = jnp.tanh(x @ params[f"w{i}"] + low)
+        return jnp.mean(x**2)
+
+
+def products(function, *args):
+    text = jax.jit(function).lower(*args).compile().as_text()
+    return len(re.findall(r"= \S+ dot\(", text))
+
+
+@pytest.mark.parametrize("how", ["step", "update"])
+def test_gradients_of_frozen_parameters_are_not_computed(how):
+    params, x = adapters(), jnp.ones((8, 32))
+    labels = {name: "freeze" if name[0] == "w" else "train" for name in params}
+    parts = {"train": ADAM, "freeze": optax.set_to_zero()}
+    tx = jamp.dynamic_loss_scale(optax.multi_transform(parts, labels))
+    plain = jamp.dynamic_loss_scale(ADAM)
+
+    def stepped(tx, loss_fn, params, state):
+        loss, grads = jamp.value_and_grad(loss_fn, state)(params)
+        if how == "step":
+            return *jamp.step(tx, grads, state, params), loss
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    def by_labels(params, state):
+        return stepped(tx, lambda params: adapted_loss(params, x), params, state)
+
+    def by_partition(trained, frozen, state):
+        loss_fn = lambda trained: adapted_loss(trained | frozen, x)
+        return stepped(plain, loss_fn, trained, state)
+
+    trained = {name: p for name, p in params.items() if labels[name] == "train"}
+    frozen = {name: p for name, p in params.items() if labels[name] == "freeze"}
+    least = products(by_partition, trained, frozen, plain.init(trained))
+    assert products(by_labels, params, tx.init(params)) == least == 30
+    every = jamp.dynamic_loss_scale(ADAM)  # the control
+    tx = every
+    assert products(by_labels, params, every.init(params)) > least
+
+
+MASTERED = {
+    "multi_transform": (split(ADAM), False),
+    "a rate behind": (optax.chain(BEHIND, optax.scale(-1e-2)), False),
+    "decay behind": (optax.chain(split(ADAM), optax.add_decayed_weights(0.1)), True),
+    "decay alone": (
+        optax.multi_transform(
+            {"train": ADAM, "freeze": optax.chain(optax.set_to_zero(), ADAM)}, LABELS
+        ),
+        True,
+    ),
+    "masked": (optax.masked(ADAM, TRAIN), True),  # hands the gradient on
+    "all": (ADAM, True),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_master_weights_copy_what_moves(dtype):
+    params = params_of(dtype)
+    for name, (inner, is_copied) in MASTERED.items():
+        for tx in (
+            jamp.master_weights(inner),
+            jamp.dynamic_loss_scale(jamp.master_weights(inner)),
+            jamp.master_weights(jamp.dynamic_loss_scale(inner)),
+        ):
+            state = tx.init(params)
+            master = getattr(state, "inner_state", state)
+            master = master if hasattr(master, "master") else state
+            copies = jax.tree.leaves(master.master)
+            assert len(copies) == 1 + is_copied, name
+            grads = jax.tree.map(jnp.ones_like, params)
+            for wrap in (lambda f: f, jax.jit):
+                new, after = wrap(functools.partial(jamp.step, tx))(
+                    grads, state, params
+                )
+                chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+                chex.assert_trees_all_equal_dtypes(new, params)
+                if not is_copied:
+                    np.testing.assert_array_equal(new["b"], params["b"])
+
+
+def test_a_frozen_parameter_that_moves_again_needs_its_copy():
+    params = params_of(jnp.bfloat16)
+    state = jamp.master_weights(split(ADAM)).init(params)
+    moves = {"train": ADAM, "freeze": optax.sgd(0.1)}
+    tx = jamp.master_weights(optax.multi_transform(moves, LABELS))
+    with pytest.raises(ValueError, match="belongs to another optimizer"):
+        tx.update(params, state, params)
+    # A state of an earlier version has copies of all.
+    frozen = jamp.master_weights(split(ADAM))
+    copied = jamp.master_weights(ADAM).init(params).master
+    older = frozen.init(params)._replace(master=copied)
+    _, after = jax.jit(frozen.update)(params, older, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, older)
+
+
+def test_an_optimizer_that_cannot_be_traced_in_init_gets_all_copies():
+    tx = optax.chain(split(ADAM), optax.scale_by_polyak())  # wants a `value`
+    state = jamp.master_weights(tx).init(params_of(jnp.float16))
+    assert len(jax.tree.leaves(state.master)) == 2
+
+
+def test_what_is_read_and_what_stays():
+    function = lambda t: {"a": t["a"] * 2, "b": jnp.zeros_like(t["b"]), "c": t["n"]}
+    tree = {"a": jnp.ones(2), "b": jnp.ones(2), "n": jnp.arange(2), "none": None}
+    found = {"a": True, "b": False, "n": True, "none": None}
+    assert reads(function, tree) == found
+    assert reads(jax.jit(function), tree) == found
+    stays = {"a": False, "b": True, "c": False}
+    assert never_moved(lambda t: (jax.jit(function)(t), None), tree) == stays
+    infinite = lambda t: (t * 0 + jnp.zeros(2) * jnp.inf, None)
+    assert never_moved(infinite, jnp.ones(2)) is False
+
+
+# Derivatives that an optimizer takes itself.
+
+SMALL = 2.0**-20
+
+
+def flat_loss(params):
+    """A loss whose derivative is lost in float16 unless it is scaled."""
+    with jamp.autocast(dtype=jnp.float16):
+        half = (params["w"] * 1.0).astype(jnp.float16)
+        return jnp.sum((half * half).astype(jnp.float32)) * SMALL * 2.0**-6
+
+
+def steep_loss(params):
+    """A loss whose derivative overflows in float16 at the usual scale."""
+    half = params["w"].astype(jnp.float16)
+    return jnp.sum((half * half).astype(jnp.float32))
+
+
+def sophia_state(obj_fn, scale=2.0**16):
+    params = {"w": jnp.full(3, 2.0)}
+    tx = jamp.dynamic_loss_scale(
+        optax.contrib.sophia(0.1, update_interval=1), init_scale=scale
+    )
+    state = tx.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    step = jax.jit(lambda s: jamp.step(tx, grads, s, params, obj_fn=obj_fn))
+    new, after = step(state)
+    nu = optax.tree.get(after, "nu")
+    return params, state, new, after, nu
+
+
+def test_sophias_hessian_is_taken_at_the_scale():
+    *_, after, nu = sophia_state(flat_loss)
+    expected = 2.0 * SMALL * 2.0**-6 * 0.01  # 1 - b2
+    assert not after.found_inf
+    np.testing.assert_allclose(nu["w"], expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("how", ["branch", "select"])
+def test_an_overflow_in_sophias_hessian_skips(how, monkeypatch):
+    if how == "select":
+        monkeypatch.setattr(skip, "by_branch", lambda: False)
+    params, state, new, after, nu = sophia_state(steep_loss)
+    assert after.found_inf and after.loss_scale == 2.0**15
+    chex.assert_trees_all_equal(new, params)
+    chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+    *_, after, nu = sophia_state(steep_loss, scale=8.0)
+    assert not after.found_inf and jnp.all(nu["w"] > 0)
+
+
+SEARCHES = {
+    "zoom": optax.scale_by_zoom_linesearch(5),
+    "backtracking": optax.scale_by_backtracking_linesearch(5, store_grad=True),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_line_search_takes_derivatives_at_the_scale(name):
+    params = {"w": jnp.full(3, 2.0)}
+    grads = {"w": jnp.full(3, 4.0)}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(value_fn, scale):
+        tx = jamp.dynamic_loss_scale(
+            optax.chain(optax.sgd(0.1), SEARCHES[name]), init_scale=scale
+        )
+        state = tx.init(params)
+        scaled = jax.tree.map(lambda g: g * jamp.loss_scale(state), grads)
+        new, after = jamp.step(
+            tx, scaled, state, params, value=12.0, grad=scaled, value_fn=value_fn
+        )
+        return state, new, after
+
+    state, new, after = step(steep_loss, 2.0**16)
+    chex.assert_trees_all_equal(new, params)
+    if name == "backtracking":  # zoom rejects a trial whose derivative is nan
+        assert after.found_inf and after.loss_scale == 2.0**15
+        chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+    _, new, after = step(steep_loss, 8.0)
+    assert not after.found_inf and jnp.all(new["w"] < 2.0)
+    in_float32 = lambda params: jnp.sum(params["w"] ** 2) * SMALL * 2.0**-6
+    *_, after = step(flat_loss, 2.0**16)
+    *_, expected = step(in_float32, 2.0**16)
+    found, wanted = (optax.tree.get(s, "grad") for s in (after, expected))
+    assert jnp.all(wanted["w"] != 0) and not after.found_inf
+    chex.assert_trees_all_close(found, wanted, rtol=1e-2)
+
+
+def by_argument():
+    """Moves the parameters by the extra argument `grad` alone."""
+    update = lambda updates, state, params=None, *, grad: (grad, state)
+    init = lambda params: optax.EmptyState()
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_argument_grad_is_a_gradient(wrap):
+    tx = jamp.dynamic_loss_scale(by_argument(), init_scale=8.0)
+    params, state = jnp.zeros(2), tx.init(jnp.zeros(2))
+    step = wrap(lambda g, grad: jamp.step(tx, g, state, params, grad=grad))
+    new, after = step(jnp.full(2, jnp.inf), jnp.full(2, 16.0))
+    np.testing.assert_array_equal(new, 2.0)  # of the other, nothing is used
+    new, after = step(jnp.ones(2), jnp.array([16.0, jnp.inf]))
+    assert after.found_inf and not new.any()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_grad_scaler_unscales_and_checks_an_argument_grad(wrap):
+    def step(of_model, grad, by_hand):
+        model, scaler = Model(), jamp.GradScaler(8.0)
+        optimizer = nnx.Optimizer(model, by_argument(), wrt=nnx.Param)
+        structure = jax.tree.structure(nnx.state(model, nnx.Param))
+        given = jax.tree.unflatten(structure, jax.tree.leaves(of_model))
+        grad = jax.tree.unflatten(structure, jax.tree.leaves(grad))
+        if by_hand:
+            given = grad = scaler.unscale_(optimizer, grad)
+        skipped = scaler.step(optimizer, model, given, grad=grad)
+        scaler.update()
+        return model.w[...], skipped
+
+    good, bad = gradients(), gradients(w=jnp.inf)
+    for by_hand in (False, True):
+        step_by = wrap(functools.partial(step, by_hand=by_hand))
+        w, skipped = step_by(good, good)
+        assert not skipped
+        np.testing.assert_array_equal(w, 1.0 + 2.0**12)
+        w, skipped = step_by(good, bad)
+        assert skipped
+        np.testing.assert_array_equal(w, 1.0)
+    w, skipped = wrap(functools.partial(step, by_hand=False))(bad, good)
+    assert not skipped
+
+
+def test_functions_that_return_gradients_are_refused():
+    sam = optax.contrib.sam(ADAM, optax.sgd(0.1), opaque_mode=True)
+    params, grad_fn = params_of(), lambda params, i: params
+    for tx in (jamp.dynamic_loss_scale(sam), jamp.static_loss_scale(sam, 8.0)):
+        state = tx.init(params)
+        for use in (tx.update, functools.partial(jamp.step, tx)):
+            args = (params, state, params)
+            args = args if use is tx.update else (gradients(), state, params)
+            with pytest.raises(ValueError, match=r"opaque_mode=False"):
+                use(*args, grad_fn=grad_fn)
+    model, scaler = Model(), jamp.GradScaler()
+    optimizer = nnx.Optimizer(model, sam, wrt=nnx.Param)
+    grads = nnx.state(model, nnx.Param)
+    for name in ("closure", "value_fn", "obj_fn", "grad_fn"):
+        with pytest.raises(RuntimeError, match="Closure use is not currently supp"):
+            scaler.step(optimizer, model, grads, **{name: grad_fn})
+
+
+def test_the_transparent_form_of_sam_trains():
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
+    loss_fn = lambda params: jnp.sum((params["w"] - 2.0) ** 2)
+    plain, tx = {"w": jnp.zeros(2)}, jamp.dynamic_loss_scale(sam)
+    scaled, state, plain_state = plain, tx.init(plain), sam.init(plain)
+    for _ in range(4):
+        grads = jamp.value_and_grad(loss_fn, state)(scaled)[1]
+        scaled, state = jamp.step(tx, grads, state, scaled)
+        updates, plain_state = sam.update(jax.grad(loss_fn)(plain), plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+    chex.assert_trees_all_close(scaled, plain, rtol=1e-6)
+
+
+# `jamp.step` around an optimizer that holds a loss scale.
+
+SCALED = jamp.dynamic_loss_scale(optax.sgd(0.1, momentum=0.9))
+KEY = jax.random.key(0)
+
+IN_FRONT = {
+    "clip_by_global_norm": optax.clip_by_global_norm(1.0),
+    "clip": optax.clip(1.0),
+    "adaptive clipping": optax.adaptive_grad_clip(0.1),
+    "weight decay": optax.add_decayed_weights(0.1),
+    "momentum": optax.trace(0.9),
+    "noise": optax.add_noise(0.1, 0.5, KEY),
+    "zero_nans": optax.zero_nans(),
+    "adam": optax.scale_by_adam(),
+    "a part of them": optax.masked(optax.clip(1.0), TRAIN),
+}
+BEHIND_IT = {
+    "weight decay": optax.add_decayed_weights(0.1),
+    "a part of them": optax.masked(optax.add_decayed_weights(0.1), TRAIN),
+    "momentum": optax.trace(0.9),
+    "noise": optax.add_noise(0.1, 0.5, KEY),
+    "adam": optax.scale_by_adam(),
+    "an average": optax.ema(0.9),
+    "a schedule": optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, 3)),
+    "a bound": optax.keep_params_nonnegative(),
+    "jitted": jitted(optax.trace(0.9)),
+}
+# Nothing is refused here, and a step that is not skipped is update + apply_updates.
+LEGITIMATE = {
+    "alone": SCALED,
+    "chain": optax.chain(SCALED),
+    "clipping inside": optax.chain(jamp.dynamic_loss_scale(clipped(ADAM))),
+    "named_chain": optax.named_chain(("amp", SCALED), ("rate", optax.scale(0.5))),
+    "a chain in a chain": optax.chain(optax.identity(), optax.chain(SCALED)),
+    "masked": optax.masked(SCALED, by_name(True, True)),
+    "masked and frozen": optax.chain(
+        optax.masked(SCALED, TRAIN), optax.masked(optax.set_to_zero(), FROZEN)
+    ),
+    "multi_transform": optax.multi_transform({"t": SCALED}, by_name("t", "t")),
+    "multi_transform and frozen": optax.multi_transform(
+        {"train": SCALED, "freeze": optax.set_to_zero()}, LABELS
+    ),
+    "multi_transform inside": optax.chain(jamp.dynamic_loss_scale(split(ADAM))),
+    "MultiSteps inside": optax.chain(jamp.dynamic_loss_scale(every_second(ADAM))),
+    "apply_if_finite inside": optax.chain(
+        jamp.dynamic_loss_scale(optax.apply_if_finite(ADAM, 3))
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(
+        lambda rate: jamp.dynamic_loss_scale(optax.adam(rate))
+    )(rate=optax.linear_schedule(1e-2, 0.0, 9)),
+    "conditionally_transform": optax.conditionally_transform(
+        SCALED, lambda step: step >= 0
+    ),
+    "jitted": jitted(SCALED),
+    "jitted in a chain": optax.chain(jitted(SCALED), optax.scale(0.5)),
+    "master_weights": jamp.master_weights(SCALED),
+    "static": optax.chain(jamp.static_loss_scale(ADAM, 8.0), optax.scale(0.5)),
+    "disabled": optax.chain(jamp.dynamic_loss_scale(ADAM, enabled=False)),
+    "lookahead": optax.lookahead(SCALED, sync_period=2, slow_step_size=0.5),
+    "reads the gradients": optax.chain(
+        optax.stateless(lambda g, p: (optax.tree.norm(g), g)[1]), SCALED
+    ),
+    "no loss scale": optax.chain(optax.clip(1.0), ADAM),
+} | {f"{k} behind": optax.chain(SCALED, tx) for k, tx in BEHIND_IT.items()}
+
+
+def start_of(tx, name, dtype=jnp.float32):
+    params = params_of(dtype)
+    if name == "lookahead":
+        params = optax.LookaheadParams.init_synced(params)
+    return params, tx.init(params)
+
+
+def kept(tree):
+    """The leaves of a state that are not of a loss scale itself."""
+    kind = jamp.DynamicLossScaleState
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return numbers([n.inner_state if isinstance(n, kind) else n for n in nodes])
+
+
+def numbers(tree):
+    """The leaves of a tree, with numbers in place of random keys."""
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    leaves = jax.tree.leaves(tree)
+    return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradients_that_are_changed_before_the_loss_scale_are_refused(wrap):
+    for member in IN_FRONT.values():
+        for tx in (
+            optax.chain(member, SCALED),
+            optax.chain(
+                optax.chain(optax.identity(), member), optax.masked(SCALED, TRAIN)
+            ),
+            optax.chain(member, jamp.master_weights(SCALED)),
+        ):
+            step = wrap(
+                lambda grads, tx=tx: jamp.step(
+                    tx, grads, tx.init(params_of()), params_of()
+                )
+            )
+            with pytest.raises(ValueError, match=r"at \['[wb]'\] was changed before"):
+                step(gradients())
+        inside = jamp.dynamic_loss_scale(optax.chain(member, ADAM))
+        wrap(functools.partial(jamp.step, inside))(
+            gradients(), inside.init(params_of()), params_of()
+        )
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_gradient_that_passes_by_the_loss_scale_is_refused(wrap):
+    masked = optax.masked(SCALED, TRAIN)
+    for tx in (
+        masked,
+        optax.chain(masked, optax.scale(-0.1)),
+        optax.chain(masked, optax.trace(0.9)),
+        optax.multi_transform({"train": SCALED, "freeze": optax.sgd(0.1)}, LABELS),
+    ):
+        step = wrap(
+            lambda g, tx=tx: jamp.step(tx, g, tx.init(params_of()), params_of())
+        )
+        with pytest.raises(ValueError, match=r"scaled gradient at \['b'\] is used"):
+            step(gradients())
+
+
+@pytest.mark.parametrize("how", ["eager", "branch", "select"])
+def test_legitimate_nests_step_and_hold(how, monkeypatch):
+    if how == "select":
+        monkeypatch.setattr(skip, "by_branch", lambda: False)
+    wrap = (lambda f: f) if how == "eager" else jax.jit
+    quick = ("lookahead", "master_weights", "inject_hyperparams", "momentum behind")
+    for name, tx in LEGITIMATE.items():
+        if how == "select" and name not in quick:
+            continue
+        params, state = start_of(tx, name)
+
+        def by_hand(grads, state, params, tx=tx):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        step, by_hand = wrap(functools.partial(jamp.step, tx)), wrap(by_hand)
+        good = gradients()
+        expected = by_hand(good, state, params)
+        found = step(good, state, params)
+        chex.assert_trees_all_close(numbers(found), numbers(expected), rtol=1e-6)
+        if name in ("disabled", "no loss scale"):
+            continue
+        new_params, new_state = step(gradients(w=jnp.inf), *found[::-1])
+        assert jamp.metrics(new_state)["found_inf"], name
+        chex.assert_trees_all_equal(new_params, found[0])
+        chex.assert_trees_all_equal(kept(new_state), kept(found[1]))
+
+
+def test_half_precision_gradients_arrive_through_master_weights():
+    tx = jamp.master_weights(SCALED)
+    params = params_of(jnp.float16)
+    grads = jax.tree.map(jnp.ones_like, params)
+    for wrap in (lambda f: f, jax.jit):
+        _, after = wrap(functools.partial(jamp.step, tx))(
+            grads, tx.init(params), params
+        )
+        assert not jamp.metrics(after)["found_inf"]
+    clipping = optax.chain(optax.clip(0.1), tx)
+    with pytest.raises(ValueError, match="was changed before"):
+        jamp.step(clipping, grads, clipping.init(params), params)
+
+
+def test_a_hold_adds_nothing_to_what_a_chain_costs():
+    params = {name: jnp.ones((128, 128)) for name in "ab"}
+    tx = optax.chain(jamp.dynamic_loss_scale(optax.adam(1e-3)))
+
+    def by_step(grads, state, params):
+        return jamp.step(tx, grads, state, params)
+
+    def by_hand(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    text = lambda f: str(jax.make_jaxpr(f)(params, tx.init(params), params))
+    count = lambda f: len(re.findall(r"= (?:add|select_n|cond)\b", text(f)))
+    assert count(by_step) == count(by_hand)
+
+
+# `find_loss_scale`.
+
+
+def zero_step(tx):
+    def step(state, x):
+        params, opt_state = state
+        loss_fn = lambda params: jnp.sum(params * 0.0 * x)
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
+        return jamp.step(tx, grads, opt_state, params), loss
+
+    params = jnp.ones(2)
+    return step, (params, tx.init(params))
+
+
+def test_zero_gradients_have_a_sane_scale():
+    for most, expected in ((float("inf"), 2.0**32), (2.0**18, 2.0**18), (1e5, 2.0**16)):
+        tx = jamp.dynamic_loss_scale(optax.sgd(0.1), max_scale=most)
+        step, state = zero_step(tx)
+        assert jamp.loss_scale(jamp.find_loss_scale(step, state, 1.0)) == expected
+        scaler, model = jamp.GradScaler(max_scale=most), Model()
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        def nnx_step(model, optimizer, scaler):
+            grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+            grads = jax.tree.map(lambda g: g * scaler.get_scale(), grads)
+            scaler.step(optimizer, model, grads)
+            scaler.update()
+
+        jamp.nnx.find_loss_scale(nnx_step, model, optimizer, scaler)
+        assert scaler.get_scale() == expected
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_scale_is_found_where_the_state_varies(checks):
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**20)
+
+    def step(state, x):
+        params, opt_state = state
+        loss_fn = lambda params: jnp.sum((params * x).astype(jnp.float16))
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
+        return jamp.step(tx, grads, opt_state, params), loss
+
+    def varying(a):
+        return jax.lax.pcast(a, "data", to="varying") if checks else a
+
+    def local(params, x):
+        state = jax.tree.map(lambda a: a + jnp.zeros_like(a), tx.init(params))
+        state = jax.tree.map(lambda a: varying(a[None])[0], (params, state))
+        found = jamp.find_loss_scale(step, state, x)
+        again, _ = jamp.retry(step, 12)(state, x)
+        scales = map(jamp.loss_scale, (found, again))
+        return tuple(scale[None] for scale in scales)
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    P = jax.sharding.PartitionSpec
+    run = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P("data"),
+            check_vma=checks,
+        )
+    )
+    found, again = run(jnp.ones(2), 1 / jnp.arange(1.0, 9.0))
+    assert found.shape == (4,)
+    if checks:
+        np.testing.assert_array_equal(found, again)
+    np.testing.assert_array_equal(found[0], 2.0**15)

@@ -13,7 +13,9 @@ summed in float32, on a CPU in a loop (`spread_by_loop`). Then the sum is rounde
 half precision, and overflows, as torch's does.
 
 A user's own `x @ w + mask` may hold numbers such as -1e9, which are out of float16's
-range. They stay finite and keep their gradients; inf and nan do not change.
+range, or the least float32, which is out of bfloat16's too. They become a quarter of
+the largest number, so that the sum stays finite, and so does what a temperature makes
+of it. They keep their gradients; inf and nan do not change.
 
 A BatchNorm computes in float32. Whether a value is its result, and not some value
 inside, shows only when an op outside uses it. That op gets it in half precision. The
@@ -42,6 +44,9 @@ from .traits import OVER_AXES
 # The fewest elements, of one round and of all rounds, for which a loop saved time when
 # measured. Each loop is compiled, which takes longer than a small one saves in a trial.
 LOOP_SIZES = 2**10, 2**19
+# Parts of the range: numbers up to the first are biases, and those beyond are masks,
+# which become the second. It leaves room for logits, and for a temperature.
+NEAR, MASK = 7 / 8, 1 / 4
 
 
 def with_bias(trace: CastingTrace, op: Op) -> Value | None:
@@ -133,24 +138,25 @@ def rounded(bias: jax.Array, dtype: np.dtype, masks: bool) -> jax.Array:
     XLA may drop a pair of casts, but not this op.
 
     Args:
-      masks: whether finite numbers that are too large become the largest one.
+      masks: whether finite numbers that are too large become ones that are not.
     """
     info = jnp.finfo(dtype)
-    if dtype == jnp.float16 and masks:
-        bias = within_range(bias)
+    if masks:
+        bias = within_range(bias, float(info.max))
     return lax.reduce_precision(bias, info.nexp, info.nmant)
 
 
-@jax.custom_jvp
-def within_range(bias: jax.Array) -> jax.Array:
-    """Clamps finite numbers to float16's range, with the identity's gradient."""
-    limit = np.float32(jnp.finfo(jnp.float16).max)
-    return lax.select(lax.is_finite(bias), lax.clamp(-limit, bias, limit), bias)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def within_range(bias: jax.Array, largest: float) -> jax.Array:
+    """Brings finite numbers beyond a range well into it; the identity's gradient."""
+    number = np.float32(largest * MASK)
+    is_mask = lax.is_finite(bias) & (lax.abs(bias) >= np.float32(largest * NEAR))
+    return lax.select(is_mask, lax.clamp(-number, bias, number), bias)
 
 
 @within_range.defjvp
-def _(primals, tangents):
-    return within_range(*primals), tangents[0]
+def _(largest, primals, tangents):
+    return within_range(*primals, largest), tangents[0]
 
 
 def dimensions(

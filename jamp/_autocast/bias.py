@@ -37,7 +37,7 @@ from .._compat import array_dtype
 from .._tree import HALVES
 from .casting import CastingTrace
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value, Values
-from .notes import fits
+from .notes import Sides, fits
 from .sources import is_in_layer
 from .traits import OVER_AXES
 
@@ -63,9 +63,9 @@ def with_bias(trace: CastingTrace, op: Op) -> Value | None:
             continue
         in_layer = is_in_layer(_compat.source_codes())
         varies = dimensions(trace, bias, product, in_layer)
-        if varies is None:
+        if varies is None or not is_one_side([sides[d] for d in varies]):
             continue
-        if len({sides[d] for d in varies if np.shape(product)[d] != 1}) > 1:
+        if any(np.shape(product)[d] != np.shape(bias)[d] for d in varies):
             continue
         trace.effects.touched = True
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
@@ -126,7 +126,7 @@ def pays_a_loop(shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
     """
     if jax.default_backend() != "cpu" or jax.device_count() > 1:
         return False
-    if len(shape) < 3 or bias[0] != 1:
+    if len(shape) < 3 or bias[:1] != (1,):
         return False
     sizes = math.prod(shape[1:]), math.prod(shape)
     return all(size >= least for size, least in zip(sizes, LOOP_SIZES, strict=True))
@@ -163,14 +163,20 @@ def dimensions(
     trace: CastingTrace, bias: jax.Array, product: Value, in_layer: bool
 ) -> Collection[int] | None:
     """The dimensions of a product along which a bias varies; None if it is not one."""
-    note = trace.notes[bias]
-    if note.varies is not None and (note.raised or in_layer):
+    note, wide = trace.notes[bias], {d for d, n in enumerate(np.shape(bias)) if n != 1}
+    if note.raised and not in_layer:
         return note.varies
     # Under vmap it is the same for the whole batch.
     shared = _compat.is_batched(product) and not _compat.is_batched(bias)
     if in_layer or shared or np.ndim(bias) == 0:
-        return {d for d, size in enumerate(np.shape(bias)) if size != 1}
+        return wide if note.varies is None else wide & note.varies
     return None
+
+
+def is_one_side(sides: Sides) -> bool:
+    """Whether dimensions with these sides are all of one operand, or there are none."""
+    known = [set(side) if isinstance(side, str) else set() for side in sides]
+    return not sides or bool(set.intersection(*known))
 
 
 def narrowed(

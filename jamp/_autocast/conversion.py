@@ -52,7 +52,8 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
         if dtype != given:
             return trace.cast(x, dtype)
     out = trace.bind(op.primitive, op.args, op.params | {"new_dtype": dtype})
-    trace.notes[out] = trace.notes[x]._replace(sides=None)
+    note = trace.notes[x]
+    trace.notes[out] = note._replace(sides=None) if explicit else note
     if dtype == FLOAT32_DTYPE:
         trace.notes.remember_widened(out, x)
     return out

@@ -8,8 +8,9 @@ Facts are kept by the identity of the value, for as long as the value lives:
     constant   the number that a scalar or an array filled with it holds
     sides      for the result of a matrix product or convolution, which operand each
                dimension comes from
-    varies     for a broadcast value, the dimensions along which it varies. A sum of it
-               and a product is a layer's bias if it varies along one side only
+    varies     for a broadcast value, the dimensions that it had before, along which it
+               varies. A sum of it and a product is a layer's bias if it varies along
+               one side only
     raised     how many dimensions it has more than before: 1 for `b[None]`, and 0 for a
                (1, n) array
     widened    float32 only because JAX promoted a half-precision value
@@ -19,7 +20,7 @@ Facts are kept by the identity of the value, for as long as the value lives:
 
 import functools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -31,11 +32,15 @@ from jax.typing import ArrayLike
 from .._compat import ArrayImpl, array_dtype
 from .._tree import HALVES
 
+# For each dimension "l", "r", or "lr" for a new one of size 1; the sizes and sides of
+# what was merged into it; or None, if it is one of both operands or of neither.
+Sides = Sequence[Any]
+
 
 class Note(NamedTuple):
     constant: float | None = None
-    sides: tuple[str, ...] | None = None  # "l" or "r" for each dimension
-    varies: frozenset[int] | None = None  # the dimensions along which it varies
+    sides: Sides | None = None
+    varies: frozenset[int] | None = None  # the dimensions that it had before
     raised: int = 0
     widened: bool = False
     result: bool = False

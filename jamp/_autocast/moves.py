@@ -42,7 +42,8 @@ def passed_on(primitive_name: str, args: Values, params: Params, notes: Notes) -
             kept = {to[d]: side for d, side in enumerate(sides) if old[d] == new[to[d]]}
             sides = tuple(map(kept.get, range(len(new))))
         varies = frozenset(to[d] for d in varies)
-        return Note(note.constant, sides, varies, note.raised + len(new) - len(old))
+        raised = note.raised + len(new) - len(old)
+        return Note(note.constant, sides, varies, raised, counted=note.counted)
     if primitive_name == "reshape":
         new = params["new_sizes"]
         raised = max(0, len(new) - len(old))
@@ -50,7 +51,8 @@ def passed_on(primitive_name: str, args: Values, params: Params, notes: Notes) -
         marks = reshaped(tuple(d in varies for d in range(len(old))), old, new)
         varies = frozenset(d for d, mark in enumerate(marks) if mark is True)
         varies = varies if is_same and raised else None
-        return Note(note.constant, sides and reshaped(sides, old, new), varies, raised)
+        sides = sides and reshaped(sides, old, new)
+        return Note(note.constant, sides, varies, raised, counted=note.counted)
     if primitive_name in ("slice", "copy"):
         if sides is not None and primitive_name == "slice":
             sides = tuple(None if isinstance(side, tuple) else side for side in sides)

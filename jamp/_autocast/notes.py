@@ -14,6 +14,7 @@ Facts are kept by the identity of the value, for as long as the value lives:
     raised     how many dimensions it has more than before: 1 for `b[None]`, and 0 for a
                (1, n) array
     widened    float32 only because JAX promoted a half-precision value
+    counted    float32 only because JAX promoted integers or bools
     result     float32, and half precision for ops outside of the function it is from
     statistic  a part of a statistic that is computed in float32, and given in it
 """
@@ -43,6 +44,7 @@ class Note(NamedTuple):
     varies: frozenset[int] | None = None  # the dimensions that it had before
     raised: int = 0
     widened: bool = False
+    counted: bool = False
     result: bool = False
     statistic: bool = False
 
@@ -148,6 +150,11 @@ class Notes:
         """The half-precision value that a float32 one was made of, or the value."""
         narrow = self.copy(value, SOURCE)
         return value if narrow is None else narrow
+
+    def is_promoted(self, value: object, dtype: np.dtype) -> bool:
+        """Whether JAX widened a value, which was of this dtype or not floating."""
+        note = self[value]
+        return note.counted or (note.widened and self.copy(value, dtype) is not None)
 
     def clear(self) -> None:
         self._notes, self._copies = Memory(), Memory()

@@ -85,8 +85,7 @@ def widest(
         return None
     half, notes = trace.settings.dtype, trace.notes
     pairs = list(zip(floats, dtypes, strict=True))
-    known = (x for x, dtype in pairs if dtype != half)
-    if all(notes[x].widened and notes.copy(x, half) is not None for x in known):
+    if all(d == half or notes.is_promoted(x, half) for x, d in pairs):
         return half  # float32 only as the others were, when this was traced
     free = [dtype for x, dtype in pairs if notes[x].constant is None]
     dtype = _compat.widest(frozenset(free or dtypes))

@@ -23,7 +23,7 @@ from .decision import (
     Values,
 )
 from .notes import fits, is_inexact
-from .products import is_dot
+from .products import is_attention, is_dot
 
 
 def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Params]:
@@ -43,7 +43,8 @@ def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Param
     preferred = params.get("preferred_element_type")
     if preferred in CASTABLE:
         dtypes = [*given, *dtypes_of(op.avals or ())]
-        if FLOAT32_DTYPE in dtypes or (isinstance(cast, RunIn) and cast.wholly):
+        wholly = isinstance(cast, RunIn) and cast.wholly
+        if wholly or (FLOAT32_DTYPE in dtypes and not is_attention(op)):
             # Recorded for float32 inputs; for half-precision ones, the user's wish.
             trace.effects.touched |= preferred != dtype
             params = params | {"preferred_element_type": dtype}

@@ -99,7 +99,11 @@ def scan(trace: CastingTrace, op: Op) -> Values:
     n_stacked = len(jaxpr.jaxpr.outvars) - n_carry
     outs = [a.dtype for a in carry] + [None] * n_stacked
     new = rewrite(trace, jaxpr, inside, op.within, outs, op.is_baked)
-    return trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
+    outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
+    stacked = zip(outs[n_carry:], new.notes[n_carry:], strict=True)
+    for value, note in stacked:
+        trace.notes[value] = Note(result=note.result)
+    return outs
 
 
 def with_dtype(aval: Any, value: Value) -> AbstractValue:
@@ -137,7 +141,10 @@ def cond(trace: CastingTrace, op: Op) -> Values:
         fixed = op.within, dtypes, op.is_baked, known
         new = [rewrite(trace, branch, avals, *fixed) for branch in branches]
     jaxprs = tuple(n.jaxpr for n in new)
-    return trace.bind(op.primitive, op.args, op.params | {"branches": jaxprs})
+    outs = trace.bind(op.primitive, op.args, op.params | {"branches": jaxprs})
+    for value, *notes in zip(outs, *(n.notes for n in new), strict=True):
+        trace.notes[value] = Note(result=all(note.result for note in notes))
+    return outs
 
 
 def agreed(avals: Sequence[AbstractValue]) -> np.dtype | None:

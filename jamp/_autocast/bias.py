@@ -5,12 +5,14 @@ the results of both would be float32, where torch's `linear`, `conv` and `batch_
 return half precision.
 
 A sum of a half-precision product and a float32 value is a layer with a bias, if the
-value was broadcast from fewer dimensions and varies along those of one operand of the
-product only. In the code of a layer library it may also have as many dimensions as the
-product. Elsewhere that may be a batch of one, whose dtype must not differ from that of
-a batch of two. The bias is broadcast in float32 and then cast, so that its gradient is
-summed in float32, on a CPU in a loop (`spread_by_loop`). Then the sum is rounded to
-half precision, and overflows, as torch's does.
+value was broadcast from fewer dimensions and these are of one operand of the product
+only. In the code of a layer library it may also have as many dimensions as the product.
+Elsewhere that may be a batch of one, whose dtype must not differ from that of a batch
+of two. So there a dimension of size 1 counts as one of any size.
+
+The bias is broadcast in float32 and then cast, so that its gradient is summed in
+float32, on a CPU in a loop (`spread_by_loop`). Then the sum is rounded to half
+precision, and overflows, as torch's does.
 
 A user's own `x @ w + mask` may hold numbers such as -1e9, which are out of float16's
 range, or the least float32, which is out of bfloat16's too. They become a quarter of

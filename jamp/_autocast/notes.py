@@ -7,7 +7,7 @@ Facts are kept by the identity of the value, for as long as the value lives:
                that was widened, the half-precision value that it was made of
     constant   the number that a scalar or an array filled with it holds
     sides      for the result of a matrix product or convolution, which operand each
-               dimension comes from
+               dimension comes from, also after its elements were moved
     varies     for a broadcast value, the dimensions that it had before, along which it
                varies. A sum of it and a product is a layer's bias if it varies along
                one side only
@@ -33,8 +33,8 @@ from jax.typing import ArrayLike
 from .._compat import ArrayImpl, array_dtype
 from .._tree import HALVES
 
-# For each dimension "l", "r", or "lr" for a new one of size 1; the sizes and sides of
-# what was merged into it; or None, if it is one of both operands or of neither.
+# For each dimension "l" or "r", or "lr" for a new one of size 1. A merged one has the
+# sizes and sides of its parts, and None is a dimension of both operands or of neither.
 Sides = Sequence[Any]
 
 

@@ -23,7 +23,10 @@ from .decision import (
     Values,
 )
 from .notes import fits, is_inexact
-from .products import is_attention, is_dot
+from .products import is_dot
+from .rules import codes_at, loaded
+
+ATTENTION = ("jax.nn.dot_product_attention",)
 
 
 def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Params]:
@@ -122,3 +125,19 @@ def as_without(
         return out
     dtype = _compat.widest(frozenset(dtypes)) if preferred is None else preferred
     return jax.tree.map(lambda x: trace.cast(x, dtype), out)
+
+
+def is_attention(op: Op) -> bool:
+    """Whether an op is the product of queries and keys in JAX's attention.
+
+    JAX asks for it in float32 if it sees half precision. Where it was traced before, it
+    saw float32, and did not need to ask.
+    """
+    if op.name != "dot_general" or op.is_baked:
+        return False
+    (contracting, _), shapes = op.params["dimension_numbers"], map(np.shape, op.args)
+    last = [(len(shape) - 1,) for shape in shapes]
+    if [*map(tuple, contracting)] != last:  # as in the product with the values
+        return False
+    attention = codes_at(ATTENTION, loaded())
+    return not attention.keys().isdisjoint(map(id, _compat.source_codes()))

@@ -17,17 +17,14 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, set_current_trace
 
-from .. import _compat
 from .._compat import array_dtype
 from .._tree import HALVES
 from .casting import CastingTrace
 from .decision import Action, Op, Params, Reason, Source, Values
 from .ops import LOWER, PRIMITIVES, PROMOTE
-from .rules import codes_at, loaded
 
 OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
 HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
-ATTENTION = ("jax.nn.dot_product_attention",)
 
 
 def for_product(op: Op, action: Action | None) -> Action | None:
@@ -104,22 +101,6 @@ def is_wide(args: Values, params: Params) -> bool:
     """Whether a call asks half-precision inputs for a float32 result."""
     halves = all(array_dtype(x) in HALVES for x in args)
     return halves and params.get("preferred_element_type") == jnp.float32
-
-
-def is_attention(op: Op) -> bool:
-    """Whether an op is the product of queries and keys in JAX's attention.
-
-    JAX asks for it in float32 if it sees half precision. Where it was traced before, it
-    saw float32, and did not need to ask.
-    """
-    if op.name != "dot_general" or op.is_baked:
-        return False
-    (contracting, _), shapes = op.params["dimension_numbers"], map(np.shape, op.args)
-    last = [(len(shape) - 1,) for shape in shapes]
-    if [*map(tuple, contracting)] != last:  # as in the product with the values
-        return False
-    attention = codes_at(ATTENTION, loaded())
-    return not attention.keys().isdisjoint(map(id, _compat.source_codes()))
 
 
 def is_dot(op: Op) -> bool:

@@ -5,15 +5,19 @@ the results of both would be float32, where torch's `linear`, `conv` and `batch_
 return half precision.
 
 A sum of a half-precision product and a float32 value is a layer with a bias, if the
-value was broadcast from fewer dimensions and varies along those of one operand of the
-product only. In the code of a layer library it may also have as many dimensions as the
-product. Elsewhere that may be a batch of one, whose dtype must not differ from that of
-a batch of two. The bias is broadcast in float32 and then cast, so that its gradient is
-summed in float32, on a CPU in a loop (`spread_by_loop`). Then the sum is rounded to
-half precision, and overflows, as torch's does.
+value was broadcast from fewer dimensions and these are of one operand of the product
+only. In the code of a layer library it may also have as many dimensions as the product.
+Elsewhere that may be a batch of one, whose dtype must not differ from that of a batch
+of two. So there a dimension of size 1 counts as one of any size.
+
+The bias is broadcast in float32 and then cast, so that its gradient is summed in
+float32, on a CPU in a loop (`spread_by_loop`). Then the sum is rounded to half
+precision, and overflows, as torch's does.
 
 A user's own `x @ w + mask` may hold numbers such as -1e9, which are out of float16's
-range. They stay finite and keep their gradients; inf and nan do not change.
+range, or the least float32, which is out of bfloat16's too. They become a quarter of
+the largest number, so that the sum stays finite, and so does what a temperature makes
+of it. They keep their gradients; inf and nan do not change.
 
 A BatchNorm computes in float32. Whether a value is its result, and not some value
 inside, shows only when an op outside uses it. That op gets it in half precision. The
@@ -35,13 +39,16 @@ from .._compat import array_dtype
 from .._tree import HALVES
 from .casting import CastingTrace
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value, Values
-from .notes import fits
+from .notes import Sides, fits
 from .sources import is_in_layer
 from .traits import OVER_AXES
 
 # The fewest elements, of one round and of all rounds, for which a loop saved time when
 # measured. Each loop is compiled, which takes longer than a small one saves in a trial.
 LOOP_SIZES = 2**10, 2**19
+# Parts of the range: numbers up to the first are biases, and those beyond are masks,
+# which become the second. It leaves room for logits, and for a temperature.
+NEAR, MASK = 7 / 8, 1 / 4
 
 
 def with_bias(trace: CastingTrace, op: Op) -> Value | None:
@@ -58,9 +65,9 @@ def with_bias(trace: CastingTrace, op: Op) -> Value | None:
             continue
         in_layer = is_in_layer(_compat.source_codes())
         varies = dimensions(trace, bias, product, in_layer)
-        if varies is None:
+        if varies is None or not is_one_side([sides[d] for d in varies]):
             continue
-        if len({sides[d] for d in varies if np.shape(product)[d] != 1}) > 1:
+        if any(np.shape(product)[d] != np.shape(bias)[d] for d in varies):
             continue
         trace.effects.touched = True
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
@@ -121,7 +128,7 @@ def pays_a_loop(shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
     """
     if jax.default_backend() != "cpu" or jax.device_count() > 1:
         return False
-    if len(shape) < 3 or bias[0] != 1:
+    if len(shape) < 3 or bias[:1] != (1,):
         return False
     sizes = math.prod(shape[1:]), math.prod(shape)
     return all(size >= least for size, least in zip(sizes, LOOP_SIZES, strict=True))
@@ -133,38 +140,45 @@ def rounded(bias: jax.Array, dtype: np.dtype, masks: bool) -> jax.Array:
     XLA may drop a pair of casts, but not this op.
 
     Args:
-      masks: whether finite numbers that are too large become the largest one.
+      masks: whether finite numbers that are too large become ones that are not.
     """
     info = jnp.finfo(dtype)
-    if dtype == jnp.float16 and masks:
-        bias = within_range(bias)
+    if masks:
+        bias = within_range(bias, float(info.max))
     return lax.reduce_precision(bias, info.nexp, info.nmant)
 
 
-@jax.custom_jvp
-def within_range(bias: jax.Array) -> jax.Array:
-    """Clamps finite numbers to float16's range, with the identity's gradient."""
-    limit = np.float32(jnp.finfo(jnp.float16).max)
-    return lax.select(lax.is_finite(bias), lax.clamp(-limit, bias, limit), bias)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def within_range(bias: jax.Array, largest: float) -> jax.Array:
+    """Brings finite numbers beyond a range well into it; the identity's gradient."""
+    number = np.float32(largest * MASK)
+    is_mask = lax.is_finite(bias) & (lax.abs(bias) >= np.float32(largest * NEAR))
+    return lax.select(is_mask, lax.clamp(-number, bias, number), bias)
 
 
 @within_range.defjvp
-def _(primals, tangents):
-    return within_range(*primals), tangents[0]
+def _(largest, primals, tangents):
+    return within_range(*primals, largest), tangents[0]
 
 
 def dimensions(
     trace: CastingTrace, bias: jax.Array, product: Value, in_layer: bool
 ) -> Collection[int] | None:
     """The dimensions of a product along which a bias varies; None if it is not one."""
-    note = trace.notes[bias]
-    if note.varies is not None and (note.raised or in_layer):
+    note, wide = trace.notes[bias], {d for d, n in enumerate(np.shape(bias)) if n != 1}
+    if note.raised and not in_layer:
         return note.varies
     # Under vmap it is the same for the whole batch.
     shared = _compat.is_batched(product) and not _compat.is_batched(bias)
     if in_layer or shared or np.ndim(bias) == 0:
-        return {d for d, size in enumerate(np.shape(bias)) if size != 1}
+        return wide if note.varies is None else wide & note.varies
     return None
+
+
+def is_one_side(sides: Sides) -> bool:
+    """Whether dimensions with these sides are all of one operand, or there are none."""
+    known = [set(side) if isinstance(side, str) else set() for side in sides]
+    return not sides or bool(set.intersection(*known))
 
 
 def narrowed(

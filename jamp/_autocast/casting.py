@@ -211,7 +211,10 @@ class CastingTrace(_compat.Trace):
             copy = self.call(lax.convert_element_type, [x], {"new_dtype": dtype})
             self.effects.touched = True
             widened = dtype == FLOAT32_DTYPE
-            self.notes[copy] = self.notes[x]._replace(widened=widened)
+            note = self.notes[x]
+            # Under a policy, Python goes on to ask for float32 products of the copy.
+            result = note.result and not self.decide.refines
+            self.notes[copy] = note._replace(widened=widened, result=result)
             if widened:
                 self.notes.remember_widened(copy, x)
             if not widened or isinstance(x, Tracer):  # or they keep each other alive

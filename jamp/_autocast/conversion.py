@@ -9,8 +9,8 @@ from .. import _compat
 from .._compat import array_dtype
 from .casting import CastingTrace, dtypes_of
 from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op, Value
-from .made import is_weak_array
-from .notes import holds
+from .made import asks_for_dtype, is_weak_array
+from .notes import Note, holds, is_float
 from .rules import ACTIONS
 from .sources import code_of
 
@@ -18,6 +18,10 @@ from .sources import code_of
 EXPLICIT = frozenset(
     map(code_of, (jnp.astype, jnp.asarray, jnp.array, lax.convert_element_type))
 )
+
+
+def is_explicit() -> bool:
+    return not EXPLICIT.isdisjoint(_compat.source_codes())
 
 
 def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
@@ -32,8 +36,13 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
         if action.dtype is not None and dtype in CASTABLE and not op.is_baked:
             trace.effects.touched |= dtype != action.dtype
             params = params | {"new_dtype": action.dtype}
-        return trace.bind(op.primitive, op.args, params)
-    explicit = not EXPLICIT.isdisjoint(_compat.source_codes())
+        out = trace.bind(op.primitive, op.args, params)
+        if dtype == FLOAT32_DTYPE and op.avals is not None and not is_float(x):
+            # In code that sees half precision, JAX would have promoted to that.
+            asked = action is not ACTIONS[op.name] or is_explicit() or asks_for_dtype()
+            trace.notes[out] = Note(counted=not asked)
+        return out
+    explicit = is_explicit()
     if not op.is_baked:
         # Under a policy, a norm's own cast of its result to half precision is kept.
         kept = explicit and action.marks and dtype == trace.settings.dtype
@@ -52,7 +61,8 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
         if dtype != given:
             return trace.cast(x, dtype)
     out = trace.bind(op.primitive, op.args, op.params | {"new_dtype": dtype})
-    trace.notes[out] = trace.notes[x]._replace(sides=None)
+    note = trace.notes[x]
+    trace.notes[out] = note._replace(sides=None) if explicit else note
     if dtype == FLOAT32_DTYPE:
         trace.notes.remember_widened(out, x)
     return out

@@ -53,4 +53,9 @@ def is_weak_array(x: Value) -> TypeGuard[jax.Array]:
     """
     if np.ndim(x) == 0 or array_dtype(x) != jnp.float32 or not jax.typeof(x).weak_type:
         return False
-    return called_function(_compat.source_codes()) not in TYPED
+    return not asks_for_dtype()
+
+
+def asks_for_dtype() -> bool:
+    """Whether the user calls a function that returns the dtype it is asked for."""
+    return called_function(_compat.source_codes()) in TYPED

@@ -5,49 +5,58 @@ from collections.abc import Sequence
 import numpy as np
 
 from .decision import Params, Values
-from .notes import NOTHING, Note, Notes
+from .notes import NOTHING, Note, Notes, Sides
+
+Shape = tuple[int, ...]
+EITHER = "lr"
 
 
-def product_sides(
-    primitive_name: str, args: Values, params: Params
-) -> tuple[str, ...] | None:
+def product_sides(primitive_name: str, args: Values, params: Params) -> Sides:
     """The sides of a matrix product's or convolution's result."""
     if primitive_name == "conv_general_dilated":
         feature = params["dimension_numbers"].out_spec[1]
         return tuple("r" if d == feature else "l" for d in range(np.ndim(args[0])))
     contracting, batch = params["dimension_numbers"]
-    if batch[0]:
-        return None
-    left, right = (np.ndim(a) - len(c) for a, c in zip(args, contracting, strict=True))
-    return ("l",) * left + ("r",) * right
+    gone = map(len, contracting)
+    shared = len(batch[0])
+    left, right = (np.ndim(x) - n - shared for x, n in zip(args, gone, strict=True))
+    return (None,) * shared + ("l",) * left + ("r",) * right
 
 
 def passed_on(primitive_name: str, args: Values, params: Params, notes: Notes) -> Note:
     """The note of the result of an op that moves elements."""
     x = args[0]
-    note, ndim = notes[x], np.ndim(x)
-    sides = note.sides
+    note, old = notes[x], np.shape(x)
     if primitive_name == "transpose":
         return with_dimensions(note, params["permutation"])
     if primitive_name == "squeeze":
         gone = params["dimensions"]
         note = note._replace(raised=max(0, note.raised - len(gone)))
-        return with_dimensions(note, [d for d in range(ndim) if d not in gone])
+        return with_dimensions(note, [d for d in range(len(old)) if d not in gone])
+    sides, varies = note.sides, note.varies
+    if varies is None:
+        varies = range(len(old))
     if primitive_name == "broadcast_in_dim":
-        to, shape = params["broadcast_dimensions"], params["shape"]
-        new = [to[d] for d in range(ndim) if np.shape(x)[d] == shape[to[d]] != 1]
-        raised = note.raised + len(shape) - ndim
-        return Note(note.constant, varies=frozenset(new), raised=raised)
+        to, new = params["broadcast_dimensions"], params["shape"]
+        if sides is not None:
+            kept = {to[d]: side for d, side in enumerate(sides) if old[d] == new[to[d]]}
+            sides = tuple(map(kept.get, range(len(new))))
+        varies = frozenset(to[d] for d in varies)
+        raised = note.raised + len(new) - len(old)
+        return Note(note.constant, sides, varies, raised, counted=note.counted)
     if primitive_name == "reshape":
-        old, new = np.shape(x), params["new_sizes"]
-        varies = None
-        if [n for n in old if n != 1] == [n for n in new if n != 1]:
-            varies = frozenset(d for d, n in enumerate(new) if n != 1)
+        new = params["new_sizes"]
         raised = max(0, len(new) - len(old))
-        varies = varies if raised else None
-        return Note(note.constant, sides and reshaped(sides, old, new), varies, raised)
+        is_same = [n for n in old if n != 1] == [n for n in new if n != 1]
+        marks = reshaped(tuple(d in varies for d in range(len(old))), old, new)
+        varies = frozenset(d for d, mark in enumerate(marks) if mark is True)
+        varies = varies if is_same and raised else None
+        sides = sides and reshaped(sides, old, new)
+        return Note(note.constant, sides, varies, raised, counted=note.counted)
     if primitive_name in ("slice", "copy"):
-        return note._replace(constant=None, varies=None, raised=0)
+        if sides is not None and primitive_name == "slice":
+            sides = tuple(None if isinstance(side, tuple) else side for side in sides)
+        return note._replace(constant=None, sides=sides, varies=None, raised=0)
     return NOTHING
 
 
@@ -59,36 +68,38 @@ def with_dimensions(note: Note, kept: Sequence[int]) -> Note:
     return note._replace(sides=sides and tuple(sides[d] for d in kept), varies=varies)
 
 
-def reshaped(
-    sides: tuple[str, ...], old: tuple[int, ...], new: tuple[int, ...]
-) -> tuple[str, ...] | None:
-    """Sides after a reshape that merges and splits dimensions of one side only.
+def reshaped(sides: Sides, old: Shape, new: Shape) -> Sides:
+    """What is known of each dimension, after a reshape.
+
+    A dimension that was merged has the sizes and sides of its parts. One of size 1
+    stays the last of those of size 1 beside it, and a new one may be of either side.
 
     >>> reshaped(("l", "l", "r"), (2, 3, 4), (6, 4))
     ('l', 'r')
-    >>> reshaped(("l", "r"), (6, 4), (24,)) is None
-    True
+    >>> reshaped(("l", "r"), (6, 1), (6, 1, 1))
+    ('l', 'lr', 'r')
+    >>> reshaped(("l", "r"), (6, 4), (24,))
+    (((6, 'l'), (4, 'r')),)
+    >>> reshaped((((6, "l"), (4, "r")),), (24,), (6, 4))
+    ('l', 'r')
     """
-    result, position = [], 0
-    for size in new:
-        if size == 1:
-            result.append("l")
-            continue
-        group = set()
-        while position < len(old) and size > 1:
-            if old[position] == 1:
-                position += 1
-                continue
-            group.add(sides[position])
-            if old[position] % size == 0:  # a part of this dimension
-                old = (*old[:position], old[position] // size, *old[position + 1 :])
-                size = 1
-            elif size % old[position] == 0:
-                size //= old[position]
-                position += 1
-            else:
-                return None
-        if len(group) != 1:
-            return None
-        result += group
+    parts = []
+    for n, side in zip(old, sides, strict=True):
+        parts += side if isinstance(side, tuple) else [(n, side)]
+    result = []
+    for size in reversed(new):
+        left, group = size, []
+        while parts and (left > 1 or (not group and parts[-1][0] == 1)):
+            n, side = parts.pop()
+            if n > left > 0 and n % left == 0:
+                parts.append((n // left, side))
+                n = left
+            elif n == 0 or left % n:
+                return (None,) * len(new)
+            if n > 1 or size == 1:
+                group.insert(0, (n, side))
+            left //= n
+        ends = {side for _, side in group if side is not None or size > 1}
+        side = EITHER if size == 1 else None
+        result.insert(0, tuple(group) if len(ends) > 1 else next(iter(ends), side))
     return tuple(result)

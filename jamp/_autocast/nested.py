@@ -22,7 +22,7 @@ from .. import _compat
 from .casting import CastingTrace, avals_of
 from .decision import Op, Result, Value, Values
 from .draws import half_noise, redrawn
-from .notes import holds
+from .notes import Note, holds
 from .refused import check_precision
 from .rewriting import annotate, in_place, rewrite
 from .sources import is_library
@@ -46,9 +46,16 @@ def jit(trace: CastingTrace, op: Op) -> Values:
     small = small and is_library(source)
     if _compat.inlined_early(op.params) or small:
         return in_place(trace, jaxpr, args, action)
-    new = rewrite(trace, jaxpr, avals_of(args), action, baked=op.is_baked)
+    avals, known = avals_of(args), shapes_of(trace, args)
+    new = rewrite(trace, jaxpr, avals, action, baked=op.is_baked, known=known)
     outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
     return annotate(trace, outs, new)
+
+
+def shapes_of(trace: CastingTrace, args: Values) -> list[Note]:
+    """What is known about the dimensions of a function's arguments, inside it too."""
+    notes = map(trace.notes.__getitem__, args)
+    return [Note(sides=n.sides, varies=n.varies, raised=n.raised) for n in notes]
 
 
 def differs(value: Value, aval: AbstractValue) -> bool:
@@ -66,15 +73,16 @@ def call(trace: CastingTrace, op: Op) -> Values:
 
 def annotated(trace: CastingTrace, op: Op) -> Values:
     """A function with a hint for the compiler: where it runs, what it is called."""
-    avals = avals_of(op.args)
-    new = rewrite(trace, op.params["jaxpr"], avals, op.within, baked=op.is_baked)
+    fixed = op.within, None, op.is_baked, shapes_of(trace, op.args)
+    new = rewrite(trace, op.params["jaxpr"], avals_of(op.args), *fixed)
     outs = trace.bind(op.primitive, op.args, op.params | {"jaxpr": new.jaxpr})
     return annotate(trace, outs, new)
 
 
 def remat(trace: CastingTrace, op: Op) -> Values:
     jaxpr = ClosedJaxpr(op.params["jaxpr"], ())
-    new = rewrite(trace, jaxpr, avals_of(op.args), op.within, baked=op.is_baked)
+    fixed = op.within, None, op.is_baked, shapes_of(trace, op.args)
+    new = rewrite(trace, jaxpr, avals_of(op.args), *fixed)
     opened, consts = _compat.open_jaxpr(new.jaxpr)
     params = op.params | {"jaxpr": opened}
     outs = trace.bind(op.primitive, [*consts, *op.args], params)
@@ -91,7 +99,11 @@ def scan(trace: CastingTrace, op: Op) -> Values:
     n_stacked = len(jaxpr.jaxpr.outvars) - n_carry
     outs = [a.dtype for a in carry] + [None] * n_stacked
     new = rewrite(trace, jaxpr, inside, op.within, outs, op.is_baked)
-    return trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
+    outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
+    stacked = zip(outs[n_carry:], new.notes[n_carry:], strict=True)
+    for value, note in stacked:
+        trace.notes[value] = Note(result=note.result)
+    return outs
 
 
 def with_dtype(aval: Any, value: Value) -> AbstractValue:
@@ -119,16 +131,20 @@ def while_loop(trace: CastingTrace, op: Op) -> Values:
 
 def cond(trace: CastingTrace, op: Op) -> Values:
     """The branches agree on the widest dtype of each result."""
-    branches, known = op.params["branches"], avals_of(op.args[1:])
-    fixed = op.within, None, op.is_baked
-    new = [rewrite(trace, branch, known, *fixed) for branch in branches]
+    branches, args = op.params["branches"], op.args[1:]
+    avals, known = avals_of(args), shapes_of(trace, args)
+    fixed = op.within, None, op.is_baked, known
+    new = [rewrite(trace, branch, avals, *fixed) for branch in branches]
     results = zip(*(n.jaxpr.out_avals for n in new), strict=True)
     dtypes = [agreed(avals) for avals in results]
     if any(dtypes):
-        fixed = op.within, dtypes, op.is_baked
-        new = [rewrite(trace, branch, known, *fixed) for branch in branches]
+        fixed = op.within, dtypes, op.is_baked, known
+        new = [rewrite(trace, branch, avals, *fixed) for branch in branches]
     jaxprs = tuple(n.jaxpr for n in new)
-    return trace.bind(op.primitive, op.args, op.params | {"branches": jaxprs})
+    outs = trace.bind(op.primitive, op.args, op.params | {"branches": jaxprs})
+    for value, *notes in zip(outs, *(n.notes for n in new), strict=True):
+        trace.notes[value] = Note(result=all(note.result for note in notes))
+    return outs
 
 
 def agreed(avals: Sequence[AbstractValue]) -> np.dtype | None:

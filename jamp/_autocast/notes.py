@@ -7,19 +7,21 @@ Facts are kept by the identity of the value, for as long as the value lives:
                that was widened, the half-precision value that it was made of
     constant   the number that a scalar or an array filled with it holds
     sides      for the result of a matrix product or convolution, which operand each
-               dimension comes from
-    varies     for a broadcast value, the dimensions along which it varies. A sum of it
-               and a product is a layer's bias if it varies along one side only
+               dimension comes from, also after its elements were moved
+    varies     for a broadcast value, the dimensions that it had before, along which it
+               varies. A sum of it and a product is a layer's bias if it varies along
+               one side only
     raised     how many dimensions it has more than before: 1 for `b[None]`, and 0 for a
                (1, n) array
     widened    float32 only because JAX promoted a half-precision value
+    counted    float32 only because JAX promoted integers or bools
     result     float32, and half precision for ops outside of the function it is from
     statistic  a part of a statistic that is computed in float32, and given in it
 """
 
 import functools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -31,13 +33,18 @@ from jax.typing import ArrayLike
 from .._compat import ArrayImpl, array_dtype
 from .._tree import HALVES
 
+# For each dimension "l" or "r", or "lr" for a new one of size 1. A merged one has the
+# sizes and sides of its parts, and None is a dimension of both operands or of neither.
+Sides = Sequence[Any]
+
 
 class Note(NamedTuple):
     constant: float | None = None
-    sides: tuple[str, ...] | None = None  # "l" or "r" for each dimension
-    varies: frozenset[int] | None = None  # the dimensions along which it varies
+    sides: Sides | None = None
+    varies: frozenset[int] | None = None  # the dimensions that it had before
     raised: int = 0
     widened: bool = False
+    counted: bool = False
     result: bool = False
     statistic: bool = False
 
@@ -143,6 +150,11 @@ class Notes:
         """The half-precision value that a float32 one was made of, or the value."""
         narrow = self.copy(value, SOURCE)
         return value if narrow is None else narrow
+
+    def is_promoted(self, value: object, dtype: np.dtype) -> bool:
+        """Whether JAX widened a value, which was of this dtype or not floating."""
+        note = self[value]
+        return note.counted or (note.widened and self.copy(value, dtype) is not None)
 
     def clear(self) -> None:
         self._notes, self._copies = Memory(), Memory()

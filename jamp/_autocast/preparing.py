@@ -24,6 +24,9 @@ from .decision import (
 )
 from .notes import fits, is_inexact
 from .products import is_dot
+from .rules import codes_at, loaded
+
+ATTENTION = ("jax.nn.dot_product_attention",)
 
 
 def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Params]:
@@ -43,7 +46,8 @@ def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Param
     preferred = params.get("preferred_element_type")
     if preferred in CASTABLE:
         dtypes = [*given, *dtypes_of(op.avals or ())]
-        if FLOAT32_DTYPE in dtypes or (isinstance(cast, RunIn) and cast.wholly):
+        wholly = isinstance(cast, RunIn) and cast.wholly
+        if wholly or (FLOAT32_DTYPE in dtypes and not is_attention(op)):
             # Recorded for float32 inputs; for half-precision ones, the user's wish.
             trace.effects.touched |= preferred != dtype
             params = params | {"preferred_element_type": dtype}
@@ -85,8 +89,7 @@ def widest(
         return None
     half, notes = trace.settings.dtype, trace.notes
     pairs = list(zip(floats, dtypes, strict=True))
-    known = (x for x, dtype in pairs if dtype != half)
-    if all(notes[x].widened and notes.copy(x, half) is not None for x in known):
+    if all(d == half or notes.is_promoted(x, half) for x, d in pairs):
         return half  # float32 only as the others were, when this was traced
     free = [dtype for x, dtype in pairs if notes[x].constant is None]
     dtype = _compat.widest(frozenset(free or dtypes))
@@ -122,3 +125,19 @@ def as_without(
         return out
     dtype = _compat.widest(frozenset(dtypes)) if preferred is None else preferred
     return jax.tree.map(lambda x: trace.cast(x, dtype), out)
+
+
+def is_attention(op: Op) -> bool:
+    """Whether an op is the product of queries and keys in JAX's attention.
+
+    JAX asks for it in float32 if it sees half precision. Where it was traced before, it
+    saw float32, and did not need to ask.
+    """
+    if op.name != "dot_general" or op.is_baked:
+        return False
+    (contracting, _), shapes = op.params["dimension_numbers"], map(np.shape, op.args)
+    last = [(len(shape) - 1,) for shape in shapes]
+    if [*map(tuple, contracting)] != last:  # as in the product with the values
+        return False
+    attention = codes_at(ATTENTION, loaded())
+    return not attention.keys().isdisjoint(map(id, _compat.source_codes()))

@@ -63,9 +63,9 @@ Sharp edges
   region.
 - The result of a BatchNorm reports float32, although ops outside get half precision.
   `rules={nn.BatchNorm: None}` keeps it float32.
-- A plain `x @ w + b` is a layer with a bias if `b` has fewer dimensions. The bias of a
-  product with batch dimensions (an ensemble's, an expert's) is not recognized, and the
-  sum is float32.
+- A plain `x @ w + b` is a layer with a bias if `b` has fewer dimensions. A bias that
+  differs by a batch dimension of the product (an ensemble's, an expert's) is not
+  recognized, and the sum is float32.
 - `jax.numpy_dtype_promotion("strict")` forbids the mixed dtypes that autocast makes.
 - Kernels (`pallas_call`), callbacks, exported functions, custom solvers and the
   primitives of other libraries are left alone.

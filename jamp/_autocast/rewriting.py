@@ -113,17 +113,20 @@ def rewrite(
     within: Action | None = None,
     outs: Dtypes | None = None,
     baked: bool = False,
+    known: Sequence[Note] = (),
 ) -> Rewritten:
     """A jaxpr with casts for inputs of these abstract values.
 
     Args:
       outs: for each result the dtype that it must have, or None.
+      known: for each input what is known about it, if anything is.
     """
     place = trace.path(), trace.around()
     outs = tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
     baked = baked or trace.baked
     typed = trace.is_typed()
-    key = (tuple(avals), outs, within, baked, typed, trace.settings, place)
+    given = tuple(avals), tuple(known)
+    key = (*given, outs, within, baked, typed, trace.settings, place)
     cache = CACHE.setdefault(jaxpr.jaxpr, {}) if caches.are_used() else {}
     if key not in cache:
         notes, effects = [], Effects()
@@ -131,6 +134,8 @@ def rewrite(
 
         def run(*args):
             child = make_child()
+            for x, note in zip(args, known, strict=False):
+                child.notes[x] = note
             results = evaluate(child, jaxpr, args, within, own_sources=True)
             results = [
                 r if dtype is None else as_weak(child, child.cast(r, dtype), aval)

@@ -31,7 +31,7 @@ from .rules import Decider
 from .scaled import scaled_product, with_scale
 from .scatters import summed
 from .thunks import THUNKS
-from .traits import FOLLOWED, GATHERING, PRODUCTS
+from .traits import FOLLOWED, GATHERING, PRODUCTS, UNMOVED
 from .writes import WRITES
 
 # For primitives that are not in a table.
@@ -246,6 +246,9 @@ class AutocastTrace(CastingTrace):
         name = op.name
         if name in FOLLOWED:
             self.notes[out] = passed_on(name, args, params, self.notes)
+        elif name in UNMOVED:
+            for x, same in zip(args, jax.tree.leaves(out), strict=True):
+                self.notes[same] = self.notes[x]
         elif PRIMITIVES[name].kind is Kind.LOWER:
             if array_dtype(out) == self.settings.dtype and name != "ragged_dot_general":
                 self.notes[out] = Note(sides=product_sides(name, args, params))

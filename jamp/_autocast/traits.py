@@ -19,6 +19,11 @@ MOVES = _names("""
 """)
 # The moves after which it is still known what a value was made of: see `moves.py`.
 FOLLOWED = _names("broadcast_in_dim copy reshape slice squeeze transpose")
+# The results are the inputs, and eagerly often the same arrays.
+UNMOVED = _names("""
+    copy_p device_put mesh_cast name optimization_barrier pbroadcast pcast pvary reshard
+    sharding_constraint stop_gradient
+""")
 # Results hold an inf or nan exactly where the input does.
 PRESERVING = _names("""
     abs broadcast_in_dim copy copy_p expand_dims name neg optimization_barrier

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 import jamp
 from tests.marks import slow
@@ -143,3 +144,38 @@ def test_many_steps_reach_the_variance(standard_promotion):
         found[name] = np.asarray(stats["var"])
         assert found[name].dtype == np.float32
     np.testing.assert_allclose(found["half"], found["full"], rtol=2e-3)
+
+
+BODIES = {
+    "times": lambda row: row * 2,
+    "itself": lambda row: row,
+    "mean": lambda row: row.mean(),
+    "centered": lambda row: row - row.mean(),
+    "product": lambda row: row @ jnp.eye(4),
+}
+
+
+def with_averages(x):
+    return nn.BatchNorm(use_running_average=True).apply(LINEN, x @ jnp.eye(4))
+
+
+@WAYS
+def test_a_map_in_batches_has_one_dtype(way, standard_promotion):
+    """`lax.map` scans over whole batches, and gives the other rows to `vmap`."""
+
+    def after(x):
+        y = linen(STATS, x)[0]
+        return {n: lax.map(f, y, batch_size=2) for n, f in BODIES.items()}
+
+    def inside(x):
+        y = lax.map(with_averages, x, batch_size=2)
+        return {"one": y, "scan": lax.map(with_averages, x) * 2, "batches": y * 2}
+
+    found = {}
+    for n in (2, 3, 4):
+        for function in (after, inside):
+            for name, y in jax.eval_shape(way(function), x[:n]).items():
+                found.setdefault(name, set()).add(y.dtype.name)
+    means = {n: found.pop(n) for n in ("mean", "centered")}  # float32 in jitted code
+    assert all(len(dtypes) == 1 for dtypes in means.values()), means
+    assert set(map(frozenset, found.values())) == {frozenset(["float16"])}, found

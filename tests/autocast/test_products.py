@@ -100,3 +100,24 @@ def test_explain_says_why():
     rows = jamp.debug.explain(loss_fn, jnp.float16)(x).rows
     rules = {row.rule for row in rows if row.op == "dot_general"}
     assert rules == {"highest", "outer"}
+
+
+DOTS = {
+    "vdot": jnp.vdot,
+    "dot": jnp.dot,
+    "@": lambda v, u: v @ u,
+    "einsum": lambda v, u: jnp.einsum("i,i->", v, u),
+}
+
+
+def test_a_dot_of_two_vectors_under_vmap():
+    """`docs/sharp-edges.md`: it is a batched product if the region is around `vmap`."""
+    v = jnp.full((3, 8), 100.0)
+    for name, dot in DOTS.items():
+        square = lambda v, dot=dot: dot(v, v)
+        inside, around = jax.vmap(half(square))(v), half(jax.vmap(square))(v)
+        np.testing.assert_array_equal(inside, np.full(3, 80_000.0), name)
+        assert inside.dtype == jnp.float32, name
+        assert around.dtype == jnp.float16 and np.isinf(around).all(), name
+    summed = half(jax.vmap(lambda v: jnp.sum(v**2)))(v)
+    np.testing.assert_array_equal(summed, np.full(3, 80_000.0))

@@ -1,0 +1,190 @@
+"""`product + b` has one dtype, however the product is written, moved and called.
+
+What JAX makes of a line depends on sizes: of a batch of one it drops the batch before
+the product and adds it again, and a reshape of one row is another one than of three.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jamp
+
+half = jamp.autocast(jnp.float16)
+SIZES = tuple(itertools.product((1, 3), (1, 3)))  # of the rows and of the columns
+K = 5
+
+PRODUCTS = {
+    "@": lambda x, w: x @ w,
+    "dot": lambda x, w: jnp.dot(x, w),
+    "inner": lambda x, w: jnp.inner(x, w.T),
+    "matvec": lambda x, w: jnp.matvec(w.T, x),
+    "vecmat": lambda x, w: jnp.vecmat(x, w),
+    "tensordot": lambda x, w: jnp.tensordot(x, w, 1),
+    "einsum": lambda x, w: jnp.einsum("ij,jk->ik", x, w),
+    "einsum, transposed": lambda x, w: jnp.einsum("ij,jk->ki", x, w).T,
+    "dot_general": lambda x, w: lax.dot_general(x, w, (((1,), (0,)), ((), ()))),
+    "multi_dot": lambda x, w: jnp.linalg.multi_dot([x, w]),
+    "convolution": lambda x, w: lax.conv_general_dilated(
+        x[:, None], w[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )[:, 0],
+}
+
+# Moves after which a product is still one, and a bias added to it stays half.
+KNOWN_AFTER = {
+    "nothing": lambda h: h,
+    "[None]": lambda h: h[None],
+    "[:, None]": lambda h: h[:, None],
+    "[..., :]": lambda h: h[..., :],
+    "[:1]": lambda h: h[:1],
+    "[::2]": lambda h: h[::2],
+    "[0:n]": lambda h: h[0 : h.shape[0]],
+    "expand_dims": lambda h: jnp.expand_dims(h, 1),
+    "atleast_3d": lambda h: jnp.atleast_3d(h)[..., 0],
+    "reshape": lambda h: h.reshape(-1, h.shape[-1]),
+    "reshape in three": lambda h: h.reshape(h.shape[0], 1, h.shape[1]),
+    "reshape and back": lambda h: h.reshape(*h.shape, 1)[..., 0],
+    "ravel and back": lambda h: h.ravel().reshape(h.shape),
+    "squeeze": lambda h: h[:, None].squeeze(1),
+    "T.T": lambda h: h.T.T,
+    "swapaxes": lambda h: h[None].swapaxes(0, 1),
+    "moveaxis": lambda h: jnp.moveaxis(h[None], 0, 1),
+    "rollaxis": lambda h: jnp.rollaxis(h[None], 0, 2),
+    "permute_dims": lambda h: jnp.permute_dims(h[None], (1, 0, 2)),
+    "broadcast_to": lambda h: jnp.broadcast_to(h, (2, *h.shape)),
+    "broadcast_to itself": lambda h: jnp.broadcast_to(h, h.shape),
+    "lax.broadcast": lambda h: lax.broadcast(h, (1,)),
+    "lax.collapse": lambda h: lax.collapse(h[None], 0, 2),
+    "repeat": lambda h: jnp.repeat(h, 2, 0),
+    "copy": jnp.copy,
+    "asarray": jnp.asarray,
+    "stop_gradient": lax.stop_gradient,
+    "checkpoint_name": lambda h: checkpoint_name(h, "h"),
+    "device_put": jax.device_put,
+    "optimization_barrier": lax.optimization_barrier,
+    "jit": lambda h: jax.jit(lambda h: h[None])(h),
+    "checkpoint": lambda h: jax.checkpoint(lambda h: h[None])(h),
+    "vmap": lambda h: jax.vmap(lambda h: h[None])(h),
+    "cond": lambda h: lax.cond(True, lambda h: h, lambda h: h, h),
+}
+# Those after which it is a value like any other, to which a sum is float32.
+UNKNOWN_AFTER = {
+    "take": lambda h: jnp.take(h, jnp.array([0]), axis=0),
+    "dynamic_slice": lambda h: lax.dynamic_slice(h, (0, 0), h.shape),
+    "[::-1]": lambda h: h[::-1],
+    "roll": lambda h: jnp.roll(h, 1, 0),
+    "tile": lambda h: jnp.tile(h, (1, 1)),
+    "concatenate": lambda h: jnp.concatenate([h, h]),
+    "stack": lambda h: jnp.stack([h]),
+    "split": lambda h: jnp.split(h, h.shape[0])[0],
+    "pad": lambda h: jnp.pad(h, ((0, 0), (0, 0))),
+    "where": lambda h: jnp.where(True, h, 0),
+    "-": lambda h: -h,
+}
+MOVES = KNOWN_AFTER | UNKNOWN_AFTER
+
+WAYS = {
+    "live": half,
+    "jit around": lambda f: jax.jit(half(f)),
+    "jit inside": lambda f: half(jax.jit(f)),
+    "checkpoint": lambda f: half(jax.checkpoint(f)),
+    "vmap around": lambda f: over_one(half(f)),
+    "vmap inside": lambda f: half(over_one(f)),
+}
+
+
+def over_one(f):
+    return lambda x, w, b: jax.vmap(f, (0, None, None))(x[None], w, b)
+
+
+def dtype_of_moved(move):
+    return jnp.dtype("float16" if move in KNOWN_AFTER else "float32")
+
+
+def sums(x, w, b):
+    pairs = itertools.product(PRODUCTS, MOVES)
+    return {(p, m): MOVES[m](PRODUCTS[p](x, w)) + b for p, m in pairs}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n, m", SIZES)
+def test_the_dtype_of_a_product_and_a_bias(n, m, way, standard_promotion):
+    args = jnp.ones((n, K)), jnp.ones((K, m)), jnp.ones(m)
+    found = jax.eval_shape(WAYS[way](sums), *args)
+    for (product, move), y in found.items():
+        assert y.dtype == dtype_of_moved(move), (product, move)
+
+
+@pytest.mark.parametrize("n, m", SIZES)
+def test_eagerly_it_is_the_same(n, m, standard_promotion):
+    args = jnp.ones((n, K)), jnp.ones((K, m)), jnp.ones(m)
+    for (product, move), y in half(sums)(*args).items():
+        assert y.dtype == dtype_of_moved(move), (product, move)
+
+
+# What is added, and the shapes of the three arrays for a batch of `n` with `t` rows.
+BIASES = {
+    "bias": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), (4,)]),
+    "b[None]": (lambda b: b[None], lambda n, t: [(n, t, K), (K, 4), (4,)]),
+    "one number": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), ()]),
+    "a number for each row": (
+        lambda b: b[:, None],
+        lambda n, t: [(n, t, K), (K, 4), (t,)],
+    ),
+    "of experts": (lambda b: b, lambda n, t: [(n, t, K), (n, K, 4), (4,)]),
+    "of a vector": (lambda b: b, lambda n, t: [(n, t, K), (K,), (t,)]),
+}
+NO_BIASES = {
+    "a row": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), (1, 4)]),
+    "positions": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), (t, 4)]),
+    "positions[None]": (lambda b: b[None], lambda n, t: [(n, t, K), (K, 4), (t, 4)]),
+    "one for each example": (
+        lambda b: b[:, None],
+        lambda n, t: [(n, t, K), (K, 4), (n, 4)],
+    ),
+    "one for each expert": (
+        lambda b: b[:, None],
+        lambda n, t: [(n, t, K), (n, K, 4), (n, 4)],
+    ),
+    "a mask": (lambda b: b, lambda n, t: [(n, t, K), (n, K, 4), (t, 4)]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_a_bias_does_not_depend_on_sizes(way, standard_promotion):
+    for name, (view, shapes) in (BIASES | NO_BIASES).items():
+        function = WAYS[way](lambda x, w, b, view=view: x @ w + view(b))
+        for n, t in SIZES:
+            args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes(n, t)]
+            expected = jnp.float16 if name in BIASES else jnp.float32
+            assert jax.eval_shape(function, *args).dtype == expected, (name, n, t)
+
+
+def test_a_pair_of_rows_is_no_bias(standard_promotion):
+    """`s[:, None] + t`: numbers along a dimension that the product does not have."""
+    for n, t in SIZES:
+        args = jnp.ones((n, K)), jnp.ones(K), jnp.ones(t)
+        found = half(lambda x, w, b: (x @ w)[:, None] + b)(*args)
+        assert found.dtype == jnp.float32 and found.shape == (n, t)
+
+
+def test_one_number_is_added_on_one_device(monkeypatch, standard_promotion):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x, w = jnp.ones((2, 3, K)), jnp.ones((K, 4))
+    assert half(lambda x: x @ w + jnp.float32(1))(x).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_scan_starts_from_a_product(n, standard_promotion):
+    """Its carry comes back in the dtype that it had, whatever the batch."""
+    w, b = jnp.ones((K, K)), jnp.ones(K)
+
+    def steps(x):
+        step = lambda h, _: ((jnp.matvec(w, h) + b).astype(jnp.float16), None)
+        return lax.scan(step, jnp.matvec(w, x) + b, length=3)[0]
+
+    assert jax.eval_shape(half(steps), jnp.ones((n, K))).dtype == jnp.float16

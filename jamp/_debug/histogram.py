@@ -1,19 +1,18 @@
 """How small gradients are: a histogram by powers of two, printed or drawn."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._checks import is_traced
 from .._tree import PyTree
 from .call import named_leaves
 from .exponents import BIAS, count_exponents
 from .grad_reports import scale_argument
 from .plots import BLUE, axes
-from .report import check_fetchable
-from .table import percent, text_table
+from .report import Report, check_single, report, stacked
+from .table import Table, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,12 +30,12 @@ FATES = {"zero": "become zero", "subnormal": "subnormal", "inf": "overflow"}
 ROWS, BAR = 24, 30  # of a printed histogram: lines, and columns of the longest bar
 
 
-class GradHistogram(NamedTuple):
+@report
+class GradHistogram(Report):
     """How many gradients are between two powers of two. From `grad_histogram`.
 
     It is a pytree of four arrays, so a jitted step may return it and `lax.scan` may
-    stack it. `jax.tree.map(lambda x: x[i], stacked)` takes one out, and `print` shows
-    one as text.
+    stack it. `stacked[i]` is one step, and `print` shows one as text.
 
     Attributes:
       counts: uint32 [256]: by the float32 exponent of the scaled gradient.
@@ -46,7 +45,7 @@ class GradHistogram(NamedTuple):
 
     Raises:
       TypeError: it was read inside a trace, where it has no numbers.
-      ValueError: it was read while stacked, with several steps.
+      ValueError: it was read while stacked, with several steps: index it first.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -58,6 +57,15 @@ class GradHistogram(NamedTuple):
     zeros: jax.Array
     nonfinite: jax.Array
     scale: jax.Array
+
+    def __new__(cls, *parts: Any, **named: Any):
+        made = super().__new__(cls)
+        if parts:  # so does a pickle from when this was a tuple, and it does no more
+            made.__init__(*parts, **named)
+        return made
+
+    def _stacked_shape(self) -> tuple[int, ...]:
+        return np.shape(self.counts)[:-1]
 
     def to_dict(self) -> dict[str, Any]:
         """Python numbers; the exponents are those of the unscaled gradients.
@@ -127,9 +135,9 @@ class GradHistogram(NamedTuple):
         ax.spines[["top", "right"]].set_visible(False)
         return ax
 
-    def __str__(self) -> str:
-        if any(map(is_traced, self)) or np.ndim(self.counts) != 1:
-            return repr(self)
+    def _parts(self, table: Table) -> list[str]:
+        if self._stacked_shape():
+            return [stacked(self, np.asarray(self.nonfinite) > 0)]
         counts, zeros, nonfinite, scale = _fetched(self)
         total = max(int(counts.sum()) + zeros + nonfinite, 1)
         shift = float(np.log2(scale))
@@ -139,7 +147,7 @@ class GradHistogram(NamedTuple):
         ]
         bins = np.flatnonzero(counts)
         if not len(bins):
-            return lines[0]
+            return lines
 
         # Where the regions begin, in exponents of the unscaled gradients.
         rulers = {"without a scale": 0, "with the scale": round(shift)}
@@ -155,7 +163,7 @@ class GradHistogram(NamedTuple):
             bar = "█" * round(BAR * number / max(sums)) or ("▏" if number else "")
             regions = [_region(start - low + moved) for moved in rulers.values()]
             rows.append((f"2^{start - low}", percent(number / total), *regions, bar))
-        lines.append(text_table(("at least", "share", *rulers, ""), rows))
+        lines.append(table(("at least", "share", *rulers, ""), rows))
         for name, moved in rulers.items():
             regions = np.array([_region(int(e) - low + moved) for e in bins])
             parts = [
@@ -163,7 +171,7 @@ class GradHistogram(NamedTuple):
                 for region, text in FATES.items()
             ]
             lines.append(f"float16 {name}: {', '.join(parts)}")
-        return "\n".join([*lines, _headroom(bins)])
+        return [*lines, _headroom(bins)]
 
 
 def grad_histogram(grads: PyTree, scale: ArrayLike = 1.0) -> GradHistogram:
@@ -205,13 +213,8 @@ def grad_histogram(grads: PyTree, scale: ArrayLike = 1.0) -> GradHistogram:
 
 
 def _fetched(histogram: GradHistogram) -> tuple[np.ndarray, int, int, float]:
-    check_fetchable(histogram)
-    if np.ndim(histogram.counts) != 1:
-        raise ValueError(
-            f"this GradHistogram is stacked: counts {np.shape(histogram.counts)}; take "
-            "one step of it: jax.tree.map(lambda x: x[i], histogram)."
-        )
-    counts, zeros, nonfinite, scale = jax.device_get(tuple(histogram))
+    check_single(histogram)
+    counts, zeros, nonfinite, scale = jax.device_get(jax.tree.leaves(histogram))
     return np.asarray(counts, np.int64), int(zeros), int(nonfinite), float(scale)
 
 

@@ -1,5 +1,6 @@
 """`jamp.debug.grad_histogram` and the pictures."""
 
+import copyreg
 import json
 import sys
 
@@ -105,11 +106,18 @@ def test_inside_a_training_step_and_stacked_by_scan():
 
     stacked = train(params)
     assert isinstance(stacked, debug.GradHistogram) and stacked.counts.shape == (3, 256)
-    with pytest.raises(ValueError, match=r"stacked: counts \(3, 256\); take one step"):
+    with pytest.raises(ValueError, match="stacked, of 3 steps; index it first"):
         stacked.to_dict()
-    single = jax.tree.map(lambda x: x[1], stacked)
-    assert single.to_dict()["exponents"] == {0: 16} and single.scale == 256
-    assert "stacked" not in str(stacked)  # prints as it is
+    assert len(stacked) == 3
+    for single in stacked[0], *stacked:
+        assert single.to_dict()["exponents"] == {0: 16} and single.scale == 256
+    assert str(stacked).startswith("GradHistogram of 3 steps, all clean")
+
+
+def test_a_pickled_histogram_that_was_a_tuple_is_loaded():
+    parts = jax.tree.leaves(wide_histogram())
+    loaded = copyreg.__newobj__(debug.GradHistogram, *parts)
+    assert loaded.to_dict() == wide_histogram().to_dict()
 
 
 @pytest.mark.slow

@@ -96,3 +96,8 @@ def test_each_wing_has_its_tests():
 @pytest.mark.parametrize("folder", [*FOLDERS, ROOT / "shared"], ids=lambda p: p.name)
 def test_a_folder_says_what_it_holds(folder):
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+
+
+def test_no_picture_lies_in_the_root():
+    """Pages write pictures where they run, which is not here."""
+    assert not [*ROOT.glob("*.png")]

@@ -179,9 +179,8 @@ jamp.autocast
   jamp.autocast(device_type="cuda")
     TypeError: device
     > Leave it out.
-  jamp.autocast(jnp.float16, cache_enabled=False)
+  jamp.autocast(jnp.float16, cache_enabled=None)
     TypeError: cache_enabled
-    > Leave it out.
   jamp.autocast(jnp.float32)
     ValueError: dtype
     > Write `enabled=False` to run in float32.

@@ -19,9 +19,8 @@ BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16 (or \
 autocast takes no device: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
 float32, write `enabled=False`."""
 
-NO_DEVICE = """autocast takes neither a device nor cache_enabled: write `with \
-jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs, and casts each value \
-once in a region."""
+NO_DEVICE = """autocast takes no device: write `with \
+jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs."""
 
 BAD_RECIPE = """autocast(recipe={}): the recipe must be "scaled", for float16. A \
 float8 recipe goes into the dtype: `jamp.autocast(jamp.Float8("rowwise"))`."""
@@ -44,7 +43,7 @@ def without_device(
 
     @functools.wraps(init)
     def checked(self: Of, *args: Given.args, **kwargs: Given.kwargs) -> None:
-        if (args and "dtype" in kwargs) or {"device_type", "cache_enabled"} & {*kwargs}:
+        if (args and "dtype" in kwargs) or "device_type" in kwargs:
             raise TypeError(NO_DEVICE)
         init(self, *args, **kwargs)
 

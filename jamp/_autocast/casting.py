@@ -12,6 +12,7 @@ from jax.extend.core import Primitive, set_current_trace
 
 from .. import _compat
 from .._compat import array_dtype
+from .._tree import HALVES
 from . import retracing
 from .caches import are_used
 from .decision import (
@@ -28,7 +29,7 @@ from .decision import (
     Value,
     Values,
 )
-from .notes import Notes, unrounded
+from .notes import SOURCE, Notes, unrounded
 from .stack import is_jamps, marks_in, written
 
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
@@ -162,7 +163,13 @@ class CastingTrace(_compat.Trace):
         if not is_part:
             entries = entries[depth:]
         marks = marks_in(name for transform, name in entries if not transform)
-        foreign = any(at > self.settings.depth for at, _ in marks)
+        depth, own = self.settings.depth, self.settings.dtype.name
+        # At the same depth and with another dtype: the region has ended, and what it
+        # has left, such as its backward pass, is called here.
+        ended = self.settings.dtype in HALVES
+        foreign = any(
+            at > depth or (ended and at == depth and d != own) for at, d in marks
+        )
         differentiated = any(t and name in DIFFERENTIATION for t, name in entries)
         return Scope(foreign, is_part or differentiated)
 
@@ -204,8 +211,11 @@ class CastingTrace(_compat.Trace):
         if given == dtype or given not in CASTABLE:
             return x
         if not isinstance(x, jax.Array):
-            return unrounded(x) if dtype == FLOAT32_DTYPE else np.asarray(x, dtype)
-        if (copy := self.notes.copy(x, dtype)) is None:
+            if dtype == FLOAT32_DTYPE:
+                return unrounded(x)
+            with np.errstate(over="ignore"):  # a mask of -1e10 is -inf, as in JAX
+                return np.asarray(x, dtype)
+        if (copy := self.kept(x, dtype)) is None:
             if self.recorder is not None and self.recorder.casts(x, self.notes):
                 return self.cast_input(x, dtype)
             copy = self.call(lax.convert_element_type, [x], {"new_dtype": dtype})
@@ -220,6 +230,14 @@ class CastingTrace(_compat.Trace):
             if not widened or isinstance(x, Tracer):  # or they keep each other alive
                 self.notes.remember(x, dtype, copy)
         return copy
+
+    def kept(self, x: jax.Array, dtype: np.dtype) -> Value | None:
+        """The copy of a value, unless each op is to have its own."""
+        copy = self.notes.copy(x, dtype)
+        if self.settings.cached or copy is None or dtype == FLOAT32_DTYPE:
+            return copy
+        is_source = self.notes.copy(x, SOURCE) is not None  # `x` was made of the copy
+        return copy if is_source or not isinstance(x, Tracer) else None
 
     def cast_input(self, x: Value, dtype: np.dtype) -> Value:
         """Casts an input of an op that is being recorded."""

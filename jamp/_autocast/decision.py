@@ -179,6 +179,7 @@ class Settings(NamedTuple):
     # Called with the trace, each op, its action and result; its return value replaces
     # the result. The region then runs in float32.
     probe: Hashable | None = None
+    cached: bool = True  # a value is cast once, and not anew for each op
 
 
 class Decides(Protocol):

@@ -221,13 +221,16 @@ class autocast:
       cast_inputs: for a decorated function that needs one dtype: in a region, its
         floating inputs are cast to it and it runs with autocast off. Outside of
         regions it does nothing. This is torch's `custom_fwd(cast_inputs=...)`.
+      cache_enabled: with False, each op casts its inputs anew, and the gradient of a
+        weight that is used many times in one region is summed in float32. By default,
+        as in torch, its uses share a copy, and the sum is in half precision.
       recipe: "scaled", for float16: the cotangent of each product is scaled by its own
         power of two, and no loss scale is needed. Products then return float32, which
         costs memory: see `docs/scaled-float16.md`.
 
     Raises:
-      TypeError: `enabled` is not a bool, `rules` is not a dict, `cast_inputs` is used
-        in a `with`, or the decorated object is not a function or runs later.
+      TypeError: `enabled` or `cache_enabled` is not a bool, `rules` is not a dict,
+        `cast_inputs` is used in a `with`, or the object is no function or runs later.
       ValueError: the dtype, the recipe or a rule is wrong. At the end of the region: a
         rule decided about no op.
       NotImplementedError: a primitive of JAX holds a function and has no rule.
@@ -256,9 +259,9 @@ class autocast:
       ...     precise(x @ w)
       dtype('float32')
 
-    PyTorch: `torch.autocast(device_type, dtype, enabled)`. jamp takes neither a device
-    nor `cache_enabled`: each value is cast once in a region. `rules` and `recipe` are
-    new. The op lists are those of CUDA; `parity/report.md` compares them op by op.
+    PyTorch: `torch.autocast(device_type, dtype, enabled, cache_enabled)`. jamp takes no
+    device. `rules` and `recipe` are new. The op lists are those of CUDA;
+    `parity/report.md` compares them op by op.
     """
 
     @without_device
@@ -270,11 +273,13 @@ class autocast:
         rules: Rules | None = None,
         cast_inputs: DTypeLike | None = None,
         recipe: str | None = None,
+        cache_enabled: bool = True,
     ):
         half, recipe = region_dtype(dtype, enabled, recipe)
         if cast_inputs is not None:
             cast_inputs = dtype_argument(cast_inputs, CASTABLE, BAD_INPUTS)
-        self.settings = Settings(half, recipe, compile_rules(rules))
+        cached = flag("autocast(cache_enabled=...)", cache_enabled)
+        self.settings = Settings(half, recipe, compile_rules(rules), cached=cached)
         self.enabled = flag("autocast(enabled=...)", enabled)
         self.cast_inputs = cast_inputs
         self._rules = dict(rules or {})
@@ -289,7 +294,8 @@ class autocast:
         dtype, recipe = settings.dtype, settings.recipe
         if recipe not in (None, SCALED):
             dtype, recipe = Float8(recipe), None
-        return reopened, (dtype, self.enabled, rules, self.cast_inputs, recipe)
+        more = self.cast_inputs, recipe, settings.cached
+        return reopened, (dtype, self.enabled, rules, *more)
 
     def __enter__(self) -> Self:
         if self.cast_inputs is not None:
@@ -336,8 +342,9 @@ def reopened(
     rules: dict[object, object],
     cast_inputs: np.dtype | None,
     recipe: str | None = None,
+    cached: bool = True,
 ) -> autocast:
     """A region that was pickled, without what was entered with it."""
     rules = {_compat.Named.find(key): value for key, value in rules.items()}
     wishes = {"rules": rules, "cast_inputs": cast_inputs, "recipe": recipe}
-    return autocast(dtype, enabled, **wishes)
+    return autocast(dtype, enabled, **wishes, cache_enabled=cached)

@@ -58,10 +58,10 @@ class GradHistogram(Report):
     nonfinite: jax.Array
     scale: jax.Array
 
-    def __new__(cls, *parts: Any, **named: Any):
+    def __new__(cls, *args: Any, **kwargs: Any):
         made = super().__new__(cls)
-        if parts:  # so does a pickle from when this was a tuple, and it does no more
-            made.__init__(*parts, **named)
+        if args:  # so does a pickle from when this was a tuple, and it does no more
+            made.__init__(*args, **kwargs)
         return made
 
     def _stacked_shape(self) -> tuple[int, ...]:

@@ -230,7 +230,7 @@ class autocast:
 
     Raises:
       TypeError: `enabled` or `cache_enabled` is not a bool, `rules` is not a dict,
-        `cast_inputs` is used in a `with`, or the object is no function or runs later.
+        `cast_inputs` is used in a `with`, or what is decorated is wrong.
       ValueError: the dtype, the recipe or a rule is wrong. At the end of the region: a
         rule decided about no op.
       NotImplementedError: a primitive of JAX holds a function and has no rule.

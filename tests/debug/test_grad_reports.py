@@ -197,3 +197,30 @@ def test_sharded_gradients(standard_promotion):
 def test_bad_arguments_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+KINDS = ["float32", "bfloat16", "float64", "complex64", "complex128"]
+SMALL = {1.0: [1e-9] * 4, 0.5: [1e-9, 1e-9, 1.0, 1.0], 0.0: [1.0] * 4}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_are_of_all_that_is_counted(kind):
+    """A complex number counts as two, in what is found and in what it is found of."""
+    parts = 2 if "complex" in kind else 1
+
+    def leaf(values):
+        values = np.asarray(values)
+        return jnp.asarray(values + 1j * values if parts == 2 else values, kind)
+
+    with jax.enable_x64(True):
+        for share, values in SMALL.items():
+            grads = {"w": leaf(values)}
+            row = debug.underflow_report(grads, 1.0).to_dict()["w"]
+            assert (row["flushed"], row["flushed_unscaled"]) == (share, share)
+            counted = debug.grad_histogram(grads).to_dict()["exponents"]
+            assert sum(counted.values()) == 4 * parts
+            zeros = {"w": leaf(np.where(np.asarray(values) < 1, 0.0, values))}
+            assert debug.underflow_report(zeros, 1.0).to_dict()["w"]["zeros"] == share
+            assert debug.grad_histogram(zeros).to_dict()["zeros"] == 4 * parts * share
+        row = debug.overflow_report({"w": leaf([np.nan, 1.0])}).to_dict()["w"]
+        assert (row["inf"] + row["nan"], row["size"]) == (1, 2)

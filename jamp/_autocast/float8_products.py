@@ -18,10 +18,11 @@ from .derivatives import in_reverse_mode
 from .float8 import E4M3
 from .float8_arithmetic import Axes, Scaled, quantized
 from .float8_derivative import Inputs, Product, product_in_any_mode, product_of
-from .ops import WEIGHT_ON_THE_LEFT
 from .products import is_own
 from .rules import codes_at, loaded
 
+# Layers whose weight is the left operand; in other layers it is the right one.
+WEIGHT_ON_THE_LEFT = ("equinox.nn.Linear.__call__",)
 MULTIPLE = 16  # each size must be a multiple of it
 
 

@@ -141,6 +141,9 @@ FUNCTIONS: dict[str, Row] = {
     "haiku.LSTM.__call__": Row(LOWER, "lstm_cell"),
     "haiku.GRU.__call__": Row(LOWER, "gru_cell"),
     "haiku.VanillaRNN.__call__": Row(LOWER, "rnn_relu_cell"),
+    # The last carry of a network starts another one's scan, which keeps its dtype.
+    "flax.linen.recurrent._select_last_carry": Row(FLOAT32),
+    "flax.nnx.nn.recurrent._select_last_carry": Row(FLOAT32),
     "jax.nn.softmax": Row(FLOAT32, "softmax"),
     "jax.nn.log_softmax": Row(FLOAT32, "log_softmax"),
     "jax.nn.logsumexp": Row(FLOAT32, "logsumexp"),
@@ -212,20 +215,38 @@ FUNCTIONS: dict[str, Row] = {
     Row(KEEP),
 )
 
-FUNCTIONS |= dict.fromkeys(  # sums, squares and counts of many, powers of matrices
+FUNCTIONS |= dict.fromkeys(  # sums, squares and counts of many, filters, losses
     """
     e3nn_jax.scatter_mean e3nn_jax.scatter_sum
-    jax.nn.standardize jax.numpy.average jax.numpy.bincount jax.numpy.corrcoef
-    jax.numpy.cov jax.numpy.histogram jax.numpy.histogram2d jax.numpy.histogramdd
+    jax.nn.standardize jax.numpy.average jax.numpy.bincount jax.numpy.convolve
+    jax.numpy.corrcoef jax.numpy.correlate jax.numpy.cov jax.numpy.histogram
+    jax.numpy.histogram2d jax.numpy.histogramdd jax.numpy.linalg.matrix_power
     jax.numpy.nanmean jax.numpy.nanstd jax.numpy.nanvar jax.numpy.std jax.numpy.var
-    jax.ops.segment_prod jax.ops.segment_sum jax.scipy.linalg.expm keras.ops.var
-    optax.tree.vdot
+    jax.ops.segment_prod jax.ops.segment_sum jax.scipy.linalg.expm
+    keras.layers.MelSpectrogram.call
+    keras.layers.RandomPerspective._get_transformed_coordinates
+    keras.layers.STFTSpectrogram.call
+    keras.layers.SpectralNormalization.normalized_weights keras.losses.circle
+    keras.ops.var keras.optimizers.Muon.zeropower_via_newtonschulz5
+    keras.regularizers.OrthogonalRegularizer.__call__ keras.src.backend.jax.nn.ctc_loss
+    keras.src.ops.image._ssim keras.utils.bounding_boxes.affine_transform
+    optax.ctc_loss optax.losses.ctc_loss_with_forward_probs
+    optax.losses.multiclass_perceptron_loss optax.losses.multiclass_sparsemax_loss
+    optax.losses.perceptron_loss optax.tree.vdot
     penzai.nn.standardization.RMSStandardize.__call__
     penzai.nn.standardization.Standardize.__call__
     tensorflow_probability.substrates.jax.stats.stddev
     tensorflow_probability.substrates.jax.stats.variance
     """.split(),
     Row(FLOAT32),
+)
+FUNCTIONS |= dict.fromkeys(  # products with zeros and ones, which move elements
+    """
+    jax.lax.conv_general_dilated_patches jax.numpy.take_along_axis
+    keras.src.backend.jax.nn.fold keras.src.ops.image._extract_patches
+    keras.src.ops.image._extract_patches_3d
+    """.split(),
+    Row(KEEP),
 )
 FUNCTIONS |= dict.fromkeys(  # they choose an approximation by the dtype, in Python
     """
@@ -276,15 +297,6 @@ FUNCTIONS |= dict.fromkeys(  # these draw in the dtype that they are asked for
     Row(KEEP),
 )
 
-# The last state of a recurrent network starts another one's scan, where JAX requires
-# the dtype of the carry.
-FUNCTIONS |= dict.fromkeys(
-    """
-    flax.linen.recurrent._select_last_carry flax.nnx.nn.recurrent._select_last_carry
-    """.split(),
-    Row(FLOAT32),
-)
-
 # What a policy keeps in float32 unless it is told otherwise, by the names that
 # `float32_for=` takes.
 KEPT = {
@@ -302,9 +314,6 @@ EXEMPT = (
     "haiku.get_parameter",
     "haiku.get_state",
 )
-
-# Layers whose weight is the left operand; in other layers it is the right one.
-WEIGHT_ON_THE_LEFT = ("equinox.nn.Linear.__call__",)
 
 NO_COUNTERPART = {
     "_scaled_dot_product_flash_attention": "a kernel that torch chooses by itself",

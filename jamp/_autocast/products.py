@@ -1,11 +1,15 @@
 """Matrix products and convolutions: which are lowered, and which return float32.
 
-Three kinds of product are not among those that torch lowers:
+Four kinds of product are not among those that torch lowers:
 
     dot       of two vectors: torch promotes its inputs
     outer     contracts nothing, as in `einsum("t,k->tk")`: a multiplication, which half
               precision does not speed up. Rotary angles are outer products, and float16
-              cannot represent position 2049
+              cannot represent position 2049. If both inputs are float32, as positions
+              are, it may also contract one element with one: `t[:, None] @ k[None]`.
+              In the code of a layer library that is a layer with one feature, which
+              torch's `linear` lowers
+    library   written by a library that has no layers: see `libraries.py`
     highest   its own call says `precision=HIGHEST`, or names an algorithm of float32,
               so the user wants float32. The default of `jax.default_matmul_precision`
               is for all products, and does not count
@@ -17,27 +21,43 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, set_current_trace
 
-from .._compat import array_dtype
+from .._compat import array_dtype, source_codes
 from .._tree import HALVES
 from .casting import CastingTrace
 from .decision import Action, Op, Params, Reason, Source, Values
 from .ops import LOWER, PRIMITIVES, PROMOTE
+from .sources import is_in_layer
 
 OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
 HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
 
 
-def for_product(op: Op, action: Action | None) -> Action | None:
-    """The action for an op, which may be a product that is not lowered."""
+def for_product(op: Op, action: Action | None, is_derived: bool) -> Action | None:
+    """The action for an op, which may be a product that is not lowered.
+
+    Args:
+      is_derived: whether it is part of a derivative: it contracts a batch of one too.
+    """
     if action is None or LOWER not in (action.kind, action.table):
         return action
     name, params = op.name, op.params
     if name not in PRIMITIVES or PRIMITIVES[name].kind is not LOWER:
         return action
-    if name == "dot_general" and not params["dimension_numbers"][0][0]:
+    if name == "dot_general" and is_outer(op, is_derived):
         return OUTER
     wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
     return HIGHEST if wide and is_highest(params.get("precision")) else action
+
+
+def is_outer(op: Op, is_derived: bool) -> bool:
+    (contracting, _), _ = op.params["dimension_numbers"]
+    if not contracting:
+        return True
+    sizes = [np.shape(op.args[0])[d] for d in contracting]
+    if is_derived or any(size != 1 for size in sizes):
+        return False
+    in_float32 = all(array_dtype(x) == jnp.float32 for x in op.args)
+    return in_float32 and not is_in_layer(source_codes())
 
 
 def is_highest(precision: object) -> bool:

@@ -1,10 +1,9 @@
 """Which rule decides about an op: the user's table, then functions, then primitives."""
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, ModuleType
+from types import CodeType
 
 from jax.extend.core import Primitive
 
@@ -18,9 +17,10 @@ from .decision import (
     Source,
 )
 from .keys import Function, source_of
+from .libraries import MODULES, Places, of_library
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from .paths import PathPattern
-from .sources import code_of
+from .sources import resolve
 from .traits import PRODUCTS, UPDATES
 
 
@@ -39,6 +39,9 @@ def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Act
     return table
 
 
+places_of = functools.lru_cache(Places)
+
+
 @functools.lru_cache
 def codes_at(
     paths: tuple[str, ...], modules: frozenset[str]
@@ -48,25 +51,10 @@ def codes_at(
     return {id(code): code for code in codes}
 
 
-def resolve(path: str, modules: frozenset[str]) -> CodeType | None:
-    return code_of(find(path, modules))
-
-
-def find(path: str, modules: frozenset[str]) -> object:
-    """What a path such as "jax.nn.softmax" names, or None."""
-    root, *names = path.split(".")
-    value = sys.modules[root] if root in modules else None
-    for name in names:
-        value = inspect.getattr_static(value, name, None) or getattr(value, name, None)
-        if isinstance(value, ModuleType) and value.__name__ not in sys.modules:
-            return None  # a look into it would import it
-    return value
-
-
 # Every part of the paths that may be a module. Which are imported may change.
 PREFIXES = frozenset(
     path.rsplit(".", depth)[0]
-    for path in (*FUNCTIONS, *EXEMPT)
+    for path in (*FUNCTIONS, *EXEMPT, *(f"{name}." for name in MODULES))
     for depth in range(1, path.count(".") + 1)
 )
 
@@ -127,6 +115,7 @@ class Decider:
             return
         self.modules = modules = loaded()
         self.functions, self.exempt = functions_of(modules), codes_at(EXEMPT, modules)
+        self.places = places_of(modules)
         self.count = count if modules == PREFIXES & sys.modules.keys() else 0
 
     def __call__(
@@ -152,7 +141,7 @@ class Decider:
         if index is not None and rules[index].action.recipe is None:
             self.hits.add(Hit(index, index))
             return rules[index].action
-        return self.with_recipe(primitive, self.listed(primitive, ids, source), index)
+        return self.with_recipe(primitive, self.listed(primitive, codes, source), index)
 
     def first(
         self,
@@ -258,16 +247,21 @@ class Decider:
         return action
 
     def listed(
-        self, primitive: Primitive, ids: Sequence[int], source: str | None
+        self, primitive: Primitive, codes: tuple[CodeType, ...], source: str | None
     ) -> Action | None:
         """What the tables of functions and of primitives say."""
         if not self.settings.listed:
             return POLICY_WRITE if primitive.name in UPDATES else POLICY
-        functions, action = self.functions, None
+        functions, action, ids = self.functions, None, list(map(id, codes))
         if not functions.keys().isdisjoint(ids):  # the outermost decides for all inside
             _, action = next(functions[i] for i in reversed(ids) if i in functions)
         elif source is not None:
             _, action = functions.get(source, (None, None))
+        if action is None or action.kind is LOWER:
+            is_product = action is not None or primitive.name in PRODUCTS
+            own = of_library(codes, self.places, source, is_product)
+            if own is not None:
+                return own
         action = action and self.for_all_inside(action)
         return ACTIONS.get(primitive.name) if action is None else action
 

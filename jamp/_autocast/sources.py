@@ -1,10 +1,11 @@
 """Which Python functions an op comes from, and whose they are."""
 
 import functools
+import inspect
 import os
 import sys
 import traceback
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import jax
@@ -31,6 +32,21 @@ def unwrapped(function: object) -> list[Any]:
         if inner is None or inner is function:
             return chain
         chain.append(function := inner)
+
+
+def resolve(path: str, modules: frozenset[str]) -> CodeType | None:
+    return code_of(find(path, modules))
+
+
+def find(path: str, modules: frozenset[str]) -> object:
+    """What a path such as "jax.nn.softmax" names, or None."""
+    root, *names = path.split(".")
+    value = sys.modules[root] if root in modules else None
+    for name in names:
+        value = inspect.getattr_static(value, name, None) or getattr(value, name, None)
+        if isinstance(value, ModuleType) and value.__name__ not in sys.modules:
+            return None  # a look into it would import it
+    return value
 
 
 def called_function(codes: tuple[CodeType, ...]) -> CodeType | None:

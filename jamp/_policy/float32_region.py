@@ -20,7 +20,8 @@ from .._autocast.decision import Action, Reason, Settings, Source, UserRule, Use
 from .._autocast.keys import Function
 from .._autocast.ops import DRAW, FLOAT32_NORM, FUNCTIONS, KEPT
 from .._autocast.region import enter
-from .._autocast.rules import find, loaded, resolve
+from .._autocast.rules import loaded
+from .._autocast.sources import find, resolve
 from .._tree import HALVES
 
 NORMS = tuple(path.removesuffix(".__call__") for path in KEPT["norms"])

@@ -421,7 +421,7 @@ def test_equinox_layers_with_the_region_under_vmap(layer):
 
 def test_a_bias_gradient_is_summed_in_float32():
     rows = 4096  # more than the integers that float16 can count
-    x, w = jnp.ones((rows, 1)), jnp.ones((1, N))
+    x, w = jnp.ones((rows, 2)), jnp.ones((2, N))
 
     def loss(b):
         with half():

@@ -23,7 +23,7 @@ from jamp._autocast.ops import (
     PRIMITIVES,
     Kind,
 )
-from jamp._autocast.rules import resolve
+from jamp._autocast.sources import resolve
 from jamp._autocast.trace import RULES
 from shared.keras_on_jax import import_keras
 from tests.marks import mostly_slow, walk

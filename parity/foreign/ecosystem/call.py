@@ -1,5 +1,6 @@
 """What a call is, and the half-precision values that it gets."""
 
+import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,9 @@ import numpy as np
 
 BOUND = 5e-2  # of the relative error to float32
 PROGRAM_BOUND = 1e-2
+NATS = 5e-2  # the bound of the absolute error of a log-density
+DENSITY = re.compile(r"log_?(prob|c?df|pdf|pmf|sf|likelihood)")
+LOSS = re.compile(r"loss|divergence|entropy|ntxent|squared_error|log_cosh")
 
 
 class Call(NamedTuple):
@@ -31,6 +35,14 @@ class Call(NamedTuple):
     gradient: bool = True
     counts: bool = False
     bound: float = BOUND
+
+    @property
+    def is_density(self) -> bool:
+        return DENSITY.search(self.name) is not None
+
+    @property
+    def is_loss(self) -> bool:
+        return self.is_density or LOSS.search(self.name) is not None
 
 
 def layer(x: jax.Array) -> jax.Array:

@@ -10,25 +10,31 @@ import numpy as np
 
 import jamp
 
-from .call import Call, layer
+from .call import NATS, Call, layer
 
 DTYPES = ("float16", "bfloat16")
 WAYS = HALF, INNER = ("half", "inner jit")
 # What may be wrong with a call. What it raises has a note of jamp's, or it has none.
 # Of a call that counts, the two ways give two dtypes, or values that are apart.
+# A loss or log-density that comes out in half precision has lost what it was for.
 ERROR, GRADIENT, DTYPE, APART = "error", "gradient", "dtype", "apart"
-RAISES, UNADVISED = "raises", "raises without a note"
-FAULTS = (ERROR, GRADIENT, DTYPE, APART, RAISES, UNADVISED)
+RAISES, UNADVISED, HALVED = "raises", "raises without a note", "half precision"
+FAULTS = (ERROR, GRADIENT, DTYPE, APART, RAISES, UNADVISED, HALVED)
 ROUNDINGS = 8.0  # how many of its dtype's the two ways may be apart
 
 
 class Result(NamedTuple):
-    """What one way gave: errors relative to float32, the dtypes, or what it raised."""
+    """What one way gave: errors relative to float32, the dtypes, or what it raised.
+
+    Attributes:
+      nats: the largest absolute error, which says what a log-density lost.
+    """
 
     error: float = float("nan")
     gradient: float = float("nan")
     dtypes: str = ""
     raised: str = ""
+    nats: float = float("nan")
 
 
 class Row(NamedTuple):
@@ -127,7 +133,8 @@ def judge(plain: Any, given: Any) -> Result:
     dtypes = [str(np.dtype(x.dtype)) for x in jax.tree.leaves(given[0])]
     error = relative(plain[0], given[0])
     gradient = relative(plain[1], given[1]) if plain[1] else float("nan")
-    return Result(error, gradient, " ".join(dict.fromkeys(dtypes)))
+    nats = relative(plain[0], given[0], absolute=True)
+    return Result(error, gradient, " ".join(dict.fromkeys(dtypes)), nats=nats)
 
 
 def difference(given: dict[str, Any]) -> float:
@@ -137,10 +144,11 @@ def difference(given: dict[str, Any]) -> float:
     return relative(given[HALF][0], given[INNER][0])
 
 
-def relative(plain: Any, given: Any) -> float:
+def relative(plain: Any, given: Any, absolute: bool = False) -> float:
     """The largest error of an array, relative to the largest value that it should have.
 
-    What is not finite must be the same; otherwise the error is infinite.
+    With `absolute`, relative to 1. What is not finite must be the same; otherwise the
+    error is infinite.
     """
     errors = [0.0]
     expected, found = jax.tree.leaves(plain), jax.tree.leaves(given)
@@ -152,7 +160,7 @@ def relative(plain: Any, given: Any) -> float:
         if not finite.any():
             continue
         apart, size = np.abs(a[finite] - b[finite]).max(), np.abs(a[finite]).max()
-        errors.append(float(apart / size) if size else float(apart))
+        errors.append(float(apart / size) if size and not absolute else float(apart))
     return float(np.nan_to_num(np.max(errors), nan=np.inf, posinf=np.inf))
 
 
@@ -171,6 +179,10 @@ def collect(
     for way, result in results.items():
         if result.error > call.bound:
             faults.setdefault(ERROR, f"{dtype}, {way}: {result.error:.1e}")
+        if call.is_density and result.nats > NATS:
+            faults.setdefault(ERROR, f"{dtype}, {way}: {result.nats:.1e} nats")
+        if call.is_loss and dtype in result.dtypes.split():
+            faults.setdefault(HALVED, f"{dtype}, {way}")
         if result.gradient > call.bound:
             faults.setdefault(GRADIENT, f"{dtype}, {way}: {result.gradient:.1e}")
     if not call.counts:

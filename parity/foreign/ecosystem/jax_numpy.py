@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .call import Call, Table
+from .call import PROGRAM_BOUND, Call, Table
 
 SYMMETRIC = np.eye(6) * 4 + np.cos(np.add.outer(np.arange(6.0), np.arange(6.0)))
 MANY = (4096,)
+FAR = jnp.asarray(np.linspace(319, 321, 6), jnp.float32)  # bfloat16 has 318, 320, 322
 TABLE = (64, 8)
 IDS = np.append(np.zeros(9000, np.int32), np.arange(1000, dtype=np.int32) % 7 + 1)
 
@@ -20,6 +21,7 @@ def calls() -> list[Call]:
     linear(table)
     transforms(table)
     networks(table)
+    far(table)
     return table.calls
 
 
@@ -270,6 +272,36 @@ def networks(table: Table) -> None:
         (8, 8),
         counts=True,
     )
+
+
+def far(table: Table) -> None:
+    """Numbers that half precision rounds or does not have, in float32 beside `h`."""
+    table.prefix = "jax"
+    past = jnp.arange(64.0).reshape(1, 1, 8, 8) * 2049
+    mask = jnp.where(jnp.arange(8) > 5, -1e9, 0.0)
+    places = jnp.arange(2040.0, 2104.0)
+    rates = jnp.array([1.0, 0.5, 1e-3, 1e-4])
+    named = {
+        "lax.conv_general_dilated_patches at 1e5": lambda h: (
+            jax.lax.conv_general_dilated_patches(past, (2, 2), (1, 1), "VALID")
+            + h.sum()
+        ),
+        "numpy.convolve at 7e4": lambda h: jnp.convolve(h[0], places * 1e3),
+        "numpy.correlate at 7e4": lambda h: jnp.correlate(h[0], places[:8] * 1e3),
+        "numpy.polymul at 7e4": lambda h: jnp.polymul(h[0], places[:8] * 1e3),
+        "numpy.linalg.matrix_power at 1e5": lambda h: (
+            jnp.linalg.matrix_power(10 * jnp.eye(8), 5) + h[:8]
+        ),
+        "rotary angles at 2048": lambda h: (
+            jnp.sin(places[:, None] @ rates[None]) + h[:, :4]
+        ),
+        "nn.log_softmax at -1e9": lambda h: jax.nn.log_softmax(h + mask)[:, :6],
+        "nn.logsumexp at -1e9": lambda h: jax.nn.logsumexp(h + mask, -1),
+        "nn.softmax at -1e9": lambda h: jax.nn.softmax(jnp.where(mask < 0, mask, h)),
+    }
+    for name, function in named.items():
+        gradient = "7e4" not in name  # float16 has none so large
+        table(name, function, TABLE, gradient=gradient, bound=PROGRAM_BOUND)
 
 
 LIBRARIES = {"jax": calls}

@@ -8,7 +8,7 @@ import jax.scipy as jsp
 import numpy as np
 
 from .call import Call, Table
-from .jax_numpy import MANY, SYMMETRIC, TABLE
+from .jax_numpy import FAR, MANY, SYMMETRIC, TABLE
 
 LINE = np.concatenate([np.linspace(-8, 5, 56), [-0.5, 0.25]])  # the tails too
 POSITIVE = {"positive": True, "shift": 0.5, "scale": 3.0}
@@ -83,6 +83,20 @@ def distributions(table: Table) -> None:
     covariance = jnp.asarray(SYMMETRIC, jnp.float32)
     density = lambda h: stats.multivariate_normal.logpdf(h, jnp.zeros(6), covariance)
     table("multivariate_normal.logpdf", density, (16, 6), counts=True)
+    far = lambda h: stats.multivariate_normal.logpdf(h + FAR, jnp.zeros(6), covariance)
+    table("multivariate_normal.logpdf at 320", far, (16, 6), counts=True)
+    past = jnp.linspace(1e5, 1.1e5, LINE.size)
+    table("norm.logpdf at 1e5", lambda h: stats.norm.logpdf(h, past, 1e3), LINE)
+    near = jnp.linspace(0.3, 0.4, 32)
+    named = {
+        "beta.logpdf of parameters": lambda h: stats.beta.logpdf(near, h, 2 * h),
+        "gamma.logpdf of parameters": lambda h: stats.gamma.logpdf(near, h),
+        "nbinom.logpmf of parameters": lambda h: stats.nbinom.logpmf(99, h, near),
+        "t.logpdf of parameters": lambda h: stats.t.logpdf(near, h),
+    }
+    for name, function in named.items():
+        given = POSITIVE | {"shift": 90.0, "scale": 30.0}
+        table(name, function, (32,), **given)
     chances = lambda h: stats.dirichlet.logpdf(h / h.sum(), jnp.ones(8) * 2)
     table("dirichlet.logpdf", chances, (8,), counts=True, **POSITIVE)
 
@@ -114,12 +128,16 @@ def statistics(table: Table) -> None:
     table("mode", mode, (4096,), gradient=False, counts=True)
     kernel = lambda h: stats.gaussian_kde(h)(jnp.linspace(-2, 2, 9))
     table("gaussian_kde", kernel, (64,), counts=True)
+    far = lambda h: stats.gaussian_kde(h + jnp.linspace(319, 321, 64))(FAR)
+    table("gaussian_kde at 300", far, (64,))
 
 
 def signals(table: Table) -> None:
     signal = jsp.signal
     table.prefix = "jsp.signal"
     table.each(signal, "convolve correlate fftconvolve", (64,), (9,), counts=True)
+    far = lambda h: signal.convolve(h, jnp.arange(9.0) * 1e4)
+    table("convolve at 8e4", far, (64,), counts=True, gradient=False)
     table("convolve2d", signal.convolve2d, (8, 8), (3, 3), counts=True)
     table("detrend", signal.detrend, (64,), shift=3.0, counts=True)
     flat = lambda h: signal.detrend(h, type="constant")

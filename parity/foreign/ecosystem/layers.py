@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .call import Call, Table
-from .jax_numpy import IDS, MANY, TABLE
+from .jax_numpy import FAR, IDS, MANY, TABLE
 
 IMAGES = (2, 8, 8, 4)
 TOKENS = (2, 8, 8)
@@ -56,6 +56,12 @@ def haiku_calls() -> list[Call]:
             return hk.dynamic_unroll(core, h, core.initial_state(h.shape[1]))[0]
 
         add(f"{name} unrolled", unroll, (6, 2, 8))
+
+    def quantized(h: jax.Array) -> Any:
+        quantizer = hk.nets.VectorQuantizerEMA(8, 4, 0.25, 0.9)
+        return quantizer(h + FAR[0], is_training=True)["loss"]
+
+    add("nets.VectorQuantizerEMA loss at 319", quantized, TABLE)
 
     def convolved(h: jax.Array) -> Any:
         core = hk.Conv1DLSTM((8,), 4, 3)
@@ -178,6 +184,22 @@ def keras_operations(table: Table, keras: Any) -> None:
     table("ops.rfft", spectrum, (64,), counts=True)
     attend = lambda h: ops.dot_product_attention(h, h, h)
     table("ops.dot_product_attention", attend, (2, 8, 2, 8), counts=True)
+    shape = 1, 4, 600, 1
+    row = jnp.asarray(np.arange(2400.0).reshape(shape) % 251, jnp.float32)
+    same = jnp.array([[1.0, 0, 0, 0, 1, 0, 0, 0]])
+    still = lambda h: ops.image.affine_transform(row + h, same)
+    table("ops.image.affine_transform of 600 pixels", still, shape)
+    table("ops.unfold", lambda h: ops.unfold(row[..., 0][None] + h, 2), (1, 1, 1, 600))
+    frames = lambda h: ops.extract_sequences(jnp.arange(3e5, 3e5 + 64) + h, 16, 8)
+    table("ops.extract_sequences at 3e5", frames, (64,))
+
+    def ctc(h: jax.Array) -> jax.Array:
+        """The second row has more labels than frames."""
+        labels = jnp.array([[1, 2, 3], [1, 2, 3]])
+        frames = jnp.array([8, 2])
+        return ops.ctc_loss(labels, h, jnp.array([3, 3]), frames)
+
+    table("ops.ctc_loss of a padded batch", ctc, TOKENS, counts=True)
     table("ops.erfinv", ops.erfinv, TABLE, positive=True, scale=0.9, counts=True)
 
 

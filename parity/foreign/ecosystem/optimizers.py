@@ -77,6 +77,37 @@ def losses(table: Table, optax: Any) -> None:
         return optax.ctc_loss(h, none, labels, padding)
 
     table("ctc_loss", ctc, (4, 16, 8), counts=True)
+    padded(table, optax)
+
+
+def padded(table: Table, optax: Any) -> None:
+    """Padding, masks of -1e5 and -1e9, and targets past 65504, beside `h`."""
+
+    def ctc(function: Any) -> Any:
+        """Rows of 16, 3, 2 and 0 frames, and 3, 3, 1 and 0 labels."""
+        none = jnp.arange(16) >= jnp.array([16, 3, 2, 0])[:, None]
+        unused = jnp.arange(3) >= jnp.array([3, 3, 1, 0])[:, None]
+        labels = jnp.asarray(LABELS[:12].reshape(4, 3) % 7 + 1)
+        masks = none.astype(jnp.float32), labels, unused.astype(jnp.float32)
+        return lambda h: function(h, *masks)
+
+    forward = lambda *given: optax.losses.ctc_loss_with_forward_probs(*given)[0]
+    table("ctc_loss of a padded batch", ctc(optax.ctc_loss), (4, 16, 8), counts=True)
+    table("ctc_loss_with_forward_probs", ctc(forward), (4, 16, 8), counts=True)
+    hot = jax.nn.one_hot(LABELS % 6, 8)
+    logits = lambda h, least: jnp.where(jnp.arange(8) > 5, least, h)
+    for least in (-1e5, -1e9):
+        for name in ("softmax_cross_entropy", "safe_softmax_cross_entropy"):
+            loss = getattr(optax, name)
+            masked = lambda h, loss=loss, least=least: loss(logits(h, least), hot)
+            table(f"{name} at {least:.0e}", masked, TABLE, counts=True)
+    for name in ("huber_loss", "l2_loss", "squared_error", "log_cosh"):
+        loss = getattr(optax, name)
+        far = lambda h, loss=loss: loss(h, hot * 7e4)
+        table(f"{name} at 7e4", far, TABLE, gradient=False)  # float16 has none of 7e4
+    signs = jnp.where(LABELS > 3, 1003.0, -1003.0)
+    perceptron = lambda h: optax.losses.perceptron_loss(h[:, 0], signs)
+    table("perceptron_loss at 1003", perceptron, TABLE, counts=True)
 
 
 def projections(table: Table, optax: Any) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .call import Call, Table
-from .jax_numpy import SYMMETRIC
+from .jax_numpy import FAR, SYMMETRIC
 
 LINE = np.linspace(-4, 4, 32)
 POSITIVE = {"positive": True, "shift": 0.5, "scale": 3.0, "counts": True}
@@ -60,6 +60,8 @@ def distrax_calls() -> list[Call]:
         table(name, function, inputs, counts=True)
     full = lambda h: distrax.MultivariateNormalTri(mean, FACTOR).log_prob(h)
     table("MultivariateNormalTri.log_prob", full, (16, 6), counts=True)
+    far = lambda h: distrax.MultivariateNormalTri(mean, FACTOR).log_prob(h + FAR)
+    table("MultivariateNormalTri.log_prob at 320", far, (16, 6), counts=True)
     loc = lambda h: distrax.MultivariateNormalDiag(h, spread).log_prob(mean)
     table("MultivariateNormalDiag(h).log_prob", loc, (16, 6), counts=True)
     positive: dict[str, Any] = {
@@ -137,6 +139,8 @@ def tfp_calls() -> list[Call]:
         table(name, function, (32,), gradient=gradient, **POSITIVE)
     full = lambda h: tfd.MultivariateNormalTriL(jnp.zeros(6), FACTOR).log_prob(h)
     table("MultivariateNormalTriL.log_prob", full, (16, 6), counts=True)
+    far = lambda h: tfd.MultivariateNormalTriL(jnp.zeros(6), FACTOR).log_prob(h + FAR)
+    table("MultivariateNormalTriL.log_prob at 320", far, (16, 6), counts=True)
     kernels = tfp.math.psd_kernels
     matrix = lambda h: kernels.ExponentiatedQuadratic(1.0, 1.0).matrix(h, h)
     table("psd_kernels.ExponentiatedQuadratic", matrix, (8, 2), counts=True)
@@ -218,6 +222,14 @@ def numpyro_calls() -> list[Call]:
         h, scale_tril=jnp.asarray(FACTOR)
     ).log_prob(jnp.zeros(6))
     table("MultivariateNormal.log_prob", full, (16, 6), counts=True)
+    far = lambda h: dist.MultivariateNormal(
+        h + FAR, scale_tril=jnp.asarray(FACTOR)
+    ).log_prob(jnp.zeros(6))
+    table("MultivariateNormal.log_prob at 320", far, (16, 6), counts=True)
+    low = lambda h: dist.LowRankMultivariateNormal(
+        h + FAR, jnp.asarray(FACTOR)[:, :2], jnp.ones(6)
+    ).log_prob(jnp.zeros(6))
+    table("LowRankMultivariateNormal.log_prob at 320", low, (16, 6), counts=True)
     cholesky = lambda h: dist.LKJCholesky(6, 2.0).log_prob(
         dist.transforms.CorrCholeskyTransform()(h)
     )

@@ -1,0 +1,117 @@
+"""Products of libraries that are not a layer's: they select, move, sum, solve.
+
+Half precision is for the products of layers. A library that has none multiplies to
+change coordinates, to solve, or to add up by a product with zeros and ones, and its
+losses and log-densities are sums of large terms.
+
+A row is for a module or a package, and for the ops that its own code calls. What it is
+given, such as a network or the function to minimize, runs as the user's code does. A
+test searches the sources of the libraries for products that have no row.
+"""
+
+import os
+import sys
+from collections.abc import Container, Iterable
+from types import CodeType
+
+from .decision import FLOAT32_DTYPE, Action, Kind, Reason, Source
+from .sources import JAMP, JAX, is_library
+
+# "jax.scipy" stands for the private module of that name, too.
+ALL_OPS = dict.fromkeys(  # losses and log-densities
+    """
+    distrax.distributions jax.scipy.stats jaxopt.loss keras.src.backend.jax.image
+    numpyro.distributions optax.losses
+    """.split(),
+    Kind.FLOAT32,
+)
+PRODUCTS_ALONE = dict.fromkeys(
+    """
+    distrax e3nn_jax.grad e3nn_jax.irreps e3nn_jax.irreps_array
+    e3nn_jax.reduced_tensor_product e3nn_jax.rotation e3nn_jax.s2grid e3nn_jax.so3
+    e3nn_jax.spherical_harmonics equinox.nn._spectral_norm flax.linen.normalization
+    flax.nnx.nn.normalization haiku.nets.vqvae haiku.spectral_norm
+    jax.example_libraries.optimizers jax.experimental.ode
+    jax.experimental.sparse.linalg jax.image jax.lax.linalg jax.scipy
+    jax.third_party.scipy jaxopt keras.src.backend.jax.linalg
+    keras.src.backend.jax.math numpyro optax tinygp
+    """.split(),
+    Kind.FLOAT32,
+)
+PRODUCTS_ALONE |= dict.fromkeys(  # they refuse two dtypes
+    """
+    blackjax diffrax lineax optimistix tensorflow_probability.substrates.jax
+    """.split(),
+    Kind.PROMOTE,
+)
+LAYERS = (  # of these libraries
+    "jax.example_libraries.stax",
+    "numpyro.nn",
+    "tensorflow_probability.substrates.jax.experimental.joint_distribution_layers",
+)
+ROWS = PRODUCTS_ALONE | ALL_OPS
+MODULES = (*ROWS, *LAYERS)
+
+
+def action_for(module: str, kind: Kind) -> Action:
+    why = Reason(kind.value, Source.FUNCTION, module)
+    if kind is Kind.FLOAT32:
+        return Action(None, FLOAT32_DTYPE, why=why)
+    return Action(kind, why=why)
+
+
+ACTIONS = {name: action_for(name, kind) for name, kind in ROWS.items()}
+
+
+class Places(dict[str, str | None]):
+    """Which of the modules a file is part of, the innermost.
+
+    The files of JAX and jamp that are part of none have "", and all others None.
+
+    Args:
+      modules: the names of those that are imported, or whose parents are.
+    """
+
+    def __init__(self, modules: Container[str]) -> None:
+        super().__init__()
+        known = [name for name in MODULES if name.partition(".")[0] in modules]
+        self.modules = sorted(known, key=len, reverse=True)
+
+    def __missing__(self, file: str) -> str | None:
+        other = "" if file.startswith((JAX, JAMP)) else None
+        self[file] = next((n for n in self.modules if is_part(file, n)), other)
+        return self[file]
+
+
+def is_part(file: str, module: str) -> bool:
+    root, *parts = module.split(".")
+    if (own := getattr(sys.modules.get(root), "__file__", None)) is None:
+        return False
+    folder = os.path.dirname(own)
+    places = os.path.join(folder, *parts), os.path.join(folder, "_src", *parts)
+    return file.startswith(tuple(p + end for p in places for end in (os.sep, ".py")))
+
+
+def of_library(
+    codes: Iterable[CodeType], places: Places, source: str | None, is_product: bool
+) -> Action | None:
+    """The action for an op that the code of one of the modules calls, or None.
+
+    The search goes outward, through JAX and the modules, up to any other code. What a
+    log-density calls in another module is part of it.
+
+    Args:
+      codes: the functions that the op comes from, innermost first.
+      source: of an op that stands for a jitted function: what that function is.
+    """
+    if source is not None and not is_library(source):
+        return None  # its ops say whose they are
+    nearest = None
+    for code in codes:
+        name = places[code.co_filename]
+        if name is None or name in LAYERS:
+            break
+        if name in ALL_OPS:
+            return ACTIONS[name]
+        nearest = nearest or name
+    return ACTIONS[nearest] if nearest and is_product else None

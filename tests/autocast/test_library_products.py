@@ -1,0 +1,555 @@
+"""Products that libraries write for other ends than a layer's: none runs in half.
+
+The search reads the sources of the installed libraries. A function that holds a product
+has a row in `ops.py`, by itself or by its module, or a reason here.
+"""
+
+import functools
+import sys
+import warnings
+from fnmatch import fnmatchcase
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jax.scipy as jsp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.experimental.ode import odeint
+from jax.scipy.optimize import minimize
+from jax.scipy.spatial.transform import Rotation
+
+import jamp
+from jamp._autocast.libraries import LAYERS, MODULES, Places
+from jamp._autocast.ops import FUNCTIONS, Kind
+from jamp._autocast.sources import resolve
+from shared.keras_on_jax import import_keras
+from tests.autocast.product_search import Holder, holders
+from tests.jaxprs import products
+
+LAYER = "the product of a layer"
+PLAIN = "a way to write a product: its caller decides what it is for"
+KERNEL = "a kernel or a reference for one, which runs as it was traced"
+BELOW = "a rule of a primitive: JAX calls it below the region"
+REFUSED = "inside a function that a region refuses to run in half precision"
+OFFLINE = "works on arrays of the host, or before training"
+ELSEWHERE = "called by a function that has a row, in another module"
+
+REASONS: dict[str, dict[str, str]] = {
+    "jax": {
+        LAYER: """
+            _src.nn.functions._dot_product_attention_core
+            _src.nn.functions.scaled_dot_general
+            example_libraries.stax.Dense example_libraries.stax.GeneralConv
+            example_libraries.stax.GeneralConvTranspose experimental.rnn.lstm_ref
+            """,
+        PLAIN: """
+            _src.lax.convolution.conv _src.lax.convolution.conv_transpose
+            _src.lax.convolution.conv_with_general_padding _src.lax.lax.batch_matmul
+            _src.lax.lax.dot_general _src.lax.lax.ragged_dot
+            _src.lax.other.conv_general_dilated_local _src.numpy.array_methods._dot
+            _src.numpy.array_methods._operator_matmul
+            _src.numpy.array_methods._operator_rmatmul _src.numpy.einsum._einsum
+            _src.numpy.einsum.einsum _src.numpy.linalg.matmul
+            _src.numpy.linalg.multi_dot _src.numpy.linalg.tensordot
+            _src.numpy.linalg.vecdot _src.numpy.tensor_contractions.dot
+            _src.numpy.tensor_contractions.inner _src.numpy.tensor_contractions.matmul
+            _src.numpy.tensor_contractions.tensordot
+            _src.numpy.tensor_contractions.vdot experimental.sparse.bcoo.*
+            experimental.sparse.bcsr.*
+            """,
+        BELOW: """
+            _src.lax.convolution._conv_general_dilated_*
+            _src.lax.lax._dot_general_* _src.lax.lax._ragged_dot_general_*
+            _src.lax.scaled_dot._scaled_dot_impl _src.numpy.hijax.Einsum.transpose
+            _src.tpu.linalg.*
+            """,
+        REFUSED: "_src.numpy.linalg._pinv _src.numpy.linalg._pinv_jvp",
+        KERNEL: """
+            *mosaic* *pallas* _src.cudnn.* _src.internal_test_util.*
+            _src.lax_reference.*
+            """,
+    },
+    "flax": {
+        LAYER: """
+            core.nn.attention.dot_product_attention core.nn.linear.*
+            linen.attention.dot_product_attention
+            linen.attention.dot_product_attention_weights
+            linen.experimental.layers_with_named_axes.*.* linen.fp8_ops.*
+            linen.linear.*.__call__ linen.linear.Embed.attend
+            linen.recurrent.OptimizedLSTMCell.__call__
+            nnx.nn.attention.dot_product_attention
+            nnx.nn.attention.dot_product_attention_weights nnx.nn.linear.*.__call__
+            nnx.nn.linear.*.__init__ nnx.nn.linear.Embed.attend
+            nnx.nn.lora.LoRA.__call__
+            """,
+        PLAIN: "cursor.Cursor.__matmul__ cursor.Cursor.__rmatmul__",
+    },
+    "optax": {},
+    "equinox": {
+        LAYER: """
+            nn._attention.dot_product_attention
+            nn._attention.dot_product_attention_weights nn._conv.Conv.__call__
+            nn._conv.ConvTranspose.__call__ nn._linear.Linear.__call__
+            nn._rnn.GRUCell.__call__ nn._rnn.LSTMCell.__call__
+            """,
+    },
+    "haiku": {
+        LAYER: """
+            _src.attention.MultiHeadAttention.__call__ _src.basic.Linear.__call__
+            _src.conv.ConvND.__call__ _src.conv.ConvNDTranspose.__call__
+            _src.depthwise_conv.DepthwiseConvND.__call__ _src.embed.Embed.__call__
+            _src.recurrent.GRU.__call__
+            """,
+    },
+    "keras": {
+        LAYER: """
+            src.backend.jax.nn._dot_product_attention_core src.backend.jax.nn.conv
+            src.backend.jax.nn.conv_transpose src.backend.jax.nn.depthwise_conv
+            src.backend.jax.nn.separable_conv src.backend.jax.rnn.gru
+            src.layers.attention.*.* src.layers.convolutional.*.* src.layers.core.*.*
+            src.layers.merging.dot.batch_dot src.layers.rnn.*.*
+            """,
+        PLAIN: """
+            src.backend.common.variables.Variable.* src.backend.jax.numpy.*
+            src.legacy.backend.* src.ops.nn.Conv.call src.ops.nn.ConvTranspose.call
+            src.ops.nn.conv src.ops.nn.conv_transpose src.ops.numpy.*
+            """,
+        ELSEWHERE: "*.bounding_boxes.bounding_box.BoundingBox.affine",
+        OFFLINE: "src.legacy.preprocessing.image.* src.quantizers.gptq.*",
+        "another backend": """
+            src.backend.numpy.* src.backend.openvino.* src.backend.tensorflow.*
+            src.backend.torch.*
+            """,
+    },
+    "penzai": {
+        LAYER: """
+            deprecated.v1.nn.linear_and_affine.* nn.linear_and_affine.NamedEinsum.*
+            nn.linear_and_affine.contract
+            """,
+        PLAIN: """
+            deprecated.v1.toolshed.model_rewiring.RewireComputationPaths.__call__
+            toolshed.model_rewiring.RewireComputationPaths.__call__
+            """,
+    },
+    "e3nn_jax": {
+        LAYER: """
+            _src.legacy.core_tensor_product.* _src.linear.*
+            _src.symmetric_tensor_product_haiku.* _src.tensor_products.*
+            experimental.linear_shtp.* experimental.voxel_convolution.*
+            """,
+        PLAIN: "_src.utils.einsum.einsum _src.utils.einsum.einsum_jvp",
+        OFFLINE: "_src.utils.math_numpy.basis_intersection",
+    },
+}
+REASONS["numpyro"] = {
+    LAYER: "nn.block_neural_arn.BlockMaskedDense nn.masked_dense.MaskedDense"
+}
+REASONS["tensorflow_probability.substrates.jax"] = {
+    LAYER: "experimental.joint_distribution_layers.layers.AffineLayer.__call__"
+}
+NEWER = {"_src.numpy.hijax.Einsum.transpose"}  # than the oldest JAX
+OTHERS = """
+    blackjax diffrax distrax jaxopt jraph lineax optimistix quax tinygp
+    """.split()
+REASONS |= {root: {} for root in OTHERS}
+
+
+def imported(root):
+    if find_spec(root.partition(".")[0]) is None:
+        pytest.skip(f"{root} is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_keras() if root == "keras" else import_module(root)
+
+
+@functools.cache
+def listed(modules: frozenset[str]) -> frozenset[tuple[str, str]]:
+    """The functions whose rows do not lower them, by file and name."""
+    rows = (path for path, row in FUNCTIONS.items() if row.kind is not Kind.LOWER)
+    codes = filter(None, (resolve(path, modules) for path in rows))
+    return frozenset((code.co_filename, code.co_qualname) for code in codes)
+
+
+def is_listed(holder: Holder, name: str, seen: frozenset[str] = frozenset()) -> bool:
+    """Whether a row is for a function of the holder's file, or for all its callers.
+
+    A function that is not private may have callers elsewhere.
+    """
+    if (holder.file, name) in listed(frozenset(sys.modules)):
+        return True
+    if not name.rpartition(".")[2].startswith("_"):
+        return False
+    callers = set(holder.callers.get(name, ())) - seen
+    return bool(callers) and all(
+        is_listed(holder, caller, seen | {name}) for caller in callers
+    )
+
+
+def unlisted(root) -> list[str]:
+    """The functions of a library that hold a product and have no row."""
+    folder = Path(imported(root).__file__).parent
+    places = Places(sys.modules)
+    return [
+        holder.name
+        for holder in holders(str(folder))
+        if places[holder.file] in (None, "", *LAYERS)
+        and not is_listed(holder, holder.qualname)
+    ]
+
+
+@pytest.mark.parametrize("root", REASONS)
+def test_a_product_of_a_library_has_a_row_or_a_reason(root):
+    found = unlisted(root)
+    patterns = " ".join(REASONS[root].values()).split()
+    used = {p for p in patterns for name in found if fnmatchcase(name, p)}
+    new = [n for n in found if not any(fnmatchcase(n, p) for p in used)]
+    assert not new, f"{root}: a row in ops.py, or a reason here, for {new}"
+    stale = set(patterns) - used - NEWER
+    assert not stale, f"{root}: no function needs {stale}"
+
+
+@pytest.mark.parametrize("root", REASONS)
+def test_a_row_of_a_module_has_its_module(root):
+    folder = Path(imported(root).__file__).parent
+    for name in MODULES:
+        if f"{name}.".startswith(f"{root}."):
+            parts = name.removeprefix(root).replace(".", "/").strip("/")
+            places = [folder / parts, folder / "_src" / parts]
+            found = [p for p in places if p.is_dir() or Path(f"{p}.py").is_file()]
+            assert found, name
+
+
+def test_the_search_finds_a_product_however_it_is_written(tmp_path):
+    lines = """
+    def a(x, w): return x @ w
+    def b(x, w): x @= w
+    def c(x, w): return jnp.einsum("ij,jk", x, w)
+    def d(x, w): return lax.dot_general(x, w, ((1, 0), ((), ())))
+    def e(x, w): return vmap(jnp.tensordot)(x, w)
+    def f(x, w): return x.dot(w)
+    def g(x, w): return _dot(x, w)
+    def h(x, w, product=lax.dot_general): return product(x, w)
+    class I:
+        def call(self, x): return (lambda y: ops.matmul(y, y))(x)
+    _dot = partial(jnp.dot, precision="highest")
+    def no(x, w): return np.dot(x, w) + jnp.outer(x, w)
+    """
+    (tmp_path / "module.py").write_text("\n".join(s[4:] for s in lines.splitlines()))
+    found = {holder.qualname for holder in holders(str(tmp_path))}
+    assert found == {*"abcdefgh", "I.call"}
+
+
+# Calls of libraries with numbers that half precision loses, each near float32.
+
+EYE3, FAR = jnp.eye(3), jnp.array([320.0, 3.0, 4.0])
+RAMP = (jnp.arange(16.0) * 8192).reshape(1, 1, 4, 4)  # beyond float16, inside float32
+ODD = jnp.arange(1003.0, 1019.0).reshape(1, 1, 4, 4)  # between two of bfloat16
+POSITIONS = jnp.arange(2039.0, 2055.0)
+FREQUENCIES = jnp.array([1.0, 0.5, 1e-3])
+SPD = jnp.eye(4) + 0.1 * jnp.ones((4, 4))
+LONG = jnp.arange(300.0, 340.0)
+
+
+def patches(x):
+    return lax.conv_general_dilated_patches(x, (2, 2), (1, 1), "VALID")
+
+
+def ctc(loss=optax.ctc_loss):
+    """A padded batch: the second row has more labels than frames."""
+    logits = jnp.sin(jnp.arange(96.0)).reshape(2, 6, 8)
+    lengths = jnp.zeros((2, 6)).at[1, 2:].set(1.0)
+    labels = jnp.array([[1, 2, 3], [1, 2, 3]])
+    return loss, (logits, lengths, labels, jnp.zeros((2, 3)))
+
+
+@functools.cache
+def vector_quantizer():
+    def run(x):
+        return hk.nets.VectorQuantizerEMA(2, 4, 0.25, 0.5)(x, is_training=True)
+
+    made = hk.transform_with_state(run)
+    return made, made.init(jax.random.key(0), jnp.ones((64, 2)))
+
+
+def sums_of_codes(x):
+    """What a vector quantizer averages: sums of many rows, made by a product."""
+    made, (params, state) = vector_quantizer()
+    return made.apply(params, state, jax.random.key(0), x)[1]
+
+
+@functools.cache
+def spectral_norm():
+    norm = nn.SpectralNorm(nn.Dense(4, use_bias=False))
+    return norm, norm.init(jax.random.key(0), SPD, update_stats=False)
+
+
+def largest_singular_value(kernel):
+    norm, variables = spectral_norm()
+    params = jax.tree.map(lambda _: kernel, variables["params"])
+    variables = variables | {"params": params}
+    return norm.apply(variables, SPD, update_stats=True, mutable="batch_stats")[1]
+
+
+CASES = {
+    "optax.ctc_loss": ctc(),
+    "optax.ctc_loss_with_forward_probs": ctc(optax.losses.ctc_loss_with_forward_probs),
+    "patches beyond float16": (patches, (RAMP,)),
+    "patches of odd numbers": (patches, (ODD,)),
+    "patches of a mask": (patches, (jnp.where(ODD > 1009, -1e9, ODD),)),
+    "take_along_axis by one-hot": (
+        lambda x: jnp.take_along_axis(x, jnp.array([3, 1]), 0, mode="one_hot"),
+        (ODD.ravel(),),
+    ),
+    "take_along_axis by one-hot of rows": (
+        lambda x: jnp.take_along_axis(x, jnp.array([[3], [1]]), 1, mode="one_hot"),
+        (RAMP.reshape(2, 8),),
+    ),
+    "jsp.linalg.toeplitz": (jsp.linalg.toeplitz, (LONG,)),
+    "jsp.linalg.hankel": (jsp.linalg.hankel, (LONG,)),
+    "multivariate_normal.logpdf": (
+        lambda x: jsp.stats.multivariate_normal.logpdf(x, jnp.zeros(3), EYE3),
+        (FAR[None],),
+    ),
+    "multivariate_normal.pdf": (
+        lambda x: jsp.stats.multivariate_normal.pdf(x, jnp.full(3, 300.0), EYE3),
+        (jnp.array([301.5, 300.0, 299.0]),),
+    ),
+    "gaussian_kde": (
+        lambda x: jsp.stats.gaussian_kde(x)(jnp.array([310.0, 321.0])),
+        (LONG,),
+    ),
+    "gaussian_kde.logpdf": (
+        lambda x: jsp.stats.gaussian_kde(x).logpdf(jnp.array([310.0, 321.0])),
+        (LONG,),
+    ),
+    "gaussian_kde.integrate_kde": (
+        lambda x: jsp.stats.gaussian_kde(x).integrate_kde(jsp.stats.gaussian_kde(x)),
+        (LONG,),
+    ),
+    "betabinom.logpmf": (
+        lambda a: jsp.stats.betabinom.logpmf(3, 9, a, 2 * a),
+        (LONG,),
+    ),
+    "jnp.polymul": (jnp.polymul, (LONG, LONG)),
+    "jnp.poly": (jnp.poly, (LONG[:6],)),
+    "jnp.convolve": (jnp.convolve, (LONG, LONG)),
+    "jnp.correlate": (jnp.correlate, (LONG, LONG)),
+    "jsp.signal.convolve": (jsp.signal.convolve, (LONG, LONG)),
+    "jsp.signal.correlate": (jsp.signal.correlate, (LONG, LONG)),
+    "jsp.signal.convolve2d": (jsp.signal.convolve2d, (ODD[0, 0], ODD[0, 0])),
+    "jnp.linalg.matrix_power": (
+        lambda x: jnp.linalg.matrix_power(x, 5),
+        (10 * SPD,),
+    ),
+    "jsp.linalg.sqrtm": (lambda x: jsp.linalg.sqrtm(x).real, (1e5 * SPD,)),
+    "jsp.linalg.expm": (jsp.linalg.expm, (10 * SPD,)),
+    "jsp.linalg.polar": (lambda x: jsp.linalg.polar(x)[1], (1e5 * SPD,)),
+    "jax.image.scale_and_translate": (
+        lambda x: jax.image.scale_and_translate(
+            x, (4, 4), (0, 1), jnp.ones(2), jnp.zeros(2), "linear", antialias=False
+        ),
+        (ODD[0, 0],),
+    ),
+    "jax.image.resize": (
+        lambda x: jax.image.resize(x, (8, 8), "bilinear"),
+        (RAMP[0, 0],),
+    ),
+    "jsp.ndimage.map_coordinates": (
+        lambda x: jsp.ndimage.map_coordinates(LONG, [x], order=1),
+        (jnp.arange(20.0) * 1.03,),
+    ),
+    "Rotation.apply": (
+        lambda x: Rotation.from_euler("xyz", x / 900).apply(x),
+        (jnp.array([1003.0, 2049.0, 4097.0]),),
+    ),
+    "minimize": (
+        lambda x: (
+            minimize(lambda y: jnp.sum((y - x) ** 2), jnp.zeros(3), method="BFGS").x
+        ),
+        (FAR,),
+    ),
+    "power_iteration": (
+        lambda x: optax.power_iteration(x, num_iters=50)[0],
+        (1e5 * SPD,),
+    ),
+    "matrix_inverse_pth_root": (
+        lambda x: optax.matrix_inverse_pth_root(x, 2),
+        (1e4 * SPD,),
+    ),
+    "nnls": (lambda a: optax.nnls(a, LONG[:4], 100), (100 * SPD,)),
+    "perceptron_loss": (optax.losses.perceptron_loss, (-1003.0, 1.0)),
+    "multiclass_perceptron_loss": (
+        lambda x: optax.losses.multiclass_perceptron_loss(x, jnp.array(1)),
+        (LONG * 300,),
+    ),
+    "multiclass_sparsemax_loss": (
+        lambda x: optax.losses.multiclass_sparsemax_loss(x, jnp.array([1])),
+        (LONG[None],),
+    ),
+    "projection_hyperplane": (
+        lambda x: optax.projections.projection_hyperplane(x, jnp.ones(40), 1.0),
+        (LONG,),
+    ),
+    "muon": (
+        lambda g: (lambda tx: tx.update({"w": g}, tx.init({"w": g}), {"w": g})[0]["w"])(
+            optax.contrib.muon(1.0)
+        ),
+        (SPD,),
+    ),
+    "VectorQuantizerEMA": (sums_of_codes, (jnp.full((64, 2), 3003.0),)),
+    "SpectralNorm": (largest_singular_value, (1003.0 * SPD,)),
+    "odeint": (
+        lambda x: odeint(
+            lambda y, t: -0.01 * y * y, x, jnp.array([0.0, 1.0]), rtol=1e-6
+        ),
+        (jnp.array([1.5, 2.5]),),
+    ),
+    "rotary angles, matmul": (
+        lambda t: t[:, None] @ FREQUENCIES[None],
+        (POSITIONS,),
+    ),
+    "rotary angles, einsum": (
+        lambda t: jnp.einsum("ti,ik->tk", t[:, None], FREQUENCIES[None]),
+        (POSITIONS,),
+    ),
+    "rotary angles, einsum of a batch": (
+        lambda t: jnp.einsum("bti,ik->btk", t.reshape(2, 8, 1), FREQUENCIES[None]),
+        (POSITIONS,),
+    ),
+    "rotary angles, dot": (
+        lambda t: jnp.dot(t[:, None], FREQUENCIES[None]),
+        (POSITIONS,),
+    ),
+    "rotary angles, tensordot": (
+        lambda t: jnp.tensordot(t[:, None], FREQUENCIES[None], 1),
+        (POSITIONS,),
+    ),
+    "rotary angles, inner": (
+        lambda t: jnp.inner(t[:, None], FREQUENCIES[:, None]),
+        (POSITIONS,),
+    ),
+    "rotary angles, batched": (
+        lambda t: t.reshape(2, 8, 1) @ jnp.stack([FREQUENCIES[None]] * 2),
+        (POSITIONS,),
+    ),
+    "rotary angles, vmap": (
+        jax.vmap(lambda t: t[None, None] @ FREQUENCIES[None]),
+        (POSITIONS,),
+    ),
+    "rotary angles, two axes of one": (
+        lambda t: jnp.einsum("tij,ijk->tk", t[:, None, None], FREQUENCIES[None, None]),
+        (POSITIONS,),
+    ),
+}
+
+
+WAYS = {
+    "live": lambda f, dtype: jamp.autocast(dtype)(f),
+    "jit_inside": lambda f, dtype: jamp.autocast(dtype)(jax.jit(f)),
+}
+
+
+def wrong(function, inputs) -> list[str]:
+    """The ways in which a region changes the results."""
+    expected, found = function(*inputs), []
+    for dtype in (jnp.float16, jnp.bfloat16):
+        for way, run in WAYS.items():
+            got = run(function, dtype)(*inputs)
+            for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+                if not np.allclose(a, b, rtol=2e-5, atol=2e-5, equal_nan=True):
+                    found.append(f"{dtype.__name__} {way}: {a.dtype} {a} for {b}")
+    return found
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_of_a_library_is_float32(name):
+    assert wrong(*CASES[name]) == []
+
+
+# What stays half precision.
+
+ONE = jnp.ones((4, 1))
+
+
+def linen_dense(x):
+    layer = nn.Dense(8)
+    return layer.apply(layer.init(jax.random.key(0), ONE), x)
+
+
+def haiku_linear(x):
+    layer = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(8)(x)))
+    return layer.apply(layer.init(jax.random.key(0), ONE), x)
+
+
+def after_a_layer(x):
+    layer = nn.Dense(1, use_bias=False)
+    return layer.apply(layer.init(jax.random.key(0), ONE), x) @ jnp.ones((1, 8))
+
+
+FEATURES = {
+    "linen.Dense": linen_dense,
+    "linen.Einsum": lambda x: nn.Einsum((1, 8), "bi,io->bo").init_with_output(
+        jax.random.key(0), x
+    )[0],
+    "nnx.Linear": lambda x: nnx.Linear(1, 8, rngs=nnx.Rngs(0))(x),
+    "nnx.Linear, no bias": lambda x: nnx.Linear(1, 8, use_bias=False, rngs=nnx.Rngs(0))(
+        x
+    ),
+    "eqx.nn.Linear": lambda x: jax.vmap(eqx.nn.Linear(1, 8, key=jax.random.key(0)))(x),
+    "hk.Linear": haiku_linear,
+    "a user's, after a layer": after_a_layer,
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_layer_with_one_feature_is_half_precision(name, way):
+    assert WAYS[way](FEATURES[name], jnp.float16)(ONE).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_of_one_is_multiplied_as_a_batch_of_two(way):
+    """The gradient of a weight contracts the batch."""
+    loss = lambda w, x: jnp.sum(jnp.sin((x @ w) @ w))
+    run = WAYS[way](jax.grad(loss), jnp.float16)
+    one, two = (products(run, SPD, jnp.ones((size, 4))) for size in (1, 2))
+    assert one == two == [{"float16"}] * 5
+
+
+def test_what_a_user_hands_to_a_library_is_the_users():
+    """Its products are lowered, and those of the library around them are not."""
+
+    def run(x):
+        loss = lambda y: jnp.sum((y[None] @ SPD) ** 2)
+        return minimize(loss, x, method="BFGS").x
+
+    found = products(jamp.autocast(jnp.float16)(run), LONG[:4])
+    assert {"float16"} in found and {"float32"} in found
+
+
+def test_whose_a_product_is_does_not_depend_on_who_came_first():
+    matrix = 100 * SPD
+    with jamp.autocast(jnp.float16):
+        optax.matrix_inverse_pth_root(matrix, 2)
+        assert jnp.matmul(matrix, matrix).dtype == jnp.float16
+        assert jnp.linalg.matrix_power(matrix, 4).dtype == jnp.float32
+        assert jnp.matmul(matrix, matrix).dtype == jnp.float16
+
+
+def test_explain_names_the_module_whose_product_it_is():
+    def loss_fn(x):
+        return optax.power_iteration(x, num_iters=2)[0] + jnp.sum(x @ x)
+
+    rows = jamp.debug.explain(loss_fn, jnp.float16)(SPD).rows
+    assert {"float32", "lower"} <= {r.rule for r in rows if r.op == "dot_general"}

@@ -6,6 +6,7 @@ code. A key whose code others run too would match them as well, and is refused.
 """
 
 import functools
+import weakref
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -25,20 +26,23 @@ CALL = "__call__"
 
 
 class Function:
-    """A function that is a key. Two are equal if they are the same code object.
+    """A function that is a key: one object for each code object.
 
-    Code objects themselves are equal if the same text is at the same line of two files.
+    So that equal tables are compared by identity. Code objects themselves are equal if
+    the same text is at the same line of two files.
     """
 
     def __init__(self, code: CodeType):
         self.code, self.id = code, id(code)  # an op has many codes: compared by id
         self.source = source_of(code)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Function) and other.code is self.code
 
-    def __hash__(self) -> int:
-        return self.id
+_functions = weakref.WeakValueDictionary[int, Function]()
+
+
+def function_of(code: CodeType) -> Function:
+    known = _functions.get(id(code))
+    return _functions.setdefault(id(code), known or Function(code))
 
 
 def source_of(code: CodeType) -> str:

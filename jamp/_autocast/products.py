@@ -25,7 +25,7 @@ from .._compat import array_dtype, source_codes
 from .._tree import HALVES
 from .casting import CastingTrace
 from .decision import Action, Op, Params, Reason, Source, Values
-from .ops import LOWER, PRIMITIVES, PROMOTE
+from .ops import LOWER, PROMOTE
 from .sources import is_in_layer
 
 OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
@@ -33,20 +33,17 @@ HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general")
 
 
 def for_product(op: Op, action: Action | None, is_derived: bool) -> Action | None:
-    """The action for an op, which may be a product that is not lowered.
+    """The action for a product, which may be one that is not lowered.
 
     Args:
       is_derived: whether it is part of a derivative: it contracts a batch of one too.
     """
     if action is None or LOWER not in (action.kind, action.table):
         return action
-    name, params = op.name, op.params
-    if name not in PRIMITIVES or PRIMITIVES[name].kind is not LOWER:
-        return action
-    if name == "dot_general" and is_outer(op, is_derived):
+    if op.name == "dot_general" and is_outer(op, is_derived):
         return OUTER
     wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
-    return HIGHEST if wide and is_highest(params.get("precision")) else action
+    return HIGHEST if wide and is_highest(op.params.get("precision")) else action
 
 
 def is_outer(op: Op, is_derived: bool) -> bool:

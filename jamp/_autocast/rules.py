@@ -233,16 +233,16 @@ class Decider:
           index: of the user's rule that asks for float8, or None if only the region
             does, or nothing.
         """
-        rule = None if index is None else self.settings.rules[index].action
-        may = action is not None and may_have(rule and rule.recipe, primitive, action)
         if index is not None:
+            rule = self.settings.rules[index].action
+            may = action is not None and may_have(rule.recipe, primitive, action)
             self.hits.add(Hit(index, index if may else None))
-        if action is None:
-            return None
-        if rule is not None and may:
-            return action._replace(recipe=rule.recipe, why=rule.why)
+            if action is not None and may:
+                return action._replace(recipe=rule.recipe, why=rule.why)
         recipe = self.settings.recipe
-        if (rule is None or recipe == SCALED) and may_have(recipe, primitive, action):
+        if action is None or not (index is None or recipe == SCALED):
+            return action
+        if may_have(recipe, primitive, action):
             return action._replace(recipe=recipe)
         return action
 

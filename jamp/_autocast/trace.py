@@ -170,8 +170,10 @@ class AutocastTrace(CastingTrace):
     def decided(self, op: Op, action: Action | None) -> Action | None:
         action = action or self.action(op.primitive)
         check_precision(action, op.given)
+        if op.name not in PRODUCTS:
+            return action
         action = for_product(op, action, self.is_derived(op))
-        if action is None or action.recipe is None or op.name not in PRODUCTS:
+        if action is None or action.recipe is None:
             return action
         if self.settings.probe is not None:
             return action._replace(recipe=None)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from .._checks import as_dtype, shown
 from .decision import CASTABLE, Action, Hit, Reason, Source, UserRule
 from .float8 import Float8, as_float8
-from .keys import Function, problem_with
+from .keys import function_of, problem_with
 from .ops import KEEP
 from .paths import PathPattern
 from .sources import code_of
@@ -91,4 +91,4 @@ def compile_rule(key: object, value: object) -> UserRule:
     code = code_of(key.__call__ if isinstance(key, type) else key)
     assert code is not None  # or there is a problem
     name = getattr(key, "__qualname__", code.co_name)
-    return UserRule(name, Function(code), action)
+    return UserRule(name, function_of(code), action)

@@ -157,12 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stale = golden.check(checked, write=options.write_golden)
         file, title = f"report{suffix}.md", report.TITLE
         shown = _pictures(folder, suffix, found[scale], results[training])
-    arguments = " --nightly" * options.nightly
+    flags = " --nightly" * options.nightly
     text = report.text(
         results,
         title=title,
         pictures=shown,
-        arguments=arguments + " --device cuda" * (options.device == "cuda"),
+        arguments=flags + " --device cuda" * (options.device == "cuda"),
         device=f'on "{options.device}"',
         versions=_versions(),
         seconds=f"{time.perf_counter() - start:.0f}",

@@ -35,10 +35,10 @@ FACTOR = 3.0
 class Spread(NamedTuple):
     """How far torch's runs of one seed are apart."""
 
-    noise: np.ndarray  # float32 []: the largest distance between final losses so far
+    noise: np.ndarray | np.float32  #: the largest distance between final losses so far
     skipped: np.ndarray  # int32 [others, n_optimizers]: the other runs' skipped steps
-    params: np.ndarray  # float32 []: the largest distance of the parameters
-    equal: np.ndarray  # float32 []: the smallest share of steps with an equal scale
+    params: np.ndarray | np.float32  #: the largest distance of the parameters
+    equal: np.ndarray | np.float32  #: the smallest share of steps with an equal scale
 
 
 def measure(task: Task, seed: int, device: str) -> Spread:

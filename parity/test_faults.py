@@ -85,8 +85,8 @@ TASK = next(iter(training.CASES.values()))
     ],
 )
 def test_what_a_training_run_is_held_against(jamp, replayed, field):
-    apart = spread.Spread(*map(np.float32, (0.1, 0.0, 0.1, 1.0)))
-    apart = apart._replace(skipped=np.zeros((1, 1), np.int32))
+    tenth = np.float32(0.1)
+    apart = spread.Spread(tenth, np.zeros((1, 1), np.int32), tenth, np.float32(1))
     trained = training.Trained(run(1.0), apart, jamp, replayed)
     result = training.compare(TASK, [trained] * 3)
     assert {name for name, n in result.mismatches.items() if n} == {field} - {None}

@@ -95,8 +95,7 @@ def distributions(table: Table) -> None:
         "t.logpdf of parameters": lambda h: stats.t.logpdf(near, h),
     }
     for name, function in named.items():
-        given = POSITIVE | {"shift": 90.0, "scale": 30.0}
-        table(name, function, (32,), **given)
+        table(name, function, (32,), positive=True, shift=90.0, scale=30.0)
     chances = lambda h: stats.dirichlet.logpdf(h / h.sum(), jnp.ones(8) * 2)
     table("dirichlet.logpdf", chances, (8,), counts=True, **POSITIVE)
 

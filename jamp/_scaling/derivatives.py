@@ -101,8 +101,16 @@ _unscaling.defvjp(lambda params, inverse: (params, inverse), _unscaling_backward
 
 
 def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
-    """Whether all that was finite before a step is finite after it: bool []."""
+    """Whether no derivative that a step took itself overflowed: bool [].
+
+    Such a derivative is nan, and so is what follows from it: updates, and states of the
+    shapes of parameters. A value of a line search may be inf or nan without it.
+
+    Args:
+      new, old: parameters or updates, and a state, after the step and without it.
+    """
+    shapes = set(map(jnp.shape, jax.tree.leaves(new[0])))
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    fine = lambda new, old: jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
-    kept = [fine(*pair) for pair in pairs if is_inexact(pair[0])]
+    fine = lambda new, old: jnp.all(~jnp.isnan(new) | jnp.isnan(old))
+    kept = [fine(*p) for p in pairs if is_inexact(p[0]) and jnp.shape(p[0]) in shapes]
     return functools.reduce(jnp.logical_and, kept, jnp.bool_(True))

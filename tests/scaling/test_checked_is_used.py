@@ -403,6 +403,36 @@ def test_a_line_search_takes_derivatives_at_the_scale(name):
     chex.assert_trees_all_close(found, wanted, rtol=1e-2)
 
 
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_that_fails_is_no_overflow(name):
+    # Its trials leave the domain: values and their errors are inf or nan.
+    params, search = {"w": jnp.float32([0.5, 0.5])}, SEARCHES[name]
+    tx = optax.chain(optax.scale(-1.0), search)
+    scaled = jamp.dynamic_loss_scale(tx)
+
+    def loss_fn(params, slope):
+        return jnp.sum(slope * params["w"] - jnp.log(1 - params["w"]))
+
+    @jax.jit
+    def step(params, state, slope):
+        value_fn = functools.partial(loss_fn, slope=slope)
+        args = {"value": value_fn(params), "value_fn": value_fn}
+        if isinstance(state, jamp.DynamicLossScaleState):
+            grads = jamp.value_and_grad(value_fn, state)(params)[1]
+            return jamp.step(scaled, grads, state, params, grad=grads, **args)
+        grads = jax.grad(value_fn)(params)
+        updates, state = tx.update(grads, state, params, grad=grads, **args)
+        return optax.apply_updates(params, updates), state
+
+    found, expected = (params, scaled.init(params)), (params, tx.init(params))
+    for slope in (-2.5, -2.5, -1e6):
+        found, expected = step(*found, slope), step(*expected, slope)
+        assert not found[1].found_inf
+        chex.assert_trees_all_close(found[0], expected[0], rtol=1e-5)
+    values = jax.tree.leaves(expected[1])
+    assert not all(jnp.all(jnp.isfinite(x)) for x in values)
+
+
 def by_argument():
     """Moves the parameters by the extra argument `grad` alone."""
     update = lambda updates, state, params=None, *, grad: (grad, state)

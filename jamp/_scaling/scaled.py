@@ -22,7 +22,7 @@ from .arrivals import current
 from .derivatives import at_scale, check_no_gradient_function, stays_finite
 from .dtypes import as_made, as_wide_as, made_wide
 from .match import check_gradients_match, is_hole
-from .mesh import on_all
+from .mesh import is_mapped, on_all
 from .rule import Kind, LossScaleConfig
 from .skip import check_same
 from .state import (
@@ -159,10 +159,13 @@ class Scaled:
         self.grads = skip.harmless(self.finite, given)
 
     def all_finite(self, grads: PyTree) -> Flag:
-        finite = arithmetic.all_finite(grads, self.by.axis_name)
-        if self.by.kind is Kind.OFF:  # only what the scale of another run may cause
-            return jnp.logical_or(finite, self.scalars.loss_scale == 1)
-        return finite
+        axes = self.by.axis_name
+        if self.by.kind is not Kind.OFF:
+            return arithmetic.all_finite(grads, axes)
+        # Only what the scale of another run may cause, on the axes that there are.
+        axes = tuple(filter(is_mapped, axes or ())) or None
+        finite = arithmetic.all_finite(grads, axes)
+        return jnp.logical_or(finite, self.scalars.loss_scale == 1)
 
     def both(self) -> Step:
         """The updates and the new state of the inner optimizer."""

@@ -298,8 +298,9 @@ def test_lookahead(standard_promotion):
         assert new_state.found_inf == bad
 
 
-def test_disabled_is_the_bare_optimizer():
-    tx = jamp.dynamic_loss_scale(optax.sgd(1.0), enabled=False)
+@pytest.mark.parametrize("axis_name", [None, "data"])  # which is not mapped here
+def test_disabled_is_the_bare_optimizer(axis_name):
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0), enabled=False, axis_name=axis_name)
     params = jnp.ones(2)
     state = tx.init(params)
     assert jamp.loss_scale(state) == 1.0 and jamp.scale_loss(3.0, state) == 3.0

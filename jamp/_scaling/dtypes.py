@@ -15,6 +15,7 @@ import optax
 
 from .._tree import PyTree, T, dtype_of, is_half, widen
 from .state import is_master, keeps_master_weights
+from .unread import NEEDS_VALUES
 
 
 def made_wide(init: Callable[[optax.Params], PyTree], params: optax.Params) -> PyTree:
@@ -42,7 +43,11 @@ def as_made(
     """A state of any run in the dtypes that `init` makes, as far as these are wider."""
     if params is None or not any(map(_is_half_array, jax.tree.leaves(state))):
         return state
-    return as_wide_as(jax.eval_shape(init, params), state)
+    try:
+        like = jax.eval_shape(init, params)
+    except NEEDS_VALUES:
+        return state
+    return as_wide_as(like, state)
 
 
 def as_wide_as(like: PyTree, state: T) -> T:

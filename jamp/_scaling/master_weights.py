@@ -152,11 +152,11 @@ def frozen_by(
     """
     none = jax.tree.map(lambda _: False, params)
     shapes = jax.eval_shape(widen, params)
-    state = jax.eval_shape(inner.init, shapes)
     is_mask = lambda node: isinstance(node, optax.MaskedState)
-    if not any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask))):
-        return none
     try:
+        state = jax.eval_shape(inner.init, shapes)
+        if not any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask))):
+            return none
         frozen = never_moved(inner.update, shapes, state, shapes)
     except Exception:
         return none

@@ -19,6 +19,13 @@ from .._tree import PyTree, T, is_inexact
 from .influence import CALLS
 from .match import is_hole
 
+# What JAX raises where a function needs the values of its arguments.
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
 # Primitives whose result is zero if their operands are.
 KEEP_ZERO = ("add", "broadcast_in_dim", "convert_element_type", "neg", "reshape", "sub")
 
@@ -26,7 +33,8 @@ KEEP_ZERO = ("add", "broadcast_in_dim", "convert_element_type", "neg", "reshape"
 def reads(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """For each leaf of a tree, whether a result of a pure function depends on it.
 
-    The function is traced. A leaf that is not floating or complex counts as read.
+    The function is traced. A leaf that is not floating or complex counts as read, and
+    all do if the function needs values, as an optimizer with a Python `if` may.
     """
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
@@ -35,7 +43,10 @@ def reads(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
         filled = dict(enumerate(leaves)) | dict(zip(places, inexact, strict=True))
         return function(structure.unflatten(filled.values()))
 
-    program = jax.make_jaxpr(of_inexact)(*(leaves[i] for i in places))
+    try:
+        program = jax.make_jaxpr(of_inexact)(*(leaves[i] for i in places))
+    except NEEDS_VALUES:
+        return structure.unflatten([True] * len(leaves))
     used = dict(zip(places, used_inputs(program.jaxpr), strict=True))
     return structure.unflatten(used.get(i, True) for i in range(len(leaves)))
 

@@ -181,6 +181,41 @@ def test_a_gradient_that_is_read_skips(how):
             chex.assert_trees_all_equal(found, params_of())
 
 
+def needs_values(tx):
+    """An optimizer that JAX cannot trace: Python reads values in both functions."""
+
+    def init(params):
+        return tx.init(jax.tree.map(np.asarray, params))
+
+    def update(updates, state, params=None):
+        rate = 0.5 if float(optax.tree.norm(updates)) > 1e9 else 1.0
+        return tx.update(jax.tree.map(lambda u: u * rate, updates), state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("how", ["step", "static", "GradScaler"])
+def test_an_optimizer_that_cannot_be_traced_trains_and_skips_eagerly(how):
+    for inner in (split(ADAM), optax.adam(1e-2, mu_dtype=jnp.bfloat16)):
+        step, expected = WAYS[how](needs_values(inner)), WAYS[how](inner)
+        for grads, skips in ((gradients(), False), (gradients(w=jnp.inf), True)):
+            found, skipped = step(grads)
+            assert skipped == skips
+            chex.assert_trees_all_equal(found, expected(grads)[0])
+        assert step(gradients(b=jnp.inf))[1]  # nothing is known of what it reads
+
+
+def test_master_weights_of_an_optimizer_that_cannot_be_traced():
+    for params in (params_of(), params_of(jnp.float16)):
+        tx, plain = needs_values(split(ADAM)), split(ADAM)
+        state = jamp.master_weights(tx).init(params)
+        grads = jax.tree.map(jnp.ones_like, params)
+        found, _ = jamp.step(jamp.master_weights(tx), grads, state, params)
+        plain = jamp.master_weights(plain)
+        expected, _ = jamp.step(plain, grads, plain.init(params), params)
+        chex.assert_trees_all_equal(found, expected)
+
+
 def test_after_unscale_every_gradient_counts():
     # The user reads them all, for example to clip by their norm.
     model, scaler = Model(), jamp.GradScaler()

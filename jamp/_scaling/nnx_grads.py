@@ -120,6 +120,11 @@ class ScaledStep:
         self._grads, self._kwargs = grads, kwargs
         derivatives = {name: kwargs[name] for name in kwargs if name == "grad"}
         self._given = nnx.state(grads, optimizer.wrt), derivatives
+        if not any(map(is_traced, jax.tree.leaves(self._given))):
+            finite = arithmetic.all_finite(self._given, axis_name)
+            if not is_traced(finite) and finite:
+                self.finite = finite
+                return
         graph, state = nnx.split((optimizer, model))
 
         def update(given: tuple[Own, dict[str, PyTree]]) -> PyTree:
@@ -127,10 +132,6 @@ class ScaledStep:
             optimizer.update(model, with_own(grads, given[0]), **(kwargs | given[1]))
             return nnx.as_pure(nnx.state((optimizer, model)))
 
-        if not any(map(is_traced, jax.tree.leaves((self._given, state)))):
-            self.finite = arithmetic.all_finite(self._given, axis_name)
-            if self.finite:
-                return
         used = reads(update, self._given)
         self._given = only(used, self._given)
         self.finite = arithmetic.all_finite(chosen(used, self._given), axis_name)

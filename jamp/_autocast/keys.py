@@ -72,7 +72,8 @@ def call_shared_by(cls: type) -> str:
     if owner is not cls:
         return f"{name} inherits that of {owner.__name__}"
     own = unwrapped(cls.__call__)[-1]
-    if own.__code__.co_qualname != f"{cls.__qualname__}.__call__":
+    scope, _, written = own.__code__.co_qualname.rpartition(".")
+    if scope != cls.__qualname__ or written not in vars(cls):
         return f"that of {name} is the function {own.__code__.co_qualname}"
     if "<locals>" in cls.__qualname__:
         methods = [unwrapped(value)[-1] for value in vars(cls).values()]

@@ -91,6 +91,15 @@ class Twin:
     __call__ = product
 
 
+class Named:
+    """Written in the class under another name, as in code that comes from torch."""
+
+    def forward(self, x):
+        return x @ x
+
+    __call__ = forward
+
+
 class Silent:
     def forward(self, x):
         return x @ x
@@ -405,3 +414,10 @@ def test_a_rule_for_a_function_holds_in_what_it_calls(name):
         run = functools.partial(keyed, called)
         found = dtypes_of_products(run, rules={keyed: "float8"}, **region)
         assert {*found} == {"float8_e4m3fn"}
+
+
+def test_a_call_that_is_a_method_of_its_own_class():
+    """`__call__ = forward` is written in the class: no other one runs its code."""
+    with jamp.autocast(HALF, rules={Named: FLOAT32}):
+        assert Named()(X).dtype == FLOAT32
+        assert product(X).dtype == HALF

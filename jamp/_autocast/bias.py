@@ -46,8 +46,9 @@ from .traits import OVER_AXES
 # The fewest elements, of one round and of all rounds, for which a loop saved time when
 # measured. Each loop is compiled, which takes longer than a small one saves in a trial.
 LOOP_SIZES = 2**10, 2**19
-# Parts of the range: numbers up to the first are biases, and those beyond are masks,
-# which become the second. It leaves room for logits, and for a temperature.
+# Parts of the range. Numbers down to minus the first, and positive ones that fit, are
+# biases. Those beyond are masks, which become the second: there is room for logits, and
+# for a temperature.
 NEAR, MASK = 7 / 8, 1 / 4
 
 
@@ -152,7 +153,8 @@ def rounded(bias: jax.Array, dtype: np.dtype, masks: bool) -> jax.Array:
 def within_range(bias: jax.Array, largest: float) -> jax.Array:
     """Brings finite numbers beyond a range well into it; the identity's gradient."""
     number = np.float32(largest * MASK)
-    is_mask = lax.is_finite(bias) & (lax.abs(bias) >= np.float32(largest * NEAR))
+    is_beyond = (bias <= np.float32(-largest * NEAR)) | (bias > np.float32(largest))
+    is_mask = lax.is_finite(bias) & is_beyond
     return lax.select(is_mask, lax.clamp(-number, bias, number), bias)
 
 

@@ -135,8 +135,11 @@ def test_a_finite_mask_stays_finite(place, region, standard_promotion):
 
 
 def test_a_bias_that_fits_is_not_a_mask(standard_promotion):
-    """In a user's own sum a number up to 7/8 of the range is kept as it is."""
-    bias = jnp.array([57000.0, -57000.0, 58000.0, -58000.0])
+    """Numbers down to -7/8 of the range are kept, and positive ones that fit."""
+    bias = jnp.array([57000.0, -57000.0, 60000.0, -58000.0, 65504.0, 70000.0])
+    expected = [56992.0, -56992.0, 60000.0, -16376.0, 65504.0, 16376.0]
     with jamp.autocast(jnp.float16):
-        found = jnp.zeros((2, 4)) @ jnp.zeros((4, 4)) + bias
-    np.testing.assert_array_equal(found[0], [56992.0, -56992.0, 16376.0, -16376.0])
+        found = jnp.zeros((2, 4)) @ jnp.zeros((4, 6)) + bias
+        number = jnp.zeros((2, 4)) @ jnp.zeros((4, 6)) + jnp.float32(60000.0)
+    np.testing.assert_array_equal(found[0], expected)
+    np.testing.assert_array_equal(number, np.full((2, 6), 60000.0))

@@ -1,5 +1,6 @@
 """What stays known about a value when an op moves its elements."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,6 +84,8 @@ def reshaped(sides: Sides, old: Shape, new: Shape) -> Sides:
     >>> reshaped((((6, "l"), (4, "r")),), (24,), (6, 4))
     ('l', 'r')
     """
+    if not all(isinstance(n, int) for n in (*old, *new)):
+        return around_symbolic(sides, old, new)
     parts = []
     for n, side in zip(old, sides, strict=True):
         parts += side if isinstance(side, tuple) else [(n, side)]
@@ -103,3 +106,28 @@ def reshaped(sides: Sides, old: Shape, new: Shape) -> Sides:
         side = EITHER if size == 1 else None
         result.insert(0, tuple(group) if len(ends) > 1 else next(iter(ends), side))
     return tuple(result)
+
+
+def around_symbolic(sides: Sides, old: Shape, new: Shape) -> Sides:
+    """`reshaped` where a size is symbolic, and cannot be compared or divided.
+
+    The first and the last dimensions that are equal keep their sides. What lies between
+    is of one side, or of known sizes, or nothing is known of it.
+    """
+    first = _equal(old, new)
+    last = _equal(old[first:][::-1], new[first:][::-1])
+    part = lambda x: x[first : len(x) - last]
+    known = set(part(sides))
+    if len(known) == 1:
+        made = (*known,) * len(part(new))
+    elif all(isinstance(n, int) for n in (*part(old), *part(new))):
+        made = reshaped(part(sides), part(old), part(new))
+    else:
+        made = (None,) * len(part(new))
+    return (*sides[:first], *made, *sides[len(sides) - last :])
+
+
+def _equal(old: Shape, new: Shape) -> int:
+    """How many of the first dimensions are equal."""
+    pairs = itertools.zip_longest(old, new)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -188,3 +188,23 @@ def test_a_scan_starts_from_a_product(n, standard_promotion):
         return lax.scan(step, jnp.matvec(w, x) + b, length=3)[0]
 
     assert jax.eval_shape(half(steps), jnp.ones((n, K))).dtype == jnp.float16
+
+
+def test_a_symbolic_batch_is_moved_like_any_other(standard_promotion):
+    scope = jax.export.SymbolicScope()
+    n, t = jax.export.symbolic_shape("n, t", scope=scope)
+    w, b = jnp.ones((6, 12)), jnp.ones(12)
+    moves = {
+        "as it is": lambda h: h,
+        "merged": lambda h: h.reshape(-1, 12),
+        "merged and split": lambda h: h.reshape(-1, 12).reshape(h.shape),
+        "heads": lambda h: h.reshape(*h.shape[:2], 3, 4).reshape(h.shape),
+        "rows": lambda h: h[:, None].reshape(h.shape),
+        "transposed": lambda h: h.transpose(1, 0, 2).reshape(-1, 12),
+    }
+    for name, move in moves.items():
+        function = jamp.autocast(jnp.float16)(lambda x, move=move: move(x @ w) + b)
+        exported = jax.export.export(jax.jit(function))(
+            jax.ShapeDtypeStruct((n, t, 6), jnp.float32)
+        )
+        assert exported.out_avals[0].dtype == jnp.float16, name

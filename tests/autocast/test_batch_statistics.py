@@ -86,8 +86,8 @@ AROUND = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
     "cond": lambda f: lambda s, x: lax.cond(x[0, 0] > 0, f, f, s, x),
-    "cond of two": lambda f: lambda s, x: lax.cond(
-        x[0, 0] > 0, f, lambda s, x: f(s, 2 * x), s, x
+    "cond of two": lambda f: (
+        lambda s, x: lax.cond(x[0, 0] > 0, f, lambda s, x: f(s, 2 * x), s, x)
     ),
     "switch": lambda f: lambda s, x: lax.switch(2, [f, f, f], s, x),
     "scan": lambda f: lambda s, x: lax.scan(lambda c, _: (c, f(s, x)), 0, None, 2)[1],

@@ -175,7 +175,7 @@ CALLED = {
 def test_a_function_of_a_bias_and_one_of_a_residual_share_no_cache(
     way, standard_promotion
 ):
-    """The arguments have the same types, and differ in what the region knows of them."""
+    """The arguments have the same types: the region knows more of one of them."""
     add = CALLED[way](lambda x, y: x + y)
     x, w, b = jnp.ones((3, K)), jnp.ones((K, 4)), jnp.ones(4)
     for turn in (1, -1, 1):

@@ -269,9 +269,11 @@ HOLDING = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
     "cond": lambda f: lambda w, x: jax.lax.cond(x[0, 0] < 99, f, f, w, x),
-    "scan": lambda f: lambda w, x: jax.lax.scan(
-        lambda total, _: (total + f(w, x), None), 0.0, None, 1
-    )[0],
+    "scan": lambda f: (
+        lambda w, x: jax.lax.scan(
+            lambda total, _: (total + f(w, x), None), 0.0, None, 1
+        )[0]
+    ),
 }
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
 
 import jamp
 from tests.jaxprs import products
@@ -118,3 +119,30 @@ def test_a_rule_asks_for_the_region_that_called_its_function(make):
             with jamp.autocast(**later):
                 pull_back(jnp.ones_like(out))
             assert seen == {(True, "float16", "float16")}, (around, later)
+
+
+def test_a_batching_rule_runs_in_the_region_that_called_its_function():
+    @jax.custom_batching.custom_vmap
+    def square(x):
+        return x @ x
+
+    @square.def_vmap
+    def _(size, batched, x):
+        return jax.vmap(lambda x: x @ x)(x), batched[0]
+
+    region, batch = jamp.autocast(jnp.float16), X[None]
+    assert products(lambda: jax.vmap(region(square))(batch)) == [{"float16"}]
+    assert products(lambda: region(jax.vmap(square))(batch)) == [{"float16"}]
+    assert products(lambda: jax.vmap(square)(batch)) == [{"float32"}]
+
+
+@pytest.mark.parametrize("inner", [{"enabled": False}, {"dtype": jnp.bfloat16}])
+def test_an_inner_region_around_a_sharded_function_decides(inner):
+    mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1])
+    square = jax.shard_map(lambda x: x @ x, mesh=mesh, in_specs=P(), out_specs=P())
+    own = jamp.autocast(**inner)(square)
+    made = jax.make_jaxpr(own)(X)
+    expected = products(lambda: own(X))
+    assert expected == [{"bfloat16"} if "dtype" in inner else {"float32"}]
+    for function in (own, jax.jit(own), jaxpr_as_fun(made)):
+        assert products(lambda f=function: jamp.autocast(jnp.float16)(f)(X)) == expected

@@ -670,6 +670,22 @@ def test_gradients_that_are_changed_before_the_loss_scale_are_refused(wrap):
         )
 
 
+def test_what_stands_in_front_of_a_disabled_loss_scale_may_change_gradients():
+    """No gradient is scaled. What is enabled again is told so again."""
+    params = params_of()
+    for enabled in (False, True, False):
+        scaled = jamp.dynamic_loss_scale(ADAM, enabled=enabled)
+        tx = optax.chain(optax.clip(1.0), scaled)
+        step = functools.partial(jamp.step, tx, gradients(), tx.init(params), params)
+        if enabled:
+            with pytest.raises(ValueError, match="was changed before"):
+                step()
+            continue
+        bare = optax.chain(optax.clip(1.0), ADAM)
+        expected, _ = jamp.step(bare, gradients(), bare.init(params), params)
+        chex.assert_trees_all_equal(step()[0], expected)
+
+
 def updated_alone():
     """What a loss scale's own update returns, which no `jamp.step` is around."""
     with settings():

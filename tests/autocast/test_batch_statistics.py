@@ -82,6 +82,26 @@ def test_what_follows_gets_half_precision(way, standard_promotion):
     assert y.dtype == jnp.float16
 
 
+AROUND = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda f: lambda s, x: lax.cond(x[0, 0] > 0, f, f, s, x),
+    "cond of two": lambda f: (
+        lambda s, x: lax.cond(x[0, 0] > 0, f, lambda s, x: f(s, 2 * x), s, x)
+    ),
+    "switch": lambda f: lambda s, x: lax.switch(2, [f, f, f], s, x),
+    "scan": lambda f: lambda s, x: lax.scan(lambda c, _: (c, f(s, x)), 0, None, 2)[1],
+}
+
+
+@pytest.mark.parametrize("way", AROUND)
+def test_what_follows_a_call_around_it_gets_half_precision(way, standard_promotion):
+    layer = AROUND[way](lambda s, x: linen(s, x)[0])
+    for wrap in (lambda f: f, jax.jit):
+        function = half(wrap(lambda s, x: jax.nn.relu(layer(s, x))))
+        assert jax.eval_shape(function, STATS, x).dtype == jnp.float16
+
+
 def test_nnx(standard_promotion):
     layer = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
     for _ in range(3):

@@ -164,6 +164,28 @@ def test_what_is_a_bias_does_not_depend_on_sizes(way, standard_promotion):
             assert jax.eval_shape(function, *args).dtype == expected, (name, n, t)
 
 
+CALLED = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda f: lambda x, y: lax.cond(x[0, 0] > 0, f, f, x, y),
+}
+
+
+@pytest.mark.parametrize("way", CALLED)
+def test_a_function_of_a_bias_and_one_of_a_residual_share_no_cache(
+    way, standard_promotion
+):
+    """The arguments have the same types: the region knows more of one of them."""
+    add = CALLED[way](lambda x, y: x + y)
+    x, w, b = jnp.ones((3, K)), jnp.ones((K, 4)), jnp.ones(4)
+    for turn in (1, -1, 1):
+        with half:
+            h, bias = x @ w, jnp.broadcast_to(b, (3, 4))
+            calls = {"float16": (h, bias), "float32": (h, x @ w * jnp.ones((3, 4)))}
+            for dtype, args in list(calls.items())[::turn]:
+                assert add(*args).dtype == dtype
+
+
 def test_a_pair_of_rows_is_no_bias(standard_promotion):
     """`s[:, None] + t`: numbers along a dimension that the product does not have."""
     for n, t in SIZES:

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 
+import chex
 import equinox as eqx
 import haiku as hk
 import jax
@@ -262,6 +263,29 @@ def test_a_product_without_a_gradient_is_measured_forward():
 
     row = row_at(calibrated(loss, W[:32], X), "frozen")
     assert list(row.errors["tensorwise"]) == ["forward"] and row.choice == "float8"
+
+
+HOLDING = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda f: lambda w, x: jax.lax.cond(x[0, 0] < 99, f, f, w, x),
+    "scan": lambda f: (
+        lambda w, x: jax.lax.scan(
+            lambda total, _: (total + f(w, x), None), 0.0, None, 1
+        )[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("way", mostly_slow([*HOLDING], "jit", "cond"))
+def test_a_product_in_a_function_that_jax_holds_is_measured(way):
+    """In float32 nothing else there changes."""
+    expected = row_at(calibrated(layer, W, spread_over(0)), "layer")
+    function = HOLDING[way](layer)
+    for _ in range(2):  # what is kept of the first call is not used by the second
+        row = row_at(calibrated(function, W, spread_over(0)), "layer")
+        assert row.choice == expected.choice
+        chex.assert_trees_all_close(dict(row.errors), dict(expected.errors), rtol=0.01)
 
 
 def test_what_is_not_finite_runs_in_float32():

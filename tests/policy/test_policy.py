@@ -16,9 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jamp
+from jamp._policy import float32_region
 from shared.jaxprs import equations
 from tests.jaxprs import products
 from tests.marks import walk
+
+from ..around import forget
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 SPELLINGS = {
@@ -346,6 +349,21 @@ def test_losses_stay_in_float32(standard_promotion):
     assert "float16" in kept
     big = jnp.full((2, 4), 60000.0)  # a sum of four overflows in float16
     assert np.isfinite(policy.with_output_dtype("full").wrap(loss)(big))
+
+
+def test_losses_of_a_library_that_is_imported_late_stay_in_float32(
+    standard_promotion, monkeypatch
+):
+    def seen():
+        loss = lambda x: optax.losses.kl_divergence_with_log_targets(x, x).mean()
+        return exponentials(jamp.get_policy("p=f32,c=f16,o=f16").wrap(loss), X)
+
+    forget()
+    with monkeypatch.context() as before:
+        names = float32_region.loaded() - {"optax"}
+        before.setattr(float32_region, "loaded", lambda: names)
+        assert seen() == {"float16"}
+    assert seen() == {"float32"}
 
 
 def test_a_policy_wins_over_a_region_around_it():

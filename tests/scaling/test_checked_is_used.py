@@ -6,6 +6,7 @@ itself counts. And `jamp.step` sees what stands in front of a loss scale and beh
 
 import functools
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import chex
 import jax
@@ -18,6 +19,8 @@ from flax import nnx
 import jamp
 from jamp._scaling import skip
 from jamp._scaling.unread import never_moved, reads
+
+from ..around import settings
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -170,6 +173,19 @@ def test_an_unread_gradient_skips_nothing(how, wrap, monkeypatch):
         found, skipped = step(gradients(w=jnp.inf))
         assert skipped, name
         chex.assert_trees_all_equal(found, params_of())
+
+
+def test_a_gradient_that_the_trace_does_not_see_is_checked():
+    """Beside traced gradients, one that is known when the program is traced."""
+    w = gradients()["w"]
+    for bad in (jnp.inf, jnp.nan):
+        known = gradients(b=bad)["b"]
+        for way in WAYS.values():
+            step = way(optax.adam(0.1))
+            program = jax.jit(lambda w, step=step, b=known: step({"w": w, "b": b}))
+            found, skipped = program(w)
+            assert skipped
+            chex.assert_trees_all_equal(found, params_of())
 
 
 @pytest.mark.parametrize("how", ["step", "GradScaler"])
@@ -652,6 +668,47 @@ def test_gradients_that_are_changed_before_the_loss_scale_are_refused(wrap):
         wrap(functools.partial(jamp.step, inside))(
             gradients(), inside.init(params_of()), params_of()
         )
+
+
+def test_what_stands_in_front_of_a_disabled_loss_scale_may_change_gradients():
+    """No gradient is scaled. What is enabled again is told so again."""
+    params = params_of()
+    for enabled in (False, True, False):
+        scaled = jamp.dynamic_loss_scale(ADAM, enabled=enabled)
+        tx = optax.chain(optax.clip(1.0), scaled)
+        step = functools.partial(jamp.step, tx, gradients(), tx.init(params), params)
+        if enabled:
+            with pytest.raises(ValueError, match="was changed before"):
+                step()
+            continue
+        bare = optax.chain(optax.clip(1.0), ADAM)
+        expected, _ = jamp.step(bare, gradients(), bare.init(params), params)
+        chex.assert_trees_all_equal(step()[0], expected)
+
+
+def updated_alone():
+    """What a loss scale's own update returns, which no `jamp.step` is around."""
+    with settings():
+        params, tx = params_of(), optax.chain(SCALED)
+        return tx.update(gradients(), tx.init(params), params)[0]
+
+
+def test_a_step_is_watched_until_it_ends_and_in_its_own_thread():
+    params, expected = params_of(), updated_alone()
+    meanwhile = []
+
+    def pause(updates, params):
+        with ThreadPoolExecutor(1) as other:
+            meanwhile.append(other.submit(updated_alone).result())
+        return updates
+
+    tx = optax.chain(optax.stateless(pause), SCALED)
+    jamp.step(tx, gradients(), tx.init(params), params)
+    chex.assert_trees_all_equal(meanwhile, [expected])
+    tx = optax.chain(optax.clip(1.0), SCALED)
+    with pytest.raises(ValueError, match="was changed before"):
+        jamp.step(tx, gradients(), tx.init(params), params)
+    chex.assert_trees_all_equal(updated_alone(), expected)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])

@@ -211,6 +211,30 @@ def test_update_with_a_new_scale(wrap):
         scaler.update(jnp.ones(2))
 
 
+def test_a_new_scale_ends_an_iteration(wrap):
+    def body(model, optimizer, scaler, x):
+        skipped = []
+        for new_scale in (8.0, None, 4.0):
+            grads = scaled_grads(model, scaler, x)
+            skipped.append(scaler.step(optimizer, model, grads))
+            scaler.update(new_scale)
+        scaler.unscale_(optimizer, scaled_grads(model, scaler, x))
+        scaler.update(2.0)
+        return skipped, scaler.unscale_(optimizer, scaled_grads(model, scaler, x))
+
+    (model, optimizer), scaler = make_model(), jamp.GradScaler()
+
+    def ended(*args):
+        skipped, grads = body(*args)
+        args[2].update(1.0)
+        return skipped, nnx.as_pure(grads)
+
+    skipped, grads = wrap(ended)(model, optimizer, scaler, X)
+    assert not any(skipped) and scaler.get_scale() == 1.0
+    plain = nnx.as_pure(nnx.grad(lambda m: mean_square(m, X))(model))
+    chex.assert_trees_all_close(grads, plain, rtol=1e-6)
+
+
 def test_get_scale_is_a_float_outside_and_an_array_inside_a_trace():
     scaler = jamp.GradScaler()
     assert type(scaler.get_scale()) is float
@@ -414,6 +438,32 @@ def test_gradients_of_another_model_name_the_path():
     del grads["kernel"]
     with pytest.raises(ValueError, match=r"parameters have a leaf at \['kernel'\]"):
         scaler.step(optimizer, model, grads)
+
+
+def test_a_step_that_raises_does_not_forget_what_was_unscaled():
+    class Fails(Exception):
+        pass
+
+    def failing(updates, params):
+        if fails:
+            raise Fails
+        return updates
+
+    model, _ = make_model()
+    tx = optax.chain(optax.stateless(failing), optax.sgd(0.5))
+    optimizer, scaler = nnx.Optimizer(model, tx, wrt=nnx.Param), jamp.GradScaler()
+    start, plain = model.kernel[...], nnx.grad(lambda m: mean_square(m, X))(model)
+    grads = scaler.unscale_(optimizer, scaled_grads(model, scaler, X))
+    fails = True
+    with pytest.raises(Fails):
+        scaler.step(optimizer, model, grads)
+    with pytest.raises(ValueError, match=r"parameters have a leaf at \['kernel'\]"):
+        scaler.step(optimizer, model, nnx.State({"bias": grads["bias"]}))
+    fails = False
+    assert not scaler.step(optimizer, model, grads)
+    expected = start - 0.5 * plain["kernel"][...]
+    np.testing.assert_allclose(model.kernel[...], expected, rtol=1e-6)
+    scaler.update()
 
 
 def test_half_an_iteration_cannot_leave_a_trace():

@@ -879,6 +879,32 @@ def test_the_scale_of_nnx_objects_is_found():
     assert not nnx.jit(nnx_step)(model, optimizer, scaler, x, y=y)[1]
 
 
+def test_the_scale_of_nnx_objects_is_found_inside_a_trace():
+    """What was tried there, numbers of the search, does not stay in the objects."""
+    model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    scaler = jamp.GradScaler(init_scale=4.0)
+
+    def step(model, optimizer, scaler, x):
+        def loss_fn(model):
+            return scaler.scale(jnp.sum(model(x).astype(jnp.float16)))
+
+        scaler.step(optimizer, model, nnx.grad(loss_fn)(model))
+        scaler.update()
+
+    @nnx.jit
+    def find(model, optimizer, scaler, x):
+        jamp.nnx.find_loss_scale(step, model, optimizer, scaler, x)
+
+    before = nnx.state((model, optimizer))
+    numbers = jamp.metrics(scaler)
+    find(model, optimizer, scaler, jnp.ones((1, 2)))
+    check_bits(nnx.state((model, optimizer)), before)
+    found = jamp.metrics(scaler)
+    assert found.pop("loss_scale") == 2.0**15 and numbers.pop("loss_scale") == 4.0
+    check_bits(found, numbers)
+
+
 def test_a_donated_state_is_missed_at_once():
     training = Training(2.0**10)
     step = jamp.retry(jax.jit(training.step, donate_argnums=0))

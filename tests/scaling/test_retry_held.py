@@ -227,3 +227,25 @@ def by_hand(once, state, x):
 
 def scan_of_one(run, state, x):
     return lax.scan(run, state, x[None])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["host", "program"])
+def test_each_attempt_gets_a_state_and_a_batch_that_no_other_has_changed(wrap):
+    def writing(state, batch):
+        batch["x"] = batch["x"] * 0.5
+        state["count"] += 1
+
+        def loss_fn(params):
+            return jnp.sum((params * batch["x"]).astype(jnp.float16))
+
+        _, grads = jamp.value_and_grad(loss_fn, state["opt_state"])(state["params"])
+        step = jamp.step(TX, grads, state["opt_state"], state["params"])
+        state["params"], state["opt_state"] = step
+        return state, batch["x"]
+
+    opt_state = TX.init(jnp.ones(2))._replace(loss_scale=jnp.float32(HIGH))
+    state = {"params": jnp.ones(2), "opt_state": opt_state, "count": jnp.int32(0)}
+    state, x = wrap(jamp.retry(writing, 20))(state, {"x": jnp.float32(1.0)})
+    assert x == 0.5 and state["count"] == 1
+    np.testing.assert_array_equal(state["params"], 1 - 0.5 * 0.5)
+    assert state["opt_state"].retried_steps == 5

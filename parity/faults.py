@@ -74,12 +74,9 @@ FAULTS = (
     Fault(
         "infs are looked for after the product with the inverse scale",
         "_scaling/grad_scaler.py",
-        "if record is None:\n"
-        "            finite = arithmetic.all_finite(own, self._axis_name)",
-        "if record is None:\n"
-        "            inverse = arithmetic.invert(self.loss_scale[...])\n"
-        "            wide = arithmetic.unscale(own, inverse)\n"
-        "            finite = arithmetic.all_finite(wide)",
+        "finite, unscaled = step.finite, lambda: step.unscaled(inverse)",
+        "unscaled = lambda: step.unscaled(inverse)\n"
+        "            finite = arithmetic.all_finite(unscaled()[0])",
         "scale",
         "overflow in the product: init_scale=7.88860905e-31, growth_interval=100, "
         "seed=86",

@@ -42,14 +42,14 @@ def passed_on(primitive_name: str, args: Values, params: Params, notes: Notes) -
         if sides is not None:
             kept = {to[d]: side for d, side in enumerate(sides) if old[d] == new[to[d]]}
             sides = tuple(map(kept.get, range(len(new))))
-        varies = frozenset(to[d] for d in varies)
+        varies = frozenset(map(to.__getitem__, varies))
         raised = note.raised + len(new) - len(old)
         return Note(note.constant, sides, varies, raised, counted=note.counted)
     if primitive_name == "reshape":
         new = params["new_sizes"]
         raised = max(0, len(new) - len(old))
         is_same = [n for n in old if n != 1] == [n for n in new if n != 1]
-        marks = reshaped(tuple(d in varies for d in range(len(old))), old, new)
+        marks = reshaped(tuple(map(varies.__contains__, range(len(old)))), old, new)
         varies = frozenset(d for d, mark in enumerate(marks) if mark is True)
         varies = varies if is_same and raised else None
         sides = sides and reshaped(sides, old, new)
@@ -84,7 +84,7 @@ def reshaped(sides: Sides, old: Shape, new: Shape) -> Sides:
     >>> reshaped((((6, "l"), (4, "r")),), (24,), (6, 4))
     ('l', 'r')
     """
-    if not all(isinstance(n, int) for n in (*old, *new)):
+    if {int} != {*map(type, old), *map(type, new)}:
         return around_symbolic(sides, old, new)
     parts = []
     for n, side in zip(old, sides, strict=True):

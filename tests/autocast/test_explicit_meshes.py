@@ -131,7 +131,7 @@ def test_shardings_are_those_of_bfloat16(sizes):
     assert right == len(LAYOUTS[sizes])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", SPECS, ids=str)
 def test_shardings_are_those_of_bfloat16_in_every_layout(sizes):
     inputs = [*SPECS[sizes], UNPLACED]

@@ -16,6 +16,7 @@ from jamp._autocast.caches import without_caches
 from jamp._autocast.casting import PROBE
 
 from ..around import alike, alone, one_after_another, side_by_side
+from ..marks import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -368,7 +369,14 @@ def expected_of(form):
     return alone(case(form))
 
 
-@pytest.mark.parametrize("form", [*FORMS, *MADE_BEFORE])
+@pytest.mark.parametrize(
+    "form",
+    mostly_slow(
+        [*FORMS, *MADE_BEFORE],
+        *FORMS,
+        *(BEFORE + form for form in ("jit", "cond", "custom_vjp")),
+    ),
+)
 def test_a_call_is_the_same_after_others(form):
     expected = expected_of(form)
     refused = {name for name, found in expected.items() if isinstance(found, tuple)}

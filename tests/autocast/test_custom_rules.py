@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jamp
+from tests.marks import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -226,7 +227,7 @@ def without(rule, around, way):
     return recorded(rule, around, way, lambda f: f)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "grad around", "later"))
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_sees_what_it_sees_without_a_region(rule, way):
     wrong = []

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jamp
+from tests.marks import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -33,7 +34,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "grad", "grad of jit"))
 @pytest.mark.parametrize("name", MODELS)
 def test_without_the_cache_a_gradient_is_summed_in_float32(name, way):
     loss = jamp.autocast(jnp.bfloat16, cache_enabled=False)(MODELS[name])

@@ -12,6 +12,7 @@ import jamp
 from tests.jaxprs import products_of
 
 from ..around import alike, alone, one_after_another, side_by_side
+from ..marks import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -254,7 +255,7 @@ def test_a_call_is_the_same_after_others(case):
     assert one_after_another(case, expected) == []
 
 
-@pytest.mark.parametrize("distance", [1, 2, 9, 13])
+@pytest.mark.parametrize("distance", mostly_slow([1, 2, 9, 13], 1, 9))
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_call_is_the_same_beside_another(case, distance):
     assert side_by_side(case, expected_of(case), [distance]) == []

@@ -21,7 +21,6 @@ HOMES = {
     "_debug.findings": ("OpRow", "Promotion", "Reduction"),
     "_debug.marks": ("Branches", "Inner", "Loop", "Marks", "Node", "Program"),
     "_debug.nonfinite": ("Layout",),
-    "_debug.packing": ("Packed",),
     "_debug.residuals": ("Saved",),
     "_debug.sites": ("Site",),
     "_policy.linen": ("policied_linen",),

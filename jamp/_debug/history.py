@@ -2,7 +2,7 @@
 
 A host that reads a value waits until the device has computed it, and the device then
 waits for the host's next step. `History` never reads a value that has not arrived. The
-scalars of a step are packed into one small vector, as bits, which is also the copy that
+scalars of a step become one small vector for each dtype, which is also the copy that
 survives when the next step donates their buffers. `every` of these vectors are stacked,
 and their copy to the host begins. The block is read once it has arrived.
 """
@@ -16,8 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._checks import shown
-from .blocks import Block, of_rows, of_steps
-from .packing import Packed, pack
+from .scalars import Block, block_of, on_devices
 from .table import percent, text_table
 
 SHOWN = 5  # steps of a printed table
@@ -86,7 +85,7 @@ class History:
             )
         self._on_row = on_row
         self._names: tuple[str, ...] = ()
-        self._rows: list[Packed] = []  # fewer than `every` steps
+        self._rows: list[Block] = []  # fewer than `every` steps
         self._pending: list[Block] = []  # on their way
         self._chunks: list[dict[str, np.ndarray]] = []  # here
         self._taken = 0  # steps in the chunks
@@ -105,9 +104,9 @@ class History:
           TypeError: a value is not a number, or is traced.
         """
         names = self._check_names("append", metrics)
-        row = pack("append", metrics, names, 0)
+        row = on_devices("append", metrics, names, None)
         self._names = names
-        if self._rows and self._rows[0].contents != row.contents:
+        if self._rows and self._rows[0].groups != row.groups:
             self._send()  # a value has changed its dtype or device
         self._rows.append(row)
         if len(self._rows) >= self._every:
@@ -130,12 +129,12 @@ class History:
             raise ValueError(
                 f"extend: all values need one shape, [steps]; got {shapes}."
             )
-        row = pack("extend", stacked, names, 1)
-        (steps,) = shapes[names[0]]
+        steps = next(iter(shapes[names[0]]), 0)
+        block = on_devices("extend", stacked, names, steps)
         self._names = names
         if self._rows:
             self._send()
-        self._launch(of_steps(row, steps))
+        self._launch(block)
         self._take_ready()
 
     def fetch(self) -> None:
@@ -221,7 +220,7 @@ class History:
     def _send(self) -> None:
         """Begins to copy the collected rows to the host."""
         # A smaller number of rows is not worth compiling for.
-        self._launch(of_rows(self._rows, stacked=len(self._rows) == self._every))
+        self._launch(block_of(self._rows, stacked=len(self._rows) == self._every))
 
     def _launch(self, block: Block) -> None:
         block.send()

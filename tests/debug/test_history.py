@@ -68,7 +68,7 @@ def test_rows_arrive_while_the_loop_runs():
     history = History(every=3, on_row=lambda step, row: seen.append((step, row["i"])))
     for i in range(8):
         history.append({"i": jnp.int32(i)})
-        jax.block_until_ready([block.words for block in history._pending])
+        jax.block_until_ready([block.arrays for block in history._pending])
     assert seen == [(i, i) for i in range(6)]
     history.fetch()
     assert seen == [(i, i) for i in range(8)]
@@ -80,7 +80,7 @@ def test_few_scalars_are_held_on_the_device():
     history = History(every=4)
     for i in range(50):
         history.append({"i": jnp.int32(i)})
-        jax.block_until_ready([block.words for block in history._pending])
+        jax.block_until_ready([block.arrays for block in history._pending])
         assert len(history._rows) < 4 and len(history._pending) <= 1
     assert history["i"].tolist() == list(range(50))
 
@@ -284,8 +284,9 @@ def test_with_a_mesh_set(kind):
 
 def test_inside_an_autocast_region_and_with_debug_nans():
     history = History(every=2)
-    values = [jnp.float32(1 / 3), jnp.float32(np.nan), jnp.float32(2)]
-    with jamp.autocast(dtype=jnp.float16), jax.debug_nans(True):
+    values = [jnp.float32(1 / 3), jnp.float32(np.nan), jnp.float32(1e6)]
+    region = jamp.autocast(dtype=jnp.float16, rules={".*": jnp.float16})
+    with region, jax.debug_nans(True):
         for value in values:
             history.append({"loss": value})
     assert np.array_equal(history["loss"], np.stack(values), equal_nan=True)

@@ -63,9 +63,6 @@ class Calibration(Report):
     rows: list[ProductRow]
     patterns: dict[str, str]
 
-    def _stacked_shape(self) -> tuple[int, ...]:
-        return ()
-
     @property
     def rules(self) -> dict[str, Any]:
         """For `jamp.autocast(jnp.bfloat16, rules=report.rules)`, by module path.

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
-from jax.typing import ArrayLike
 
 from .._checks import imported
 from .._tree import PyTree
@@ -158,22 +156,3 @@ def _has_modules(value: PyTree) -> bool:
 def is_array(value: object) -> bool:
     """Whether a leaf of a result is an array or a number."""
     return isinstance(value, (*ARRAYS, float, int, complex))
-
-
-def named_leaves(caller: str, tree: PyTree) -> list[tuple[str, ArrayLike]]:
-    """The floating and complex leaves of a tree of gradients, each with its path.
-
-    Raises:
-      TypeError: a leaf is not an array.
-    """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    named = []
-    for path, leaf in leaves:
-        if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"{caller}: grads must be a pytree of arrays; got {leaf!r} of type "
-                f"{type(leaf).__name__} at {path_name(path) or 'the root'}."
-            )
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            named.append((path_name(path) or "the root", leaf))
-    return named

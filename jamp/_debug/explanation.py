@@ -47,9 +47,6 @@ class Explanation(Report):
     promotions: list[Promotion]
     reductions: list[Reduction]
 
-    def _stacked_shape(self) -> tuple[int, ...]:
-        return ()
-
     @property
     def found(self) -> list[str]:
         """Ops that may be slow or overflow: promotions, float16 sums, and matrix

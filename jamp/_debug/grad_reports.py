@@ -3,20 +3,13 @@
 from collections.abc import Sized
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._checks import is_traced, shown
-from .._scaling.rule import check_scale
 from .._tree import PyTree
-from .call import named_leaves
-from .report import SHOWN, Report, check_single, only_when, report, stacked, static
+from .grad_numbers import FLOAT16_MAX, numbers
+from .report import SHOWN, Report, check_single, report, stacked, static
 from .table import Table, percent
-
-FLOAT16_MAX = 65504.0
-# Half of float16's smallest number: this number and smaller ones round to zero.
-FLUSHED = 2.0**-25
 
 
 @report
@@ -26,6 +19,7 @@ class OverflowReport(Report):
     Attributes:
       inf: uint32 [leaves]: elements that are inf.
       nan: uint32 [leaves]: elements that are nan.
+      scale: float32 [].
       paths: of the leaves.
       sizes: of the leaves, in elements.
 
@@ -42,11 +36,9 @@ class OverflowReport(Report):
 
     inf: jax.Array
     nan: jax.Array
+    scale: jax.Array
     paths: tuple[str, ...] = static()
     sizes: tuple[int, ...] = static()
-
-    def _stacked_shape(self) -> tuple[int, ...]:
-        return np.shape(self.inf)[:-1]
 
     @property
     def found(self) -> list[str]:
@@ -66,15 +58,18 @@ class OverflowReport(Report):
             return [stacked(self, is_found)]
         found = self.to_dict().items()
         rows = [(path, row["inf"], row["nan"], row["size"]) for path, row in found]
-        first = f"{len(rows)} of {len(self.paths)} gradients hold an inf or nan"
+        at = f", with a scale of {self.scale:g}" if self.scale != 1 else ""
+        first = f"{len(rows)} of {len(self.paths)} gradients hold an inf or nan{at}"
         if not rows:
-            return [f"none of {len(self.paths)} gradients holds an inf or nan"]
+            return [f"none of {len(self.paths)} gradients holds an inf or nan{at}"]
         rows.sort(key=lambda row: -(row[1] + row[2]) / max(row[3], 1))
         shown = table(("gradient", "inf", "nan", "of elements"), rows[:SHOWN])
         return [first, shown, _more(rows)]
 
 
-def overflow_report(grads: PyTree, *, when: ArrayLike | None = None) -> OverflowReport:
+def overflow_report(
+    grads: PyTree, scale: ArrayLike = 1.0, *, when: ArrayLike | None = None
+) -> OverflowReport:
     """Counts the infs and nans of each gradient.
 
     It works inside jit, where it costs one read of the gradients. With `when`, it costs
@@ -86,8 +81,8 @@ def overflow_report(grads: PyTree, *, when: ArrayLike | None = None) -> Overflow
         report = jamp.debug.overflow_report(grads, when=skipped)
 
     Args:
-      grads: pytree of gradients, which may be scaled; leaves that are not floating or
-        complex are ignored.
+      grads: pytree of gradients; leaves that are not floating or complex are ignored.
+      scale: the loss scale of the gradients, a number or float32 [], which is printed.
       when: bool [], or None to count always. If it is false, all counts are 0.
 
     Returns:
@@ -96,7 +91,9 @@ def overflow_report(grads: PyTree, *, when: ArrayLike | None = None) -> Overflow
       `to_markdown()` have the rest. `report[i]` is one step of a stacked report.
 
     Raises:
-      TypeError: a leaf is not an array.
+      TypeError: a leaf is not an array, the scale is not a number, or `when` is not a
+        bool.
+      ValueError: the scale is not in float32's normal range.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -108,15 +105,8 @@ def overflow_report(grads: PyTree, *, when: ArrayLike | None = None) -> Overflow
 
     PyTorch: no counterpart; `torch.amp.GradScaler` keeps one flag for all gradients.
     """
-    named = named_leaves("overflow_report", grads)
-
-    def count(test):
-        counts = [jnp.sum(test(leaf), dtype=jnp.uint32) for _, leaf in named]
-        return jnp.stack(counts) if counts else jnp.zeros(0, jnp.uint32)
-
-    inf, nan = only_when(when, lambda: (count(jnp.isinf), count(jnp.isnan)))
-    paths = tuple(path for path, _ in named)
-    return OverflowReport(inf, nan, paths, tuple(jnp.size(leaf) for _, leaf in named))
+    found = numbers("overflow_report", grads, scale, when, "inf", "nan")
+    return OverflowReport(*found.columns, found.scale, found.paths, found.sizes)
 
 
 @report
@@ -152,9 +142,6 @@ class UnderflowReport(Report):
     paths: tuple[str, ...] = static()
     sizes: tuple[int, ...] = static()
 
-    def _stacked_shape(self) -> tuple[int, ...]:
-        return np.shape(self.flushed)[:-1]
-
     @property
     def found(self) -> list[str]:
         """The paths of the gradients that lose more than 1 % with the scale, or whose
@@ -167,22 +154,17 @@ class UnderflowReport(Report):
         magnitude, scaled, and `headroom_bits`, the doublings that it has left up to
         65504."""
         check_single(self)
-        columns = (self.flushed, self.flushed_unscaled, self.zeros, self.largest)
-        rows = zip(*(np.asarray(c).tolist() for c in columns), strict=True)
-        result = {}
-        for path, size, (flushed, unscaled, zeros, largest) in zip(
-            self.paths, self.sizes, rows, strict=True
-        ):
-            result[path] = {
-                "flushed": flushed / max(size, 1),
-                "flushed_unscaled": unscaled / max(size, 1),
-                "zeros": zeros / max(size, 1),
-                "largest": largest,
-                "headroom_bits": float(
-                    np.log2(FLOAT16_MAX / largest) if largest else np.inf
-                ),
-            }
-        return result
+        counts = (self.flushed, self.flushed_unscaled, self.zeros)
+        shares = [np.asarray(count) / np.maximum(self.sizes, 1) for count in counts]
+        largest = np.asarray(self.largest, np.float64)
+        with np.errstate(divide="ignore"):
+            bits = np.log2(FLOAT16_MAX / largest)
+        rows = zip(*(c.tolist() for c in (*shares, largest, bits)), strict=True)
+        names = ("flushed", "flushed_unscaled", "zeros", "largest", "headroom_bits")
+        return {
+            path: dict(zip(names, row, strict=True))
+            for path, row in zip(self.paths, rows, strict=True)
+        }
 
     def _parts(self, table: Table) -> list[str]:
         if self._stacked_shape():
@@ -212,7 +194,9 @@ class UnderflowReport(Report):
         ]
 
 
-def underflow_report(grads: PyTree, scale: ArrayLike) -> UnderflowReport:
+def underflow_report(
+    grads: PyTree, scale: ArrayLike = 1.0, *, when: ArrayLike | None = None
+) -> UnderflowReport:
     """How much of each gradient float16 flushes to zero, with the scale and without.
 
     An element is flushed if float16 rounds it to zero: it is not zero, and at most
@@ -224,6 +208,7 @@ def underflow_report(grads: PyTree, scale: ArrayLike) -> UnderflowReport:
         scaled loss return them.
       scale: the loss scale of the gradients, a number or float32 []: the value of
         `jamp.loss_scale(opt_state)` or `scaler.get_scale()` before the step.
+      when: as for `overflow_report`.
 
     Returns:
       An `UnderflowReport`: a pytree of counts. It prints as a table with, by path, the
@@ -233,8 +218,7 @@ def underflow_report(grads: PyTree, scale: ArrayLike) -> UnderflowReport:
       all zero.
 
     Raises:
-      TypeError: a leaf is not an array, or the scale is not a number.
-      ValueError: the scale is not in float32's normal range.
+      TypeError, ValueError: as `overflow_report`.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -246,60 +230,9 @@ def underflow_report(grads: PyTree, scale: ArrayLike) -> UnderflowReport:
 
     PyTorch: no counterpart.
     """
-    scale = scale_argument("underflow_report", scale)
-    named = named_leaves("underflow_report", grads)
-
-    def measure(leaf):
-        magnitude = magnitudes(leaf)
-        count = lambda x: jnp.sum(x, dtype=jnp.uint32)
-        nonzero = magnitude > 0
-        finite = jnp.where(jnp.isfinite(magnitude), magnitude, 0)
-        return (
-            count(nonzero & (magnitude <= FLUSHED)),
-            count(nonzero & (magnitude <= FLUSHED * scale.astype(magnitude.dtype))),
-            count(magnitude == 0),
-            jnp.max(finite, initial=0).astype(jnp.float32),
-        )
-
-    columns = [
-        jnp.stack(c) for c in zip(*(measure(leaf) for _, leaf in named), strict=True)
-    ]
-    columns = columns or [jnp.zeros(0, jnp.uint32)] * 3 + [jnp.zeros(0, jnp.float32)]
-    sizes = tuple(jnp.size(leaf) * (1 + jnp.iscomplexobj(leaf)) for _, leaf in named)
-    flushed, unscaled, zeros, largest = columns
-    paths = tuple(path for path, _ in named)
-    return UnderflowReport(flushed, unscaled, zeros, largest, scale, paths, sizes)
-
-
-def scale_argument(caller: str, scale: ArrayLike) -> jax.Array:
-    """A loss scale from the user, as float32 []."""
-    if isinstance(scale, jax.Array | np.ndarray | np.generic):
-        kinds = (jnp.integer, jnp.floating)
-        is_real = any(jnp.issubdtype(scale.dtype, kind) for kind in kinds)
-    else:
-        is_real = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if not is_real:
-        raise TypeError(
-            f"{caller}: scale must be a number; got {shown(scale)}. "
-            "jamp.loss_scale(opt_state) and scaler.get_scale() return it."
-        )
-    if jnp.size(scale) != 1:
-        raise ValueError(
-            f"{caller}: scale must be one number; got shape {jnp.shape(scale)}."
-        )
-    if not is_traced(scale):
-        check_scale(f"{caller}: scale", np.asarray(scale).item())
-    return jnp.reshape(jnp.asarray(scale), []).astype(jnp.float32)
-
-
-def magnitudes(leaf: ArrayLike) -> jax.Array:
-    """|x| in float32 at least; the two parts of a complex number as two elements."""
-    x = jnp.asarray(leaf)
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag])
-    if jnp.finfo(x.dtype).bits < 32:
-        x = x.astype(jnp.float32)
-    return jnp.abs(x)
+    kinds = ("flushed", "flushed_unscaled", "zeros", "largest")
+    found = numbers("underflow_report", grads, scale, when, *kinds)
+    return UnderflowReport(*found.columns, found.scale, found.paths, found.real_sizes)
 
 
 def _more(rows: Sized) -> str:

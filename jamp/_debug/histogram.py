@@ -7,9 +7,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._tree import PyTree
-from .call import named_leaves
-from .exponents import BIAS, count_exponents
-from .grad_reports import scale_argument
+from .grad_numbers import BIAS, numbers, total
 from .plots import BLUE, axes
 from .report import Report, check_single, report, stacked
 from .table import Table, percent
@@ -57,15 +55,6 @@ class GradHistogram(Report):
     zeros: jax.Array
     nonfinite: jax.Array
     scale: jax.Array
-
-    def __new__(cls, *args: Any, **kwargs: Any):
-        made = super().__new__(cls)
-        if args:  # so does a pickle from when this was a tuple, and it does no more
-            made.__init__(*args, **kwargs)
-        return made
-
-    def _stacked_shape(self) -> tuple[int, ...]:
-        return np.shape(self.counts)[:-1]
 
     def to_dict(self) -> dict[str, Any]:
         """Python numbers; the exponents are those of the unscaled gradients.
@@ -174,7 +163,9 @@ class GradHistogram(Report):
         return [*lines, _headroom(bins)]
 
 
-def grad_histogram(grads: PyTree, scale: ArrayLike = 1.0) -> GradHistogram:
+def grad_histogram(
+    grads: PyTree, scale: ArrayLike = 1.0, *, when: ArrayLike | None = None
+) -> GradHistogram:
     """Counts gradients by exponent, as in figure 3 of the mixed-precision paper.
 
     It shows how much a scale saves: how many gradients are below float16's range
@@ -187,13 +178,13 @@ def grad_histogram(grads: PyTree, scale: ArrayLike = 1.0) -> GradHistogram:
         parts of complex leaves count, and leaves that are not floating are ignored.
       scale: the loss scale of the gradients, a number or float32 []: the value of
         `jamp.loss_scale(opt_state)` or `scaler.get_scale()` before the step.
+      when: as for `overflow_report`.
 
     Returns:
       A `GradHistogram`: print it, `plot()` it, or take its `to_dict()`.
 
     Raises:
-      TypeError: a leaf is not an array, or the scale is not a number.
-      ValueError: the scale is not positive.
+      TypeError, ValueError: as `overflow_report`.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -207,9 +198,9 @@ def grad_histogram(grads: PyTree, scale: ArrayLike = 1.0) -> GradHistogram:
     References:
       Micikevicius et al. 2018, arXiv 1710.03740.
     """
-    scale = scale_argument("grad_histogram", scale)
-    leaves = (leaf for _, leaf in named_leaves("grad_histogram", grads))
-    return GradHistogram(*count_exponents(leaves), scale)
+    kinds = ("exponents", "zeros", "nonfinite")
+    found = numbers("grad_histogram", grads, scale, when, *kinds)
+    return GradHistogram(*map(total, found.columns), found.scale)
 
 
 def _fetched(histogram: GradHistogram) -> tuple[np.ndarray, int, int, float]:

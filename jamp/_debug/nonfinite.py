@@ -60,9 +60,6 @@ class NonfiniteReport(Report):
     marks: Marks
     layout: Layout = static()
 
-    def _stacked_shape(self) -> tuple[int, ...]:
-        return np.shape(self.marks.values)[:-1]
-
     @property
     def found(self) -> list[str]:
         """The sources of infs and nans, in the order in which they ran: the arguments

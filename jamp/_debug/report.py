@@ -44,7 +44,8 @@ class Report:
 
     def _stacked_shape(self) -> tuple[int, ...]:
         """The steps of a report that `lax.scan` or `vmap` has stacked, or ()."""
-        raise NotImplementedError
+        first, *_ = jax.tree.leaves(self)  # its own last axis is not of steps
+        return np.shape(first)[:-1]
 
     def __len__(self) -> int:
         shape = self._stacked_shape()

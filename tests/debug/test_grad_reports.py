@@ -128,7 +128,6 @@ SIZES = [2.0**-24, 2.0**-25, 2.0**-26, 0.0, 1.0, -(2.0**-26), 60000.0, 2.0**-149
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_flushed_elements_are_those_that_float16_makes_zero(scale, dtype):
     x = np.asarray(jnp.asarray(SIZES, dtype)).astype(np.float64)
-    x = np.where(np.abs(x) < 2.0**-126, 0, x)  # which XLA's CPU backend flushes
     flushed = np.sum((x.astype(np.float16) == 0) & (x != 0))
     unscaled = np.sum(((x / scale).astype(np.float16) == 0) & (x != 0))
     report = debug.underflow_report({"w": jnp.asarray(SIZES, dtype)}, scale)

@@ -1,6 +1,5 @@
 """`jamp.debug.grad_histogram` and the pictures."""
 
-import copyreg
 import json
 import sys
 
@@ -112,12 +111,6 @@ def test_inside_a_training_step_and_stacked_by_scan():
     for single in stacked[0], *stacked:
         assert single.to_dict()["exponents"] == {0: 16} and single.scale == 256
     assert str(stacked).startswith("GradHistogram of 3 steps, all clean")
-
-
-def test_a_pickled_histogram_that_was_a_tuple_is_loaded():
-    parts = jax.tree.leaves(wide_histogram())
-    loaded = copyreg.__newobj__(debug.GradHistogram, *parts)
-    assert loaded.to_dict() == wide_histogram().to_dict()
 
 
 @pytest.mark.slow

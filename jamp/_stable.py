@@ -19,10 +19,10 @@ from ._checks import unavailable
 HOMES = {
     "_autocast.region": ("reopened",),
     "_debug.findings": ("OpRow", "Promotion", "Reduction"),
-    "_debug.marks": ("Branches", "Inner", "Loop", "Marks", "Node", "Program"),
+    "_debug.program": ("Branches", "Inner", "Loop", "Marks", "Node", "Program"),
     "_debug.nonfinite": ("Layout",),
     "_debug.residuals": ("Saved",),
-    "_debug.sites": ("Site",),
+    "_debug.op_location": ("Site",),
     "_policy.linen": ("policied_linen",),
     "_policy.nnx": ("cast_on_use", "policied"),
     "_policy.overrides": ("Place", "Plan"),

@@ -18,7 +18,7 @@ from .._checks import brief, flag, is_traced, number
 from .._tree import HALVES, PyTree
 from .calibration import Calibration
 from .call import FlatCall, open_call
-from .choice import Choice, Wanted, agreed, chosen, rules_of
+from .choose_dtype import Choice, Wanted, agreed, chosen, rules_of
 from .probe import Probe, Seen
 from .product_errors import DIRECTIONS
 from .product_row import ProductRow

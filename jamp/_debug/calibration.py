@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from .._autocast.float8 import RECIPES
 from .._checks import shown
 from .calibration_plot import plot_errors
-from .choice import as_rule, called
+from .choose_dtype import as_rule, called
 from .product_errors import DIRECTIONS
 from .product_row import ProductRow
 from .report import SHOWN, Report

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .choice import called
+from .choose_dtype import called
 from .plots import BLUE, RED, axes
 from .product_row import ProductRow
 from .table import percent, shortened

@@ -25,7 +25,7 @@ from .equations import Atom, array, variables
 from .explanation import Explanation
 from .findings import OpRow, Promotion, Reduction
 from .residuals import saved_for_backward
-from .sites import float_dtypes, site_of
+from .op_location import float_dtypes, site_of
 from .walk import Op, flops, nbytes, reduced, walk
 
 HALF = ("float16", "bfloat16")

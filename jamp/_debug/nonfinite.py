@@ -14,13 +14,13 @@ from jax.typing import ArrayLike
 from .. import _compat
 from .._autocast.region import ambient
 from .._checks import is_traced
-from .blame import trace_back
 from .call import is_array, open_call, path_name
 from .finiteness import INF, NAN
-from .marks import Marks, Program
-from .recorder import run_marked
+from .program import Marks, Program
+from .record import run_marked
 from .report import Report, check_single, only_when, report, stacked, static
 from .table import Table, markdown_table
+from .trace_back import trace_back
 
 SHOWN = 5
 
@@ -95,7 +95,7 @@ class NonfiniteReport(Report):
             ops = [o for o in ops if not o.from_inf]
         first = {}  # of the iterations of a loop, and of equal ops on a line
         for o in ops:
-            first.setdefault((o.site, o.made, o.from_inf), []).append(o)
+            first.setdefault((o.at.site, o.made, o.from_inf), []).append(o)
         return {
             "ops": [
                 {"op": str(site), "made": made, "from_inf": from_inf}
@@ -105,7 +105,7 @@ class NonfiniteReport(Report):
                 for (site, made, from_inf), same in first.items()
             ],
             "bad_arguments": [names[i] for i in sorted(inputs)],
-            "bad_constants": list(dict.fromkeys(site.line for site in constants)),
+            "bad_constants": list(dict.fromkeys(at.site.line for at in constants)),
             "results": results,
         }
 

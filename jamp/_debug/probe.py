@@ -22,7 +22,7 @@ from .._autocast.float8 import RECIPES
 from .._autocast.float8_products import product_sizes, unfit, weight_of
 from .._autocast.traits import PRODUCTS
 from .product_errors import Numbers, measures
-from .sites import innermost_own, is_module
+from .op_location import innermost_own, is_module
 
 IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATISTIC)
 MEASURED = ("dot_general", "conv_general_dilated")

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from .._tree import PyTree
 from .equations import Atom, array, held_by, variables
-from .sites import OUTERMOST, Around, Site, site_of
+from .op_location import OUTERMOST, Around, Site, site_of
 from .walk import nbytes
 
 

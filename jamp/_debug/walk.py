@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._autocast.traits import MOVES, PRODUCTS
 from .equations import array, held_by, variables
-from .sites import OUTERMOST, Around, Site, site_of
+from .op_location import OUTERMOST, Around, Site, site_of
 
 
 class Op(NamedTuple):

@@ -17,7 +17,7 @@ from flax import nnx
 import jamp
 from jamp import debug
 from jamp._debug.calibrate import loss_scale_for
-from jamp._debug.choice import Wanted, agreed, pattern_of, pays
+from jamp._debug.choose_dtype import Wanted, agreed, pattern_of, pays
 from jamp._debug.walk import starred
 from tests.marks import mostly_slow
 

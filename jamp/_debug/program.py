@@ -1,8 +1,8 @@
 """Which values of a run hold an inf or a nan: small arrays, and what each belongs to.
 
 The arrays (`Marks`) are computed with everything else, eagerly or inside a trace. The
-value that each belongs to is recorded once, in a `Program`. `recorder.py` makes both,
-and `blame.py` reads them.
+value that each belongs to is recorded once, in a `Program`. `record.py` makes both, and
+`trace_back.py` reads them.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .finiteness import FINE
-from .sites import Site
+from .op_location import Location, Site
 
 Value = jax.Array | np.ndarray  # of a run; constants may be NumPy's
 
@@ -21,7 +21,8 @@ Value = jax.Array | np.ndarray  # of a run; constants may be NumPy's
 class Node(NamedTuple):
     """One op of a Program. Values are known by number."""
 
-    site: Site
+    primitive: str
+    at: Location | Site
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     is_check: bool  # whether a loss scaler checks here that gradients are finite
@@ -50,7 +51,6 @@ class Program:
         self.inputs: list[int] = []
         self.outputs: list[int] = []
         self.slots: dict[int, int] = {}  # value -> place in the marks
-        self.known: dict[int, int] = {}  # value -> mark of a literal
         self.constants: set[int] = set()
         self.numbers = 0  # of values so far
 
@@ -61,8 +61,7 @@ class Program:
     def mark(self, marks: "Marks", number: int) -> int:
         """The mark of a value."""
         slot = self.slots.get(number)
-        known = self.known.get(number, FINE)
-        return known if slot is None else int(marks.values[slot])
+        return FINE if slot is None else int(marks.values[slot])
 
 
 class Marks(NamedTuple):

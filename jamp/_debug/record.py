@@ -1,7 +1,8 @@
 """Runs a jaxpr and notes for each value whether it holds an inf or a nan.
 
-jit, remat and custom derivatives are run in place. The rules for scan, while and cond
-are in `loops`. Other ops that hold functions (shard_map, kernels) count as one op.
+jit, remat and custom derivatives are run in place. Each body of scan, while and cond is
+a Program of its own, and a while loop keeps only the marks of iterations that made
+something bad. Other ops that hold functions (shard_map, kernels) count as one op.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,20 +10,22 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from .. import _compat
 from .._autocast.traits import CALLS, ELEMENTWISE, PRESERVING
 from .._scaling import arithmetic
-from . import loops
 from .equations import Atom, array, called_by, variables
-from .finiteness import can_hold_nan, known_mark, mark_of
-from .marks import Branches, Inner, Loop, Marks, Node, Program, Value
-from .sites import OUTERMOST, Around, Site, site_of
+from .finiteness import FINE, INF, NAN, can_hold_nan, known_mark, mark_of
+from .op_location import OUTERMOST, Around, Location
+from .program import Branches, Inner, Loop, Marks, Node, Program, Value, marks_of
 
 CHECK = arithmetic.all_finite.__code__
 
 Numbered = tuple[Value, int]  # a value, and its number in the Program
+# The results of an equation, the marks of its bodies, and what these belong to.
+Looped = tuple[list[Value], Marks | Loop | Branches, Inner]
 
 
 def run_marked(
@@ -39,7 +42,7 @@ class Recorder:
 
     def __init__(self):
         self.program = Program()
-        self.values: list[jax.Array] = []  # the marks so far
+        self.values: list[Value] = []  # the marks so far
         self.inner: list[Marks | Loop | Branches] = []
 
     def whole(
@@ -105,8 +108,9 @@ class Recorder:
         self.program.constants.add(number)
         if isinstance(value, jax.Array):
             self.mark(number, value)
-        elif can_hold_nan(value):
-            self.program.known[number] = known_mark(value)
+        elif can_hold_nan(value) and (known := known_mark(value)) != FINE:
+            self.program.slots[number] = len(self.values)
+            self.values.append(np.uint8(known))
         return number
 
     def equation(
@@ -115,24 +119,24 @@ class Recorder:
         name, values = eqn.primitive.name, [value for value, _ in inputs]
         if name in CALLS and (inside := called_by(eqn)) is not None:
             return self.run(inside, inputs, around.inside(eqn, inside.jaxpr), is_check)
-        site = site_of(eqn, around)
-        if name in loops.RULES:
-            outs, marks, inner = loops.RULES[name](eqn, values, around, run_marked)
+        at = Location(eqn, around)
+        if name in LOOPS:
+            outs, marks, inner = LOOPS[name](eqn, values, around)
             inner = inner._replace(place=len(self.inner))
             self.inner.append(marks)
-            return self.add(site, inputs, outs, is_check, inner)
+            return self.add(at, inputs, outs, is_check, inner)
         outs = _compat.bind_eqn(eqn, values)
         if name == "select_n":
-            inputs = [inputs[0], *self.chosen(site, *inputs)]
+            inputs = [inputs[0], *self.chosen(at, *inputs)]
         shape = np.shape(outs[0]) if outs else None  # none from a `jax.debug.print`
         alike = lambda x: np.shape(x) == shape and can_hold_nan(x)
         same = [x for x in values if alike(x)]
         is_elementwise = name in ELEMENTWISE and len(same) == len(values)
         fresh = same if is_elementwise else ()
-        return self.add(site, inputs, outs, is_check, None, preserves(eqn), fresh)
+        return self.add(at, inputs, outs, is_check, None, preserves(eqn), fresh)
 
     def chosen(
-        self, site: Site, which: Numbered, *cases: Numbered
+        self, at: Location, which: Numbered, *cases: Numbered
     ) -> Iterator[Numbered]:
         """The part of each case that a select takes; the rest leads nowhere."""
         selector, _ = which
@@ -142,11 +146,11 @@ class Recorder:
                 with jax.enable_x64(True):  # scalars of a loss scale are float64
                     is_taken = jnp.equal(selector, jnp.asarray(index, selector.dtype))
                     taken = jnp.where(is_taken, case, jnp.zeros([], case.dtype))
-            yield from self.add(site, [(case, number)], [taken], False)
+            yield from self.add(at, [(case, number)], [taken], False)
 
     def add(
         self,
-        site: Site,
+        at: Location,
         inputs: Sequence[Numbered],
         outs: Sequence[Value],
         is_check: bool,
@@ -161,13 +165,12 @@ class Recorder:
             source = inputs[0][1] if inputs else None
             if preserves and source in program.slots:
                 program.slots[number] = program.slots[source]
-            elif preserves and source in program.known:
-                program.known[number] = program.known[source]
             else:
                 self.mark(number, value, elementwise)
         given = tuple(number for _, number in inputs)
         is_single = all(np.size(value) == 1 for value in outs)
-        node = Node(site, given, tuple(numbers), is_check, is_single, inner)
+        name = at.eqn.primitive.name
+        node = Node(name, at, given, tuple(numbers), is_check, is_single, inner)
         program.nodes.append(node)
         program.made_by.update(dict.fromkeys(numbers, node))
         return list(zip(outs, numbers, strict=True))
@@ -180,6 +183,115 @@ def preserves(eqn: JaxprEqn) -> bool:
         return floats and bool(jnp.finfo(new).max >= jnp.finfo(old).max)
     is_single = len(eqn.outvars) == 1 and 0 not in array(eqn.outvars[0]).shape
     return eqn.primitive.name in PRESERVING and is_single
+
+
+def scan(eqn: JaxprEqn, values: list[Value], around: Around) -> Looped:
+    params = eqn.params
+    n_consts, n_carry = _compat.scan_arity(params)
+    consts, carry, xs = _split(values, n_consts, n_carry)
+    inside = around.inside(eqn, params["jaxpr"].jaxpr)
+    programs = []
+
+    def body(carry, xs):
+        args = [*consts, *carry, *xs]
+        outs, marks, program = run_marked(params["jaxpr"], args, inside)
+        programs[:] = [program]
+        return outs[:n_carry], (outs[n_carry:], marks)
+
+    reverse = params["reverse"]
+    carry, (ys, marks) = lax.scan(
+        body, carry, xs, params["length"], reverse, params["unroll"]
+    )
+    inner = Inner(
+        "scan", tuple(programs), n_consts=n_consts, n_carry=n_carry, reverse=reverse
+    )
+    return [*carry, *ys], marks, inner
+
+
+def while_loop(eqn: JaxprEqn, values: list[Value], around: Around) -> Looped:
+    params = eqn.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts, carry = _split(values, n_cond, n_body)
+    condition, programs = params["cond_jaxpr"], []
+    inside = around.inside(eqn, params["body_jaxpr"].jaxpr)
+
+    def body(carry):
+        args = [*body_consts, *carry]
+        outs, marks, program = run_marked(params["body_jaxpr"], args, inside)
+        programs[:] = [program]
+        return outs, marks, program
+
+    kinds = np.array([[INF], [NAN]], np.uint8)
+    shape = 2, len(carry)
+    shapes = jax.eval_shape(lambda carry: body(carry)[1], carry)
+    nothing = jax.tree.map(lambda s: jnp.zeros((*shape, *s.shape), s.dtype), shapes)
+
+    def step(state):
+        count, loop, carry = state
+        outs, marks, program = body(carry)
+        before = marks_of(program, marks, program.inputs[n_body:])
+        after = marks_of(program, marks, program.outputs)
+        worse = ((after & ~before)[None] & kinds) > 0
+        iteration = jnp.where(worse, count, loop.iteration)
+
+        def latest(new, old):
+            is_new = worse.reshape(*shape, *[1] * new.ndim)
+            return jnp.where(is_new, new, old)
+
+        kept = jax.tree.map(latest, marks, loop.marks)
+        return count + 1, Loop(iteration, kept), outs
+
+    def goes_on(state):
+        args = [*cond_consts, *state[2]]
+        return jaxpr_as_fun(condition)(*args)[0]
+
+    start = jnp.int32(0), Loop(jnp.full(shape, -1, jnp.int32), nothing), carry
+    _, loop, outs = lax.while_loop(goes_on, step, start)
+    inner = Inner(
+        "while", tuple(programs), n_consts=n_body, skipped=n_cond, n_carry=len(carry)
+    )
+    return outs, loop, inner
+
+
+def cond(eqn: JaxprEqn, values: list[Value], around: Around) -> Looped:
+    index, *args = values
+    jaxprs = eqn.params["branches"]
+    programs: dict[int, Program] = {}
+    inside = around.inside(eqn, jaxprs[0].jaxpr)
+
+    def branch(place, *args):
+        outs, marks, programs[place] = run_marked(jaxprs[place], args, inside)
+        return outs, marks
+
+    shapes = [
+        jax.eval_shape(lambda *v, p=place: branch(p, *v)[1], *args)
+        for place in range(len(jaxprs))
+    ]
+
+    def chosen(place, *args):
+        outs, marks = branch(place, *args)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return outs, [*zeros[:place], marks, *zeros[place + 1 :]]
+
+    index = jnp.clip(jnp.asarray(index, jnp.int32), 0, len(jaxprs) - 1)
+    outs, marks = lax.switch(
+        index,
+        [lambda *v, p=place: chosen(p, *v) for place in range(len(jaxprs))],
+        *args,
+    )
+    bodies = tuple(programs[place] for place in range(len(jaxprs)))
+    return outs, Branches(index, tuple(marks)), Inner("cond", bodies, skipped=1)
+
+
+LOOPS = {"scan": scan, "while": while_loop, "cond": cond}
+
+
+def _split(values: list[Value], *sizes: int) -> list[list[Value]]:
+    parts = []
+    for size in sizes:
+        parts.append(values[:size])
+        values = values[size:]
+    return [*parts, values]
 
 
 def _chunks(values: list[jax.Array], size: int) -> list[list[jax.Array]]:

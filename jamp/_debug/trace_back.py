@@ -16,8 +16,8 @@ import jax
 
 from .._autocast.traits import CHOOSING, MOVES
 from .finiteness import FRESH, INF, NAN
-from .marks import Inner, Loop, Marks, Node, Program
-from .sites import Site
+from .program import Inner, Loop, Marks, Node, Program
+from .op_location import Location, Site
 
 BITCAST = "bitcast_convert_type"
 
@@ -27,7 +27,7 @@ Wanted = dict[int, int]  # values, or their places, and what to search for: INF,
 class Origin(NamedTuple):
     """An op that made an inf or nan."""
 
-    site: Site
+    at: Location | Site
     made: str  # "inf" or "nan"
     loops: tuple[tuple[str, int], ...]  # ("scan", 17): in its iteration 17
     fed_by: frozenset[int]  # the inputs of the Program that its inputs are made from
@@ -39,7 +39,7 @@ class Trail(NamedTuple):
 
     origins: list[Origin]
     inputs: Wanted  # places of inputs of the Program that were bad before
-    constants: list[Site]  # the ops that got a bad constant
+    constants: list[Location | Site]  # the ops that got a bad constant
 
 
 def trace_back(
@@ -77,13 +77,13 @@ def trace_back(
                 continue
         if not bad:
             continue
-        if node.site.primitive == BITCAST and (read := read_as(program, mark, node)):
+        if node.primitive == BITCAST and (read := read_as(program, mark, node)):
             seek(read, INF | NAN)
             continue
         makes = {kind for kind in (INF, NAN) if any(k & kind for k in bad.values())}
         infs, nans = ([n for n in node.inputs if mark(n) & k] for k in (INF, NAN))
         # On a CPU XLA may drop a nan, and give the -inf that a maximum starts from.
-        drops_nan = bool(nans) and node.site.primitive in CHOOSING
+        drops_nan = bool(nans) and node.primitive in CHOOSING
         made_inf = INF in makes and not infs and not drops_nan
         made_nan = NAN in makes and not nans
         fresh = made_inf or (made_nan and not infs)
@@ -93,13 +93,13 @@ def trace_back(
         if fresh or made_nan:
             made = "nan" if NAN in makes else "inf"
             fed_by = arguments(program, node.inputs)
-            origins.insert(0, Origin(node.site, made, (), fed_by, not fresh))
+            origins.insert(0, Origin(node.at, made, (), fed_by, not fresh))
         if INF in makes or made_nan or node.is_single:
             seek(infs, INF)
         if NAN in makes or drops_nan:
             seek(nans, NAN)
         if any(sought.get(n, 0) & mark(n) for n in program.constants & {*node.inputs}):
-            constants.insert(0, node.site)
+            constants.insert(0, node.at)
     inputs = {i: sought.get(n, 0) & mark(n) for i, n in enumerate(program.inputs)}
     return Trail(origins, {i: kind for i, kind in inputs.items() if kind}, constants)
 
@@ -232,7 +232,7 @@ def arguments(program: Program, numbers: Iterable[int]) -> frozenset[int]:
             found.add(program.inputs.index(number))
         node = program.made_by.get(number)
         if node is not None:
-            moved = node.site.primitive in MOVES
+            moved = node.primitive in MOVES
             (waiting if moved else later).extend(node.inputs)
         if not waiting and not found:
             waiting, later = later, []

@@ -22,7 +22,7 @@ LIBRARIES = tuple(
 
 
 class Site(NamedTuple):
-    """One op of a traced function."""
+    """One op of a traced function, as it is printed."""
 
     primitive: str
     dtypes_in: tuple[str, ...]  # of its floating inputs
@@ -32,6 +32,11 @@ class Site(NamedTuple):
     backward: bool  # whether it is part of a derivative's transposition
     region: str  # the dtype of the autocast region around it, "off", or ""
     rule: str  # what decided there, such as "float32 jax.nn.softmax", or ""
+
+    @property
+    def site(self) -> "Site":
+        """Itself, as for a `Location`."""
+        return self
 
     def __str__(self) -> str:
         dtypes = ", ".join(self.dtypes_in)
@@ -70,6 +75,20 @@ class Around(NamedTuple):
 OUTERMOST = Around()
 
 
+class Location(NamedTuple):
+    """An equation and what is around it: where it is, before anybody asks."""
+
+    eqn: JaxprEqn
+    around: Around
+
+    @property
+    def site(self) -> Site:
+        return site_of(self.eqn, self.around)
+
+    def __reduce__(self):  # a pickle holds what is printed
+        return Site, tuple(self.site)
+
+
 def site_of(eqn: JaxprEqn, around: Around = OUTERMOST) -> Site:
     """Describes an equation."""
     entries = around.entries_of(eqn)
@@ -82,10 +101,15 @@ def site_of(eqn: JaxprEqn, around: Around = OUTERMOST) -> Site:
         dtypes_out=float_dtypes(eqn.outvars),
         line=line_of(around.call or eqn, around.line),
         path="/".join(own),
-        backward=any(is_one and name == "transpose" for is_one, name in entries),
+        backward=is_backward(entries),
         region=regions[-1] if regions else "",
         rule=reason_in(names),
     )
+
+
+def is_backward(entries: Iterable[tuple[bool, str]]) -> bool:
+    """Whether an op with these entries of the name stack is of a backward pass."""
+    return any(is_one and name == "transpose" for is_one, name in entries)
 
 
 def rule_of(eqn: JaxprEqn) -> str:

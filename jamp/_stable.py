@@ -18,7 +18,7 @@ from ._checks import unavailable
 # The names that are here, by the files that define them.
 HOMES = {
     "_autocast.region": ("reopened",),
-    "_debug.findings": ("OpRow", "Promotion", "Reduction"),
+    "_debug.explanation": ("OpRow", "Promotion", "Reduction"),
     "_debug.program": ("Branches", "Inner", "Loop", "Marks", "Node", "Program"),
     "_debug.nonfinite": ("Layout",),
     "_debug.residuals": ("Saved",),

@@ -22,8 +22,7 @@ from .._autocast.traits import MIXING, PRODUCTS
 from .call import is_array, open_call
 from .dtypes import CAST, given_dtypes, returned_dtypes
 from .equations import Atom, array, variables
-from .explanation import Explanation
-from .findings import OpRow, Promotion, Reduction
+from .explanation import Explanation, OpRow, Promotion, Reduction
 from .residuals import saved_for_backward
 from .op_location import float_dtypes, site_of
 from .walk import Op, flops, nbytes, reduced, walk

@@ -2,16 +2,55 @@
 
 import dataclasses
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._autocast.decision import Reason, Source
 from .._autocast.float8 import FORMATS
-from . import explanation_text as text
-from .findings import OpRow, Promotion, Reduction
+from .._autocast.traits import UNPRINTED
 from .report import Report
 from .residuals import Saved
-from .table import Table
+from .table import Table, percent, shortened
 from .walk import starred
+
+ROWS, LARGEST, FEW = 20, 10, 4
+
+
+class OpRow(NamedTuple):
+    """Ops of one kind."""
+
+    op: str  # a primitive, or a function that counts as one op
+    times: int
+    dtypes: str  # of inputs and outputs: "float16, float32 -> float16"
+    runs_in: str  # the dtype that the region has cast its first input to
+    rule: str  # such as "lower", "left_alone", "rules['head']", "no region", "off"
+    torch: tuple[str, ...]  # the ops of torch's lists that the rule mirrors
+    line: str
+    path: str
+    backward: bool
+    flops: int  # of matrix products
+    bytes: int  # of results
+    since: str = ""  # for a product in float32: where its input became float32
+    note: str = ""  # for a product, if float8 is asked for: its recipe, or why not
+
+
+class Promotion(NamedTuple):
+    """Half precision that became float32 because of another operand."""
+
+    op: str
+    line: str
+    path: str
+    times: int
+    bytes: int  # additional ones
+
+
+class Reduction(NamedTuple):
+    """A float16 sum that may overflow."""
+
+    op: str
+    line: str
+    path: str
+    times: int
+    elements: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -53,14 +92,14 @@ class Explanation(Report):
         products in float32 beside others in half precision, as lines of text."""
         return [
             *(
-                f"float32 operand widens {p.op} {text.place(p)}"
+                f"float32 operand widens {p.op} {place(p)}"
                 for p in self.promotions
             ),
             *(
-                f"float16 {r.op} of {r.elements} elements {text.place(r)}"
+                f"float16 {r.op} of {r.elements} elements {place(r)}"
                 for r in self.reductions
             ),
-            *(f"float32 {text.wide_product(row)}" for row in self.wide_products),
+            *(f"float32 {wide_product(row)}" for row in self.wide_products),
         ]
 
     @property
@@ -128,14 +167,128 @@ class Explanation(Report):
         return sorted(rows, key=lambda row: -row["bytes"])
 
     def _parts(self, table: Table) -> list[str]:
-        parts = [
-            text.summary(self.function, self.matmul_flops, self.casts),
-            text.ops_table(self.rows, table),
-        ]
+        parts = [self._summary(), self._ops(table)]
         if self.saved:
-            parts.append(text.saved_summary(self._saved_bytes()))
-            parts.append(text.saved_table(self._largest(), table))
+            sizes = ", ".join(f"{size(n)} {d}" for d, n in self._saved_bytes().items())
+            parts.append(f"kept for the backward pass: {sizes}")
+            parts.append(self._kept(table))
         if self.refusal:
             parts.append(f"not differentiated, {self.refusal}")
-        found = self.promotions, self.reductions, self.wide_products
-        return [*parts, *text.faults(*found)]
+        return [*parts, *self._faults()]
+
+    def _summary(self) -> str:
+        total = sum(self.matmul_flops.values())
+        share = "no matrix products"
+        if total:
+            parts = self.matmul_flops.items()
+            shares = ", ".join(f"{percent(n / total)} in {dtype}" for dtype, n in parts)
+            share = f"matrix products ({total:.3g} FLOPs): {shares}"
+        return f"{self.function}: {share}; {self.casts} casts"
+
+    def _ops(self, table: Table) -> str:
+        if not self.rows:
+            return ""
+        shown = [row for row in self.rows if row.op not in UNPRINTED][:ROWS]
+        cells = [
+            (
+                short_name(row.op),
+                row.times,
+                short_dtypes(row.dtypes),
+                row.rule + (f"; {row.note}" if row.note else ""),
+                shortened_list(row.torch),
+                row.line.partition(" ")[0],
+                shortened(row.path, 28) + (" (backward)" if row.backward else ""),
+            )
+            for row in shown
+        ]
+        header = ("op", "count", "dtypes", "rule", "torch", "line", "module")
+        hidden = len(self.rows) - len(shown)
+        more = f"\n... and {hidden} more kinds of ops, see to_dict()" if hidden else ""
+        return table(header, cells) + more
+
+    def _kept(self, table: Table) -> str:
+        header = ("bytes", "count", "dtype", "shape", "op", "line", "module")
+        cells = [
+            (
+                size(row["bytes"]),
+                row["times"],
+                short_dtypes(row["dtype"]),
+                "x".join(map(str, row["shape"])),
+                short_name(row["op"]),
+                row["line"].partition(" ")[0],
+                shortened(row["path"], 28),
+            )
+            for row in self._largest()[:LARGEST]
+        ]
+        return table(header, cells)
+
+    def _faults(self) -> list[str]:
+        """The ops that may be slow or overflow: a paragraph for each kind."""
+        widened = [
+            f"{p.op} {place(p)}: {p.times} times, {size(p.bytes)} more"
+            for p in self.promotions
+        ]
+        sums = [
+            f"{r.op} of {r.elements} elements {place(r)}: overflows if "
+            f"their mean passes {65504 / r.elements:.3g}"
+            for r in self.reductions
+        ]
+        kinds = {
+            "float32 operands that widen half precision:": widened,
+            "float16 sums that may overflow:": sums,
+            "matrix products in float32:": [*map(wide_product, self.wide_products)],
+        }
+        more = lambda lines: [f"and {len(lines) - FEW} more"] * (len(lines) > FEW)
+        return [
+            "\n  ".join([title, *lines[:FEW], *more(lines)])
+            for title, lines in kinds.items()
+            if lines
+        ]
+
+
+def wide_product(row: OpRow) -> str:
+    since = f", float32 since {row.since}" if row.since else ""
+    since = ", cast in that line" if row.since == row.line else since
+    return f"{row.op} {place(row)}: {row.rule}{since}"
+
+
+def place(found: OpRow | Promotion | Reduction) -> str:
+    return f"at {found.line}" + (f" in {found.path}" if found.path else "")
+
+
+def size(n: int) -> str:
+    """
+    >>> size(512), size(3_000_000)
+    ('512 B', '3 MB')
+    """
+    value, units = float(n), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g} {units[0]}"
+
+
+def short_name(op: str) -> str:
+    """
+    >>> short_name("flax.linen.LayerNorm.__call__"), short_name("dot_general")
+    ('LayerNorm', 'dot_general')
+    """
+    name = op.removesuffix(".__call__").rpartition(".")[2]
+    return name if len(name) <= 28 else name[:25] + "..."
+
+
+def short_dtypes(text: str) -> str:
+    """Dtypes as JAX prints them.
+
+    >>> short_dtypes("bfloat16, float32 -> bfloat16")
+    'bf16, f32 -> bf16'
+    """
+    return text.replace("bfloat", "bf").replace("float", "f").replace("complex", "c")
+
+
+def shortened_list(names: tuple[str, ...]) -> str:
+    """
+    >>> shortened_list(("matmul", "mm", "bmm"))
+    'matmul, mm, ...'
+    """
+    shown = names[:2] if len(", ".join(names[:2])) <= 22 else names[:1]
+    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")

@@ -9,6 +9,7 @@ argument, or at a constant.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from .op_location import Location, Site
 
 BITCAST = "bitcast_convert_type"
 
-Wanted = dict[int, int]  # values, or their places, and what to search for: INF, NAN
+Wanted = Counter[int]  # values, or their places, and what to search for: INF, NAN
 
 
 class Origin(NamedTuple):
@@ -52,21 +53,19 @@ def trace_back(
       wanted: the numbers of the values to explain, with INF, NAN or both.
       checked: whether to explain as well what a loss scaler found to be not finite.
     """
-    sought, origins, constants = dict(wanted), [], []
-
+    sought, origins, constants = Counter(wanted), [], []
     mark = functools.partial(program.mark, marks)
 
     def seek(numbers, kind):
         for number in numbers:
-            sought[number] = sought.get(number, 0) | kind
+            sought[number] |= kind
 
     for node in reversed(program.nodes):
-        bad = {n: sought[n] & mark(n) for n in node.outputs if n in sought}
-        bad = {n: kind for n, kind in bad.items() if kind}
+        bad = {n: kind for n in node.outputs if (kind := sought[n] & mark(n))}
         if checked and node.is_check:
             seek(node.inputs, INF | NAN)
         if node.inner is not None and (bad or checked):
-            places = {node.outputs.index(n): kind for n, kind in bad.items()}
+            places = Counter({node.outputs.index(n): k for n, k in bad.items()})
             trail = inside(node.inner, marks, places, checked)
             for place, kind in trail.inputs.items():
                 seek([node.inputs[place]], kind)
@@ -98,10 +97,10 @@ def trace_back(
             seek(infs, INF)
         if NAN in makes or drops_nan:
             seek(nans, NAN)
-        if any(sought.get(n, 0) & mark(n) for n in program.constants & {*node.inputs}):
+        if any(sought[n] & mark(n) for n in program.constants & {*node.inputs}):
             constants.insert(0, node.at)
-    inputs = {i: sought.get(n, 0) & mark(n) for i, n in enumerate(program.inputs)}
-    return Trail(origins, {i: kind for i, kind in inputs.items() if kind}, constants)
+    inputs = Counter({i: sought[n] & mark(n) for i, n in enumerate(program.inputs)})
+    return Trail(origins, +inputs, constants)
 
 
 def read_as(program: Program, mark: Callable[[int], int], node: Node) -> list[int]:
@@ -138,7 +137,7 @@ def inside(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
     body = inner.programs[chosen]
     wanted = {body.outputs[i]: kind for i, kind in outputs.items()}
     trail = trace_back(body, kept.marks[chosen], wanted, checked)
-    inputs = {i + inner.skipped: kind for i, kind in trail.inputs.items()}
+    inputs = Counter({i + inner.skipped: kind for i, kind in trail.inputs.items()})
     return trail._replace(inputs=inputs)
 
 
@@ -146,7 +145,7 @@ def through_while(inner: Inner, loop: Loop, outputs: Wanted, checked: bool) -> T
     """From a carried value to the iteration that made it bad, and then to others."""
     body, first = inner.programs[0], inner.n_consts
     waiting, seen = [(i, k) for i, both in outputs.items() for k in split(both)], set()
-    origins, inputs, constants = [], {}, []
+    origins, inputs, constants = [], Counter(), []
     while waiting:
         place, kind = waiting.pop()
         if (place, kind) in seen:
@@ -155,8 +154,7 @@ def through_while(inner: Inner, loop: Loop, outputs: Wanted, checked: bool) -> T
         row = (INF, NAN).index(kind)
         iteration = int(loop.iteration[row, place])
         if iteration < 0:  # bad before it began
-            start = inner.skipped + first + place
-            inputs[start] = inputs.get(start, 0) | kind
+            inputs[inner.skipped + first + place] |= kind
             continue
         wanted = {body.outputs[place]: kind}
         here = at(at(loop.marks, row), place)
@@ -166,7 +164,7 @@ def through_while(inner: Inner, loop: Loop, outputs: Wanted, checked: bool) -> T
         constants += trail.constants
         for i, kind in trail.inputs.items():
             if i < first:
-                inputs[i + inner.skipped] = inputs.get(i + inner.skipped, 0) | kind
+                inputs[i + inner.skipped] |= kind
             else:
                 waiting += [(i - first, k) for k in split(kind)]
     return Trail(sorted(origins, key=lambda o: o.loops), inputs, constants)
@@ -182,17 +180,16 @@ def through_scan(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> 
     last = first + inner.n_carry
     carry = {i: kind for i, kind in outputs.items() if i < inner.n_carry}
     stacked = {i: kind for i, kind in outputs.items() if i >= inner.n_carry}
-    origins, inputs, constants = [], {}, []
-    length = len(marks.values)
-    for step in reversed(range(length)):
-        place = length - 1 - step if inner.reverse else step
+    origins, inputs, constants = [], Counter(), []
+    places = range(len(marks.values))
+    for place in places if inner.reverse else reversed(places):
         here = at(marks, place)
         if not here.values.any():
             carry = {}
             continue
-        wanted = {body.outputs[i]: kind for i, kind in stacked.items()}
-        for i, kind in carry.items():  # a result may be both stacked and carried
-            wanted[body.outputs[i]] = wanted.get(body.outputs[i], 0) | kind
+        wanted = Counter()
+        for i, kind in (stacked | carry).items():  # a result may be both
+            wanted[body.outputs[i]] |= kind
         trail = trace_back(body, here, wanted, checked)
         loops = ((inner.kind, place),)
         origins[:0] = [o._replace(loops=loops + o.loops) for o in trail.origins]
@@ -200,8 +197,8 @@ def through_scan(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> 
         carry = {i - first: k for i, k in trail.inputs.items() if first <= i < last}
         for i, kind in trail.inputs.items():
             if not first <= i < last:
-                inputs[i] = inputs.get(i, 0) | kind
-    inputs |= {i + first: kind for i, kind in carry.items()}
+                inputs[i] |= kind
+    inputs |= Counter({i + first: kind for i, kind in carry.items()})
     return Trail(origins, inputs, constants)
 
 

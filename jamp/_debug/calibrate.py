@@ -16,18 +16,16 @@ from .._autocast.float8 import RECIPES, Float8, as_float8
 from .._autocast.region import enter
 from .._checks import brief, flag, is_traced, number
 from .._tree import HALVES, PyTree
-from .calibration import Calibration
+from .calibration import Calibration, ProductRow
 from .call import FlatCall, open_call
 from .choose_dtype import Choice, Wanted, agreed, chosen, rules_of
 from .probe import Probe, Seen
 from .product_errors import DIRECTIONS
-from .product_row import ProductRow
 
 # If each number loses the most that rounding can take, a product loses 14 %: 1/8 in
 # E5M2, the format of gradients, and 1/16 in E4M3. More is underflow.
 TOLERANCE = 0.15
 LARGEST_SCALE = 2.0**24  # as far as a loss scale grows in most runs
-FLOAT16_MAX = 65504.0
 
 BAD_DTYPE = """calibrate(dtype={}): the dtype must be "float8", a jamp.Float8 with one \
 of its recipes ({}), float16 or bfloat16."""
@@ -190,7 +188,7 @@ def loss_scale_for(found: Iterable[Mapping[str, np.ndarray]]) -> float:
     top = max((top for top in tops if np.isfinite(top)), default=0.0)
     if top == 0:
         return LARGEST_SCALE
-    scale = float(2.0 ** np.floor(np.log2(FLOAT16_MAX / top)))
+    scale = float(2.0 ** np.floor(np.log2(65504 / top)))
     return min(max(scale, 1.0), LARGEST_SCALE)
 
 
@@ -206,7 +204,7 @@ def judged(
             choice = Choice(names[-1], "not measured")
         qualifies = names[0] in RECIPES and not product.problem
         wanted.append(Wanted(product.scope, choice.name, qualifies))
-        rows.append(row_of(product, numbers, errors, choice))
+        rows.append(product_row(product, numbers, errors, choice))
     by_scope = agreed(wanted)
     for place, (scope, name, qualifies) in enumerate(wanted):
         together = by_scope.get(scope, name)
@@ -230,7 +228,7 @@ def errors_in(
     return found
 
 
-def row_of(
+def product_row(
     product: Seen,
     numbers: Mapping[str, np.ndarray],
     errors: dict[str, dict[str, tuple[float, float]]],

@@ -3,14 +3,15 @@
 import dataclasses
 import json
 import math
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
 
 from .._autocast.float8 import RECIPES
 from .._checks import shown
-from .calibration_plot import plot_errors
 from .choose_dtype import as_rule, called
+from .plots import BLUE, RED, axes, finish
 from .product_errors import DIRECTIONS
-from .product_row import ProductRow
 from .report import SHOWN, Report
 from .table import Table, percent, shortened
 
@@ -23,6 +24,34 @@ layers of eqx.nn write paths. For NNX, calibrate and train \
 `jamp.nnx.named_scopes(model)`. Elsewhere, put the product into `with \
 jax.named_scope("name"):`."""
 NOT_JSON = """Calibration.from_json takes what `to_json()` returned, as text; got {}."""
+ORANGE, GREEN, GRAY = "#e8912b", "#5a9e6f", "#777777"
+STYLES = {  # a color and a marker
+    "tensorwise": (BLUE, "o"),
+    "rowwise": (GREEN, "s"),
+    "rowwise_with_gw_hp": (GREEN, "s"),
+    "bfloat16": (ORANGE, "D"),
+    "float16": (BLUE, "o"),
+}
+
+
+class ProductRow(NamedTuple):
+    """One product of a `Calibration`, with all runs of a loop and all equal ones."""
+
+    path: str  # the modules around it, or ""
+    line: str
+    primitive: str
+    sizes: str  # "rows x contracted x columns", or the shapes of both inputs
+    spread: dict[str, float]  # "x", "w", "g" -> powers of two between row maxima
+    # By dtype or recipe and direction: the errors of the whole and of the worst row.
+    errors: dict[str, dict[str, tuple[float, float]]]
+    problem: str  # why it cannot run in float8, or ""
+    choice: str  # "float8", "rowwise", "bfloat16", "float16" or "float32"
+    why: str  # why it is not what was asked for
+
+    def worst(self, name: str) -> float | None:
+        """The largest error in a dtype or recipe, None if it was not measured."""
+        found = self.errors.get(name, {}).values()
+        return max((max(pair) for pair in found), default=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -110,7 +139,7 @@ class Calibration(Report):
             version = fields.pop("version")
             if version != VERSION or set(fields) != names:
                 raise ValueError(version)
-            rows = [row_of(row) for row in fields.pop("rows")]
+            rows = [row_from_json(row) for row in fields.pop("rows")]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(NOT_JSON.format(shown(text))) from error
         return cls(rows=rows, **fields)
@@ -128,7 +157,27 @@ class Calibration(Report):
           ImportError: matplotlib is not installed.
           TypeError: `ax` is not Axes.
         """
-        return plot_errors(self, ax)
+        rows = self.rows
+        ax = axes("Calibration.plot", ax, (9, 1.6 + 0.32 * max(len(rows), 1)))
+        places = np.arange(len(rows))
+        names = list(dict.fromkeys(name for row in rows for name in row.errors))
+        for name in names:
+            worst = [row.worst(name) for row in rows]
+            drawn = [(at, min(error, 1.0)) for at, error in enumerate(worst) if error]
+            color, marker = STYLES.get(name, (GRAY, "x"))
+            where, errors = [p for p, _ in drawn], [e for _, e in drawn]
+            ax.plot(errors, where, marker, color=color, label=called(name), zorder=3)
+        label = f"tolerance, {percent(self.tolerance)}"
+        ax.axvline(self.tolerance, color=RED, ls="--", lw=1, label=label)
+        ax.set_xscale("log")
+        ax.set(xlabel="largest relative error of a row (1 and more: at the right edge)")
+        labels = [
+            f"{shortened(row.path or row.line or '-', 32)}  {row.sizes}: {row.choice}"
+            for row in rows
+        ]
+        ax.set_yticks(places, labels, fontsize=8)
+        ax.invert_yaxis()
+        return finish(ax, 4)
 
     def _parts(self, table: Table) -> list[str]:
         asked, rows = called(self.dtype), self.rows
@@ -200,7 +249,7 @@ def as_json(value: object) -> object:
     return str(value) if is_odd else value
 
 
-def row_of(fields: dict[str, Any]) -> ProductRow:
+def row_from_json(fields: dict[str, Any]) -> ProductRow:
     row = ProductRow(**fields)
     spread = {at: float(powers) for at, powers in row.spread.items()}
     errors = {

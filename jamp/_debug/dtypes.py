@@ -4,11 +4,8 @@ from jax.extend.core import JaxprEqn
 
 from .._autocast.decision import SCALED_NOTE, Reason, Source
 from .._autocast.float8 import is_float8
-from .equations import array, variables
 from .op_location import float_dtypes, rule_of
-from .walk import Op, nbytes
-
-CAST = "convert_element_type"
+from .walk import CAST, Op, array, nbytes, variables
 
 
 def given_dtypes(op: Op) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
@@ -20,12 +19,11 @@ from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
 from .._autocast.traits import MIXING, PRODUCTS
 from .call import is_array, open_call
-from .dtypes import CAST, given_dtypes, returned_dtypes
-from .equations import Atom, array, variables
+from .dtypes import given_dtypes, returned_dtypes
 from .explanation import Explanation, OpRow, Promotion, Reduction
-from .residuals import saved_for_backward
 from .op_location import float_dtypes, site_of
-from .walk import Op, flops, nbytes, reduced, walk
+from .residuals import saved_for_backward
+from .walk import CAST, Atom, Op, array, flops, nbytes, reduced, variables, walk
 
 HALF = ("float16", "bfloat16")
 MANY = 1024
@@ -115,7 +113,7 @@ def explain(
         names = dict(zip(closed.jaxpr.invars, call.names, strict=True))
         ops = list(walk(closed.jaxpr, names))
         saved, refusal = None, ""
-        if not any(op.site.backward for op in ops):
+        if not any(op.is_backward for op in ops):
             try:
                 saved = saved_for_backward(run, call.arrays, call.n_first)
             except (NotImplementedError, TypeError, ValueError) as error:
@@ -125,7 +123,7 @@ def explain(
             function=call.function,
             rows=rows_of(ops),
             matmul_flops=matmul_flops(ops),
-            casts=sum(op.times for op in ops if is_cast(op)),
+            casts=sum(op.times for op in ops if op.is_cast),
             saved=saved,
             refusal=refusal,
             promotions=promotions(ops),
@@ -139,9 +137,9 @@ def rows_of(ops: Iterable[Op]) -> list[OpRow]:
     """Ops of one kind as one row, those with the most work first."""
     groups: dict[Kind, list[Op]] = {}
     for op in ops:
-        if not (is_cast(op) or is_helper(op)) and op.site.dtypes_out:
+        if not op.is_cast and not is_helper(op) and op.site.dtypes_out:
             groups.setdefault(kind_of(op), []).append(op)
-    rows = [row_of(kind, group) for kind, group in groups.items()]
+    rows = [op_row(kind, group) for kind, group in groups.items()]
     return sorted(rows, key=lambda row: (-row.flops, -row.bytes))
 
 
@@ -167,7 +165,7 @@ def kind_of(op: Op) -> Kind:
     return Kind(site.primitive, rule, *place, reason.note, dtypes)
 
 
-def row_of(kind: Kind, group: list[Op]) -> OpRow:
+def op_row(kind: Kind, group: list[Op]) -> OpRow:
     inputs = dict.fromkeys(d for op in group for d in given_dtypes(op))
     inputs = inputs or dict.fromkeys(group[0].site.dtypes_in)
     outputs = returned_dtypes(group[-1])
@@ -187,7 +185,7 @@ def row_of(kind: Kind, group: list[Op]) -> OpRow:
         path=kind.path,
         backward=kind.backward,
         flops=sum(op.times * flops(op.eqn) for op in group),
-        bytes=sum(op.times * sum(map(nbytes, outs(op))) for op in group),
+        bytes=sum(op.times * sum(map(nbytes, op.results)) for op in group),
         since=widened_at(group[0]) if flops(group[0].eqn) else "",
         note=next(filter(None, (Reason.read(op.site.rule).note for op in group)), ""),
     )
@@ -216,22 +214,13 @@ def widened_at(op: Op) -> str:
     return line
 
 
-def outs(op: Op) -> list[ShapedArray]:
-    return [array(v) for v in op.eqn.outvars if hasattr(v.aval, "dtype")]
-
-
-def is_cast(op: Op) -> bool:
-    return op.eqn.primitive.name == CAST
-
-
 def matmul_flops(ops: Iterable[Op]) -> dict[str, int]:
     """Floating-point operations of matrix products and convolutions, by dtype."""
     total = Counter()
     for op in ops:
         if op.eqn.primitive.name in PRODUCTS:
-            total[op.site.dtypes_in[0] if op.site.dtypes_in else "int"] += (
-                op.times * flops(op.eqn)
-            )
+            dtype = next(iter(float_dtypes(op.eqn.invars)), "int")
+            total[dtype] += op.times * flops(op.eqn)
     return dict(total.most_common())
 
 
@@ -239,7 +228,7 @@ def promotions(ops: Iterable[Op]) -> list[Promotion]:
     """Where a float32 operand implicitly made a half-precision one float32."""
     found: dict[tuple[str, str, str], Promotion] = {}
     for op in ops:
-        if not (is_cast(op) and widens(op)) or op.site.backward:
+        if not (op.is_cast and widens(op)) or op.is_backward:
             continue
         explicit = not EXPLICIT.isdisjoint(_compat.codes_of(op.eqn.source_info))
         kind = Reason.read(op.site.rule).kind
@@ -262,7 +251,7 @@ def promotions(ops: Iterable[Op]) -> list[Promotion]:
 
 
 def widens(op: Op) -> bool:
-    given, made = op.site.dtypes_in, op.site.dtypes_out
+    given, made = map(float_dtypes, (op.eqn.invars, op.eqn.outvars))
     return given in (("float16",), ("bfloat16",)) and made == ("float32",)
 
 
@@ -284,7 +273,7 @@ def reductions(ops: Iterable[Op]) -> list[Reduction]:
     found: dict[tuple[str, str, str], Reduction] = {}
     for op in ops:
         n = reduced(op.eqn)
-        if n < MANY or op.site.backward:
+        if n < MANY or op.is_backward:
             continue
         given, made = op.site.dtypes_in[0], op.site.dtypes_out[0]
         users = op.used_by.get(op.eqn.outvars[0], ())

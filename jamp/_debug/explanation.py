@@ -91,10 +91,7 @@ class Explanation(Report):
         """Ops that may be slow or overflow: promotions, float16 sums, and matrix
         products in float32 beside others in half precision, as lines of text."""
         return [
-            *(
-                f"float32 operand widens {p.op} {place(p)}"
-                for p in self.promotions
-            ),
+            *(f"float32 operand widens {p.op} {place(p)}" for p in self.promotions),
             *(
                 f"float16 {r.op} of {r.elements} elements {place(r)}"
                 for r in self.reductions

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # What float16 does to a magnitude between two powers of two. Up to 2**-25, it rounds to
 # zero. From 2**-14 on, it keeps all its bits. From 65520 on, it rounds to inf.
-ZERO, NORMAL, INF = -25, -14, 16
+ZERO, NORMAL, OVERFLOW = -25, -14, 16
 REGIONS = {  # a color, and names from long to short
     "zero": ("#d9485f", "becomes zero", "zero"),
     "subnormal": ("#e8912b", "subnormal: fewer bits", "subnormal"),
@@ -25,7 +25,7 @@ REGIONS = {  # a color, and names from long to short
     "inf": ("#7b4ea3", "overflows", "inf"),
 }
 FATES = {"zero": "become zero", "subnormal": "subnormal", "inf": "overflow"}
-ROWS, BAR = 24, 30  # of a printed histogram: lines, and columns of the longest bar
+LINES, BAR = 24, 30  # of a printed histogram: lines, and columns of the longest bar
 
 
 @report
@@ -98,7 +98,7 @@ class GradHistogram(Report):
         share = counts / total
         edges = np.arange(257) - BIAS - shift  # of the bins, unscaled
         bins = np.flatnonzero(counts)
-        ends = [ZERO - shift, INF, *(edges[bins[[0, -1]]] if len(bins) else [])]
+        ends = [ZERO - shift, OVERFLOW, *(edges[bins[[0, -1]]] if len(bins) else [])]
         left, right = min(ends) - 4, max(ends) + 5
         bottom = share[bins].min() / 3 if len(bins) else 1e-3
 
@@ -109,7 +109,7 @@ class GradHistogram(Report):
         rulers = {"float16 without a scale": 0.0}
         if shift:
             rulers[f"with a scale of {_power(shift)}"] = shift
-            for limit in (ZERO, NORMAL, INF):
+            for limit in (ZERO, NORMAL, OVERFLOW):
                 ax.axvline(limit - shift, color="#444444", ls="--", lw=0.9, zorder=3)
         for row, (label, moved) in enumerate(reversed(rulers.items())):
             _ruler(ax, 1.02 + 0.075 * row, label, left, right, moved)
@@ -144,7 +144,7 @@ class GradHistogram(Report):
             del rulers["with the scale"]
         low = BIAS + round(shift)
         first, end = int(bins[0]), int(bins[-1]) + 1
-        width = -(-(end - first) // ROWS)
+        width = -(-(end - first) // LINES)
         starts = range(first, end, width)
         sums = [int(counts[start : start + width].sum()) for start in starts]
         rows = []
@@ -213,12 +213,14 @@ def _region(exponent: int) -> str:
     """What float16 does to magnitudes from 2**exponent to its double."""
     if exponent < ZERO:
         return "zero"
-    return "subnormal" if exponent < NORMAL else "normal" if exponent < INF else "inf"
+    return (
+        "subnormal" if exponent < NORMAL else "normal" if exponent < OVERFLOW else "inf"
+    )
 
 
 def _regions(left: float, right: float, shift: float) -> list[tuple[str, float, float]]:
     """Name, start and end of each region, within the limits of the plot."""
-    limits = [left, ZERO - shift, NORMAL - shift, INF - shift, right]
+    limits = [left, ZERO - shift, NORMAL - shift, OVERFLOW - shift, right]
     limits = np.clip(limits, left, right)
     return [
         (name, start, end)
@@ -231,7 +233,7 @@ def _headroom(bins: np.ndarray) -> str:
     """The headroom: how often the largest finite gradient can double before inf."""
     if not len(bins):
         return ""
-    doublings = INF - 1 - (int(bins[-1]) - BIAS)
+    doublings = OVERFLOW - 1 - (int(bins[-1]) - BIAS)
     if doublings < 0:
         return "no headroom: some are above 65504"
     return f"headroom to 65504: {doublings} doublings of the scale"

@@ -19,7 +19,7 @@ from .._checks import shown
 from .scalars import Block, block_of, on_devices
 from .table import percent, text_table
 
-SHOWN = 5  # steps of a printed table
+LAST = 5  # steps of a printed table
 Scalar = bool | int | float | complex
 
 
@@ -187,8 +187,8 @@ class History:
             text += f", {skipped} skipped ({percent(skipped / self._taken)})"
         last: list[dict[str, Scalar]] = []
         for chunk in reversed(self._chunks):
-            last = [*_rows(chunk, SHOWN - len(last)), *last]
-            if len(last) == SHOWN:
+            last = [*_rows(chunk, LAST - len(last)), *last]
+            if len(last) == LAST:
                 break
         if not last:
             return text

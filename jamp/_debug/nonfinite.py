@@ -22,7 +22,7 @@ from .report import Report, check_single, only_when, report, stacked, static
 from .table import Table, markdown_table
 from .trace_back import trace_back
 
-SHOWN = 5
+LISTED = 5
 
 FOREIGN_REF = """find_nonfinite follows a `jax.Ref` that the function makes, but got \
 one from outside: write a function that takes its value, `ref[...]`, and makes the \
@@ -125,9 +125,9 @@ class NonfiniteReport(Report):
         elif row["bad_constants"] and all(o["from_inf"] for o in row["ops"]):
             given = some(row["bad_constants"])
             lines.append(f"inf or nan given as a constant at {given}")
-        lines += [bullet + described(op) for op in row["ops"][:SHOWN]]
-        if len(row["ops"]) > SHOWN:
-            lines.append(f"... and {len(row['ops']) - SHOWN} ops more")
+        lines += [bullet + text_of(op) for op in row["ops"][:LISTED]]
+        if len(row["ops"]) > LISTED:
+            lines.append(f"... and {len(row['ops']) - LISTED} ops more")
         if row["results"]:
             n = len(layout.results)
             reached = f"{len(row['results'])} of {n} results: {some(row['results'])}"
@@ -137,7 +137,7 @@ class NonfiniteReport(Report):
         return lines
 
 
-def described(op: dict[str, Any]) -> str:
+def text_of(op: dict[str, Any]) -> str:
     of = "of an inf" if op["from_inf"] else "of finite numbers"
     text = f"{op['made']} made {of} by {op['op']}"
     text += "".join(f", in iteration {i} of a {kind}" for kind, i in op["loops"])
@@ -146,8 +146,8 @@ def described(op: dict[str, Any]) -> str:
 
 
 def some(names: list[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def find_nonfinite(

@@ -70,8 +70,13 @@ def plot_scale(history: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     if len(scale) and 0 < scale.min() and scale.max() < np.inf:
         ax.set_ylim(scale.min() / 2, scale.max() * 2)
     ax.set(xlabel="step", ylabel="loss scale")
-    ax.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     ax.margins(x=0.01)
+    return finish(ax, 2)
+
+
+def finish(ax: "Axes", n_labels: int) -> "Axes":
+    """A legend above the picture, and thin lines."""
+    ax.legend(frameon=False, ncols=n_labels, loc="lower right", bbox_to_anchor=(1, 1))
     ax.grid(alpha=0.25, linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
     return ax

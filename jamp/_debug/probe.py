@@ -21,8 +21,8 @@ from .._autocast.decision import CASTABLE, Action, Kind, Op
 from .._autocast.float8 import RECIPES
 from .._autocast.float8_products import product_sizes, unfit, weight_of
 from .._autocast.traits import PRODUCTS
-from .product_errors import Numbers, measures
 from .op_location import innermost_own, is_module
+from .product_errors import Measured, measures
 
 IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATISTIC)
 MEASURED = ("dot_general", "conv_general_dilated")
@@ -98,7 +98,7 @@ class Probe:
         tapped.defvjp(fwd, bwd)
         return tapped
 
-    def add(self, product: Seen, numbers: Numbers) -> None:
+    def add(self, product: Seen, numbers: Measured) -> None:
         """Adds the measurements of one run of a product."""
         if product.weight == 0:
             numbers = swapped(numbers)
@@ -123,7 +123,7 @@ def seen_at(scope: str, op: Op) -> Seen:
     return Seen(scope, line, op.name, shapes, sizes, problem, weight)
 
 
-def swapped(numbers: Numbers) -> Numbers:
+def swapped(numbers: Measured) -> Measured:
     """The measurements of a product whose left input is the weight."""
     pairs = ("spread x", "spread w"), ("spread g", "spread of columns of g")
     names = {a: b for pair in pairs for a, b in (pair, pair[::-1])}

@@ -31,7 +31,7 @@ DIRECTIONS = ("forward", "dgrad", "wgrad")
 BFLOAT16 = jnp.dtype("bfloat16")
 
 Run = Callable[[jax.Array, jax.Array], jax.Array]
-Numbers = dict[str, jax.Array]
+Measured = dict[str, jax.Array]
 
 
 class Probed(NamedTuple):
@@ -47,8 +47,8 @@ class Probed(NamedTuple):
 class Measures(NamedTuple):
     """Functions to run on a product's inputs, and on its inputs and cotangent."""
 
-    forward: Callable[[jax.Array, jax.Array], Numbers]
-    backward: Callable[[jax.Array, jax.Array, jax.Array], Numbers]
+    forward: Callable[[jax.Array, jax.Array], Measured]
+    backward: Callable[[jax.Array, jax.Array, jax.Array], Measured]
 
 
 def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
@@ -119,14 +119,14 @@ def in_float8(product: Product) -> Run:
     return run
 
 
-def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Numbers:
+def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Measured:
     """Errors of the result by candidate, [1, 2], and the spread of the inputs."""
     left, right = (x.astype(FLOAT32_DTYPE) for x in (left, right))
     exact, size = p.exact(left, right), typical(p.exact, left, right)
     numbers = {
         "spread x": spread(left, p.contracted[0]),
         "spread w": spread(right, p.contracted[1]),
-        "largest forward": largest(left, right, exact),
+        "largest forward": top_of(left, right, exact),
     }
     for name, run in p.candidates.items():
         got = run(left, right).astype(FLOAT32_DTYPE)
@@ -136,7 +136,7 @@ def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Numbers:
 
 def backward_numbers(
     p: Probed, left: jax.Array, right: jax.Array, cotangent: jax.Array
-) -> Numbers:
+) -> Measured:
     """Errors of both gradients by candidate, [2, 2], and the cotangent's spread.
 
     The sizes of gradients are those of products, with the same random signs.
@@ -150,7 +150,7 @@ def backward_numbers(
     numbers = {
         "spread g": spread(cotangent, axes[p.n_rows :]),
         "spread of columns of g": spread(cotangent, axes[: p.n_rows]),
-        "largest backward": largest(cotangent, *exact),
+        "largest backward": top_of(cotangent, *exact),
     }
     for name, run in p.candidates.items():
         out, pull = jax.vjp(run, left, right)
@@ -208,7 +208,7 @@ def spread(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     return jnp.where(most > 0, powers, jnp.zeros_like(powers))
 
 
-def largest(*values: jax.Array) -> jax.Array:
+def top_of(*values: jax.Array) -> jax.Array:
     """The largest magnitude of all; nan if one of them holds a nan."""
     tops: list[Any] = [jnp.max(jnp.abs(x), initial=0) for x in values]
     return functools.reduce(jnp.maximum, tops)

@@ -16,10 +16,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from .. import _compat
 from .._autocast.traits import CALLS, ELEMENTWISE, PRESERVING
 from .._scaling import arithmetic
-from .equations import Atom, array, called_by, variables
 from .finiteness import FINE, INF, NAN, can_hold_nan, known_mark, mark_of
 from .op_location import OUTERMOST, Around, Location
 from .program import Branches, Inner, Loop, Marks, Node, Program, Value, marks_of
+from .walk import Atom, array, called_by, variables
 
 CHECK = arithmetic.all_finite.__code__
 

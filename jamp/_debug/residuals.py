@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
 from .._tree import PyTree
-from .equations import Atom, array, held_by, variables
 from .op_location import OUTERMOST, Around, Site, site_of
-from .walk import nbytes
+from .walk import Atom, array, held_by, nbytes, variables
 
 
 class Saved(NamedTuple):

@@ -207,7 +207,9 @@ def _without_mesh() -> Iterator[None]:
 def _stack(groups: list[list[jax.Array]], axis: int) -> list[jax.Array]:
     # `lax` keeps 64 bits outside of x64 mode as well.
     return [
-        lax.concatenate([lax.expand_dims(x, [axis]) for x in group], axis % (x.ndim + 1))
+        lax.concatenate(
+            [lax.expand_dims(x, [axis]) for x in group], axis % (x.ndim + 1)
+        )
         for group in groups
         for x in group[:1]
     ]

@@ -15,7 +15,7 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """
     cells = [list(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    right = [all(_is_number(row[i]) for row in cells) for i in range(len(header))]
+    right = [all(_is_numeric(row[i]) for row in cells) for i in range(len(header))]
 
     def line(row):
         placed = [
@@ -42,7 +42,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
     )
 
 
-def _is_number(cell: str) -> bool:
+def _is_numeric(cell: str) -> bool:
     return (
         cell in ("", "inf", "nan")
         or cell[0].isdigit()

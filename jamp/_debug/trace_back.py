@@ -17,12 +17,12 @@ import jax
 
 from .._autocast.traits import CHOOSING, MOVES
 from .finiteness import FRESH, INF, NAN
-from .program import Inner, Loop, Marks, Node, Program
 from .op_location import Location, Site
+from .program import Inner, Loop, Marks, Node, Program
 
 BITCAST = "bitcast_convert_type"
 
-Wanted = Counter[int]  # values, or their places, and what to search for: INF, NAN
+Sought = Counter[int]  # values, or their places, and what to search for: INF, NAN
 
 
 class Origin(NamedTuple):
@@ -39,7 +39,7 @@ class Trail(NamedTuple):
     """Where bad values come from, in the order in which the ops ran."""
 
     origins: list[Origin]
-    inputs: Wanted  # places of inputs of the Program that were bad before
+    inputs: Sought  # places of inputs of the Program that were bad before
     constants: list[Location | Site]  # the ops that got a bad constant
 
 
@@ -119,7 +119,7 @@ def read_as(program: Program, mark: Callable[[int], int], node: Node) -> list[in
     return found
 
 
-def inside(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
+def inside(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
     """The same for the bodies of a scan, while or cond.
 
     Args:
@@ -141,7 +141,7 @@ def inside(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
     return trail._replace(inputs=inputs)
 
 
-def through_while(inner: Inner, loop: Loop, outputs: Wanted, checked: bool) -> Trail:
+def through_while(inner: Inner, loop: Loop, outputs: Sought, checked: bool) -> Trail:
     """From a carried value to the iteration that made it bad, and then to others."""
     body, first = inner.programs[0], inner.n_consts
     waiting, seen = [(i, k) for i, both in outputs.items() for k in split(both)], set()
@@ -174,7 +174,7 @@ def split(kind: int) -> list[int]:
     return [k for k in (INF, NAN) if kind & k]
 
 
-def through_scan(inner: Inner, marks: Marks, outputs: Wanted, checked: bool) -> Trail:
+def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
     """From the last iteration to the first."""
     body, first = inner.programs[0], inner.n_consts
     last = first + inner.n_carry

@@ -1,28 +1,55 @@
-"""Every op of a traced function, through all functions that it holds."""
+"""The equations of a traced function, and what each of them holds."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import cast
 
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxprs_in_params,
+)
 
-from .._autocast.traits import MOVES, PRODUCTS
-from .equations import array, held_by, variables
-from .op_location import OUTERMOST, Around, Site, site_of
+from .._autocast.traits import LEFT_ALONE, MOVES, PRODUCTS
+from .op_location import OUTERMOST, Around, Site, is_backward, site_of
+
+CAST = "convert_element_type"
+Atom = Var | Literal
 
 
-class Op(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Op:
     """An equation, and where it is."""
 
     eqn: JaxprEqn
-    site: Site
+    around: Around
     times: int  # how often it runs; a while loop counts as one iteration
     made_by: dict[Var, JaxprEqn]  # the equations beside it, by their results
     used_by: dict[Var, list[JaxprEqn]]
     given: tuple[str, ...]  # the names of the arguments that are its inputs
+
+    @functools.cached_property
+    def site(self) -> Site:
+        return site_of(self.eqn, self.around)
+
+    @property
+    def is_backward(self) -> bool:
+        return is_backward(self.around.entries_of(self.eqn))
+
+    @property
+    def is_cast(self) -> bool:
+        return self.eqn.primitive.name == CAST
+
+    @property
+    def results(self) -> list[ShapedArray]:
+        return [array(v) for v in self.eqn.outvars if hasattr(v.aval, "dtype")]
 
     @property
     def path(self) -> str:
@@ -68,7 +95,34 @@ def walk(
             yield from walk(inner, known, around.inside(eqn, inner), n)
         if not inside:
             arguments = tuple(given.values())
-            yield Op(eqn, site_of(eqn, around), times, made_by, used_by, arguments)
+            yield Op(eqn, around, times, made_by, used_by, arguments)
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """The atoms without the literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def array(atom: Atom) -> ShapedArray:
+    """The shape and dtype of an atom that is an array."""
+    return cast(ShapedArray, atom.aval)
+
+
+def held_by(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The open jaxprs that an equation runs, except kernels and how it adds two."""
+    name = eqn.primitive.name
+    if name in LEFT_ALONE or name.startswith(("reduce_", "scatter", "select_and_")):
+        return []
+    return list(jaxprs_in_params(eqn.params))
+
+
+def called_by(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The only jaxpr of an equation, if it calls the jaxpr with its own inputs."""
+    held = [p for p in eqn.params.values() if isinstance(p, Jaxpr | ClosedJaxpr)]
+    if not held or len(list(jaxprs_in_params(eqn.params))) > 1:
+        return None
+    inside = held[0] if isinstance(held[0], ClosedJaxpr) else ClosedJaxpr(held[0], ())
+    return inside if len(inside.jaxpr.invars) == len(eqn.invars) else None
 
 
 def flops(eqn: JaxprEqn) -> int:

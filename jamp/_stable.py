@@ -2,8 +2,8 @@
 
 A pickle holds the module and the name of each class and function in it. A public one is
 named by the namespace that users import it from, and a private one by this module. So a
-file can move, and older pickles can still be loaded: a name that was ever here stays
-here.
+file can move, and older pickles can still be loaded: a name that was here in a release
+stays here.
 
 Files are imported when a name in them is looked up. Other imports get their public name
 from the namespace that shows them: each namespace calls `publish`.
@@ -32,12 +32,9 @@ HOMES = {
     "_scaling.state": ("MasterWeightsState",),
 }
 HOME_OF = {name: home for home, names in HOMES.items() for name in names}
-ARE_PUBLIC = ("DynamicLossScaleState", "GradScaler")  # older pickles name them here
 
 
 def __getattr__(name: str) -> object:
-    if name in ARE_PUBLIC:
-        return getattr(sys.modules["jamp"], name)
     if name not in HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -68,8 +65,3 @@ def publish(namespace: str, contents: Mapping[str, object] | None = None) -> Non
         is_own = str(getattr(value, "__module__", "")).startswith("jamp._")
         if is_own and not name.startswith("_"):
             value.__module__ = namespace
-
-
-# Older pickles of states name the files of that time.
-for _file in ("_grad_scaler", "_iteration", "_loss_scale", "_state"):
-    sys.modules[f"{__package__}.{_file}"] = sys.modules[__name__]

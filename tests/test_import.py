@@ -340,12 +340,3 @@ for kind, (pickled, name) in pickle.loads(saved).items():
     assert type(value).__name__ == name, kind
     assert pickle.loads(pickle.dumps(value)) is not None
 """)
-
-
-def test_a_saved_file_of_an_older_version_needs_no_import(run):
-    run("""
-import pickle, pathlib
-found = pickle.loads(pathlib.Path("tests/data/saved.pickle").read_bytes())
-assert type(found["config"]).__module__ == "jamp._stable"
-assert not added(), added()
-""")

@@ -17,7 +17,7 @@ from .._autocast.region import enter
 from .._checks import brief, flag, is_traced, number
 from .._tree import HALVES, PyTree
 from .calibration import Calibration, ProductRow
-from .call import FlatCall, open_call
+from .call import FlatCall, open_call, replaced
 from .choose_dtype import Choice, Wanted, agreed, chosen, rules_of
 from .probe import Probe, Seen
 from .product_errors import DIRECTIONS
@@ -39,8 +39,8 @@ outside of jax.jit, with a real batch."""
 
 def calibrate(
     loss_fn: Callable[..., object],
-    *,
     dtype: DTypeLike | Float8 = "float8",
+    *,
     tolerance: float = TOLERANCE,
     skip_small: bool = True,
 ) -> Callable[..., Calibration]:
@@ -149,22 +149,16 @@ def tolerance_argument(tolerance: object) -> float:
 
 def run(call: FlatCall, probe: Probe) -> None:
     """Runs a loss and its gradient in a region with the probe."""
-    first = range(call.n_first)
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    wrt = [i for i in first if is_float(call.arrays[i])]
-    if not wrt:
+    params = call.params()
+    if not params:
         raise ValueError(NO_PARAMS)
 
-    def loss(params: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
-        values = list(arrays)
-        for i, value in zip(wrt, params, strict=True):
-            values[i] = value
+    def loss(params: Mapping[int, jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
         with PROBE(probe), enter(Settings(jnp.dtype("float32"))):
-            return loss_in(call.function, call.run(values))
+            return loss_in(call.function, call.run(replaced(arrays, params)))
 
     # These would stop it if a candidate overflows, which is measured here.
     with jax.debug_nans(False), jax.debug_infs(False):
-        params = [call.arrays[i] for i in wrt]
         jax.block_until_ready(jax.grad(loss)(params, call.arrays))
         jax.effects_barrier()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
@@ -29,6 +30,16 @@ class FlatCall(NamedTuple):
     names: tuple[str, ...]  # one for each array
     function: str  # its name, for messages
     n_first: int  # how many of the arrays are in the first argument
+
+    def params(self) -> dict[int, Any]:
+        """The floating arrays of the first argument, by their places."""
+        first = enumerate(self.arrays[: self.n_first])
+        return {i: x for i, x in first if jnp.issubdtype(x.dtype, jnp.floating)}
+
+
+def replaced(arrays: Sequence[Any], params: Mapping[int, Any]) -> list[Any]:
+    """The arrays of a call, with others in some places."""
+    return [params.get(i, array) for i, array in enumerate(arrays)]
 
 
 def open_call(

@@ -115,7 +115,7 @@ def explain(
         saved, refusal = None, ""
         if not any(op.is_backward for op in ops):
             try:
-                saved = saved_for_backward(run, call.arrays, call.n_first)
+                saved = saved_for_backward(run, call.arrays, call.params())
             except (NotImplementedError, TypeError, ValueError) as error:
                 first_line = str(error).partition("\n")[0]
                 refusal = f"{type(error).__name__}: {first_line}"

@@ -1,6 +1,6 @@
 """What a function keeps from its forward pass for the backward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
 from .._tree import PyTree
+from .call import replaced
 from .op_location import OUTERMOST, Around, Site, site_of
 from .walk import Atom, array, held_by, nbytes, variables
 
@@ -24,28 +25,23 @@ class Saved(NamedTuple):
 def saved_for_backward(
     run: Callable[[Sequence[jax.Array]], PyTree],
     arrays: Sequence[jax.Array],
-    n_params: int,
+    params: Mapping[int, jax.Array],
 ) -> list[Saved] | None:
-    """The arrays that are kept for the derivative with respect to the first arrays.
+    """The arrays that are kept for the derivative with respect to some of the arrays.
 
     Neither the arguments themselves count, nor arrays that are filled with one number.
     It is None if there is nothing to differentiate.
     """
-    floats = [jnp.issubdtype(a.dtype, jnp.floating) for a in arrays[:n_params]]
-    wrt = [i for i, is_one in enumerate(floats) if is_one]
-    if not wrt:
+    if not params:
         return None
 
     def residuals(arrays):
         def results(params):
-            values = list(arrays)
-            for i, value in zip(wrt, params, strict=True):
-                values[i] = value
-            leaves = jax.tree.leaves(run(values))
+            leaves = jax.tree.leaves(run(replaced(arrays, params)))
             leaves = [x for x in leaves if isinstance(x, jax.Array)]
             return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
 
-        return jax.tree.leaves(jax.vjp(results, [arrays[i] for i in wrt])[1])
+        return jax.tree.leaves(jax.vjp(results, {i: arrays[i] for i in params})[1])
 
     jaxpr = jax.make_jaxpr(residuals)(list(arrays)).jaxpr
     found = {}

@@ -973,6 +973,8 @@ jamp.debug.overflow_report
   jamp.debug.overflow_report(jax.eval_shape(lambda: grads))
     TypeError: grads
     > Pass gradients with values.
+  jamp.debug.overflow_report(grads, opt_state)
+    TypeError: scale
   jamp.debug.overflow_report(grads, when=opt_state)
     TypeError: when
 
@@ -989,8 +991,6 @@ jamp.debug.OverflowReport
     TypeError: report[i]
 
 jamp.debug.underflow_report
-  jamp.debug.underflow_report(grads)
-    TypeError: positional argument: 'scale'
   jamp.debug.underflow_report(grads, float("nan"))
     ValueError: scale
   jamp.debug.underflow_report(grads, 1e300)
@@ -1014,6 +1014,8 @@ jamp.debug.grad_histogram
     ValueError: scale
   jamp.debug.grad_histogram(grads, "8")
     TypeError: scale
+  jamp.debug.grad_histogram(grads, when=1)
+    TypeError: when
 
 jamp.debug.GradHistogram
   jax.jit(lambda g: jamp.debug.grad_histogram(g).to_dict())(grads)

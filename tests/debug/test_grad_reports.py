@@ -9,6 +9,7 @@ from flax import nnx
 
 import jamp
 from jamp import debug
+from jamp._debug.grad_numbers import total
 
 GRADS = {
     "embed": jnp.array([1.0, jnp.inf, -jnp.inf, jnp.nan]),
@@ -157,10 +158,37 @@ def test_what_the_scale_saves_is_shown():
     assert "with a scale of 65536" in str(report) and "| w |" in report.to_markdown()
 
 
-@pytest.mark.parametrize("report", [debug.overflow_report, debug.underflow_report])
+REPORTS = [debug.overflow_report, debug.underflow_report, debug.grad_histogram]
+
+
+@pytest.mark.parametrize("report", REPORTS[:2])
 def test_no_gradients_at_all(report):
-    args = ({"n": None},) if report is debug.overflow_report else ({"n": None}, 1.0)
-    assert report(*args).to_dict() == {} and str(report(*args))
+    assert report({"n": None}).to_dict() == {} and str(report({"n": None}))
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_the_reports_take_the_same_arguments(report):
+    grads = {"w": jnp.array([jnp.inf, 3e-9, 0.0]), "n": jnp.arange(2)}
+    made = jax.jit(lambda when, scale: report(grads, scale, when=when))
+    assert made(True, 8.0).scale == made(False, 8.0).scale == 8.0
+    pairs = zip(
+        *map(jax.tree.leaves, (report(grads, 8.0), made(True, 8.0))), strict=True
+    )
+    assert all(np.array_equal(a, b) for a, b in pairs)
+    *counts, _ = jax.tree.leaves(made(False, 8.0))
+    assert not any(map(np.any, counts))
+    assert report(grads).scale == 1.0
+    assert str(debug.overflow_report(grads, 8.0)).splitlines()[0] == (
+        "1 of 1 gradients hold an inf or nan, with a scale of 8"
+    )
+
+
+def test_sums_over_gradients_stop_at_the_largest_number():
+    most = 2**32 - 1
+    columns = [[2**31, 2**31], [most, 1], [most, 0], [70_000, 2**31], [65_535, 65_535]]
+    column = jnp.array(columns, jnp.uint32).T
+    expected = [most, most, most, 2**31 + 70_000, 131_070]
+    assert total(column).tolist() == expected
 
 
 def test_sharded_gradients(standard_promotion):

@@ -83,8 +83,10 @@ def reshaped(sides: Sides, old: Shape, new: Shape) -> Sides:
     (((6, 'l'), (4, 'r')),)
     >>> reshaped((((6, "l"), (4, "r")),), (24,), (6, 4))
     ('l', 'r')
+    >>> reshaped((), (), ())
+    ()
     """
-    if {int} != {*map(type, old), *map(type, new)}:
+    if not {*map(type, old), *map(type, new)} <= {int}:
         return around_symbolic(sides, old, new)
     parts = []
     for n, side in zip(old, sides, strict=True):

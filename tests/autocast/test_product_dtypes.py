@@ -231,3 +231,10 @@ def test_a_symbolic_batch_is_moved_like_any_other(standard_promotion):
             jax.ShapeDtypeStruct((n, t, 6), jnp.float32)
         )
         assert exported.out_avals[0].dtype == jnp.float16, name
+
+
+def test_a_scalar_is_reshaped_to_a_scalar(standard_promotion):
+    x = jnp.ones(K)
+    assert half(lambda x: jnp.dot(x, x).reshape(()))(x) == K
+    draw = lambda: jax.random.uniform(jax.random.key(0))  # JAX reshapes it to ()
+    assert half(draw)() == draw()

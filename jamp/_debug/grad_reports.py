@@ -106,7 +106,8 @@ def overflow_report(
     PyTorch: no counterpart; `torch.amp.GradScaler` keeps one flag for all gradients.
     """
     found = numbers("overflow_report", grads, scale, when, "inf", "nan")
-    return OverflowReport(*found.columns, found.scale, found.paths, found.sizes)
+    inf, nan = found.columns
+    return OverflowReport(inf, nan, found.scale, found.paths, found.sizes)
 
 
 @report
@@ -232,7 +233,10 @@ def underflow_report(
     """
     kinds = ("flushed", "flushed_unscaled", "zeros", "largest")
     found = numbers("underflow_report", grads, scale, when, *kinds)
-    return UnderflowReport(*found.columns, found.scale, found.paths, found.real_sizes)
+    scaled, unscaled, zeros, top = found.columns
+    return UnderflowReport(
+        scaled, unscaled, zeros, top, found.scale, found.paths, found.real_sizes
+    )
 
 
 def _more(rows: Sized) -> str:

@@ -200,7 +200,8 @@ def grad_histogram(
     """
     kinds = ("exponents", "zeros", "nonfinite")
     found = numbers("grad_histogram", grads, scale, when, *kinds)
-    return GradHistogram(*map(total, found.columns), found.scale)
+    counts, zeros, nonfinite = map(total, found.columns)
+    return GradHistogram(counts, zeros, nonfinite, found.scale)
 
 
 def _fetched(histogram: GradHistogram) -> tuple[np.ndarray, int, int, float]:

@@ -6,6 +6,7 @@ something bad. Other ops that hold functions (shard_map, kernels) count as one o
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ class Recorder:
 
     def __init__(self):
         self.program = Program()
-        self.values: list[Value] = []  # the marks so far
+        self.values: list[Any] = []  # the marks so far
         self.inner: list[Marks | Loop | Branches] = []
 
     def whole(
@@ -294,5 +295,5 @@ def _split(values: list[Value], *sizes: int) -> list[list[Value]]:
     return [*parts, values]
 
 
-def _chunks(values: list[jax.Array], size: int) -> list[list[jax.Array]]:
+def _chunks(values: list[Any], size: int) -> list[list[Any]]:
     return [values[i : i + size] for i in range(0, len(values), size)]

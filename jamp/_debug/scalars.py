@@ -6,7 +6,7 @@ in one small jitted call and sent in three pieces.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ OnHost = np.ndarray | bool | int | float | complex
 class Group(NamedTuple):
     """The values of one dtype on one device."""
 
-    device: jax.Device
+    device: Hashable
     dtype: np.dtype
     names: tuple[str, ...]
 
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
     groups: tuple[Group, ...]
     arrays: list[list[Any]]  # of each group, to be concatenated: [names], [n, names]
-    host: Mapping[str, OnHost | list[OnHost]]  # values that are not device arrays
+    host: Mapping[str, Any]  # values that are not device arrays
     steps: int = 1
 
     def send(self) -> None:
@@ -75,7 +75,7 @@ def on_devices(
       ValueError: a value has another number of axes, was donated, or is sharded.
       TypeError: a value is not a number or an array of numbers, or is traced.
     """
-    found: dict[tuple[jax.Device, np.dtype], dict[str, jax.Array]] = {}
+    found: dict[tuple[Hashable, np.dtype], dict[str, jax.Array]] = {}
     host, ndim = {}, 0 if steps is None else 1
     for name in names:
         value: Any = metrics[name]
@@ -191,15 +191,12 @@ def _stacked(groups: list[list[jax.Array]], axis: int) -> list[jax.Array]:
 @contextlib.contextmanager
 def _without_mesh() -> Iterator[None]:
     """Lets jit take arrays on one device inside `jax.set_mesh`, and return nans."""
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, jax.debug_nans(False), jax.debug_infs(False):
         if not jax.sharding.get_abstract_mesh().empty:
             try:
                 stack.enter_context(jax.set_mesh(NO_MESH))
             except ValueError:  # inside a trace
                 raise TypeError(OUTSIDE) from None
-        if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
-            stack.enter_context(jax.debug_nans(False))
-            stack.enter_context(jax.debug_infs(False))
         yield
 
 

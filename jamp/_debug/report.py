@@ -45,7 +45,7 @@ class Report:
     def _stacked_shape(self) -> tuple[int, ...]:
         """The steps of a report that `lax.scan` or `vmap` has stacked, or ()."""
         first, *_ = jax.tree.leaves(self)  # its own last axis is not of steps
-        return np.shape(first)[:-1]
+        return () if first is self else np.shape(first)[:-1]  # itself: no pytree
 
     def __len__(self) -> int:
         shape = self._stacked_shape()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._autocast.region import uncast
 from .._checks import is_traced
 
 OUTSIDE = (
@@ -176,15 +177,10 @@ def _is_number(dtype: np.dtype) -> bool:
 
 def _stacked(groups: list[list[jax.Array]], axis: int) -> list[jax.Array]:
     """New arrays on the device of those given, one for each group."""
-    with _without_mesh():
+    with _without_mesh(), uncast():
         arrays = _stack(groups, axis)
     if any(map(is_traced, arrays)):
         raise TypeError(OUTSIDE)
-    if any(a.dtype != group[0].dtype for a, group in zip(arrays, groups, strict=True)):
-        from .._autocast.region import autocast
-
-        with autocast(enabled=False):  # in a region whose rule has cast them
-            return _stacked(groups, axis)
     return arrays
 
 

@@ -94,9 +94,6 @@ def test_a_report_of_each_step_of_a_scan():
             IndexError, match=f"{out_of_range}. is out of range: .* has 50 steps"
         ):
             reports[out_of_range]
-    for single in (len, iter, lambda report: report[0]):
-        with pytest.raises(TypeError, match="is of one step"):
-            next(single(reports[7]))
     with pytest.raises(TypeError, match=r"ask for report\.found"):
         assert reports[7]
     with pytest.raises(ValueError, match=r"is stacked, of 50 steps; index it"):
@@ -159,6 +156,17 @@ def test_what_the_scale_saves_is_shown():
 
 
 REPORTS = [debug.overflow_report, debug.underflow_report, debug.grad_histogram]
+
+
+@pytest.mark.parametrize(
+    "kind", [*REPORTS, debug.find_nonfinite, debug.explain, jamp.calibrate]
+)
+def test_a_report_of_one_step_has_no_steps(kind):
+    x, loss = jnp.ones((16, 16)), lambda x: jnp.sum(x @ x)
+    report = kind({"w": x}) if kind in REPORTS else kind(loss)(x)
+    for steps in (len, iter, lambda report: report[0]):
+        with pytest.raises(TypeError, match="is of one step"):
+            next(steps(report))
 
 
 @pytest.mark.parametrize("report", REPORTS[:2])

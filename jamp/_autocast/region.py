@@ -187,11 +187,6 @@ def ambient() -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if REGION.value is None else enter(REGION.value)
 
 
-def uncast() -> contextlib.AbstractContextManager[object]:
-    """Turns off the current region, for ops whose dtypes are fixed."""
-    return contextlib.nullcontext() if REGION.value is None else enter(None)
-
-
 class Entered(threading.local):
     """The regions that one thread has entered with one object."""
 

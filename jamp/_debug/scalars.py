@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._autocast.region import uncast
 from .._checks import is_traced
 
 OUTSIDE = (
@@ -177,10 +176,16 @@ def _is_number(dtype: np.dtype) -> bool:
 
 def _stacked(groups: list[list[jax.Array]], axis: int) -> list[jax.Array]:
     """New arrays on the device of those given, one for each group."""
-    with _without_mesh(), uncast():
+    with _without_mesh():
         arrays = _stack(groups, axis)
     if any(map(is_traced, arrays)):
         raise TypeError(OUTSIDE)
+    if any(a.dtype != group[0].dtype for a, group in zip(arrays, groups, strict=True)):
+        # A region's rule has cast them. Without one, autocast need not run on this JAX.
+        from .._autocast.region import autocast
+
+        with autocast(enabled=False):
+            return _stacked(groups, axis)
     return arrays
 
 

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
+from .._autocast.casting import REGION
 from .._autocast.decision import Action, Reason, Settings, Source, UserRule, UserRules
 from .._autocast.keys import Function
 from .._autocast.ops import DRAW, FLOAT32_NORM, FUNCTIONS, KEPT
-from .._autocast.region import enter, uncast
+from .._autocast.region import enter
 from .._autocast.rules import loaded
 from .._autocast.sources import find, resolve
 from .._tree import HALVES
@@ -40,7 +41,7 @@ def float32_region(
     rules = rules_for(names, loaded()) if dtype in HALVES else ()
     if rules:
         return enter(Settings(dtype, rules=rules, listed=False))
-    return uncast()
+    return contextlib.nullcontext() if REGION.value is None else enter(None)
 
 
 @functools.lru_cache

@@ -287,7 +287,6 @@ def test_inside_an_autocast_region_and_with_debug_nans():
     values = [jnp.float32(1 / 3), jnp.float32(np.nan), jnp.float32(1e6)]
     region = jamp.autocast(dtype=jnp.float16, rules={".*": jnp.float16})
     with region, jax.debug_nans(True):
-        assert jnp.sin(values[0]).dtype == jnp.float16  # used, not below
         for value in values:
             history.append({"loss": value})
     assert np.array_equal(history["loss"], np.stack(values), equal_nan=True)

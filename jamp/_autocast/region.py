@@ -44,8 +44,8 @@ There are some refinements:
   Python makes in float32, such as `jnp.zeros((4, 4))`, is not a number.
 - Products that are not lowered (`products.py`): those of two vectors, those that
   contract nothing, and those whose call says `precision=HIGHEST`.
-- Products in float8, if float8 is asked for and they qualify (`float8_products.py`),
-  and products in float16 whose cotangents are scaled (`scaled.py`).
+- Products that qualify for a recipe: in float8 (`float8.py`), or in float16 with scaled
+  cotangents (`scaled_float16.py`).
 - Draws (`draws.py`) are made in float32, and functions that read the dtype of their
   input in Python (`refused.py`) refuse half precision.
 
@@ -100,8 +100,7 @@ from .arguments import (
     without_device,
 )
 from .casting import OBSERVED, PROBE, REGION, Effects
-from .decision import CASTABLE, FLOAT32_DTYPE, SCALED, Out, Settings
-from .float8 import Float8
+from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
 from .stack import mark
 from .trace import AutocastTrace
 from .user_rules import Rules, check_all_used, compile_rules
@@ -206,8 +205,9 @@ class autocast:
 
     Args:
       dtype: float16 or bfloat16, or float32 if not enabled. By default float16 on a
-        GPU, bfloat16 elsewhere. "float8" or a `jamp.Float8` means bfloat16, and float8
-        for the matrix products that qualify.
+        GPU, bfloat16 elsewhere. Or a recipe: "float8" or a `jamp.Float8` means
+        bfloat16, and float8 for the matrix products that qualify. A
+        `jamp.ScaledFloat16` means float16 without a loss scale.
       enabled: with False, nothing is cast, even inside another region.
       rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
         Python function (no closure, lambda or partial, which share their code with
@@ -215,23 +215,20 @@ class autocast:
         is searched for in the module path (the name stack that Flax Linen, Haiku and
         `jax.named_scope` write; a number at an end is whole, so that "block_1" does not
         match "block_10"). A value is the dtype that its ops run in (float16, bfloat16,
-        float32), "float8" or a `jamp.Float8` for the matrix products that qualify
-        (other ops that match follow the tables), or None to leave them. The first rule
-        that matches an op decides.
+        float32), a recipe for the matrix products that qualify (other ops that match
+        follow the tables), or None to leave them. The first rule that matches an op
+        decides.
       cast_inputs: for a decorated function that needs one dtype: in a region, its
         floating inputs are cast to it and it runs with autocast off. Outside of
         regions it does nothing. This is torch's `custom_fwd(cast_inputs=...)`.
       cache_enabled: with False, each op casts its inputs anew, and the gradient of a
         weight that is used many times in one region is summed in float32. By default,
         as in torch, its uses share a copy, and the sum is in half precision.
-      recipe: "scaled", for float16: the cotangent of each product is scaled by its own
-        power of two, and no loss scale is needed. Products then return float32, which
-        costs memory: see `docs/scaled-float16.md`.
 
     Raises:
       TypeError: `enabled` or `cache_enabled` is not a bool, `rules` is not a dict,
         `cast_inputs` is used in a `with`, or what is decorated is wrong.
-      ValueError: the dtype, the recipe or a rule is wrong. At the end of the region: a
+      ValueError: the dtype or a rule is wrong. At the end of the region: a
         rule decided about no op.
       NotImplementedError: a primitive of JAX holds a function and has no rule.
 
@@ -260,22 +257,21 @@ class autocast:
       dtype('float32')
 
     PyTorch: `torch.autocast(device_type, dtype, enabled, cache_enabled)`. jamp takes no
-    device. `rules` and `recipe` are new. The op lists are those of CUDA;
+    device. `rules` and recipes are new. The op lists are those of CUDA;
     `parity/report.md` compares them op by op.
     """
 
     @without_device
     def __init__(
         self,
-        dtype: DTypeLike | Float8 | None = None,
+        dtype: DTypeLike | Recipe | None = None,
         enabled: bool = True,
         *,
         rules: Rules | None = None,
         cast_inputs: DTypeLike | None = None,
-        recipe: str | None = None,
         cache_enabled: bool = True,
     ):
-        half, recipe = region_dtype(dtype, enabled, recipe)
+        half, recipe = region_dtype(dtype, enabled)
         if cast_inputs is not None:
             cast_inputs = dtype_argument(cast_inputs, CASTABLE, BAD_INPUTS)
         cached = flag("autocast(cache_enabled=...)", cache_enabled)
@@ -290,12 +286,11 @@ class autocast:
 
     def __reduce__(self) -> tuple[object, ...]:
         rules = {_compat.Named.of(key): value for key, value in self._rules.items()}
-        settings = self.settings
-        dtype, recipe = settings.dtype, settings.recipe
-        if recipe not in (None, SCALED):
-            dtype, recipe = Float8(recipe), None
-        more = self.cast_inputs, recipe, settings.cached
-        return reopened, (dtype, self.enabled, rules, *more)
+        dtype, cached = (
+            self.settings.recipe or self.settings.dtype,
+            self.settings.cached,
+        )
+        return reopened, (dtype, self.enabled, rules, self.cast_inputs, cached)
 
     def __enter__(self) -> Self:
         if self.cast_inputs is not None:
@@ -337,14 +332,13 @@ class autocast:
 
 
 def reopened(
-    dtype: np.dtype | Float8,
+    dtype: np.dtype | Recipe,
     enabled: bool,
     rules: dict[object, object],
     cast_inputs: np.dtype | None,
-    recipe: str | None = None,
     cached: bool = True,
 ) -> autocast:
     """A region that was pickled, without what was entered with it."""
     rules = {_compat.Named.find(key): value for key, value in rules.items()}
-    wishes = {"rules": rules, "cast_inputs": cast_inputs, "recipe": recipe}
-    return autocast(dtype, enabled, **wishes, cache_enabled=cached)
+    wishes = {"rules": rules, "cast_inputs": cast_inputs, "cache_enabled": cached}
+    return autocast(dtype, enabled, **wishes)

@@ -14,10 +14,9 @@ from .conversion import convert
 from .custom import bind_shard_map
 from .custom_calls import custom_jvp, custom_vjp
 from .custom_equations import CUSTOM
-from .decision import FLOAT32_DTYPE, SCALED, Action, Kind, Op, Result, Settings, Values
+from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Settings, Values
 from .draws import check_drawn
 from .eager import Tapes, played
-from .float8_products import float8_product, with_float8
 from .left_alone import leave_alone
 from .made import is_filled
 from .moves import passed_on, product_sides
@@ -28,7 +27,6 @@ from .preparing import as_without, prepared, widens
 from .products import for_product, is_wide, wide_product
 from .refused import check_precision
 from .rules import Decider
-from .scaled import scaled_product, with_scale
 from .scatters import summed
 from .thunks import THUNKS
 from .traits import FOLLOWED, GATHERING, PRODUCTS, UNMOVED
@@ -70,12 +68,9 @@ class AutocastTrace(CastingTrace):
         typed: bool = False,
         of_tangents: bool = False,
     ) -> MakeTrace:
-        settings = self.settings
-        if of_tangents and settings.recipe == SCALED:
-            settings = settings._replace(dtype=FLOAT32_DTYPE, recipe=None)
         make = functools.partial(
             AutocastTrace,
-            settings=settings,
+            settings=self.settings._replace(linear=of_tangents or self.settings.linear),
             effects=effects or self.effects,
             baked=self.baked or baked,
             prefix=self.path(),
@@ -154,7 +149,8 @@ class AutocastTrace(CastingTrace):
             action = action or self.action(op.primitive)
             if action is None or action.table is not Kind.DRAW:
                 args = self.as_traced(op.args, op.avals)
-                return op._replace(args=args, is_baked=True), action
+                baked = {"is_baked": True, "is_derived": not self.is_typed()}
+                return op._replace(args=args, **baked), action
             # What is drawn is not differentiated.
         args = narrowed(self, op.primitive, op.args, op.within)
         if args is op.args:
@@ -170,20 +166,8 @@ class AutocastTrace(CastingTrace):
     def decided(self, op: Op, action: Action | None) -> Action | None:
         action = action or self.action(op.primitive)
         check_precision(action, op.given)
-        if op.name not in PRODUCTS:
-            return action
-        action = for_product(op, action, self.is_derived(op))
-        if action is None or action.recipe is None:
-            return action
-        if self.settings.probe is not None:
-            return action._replace(recipe=None)
-        if action.recipe != SCALED:
-            action = with_float8(op, action, self.is_derived(op), self.settings.recipe)
-        return with_scale(op, action) if action.recipe == SCALED else action
-
-    def is_derived(self, op: Op) -> bool:
-        """Whether an op is part of a derivative."""
-        return op.is_baked and not self.is_typed()
+        is_product = op.name in PRODUCTS
+        return for_product(op, action, self.settings) if is_product else action
 
     def run(self, op: Op, action: Action) -> Result:
         """Runs an op that holds no function, as its rule says."""
@@ -196,10 +180,7 @@ class AutocastTrace(CastingTrace):
         if op.name == "convert_element_type":
             out = convert(self, op, action)
         elif op.name in PRODUCTS and action.recipe is not None:
-            if action.recipe == SCALED:
-                out = scaled_product(self, op, self.is_derived(op))
-            else:
-                out = float8_product(self, op, action.recipe)
+            out = action.recipe._run(self, op)
             if op.is_baked:
                 return as_without(self, out, op.args, op.params)
             self.remembered(op, op.args, op.params, out)

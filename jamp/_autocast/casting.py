@@ -88,7 +88,6 @@ class CastingTrace(_compat.Trace):
         self.baked, self.typed = baked, typed
         self.requires_low = parent.requires_low
         self.seen = retracing.seen_on(parent) if are_used() else None
-        self.recorder: Any = None  # of an eager op: see `tapes.py`
         # Flax NNX refuses to update a Variable on another trace than the one that made
         # it, and compares traces by this reference. Values are valid on both.
         self._weakref = parent._weakref
@@ -191,18 +190,11 @@ class CastingTrace(_compat.Trace):
             names = ("update_jaxpr", "update_consts")
             params = {k: v for k, v in params.items() if k not in names}
             return self.call(scatter, args, params)
-        if self.recorder is not None:
-            with set_current_trace(self.parent):
-                return self.recorder.bind(primitive, args, params)
         seen = self.seen if self.decide.knows(primitive) else None
         return retracing.run(self.parent, primitive.bind, args, params, seen)
 
     def call(self, function: Callable[..., Out], args: Values, params: Params) -> Out:
         """Runs a function of arrays on the trace below."""
-        if self.recorder is not None:
-            run = retracing.jitted(function, tuple(params.items()))
-            with set_current_trace(self.parent):
-                return self.recorder.run(run, args)
         return retracing.run(self.parent, function, args, params, self.seen)
 
     def cast(self, x: Value, dtype: np.dtype) -> Value:
@@ -216,8 +208,6 @@ class CastingTrace(_compat.Trace):
             with np.errstate(over="ignore"):  # a mask of -1e10 is -inf, as in JAX
                 return np.asarray(x, dtype)
         if (copy := self.kept(x, dtype)) is None:
-            if self.recorder is not None and self.recorder.casts(x, self.notes):
-                return self.cast_input(x, dtype)
             copy = self.call(lax.convert_element_type, [x], {"new_dtype": dtype})
             self.effects.touched = True
             widened = dtype == FLOAT32_DTYPE
@@ -238,16 +228,6 @@ class CastingTrace(_compat.Trace):
             return copy
         is_source = self.notes.copy(x, SOURCE) is not None  # `x` was made of the copy
         return copy if is_source or not isinstance(x, Tracer) else None
-
-    def cast_input(self, x: Value, dtype: np.dtype) -> Value:
-        """Casts an input of an op that is being recorded."""
-        recorder, self.recorder = self.recorder, None
-        try:
-            copy = self.cast(x, dtype)
-        finally:
-            self.recorder = recorder
-        recorder.cast(x, dtype, copy)
-        return copy
 
     def as_traced(self, args: Values, avals: Sequence[AbstractValue] | None) -> Values:
         """The values in the dtypes that they were traced with."""

@@ -27,10 +27,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jax.typing import ArrayLike
 
-from .._compat import ArrayImpl, array_dtype
+from .._compat import array_dtype
 from .._tree import HALVES
 
 # For each dimension "l" or "r", or "lr" for a new one of size 1. A merged one has the
@@ -107,31 +106,6 @@ class Notes:
     def copy(self, value: object, key: Hashable) -> Any:
         """The copy of `value` in a dtype, or another value made of it, or None."""
         return self._copies.get(value, {}).get(key)
-
-    def copies(self, value: object) -> dict[Hashable, object]:
-        """All copies of a value, by their keys."""
-        return self._copies.get(value, {})
-
-    def signature(self, x: object, places: dict[int, int], depth: int = 2) -> Hashable:
-        """What is known about an array, without the array; None if it is not simple.
-
-        Args:
-          places: a number for each array, so that the same array has the same number.
-        """
-        if type(x) is not ArrayImpl or depth < 0:
-            return None
-        kind, sharding = x.aval, x.sharding
-        if type(sharding) is not SingleDeviceSharding:
-            kind = kind, sharding
-        if id(x) not in self._notes.facts and id(x) not in self._copies.facts:
-            return kind
-        known = []
-        for key, copy in self.copies(x).items():
-            place = places.setdefault(id(copy), len(places))
-            if (signature := self.signature(copy, places, depth - 1)) is None:
-                return None
-            known.append((key, place, signature))
-        return kind, self[x], tuple(known)
 
     def remember(self, value: object, key: Hashable, copy: object) -> None:
         copies = self._copies.get(value, None)

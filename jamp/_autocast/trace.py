@@ -1,7 +1,6 @@
 """The trace that casts: what happens to one op inside an autocast region."""
 
 import functools
-import weakref
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from .custom_calls import custom_jvp, custom_vjp
 from .custom_equations import CUSTOM
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Settings, Values
 from .draws import check_drawn
-from .eager import Tapes, played
 from .left_alone import leave_alone
 from .made import is_filled
 from .moves import passed_on, product_sides
@@ -58,8 +56,6 @@ class AutocastTrace(CastingTrace):
     ):
         decide = Decider(settings, effects.hits, around)
         super().__init__(parent, settings, decide, effects, baked, prefix, typed)
-        self.has_tapes = _compat.is_eager(parent) and not baked
-        self.tapes = Tapes(settings, decide)
 
     def spawner(
         self,
@@ -77,22 +73,12 @@ class AutocastTrace(CastingTrace):
             typed=typed,
             around=self.around(),
         )
-        recorder = self.recorder and weakref.ref(self.recorder)
-
-        def spawn() -> AutocastTrace:
-            trace = make(_compat.current_trace())
-            if recorder is not None and trace.has_tapes:
-                trace.recorder = recorder()
-            trace.has_tapes = False
-            return trace
-
-        return spawn
+        return lambda: make(_compat.current_trace())
 
     # What JAX calls.
 
     def process_primitive(self, primitive, tracers, params, /):
-        op = Op(primitive, tracers, params)
-        return played(self, op) if self.has_tapes else self.apply(op)
+        return self.apply(Op(primitive, tracers, params))
 
     def process_call(self, primitive, fun, tracers, params, /):
         with self.current():

@@ -1,9 +1,8 @@
 """An op on its way through a region, and what is decided about it."""
 
 import enum
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from types import CodeType
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -208,32 +207,3 @@ class Settings(NamedTuple):
     probe: Hashable | None = None
     cached: bool = True  # a value is cast once, and not anew for each op
     linear: bool = False  # in code that is linear in tangents: they are not scaled
-
-
-class Decides(Protocol):
-    """What a trace asks about its ops."""
-
-    uses_paths: bool
-    refines: bool
-
-    def __call__(
-        self,
-        primitive: Primitive,
-        codes: tuple[CodeType, ...],
-        path: Callable[[], str],
-        source: str | None = None,
-    ) -> Action | None: ...
-
-    def inside(
-        self,
-        within: Action,
-        primitive: Primitive,
-        codes: tuple[CodeType, ...],
-        path: Callable[[], str],
-    ) -> Action: ...
-
-    def calling(self, codes: Callable[[], tuple[CodeType, ...]]) -> frozenset[int]: ...
-
-    def knows(self, primitive: Primitive) -> bool: ...
-
-    def lowers(self, primitive: Primitive, action: Action) -> bool: ...

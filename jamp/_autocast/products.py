@@ -23,6 +23,7 @@ from jax.extend.core import Primitive, set_current_trace
 
 from .._compat import array_dtype, source_codes
 from .._tree import HALVES
+from .call_stack import is_in_layer
 from .casting import CastingTrace
 from .decision import (
     FLOAT32_DTYPE,
@@ -35,7 +36,6 @@ from .decision import (
     Values,
 )
 from .ops import LOWER, PROMOTE
-from .sources import is_in_layer
 
 OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
 HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))

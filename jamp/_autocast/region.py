@@ -4,35 +4,9 @@
         h = model.apply(params, x)           # matrix products and convolutions: float16
         loss = jax.nn.log_softmax(h).mean()  # exp, sums, norms, losses: float32
 
-The mechanism
--------------
-Whenever JAX code runs, some *trace* is current, and each op goes to it: `jax.jit`'s
-writes an equation, `jax.grad`'s records how to differentiate, and the outermost trace
-computes.
-A region puts an `AutocastTrace` (`trace.py`) on top of the trace that is current. It
-casts the inputs of an op and hands it to the trace below. Values are not wrapped, so
-Python sees real dtypes: after a matrix product `h.dtype` is float16, as in torch.
-
-Differentiation happens below, on ops that are already cast. So the backward pass of a
-float16 product consists of float16 products, and the gradient of a cast is a cast:
-gradients have the dtypes of the parameters.
-
-A jitted function, a `scan` or a `remat` was traced before the region sees it: it
-arrives as one op with a jaxpr inside, made for float32. It is evaluated again, op by
-op, on a new autocast trace, into a new jaxpr that is kept (`nested.py`). Custom
-derivative rules run under an autocast trace whenever JAX calls them (`custom.py`).
-
-Which rule wins
----------------
-1. Code that makes parameters is left alone.
-2. The innermost region. Each region marks its ops in JAX's name stack, which survives
-   jit, grad and vmap, so that an outer region knows what an inner one has decided.
-3. The user's `rules`, in their order.
-4. Functions that torch treats as one op: softmax, gelu, LayerNorm (`ops.py`). JAX
-   records for each op which Python functions it comes from; the outermost wins.
-5. Primitives: *lower*, *float32*, *promote* or *keep*, from the same tables.
-
-There are some refinements:
+`docs/how-it-works.md` says how that is done and which rule wins, and
+`docs/sharp-edges.md` what to expect at the edges. Beyond the tables of `ops.py`, there
+are refinements:
 
 - A layer's bias (`bias.py`). A sum of a half-precision product and a value that
   was broadcast along all the dimensions of one operand stays in half precision, where
@@ -46,32 +20,8 @@ There are some refinements:
   contract nothing, and those whose call says `precision=HIGHEST`.
 - Products that qualify for a recipe: in float8 (`float8.py`), or in float16 with scaled
   cotangents (`scaled_float16.py`).
-- Draws (`draws.py`) are made in float32, and functions that read the dtype of their
+- Draws (`sampling.py`) are made in float32, and functions that read the dtype of their
   input in Python (`refused.py`) refuse half precision.
-
-Sharp edges
------------
-- The forward pass belongs in the region, the differentiation around it. With `jax.grad`
-  inside, each op computes in the same dtype but returns the dtype that it would have
-  without autocast: gradients are right, but activations take float32's memory.
-- Inside a function that was jitted, scanned or rematerialized in the region, Python
-  runs before the casts: it sees float32, and `x.astype(jnp.float32)` has no effect. To
-  keep a part in float32 there, put it under `autocast(enabled=False)`, or write a rule.
-- A carry of `scan` and `while_loop` keeps the dtype that it starts with. If it starts
-  in half precision and comes back in float32, JAX raises a TypeError, as it does for
-  branches of `cond` that differ: start from float32, or `jax.jit` the model inside the
-  region.
-- The result of a BatchNorm reports float32, although ops outside get half precision.
-  `rules={nn.BatchNorm: None}` keeps it float32.
-- A plain `x @ w + b` is a layer with a bias if `b` has fewer dimensions. A bias that
-  differs by a batch dimension of the product (an ensemble's, an expert's) is not
-  recognized, and the sum is float32.
-- `jax.numpy_dtype_promotion("strict")` forbids the mixed dtypes that autocast makes.
-- Kernels (`pallas_call`), callbacks, exported functions, custom solvers and the
-  primitives of other libraries are left alone.
-- Code under `jax.ensure_compile_time_eval` leaves the region.
-- An eager region keeps half-precision copies of what it has cast for as long as the
-  originals live, at most to its end.
 """
 
 import contextlib
@@ -99,9 +49,9 @@ from .arguments import (
     region_dtype,
     without_device,
 )
+from .call_stack import mark
 from .casting import OBSERVED, PROBE, REGION, Effects
 from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
-from .stack import mark
 from .trace import AutocastTrace
 from .user_rules import Rules, check_all_used, compile_rules
 

@@ -7,12 +7,12 @@ from types import CodeType
 
 from jax.extend.core import Primitive
 
+from .call_stack import resolve
 from .decision import FLOAT32_DTYPE, Action, Hit, Reason, Recipe, Settings, Source
 from .keys import Function, source_of
 from .libraries import MODULES, Places, of_library
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from .paths import PathPattern
-from .sources import resolve
 from .traits import PRODUCTS, UPDATES
 
 

@@ -1,6 +1,5 @@
 """The trace that casts: what happens to one op inside an autocast region."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,30 +7,22 @@ import jax
 from .. import _compat
 from .._compat import array_dtype
 from .bias import mark_results, narrowed, with_bias
-from .casting import CastingTrace, Effects, MakeTrace, Scope
-from .conversion import convert
-from .custom import bind_shard_map
-from .custom_calls import custom_jvp, custom_vjp
-from .custom_equations import CUSTOM
-from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Settings, Values
-from .draws import check_drawn
-from .left_alone import leave_alone
-from .made import is_filled
-from .moves import passed_on, product_sides
-from .nested import NESTED, Rule
-from .notes import Note
+from .casting import CastingTrace, Scope
+from .conversion import convert, is_filled
+from .custom import CUSTOM, bind_shard_map, custom_jvp, custom_vjp
+from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Values
+from .input_casts import as_without, prepared, widens
+from .nested import NESTED, Rule, leave_alone
+from .notes import Note, passed_on, product_sides
 from .ops import PRIMITIVES
-from .preparing import as_without, prepared, widens
 from .products import for_product, is_wide, wide_product
 from .refused import check_precision
-from .rules import Decider
+from .sampling import check_drawn
 from .scatters import summed
-from .thunks import THUNKS
 from .traits import FOLLOWED, GATHERING, PRODUCTS, UNMOVED
-from .writes import WRITES
 
 # For primitives that are not in a table.
-RULES: dict[str, Rule] = NESTED | CUSTOM | THUNKS | WRITES
+RULES: dict[str, Rule] = NESTED | CUSTOM
 
 
 class AutocastTrace(CastingTrace):
@@ -43,37 +34,6 @@ class AutocastTrace(CastingTrace):
     is known about the result? An op that holds functions leaves after the first stage,
     for its own rule in `RULES`.
     """
-
-    def __init__(
-        self,
-        parent: _compat.Trace,
-        settings: Settings,
-        effects: Effects,
-        baked: bool = False,
-        prefix: str = "",
-        typed: bool = False,
-        around: frozenset[int] = frozenset(),
-    ):
-        decide = Decider(settings, effects.hits, around)
-        super().__init__(parent, settings, decide, effects, baked, prefix, typed)
-
-    def spawner(
-        self,
-        baked: bool = False,
-        effects: Effects | None = None,
-        typed: bool = False,
-        of_tangents: bool = False,
-    ) -> MakeTrace:
-        make = functools.partial(
-            AutocastTrace,
-            settings=self.settings._replace(linear=of_tangents or self.settings.linear),
-            effects=effects or self.effects,
-            baked=self.baked or baked,
-            prefix=self.path(),
-            typed=typed,
-            around=self.around(),
-        )
-        return lambda: make(_compat.current_trace())
 
     # What JAX calls.
 

@@ -8,12 +8,12 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from .._checks import as_dtype, shown
+from .call_stack import code_of
 from .decision import CASTABLE, Action, Hit, Reason, Recipe, Source, UserRule
 from .float8 import as_recipe
 from .keys import function_of, problem_with
 from .ops import KEEP
 from .paths import PathPattern
-from .sources import code_of
 
 BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 import jamp
-from jamp._autocast.caches import without_caches
+from jamp._autocast.retracing import without_caches
 
 Step = tuple[Any, ...]
 Row = tuple[str, str, bytes] | str

@@ -5,7 +5,7 @@
     python -m benchmarks.gpu_scaled --models mlp --widths 1024
 
 As in `benchmarks.gpu_programs`, nothing runs. Rows are training steps in plain float16
-and with `recipe="scaled"`, both without a loss scale. "ops" counts StableHLO ops, and
+and in scaled float16, both without a loss scale. "ops" counts StableHLO ops, and
 ratios are to plain float16. Matrix products are cuBLAS's.
 """
 
@@ -27,8 +27,10 @@ def regions():
 
     import jamp
 
-    plain = functools.partial(jamp.autocast, jnp.float16)
-    return {PLAIN: plain, "scaled float16": functools.partial(plain, recipe="scaled")}
+    dtypes = {PLAIN: jnp.float16, "scaled float16": jamp.ScaledFloat16()}
+    return {
+        row: functools.partial(jamp.autocast, dtype) for row, dtype in dtypes.items()
+    }
 
 
 def models(args):

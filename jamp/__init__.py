@@ -13,13 +13,15 @@ try:
     from ._autocast.region import get_autocast_dtype as get_autocast_dtype
     from ._autocast.region import is_autocast_enabled as is_autocast_enabled
 
+    # Recipes: other ways to run the matrix products of a region
+    from ._autocast.float8 import Float8 as Float8
+    from ._autocast.scaled_float16 import ScaledFloat16 as ScaledFloat16
+
     _import("._policy.compute_dtype", __name__)  # a context of JAX
 except Exception as _error:  # JAX's internals moved; the rest of jamp works without
     _names = "autocast", "get_autocast_dtype", "is_autocast_enabled"
-    globals().update(_stand_ins(__name__, _error, *_names))
-
-# float8: how the matrix products of a region are quantized
-from ._autocast.float8 import Float8 as Float8
+    _recipes = "Float8", "ScaledFloat16"
+    globals().update(_stand_ins(__name__, _error, *_names, *_recipes))
 
 # Loss scaling and float16 parameters in optax
 from ._scaling.wrapper import dynamic_loss_scale as dynamic_loss_scale

@@ -17,10 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import (
-    array,
     config,
     core,
-    dispatch,
     source_info_util,
     traceback_util,
     xla_metadata_lib,
@@ -34,8 +32,6 @@ from jax.typing import ArrayLike
 Trace = core.Trace
 AbstractValue = core.AbstractValue
 Primitive = core.Primitive
-ArrayImpl = array.ArrayImpl
-trace_context = config.trace_context  # all settings of JAX that a program depends on
 user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
@@ -86,33 +82,6 @@ def is_differentiated_once(trace: Trace) -> bool:
 def is_eager(trace: Trace) -> bool:
     """Whether ops on a trace are computed at once."""
     return isinstance(trace, core.EvalTrace)
-
-
-def runs_plainly() -> bool:
-    """Whether eager ops run as plain programs, without JAX's debugging checks."""
-    looks = config.debug_nans, config.debug_infs, config.debug_key_reuse
-    return not any(flag.value for flag in (*looks, config.disable_jit))
-
-
-def eager_function(
-    primitive: Primitive, params: Mapping[str, object]
-) -> Callable | None:
-    """The program that JAX runs for an eager op, or None if it does not run one."""
-    if getattr(primitive.impl, "func", None) is not dispatch.apply_primitive:
-        return None
-    return dispatch.xla_primitive_callable(primitive, **params)
-
-
-def is_plain_jit(params: Mapping[str, Any]) -> bool:
-    """Whether a jitted function is called without options about where and how."""
-    shardings = (*params["in_shardings"], *params["out_shardings"])
-    wishes: list[Any] = [type(s).__name__ != "UnspecifiedValue" for s in shardings]
-    wishes += [params["keep_unused"], params["compiler_options_kvs"]]
-    wishes += [*params["in_layouts"], *params["out_layouts"]]
-    wishes += params["donated_invars"]
-    jaxpr = params["jaxpr"]
-    is_high = getattr(getattr(jaxpr, "jaxpr", jaxpr), "is_high", False)
-    return params["ctx_mesh"].empty and not (any(wishes) or jaxpr.effects or is_high)
 
 
 def cotangent_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:

@@ -50,8 +50,8 @@ class Fault(NamedTuple):
 
 
 _RULE = "_scaling/rule.py"
-_FLOAT8 = "_autocast/float8_arithmetic.py"
-_FLOAT8_GRADIENTS = "_autocast/float8_derivative.py"
+_FLOAT8 = "_autocast/low_precision.py"
+_FLOAT8_GRADIENTS = "_autocast/float8.py"
 FAULTS = (
     Fault(
         "the scale grows one step late",
@@ -173,7 +173,7 @@ FAULTS = (
     Fault(
         "gradients are cast to E4M3 where it should be E5M2",
         _FLOAT8_GRADIENTS,
-        "dtype = E4M3 if product.is_rowwise else E5M2",
+        "dtype = E4M3 if self.is_rowwise else E5M2",
         "dtype = E4M3",
         "float8",
         "product: tensorwise, whole numbers",
@@ -181,7 +181,7 @@ FAULTS = (
     Fault(
         "a product's gradients have one scale for an array, not for rows",
         _FLOAT8_GRADIENTS,
-        'return self.free(side) if self.recipe == "rowwise" else None',
+        'return self.over[side].free if self.recipe == "rowwise" else None',
         "return None",
         "float8",
         "product: rowwise, outliers, 96x192x128, seed 4",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jamp
-from jamp._autocast.float8_arithmetic import quantized
+from jamp._autocast.low_precision import quantized
 
 from .float8_cases import FORMATS, Casts, Product
 

@@ -18,7 +18,7 @@ SCALES = 2.0 ** np.arange(-8, 60)  # factors for the loss
 WRONG = 0.05
 
 REGIONS: dict[str, dict[str, Any]] = {
-    "scaled float16": {"dtype": jnp.float16, "recipe": "scaled"},
+    "scaled float16": {"dtype": jamp.ScaledFloat16()},
     "bfloat16": {"dtype": jnp.bfloat16},
     "float16": {"dtype": jnp.float16},
 }

@@ -193,15 +193,9 @@ jamp.autocast
   jamp.autocast(loss_fn)
     ValueError: dtype
     > Write `jamp.autocast(jnp.float16)(loss_fn)`.
-  jamp.autocast(jnp.float16, recipe="rowwise")
-    ValueError: recipe
+  jamp.autocast("rowwise")
+    ValueError: dtype
     > Write `jamp.autocast(jamp.Float8("rowwise"))`.
-  jamp.autocast(jnp.bfloat16, recipe="scaled")
-    ValueError: dtype
-    > Write `jamp.autocast(jnp.float16, recipe="scaled")`. bfloat16 needs no scale.
-  jamp.autocast("float8", recipe="scaled")
-    ValueError: dtype
-    > Write `jamp.autocast("float8")`.
   jamp.autocast(enabled="False")
     TypeError: enabled
     > Convert it to a bool: the string `"False"` is true in Python.

@@ -79,7 +79,7 @@ def compiled(function, *args, gemm, **options):
 
 @compiles_for_a_gpu
 def test_scaled_products_are_cublas_products_of_float16_with_float32_results():
-    within = functools.partial(jamp.autocast, jnp.float16, recipe="scaled")
+    within = functools.partial(jamp.autocast, jamp.ScaledFloat16())
     loss = lambda x, w: jnp.mean(within()(jnp.matmul)(x, w) ** 2)
     text = compiled(jax.grad(loss, (0, 1)), X, W, gemm="cuBLAS")
     instructions = hlo.parse(text)["ENTRY"]

@@ -232,7 +232,7 @@ def test_flax_is_known_when_it_comes(order, run):
 def test_flax_that_is_imported_inside_a_region_is_known_there(run):
     run("""
 import jamp
-def sums(x, y):  # one line, whose tape is kept
+def sums(x, y):
     return x @ y + x[:1]
 with jamp.autocast(dtype=jnp.bfloat16):
     x = jnp.ones((4, 4))

@@ -6,10 +6,10 @@ inputs are cast (`preparing`, `casting`), and it is bound on the trace below. An
 holds jaxprs or Python functions goes to `nested`, `thunks`, `custom_calls`,
 `custom_equations` or `writes`, and comes back to the trace, op by op (`rewriting`).
 `notes` remember what a value was made of, for `bias`, `conversion` and `moves`;
-`products`, `draws`, `refused` and `left_alone` handle ops of these kinds.
-`float8_products` chooses the products that run in `float8`, `float8_arithmetic` has
-their numbers, and `float8_derivative` their gradients. `scaled` has the float16
-products whose cotangents are scaled.
+`products`, `draws`, `refused` and `left_alone` handle ops of these kinds. A recipe
+(`float8`, `scaled_float16`) says which products it takes, and runs them: over one
+description of their dimensions (`contraction`), with numbers that have a scale
+(`low_precision`), and with a derivative of their own (`derivatives`).
 
 May import: `_checks`, `_tree`, `_compat`.
 """

@@ -11,23 +11,16 @@ from jax.typing import DTypeLike
 
 from .._checks import as_dtype, brief
 from .._tree import HALVES
-from .decision import CASTABLE, SCALED, Dtypes
-from .float8 import Float8, as_float8
+from .decision import CASTABLE, Dtypes, Recipe
+from .float8 import as_recipe
 
 BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16 (or \
-"float8", or a jamp.Float8).
+"float8", a jamp.Float8 or a jamp.ScaledFloat16).
 autocast takes no device: write `with jamp.autocast(dtype=jnp.float16):`. To run in \
 float32, write `enabled=False`."""
 
 NO_DEVICE = """autocast takes no device: write `with \
 jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs."""
-
-BAD_RECIPE = """autocast(recipe={}): the recipe must be "scaled", for float16. A \
-float8 recipe goes into the dtype: `jamp.autocast(jamp.Float8("rowwise"))`."""
-
-NOT_SCALED = """autocast(dtype={}, recipe="scaled"): the dtype must be float16, \
-because the scales are for its range: write `jamp.autocast(jnp.float16, \
-recipe="scaled")`. bfloat16 has the range of float32, and float8 has its own scales."""
 
 BAD_INPUTS = """autocast(cast_inputs={}): the dtype must be float16, bfloat16 or \
 float32."""
@@ -55,21 +48,14 @@ def default_dtype() -> np.dtype:
 
 
 def region_dtype(
-    value: DTypeLike | Float8 | None, enabled: bool, recipe: str | None
-) -> tuple[np.dtype, str | None]:
+    value: DTypeLike | Recipe | None, enabled: bool
+) -> tuple[np.dtype, Recipe | None]:
     """The dtype of a region, and the recipe of its products."""
-    if recipe is not None and not (isinstance(recipe, str) and recipe == SCALED):
-        raise ValueError(BAD_RECIPE.format(brief(recipe)))
-    if (float8 := as_float8(value)) is not None:
-        dtype, found = jnp.dtype("bfloat16"), float8.recipe
-    else:
-        allowed = CASTABLE if enabled is False else HALVES
-        dtype = default_dtype() if value is None else value
-        dtype, found = dtype_argument(dtype, allowed, BAD_DTYPE), recipe
-    if recipe is not None and dtype != jnp.float16:
-        name = brief(value) if float8 else repr(str(dtype))
-        raise ValueError(NOT_SCALED.format(name))
-    return dtype, found
+    if (recipe := as_recipe(value)) is not None:
+        return recipe.dtype, recipe
+    allowed = CASTABLE if enabled is False else HALVES
+    dtype = default_dtype() if value is None else value
+    return dtype_argument(dtype, allowed, BAD_DTYPE), None
 
 
 def dtype_argument(value: object, allowed: Dtypes, message: str) -> np.dtype:

@@ -37,10 +37,10 @@ from jax.extend.core import Primitive
 from .. import _compat
 from .._compat import array_dtype
 from .._tree import HALVES
+from .call_stack import is_in_layer
 from .casting import CastingTrace
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value, Values
 from .notes import Sides, fits
-from .sources import is_in_layer
 from .traits import OVER_AXES
 
 # The fewest elements, of one round and of all rounds, for which a loop saved time when

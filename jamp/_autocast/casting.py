@@ -1,6 +1,7 @@
 """The part of an autocast trace that rules use: casts, binding, and what it knows."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +15,11 @@ from .. import _compat
 from .._compat import array_dtype
 from .._tree import HALVES
 from . import retracing
-from .caches import are_used
+from .call_stack import is_jamps, marks_in, written
 from .decision import (
     CASTABLE,
     FLOAT32_DTYPE,
     Action,
-    Decides,
     Hit,
     Op,
     Out,
@@ -30,7 +30,7 @@ from .decision import (
     Values,
 )
 from .notes import SOURCE, Notes, unrounded
-from .stack import is_jamps, marks_in, written
+from .rules import Decider
 
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
 SCATTERS = {  # how they combine two numbers is recorded in the dtype of the numbers
@@ -77,18 +77,17 @@ class CastingTrace(_compat.Trace):
         self,
         parent: _compat.Trace,
         settings: Settings,
-        decide: Decides,
         effects: Effects,
         baked: bool = False,
         prefix: str = "",
         typed: bool = False,
+        around: frozenset[int] = frozenset(),
     ):
         super().__init__()
         self.parent, self.settings = parent, settings
         self.baked, self.typed = baked, typed
         self.requires_low = parent.requires_low
-        self.seen = retracing.seen_on(parent) if are_used() else None
-        self.recorder: Any = None  # of an eager op: see `tapes.py`
+        self.seen = retracing.seen_on(parent) if retracing.CACHED.value else None
         # Flax NNX refuses to update a Variable on another trace than the one that made
         # it, and compares traces by this reference. Values are valid on both.
         self._weakref = parent._weakref
@@ -96,7 +95,7 @@ class CastingTrace(_compat.Trace):
         self.effects = effects
         self.scopes = _compat.scopes()  # those around the code that runs on this trace
         self.last_stack, self.last_scope = None, Scope(False, False)
-        self.decide = decide
+        self.decide = Decider(settings, effects.hits, around)
         self.notes = Notes()
 
     def apply(self, op: Op) -> Result:
@@ -119,7 +118,16 @@ class CastingTrace(_compat.Trace):
           of_tangents: for code that is linear in tangents and must stay so: no number
             is divided by its own size.
         """
-        raise NotImplementedError
+        make = functools.partial(
+            type(self),
+            settings=self.settings._replace(linear=of_tangents or self.settings.linear),
+            effects=effects or self.effects,
+            baked=self.baked or baked,
+            prefix=self.path(),
+            typed=typed,
+            around=self.around(),
+        )
+        return lambda: make(_compat.current_trace())
 
     def as_typed(self) -> "CastingTrace":
         """The same trace for code whose dtypes JAX has fixed."""
@@ -191,18 +199,11 @@ class CastingTrace(_compat.Trace):
             names = ("update_jaxpr", "update_consts")
             params = {k: v for k, v in params.items() if k not in names}
             return self.call(scatter, args, params)
-        if self.recorder is not None:
-            with set_current_trace(self.parent):
-                return self.recorder.bind(primitive, args, params)
         seen = self.seen if self.decide.knows(primitive) else None
         return retracing.run(self.parent, primitive.bind, args, params, seen)
 
     def call(self, function: Callable[..., Out], args: Values, params: Params) -> Out:
         """Runs a function of arrays on the trace below."""
-        if self.recorder is not None:
-            run = retracing.jitted(function, tuple(params.items()))
-            with set_current_trace(self.parent):
-                return self.recorder.run(run, args)
         return retracing.run(self.parent, function, args, params, self.seen)
 
     def cast(self, x: Value, dtype: np.dtype) -> Value:
@@ -216,8 +217,6 @@ class CastingTrace(_compat.Trace):
             with np.errstate(over="ignore"):  # a mask of -1e10 is -inf, as in JAX
                 return np.asarray(x, dtype)
         if (copy := self.kept(x, dtype)) is None:
-            if self.recorder is not None and self.recorder.casts(x, self.notes):
-                return self.cast_input(x, dtype)
             copy = self.call(lax.convert_element_type, [x], {"new_dtype": dtype})
             self.effects.touched = True
             widened = dtype == FLOAT32_DTYPE
@@ -238,16 +237,6 @@ class CastingTrace(_compat.Trace):
             return copy
         is_source = self.notes.copy(x, SOURCE) is not None  # `x` was made of the copy
         return copy if is_source or not isinstance(x, Tracer) else None
-
-    def cast_input(self, x: Value, dtype: np.dtype) -> Value:
-        """Casts an input of an op that is being recorded."""
-        recorder, self.recorder = self.recorder, None
-        try:
-            copy = self.cast(x, dtype)
-        finally:
-            self.recorder = recorder
-        recorder.cast(x, dtype, copy)
-        return copy
 
     def as_traced(self, args: Values, avals: Sequence[AbstractValue] | None) -> Values:
         """The values in the dtypes that they were traced with."""

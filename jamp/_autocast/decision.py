@@ -1,10 +1,10 @@
 """An op on its way through a region, and what is decided about it."""
 
 import enum
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from types import CodeType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
@@ -15,8 +15,6 @@ from .._tree import HALVES
 
 FLOAT32_DTYPE = jnp.dtype("float32")
 CASTABLE = (*HALVES, FLOAT32_DTYPE)
-SCALED = "scaled"  # the recipe of float16 whose cotangents are scaled: see `scaled.py`
-SCALED_NOTE = "scaled float16"
 
 Dtypes = Sequence[np.dtype | None]
 Params = dict[str, Any]  # of a primitive
@@ -45,7 +43,7 @@ class Reason(NamedTuple):
     kind: str  # the table's word ("lower", "float32", ...), "policy" or "rules"
     source: Source
     name: str = ""  # of the primitive, the function, or what the user wrote
-    note: str = ""  # of a product: its recipe, or why it is not in float8
+    note: str = ""  # of a product: its recipe, or why it does not qualify for one
 
     def __str__(self) -> str:
         text = f"{self.kind} {self.name}" if self.name else self.kind
@@ -111,7 +109,7 @@ class Action(NamedTuple):
     marks: bool = False  # its results are half precision outside of the function
     why: Reason = Reason("", Source.JAMP)  # empty: no reason is given
     table: Kind | None = None  # what the row of a function says, for all ops inside
-    recipe: str | None = None  # of products: of float8 if they qualify, or SCALED
+    recipe: "Recipe | None" = None  # of a product that is lowered, if it qualifies
 
 
 class Op(NamedTuple):
@@ -128,6 +126,7 @@ class Op(NamedTuple):
     avals: Sequence[AbstractValue] | None = None
     within: Action | None = None  # for all ops of the function that it is part of
     is_baked: bool = False  # of code whose dtypes are fixed: a derivative, its function
+    is_derived: bool = False  # part of a derivative, and perhaps given a cotangent
 
     @property
     def name(self) -> str:
@@ -137,6 +136,33 @@ class Op(NamedTuple):
     def given(self) -> Sequence[Value | AbstractValue]:
         """The inputs, or their abstract values, in the dtypes that Python saw."""
         return self.avals or self.args
+
+
+class Recipe:
+    """A way to run the products that a region lowers: its `dtype`, or a rule's value.
+
+    Equal recipes are equal, and have equal hashes. They are public, and what only
+    autocast asks of them has an underscore.
+    """
+
+    name: ClassVar[str]  # in reports and messages
+    dtype: ClassVar[np.dtype]  # of a region: what runs without the recipe is cast to it
+    products: ClassVar[frozenset[str]]  # the primitives that may run in it
+    # Whether all results are float32, and what is computed from them stays float32.
+    is_wide: ClassVar[bool]
+
+    @property
+    def _note(self) -> str:
+        """What reports say of a product that runs in it."""
+        return self.name
+
+    def _problem(self, op: Op) -> str:
+        """Why a product does not qualify, or ""."""
+        raise NotImplementedError
+
+    def _run(self, trace: Any, op: Op) -> jax.Array:
+        """Runs a product that qualifies, with the derivative that belongs to it."""
+        raise NotImplementedError
 
 
 class UserRule(NamedTuple):
@@ -151,7 +177,7 @@ class Hit(NamedTuple):
     """One of the user's rules matched an op: by their places in the table."""
 
     rule: int
-    by: int | None  # which rule decided; None: this asks for float8, of no product
+    by: int | None  # which rule decided; None: this one has a recipe, for no product
 
 
 class UserRules(tuple[UserRule, ...]):
@@ -171,7 +197,7 @@ class Settings(NamedTuple):
     """What a region was asked for. Hashable: jitted functions are cached by it."""
 
     dtype: np.dtype
-    recipe: str | None = None  # of products: of float8 if they qualify, or SCALED
+    recipe: Recipe | None = None
     rules: tuple[UserRule, ...] = ()
     depth: int = 0  # how many other regions it is in
     listed: bool = True  # False under a policy: only the rules decide
@@ -180,32 +206,4 @@ class Settings(NamedTuple):
     # the result. The region then runs in float32.
     probe: Hashable | None = None
     cached: bool = True  # a value is cast once, and not anew for each op
-
-
-class Decides(Protocol):
-    """What a trace asks about its ops."""
-
-    uses_paths: bool
-    refines: bool
-
-    def __call__(
-        self,
-        primitive: Primitive,
-        codes: tuple[CodeType, ...],
-        path: Callable[[], str],
-        source: str | None = None,
-    ) -> Action | None: ...
-
-    def inside(
-        self,
-        within: Action,
-        primitive: Primitive,
-        codes: tuple[CodeType, ...],
-        path: Callable[[], str],
-    ) -> Action: ...
-
-    def calling(self, codes: Callable[[], tuple[CodeType, ...]]) -> frozenset[int]: ...
-
-    def knows(self, primitive: Primitive) -> bool: ...
-
-    def lowers(self, primitive: Primitive, action: Action) -> bool: ...
+    linear: bool = False  # in code that is linear in tangents: they are not scaled

@@ -1,23 +1,43 @@
-"""The recipes of float8: their formats, and how many scales they use."""
+"""Matrix products in float8, forward and backward: which ones, and by which recipe.
+
+The residuals are float8 values and their scales (`rowwise_with_gw_hp` keeps the input
+in half precision).
+"""
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from .. import _compat
 from .._checks import brief
+from .._compat import array_dtype
+from .casting import CastingTrace, dtypes_of
+from .contraction import Contraction
+from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
+from .derivatives import Given, Inputs, Product, copied, run
+from .low_precision import E4M3, E5M2, Axes, Scaled, multiplied, quantized
+from .products import is_own
+from .rules import codes_at, loaded
 
-E4M3 = jnp.dtype("float8_e4m3fn")
-E5M2 = jnp.dtype("float8_e5m2")
-FORMATS = (E4M3, E5M2)
-NAME = "float8"  # what stands for `Float8()`
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+# Layers whose weight is the left operand; in other layers it is the right one.
+WEIGHT_ON_THE_LEFT = ("equinox.nn.Linear.__call__",)
+MULTIPLE = 16  # each size must be a multiple of it
+NOT_A_CONTRACTION = {
+    "conv_general_dilated": "a convolution",
+    "ragged_dot_general": "ragged",
+}
 
 BAD_RECIPE = "Float8(recipe={}): the recipe must be {}."
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8:
+class Float8(Recipe):
     """How matrix products run in float8: for `autocast`, or as a value of its rules.
 
     A product's inputs are quantized when it runs, each by the power of two that its
@@ -53,24 +73,191 @@ class Float8:
 
     recipe: str = "tensorwise"
 
+    name = "float8"
+    dtype = jnp.dtype("bfloat16")
+    products = frozenset({"dot_general"})
+    is_wide = False
+
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             names = ", ".join(map(repr, RECIPES[:-1]))
             allowed = f"{names} or {RECIPES[-1]!r}"
             raise ValueError(BAD_RECIPE.format(brief(self.recipe), allowed))
 
+    @property
+    def _note(self) -> str:
+        return f"{self.name} {self.recipe}"
 
-def as_float8(value: object) -> Float8 | None:
+    def _problem(self, op: Op) -> str:
+        return "in a derivative" if op.is_derived else unfit(op)
+
+    def _run(self, trace: CastingTrace, op: Op) -> jax.Array:
+        half, region = trace.settings.dtype, trace.settings.recipe
+        product = product_for(op, half, self.recipe)
+        if region is not None and region.is_wide:  # nothing is in float16
+            half = self.dtype
+            product = dataclasses.replace(product, half=half, out=FLOAT32_DTYPE)
+        copy = functools.partial(copied, trace, dtype=E4M3)
+        lower = lambda x: Scaled(trace.cast(x, half))
+        has_gradient = _compat.is_differentiated_once(trace.parent)
+        left, right = op.args
+        inputs = product.inputs(left, right, copy, lower if has_gradient else None)
+        return run(trace, op, product, inputs)
+
+
+def as_recipe(value: object) -> Recipe | None:
     """The recipe that a user's value stands for, or None if it is something else."""
-    if isinstance(value, Float8):
-        return value
-    return Float8() if isinstance(value, str) and value == NAME else None
+    if isinstance(value, str) and value == Float8.name:
+        return Float8()
+    return value if isinstance(value, Recipe) else None
 
 
-def is_float8(dtype: np.dtype | None) -> bool:
-    """Whether a dtype has one byte and a fraction.
+def unfit(op: Op) -> str:
+    """Why a product cannot run in float8, or ""."""
+    if op.name in NOT_A_CONTRACTION:
+        return NOT_A_CONTRACTION[op.name]
+    over = dimensions_of(op)
+    if over.left.batch:
+        return "batch dimensions"
+    if len(over.left.contracted) != 1:
+        return f"{len(over.left.contracted)} contracted dimensions"
+    dtypes = [array_dtype(x) for x in op.args]
+    others = [str(dtype) for dtype in dtypes if dtype not in CASTABLE]
+    if others:
+        return f"{others[0]} input"
+    preferred = op.params.get("preferred_element_type")
+    if preferred is not None and preferred not in CASTABLE:
+        return f"{preferred} result"
+    if is_own(op.params.get("precision")):
+        return "its own precision"
+    _, *sizes = over.sizes(*map(np.shape, op.args))
+    odd = [n for n in sizes if n == 0 or n % MULTIPLE]
+    return f"{'x'.join(map(str, sizes))}, not multiples of {MULTIPLE}" if odd else ""
 
-    >>> is_float8(jnp.dtype(jnp.float8_e4m3fnuz)), is_float8(jnp.dtype(jnp.int8))
-    (True, False)
+
+def dimensions_of(op: Op) -> Contraction:
+    """Those of a `dot_general`."""
+    return Contraction.of(op.params["dimension_numbers"], map(np.ndim, op.args))
+
+
+def weight_of() -> int:
+    """Which input of the product that is called here is the weight.
+
+    The right one, as in `x @ w`; the left one in a layer that says so.
     """
-    return dtype is not None and dtype.itemsize == 1 and dtype.name.startswith("float8")
+    left = codes_at(WEIGHT_ON_THE_LEFT, loaded())
+    return 1 if left.keys().isdisjoint(map(id, _compat.source_codes())) else 0
+
+
+def asked_for(op: Op, half: np.dtype) -> np.dtype:
+    """The dtype of the result: half precision, or float32 if the call asks for it."""
+    given = [*(array_dtype(x) for x in op.args), *dtypes_of(op.avals or ())]
+    preferred = op.params.get("preferred_element_type")
+    wide = preferred == FLOAT32_DTYPE and FLOAT32_DTYPE not in given
+    return FLOAT32_DTYPE if wide else half
+
+
+def product_for(op: Op, half: np.dtype, recipe: str) -> "Float8Product":
+    """The float8 form of a product that qualifies."""
+    weight = weight_of() if recipe == "rowwise_with_gw_hp" else 1
+    out = asked_for(op, half)
+    return Float8Product.of(op, out, half, dimensions_of(op), recipe, weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Product(Product):
+    """A product of float8 inputs, with gradients from float8 too."""
+
+    over: Contraction
+    recipe: str
+    weight: int  # which input is the weight: 0 or 1
+
+    name = "float8 product"
+
+    @property
+    def is_rowwise(self) -> bool:
+        return self.recipe != "tensorwise"
+
+    def shared(self, side: int) -> Axes:
+        """The axes of an input that share a scale in the product itself."""
+        return self.over[side].contracted if self.is_rowwise else None
+
+    def kept(self, side: int) -> Axes:
+        """The axes that share a scale in the gradient of the other input."""
+        return self.over[side].free if self.recipe == "rowwise" else None
+
+    def is_kept_in_half(self, side: int) -> bool:
+        return self.recipe == "rowwise_with_gw_hp" and side != self.weight
+
+    def inputs(
+        self,
+        left: Value,
+        right: Value,
+        quantize: Callable[..., Scaled],
+        lower: Callable[[Value], Scaled] | None,
+    ) -> Inputs:
+        """What the product is computed from.
+
+        Args:
+          quantize: makes the float8 copy of a value, with a scale along some `axes`.
+          lower: makes one in half precision; None: no gradient is taken in float8.
+        """
+
+        def for_gradients(side: int, x: Value) -> Scaled:
+            if lower is not None and self.is_kept_in_half(side):
+                return lower(x)
+            return quantize(x, axes=self.kept(side))
+
+        kept = ()
+        if self.is_rowwise and lower is not None:
+            kept = for_gradients(0, left), for_gradients(1, right)
+        shared = [self.shared(side) for side in (0, 1)]
+        pair = quantize(left, axes=shared[0]), quantize(right, axes=shared[1])
+        return Inputs(pair, kept)
+
+    def forward(self, inputs: Inputs) -> jax.Array:
+        params = {n: v for n, v in self.params if n in ("precision", "out_sharding")}
+        return multiplied(*inputs.pair, self.over, self.out, **params)
+
+    def gradients(
+        self, kept: Inputs, cotangent: jax.Array, given: Sequence[Given]
+    ) -> Sequence[jax.Array]:
+        dtype = E4M3 if self.is_rowwise else E5M2
+        copies = functools.cache(
+            lambda axes: quantized(cotangent, dtype=dtype, axes=axes)
+        )
+        left, right = kept.pair
+        return [
+            self.gradient(0, cotangent, copies, right, given[0].sharding),
+            self.gradient(1, cotangent, copies, left, given[1].sharding),
+        ]
+
+    def gradient(
+        self,
+        side: int,
+        cotangent: jax.Array,
+        copies: Callable[[Axes], Scaled],
+        other: Scaled,
+        sharding: jax.sharding.NamedSharding | None,
+    ) -> jax.Array:
+        """The gradient of the left or the right input, in the dtype of the cotangent.
+
+        Args:
+          copies: makes the cotangent float8, with a scale for all numbers along axes.
+          other: the other input, as it was kept.
+        """
+        over, order = self.over.gradient(side)
+        if sharding is not None:
+            spec = [sharding.spec[i] for i in np.argsort(order)]
+            sharding = sharding.update(spec=jax.P(*spec))
+        if other.inverse is None:
+            x = lax.convert_element_type(cotangent, other.values.dtype)
+            pair = (x, other.values) if side == 0 else (other.values, x)
+            out = lax.dot_general(*pair, over.numbers, out_sharding=sharding)
+            out = lax.convert_element_type(out, cotangent.dtype)
+        else:
+            x = copies(over[side].contracted if self.is_rowwise else None)
+            pair = (x, other) if side == 0 else (other, x)
+            highest = {"precision": lax.Precision.HIGHEST, "out_sharding": sharding}
+            out = multiplied(*pair, over, cotangent.dtype, **highest)
+        return lax.transpose(out, order)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from .sources import code_of, unwrapped
+from .call_stack import code_of, unwrapped
 
 SHARED_CODE = """a function is known by its code, and {}. Put the ops into `with \
 jax.named_scope("name"):` and make "name" the key, or define a separate function with \

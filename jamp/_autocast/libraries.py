@@ -14,8 +14,8 @@ import sys
 from collections.abc import Container, Iterable
 from types import CodeType
 
+from .call_stack import JAMP, JAX, is_library
 from .decision import FLOAT32_DTYPE, Action, Kind, Reason, Source
-from .sources import JAMP, JAX, is_library
 
 # "jax.scipy" stands for the private module of that name, too.
 ALL_OPS = dict.fromkeys(  # losses and log-densities

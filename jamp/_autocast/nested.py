@@ -4,9 +4,10 @@ The jaxpr is rewritten (`rewriting.py`) and the primitive is bound with the new 
 results of jit and remat, and the stacked outputs of scan, may change dtype. A carry
 keeps its dtype, and the branches of a cond agree on the widest.
 
-To support another such primitive, write a rule and enter it in `NESTED`. If its inside
-must not be touched (a kernel, a callback), enter its name in `traits.py`. Primitives
-that hold Python functions instead of jaxprs are in `custom.py`.
+To support another such primitive, write a rule and enter it in `NESTED`. Primitives
+that hold Python functions instead of jaxprs are in `custom.py`. What has no rule and is
+in no table runs as it was traced (`leave_alone`): the kernels, callbacks and solvers in
+`traits.py`, and the primitives of other libraries.
 """
 
 import functools
@@ -19,13 +20,32 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
-from .casting import CastingTrace, avals_of
-from .decision import Op, Result, Value, Values
-from .draws import half_noise, redrawn
+from .call_stack import holds_jaxpr, is_library
+from .casting import CastingTrace, avals_of, dtypes_of
+from .decision import (
+    CASTABLE,
+    Action,
+    Dtypes,
+    Kind,
+    Op,
+    Reason,
+    Result,
+    Source,
+    Value,
+    Values,
+)
 from .notes import Note, holds
 from .refused import check_precision
 from .rewriting import annotate, in_place, rewrite
-from .sources import is_library
+from .sampling import half_noise, redrawn
+from .traits import LEFT_ALONE, REF_WRITES
+
+REASON_KIND = "left_alone"
+
+NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
+({params}).
+Put the code around it under `with jamp.autocast(enabled=False):`, or add a rule to \
+NESTED in jamp/_autocast/nested.py (or the name to LEFT_ALONE, in traits.py)."""
 
 Rule = Callable[[CastingTrace, Op], Result]
 
@@ -171,6 +191,78 @@ def custom_vmap(trace: CastingTrace, op: Op) -> Values:
     return trace.bind(op.primitive, args, op.params | changed)
 
 
+# Primitives that hold a jaxpr, and a function that makes another one: `linear_call`
+# that of its transpose, and a `custom_vjp` with `optimize_remat` that of the function
+# without its rule. Both run baked: their products are in half precision, and their
+# results have the dtypes that they were traced with, so that they fit each other.
+
+
+def linear_call(trace: CastingTrace, op: Op) -> Values:
+    params, within = op.params, op.within
+    jaxpr, transpose = params["callee"], params["transpose_thunk"]
+    n_consts, make_child = params["num_callee_consts"], trace.spawner(True)
+    linear = dtypes_of(jaxpr.in_avals[n_consts + params["num_res"] :])
+    args = trace.as_traced(op.args, jaxpr.in_avals)
+    callee, consts = baked_jaxpr(trace, jaxpr, within, dtypes_of(jaxpr.out_avals))
+
+    @functools.cache
+    def autocast_transpose():
+        closed, consts = transpose()
+        new, more = baked_jaxpr(make_child(), closed, within, linear)
+        return new, [*more, *consts]
+
+    changed = {
+        "callee": callee,
+        "transpose_thunk": autocast_transpose,
+        "num_callee_consts": n_consts + len(consts),
+    }
+    return trace.bind(op.primitive, [*consts, *args], params | changed)
+
+
+def remat_opt(trace: CastingTrace, op: Op) -> Values:
+    params, within = op.params, op.within
+    jaxpr, function = params["fwd_jaxpr"], params["fun_jaxpr_thunk"]
+    make_child, dtypes = trace.spawner(True), dtypes_of(jaxpr.out_avals)
+    args = trace.as_traced(op.args, jaxpr.in_avals)
+    forward, consts = baked_jaxpr(trace, jaxpr, within, dtypes)
+
+    @functools.cache
+    def autocast_function():
+        plain = ClosedJaxpr(*function())
+        results = dtypes[params["num_res"] :]
+        new = rewrite(make_child(), plain, plain.in_avals, within, results, True)
+        return new.jaxpr.jaxpr, new.jaxpr.consts
+
+    changed = {
+        "fwd_jaxpr": forward,
+        "fun_jaxpr_thunk": autocast_function,
+        "num_consts": params["num_consts"] + len(consts),
+    }
+    return trace.bind(op.primitive, [*consts, *args], params | changed)
+
+
+def baked_jaxpr(
+    trace: CastingTrace, jaxpr: ClosedJaxpr, within: Action | None, dtypes: Dtypes
+) -> tuple[ClosedJaxpr, list[Value]]:
+    """A jaxpr with casts, and the values of its new first arguments."""
+    new = rewrite(trace, jaxpr, jaxpr.in_avals, within, dtypes, True)
+    opened, consts = _compat.open_jaxpr(new.jaxpr)
+    return ClosedJaxpr(opened, ()), consts
+
+
+def write(trace: CastingTrace, op: Op) -> Result:
+    """Writes a value into a `Ref`, in the dtype of the Ref.
+
+    torch's `buffer[...] = h` casts h to the dtype of the buffer. JAX requires that
+    dtype, and in a region h may be the result of a matrix product.
+    """
+    place, *values = trace.as_traced(op.args, op.avals)
+    dtype = getattr(jax.typeof(place), "dtype", None)
+    if dtype is not None and dtype in CASTABLE:
+        values = [trace.cast(value, dtype) for value in values]
+    return trace.bind(op.primitive, [place, *values], op.params)
+
+
 NESTED: dict[str, Rule] = {
     "jit": jit,
     "call": call,
@@ -184,4 +276,26 @@ NESTED: dict[str, Rule] = {
     "while": while_loop,
     "cond": cond,
     "custom_vmap_call": custom_vmap,
+    "linear_call": linear_call,
+    "remat_opt": remat_opt,
+    **dict.fromkeys(REF_WRITES, write),
 }
+
+
+def leave_alone(trace: CastingTrace, op: Op) -> Result:
+    """Binds a primitive that is in no table, with the inputs that it was traced with.
+
+    Raises NotImplementedError for one of JAX's with a function inside.
+    """
+    primitive, params = op.primitive, op.params
+    inputs = trace.as_traced(op.args, op.avals)
+    held = [name for name, value in params.items() if holds_jaxpr(value)]
+    is_known = primitive.name in LEFT_ALONE
+    if not is_known and _compat.is_jax_primitive(primitive):
+        if held:
+            held = ", ".join(held)
+            raise NotImplementedError(NO_RULE.format(name=primitive.name, params=held))
+        return trace.bind(primitive, inputs, params)
+    why = Reason(REASON_KIND, Source.PRIMITIVE, primitive.name)
+    with trace.noted(Action(Kind.KEEP, why=why)):
+        return trace.bind(primitive, inputs, params)

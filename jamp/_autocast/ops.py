@@ -46,7 +46,7 @@ STATISTIC, FLOAT32_INSIDE = Kind.STATISTIC, Kind.FLOAT32_INSIDE
 FLOAT32_NORM = Kind.FLOAT32_NORM
 DRAW, REFUSED, COUNTED = Kind.DRAW, Kind.REFUSED, Kind.COUNTED
 
-# A contraction of two vectors is torch's `dot`, which promotes; see `preparing.py`.
+# A contraction of two vectors is torch's `dot`, which promotes; see `input_casts.py`.
 PRIMITIVES: dict[str, Row] = {
     "dot_general": Row(
         LOWER,

@@ -23,35 +23,67 @@ from jax.extend.core import Primitive, set_current_trace
 
 from .._compat import array_dtype, source_codes
 from .._tree import HALVES
+from .call_stack import is_in_layer
 from .casting import CastingTrace
-from .decision import Action, Op, Params, Reason, Source, Values
+from .decision import (
+    FLOAT32_DTYPE,
+    Action,
+    Op,
+    Params,
+    Reason,
+    Settings,
+    Source,
+    Values,
+)
 from .ops import LOWER, PROMOTE
-from .sources import is_in_layer
 
 OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
 HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
 
 
-def for_product(op: Op, action: Action | None, is_derived: bool) -> Action | None:
-    """The action for a product, which may be one that is not lowered.
-
-    Args:
-      is_derived: whether it is part of a derivative: it contracts a batch of one too.
-    """
+def for_product(op: Op, action: Action | None, settings: Settings) -> Action | None:
+    """The action for a product, which may have a recipe, or not be lowered."""
     if action is None or LOWER not in (action.kind, action.table):
         return action
-    if op.name == "dot_general" and is_outer(op, is_derived):
+    if op.name == "dot_general" and is_outer(op):
         return OUTER
     wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
-    return HIGHEST if wide and is_highest(op.params.get("precision")) else action
+    if wide and is_highest(op.params.get("precision")):
+        return HIGHEST
+    return with_recipe(op, action, settings)
 
 
-def is_outer(op: Op, is_derived: bool) -> bool:
+def with_recipe(op: Op, action: Action, settings: Settings) -> Action:
+    """The action with the first recipe for which a product qualifies, or with none.
+
+    That of a rule is tried before that of the region. Its reason notes both.
+    """
+    recipes = [*filter(None, dict.fromkeys((action.recipe, settings.recipe)))]
+    if not recipes or settings.probe is not None:
+        return action._replace(recipe=None)
+    notes, found = [], None
+    for recipe in recipes:
+        if recipe.is_wide and settings.linear:
+            return action._replace(kind=None, dtype=FLOAT32_DTYPE, recipe=None)
+        problem = recipe._problem(op)
+        notes.append(f"no {recipe.name}: {problem}" if problem else recipe._note)
+        if not problem:
+            found = recipe
+            break
+    why = action.why._replace(note=", ".join(notes))
+    return action._replace(recipe=found, why=why)
+
+
+def is_outer(op: Op) -> bool:
+    """Whether a product multiplies, and sums over nothing.
+
+    In a derivative it sums over a batch, which may be one of one.
+    """
     (contracting, _), _ = op.params["dimension_numbers"]
     if not contracting:
         return True
     sizes = [np.shape(op.args[0])[d] for d in contracting]
-    if is_derived or any(size != 1 for size in sizes):
+    if op.is_derived or any(size != 1 for size in sizes):
         return False
     in_float32 = all(array_dtype(x) == jnp.float32 for x in op.args)
     return in_float32 and not is_in_layer(source_codes())

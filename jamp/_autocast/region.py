@@ -4,35 +4,9 @@
         h = model.apply(params, x)           # matrix products and convolutions: float16
         loss = jax.nn.log_softmax(h).mean()  # exp, sums, norms, losses: float32
 
-The mechanism
--------------
-Whenever JAX code runs, some *trace* is current, and each op goes to it: `jax.jit`'s
-writes an equation, `jax.grad`'s records how to differentiate, and the outermost trace
-computes.
-A region puts an `AutocastTrace` (`trace.py`) on top of the trace that is current. It
-casts the inputs of an op and hands it to the trace below. Values are not wrapped, so
-Python sees real dtypes: after a matrix product `h.dtype` is float16, as in torch.
-
-Differentiation happens below, on ops that are already cast. So the backward pass of a
-float16 product consists of float16 products, and the gradient of a cast is a cast:
-gradients have the dtypes of the parameters.
-
-A jitted function, a `scan` or a `remat` was traced before the region sees it: it
-arrives as one op with a jaxpr inside, made for float32. It is evaluated again, op by
-op, on a new autocast trace, into a new jaxpr that is kept (`nested.py`). Custom
-derivative rules run under an autocast trace whenever JAX calls them (`custom.py`).
-
-Which rule wins
----------------
-1. Code that makes parameters is left alone.
-2. The innermost region. Each region marks its ops in JAX's name stack, which survives
-   jit, grad and vmap, so that an outer region knows what an inner one has decided.
-3. The user's `rules`, in their order.
-4. Functions that torch treats as one op: softmax, gelu, LayerNorm (`ops.py`). JAX
-   records for each op which Python functions it comes from; the outermost wins.
-5. Primitives: *lower*, *float32*, *promote* or *keep*, from the same tables.
-
-There are some refinements:
+`docs/how-it-works.md` says how that is done and which rule wins, and
+`docs/sharp-edges.md` what to expect at the edges. Beyond the tables of `ops.py`, there
+are refinements:
 
 - A layer's bias (`bias.py`). A sum of a half-precision product and a value that
   was broadcast along all the dimensions of one operand stays in half precision, where
@@ -44,34 +18,10 @@ There are some refinements:
   Python makes in float32, such as `jnp.zeros((4, 4))`, is not a number.
 - Products that are not lowered (`products.py`): those of two vectors, those that
   contract nothing, and those whose call says `precision=HIGHEST`.
-- Products in float8, if float8 is asked for and they qualify (`float8_products.py`),
-  and products in float16 whose cotangents are scaled (`scaled.py`).
-- Draws (`draws.py`) are made in float32, and functions that read the dtype of their
+- Products that qualify for a recipe: in float8 (`float8.py`), or in float16 with scaled
+  cotangents (`scaled_float16.py`).
+- Draws (`sampling.py`) are made in float32, and functions that read the dtype of their
   input in Python (`refused.py`) refuse half precision.
-
-Sharp edges
------------
-- The forward pass belongs in the region, the differentiation around it. With `jax.grad`
-  inside, each op computes in the same dtype but returns the dtype that it would have
-  without autocast: gradients are right, but activations take float32's memory.
-- Inside a function that was jitted, scanned or rematerialized in the region, Python
-  runs before the casts: it sees float32, and `x.astype(jnp.float32)` has no effect. To
-  keep a part in float32 there, put it under `autocast(enabled=False)`, or write a rule.
-- A carry of `scan` and `while_loop` keeps the dtype that it starts with. If it starts
-  in half precision and comes back in float32, JAX raises a TypeError, as it does for
-  branches of `cond` that differ: start from float32, or `jax.jit` the model inside the
-  region.
-- The result of a BatchNorm reports float32, although ops outside get half precision.
-  `rules={nn.BatchNorm: None}` keeps it float32.
-- A plain `x @ w + b` is a layer with a bias if `b` has fewer dimensions. A bias that
-  differs by a batch dimension of the product (an ensemble's, an expert's) is not
-  recognized, and the sum is float32.
-- `jax.numpy_dtype_promotion("strict")` forbids the mixed dtypes that autocast makes.
-- Kernels (`pallas_call`), callbacks, exported functions, custom solvers and the
-  primitives of other libraries are left alone.
-- Code under `jax.ensure_compile_time_eval` leaves the region.
-- An eager region keeps half-precision copies of what it has cast for as long as the
-  originals live, at most to its end.
 """
 
 import contextlib
@@ -99,10 +49,9 @@ from .arguments import (
     region_dtype,
     without_device,
 )
+from .call_stack import mark
 from .casting import OBSERVED, PROBE, REGION, Effects
-from .decision import CASTABLE, FLOAT32_DTYPE, SCALED, Out, Settings
-from .float8 import Float8
-from .stack import mark
+from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
 from .trace import AutocastTrace
 from .user_rules import Rules, check_all_used, compile_rules
 
@@ -206,8 +155,9 @@ class autocast:
 
     Args:
       dtype: float16 or bfloat16, or float32 if not enabled. By default float16 on a
-        GPU, bfloat16 elsewhere. "float8" or a `jamp.Float8` means bfloat16, and float8
-        for the matrix products that qualify.
+        GPU, bfloat16 elsewhere. Or a recipe: "float8" or a `jamp.Float8` means
+        bfloat16, and float8 for the matrix products that qualify. A
+        `jamp.ScaledFloat16` means float16 without a loss scale.
       enabled: with False, nothing is cast, even inside another region.
       rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
         Python function (no closure, lambda or partial, which share their code with
@@ -215,23 +165,20 @@ class autocast:
         is searched for in the module path (the name stack that Flax Linen, Haiku and
         `jax.named_scope` write; a number at an end is whole, so that "block_1" does not
         match "block_10"). A value is the dtype that its ops run in (float16, bfloat16,
-        float32), "float8" or a `jamp.Float8` for the matrix products that qualify
-        (other ops that match follow the tables), or None to leave them. The first rule
-        that matches an op decides.
+        float32), a recipe for the matrix products that qualify (other ops that match
+        follow the tables), or None to leave them. The first rule that matches an op
+        decides.
       cast_inputs: for a decorated function that needs one dtype: in a region, its
         floating inputs are cast to it and it runs with autocast off. Outside of
         regions it does nothing. This is torch's `custom_fwd(cast_inputs=...)`.
       cache_enabled: with False, each op casts its inputs anew, and the gradient of a
         weight that is used many times in one region is summed in float32. By default,
         as in torch, its uses share a copy, and the sum is in half precision.
-      recipe: "scaled", for float16: the cotangent of each product is scaled by its own
-        power of two, and no loss scale is needed. Products then return float32, which
-        costs memory: see `docs/scaled-float16.md`.
 
     Raises:
       TypeError: `enabled` or `cache_enabled` is not a bool, `rules` is not a dict,
         `cast_inputs` is used in a `with`, or what is decorated is wrong.
-      ValueError: the dtype, the recipe or a rule is wrong. At the end of the region: a
+      ValueError: the dtype or a rule is wrong. At the end of the region: a
         rule decided about no op.
       NotImplementedError: a primitive of JAX holds a function and has no rule.
 
@@ -260,22 +207,21 @@ class autocast:
       dtype('float32')
 
     PyTorch: `torch.autocast(device_type, dtype, enabled, cache_enabled)`. jamp takes no
-    device. `rules` and `recipe` are new. The op lists are those of CUDA;
+    device. `rules` and recipes are new. The op lists are those of CUDA;
     `parity/report.md` compares them op by op.
     """
 
     @without_device
     def __init__(
         self,
-        dtype: DTypeLike | Float8 | None = None,
+        dtype: DTypeLike | Recipe | None = None,
         enabled: bool = True,
         *,
         rules: Rules | None = None,
         cast_inputs: DTypeLike | None = None,
-        recipe: str | None = None,
         cache_enabled: bool = True,
     ):
-        half, recipe = region_dtype(dtype, enabled, recipe)
+        half, recipe = region_dtype(dtype, enabled)
         if cast_inputs is not None:
             cast_inputs = dtype_argument(cast_inputs, CASTABLE, BAD_INPUTS)
         cached = flag("autocast(cache_enabled=...)", cache_enabled)
@@ -290,12 +236,11 @@ class autocast:
 
     def __reduce__(self) -> tuple[object, ...]:
         rules = {_compat.Named.of(key): value for key, value in self._rules.items()}
-        settings = self.settings
-        dtype, recipe = settings.dtype, settings.recipe
-        if recipe not in (None, SCALED):
-            dtype, recipe = Float8(recipe), None
-        more = self.cast_inputs, recipe, settings.cached
-        return reopened, (dtype, self.enabled, rules, *more)
+        dtype, cached = (
+            self.settings.recipe or self.settings.dtype,
+            self.settings.cached,
+        )
+        return reopened, (dtype, self.enabled, rules, self.cast_inputs, cached)
 
     def __enter__(self) -> Self:
         if self.cast_inputs is not None:
@@ -337,14 +282,13 @@ class autocast:
 
 
 def reopened(
-    dtype: np.dtype | Float8,
+    dtype: np.dtype | Recipe,
     enabled: bool,
     rules: dict[object, object],
     cast_inputs: np.dtype | None,
-    recipe: str | None = None,
     cached: bool = True,
 ) -> autocast:
     """A region that was pickled, without what was entered with it."""
     rules = {_compat.Named.find(key): value for key, value in rules.items()}
-    wishes = {"rules": rules, "cast_inputs": cast_inputs, "recipe": recipe}
-    return autocast(dtype, enabled, **wishes, cache_enabled=cached)
+    wishes = {"rules": rules, "cast_inputs": cast_inputs, "cache_enabled": cached}
+    return autocast(dtype, enabled, **wishes)

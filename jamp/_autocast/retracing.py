@@ -1,10 +1,16 @@
 """Running ops on another trace, and tracing repeated ops cheaply.
 
+A cache must not change a result. Tests compare programs with and without jamp's caches:
+
+    with without_caches():
+        expected = program()
+
 JAX caches the derivative of a jitted function, but derives an op anew each time. So an
 op that is seen for the second time, on a trace that is differentiated, is jitted. The
 `jit` is inlined, so a jaxpr does not show it.
 """
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -15,6 +21,19 @@ from jax.extend.core import set_current_trace
 from jax.typing import ArrayLike
 
 from .. import _compat
+
+# Whether caches are used. A JAX context, so that JAX does not reuse in one setting what
+# it traced in the other.
+CACHED = jax.make_user_context(True)
+
+
+def without_caches() -> contextlib.AbstractContextManager[object]:
+    """Decides about each op and rewrites each jaxpr anew.
+
+    The copies of weights that a region keeps are part of its behavior, and stay.
+    """
+    return CACHED(False)
+
 
 Out = TypeVar("Out")
 Seen = set[Hashable]

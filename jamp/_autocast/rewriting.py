@@ -16,10 +16,10 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, set_current_trace
 
 from .. import _compat
-from . import caches
 from .casting import CastingTrace, Effects
 from .decision import Action, Dtypes, Op, Value, Values
 from .notes import Note
+from .retracing import CACHED
 
 NO_CONTEXT: Any = contextlib.nullcontext()
 
@@ -127,7 +127,7 @@ def rewrite(
     typed = trace.is_typed()
     given = tuple(avals), tuple(known)
     key = (*given, outs, within, baked, typed, trace.settings, place)
-    cache = CACHE.setdefault(jaxpr.jaxpr, {}) if caches.are_used() else {}
+    cache = CACHE.setdefault(jaxpr.jaxpr, {}) if CACHED.value else {}
     if key not in cache:
         notes, effects = [], Effects()
         make_child = trace.spawner(baked, effects, typed)

@@ -7,20 +7,12 @@ from types import CodeType
 
 from jax.extend.core import Primitive
 
-from .decision import (
-    FLOAT32_DTYPE,
-    SCALED,
-    Action,
-    Hit,
-    Reason,
-    Settings,
-    Source,
-)
+from .call_stack import resolve
+from .decision import FLOAT32_DTYPE, Action, Hit, Reason, Recipe, Settings, Source
 from .keys import Function, source_of
 from .libraries import MODULES, Places, of_library
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from .paths import PathPattern
-from .sources import resolve
 from .traits import PRODUCTS, UPDATES
 
 
@@ -83,14 +75,6 @@ POLICY = Action(KEEP, why=BY_POLICY)
 POLICY_WRITE = Action(INTO, why=BY_POLICY)
 
 
-def may_have(recipe: str | None, primitive: Primitive, action: Action) -> bool:
-    """Whether an op is a product that is lowered, or a function around one."""
-    if recipe is None or LOWER not in (action.kind, action.table):
-        return False
-    products = PRODUCTS if recipe == SCALED else ("dot_general",)
-    return primitive.name in (*products, "jit")
-
-
 class Decider:
     """Finds the rule for an op, and notes which of the user's rules were used."""
 
@@ -136,12 +120,13 @@ class Decider:
         ids = list(map(id, codes))
         if not self.exempt.keys().isdisjoint(ids):
             return EXEMPTED
-        rules = self.settings.rules
+        rules, recipe = self.settings.rules, None
         index = self.first(primitive, ids, path, source) if rules else None
-        if index is not None and rules[index].action.recipe is None:
+        if index is not None and (recipe := rules[index].action.recipe) is None:
             self.hits.add(Hit(index, index))
             return rules[index].action
-        return self.with_recipe(primitive, self.listed(primitive, codes, source), index)
+        action = self.listed(primitive, codes, source, recipe)
+        return self.with_recipe(primitive, index, action)
 
     def first(
         self,
@@ -219,37 +204,46 @@ class Decider:
         index = self.first(primitive, ids, path, own=own)
         if index is None or index == own:
             return within
-        if rules[index].action.recipe is not None:
-            return self.with_recipe(primitive, within, index) or within
-        self.hits.add(Hit(index, index))
-        return rules[index].action
+        if rules[index].action.recipe is None:
+            self.hits.add(Hit(index, index))
+            return rules[index].action
+        return self.with_recipe(primitive, index, within) or within
 
     def with_recipe(
-        self, primitive: Primitive, action: Action | None, index: int | None
+        self, primitive: Primitive, index: int | None, action: Action | None
     ) -> Action | None:
-        """The action for an op that may be a product in float8, or scaled.
+        """An action with the recipe that the user's rule at a place asks for, if any.
 
-        Args:
-          index: of the user's rule that asks for float8, or None if only the region
-            does, or nothing.
+        It is for products that the action lowers, or for functions around them.
         """
-        if index is not None:
-            rule = self.settings.rules[index].action
-            may = action is not None and may_have(rule.recipe, primitive, action)
-            self.hits.add(Hit(index, index if may else None))
-            if action is not None and may:
-                return action._replace(recipe=rule.recipe, why=rule.why)
-        recipe = self.settings.recipe
-        if action is None or not (index is None or recipe == SCALED):
+        if index is None:
             return action
-        if may_have(recipe, primitive, action):
-            return action._replace(recipe=recipe)
-        return action
+        rule = self.settings.rules[index].action
+        if (
+            action is None
+            or rule.recipe is None
+            or not (
+                LOWER in (action.kind, action.table)
+                and primitive.name in (*rule.recipe.products, "jit")
+            )
+        ):
+            self.hits.add(Hit(index, None))
+            return action
+        self.hits.add(Hit(index, index))
+        return action._replace(recipe=rule.recipe, why=rule.why)
 
     def listed(
-        self, primitive: Primitive, codes: tuple[CodeType, ...], source: str | None
+        self,
+        primitive: Primitive,
+        codes: tuple[CodeType, ...],
+        source: str | None,
+        recipe: Recipe | None,
     ) -> Action | None:
-        """What the tables of functions and of primitives say."""
+        """What the tables of functions and of primitives say.
+
+        Args:
+          recipe: of a user's rule for the op.
+        """
         if not self.settings.listed:
             return POLICY_WRITE if primitive.name in UPDATES else POLICY
         functions, action, ids = self.functions, None, list(map(id, codes))
@@ -262,7 +256,7 @@ class Decider:
             own = of_library(codes, self.places, source, is_product)
             if own is not None:
                 return own
-        action = action and self.for_all_inside(action)
+        action = action and self.for_all_inside(action, recipe)
         return ACTIONS.get(primitive.name) if action is None else action
 
     def knows(self, primitive: Primitive) -> bool:
@@ -274,17 +268,18 @@ class Decider:
         is_product = PRIMITIVES[primitive.name].kind is LOWER
         return action.kind is LOWER or (is_product and not self.settings.listed)
 
-    def for_all_inside(self, action: Action) -> Action | None:
+    def for_all_inside(self, action: Action, recipe: Recipe | None) -> Action | None:
         """A function's row as an action for each op inside the function.
 
-        None where products are scaled and the row would lower the other ops as well.
+        None where only the products of a function are lowered, and not its other ops.
         """
-        kind, scales = action.kind, self.settings.recipe == SCALED
+        kind, recipes = action.kind, (recipe, self.settings.recipe)
+        is_wide = any(recipe.is_wide for recipe in recipes if recipe is not None)
         if kind in (KEEP, Kind.STATISTIC):
             return action
-        if scales and kind is LOWER:
+        if is_wide and kind is LOWER:
             return None
         dtype = self.settings.dtype if kind is LOWER else FLOAT32_DTYPE
         # A marked result becomes half precision, and so does its cotangent.
-        marks = kind in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM) and not scales
+        marks = kind in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM) and not is_wide
         return Action(None, dtype, marks, action.why, kind)

@@ -1,7 +1,5 @@
 """The trace that casts: what happens to one op inside an autocast region."""
 
-import functools
-import weakref
 from typing import Any
 
 import jax
@@ -9,33 +7,22 @@ import jax
 from .. import _compat
 from .._compat import array_dtype
 from .bias import mark_results, narrowed, with_bias
-from .casting import CastingTrace, Effects, MakeTrace, Scope
-from .conversion import convert
-from .custom import bind_shard_map
-from .custom_calls import custom_jvp, custom_vjp
-from .custom_equations import CUSTOM
-from .decision import FLOAT32_DTYPE, SCALED, Action, Kind, Op, Result, Settings, Values
-from .draws import check_drawn
-from .eager import Tapes, played
-from .float8_products import float8_product, with_float8
-from .left_alone import leave_alone
-from .made import is_filled
-from .moves import passed_on, product_sides
-from .nested import NESTED, Rule
-from .notes import Note
+from .casting import CastingTrace, Scope
+from .conversion import convert, is_filled
+from .custom import CUSTOM, bind_shard_map, custom_jvp, custom_vjp
+from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Values
+from .input_casts import as_without, prepared, widens
+from .nested import NESTED, Rule, leave_alone
+from .notes import Note, passed_on, product_sides
 from .ops import PRIMITIVES
-from .preparing import as_without, prepared, widens
 from .products import for_product, is_wide, wide_product
 from .refused import check_precision
-from .rules import Decider
-from .scaled import scaled_product, with_scale
+from .sampling import check_drawn
 from .scatters import summed
-from .thunks import THUNKS
 from .traits import FOLLOWED, GATHERING, PRODUCTS, UNMOVED
-from .writes import WRITES
 
 # For primitives that are not in a table.
-RULES: dict[str, Rule] = NESTED | CUSTOM | THUNKS | WRITES
+RULES: dict[str, Rule] = NESTED | CUSTOM
 
 
 class AutocastTrace(CastingTrace):
@@ -48,56 +35,10 @@ class AutocastTrace(CastingTrace):
     for its own rule in `RULES`.
     """
 
-    def __init__(
-        self,
-        parent: _compat.Trace,
-        settings: Settings,
-        effects: Effects,
-        baked: bool = False,
-        prefix: str = "",
-        typed: bool = False,
-        around: frozenset[int] = frozenset(),
-    ):
-        decide = Decider(settings, effects.hits, around)
-        super().__init__(parent, settings, decide, effects, baked, prefix, typed)
-        self.has_tapes = _compat.is_eager(parent) and not baked
-        self.tapes = Tapes(settings, decide)
-
-    def spawner(
-        self,
-        baked: bool = False,
-        effects: Effects | None = None,
-        typed: bool = False,
-        of_tangents: bool = False,
-    ) -> MakeTrace:
-        settings = self.settings
-        if of_tangents and settings.recipe == SCALED:
-            settings = settings._replace(dtype=FLOAT32_DTYPE, recipe=None)
-        make = functools.partial(
-            AutocastTrace,
-            settings=settings,
-            effects=effects or self.effects,
-            baked=self.baked or baked,
-            prefix=self.path(),
-            typed=typed,
-            around=self.around(),
-        )
-        recorder = self.recorder and weakref.ref(self.recorder)
-
-        def spawn() -> AutocastTrace:
-            trace = make(_compat.current_trace())
-            if recorder is not None and trace.has_tapes:
-                trace.recorder = recorder()
-            trace.has_tapes = False
-            return trace
-
-        return spawn
-
     # What JAX calls.
 
     def process_primitive(self, primitive, tracers, params, /):
-        op = Op(primitive, tracers, params)
-        return played(self, op) if self.has_tapes else self.apply(op)
+        return self.apply(Op(primitive, tracers, params))
 
     def process_call(self, primitive, fun, tracers, params, /):
         with self.current():
@@ -154,7 +95,8 @@ class AutocastTrace(CastingTrace):
             action = action or self.action(op.primitive)
             if action is None or action.table is not Kind.DRAW:
                 args = self.as_traced(op.args, op.avals)
-                return op._replace(args=args, is_baked=True), action
+                baked = {"is_baked": True, "is_derived": not self.is_typed()}
+                return op._replace(args=args, **baked), action
             # What is drawn is not differentiated.
         args = narrowed(self, op.primitive, op.args, op.within)
         if args is op.args:
@@ -170,20 +112,8 @@ class AutocastTrace(CastingTrace):
     def decided(self, op: Op, action: Action | None) -> Action | None:
         action = action or self.action(op.primitive)
         check_precision(action, op.given)
-        if op.name not in PRODUCTS:
-            return action
-        action = for_product(op, action, self.is_derived(op))
-        if action is None or action.recipe is None:
-            return action
-        if self.settings.probe is not None:
-            return action._replace(recipe=None)
-        if action.recipe != SCALED:
-            action = with_float8(op, action, self.is_derived(op), self.settings.recipe)
-        return with_scale(op, action) if action.recipe == SCALED else action
-
-    def is_derived(self, op: Op) -> bool:
-        """Whether an op is part of a derivative."""
-        return op.is_baked and not self.is_typed()
+        is_product = op.name in PRODUCTS
+        return for_product(op, action, self.settings) if is_product else action
 
     def run(self, op: Op, action: Action) -> Result:
         """Runs an op that holds no function, as its rule says."""
@@ -196,10 +126,7 @@ class AutocastTrace(CastingTrace):
         if op.name == "convert_element_type":
             out = convert(self, op, action)
         elif op.name in PRODUCTS and action.recipe is not None:
-            if action.recipe == SCALED:
-                out = scaled_product(self, op, self.is_derived(op))
-            else:
-                out = float8_product(self, op, action.recipe)
+            out = action.recipe._run(self, op)
             if op.is_baked:
                 return as_without(self, out, op.args, op.params)
             self.remembered(op, op.args, op.params, out)

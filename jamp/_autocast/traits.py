@@ -17,7 +17,7 @@ MOVES = _names("""
     broadcast_in_dim convert_element_type copy expand_dims reshape sharding_constraint
     slice squeeze stop_gradient transpose
 """)
-# The moves after which it is still known what a value was made of: see `moves.py`.
+# The moves after which it is still known what a value was made of: see `notes.py`.
 FOLLOWED = _names("broadcast_in_dim copy reshape slice squeeze transpose")
 # The results are the inputs, and eagerly often the same arrays.
 UNMOVED = _names("""
@@ -59,7 +59,7 @@ CALLS = _names("""
     call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
     custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit pjit remat2
 """)
-# Kernels, callbacks and solvers, which run as they were traced: see `left_alone.py`.
+# Kernels, callbacks and solvers, which run as they were traced: see `nested.py`.
 LEFT_ALONE = _names("""
     approx_top_k call_exported composite cudnn_fusion custom_lin custom_linear_solve
     custom_partitioning dce_sink debug_callback debug_print ffi_call for fused_call

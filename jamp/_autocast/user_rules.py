@@ -8,18 +8,19 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from .._checks import as_dtype, shown
-from .decision import CASTABLE, Action, Hit, Reason, Source, UserRule
-from .float8 import Float8, as_float8
+from .call_stack import code_of
+from .decision import CASTABLE, Action, Hit, Reason, Recipe, Source, UserRule
+from .float8 import as_recipe
 from .keys import function_of, problem_with
 from .ops import KEEP
 from .paths import PathPattern
-from .sources import code_of
 
 BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
 regular expression that is searched for in the module path ("lm_head"). A value is the \
-dtype to run in: float16, bfloat16 or float32; "float8" or a jamp.Float8 for the \
-matrix products that qualify; or None to leave the op unchanged."""
+dtype to run in: float16, bfloat16 or float32; "float8", a jamp.Float8 or a \
+jamp.ScaledFloat16 for the matrix products that qualify; or None to leave the op \
+unchanged."""
 
 UNMATCHED = """no op matched {}. A module path is searched for in the name stack, \
 which Flax Linen, Haiku, jax.named_scope and the layers of eqx.nn write (as \
@@ -27,9 +28,9 @@ which Flax Linen, Haiku, jax.named_scope and the layers of eqx.nn write (as \
 jamp.nnx.named_scopes(model) makes an NNX model that writes paths. A function matches \
 while it runs in the region."""
 SHADOWED = "{} only matches ops that the earlier rule {} decides about: put it first."
-NO_PRODUCT = "{} asks for float8, but does not match any matrix product."
+NO_PRODUCT = "{} asks for {}, but does not match any matrix product."
 
-Rules = Mapping[Any, DTypeLike | Float8 | None]
+Rules = Mapping[Any, DTypeLike | Recipe | None]
 
 
 def compile_rules(rules: Rules | None) -> tuple[UserRule, ...]:
@@ -49,8 +50,9 @@ def check_all_used(rules: tuple[UserRule, ...], hits: set[Hit]) -> None:
         name = repr(rules[index].name)
         deciding = {hit.by for hit in hits if hit.rule == index}
         earlier = [repr(r.name) for i, r in enumerate(rules) if i in deciding]
-        if None in deciding:
-            problems.append(NO_PRODUCT.format(name))
+        recipe = rules[index].action.recipe
+        if None in deciding and recipe is not None:
+            problems.append(NO_PRODUCT.format(name, recipe.name))
         elif earlier:
             problems.append(SHADOWED.format(name, " or ".join(earlier)))
         else:
@@ -69,8 +71,8 @@ def compile_rule(key: object, value: object) -> UserRule:
     why = Reason("rules", Source.USER, repr(name))
     if value is None:
         action = Action(KEEP, why=why)
-    elif (float8 := as_float8(value)) is not None:
-        action = Action(None, why=why, recipe=float8.recipe)
+    elif (recipe := as_recipe(value)) is not None:
+        action = Action(None, why=why, recipe=recipe)
     else:
         try:
             dtype = as_dtype(value)

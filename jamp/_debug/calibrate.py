@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from .._autocast.arguments import dtype_argument
 from .._autocast.casting import PROBE
 from .._autocast.decision import Settings
-from .._autocast.float8 import RECIPES, Float8, as_float8
+from .._autocast.float8 import RECIPES, Float8, as_recipe
 from .._autocast.region import enter
 from .._checks import brief, flag, is_traced, number
 from .._tree import HALVES, PyTree
@@ -128,8 +128,8 @@ def calibrate(
 
 def candidates_of(dtype: object) -> list[str]:
     """The dtypes and recipes to try, beginning with the one that is asked for."""
-    float8 = as_float8(dtype)
-    if float8 is None:
+    float8 = as_recipe(dtype)
+    if not isinstance(float8, Float8):
         recipes = ", ".join(map(repr, RECIPES))
         message = BAD_DTYPE.format("{}", recipes)
         return [dtype_argument(dtype, HALVES, message).name]

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .._autocast.float8 import NAME as FLOAT8
 from .._autocast.float8 import RECIPES, Float8
 from .._autocast.paths import PathPattern
 from .product_errors import DIRECTIONS
 from .table import percent
 
+FLOAT8 = Float8.name
 TENSORWISE = RECIPES[0]  # which rules and reports call "float8"
 HALVES = ("bfloat16", "float16")
 CAREFUL = (FLOAT8, *RECIPES[1:], *HALVES, "float32")  # more and more careful

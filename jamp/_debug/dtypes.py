@@ -2,8 +2,9 @@
 
 from jax.extend.core import JaxprEqn
 
-from .._autocast.decision import SCALED_NOTE, Reason, Source
-from .._autocast.float8 import is_float8
+from .._autocast.decision import Reason, Source
+from .._autocast.low_precision import FLOAT8
+from .._autocast.scaled_float16 import ScaledFloat16
 from .op_location import float_dtypes, rule_of
 from .walk import CAST, Op, array, nbytes, variables
 
@@ -44,9 +45,9 @@ def returned_dtypes(last: Op) -> tuple[str, ...]:
 
 def is_cast_of_its_own(maker: JaxprEqn) -> bool:
     """Whether an equation only casts an input of an op, and does not scale it."""
-    is_scaled = Reason.read(rule_of(maker)).note.endswith(SCALED_NOTE)
+    is_scaled = Reason.read(rule_of(maker)).note.endswith(ScaledFloat16.name)
     is_cast = maker.primitive.name == CAST
-    return is_cast and not (is_scaled or is_float8(maker.params["new_dtype"]))
+    return is_cast and not (is_scaled or maker.params["new_dtype"] in FLOAT8)
 
 
 def is_shared_cast(maker: JaxprEqn) -> bool:

@@ -13,8 +13,7 @@ from jax.typing import DTypeLike
 from .. import _compat
 from .._autocast.casting import OBSERVED
 from .._autocast.conversion import EXPLICIT
-from .._autocast.decision import Reason, Source
-from .._autocast.float8 import Float8
+from .._autocast.decision import Reason, Recipe, Source
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
 from .._autocast.traits import MIXING, PRODUCTS
@@ -43,7 +42,7 @@ class Kind(NamedTuple):
 
 def explain(
     fn: Callable[..., object],
-    dtype: DTypeLike | Float8 | None = None,
+    dtype: DTypeLike | Recipe | None = None,
     *,
     rules: Mapping[Any, Any] | None = None,
 ) -> Callable[..., Explanation]:
@@ -57,7 +56,7 @@ def explain(
     Args:
       fn: any function of pytrees or of Flax, Equinox or Haiku modules, or a Flax module
         or its method.
-      dtype: float16, bfloat16, "float8" or a `jamp.Float8`: `fn` is put into
+      dtype: float16, bfloat16 or a recipe, such as "float8": `fn` is put into
         `jamp.autocast(dtype)`. By default, `fn` is explained with only the regions and
         policies that it has itself.
       rules: as in `jamp.autocast`, with `dtype`.
@@ -67,8 +66,8 @@ def explain(
       also in a notebook:
 
       - a row for each kind of op, with the rule that decided, the ops of torch's list
-        that the rule mirrors and, if float8 is asked for, why a matrix product is in
-        float8 or not;
+        that the rule mirrors and, if a recipe is asked for, whether a matrix product
+        runs in it, or why not;
       - the share of matrix products in the lower dtype;
       - the memory that is kept for the backward pass;
       - half precision that silently became float32, float16 sums that may overflow, and

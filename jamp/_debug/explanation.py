@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from .._autocast.decision import Reason, Source
-from .._autocast.float8 import FORMATS
+from .._autocast.low_precision import FLOAT8
 from .._autocast.traits import UNPRINTED
 from .report import Report
 from .residuals import Saved
@@ -30,7 +30,7 @@ class OpRow(NamedTuple):
     flops: int  # of matrix products
     bytes: int  # of results
     since: str = ""  # for a product in float32: where its input became float32
-    note: str = ""  # for a product, if float8 is asked for: its recipe, or why not
+    note: str = ""  # for a product, if a recipe is asked for: that, or why not
 
 
 class Promotion(NamedTuple):
@@ -136,7 +136,7 @@ class Explanation(Report):
 
     def _share(self) -> float | None:
         total = sum(self.matmul_flops.values())
-        low = ("float16", "bfloat16", *map(str, FORMATS))
+        low = ("float16", "bfloat16", *map(str, FLOAT8))
         return sum(self.matmul_flops.get(d, 0) for d in low) / total if total else None
 
     def _saved_bytes(self) -> dict[str, int]:

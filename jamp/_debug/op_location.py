@@ -11,8 +11,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .. import _compat
-from .._autocast.sources import JAMP, JAX, is_library
-from .._autocast.stack import is_jamps, marks_in, reason_in
+from .._autocast.call_stack import JAMP, JAX, is_jamps, is_library, marks_in, reason_in
 
 LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}

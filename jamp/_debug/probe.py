@@ -18,15 +18,13 @@ import numpy as np
 from .. import _compat
 from .._autocast.casting import CastingTrace
 from .._autocast.decision import CASTABLE, Action, Kind, Op
-from .._autocast.float8 import RECIPES
-from .._autocast.float8_products import product_sizes, unfit, weight_of
+from .._autocast.float8 import RECIPES, dimensions_of, unfit, weight_of
 from .._autocast.traits import PRODUCTS
 from .op_location import innermost_own, is_module
 from .product_errors import Measured, measures
 
 IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATISTIC)
 MEASURED = ("dot_general", "conv_general_dilated")
-OTHERS = {"conv_general_dilated": "a convolution", "ragged_dot_general": "ragged"}
 
 
 class Seen(NamedTuple):
@@ -112,13 +110,12 @@ class Probe:
 
 def seen_at(scope: str, op: Op) -> Seen:
     shapes, weight = tuple(np.shape(x) for x in op.args), weight_of()
-    sizes, problem = (), OTHERS.get(op.name, "")
+    sizes, problem = (), unfit(op)
     if op.name == "dot_general":
-        contracting, batch = op.params["dimension_numbers"]
-        if not batch[0] and len(contracting[0]) == 1:
-            sizes = product_sizes(shapes[0], shapes[1], contracting)
-        problem = unfit(op)
-    sizes = sizes if weight else sizes[::-1]
+        over = dimensions_of(op)
+        if not over.left.batch and len(over.left.contracted) == 1:
+            _, *sizes = over.sizes(*shapes)
+    sizes = tuple(sizes) if weight else tuple(sizes[::-1])
     line = innermost_own(_compat.current_frames())
     return Seen(scope, line, op.name, shapes, sizes, problem, weight)
 

@@ -17,10 +17,9 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from .._autocast.decision import FLOAT32_DTYPE, Op, Params
-from .._autocast.float8 import E4M3, RECIPES
-from .._autocast.float8_arithmetic import quantized
-from .._autocast.float8_derivative import Product, product_of
-from .._autocast.float8_products import inputs_of, product_for
+from .._autocast.derivatives import with_gradients
+from .._autocast.float8 import RECIPES, Float8Product, product_for
+from .._autocast.low_precision import E4M3, Scaled, quantized
 
 # Slices of fewer numbers are not judged: their errors depend too much on chance.
 LEAST = 16
@@ -69,7 +68,7 @@ def jitted(
     params: tuple[tuple[str, Any], ...],
     n_left: int,
     names: tuple[str, ...],
-    products: tuple[Product, ...],
+    products: tuple[Float8Product, ...],
     scale: float,
 ) -> Measures:
     """One result for equal products, so that the layers of a model compile once."""
@@ -109,12 +108,12 @@ def in_half(primitive: Primitive, params: Params, dtype: np.dtype) -> Run:
     return run
 
 
-def in_float8(product: Product) -> Run:
+def in_float8(product: Float8Product) -> Run:
     def run(left, right):
-        quantize = lambda x, axes: quantized(x, dtype=E4M3, axes=axes)
-        lower = lambda x: x.astype(BFLOAT16)
-        inputs = inputs_of(product, left, right, quantize, lower)
-        return product_of(product, (FLOAT32_DTYPE,) * 2)(left, right, inputs)
+        quantize = functools.partial(quantized, dtype=E4M3)
+        lower = lambda x: Scaled(x.astype(BFLOAT16))
+        inputs = product.inputs(left, right, quantize, lower)
+        return with_gradients(product)(left, right, inputs)
 
     return run
 

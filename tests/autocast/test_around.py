@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp._autocast.caches import without_caches
 from jamp._autocast.casting import PROBE
+from jamp._autocast.retracing import without_caches
 
 from ..around import alike, alone, one_after_another, side_by_side
 from ..marks import mostly_slow
@@ -271,7 +271,7 @@ def calls_of(run):
         "one object again": one,
         "float8": under("float8"),
         "float8 by rows": under(jamp.Float8("rowwise")),
-        "scaled": under(HALF, recipe="scaled"),
+        "scaled": under(jamp.ScaledFloat16()),
         "off": under(enabled=False),
         "in head": at("head"),
         "in neck": at("neck"),
@@ -293,13 +293,11 @@ def calls_of(run):
         "differentiated inside": under(HALF, function=gradient),
         "differentiated inside, jitted": under(HALF, function=jax.jit(gradient)),
         "differentiated inside in float8": under("float8", function=gradient),
-        "differentiated inside, scaled": under(
-            HALF, recipe="scaled", function=gradient
-        ),
+        "differentiated inside, scaled": under(jamp.ScaledFloat16(), function=gradient),
         "on one device in float8": under("float8", function=on_one_device(layer)),
         "a derivative there": under("float8", function=on_one_device(gradient)),
         "scaled on one device": under(
-            HALF, recipe="scaled", function=on_one_device(layer)
+            jamp.ScaledFloat16(), function=on_one_device(layer)
         ),
         "batched": traced(jax.vmap(jamp.autocast(HALF)(layer)), *2 * [batch()]),
         "in another region": under(BFLOAT16, function=twice({"dtype": HALF})),

@@ -24,7 +24,7 @@ FORWARD = {
     "bfloat16": {"dtype": jnp.bfloat16},
     "off": {"enabled": False},
     "float8": {"dtype": "float8"},
-    "scaled": {"dtype": jnp.float16, "recipe": "scaled"},
+    "scaled": {"dtype": jamp.ScaledFloat16()},
 }
 AROUND = {
     "eagerly": lambda f: f,

@@ -232,23 +232,18 @@ def without(rule, around, way):
 def test_a_rule_sees_what_it_sees_without_a_region(rule, way):
     wrong = []
     for around in AROUND:
-        for name, dtype in HALVES.items():
-            for wish in {}, {"recipe": "scaled"}:
-                if wish and name == "bfloat16":
-                    continue
-                region = jamp.autocast(dtype, **wish)
-                case = around, name, *wish
-                try:
-                    expected, grads = without(rule, around, way)
-                    found, given = recorded(rule, around, way, region)
-                except Exception as error:
-                    wrong.append((*case, f"{type(error).__name__}: {error}"[:150]))
-                    continue
-                if found != expected:
-                    wrong.append((*case, found, expected))
-                for x, y in zip(given, grads, strict=True):
-                    if x.dtype != y.dtype or not np.allclose(x, y, rtol=0.05):
-                        wrong.append(
-                            (*case, x.dtype, np.asarray(x)[0], np.asarray(y)[0])
-                        )
+        for dtype in (*HALVES.values(), jamp.ScaledFloat16()):
+            region, case = jamp.autocast(dtype), (around, dtype)
+            try:
+                expected, grads = without(rule, around, way)
+                found, given = recorded(rule, around, way, region)
+            except Exception as error:
+                wrong.append((*case, f"{type(error).__name__}: {error}"[:150]))
+                continue
+            if found != expected:
+                wrong.append((*case, found, expected))
+            for x, y in zip(given, grads, strict=True):
+                if x.dtype != y.dtype or not np.allclose(x, y, rtol=0.05):
+                    row = x.dtype, np.asarray(x)[0], np.asarray(y)[0]
+                    wrong.append((*case, *row))
     assert wrong == []

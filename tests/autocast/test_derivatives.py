@@ -16,7 +16,7 @@ REGIONS = {
     "tensorwise": jamp.autocast("float8"),
     "rowwise": jamp.autocast(jamp.Float8("rowwise")),
     "rowwise_with_gw_hp": jamp.autocast(jamp.Float8("rowwise_with_gw_hp")),
-    "scaled": jamp.autocast(jnp.float16, recipe="scaled"),
+    "scaled": jamp.autocast(jamp.ScaledFloat16()),
 }
 KEYS = jax.random.split(jax.random.key(0), 3)
 X, DX = (jax.random.normal(key, (32, 64)) for key in KEYS[:2])

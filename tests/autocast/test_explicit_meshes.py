@@ -19,7 +19,7 @@ from tests.marks import mostly_slow
 REGIONS = {
     **{name: jamp.autocast(jamp.Float8(name)) for name in ("tensorwise", "rowwise")},
     "rowwise_with_gw_hp": jamp.autocast(jamp.Float8("rowwise_with_gw_hp")),
-    "scaled": jamp.autocast(jnp.float16, recipe="scaled"),
+    "scaled": jamp.autocast(jamp.ScaledFloat16()),
 }
 BFLOAT16 = jamp.autocast(jnp.bfloat16)
 UNPLACED = "not on the mesh"

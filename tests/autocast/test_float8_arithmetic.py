@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jamp
-from jamp._autocast.float8_arithmetic import quantized
+from jamp._autocast.low_precision import quantized
 from tests.marks import mostly_slow
 
 FORMATS = {jnp.float8_e4m3fn: 448.0, jnp.float8_e5m2: 57344.0}

@@ -345,7 +345,7 @@ UNUSED = {
 def test_a_message_says_why_a_rule_did_nothing(name, wrap):
     rules, function, message = UNUSED[name]
     run = wrap(function)
-    for _ in range(2):  # the second time from tapes and caches
+    for _ in range(2):  # the second time from caches
         with pytest.raises(ValueError, match=f"(?s)^autocast.rules=.*{message}"):
             with jamp.autocast(HALF, rules=rules):
                 run(X)

@@ -28,9 +28,9 @@ from jax.scipy.optimize import minimize
 from jax.scipy.spatial.transform import Rotation
 
 import jamp
+from jamp._autocast.call_stack import resolve
 from jamp._autocast.libraries import LAYERS, MODULES, Places
 from jamp._autocast.ops import FUNCTIONS, Kind
-from jamp._autocast.sources import resolve
 from shared.keras_on_jax import import_keras
 from tests.autocast.product_search import Holder, holders
 from tests.jaxprs import products

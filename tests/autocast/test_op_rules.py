@@ -15,6 +15,7 @@ from jax import lax
 
 import jamp
 from jamp._autocast import nested, ops, traits
+from jamp._autocast.call_stack import resolve
 from jamp._autocast.ops import (
     DIFFERENCES,
     EXEMPT,
@@ -23,7 +24,6 @@ from jamp._autocast.ops import (
     PRIMITIVES,
     Kind,
 )
-from jamp._autocast.sources import resolve
 from jamp._autocast.trace import RULES
 from shared.keras_on_jax import import_keras
 from tests.marks import mostly_slow, walk

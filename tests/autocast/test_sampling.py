@@ -7,7 +7,7 @@ import pytest
 from jax import lax, random
 
 import jamp
-from jamp._autocast import draws as jamp_draws
+from jamp._autocast import sampling
 from tests.marks import slow
 
 HALVES = [jnp.float16, slow(jnp.bfloat16)]
@@ -213,7 +213,7 @@ def test_a_draw_from_half_precision_in_a_gradient(standard_promotion):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_draws_of_an_unknown_version_of_jax_are_refused(dtype, monkeypatch):
     """What JAX's function is called, and how it draws, is for it to change."""
-    monkeypatch.setattr(jamp_draws, "DRAWN", {})
+    monkeypatch.setattr(sampling, "DRAWN", {})
     sample = eager(random.categorical, dtype)
     with pytest.raises(NotImplementedError, match="categorical would draw in half"):
         sample(random.key(9), jnp.zeros(8, dtype))

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 import jamp
-from jamp._autocast.caches import without_caches
+from jamp._autocast.retracing import without_caches
 
 Step = tuple[Any, ...]
 Row = tuple[str, str, bytes] | str
@@ -89,7 +89,7 @@ NARROW = [jnp.float32, jnp.float16, jnp.bfloat16]
 REGIONS = [
     *(jamp.autocast(jnp.float16), jamp.autocast(jnp.bfloat16)) * 2,
     jamp.autocast(enabled=False),
-    jamp.autocast(jnp.float16, recipe="scaled"),
+    jamp.autocast(jamp.ScaledFloat16()),
     jamp.autocast("float8"),
     # A pattern that matches at least once in each program: see `run`.
     jamp.autocast(jnp.float16, rules={"head|mark": jnp.float32}),

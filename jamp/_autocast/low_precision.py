@@ -1,4 +1,4 @@
-"""Numbers in float8, or scaled in float16: casts, and the product of two matrices.
+"""Arrays in float8 or float16 with a power of two as their scale, and their products.
 
 Scales are powers of two, so that they change no digit: however XLA orders the product
 and the scaling, the bits are the same. One reduction yields the inverse of a scale. The
@@ -8,7 +8,6 @@ that exponent grows with |x|. Float16, whose largest number is 65504, is scaled 
 as well.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +16,11 @@ import numpy as np
 from jax import lax
 
 from .._compat import explicit
-from .float8 import E4M3, E5M2
+from .contraction import Contraction, Dims
 
+E4M3 = jnp.dtype("float8_e4m3fn")
+E5M2 = jnp.dtype("float8_e5m2")
+FLOAT8 = (E4M3, E5M2)
 FLOAT16 = jnp.dtype("float16")
 # 448 is 1.75 * 2**8, and 57344 is 1.75 * 2**15.
 EXPONENTS = {E4M3: 8, E5M2: 15, FLOAT16: 15}
@@ -33,10 +35,11 @@ Axes = tuple[int, ...] | None  # along which numbers share a scale; None: all of
 
 
 class Scaled(NamedTuple):
-    """A value in float8 or float16: it stands for `values * inverse`."""
+    """A value in low precision: it stands for `values * inverse`."""
 
-    values: jax.Array
-    inverse: jax.Array  # float32 powers of two: of shape (), or 1 in the shared axes
+    values: Any
+    # float32 powers of two: of shape (), or 1 in the shared axes; None: 1
+    inverse: jax.Array | None = None
 
 
 def quantized(x: jax.Array, *, dtype: np.dtype, axes: Axes) -> Scaled:
@@ -64,35 +67,42 @@ def quantized(x: jax.Array, *, dtype: np.dtype, axes: Axes) -> Scaled:
 
 
 def multiplied(
-    left: Scaled,
-    right: Scaled,
-    contracted: tuple[Sequence[int], Sequence[int]],
-    dtype: np.dtype,
-    **params: Any,
+    left: Scaled, right: Scaled, over: Contraction, dtype: np.dtype, **params: Any
 ) -> jax.Array:
-    """The product of two float8 values in a dtype, without batch dimensions.
+    """The product of two values in a dtype.
 
-    XLA turns the plain product into a float8 kernel, and fuses a multiplication by a
-    scalar into it if nothing is cast in between. In float16, though, the product would
-    overflow before the scales bring it back.
+    XLA turns the plain product of float8 into one kernel, and fuses a multiplication by
+    a scalar into it if nothing is cast in between. In float16, though, the product
+    would overflow before the scales bring it back.
     """
     wide = jnp.dtype("float32") if dtype == jnp.float16 else dtype
     out = lax.dot_general(
-        left.values,
-        right.values,
-        (contracted, ((), ())),
-        preferred_element_type=wide,
-        **params,
+        left.values, right.values, over.numbers, preferred_element_type=wide, **params
     )
-    n_left, n_right = (
-        x.values.ndim - len(dims)
-        for x, dims in zip((left, right), contracted, strict=True)
-    )
+    n_left, n_right = len(over.left.free), len(over.right.free)
     # Multiplied first: one alone may be too large where the other is small.
-    inverse = sharded_as(out, rows(left, contracted[0], after=n_right))
-    other = sharded_as(out, rows(right, contracted[1], before=n_left))
+    inverse = sharded_as(out, rows(left, over.left, after=n_right))
+    other = sharded_as(out, rows(right, over.right, before=n_left))
     out = out * lax.convert_element_type(inverse * other, wide)
     return lax.convert_element_type(out, dtype)
+
+
+def rows(x: Scaled, dims: Dims, *, before: int = 0, after: int = 0) -> jax.Array:
+    """The inverse scales of an operand, with the dimensions of the result.
+
+    Args:
+      before: how many dimensions the result has between those of the batch and of this
+        operand.
+      after: how many it has at its end.
+    """
+    inverse: Any = x.inverse
+    if inverse.ndim == 0:
+        return inverse
+    n, kept = len(dims.batch), (*dims.batch, *dims.free)
+    inverse = lax.squeeze(inverse, dims.contracted)
+    inverse = lax.transpose(inverse, [sorted(kept).index(d) for d in kept])
+    inverse = lax.expand_dims(inverse, range(n, n + before))
+    return lax.expand_dims(inverse, range(inverse.ndim, inverse.ndim + after))
 
 
 def sharded_as(out: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -106,20 +116,3 @@ def sharded_as(out: jax.Array, inverse: jax.Array) -> jax.Array:
     sizes = zip(inverse.shape, sharding.spec, strict=True)
     spec = [None if size == 1 else axes for size, axes in sizes]
     return jax.sharding.reshard(inverse, sharding.update(spec=jax.P(*spec)))
-
-
-def rows(
-    x: Scaled, contracted: Sequence[int], *, before: int = 0, after: int = 0
-) -> jax.Array:
-    """The inverse scales of an input, with the dimensions of the result.
-
-    Args:
-      contracted: the dimensions that the result does not have.
-      before: how many dimensions the result has in front of those of this input.
-      after: how many it has behind them.
-    """
-    if x.inverse.ndim == 0:
-        return x.inverse
-    inverse = lax.squeeze(x.inverse, contracted)
-    inverse = lax.expand_dims(inverse, range(before))
-    return lax.expand_dims(inverse, range(inverse.ndim, inverse.ndim + after))

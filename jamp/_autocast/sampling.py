@@ -22,9 +22,9 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, set_current_trace
 
 from .._tree import HALVES
+from .call_stack import is_library
 from .casting import CastingTrace
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Value, Values
-from .sources import is_library
 
 Shape = tuple[int, ...]
 HALF_NOISE = "half_noise"

@@ -1,0 +1,145 @@
+"""Float16 products whose cotangents are scaled, each by its own power of two.
+
+A cotangent has the dtype of its primal, so these products return float32, and their
+backward products get a float32 cotangent:
+
+    s = a power of two that brings max |dy| near float16's largest number
+    dx, dw = float16(dy / s) @ w.T * s, x.T @ float16(dy / s) * s
+
+with sums in float32. No loss scale is needed as long as nothing else is float16, so
+functions that the tables lower as a whole follow the rows of their primitives.
+
+In code that is already a derivative (`jax.grad` inside the region), it is not known
+which input is a cotangent, so both are scaled.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from .. import _compat
+from .._compat import array_dtype
+from .casting import CastingTrace
+from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value, Values
+from .derivatives import Given, Inputs, Product, copied, run
+from .low_precision import FLOAT16, Scaled, quantized
+from .products import is_dot
+from .traits import PRODUCTS
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledFloat16(Recipe):
+    """Products in float16 that need no loss scale: for `autocast`, or in its rules.
+
+    The cotangent of each product is scaled by a power of two that its own largest
+    number requires. Products return float32, and what is computed between them is
+    float32, which costs memory: see `docs/scaled-float16.md`.
+
+    Examples:
+      >>> import jamp, jax, jax.numpy as jnp
+      >>> def loss(w):
+      ...     with jamp.autocast(jamp.ScaledFloat16()):
+      ...         return jnp.mean(jnp.ones((4, 8)) @ w) * 1e-18
+      >>> grad = jax.grad(loss)(jnp.ones((8, 2)))
+      >>> grad.dtype, float(grad[0, 0]) > 4e-19  # float16 ends at 6e-8
+      (dtype('float32'), True)
+
+    PyTorch: no counterpart.
+    """
+
+    name = "scaled float16"
+    dtype = FLOAT16
+    products = PRODUCTS
+    is_wide = True
+
+    def _problem(self, op: Op) -> str:
+        for dtype in map(array_dtype, op.args[:2]):
+            if dtype not in CASTABLE:
+                return f"{dtype} input"
+        return "a product of two vectors" if is_dot(op) else ""
+
+    def _run(self, trace: CastingTrace, op: Op) -> jax.Array:
+        product = ScaledProduct.of(op, FLOAT32_DTYPE, FLOAT32_DTYPE)
+        left, right, *others = op.args
+        scaled = lambda x: operand(trace, x, op.is_derived)
+        inputs = Inputs((scaled(left), scaled(right)), others=tuple(others))
+        return run(trace, op, product, inputs)
+
+
+def operand(trace: CastingTrace, x: Value, is_derived: bool) -> Scaled:
+    """An input in float16, and scaled if it may be a cotangent."""
+    if is_derived:
+        return copied(trace, x, FLOAT16, None)
+    return Scaled(trace.cast(x, FLOAT16))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledProduct(Product):
+    """A product of float16 inputs that is summed and returned in float32."""
+
+    name = "scaled float16 product"
+
+    def forward(self, inputs: Inputs) -> jax.Array:
+        values = (x.values for x in inputs.pair)
+        out = self.bind(*values, *inputs.others, dtype=FLOAT32_DTYPE)
+        return unscaled(out, *inputs.pair)
+
+    def gradients(
+        self, kept: Inputs, cotangent: jax.Array, given: Sequence[Given]
+    ) -> Sequence[jax.Array]:
+        scaled = quantized(cotangent, dtype=FLOAT16, axes=None)
+        return [self.gradient(side, scaled, kept, given) for side in (0, 1)]
+
+    def gradient(
+        self, side: int, cotangent: Scaled, kept: Inputs, given: Sequence[Given]
+    ) -> jax.Array:
+        """The gradient of the left or the right input, in float32."""
+        other, others = kept.pair[1 - side], kept.others
+
+        def transposed(cotangent, other, *others):
+            def linear(x):
+                pair = (x, other) if side == 0 else (other, x)
+                return self.bind(*pair, *others, dtype=FLOAT32_DTYPE)
+
+            return jax.linear_transpose(linear, wide[side])(cotangent)[0]
+
+        # The transpose is read off a float32 product, where all dtypes agree.
+        in_float32 = {"dtype": FLOAT32_DTYPE, "weak_type": False}
+        wide: list[Any] = [x.aval.update(**in_float32) for x in given]
+        of_cotangent: Any = jax.typeof(cotangent.values)
+        of_cotangent = of_cotangent.update(dtype=FLOAT32_DTYPE)
+        avals = of_cotangent, wide[1 - side], *map(jax.typeof, others)
+        jaxpr = jax.make_jaxpr(transposed)(*avals)
+        out = evaluated(jaxpr, [cotangent.values, other.values, *others])
+        return unscaled(out, cotangent, other)
+
+
+def unscaled(out: jax.Array, left: Scaled, right: Scaled) -> jax.Array:
+    """A result times both inputs' powers of two, whose product may be out of range.
+
+    The smaller one comes first: the other one could not save what it flushes to zero.
+    """
+    inverses = [x.inverse for x in (left, right) if x.inverse is not None]
+    if len(inverses) == 2:
+        inverses = [lax.min(*inverses), lax.max(*inverses)]
+    for inverse in inverses:
+        out = out * inverse
+    return out
+
+
+def evaluated(jaxpr: ClosedJaxpr, args: Values) -> jax.Array:
+    """The one result of a jaxpr that moves float16 values and multiplies them."""
+    values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    values |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.jaxpr.eqns:
+        inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        if eqn.primitive.name in PRODUCTS:
+            wide = eqn.params | {"preferred_element_type": FLOAT32_DTYPE}
+            eqn = eqn.replace(params=wide)
+        values.update(zip(eqn.outvars, _compat.bind_eqn(eqn, inputs), strict=True))
+    (out,) = jaxpr.jaxpr.outvars
+    return values[out]

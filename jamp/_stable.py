@@ -27,7 +27,7 @@ HOMES = {
     "_policy.nnx": ("cast_on_use", "policied"),
     "_policy.overrides": ("Place", "Plan"),
     "_policy.scopes": ("scoped",),
-    "_scaling.iteration": ("Iteration",),
+    "_scaling.optimizer_stages": ("Iteration",),
     "_scaling.rule": ("LossScaleConfig",),
     "_scaling.state": ("MasterWeightsState",),
 }

@@ -1,4 +1,4 @@
-"""Flax NNX: a policy for a model, paths for rules to name its parts, and retries."""
+"""Flax NNX: a policy for a model, and paths for rules to name its parts."""
 
 from . import _stable
 from ._checks import stand_ins as _stand_ins
@@ -9,7 +9,5 @@ except Exception as _error:  # JAX's internals have moved
     globals().update(_stand_ins(__name__, _error, "with_policy"))
 
 from ._policy.scopes import named_scopes as named_scopes
-from ._scaling.nnx_retry import find_loss_scale as find_loss_scale
-from ._scaling.nnx_retry import retry as retry
 
 _stable.publish(__name__)

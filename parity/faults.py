@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "a key of the state dict has another name",
-        "_scaling/scaler_state.py",
+        "_scaling/grad_scaler.py",
         '"_growth_tracker": int(',
         '"growth_tracker": int(',
         "behaviors",

@@ -601,6 +601,11 @@ jamp.retry
     TypeError: dtype
   jamp.retry(donating)(copied((params, opt_state)), x)
     ValueError: donated
+  jamp.retry(nnx_step)(model, optimizer, x)
+    ValueError: loss scale
+    > Pass the scaler as an argument too.
+  jamp.retry(nnx_donating)(*copied((model, optimizer, scaler)), x)
+    ValueError: donated
 
 jamp.find_loss_scale
   jamp.find_loss_scale(params, opt_state, x)
@@ -617,22 +622,7 @@ jamp.find_loss_scale
   jamp.find_loss_scale(lambda state, x: state, (params, opt_state), x)
     TypeError: structure
     > Write `return state, None`.
-
-jamp.nnx.retry
-  jamp.nnx.retry(scaler)
-    TypeError: step
-  jamp.nnx.retry(nnx_step, -1)
-    ValueError: attempts
-  jamp.nnx.retry(nnx_step)(model, optimizer, x)
-    ValueError: loss scale
-    > Pass the scaler as an argument too.
-  jamp.nnx.retry(nnx_donating)(*copied((model, optimizer, scaler)), x)
-    ValueError: donated
-
-jamp.nnx.find_loss_scale
-  jamp.nnx.find_loss_scale(5, model, optimizer, scaler, x)
-    TypeError: step
-  jamp.nnx.find_loss_scale(nnx_step, model, optimizer, x)
+  jamp.find_loss_scale(nnx_step, model, optimizer, x)
     ValueError: loss scale
 
 jamp.loss_scale

@@ -124,12 +124,12 @@ retried = jax.jit(jamp.retry(step), donate_argnums=0)
 assert jnp.all(new["w"] != params["w"])
 """,
     ),
-    "jamp.nnx.retry(nnx_donating": (
-        "nnx.jit(jamp.nnx.retry(step), donate_argnums=(0, 1, 2))",
+    "jamp.retry(nnx_donating": (
+        "nnx.jit(jamp.retry(step), donate_argnums=(0, 1, 2))",
         """
 step, before = scaled_step, model.kernel[...]
 model, optimizer, scaler = copied((model, optimizer, scaler))
-retried = nnx.jit(jamp.nnx.retry(step), donate_argnums=(0, 1, 2))
+retried = nnx.jit(jamp.retry(step), donate_argnums=(0, 1, 2))
 assert not retried(model, optimizer, scaler, x)
 assert jnp.all(model.kernel[...] != before)
 """,

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from .._tree import PyTree, is_inexact
-from .iteration import current_trace
+from .optimizer_stages import current_trace
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
 scale. What stands in front of it, such as optax.clip_by_global_norm, sees scaled \

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._checks import axis_names, positive, shown
 from .._tree import PyTree, check_leaves, dtype_of
 from . import eight_bits
-from .match import is_hole
+from .check_gradients import is_hole
 from .mean import check_varying, is_sent, pmean
 from .mesh import is_mapped, mapped
 from .state import check_state

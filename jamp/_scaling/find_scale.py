@@ -9,16 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._checks import is_traced, shown
-from .._tree import PyTree, T
+from .._tree import PyTree
 from .arithmetic import power_of_two
-from .attempts import Attempts
-from .held import Value, evaluate
-from .influence import influences
+from .attempts import attempt, call_of
+from .calls import Call, scales_of, with_scales
 from .mesh import on_every_replica, varying_like
-from .retry import InState, check_holds_one
+from .program import Program
 from .rule import LossScaleState
 
 LOWEST, HIGHEST = -126, 32  # exponents
@@ -36,14 +34,13 @@ an optimizer, use jamp.value_and_grad(loss_fn, opt_state), or let the loss funct
 return jamp.scale_loss(loss, opt_state)."""
 
 
-def find_loss_scale(
-    step: Callable[..., tuple[T, PyTree]], state: T, *batch: Any, **kwargs: Any
-) -> T:
-    """The state with the largest power-of-two loss scale at which the step is finite.
+def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Sets the largest power-of-two loss scale at which a step is finite.
 
     It runs the step at eight scales, on the same state and batch, in one jitted
-    program, and discards the results. Only the scale of the returned state differs.
-    Later batches may need a lower scale: leave some room, or use `retry`.
+    program, and discards the results. Only the scale of the state, or of the NNX
+    objects, changes. Later batches may need a lower scale: leave some room, or use
+    `retry`.
 
     If the state holds several loss scales, each is found for its own gradients. A scale
     that the step does not use (disabled, or of an optimizer that does not step) does
@@ -52,19 +49,20 @@ def find_loss_scale(
     finite at any scale, and the search ends at 2^32.
 
     Args:
-      step: `step(state, *batch) -> (state, aux)`, as for `retry`. Nothing is donated.
-      state: any pytree that holds a loss scale.
-      *batch: the step's other arguments.
+      step: in the style of optax or of NNX, as for `retry`. Nothing is donated.
+      *args: the step's arguments: a state that holds a loss scale and a batch, or NNX
+        objects and a batch.
       **kwargs: the step's keyword arguments.
 
     Returns:
-      The state with a scale between 2^-126 and 2^32. Inside a trace, which cannot
+      In the style of optax, the state with a scale between 2^-126 and 2^32. In the
+      style of NNX, None: the scale is set in the objects. Inside a trace, which cannot
       raise an error, a step that is never finite keeps the scale that was there.
 
     Raises:
-      TypeError: `step` is not a function, does not return a pair, or returns another
-        state than it got.
-      ValueError: the state holds no loss scale, or one inside `optax.MultiSteps`, or
+      TypeError: `step` is not a function, does not return a pair (in the style of
+        optax), or returns another state than it got.
+      ValueError: no argument holds a loss scale, or one inside `optax.MultiSteps`, or
         the step is not finite at any scale, or it does not scale its loss.
 
     Examples:
@@ -81,28 +79,39 @@ def find_loss_scale(
       >>> print(state[0], jamp.loss_scale(state))
       [1. 1.] 32768.0
 
+      With NNX:
+
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> scaler = jamp.GradScaler()
+      >>> def train_step(model, optimizer, scaler, x):
+      ...     def loss_fn(model):
+      ...         return scaler.scale(jnp.mean(model(x).astype(jnp.float16)))
+      ...     scaler.step(optimizer, model, nnx.grad(loss_fn)(model))
+      ...     scaler.update()
+      >>> x = jnp.ones((2, 2))
+      >>> jamp.find_loss_scale(train_step, model, optimizer, scaler, x)
+      >>> scaler.get_scale()
+      32768.0
+
     PyTorch: no counterpart; `GradScaler` starts at 2**16 and skips batches until the
     scale fits.
     """
-    caller = "jamp.find_loss_scale"
     if not callable(step):
         raise TypeError(f"step must be a function of a state; got {shown(step)}.")
-    check_holds_one(state, caller)
-    call = lambda state, inputs: step(state, *inputs[0], **inputs[1])
-    scales = InState()
-    return scales.put(
-        state, search(Attempts(caller, call, scales), state, (batch, kwargs))
-    )
+    call = call_of("jamp.find_loss_scale", step, args, kwargs)
+    return call.returned(with_scales(call.state, search(call)))
 
 
-def search(attempts: Attempts, state: PyTree, inputs: PyTree) -> list[LossScaleState]:
+def search(call: Call) -> list[LossScaleState]:
     """The loss scales of a state, with the largest at which its step is finite.
 
     Raises:
       ValueError: the step does not scale its loss, or is not finite at any scale (the
         latter only outside a trace).
     """
-    leaves, tree = jax.tree.flatten(inputs)
+    leaves, tree = jax.tree.flatten(call.inputs)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     arrays = list(itertools.compress(leaves, is_array))
 
@@ -112,14 +121,14 @@ def search(attempts: Attempts, state: PyTree, inputs: PyTree) -> list[LossScaleS
         given = iter(arrays)  # other leaves, such as `train=True`, do not change
         both = zip(leaves, is_array, strict=True)
         all_leaves = [next(given) if is_one else leaf for leaf, is_one in both]
-        return bisect(attempts, state, tree.unflatten(all_leaves))
+        return bisect(call, state, tree.unflatten(all_leaves))
 
-    is_inside = any(map(is_traced, jax.tree.leaves((state, inputs))))
-    exponents, asked = (run if is_inside else jax.jit(run))(state, arrays)
+    is_inside = any(map(is_traced, jax.tree.leaves((call.state, call.inputs))))
+    exponents, asked = (run if is_inside else jax.jit(run))(call.state, arrays)
     never = asked & (exponents < LOWEST)
     if not is_traced(never) and np.any(np.asarray(never)):
-        raise ValueError(NEVER_FINITE.format(caller=attempts.caller))
-    old = attempts.scales.get(state)
+        raise ValueError(NEVER_FINITE.format(caller=call.caller))
+    old = scales_of(call.state)
     found = asked & (exponents >= LOWEST)
     kept = [
         jnp.where(is_found, power_of_two(exponent), scale.loss_scale)
@@ -128,9 +137,7 @@ def search(attempts: Attempts, state: PyTree, inputs: PyTree) -> list[LossScaleS
     return [o._replace(loss_scale=k) for o, k in zip(old, kept, strict=True)]
 
 
-def bisect(
-    attempts: Attempts, state: PyTree, inputs: PyTree
-) -> tuple[jax.Array, jax.Array]:
+def bisect(call: Call, state: PyTree, inputs: PyTree) -> tuple[jax.Array, jax.Array]:
     """The largest exponent at which the step is finite, and whether the scale is used.
 
     Returns:
@@ -138,8 +145,13 @@ def bisect(
       And bool [scales]: whether the step checked for an overflow, which it does not do
       if the scale is disabled, or if its optimizer does not step.
     """
-    old, mark = attempts.scales.get(state), jnp.uint32(MARK)
-    scales_after = traced(attempts, state, inputs)
+
+    def once(tried: list[LossScaleState]) -> list[LossScaleState]:
+        return attempt(call, with_scales(state, tried), inputs)[2]
+
+    old, mark = scales_of(state), jnp.uint32(MARK)
+    scales_after = Program(once, old)
+    check_scales_its_loss(scales_after, call.caller)
 
     def halve(
         _: object, between: tuple[jax.Array, jax.Array, jax.Array]
@@ -176,38 +188,20 @@ def is_too_high(tried: LossScaleState, new: LossScaleState) -> jax.Array:
     return new.found_inf | (new.loss_scale < tried.loss_scale)
 
 
-def traced(
-    attempts: Attempts, state: PyTree, inputs: PyTree
-) -> Callable[[list[LossScaleState]], list[LossScaleState]]:
-    """The step as a function of its loss scales, traced once.
-
-    Raises:
-      ValueError: the step divides gradients by a scale that they do not depend on.
-    """
-
-    def once(tried: list[LossScaleState]) -> list[LossScaleState]:
-        return attempts.attempt(attempts.scales.put(state, tried), inputs)[2]
-
-    trace = jax.make_jaxpr(once, return_shape=True)
-    program, shapes = trace(attempts.scales.get(state))
-    tree = jax.tree.structure(shapes)
-    check_scales_its_loss(program, attempts.caller)
-    return lambda tried: tree.unflatten(jaxpr_as_fun(program)(*jax.tree.leaves(tried)))
-
-
-def check_scales_its_loss(program: ClosedJaxpr, caller: str) -> None:
+def check_scales_its_loss(
+    program: Program[[list[LossScaleState]], list[LossScaleState]], caller: str
+) -> None:
     """Raises ValueError if `found_inf` cannot depend on the scale of its state.
+
+    A step that does not use a scale returns the `found_inf` that it was given.
 
     Args:
       program: from loss scales to those after a step.
       caller: the function that a user called.
     """
-    inputs = [Value() for _ in program.jaxpr.invars]
-    outputs, depends_on = evaluate(program.jaxpr, inputs), influences(program)
     fields = LossScaleState._fields
-    for start in range(0, len(inputs), len(fields)):
+    for start in range(0, len(program.shapes) * len(fields), len(fields)):
         place = {name: start + i for i, name in enumerate(fields)}
-        recent = place["recent_skips"]  # a step that does not use the scale keeps it
-        is_used = outputs[recent] is not inputs[recent]
-        if is_used and place["loss_scale"] not in depends_on[place["found_inf"]]:
+        used = program.used_inputs(place["found_inf"])
+        if not used[place["found_inf"]] and not used[place["loss_scale"]]:
             raise ValueError(NOT_SCALED.format(caller=caller))

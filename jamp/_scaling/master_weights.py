@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from .._tree import PyTree, check_leaves, dtype_of, is_half, widen
 from .arrivals import current
-from .match import check_gradients_match, is_hole
+from .check_gradients import check_gradients_match, is_hole
 from .state import MasterWeightsState, check_state, explained, keeps_master_weights
 from .transformation import as_transformation
 from .unread import never_moved

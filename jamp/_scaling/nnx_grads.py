@@ -16,7 +16,7 @@ from .._checks import is_traced, shown
 from .._tree import Flag, PyTree, T, check_leaves, dtype_of, is_inexact
 from . import arithmetic, skip
 from .arithmetic import InverseScale
-from .match import check_gradients_match
+from .check_gradients import check_gradients_match
 from .state import check_not_scaled_yet
 from .unread import chosen, only, reads
 
@@ -154,17 +154,17 @@ def update_if(
         grads, kwargs = arguments()
         optimizer.update(model, skip.harmless(finite, grads), **kwargs)
 
-    match skip.way(finite):
-        case skip.Way.KNOWN:
-            if finite:
-                run(optimizer, model)
-        case by:
-            keep, old = finite, nnx.as_pure(nnx.state((optimizer, model)))
-            if by is skip.Way.BRANCH:
-                hold = lambda optimizer, model: None
-                nnx.cond(skip.runs(finite), run, hold, optimizer, model)
-                keep = skip.keeps(finite)
-            else:
-                run(optimizer, model)
-            new = nnx.as_pure(nnx.state((optimizer, model)))
-            nnx.update((optimizer, model), skip.select(keep, new, old))
+    if not is_traced(finite):
+        if finite:
+            run(optimizer, model)
+        return
+    graph, old = nnx.split((optimizer, model))
+    old = nnx.as_pure(old)
+
+    def run_on_copies() -> PyTree:
+        copies = nnx.merge(graph, old)
+        run(*copies)
+        return nnx.as_pure(nnx.state(copies))
+
+    new = skip.run_or_hold(finite, run_on_copies, lambda like: old)
+    nnx.update((optimizer, model), new)

@@ -1,28 +1,16 @@
 """`retry`: a step that overflowed is run again on the same batch, at a lower scale."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-import jax
-import jax.numpy as jnp
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from .._checks import positive, shown
-from .._tree import PyTree, T, check_leaves
-from .attempts import Attempts
-from .rule import LossScaleState
-from .state import DynamicLossScaleState, describe, find_states, scalars_of
+from .attempts import call_of, run
 
-Aux = TypeVar("Aux")
-
-ARRAYS_OF_THE_STATE = """ Keep arrays alone in the state; for an Equinox model, \
-write params, static = eqx.partition(model, eqx.is_inexact_array), put params into the \
-state, and call eqx.combine(params, static) in the step."""
+P, R = ParamSpec("P"), TypeVar("R")
 
 
-def retry(
-    step: Callable[..., tuple[T, Aux]], attempts: int = 8
-) -> Callable[..., tuple[T, Aux]]:
+def retry(step: Callable[P, R], attempts: int = 8) -> Callable[P, R]:
     """A training step that loses no batch: after an overflow it runs again.
 
     The wrapped step has the same signature. When the gradients overflow, the loss scale
@@ -30,37 +18,48 @@ def retry(
     until it is finite or `attempts` are used up. Then the batch is skipped, as without
     `retry`. A step that does not overflow computes what it did before.
 
-    Everything in `state` except the loss scale is held: each attempt starts from the
-    state before the first one. So batch statistics, an average of the parameters and
-    counters advance once per batch, and a key in the state gives each attempt the same
-    dropout. Effects outside the state cannot be held: prints, callbacks, and Python
-    variables that the step changes.
+    It takes steps of two styles, and tells them apart by their arguments:
 
-    Write `jax.jit(jamp.retry(step), donate_argnums=0)`: the loop is then part of the
-    program and the host never waits. Outside of a trace, the host reads after each
-    attempt whether it overflowed, and the step must not donate its state.
+        state, aux = step(state, *batch)                  # optax: the state is returned
+        aux = step(model, optimizer, scaler, *batch)      # NNX: the objects are changed
+
+    Everything in the state, or in the objects, except the loss scale is held: each
+    attempt starts from what was there before the first one. So batch statistics, an
+    average of the parameters and counters advance once per batch, and a key in the
+    state gives each attempt the same dropout. Effects outside the state cannot be held:
+    prints, callbacks, Python variables and objects that the step closes over.
+
+    Write `jax.jit(jamp.retry(step), donate_argnums=0)` or `nnx.jit(jamp.retry(step))`:
+    the loop is then part of the program and the host never waits. Outside of a trace,
+    the host reads after each attempt whether it overflowed, and the step must not
+    donate its state.
 
     Inside `shard_map` or `pmap`, all replicas must agree that a step overflowed: give
     `axis_name` to `dynamic_loss_scale`, or average the gradients first. Like
     `jax.lax.while_loop`, the step with retries is not differentiable in reverse mode.
 
     Args:
-      step: `step(state, *batch) -> (state, aux)`. The state is any pytree that holds a
-        loss scale: a tuple, a dict, a `TrainState`. It comes back with the structure,
-        shapes and dtypes that it had. `aux` is any pytree of arrays, and the last
-        attempt's is returned. If a step updates one optimizer several times, the last
-        update decides.
+      step: in the style of optax, `step(state, *batch) -> (state, aux)`. The state is
+        any pytree that holds a loss scale: a tuple, a dict, a `TrainState`. It comes
+        back with the structure, shapes and dtypes that it had. In the style of NNX, a
+        function of NNX objects and a batch, in any order and by name too. One of the
+        objects is the `GradScaler`, or an `nnx.Optimizer` of `dynamic_loss_scale`. An
+        iteration of the scaler ends in the step, with `update`. `aux` is any pytree of
+        arrays, and the last attempt's is returned. If a step updates one optimizer
+        several times, the last update decides.
       attempts: the most attempts for one batch, >= 1. From the usual 2^16, eight
         attempts reach 2^8; to start from a scale that fits, see `find_loss_scale`.
 
     Returns:
-      The step with retries. `jamp.metrics(state)["retried_steps"]` counts the attempts
-      that were run again, `["skipped_steps"]` the batches that were still lost.
+      The step with retries. `jamp.metrics(state)["retried_steps"]`, or that of the
+      scaler, counts the attempts that were run again, `["skipped_steps"]` the batches
+      that were still lost.
 
     Raises:
-      TypeError: `step` is not a function, does not return a pair, or returns another
-        state than it got.
-      ValueError: `attempts` is below 1, the state holds no loss scale, or one inside
+      TypeError: `step` is not a function, does not return a pair (in the style of
+        optax), returns another state than it got, gives an NNX object other Variables,
+        or changes a static attribute, as `model.eval()` does.
+      ValueError: `attempts` is below 1, no argument holds a loss scale, or one inside
         `optax.MultiSteps`, or the step donated its state.
 
     Examples:
@@ -80,6 +79,26 @@ def retry(
       >>> print(metrics["retried_steps"], metrics["skipped_steps"])
       3 0
 
+      With NNX:
+
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> scaler = jamp.GradScaler(init_scale=2.0**18)
+      >>> @nnx.jit
+      ... @jamp.retry
+      ... def train_step(model, optimizer, scaler, x):
+      ...     def loss_fn(model):
+      ...         return scaler.scale(jnp.mean(model(x).astype(jnp.float16)))
+      ...     grads = nnx.grad(loss_fn)(model)
+      ...     skipped = scaler.step(optimizer, model, grads)
+      ...     scaler.update()
+      ...     return skipped
+      >>> print(train_step(model, optimizer, scaler, jnp.ones((2, 2))))
+      False
+      >>> print(scaler.get_scale(), jamp.metrics(scaler)["retried_steps"])
+      32768.0 3
+
     PyTorch: no counterpart; `GradScaler` skips the batch (apex issue 114 asks for
     this).
     """
@@ -88,54 +107,8 @@ def retry(
     at_most = positive("attempts", attempts)
 
     @functools.wraps(step)
-    def retried(state: T, *batch: Any, **kwargs: Any) -> tuple[T, Aux]:
-        check_holds_one(state, "jamp.retry")
-        call = lambda state, inputs: step(state, *inputs[0], **inputs[1])
-        of_step = Attempts("jamp.retry", call, InState(), at_most)
-        return of_step.run(state, (batch, kwargs))
+    def retried(*args: P.args, **kwargs: P.kwargs) -> Any:
+        call = call_of("jamp.retry", step, args, kwargs)
+        return call.returned(*run(call, at_most))
 
     return retried
-
-
-class InState:
-    """The loss scales in a pytree: those of optax states."""
-
-    def get(self, state: PyTree) -> list[LossScaleState]:
-        return [scalars_of(node) for node in find_states(state).values()]
-
-    def put(self, state: T, scales: Sequence[LossScaleState]) -> T:
-        remaining = iter(scales)
-
-        def is_scale(node: object) -> bool:
-            return isinstance(node, DynamicLossScaleState)
-
-        def replaced(node: PyTree) -> PyTree:
-            if not is_scale(node):
-                return node
-            return node._replace(**next(remaining)._asdict())
-
-        return jax.tree.map(replaced, state, is_leaf=is_scale)
-
-
-def check_holds_one(state: PyTree, caller: str) -> None:
-    """Raises an error if a state has no loss scale, or stacked ones, or other leaves.
-
-    Raises:
-      TypeError: a leaf is not an array.
-      ValueError: there is not one loss scale per optimizer, which is one number.
-    """
-    found = find_states(state)
-    if not found:
-        raise ValueError(
-            f"{caller}: the state holds no loss scale; found {describe(state)}. The "
-            "first argument of the step must hold the state of an optimizer in "
-            "jamp.dynamic_loss_scale."
-        )
-    check_leaves(state, f"{caller}: the state", ARRAYS_OF_THE_STATE)
-    for path, node in found.items():
-        if jnp.shape(scalars_of(node).loss_scale) != ():
-            raise ValueError(
-                f"{caller}: the loss scale at {path} must be one number; got shape "
-                f"{jnp.shape(node.loss_scale)}. For stacked states use jax.vmap "
-                "of the step with retries."
-            )

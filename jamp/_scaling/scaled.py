@@ -17,11 +17,10 @@ from jax import lax
 from .._checks import is_traced
 from .._tree import Flag, PyTree, check_leaves, dtype_of, widen
 from . import arithmetic, rule, skip
-from .apart import Apart
 from .arrivals import current
+from .check_gradients import check_gradients_match, is_hole
 from .derivatives import at_scale, check_no_gradient_function, stays_finite
 from .dtypes import as_made, as_wide_as, made_wide
-from .match import check_gradients_match, is_hole
 from .mesh import is_mapped, on_all
 from .rule import Kind, LossScaleConfig
 from .skip import check_same
@@ -42,7 +41,7 @@ from .transformation import (
     no_update,
     without_float0,
 )
-from .unread import chosen, only, reads
+from .unread import chosen, only, reads, traced
 
 Step = tuple[optax.Updates, optax.OptState]
 Given = tuple[optax.Updates, PyTree]  # the gradients, and those among the arguments
@@ -78,21 +77,12 @@ class LossScaled:
         if watch is not None:
             watch.arrive(updates)
         scaled = Scaled(self, caller, updates, state, params, extra_args)
-        finite, grads, old = scaled.finite, scaled.grads, scaled.old
-        parts = scaled.parts
 
         def hold(like: Callable[[], Step]) -> Step:
-            return jax.tree.map(no_update, like()[0]), old
+            return jax.tree.map(no_update, like()[0]), scaled.old
 
-        if skip.way(finite) is skip.Way.BRANCH and parts and parts.is_free():
-            new = functools.partial(parts.state, grads)
-            new = skip.run_or_hold(finite, new, lambda like: old)
-            made = parts.updates(skip.zeroed(finite, grads), new)
-            none = jax.tree.map(no_update, made)
-            updates, inner_state = skip.select(finite, made, none), new
-        else:
-            updates, inner_state = skip.run_or_hold(finite, scaled.both, hold)
-        updates, inner_state = scaled.checked((updates, inner_state), hold)
+        new = skip.run_or_hold(scaled.finite, scaled.both, hold)
+        updates, inner_state = scaled.checked(new, hold)
         if watch is not None:
             watch.leave(updates)
         return updates, scaled.advanced(inner_state)
@@ -145,18 +135,16 @@ class Scaled:
         # An extra argument named `grad`, of line searches, is a gradient like these.
         given = grads, {k: v for k, v in extra_args.items() if k == "grad"}
         self.old = as_made(state.inner_state, by.init_inner, params)
-        self.parts: Apart | None = None
+        run = lambda given: self.run(given, self.old)
         if any(map(is_traced, jax.tree.leaves((given, self.inverse)))):
-            self.parts = Apart(self.run, given, self.old)
-            used = self.parts.reads()
+            used, run = traced(run, given)
             given = only(used, given)
             self.finite = self.all_finite(chosen(used, given))
         else:
             self.finite = self.all_finite(given)
             if not self.finite:
-                used = reads(lambda given: self.run(given, self.old), given)
-                self.finite = self.all_finite(chosen(used, given))
-        self.grads = skip.harmless(self.finite, given)
+                self.finite = self.all_finite(chosen(reads(run, given), given))
+        self.both = functools.partial(run, skip.harmless(self.finite, given))
 
     def all_finite(self, grads: PyTree) -> Flag:
         axes = self.by.axis_name
@@ -166,12 +154,6 @@ class Scaled:
         axes = tuple(filter(is_mapped, axes or ())) or None
         finite = arithmetic.all_finite(grads, axes)
         return jnp.logical_or(finite, self.scalars.loss_scale == 1)
-
-    def both(self) -> Step:
-        """The updates and the new state of the inner optimizer."""
-        if self.parts is not None:
-            return self.parts.both(self.grads)
-        return self.run(self.grads, self.old)
 
     def checked(self, new: Step, hold: Callable[[Callable[[], Step]], Step]) -> Step:
         """A step's results, held if derivatives that it took itself overflowed."""

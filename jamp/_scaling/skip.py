@@ -2,16 +2,19 @@
 
 Branching, `lax.cond`: a finite step runs the optimizer, and XLA's CPU backend updates
 donated buffers in place, whereas selecting would copy them. If nothing is donated,
-branching would copy them. Then the conditional always runs the optimizer, XLA drops the
-conditional, and the result is selected (see `donated.py`).
+branching would copy them.
 
 Selecting, `lax.select_n`: on a GPU, XLA fuses the choice into the kernel
 that updates a parameter, which reads the old values anyway. Branching there copies
 every buffer that a branch may return, takes memory for the copies, and may make the
 host wait for the predicate. `docs/performance.md` has the figures.
+
+A trace holds both: a conditional, and a selection of its result. Which of the two
+decides is a constant of the lowering (see `branching.py`). Where it selects, the
+conditional always runs the optimizer, and XLA drops the conditional. Where it branches,
+XLA drops the selection.
 """
 
-import enum
 from collections.abc import Callable
 
 import jax
@@ -21,40 +24,15 @@ from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
 from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_half, is_inexact
-from .donated import overwrites
+from .branching import branches
 
 OTHER_RUN = """ If the state is of another run, cast it first: jax.tree.map(\
 lambda old, new: jnp.asarray(old, new.dtype), opt_state, tx.init(params))."""
 
 
-def by_branch() -> bool:
-    """Whether the program that is traced now should branch: on the CPU."""
-    return jax.default_backend() == "cpu"
-
-
-class Way(enum.Enum):
-    """How the choice between a step and none is made."""
-
-    KNOWN = enum.auto()  # outside a trace, as in torch, whose `step` reads the flag too
-    BRANCH = enum.auto()
-    SELECT = enum.auto()
-
-
-def way(finite: Flag) -> Way:
-    """The way for a flag: bool []."""
-    if not is_traced(finite):
-        return Way.KNOWN
-    return Way.BRANCH if by_branch() else Way.SELECT
-
-
-def runs(finite: Flag) -> Flag:
-    """Whether the branch of a finite step runs: always, if its result is selected."""
-    return jnp.logical_or(finite, jnp.logical_not(overwrites()))
-
-
 def keeps(finite: Flag) -> Flag:
     """Whether the conditional's result is the final one: always, if it branches."""
-    return jnp.logical_or(finite, overwrites())
+    return jnp.logical_or(finite, branches())
 
 
 def run_or_hold(
@@ -64,7 +42,8 @@ def run_or_hold(
 ) -> T:
     """`run()` if finite, otherwise `hold(like)`, of the same structure and dtypes.
 
-    Selecting runs both: see `harmless`.
+    Outside a trace the flag is read, as in torch, whose `step` reads it too. Inside
+    one, `run` may run either way: see `harmless`.
 
     Args:
       finite: bool [].
@@ -72,15 +51,12 @@ def run_or_hold(
       hold: the result without it. `like()` has the shapes and dtypes of `run()`.
     """
     shapes = lambda: jax.eval_shape(run)
-    match way(finite):
-        case Way.KNOWN:
-            return run() if finite else hold(shapes)
-        case Way.BRANCH:  # XLA copies far more with the branches the other way round
-            new = lax.cond(runs(finite), run, lambda: hold(shapes))
-            return select(keeps(finite), new, hold(lambda: new))
-        case Way.SELECT:
-            new = run()
-            return select(finite, new, hold(lambda: new))
+    if not is_traced(finite):
+        return run() if finite else hold(shapes)
+    runs = jnp.logical_or(finite, jnp.logical_not(branches()))
+    # XLA copies far more with the branches the other way round.
+    new = lax.cond(runs, run, lambda: hold(shapes))
+    return select(keeps(finite), new, hold(lambda: new))
 
 
 def select(finite: Flag, new: T, old: T) -> T:
@@ -142,19 +118,11 @@ def harmless(finite: Flag, grads: T) -> T:
 
     So an optimizer never sees an inf or a nan, whichever way the step is skipped.
     """
-    match way(finite):
-        case Way.KNOWN:
-            return grads
-        case Way.BRANCH:
-            return zeroed(keeps(finite), grads)
-        case Way.SELECT:
-            return zeroed(finite, grads)
+    if not is_traced(finite):
+        return grads
+    kept = keeps(finite)
 
+    def zeroed(g: ArrayLike) -> ArrayLike:
+        return lax.select_n(kept, lax.full_like(g, 0), g) if is_inexact(g) else g
 
-def zeroed(flag: Flag, grads: T) -> T:
-    """The gradients if a flag is true, otherwise zeros."""
-
-    def zeroed_leaf(g: ArrayLike) -> ArrayLike:
-        return lax.select_n(flag, lax.full_like(g, 0), g) if is_inexact(g) else g
-
-    return jax.tree.map(zeroed_leaf, grads)
+    return jax.tree.map(zeroed, grads)

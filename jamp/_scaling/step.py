@@ -16,7 +16,7 @@ import optax
 from .._tree import Flag, PyTree, check_leaves, dtype_of, is_inexact
 from . import skip
 from .arrivals import Watch, watching
-from .match import check_gradients_match
+from .check_gradients import check_gradients_match
 from .scaled import loss_scaled
 from .state import DynamicLossScaleState, check_moved, explained, find_states
 from .transformation import apply_updates, as_transformation

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from .._checks import shown
 from .._tree import KeyPath, PyTree, dtype_of, is_half, is_inexact
-from .match import check_update, is_hole
+from .check_gradients import check_update, is_hole
 
 
 def as_transformation(

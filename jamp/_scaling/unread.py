@@ -12,12 +12,11 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var
-from jax.interpreters import partial_eval
 from jax.typing import ArrayLike
 
 from .._tree import PyTree, T, is_inexact
-from .influence import CALLS
-from .match import is_hole
+from .check_gradients import is_hole
+from .program import Program
 
 # What JAX raises where a function needs the values of its arguments.
 NEEDS_VALUES = (
@@ -26,35 +25,44 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 
+CALLS = ("jit", "pjit", "shard_map", "checkpoint")  # each runs its jaxpr once
+
 # Primitives whose result is zero if their operands are.
 KEEP_ZERO = ("add", "broadcast_in_dim", "convert_element_type", "neg", "reshape", "sub")
 
 
 def reads(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    """For each leaf of a tree, whether a result of a pure function depends on it.
+    """For each leaf of a tree, whether a result of a pure function depends on it."""
+    return traced(function, tree)[0]
 
-    The function is traced. A leaf that is not floating or complex counts as read, and
-    all do if the function needs values, as an optimizer with a Python `if` may.
+
+def traced(
+    function: Callable[[PyTree], T], tree: PyTree
+) -> tuple[PyTree, Callable[[PyTree], T]]:
+    """`reads`, and the function, which is not traced again when it is called.
+
+    A leaf that is not floating or complex counts as read, and keeps the value that it
+    has here. All count as read if the function needs values, as an optimizer with a
+    Python `if` may.
     """
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
-    def of_inexact(*inexact: jax.Array) -> PyTree:
+    def of_inexact(*inexact: jax.Array) -> T:
         filled = dict(enumerate(leaves)) | dict(zip(places, inexact, strict=True))
         return function(structure.unflatten(filled.values()))
 
     try:
-        program = jax.make_jaxpr(of_inexact)(*(leaves[i] for i in places))
+        program = Program(of_inexact, *(leaves[i] for i in places))
     except NEEDS_VALUES:
-        return structure.unflatten([True] * len(leaves))
-    used = dict(zip(places, used_inputs(program.jaxpr), strict=True))
-    return structure.unflatten(used.get(i, True) for i in range(len(leaves)))
+        return structure.unflatten([True] * len(leaves)), function
 
+    def again(tree: PyTree) -> T:
+        given = jax.tree.leaves(tree)
+        return program(*(given[i] for i in places))
 
-def used_inputs(jaxpr: Jaxpr) -> list[bool]:
-    """Whether the outputs, or an effect, need each input."""
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return used
+    used = dict(zip(places, program.used_inputs(), strict=True))
+    return structure.unflatten(used.get(i, True) for i in range(len(leaves))), again
 
 
 def only(used: PyTree, grads: T) -> T:
@@ -72,13 +80,11 @@ def never_moved(
     update: Callable[..., tuple[PyTree, PyTree]], *arguments: PyTree
 ) -> PyTree:
     """For each gradient, whether its update is zero, whatever the arguments are."""
-    first = lambda *args: update(*args)[0]
-    trace = jax.make_jaxpr(first, return_shape=True)
-    program, out = trace(*arguments)
-    jaxpr = program.jaxpr
+    program = Program(lambda *args: update(*args)[0], *arguments)
+    jaxpr = program.closed.jaxpr
     zeros = iter(_zeros(jaxpr, [False] * len(jaxpr.invars)))
     is_zero = lambda node: is_hole(node) or next(zeros)
-    return jax.tree.map(is_zero, out, is_leaf=is_hole)
+    return jax.tree.map(is_zero, program.shapes, is_leaf=is_hole)
 
 
 def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
@@ -106,5 +112,8 @@ def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
         elif name in CALLS:
             inner = eqn.params["jaxpr"]
             found = _zeros(getattr(inner, "jaxpr", inner), given)
+        elif name == "cond":
+            inner = [_zeros(b.jaxpr, given[1:]) for b in eqn.params["branches"]]
+            found = list(map(all, zip(*inner, strict=True)))
         zero.update(zip(eqn.outvars, found, strict=True))
     return list(map(is_zero, jaxpr.outvars))

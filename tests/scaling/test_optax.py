@@ -13,7 +13,6 @@ from flax import nnx
 from flax.training import train_state
 
 import jamp
-from jamp._scaling.apart import Apart
 from tests.marks import slow
 
 
@@ -509,9 +508,7 @@ def test_axis_names_are_checked():
         jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name=("data", "data"))
 
 
-def test_a_step_accesses_no_more_bytes_than_the_plain_one(
-    standard_promotion, monkeypatch
-):
+def test_a_step_accesses_no_more_bytes_than_the_plain_one(standard_promotion):
     inner = optax.adamw(1e-3)
     tx = jamp.dynamic_loss_scale(inner)
     params = {name: jnp.ones((256, 256)) for name in "abc"}
@@ -532,20 +529,12 @@ def test_a_step_accesses_no_more_bytes_than_the_plain_one(
         _, grads = jamp.value_and_grad(objective, state)(params)
         return jamp.step(tx, grads, state, params)
 
-    def updated(params, state):
-        _, grads = jamp.value_and_grad(objective, state)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     def megabytes(step, state):
         jitted = jax.jit(step, donate_argnums=(0, 1))
         return jitted.lower(params, state).compile().cost_analysis()["bytes accessed"]
 
     floor = megabytes(plain, inner.init(params))
     assert megabytes(fused, tx.init(params)) <= 1.05 * floor
-    assert megabytes(updated, tx.init(params)) <= 1.05 * floor
-    monkeypatch.setattr(Apart, "is_free", lambda self: False)  # the control
-    assert megabytes(lambda *args: updated(*args), tx.init(params)) > 1.05 * floor
 
 
 def test_has_aux_without_a_pair():

@@ -16,6 +16,7 @@ KeyPath = tuple[Any, ...]  # to a leaf
 Flag = jax.Array | np.bool  # bool []
 NUMBERS = (bool, int, float, complex)
 HALVES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+HALF_NAMES = tuple(map(str, HALVES))
 ARRAYS_ALONE = (
     " Pass arrays alone; for an Equinox model, eqx.filter(model, eqx.is_inexact_array)."
 )

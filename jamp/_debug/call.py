@@ -37,7 +37,7 @@ class FlatCall(NamedTuple):
         return {i: x for i, x in first if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-def replaced(arrays: Sequence[Any], params: Mapping[int, Any]) -> list[Any]:
+def with_params(arrays: Sequence[Any], params: Mapping[int, Any]) -> list[Any]:
     """The arrays of a call, with others in some places."""
     return [params.get(i, array) for i, array in enumerate(arrays)]
 

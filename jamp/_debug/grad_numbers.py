@@ -50,7 +50,7 @@ def numbers(
     factor, named = scale_argument(caller, scale), named_leaves(caller, grads)
 
     def count() -> list[jax.Array]:
-        leaves = [parts_of(leaf) for _, leaf in named] or [jnp.zeros((1, 0))]
+        leaves = [real_parts(leaf) for _, leaf in named] or [jnp.zeros((1, 0))]
         columns = [[COUNTED[kind](x, factor) for x in leaves] for kind in kinds]
         return [jnp.stack(column)[: len(named)] for column in columns]
 
@@ -60,7 +60,7 @@ def numbers(
     return Numbers(only_when(when, count), factor, paths, sizes, real)
 
 
-def parts_of(leaf: ArrayLike) -> jax.Array:
+def real_parts(leaf: ArrayLike) -> jax.Array:
     """A gradient, or both parts of a complex one, on a new first axis."""
     x = jnp.asarray(leaf)
     return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x[None]

@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._checks import shown
+from .report import percent, text_table
 from .scalars import Block, block_of, on_devices
-from .table import percent, text_table
 
 LAST = 5  # steps of a printed table
 Scalar = bool | int | float | complex

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from .._tree import PyTree, is_inexact
-from .optimizer_stages import current_trace
+from .optimizer_stages import trace_state
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
 scale. What stands in front of it, such as optax.clip_by_global_norm, sees scaled \
@@ -29,7 +29,7 @@ class Watch:
     """
 
     def __init__(self, grads: optax.Updates):
-        self._trace, self._alive = current_trace(), [grads]  # ids stay unique
+        self._trace, self._alive = trace_state(), [grads]  # ids stay unique
         self._given = {id(leaf): id(leaf) for leaf in jax.tree.leaves(grads)}
         self._arrived, self._made = set[int](), set[int]()
         self.ran, self.is_blind = False, False
@@ -37,7 +37,7 @@ class Watch:
     def arrive(self, grads: optax.Updates) -> None:
         """A loss scale got these: ValueError if they are not those that went in."""
         self.ran = True
-        if self._trace != current_trace():
+        if self._trace != trace_state():
             self.is_blind = True
             return
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
@@ -67,13 +67,13 @@ class Watch:
         return id(update) in self._made
 
 
-class Active(threading.local):
+class ActiveWatch(threading.local):
     """The call of `jamp.step` that runs now, in this thread."""
 
     watch: Watch | None = None
 
 
-_active = Active()
+_active = ActiveWatch()
 
 
 def current() -> Watch | None:

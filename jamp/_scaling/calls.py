@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import shown
+from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves
 from .rule import LossScaleState
+from .skip import check_same
 from .state import DynamicLossScaleState, describe, find_states, scalars_of
 
 ARRAYS_OF_THE_STATE = """ Keep arrays alone in the state; for an Equinox model, \
@@ -92,3 +93,36 @@ def with_scales(state: T, scales: Sequence[LossScaleState]) -> T:
         return node._replace(**next(remaining)._asdict()) if is_scale(node) else node
 
     return jax.tree.map(replaced, state, is_leaf=is_scale)
+
+
+def call_of(
+    caller: str,
+    step: Callable[..., Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+) -> Call:
+    """The call of a step in the style that its arguments show.
+
+    NNX objects are arguments of the NNX style, unless the first argument holds a loss
+    scale beside them, as a pair of a module and an optax state does.
+    """
+    objects = imported("flax.nnx", "Pytree")
+    kinds = (DynamicLossScaleState, *objects)
+    nodes = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    has_objects = any(isinstance(node, objects) for node in nodes((args, kwargs)))
+    is_scale = lambda node: isinstance(node, DynamicLossScaleState)
+    if not has_objects or any(map(is_scale, nodes(args[:1]))):
+        return Call(caller, step, args, kwargs)
+    from .nnx_call import NNXCall  # imports Flax
+
+    return NNXCall(caller, step, args, kwargs)
+
+
+def attempt(
+    call: Call, state: T, inputs: PyTree
+) -> tuple[T, PyTree, list[LossScaleState]]:
+    """One run of a step: the state after it, its other results, the loss scales."""
+    # New containers: changes that a step makes in place do not reach the next one.
+    new, aux = call.run(*jax.tree.map(lambda leaf: leaf, (state, inputs)))
+    check_same(new, state, f"{call.caller}: step")
+    return new, aux, scales_of(new)

@@ -13,14 +13,13 @@ from jax import lax
 from .._checks import is_traced, shown
 from .._tree import PyTree
 from .arithmetic import power_of_two
-from .attempts import attempt, call_of
-from .calls import Call, scales_of, with_scales
+from .calls import Call, attempt, call_of, scales_of, with_scales
 from .mesh import on_every_replica, varying_like
-from .program import Program
 from .rule import LossScaleState
+from .traced import Traced
 
 LOWEST, HIGHEST = -126, 32  # exponents
-MARK = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
+NOT_STEPPED = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
 
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
 there is an inf or nan in the batch, the parameters or the loss. \
@@ -146,11 +145,11 @@ def bisect(call: Call, state: PyTree, inputs: PyTree) -> tuple[jax.Array, jax.Ar
       if the scale is disabled, or if its optimizer does not step.
     """
 
-    def once(tried: list[LossScaleState]) -> list[LossScaleState]:
+    def step_at(tried: list[LossScaleState]) -> list[LossScaleState]:
         return attempt(call, with_scales(state, tried), inputs)[2]
 
-    old, mark = scales_of(state), jnp.uint32(MARK)
-    scales_after = Program(once, old)
+    old, mark = scales_of(state), jnp.uint32(NOT_STEPPED)
+    scales_after = Traced(step_at, old)
     check_scales_its_loss(scales_after, call.caller)
 
     def halve(
@@ -189,19 +188,19 @@ def is_too_high(tried: LossScaleState, new: LossScaleState) -> jax.Array:
 
 
 def check_scales_its_loss(
-    program: Program[[list[LossScaleState]], list[LossScaleState]], caller: str
+    once: Traced[[list[LossScaleState]], list[LossScaleState]], caller: str
 ) -> None:
     """Raises ValueError if `found_inf` cannot depend on the scale of its state.
 
     A step that does not use a scale returns the `found_inf` that it was given.
 
     Args:
-      program: from loss scales to those after a step.
+      once: from loss scales to those after a step.
       caller: the function that a user called.
     """
     fields = LossScaleState._fields
-    for start in range(0, len(program.shapes) * len(fields), len(fields)):
+    for start in range(0, len(once.shapes) * len(fields), len(fields)):
         place = {name: start + i for i, name in enumerate(fields)}
-        used = program.used_inputs(place["found_inf"])
+        used = once.used_inputs(place["found_inf"])
         if not used[place["found_inf"]] and not used[place["loss_scale"]]:
             raise ValueError(NOT_SCALED.format(caller=caller))

@@ -17,10 +17,9 @@ from jax.typing import ArrayLike
 
 from .._tree import PyTree, check_leaves, dtype_of, is_half, widen
 from .arrivals import current
-from .check_gradients import check_gradients_match, is_hole
 from .state import MasterWeightsState, check_state, explained, keeps_master_weights
-from .transformation import as_transformation
-from .unread import never_moved
+from .traced import never_moved
+from .transformation import as_transformation, check_gradients_match, is_hole
 
 
 def master_weights(

@@ -13,7 +13,7 @@ from .._tree import PyTree
 from .calls import Call
 from .state import DynamicLossScaleState
 
-NO_SCALE = """{}: no argument of the step holds a loss scale; got {}. Pass the \
+NO_OBJECT = """{}: no argument of the step holds a loss scale; got {}. Pass the \
 GradScaler as an argument."""
 
 STATIC = """{}: step must change nothing in its objects but the values of Variables. \
@@ -50,7 +50,7 @@ class NNXCall(Call):
         self.places = [path for path, node in nodes if isinstance(node, holders)]
         if not self.places:
             got = ", ".join(type(arg).__name__ for arg in given.values())
-            raise ValueError(NO_SCALE.format(caller, got))
+            raise ValueError(NO_OBJECT.format(caller, got))
         self.graph, state = nnx.split(self.objects)
         self.state = self.pure(state)
 

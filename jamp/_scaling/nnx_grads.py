@@ -16,9 +16,9 @@ from .._checks import is_traced, shown
 from .._tree import Flag, PyTree, T, check_leaves, dtype_of, is_inexact
 from . import arithmetic, skip
 from .arithmetic import InverseScale
-from .check_gradients import check_gradients_match
 from .state import check_not_scaled_yet
-from .unread import chosen, only, reads
+from .traced import chosen, only, reads
+from .transformation import check_gradients_match
 
 Own = nnx.State[Hashable, PyTree]
 

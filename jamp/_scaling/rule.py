@@ -31,7 +31,7 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 SWITCHED_OFF, NONE_FORGIVEN = -1, -2
 
 
-class Kind(enum.Enum):
+class ScaleKind(enum.Enum):
     """What a step does to its scale."""
 
     DYNAMIC = enum.auto()
@@ -52,7 +52,7 @@ class LossScaleState(NamedTuple):
     retried_steps: jax.Array  # attempts that `retry` ran again so far
 
 
-DTYPES = dict(
+SCALAR_DTYPES = dict(
     zip(
         LossScaleState._fields,
         ("float32", "int32", "bool", "int32", "int32", "uint32", "int32", "int32"),
@@ -152,9 +152,11 @@ def check_scale(name: str, value: object) -> float:
     return scale
 
 
-def init(config: LossScaleConfig, kind: Kind = Kind.DYNAMIC) -> LossScaleState:
+def init(
+    config: LossScaleConfig, kind: ScaleKind = ScaleKind.DYNAMIC
+) -> LossScaleState:
     """The state before the first step."""
-    zeros = LossScaleState(*(jnp.zeros([], dtype) for dtype in DTYPES.values()))
+    zeros = LossScaleState(*(jnp.zeros([], dtype) for dtype in SCALAR_DTYPES.values()))
     off = zeros._replace(
         loss_scale=jnp.ones([], jnp.float32),
         hysteresis_tracker=jnp.full([], SWITCHED_OFF, jnp.int32),
@@ -163,7 +165,7 @@ def init(config: LossScaleConfig, kind: Kind = Kind.DYNAMIC) -> LossScaleState:
 
 
 def adopted(
-    state: LossScaleState, config: LossScaleConfig, kind: Kind = Kind.DYNAMIC
+    state: LossScaleState, config: LossScaleConfig, kind: ScaleKind = ScaleKind.DYNAMIC
 ) -> LossScaleState:
     """Any state as one of a run with these arguments.
 
@@ -179,7 +181,7 @@ def adopted(
     # Unchecked inside a trace: optax.inject_hyperparams may have cast it to inf.
     first = jnp.clip(_float32(config.init_scale), SMALLEST_SCALE, LARGEST_SCALE)
     match kind:
-        case Kind.DYNAMIC:
+        case ScaleKind.DYNAMIC:
             is_new = (tracker == SWITCHED_OFF) & (old == 1)
             highest = jnp.minimum(_float32(config.max_scale), np.float32(LARGEST_SCALE))
             kept = jnp.clip(old, floor(config), highest)
@@ -188,9 +190,9 @@ def adopted(
             was_left = tracker >= 0
             forgiven = jnp.where(was_left, most + 1, NONE_FORGIVEN) - tracker
             tracker = NONE_FORGIVEN - jnp.clip(forgiven, 0, most)
-        case Kind.STATIC:
+        case ScaleKind.STATIC:
             loss_scale, tracker = first, jnp.full_like(tracker, NONE_FORGIVEN)
-        case Kind.OFF:
+        case ScaleKind.OFF:
             loss_scale, tracker = 1.0, jnp.full_like(tracker, SWITCHED_OFF)
     is_same = loss_scale == old
     return state._replace(
@@ -205,17 +207,17 @@ def advance(
     state: LossScaleState,
     found_inf: jax.Array,
     config: LossScaleConfig,
-    kind: Kind = Kind.DYNAMIC,
+    kind: ScaleKind = ScaleKind.DYNAMIC,
 ) -> LossScaleState:
     """The state after one step, with the scale moved and the step recorded.
 
     What a step found at a scale that is not adopted does not move the adopted one.
     """
     own = adopted(state, config, kind)
-    if kind is Kind.OFF:  # it counts nothing, only what it skips at another scale
+    if kind is ScaleKind.OFF:  # it counts nothing, only what it skips at another scale
         skipped = state.skipped_steps + found_inf.astype(jnp.int32)
         return own._replace(found_inf=found_inf, skipped_steps=skipped)
-    if kind is Kind.DYNAMIC:
+    if kind is ScaleKind.DYNAMIC:
         is_own = own.loss_scale == state.loss_scale
         choose = lambda moved, own: jnp.where(is_own, moved, own)
         own = LossScaleState(*map(choose, update(own, found_inf, config), own))

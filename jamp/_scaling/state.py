@@ -1,4 +1,4 @@
-"""The states of the optax wrappers, and how to find them in a nest of states."""
+"""The states of the optax wrappers: how to find them in a nest, and their dtypes."""
 
 import contextlib
 import operator
@@ -12,8 +12,9 @@ import optax
 from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import NUMBERS, PyTree, dtype_of
-from .rule import DTYPES, LossScaleState
+from .._tree import NUMBERS, PyTree, T, dtype_of, is_half, widen
+from .rule import SCALAR_DTYPES, LossScaleState
+from .traced import NEEDS_VALUES
 
 HIDDEN = """optax.apply_if_finite around a loss scale hides overflows from it, so that \
 it cannot back off. Leave apply_if_finite out: jamp.dynamic_loss_scale itself skips \
@@ -99,7 +100,7 @@ def scalars_of(state: object) -> LossScaleState:
 def _number(name: str, value: object) -> jax.Array:
     leaves = jax.tree.leaves(value)
     leaf = leaves[0] if len(leaves) == 1 else None
-    wanted = jnp.dtype(DTYPES[name])
+    wanted = jnp.dtype(SCALAR_DTYPES[name])
     kinds = {"f": (jnp.floating, jnp.integer), "b": (jnp.bool_,)}
     is_number = isinstance(leaf, (jax.Array, np.ndarray, np.generic, *NUMBERS))
     given = dtype_of(leaf) if is_number else None
@@ -272,3 +273,56 @@ def _states(tree: PyTree) -> list[str]:
 
     jax.tree.leaves(tree, is_leaf=note)
     return states
+
+
+def made_wide(init: Callable[[optax.Params], PyTree], params: optax.Params) -> PyTree:
+    """`init(params)` with float32 in place of half precision.
+
+    Master weights must see the parameters themselves. What stands beside them gets
+    float32 gradients, as without them.
+    """
+    if not any(map(is_half, jax.tree.leaves(params))):
+        return init(params)
+    shapes = jax.eval_shape(init, params)
+    if not keeps_master_weights(shapes):
+        return init(widen(params))
+    own = init(params)
+    beside = jax.tree.leaves(shapes, is_leaf=is_master)
+    if not any(is_half(leaf) for leaf in beside if not is_master(leaf)):
+        return own
+    choose = lambda own, wide: own if is_master(own) else wide
+    return jax.tree.map(choose, own, init(widen(params)), is_leaf=is_master)
+
+
+def as_made(
+    state: T, init: Callable[[optax.Params], PyTree], params: optax.Params | None
+) -> T:
+    """A state of any run in the dtypes that `init` makes, as far as these are wider."""
+    if params is None or not any(map(_is_half_array, jax.tree.leaves(state))):
+        return state
+    try:
+        like = jax.eval_shape(init, params)
+    except NEEDS_VALUES:
+        return state
+    return as_wide_as(like, state)
+
+
+def as_wide_as(like: PyTree, state: T) -> T:
+    """A state whose half-precision leaves have the wider dtypes of another one.
+
+    If the two have other structures, it does not change, and is refused elsewhere.
+    """
+
+    def cast(leaf: PyTree, like: Any) -> PyTree:
+        if not (_is_half_array(leaf) and jnp.issubdtype(like.dtype, jnp.floating)):
+            return leaf
+        dtype = jnp.promote_types(dtype_of(leaf), like.dtype)
+        return leaf if dtype == dtype_of(leaf) else jnp.asarray(leaf, dtype)
+
+    if jax.tree.structure(like) != jax.tree.structure(state):
+        return state
+    return jax.tree.map(cast, state, like)
+
+
+def _is_half_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and is_half(leaf)

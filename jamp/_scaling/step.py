@@ -16,11 +16,10 @@ import optax
 from .._tree import Flag, PyTree, check_leaves, dtype_of, is_inexact
 from . import skip
 from .arrivals import Watch, watching
-from .check_gradients import check_gradients_match
-from .scaled import loss_scaled
 from .state import DynamicLossScaleState, check_moved, explained, find_states
-from .transformation import apply_updates, as_transformation
-from .unread import reads
+from .traced import reads
+from .transformation import apply_updates, as_transformation, check_gradients_match
+from .wrapper import loss_scaled
 
 PASSED_BY = """{}: the scaled gradient at {} is used, although it did not pass through \
 the loss scale: a mask around that (optax.masked) passes on what it leaves out. Put \

@@ -18,7 +18,7 @@ from flax import nnx
 
 import jamp
 from jamp._scaling import skip
-from jamp._scaling.unread import never_moved, reads
+from jamp._scaling.traced import never_moved, reads
 
 from ..around import settings
 

@@ -1,4 +1,4 @@
-"""Which gradients an optimizer reads, and which parameters it never moves.
+"""A function that is traced once: what its results depend on, and how to run it.
 
 torch makes no gradient for a frozen parameter. JAX makes one, and an optimizer throws
 it away (`optax.set_to_zero`). No value shows this; the program of its update does.
@@ -7,16 +7,17 @@ it away (`optax.set_to_zero`). No value shows this; the program of its update do
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Generic, ParamSpec
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.interpreters import partial_eval
 from jax.typing import ArrayLike
 
 from .._tree import PyTree, T, is_inexact
-from .check_gradients import is_hole
-from .program import Program
+from .transformation import is_hole
 
 # What JAX raises where a function needs the values of its arguments.
 NEEDS_VALUES = (
@@ -25,18 +26,50 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 
-CALLS = ("jit", "pjit", "shard_map", "checkpoint")  # each runs its jaxpr once
+RUN_ONCE = ("jit", "pjit", "shard_map", "checkpoint")  # each runs its jaxpr once
 
 # Primitives whose result is zero if their operands are.
 KEEP_ZERO = ("add", "broadcast_in_dim", "convert_element_type", "neg", "reshape", "sub")
 
+P = ParamSpec("P")
+
+
+class Traced(Generic[P, T]):
+    """A function of pytrees as a jaxpr. A call of it does not trace the function again.
+
+    Attributes:
+      shapes: those of its results.
+    """
+
+    shapes: T
+
+    def __init__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs):
+        # A new function: JAX would return the old trace of a function that it knows,
+        # although the function may have changed.
+        fresh = lambda *args, **kwargs: function(*args, **kwargs)
+        trace = jax.make_jaxpr(fresh, return_shape=True)
+        self.closed, self.shapes = trace(*args, **kwargs)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        results = jaxpr_as_fun(self.closed)(*jax.tree.leaves((args, kwargs)))
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
+
+    def used_inputs(self, output: int | None = None) -> list[bool]:
+        """Whether an output, or any of them, or an effect needs each input.
+
+        Inputs and outputs are leaves, in order.
+        """
+        jaxpr = self.closed.jaxpr
+        wanted = [output in (None, i) for i in range(len(jaxpr.outvars))]
+        return partial_eval.dce_jaxpr(jaxpr, wanted)[1]
+
 
 def reads(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """For each leaf of a tree, whether a result of a pure function depends on it."""
-    return traced(function, tree)[0]
+    return reads_and_run(function, tree)[0]
 
 
-def traced(
+def reads_and_run(
     function: Callable[[PyTree], T], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], T]]:
     """`reads`, and the function, which is not traced again when it is called.
@@ -53,15 +86,15 @@ def traced(
         return function(structure.unflatten(filled.values()))
 
     try:
-        program = Program(of_inexact, *(leaves[i] for i in places))
+        once = Traced(of_inexact, *(leaves[i] for i in places))
     except NEEDS_VALUES:
         return structure.unflatten([True] * len(leaves)), function
 
     def again(tree: PyTree) -> T:
         given = jax.tree.leaves(tree)
-        return program(*(given[i] for i in places))
+        return once(*(given[i] for i in places))
 
-    used = dict(zip(places, program.used_inputs(), strict=True))
+    used = dict(zip(places, once.used_inputs(), strict=True))
     return structure.unflatten(used.get(i, True) for i in range(len(leaves))), again
 
 
@@ -80,11 +113,11 @@ def never_moved(
     update: Callable[..., tuple[PyTree, PyTree]], *arguments: PyTree
 ) -> PyTree:
     """For each gradient, whether its update is zero, whatever the arguments are."""
-    program = Program(lambda *args: update(*args)[0], *arguments)
-    jaxpr = program.closed.jaxpr
+    once = Traced(lambda *args: update(*args)[0], *arguments)
+    jaxpr = once.closed.jaxpr
     zeros = iter(_zeros(jaxpr, [False] * len(jaxpr.invars)))
     is_zero = lambda node: is_hole(node) or next(zeros)
-    return jax.tree.map(is_zero, program.shapes, is_leaf=is_hole)
+    return jax.tree.map(is_zero, once.shapes, is_leaf=is_hole)
 
 
 def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
@@ -109,7 +142,7 @@ def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
         elif name == "mul":
             finite = map(is_finite, eqn.invars)
             found = [any(given) and all(map(operator.or_, given, finite))]
-        elif name in CALLS:
+        elif name in RUN_ONCE:
             inner = eqn.params["jaxpr"]
             found = _zeros(getattr(inner, "jaxpr", inner), given)
         elif name == "cond":

@@ -1,6 +1,6 @@
 """Leaves of trees: which take part in scaling, and in which dtype."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +22,11 @@ ARRAYS_ALONE = (
 )
 
 
+def path_text(path: KeyPath) -> str:
+    """The path of a leaf, for messages."""
+    return jax.tree_util.keystr(path) or "the root"
+
+
 def dtype_of(leaf: Any) -> np.dtype:
     """Dtype of an array, NumPy array or Python scalar, `float0` included."""
     if isinstance(leaf, np.ndarray | np.generic):
@@ -31,6 +36,20 @@ def dtype_of(leaf: Any) -> np.dtype:
     if not isinstance(leaf, NUMBERS):
         raise TypeError(f"a leaf must be an array or a number; got {shown(leaf)}.")
     return jnp.result_type(leaf)
+
+
+def partition(
+    tree: PyTree, is_chosen: Callable[[Any], bool]
+) -> tuple[list[Any], Callable[[Iterable[Any]], PyTree]]:
+    """Some leaves of a tree, and a function that puts others in their places."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if is_chosen(leaf)]
+
+    def rebuilt(chosen: Iterable[Any]) -> PyTree:
+        filled = dict(enumerate(leaves)) | dict(zip(places, chosen, strict=True))
+        return structure.unflatten(filled.values())
+
+    return [leaves[i] for i in places], rebuilt
 
 
 def cast_floating(
@@ -77,7 +96,7 @@ def check_leaves(tree: PyTree, what: str, cure: str = ARRAYS_ALONE) -> None:
         of = getattr(leaf, "dtype", np.dtype(object))
         is_array = getattr(of, "kind", "V") not in "OSU"  # neither objects nor text
         if not (is_array or isinstance(leaf, NUMBERS)):
-            at = jax.tree_util.keystr(path) or "the root"
+            at = path_text(path)
             raise TypeError(
                 f"{what} at {at} must be an array or a number; got {shown(leaf)}."
                 f"{cure if path else ''}"

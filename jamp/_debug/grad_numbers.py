@@ -5,12 +5,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import is_traced, shown
-from .._scaling.rule import check_scale
+from .._scaling.rule import as_scale
 from .._tree import PyTree
 from .call import is_array, path_name
 from .report import only_when
@@ -47,7 +45,8 @@ def numbers(
       when: bool [], or None; the numbers are 0 where it is false.
       kinds: of numbers, from `COUNTED`.
     """
-    factor, named = scale_argument(caller, scale), named_leaves(caller, grads)
+    factor = as_scale(f"{caller}: scale", scale)
+    named = named_leaves(caller, grads)
 
     def count() -> list[jax.Array]:
         leaves = [real_parts(leaf) for _, leaf in named] or [jnp.zeros((1, 0))]
@@ -160,24 +159,3 @@ def named_leaves(caller: str, tree: PyTree) -> list[tuple[str, ArrayLike]]:
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             named.append((path_name(path) or "the root", leaf))
     return named
-
-
-def scale_argument(caller: str, scale: ArrayLike) -> jax.Array:
-    """A loss scale from the user, as float32 []."""
-    if isinstance(scale, jax.Array | np.ndarray | np.generic):
-        kinds = (jnp.integer, jnp.floating)
-        is_real = any(jnp.issubdtype(scale.dtype, kind) for kind in kinds)
-    else:
-        is_real = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if not is_real:
-        raise TypeError(
-            f"{caller}: scale must be a number; got {shown(scale)}. "
-            "jamp.loss_scale(opt_state) and scaler.get_scale() return it."
-        )
-    if jnp.size(scale) != 1:
-        raise ValueError(
-            f"{caller}: scale must be one number; got shape {jnp.shape(scale)}."
-        )
-    if not is_traced(scale):
-        check_scale(f"{caller}: scale", np.asarray(scale).item())
-    return jnp.reshape(jnp.asarray(scale), []).astype(jnp.float32)

@@ -10,12 +10,12 @@ and their copy to the host begins. The block is read once it has arrived.
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._checks import shown
+from .._checks import number, positive, shown
 from .report import percent, text_table
 from .scalars import Block, block_of, on_devices
 
@@ -74,10 +74,8 @@ class History:
         on_row: Callable[[int, dict[str, Any]], object] | None = None,
         start: int = 0,
     ):
-        self._every = _integer("every", every)
-        self._start = _integer("start", start)
-        if self._every < 1:
-            raise ValueError(f"every must be >= 1; got {every!r}.")
+        self._every = positive("every", every)
+        self._start = number("start", start, operator.index)
         if on_row is not None and not callable(on_row):
             raise TypeError(
                 f"on_row must be a function of (step, row); got {on_row!r} of type "
@@ -252,15 +250,6 @@ class History:
                 self._on_row(*self._queue.popleft())  # at most once, even if it raises
         finally:
             self._calling = False
-
-
-def _integer(name: str, value: SupportsIndex) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer; got {shown(value)}.") from None
 
 
 def _rows(

@@ -181,19 +181,15 @@ def only_when(when: ArrayLike | None, compute: Callable[[], T]) -> T:
 
 def check_single(report: Report) -> None:
     """Raises ValueError if a report is stacked, TypeError if it has no values yet."""
-    check_fetchable(report)
-    if shape := report._stacked_shape():
-        raise ValueError(
-            f"this {type(report).__name__} is stacked, of {shape[0]} steps; index it "
-            "first: report[i]."
-        )
-
-
-def check_fetchable(report: object) -> None:
     if any(map(is_traced, jax.tree.leaves(report))):
         raise TypeError(
             f"this {type(report).__name__} is inside a trace, where it has no numbers; "
             "return it from the jitted function and read it outside."
+        )
+    if shape := report._stacked_shape():
+        raise ValueError(
+            f"this {type(report).__name__} is stacked, of {shape[0]} steps; index it "
+            "first: report[i]."
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Generator
 import jax
 import optax
 
-from .._tree import PyTree, is_inexact
+from .._tree import PyTree, is_inexact, path_text
 from .optimizer_stages import trace_state
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
@@ -42,7 +42,7 @@ class Watch:
             return
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
             if is_inexact(leaf) and id(leaf) not in self._given:
-                at = jax.tree_util.keystr(path) or "the root"
+                at = path_text(path)
                 raise ValueError(CHANGED.format(at))
             self._arrived.add(self._given.get(id(leaf), 0))
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import axis_names, positive, shown
-from .._tree import PyTree, check_leaves, dtype_of
+from .._tree import PyTree, check_leaves, dtype_of, path_text
 from . import eight_bits
 from .mean import check_varying, is_sent, pmean
 from .mesh import is_mapped, mapped
@@ -213,7 +213,7 @@ def arrays_of(
         expected = (1, *jnp.shape(leaf)), (1, -(-jnp.size(leaf) // devices))
         shapes = tuple(None if is_hole(x) else jnp.shape(x) for x in found)
         if shapes != expected:
-            at = jax.tree_util.keystr(path) or "the root"
+            at = path_text(path)
             told = f"shapes {shapes} at {at}, not {expected}"
             raise ValueError(OTHER.format(UPDATE, told))
     return parts

@@ -1,6 +1,5 @@
 """`find_loss_scale`: finds a first scale without losing batches."""
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._checks import is_traced, shown
-from .._tree import PyTree
+from .._tree import PyTree, partition
 from .arithmetic import power_of_two
 from .calls import Call, attempt, call_of, scales_of, with_scales
 from .mesh import on_every_replica, varying_like
@@ -110,17 +109,12 @@ def search(call: Call) -> list[LossScaleState]:
       ValueError: the step does not scale its loss, or is not finite at any scale (the
         latter only outside a trace).
     """
-    leaves, tree = jax.tree.flatten(call.inputs)
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-    arrays = list(itertools.compress(leaves, is_array))
+    # Other leaves, such as `train=True`, do not change.
+    is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
+    arrays, rebuilt = partition(call.inputs, is_array)
 
-    def run(
-        state: PyTree, arrays: list[jax.Array | np.ndarray]
-    ) -> tuple[jax.Array, jax.Array]:
-        given = iter(arrays)  # other leaves, such as `train=True`, do not change
-        both = zip(leaves, is_array, strict=True)
-        all_leaves = [next(given) if is_one else leaf for leaf, is_one in both]
-        return bisect(call, state, tree.unflatten(all_leaves))
+    def run(state: PyTree, arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
+        return bisect(call, state, rebuilt(arrays))
 
     is_inside = any(map(is_traced, jax.tree.leaves((call.state, call.inputs))))
     exponents, asked = (run if is_inside else jax.jit(run))(call.state, arrays)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import positive
-from .._tree import PyTree, T, check_leaves, dtype_of, is_inexact
+from .._tree import PyTree, T, check_leaves, dtype_of, is_inexact, path_text
 from . import eight_bits
 from .mesh import mapped, varying_axes
 
@@ -131,5 +131,5 @@ def check_varying(grads: PyTree, axes: tuple[str, ...], caller: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         same = tuple(a for a in known if a not in varying_axes(leaf))
         if same and is_inexact(leaf):
-            at = jax.tree_util.keystr(path) or "the root"
+            at = path_text(path)
             raise ValueError(NOT_VARYING.format(caller=caller, at=at, axes=same))

@@ -33,7 +33,8 @@ def retry(step: Callable[P, R], attempts: int = 8) -> Callable[P, R]:
     The wrapped step has the same signature. When the gradients overflow, the loss scale
     backs off and the step runs again on the same batch, inside the same jitted program,
     until it is finite or `attempts` are used up. Then the batch is skipped, as without
-    `retry`. A step that does not overflow computes what it did before.
+    `retry`. A step that does not overflow computes what it did before, up to a last bit
+    where XLA fuses the loop's body differently.
 
     It takes steps of two styles, and tells them apart by their arguments:
 

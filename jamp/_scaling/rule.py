@@ -85,21 +85,11 @@ class LossScaleConfig:
     tracker that is already past a newly shortened interval keeps counting until an
     overflow resets it.
 
-    Args:
-      init_scale: first scale, finite, at least 2**-126.
-      growth_factor: above 1.
-      backoff_factor: in (0, 1).
-      growth_interval: finite steps in a row before the scale grows, >= 1.
-      min_scale: floor of the scale, >= 0.
-      max_scale: ceiling of the scale, at least `min_scale`.
-      hysteresis: overflows since the last growth at which the scale backs off, >= 1.
+    The fields are the arguments of `dynamic_loss_scale`.
 
     Raises:
       ValueError: a value is out of its range. Arrays inside a trace are not checked.
       TypeError: a value is not a number.
-
-    PyTorch: the constructor arguments of `torch.amp.GradScaler`; the last three have
-    no counterpart there.
     """
 
     init_scale: float = 2.0**16  # it and the others may be traced scalars
@@ -150,6 +140,15 @@ def check_scale(name: str, value: object) -> float:
     allowed = "finite and > 0, in float32's normal range [2**-126, 3.4e38]"
     check_range(name, scale, allowed, SMALLEST_SCALE, LARGEST_SCALE)
     return scale
+
+
+def as_scale(name: str, value: object) -> jax.Array:
+    """A scale from a user, a number or an array of one element, as float32 []."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        if value.size != 1:
+            raise ValueError(f"{name} must be one number; got shape {value.shape}.")
+        value = jnp.reshape(value, []) if is_traced(value) else value.item()
+    return jnp.asarray(check_scale(name, value), jnp.float32)
 
 
 def init(
@@ -227,15 +226,7 @@ def advance(
 def update(
     state: LossScaleState, found_inf: jax.Array, config: LossScaleConfig
 ) -> LossScaleState:
-    """The next state, by the rule in `LossScaleConfig`.
-
-    Args:
-      state: the state that the gradients were scaled with.
-      found_inf: bool [], whether a scaled gradient held an inf or nan.
-      config: the tunables.
-
-    PyTorch: `torch._amp_update_scale_`.
-    """
+    """The next state, by the rule in `LossScaleConfig`: `torch._amp_update_scale_`."""
     successes = state.growth_tracker + 1
     grow = ~found_inf & (successes == _int32(config.growth_interval))
     tracker = state.hysteresis_tracker

@@ -27,7 +27,7 @@ from jax.interpreters import mlir
 from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
-from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_half, is_inexact
+from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_half, is_inexact, path_text
 
 _DONOR = ("tf.aliasing_output", "jax.buffer_donor")  # attributes of a donated argument
 OTHER_RUN = """ If the state is of another run, cast it first: jax.tree.map(\
@@ -157,7 +157,7 @@ def check_same(new: PyTree, old: PyTree, step: str) -> None:
 
 def _paths(tree: PyTree) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) or "the root" for path, _ in leaves]
+    return [path_text(path) for path, _ in leaves]
 
 
 def harmless(finite: Flag, grads: T) -> T:

@@ -12,7 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import NUMBERS, PyTree, T, dtype_of, is_half, widen
+from .._tree import NUMBERS, PyTree, T, dtype_of, is_half, path_text, widen
 from .rule import SCALAR_DTYPES, LossScaleState
 from .traced import NEEDS_VALUES
 
@@ -148,7 +148,7 @@ def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
         if field and find_states(getattr(node, field)):
             raise ValueError(problem)
     return {
-        jax.tree_util.keystr(path) or "the root": node
+        path_text(path): node
         for path, node in nodes
         if isinstance(node, DynamicLossScaleState)
     }
@@ -227,13 +227,11 @@ def _not_its_own(
     if params is None:
         return None
     difference = _difference(state, jax.eval_shape(init, params))
-    return (
-        None
-        if difference is None
-        else ValueError(
-            f"{caller}: the state belongs to another optimizer or to other parameters: "
-            f"{difference}. Pass the state that this transformation's init made."
-        )
+    if difference is None:
+        return None
+    return ValueError(
+        f"{caller}: the state belongs to another optimizer or to other parameters: "
+        f"{difference}. Pass the state that this transformation's init made."
     )
 
 

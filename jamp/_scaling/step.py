@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._tree import Flag, PyTree, check_leaves, dtype_of, is_inexact
+from .._tree import Flag, PyTree, check_leaves, dtype_of, is_inexact, path_text
 from . import skip
 from .arrivals import Watch, watching
 from .state import DynamicLossScaleState, check_moved, explained, find_states
@@ -104,7 +104,7 @@ def check_all_arrive(
     used = jax.tree_util.tree_leaves_with_path(reads(update, grads))
     for (path, is_used), has_passed in zip(used, passed, strict=True):
         if is_used and has_passed:
-            at = jax.tree_util.keystr(path) or "the root"
+            at = path_text(path)
             raise ValueError(PASSED_BY.format("jamp.step", at))
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
-from jax.typing import ArrayLike
 
-from .._tree import PyTree, T, is_inexact
+from .._checks import is_traced
+from .._tree import Flag, PyTree, T, is_inexact, partition
 from .transformation import is_hole
 
 # What JAX raises where a function needs the values of its arguments.
@@ -78,35 +78,39 @@ def reads_and_run(
     has here. All count as read if the function needs values, as an optimizer with a
     Python `if` may.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    places = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
-
-    def of_inexact(*inexact: jax.Array) -> T:
-        filled = dict(enumerate(leaves)) | dict(zip(places, inexact, strict=True))
-        return function(structure.unflatten(filled.values()))
-
+    inexact, rebuilt = partition(tree, is_inexact)
     try:
-        once = Traced(of_inexact, *(leaves[i] for i in places))
+        once = Traced(lambda *inexact: function(rebuilt(inexact)), *inexact)
     except NEEDS_VALUES:
-        return structure.unflatten([True] * len(leaves)), function
-
-    def again(tree: PyTree) -> T:
-        given = jax.tree.leaves(tree)
-        return once(*(given[i] for i in places))
-
-    used = dict(zip(places, once.used_inputs(), strict=True))
-    return structure.unflatten(used.get(i, True) for i in range(len(leaves))), again
+        return jax.tree.map(lambda _: True, tree), function
+    used = iter(once.used_inputs())
+    reads = jax.tree.map(lambda leaf: not is_inexact(leaf) or next(used), tree)
+    return reads, lambda tree: once(*filter(is_inexact, jax.tree.leaves(tree)))
 
 
-def only(used: PyTree, grads: T) -> T:
-    """The gradients that are read, and zeros for the others, which XLA then drops."""
+def check_read(
+    run: Callable[[PyTree], T], grads: PyTree, all_finite: Callable[[PyTree], Flag]
+) -> tuple[PyTree, Flag, Callable[[PyTree], T]]:
+    """Whether the gradients that a step reads are finite, and what to run it on.
+
+    Args:
+      run: the step, a pure function of its gradients.
+      grads: a pytree.
+      all_finite: checks a tree.
+
+    Returns:
+      The gradients, with zeros for those that are not read, so that XLA drops them;
+      whether those that are read are finite; and the step, not to be traced again.
+    """
+    if not any(map(is_traced, jax.tree.leaves(grads))):
+        finite = all_finite(grads)
+        if not is_traced(finite) and finite:
+            return grads, finite, run
+    used, run = reads_and_run(run, grads)
     keep = lambda used, grad: grad if used else lax.full_like(grad, 0)
-    return jax.tree.map(keep, used, grads)
-
-
-def chosen(used: PyTree, grads: PyTree) -> list[ArrayLike]:
-    """The gradients that are read, without the others."""
-    return list(itertools.compress(jax.tree.leaves(grads), jax.tree.leaves(used)))
+    grads = jax.tree.map(keep, used, grads)
+    leaves = itertools.compress(jax.tree.leaves(grads), jax.tree.leaves(used))
+    return grads, all_finite(list(leaves)), run
 
 
 def never_moved(

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import KeyPath, PyTree, dtype_of, is_half, is_inexact
+from .._tree import KeyPath, PyTree, dtype_of, is_half, is_inexact, path_text
 
 FROZEN = "or None for a frozen one, with optax.masked inside the wrapper, not around it"
 NOT_OWN = "or make the optimizer with a filter (wrt) that leaves this one out"
@@ -108,12 +108,12 @@ def check_update(path: KeyPath, update: PyTree, param: PyTree, caller: str) -> N
     """Raises ValueError if an update does not have the shape of its parameter."""
     if is_hole(param):
         raise ValueError(
-            f"{caller}: at {jax.tree_util.keystr(path) or 'the root'} there is an "
+            f"{caller}: at {path_text(path)} there is an "
             "update but no parameter; pass the gradients of these parameters."
         )
     if jnp.shape(update) != jnp.shape(param):
         raise ValueError(
-            f"{caller}: at {jax.tree_util.keystr(path) or 'the root'} the optimizer "
+            f"{caller}: at {path_text(path)} the optimizer "
             f"made an update of shape {jnp.shape(update)} for a parameter of shape "
             f"{jnp.shape(param)}; were the gradients averaged over their first axis?"
         )

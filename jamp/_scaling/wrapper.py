@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._checks import axis_names, flag, is_traced
+from .._checks import axis_names, flag
 from .._tree import Flag, PyTree, check_leaves, dtype_of, widen
 from . import arithmetic, rule, skip
 from .arrivals import current
@@ -37,7 +37,7 @@ from .state import (
     scalars_of,
     state_of,
 )
-from .traced import chosen, only, reads, reads_and_run
+from .traced import check_read
 from .transformation import (
     apply_updates,
     as_transformation,
@@ -49,6 +49,7 @@ from .transformation import (
 )
 
 Step = tuple[optax.Updates, optax.OptState]
+AllGradients = tuple[optax.Updates, PyTree]  # also those among the arguments
 
 
 def dynamic_loss_scale(
@@ -194,12 +195,6 @@ def static_loss_scale(
     return LossScaled(inner, config, ScaleKind.STATIC, axes).transformation()
 
 
-Step = tuple[optax.Updates, optax.OptState]
-GivenGradients = tuple[
-    optax.Updates, PyTree
-]  # the gradients, and those among the arguments
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossScaled:
     """An optimizer behind a loss scale: `init_fn`, `update_fn`, and `step`."""
@@ -289,14 +284,7 @@ class ScaledGradients:
         given = grads, {k: v for k, v in extra_args.items() if k == "grad"}
         self.old = as_made(state.inner_state, by.init_inner, params)
         run = lambda given: self.run(given, self.old)
-        if any(map(is_traced, jax.tree.leaves((given, self.inverse)))):
-            used, run = reads_and_run(run, given)
-            given = only(used, given)
-            self.finite = self.all_finite(chosen(used, given))
-        else:
-            self.finite = self.all_finite(given)
-            if not self.finite:
-                self.finite = self.all_finite(chosen(reads(run, given), given))
+        given, self.finite, run = check_read(run, given, self.all_finite)
         self.both = functools.partial(run, skip.harmless(self.finite, given))
 
     def all_finite(self, grads: PyTree) -> Flag:
@@ -317,7 +305,7 @@ class ScaledGradients:
         self.finite = jnp.logical_and(self.finite, fine)
         return skip.select(fine, new, old)
 
-    def run(self, given: GivenGradients, inner_state: optax.OptState) -> Step:
+    def run(self, given: AllGradients, inner_state: optax.OptState) -> Step:
         """The inner optimizer's step, on gradients that this unscales first.
 
         Raises:

@@ -74,9 +74,8 @@ FAULTS = (
     Fault(
         "infs are looked for after the product with the inverse scale",
         "_scaling/grad_scaler.py",
-        "finite, unscaled = step.finite, lambda: step.unscaled(inverse)",
-        "unscaled = lambda: step.unscaled(inverse)\n"
-        "            finite = arithmetic.all_finite(unscaled()[0])",
+        "functools.partial(arithmetic.all_finite, axis_name=self._axis_name)",
+        "lambda scaled: arithmetic.all_finite(unscaled_as_before(scaled, inverse))",
         "scale",
         "overflow in the product: init_scale=7.88860905e-31, growth_interval=100, "
         "seed=86",
@@ -140,7 +139,7 @@ FAULTS = (
     ),
     Fault(
         "a skipped step takes the momentum away",
-        "_scaling/scaled.py",
+        "_scaling/wrapper.py",
         "lambda _: (params, scaled.old)",
         "lambda _: (params, jax.tree.map(jnp.zeros_like, scaled.old))",
         "scale",

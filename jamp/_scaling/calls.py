@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .._checks import imported, shown
+from .._checks import shown
 from .._tree import PyTree, T, check_leaves
 from .rule import LossScaleState
 from .skip import check_same
@@ -94,29 +94,6 @@ def with_scales(state: T, scales: Sequence[LossScaleState]) -> T:
         return node._replace(**next(remaining)._asdict()) if is_scale(node) else node
 
     return jax.tree.map(replaced, state, is_leaf=is_scale)
-
-
-def call_of(
-    caller: str,
-    step: Callable[..., Any],
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-) -> Call:
-    """The call of a step in the style that its arguments show.
-
-    NNX objects are arguments of the NNX style, unless the first argument holds a loss
-    scale beside them, as a pair of a module and an optax state does.
-    """
-    objects = imported("flax.nnx", "Pytree")
-    kinds = (DynamicLossScaleState, *objects)
-    nodes = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    has_objects = any(isinstance(node, objects) for node in nodes((args, kwargs)))
-    is_scale = lambda node: isinstance(node, DynamicLossScaleState)
-    if not has_objects or any(map(is_scale, nodes(args[:1]))):
-        return Call(caller, step, args, kwargs)
-    from .nnx_call import NNXCall  # imports Flax
-
-    return NNXCall(caller, step, args, kwargs)
 
 
 def attempt(

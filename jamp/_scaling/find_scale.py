@@ -12,8 +12,9 @@ from jax import lax
 from .._checks import is_traced, shown
 from .._tree import PyTree, partition
 from .arithmetic import power_of_two
-from .calls import Call, attempt, call_of, scales_of, with_scales
+from .calls import Call, attempt, scales_of, with_scales
 from .mesh import on_every_replica, varying_like
+from .retry import call_of
 from .rule import LossScaleState
 from .traced import Traced
 

@@ -99,8 +99,8 @@ def check_read(
       all_finite: checks a tree.
 
     Returns:
-      The gradients, with zeros for those that are not read, so that XLA drops them;
-      whether those that are read are finite; and the step, not to be traced again.
+      The gradients with zeros for those that are not read, so that XLA drops them. Then
+      whether those that are read are finite, and the step, which is not traced again.
     """
     if not any(map(is_traced, jax.tree.leaves(grads))):
         finite = all_finite(grads)

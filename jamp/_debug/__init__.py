@@ -6,8 +6,7 @@
 gradients (`grad_reports`, `histogram`) have one measuring pass (`grad_numbers`).
 `calibrate` runs a loss in a region with a `probe` that measures each product
 (`product_errors`), and chooses a dtype for it (`calibration`). `history` collects the
-scalars of a run: `scalars` sends those of several steps to the host together. `call`,
-`report` and `plots` serve all.
+scalars of a run. `call`, `report` and `plots` serve all.
 
 May import: `_checks`, `_tree`, `_compat`, `_autocast`, `_scaling`.
 """

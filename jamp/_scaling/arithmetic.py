@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._tree import Flag, PyTree, dtype_of, is_inexact, widened
+from .._tree import Flag, PyTree, T, dtype_of, is_inexact, widened
 from .mesh import everywhere, may_be_split, on_all
 from .rule import SMALLEST_SCALE
 
@@ -104,6 +104,16 @@ def unscale(tree: PyTree, inverse: InverseScale) -> PyTree:
         return _times(_times(wide, inverse.inverse), inverse.shift)
 
     return jax.tree.map(unscale_leaf, tree)
+
+
+def unscale_as_before(tree: T, inverse: InverseScale) -> T:
+    """The same, with every leaf in its own dtype."""
+
+    def as_before(new: ArrayLike, old: ArrayLike) -> ArrayLike:
+        same = new is old or dtype_of(new) == dtype_of(old)
+        return new if same else lax.convert_element_type(new, dtype_of(old))
+
+    return jax.tree.map(as_before, unscale(tree, inverse), tree)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:

@@ -23,8 +23,7 @@ from .nnx_grads import (
     Update,
     check_own_gradients,
     own_gradients,
-    unscale_own,
-    unscaled_as_before,
+    with_own,
 )
 from .optimizer_stages import Iteration, Record, Stage, references
 from .rule import LossScaleConfig, LossScaleState
@@ -190,7 +189,7 @@ class GradScaler(nnx.Pytree):
         own = own_gradients(optimizer, grads)
         finite = arithmetic.all_finite(own, self._axis_name)
         inverse = arithmetic.invert(self.loss_scale[...])
-        unscaled = unscale_own(optimizer, grads, inverse)
+        unscaled = with_own(grads, arithmetic.unscale_as_before(own, inverse))
         went_in, came_out = references(own), references(unscaled)
         self._iteration.add(
             Record(optimizer, Stage.UNSCALED, finite, went_in, came_out)
@@ -234,16 +233,17 @@ class GradScaler(nnx.Pytree):
                 "step() has already been called since the last update()."
             )
         own = own_gradients(optimizer, grads)
-        with self._iteration.set_aside():  # the model may hold the scaler
-            check_own_gradients(optimizer, model, grads, own)
         iteration = self._iteration
-        with iteration.set_aside():
-            update = Update(optimizer, model, grads, kwargs)
+        with iteration.set_aside():  # the model may hold the scaler
+            check_own_gradients(optimizer, model, grads, own)
+            update = Update(optimizer, model, grads, own, kwargs)
             given, run = update.given, update.run
             if record is None:
                 inverse = arithmetic.invert(self.loss_scale[...])
                 given, finite, run = check_read(
-                    lambda scaled: update.run(unscaled_as_before(scaled, inverse)),
+                    lambda scaled: update.run(
+                        arithmetic.unscale_as_before(scaled, inverse)
+                    ),
                     given,
                     functools.partial(arithmetic.all_finite, axis_name=self._axis_name),
                 )

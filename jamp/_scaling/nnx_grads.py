@@ -1,4 +1,4 @@
-"""The gradients of an NNX optimizer: select its own, check them, unscale them.
+"""The gradients of an NNX optimizer: select its own, check them, update with them.
 
 An optimizer owns the parameters that its `wrt` filter selects. As in torch, only their
 gradients are checked and unscaled for it. So two optimizers may share one model and one
@@ -14,8 +14,6 @@ from flax import nnx
 
 from .._checks import shown
 from .._tree import PyTree, T, check_leaves, dtype_of, is_inexact, path_text
-from . import arithmetic
-from .arithmetic import InverseScale
 from .state import check_not_scaled_yet
 from .transformation import check_gradients_match
 
@@ -80,21 +78,6 @@ def check_own_gradients(
     check_gradients_match(nnx.as_pure(own), params, "GradScaler.step")
 
 
-def unscale_own(
-    optimizer: nnx.Optimizer[Any], grads: PyTree, inverse: InverseScale
-) -> PyTree:
-    """Gradients with the optimizer's own divided by the scale, in their dtypes."""
-    own: Own = nnx.state(grads, optimizer.wrt)
-    return with_own(grads, unscaled_as_before(own, inverse))
-
-
-def unscaled_as_before(grads: T, inverse: InverseScale) -> T:
-    def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
-        return new if dtype_of(new) == dtype_of(old) else new.astype(dtype_of(old))
-
-    return jax.tree.map(as_before, arithmetic.unscale(grads, inverse), grads)
-
-
 def with_own(grads: PyTree, own: Own) -> PyTree:
     """The gradients with other ones for the optimizer's own."""
     result = jax.tree.map(lambda leaf: leaf, grads)  # new Variables
@@ -114,13 +97,14 @@ class Update:
         optimizer: nnx.Optimizer[T],
         model: T,
         grads: PyTree,
+        own: Own,
         kwargs: dict[str, Any],
     ):
         self._objects, self._grads, self._kwargs = (optimizer, model), grads, kwargs
         self._graph, state = nnx.split(self._objects)
         self.old = nnx.as_pure(state)
         derivatives = {name: kwargs[name] for name in kwargs if name == "grad"}
-        self.given = nnx.state(grads, optimizer.wrt), derivatives
+        self.given = own, derivatives
 
     def run(self, given: tuple[Own, dict[str, PyTree]]) -> PyTree:
         """The state of the objects after the update."""

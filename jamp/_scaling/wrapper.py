@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from .._checks import axis_names, flag
-from .._tree import Flag, PyTree, check_leaves, dtype_of, widen
+from .._tree import Flag, PyTree, check_leaves, widen
 from . import arithmetic, rule, skip
 from .arrivals import current
 from .derivatives import at_scale, check_no_gradient_function, stays_finite
@@ -313,10 +312,11 @@ class ScaledGradients:
           TypeError: the optimizer changes the type of its state.
         """
         params, init = self.params, self.by.init_inner
-        grads, derivatives = self.unscaled(given)
+        is_off = self.by.kind is ScaleKind.OFF  # it does what the optimizer does alone
+        unscale = arithmetic.unscale_as_before if is_off else arithmetic.unscale
+        grads, derivatives = unscale(given, self.inverse)
         # Master weights must see the dtypes of the parameters, and be added unrounded.
-        # A disabled optimizer does what it does alone.
-        as_they_are = self.by.kind is ScaleKind.OFF or keeps_master_weights(inner_state)
+        as_they_are = is_off or keeps_master_weights(inner_state)
         with explained(self.caller, init, inner_state, params):
             updates, new = self.by.inner.update(
                 grads,
@@ -335,16 +335,6 @@ class ScaledGradients:
         with explained(self.caller, init, inner_state, params):
             check_same(new, inner_state, f"{self.caller}: the optimizer")
         return updates, new
-
-    def unscaled(self, grads: PyTree) -> PyTree:
-        """Gradients divided by the scale: float32, or in their dtypes if disabled."""
-        wide = arithmetic.unscale(grads, self.inverse)
-        if self.by.kind is not ScaleKind.OFF:
-            return wide
-        narrow = lambda new, old: (
-            new if new is old else lax.convert_element_type(new, dtype_of(old))
-        )
-        return jax.tree.map(narrow, wide, grads)
 
     def advanced(self, inner_state: optax.OptState) -> DynamicLossScaleState:
         """The next state."""

@@ -1,14 +1,12 @@
 """The rule of a loss scale: its state, and what one step does to it, as in torch.
 
-`update` is `torch._amp_update_scale_`. torch holds the scale in float32 and its factors
-in float64 (C++ `double`), so the product is formed in float64 and rounded once more to
-float32. With a factor such as 1.1, a float32 product differs in most steps. JAX has no
-float64 unless asked for it, so the few scalar operations that need float64 run under
-`jax.enable_x64`, which works inside jit, scan, cond and vmap.
+torch holds the scale in float32 and its factors in float64 (C++ `double`), so the
+product is formed in float64 and rounded once more to float32. With a factor such as
+1.1, a float32 product differs in most steps. JAX has no float64 unless asked for it, so
+a few scalar operations run under `jax.enable_x64`, also in jit, scan, cond and vmap.
 
-One difference is deliberate. XLA's CPU backend flushes float32 subnormals to zero,
-and a scale of zero turns every later gradient into NaN. So the scale never falls
-below 2**-126, float32's smallest normal number. torch's scale falls to zero.
+XLA's CPU backend flushes float32 subnormals to zero, and a scale of zero turns every
+later gradient into nan. So the scale never falls below 2**-126, where torch's does.
 """
 
 import dataclasses

@@ -16,6 +16,7 @@ from .report import only_when
 FLOAT16_MAX = 65504.0
 # Half of float16's smallest number: this number and smaller ones round to zero.
 FLUSHED = 2.0**-25
+GET_SCALE = "jamp.loss_scale(opt_state) and scaler.get_scale() return it."
 BIAS = 127  # of an exponent in the bits: 2**0 has 127
 
 
@@ -45,7 +46,10 @@ def numbers(
       when: bool [], or None; the numbers are 0 where it is false.
       kinds: of numbers, from `COUNTED`.
     """
-    factor = as_scale(f"{caller}: scale", scale)
+    try:
+        factor = as_scale(f"{caller}: scale", scale)
+    except TypeError as error:
+        raise TypeError(f"{error} {GET_SCALE}") from None
     named = named_leaves(caller, grads)
 
     def count() -> list[jax.Array]:

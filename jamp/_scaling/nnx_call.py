@@ -71,7 +71,7 @@ class NNXCall(Call):
     def pure(self, state: nnx.State[Hashable, PyTree]) -> PyTree:
         """A state of NNX as a pytree, with the loss scales as in optax."""
 
-        def marked(node: nnx.State[Hashable, PyTree]) -> DynamicLossScaleState:
+        def marked(node: Any) -> DynamicLossScaleState:
             bare = {"inner_state": None}  # of a `GradScaler`
             return DynamicLossScaleState(**(bare | dict(node)))
 
@@ -80,7 +80,7 @@ class NNXCall(Call):
     def of_nnx(self, state: PyTree) -> PyTree:
         """The reverse."""
 
-        def unmarked(node: DynamicLossScaleState) -> nnx.State[Hashable, PyTree]:
+        def unmarked(node: DynamicLossScaleState) -> nnx.State[str, PyTree]:
             fields = node._asdict()
             if node.inner_state is None:
                 del fields["inner_state"]

@@ -6,6 +6,7 @@ whatever it does to that state.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,7 +23,8 @@ from .skip import select
 from .state import DynamicLossScaleState
 from .traced import Traced
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DELETED = """{caller}: step donated the buffers of its state (donate_argnums), so it \
 cannot run again after an overflow. Jit and donate around {caller}: {cure}."""
@@ -165,7 +167,7 @@ def run_attempts(call: Call, at_most: int) -> tuple[PyTree, PyTree]:
     state = call.state
     if any(map(is_traced, jax.tree.leaves((state, call.inputs)))):
         return run_in_one_program(call, state, at_most)
-    for count in range(1, at_most + 1):
+    for count in itertools.count(1):
         new, aux, scales = attempt(call, state, call.inputs)
         if any(map(_is_deleted, jax.tree.leaves(state))):
             raise ValueError(DELETED.format(caller=call.caller, cure=call.donating))
@@ -173,9 +175,8 @@ def run_attempts(call: Call, at_most: int) -> tuple[PyTree, PyTree]:
         if is_traced(again):  # the step reads a traced value that it closes over
             return run_in_one_program(call, state, at_most)
         if count == at_most or not again:
-            break
+            return new, aux
         state = with_scales(state, next_scales(state, scales))
-    return new, aux
 
 
 def is_worth_another(state: PyTree, scales: list[LossScaleState]) -> Flag:

@@ -72,8 +72,8 @@ class NNXCall(Call):
         """A state of NNX as a pytree, with the loss scales as in optax."""
 
         def marked(node: Any) -> DynamicLossScaleState:
-            bare = {"inner_state": None}  # of a `GradScaler`
-            return DynamicLossScaleState(**(bare | dict(node)))
+            fields: dict[str, Any] = {"inner_state": None}  # of a `GradScaler`
+            return DynamicLossScaleState(**(fields | dict(node)))
 
         return self._in_places(marked, nnx.as_pure(state))
 

@@ -6,7 +6,6 @@ whatever it does to that state.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -167,7 +166,9 @@ def run_attempts(call: Call, at_most: int) -> tuple[PyTree, PyTree]:
     state = call.state
     if any(map(is_traced, jax.tree.leaves((state, call.inputs)))):
         return run_in_one_program(call, state, at_most)
-    for count in itertools.count(1):
+    count = 0
+    while True:
+        count += 1
         new, aux, scales = attempt(call, state, call.inputs)
         if any(map(_is_deleted, jax.tree.leaves(state))):
             raise ValueError(DELETED.format(caller=call.caller, cure=call.donating))

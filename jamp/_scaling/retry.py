@@ -67,8 +67,8 @@ def retry(step: Callable[P, R], attempts: int = 8) -> Callable[P, R]:
         iteration of the scaler ends in the step, with `update`. `aux` is any pytree of
         arrays, and the last attempt's is returned. If a step updates one optimizer
         several times, the last update decides.
-      attempts: the most attempts for one batch, >= 1. From the usual 2^16, eight
-        attempts reach 2^8; to start from a scale that fits, see `find_loss_scale`.
+      attempts: the most attempts for one batch, >= 1. From the usual 2^16, the
+        eighth runs at 2^9; to start from a scale that fits, see `find_loss_scale`.
 
     Returns:
       The step with retries. `jamp.metrics(state)["retried_steps"]`, or that of the

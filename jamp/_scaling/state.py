@@ -276,8 +276,10 @@ def _states(tree: PyTree) -> list[str]:
 def made_wide(init: Callable[[optax.Params], PyTree], params: optax.Params) -> PyTree:
     """`init(params)` with float32 in place of half precision.
 
-    Master weights must see the parameters themselves. What stands beside them gets
-    float32 gradients, as without them.
+    A loss scale gives its optimizer float32 gradients, so that a state in the dtypes of
+    half-precision parameters would change its dtypes in the first step. A conditional,
+    a scan and a donated buffer need a state that does not. Master weights must see the
+    parameters themselves. What stands beside them gets float32 gradients too.
     """
     if not any(map(is_half, jax.tree.leaves(params))):
         return init(params)

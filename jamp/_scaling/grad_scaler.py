@@ -240,7 +240,7 @@ class GradScaler(nnx.Pytree):
             given, run = update.given, update.run
             if record is None:
                 inverse = arithmetic.invert(self.loss_scale[...])
-                given, finite, run = check_read(
+                finite, run = check_read(
                     lambda scaled: update.run(
                         arithmetic.unscale_as_before(scaled, inverse)
                     ),

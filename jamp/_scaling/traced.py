@@ -11,7 +11,6 @@ from typing import Generic, ParamSpec
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
@@ -90,8 +89,8 @@ def reads_and_run(
 
 def check_read(
     run: Callable[[PyTree], T], grads: PyTree, all_finite: Callable[[PyTree], Flag]
-) -> tuple[PyTree, Flag, Callable[[PyTree], T]]:
-    """Whether the gradients that a step reads are finite, and what to run it on.
+) -> tuple[Flag, Callable[[PyTree], T]]:
+    """Whether the gradients that a step reads are finite.
 
     Args:
       run: the step, a pure function of its gradients.
@@ -99,18 +98,15 @@ def check_read(
       all_finite: checks a tree.
 
     Returns:
-      The gradients with zeros for those that are not read, so that XLA drops them. Then
-      whether those that are read are finite, and the step, which is not traced again.
+      The flag, and the step, which is not traced again.
     """
     if not any(map(is_traced, jax.tree.leaves(grads))):
         finite = all_finite(grads)
         if not is_traced(finite) and finite:
-            return grads, finite, run
+            return finite, run
     used, run = reads_and_run(run, grads)
-    keep = lambda used, grad: grad if used else lax.full_like(grad, 0)
-    grads = jax.tree.map(keep, used, grads)
     leaves = itertools.compress(jax.tree.leaves(grads), jax.tree.leaves(used))
-    return grads, all_finite(list(leaves)), run
+    return all_finite(list(leaves)), run
 
 
 def never_moved(

@@ -283,7 +283,7 @@ class ScaledGradients:
         given = grads, {k: v for k, v in extra_args.items() if k == "grad"}
         self.old = as_made(state.inner_state, by.init_inner, params)
         run = lambda given: self.run(given, self.old)
-        given, self.finite, run = check_read(run, given, self.all_finite)
+        self.finite, run = check_read(run, given, self.all_finite)
         self.both = functools.partial(run, skip.harmless(self.finite, given))
 
     def all_finite(self, grads: PyTree) -> Flag:

@@ -7,7 +7,6 @@ import numpy as np
 
 from .. import _compat
 from .._compat import array_dtype
-from .casting import CastingTrace, dtypes_of
 from .decision import (
     CASTABLE,
     FLOAT32_DTYPE,
@@ -25,11 +24,12 @@ from .decision import (
 from .notes import fits, is_inexact
 from .products import is_dot
 from .rules import codes_at, loaded
+from .trace import AutocastTrace, dtypes_of
 
 ATTENTION = ("jax.nn.dot_product_attention",)
 
 
-def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Params]:
+def prepared(trace: AutocastTrace, op: Op, action: Action) -> tuple[Values, Params]:
     """The inputs and parameters in the dtypes that an op is to run in."""
     args, params = op.args, op.params
     given = [array_dtype(x) for x in args]
@@ -56,7 +56,7 @@ def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Param
 
 
 def cast_for(
-    trace: CastingTrace, op: Op, action: Action, floats: Mapping[int, np.dtype]
+    trace: AutocastTrace, op: Op, action: Action, floats: Mapping[int, np.dtype]
 ) -> Cast:
     """What an action means for one op.
 
@@ -82,7 +82,7 @@ def cast_for(
 
 
 def widest(
-    trace: CastingTrace, floats: Values, dtypes: Sequence[np.dtype]
+    trace: AutocastTrace, floats: Values, dtypes: Sequence[np.dtype]
 ) -> np.dtype | None:
     """The dtype to promote to, or None. Numbers follow arrays where they fit."""
     if len(set(dtypes)) < 2:
@@ -99,7 +99,7 @@ def widest(
     return _compat.widest(frozenset(dtypes))
 
 
-def widens(trace: CastingTrace, op: Op) -> bool:
+def widens(trace: AutocastTrace, op: Op) -> bool:
     """Whether an op of a statistic gets float32 where it was traced otherwise.
 
     What the statistic was traced to give in half precision then stays float32, as where
@@ -116,7 +116,7 @@ def widens(trace: CastingTrace, op: Op) -> bool:
 
 
 def as_without(
-    trace: CastingTrace, out: Result, args: Values, params: Params
+    trace: AutocastTrace, out: Result, args: Values, params: Params
 ) -> Result:
     """Results in the dtype that they would have without autocast."""
     dtypes = [array_dtype(x) for x in args if array_dtype(x) in CASTABLE]

@@ -4,14 +4,14 @@ The jaxpr is rewritten (`rewriting.py`) and the primitive is bound with the new 
 results of jit and remat, and the stacked outputs of scan, may change dtype. A carry
 keeps its dtype, and the branches of a cond agree on the widest.
 
-To support another such primitive, write a rule and enter it in `NESTED`. Primitives
-that hold Python functions instead of jaxprs are in `custom.py`. What has no rule and is
-in no table runs as it was traced (`leave_alone`): the kernels, callbacks and solvers in
-`traits.py`, and the primitives of other libraries.
+To support another such primitive, write and register a rule. Primitives that hold
+Python functions instead of jaxprs are in `custom.py`. What has no rule runs as it was
+traced: the kernels, callbacks and solvers in `traits.py`, and the primitives of other
+libraries.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,44 +20,22 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
-from .call_stack import holds_jaxpr, is_library
-from .casting import CastingTrace, avals_of, dtypes_of
-from .decision import (
-    CASTABLE,
-    Action,
-    Dtypes,
-    Kind,
-    Op,
-    Reason,
-    Result,
-    Source,
-    Value,
-    Values,
-)
+from .call_stack import is_library
+from .decision import CASTABLE, Action, Dtypes, Op, Result, Value, Values
 from .notes import Note, holds
-from .refused import check_precision
 from .rewriting import annotate, in_place, rewrite
 from .sampling import half_noise, redrawn
-from .traits import LEFT_ALONE, REF_WRITES
-
-REASON_KIND = "left_alone"
-
-NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
-({params}).
-Put the code around it under `with jamp.autocast(enabled=False):`, or add a rule to \
-NESTED in jamp/_autocast/nested.py (or the name to LEFT_ALONE, in traits.py)."""
-
-Rule = Callable[[CastingTrace, Op], Result]
+from .trace import AutocastTrace, avals_of, dtypes_of, register, source_of
+from .traits import REF_WRITES
 
 
-def jit(trace: CastingTrace, op: Op) -> Values:
-    args, jaxpr = op.args, op.params["jaxpr"]
-    source = _compat.source_name(jaxpr.jaxpr.debug_info)
-    action = op.within or trace.action(op.primitive, source)
-    if (noise := half_noise(trace, source, action, jaxpr)) is not None:
+@register("jit", stands_for="jaxpr")
+def jit(trace: AutocastTrace, op: Op) -> Values:
+    args, jaxpr, action = op.args, op.params["jaxpr"], op.action
+    source = source_of(op) or ""
+    if (noise := half_noise(trace, source, op)) is not None:
         return in_place(trace, jaxpr, args, noise)
-    check_precision(action, jaxpr.in_avals)
-    if (drawn := redrawn(trace, source, action, args, jaxpr)) is not None:
+    if (drawn := redrawn(trace, source, op)) is not None:
         return drawn
     half = trace.settings.dtype
     small = any(map(differs, args, jaxpr.in_avals)) or not all(
@@ -72,7 +50,7 @@ def jit(trace: CastingTrace, op: Op) -> Values:
     return annotate(trace, outs, new)
 
 
-def shapes_of(trace: CastingTrace, args: Values) -> list[Note]:
+def shapes_of(trace: AutocastTrace, args: Values) -> list[Note]:
     """What is known about the dimensions of a function's arguments, inside it too."""
     notes = map(trace.notes.__getitem__, args)
     return [Note(sides=n.sides, varies=n.varies, raised=n.raised) for n in notes]
@@ -82,7 +60,8 @@ def differs(value: Value, aval: AbstractValue) -> bool:
     return _compat.array_dtype(value) != getattr(aval, "dtype", None)
 
 
-def call(trace: CastingTrace, op: Op) -> Values:
+@register("call", "closed_call", "eval_jaxpr")
+def call(trace: AutocastTrace, op: Op) -> Values:
     """What `jax.checkpoint` makes of a scan: a function that is called in place."""
     held = "call_jaxpr" if "call_jaxpr" in op.params else "jaxpr"
     jaxpr = op.params[held]
@@ -91,7 +70,8 @@ def call(trace: CastingTrace, op: Op) -> Values:
     return in_place(trace, jaxpr, op.args, op.within, own_sources=True)
 
 
-def annotated(trace: CastingTrace, op: Op) -> Values:
+@register("compute_on", "xla_metadata_call")
+def annotated(trace: AutocastTrace, op: Op) -> Values:
     """A function with a hint for the compiler: where it runs, what it is called."""
     fixed = op.within, None, op.is_baked, shapes_of(trace, op.args)
     new = rewrite(trace, op.params["jaxpr"], avals_of(op.args), *fixed)
@@ -99,7 +79,8 @@ def annotated(trace: CastingTrace, op: Op) -> Values:
     return annotate(trace, outs, new)
 
 
-def remat(trace: CastingTrace, op: Op) -> Values:
+@register("checkpoint", "remat2")
+def remat(trace: AutocastTrace, op: Op) -> Values:
     jaxpr = ClosedJaxpr(op.params["jaxpr"], ())
     fixed = op.within, None, op.is_baked, shapes_of(trace, op.args)
     new = rewrite(trace, jaxpr, avals_of(op.args), *fixed)
@@ -109,7 +90,8 @@ def remat(trace: CastingTrace, op: Op) -> Values:
     return annotate(trace, outs, new)
 
 
-def scan(trace: CastingTrace, op: Op) -> Values:
+@register("scan")
+def scan(trace: AutocastTrace, op: Op) -> Values:
     args, jaxpr = op.args, op.params["jaxpr"]
     start, n_carry = _compat.scan_arity(op.params)
     stop = start + n_carry
@@ -132,7 +114,8 @@ def with_dtype(aval: Any, value: Value) -> AbstractValue:
     return aval if dtype in (None, aval.dtype) else aval.update(dtype=dtype)
 
 
-def while_loop(trace: CastingTrace, op: Op) -> Values:
+@register("while")
+def while_loop(trace: AutocastTrace, op: Op) -> Values:
     params = op.params
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     n_condition, n_body = params["cond_nconsts"], params["body_nconsts"]
@@ -149,7 +132,8 @@ def while_loop(trace: CastingTrace, op: Op) -> Values:
     return trace.bind(op.primitive, args, params | jaxprs)
 
 
-def cond(trace: CastingTrace, op: Op) -> Values:
+@register("cond")
+def cond(trace: AutocastTrace, op: Op) -> Values:
     """The branches agree on the widest dtype of each result."""
     branches, args = op.params["branches"], op.args[1:]
     avals, known = avals_of(args), shapes_of(trace, args)
@@ -173,7 +157,8 @@ def agreed(avals: Sequence[AbstractValue]) -> np.dtype | None:
     return _compat.widest(dtypes) if len(dtypes) > 1 else None
 
 
-def custom_vmap(trace: CastingTrace, op: Op) -> Values:
+@register("custom_vmap_call")
+def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
     jaxpr, rule = op.params["call"], op.params["rule"]
     dtypes = [a.dtype for a in jaxpr.out_avals]
     args = trace.as_traced(op.args, jaxpr.in_avals)
@@ -197,7 +182,8 @@ def custom_vmap(trace: CastingTrace, op: Op) -> Values:
 # results have the dtypes that they were traced with, so that they fit each other.
 
 
-def linear_call(trace: CastingTrace, op: Op) -> Values:
+@register("linear_call")
+def linear_call(trace: AutocastTrace, op: Op) -> Values:
     params, within = op.params, op.within
     jaxpr, transpose = params["callee"], params["transpose_thunk"]
     n_consts, make_child = params["num_callee_consts"], trace.spawner(True)
@@ -219,7 +205,8 @@ def linear_call(trace: CastingTrace, op: Op) -> Values:
     return trace.bind(op.primitive, [*consts, *args], params | changed)
 
 
-def remat_opt(trace: CastingTrace, op: Op) -> Values:
+@register("remat_opt")
+def remat_opt(trace: AutocastTrace, op: Op) -> Values:
     params, within = op.params, op.within
     jaxpr, function = params["fwd_jaxpr"], params["fun_jaxpr_thunk"]
     make_child, dtypes = trace.spawner(True), dtypes_of(jaxpr.out_avals)
@@ -242,7 +229,7 @@ def remat_opt(trace: CastingTrace, op: Op) -> Values:
 
 
 def baked_jaxpr(
-    trace: CastingTrace, jaxpr: ClosedJaxpr, within: Action | None, dtypes: Dtypes
+    trace: AutocastTrace, jaxpr: ClosedJaxpr, within: Action | None, dtypes: Dtypes
 ) -> tuple[ClosedJaxpr, list[Value]]:
     """A jaxpr with casts, and the values of its new first arguments."""
     new = rewrite(trace, jaxpr, jaxpr.in_avals, within, dtypes, True)
@@ -250,7 +237,8 @@ def baked_jaxpr(
     return ClosedJaxpr(opened, ()), consts
 
 
-def write(trace: CastingTrace, op: Op) -> Result:
+@register(*REF_WRITES)
+def write(trace: AutocastTrace, op: Op) -> Result:
     """Writes a value into a `Ref`, in the dtype of the Ref.
 
     torch's `buffer[...] = h` casts h to the dtype of the buffer. JAX requires that
@@ -261,41 +249,3 @@ def write(trace: CastingTrace, op: Op) -> Result:
     if dtype is not None and dtype in CASTABLE:
         values = [trace.cast(value, dtype) for value in values]
     return trace.bind(op.primitive, [place, *values], op.params)
-
-
-NESTED: dict[str, Rule] = {
-    "jit": jit,
-    "call": call,
-    "closed_call": call,
-    "eval_jaxpr": call,
-    "compute_on": annotated,
-    "xla_metadata_call": annotated,
-    "remat2": remat,
-    "checkpoint": remat,
-    "scan": scan,
-    "while": while_loop,
-    "cond": cond,
-    "custom_vmap_call": custom_vmap,
-    "linear_call": linear_call,
-    "remat_opt": remat_opt,
-    **dict.fromkeys(REF_WRITES, write),
-}
-
-
-def leave_alone(trace: CastingTrace, op: Op) -> Result:
-    """Binds a primitive that is in no table, with the inputs that it was traced with.
-
-    Raises NotImplementedError for one of JAX's with a function inside.
-    """
-    primitive, params = op.primitive, op.params
-    inputs = trace.as_traced(op.args, op.avals)
-    held = [name for name, value in params.items() if holds_jaxpr(value)]
-    is_known = primitive.name in LEFT_ALONE
-    if not is_known and _compat.is_jax_primitive(primitive):
-        if held:
-            held = ", ".join(held)
-            raise NotImplementedError(NO_RULE.format(name=primitive.name, params=held))
-        return trace.bind(primitive, inputs, params)
-    why = Reason(REASON_KIND, Source.PRIMITIVE, primitive.name)
-    with trace.noted(Action(Kind.KEEP, why=why)):
-        return trace.bind(primitive, inputs, params)

@@ -40,6 +40,7 @@ from jax.typing import DTypeLike
 from .. import _compat
 from .._checks import flag, shown
 from .._tree import cast_floating
+from . import custom, nested, primitives  # noqa: F401 - they register their rules
 from .advice import advise
 from .arguments import (
     BAD_INPUTS,
@@ -50,9 +51,8 @@ from .arguments import (
     without_device,
 )
 from .call_stack import mark
-from .casting import OBSERVED, PROBE, REGION, Effects
 from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
-from .trace import AutocastTrace
+from .trace import OBSERVED, PROBE, REGION, AutocastTrace, Effects
 from .user_rules import Rules, check_all_used, compile_rules
 
 # Functions whose body runs after the region has ended.

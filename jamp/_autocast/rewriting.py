@@ -16,16 +16,16 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, set_current_trace
 
 from .. import _compat
-from .casting import CastingTrace, Effects
 from .decision import Action, Dtypes, Op, Value, Values
 from .notes import Note
 from .retracing import CACHED
+from .trace import AutocastTrace, Effects
 
 NO_CONTEXT: Any = contextlib.nullcontext()
 
 
 def evaluate(
-    trace: CastingTrace,
+    trace: AutocastTrace,
     jaxpr: ClosedJaxpr,
     args: Values,
     within: Action | None = None,
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def in_place(
-    trace: CastingTrace,
+    trace: AutocastTrace,
     jaxpr: ClosedJaxpr,
     args: Values,
     within: Action | None,
@@ -73,7 +73,7 @@ def in_place(
     return [as_array(trace, out, aval) for out, aval in pairs]
 
 
-def as_array(trace: CastingTrace, x: Value, aval: AbstractValue) -> Value:
+def as_array(trace: AutocastTrace, x: Value, aval: AbstractValue) -> Value:
     """A result that Python may see, as an array if it is a number."""
     if isinstance(x, np.ndarray | np.generic | float | int):
         with set_current_trace(trace.parent):
@@ -81,7 +81,7 @@ def as_array(trace: CastingTrace, x: Value, aval: AbstractValue) -> Value:
     return as_weak(trace, x, aval)
 
 
-def as_weak(trace: CastingTrace, x: Value, aval: Any) -> Value:
+def as_weak(trace: AutocastTrace, x: Value, aval: Any) -> Value:
     """A result as weakly typed as when it was traced: it follows other arrays."""
     if not getattr(aval, "weak_type", False) or not isinstance(x, jax.Array):
         return x
@@ -107,7 +107,7 @@ CACHE: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Rewritten]] = (
 
 
 def rewrite(
-    trace: CastingTrace,
+    trace: AutocastTrace,
     jaxpr: ClosedJaxpr,
     avals: Sequence[AbstractValue],
     within: Action | None = None,
@@ -156,7 +156,7 @@ def rewrite(
     return result
 
 
-def annotate(trace: CastingTrace, outs: Values, new: Rewritten) -> Values:
+def annotate(trace: AutocastTrace, outs: Values, new: Rewritten) -> Values:
     """The results of a rewritten jaxpr, with what is known about them."""
     for value, note in zip(outs, new.notes, strict=True):
         trace.notes[value] = note

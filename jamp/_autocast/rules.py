@@ -13,7 +13,7 @@ from .keys import Function, source_of
 from .libraries import MODULES, Places, of_library
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from .paths import PathPattern
-from .traits import PRODUCTS, UPDATES
+from .traits import PASSED_THROUGH, PRODUCTS, UPDATES
 
 
 @functools.lru_cache
@@ -182,7 +182,7 @@ class Decider:
             elif isinstance(test, PathPattern):
                 matches = test.search(path())
             else:
-                matches = test is primitive
+                matches = test is primitive and primitive.name not in PASSED_THROUGH
             if matches:
                 yield index
 
@@ -258,15 +258,6 @@ class Decider:
                 return own
         action = action and self.for_all_inside(action, recipe)
         return ACTIONS.get(primitive.name) if action is None else action
-
-    def knows(self, primitive: Primitive) -> bool:
-        """Whether the op is in the table of primitives."""
-        return primitive.name in PRIMITIVES
-
-    def lowers(self, primitive: Primitive, action: Action) -> bool:
-        """Whether the op is a product that may return float32 from half precision."""
-        is_product = PRIMITIVES[primitive.name].kind is LOWER
-        return action.kind is LOWER or (is_product and not self.settings.listed)
 
     def for_all_inside(self, action: Action, recipe: Recipe | None) -> Action | None:
         """A function's row as an action for each op inside the function.

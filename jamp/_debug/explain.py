@@ -11,11 +11,11 @@ from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
 from .. import _compat
-from .._autocast.casting import OBSERVED
 from .._autocast.conversion import EXPLICIT
 from .._autocast.decision import Reason, Recipe, Source
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
+from .._autocast.trace import OBSERVED
 from .._autocast.traits import MIXING, PRODUCTS
 from .call import is_array, open_call
 from .dtypes import given_dtypes, returned_dtypes

@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp._autocast.casting import PROBE
 from jamp._autocast.retracing import without_caches
+from jamp._autocast.trace import PROBE
 
 from ..around import alike, alone, one_after_another, side_by_side
 from ..marks import mostly_slow
@@ -35,7 +35,7 @@ def lenient(function, *args):
     return function(*args)
 
 
-def watched(trace, op, action, out):
+def watched(trace, op, out):
     return out
 
 

@@ -99,7 +99,7 @@ def convert(trace: AutocastTrace, op: Op, action: Action) -> Value:
     if not op.is_baked:
         # Under a policy, a norm's own cast of its result to half precision is kept.
         kept = explicit and action.marks and dtype == trace.settings.dtype
-        if action.dtype is not None and not (kept and not trace.decide.refines):
+        if action.dtype is not None and not (kept and not trace.settings.listed):
             trace.effects.touched |= dtype != action.dtype
             dtype = action.dtype
         elif op.avals is not None and dtypes_of(op.avals)[0] == dtype != given:

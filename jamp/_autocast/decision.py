@@ -83,24 +83,6 @@ class Kind(enum.Enum):
     COUNTED = "counted"
 
 
-class RunIn(NamedTuple):
-    """The floating inputs are cast to one dtype."""
-
-    dtype: np.dtype
-    wholly: bool = False  # the whole function, whatever its ops would do alone
-
-
-class Promote(NamedTuple):
-    """The floating inputs are cast to the widest of their dtypes."""
-
-
-class Keep(NamedTuple):
-    """The inputs keep their dtypes."""
-
-
-Cast = RunIn | Promote | Keep
-
-
 class Action(NamedTuple):
     """What to do with an op: what its row says, or one dtype for all of a function."""
 

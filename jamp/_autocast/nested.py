@@ -21,11 +21,11 @@ from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
 from .call_stack import is_library
-from .decision import CASTABLE, Action, Dtypes, Op, Result, Value, Values
+from .decision import CASTABLE, Op, Result, Value, Values
 from .notes import Note, holds
 from .rewriting import annotate, in_place, rewrite
 from .sampling import half_noise, redrawn
-from .trace import AutocastTrace, avals_of, dtypes_of, register, source_of
+from .trace import AutocastTrace, avals_of, register, source_of
 from .traits import REF_WRITES
 
 
@@ -174,67 +174,6 @@ def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
 
     changed = {"call": new.jaxpr, "rule": autocast_rule}
     return trace.bind(op.primitive, args, op.params | changed)
-
-
-# Primitives that hold a jaxpr, and a function that makes another one: `linear_call`
-# that of its transpose, and a `custom_vjp` with `optimize_remat` that of the function
-# without its rule. Both run baked: their products are in half precision, and their
-# results have the dtypes that they were traced with, so that they fit each other.
-
-
-@register("linear_call")
-def linear_call(trace: AutocastTrace, op: Op) -> Values:
-    params, within = op.params, op.within
-    jaxpr, transpose = params["callee"], params["transpose_thunk"]
-    n_consts, make_child = params["num_callee_consts"], trace.spawner(True)
-    linear = dtypes_of(jaxpr.in_avals[n_consts + params["num_res"] :])
-    args = trace.as_traced(op.args, jaxpr.in_avals)
-    callee, consts = baked_jaxpr(trace, jaxpr, within, dtypes_of(jaxpr.out_avals))
-
-    @functools.cache
-    def autocast_transpose():
-        closed, consts = transpose()
-        new, more = baked_jaxpr(make_child(), closed, within, linear)
-        return new, [*more, *consts]
-
-    changed = {
-        "callee": callee,
-        "transpose_thunk": autocast_transpose,
-        "num_callee_consts": n_consts + len(consts),
-    }
-    return trace.bind(op.primitive, [*consts, *args], params | changed)
-
-
-@register("remat_opt")
-def remat_opt(trace: AutocastTrace, op: Op) -> Values:
-    params, within = op.params, op.within
-    jaxpr, function = params["fwd_jaxpr"], params["fun_jaxpr_thunk"]
-    make_child, dtypes = trace.spawner(True), dtypes_of(jaxpr.out_avals)
-    args = trace.as_traced(op.args, jaxpr.in_avals)
-    forward, consts = baked_jaxpr(trace, jaxpr, within, dtypes)
-
-    @functools.cache
-    def autocast_function():
-        plain = ClosedJaxpr(*function())
-        results = dtypes[params["num_res"] :]
-        new = rewrite(make_child(), plain, plain.in_avals, within, results, True)
-        return new.jaxpr.jaxpr, new.jaxpr.consts
-
-    changed = {
-        "fwd_jaxpr": forward,
-        "fun_jaxpr_thunk": autocast_function,
-        "num_consts": params["num_consts"] + len(consts),
-    }
-    return trace.bind(op.primitive, [*consts, *args], params | changed)
-
-
-def baked_jaxpr(
-    trace: AutocastTrace, jaxpr: ClosedJaxpr, within: Action | None, dtypes: Dtypes
-) -> tuple[ClosedJaxpr, list[Value]]:
-    """A jaxpr with casts, and the values of its new first arguments."""
-    new = rewrite(trace, jaxpr, jaxpr.in_avals, within, dtypes, True)
-    opened, consts = _compat.open_jaxpr(new.jaxpr)
-    return ClosedJaxpr(opened, ()), consts
 
 
 @register(*REF_WRITES)

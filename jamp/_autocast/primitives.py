@@ -20,7 +20,7 @@ from .input_casts import as_without, prepared, widens
 from .notes import Note, passed_on, product_sides
 from .ops import PRIMITIVES
 from .products import for_product, is_wide
-from .scatters import SCATTERS, gathered, scattered, summed
+from .scatters import SCATTERS, looked_up, scattered, summed
 from .trace import RULES, AutocastTrace, Rule, register
 from .traits import FOLLOWED, GATHERING, PRODUCTS, UNMOVED
 
@@ -76,7 +76,8 @@ register("convert_element_type")(listed(convert))
 @listed
 def move(trace: AutocastTrace, op: Op, action: Action) -> Result:
     """Moves elements, about which something may be known."""
-    is_in_layer = trace.decide.refines and not op.is_baked and action.dtype is None
+    # Under a policy, the casts around a module settle what is a layer's result.
+    is_in_layer = trace.settings.listed and not op.is_baked and action.dtype is None
     if is_in_layer and trace.notes[op.args[0]].sides is not None:
         narrow = trace.notes.copy(op.args[0], trace.settings.dtype)
         if narrow is not None:
@@ -112,7 +113,7 @@ def same(trace: AutocastTrace, op: Op, action: Action) -> Result:
 def add(trace: AutocastTrace, op: Op, action: Action) -> Result:
     """Adds, perhaps a bias to the product of a layer."""
     is_alone = op.within is None and action.dtype is None and not op.is_baked
-    if trace.decide.refines and is_alone:
+    if trace.settings.listed and is_alone:
         if (out := with_bias(trace, op)) is not None:
             return out
     return by_row(trace, op, action)
@@ -177,7 +178,7 @@ def wide_product(
 @register("gather")
 @listed
 def gather(trace: AutocastTrace, op: Op, action: Action) -> Result:
-    return by_row(trace, op, action, gathered)
+    return by_row(trace, op, action, looked_up)
 
 
 @register(*SCATTERS)

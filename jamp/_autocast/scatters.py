@@ -45,7 +45,7 @@ def summed(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result
     return trace.cast(scattered(trace, op, wide, params), half)
 
 
-def gathered(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
+def looked_up(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
     """The result of a gather, whose gradient is such a sum."""
     is_half = array_dtype(args[0]) in HALVES
     sums = is_half and not params.get("unique_indices") and repeats(args[1])
@@ -53,7 +53,7 @@ def gathered(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Resu
     if not sums or op.is_baked or _compat.is_eager(trace.parent):
         return trace.bind(op.primitive, args, params)
     trace.effects.touched = True
-    return trace.call(gather, args, params)
+    return trace.call(gathered, args, params)
 
 
 def scattered(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Value:
@@ -74,18 +74,18 @@ def repeats(indices: Value) -> bool:
     return not all(isinstance(n, int) for n in sizes) or math.prod(sizes) > FEW
 
 
-def gather(x: jax.Array, indices: jax.Array, **params: object) -> jax.Array:
-    return _gather(x, indices, tuple(params.items()))
+def gathered(x: jax.Array, indices: jax.Array, **params: object) -> jax.Array:
+    return _gathered(x, indices, tuple(params.items()))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _gather(
+def _gathered(
     x: jax.Array, indices: jax.Array, params: tuple[tuple[str, object], ...]
 ) -> jax.Array:
     return lax.gather_p.bind(x, indices, **dict(params))
 
 
-@_gather.defjvp
+@_gathered.defjvp
 def _(params, primals, tangents):
     (x, indices), (tangent, _) = primals, tangents
 
@@ -94,4 +94,4 @@ def _(params, primals, tangents):
         wide = lax.gather_p.bind(wide, indices, **dict(params))
         return lax.convert_element_type(wide, x.dtype)
 
-    return _gather(x, indices, params), jax.jvp(in_float32, [x], [tangent])[1]
+    return _gathered(x, indices, params), jax.jvp(in_float32, [x], [tangent])[1]

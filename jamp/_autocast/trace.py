@@ -171,12 +171,9 @@ class AutocastTrace(_compat.Trace):
         within = op.within
         if within is not None and not self.settings.rules:
             return op._replace(action=within)
-        codes = _compat.source_codes()
-        if within is not None:
-            within = self.decide.inside(within, op.primitive, codes, self.path)
-            return op._replace(within=within, action=within)
-        action = self.decide(op.primitive, codes, self.path, source_of(op))
-        return op._replace(action=action)
+        place = _compat.source_codes(), self.path, source_of(op)
+        action = self.decide(op.primitive, *place, within)
+        return op._replace(action=action, within=within and action)
 
     def received(self, op: Op, scope: Scope) -> Op:
         """The op with the inputs that its rule gets."""
@@ -193,7 +190,7 @@ class AutocastTrace(_compat.Trace):
         if args is op.args:
             return op
         params, avals = op.params, op.avals
-        if not self.decide.refines and is_wide(args, params):
+        if not self.settings.listed and is_wide(args, params):
             # Python saw the inputs in float32; the product is in half precision.
             params = params | {"preferred_element_type": self.settings.dtype}
         if avals is None and op.name != "convert_element_type":
@@ -342,7 +339,7 @@ class AutocastTrace(_compat.Trace):
             widened = dtype == FLOAT32_DTYPE
             note = self.notes[x]
             # Under a policy, Python goes on to ask for float32 products of the copy.
-            result = note.result and not self.decide.refines
+            result = note.result and not self.settings.listed
             self.notes[copy] = note._replace(widened=widened, result=result)
             if widened:
                 self.notes.remember_widened(copy, x)

@@ -40,7 +40,6 @@ from .rules import Decider
 from .traits import LEFT_ALONE
 
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
-REASON_KIND = "left_alone"
 
 NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
 ({params}).
@@ -227,7 +226,7 @@ class AutocastTrace(_compat.Trace):
                 held = ", ".join(held)
                 raise NotImplementedError(NO_RULE.format(name=op.name, params=held))
             return self.bind(primitive, inputs, params)
-        why = Reason(REASON_KIND, Source.PRIMITIVE, op.name)
+        why = Reason("left_alone", Source.PRIMITIVE, op.name)
         with self.noted(Action(Kind.KEEP, why=why)):
             return self.bind(primitive, inputs, params)
 

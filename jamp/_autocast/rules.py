@@ -129,11 +129,10 @@ class Decider:
         index = self.first(primitive, ids, path, source, own) if rules else None
         if within is not None and index in (None, own):
             return within
-        rule = None if index is None else rules[index].action
-        if rule is not None and rule.recipe is None:
+        recipe = None
+        if index is not None and (recipe := rules[index].action.recipe) is None:
             self.hits.add(Hit(index, index))
-            return rule
-        recipe = None if rule is None else rule.recipe
+            return rules[index].action
         action = within or self.listed(primitive, codes, ids, source, recipe)
         return self.with_recipe(primitive, index, action)
 

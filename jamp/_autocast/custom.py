@@ -263,7 +263,7 @@ def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
 def custom_jvp_of_jaxpr(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Result:
     action, params = op.action, op.primitive.get_bind_params(op.params)
     fun, jvp = params["subfuns"]
-    run = JaxprFunction(trace, jaxpr, action, op.is_baked)
+    run = JaxprFunction(trace, jaxpr, op.within, op.is_baked)
     contract = Contract(run, op.args, fun.debug_info)
     in_float32 = action is not None and action.dtype == FLOAT32_DTYPE
     if action is not None and in_float32 and not params["symbolic_zeros"]:
@@ -283,7 +283,7 @@ def custom_vjp(trace: AutocastTrace, op: Op) -> Result:
         return bind_vjp(trace, op.primitive, op.args, op.params, run)
     params = op.primitive.get_bind_params(op.params)
     args = trace.as_traced(op.args, jaxpr.in_avals)
-    run = JaxprFunction(trace, jaxpr, op.action, op.is_baked)
+    run = JaxprFunction(trace, jaxpr, op.within, op.is_baked)
     return bind_vjp(trace, op.primitive, args, params, run)
 
 

@@ -106,7 +106,8 @@ class Op(NamedTuple):
     args: Values
     params: Params
     avals: Sequence[AbstractValue] | None = None
-    within: Action | None = None  # for all ops of the function that it is part of
+    # For all ops of a function that it is part of, or that it stands for.
+    within: Action | None = None
     action: Action | None = None  # the answer to which rule it is under; None: to none
     is_baked: bool = False  # of code whose dtypes are fixed: a derivative, its function
     is_derived: bool = False  # part of a derivative, and perhaps given a cotangent

@@ -31,7 +31,7 @@ from .traits import REF_WRITES
 
 @register("jit", stands_for="jaxpr")
 def jit(trace: AutocastTrace, op: Op) -> Values:
-    args, jaxpr, action = op.args, op.params["jaxpr"], op.action
+    args, jaxpr = op.args, op.params["jaxpr"]
     source = source_of(op) or ""
     if (noise := half_noise(trace, source, op)) is not None:
         return in_place(trace, jaxpr, args, noise)
@@ -43,10 +43,14 @@ def jit(trace: AutocastTrace, op: Op) -> Values:
     )
     small = small and is_library(source)
     if _compat.inlined_early(op.params) or small:
-        return in_place(trace, jaxpr, args, action)
-    avals, known = avals_of(args), shapes_of(trace, args)
-    new = rewrite(trace, jaxpr, avals, action, baked=op.is_baked, known=known)
-    outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
+        return in_place(trace, jaxpr, args, op.within)
+    return rewritten(trace, op)
+
+
+def rewritten(trace: AutocastTrace, op: Op) -> Values:
+    known = shapes_of(trace, op.args)
+    new = rewrite(trace, op, op.params["jaxpr"], avals_of(op.args), known=known)
+    outs = trace.bind(op.primitive, op.args, op.params | {"jaxpr": new.jaxpr})
     return annotate(trace, outs, new)
 
 
@@ -73,17 +77,14 @@ def call(trace: AutocastTrace, op: Op) -> Values:
 @register("compute_on", "xla_metadata_call")
 def annotated(trace: AutocastTrace, op: Op) -> Values:
     """A function with a hint for the compiler: where it runs, what it is called."""
-    fixed = op.within, None, op.is_baked, shapes_of(trace, op.args)
-    new = rewrite(trace, op.params["jaxpr"], avals_of(op.args), *fixed)
-    outs = trace.bind(op.primitive, op.args, op.params | {"jaxpr": new.jaxpr})
-    return annotate(trace, outs, new)
+    return rewritten(trace, op)
 
 
 @register("checkpoint", "remat2")
 def remat(trace: AutocastTrace, op: Op) -> Values:
     jaxpr = ClosedJaxpr(op.params["jaxpr"], ())
-    fixed = op.within, None, op.is_baked, shapes_of(trace, op.args)
-    new = rewrite(trace, jaxpr, avals_of(op.args), *fixed)
+    known = shapes_of(trace, op.args)
+    new = rewrite(trace, op, jaxpr, avals_of(op.args), known=known)
     opened, consts = _compat.open_jaxpr(new.jaxpr)
     params = op.params | {"jaxpr": opened}
     outs = trace.bind(op.primitive, [*consts, *op.args], params)
@@ -100,7 +101,7 @@ def scan(trace: AutocastTrace, op: Op) -> Values:
     inside = [*map(with_dtype, jaxpr.in_avals, args)]
     n_stacked = len(jaxpr.jaxpr.outvars) - n_carry
     outs = [a.dtype for a in carry] + [None] * n_stacked
-    new = rewrite(trace, jaxpr, inside, op.within, outs, op.is_baked)
+    new = rewrite(trace, op, jaxpr, inside, outs)
     outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
     stacked = zip(outs[n_carry:], new.notes[n_carry:], strict=True)
     for value, note in stacked:
@@ -125,9 +126,9 @@ def while_loop(trace: AutocastTrace, op: Op) -> Values:
     known = avals_of(args)
     dtypes = [a.dtype for a in carry]
     given = [*known[:n_condition], *carry]
-    new_condition = rewrite(trace, condition, given, op.within, baked=op.is_baked)
+    new_condition = rewrite(trace, op, condition, given)
     given = [*known[n_condition:start], *carry]
-    new_body = rewrite(trace, body, given, op.within, dtypes, op.is_baked)
+    new_body = rewrite(trace, op, body, given, dtypes)
     jaxprs = {"cond_jaxpr": new_condition.jaxpr, "body_jaxpr": new_body.jaxpr}
     return trace.bind(op.primitive, args, params | jaxprs)
 
@@ -137,13 +138,11 @@ def cond(trace: AutocastTrace, op: Op) -> Values:
     """The branches agree on the widest dtype of each result."""
     branches, args = op.params["branches"], op.args[1:]
     avals, known = avals_of(args), shapes_of(trace, args)
-    fixed = op.within, None, op.is_baked, known
-    new = [rewrite(trace, branch, avals, *fixed) for branch in branches]
+    new = [rewrite(trace, op, branch, avals, known=known) for branch in branches]
     results = zip(*(n.jaxpr.out_avals for n in new), strict=True)
     dtypes = [agreed(avals) for avals in results]
     if any(dtypes):
-        fixed = op.within, dtypes, op.is_baked, known
-        new = [rewrite(trace, branch, avals, *fixed) for branch in branches]
+        new = [rewrite(trace, op, branch, avals, dtypes, known) for branch in branches]
     jaxprs = tuple(n.jaxpr for n in new)
     outs = trace.bind(op.primitive, op.args, op.params | {"branches": jaxprs})
     for value, *notes in zip(outs, *(n.notes for n in new), strict=True):
@@ -162,7 +161,7 @@ def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
     jaxpr, rule = op.params["call"], op.params["rule"]
     dtypes = [a.dtype for a in jaxpr.out_avals]
     args = trace.as_traced(op.args, jaxpr.in_avals)
-    new = rewrite(trace, jaxpr, jaxpr.in_avals, op.within, dtypes, op.is_baked)
+    new = rewrite(trace, op, jaxpr, jaxpr.in_avals, dtypes)
     make_child = trace.spawner(op.is_baked)
 
     @functools.wraps(rule)

@@ -108,14 +108,13 @@ CACHE: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Rewritten]] = (
 
 def rewrite(
     trace: AutocastTrace,
+    op: Op,
     jaxpr: ClosedJaxpr,
     avals: Sequence[AbstractValue],
-    within: Action | None = None,
     outs: Dtypes | None = None,
-    baked: bool = False,
     known: Sequence[Note] = (),
 ) -> Rewritten:
-    """A jaxpr with casts for inputs of these abstract values.
+    """A jaxpr that an op holds, with casts for inputs of these abstract values.
 
     Args:
       outs: for each result the dtype that it must have, or None.
@@ -123,10 +122,9 @@ def rewrite(
     """
     place = trace.path(), trace.around()
     outs = tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
-    baked = baked or trace.baked
-    typed = trace.is_typed()
+    baked, typed = op.is_baked or trace.baked, trace.is_typed()
     given = tuple(avals), tuple(known)
-    key = (*given, outs, within, baked, typed, trace.settings, place)
+    key = (*given, outs, op.within, baked, typed, trace.settings, place)
     cache = CACHE.setdefault(jaxpr.jaxpr, {}) if CACHED.value else {}
     if key not in cache:
         notes, effects = [], Effects()
@@ -136,7 +134,7 @@ def rewrite(
             child = make_child()
             for x, note in zip(args, known, strict=False):
                 child.notes[x] = note
-            results = evaluate(child, jaxpr, args, within, own_sources=True)
+            results = evaluate(child, jaxpr, args, op.within, own_sources=True)
             results = [
                 r if dtype is None else as_weak(child, child.cast(r, dtype), aval)
                 for r, dtype, aval in zip(results, outs, jaxpr.out_avals, strict=True)

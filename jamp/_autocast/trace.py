@@ -167,12 +167,13 @@ class AutocastTrace(_compat.Trace):
 
     def decided(self, op: Op) -> Op:
         """The op with the answer to which rule it is under."""
-        within = op.within
+        within, source = op.within, source_of(op)
         if within is not None and not self.settings.rules:
             return op._replace(action=within)
-        place = _compat.source_codes(), self.path, source_of(op)
+        place = _compat.source_codes(), self.path, source
         action = self.decide(op.primitive, *place, within)
-        return op._replace(action=action, within=within and action)
+        is_for_all = within is not None or source is not None
+        return op._replace(action=action, within=action if is_for_all else None)
 
     def received(self, op: Op, scope: Scope) -> Op:
         """The op with the inputs that its rule gets."""

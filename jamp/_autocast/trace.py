@@ -167,13 +167,15 @@ class AutocastTrace(_compat.Trace):
 
     def decided(self, op: Op) -> Op:
         """The op with the answer to which rule it is under."""
-        within, source = op.within, source_of(op)
+        primitive, args, params, avals, within, *_ = op
         if within is not None and not self.settings.rules:
-            return op._replace(action=within)
+            return Op(primitive, args, params, avals, within, within)
+        source = source_of(op)
         place = _compat.source_codes(), self.path, source
-        action = self.decide(op.primitive, *place, within)
-        is_for_all = within is not None or source is not None
-        return op._replace(action=action, within=action if is_for_all else None)
+        action = self.decide(primitive, *place, within)
+        if within is not None or source is not None:
+            within = action
+        return Op(primitive, args, params, avals, within, action)
 
     def received(self, op: Op, scope: Scope) -> Op:
         """The op with the inputs that its rule gets."""

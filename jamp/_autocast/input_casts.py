@@ -96,12 +96,16 @@ def widens(trace: AutocastTrace, op: Op) -> bool:
     )
 
 
-def as_without(
-    trace: AutocastTrace, out: Result, args: Values, params: Params
-) -> Result:
-    """Results in the dtype that they would have without autocast."""
-    dtypes = [array_dtype(x) for x in args if array_dtype(x) in CASTABLE]
-    preferred = params.get("preferred_element_type")
+def as_without(trace: AutocastTrace, op: Op, ran: Values | None, out: Result) -> Result:
+    """Results in the dtype that they would have without autocast.
+
+    Args:
+      ran: the inputs that the op ran with, if it did not run by a recipe.
+    """
+    if ran is op.args:
+        return out
+    dtypes = [array_dtype(x) for x in op.args if array_dtype(x) in CASTABLE]
+    preferred = op.params.get("preferred_element_type")
     if preferred is None and not dtypes:
         return out
     dtype = _compat.widest(frozenset(dtypes)) if preferred is None else preferred

@@ -27,7 +27,7 @@ from .traits import FOLLOWED, GATHERING, PRODUCTS, UNMOVED
 PROMOTED, KEPT = Action(Kind.PROMOTE), Action(Kind.KEEP)
 
 
-def listed(rule: Callable[[AutocastTrace, Op, Action], Result]) -> Rule:
+def with_row(rule: Callable[[AutocastTrace, Op, Action], Result]) -> Rule:
     """What is done around the rule of each primitive that has a row."""
 
     @functools.wraps(rule)
@@ -62,18 +62,14 @@ def by_row(
     """Casts the inputs as the row says. Where dtypes are fixed, so is the result's."""
     args, params = prepared(trace, op, action)
     out = run(trace, op, args, params)
-    return fixed(trace, op, args, out) if op.is_baked else out
+    return as_without(trace, op, args, out) if op.is_baked else out
 
 
-def fixed(trace: AutocastTrace, op: Op, args: Values, out: Result) -> Result:
-    return out if args is op.args else as_without(trace, out, op.args, op.params)
-
-
-register("convert_element_type")(listed(convert))
+register("convert_element_type")(with_row(convert))
 
 
 @register(*FOLLOWED)
-@listed
+@with_row
 def move(trace: AutocastTrace, op: Op, action: Action) -> Result:
     """Moves elements, about which something may be known."""
     # Under a policy, the casts around a module settle what is a layer's result.
@@ -88,7 +84,7 @@ def move(trace: AutocastTrace, op: Op, action: Action) -> Result:
     args, params = prepared(trace, op, action)
     out = trace.bind(op.primitive, args, params)
     if op.is_baked:
-        return fixed(trace, op, args, out)
+        return as_without(trace, op, args, out)
     if op.name == "broadcast_in_dim" and is_filled(args[0]):
         return out  # the user's array, not a number
     trace.notes[out] = passed_on(op.name, args, params, trace.notes)
@@ -96,20 +92,20 @@ def move(trace: AutocastTrace, op: Op, action: Action) -> Result:
 
 
 @register(*UNMOVED)
-@listed
+@with_row
 def same(trace: AutocastTrace, op: Op, action: Action) -> Result:
     """Returns its inputs."""
     args, params = prepared(trace, op, action)
     out = trace.bind(op.primitive, args, params)
     if op.is_baked:
-        return fixed(trace, op, args, out)
+        return as_without(trace, op, args, out)
     for x, same in zip(args, jax.tree.leaves(out), strict=True):
         trace.notes[same] = trace.notes[x]
     return out
 
 
 @register("add")
-@listed
+@with_row
 def add(trace: AutocastTrace, op: Op, action: Action) -> Result:
     """Adds, perhaps a bias to the product of a layer."""
     is_alone = op.within is None and action.dtype is None and not op.is_baked
@@ -126,12 +122,12 @@ def product(trace: AutocastTrace, op: Op) -> Result:
     return multiply(trace, op._replace(action=action))
 
 
-@listed
+@with_row
 def multiply(trace: AutocastTrace, op: Op, action: Action) -> Result:
     if action.recipe is not None:
         out = action.recipe._run(trace, op)
         if op.is_baked:
-            return as_without(trace, out, op.args, op.params)
+            return as_without(trace, op, None, out)
     else:
         args, params = prepared(trace, op, action)
         lowers = action.kind is Kind.LOWER or not trace.settings.listed
@@ -139,7 +135,7 @@ def multiply(trace: AutocastTrace, op: Op, action: Action) -> Result:
             return wide_product(trace, op.primitive, args, params)
         out = trace.bind(op.primitive, args, params)
         if op.is_baked:
-            return fixed(trace, op, args, out)
+            return as_without(trace, op, args, out)
     if array_dtype(out) == trace.settings.dtype and op.name != "ragged_dot_general":
         trace.notes[out] = Note(sides=product_sides(op.name, op.args, op.params))
     return out
@@ -176,20 +172,20 @@ def wide_product(
 
 
 @register("gather")
-@listed
+@with_row
 def gather(trace: AutocastTrace, op: Op, action: Action) -> Result:
     return by_row(trace, op, action, looked_up)
 
 
 @register(*SCATTERS)
-@listed
+@with_row
 def scatter_together(trace: AutocastTrace, op: Op, action: Action) -> Result:
     """Combines numbers that are written into one place."""
     return by_row(trace, op, action, summed if op.name in GATHERING else scattered)
 
 
 @register("scatter")
-@listed
+@with_row
 def scatter(trace: AutocastTrace, op: Op, action: Action) -> Result:
     """Writes numbers into an array, or what a function (`lax.scatter_apply`) makes."""
     if op.params.get("update_jaxpr") is not None:
@@ -198,4 +194,4 @@ def scatter(trace: AutocastTrace, op: Op, action: Action) -> Result:
     return by_row(trace, op, action)
 
 
-register(*(PRIMITIVES.keys() - RULES.keys()))(listed(by_row))
+register(*(PRIMITIVES.keys() - RULES.keys()))(with_row(by_row))

@@ -16,13 +16,13 @@ from jax import lax
 from .. import _compat
 from .._checks import brief
 from .._compat import array_dtype
-from .casting import CastingTrace, dtypes_of
 from .contraction import Contraction
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
 from .derivatives import Given, Inputs, Product, copied, run
 from .low_precision import E4M3, E5M2, Axes, Scaled, multiplied, quantized
 from .products import is_own
 from .rules import codes_at, loaded
+from .trace import AutocastTrace, dtypes_of
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # Layers whose weight is the left operand; in other layers it is the right one.
@@ -91,7 +91,7 @@ class Float8(Recipe):
     def _problem(self, op: Op) -> str:
         return "in a derivative" if op.is_derived else unfit(op)
 
-    def _run(self, trace: CastingTrace, op: Op) -> jax.Array:
+    def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
         half, region = trace.settings.dtype, trace.settings.recipe
         product = product_for(op, half, self.recipe)
         if region is not None and region.is_wide:  # nothing is in float16

@@ -19,12 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive, set_current_trace
 
 from .._compat import array_dtype, source_codes
 from .._tree import HALVES
 from .call_stack import is_in_layer
-from .casting import CastingTrace
 from .decision import (
     FLOAT32_DTYPE,
     Action,
@@ -114,36 +112,6 @@ def default_precision() -> object:
     name = jax.config.jax_default_matmul_precision  # pyright: ignore
     presets = lax.DotAlgorithmPreset.__members__
     return presets[name] if name in presets else name and lax.Precision(name)
-
-
-def wide_product(
-    trace: CastingTrace, primitive: Primitive, args: Values, params: Params
-) -> jax.Array:
-    """A product of half-precision inputs that was asked for in float32.
-
-    Its own derivative would multiply float32 by float16. This one casts the
-    (co)tangent first, so that the backward pass runs in half precision too.
-    """
-    trace.effects.touched = True
-    narrow = params | {"preferred_element_type": array_dtype(args[0])}
-    if params.get("precision") == lax.DotAlgorithmPreset.F16_F16_F32:
-        narrow["precision"] = None
-        if jax.default_backend() == "cpu":  # which lacks the algorithm
-            params = params | {"precision": None}
-
-    @jax.custom_jvp
-    def product(x, y):
-        return primitive.bind(x, y, **params)
-
-    @product.defjvp
-    def _(primals, tangents):
-        (x, y), (dx, dy) = primals, tangents
-        tangent = primitive.bind(dx, y, **narrow) + primitive.bind(x, dy, **narrow)
-        wide = params["preferred_element_type"]
-        return product(x, y), lax.convert_element_type(tangent, wide)
-
-    with set_current_trace(trace.parent):
-        return product(*args)
 
 
 def is_wide(args: Values, params: Params) -> bool:

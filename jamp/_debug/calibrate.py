@@ -12,11 +12,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._autocast.arguments import dtype_argument
-from .._autocast.casting import PROBE
 from .._autocast.decision import Settings
 from .._autocast.float8 import RECIPES, Float8, as_recipe
 from .._autocast.paths import PathPattern
 from .._autocast.region import enter
+from .._autocast.trace import PROBE
 from .._checks import brief, flag, is_traced, number
 from .._tree import HALF_NAMES, HALVES, PyTree
 from .calibration import FLOAT8_NAME, TENSORWISE, Calibration, ProductRow, called

@@ -11,13 +11,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.typing import DTypeLike
 
 from .. import _compat
-from .._autocast.casting import OBSERVED
 from .._autocast.conversion import EXPLICIT
 from .._autocast.decision import Reason, Recipe, Source
 from .._autocast.low_precision import FLOAT8
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
 from .._autocast.scaled_float16 import ScaledFloat16
+from .._autocast.trace import OBSERVED
 from .._autocast.traits import MIXING, PRODUCTS
 from .._tree import HALF_NAMES, PyTree
 from .call import is_array, open_call, with_params

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._autocast.casting import CastingTrace
-from .._autocast.decision import CASTABLE, Action, Kind, Op
+from .._autocast.decision import CASTABLE, Kind, Op
 from .._autocast.float8 import RECIPES, dimensions_of, unfit, weight_of
+from .._autocast.trace import AutocastTrace
 from .._autocast.traits import PRODUCTS
 from .op_location import innermost_own, is_module
 from .product_errors import Measured, measures
@@ -58,7 +58,10 @@ class Probe:
         self.in_float32: set[str] = set()  # the paths that have ops in float32
         self._lock = threading.Lock()  # callbacks come from several threads
 
-    def __call__(self, trace: CastingTrace, op: Op, action: Action, out: Any) -> Any:
+    def __call__(self, trace: AutocastTrace, op: Op, out: Any) -> Any:
+        action = op.action
+        if action is None:
+            return out
         if not {action.kind, action.table}.isdisjoint(IN_FLOAT32):
             self.in_float32.add(trace.path())
         is_lowered = Kind.LOWER in (action.kind, action.table)

@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp._autocast.casting import PROBE
 from jamp._autocast.retracing import without_caches
+from jamp._autocast.trace import PROBE
 
 from ..around import alike, alone, one_after_another, side_by_side
 from ..marks import mostly_slow
@@ -35,7 +35,7 @@ def lenient(function, *args):
     return function(*args)
 
 
-def watched(trace, op, action, out):
+def watched(trace, op, out):
     return out
 
 
@@ -101,18 +101,6 @@ def with_vjp(body):
     return function
 
 
-def with_optimized_remat(body):
-    function = jax.custom_vjp(body)
-
-    def bwd(kept, cotangents):
-        x, w = kept
-        return cotangents[0] @ w.T, x.T @ cotangents[0]
-
-    forward = lambda x, w: (body(x, w), (x, w))
-    function.defvjp(forward, bwd, optimize_remat=True)
-    return jax.jit(function)
-
-
 def with_vmap(body):
     function = jax.custom_batching.custom_vmap(body)
 
@@ -122,16 +110,6 @@ def with_vmap(body):
         return outs, (True, True, True)
 
     return function
-
-
-def linear(body):
-    transpose = lambda w, cotangent: cotangent @ w.T
-    forward = lambda w, x: body(x, w)[0]
-
-    def run(x, w):
-        return jax.custom_derivatives.linear_call(forward, transpose, w, x)
-
-    return jax.jit(run)
 
 
 def sharded(body):
@@ -150,9 +128,7 @@ FORMS = {
     "custom_vjp": with_vjp,
     "jit of custom_jvp": lambda body: jax.jit(with_jvp(body)),
     "jit of custom_vjp": lambda body: jax.jit(with_vjp(body)),
-    "custom_vjp with optimize_remat": with_optimized_remat,
     "custom_vmap": with_vmap,
-    "linear_call": linear,
     "shard_map": sharded,
     "jit of jit": lambda body: jax.jit(jax.jit(body)),
 }
@@ -357,7 +333,6 @@ REFUSED = {
     "loop": {"of what is half"},
     "cond": {"of what is half"},
     "custom_vmap": DERIVATIVES,
-    "linear_call": DERIVATIVES - {"differentiated around"} | {"batched"},
 }
 REFUSED |= {BEFORE + form: names - IN_HALF for form, names in REFUSED.items()}
 

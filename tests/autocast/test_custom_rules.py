@@ -135,20 +135,6 @@ def with_gradient(seen):
     return function
 
 
-def with_linear_call(seen):
-    def forward(w, x):
-        return x @ w
-
-    def transpose(w, cotangent):
-        seen("transpose", w, cotangent)
-        return through_huge(cotangent) @ w.T
-
-    # It is linear in `x` alone.
-    return lambda x, w: jax.custom_derivatives.linear_call(
-        forward, transpose, lax.stop_gradient(w), x
-    )
-
-
 RULES = {
     "custom_jvp": with_jvp,
     "custom_jvp with symbolic zeros": with_jvp_of_zeros,
@@ -156,7 +142,6 @@ RULES = {
     "custom_vjp with optimize_remat": functools.partial(with_vjp, optimize_remat=True),
     "custom_vjp with a static argument": with_static_argument,
     "custom_gradient": with_gradient,
-    "linear_call": with_linear_call,
 }
 
 

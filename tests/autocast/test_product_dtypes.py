@@ -187,12 +187,73 @@ def test_a_function_of_a_bias_and_one_of_a_residual_share_no_cache(
                 assert add(*args).dtype == dtype
 
 
+def test_a_branch_rounds_a_sum_with_a_bias_whatever_the_others_return(
+    standard_promotion,
+):
+    """The branch is rewritten again, for the dtype on which all of them agree."""
+    x, w, b = jnp.ones((3, K)), jnp.ones((K, 4)), jnp.full((1, 4), 2.0**-12)
+
+    def function(h, b):
+        return lax.cond(True, lambda h, b: h + b[0], lambda h, b: h * b, h, b)
+
+    for wrap in (lambda f: f, jax.jit):
+        found = half(lambda x, w, b, wrap=wrap: wrap(function)(x @ w, b))(x, w, b)
+        assert found.dtype == jnp.float32 and (found == K).all()
+
+
 def test_a_pair_of_rows_is_no_bias(standard_promotion):
     """`s[:, None] + t`: numbers along a dimension that the product does not have."""
     for n, t in SIZES:
         args = jnp.ones((n, K)), jnp.ones(K), jnp.ones(t)
         found = half(lambda x, w, b: (x @ w)[:, None] + b)(*args)
         assert found.dtype == jnp.float32 and found.shape == (n, t)
+
+
+BATCHED = {
+    "vmap": over_one,
+    "grad in vmap": lambda f: over_one(differentiated(jax.grad, f)),
+    "jvp in vmap": lambda f: over_one(in_forward_mode(f)),
+    "linearize in vmap": lambda f: over_one(differentiated(linearized, f)),
+    "grad of grad in vmap": lambda f: over_one(
+        differentiated(jax.grad, differentiated(jax.grad, f))
+    ),
+    "grad of jvp in vmap": lambda f: over_one(
+        differentiated(jax.grad, in_forward_mode(f))
+    ),
+    "vmap of vmap": lambda f: lambda x, *rest: over_one(over_one(f))(x[None], *rest),
+    "vmap in grad": lambda f: differentiated(jax.grad, over_one(f)),
+}
+
+
+def differentiated(derivative, f):
+    def run(x, w, b):
+        return derivative(lambda w: jnp.sum(f(x, w, b).astype(jnp.float32)))(w)
+
+    return run
+
+
+def linearized(f):
+    return lambda w: jax.linearize(f, w)[1](w)
+
+
+def in_forward_mode(f):
+    return lambda x, w, b: jax.jvp(lambda w: f(x, w, b), (w,), (w,))[1]
+
+
+@pytest.mark.parametrize("way", BATCHED)
+def test_what_a_batch_shares_is_a_bias_in_a_derivative_too(way, standard_promotion):
+    """A vector added to a vector is a bias if `vmap` adds the batch to one of them."""
+    dtypes = []
+
+    @half
+    def layer(x, w, b):
+        y = x @ w + b
+        dtypes.append(y.dtype)
+        return y
+
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((K,), (K, 4), (4,))]
+    jax.eval_shape(BATCHED[way](layer), *args)
+    assert dtypes and set(dtypes) == {jnp.dtype("float16")}
 
 
 def test_one_number_is_added_on_one_device(monkeypatch, standard_promotion):

@@ -17,7 +17,7 @@ from jax import lax
 from .._checks import is_traced
 from .._tree import Flag, PyTree, check_leaves, dtype_of, widen
 from . import arithmetic, rule, skip
-from .arrivals import current
+from .arrivals import GIVEN, RETURNED, marked
 from .check_gradients import check_gradients_match, is_hole
 from .derivatives import at_scale, check_no_gradient_function, stays_finite
 from .dtypes import as_made, as_wide_as, made_wide
@@ -73,9 +73,8 @@ class LossScaled:
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Step:
         caller = "dynamic_loss_scale's update"
-        watch = None if self.kind is Kind.OFF else current()
-        if watch is not None:
-            watch.arrive(updates)
+        if is_scaled := self.kind is not Kind.OFF:
+            updates = marked(GIVEN, updates)
         scaled = Scaled(self, caller, updates, state, params, extra_args)
 
         def hold(like: Callable[[], Step]) -> Step:
@@ -83,8 +82,8 @@ class LossScaled:
 
         new = skip.run_or_hold(scaled.finite, scaled.both, hold)
         updates, inner_state = scaled.checked(new, hold)
-        if watch is not None:
-            watch.leave(updates)
+        if is_scaled:
+            updates = marked(RETURNED, updates)
         return updates, scaled.advanced(inner_state)
 
     def step(

@@ -55,8 +55,8 @@ def dynamic_loss_scale(
     Around `optax.MultiSteps`, only the bad microbatch is dropped. The other way round
     raises an error where the state is used: `MultiSteps` would add scaled gradients
     unchecked, and keep an inf in its mean for good.
-    `optax.masked` and `multi_transform` go inside too: around the wrapper, `masked`
-    passes on scaled gradients as updates for the parameters that it leaves out.
+    `optax.masked`, `multi_transform` and `conditionally_transform` go inside too:
+    around the wrapper, they pass on scaled gradients as updates for what they leave out.
     A gradient that `inner` does not read (`optax.set_to_zero`) is not checked.
 
     Line searches (`optax.lbfgs`) work: an extra argument named `grad` must be scaled

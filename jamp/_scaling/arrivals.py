@@ -7,6 +7,7 @@ the program of the update does, in which a loss scale marks what it gets and ret
 
 import enum
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import optax
@@ -28,14 +29,15 @@ out. Put the loss scale outside: jamp.dynamic_loss_scale(optax.masked(...)). To 
 a parameter, give it optax.set_to_zero(), as one of the optimizers of \
 optax.multi_transform."""
 
-# Whether loss scales mark what they get. JAX keys its caches by it.
-MARKED = jax.make_user_context(False)
+# Whether loss scales mark what they get. JAX keys its caches by it: without, a jitted
+# update would be taken from a cache, with the marks or without them.
+MARKED: Any = getattr(jax, "make_user_context", lambda default: None)(False)
 GIVEN, RETURNED = "jamp: to a loss scale", "jamp: from a loss scale"
 
 
 def marked(what: str, tree: optax.Updates) -> optax.Updates:
     """The same gradients or updates, recognizable if a program is read for them."""
-    if not MARKED.value:
+    if MARKED is None or not MARKED.value:
         return tree
 
     def mark(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
@@ -61,11 +63,13 @@ def arrivals(
 ) -> tuple[bool, bool]:
     """Whether a loss scale runs, and whether all updates are as it returned them.
 
-    Of an update that JAX cannot trace nothing is known but that it runs.
+    Of an update that JAX cannot trace, nothing is known.
 
     Raises:
       ValueError: a gradient is changed before it arrives, or used without arriving.
     """
+    if MARKED is None:
+        return True, False
     try:
         with MARKED(True):
             program = Program(update, grads)

@@ -56,7 +56,7 @@ def dynamic_loss_scale(
     raises an error where the state is used: `MultiSteps` would add scaled gradients
     unchecked, and keep an inf in its mean for good.
     `optax.masked`, `multi_transform` and `conditionally_transform` go inside too:
-    around the wrapper, they pass on scaled gradients as updates for what they leave out.
+    around the wrapper, they pass on scaled gradients as updates of what they leave out.
     A gradient that `inner` does not read (`optax.set_to_zero`) is not checked.
 
     Line searches (`optax.lbfgs`) work: an extra argument named `grad` must be scaled

@@ -593,7 +593,19 @@ def ODD(step):
     return step % 2 == 1
 
 
-def tested(grads, params):
+def looped(tx):
+    """A loop around the loss scale, of which nothing is known."""
+
+    def update(grads, state, params):
+        step = lambda state, grads: tx.update(grads, state, params)[::-1]
+        rows = jax.tree.map(lambda grad: grad[None], grads)
+        state, updates = jax.lax.scan(step, state, rows)
+        return jax.tree.map(lambda update: update[0], updates), state
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def looked_at(grads, params):
     """What is only looked at, and what only a flag is made of, may stay scaled."""
     finite = jnp.isfinite(optax.tree.norm(grads))
     return jax.lax.cond(finite, lambda: grads, lambda: grads)
@@ -629,7 +641,8 @@ LEGITIMATE = {
     "condition on nothing": optax.chain(
         SCALED, optax.conditionally_transform(optax.trace(0.9), ODD)
     ),
-    "a test in front": optax.chain(optax.stateless(tested), SCALED),
+    "in a loop": looped(SCALED),
+    "a test in front": optax.chain(optax.stateless(looked_at), SCALED),
     "jitted": jitted(SCALED),
     "jitted in a chain": optax.chain(jitted(SCALED), optax.scale(0.5)),
     "master_weights": jamp.master_weights(SCALED),

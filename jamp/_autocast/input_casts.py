@@ -38,16 +38,19 @@ def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Param
         case RunIn(dtype, _):
             pass
         case Promote():
-            dtype = widest(trace, [args[i] for i in floats], [*floats.values()])
+            dtypes = [*floats.values()]
+            dtype = widest(trace, [args[i] for i in floats], dtypes)
+            if dtype is None and "preferred_element_type" in params:
+                dtype = dtypes[0]  # of a product that is not lowered
         case Keep():
             return args, params
     if dtype is None:
         return args, params
     preferred = params.get("preferred_element_type")
     if preferred in CASTABLE:
-        dtypes = [*given, *dtypes_of(op.avals or ())]
+        known = [*given, *dtypes_of(op.avals or ())]
         wholly = isinstance(cast, RunIn) and cast.wholly
-        if wholly or (FLOAT32_DTYPE in dtypes and not is_attention(op)):
+        if wholly or (FLOAT32_DTYPE in known and not is_attention(op)):
             # Recorded for float32 inputs; for half-precision ones, the user's wish.
             trace.effects.touched |= preferred != dtype
             params = params | {"preferred_element_type": dtype}

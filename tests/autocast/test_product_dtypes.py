@@ -201,6 +201,42 @@ def test_a_branch_rounds_a_sum_with_a_bias_whatever_the_others_return(
         assert found.dtype == jnp.float32 and (found == K).all()
 
 
+# Products of a half-precision value with itself that are not lowered, or promoted.
+PROMOTED = {
+    "outer": lambda h: jnp.outer(h, h),
+    "einsum": lambda h: jnp.einsum("tu,tv->tuv", h, h),
+    "einsum of all": lambda h: jnp.einsum("ab,cd->abcd", h, h),
+    "tensordot of none": lambda h: jnp.tensordot(h, h, 0),
+    "kron": lambda h: jnp.kron(h, h),
+    "dot_general": lambda h: lax.dot_general(h, h, (((), ()), ((0,), (0,)))),
+    "size 1": lambda h: h[:, :1] @ h[:1],
+    "dot": lambda h: jnp.dot(h[0], h[0]),
+    "inner": lambda h: jnp.inner(h[0], h[1]),
+    "vdot": lambda h: jnp.vdot(h, h),
+    "vecdot": lambda h: jnp.vecdot(h, h),
+    "tensordot of all": lambda h: jnp.tensordot(h, h, 2),
+    "einsum to a number": lambda h: jnp.einsum("ab,ab->", h, h),
+    "highest": lambda h: jnp.matmul(h, h, precision="highest"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_product_that_is_promoted_follows_what_it_gets(way, standard_promotion):
+    """Where it was traced for float32, too. Under `vmap`, float32 may be lowered."""
+    args = jnp.ones((3, K)), jnp.ones((K, 3)), jnp.ones(3)
+    for name, product in PROMOTED.items():
+        for of, value in {
+            "half": lambda x, w, b: x @ w,
+            "float32": lambda x, w, b: (x @ w) * b,
+        }.items():
+            function = lambda *args, f=product, v=value: f(v(*args))
+            found = jax.eval_shape(WAYS[way](function), *args).dtype
+            if of == "half":
+                assert found == jnp.float16, name
+            elif "vmap" not in way:
+                assert found == jax.eval_shape(half(function), *args).dtype, name
+
+
 def test_a_pair_of_rows_is_no_bias(standard_promotion):
     """`s[:, None] + t`: numbers along a dimension that the product does not have."""
     for n, t in SIZES:

@@ -14,7 +14,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from .._tree import PyTree, is_inexact
+from .._tree import PyTree, dtype_of, is_inexact
 from .program import Program
 from .unread import CALLS, NEEDS_VALUES
 
@@ -122,7 +122,7 @@ def followed(
             branches = (b.jaxpr for b in eqn.params["branches"])
             ends = [followed(branch, sources[1:], arrived) for branch in branches]
             ends = list(map(joined, zip(*ends, strict=True)))
-        elif name == "convert_element_type" and is_inexact(eqn.outvars[0].aval):
+        elif name == "convert_element_type" and not narrows(eqn):
             ends = sources  # master weights widen, as a loss scale does
         elif holds_mark(eqn):  # in a loop, for example: nothing is known
             ends = [Origin.OTHER] * len(eqn.outvars)
@@ -133,7 +133,8 @@ def followed(
             ends = [Origin.OF_GRADIENTS if used else Origin.OTHER] * len(eqn.outvars)
         for variable, end in zip(eqn.outvars, ends, strict=True):
             # A flag or a count, such as whether all are finite, is not scaled.
-            known[variable] = end if is_inexact(variable.aval) else Origin.OTHER
+            aval: Any = variable.aval
+            known[variable] = end if is_inexact(aval) else Origin.OTHER
     return list(map(origin_of, jaxpr.outvars))
 
 
@@ -143,6 +144,11 @@ def joined(origins: Sequence[Origin | int]) -> Origin | int:
         return origins[0]
     used = any(map(is_of_gradients, origins))
     return Origin.OF_GRADIENTS if used else Origin.OTHER
+
+
+def narrows(eqn: JaxprEqn) -> bool:
+    given, made = (dtype_of(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+    return given.itemsize > made.itemsize
 
 
 def mark_of(eqn: JaxprEqn) -> tuple[str, str] | None:

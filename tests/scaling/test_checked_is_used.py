@@ -575,6 +575,9 @@ IN_FRONT = {
     "zero_nans": optax.zero_nans(),
     "adam": optax.scale_by_adam(),
     "a part of them": optax.masked(optax.clip(1.0), TRAIN),
+    "rounding": optax.stateless(
+        lambda g, p: optax.tree.cast(optax.tree.cast(g, jnp.bfloat16), jnp.float32)
+    ),
 }
 BEHIND_IT = {
     "weight decay": optax.add_decayed_weights(0.1),

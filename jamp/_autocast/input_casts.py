@@ -58,7 +58,10 @@ def dtype_for(
             pass
         case _:
             return None
-    return widest(trace, op.args, given)
+    dtype = widest(trace, op.args, given)
+    if dtype is None and "preferred_element_type" in op.params:
+        return next(filter(is_inexact, given), None)  # of a product that is not lowered
+    return dtype
 
 
 def widest(

@@ -24,6 +24,11 @@ SUMMED = """optax.MultiSteps around a loss scale adds up scaled gradients withou
 check, and an inf stays in its sum forever. Put the loss scale around it: \
 jamp.dynamic_loss_scale(optax.MultiSteps(optimizer, every_k_schedule=k))."""
 
+PASSED_ON = """optax.conditionally_transform around a loss scale passes scaled \
+gradients on as updates, in each step in which its condition is false. Put the loss \
+scale around it: jamp.dynamic_loss_scale(optax.conditionally_transform(...)). To move \
+nothing in these steps, use optax.conditionally_mask."""
+
 CONTINUE = """ To continue with the state of the optimizer inside it, pass \
 init(params)._replace(inner_state=state)."""
 
@@ -31,6 +36,7 @@ init(params)._replace(inner_state=state)."""
 REFUSED = {
     optax.ApplyIfFiniteState: ("inner_state", HIDDEN),
     optax.MultiStepsState: ("inner_opt_state", SUMMED),
+    optax.ConditionallyTransformState: ("inner_state", PASSED_ON),
 }
 
 
@@ -136,8 +142,8 @@ def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
     """The loss-scale states in a pytree, by path; those inside others are not searched.
 
     Raises:
-      ValueError: a transformation around one hides overflows from it, or adds up what
-        it has not checked.
+      ValueError: a transformation around one hides overflows from it, adds up what it
+        has not checked, or passes scaled gradients on.
     """
     kinds = DynamicLossScaleState, *REFUSED
     nodes = jax.tree_util.tree_leaves_with_path(

@@ -28,7 +28,7 @@ NEEDS_VALUES = (
 RUN_ONCE = ("jit", "pjit", "shard_map", "checkpoint")  # each runs its jaxpr once
 
 # Primitives whose result is zero if their operands are.
-KEEP_ZERO = ("add", "broadcast_in_dim", "convert_element_type", "neg", "reshape", "sub")
+KEEP_ZERO = "add broadcast_in_dim convert_element_type name neg reshape sub".split()
 
 P = ParamSpec("P")
 

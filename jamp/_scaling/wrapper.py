@@ -17,7 +17,7 @@ import optax
 from .._checks import axis_names, flag
 from .._tree import Flag, PyTree, check_leaves, widen
 from . import arithmetic, rule, skip
-from .arrivals import current
+from .arrivals import GIVEN, RETURNED, marked
 from .derivatives import at_scale, check_no_gradient_function, stays_finite
 from .mesh import is_mapped, on_all
 from .rule import LossScaleConfig, ScaleKind
@@ -86,8 +86,8 @@ def dynamic_loss_scale(
     Around `optax.MultiSteps`, only the bad microbatch is dropped. The other way round
     raises an error where the state is used: `MultiSteps` would add scaled gradients
     unchecked, and keep an inf in its mean for good.
-    `optax.masked` and `multi_transform` go inside too: around the wrapper, `masked`
-    passes on scaled gradients as updates for the parameters that it leaves out.
+    `optax.masked`, `multi_transform` and `conditionally_transform` go inside too:
+    around the wrapper, they pass on scaled gradients as updates of what they leave out.
     A gradient that `inner` does not read (`optax.set_to_zero`) is not checked.
 
     Line searches (`optax.lbfgs`) work: an extra argument named `grad` must be scaled
@@ -220,9 +220,8 @@ class LossScaled:
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Step:
         caller = "dynamic_loss_scale's update"
-        watch = None if self.kind is ScaleKind.OFF else current()
-        if watch is not None:
-            watch.arrive(updates)
+        if is_scaled := self.kind is not ScaleKind.OFF:
+            updates = marked(GIVEN, updates)
         scaled = ScaledGradients(self, caller, updates, state, params, extra_args)
 
         def hold(like: Callable[[], Step]) -> Step:
@@ -230,8 +229,8 @@ class LossScaled:
 
         new = skip.run_or_hold(scaled.finite, scaled.both, hold)
         updates, inner_state = scaled.checked(new, hold)
-        if watch is not None:
-            watch.leave(updates)
+        if is_scaled:
+            updates = marked(RETURNED, updates)
         return updates, scaled.advanced(inner_state)
 
     def step(

@@ -27,7 +27,6 @@ from .surgery import (
     methods_of,
     replaced,
     subclass,
-    variable_type,
 )
 
 M = TypeVar("M", bound=nnx.Module)
@@ -144,7 +143,6 @@ def assign(model: nnx.Module, plan: Plan) -> Places:
 
     It is None for modules that already have a policy, and for those inside.
     """
-    hits: set[int] = set()
     places: Places = {}
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
     for path, module in modules:
@@ -155,9 +153,9 @@ def assign(model: nnx.Module, plan: Plan) -> Places:
         name = "/".join(map(str, path))
         outer = around[1]
         base = outer or Place(plan.policy, ROOT)
-        places[path] = outer, place_of(plan, name, module, base, hits)
-    names = ("/".join(map(str, path)) for path, _ in modules)
-    check_all_used(CALLER, plan, hits, names)
+        places[path] = outer, place_of(plan, name, module, base)
+    seen = {("/".join(map(str, path)), type(module)) for path, module in modules}
+    check_all_used(CALLER, (key for key, _ in plan.overrides), seen)
     return places
 
 
@@ -181,8 +179,6 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
     """
     if issubclass(base, nnx.List | nnx.Dict):
         return base  # containers
-    policy = place.policy
-    output_dtype = policy.output_dtype if boundary else None
 
     def call(module, name, function, args, kwargs):
         inside, around = ACTIVE.module, ACTIVE.place
@@ -193,15 +189,7 @@ def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
             ACTIVE.rounded = Memory()
         ACTIVE.module, ACTIVE.place = module, place
         try:
-            dtype_around = None if around is None else around.policy.compute_dtype
-            governed = ModuleCall(
-                module,
-                name,
-                policy.compute_dtype,
-                output_dtype,
-                dtype_around,
-                plan.float32_for,
-            )
+            governed = ModuleCall(plan, module, name, place, around, ends=boundary)
             return governed.run(functools.partial(function, module), args, kwargs)
         finally:
             ACTIVE.module, ACTIVE.place = inside, around
@@ -225,12 +213,25 @@ def cast_parameters_on_use(model: nnx.Module) -> None:
 @functools.cache
 def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
     """A subclass of a Variable type that casts when it is read in a call."""
-    rebuild = (cast_on_use, (base,))
-    return variable_type(base, rebuild, is_cast=is_cast, read=as_read, write=as_stored)
 
+    def get_value(self, **kwargs):
+        return as_read(self, base.get_value(self, **kwargs))
 
-def is_cast() -> bool:
-    return COMPUTE_DTYPE.value is not None
+    def set_value(self, value, **kwargs):
+        base.set_value(self, as_stored(self, value), **kwargs)
+
+    def __getattr__(self, name):
+        value = base.__getattr__(self, name)  # metadata, or an attribute of the array
+        if COMPUTE_DTYPE.value is None or name in self.get_metadata():
+            return value
+        return getattr(self.get_value(), name)
+
+    methods = {"get_value": get_value, "set_value": set_value}
+    made = subclass(
+        base, methods | {"__getattr__": __getattr__}, (cast_on_use, (base,))
+    )
+    made.__module__ = "jamp.nnx"  # tells the two apart in messages
+    return made
 
 
 def as_read(variable: nnx.Variable, value: PyTree) -> PyTree:

@@ -178,10 +178,8 @@ class RootCall:
             start, place = len(self.path), self.places[""]
         for depth in range(start + 1, len(path)):
             name = self.name_of(path[:depth])
-            if name in self.places:
-                place = self.places[name]
-            else:  # not called yet, so that its class is not known
-                place = place_of(self.plan, name, None, place)
+            found = self.places.get(name)  # None if it is still to be called
+            place = found or place_of(self.plan, name, None, place)
         return place
 
     def stored(self, variables: PyTree) -> PyTree:

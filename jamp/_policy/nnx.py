@@ -105,56 +105,49 @@ def with_policy(
     model = nnx.clone(model)
     places = assign(model, plan)
     for path, module in list(nnx.iter_modules(model)):
-        if (around_and_own := places[path]) is not None:
-            outer, place = around_and_own
-            cls = policied(type(module), plan, place, place != outer)
-            change_class(module, cls)
+        if (place := places[path]) is not None:
+            ends = not path or place != nearest(path[:-1], places)
+            change_class(module, policied(type(module), plan, place, ends))
             if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
                 module.dtype = None  # by default it is the stored parameter's dtype
     for path, variable in list(nnx.iter_graph(model)):
-        if is_param(variable) and (found := nearest(path, places)):
-            dtype = found[1].policy.param_dtype
-            raw = cast_floating(variable.get_raw_value(), dtype)
+        if is_param(variable) and (place := nearest(path, places)):
+            raw = variable.get_raw_value()
+            raw = cast_floating(raw, place.policy.param_dtype)
             variable.set_raw_value(raw)
     cast_parameters_on_use(model)
     return model
 
 
 Path = tuple[Hashable, ...]
-Places = dict[Path, tuple[Place | None, Place] | None]
+Places = dict[Path, Place | None]
+
+
+def joined(path: Path) -> str:
+    return "/".join(map(str, path))
 
 
 def is_param(node: object) -> bool:
     return isinstance(node, nnx.Param)
 
 
-def has_policy(module: nnx.Module) -> bool:
-    return hasattr(type(module), "_jamp_place")
-
-
-def nearest(path: Path, places: Places) -> tuple[Place | None, Place] | None:
-    """The places at the longest prefix of a path that has an entry."""
+def nearest(path: Path, places: Places) -> Place | None:
+    """The place at the longest prefix of a path that has an entry."""
     starts = (path[:depth] for depth in range(len(path), -1, -1))
     return next(places[start] for start in starts if start in places)
 
 
 def assign(model: nnx.Module, plan: Plan) -> Places:
-    """For each module, the place of the one around it and its own place.
-
-    It is None for modules that already have a policy, and for those inside.
-    """
+    """Each module's place, or None if it is or is in one that has a policy already."""
     places: Places = {}
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
     for path, module in modules:
-        around = nearest(path[:-1], places) if path else (None, None)
-        if has_policy(module) or around is None:
+        outer = nearest(path[:-1], places) if path else Place(plan.policy, ROOT)
+        if outer is None or hasattr(type(module), "_jamp_place"):
             places[path] = None
-            continue
-        name = "/".join(map(str, path))
-        outer = around[1]
-        base = outer or Place(plan.policy, ROOT)
-        places[path] = outer, place_of(plan, name, module, base)
-    seen = {("/".join(map(str, path)), type(module)) for path, module in modules}
+        else:
+            places[path] = place_of(plan, joined(path), module, outer)
+    seen = {(joined(path), type(module)) for path, module in modules}
     check_all_used(CALLER, (key for key, _ in plan.overrides), seen)
     return places
 
@@ -171,32 +164,28 @@ ACTIVE = Active()
 
 
 @functools.cache
-def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
-    """A subclass whose methods run under a policy.
-
-    Args:
-      boundary: whether the module around it has another place.
-    """
+def policied(base: type, plan: Plan, place: Place, ends: bool) -> type:
+    """A subclass whose methods run under a policy, which perhaps ends at the module."""
     if issubclass(base, nnx.List | nnx.Dict):
         return base  # containers
 
     def call(module, name, function, args, kwargs):
         inside, around = ACTIVE.module, ACTIVE.place
-        if inside is module or (boundary and type(inside) is type(module)):
+        if inside is module or (ends and type(inside) is type(module)):
             return function(module, *args, **kwargs)  # itself, or a copy under jit
         if inside is None:  # perhaps just merged from a plain model's state
             cast_parameters_on_use(module)
             ACTIVE.rounded = Memory()
         ACTIVE.module, ACTIVE.place = module, place
         try:
-            governed = ModuleCall(plan, module, name, place, around, ends=boundary)
+            governed = ModuleCall(plan, module, name, place, around, ends)
             return governed.run(functools.partial(function, module), args, kwargs)
         finally:
             ACTIVE.module, ACTIVE.place = inside, around
 
     methods = methods_of(base, nnx.Module)
     namespace = {name: replaced(name, f, call) for name, f in methods.items()}
-    rebuild = (policied, (base, plan, place, boundary))
+    rebuild = (policied, (base, plan, place, ends))
     return subclass(base, namespace | {"_jamp_place": place}, rebuild)
 
 
@@ -263,7 +252,7 @@ def rounded_write(variable: nnx.Variable) -> str:
     """The message about a parameter that is written after a read in fewer bits."""
     module = ACTIVE.module
     found = (path for path, node in nnx.iter_graph(module) if node is variable)
-    name, kind = "/".join(map(str, next(found, ("?",)))), type(module).__name__
+    name, kind = joined(next(found, ("?",))), type(module).__name__
     stored = variable.get_raw_value().dtype
     read = COMPUTE_DTYPE.value
     return ROUNDED_WRITE.format(CALLER, kind, name, read, stored, kind)

@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.extend.core import Literal
@@ -262,78 +261,3 @@ def test_outputs_are_those_by_hand_and_near_float32(name):
     np.testing.assert_array_equal(policy, by_hand.astype(jnp.float32))
     np.testing.assert_allclose(policy, full, rtol=0, atol=1e-2)
     assert jnp.std(full) > 0.3 and not jnp.array_equal(policy, full)
-
-
-# 6. Training.
-
-
-def cross_entropy(logits, labels):
-    assert logits.dtype == jnp.float32
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.mean(loss)
-
-
-def train_linen(model, x, labels, tx):
-    """The losses of three steps, how often the step was traced, skipped steps."""
-    variables, traces = dict(jax.jit(model.init)(jax.random.key(0), x)), []
-    params = variables.pop("params")
-    opt_state, losses = tx.init(params), []
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(params, opt_state, state, x, labels):
-        traces.append(1)
-
-        def loss_fn(params):
-            variables = {"params": params, **state}
-            logits, new = model.apply(variables, x, mutable=[*state])
-            return cross_entropy(logits, labels), new
-
-        grad_fn = jamp.value_and_grad(loss_fn, opt_state, has_aux=True)
-        (loss, state), grads = grad_fn(params)
-        params, opt_state = jamp.step(tx, grads, opt_state, params)
-        return params, opt_state, state, loss
-
-    for _ in range(3):
-        params, opt_state, variables, loss = step(
-            params, opt_state, variables, x, labels
-        )
-        losses.append(float(loss))
-    return losses, len(traces), dtypes_of((params, variables)), opt_state
-
-
-def train_nnx(model, x, labels, tx):
-    optimizer, traces = nnx.Optimizer(model, tx, wrt=nnx.Param), []
-
-    @functools.partial(nnx.jit, donate_argnums=(0, 1))
-    def step(model, optimizer, x, labels):
-        traces.append(1)
-
-        def loss_fn(model):
-            loss = cross_entropy(model(x), labels)
-            return jamp.scale_loss(loss, optimizer.opt_state), loss
-
-        grads, loss = nnx.grad(loss_fn, has_aux=True)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    losses = [float(step(model, optimizer, x, labels)) for _ in range(3)]
-    state = nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))
-    return losses, len(traces), dtypes_of(state), optimizer.opt_state
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_training_step_is_traced_once(name):
-    case = CASES[name]
-    sizes, inputs = case.sizes["small"]
-    x = values(inputs)
-    tx = jamp.dynamic_loss_scale(optax.adam(1e-3))
-    in_nnx = case.flax_api == "nnx"
-    model = case.model(nnx.Rngs(0), **sizes) if in_nnx else case.model(**sizes)
-    model = getattr(jamp, case.flax_api).with_policy(model, POLICY)
-    labels = values(build(name, "policy").labels, seed=1)
-    train = train_nnx if in_nnx else train_linen
-    losses, traces, dtypes, opt_state = train(model, x, labels, tx)
-    assert traces == 1
-    assert dtypes == {"float32"}
-    assert np.isfinite(losses).all() and losses[2] < losses[0]
-    assert jamp.metrics(opt_state)["skipped_steps"] == 0

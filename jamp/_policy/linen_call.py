@@ -159,7 +159,8 @@ class RootCall:
         shared = outer is not None and outer.module.path == module.path
         if shared or name not in self.places:  # nn.share_scope: the inner one's
             self.places[name] = place
-        self.seen.add((name, type(module)))
+        # Each call of a transformation makes a class, which is not kept.
+        self.seen.add((name, type(module) if self.initializing else object))
         ACTIVE.innermost = Active(self, module, place)
         try:
             yield

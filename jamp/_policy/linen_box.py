@@ -5,7 +5,6 @@ the box, and opening it casts the parameter.
 """
 
 import dataclasses
-import functools
 
 import jax
 from flax.core import meta
@@ -14,9 +13,7 @@ from .._tree import PyTree, cast_floating
 from .compute_dtype import COMPUTE_DTYPE
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CastOnUse(meta.AxisMetadata):
     """A parameter, perhaps with a sharding annotation, that is cast when it is read."""

@@ -49,11 +49,9 @@ class ModuleCall(NamedTuple):
                 functions = self.plan.float32_for - {"norms"}  # norms are modules here
                 contexts.enter_context(float32_region(dtype, functions))
             out = function(*carry, *inputs, **kwargs)
-        if carry:
-            out = (in_dtypes_of(carry[0], out[0]), *out[1:])
         if self.ends:
             out = cast_floating(out, self.place.policy.output_dtype, STATEFUL)
-        return as_carried(out, args[0]) if self.loops else out
+        return as_carried(out, args[0]) if carry or self.loops else out
 
     def split_carry(self, args: tuple) -> tuple[tuple, tuple]:
         """A recurrent cell's carry, which keeps its dtype, and the other inputs."""

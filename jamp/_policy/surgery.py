@@ -76,18 +76,12 @@ def methods_of(base: type, root: type) -> dict[str, Callable]:
     fields = getattr(base, "__dataclass_fields__", ())  # not methods, if callable
     for name in dir(base):
         method = inspect.getattr_static(base, name)
-        public = name == "__call__" or not name.startswith("_")
-        inherited = name != "__call__" and hasattr(root, name)
+        users = name == "__call__" or not (name.startswith("_") or hasattr(root, name))
         binds = callable(method) or isinstance(method, functools.partialmethod)
-        if not (public and binds and hasattr(method, "__get__")) or inherited:
-            continue
-        if (
-            name in fields
-            or isinstance(method, type | staticmethod)
-            or hasattr(method, "nowrap")
-        ):
-            continue
-        found[name] = method if inspect.isfunction(method) else unbound(method)
+        other = isinstance(method, type | staticmethod) or hasattr(method, "nowrap")
+        if users and binds and hasattr(method, "__get__"):
+            if name not in fields and not other:
+                found[name] = method if inspect.isfunction(method) else unbound(method)
     return found
 
 

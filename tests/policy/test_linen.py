@@ -263,8 +263,10 @@ def test_softmax_in_attention_is_float32():
 
 
 @pytest.mark.parametrize("cell", [slow(nn.LSTMCell), slow(nn.GRUCell), nn.SimpleCell])
-def test_a_recurrent_carry_keeps_its_dtype(cell):
-    model = jamp.linen.with_policy(nn.RNN(cell(8), return_carry=True), MIXED)
+@pytest.mark.parametrize("own", [None, "c=bf16,o=f16"])
+def test_a_recurrent_carry_keeps_its_dtype(cell, own):
+    rnn = nn.RNN(cell(8), return_carry=True)
+    model = jamp.linen.with_policy(rnn, MIXED, {cell: own} if own else None)
     x = X[None]
     params = jax.jit(model.init)(RNGS, x)
     carry, y = model.apply(params, x)

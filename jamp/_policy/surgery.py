@@ -73,15 +73,13 @@ def methods_of(base: type, root: type) -> dict[str, Callable]:
     Each is a function of the module, however it was decorated.
     """
     found = {}
-    fields = getattr(base, "__dataclass_fields__", ())  # not methods, if callable
     for name in dir(base):
         method = inspect.getattr_static(base, name)
         users = name == "__call__" or not (name.startswith("_") or hasattr(root, name))
         binds = callable(method) or isinstance(method, functools.partialmethod)
         other = isinstance(method, type | staticmethod) or hasattr(method, "nowrap")
-        if users and binds and hasattr(method, "__get__"):
-            if name not in fields and not other:
-                found[name] = method if inspect.isfunction(method) else unbound(method)
+        if users and binds and hasattr(method, "__get__") and not other:
+            found[name] = method if inspect.isfunction(method) else unbound(method)
     return found
 
 

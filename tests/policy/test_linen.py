@@ -699,8 +699,7 @@ def test_no_tracer_leaks(checking_leaks):
 
 
 class Encoder(nn.Module):
-    def setup(self):
-        self.embed = nn.Dense(8)
+    embed: nn.Module
 
     def __call__(self, x):
         return self.embed(x)
@@ -708,7 +707,7 @@ class Encoder(nn.Module):
 
 class Outer(nn.Module):
     def setup(self):
-        self.encoder = Encoder()
+        self.encoder = Encoder(nn.Dense(8))
         self.head = nn.Dense(8)
 
     def __call__(self, x):

@@ -31,7 +31,7 @@ from .._tree import PyTree, cast_floating
 from .compute_dtype import COMPUTE_DTYPE
 from .linen_box import boxed, without_boxes
 from .module_call import ModuleCall
-from .overrides import ROOT, Place, Plan, check_all_used, place_of
+from .overrides import ROOT, Place, Plan, check_all_used, has_policy, place_of
 
 CALLER = "jamp.linen.with_policy"
 
@@ -232,7 +232,7 @@ def intercept(
     if top.is_of(module):  # it calls itself, or is the copy of a transformation
         with top.root.active(module, top.place):
             return function(*args, **kwargs)
-    if hasattr(type(module), "_jamp_plan") or not hasattr(type(module), method):
+    if has_policy(module) or not hasattr(type(module), method):
         # It has its own policy, or a transformation made it to call a function.
         return function(*args, **kwargs)
     return top.root.call_module(top, module, method, function, args, kwargs)

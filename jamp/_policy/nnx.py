@@ -19,7 +19,15 @@ from .._tree import PyTree, cast_floating
 from .compute_dtype import COMPUTE_DTYPE
 from .float32_for import FLOAT32_FOR
 from .module_call import ModuleCall
-from .overrides import ROOT, Place, Plan, check_all_used, make_plan, place_of
+from .overrides import (
+    ROOT,
+    Place,
+    Plan,
+    check_all_used,
+    has_policy,
+    make_plan,
+    place_of,
+)
 from .policy import Policy
 from .surgery import (
     change_class,
@@ -143,7 +151,7 @@ def assign(model: nnx.Module, plan: Plan) -> Places:
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
     for path, module in modules:
         outer = nearest(path[:-1], places) if path else Place(plan.policy, ROOT)
-        if outer is None or hasattr(type(module), "_jamp_place"):
+        if outer is None or has_policy(module):
             places[path] = None
         else:
             places[path] = place_of(plan, joined(path), module, outer)
@@ -186,7 +194,7 @@ def policied(base: type, plan: Plan, place: Place, ends: bool) -> type:
     methods = methods_of(base, nnx.Module)
     namespace = {name: replaced(name, f, call) for name, f in methods.items()}
     rebuild = (policied, (base, plan, place, ends))
-    return subclass(base, namespace | {"_jamp_place": place}, rebuild)
+    return subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
 
 
 def cast_parameters_on_use(model: nnx.Module) -> None:

@@ -19,7 +19,6 @@ from .._checks import shown
 from .float32_for import check_float32_for
 from .float32_region import norm_classes
 from .policy import Policy, get_policy
-from .surgery import is_changed
 
 ROOT, NORM = -1, -2
 
@@ -61,7 +60,7 @@ def make_plan(
     """Checks the arguments of `with_policy` for modules that derive from `base`."""
     if not isinstance(module, base):
         raise TypeError(NO_MODULE.format(caller, shown(module)))
-    if is_changed(module):
+    if has_policy(module):
         raise ValueError(
             f"{caller}: the module already has a policy; pass the plain module, and "
             "all overrides at once."
@@ -92,6 +91,10 @@ def make_plan(
                 raise ValueError(BAD_KEY.format(caller, key, problem)) from None
         rows.append((key, get_policy(value)))
     return Plan(get_policy(policy), tuple(rows), check_float32_for(float32_for))
+
+
+def has_policy(module: object) -> bool:
+    return hasattr(type(module), "_jamp_plan")
 
 
 def place_of(plan: Plan, path: str, module: object, outer: Place) -> Place:

@@ -119,6 +119,6 @@ def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
     namespace = {name: governed(name, f) for name, f in methods.items()}
     for name in WAYS_IN:
         namespace[name] = nn.nowrap(replaced(name, getattr(nn.Module, name), enter))
-    namespace["_jamp_plan"] = plan
-    made = subclass(base, namespace, (policied_linen, (base, plan)))
+    rebuild = (policied_linen, (base, plan))
+    made = subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
     return made

@@ -223,10 +223,8 @@ def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
             return value
         return getattr(self.get_value(), name)
 
-    methods = {"get_value": get_value, "set_value": set_value}
-    made = subclass(
-        base, methods | {"__getattr__": __getattr__}, (cast_on_use, (base,))
-    )
+    methods = {f.__name__: f for f in (get_value, set_value, __getattr__)}
+    made = subclass(base, methods, (cast_on_use, (base,)))
     made.__module__ = "jamp.nnx"  # tells the two apart in messages
     return made
 

@@ -43,9 +43,11 @@ class Linen:
         def __call__(self, x):
             return self.part(x)
 
+    @staticmethod
     def model(**arguments):
         return Linen.Model(Linen.Layers(**arguments))
 
+    @staticmethod
     def products(model):
         return products(model.apply, jax.jit(model.init)(KEY, X), X)
 
@@ -76,9 +78,11 @@ class NNX:
         def __call__(self, x):
             return self.part(x)
 
+    @staticmethod
     def model(**arguments):
         return NNX.Model(NNX.Layers(**arguments))
 
+    @staticmethod
     def products(model):
         graphdef, state = nnx.split(model)
         return products(lambda state: nnx.merge(graphdef, state)(X), state)

@@ -1,4 +1,4 @@
-"""The tables of `_op_rules` against the installed libraries, and the dtypes of rows."""
+"""The tables of `ops.py` against the installed libraries, and the dtypes of rows."""
 
 import ast
 import inspect

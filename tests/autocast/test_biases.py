@@ -136,17 +136,6 @@ def test_an_array_that_was_filled_is_a_bias_everywhere(line, standard_promotion)
         np.testing.assert_array_equal(y, expected, name)
 
 
-@by_way
-def test_a_row_that_is_masked_whole(way, standard_promotion):
-    keys = jnp.full((5, 4), 0.5)
-
-    def attend(mask):
-        return jax.nn.softmax(x @ keys.T + mask)
-
-    for mask in (jnp.full(5, -jnp.inf), jnp.zeros(5).at[2:].set(-jnp.inf)):
-        np.testing.assert_allclose(way(attend)(mask), attend(mask), atol=1e-3)
-
-
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_bias_is_known_by_where_its_dimensions_went(jit, standard_promotion):
     x, w = jnp.ones((2, 3, 5)), jnp.ones((5, 4))

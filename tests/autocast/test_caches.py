@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import jamp
-from jamp import _compat
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -87,16 +86,6 @@ def test_nothing_outlives_a_jitted_function(dtype):
     functions.clear()
     gc.collect()
     assert alive() is None
-
-
-def test_a_weight_is_cast_once_in_a_region():
-    for _ in range(3):
-        with REGION:
-            X @ W
-            memory = _compat.current_trace().notes
-            copy = memory.copy(W, jnp.dtype(HALF))
-            X @ W
-            assert memory.copy(W, jnp.dtype(HALF)) is copy is not None
 
 
 def test_a_library_without_a_file_has_no_layers(monkeypatch):

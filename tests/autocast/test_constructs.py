@@ -314,8 +314,17 @@ NONE_IN_FLOAT8 = {
     "custom_jvp",
     "custom_vjp",
     "custom_vjp in scan",
+    "optimize_remat in remat",
 }
-SOME_IN_FLOAT8 = {"jvp", "associative_scan", "custom_jvp in jit"}
+SOME_IN_FLOAT8 = {
+    "jvp",
+    "associative_scan",
+    "custom_jvp in jit",
+    "remat of loops",
+    "optimize_remat",
+    "linear_call",
+    "linear_call in jit",
+}
 # JAX differentiates the tangents' products of a custom_jvp as they are.
 FLOAT32_IF_SCALED = {"custom_jvp", "custom_jvp in jit"}
 

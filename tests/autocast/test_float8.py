@@ -173,15 +173,6 @@ def test_convolutions_and_ragged_products_are_in_bfloat16():
     assert products(ragged, x, w) == [{"bfloat16", "int32"}]
 
 
-def test_a_float8_product_of_the_users_own_is_left():
-    x, w = operands()
-    x, w = x.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e5m2)
-    own = lambda x, w: lax.dot(x, w, preferred_element_type=jnp.float32)
-    for dtype in ("float8", jnp.bfloat16):
-        np.testing.assert_array_equal(in_region(own, dtype)(x, w), own(x, w))
-        assert products(in_region(jax.jit(own), dtype), x, w) == [FLOAT8]
-
-
 # Rules.
 
 
@@ -239,21 +230,6 @@ def test_other_ops_that_match_follow_the_tables():
     )
     plain = in_region(run, jnp.bfloat16)(*SQUARE)
     np.testing.assert_array_equal(batched, plain[2])
-
-
-def test_a_rule_that_matches_no_product_is_an_error():
-    run = in_region(mlp, jnp.bfloat16, rules={"heads": "float8"})
-    with pytest.raises(ValueError, match="no op matched 'heads'"):
-        run(*SQUARE)
-    run = in_region(lambda x, w: jnp.sin(x), jnp.bfloat16, rules={lax.sin_p: "float8"})
-    with pytest.raises(ValueError, match="'sin' asks for float8"):
-        run(*SQUARE)
-
-
-def test_the_first_rule_decides():
-    rules = {"head": jnp.bfloat16, "first|second|head": "float8"}
-    found = dtypes_of(in_region(mlp, jnp.bfloat16, rules=rules), *SQUARE)
-    assert found["head"] == "bfloat16" and found["first"] == "float8_e4m3fn"
 
 
 # Models that know nothing of jamp.

@@ -236,7 +236,6 @@ class Net(nn.Module):
         return nn.softmax(nn.Dense(4)(nn.LayerNorm()(x)))
 
 
-@pytest.mark.slow
 def test_a_norm_of_half_precision_gives_float32():
     """In plain float16 the next layer gets it in float16, and so does the cotangent."""
     model, x = nn.Sequential([nn.BatchNorm(False), nn.Dense(4)]), normal(0, 8, 6)

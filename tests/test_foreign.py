@@ -19,7 +19,6 @@ from parity.foreign import edges, inside, records, report, result, running, suit
 from parity.foreign.ecosystem import (
     compare,
     jax_numpy,
-    kept,
     libraries,
     page,
     programs,
@@ -182,12 +181,6 @@ def test_another_release_is_refused(project):
 
 
 @pytest.mark.nightly
-def test_a_file_that_is_not_there_is_refused(project):
-    with pytest.raises(ValueError, match=r"--select b_test\.py: there is no such file"):
-        project("--select", "b_test.py")
-
-
-@pytest.mark.nightly
 def test_what_is_not_there_is_refused(capsys, tmp_path):
     with pytest.raises(SystemExit):
         command.main(["--suite", "jax", "--source", "/no/such/folder"])
@@ -211,34 +204,12 @@ def test_a_process_that_hangs_is_ended(tmp_path, limit, deadline):
 
 
 @pytest.mark.nightly
-def test_a_sample_is_always_the_same_and_grows():
-    tests = [f"test_{i}" for i in range(100)]
-    small, large = records.sample(tests, 10), records.sample(reversed(tests), 20)
-    assert len(small) == 10 and small < large
-    assert small != set(tests[:10])
-    assert records.sample(tests, None) == set(tests)
-
-
-@pytest.mark.nightly
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     path = tmp_path / "plain.jsonl"
     records.append(path, Outcome("test_a", PASSED))
     with path.open("a") as file:
         file.write('{"test": "test_b", "outc')
     assert records.read(path).keys() == {"test_a"}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("message", "cause"),
-    [
-        ("got f32[2,3] and bfloat16[] at line 12", "E: got array and array at line N"),
-        ("in /home/x/jax/_src/api.py:3:1\nmore", "E: in api.py:N:N"),
-        ("", "E"),
-    ],
-)
-def test_causes_have_no_numbers(message, cause):
-    assert Outcome("test_a", FAILED, "E", message).cause == cause
 
 
 def test_the_committed_list_is_short_and_says_why():
@@ -251,12 +222,6 @@ def test_the_sharp_edges_stand_in_the_page():
     page = re.sub(r"\s+", " ", (command.PAGE.parents[1] / "sharp-edges.md").read_text())
     for words in edges.EDGES.values():
         assert words in page
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("page", [command.PAGE, command.ECOSYSTEM_PAGE])
-def test_the_pages_have_their_marks(page):
-    assert re.search(f"{report.BEGIN}.*{report.END}", page.read_text(), re.DOTALL)
 
 
 def compared(function, name="made.call", **options):
@@ -319,31 +284,6 @@ def test_a_wrong_call_is_reported(function, fault, said):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("expected", "found", "error"),
-    [
-        ([2.0, 4.0], [2.0, 5.0], 0.25),
-        ([0.0], [0.1], 0.1),
-        ([np.inf, 2.0], [np.inf, 1.0], 0.5),
-        ([np.nan], [np.nan], 0.0),
-        ([np.inf], [1.0], np.inf),
-        ([1.0], [np.nan], np.inf),
-    ],
-)
-def test_errors_are_relative_to_the_largest_value(expected, found, error):
-    assert compare.relative(np.array(expected), np.array(found)) == error
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("standard_promotion")
-def test_inputs_are_exact_in_half_precision():
-    for x in (x for call in jax_numpy.calls() for x in call.inputs):
-        for dtype in map(jnp.dtype, compare.DTYPES):
-            normal = x[np.abs(x) >= jnp.finfo(dtype).tiny]
-            assert np.array_equal(normal, normal.astype(dtype).astype(np.float32))
-
-
-@pytest.mark.nightly
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_stale_reason_is_reported():
     row = compared(jnp.tanh)
@@ -374,16 +314,6 @@ def test_a_library_that_is_not_installed_is_skipped(tmp_path, capsys):
 def test_a_library_that_is_not_in_the_table_is_refused():
     with pytest.raises(ValueError, match=r"--select jaxx: .* jax, jax\.scipy, optax"):
         command.main(["--suite", "ecosystem", "--select", "jaxx"])
-
-
-@pytest.mark.nightly
-def test_what_is_kept_of_a_library_is_read_again(tmp_path):
-    row = compare.Row("made.call", {"float16": {"half": compare.Result(0.5)}}, {})
-    outcome = programs.Outcome("made", "a loss", 1.0, 0.1, {"float16": 0.2})
-    section = kept.Section("made", "1.2", "", [row], [outcome])
-    kept.save(tmp_path / "made.json", section)
-    assert str(kept.load(tmp_path / "made.json")) == str(section)
-    assert kept.load(tmp_path / "other.json") is None
 
 
 @pytest.mark.parametrize(("apart", "wrong"), [(0.2, False), (0.3, True)])
@@ -436,14 +366,6 @@ def test_the_status_says_whether_calls_pass(
     assert command.main(["--suite", "ecosystem", *folders]) == status
     assert said in capsys.readouterr().out
     assert f"and {status} are wrong" in path.read_text()
-
-
-@pytest.mark.nightly
-def test_a_stale_reason_and_a_wrong_program_are_problems():
-    row = compare.Row("jnp.sinc", {}, {})
-    outcome = programs.Outcome("made", "a loss", 1.0, 0.1, {"float16": 0.4})
-    stale, wrong = ecosystem.wrong(kept.Section("jax", "", "", [row], [outcome]))
-    assert stale.startswith("jnp.sinc passes") and wrong.startswith("made: apart")
 
 
 def test_the_reasons_say_why():

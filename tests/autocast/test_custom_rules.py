@@ -169,11 +169,6 @@ def scanned(function):
     return lambda x, w: jnp.sum(lax.scan(step, (w, x), x[None])[1])
 
 
-def looped(function):
-    step = lambda carry, _: ((carry[0], carry[1] + function(*carry)), None)
-    return lambda x, w: lax.scan(step, (x, w), None, length=1)[0][1]
-
-
 def chosen(function):
     return lambda x, w: lax.cond(x[0, 0] > -99, function, lambda x, w: 0.0, x, w)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
@@ -74,6 +75,23 @@ def test_a_jitted_function_gives_it_the_dtypes_that_it_was_traced_with():
     dtypes = [e.invars[0].aval.dtype for e in found if e.primitive is theirs_p]
     assert dtypes == [jnp.float32]
     np.testing.assert_allclose(half()(function)(x, w), function(x, w), rtol=0.02)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_custom_partitioning_is_left_alone(jit):
+    x, _ = arrays()
+
+    @custom_partitioning
+    def squared(x):
+        return x @ x
+
+    squared.def_partition(
+        partition=lambda mesh, given, made: None, sharding_rule="i j -> i j"
+    )
+    function = jax.jit(squared) if jit else squared
+    with half():
+        found = function(x)
+    np.testing.assert_array_equal(found, squared(x))
 
 
 def test_explain_says_what_is_left_alone():

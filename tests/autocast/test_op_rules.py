@@ -1,4 +1,4 @@
-"""The tables of `_op_rules` against the installed libraries, and the dtypes of rows."""
+"""The tables of `ops.py` against the installed libraries, and the dtypes of rows."""
 
 import ast
 import inspect
@@ -275,11 +275,11 @@ def test_products_of_float8_are_left_alone(jit):
             for dtype in (jnp.float32, jnp.bfloat16, None)[: 3 if a is b else 2]
         ]
 
-    with jamp.autocast(dtype=jnp.float16):
-        found = (jax.jit(product) if jit else product)(x, w)
-    for one, expected in zip(found, product(x, w), strict=True):
-        assert one.dtype == expected.dtype
-        assert (one == expected).all()
+    for dtype in (jnp.float16, "float8"):
+        found = jamp.autocast(dtype)(jax.jit(product) if jit else product)(x, w)
+        for one, expected in zip(found, product(x, w), strict=True):
+            assert one.dtype == expected.dtype
+            assert (one == expected).all()
 
 
 def test_a_layer_in_float8_is_left_alone(standard_promotion):

@@ -4,6 +4,7 @@ What JAX makes of a line depends on sizes: of a batch of one it drops the batch 
 the product and adds it again, and a reshape of one row is another one than of three.
 """
 
+import functools
 import itertools
 
 import jax
@@ -14,6 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jamp
 from tests.marks import mostly_slow
+
+from . import ways
 
 half = jamp.autocast(jnp.float16)
 SIZES = tuple(itertools.product((1, 3), (1, 3)))  # of the rows and of the columns
@@ -89,10 +92,9 @@ UNKNOWN_AFTER = {
 MOVES = KNOWN_AFTER | UNKNOWN_AFTER
 
 WAYS = {
-    "live": half,
-    "jit around": lambda f: jax.jit(half(f)),
-    "jit inside": lambda f: half(jax.jit(f)),
-    "checkpoint": lambda f: half(jax.checkpoint(f)),
+    name: functools.partial(ways.WAYS[name], half)
+    for name in ("live", "jit around", "jit inside", "checkpoint")
+} | {
     "vmap around": lambda f: over_one(half(f)),
     "vmap inside": lambda f: half(over_one(f)),
 }
@@ -131,6 +133,10 @@ def test_eagerly_it_is_the_same(n, m, standard_promotion):
 BIASES = {
     "bias": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), (4,)]),
     "b[None]": (lambda b: b[None], lambda n, t: [(n, t, K), (K, 4), (4,)]),
+    "a row of more": (
+        lambda b: jnp.squeeze(b.reshape(1, 1, 4), 0),
+        lambda n, t: [(n, t, K), (K, 4), (4,)],
+    ),
     "one number": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), ()]),
     "a number for each row": (
         lambda b: b[:, None],
@@ -140,6 +146,10 @@ BIASES = {
     "of a vector": (lambda b: b, lambda n, t: [(n, t, K), (K,), (t,)]),
 }
 NO_BIASES = {
+    "a stacked row": (
+        lambda b: jnp.stack([b]),
+        lambda n, t: [(n, t, K), (K, 4), (4,)],
+    ),
     "a row": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), (1, 4)]),
     "positions": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), (t, 4)]),
     "positions[None]": (lambda b: b[None], lambda n, t: [(n, t, K), (K, 4), (t, 4)]),

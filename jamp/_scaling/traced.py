@@ -63,17 +63,12 @@ class Traced(Generic[P, T]):
         return partial_eval.dce_jaxpr(jaxpr, wanted)[1]
 
 
-def reads(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    """For each leaf of a tree, whether a result of a pure function depends on it."""
-    return reads_and_run(function, tree)[0]
-
-
 def reads_and_run(
     function: Callable[[PyTree], T], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], T]]:
-    """`reads`, and the function, which is not traced again when it is called.
+    """For each leaf, whether a result of a pure function depends on it.
 
-    A leaf that is not floating or complex counts as read, and keeps the value that it
+    And the function, which is not traced again when it is called. A leaf that is not floating or complex counts as read, and keeps the value that it
     has here. All count as read if the function needs values, as an optimizer with a
     Python `if` may.
     """

@@ -53,7 +53,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--write-golden",
         action="store_true",
-        help="replace the golden files; with --only spread, widen its arrays",
+        help="replace the golden file; with --only spread, widen its arrays",
     )
     parser.add_argument(
         "--only",
@@ -89,7 +89,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         if not torch.cuda.is_available():
             parser.error("--device cuda: torch sees no GPU here")
         if options.write_golden:
-            parser.error("--write-golden: golden files are made on the CPU")
+            parser.error("--write-golden: the golden file is made on the CPU")
     if options.processes is None:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
         options.processes = 1 if options.device == "cuda" else cores

@@ -1,9 +1,8 @@
 """torch's results in files, so that jamp can be checked without torch.
 
-`golden.npz` has what the parts' `golden` functions return. The dtypes of ops are in
-`golden_ops.json`, and torchao's casts and products in `golden_float8.npz`. The tests of
-these files, in `tests/torch/`, import only this module from the suite; the names at its
-end are for them.
+`golden.npz` has what the parts' `golden` functions return. The tests of this file, in
+`tests/torch/`, import only this module from the suite; the names at its end are for
+them.
 """
 
 import itertools
@@ -20,11 +19,9 @@ from . import (
     cases,
     float8,
     float8_cases,
-    float8_golden,
     float8_jamp,
     jamp_side,
     ops,
-    ops_golden,
     ops_jamp,
     spread,
     training,
@@ -40,17 +37,17 @@ PATH = pathlib.Path(__file__).with_name("golden.npz")
 
 # Their rounding depends on the machine: runs to compare with, and arrays that are
 # compared in another way.
-ELSEWHERE = ("training/", "behavior/", "torch_version")
+ELSEWHERE = ("training/", "behavior/", "torch_version", "torchao_version")
 
 
 def check(
     results: Mapping[ModuleType, Sequence[Result]], write: bool = False
 ) -> list[str]:
-    """Compares the golden files with what live torch has just given.
+    """Compares the golden file with what live torch has just given.
 
     Args:
       results: of the parts; with `write`, of all parts but `spread`.
-      write: whether the files are replaced first. What `spread` measured is kept.
+      write: whether the file is replaced first. What `spread` measured is kept.
 
     Returns:
       What differs, in words.
@@ -58,13 +55,8 @@ def check(
     made = pack(results)
     if write:
         save(spread.kept(load()) | made)
-        ops_golden.write_golden(results[ops])
-        float8_golden.write_golden(results[float8])
     committed = load()
-    found = differences(committed, made) + behaviors.stale(committed, made)
-    for part, file in ((ops, ops_golden), (float8, float8_golden)):
-        found += file.differences(results[part]) if part in results else []
-    return found
+    return differences(committed, made) + behaviors.stale(committed, made)
 
 
 def pack(results: Mapping[ModuleType, Sequence[Result]]) -> dict[str, np.ndarray]:
@@ -79,12 +71,17 @@ def pack(results: Mapping[ModuleType, Sequence[Result]]) -> dict[str, np.ndarray
 def differences(
     committed: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]
 ) -> list[str]:
-    """Names of the arrays that differ, except those that depend on the machine."""
-    names = {name for name in made if not name.startswith(ELSEWHERE)}
+    """Names of the arrays that differ, except those that depend on the machine.
+
+    Of the parts that made arrays, the file may not have others.
+    """
+    parts = {name.partition("/")[0] for name in made}
+    own = {name for name in committed if name.partition("/")[0] in parts}
     return sorted(
         name
-        for name in names
-        if not (name in committed and np.array_equal(committed[name], made[name]))
+        for name in own | made.keys()
+        if not name.startswith(ELSEWHERE)
+        and not np.array_equal(committed.get(name, ()), made.get(name, ()))
     )
 
 
@@ -147,11 +144,11 @@ BEHAVIORS, LIVE = behaviors.CASES, behaviors.LIVE
 compare_behavior = behaviors.compare_with
 
 FLOAT8_CASTS, FLOAT8_PRODUCTS = float8_cases.CASTS, float8_cases.PRODUCTS
-FLOAT8_PATHS, load_float8 = float8_jamp.PATHS, float8_golden.load
+FLOAT8_PATHS = float8_jamp.PATHS
 float8_casts, float8_product = float8_jamp.casts, float8_jamp.product
 FLOAT8_RESULTS = float8.RESULTS
 
-OPS, load_ops, dtypes_of_op = ops.CASES, ops_golden.load, ops_jamp.dtypes
+OPS, recorded_dtypes, dtypes_of_op = ops.CASES, ops.recorded, ops_jamp.dtypes
 
 TASKS, SEEDS, TRAINING_STEPS = training.CASES, training_data.SEEDS, training_data.STEPS
 NOISE, SKIPS_APART, Trained = training.NOISE, training.SKIPS_APART, training.Trained

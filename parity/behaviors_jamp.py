@@ -219,12 +219,10 @@ class Run:
 
     def run(self, start: int = 0, stop: int = STEPS) -> Record:
         behavior, records = self.behavior, []
-        new_scales = dict(behavior.new_scales)
         for step in range(start, stop):
-            for at, method, value in behavior.setters:
-                if at == step:
-                    getattr(self.scaler, method)(value)
-            new_scale = new_scales.get(step)
+            for method, value in behavior.setters(step):
+                getattr(self.scaler, method)(value)
+            new_scale = behavior.new_scale(step)
             if behavior.new_scale_array and new_scale is not None:
                 new_scale = jnp.float32(new_scale)
             train = (self.models, self.optimizers, self.scaler)
@@ -257,9 +255,9 @@ def run_optax(behavior: Behavior) -> Record:
     trained = {name: everything.pop(name) for name in behavior.trained}
     opt_state = _transformation(behavior, config).init(trained)
     for step in range(STEPS):
-        changes = [event for event in behavior.setters if event[0] == step]
+        changes = behavior.setters(step)
         if changes:  # a new transformation takes over the old state
-            config |= {name.removeprefix("set_"): value for _, name, value in changes}
+            config |= {name.removeprefix("set_"): value for name, value in changes}
             step_fn = _optax_step(behavior, config)
         batch = tuple(a[step] for a in inputs[1:])
         trained, opt_state, loss = step_fn(trained, opt_state, everything, batch)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import torch_autocast
-from .behaviors_compare import Reference
+from .behaviors_api import show
 from .behaviors_table import (
     BETAS,
     GRID,
@@ -26,6 +26,7 @@ from .behaviors_table import (
     Behavior,
     Data,
     Record,
+    Reference,
     Saved,
     data,
 )
@@ -197,13 +198,11 @@ class Run:
 
     def run(self, start: int = 0, stop: int = STEPS) -> Record:
         behavior, records = self.behavior, []
-        new_scales = dict(behavior.new_scales)
         with autocast(behavior, self.device):
             for step in range(start, stop):
-                for at, method, value in behavior.setters:
-                    if at == step:
-                        getattr(self.scaler, method)(value)
-                new_scale = new_scales.get(step)
+                for method, value in behavior.setters(step):
+                    getattr(self.scaler, method)(value)
+                new_scale = behavior.new_scale(step)
                 if behavior.new_scale_array and new_scale is not None:
                     new_scale = torch.tensor(new_scale, device=self.device)
                 loss = self.step(step, new_scale)
@@ -237,3 +236,53 @@ def reference(behavior: Behavior, device: str) -> Reference:
     first = run.run(0, HANDOVER)
     saved = run.save() if behavior.resumed else None
     return Reference(first.then(run.run(HANDOVER)), saved=saved)
+
+
+# The probes of `behaviors_api`.
+
+
+class Driver:
+    """One vector of parameters, its scaled gradient, an optimizer and a scaler."""
+
+    device = "cpu"
+
+    def __init__(self, dtype: str = "float32", **config: Any):
+        options: Any = {"dtype": getattr(torch, dtype), "device": self.device}
+        self.param = torch.zeros(8, requires_grad=True, **options)
+        self.param.grad = torch.ones(8, **options)
+        self.optimizer = torch.optim.SGD([self.param], lr=2.0**-4)
+        self.scaler = torch.amp.GradScaler(self.device, **config)
+        self.scaler.scale(torch.ones((), device=self.device))  # makes the scale
+
+    def set_gradient(self, values: np.ndarray) -> None:
+        self.param.grad = torch.from_numpy(values).to(self.param)
+
+    def drop_gradient(self) -> None:
+        self.param.grad = None
+
+    def unscale_(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    def step(self, **kwargs: Any) -> None:
+        self.scaler.step(self.optimizer, **kwargs)
+
+    def scale(self, values: Any, dtype: str) -> str:
+        result = self.scaler.scale(self._tensors(values, dtype))
+        return show(result, lambda x: x.double().cpu().numpy())
+
+    def _tensors(self, values: Any, dtype: str) -> Any:
+        if isinstance(values, tuple):
+            return tuple(self._tensors(value, dtype) for value in values)
+        return torch.tensor(values, dtype=getattr(torch, dtype), device=self.device)
+
+    @classmethod
+    def pair(cls) -> torch.Tensor:
+        """A tensor of two elements, which cannot be a scale."""
+        return torch.ones(2, device=cls.device)
+
+
+class CUDADriver(Driver):
+    device = "cuda"
+
+
+DRIVERS = {"cpu": Driver, "cuda": CUDADriver}

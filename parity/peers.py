@@ -24,10 +24,9 @@ from .ops_lower import LOWER
 from .ops_promote import PROMOTE
 from .ops_table import Op
 from .peers_defects import DEFECTS, REFUSALS, Defect
-from .peers_ops import CASTS, PEERS, Input
-from .peers_run import Reference, reference, run_peer
+from .peers_ops import CASTS, PEERS, Input, run_peer
 from .result import Result
-from .trajectory import floats
+from .trajectory import Trajectory, floats
 
 TITLE = "Other libraries on the same cases"
 HALF = "float16"
@@ -53,6 +52,36 @@ def _choose() -> tuple[Case, ...]:
 
 
 SCALER_CASES = _choose()
+
+
+class Reference(NamedTuple):
+    """torch's run of a case.
+
+    Attributes:
+      run: the state after each step.
+      unscaled: the gradients that the optimizers got, where they were not skipped.
+      before: the scale that each step used.
+    """
+
+    run: Trajectory
+    unscaled: np.ndarray
+    before: np.ndarray
+
+
+@functools.cache
+def reference(case: Case, device: str) -> Reference:
+    """torch's run of a case."""
+    from . import torch_side
+
+    run = torch_side.run(case, device)
+    base, poison = streams(case)
+    first = np.float32(case.init_scale if case.enabled else 1.0)
+    before = np.concatenate([[first], floats(run.scale)[:-1]])
+    by_step = before[:, None, None]
+    inverse = (1 / by_step.astype(np.float64)).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        unscaled = np.where(poison == 0, base * by_step, poison) * inverse
+    return Reference(run, unscaled, before)
 
 
 def run_library(name: str, case: Case, torch: Reference) -> dict[str, np.ndarray]:

@@ -16,21 +16,24 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from flax.training.dynamic_scale import DynamicScale
+from jax import lax
 
 import jamp
 from shared.keras_on_jax import import_keras
 
 from .cases import LEARNING_RATE, MOMENTUM, SIZE, Case
 from .jamp_side import SGD
+from .trajectory import bits
 
 Function = Callable[..., Any]
 
 
 class Input(NamedTuple):
-    """What a step gets, for each optimizer: see `cases.streams` and `Reference`."""
+    """What a step gets, for each optimizer: see `cases.streams`, `peers.Reference`."""
 
     base: Any
     poison: Any
@@ -335,6 +338,35 @@ PEERS: Mapping[str, Peer] = {
         one_optimizer=False,
     ),
 }
+
+
+@functools.cache
+def _scan(peer: Peer) -> Any:
+    def step(state, x):
+        (scaler, train), skipped = peer.step(state, x)
+        rest = jnp.stack(skipped), jnp.stack([params for params, _ in train])
+        record = peer.read(scaler) | dict(zip(("skipped", "params"), rest, strict=True))
+        return (scaler, train), record
+
+    return jax.jit(lambda state, inputs: lax.scan(step, state, inputs))
+
+
+def run_peer(peer: Peer, case: Case, inputs: Input) -> dict[str, np.ndarray]:
+    """A library's run of a case: the fields of `trajectory.Trajectory` that it has."""
+    (scaler, train), records = peer.start(case), []
+    for start, stop in case.segments(case.steps):
+        for method, value in case.setters(start):
+            scaler = peer.change(scaler, method, value)
+        before, part = scaler, Input(*(x[start:stop] for x in inputs))
+        (scaler, train), record = _scan(peer)((scaler, train), part)
+        new_scale = case.new_scale(start)
+        if new_scale is not None:  # replaces what the step did to the scaler
+            scaler = peer.change(before, "update", new_scale)
+            record |= {k: value[None] for k, value in peer.read(scaler).items()}
+        records.append({name: np.asarray(values) for name, values in record.items()})
+    fields = {k: np.concatenate([r[k] for r in records]) for k in records[0]}
+    floating = {"scale", "params"} & fields.keys()
+    return fields | {name: bits(fields[name]) for name in floating}
 
 
 def _grampax(function: Function) -> Function:

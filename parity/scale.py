@@ -1,5 +1,6 @@
 """The loss scale alone: runs every case of `cases` through torch and jamp."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,6 +111,44 @@ def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
         "params": np.stack([digest(run.params) for run in runs]),
         "long_run": digest(*long),
     }
+
+
+def expected(golden: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """What torch left behind, by name of the case.
+
+    Raises:
+      ValueError: the file was made for other cases.
+    """
+    if list(golden["names"]) != [case.name for case in STREAMS]:
+        raise ValueError(
+            "parity/golden.npz was made for other cases; run "
+            "`python -m parity --write-golden` where torch is installed."
+        )
+    skipped = np.unpackbits(golden["skipped"]).astype(np.bool_)
+    steps = np.cumsum([0] + [case.steps for case in STREAMS])
+    flags = np.cumsum([0] + [case.steps * case.n_optimizers for case in STREAMS])
+    return {
+        case.name: {
+            "scale": golden["scale"][slice(*of_steps)],
+            "tracker": golden["tracker"][slice(*of_steps)],
+            "skipped": skipped[slice(*of_flags)].reshape(-1, case.n_optimizers),
+            "params": params,
+        }
+        for case, of_steps, of_flags, params in zip(
+            STREAMS,
+            itertools.pairwise(steps),
+            itertools.pairwise(flags),
+            golden["params"],
+            strict=True,
+        )
+    }
+
+
+def assert_equal(case: Case, run: Trajectory, torch: Mapping[str, np.ndarray]) -> None:
+    """Raises AssertionError naming the first field and step that differ from torch."""
+    found = {**run._asdict(), "params": digest(run.params)}
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, torch[name], f"{case.name}: {name}")
 
 
 _SECTION = """\

@@ -14,8 +14,15 @@ from jamp._scaling import arithmetic, rule
 
 from . import behaviors, behaviors_api
 from .behaviors import BEHAVIORS, CASES, Case, compare
-from .behaviors_compare import Reference
-from .behaviors_table import FLOAT16_TOLERANCE, HANDOVER, JIT, OPTAX, STEPS, Record
+from .behaviors_table import (
+    FLOAT16_TOLERANCE,
+    HANDOVER,
+    JIT,
+    OPTAX,
+    STEPS,
+    Record,
+    Reference,
+)
 
 pytest.importorskip("torch")
 

@@ -32,7 +32,7 @@ from .behaviors_table import (
     Reference,
     Saved,
 )
-from .result import Result
+from .result import Result, grouped, table
 from .trajectory import bits
 
 TITLE = "GradScaler, behavior by behavior"
@@ -286,10 +286,7 @@ one unit in the last place of float16. The last column says how many are equal b
 bit. Losses must agree to 1e-6, or under autocast to 2^-10. The rows after the runs \
 are questions about the interface, with the number of answers compared.
 
-| behavior | torch's tests | in jamp | steps | skipped | values compared | \
-mismatches | parameters |
-| --- | --- | --- | ---: | ---: | ---: | ---: | --- |
-{rows}
+{table}
 
 {notes}"""
 
@@ -333,35 +330,34 @@ _NOTES = (
 
 def section(results: Sequence[Result]) -> str:
     """A table with a row for each behavior, and notes on it."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(CASES[result.case].behavior.name, []).append(result)
+    groups = grouped(results, lambda r: CASES[r.case].behavior.name).values()
+    head = ["behavior", "torch's tests", "in jamp", "steps:", "skipped:"]
+    head += ["values compared:", "mismatches:", "parameters"]
     runs = sum(isinstance(CASES[r.case].behavior, Behavior) for r in results)
     failures = [f"- {r.case}: {r.where}." for r in results if r.where]
     return _TEXT.format(
         runs=runs,
         steps=STEPS,
         width=WIDTH,
-        rows="\n".join(_row(group) for group in groups.values()),
+        table=table(head, map(_row, groups)),
         notes="\n".join([*failures, *(f"- {note}" for note in _NOTES)]),
     )
 
 
-def _row(results: Sequence[Result]) -> str:
+def _row(results: Sequence[Result]) -> list[Any]:
     behavior = CASES[results[0].case].behavior
     is_run = isinstance(behavior, Behavior)
     equal = min(r.data.equal for r in results)
-    cells = [
+    return [
         behavior.name,
         ", ".join(f"`{test}`" for test in behavior.tests) or "-",
         ", ".join(CASES[r.case].side for r in results),
         f"{STEPS}" if is_run else "-",
         f"{results[0].data.skipped}" if is_run else "-",
-        f"{sum(r.compared for r in results):,}",
-        f"{sum(sum(r.mismatches.values()) for r in results):,}",
+        sum(r.compared for r in results),
+        sum(sum(r.mismatches.values()) for r in results),
         _parameters(behavior, equal, results) if is_run else "-",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _parameters(behavior: Behavior, equal: float, results: Sequence[Result]) -> str:

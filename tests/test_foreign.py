@@ -19,7 +19,6 @@ from parity.foreign import edges, inside, records, report, result, running, suit
 from parity.foreign.ecosystem import (
     compare,
     jax_numpy,
-    kept,
     libraries,
     page,
     programs,
@@ -376,16 +375,6 @@ def test_a_library_that_is_not_in_the_table_is_refused():
         command.main(["--suite", "ecosystem", "--select", "jaxx"])
 
 
-@pytest.mark.nightly
-def test_what_is_kept_of_a_library_is_read_again(tmp_path):
-    row = compare.Row("made.call", {"float16": {"half": compare.Result(0.5)}}, {})
-    outcome = programs.Outcome("made", "a loss", 1.0, 0.1, {"float16": 0.2})
-    section = kept.Section("made", "1.2", "", [row], [outcome])
-    kept.save(tmp_path / "made.json", section)
-    assert str(kept.load(tmp_path / "made.json")) == str(section)
-    assert kept.load(tmp_path / "other.json") is None
-
-
 @pytest.mark.parametrize(("apart", "wrong"), [(0.2, False), (0.3, True)])
 def test_a_program_far_from_float32_is_wrong(apart, wrong):
     figures = iter([[0.0], [0.1], [0.2]] for _ in range(2))
@@ -442,7 +431,7 @@ def test_the_status_says_whether_calls_pass(
 def test_a_stale_reason_and_a_wrong_program_are_problems():
     row = compare.Row("jnp.sinc", {}, {})
     outcome = programs.Outcome("made", "a loss", 1.0, 0.1, {"float16": 0.4})
-    stale, wrong = ecosystem.wrong(kept.Section("jax", "", "", [row], [outcome]))
+    stale, wrong = ecosystem.wrong(page.Section("jax", "", "", [row], [outcome]))
     assert stale.startswith("jnp.sinc passes") and wrong.startswith("made: apart")
 
 

@@ -140,12 +140,6 @@ def _flax_step(state: Any, x: Input) -> Any:
     return (scaler, train), [~finite]
 
 
-def _flax_change(scaler: DynamicScale, method: str, value: float) -> DynamicScale:
-    if method == "update":
-        return scaler.replace(scale=jnp.float32(value))
-    return scaler.replace(**{method.removeprefix("set_"): value})
-
-
 def _jmp_start(case: Case) -> Any:
     import jmp
 
@@ -177,12 +171,6 @@ def _jmp_step(state: Any, x: Input) -> Any:
     return (scaler, train), [~ok for ok in finite]
 
 
-def _jmp_change(scaler: Any, method: str, value: float) -> Any:
-    if method == "update":
-        return dataclasses.replace(scaler, loss_scale=jnp.float32(value))
-    return dataclasses.replace(scaler, period=int(value))
-
-
 def _mpx_start(case: Case) -> Any:
     import mpx
 
@@ -202,16 +190,6 @@ def _mpx_step(state: Any, x: Input) -> Any:
         _, scaler, finite, grads = mpx.filter_value_and_grad(loss, scaler)(params)
     train = [mpx.optimizer_update(params, SGD, opt_state, grads, finite)]
     return (scaler, train), [~finite]
-
-
-def _mpx_change(scaler: Any, method: str, value: float) -> Any:
-    import equinox as eqx
-
-    if method == "update":
-        part, new = lambda scaler: scaler.loss_scaling, jnp.float32(value)
-    else:
-        part, new = lambda scaler: scaler.period, int(value)
-    return eqx.tree_at(part, scaler, new)
 
 
 class KerasScaler(struct.PyTreeNode):
@@ -297,6 +275,18 @@ def _fields(scale: str, tracker: str) -> Callable[[Any], dict[str, jax.Array]]:
     return lambda scaler: {k: getattr(scaler, name) for k, name in names.items()}
 
 
+def _setting(scale: str, interval: str = "growth_interval") -> Callable[..., Any]:
+    """Setters of a dataclass with these names."""
+    names = {"update": scale, "set_growth_interval": interval}
+
+    def change(scaler: Any, method: str, value: float) -> Any:
+        name = names.get(method, method.removeprefix("set_"))
+        new = {scale: jnp.float32, interval: int}.get(name, float)(value)
+        return dataclasses.replace(scaler, **{name: new})
+
+    return change
+
+
 _FLOAT16 = jnp.finfo(jnp.float16)  # mpx multiplies by the scale in float16
 
 PEERS: Mapping[str, Peer] = {
@@ -305,7 +295,7 @@ PEERS: Mapping[str, Peer] = {
         _flax_start,
         _flax_step,
         _fields("scale", "fin_steps"),
-        _flax_change,
+        _setting("scale"),
         one_factor=False,
     ),
     "jmp": Peer(
@@ -313,7 +303,7 @@ PEERS: Mapping[str, Peer] = {
         _jmp_start,
         _jmp_step,
         _fields("loss_scale", "counter"),
-        _jmp_change,
+        _setting("loss_scale", "period"),
         one_optimizer=False,
     ),
     "mpx": Peer(
@@ -321,7 +311,7 @@ PEERS: Mapping[str, Peer] = {
         _mpx_start,
         _mpx_step,
         _fields("loss_scaling", "counter"),
-        _mpx_change,
+        _setting("loss_scaling", "period"),
         range=(float(_FLOAT16.smallest_normal), float(_FLOAT16.max)),
     ),
     "Keras LossScaleOptimizer": Peer(

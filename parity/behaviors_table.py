@@ -12,7 +12,10 @@ each parameter once. Elsewhere the layers keep their parameters unrounded, with 
 between them, and the parameters agree to `TOLERANCE`.
 """
 
+import abc
+import copy
 import dataclasses
+import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -173,6 +176,49 @@ class Reference(NamedTuple):
             Record(*(a[start:] for a in self.record[:-1]), params=mine),
             found._replace(params=theirs),
         )
+
+
+def record(steps: list[tuple[Any, ...]]) -> Record:
+    """The record of a run, from the fields of each step."""
+    dtypes = (np.float32, np.int32, np.bool_, np.float32, np.float32)
+    fields = zip(*steps, strict=True)
+    return Record(*(np.array(f, d) for f, d in zip(fields, dtypes, strict=True)))
+
+
+def copied(behavior: Behavior, step: int, value: Any) -> Any:
+    """A scaler or its state, every few steps pickled or deepcopied."""
+    if not behavior.copied or step % 5 != 4:
+        return value
+    return pickle.loads(pickle.dumps(value)) if step % 2 else copy.deepcopy(value)
+
+
+class Trainer(abc.ABC):
+    """A library's training run, which can be saved and resumed between two steps."""
+
+    behavior: Behavior
+    scaler: Any
+
+    @abc.abstractmethod
+    def step(self, step: int, new_scale: Any) -> tuple[Any, ...]:
+        """Trains on a batch; returns skipped flags, loss and parameters."""
+
+    @abc.abstractmethod
+    def array(self, value: float) -> Any:
+        """An array of no dimensions."""
+
+    def run(self, start: int = 0, stop: int = STEPS) -> Record:
+        behavior, records = self.behavior, []
+        for step in range(start, stop):
+            for method, value in behavior.setters(step):
+                getattr(self.scaler, method)(value)
+            new_scale = behavior.new_scale(step)
+            if behavior.new_scale_array and new_scale is not None:
+                new_scale = self.array(new_scale)
+            found = self.step(step, new_scale)
+            self.scaler = copied(behavior, step, self.scaler)
+            tracker = self.scaler.state_dict().get("_growth_tracker", 0)
+            records.append((self.scaler.get_scale(), tracker, *found))
+        return record(records)
 
 
 class Data(NamedTuple):

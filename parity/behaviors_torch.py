@@ -1,9 +1,7 @@
 """torch's side of `behaviors`: its `GradScaler` in the runs of `behaviors_table`."""
 
 import contextlib
-import copy
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +26,7 @@ from .behaviors_table import (
     Record,
     Reference,
     Saved,
+    Trainer,
     data,
 )
 
@@ -87,8 +86,8 @@ def make_optimizer(behavior: Behavior, model: Model) -> torch.optim.Optimizer:
     )
 
 
-class Run:
-    """A training run, which can be saved and resumed between two steps."""
+class Run(Trainer):
+    """A training run with torch's scaler."""
 
     def __init__(self, behavior: Behavior, saved: Saved | None, device: str):
         self.behavior, self.device = behavior, device
@@ -171,7 +170,7 @@ class Run:
         for model, flat in zip(self.models, self.data.poison[step], strict=True):
             self.write(model, flat, lambda old, new: torch.where(new == 0, old, new))
 
-    def step(self, step: int, new_scale: Any) -> float:
+    def step(self, step: int, new_scale: Any) -> tuple[Any, ...]:
         behavior, scaler = self.behavior, self.scaler
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -194,40 +193,15 @@ class Run:
         for optimizer in self.optimizers:
             scaler.step(optimizer)
         scaler.update(new_scale)
-        return loss
+        skipped = [id(optimizer) not in self.stepped for optimizer in self.optimizers]
+        return skipped, loss, np.stack([model.flat() for model in self.models])
+
+    def array(self, value: float) -> Tensor:
+        return torch.tensor(value, device=self.device)
 
     def run(self, start: int = 0, stop: int = STEPS) -> Record:
-        behavior, records = self.behavior, []
-        with autocast(behavior, self.device):
-            for step in range(start, stop):
-                for method, value in behavior.setters(step):
-                    getattr(self.scaler, method)(value)
-                new_scale = behavior.new_scale(step)
-                if behavior.new_scale_array and new_scale is not None:
-                    new_scale = torch.tensor(new_scale, device=self.device)
-                loss = self.step(step, new_scale)
-                if behavior.copied and step % 5 == 4:
-                    again = pickle.loads(pickle.dumps(self.scaler))
-                    self.scaler = again if step % 2 else copy.deepcopy(self.scaler)
-                records.append(
-                    (
-                        self.scaler.get_scale(),
-                        self.scaler.state_dict().get("_growth_tracker", 0),
-                        [id(opt) not in self.stepped for opt in self.optimizers],
-                        loss,
-                        np.stack([model.flat() for model in self.models]),
-                    )
-                )
-        scale, tracker, skipped, loss, params = map(
-            np.array, zip(*records, strict=True)
-        )
-        return Record(
-            scale.astype(np.float32),
-            tracker.astype(np.int32),
-            skipped,
-            loss.astype(np.float32),
-            params,
-        )
+        with autocast(self.behavior, self.device):
+            return super().run(start, stop)
 
 
 def reference(behavior: Behavior, device: str) -> Reference:

@@ -1,6 +1,6 @@
 """The result that every part of the suite gives for each of its cases.
 
-A part is a module with these names, which `__main__` and `test_suite` use:
+A part is a module with these names, which `__main__` uses:
 
 - `TITLE`: its name in the report.
 - `CASES`: what is compared, by name.

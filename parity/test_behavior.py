@@ -1,6 +1,6 @@
 """Whether `behaviors` would see a difference: controls for its comparison and data.
 
-The cases themselves run in `test_suite`.
+The cases themselves run in `python -m parity`.
 """
 
 import dataclasses

@@ -55,7 +55,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A table in Markdown; a column whose name ends in ":" holds numbers."""
     names = [name.removesuffix(":") for name in head]
     rule = ["---:" if name.endswith(":") else "---" for name in head]
-    cells = ([f"{x:,}" if isinstance(x, int) else x for x in row] for row in rows)
+    cells = ([x if isinstance(x, str) else f"{x:,}" for x in row] for row in rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in (names, rule, *cells))
 
 

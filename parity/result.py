@@ -13,7 +13,8 @@ A part is a module with these names, which `__main__` uses:
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-T, K = TypeVar("T"), TypeVar("K")
+T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Result(NamedTuple):

@@ -26,7 +26,6 @@ REGIONS = {
 }
 # Flax's own float8, with a history of scales. Its model is cast to bfloat16 by hand.
 FLAX = "flax Fp8DirectDotGeneralOp"
-OVERWRITTEN = "_overwrite_with_gradient"  # the scales of Flax
 
 
 class MLP(nn.Module):

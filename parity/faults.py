@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .result import Result
+from .result import Result, table
 
 TITLE = "Planted faults"
 ROOT = pathlib.Path(__file__).parent.parent
@@ -243,17 +243,10 @@ def run(fault: Fault, device: str) -> Result:
 
 def section(results: Sequence[Result]) -> str:
     """A row for each fault."""
-    rows = [
-        f"| {r.case} | `jamp/{CASES[r.case].file}` | {'no' if r.differs else 'yes'} "
-        f"| {r.data} |"
+    text = "Each fault is planted in a copy of jamp, and the suite runs on the copy."
+    rows = (
+        [r.case, f"`jamp/{CASES[r.case].file}`", "no" if r.differs else "yes", r.data]
         for r in results
-    ]
-    return "\n".join(
-        [
-            "Each fault is planted in a copy of jamp, and the suite runs on the copy.",
-            "",
-            "| fault | in | caught | the first case that differs |",
-            "| --- | --- | --- | --- |",
-            *rows,
-        ]
     )
+    head = ["fault", "in", "caught", "the first case that differs"]
+    return f"{text}\n\n{table(head, rows)}"

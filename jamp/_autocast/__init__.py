@@ -11,5 +11,5 @@ holds jaxprs or Python functions goes to `nested`, `thunks`, `custom_calls`,
 description of their dimensions (`contraction`), with numbers that have a scale
 (`low_precision`), and with a derivative of their own (`derivatives`).
 
-May import: `_checks`, `_tree`, `_compat`.
+May import: `_checks`, `_tree`, `_compat`, `_targets`.
 """

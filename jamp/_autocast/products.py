@@ -116,6 +116,11 @@ def default_precision() -> object:
     return presets[name] if name in presets else name and lax.Precision(name)
 
 
+# Algorithms that say what the dtypes of such a product say already. No compiler knows
+# them all: a TPU's and a CPU's refuse the first.
+IMPLIED = lax.DotAlgorithmPreset.F16_F16_F32, lax.DotAlgorithmPreset.BF16_BF16_F32
+
+
 def wide_product(
     trace: CastingTrace, primitive: Primitive, args: Values, params: Params
 ) -> jax.Array:
@@ -125,11 +130,9 @@ def wide_product(
     (co)tangent first, so that the backward pass runs in half precision too.
     """
     trace.effects.touched = True
+    if params.get("precision") in IMPLIED:
+        params = params | {"precision": None}
     narrow = params | {"preferred_element_type": array_dtype(args[0])}
-    if params.get("precision") == lax.DotAlgorithmPreset.F16_F16_F32:
-        narrow["precision"] = None
-        if jax.default_backend() == "cpu":  # which lacks the algorithm
-            params = params | {"precision": None}
 
     @jax.custom_jvp
     def product(x, y):

@@ -39,12 +39,12 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from .._checks import flag, shown
+from .._targets import default_dtype, warn_if_missing
 from .._tree import cast_floating
 from .advice import advise
 from .arguments import (
     BAD_INPUTS,
     Given,
-    default_dtype,
     dtype_argument,
     region_dtype,
     without_device,
@@ -111,6 +111,7 @@ def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
     depth = 0 if outer is None else outer.depth + 1
     name = "off" if settings is None else settings.dtype.name
     if settings is not None:
+        warn_if_missing((settings.recipe or settings.dtype).name)
         settings = settings._replace(depth=depth, observed=OBSERVED.value)
         if PROBE.value is not None and settings.listed:
             settings = settings._replace(dtype=FLOAT32_DTYPE, probe=PROBE.value)

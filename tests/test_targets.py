@@ -107,7 +107,7 @@ def lowered(function, *args, platforms):
 def test_attention_asks_no_compiler_for_an_algorithm(dtype, platforms, monkeypatch):
     """No TPU's compiler knows the one that `jax.nn` names for float16."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    q = jnp.ones((1, 4, 2, 8))
+    q = jnp.ones((1, 4, 2, 8), dtype)
     loss = lambda q: jamp.autocast(dtype)(jax.nn.dot_product_attention)(q, q, q).sum()
     text = lowered(jax.grad(loss), q, platforms=platforms)
     assert "algorithm = <" not in text

@@ -8,7 +8,7 @@ its units multiply, are put to the default device.
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,22 @@ BFLOAT16 = "jamp.autocast(jnp.bfloat16)"
 _warned: set[str] = set()
 
 
+class Device(Protocol):
+    """What is used of a JAX device."""
+
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+    def memory_stats(self) -> dict[str, int] | None: ...
+
+
 def default_dtype() -> np.dtype:
     """The dtype of `autocast()`: torch's default for the kind of device."""
     return jnp.dtype("float16" if jax.default_backend() == "gpu" else "bfloat16")
 
 
-def default_device() -> jax.Device:
+def default_device() -> Device:
     """The device on which JAX runs a program that names none."""
     chosen: Any = jax.config.jax_default_device  # pyright: ignore
     if chosen is None or isinstance(chosen, str):
@@ -55,7 +65,7 @@ def on_cpu(
     return lax.platform_dependent(*args, cpu=function, default=otherwise)
 
 
-def units(device: jax.Device) -> frozenset[str] | None:
+def units(device: Device) -> frozenset[str] | None:
     """Of "float16", "bfloat16" and "float8", those that a device's units multiply in.
 
     Returns:
@@ -99,8 +109,17 @@ def warn_if_missing(name: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
-def described(device: jax.Device) -> str:
+def described(device: Device) -> str:
     """A device's kind, with the compute capability of an NVIDIA GPU."""
     capability = getattr(device, "compute_capability", None)
     suffix = f" (compute capability {capability})" if capability else ""
     return f"{device.device_kind}{suffix}"
+
+
+def said_of_units(device: Device) -> str:
+    """Which of the three dtypes a device's units multiply in, in words."""
+    found = units(device)
+    if found is None:
+        return "it is not known here which dtypes its units multiply in"
+    names = [name for name in TENSOR_CORES if name in found]
+    return f"its units multiply in {', '.join(names) or 'float32 alone'}"

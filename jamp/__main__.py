@@ -1,12 +1,13 @@
 """`python -m jamp`: versions, devices, and whether autocast works here.
 
-The exit status is 1 if autocast does not work.
+The exit status is 1 if autocast does not work. `python -m jamp measure` measures what
+each precision brings on this device.
 """
 
 import math
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import jax
@@ -15,17 +16,24 @@ import optax
 from jax.typing import DTypeLike
 
 import jamp
+from jamp import _measure, _targets
 from jamp._tree import PyTree
 
 NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy")
 OPTIONAL = ("equinox", "dm-haiku")
+USAGE = "usage: python -m jamp [measure [--json]]; got {}"
 RATE = 0.1
 SIZE = 16  # float8 takes sizes that are multiples of 16
 CLOSE = 0.01  # float16 rounds to 0.1%; products in float8 differ by more
 CLOSE_IN_FLOAT8 = 0.2
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    if arguments[:1] == ["measure"]:
+        return _measure.main(arguments[1:])
+    if arguments:
+        print(USAGE.format(" ".join(arguments)))
+        return 2
     print("\n".join(versions()))
     try:
         print("\n".join(devices()))
@@ -57,7 +65,12 @@ def devices() -> list[str]:
     """The backend that JAX chooses, and how many devices of which kind it has."""
     kinds = [device.device_kind for device in jax.devices()]
     counted = [f"{kinds.count(kind)} x {kind}" for kind in sorted({*kinds})]
-    return [f"backend: {jax.default_backend()}", f"devices: {', '.join(counted)}"]
+    units = {d.device_kind: _targets.said_of_units(d) for d in jax.devices()}
+    return [
+        f"backend: {jax.default_backend()}",
+        f"devices: {', '.join(counted)}",
+        *(f"{kind}: {said}" for kind, said in units.items()),
+    ]
 
 
 def autocast_step() -> str:
@@ -157,4 +170,4 @@ def said(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -188,5 +188,7 @@ def test_a_form_asks_for_what_the_command_prints(path):
     fields = yaml.safe_load(path.read_text())["body"]
     labels = {field["id"]: field["attributes"]["label"] for field in fields}
     assert "python -m jamp" in labels["versions"]
+    if path.stem == "slow":
+        assert "python -m jamp measure" in labels["measure"]
     if path.stem != "feature":
         assert "jamp.debug.explain" in labels["explain"]

@@ -4,12 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from .._checks import as_dtype, brief
+from .._targets import default_dtype
 from .._tree import HALVES
 from .decision import CASTABLE, Dtypes, Recipe
 from .float8 import as_recipe
@@ -41,10 +40,6 @@ def without_device(
         init(self, *args, **kwargs)
 
     return checked
-
-
-def default_dtype() -> np.dtype:
-    return jnp.dtype("float16" if jax.default_backend() == "gpu" else "bfloat16")
 
 
 def region_dtype(

@@ -35,6 +35,7 @@ from jax import lax
 
 from .. import _compat
 from .._compat import array_dtype
+from .._targets import is_one_cpu, on_cpu
 from .._tree import HALVES
 from .call_stack import is_in_layer
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value
@@ -108,10 +109,13 @@ def spread_by_loop(
 @spread_by_loop.defjvp
 def _(shape, dtype, primals, tangents):
     bias, tangent = *primals, *tangents
-    return spread_by_loop(bias, shape, dtype), stacked(tangent, shape, dtype)
+    arguments = {"shape": shape, "dtype": dtype}
+    by_loop, at_once = (functools.partial(f, **arguments) for f in (stacked, spread))
+    return spread_by_loop(bias, shape, dtype), on_cpu(by_loop, at_once, tangent)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for each shape
+# Traced once for each shape.
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def stacked(bias: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """`spread`, as a loop that stacks: its transpose is a loop that sums."""
 
@@ -126,7 +130,7 @@ def pays_a_loop(shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
 
     On several devices, where the first dimension may be sharded, a loop would gather.
     """
-    if jax.default_backend() != "cpu" or jax.device_count() > 1:
+    if not is_one_cpu():
         return False
     if len(shape) < 3 or bias[:1] != (1,):
         return False

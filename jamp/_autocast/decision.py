@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import AbstractValue
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike
@@ -92,6 +93,7 @@ class Action(NamedTuple):
     why: Reason = Reason("", Source.JAMP)  # empty: no reason is given
     table: Kind | None = None  # what the row of a function says, for all ops inside
     recipe: "Recipe | None" = None  # of a product that is lowered, if it qualifies
+    precision: lax.Precision | None = None  # of a product, instead of its own
 
 
 class Op(NamedTuple):

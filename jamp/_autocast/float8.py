@@ -16,6 +16,7 @@ from jax import lax
 from .. import _compat
 from .._checks import brief
 from .._compat import array_dtype
+from .._targets import warn_if_missing
 from .contraction import Contraction
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
 from .derivatives import Given, Inputs, Product, copied, run
@@ -92,6 +93,7 @@ class Float8(Recipe):
         return "in a derivative" if op.is_derived else unfit(op)
 
     def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
+        warn_if_missing(self.name)
         half, region = trace.settings.dtype, trace.settings.recipe
         product = product_for(op, half, self.recipe)
         if region is not None and region.is_wide:  # nothing is in float16

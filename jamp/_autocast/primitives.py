@@ -130,6 +130,8 @@ def multiply(trace: AutocastTrace, op: Op, action: Action) -> Result:
             return as_without(trace, op, None, out)
     else:
         args, params = prepared(trace, op, action)
+        if action.precision is not None:
+            params = params | {"precision": (action.precision, action.precision)}
         lowers = action.kind is Kind.LOWER or not trace.settings.listed
         if lowers and not op.is_baked and is_wide(args, params):
             return wide_product(trace, op.primitive, args, params)
@@ -141,6 +143,11 @@ def multiply(trace: AutocastTrace, op: Op, action: Action) -> Result:
     return out
 
 
+# Algorithms that say what the dtypes of such a product say already. No compiler knows
+# them all: a TPU's and a CPU's refuse the first.
+IMPLIED = lax.DotAlgorithmPreset.F16_F16_F32, lax.DotAlgorithmPreset.BF16_BF16_F32
+
+
 def wide_product(
     trace: AutocastTrace, primitive: Primitive, args: Values, params: Params
 ) -> Value:
@@ -150,11 +157,9 @@ def wide_product(
     (co)tangent first, so that the backward pass runs in half precision too.
     """
     trace.effects.touched = True
+    if params.get("precision") in IMPLIED:
+        params = params | {"precision": None}
     narrow = params | {"preferred_element_type": array_dtype(args[0])}
-    if params.get("precision") == lax.DotAlgorithmPreset.F16_F16_F32:
-        narrow["precision"] = None
-        if jax.default_backend() == "cpu":  # which lacks the algorithm
-            params = params | {"precision": None}
 
     @jax.custom_jvp
     def product(x, y):

@@ -41,6 +41,9 @@ HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general")
 
 def for_product(op: Op, action: Action | None, settings: Settings) -> Action | None:
     """The action for a product, which may have a recipe, or not be lowered."""
+    if action is not None and action.precision is not None:
+        note = f"precision {action.precision.name}"
+        return action._replace(why=action.why._replace(note=note))
     if action is None or LOWER not in (action.kind, action.table):
         return action
     if op.name == "dot_general" and is_outer(op):

@@ -23,13 +23,13 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from .._checks import flag, shown
+from .._targets import default_dtype, warn_if_missing
 from .._tree import cast_floating
 from . import custom, nested, primitives  # noqa: F401 - they register their rules
 from .advice import advise
 from .arguments import (
     BAD_INPUTS,
     Given,
-    default_dtype,
     dtype_argument,
     region_dtype,
     without_device,
@@ -95,6 +95,7 @@ def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
     depth = 0 if outer is None else outer.depth + 1
     name = "off" if settings is None else settings.dtype.name
     if settings is not None:
+        warn_if_missing((settings.recipe or settings.dtype).name)
         settings = settings._replace(depth=depth, observed=OBSERVED.value)
         if PROBE.value is not None and settings.listed:
             settings = settings._replace(dtype=FLOAT32_DTYPE, probe=PROBE.value)
@@ -149,7 +150,8 @@ class autocast:
         is searched for in the module path (the name stack that Flax Linen, Haiku and
         `jax.named_scope` write; a number at an end is whole, so that "block_1" does not
         match "block_10"). A value is the dtype that its ops run in (float16, bfloat16,
-        float32), a recipe for the matrix products that qualify (other ops that match
+        float32), `jax.lax.Precision.HIGHEST` for float32 products with all their
+        digits, a recipe for the matrix products that qualify (other ops that match
         follow the tables), or None to leave them. The first rule that matches an op
         decides.
       cast_inputs: for a decorated function that needs one dtype: in a region, its

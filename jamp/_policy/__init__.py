@@ -16,5 +16,5 @@ A `Policy` casts trees (`policy.py`) or wraps a function (`wrap.py`). `with_poli
 `policy.py` and `float32_for.py` import only the table of ops from `_autocast`, so that
 casts work where JAX's private parts have moved.
 
-May import: `_checks`, `_tree`, `_autocast`.
+May import: `_checks`, `_tree`, `_targets`, `_autocast`.
 """

@@ -5,12 +5,12 @@ import difflib
 from collections.abc import Callable
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from .._checks import as_dtype, brief, unavailable
+from .._targets import default_device
 from .._tree import cast_floating
 from .float32_for import FLOAT32_FOR
 
@@ -49,7 +49,7 @@ def half_dtype() -> np.dtype:
 
     PyTorch: no counterpart. Source: jmp.
     """
-    on_tpu = jax.local_devices()[0].platform == "tpu"
+    on_tpu = default_device().platform == "tpu"
     return jnp.dtype("bfloat16" if on_tpu else "float16")
 
 

@@ -68,9 +68,9 @@ def reads_and_run(
 ) -> tuple[PyTree, Callable[[PyTree], T]]:
     """For each leaf, whether a result of a pure function depends on it.
 
-    And the function, which is not traced again when it is called. A leaf that is not floating or complex counts as read, and keeps the value that it
-    has here. All count as read if the function needs values, as an optimizer with a
-    Python `if` may.
+    And the function, which is not traced again when it is called. A leaf that is not
+    floating or complex counts as read, and keeps the value that it has here. All count
+    as read if the function needs values, as an optimizer with a Python `if` may.
     """
     inexact, rebuilt = partition(tree, is_inexact)
     try:

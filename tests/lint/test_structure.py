@@ -11,15 +11,16 @@ PACKAGE = Path(__file__).parents[2] / "jamp"
 # What a file of jamp may import: its own wing, and the rows above its own. Within a
 # wing, imports do not form a cycle.
 FLOORS = (
-    {"_checks", "_tree", "_compat"},
+    {"_checks", "_tree", "_compat", "_targets"},
     {"_autocast", "_scaling"},
     {"_policy", "_debug"},
     {"_stable"},
     {"debug", "linen", "nnx", "sharding"},
     {"__init__"},
+    {"_measure"},
     {"__main__"},
 )
-SHARED = {"_tree": {"_checks"}, "_checks": set(), "_compat": set()}
+SHARED = {"_tree": {"_checks"}, "_checks": set(), "_compat": set(), "_targets": set()}
 USES_COMPAT = {"_autocast", "_debug"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 WINGS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
@@ -87,10 +88,17 @@ def test_a_wing_says_what_it_may_import(wing):
 
 def test_the_folder_is_small():
     entries = [p for p in PACKAGE.iterdir() if p.name != "__pycache__"]
-    assert len(entries) <= 15
+    assert len(entries) <= 17
 
 
 @walk("path", FILES, ids=lambda path: "/".join(name_of(path)))
 def test_private_jax_and_version_switches_live_in_compat_alone(path):
     if path.stem != "_compat":
         assert not re.search(r"jax\._src|__version__\s*([<>]|[!=]=)", path.read_text())
+
+
+@walk("path", FILES, ids=lambda path: "/".join(name_of(path)))
+def test_targets_alone_asks_what_the_device_can_do(path):
+    """Elsewhere the answer would be that of the machine that traces."""
+    if path.stem not in ("_targets", "__main__"):
+        assert not re.search(r"default_backend|local_devices\(", path.read_text())

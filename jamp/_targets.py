@@ -1,0 +1,125 @@
+"""What the device that a program is for can do.
+
+A trace does not know what its program will be compiled for: that may be another device
+than the local one, or several. So a form that depends on the platform is chosen when
+the program is lowered. Questions that only a device can answer, such as which dtypes
+its units multiply, are put to the default device.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# The least compute capability of an NVIDIA GPU whose tensor cores multiply in a dtype:
+# CUDA C++ Programming Guide, "Compute Capabilities".
+TENSOR_CORES = {"float16": (7, 0), "bfloat16": (8, 0), "float8": (8, 9)}
+# TPUs multiply in bfloat16. These have units for float8 too.
+FLOAT8_TPUS = {"TPU7x"}
+
+MISSING = """autocast({asked}): {device} has no units for {name}. XLA converts the \
+inputs of each product to another dtype, and so it costs more than it saves. Write \
+{instead}."""
+FLOAT16 = "jamp.autocast(jnp.float16), with a loss scale such as `jamp.GradScaler`"
+BFLOAT16 = "jamp.autocast(jnp.bfloat16)"
+
+_warned: set[str] = set()
+
+
+class Device(Protocol):
+    """What is used of a JAX device."""
+
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+    def memory_stats(self) -> dict[str, int] | None: ...
+
+
+def default_dtype() -> np.dtype:
+    """The dtype of `autocast()`: torch's default for the kind of device."""
+    return jnp.dtype("float16" if jax.default_backend() == "gpu" else "bfloat16")
+
+
+def default_device() -> Device:
+    """The device on which JAX runs a program that names none."""
+    chosen: Any = jax.config.jax_default_device  # pyright: ignore
+    if chosen is None or isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen
+
+
+def is_one_cpu() -> bool:
+    """Whether a program traced now is, as far as is known, for one CPU device."""
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
+
+
+def on_cpu(
+    function: Callable[..., jax.Array], otherwise: Callable[..., jax.Array], *args: Any
+) -> jax.Array:
+    """One function's result on a CPU and another's elsewhere, chosen at lowering."""
+    return lax.platform_dependent(*args, cpu=function, default=otherwise)
+
+
+def units(device: Device) -> frozenset[str] | None:
+    """Of "float16", "bfloat16" and "float8", those that a device's units multiply in.
+
+    Returns:
+      None where that is not known here, as for AMD's GPUs. A CPU has no such units.
+    """
+    if device.platform == "cpu":
+        return frozenset()
+    if device.platform == "tpu":
+        has_float8 = device.device_kind in FLOAT8_TPUS
+        return frozenset({"bfloat16", "float8"} if has_float8 else {"bfloat16"})
+    major, _, minor = getattr(device, "compute_capability", "").partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        return None
+    capability = int(major), int(minor)
+    return frozenset(
+        name for name, least in TENSOR_CORES.items() if capability >= least
+    )
+
+
+def warn_if_missing(name: str) -> None:
+    """Warns, once for each dtype, that the default device has no units for it.
+
+    A CPU has units for none of them. People try programs there, and expect no speed.
+
+    Args:
+      name: "bfloat16" or "float8"; with any other name nothing happens.
+    """
+    if name not in ("bfloat16", "float8") or name in _warned:
+        return
+    device = default_device()
+    found = None if device.platform == "cpu" else units(device)
+    if found is None or name in found:
+        return
+    _warned.add(name)
+    text = MISSING.format(
+        asked='"float8"' if name == "float8" else "jnp.bfloat16",
+        device=described(device),
+        name=name,
+        instead=BFLOAT16 if "bfloat16" in found else FLOAT16,
+    )
+    warnings.warn(text, stacklevel=2)
+
+
+def described(device: Device) -> str:
+    """A device's kind, with the compute capability of an NVIDIA GPU."""
+    capability = getattr(device, "compute_capability", None)
+    suffix = f" (compute capability {capability})" if capability else ""
+    return f"{device.device_kind}{suffix}"
+
+
+def said_of_units(device: Device) -> str:
+    """Which of the three dtypes a device's units multiply in, in words."""
+    found = units(device)
+    if found is None:
+        return "it is not known here which dtypes its units multiply in"
+    names = [name for name in TENSOR_CORES if name in found]
+    return f"its units multiply in {', '.join(names) or 'float32 alone'}"

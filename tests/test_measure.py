@@ -1,0 +1,111 @@
+"""`python -m jamp measure`."""
+
+import gc
+import json
+
+import jax
+import pytest
+
+from jamp import __main__ as command
+from jamp import _measure, _targets
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(_measure, "WIDTHS", (64,))
+    monkeypatch.setattr(_measure, "BATCHES", (1,))
+    monkeypatch.setattr(_measure, "SEQUENCE", 16)
+    monkeypatch.setattr(_measure, "flops_per_second", lambda device: 1e9)
+    monkeypatch.setattr(_measure, "ROW_SECONDS", 0.0)
+    return monkeypatch
+
+
+def rows_of(text):
+    lines = [line.split(" | ") for line in text.splitlines() if line[:1] == "|"]
+    assert lines[0][0] == "| model"
+    return [(line[0].removeprefix("| "), line[1]) for line in lines[2:]]
+
+
+def interrupt_at(monkeypatch, precision):
+    measure_row = _measure.measure_row
+
+    def interrupted(model, name, *size):
+        if name == precision:
+            raise KeyboardInterrupt
+        return measure_row(model, name, *size)
+
+    monkeypatch.setattr(_measure, "measure_row", interrupted)
+
+
+def test_a_cpu_is_measured_and_says_that_it_tells_nothing(small, capsys):
+    gc.collect()
+    before = len(jax.live_arrays())
+    assert command.main(["measure"]) == 0
+    text = capsys.readouterr().out
+    expected = [(m, p) for m in _measure.MODELS for p in _measure.PRECISIONS]
+    assert rows_of(text) == expected
+    assert text.splitlines()[-1] == _measure.CPU
+    assert len(jax.live_arrays()) <= before
+
+
+def test_only_what_the_units_have_is_measured(small, capsys):
+    small.setattr(_targets, "units", lambda device: frozenset({"float16"}))
+    assert command.main(["measure"]) == 0
+    text = capsys.readouterr().out
+    measured = {precision for _, precision in rows_of(text)}
+    assert measured == {"float32", "float16", "scaled float16"}
+    assert text.splitlines()[-1].startswith("Choose ")
+
+
+def test_the_fastest_of_all_models_is_chosen():
+    device = jax.devices()[0]
+    times = {"float32": (1, 1), "float16": (0.2, 0.9), "bfloat16": (0.4, 0.4)}
+    rows = [
+        _measure.Row(model, name, 1.0, ratios[index], 0, 0, 4)
+        for index, model in enumerate(_measure.MODELS)
+        for name, ratios in times.items()
+    ]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_targets, "units", lambda device: frozenset({"float16"}))
+        advice = _measure.advise(device, rows)
+        assert advice.startswith("Choose bfloat16 here: 2.5 times")
+        assert "jamp.autocast(jnp.bfloat16)" in advice
+        assert _measure.advise(device, rows[:1]) == _measure.TOO_LITTLE
+        slow = [row._replace(ratio=2 - (row.precision == "float32")) for row in rows]
+        assert _measure.advise(device, slow) == _measure.CHOOSE_FLOAT32
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_interrupted_run_leaves_what_it_had(options, small, capsys):
+    interrupt_at(small, "float16")
+    assert command.main(["measure", *options]) == 130
+    text = capsys.readouterr().out
+    if options:
+        found = json.loads(text)
+        names = [(row["model"], row["precision"]) for row in found["rows"]]
+        assert found["advice"] == "Interrupted."
+    else:
+        names = rows_of(text)
+    assert names == [("MLP", "float32"), ("MLP", "bfloat16")]
+
+
+def test_no_row_starts_after_the_time_limit(small, capsys):
+    small.setattr(_measure, "TIME_LIMIT", -1.0)
+    assert command.main(["measure"]) == 0
+    assert rows_of(capsys.readouterr().out) == []
+
+
+def test_sizes_fit_the_device():
+    model = _measure.MODELS["transformer block"]
+    slow, fast = (_measure.fitting(model, rate, 80e9) for rate in (1e11, 60e12))
+    assert model.flops(*slow) <= 0.2e11 < model.flops(*fast) <= 12e12
+    tight = _measure.fitting(model, 60e12, 4e9)
+    assert model.memory(*tight) <= 1.6e9 < model.memory(*fast)
+    assert _measure.fitting(model, 1.0, 1.0) == (128, 1)
+
+
+def test_an_unknown_argument_is_named(capsys):
+    assert command.main(["mesure"]) == 2
+    assert "mesure" in capsys.readouterr().out

@@ -1,0 +1,123 @@
+"""What a program becomes for a device that is not the local one."""
+
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+import jamp
+from jamp import _targets
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def gpu(capability, kind="NVIDIA GPU"):
+    return types.SimpleNamespace(
+        platform="gpu", device_kind=kind, compute_capability=capability
+    )
+
+
+def tpu(kind):
+    return types.SimpleNamespace(platform="tpu", device_kind=kind)
+
+
+ALL = {"float16", "bfloat16", "float8"}
+T4 = gpu("7.5", "Tesla T4")
+A100 = gpu("8.0", "NVIDIA A100-SXM4-80GB")
+H100 = gpu("9.0", "NVIDIA H100 80GB HBM3")
+UNITS = [
+    (gpu("6.1"), set()),
+    (gpu("7.0"), {"float16"}),
+    (T4, {"float16"}),
+    (A100, {"float16", "bfloat16"}),
+    (gpu("8.6"), {"float16", "bfloat16"}),
+    (gpu("8.9"), ALL),
+    (H100, ALL),
+    (gpu("10.0"), ALL),
+    (gpu("12.0"), ALL),
+    (gpu("gfx942"), None),
+    (tpu("TPU v5 lite"), {"bfloat16"}),
+    (tpu("TPU7x"), {"bfloat16", "float8"}),
+]
+
+
+@pytest.fixture
+def local(monkeypatch):
+    """Makes a device the default one, and forgets which warnings were given."""
+    monkeypatch.setattr(_targets, "_warned", set())
+    return lambda device: monkeypatch.setattr(
+        _targets, "default_device", lambda: device
+    )
+
+
+def test_the_units_of_a_device():
+    for device, expected in UNITS:
+        assert _targets.units(device) == expected, device
+    assert _targets.units(jax.devices()[0]) == frozenset()
+
+
+X = jnp.ones((16, 16))
+ASKED = {"float8": "float8", "rowwise": jamp.Float8("rowwise"), "bfloat16": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "device, asked, says",
+    [
+        (T4, "bfloat16", r"Tesla T4 \(compute capability 7.5\) .*jamp.GradScaler"),
+        (T4, "float8", r"Tesla T4 .* no units for float8.*float16"),
+        (A100, "float8", r"A100.* no units for float8.*jnp.bfloat16"),
+        (A100, "rowwise", r"A100.* no units for float8.*jnp.bfloat16"),
+        (tpu("TPU v5 lite"), "float8", r"TPU v5 lite has no units for float8"),
+    ],
+)
+def test_a_dtype_that_the_device_lacks_is_warned_of_once(device, asked, says, local):
+    local(device)
+    with pytest.warns(UserWarning, match=says) as given:
+        for _ in range(2):
+            jax.jit(jamp.autocast(ASKED[asked])(jnp.matmul)).trace(X, X)
+    assert len(given) == 1
+
+
+def test_a_rule_is_warned_of_too(local):
+    local(A100)
+    region = jamp.autocast(jnp.bfloat16, rules={".*": jamp.Float8()})
+    with pytest.warns(UserWarning, match="float8"):
+        jax.jit(region(jnp.matmul)).trace(X, X)
+
+
+@pytest.mark.parametrize("asked", [*ASKED, "float16"])
+@pytest.mark.parametrize("device", [H100, gpu("gfx942"), jax.devices()[0]])
+def test_no_warning_where_a_dtype_is_there_or_it_is_not_known(device, asked, local):
+    local(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(jamp.autocast(ASKED.get(asked, asked))(jnp.matmul)).trace(X, X)
+
+
+def lowered(function, *args, platforms):
+    exported = export.export(jax.jit(function), platforms=platforms)(*args)
+    return exported.mlir_module()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("platforms", [["cpu"], ["cuda"], ["tpu"], ["cuda", "tpu"]])
+def test_attention_asks_no_compiler_for_an_algorithm(dtype, platforms, monkeypatch):
+    """No TPU's compiler knows the one that `jax.nn` names for float16."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    q = jnp.ones((1, 4, 2, 8), dtype)
+    loss = lambda q: jamp.autocast(dtype)(jax.nn.dot_product_attention)(q, q, q).sum()
+    text = lowered(jax.grad(loss), q, platforms=platforms)
+    assert "algorithm = <" not in text
+    assert ("f16" in text and "bf16" in text) or dtype == "float16"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_a_bias_is_summed_in_a_loop_on_a_cpu_alone(platform, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x, w, b = jnp.ones((8, 256, 256)), jnp.ones((256, 256)), jnp.ones(256)
+    loss = lambda b: jamp.autocast("float16")(lambda b: x @ w + b)(b).astype("f4").sum()
+    text = lowered(jax.grad(loss), b, platforms=[platform])
+    assert text.count("stablehlo.while") == (platform == "cpu")

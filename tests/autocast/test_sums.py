@@ -10,8 +10,7 @@ import jamp
 from jamp._autocast import scatters
 
 from .squares import arrays
-from .ways import EYE as eye
-from .ways import HALF_WAYS, by_dtype, by_half_way, live
+from .ways import HALF_WAYS, by_dtype, by_half_way, eye, live
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

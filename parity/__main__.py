@@ -112,10 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for done, ran in enumerate(
         runner.results(parts, options.case, options.device, options.processes), 1
     ):
-        print(f"\r{done} of {total} cases", end="", file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"\r{done} of {total} cases", end="", file=sys.stderr)
         found[ran.part][ran.result.case] = ran.result
         seconds[ran.part] += ran.seconds
-    print(file=sys.stderr)
     results = {
         part: [found[part][name] for name in part.CASES if name in found[part]]
         for part in parts

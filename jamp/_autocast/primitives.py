@@ -131,6 +131,7 @@ def multiply(trace: AutocastTrace, op: Op, action: Action) -> Result:
     else:
         args, params = prepared(trace, op, action)
         if action.precision is not None:
+            trace.effects.touched = True
             params = params | {"precision": (action.precision, action.precision)}
         lowers = action.kind is Kind.LOWER or not trace.settings.listed
         if lowers and not op.is_baked and is_wide(args, params):

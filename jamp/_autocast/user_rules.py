@@ -29,8 +29,8 @@ BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
 regular expression that is searched for in the module path ("lm_head"). A value is the \
 dtype to run in: float16, bfloat16 or float32; jax.lax.Precision.HIGHEST for float32 \
-with all digits; "float8", a jamp.Float8 or a jamp.ScaledFloat16 for the matrix products \
-that qualify; or None to leave the op unchanged."""
+with all digits; "float8", a jamp.Float8 or a jamp.ScaledFloat16 for the matrix \
+products that qualify; or None to leave the op unchanged."""
 
 UNMATCHED = """no op matched {}. A module path is searched for in the name stack, \
 which Flax Linen, Haiku, jax.named_scope and the layers of eqx.nn write (as \

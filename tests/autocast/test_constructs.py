@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import linear_call
 from jax.experimental import scheduling_groups
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -140,29 +139,6 @@ def branches(p, x):
     return lax.switch(index, options, p, x) + lax.switch(0, options, p, x)
 
 
-@jax.custom_vjp
-def sine(x, w):
-    return jnp.sin(x @ w)
-
-
-def sine_backward(residuals, g):
-    x, w = residuals
-    g = g * jnp.cos(x @ w)
-    return g @ w.T, x.T @ g
-
-
-sine.defvjp(lambda x, w: (jnp.sin(x @ w), (x, w)), sine_backward, optimize_remat=True)
-
-
-def linear_calls(p, x):
-    """One is linear in `x`, and the other one's transpose has a constant."""
-    w = lax.stop_gradient(p["w"])
-    y = linear_call(lambda w, x: x @ w, lambda w, g: g @ w.T, w, x)
-    more = jnp.asarray(2 * np.eye(x.shape[-1]), jnp.float32)
-    y = linear_call(lambda _, x: x @ more, lambda _, g: g @ more.T, (), jnp.sin(y))
-    return dense(p, y)
-
-
 def rematerialized_loops(p, x):
     step = lambda c, _: (jnp.tanh(c @ p["w"]), None)
     x = jax.checkpoint(lambda x: lax.scan(step, x, None, length=3)[0])(x)
@@ -217,10 +193,6 @@ CONSTRUCTS = {
     "shard_map in jit": jax.jit(shard_mapped),
     "pmap": parallel_map,
     "remat of loops": rematerialized_loops,
-    "optimize_remat": lambda p, x: sine(x @ p["w"], p["w"]),
-    "optimize_remat in remat": lambda p, x: jax.checkpoint(sine)(x, p["w"]),
-    "linear_call": linear_calls,
-    "linear_call in jit": jax.jit(linear_calls),
 }
 if jax.__version_info__ >= (0, 10, 2):  # JAX 0.10.0 fails itself
     CONSTRUCTS["hints"] = with_hints
@@ -314,16 +286,12 @@ NONE_IN_FLOAT8 = {
     "custom_jvp",
     "custom_vjp",
     "custom_vjp in scan",
-    "optimize_remat in remat",
 }
 SOME_IN_FLOAT8 = {
     "jvp",
     "associative_scan",
     "custom_jvp in jit",
     "remat of loops",
-    "optimize_remat",
-    "linear_call",
-    "linear_call in jit",
 }
 # JAX differentiates the tangents' products of a custom_jvp as they are.
 FLOAT32_IF_SCALED = {"custom_jvp", "custom_jvp in jit"}
@@ -466,7 +434,7 @@ def test_a_rule_of_custom_vmap_gives_the_dtype_of_the_function():
     assert one.dtype == many.dtype == jnp.float32
 
 
-QUICK_INSIDE = ("plain", "scan", "remat of loops", "optimize_remat", "linear_call")
+QUICK_INSIDE = ("plain", "scan", "remat of loops")
 
 
 @pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, *QUICK_INSIDE))

@@ -316,6 +316,11 @@ def exp_in_scope(x):
 # Rules, a function, and why one of the rules did nothing.
 UNUSED = {
     "no such path": ({"decoder": FLOAT32}, product, "no op matched 'decoder'"),
+    "a loop, and not what it calls": (
+        {lax.scan_p: FLOAT32},
+        lambda x: lax.map(jnp.sin, x),
+        "no op matched 'scan'",
+    ),
     "after a path": (
         {"head": FLOAT32, lax.exp_p: HALF},
         exp_in_scope,

@@ -141,13 +141,11 @@ def test_a_mean_is_half_precision_of_half_precision_alone():
 
 
 def test_a_mean_in_code_that_was_traced_in_float32_is_float32():
-    """Nor is that of two vectors lowered: its caller may have asked for float32."""
     x = rounded(wide, jnp.float16)
-    for function in (jnp.mean, lambda h: jnp.vdot(h, h)):
-        half = live(function, jnp.float16)(x / 100)
-        found = jit_inside(function, jnp.float16)(x / 100)
-        assert (half.dtype, found.dtype) == (jnp.float16, jnp.float32)
-        np.testing.assert_allclose(half, found, rtol=1e-3)
+    half = live(jnp.mean, jnp.float16)(x / 100)
+    found = jit_inside(jnp.mean, jnp.float16)(x / 100)
+    assert (half.dtype, found.dtype) == (jnp.float16, jnp.float32)
+    np.testing.assert_allclose(half, found, rtol=1e-3)
 
 
 def norm_by_two_means(h):

@@ -217,7 +217,7 @@ def test_half_is_bfloat16_on_tpu(monkeypatch):
     class Device:
         platform = "tpu"
 
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [Device()])
     assert jamp.half_dtype() == jnp.bfloat16
     assert jamp.get_policy("half").compute_dtype == jnp.bfloat16
 

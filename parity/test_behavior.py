@@ -103,7 +103,12 @@ FAULTS = {
         float32,
         "clipping of scaled gradients",
     ),
-    "nothing is checked": (arithmetic, "all_finite", lambda *_, **__: np.True_, "plain, SGD"),
+    "nothing is checked": (
+        arithmetic,
+        "all_finite",
+        lambda *_, **__: np.True_,
+        "plain, SGD",
+    ),
 }
 
 

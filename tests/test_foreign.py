@@ -372,3 +372,17 @@ def test_the_status_says_whether_calls_pass(
 
 def test_the_reasons_say_why():
     assert all(len(why.split()) > 3 for _, why in reasons.REASONS.values())
+
+
+@pytest.mark.parametrize("ran", [(), (KEPT,), (FLOAT16,), (KEPT, FLOAT16)])
+def test_what_fails_in_a_way_that_ran_is_counted_without_the_others(ran):
+    ways = {way: {} for way in records.WAYS}
+    ways[PLAIN] = {test: Outcome(test, PASSED) for test in ("test_a", "test_b")}
+    for way in ran:
+        failed = Outcome("test_b", FAILED, "TypeError", "made")
+        ways[way] = {"test_a": Outcome("test_a", PASSED), "test_b": failed}
+    file = result.File("jax", "nn_test.py", ways, 2)
+    assert len(file.passed()) == 2
+    for way in (KEPT, FLOAT16):
+        assert [x.test for x in file.failed(way)] == ["test_b"] * (way in ran)
+        assert (f"not run in {way}" in report.line(file)) == (way not in ran)

@@ -376,6 +376,13 @@ jamp.GradScaler.step
     > Unpack the pair: `nnx.value_and_grad` returns the loss first.
   scaler.step(optimizer, nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx_grads)
     ValueError: gradient
+  scaler.step(optimizer, model, nnx.State({"bias": nnx_grads["bias"]}))
+    ValueError: leaf at ['kernel']
+  scaler.step(optimizer, model, as_type(jnp.float16, nnx_grads))
+    ValueError: FP16 gradients
+  scaler.step(nnx.Optimizer(model, tx, wrt=nnx.Param), model, nnx_grads)
+    ValueError: optimizer
+    > Use one loss scale: the scaler or the wrapper.
   scaler.step(optimizer, model, nnx_grads, closure=lambda: 0)
     RuntimeError: Closure
   scaler.step(optimizer, model, nnx_grads); scaler.step(optimizer, model, nnx_grads)
@@ -443,6 +450,8 @@ jamp.GradScaler.load_state_dict
     TypeError: growth_interval
   scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": -1})
     ValueError: _growth_tracker
+  scaler.load_state_dict({**scaler.state_dict(), "_hysteresis_tracker": -5})
+    ValueError: _hysteresis_tracker
 
 jamp.dynamic_loss_scale
   jamp.dynamic_loss_scale(optax.adam)
@@ -472,6 +481,8 @@ jamp.dynamic_loss_scale
     TypeError: hysteresis
   jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name=["data", 0])
     TypeError: axis_name
+  jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name=("data", "data"))
+    ValueError: axis_name
   jax.jit(lambda s: jamp.dynamic_loss_scale(optax.sgd(0.1), s).init(params))(True)
     TypeError: init_scale
   jamp.dynamic_loss_scale(tx).init(params)
@@ -514,6 +525,10 @@ jamp.dynamic_loss_scale
     TypeError: gradient at ['w']
   tx.update({**grads, "w": 1j * grads["w"]}, opt_state, params)
     ValueError: gradient
+  tx.update({**grads, "b": jnp.ones((5, 3))}, opt_state, params)
+    ValueError: gradients averaged
+  tx.update(grads, opt_state, {**params, "act": jax.nn.gelu})
+    TypeError: parameter at ['act']
   axis_tx.update(grads, opt_state, params)
     ValueError: axis_name
   off_tx.update(grads, (), params)
@@ -559,6 +574,8 @@ jamp.step
     > Unpack the pair: `value_and_grad` returns the loss first.
   jamp.step(optax.sgd(0.1), {"w": x}, optax.sgd(0.1).init(params), params)
     ValueError: gradients
+  jamp.step(tx, {**grads, "b": jnp.ones((5, 3))}, opt_state, params)
+    ValueError: gradients averaged
   jamp.step(m := optax.masked(tx, {"w": 1, "b": 0}), grads, m.init(params), params)
     ValueError: optax.masked
   jamp.step(part_tx, grads, part_tx.init(params), params)
@@ -602,6 +619,10 @@ jamp.retry
     TypeError: structure
   jamp.retry(lambda state, x: ((half, state[1]), None))((params, opt_state), x)
     TypeError: dtype
+  jamp.retry(lambda state, x: ((grads | {"b": x}, state[1]), 0))((params, opt_state), x)
+    TypeError: shape
+  jamp.retry(retry_step)((params, optax.MultiSteps(tx, 4).init(params)), x)
+    ValueError: optax.MultiSteps around a loss scale
   jamp.retry(donating)(copied((params, opt_state)), x)
     ValueError: donated
   jamp.retry(nnx_step)(model, optimizer, x)
@@ -615,6 +636,8 @@ jamp.find_loss_scale
     TypeError: step
   jamp.find_loss_scale(retry_step, params, x)
     ValueError: the state holds no loss scale
+  jamp.find_loss_scale(retry_step, (params, optax.MultiSteps(tx, 4).init(params)), x)
+    ValueError: optax.MultiSteps around a loss scale
   jamp.find_loss_scale(retry_step, ({**params, "act": jax.nn.gelu}, opt_state), x)
     TypeError: the state at [0]['act']
   jamp.find_loss_scale(retry_step, (params, opt_state), x * jnp.nan)
@@ -643,12 +666,18 @@ jamp.metrics
   jamp.metrics(scaler.state_dict())
     ValueError: opt_state
     > Pass the scaler itself.
-  jamp.metrics(opt_state, window=64)
+  jamp.metrics(opt_state, window=33)
     ValueError: window
   jamp.metrics(opt_state, window=16.0)
     TypeError: window
-  jamp.metrics(opt_state, floor_steps=-1)
+  jamp.metrics(opt_state, floor_steps=0)
     ValueError: floor_steps
+  jamp.metrics(opt_state, skipped_share=1.0)
+    ValueError: skipped_share
+  jamp.metrics(opt_state, skipped_share=-0.1)
+    ValueError: skipped_share
+  jamp.metrics(opt_state, skipped_share="half")
+    TypeError: skipped_share
   jamp.metrics(opt_state, skipped_share=50)
     ValueError: skipped_share
     > Pass a share: `0.5`.
@@ -692,6 +721,8 @@ jamp.value_and_grad
   jamp.value_and_grad(opt_state, loss_fn)
     ValueError: opt_state
     > The function comes first.
+  jamp.value_and_grad(loss_fn, (opt_state, opt_state))
+    ValueError: opt_state
   jamp.value_and_grad(loss_fn(params, x), opt_state)
     TypeError: fun
     > Pass the function, not its result.
@@ -771,6 +802,9 @@ jamp.Policy.wrap
     TypeError: function
   jamp.get_policy("half").wrap(nn.Dense)
     TypeError: function
+  jamp.get_policy("half").wrap(model.__call__)
+    TypeError: function
+    > Use `jamp.nnx.with_policy`.
   jamp.get_policy("half").wrap(loss_fn(params, x))
     TypeError: function
     > Pass the function, not its result.
@@ -821,6 +855,8 @@ jamp.linen.with_policy
   jamp.linen.with_policy("half", net)
     TypeError: module
     > The module comes first.
+  jamp.linen.with_policy(lambda x: x, "half")
+    TypeError: module
   jamp.linen.with_policy(net, jnp.float16)
     TypeError: policy
     > Write `"float16"`.
@@ -831,6 +867,10 @@ jamp.linen.with_policy
   jamp.linen.with_policy(net, "half", {"head": jnp.float32})
     TypeError: overrides
     > Write `"float32"`.
+  jamp.linen.with_policy(net, "half", ["head"])
+    TypeError: overrides
+  jamp.linen.with_policy(net, "half", {"head": "int8"})
+    ValueError: int8
   jamp.linen.with_policy(net, "half", {"(": "full"})
     ValueError: overrides
   jamp.linen.with_policy(net, "half", {3: "full"})
@@ -886,7 +926,13 @@ jamp.calibrate
     TypeError: fn
   jamp.calibrate(loss_fn, dtype="fp8")
     ValueError: dtype
+  jamp.calibrate(loss_fn, jnp.float32)
+    ValueError: dtype
   jamp.calibrate(loss_fn, tolerance=5)
+    ValueError: tolerance
+  jamp.calibrate(loss_fn, tolerance=0)
+    ValueError: tolerance
+  jamp.calibrate(loss_fn, tolerance=float("nan"))
     ValueError: tolerance
   jamp.calibrate(loss_fn, tolerance="5 %")
     TypeError: tolerance
@@ -902,9 +948,17 @@ jamp.calibrate
 jamp.debug.Calibration
   bool(jamp.calibrate(loss_fn)(params, x))
     TypeError: report.found
+  jax.jit(lambda x: jamp.calibrate(loss_fn)(params, x).tolerance)(x)
+    TypeError: x
 
 jamp.debug.Calibration.from_json
   jamp.debug.Calibration.from_json("{}")
+    ValueError: to_json
+  jamp.debug.Calibration.from_json('{"version": 9}')
+    ValueError: to_json
+  jamp.debug.Calibration.from_json("[1]")
+    ValueError: to_json
+  jamp.debug.Calibration.from_json("text")
     ValueError: to_json
   jamp.debug.Calibration.from_json(params)
     TypeError: to_json
@@ -964,6 +1018,8 @@ jamp.debug.overflow_report
     TypeError: scale
   jamp.debug.overflow_report(grads, when=opt_state)
     TypeError: when
+  jamp.debug.overflow_report(grads, when=jnp.ones(2, bool))
+    TypeError: when
 
 jamp.debug.OverflowReport
   jax.jit(lambda g: jamp.debug.overflow_report(g).found)(grads)
@@ -980,6 +1036,10 @@ jamp.debug.OverflowReport
 jamp.debug.underflow_report
   jamp.debug.underflow_report(grads, float("nan"))
     ValueError: scale
+  jamp.debug.underflow_report(grads, 0.0)
+    ValueError: scale
+  jamp.debug.underflow_report(grads, jnp.array(True))
+    TypeError: scale
   jamp.debug.underflow_report(grads, 1e300)
     ValueError: scale
   jamp.debug.underflow_report(grads, jnp.ones(3))
@@ -1028,6 +1088,10 @@ jamp.debug.plot_scale
 jamp.debug.History
   jamp.debug.History(1.5)
     TypeError: every
+  jamp.debug.History(0)
+    ValueError: every
+  jamp.debug.History(start=0.5)
+    TypeError: start
   jamp.debug.History(np.array([3]))
     TypeError: every
   jax.jit(lambda n: jamp.debug.History(n))(3)
@@ -1038,10 +1102,18 @@ jamp.debug.History
 jamp.debug.History.append
   history.append(3.0)
     TypeError: metrics
+  history.append({})
+    ValueError: names for the values
+  history.append({1: 2.0})
+    ValueError: names for the values
   history.append(opt_state)
     TypeError: metrics
     > Pass `jamp.metrics(opt_state)`.
   history.append({"loss": None})
+    TypeError: loss
+  history.append({"loss": {"a": 1}})
+    TypeError: loss
+  history.append({"loss": jax.random.key(0)})
     TypeError: loss
   history.append({"loss": x})
     ValueError: loss
@@ -1066,6 +1138,8 @@ jamp.debug.check
   jamp.debug.check({"loss_scale": 8.0})
     ValueError: metrics
     > Pass `jamp.metrics(opt_state)`.
+  jamp.debug.check(params)
+    ValueError: opt_state
   jamp.debug.check(opt_state, window=0)
     ValueError: window
   jamp.debug.check((opt_state, opt_state))

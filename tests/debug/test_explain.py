@@ -311,19 +311,6 @@ def test_the_report_of_a_whole_model_is_short(name):
     assert explanation.to_dict()["matmul_share"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: debug.explain(3)(X), TypeError, "fn must be a function; got 3"),
-        (lambda: debug.explain(loss_fn, jnp.int8), ValueError, "autocast.dtype="),
-        (lambda: debug.explain(loss_fn, rules={}), ValueError, "give dtype too"),
-    ],
-)
-def test_bad_arguments_are_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
 def test_what_cannot_be_differentiated_is_explained_all_the_same():
     def f(x):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -324,43 +324,6 @@ def test_other_names_are_refused():
         history["norm"]
 
 
-@pytest.mark.parametrize(
-    "value, error, message",
-    [
-        (jnp.ones([2, 3]), ValueError, r"'loss' must have shape \[\]; got \(2, 3\)"),
-        (jnp.ones([2]), ValueError, "several steps at once go to extend"),
-        (np.ones([2]), ValueError, r"got \(2,\)"),
-        ("a", TypeError, "got 'a' of type str"),
-        (None, TypeError, "got None of type NoneType"),
-        ({"a": 1}, TypeError, "of type dict"),
-        (jax.random.key(0), TypeError, "must hold numbers or bools; got dtype key"),
-    ],
-)
-def test_other_values_are_refused(value, error, message):
-    history = History()
-    with pytest.raises(error, match=message):
-        history.append({"loss": value})
-    history.append({"accuracy": 1.0})  # the first that counts
-    assert history.keys() == ("accuracy",)
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="every must be >= 1"):
-        History(0)
-    for every in (2.5, True, None):
-        with pytest.raises(TypeError, match="every must be an integer"):
-            History(every)
-    with pytest.raises(TypeError, match="start must be an integer"):
-        History(start=0.5)
-    with pytest.raises(TypeError, match="on_row must be a function"):
-        History(on_row="print")
-    for metrics in ({}, {1: 2.0}):
-        with pytest.raises(ValueError, match="names for the values"):
-            History().append(metrics)
-    with pytest.raises(TypeError, match="metrics must be a dict"):
-        History().append(1.0)
-
-
 def test_an_interrupted_fetch_can_be_repeated(monkeypatch):
     history = History(every=2)
     for i in range(5):

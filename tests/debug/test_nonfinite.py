@@ -407,13 +407,6 @@ def test_what_is_no_array_stays_as_it_is():
     assert find(ONE, "double", key=jax.random.key(0), scale=0.0).found
 
 
-def test_what_cannot_be_called_is_named():
-    with pytest.raises(TypeError, match=r"fn must be a function; got 3 of type int"):
-        debug.find_nonfinite(3)(ONE)
-    with pytest.raises(TypeError, match="when must be a bool"):
-        debug.find_nonfinite(jnp.log, when=1)(ONE)
-
-
 # Defects that reviews found.
 
 

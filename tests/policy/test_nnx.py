@@ -178,29 +178,6 @@ def test_parameters_are_cast_in_calls_alone():
     assert mixed.w.tag == "mine"
 
 
-class Layers(nnx.Module):
-    """Layers in a scan, with a float32 input."""
-
-    def __init__(self):
-        make = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))
-        self.layers = make(jax.random.split(jax.random.key(0), 3))
-
-    def __call__(self, x):
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def run(x, layer):
-            return layer(x)
-
-        return run(x * jnp.ones(4, jnp.float32), self.layers)
-
-
-def test_a_carry_that_differs_is_explained():
-    model = jamp.nnx.with_policy(Layers(), MIXED)
-    with pytest.raises(TypeError, match="carry input and carry output") as caught:
-        model(jnp.ones((2, 4)))
-    notes = "".join(caught.value.__notes__)
-    assert "x.astype(h.dtype)" in notes and "the start of a loop" in notes
-
-
 @pytest.mark.parametrize("cache_dtype", [slow(jnp.float32), jnp.float16])
 def test_a_decoding_cache_keeps_its_dtype(cache_dtype):
     attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
@@ -451,19 +428,6 @@ def test_jax_transformations_of_a_closure():
     expected = mixed(x)
     for run in (jax.jit(mixed), jax.vmap(mixed), jax.checkpoint(mixed)):
         np.testing.assert_array_equal(run(x), expected)
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        ({"hed": "full"}, r"'hed'.*\n.*'head'"),
-        ({"blocks/2": "full"}, r"'blocks/[01]'"),
-        ({"head": "full", nnx.Conv: "full"}, "Conv"),
-    ],
-)
-def test_overrides_that_match_nothing(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED, overrides)
 
 
 # Ways into a model.

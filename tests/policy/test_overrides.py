@@ -124,33 +124,3 @@ def test_a_layers_own_dtype_wins(flax):
 def test_a_policy_in_a_policy_wins(flax):
     model = flax.with_policy(flax.model(policy="bf16"), MIXED)
     assert flax.products(model) == [OTHER, HALF, HALF]
-
-
-@both
-@walk(
-    "arguments, error, message",
-    [
-        ({"module": None}, TypeError, "must be a module.*\\n.*for Flax Linen.*NNX"),
-        ({"module": lambda x: x}, TypeError, "policy.wrap"),
-        ({"policy": jnp.float16}, TypeError, "policy must be a jamp.Policy"),
-        ({"policy": "flaot16"}, ValueError, "float16"),
-        ({"overrides": ["Dense"]}, TypeError, "overrides must be a dict"),
-        ({"overrides": {"Dense": None}}, TypeError, "None is not a policy"),
-        ({"overrides": {3: "half"}}, TypeError, "neither a string nor a class"),
-        ({"overrides": {"(": "half"}}, ValueError, "not a regular expression"),
-        ({"overrides": {"Dense": "int8"}}, ValueError, "not a floating dtype"),
-        ({"float32_for": ("norm",)}, ValueError, "did you mean 'norms'"),
-    ],
-)
-def test_bad_arguments(flax, arguments, error, message):
-    module = arguments.get("module", flax.model()) or flax.layer
-    given = {"policy": "half"} | {k: v for k, v in arguments.items() if k != "module"}
-    with pytest.raises(error, match=message):
-        flax.with_policy(module, **given)
-
-
-@both
-def test_one_policy_is_enough(flax):
-    model = flax.with_policy(flax.model(), "half")
-    with pytest.raises(ValueError, match="already has a policy"):
-        flax.with_policy(model, "half")

@@ -145,12 +145,6 @@ def test_what_is_no_dtype(value):
         jamp.Policy(jnp.float32, value, jnp.float32)
 
 
-@walk("value", [None, 3, jnp.float16])
-def test_get_policy_takes_strings(value):
-    with pytest.raises(TypeError, match="policy_name must be a string"):
-        jamp.get_policy(value)
-
-
 # Casts.
 
 
@@ -465,31 +459,6 @@ def test_haiku_takes_the_policy(standard_promotion):
         assert products(model.apply, params, X) == [{"float16"}]
     finally:
         hk.mixed_precision.clear_policy(hk.Linear)
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"function": 3}, TypeError, "int is not a function"),
-        ({"float32_for": "norms"}, TypeError, "must be a tuple of names"),
-        ({"float32_for": 3}, TypeError, "must be a tuple of names"),
-        ({"float32_for": ("norm",)}, ValueError, "did you mean 'norms'"),
-        ({"float32_for": ("attention",)}, ValueError, "'norms', 'softmax', 'losses'"),
-    ],
-)
-def test_bad_arguments_of_wrap(arguments, error, message):
-    arguments = {"function": layer} | arguments
-    with pytest.raises(error, match=message):
-        jamp.get_policy("half").wrap(**arguments)
-
-
-def test_wrap_refuses_flax_modules():
-    from flax import linen, nnx
-
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    for module in (linen.Dense(2), linen.Dense, model, model.__call__):
-        with pytest.raises(TypeError, match="with_policy"):
-            jamp.get_policy("half").wrap(module)
 
 
 def test_wrap_casts_what_a_partial_holds(standard_promotion):

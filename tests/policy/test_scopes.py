@@ -189,8 +189,3 @@ def test_another_thread_is_in_no_module():
     with ThreadPoolExecutor() as pool:
         in_thread = lambda: pool.submit(traced, part.inner, X).result()
         assert "[part/inner]" in part(in_thread)
-
-
-def test_other_things_have_none():
-    with pytest.raises(TypeError, match="takes an NNX module; got 3 of type int"):
-        jamp.nnx.named_scopes(3)

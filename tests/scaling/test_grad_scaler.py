@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -101,24 +100,6 @@ def test_unscale_gives_plain_gradients_for_clipping(wrap):
     assert skipped and not np.isfinite(norm)
 
 
-def test_two_models_on_one_scaler_are_skipped_alone(wrap):
-    def two_steps(first, second, scaler, x, y):
-        grads = [scaled_grads(m, scaler, z) for (m, _), z in ((first, x), (second, y))]
-        skipped = scaler.step(first[1], first[0], grads[0])
-        also = scaler.step(second[1], second[0], grads[1])
-        scaler.update()
-        return skipped, also
-
-    first, second, scaler = make_model(0), make_model(1), jamp.GradScaler()
-    before = arrays(*first, *second)
-    skipped = wrap(two_steps)(first, second, scaler, X, BAD)
-    assert [bool(flag) for flag in skipped] == [False, True]
-    after = arrays(*first, *second)
-    assert np.any(after[0]["kernel"] != before[0]["kernel"])
-    chex.assert_trees_all_equal(after[2:], before[2:])
-    assert scaler.get_scale() == 2.0**15  # any overflow backs off
-
-
 def test_accumulated_gradients_are_checked_once(wrap):
     def accumulated(model, optimizer, scaler, xs):
         grads = [scaled_grads(model, scaler, x) for x in xs]
@@ -187,9 +168,6 @@ def test_scale_takes_nests_and_keeps_array_dtypes():
     assert scaled["a"] == 16 and scaled["a"].dtype == jnp.float32
     assert scaled["b"][0].dtype == jnp.float16
     assert [float(value) for value in scaled["b"][1]] == [24.0, 8.0]
-    for bad in ("loss", None, [jnp.ones(1), object()]):
-        with pytest.raises(ValueError, match="outputs must be an array or a nest"):
-            scaler.scale(bad)
 
 
 def test_update_with_a_new_scale(wrap):
@@ -204,11 +182,6 @@ def test_update_with_a_new_scale(wrap):
     scaler.update(new_scale=np.float64(1024))
     assert scaler.state_dict()["scale"] == 1024.0
     assert scaler.state_dict()["_growth_tracker"] == 5
-    for bad in (0.0, -1.0, np.inf, np.nan):
-        with pytest.raises(ValueError, match=r"new_scale must be finite and > 0"):
-            scaler.update(bad)
-    with pytest.raises(ValueError, match=r"one number; got shape \(2,\)"):
-        scaler.update(jnp.ones(2))
 
 
 def test_a_new_scale_ends_an_iteration(wrap):
@@ -247,7 +220,7 @@ def test_get_scale_is_a_float_outside_and_an_array_inside_a_trace():
     assert inside(scaler) == 2.0**16
 
 
-def test_setters_are_checked_and_take_effect(wrap):
+def test_setters_take_effect(wrap):
     (model, optimizer), scaler = make_model(), jamp.GradScaler()
     scaler.set_growth_interval(1)
     scaler.set_growth_factor(4.0)
@@ -259,14 +232,6 @@ def test_setters_are_checked_and_take_effect(wrap):
     assert scaler.get_scale() == 2.0**18
     step(model, optimizer, scaler, BAD)
     assert scaler.get_scale() == 2.0**16
-    for setter, value in (
-        (scaler.set_growth_factor, 1.0),
-        (scaler.set_backoff_factor, 1.0),
-        (scaler.set_growth_interval, 0),
-    ):
-        with pytest.raises(ValueError, match=f"{setter.__name__[4:]} must be"):
-            setter(value)
-    assert scaler.get_growth_factor() == 4.0
 
 
 def test_disabled(wrap):
@@ -279,78 +244,6 @@ def test_disabled(wrap):
     assert not np.all(np.isfinite(arrays(model)[0]["kernel"]))  # applied, as in torch
     scaler.load_state_dict({})
     scaler.update()
-
-
-def test_torchs_errors_in_torchs_words(wrap):
-    def expect(message, body):
-        (model, optimizer), scaler = make_model(), jamp.GradScaler()
-        grads = scaled_grads(model, scaler, X)
-        with pytest.raises(RuntimeError, match=message):
-            wrap(body)(model, optimizer, scaler, grads)
-
-    def unscale_twice(model, optimizer, scaler, grads):
-        grads = scaler.unscale_(optimizer, grads)
-        scaler.unscale_(optimizer, grads)
-
-    def unscale_after_step(model, optimizer, scaler, grads):
-        scaler.step(optimizer, model, grads)
-        scaler.unscale_(optimizer, grads)
-
-    def step_twice(model, optimizer, scaler, grads):
-        scaler.step(optimizer, model, grads)
-        scaler.step(optimizer, model, grads)
-
-    def update_alone(model, optimizer, scaler, grads):
-        scaler.update()
-
-    def closure(model, optimizer, scaler, grads):
-        scaler.step(optimizer, model, grads, value_fn=lambda params: 0.0)
-
-    since = "since the last update"
-    expect(rf"unscale_\(\) has already been called on this .* {since}", unscale_twice)
-    expect(r"unscale_\(\) is being called after step\(\)", unscale_after_step)
-    expect(rf"step\(\) has already been called {since}", step_twice)
-    instead = r"Call scaler\.step\(optimizer, model, grads\) first"
-    expect(rf"No inf checks were recorded prior to update\. {instead}", update_alone)
-    expect("Closure use is not currently supported if GradScaler is enabled", closure)
-
-
-def test_float16_gradients_name_the_leaf(wrap):
-    class Nested(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.inner = nnx.Linear(2, 2, param_dtype=jnp.float16, rngs=rngs)
-
-    model, scaler = Nested(), jamp.GradScaler()
-    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
-    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    message = r"Attempting to unscale FP16 gradients.*\['inner'\]\['bias'\] is float16"
-    for method in ("unscale_", "step"):
-
-        def body(model, optimizer, scaler, grads, method=method):
-            if method == "unscale_":
-                return scaler.unscale_(optimizer, grads)
-            return scaler.step(optimizer, model, grads)
-
-        with pytest.raises(ValueError, match=message):
-            wrap(body)(model, optimizer, scaler, grads)
-
-
-def test_an_empty_gradient_is_an_error_as_in_torch():
-    (_, optimizer), scaler = make_model(), jamp.GradScaler()
-    with pytest.raises(RuntimeError, match="No inf checks were recorded for this opt"):
-        scaler.unscale_(optimizer, nnx.State({}))
-
-
-def test_passing_the_scaled_gradients_on_after_unscale_is_an_error(wrap):
-    def body(model, optimizer, scaler, x):
-        grads = scaled_grads(model, scaler, x)
-        scaler.unscale_(optimizer, grads)  # torch would have changed them in place
-        scaler.step(optimizer, model, grads)
-
-    (model, optimizer), scaler = make_model(), jamp.GradScaler()
-    with pytest.raises(ValueError, match="pass the ones it returned"):
-        wrap(body)(model, optimizer, scaler, X)
 
 
 def clipped(grads):
@@ -428,16 +321,6 @@ def test_several_losses_in_one_iteration_make_no_warning(wrap, order):
     wrap(body)(first, second, scaler, X)
     for old, new in zip(before, arrays(first[0], second[0]), strict=True):
         assert 0 < np.max(np.abs(new["kernel"] - old["kernel"])) < 1
-
-
-def test_gradients_of_another_model_name_the_path():
-    (model, optimizer), scaler = make_model(), jamp.GradScaler()
-    grads = nnx.State({"kernel": nnx.Param(jnp.ones((3, 2))), "bias": nnx.Param(X[0])})
-    with pytest.raises(ValueError, match=r"\['kernel'\].*shape \(3, 2\).*\(2, 2\)"):
-        scaler.step(optimizer, model, grads)
-    del grads["kernel"]
-    with pytest.raises(ValueError, match=r"parameters have a leaf at \['kernel'\]"):
-        scaler.step(optimizer, model, grads)
 
 
 def test_a_step_that_raises_does_not_forget_what_was_unscaled():
@@ -522,7 +405,7 @@ class TwoParts(nnx.Module):
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_an_overflow_of_any_optimizer_halves_the_scale(wrap, bad):
+def test_of_two_models_one_is_skipped_and_any_overflow_halves_the_scale(wrap, bad):
     def body(models, optimizers, scaler, inputs):
         pairs = zip(models, optimizers, inputs, strict=True)
         skipped = [
@@ -532,12 +415,16 @@ def test_an_overflow_of_any_optimizer_halves_the_scale(wrap, bad):
         scaler.update()
         return skipped
 
-    models, optimizers = zip(make_model(0), make_model(1), strict=True)
+    pairs = make_model(0), make_model(1)
+    models, optimizers = zip(*pairs, strict=True)
     scaler, inputs = jamp.GradScaler(init_scale=8.0), [X, X]
     inputs[bad] = BAD
+    before = [arrays(*pair) for pair in pairs]
     skipped = wrap(body)(models, optimizers, scaler, inputs)
     assert list(map(bool, skipped)) == [i == bad for i in (0, 1)]
-    assert scaler.get_scale() == 4.0
+    chex.assert_trees_all_equal(arrays(*pairs[bad]), before[bad])
+    moved = arrays(*pairs[1 - bad])[0]["kernel"] != before[1 - bad][0]["kernel"]
+    assert np.any(moved) and scaler.get_scale() == 4.0
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -580,22 +467,6 @@ def test_a_model_may_hold_its_scaler(wrap):
     assert model.scaler.get_scale() == 2.0**15
 
 
-def test_what_is_no_plain_optimizer_is_refused():
-    (model, optimizer), scaler = make_model(), jamp.GradScaler()
-    grads = scaled_grads(model, scaler, X)
-    for wrong in (model, optimizer.tx):
-        with pytest.raises(TypeError, match=r"optimizer must be an nnx\.Optimizer"):
-            scaler.unscale_(wrong, grads)
-        with pytest.raises(TypeError, match=r"optimizer must be an nnx\.Optimizer"):
-            scaler.step(wrong, model, grads)
-    tx = optax.chain(jamp.dynamic_loss_scale(optax.sgd(0.1)))
-    scaling = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    with pytest.raises(ValueError, match="optimizer already holds a loss scale"):
-        scaler.step(scaling, model, grads)
-    with pytest.raises(ValueError, match=r"not nnx\.as_pure of it"):
-        scaler.step(optimizer, model, nnx.as_pure(grads))
-
-
 def test_bounds_and_hysteresis_are_those_of_the_wrapper():
     (model, optimizer) = make_model()
     scaler = jamp.GradScaler(
@@ -626,15 +497,6 @@ def test_extra_arguments_reach_the_optimizer(wrap):
     np.testing.assert_allclose(moved, 0.25 / 6, rtol=1e-4)
 
 
-def test_static_numbers_may_not_be_traced():
-    @nnx.jit
-    def make(factor):
-        return jamp.GradScaler(growth_factor=factor)
-
-    with pytest.raises(TypeError, match="growth_factor of a GradScaler is static"):
-        make(jnp.float32(2))
-
-
 def test_repr_in_the_middle_of_an_iteration():
     (model, optimizer), scaler = make_model(), jamp.GradScaler()
     scaler.unscale_(optimizer, scaled_grads(model, scaler, X))
@@ -655,21 +517,6 @@ def test_copies_are_equal_and_apart(copier):
     assert nnx.jit(train_step)(model, optimizer, twin, BAD)
 
 
-def test_orbax_saves_and_restores(tmp_path):
-    (model, optimizer), scaler = make_model(), jamp.GradScaler()
-    train_step(model, optimizer, scaler, BAD)
-    train_step(model, optimizer, scaler, X)
-    fresh = jamp.GradScaler()
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "scaler", nnx.state(scaler))
-        checkpointer.wait_until_finished()
-        nnx.update(
-            fresh,
-            checkpointer.restore(tmp_path / "scaler", nnx.state(jamp.GradScaler())),
-        )
-    assert fresh.state_dict() == scaler.state_dict()
-
-
 def test_a_disabled_scaler_keeps_the_scale_for_an_enabled_one(wrap):
     (model, optimizer), off = make_model(), jamp.GradScaler(8.0, enabled=False)
     wrap(train_step)(model, optimizer, off, BAD)
@@ -686,7 +533,7 @@ def test_a_disabled_scaler_keeps_the_scale_for_an_enabled_one(wrap):
     assert resumed.state_dict() == on.state_dict()
 
 
-def test_state_dict_round_trip_and_errors():
+def test_state_dict_round_trip():
     (model, optimizer), scaler = make_model(), jamp.GradScaler(3.7, hysteresis=2)
     train_step(model, optimizer, scaler, BAD)
     saved = scaler.state_dict()
@@ -696,41 +543,9 @@ def test_state_dict_round_trip_and_errors():
     fresh = jamp.GradScaler(hysteresis=2)
     fresh.load_state_dict(saved)
     assert fresh.state_dict() == saved
-
-    with pytest.raises(RuntimeError, match="The source state dict is empty"):
-        fresh.load_state_dict({})
-    with pytest.raises(ValueError, match="state_dict lacks _growth_tracker, scale"):
-        fresh.load_state_dict(
-            {k: v for k, v in saved.items() if k not in ("scale", "_growth_tracker")}
-        )
-    for key, bad in (("scale", 0.0), ("growth_factor", 1.0), ("_growth_tracker", -1)):
-        with pytest.raises(ValueError, match="must be"):
-            fresh.load_state_dict({**saved, key: bad})
-    for key, bad in (("_growth_tracker", 1.5), ("scale", "x")):
-        with pytest.raises(TypeError, match="must be"):
-            fresh.load_state_dict({**saved, key: bad})
-    with pytest.raises(ValueError, match="_hysteresis_tracker must be >= 0"):
-        fresh.load_state_dict({**saved, "_hysteresis_tracker": -5})
-    with pytest.raises(TypeError, match="state_dict must be a mapping; got list"):
-        fresh.load_state_dict([1])
-    assert fresh.state_dict() == saved  # nothing was loaded in part
     plain = jamp.GradScaler()
     plain.load_state_dict({**saved, "_hysteresis_tracker": 3})
     assert plain.hysteresis_tracker[...] == -2
-
-    @nnx.jit
-    def inside(scaler):
-        scaler.state_dict()
-
-    with pytest.raises(RuntimeError, match="called inside a trace"):
-        inside(fresh)
-
-
-def test_torchs_device_argument_is_explained():
-    with pytest.raises(TypeError, match=r"torch\.amp\.GradScaler takes first"):
-        jamp.GradScaler("cuda")
-    with pytest.raises(ValueError, match="growth_factor must be"):
-        jamp.GradScaler(growth_factor=1.0)
 
 
 def test_bfloat16_gradients_keep_their_dtype():

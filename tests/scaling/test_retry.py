@@ -272,17 +272,6 @@ def test_microbatches_are_retried_one_by_one():
     assert jamp.metrics(state)["retried_steps"] > 10
 
 
-@pytest.mark.parametrize("how", ["retry", "find"])
-def test_sums_of_scaled_gradients_are_refused(how):
-    training = Training()
-    training.tx = optax.MultiSteps(training.tx, 2).gradient_transformation()
-    with pytest.raises(ValueError, match="MultiSteps around a loss scale"):
-        if how == "find":
-            jamp.find_loss_scale(training.step, training.start(), *batches()[0])
-        else:
-            jamp.retry(training.step)(training.start(), *batches()[0])
-
-
 @pytest.mark.parametrize("jit", mostly_slow([True, False], True))
 def test_what_a_step_changes_in_place_is_held(jit):
     training = Training(2.0**20)
@@ -868,37 +857,6 @@ def test_the_scale_of_nnx_objects_is_found_inside_a_trace():
     found = jamp.metrics(scaler)
     assert found.pop("loss_scale") == 2.0**15 and numbers.pop("loss_scale") == 4.0
     check_bits(found, numbers)
-
-
-def test_a_donated_state_is_missed_at_once():
-    training = Training(2.0**10)
-    step = jamp.retry(jax.jit(training.step, donate_argnums=0))
-    with pytest.raises(ValueError, match=r"jax\.jit\(jamp\.retry\(step\), donate"):
-        step(training.start(), *batches()[0])
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda new: new | {"more": 1.0}, "structure"),
-        (lambda new: new | {"mean": jnp.zeros(3)}, r"shape.*\['mean'\] became \(3,\)"),
-        (
-            lambda new: new | {"mean": new["mean"].astype(jnp.float16)},
-            r"dtype.*\['mean'\] became float16 from float32",
-        ),
-    ],
-)
-@pytest.mark.parametrize("jit", [True, False])
-def test_another_state_is_refused(change, message, jit):
-    training = Training()
-
-    def step(state, x, y):
-        new, aux = training.step(state, x, y)
-        return change(new), aux
-
-    wrapped = jamp.retry(step)
-    with pytest.raises(TypeError, match=rf"jamp\.retry: step must .*{message}"):
-        (jax.jit(wrapped) if jit else wrapped)(training.start(), *batches()[0])
 
 
 HIGH = 2.0**20

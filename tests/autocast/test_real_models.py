@@ -1,6 +1,5 @@
 """What models of other projects do that broke, in small."""
 
-import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -10,13 +9,8 @@ import pytest
 from jax import lax
 
 import jamp
-from shared.jaxprs import equations
-from tests.jaxprs import products
-from tests.marks import SLOW, slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-POLICY = jamp.get_policy("mixed_float16")
 
 
 def in_a_region(function, *args):
@@ -65,48 +59,6 @@ def test_weak_types_stay_weak(place):
     assert out.dtype == jnp.float16
     assert seen == [True] * 3
     np.testing.assert_allclose(out, x / jnp.float16(0.9))
-
-
-class PostNorm(eqx.Module):
-    """A layer of BERT: the norm comes last, dropout and gelu follow."""
-
-    norm: eqx.nn.LayerNorm
-    dropout: eqx.nn.Dropout
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.norm, self.dropout = eqx.nn.LayerNorm(8), eqx.nn.Dropout(0.1)
-        self.up = eqx.nn.Linear(8, 16, key=key)
-        self.down = eqx.nn.Linear(16, 8, key=key)
-
-    def __call__(self, x, key):
-        x = self.dropout(jax.vmap(self.norm)(x), key=key)
-        h = jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(x)))
-        return jax.vmap(self.norm)(jax.nn.gelu(h + x))
-
-
-@pytest.mark.slow
-def test_the_products_of_a_wrapped_equinox_model_are_in_float16():
-    keys = jax.random.split(jax.random.key(0), 4)
-    model = PostNorm(keys[0])
-    x = jax.random.normal(keys[1], (3, 5, 8))
-
-    def two_layers(model, x, key):
-        return model(jax.nn.gelu(model(x, key)), key)
-
-    def run(x):
-        return jax.vmap(POLICY.wrap(two_layers), in_axes=(None, 0, 0))(
-            model, x, keys[1:]
-        )
-
-    assert products(run, x) == [{"float16"}] * 4
-    found = equations(jax.make_jaxpr(run)(x))
-    assert {e.outvars[0].aval.dtype for e in found if e.primitive.name == "rsqrt"} == {
-        jnp.dtype("float32")
-    }
-    plain = jax.vmap(two_layers, in_axes=(None, 0, 0))(model, x, keys[1:])
-    np.testing.assert_allclose(run(x), plain, atol=1e-2)
 
 
 def of_haiku(use):
@@ -181,60 +133,3 @@ def test_a_number_that_fits_does_not_widen():
     with jamp.autocast(jnp.bfloat16):
         h = jnp.eye(2) @ jnp.eye(2)
         assert jnp.where(h > 0, h, MASK).dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
-@pytest.mark.parametrize(
-    "float32_for", [pytest.param(("norms", "softmax", "losses"), marks=SLOW), ()]
-)
-def test_draws_under_a_policy_are_those_of_float32(dtype, float32_for):
-    """Noise in half precision has ties, which go to the first tokens."""
-    policy = jamp.Policy("float32", dtype, "float32")
-    key = jax.random.key(0)
-    logits = 0.01 * jax.random.normal(jax.random.key(1), (1000,))
-
-    def draw(logits):
-        return jax.random.categorical(key, logits, shape=(2000,))
-
-    wrapped = policy.wrap(draw, float32_for=float32_for)
-    rounded = logits.astype(dtype).astype(jnp.float32)
-    np.testing.assert_array_equal(wrapped(logits), draw(rounded))
-    np.testing.assert_array_equal(jax.jit(wrapped)(logits), draw(rounded))
-
-
-class Writer(nn.RNNCellBase):
-    """Reads what it has drawn from its own logits."""
-
-    @nn.compact
-    def __call__(self, carry, x):
-        state, last = carry
-        state, y = nn.LSTMCell(8)(state, last)
-        logits = nn.Dense(64)(y)
-        drawn = jax.random.categorical(self.make_rng("draw"), logits)
-        return (state, jax.nn.one_hot(drawn, 8)), (logits, drawn)
-
-    @property
-    def num_feature_axes(self):
-        return 1
-
-
-class Text(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        state = nn.LSTMCell(8, parent=None).initialize_carry(
-            jax.random.key(0), x[:, 0].shape
-        )
-        writer = nn.RNN(Writer(), split_rngs={"params": False, "draw": True})
-        return writer(x, initial_carry=(state, x[:, 0]))
-
-
-@pytest.mark.slow
-def test_what_a_scanned_cell_draws_under_a_policy():
-    x = jnp.ones((4, 6, 8))
-    keys = {"params": jax.random.key(0), "draw": jax.random.key(1)}
-    variables = Text().init(keys, x)
-    half = jamp.linen.with_policy(Text(), POLICY)
-    logits, drawn = half.apply(variables, x, rngs=keys)
-    plain, drawn_plain = Text().apply(variables, x, rngs=keys)
-    np.testing.assert_array_equal(drawn, drawn_plain)
-    np.testing.assert_allclose(logits, plain, atol=2e-3)

@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 
 import jamp
-from shared.jaxprs import equations
 from tests.jaxprs import products
 from tests.marks import slow
 
@@ -150,22 +149,6 @@ def test_training_is_traced_once_and_keeps_its_dtypes(text):
     assert mixed.calls[...] == 20
 
 
-@pytest.mark.slow
-def test_grad_scaler():
-    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED)
-    optimizer = nnx.Optimizer(mixed, optax.sgd(1e-3), wrt=nnx.Param)
-    scaler = jamp.GradScaler(init_scale=2.0**8)
-
-    @nnx.jit
-    def step(model, optimizer, scaler):
-        grads = nnx.grad(lambda m: scaler.scale(jnp.mean(m(TOKENS) ** 2)))(model)
-        skipped = scaler.step(optimizer, model, grads)
-        scaler.update()
-        return skipped
-
-    assert not step(mixed, optimizer, scaler)
-
-
 def test_parameters_are_cast_in_calls_alone():
     mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED)
     kernel = mixed.head.kernel
@@ -276,24 +259,6 @@ def test_half_parameters():
     assert mixed(TOKENS).dtype == jnp.float16
 
 
-def test_norms_and_softmax_compute_in_float32():
-    def dtypes(**kwargs):
-        mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), "half", **kwargs)
-        graphdef, state = nnx.split(mixed)
-        run = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(TOKENS))(state)
-        found = {}
-        for eqn in equations(run):
-            if eqn.primitive.name in ("rsqrt", "exp"):
-                names = found.setdefault(eqn.primitive.name, set())
-                names.add(eqn.invars[0].aval.dtype.name)
-        return found, mixed.norm.scale.dtype
-
-    assert dtypes() == ({"rsqrt": {"float32"}, "exp": {"float32"}}, FULL)
-    found, scale = dtypes(float32_for=())
-    assert found["exp"] == {"float16"}
-    assert scale == jnp.float16
-
-
 def test_overrides():
     overrides = {
         "^head$": "full",
@@ -329,18 +294,6 @@ def test_a_shared_parameter_is_cast_by_its_reader():
     mixed = jamp.nnx.with_policy(Tied(nnx.Rngs(0)), MIXED, {"unembed": "full"})
     assert mixed.unembed.embedding is mixed.embed.embedding
     assert model_products(mixed, TOKENS) == [{"float16"}, {"float32"}]
-
-
-@pytest.mark.parametrize(
-    "cell", [slow(nnx.LSTMCell), nnx.GRUCell, slow(nnx.SimpleCell)]
-)
-def test_a_recurrent_carry_keeps_its_dtype(cell):
-    rnn = nnx.RNN(cell(8, 8, rngs=nnx.Rngs(0)), return_carry=True)
-    mixed = jamp.nnx.with_policy(rnn, MIXED)
-    carry, y = mixed(jnp.ones((1, 4, 8)))
-    assert {c.dtype for c in jax.tree.leaves(carry)} == {FULL}
-    assert y.dtype == FULL
-    assert all(len(d) == 1 for d in model_products(mixed, jnp.ones((1, 4, 8))))
 
 
 def test_checkpoints_load_both_ways():

@@ -19,7 +19,7 @@ import jamp
 from jamp._policy import float32_region
 from shared.jaxprs import equations
 from tests.jaxprs import products
-from tests.marks import walk
+from tests.marks import SLOW, slow, walk
 
 from ..around import forget
 
@@ -287,14 +287,19 @@ def test_softmax_stays_in_float32(style, standard_promotion):
     assert exponentials(policy.wrap(model, float32_for=("losses",)), X) == {"float16"}
 
 
-def test_what_follows_softmax_is_in_half_precision(standard_promotion):
+def test_what_follows_softmax_is_half_precision_and_log_softmax_float32(
+    standard_promotion,
+):
     def model(x, v):
+        seen.extend([2 * jax.nn.softmax(x), 2 * jax.nn.log_softmax(x)])
         return jnp.tanh(jax.nn.softmax(x) @ v)
 
+    seen = []
     wrapped = jamp.get_policy("mixed_float16").wrap(model)
     found = list(equations(jax.make_jaxpr(wrapped)(X, jnp.eye(4))))
     dtypes = {e.primitive.name: e.outvars[0].aval.dtype.name for e in found}
     assert dtypes["dot_general"] == dtypes["tanh"] == "float16"
+    assert [y.dtype for y in seen] == [jnp.float16, jnp.float32]
 
 
 def test_losses_stay_in_float32(standard_promotion):
@@ -323,6 +328,27 @@ def test_losses_of_a_library_that_is_imported_late_stay_in_float32(
         before.setattr(float32_region, "loaded", lambda: names)
         assert seen() == {"float16"}
     assert seen() == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
+@pytest.mark.parametrize(
+    "float32_for", [pytest.param(("norms", "softmax", "losses"), marks=SLOW), ()]
+)
+def test_draws_under_a_policy_are_those_of_float32(
+    dtype, float32_for, standard_promotion
+):
+    """Noise in half precision has ties, which go to the first tokens."""
+    policy = jamp.Policy("float32", dtype, "float32")
+    key = jax.random.key(0)
+    logits = 0.01 * jax.random.normal(jax.random.key(1), (1000,))
+
+    def draw(logits):
+        return jax.random.categorical(key, logits, shape=(2000,))
+
+    wrapped = policy.wrap(draw, float32_for=float32_for)
+    rounded = logits.astype(dtype).astype(jnp.float32)
+    np.testing.assert_array_equal(wrapped(logits), draw(rounded))
+    np.testing.assert_array_equal(jax.jit(wrapped)(logits), draw(rounded))
 
 
 def test_a_policy_wins_over_a_region_around_it():
@@ -412,6 +438,48 @@ def test_equinox_module_as_argument_and_as_function(standard_promotion):
         np.testing.assert_allclose(out, equinox_block()(X[0]), atol=1e-2)
         grads = eqx.filter_grad(lambda m, run=run: jnp.sum(run(m, X[0]) ** 2))(model)
         assert {g.dtype for g in jax.tree.leaves(grads)} == {full}
+
+
+class PostNorm(eqx.Module):
+    """A layer of BERT: the norm comes last, dropout and gelu follow."""
+
+    norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.norm, self.dropout = eqx.nn.LayerNorm(8), eqx.nn.Dropout(0.1)
+        self.up = eqx.nn.Linear(8, 16, key=key)
+        self.down = eqx.nn.Linear(16, 8, key=key)
+
+    def __call__(self, x, key):
+        x = self.dropout(jax.vmap(self.norm)(x), key=key)
+        h = jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(x)))
+        return jax.vmap(self.norm)(jax.nn.gelu(h + x))
+
+
+@pytest.mark.slow
+def test_the_products_of_a_wrapped_equinox_model_are_in_float16(standard_promotion):
+    keys = jax.random.split(jax.random.key(0), 4)
+    model = PostNorm(keys[0])
+    x = jax.random.normal(keys[1], (3, 5, 8))
+
+    def two_layers(model, x, key):
+        return model(jax.nn.gelu(model(x, key)), key)
+
+    def run(x):
+        return jax.vmap(
+            jamp.get_policy("mixed_float16").wrap(two_layers), in_axes=(None, 0, 0)
+        )(model, x, keys[1:])
+
+    assert products(run, x) == [{"float16"}] * 4
+    found = equations(jax.make_jaxpr(run)(x))
+    assert {e.outvars[0].aval.dtype for e in found if e.primitive.name == "rsqrt"} == {
+        jnp.dtype("float32")
+    }
+    plain = jax.vmap(two_layers, in_axes=(None, 0, 0))(model, x, keys[1:])
+    np.testing.assert_allclose(run(x), plain, atol=1e-2)
 
 
 def test_equinox_norms_without_the_preset(standard_promotion):

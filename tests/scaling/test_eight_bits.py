@@ -209,13 +209,6 @@ def test_what_eight_bits_can_hold_is_averaged_exactly(dtype):
     np.testing.assert_array_equal(averaged(grads, dtype), expected)
 
 
-@BOTH
-def test_zeros_stay_zeros(dtype):
-    grads = np.zeros((DEVICES, 500), np.float32)
-    grads[:, ::2] = -0.0
-    np.testing.assert_array_equal(averaged(grads, dtype), 0.0)
-
-
 @MOSTLY_INT8
 @pytest.mark.parametrize("block", mostly_slow([1, 7, 256, 10**6], 7, 10**6))
 def test_arrays_of_any_size(dtype, block):
@@ -296,13 +289,6 @@ def test_several_axes(axes, check_vma):
     if len(axes) == 2:
         groups = (found,)
     assert all(np.all(bits(rows) == bits(rows)[0]) for rows in groups)
-
-
-@pytest.mark.slow
-def test_pmap():
-    grads = {"w": normal(DEVICES, 600), "b": normal(DEVICES, 3)}
-    found = jax.pmap(mean_of(INT8), axis_name="data")(grads)
-    np.testing.assert_array_equal(found["w"], averaged(grads, INT8)["w"])
 
 
 def test_under_jit_scan_remat_and_vmap_and_one_trace(checking_leaks):

@@ -114,35 +114,6 @@ def test_accumulated_gradients_are_checked_once(wrap):
     assert scaler.get_scale() == 2.0**15
 
 
-def test_batch_norm_and_dropout_train_under_jit(standard_promotion):
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.dense = nnx.Linear(2, 4, dtype=jnp.float16, rngs=rngs)
-            self.norm = nnx.BatchNorm(4, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.dropout(self.norm(self.dense(x)))
-
-    @nnx.jit
-    def step(model, optimizer, scaler, x):
-        loss_fn = lambda model: scaler.scale(jnp.mean(model(x) ** 2))
-        grads = nnx.grad(loss_fn)(model)
-        skipped = scaler.step(optimizer, model, grads)
-        scaler.update()
-        return skipped
-
-    model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
-    scaler = jamp.GradScaler(init_scale=2.0**8)
-    x = jax.random.normal(jax.random.key(0), (8, 2))
-    before = np.asarray(model.norm.mean[...])
-    drawn = int(model.dropout.rngs.count[...])
-    assert not step(model, optimizer, scaler, x)
-    assert np.any(np.asarray(model.norm.mean[...]) != before)
-    assert int(model.dropout.rngs.count[...]) == drawn + 1
-
-
 def test_works_with_the_optax_wrapper_in_an_nnx_optimizer():
     model, _ = make_model()
     tx = jamp.dynamic_loss_scale(optax.sgd(0.5))

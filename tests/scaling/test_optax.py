@@ -11,7 +11,6 @@ import pytest
 from flax.training import train_state
 
 import jamp
-from tests.marks import slow
 
 
 def loss_fn(params, x):
@@ -46,55 +45,6 @@ def scaled_sgd(**kwargs):
     return jamp.dynamic_loss_scale(optax.sgd(0.5, momentum=0.5), **kwargs)
 
 
-MASK = {"w": True, "b": False}
-NESTINGS = {
-    "bare": lambda tx: tx,
-    "chain": lambda tx: optax.chain(optax.identity(), tx, optax.scale(1.0)),
-    "named_chain": lambda tx: optax.named_chain(("amp", tx)),
-    "masked": lambda tx: optax.masked(tx, {"w": True, "b": True}),
-    "multi_transform": lambda tx: optax.multi_transform(
-        {"train": tx}, {"w": "train", "b": "train"}
-    ),
-    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: tx)(
-        rate=0.1
-    ),
-    "conditionally_mask": lambda tx: optax.conditionally_mask(
-        tx, lambda step: step >= 0
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NESTINGS)
-def test_nesting_keeps_the_meaning(name, standard_promotion):
-    batches = [X, 2 * X, BAD, X, X]
-    params, state = run(scaled_sgd(growth_interval=2), batches)
-    nested_params, nested_state = run(
-        NESTINGS[name](scaled_sgd(growth_interval=2)), batches
-    )
-    chex.assert_trees_all_close(nested_params, params, rtol=1e-6)
-    chex.assert_trees_all_equal(jamp.metrics(nested_state), jamp.metrics(state))
-    assert jamp.metrics(state)["skipped_steps"] == 1
-    assert jamp.loss_scale(state) == 2.0**17
-    fused = make_params()
-    tx = NESTINGS[name](scaled_sgd(growth_interval=2))
-    fused_state = tx.init(fused)
-    for x in batches:
-        _, grads = jamp.value_and_grad(loss_fn, fused_state)(fused, x)
-        fused, fused_state = jamp.step(tx, grads, fused_state, fused)
-    chex.assert_trees_all_close(fused, params, rtol=1e-6)
-    chex.assert_trees_all_equal(jamp.metrics(fused_state), jamp.metrics(state))
-
-
-def test_masked_leaves_pass():
-    tx = optax.masked(scaled_sgd(), MASK)
-    params, state = make_params(), None
-    state = tx.init(params)
-    grads = {"w": jnp.full((4, 2), 2.0**16), "b": jnp.full(2, jnp.inf)}
-    updates, state = tx.update(grads, state, params)
-    assert not jamp.metrics(state)["found_inf"]  # it does not check the masked part
-    np.testing.assert_array_equal(updates["w"], -0.5)
-
-
 def test_inject_hyperparams_makes_the_scalers_numbers_arrays(standard_promotion):
     factory = optax.inject_hyperparams(jamp.dynamic_loss_scale, static_args=("inner",))
     tx = factory(optax.sgd(0.5), growth_interval=2, backoff_factor=0.25)
@@ -104,23 +54,6 @@ def test_inject_hyperparams_makes_the_scalers_numbers_arrays(standard_promotion)
     grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
     _, state = jax.jit(tx.update)(grads, state, params)
     assert jamp.loss_scale(state) == 2.0**17 / 8
-
-
-def test_a_schedule_inside_does_not_advance_on_a_skip(standard_promotion):
-    schedule = optax.piecewise_constant_schedule(1.0, {2: 0.0})
-    tx = jamp.dynamic_loss_scale(optax.sgd(schedule))
-    _, state = run(tx, [X, BAD, BAD, X])
-    assert optax.tree.get(state, "count") == 2
-
-
-def test_clipping_inside_sees_unscaled_gradients():
-    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
-    params, _ = run(jamp.dynamic_loss_scale(clipped), [X])
-    bare = make_params()
-    grads = jax.grad(loss_fn)(bare, X)
-    assert optax.tree.norm(grads) > 0.1
-    updates, _ = clipped.update(grads, clipped.init(bare), bare)
-    chex.assert_trees_all_close(params, optax.apply_updates(bare, updates), rtol=1e-6)
 
 
 def test_around_multi_steps_a_bad_microbatch_is_dropped_alone(standard_promotion):
@@ -159,42 +92,6 @@ def test_accumulation_as_in_torch_sums_scaled_gradients_and_checks_once():
     new_params, new_state, _ = step(tx, params, state, jnp.stack([X, BAD]))
     chex.assert_trees_all_equal(new_params, params)
     assert new_state.found_inf and new_state.skipped_steps == 1
-
-
-@pytest.mark.parametrize("linesearch", [slow("zoom"), "backtracking"])
-def test_a_line_search_sees_unscaled_values(linesearch):
-    search = {
-        "zoom": optax.scale_by_zoom_linesearch(max_linesearch_steps=10),
-        "backtracking": optax.scale_by_backtracking_linesearch(10, store_grad=True),
-    }[linesearch]
-    target = jnp.array([1.0, -2.0, 3.0])
-    objective = lambda p: jnp.sum((p - target) ** 2 * jnp.array([1.0, 5.0, 25.0]))
-
-    def minimize(tx, value_and_grad):
-        params = jnp.zeros(3)
-        state = tx.init(params)
-
-        @jax.jit
-        def step(params, state):
-            value, grad = value_and_grad(state)(params)
-            updates, state = tx.update(
-                grad, state, params, value=value, grad=grad, value_fn=objective
-            )
-            return optax.apply_updates(params, updates), state
-
-        for _ in range(12):
-            params, state = step(params, state)
-        return params
-
-    plain = minimize(
-        optax.lbfgs(linesearch=search), lambda _: jax.value_and_grad(objective)
-    )
-    scaled = minimize(
-        jamp.dynamic_loss_scale(optax.lbfgs(linesearch=search)),
-        lambda state: jamp.value_and_grad(objective, state),
-    )
-    np.testing.assert_allclose(plain, target, rtol=1e-4)
-    np.testing.assert_allclose(scaled, target, rtol=1e-4)
 
 
 def test_half_precision_parameters_are_updated_in_float32(standard_promotion):
@@ -330,27 +227,6 @@ def test_a_disabled_run_is_resumed_with_a_new_scale(wrap):
     assert jamp.loss_scale(resumed) == 4.0 and resumed.hysteresis_tracker == -2
     static = jamp.static_loss_scale(optax.sgd(0.5, momentum=0.5), 32.0)
     assert jamp.loss_scale(take_step(static, state, params, X)[1]) == 32.0
-
-
-@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
-def test_an_enabled_run_is_resumed_without_a_scale(wrap):
-    off = jamp.dynamic_loss_scale(optax.sgd(0.5, momentum=0.5), enabled=False)
-    on = jamp.dynamic_loss_scale(optax.sgd(0.5, momentum=0.5))
-    off_step = wrap(functools.partial(take_step, off))
-    params, state = run(on, [X, X, BAD])
-    for x in (X, X):
-        params, state = off_step(state, params, x)
-    assert jamp.loss_scale(state) == 1.0 and not state.found_inf
-    chex.assert_trees_all_equal(params, run(on, [X, X, BAD, X, X])[0])
-
-
-def test_static_scale_never_moves_and_skips():
-    tx = jamp.static_loss_scale(optax.sgd(0.5), 1024.0)
-    params, state = run(tx, [X, BAD, X])
-    assert jamp.loss_scale(state) == 1024.0
-    assert jamp.metrics(state)["skipped_steps"] == 1
-    good, _ = run(tx, [X, X])
-    chex.assert_trees_all_equal(params, good)
 
 
 def test_value_and_grad_returns_the_plain_loss_and_scaled_gradients():

@@ -166,14 +166,6 @@ def test_a_region_around_it_counts(jit):
     assert {row.runs_in for row in rows(inner, "dot_general")} == {"bfloat16"}
 
 
-def test_policies():
-    wrapped = jamp.get_policy("mixed_float16").wrap(loss_fn)
-    explanation = debug.explain(wrapped)(PARAMS, X)
-    products = rows(explanation, "dot_general")
-    assert products and all(row.runs_in == "float16" for row in products)
-    assert {row.rule for row in products} == {"policy"}
-
-
 class OwnNorm(nnx.Module):
     """A norm as in many models: it casts, and returns float32."""
 

@@ -101,11 +101,11 @@ def test_a_report_of_each_step_of_a_scan():
 
 
 def test_the_host_is_not_needed_until_somebody_reads():
-    grads = jax.device_put({"w": jnp.ones(4)})
+    grads = jax.device_put({"w": jnp.array([1.0, jnp.inf])})
     scale = jax.device_put(jnp.float32(8.0))
-    run = jax.jit(lambda g, s: (debug.overflow_report(g), debug.underflow_report(g, s)))
+    run = jax.jit(lambda grads, scale: [report(grads, scale) for report in REPORTS])
     run(grads, scale)
-    with jax.transfer_guard("disallow"):
+    with jax.transfer_guard("disallow"), jax.debug_nans(True):
         run(grads, scale)
 
 

@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ STEPS_PER_KILL = 16  # more than a process makes, so that none reaches the end
 SAMPLES, BATCH, FEATURES, HIDDEN = 96, 16, 8, 32
 SCALING = {"init_scale": 2.0**10, "growth_interval": 5}
 ENGINES = ("optax", "nnx", "feedback")
+ADAM = optax.adam(1e-2)
 
 
 class Data:
@@ -75,9 +77,17 @@ def loss_fn(params: Any, dropout: Any, x: jax.Array) -> jax.Array:
         return jnp.mean((hidden @ params["w2"] - jnp.sin(x)) ** 2)
 
 
-def optax_trainer() -> tuple[Any, Any]:
-    """What is carried from step to step, and the step."""
-    tx = jamp.dynamic_loss_scale(optax.adam(1e-2), **SCALING)
+def optax_trainer(
+    inner: optax.GradientTransformation = ADAM,
+    own: Callable[[Any], Any] = lambda params: params,
+    **scaling: Any,
+) -> tuple[Any, Any]:
+    """What is carried from step to step, and the step.
+
+    Args:
+      own: what a device makes of the parameters before it differentiates.
+    """
+    tx = jamp.dynamic_loss_scale(inner, **SCALING, **scaling)
     params = make_params()
 
     @jax.jit
@@ -88,7 +98,7 @@ def optax_trainer() -> tuple[Any, Any]:
             return hidden * jax.random.bernoulli(use, 0.5, hidden.shape)
 
         grad_fn = jamp.value_and_grad(loss_fn, carry["opt_state"])
-        loss, grads = grad_fn(carry["params"], dropout, x)
+        loss, grads = grad_fn(own(carry["params"]), dropout, x)
         params, opt_state = jamp.step(tx, grads, carry["opt_state"], carry["params"])
         carry = {"params": params, "opt_state": opt_state, "key": key}
         return carry, loss, jamp.metrics(opt_state)
@@ -101,27 +111,17 @@ def feedback_trainer() -> tuple[Any, Any]:
     """What is carried from step to step, and the step; on a mesh of all devices."""
     count = math.gcd(BATCH, jax.device_count())
     feedback = jamp.sharding.error_feedback("data", count)
-    tx = optax.chain(feedback, optax.adam(1e-2))
-    tx = jamp.dynamic_loss_scale(tx, **SCALING, axis_name="data")
+    inner = optax.chain(feedback, ADAM)
+    own = lambda params: jax.lax.pcast(params, "data", to="varying")
+    carry, step = optax_trainer(inner, own, axis_name="data")
     auto = (jax.sharding.AxisType.Auto,)
     chosen = jax.devices()[:count]
     mesh = jax.make_mesh((count,), ("data",), axis_types=auto, devices=chosen)
 
     def local_step(carry, x):
-        key, use = jax.random.split(carry["key"])
+        carry, loss, metrics = step(carry, x)
+        return carry, jax.lax.pmean(loss, "data"), metrics
 
-        def dropout(hidden):
-            return hidden * jax.random.bernoulli(use, 0.5, hidden.shape)
-
-        grad_fn = jamp.value_and_grad(loss_fn, carry["opt_state"])
-        own = jax.lax.pcast(carry["params"], "data", to="varying")
-        loss, grads = grad_fn(own, dropout, x)
-        params, opt_state = jamp.step(tx, grads, carry["opt_state"], carry["params"])
-        carry = {"params": params, "opt_state": opt_state, "key": key}
-        return carry, jax.lax.pmean(loss, "data"), jamp.metrics(opt_state)
-
-    params = make_params()
-    carry = {"params": params, "opt_state": tx.init(params), "key": jax.random.key(4)}
     is_split = lambda node: isinstance(node, jamp.sharding.ErrorFeedbackState)
     place = lambda node: P("data") if is_split(node) else P()
     specs = jax.tree.map(place, carry, is_leaf=is_split)
@@ -141,7 +141,7 @@ class Model(nnx.Module):
 def nnx_trainer() -> tuple[Any, Any]:
     """What is carried from step to step, and the step."""
     model = Model()
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
     graph, carry = nnx.split((model, optimizer, jamp.GradScaler(**SCALING)))
 
     @jax.jit

@@ -34,6 +34,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jamp
+from tests.trainers import nnx_trainer, optax_trainer
 
 ROOT = Path(__file__).parents[2]
 STEPS, INFS = 200, 20
@@ -92,50 +93,6 @@ def gathered_loss(
     return lax.pmean(loss_fn(jax.tree.map(gather, shards), x, y), "data")
 
 
-def optax_trainer(loss_fn: Any, axis_name: str | None) -> tuple[Any, Any]:
-    """What is carried from step to step, and the step."""
-    tx = jamp.dynamic_loss_scale(optax.adam(1e-2), **SCALING, axis_name=axis_name)
-    params = make_params()
-
-    def step(carry, x, y):
-        params, opt_state = carry
-        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x, y)
-        params, opt_state = jamp.step(tx, grads, opt_state, params)
-        return (params, opt_state), loss, jamp.metrics(opt_state)
-
-    return (params, tx.init(params)), step
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        for name, value in make_params().items():
-            setattr(self, name, nnx.Param(jnp.asarray(value)))
-
-
-def nnx_trainer(loss_fn: Any, axis_name: str | None) -> tuple[Any, Any]:
-    """What is carried from step to step, and the step."""
-    model = Model()
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    scaler = jamp.GradScaler(**SCALING, axis_name=axis_name)
-    graph, carry = nnx.split((model, optimizer, scaler))
-
-    def step(carry, x, y):
-        model, optimizer, scaler = nnx.merge(graph, carry)
-
-        def scaled_loss(model):
-            params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-            loss = loss_fn(params, x, y)
-            return scaler.scale(loss), loss
-
-        grads, loss = nnx.grad(scaled_loss, has_aux=True)(model)
-        scaler.step(optimizer, model, grads)
-        scaler.update()
-        metrics = jamp.metrics(scaler)
-        return nnx.state((model, optimizer, scaler)), loss, metrics
-
-    return carry, step
-
-
 def make_mesh(devices: int) -> jax.sharding.Mesh:
     auto = (jax.sharding.AxisType.Auto,)
     chosen = jax.devices()[:devices]
@@ -153,7 +110,8 @@ def train(way: str, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
     trainer = {"optax": optax_trainer, "nnx": nnx_trainer}[engine]
     mapped = layout == "shard_map"
     loss, axis_name = (gathered_loss, "data") if mapped else (loss_fn, None)
-    carry, step = trainer(loss, axis_name)
+    scaling = SCALING | {"axis_name": axis_name}
+    carry, step = trainer(loss, make_params(), optax.adam(1e-2), **scaling)
     step = retried(step) if retry else step
     sharded = P() if layout == "replicated" else P("data")
     specs = jax.tree.map(lambda leaf: sharded if leaf.ndim else P(), carry)

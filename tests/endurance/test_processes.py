@@ -1,5 +1,6 @@
 """Several processes train as one: the same losses, scales and skips in all of them."""
 
+import dataclasses
 import os
 import sys
 
@@ -7,8 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from jamp._scaling.rule import LossScaleConfig
+
 from ..marks import mostly_nightly
 from . import processes
+from .storms.oracle import Scaling, trajectory
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
@@ -24,20 +28,6 @@ RUNS = (
 )
 
 
-def torchs_rule():
-    """Scale and growth tracker after each step, for the injected skips."""
-    scale, tracker, rows = np.float32(processes.SCALING["init_scale"]), 0, []
-    for step in range(processes.STEPS):
-        if step in processes.injections():
-            scale, tracker = np.float32(np.float64(scale) * 0.5), 0
-        else:
-            tracker += 1
-            if tracker == processes.SCALING["growth_interval"]:
-                scale, tracker = np.float32(np.float64(scale) * 2.0), 0
-        rows.append((scale, tracker))
-    return map(np.asarray, zip(*rows, strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "count, devices, ways", mostly_nightly(RUNS, SHORT), ids=["short", "2", "4"]
@@ -48,7 +38,9 @@ def test_processes_agree_with_each_other_and_with_one(count, devices, ways, tmp_
     assert hit == {*range(count)}
     injected = np.isin(np.arange(processes.STEPS), [*processes.injections()])
     assert injected.sum() == processes.INFS
-    scale, tracker = torchs_rule()
+    numbers = dataclasses.asdict(LossScaleConfig(**processes.SCALING))
+    start = Scaling(np.float32(numbers["init_scale"]), 0)
+    scale, tracker, *_ = trajectory(start, injected, numbers)
     assert len({*scale}) > 8  # it grows and backs off
 
     runs = processes.launch(tmp_path, count, devices, ways, timeout=300)

@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec as P
 import jamp
 import jamp.linen
 from tests.marks import mostly_slow
+from tests.trainers import nnx_trainer, optax_trainer
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SCALING = {"init_scale": 2.0**10, "growth_interval": 3, "hysteresis": 2}
 BAD = (1, 2, 8)  # steps with an inf in the batch
 SAVED, END = 7, 14  # a step in the middle of an accumulation, and the last one
-MESHES = {"8": (8,), "4x2": (4, 2), "2": (2,)}
 
 
 def make_batch(step):
@@ -49,61 +49,25 @@ def loss_fn(params, x):
         return jnp.mean((hidden @ params["w2"] - 1) ** 2)
 
 
-def optax_trainer(inner, dtype=jnp.float32):
-    tx = jamp.dynamic_loss_scale(inner, **SCALING)
-    params = make_params(dtype)
-
-    @jax.jit
-    def step(carry, x):
-        params, opt_state = carry
-        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
-        return jamp.step(tx, grads, opt_state, params), loss
-
-    return (params, tx.init(params)), step
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        for name, value in make_params(jnp.float32).items():
-            setattr(self, name, nnx.Param(value))
-
-
-def nnx_trainer():
-    model = Model()
-    optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
-    graph, carry = nnx.split((model, optimizer, jamp.GradScaler(**SCALING)))
-
-    @jax.jit
-    def step(carry, x):
-        model, optimizer, scaler = nnx.merge(graph, carry)
-
-        def scaled_loss(model):
-            params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-            loss = loss_fn(params, x)
-            return scaler.scale(loss), loss
-
-        grads, loss = nnx.grad(scaled_loss, has_aux=True)(model)
-        scaler.step(optimizer, model, grads)
-        scaler.update()
-        return nnx.state((model, optimizer, scaler)), loss
-
-    return carry, step
+def trainer(make, inner, dtype=jnp.float32):
+    carry, step = make(loss_fn, make_params(dtype), inner, **SCALING)
+    return carry, jax.jit(step)
 
 
 TRAINERS = {
-    "adam": lambda: optax_trainer(optax.adam(0.01)),
-    "MultiSteps": lambda: optax_trainer(optax.MultiSteps(optax.adam(0.01), 2)),
-    "master_weights": lambda: optax_trainer(
-        jamp.master_weights(optax.adam(0.01)), jnp.float16
+    "adam": lambda: trainer(optax_trainer, optax.adam(0.01)),
+    "MultiSteps": lambda: trainer(optax_trainer, optax.MultiSteps(optax.adam(0.01), 2)),
+    "master_weights": lambda: trainer(
+        optax_trainer, jamp.master_weights(optax.adam(0.01)), jnp.float16
     ),
-    "GradScaler": nnx_trainer,
+    "GradScaler": lambda: trainer(nnx_trainer, optax.adam(0.01)),
 }
 
 
 def train(step, carry, start, end, put=lambda x: x):
     losses = []
     for number in range(start, end):
-        carry, loss = step(carry, put(make_batch(number)))
+        carry, loss, *_ = step(carry, put(make_batch(number)))
         losses.append(loss)
     return carry, np.stack(losses)
 

@@ -36,7 +36,7 @@ class Linen:
                 layer = nn.Dense(4, name=f"layer_{i}", dtype=own)
                 if self.policy and i == 1:
                     layer = jamp.linen.with_policy(layer, self.policy)
-                x = layer(x)
+                x = layer(inputs=x)
             return x
 
     class Model(nn.Module):
@@ -86,7 +86,7 @@ class NNX:
 
         def __call__(self, x):
             for i in self.numbers:
-                x = getattr(self, f"layer_{i}")(x)
+                x = getattr(self, f"layer_{i}")(inputs=x)
             return x
 
     class Model(nnx.Module):

@@ -21,10 +21,9 @@ from jamp._scaling import skip
 from jamp._scaling.traced import never_moved, reads_and_run
 
 from ..around import settings
+from ..bits import numbers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-X = jnp.linspace(0.1, 1.0, 12).reshape(3, 4)
 
 
 def by_name(of_w, of_b):
@@ -727,13 +726,6 @@ def kept(tree):
     kind = jamp.DynamicLossScaleState
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return numbers([n.inner_state if isinstance(n, kind) else n for n in nodes])
-
-
-def numbers(tree):
-    """The leaves of a tree, with numbers in place of random keys."""
-    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    leaves = jax.tree.leaves(tree)
-    return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 import jamp.linen
+from tests.bits import check_same_bits
 from tests.marks import mostly_slow
 from tests.trainers import nnx_trainer, optax_trainer
 
@@ -70,13 +71,6 @@ def train(step, carry, start, end, put=lambda x: x):
         carry, loss, *_ = step(carry, put(make_batch(number)))
         losses.append(loss)
     return carry, np.stack(losses)
-
-
-def assert_same_bits(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def through_orbax(carry, target, folder):
@@ -133,9 +127,9 @@ def test_saved_and_restored_on_one_device(kind, tmp_path):
         folder = tmp_path / carrier.__name__
         folder.mkdir()
         restored = carrier(middle, fresh, folder)
-        assert_same_bits(restored, middle)
+        check_same_bits(restored, middle)
         resumed, resumed_losses = train(step, restored, SAVED, END)
-        assert_same_bits(resumed, expected)
+        check_same_bits(resumed, expected)
         np.testing.assert_array_equal(resumed_losses, losses)
 
 
@@ -185,7 +179,7 @@ def test_saved_sharded_and_restored_onto_other_meshes(kind, tmp_path):
         )
         restored = through_orbax(carry, target, tmp_path / str(number))
         moved = jax.device_put(carry, shardings)  # by hand, without a checkpoint
-        assert_same_bits(restored, moved)
+        check_same_bits(restored, moved)
         for leaf, sharding in pairs(restored, shardings):
             assert leaf.sharding == sharding
 
@@ -193,7 +187,7 @@ def test_saved_sharded_and_restored_onto_other_meshes(kind, tmp_path):
         start, end = 5 * number, 5 * (number + 1)
         carry, losses = train(step, moved, start, end, put)
         resumed, resumed_losses = train(step, restored, start, end, put)
-        assert_same_bits(resumed, carry)
+        check_same_bits(resumed, carry)
         np.testing.assert_array_equal(resumed_losses, losses)
     assert scaling(carry) == scaling(alone)
 
@@ -238,7 +232,7 @@ def test_linen_train_state(tmp_path):
         resumed, resumed_losses = train(step, restored, SAVED, END)
         np.testing.assert_array_equal(resumed_losses, losses)
         for a, b in pairs(resumed, expected):
-            assert_same_bits(a, b)
+            check_same_bits(a, b)
 
 
 def drive(scaler, overflows):
@@ -338,7 +332,7 @@ def test_a_checkpoint_from_before_there_were_retries(tmp_path):
         del target["retried_steps"]
         restored = jamp.DynamicLossScaleState(**carrier(older, target, folders[1]))
         resumed, resumed_losses = train(step, (params, restored), SAVED, END)
-        assert_same_bits(resumed, expected)
+        check_same_bits(resumed, expected)
         np.testing.assert_array_equal(resumed_losses, losses)
 
 

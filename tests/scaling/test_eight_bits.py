@@ -20,6 +20,7 @@ import jamp
 from jamp._scaling import eight_bits
 from shared.collectives import ARRAY, KINDS
 
+from ..bits import check_same_bits
 from ..marks import mostly_slow, walk
 
 DEVICES = 8
@@ -668,13 +669,6 @@ class Training:
         return params, state
 
 
-def assert_same_bits(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
 @pytest.mark.parametrize("check_vma", mostly_slow([True, False], True))
 def test_a_skipped_step_leaves_the_residual_alone(check_vma):
     training = Training(check_vma=check_vma)
@@ -683,8 +677,8 @@ def test_a_skipped_step_leaves_the_residual_alone(check_vma):
     assert after.found_inf and not before.found_inf
     residual = before.inner_state[0]
     assert all(np.any(x) for x in jax.tree.leaves(residual))
-    assert_same_bits(held, params)
-    assert_same_bits(after.inner_state, before.inner_state)
+    check_same_bits(held, params)
+    check_same_bits(after.inner_state, before.inner_state)
     moved, last = training.run(held, after, [3])
     assert not last.found_inf and np.any(moved["w"] != held["w"])
     assert np.all(np.isfinite(last.inner_state[0].own["w"]))
@@ -700,8 +694,8 @@ def test_a_checkpoint_keeps_the_residual(tmp_path):
         checkpointer.save(tmp_path / "saved", half)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "saved", half)
-    assert_same_bits(restored, half)
-    assert_same_bits(training.run(*restored, range(3, 6)), whole)
+    check_same_bits(restored, half)
+    check_same_bits(training.run(*restored, range(3, 6)), whole)
     lost = half[1].inner_state[0]
     zeroed = (lost._replace(own=jax.tree.map(jnp.zeros_like, lost.own)),)
     state = half[1]._replace(inner_state=(*zeroed, *half[1].inner_state[1:]))

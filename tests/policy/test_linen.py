@@ -347,18 +347,6 @@ def test_overrides_by_path_and_class():
     ]
 
 
-def test_norms_stay_in_float32_in_what_an_override_names():
-    def scale(overrides):
-        model = jamp.linen.with_policy(Compact(), MIXED, overrides)
-        params = jax.eval_shape(model.init, RNGS, X)["params"]
-        return params["jitted"]["LayerNorm_0"]["scale"].dtype
-
-    assert scale({"jitted": "half"}) == jnp.float32
-    assert scale({"": "half"}) == jnp.float32
-    assert scale({"jitted/LayerNorm": "half"}) == jnp.float16
-    assert scale({nn.LayerNorm: "half"}) == jnp.float16
-
-
 def test_an_override_of_the_output():
     class Model(nn.Module):
         @nn.compact

@@ -182,6 +182,19 @@ def test_norms_and_softmax_are_in_float32_unless_they_are_not_named(flax, norm):
 
 
 @both
+def test_norms_stay_in_float32_in_what_an_override_names(flax):
+    norm = flax.library.LayerNorm
+    for overrides, dtype in (
+        ({"": "half"}, jnp.float32),
+        ({flax.Normed: "half"}, jnp.float32),
+        ({"norm": "half"}, jnp.float16),
+        ({norm: "half"}, jnp.float16),
+    ):
+        model = flax.with_policy(flax.Normed("LayerNorm"), MIXED, overrides)
+        assert flax.traced(model)[1]["norm"]["scale"].dtype == dtype, overrides
+
+
+@both
 @pytest.mark.parametrize(
     "cell", mostly_slow(["LSTMCell", "GRUCell", "SimpleCell"], "GRUCell")
 )

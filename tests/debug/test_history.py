@@ -234,10 +234,6 @@ def test_extend_with_host_values_and_none_at_all():
     history.extend({"a": [1, 2], "b": np.array([True, False])})
     history.extend({"a": jnp.zeros(0, jnp.int32), "b": jnp.zeros(0, jnp.bool_)})
     assert history.rows() == [{"a": 1, "b": True}, {"a": 2, "b": False}]
-    with pytest.raises(ValueError, match=r"one shape, \[steps\]; got .*\(3,\)"):
-        history.extend({"a": jnp.zeros(2), "b": jnp.zeros(3)})
-    with pytest.raises(ValueError, match=r"go to append"):
-        history.extend({"a": jnp.zeros([]), "b": jnp.zeros([])})
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -298,16 +294,8 @@ def test_nnx_variables_are_read():
     assert history.rows() == [{"count": 3}]
 
 
-def test_traced_values_are_refused():
-    history = History()
-
-    @jax.jit
-    def wrong(x):
-        history.append({"loss": x})
-
-    with pytest.raises(TypeError, match="outside of jit: return the metrics"):
-        wrong(1.0)
-    value = jnp.float32(1)
+def test_a_value_that_a_trace_closes_over_is_refused():
+    history, value = History(), jnp.float32(1)
     with pytest.raises(TypeError, match="outside of jit"):
         jax.jit(lambda: history.append({"loss": value}))()
     assert len(history) == 0
@@ -320,8 +308,6 @@ def test_other_names_are_refused():
         history.append({"loss": 1.0, "norm": 2.0})
     history.append({"scale": 3.0, "loss": 1.0})  # in another order
     assert history["scale"].tolist() == [2, 3] and len(history) == 2
-    with pytest.raises(KeyError, match="no 'norm'; it has loss, scale"):
-        history["norm"]
 
 
 def test_an_interrupted_fetch_can_be_repeated(monkeypatch):

@@ -80,12 +80,13 @@ def test_a_report_of_each_step_of_a_scan():
             grads = {"a": jnp.ones(2), "b": jnp.where(is_bad, jnp.inf, jnp.ones(2))}
             _, opt_state = jamp.step(tx, grads, opt_state, params)
             skipped = jamp.metrics(opt_state)["found_inf"]
-            return opt_state, debug.overflow_report(grads, when=skipped)
+            report = debug.overflow_report(grads, when=skipped)
+            return opt_state, (report, debug.grad_histogram(grads, 0.25))
 
         return jax.lax.scan(body, opt_state, infs)
 
     infs = jnp.arange(50) % 20 == 7
-    _, reports = train(tx.init(params), infs)
+    _, (reports, histograms) = train(tx.init(params), infs)
     assert "of 50 steps, something found in 3: 7, 27, 47" in str(reports)
     assert reports[7].found == ["b"] and reports[8].found == []
     assert len(list(reports)) == len(reports) == 50 and reports[-3].found == ["b"]
@@ -96,8 +97,17 @@ def test_a_report_of_each_step_of_a_scan():
             reports[out_of_range]
     with pytest.raises(TypeError, match=r"ask for report\.found"):
         assert reports[7]
-    with pytest.raises(ValueError, match=r"is stacked, of 50 steps; index it"):
-        reports.to_dict()
+    for stacked in (reports, histograms):
+        with pytest.raises(ValueError, match=r"is stacked, of 50 steps; index it"):
+            stacked.to_dict()
+    assert isinstance(histograms, debug.GradHistogram)
+    assert histograms.counts.shape == (50, 256) and len(histograms) == 50
+    for single in histograms[0], next(iter(histograms)):
+        assert single.to_dict()["exponents"] == {2: 4} and single.scale == 0.25
+    assert histograms[7].nonfinite == 2 and histograms[7].to_dict()["exponents"] == {
+        2: 2
+    }
+    assert str(histograms).startswith("GradHistogram of 50 steps, something found in 3")
 
 
 def test_the_host_is_not_needed_until_somebody_reads():

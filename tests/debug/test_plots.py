@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jamp
 from jamp import debug
 
 
@@ -86,31 +84,6 @@ def test_the_exponents_are_those_of_the_unscaled_gradients():
     result = debug.grad_histogram(grads, jnp.float32(2.0**16)).to_dict()
     assert result == expected | {"scale": 2.0**16}
     assert json.loads(json.dumps(result))["exponents"] == {"-30": 1, "-3": 1}
-
-
-def test_inside_a_training_step_and_stacked_by_scan():
-    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=256.0)
-    params = {"w": jnp.ones([4, 4], jnp.float16)}
-
-    @jax.jit
-    def train(params):
-        def body(carry, _):
-            params, opt_state = carry
-            loss_fn = lambda p: jnp.sum(p["w"])
-            _, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
-            histogram = debug.grad_histogram(grads, jamp.loss_scale(opt_state))
-            return jamp.step(tx, grads, opt_state, params), histogram
-
-        return lax.scan(body, (params, tx.init(params)), length=3)[1]
-
-    stacked = train(params)
-    assert isinstance(stacked, debug.GradHistogram) and stacked.counts.shape == (3, 256)
-    with pytest.raises(ValueError, match="stacked, of 3 steps; index it first"):
-        stacked.to_dict()
-    assert len(stacked) == 3
-    for single in stacked[0], *stacked:
-        assert single.to_dict()["exponents"] == {0: 16} and single.scale == 256
-    assert str(stacked).startswith("GradHistogram of 3 steps, all clean")
 
 
 @pytest.mark.slow

@@ -22,6 +22,11 @@ class Dims(NamedTuple):
     free: tuple[int, ...]  # of the result: rows of the left, columns of the right one
     contracted: tuple[int, ...]  # of both operands, in the same order
 
+    @property
+    def of_an_entry(self) -> tuple[int, ...] | None:
+        """Those of one product of a batch; None, all of them, without a batch."""
+        return tuple(sorted((*self.free, *self.contracted))) if self.batch else None
+
 
 class Contraction(NamedTuple):
     """The dimensions of both operands. The result has those of the batch, then others.

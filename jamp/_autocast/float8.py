@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from .. import _compat
-from .._checks import brief
+from .._checks import brief, flag
 from .._compat import array_dtype
 from .._targets import warn_if_missing
-from .contraction import Contraction
+from .contraction import Contraction, Dims
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
 from .derivatives import Given, Inputs, Product, copied, run
 from .low_precision import E4M3, E5M2, Axes, Scaled, multiplied, quantized
@@ -28,7 +28,9 @@ from .trace import AutocastTrace, dtypes_of
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # Layers whose weight is the left operand; in other layers it is the right one.
 WEIGHT_ON_THE_LEFT = ("equinox.nn.Linear.__call__",)
-MULTIPLE = 16  # each size must be a multiple of it
+# Each size must be a multiple of the first, or at least the second. XLA pads other sizes
+# for float8 units: by 6 % at most from there on.
+MULTIPLE, PADDED = 16, 256
 NOT_A_CONTRACTION = {
     "conv_general_dilated": "a convolution",
     "ragged_dot_general": "ragged",
@@ -73,6 +75,7 @@ class Float8(Recipe):
     """
 
     recipe: str = "tensorwise"
+    activations: bool = False
 
     name = "float8"
     dtype = jnp.dtype("bfloat16")
@@ -80,17 +83,22 @@ class Float8(Recipe):
     is_wide = False
 
     def __post_init__(self) -> None:
+        flag("Float8(activations=...)", self.activations)
         if self.recipe not in RECIPES:
             names = ", ".join(map(repr, RECIPES[:-1]))
             allowed = f"{names} or {RECIPES[-1]!r}"
             raise ValueError(BAD_RECIPE.format(brief(self.recipe), allowed))
+
+    def __repr__(self) -> str:
+        more = ", activations=True" if self.activations else ""
+        return f"Float8(recipe={self.recipe!r}{more})"
 
     @property
     def _note(self) -> str:
         return f"{self.name} {self.recipe}"
 
     def _problem(self, op: Op) -> str:
-        return "in a derivative" if op.is_derived else unfit(op)
+        return "in a derivative" if op.is_derived else unfit(op, self.activations)
 
     def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
         warn_if_missing(self.name)
@@ -114,15 +122,13 @@ def as_recipe(value: object) -> Recipe | None:
     return value if isinstance(value, Recipe) else None
 
 
-def unfit(op: Op) -> str:
-    """Why a product cannot run in float8, or ""."""
+def unfit(op: Op, activations: bool) -> str:
+    """Why a product does not run in float8, or ""."""
     if op.name in NOT_A_CONTRACTION:
         return NOT_A_CONTRACTION[op.name]
     over = dimensions_of(op)
-    if over.left.batch:
-        return "batch dimensions"
-    if len(over.left.contracted) != 1:
-        return f"{len(over.left.contracted)} contracted dimensions"
+    if over.left.batch and not (op.has_weight or activations):
+        return "a batch of products without a weight"
     dtypes = [array_dtype(x) for x in op.args]
     others = [str(dtype) for dtype in dtypes if dtype not in CASTABLE]
     if others:
@@ -132,9 +138,12 @@ def unfit(op: Op) -> str:
         return f"{preferred} result"
     if is_own(op.params.get("precision")):
         return "its own precision"
-    _, *sizes = over.sizes(*map(np.shape, op.args))
-    odd = [n for n in sizes if n == 0 or n % MULTIPLE]
-    return f"{'x'.join(map(str, sizes))}, not multiples of {MULTIPLE}" if odd else ""
+    batch, *sizes = over.sizes(*map(np.shape, op.args))
+    odd = [n for n in sizes if n == 0 or (n % MULTIPLE and n < PADDED)]
+    if odd or batch == 0:
+        text = "x".join(map(str, sizes))
+        return f"{text}, not multiples of {MULTIPLE} and below {PADDED}"
+    return ""
 
 
 def dimensions_of(op: Op) -> Contraction:
@@ -180,13 +189,13 @@ class Float8Product(Product):
     def is_rowwise(self) -> bool:
         return self.recipe != "tensorwise"
 
-    def shared(self, side: int) -> Axes:
-        """The axes of an input that share a scale in the product itself."""
-        return self.over[side].contracted if self.is_rowwise else None
+    def shared(self, dims: Dims) -> Axes:
+        """The axes of an input that share a scale, in a product over these."""
+        return dims.contracted if self.is_rowwise else dims.of_an_entry
 
-    def kept(self, side: int) -> Axes:
+    def kept(self, dims: Dims) -> Axes:
         """The axes that share a scale in the gradient of the other input."""
-        return self.over[side].free if self.recipe == "rowwise" else None
+        return dims.free if self.recipe == "rowwise" else dims.of_an_entry
 
     def is_kept_in_half(self, side: int) -> bool:
         return self.recipe == "rowwise_with_gw_hp" and side != self.weight
@@ -208,12 +217,12 @@ class Float8Product(Product):
         def for_gradients(side: int, x: Value) -> Scaled:
             if lower is not None and self.is_kept_in_half(side):
                 return lower(x)
-            return quantize(x, axes=self.kept(side))
+            return quantize(x, axes=self.kept(self.over[side]))
 
         kept = ()
         if self.is_rowwise and lower is not None:
             kept = for_gradients(0, left), for_gradients(1, right)
-        shared = [self.shared(side) for side in (0, 1)]
+        shared = [*map(self.shared, self.over)]
         pair = quantize(left, axes=shared[0]), quantize(right, axes=shared[1])
         return Inputs(pair, kept)
 
@@ -258,7 +267,7 @@ class Float8Product(Product):
             out = lax.dot_general(*pair, over.numbers, out_sharding=sharding)
             out = lax.convert_element_type(out, cotangent.dtype)
         else:
-            x = copies(over[side].contracted if self.is_rowwise else None)
+            x = copies(self.shared(over[side]))
             pair = (x, other) if side == 0 else (other, x)
             highest = {"precision": lax.Precision.HIGHEST, "out_sharding": sharding}
             out = multiplied(*pair, over, cotangent.dtype, **highest)

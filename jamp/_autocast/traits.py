@@ -24,6 +24,16 @@ UNMOVED = _names("""
     copy_p device_put mesh_cast name optimization_barrier pbroadcast pcast pvary reshard
     sharding_constraint stop_gradient
 """)
+# The result holds numbers of its inputs, as they were or cast: of a weight, a weight.
+# A gather is not one of them: it looks up rows of an embedding.
+REARRANGING = (
+    MOVES
+    | UNMOVED
+    | _names("""
+        all_gather all_gather_invariant all_to_all concatenate dynamic_slice pad
+        ppermute reduce_precision rev split stack tile unstack
+    """)
+)
 # Results hold an inf or nan exactly where the input does.
 PRESERVING = _names("""
     abs broadcast_in_dim copy copy_p expand_dims name neg optimization_barrier
@@ -59,6 +69,8 @@ CALLS = _names("""
     call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
     custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit pjit remat2
 """)
+# Those of them whose results are known from inside: see `nested.py`.
+ANNOTATED = _names("call checkpoint closed_call eval_jaxpr jit pjit remat2")
 # They hold functions, or write into a `Ref`, and a rule for them alone decides nothing:
 # the ops inside are asked about one by one.
 PASSED_THROUGH = REF_WRITES | _names("""

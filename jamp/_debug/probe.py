@@ -113,7 +113,7 @@ class Probe:
 
 def seen_at(scope: str, op: Op) -> SeenProduct:
     shapes, weight = tuple(np.shape(x) for x in op.args), weight_of()
-    sizes, problem = (), unfit(op)
+    sizes, problem = (), unfit(op, activations=False)
     if op.name == "dot_general":
         over = dimensions_of(op)
         if not over.left.batch and len(over.left.contracted) == 1:

@@ -64,6 +64,16 @@ class Contraction(NamedTuple):
         batch, rows, contracted = (size(left, dims) for dims in self.left)
         return batch, rows, contracted, size(right, self.right.free)
 
+    @property
+    def batch_of_result(self) -> range:
+        """The dimensions of the result that are those of the batch."""
+        return range(len(self.left.batch))
+
+    def result(self, left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the result, of those of both operands."""
+        rows = [left[d] for d in (*self.left.batch, *self.left.free)]
+        return *rows, *(right[d] for d in self.right.free)
+
     def gradient(self, side: int) -> tuple["Contraction", np.ndarray]:
         """The product that is the gradient of one operand.
 

@@ -138,8 +138,7 @@ class Recipe:
     # Whether all results are float32, and what is computed from them stays float32.
     is_wide: ClassVar[bool]
 
-    @property
-    def _note(self) -> str:
+    def _note(self, op: Op) -> str:
         """What reports say of a product that runs in it."""
         return self.name
 

@@ -7,6 +7,7 @@ in half precision).
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,18 @@ from .._targets import warn_if_missing
 from .contraction import Contraction, Dims
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
 from .derivatives import Given, Inputs, Product, copied, run
-from .low_precision import E4M3, E5M2, Axes, Scaled, multiplied, quantized
+from .low_precision import (
+    E4M3,
+    E5M2,
+    MULTIPLE,
+    PADDED,
+    Axes,
+    Scaled,
+    is_fit,
+    is_padded,
+    multiplied,
+    quantized,
+)
 from .products import is_own
 from .rules import codes_at, loaded
 from .trace import AutocastTrace, dtypes_of
@@ -28,9 +40,6 @@ from .trace import AutocastTrace, dtypes_of
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # Layers whose weight is the left operand; in other layers it is the right one.
 WEIGHT_ON_THE_LEFT = ("equinox.nn.Linear.__call__",)
-# Each size must be a multiple of the first, or at least the second. XLA pads other sizes
-# for float8 units: by 6 % at most from there on.
-MULTIPLE, PADDED = 16, 256
 NOT_A_CONTRACTION = {
     "conv_general_dilated": "a convolution",
     "ragged_dot_general": "ragged",
@@ -93,9 +102,11 @@ class Float8(Recipe):
         more = ", activations=True" if self.activations else ""
         return f"Float8(recipe={self.recipe!r}{more})"
 
-    @property
-    def _note(self) -> str:
-        return f"{self.name} {self.recipe}"
+    def _note(self, op: Op) -> str:
+        sizes = sizes_of(op)
+        fit = [n if is_fit(n) else n + -n % MULTIPLE for n in sizes]
+        more = "" if fit == sizes else f", padded to {'x'.join(map(str, fit))}"
+        return f"{self.name} {self.recipe}{more}"
 
     def _problem(self, op: Op) -> str:
         return "in a derivative" if op.is_derived else unfit(op, self.activations)
@@ -128,7 +139,7 @@ def unfit(op: Op, activations: bool) -> str:
         return NOT_A_CONTRACTION[op.name]
     over = dimensions_of(op)
     if over.left.batch and not (op.has_weight or activations):
-        return "a batch of products without a weight"
+        return "neither input is a weight"
     dtypes = [array_dtype(x) for x in op.args]
     others = [str(dtype) for dtype in dtypes if dtype not in CASTABLE]
     if others:
@@ -138,12 +149,16 @@ def unfit(op: Op, activations: bool) -> str:
         return f"{preferred} result"
     if is_own(op.params.get("precision")):
         return "its own precision"
-    batch, *sizes = over.sizes(*map(np.shape, op.args))
-    odd = [n for n in sizes if n == 0 or (n % MULTIPLE and n < PADDED)]
-    if odd or batch == 0:
-        text = "x".join(map(str, sizes))
-        return f"{text}, not multiples of {MULTIPLE} and below {PADDED}"
-    return ""
+    sizes = sizes_of(op)
+    if all(n != 0 and (is_fit(n) or is_padded(n)) for n in sizes):
+        return ""
+    text = "x".join(map(str, sizes))
+    return f"{text}: each size must be a multiple of {MULTIPLE} or at least {PADDED}"
+
+
+def sizes_of(op: Op) -> list[Any]:
+    """Rows, contracted numbers and columns, which may be symbolic."""
+    return [*dimensions_of(op).sizes(*map(np.shape, op.args))[1:]]
 
 
 def dimensions_of(op: Op) -> Contraction:

@@ -14,6 +14,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from .decision import Op
+
 
 class Dims(NamedTuple):
     """The dimensions of one operand."""
@@ -49,6 +51,11 @@ class Contraction(NamedTuple):
             free = [d for d in range(ndim) if d not in (*contracted, *batch)]
             dims.append(Dims(tuple(batch), tuple(free), tuple(contracted)))
         return cls(*dims)
+
+    @classmethod
+    def of_op(cls, op: Op) -> Self:
+        """The dimensions of a `dot_general`."""
+        return cls.of(op.params["dimension_numbers"], map(np.ndim, op.args))
 
     @property
     def numbers(self):

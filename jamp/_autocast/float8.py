@@ -137,7 +137,7 @@ def unfit(op: Op, activations: bool) -> str:
     """Why a product does not run in float8, or ""."""
     if op.name in NOT_A_CONTRACTION:
         return NOT_A_CONTRACTION[op.name]
-    over = dimensions_of(op)
+    over = Contraction.of_op(op)
     if over.left.batch and not (op.has_weight or activations):
         return "neither input is a weight"
     dtypes = [array_dtype(x) for x in op.args]
@@ -158,12 +158,7 @@ def unfit(op: Op, activations: bool) -> str:
 
 def sizes_of(op: Op) -> list[Any]:
     """Rows, contracted numbers and columns, which may be symbolic."""
-    return [*dimensions_of(op).sizes(*map(np.shape, op.args))[1:]]
-
-
-def dimensions_of(op: Op) -> Contraction:
-    """Those of a `dot_general`."""
-    return Contraction.of(op.params["dimension_numbers"], map(np.ndim, op.args))
+    return [*Contraction.of_op(op).sizes(*map(np.shape, op.args))[1:]]
 
 
 def weight_of() -> int:
@@ -187,7 +182,7 @@ def product_for(op: Op, half: np.dtype, recipe: str) -> "Float8Product":
     """The float8 form of a product that qualifies."""
     weight = weight_of() if recipe == "rowwise_with_gw_hp" else 1
     out = asked_for(op, half)
-    return Float8Product.of(op, out, half, dimensions_of(op), recipe, weight)
+    return Float8Product.of(op, out, half, Contraction.of_op(op), recipe, weight)
 
 
 @dataclasses.dataclass(frozen=True)

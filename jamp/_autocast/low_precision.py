@@ -85,10 +85,8 @@ def multiplied(
     out = lax.dot_general(
         left.values, right.values, over.numbers, preferred_element_type=wide, **params
     )
-    n_left, n_right = len(over.left.free), len(over.right.free)
     # Multiplied first: one alone may be too large where the other is small.
-    inverse = sharded_as(out, rows(left, over.left, after=n_right))
-    other = sharded_as(out, rows(right, over.right, before=n_left))
+    inverse, other = (sharded_as(out, x) for x in inverses(left, right, over))
     out = out * lax.convert_element_type(inverse * other, wide)
     out = lax.convert_element_type(out, dtype)
     return out if out.shape == sizes else lax.slice(out, [0] * out.ndim, sizes)
@@ -125,7 +123,14 @@ def is_padded(size: Any) -> bool:
     return isinstance(size, int) and size >= PADDED
 
 
-def rows(x: Scaled, dims: Dims, *, before: int = 0, after: int = 0) -> jax.Array:
+def inverses(left: Scaled, right: Scaled, over: Contraction) -> list[jax.Array]:
+    """The inverse scales of those operands that have any, fit for the result."""
+    n_left, n_right = len(over.left.free), len(over.right.free)
+    found = rows(left, over.left, after=n_right), rows(right, over.right, before=n_left)
+    return [inverse for inverse in found if inverse is not None]
+
+
+def rows(x: Scaled, dims: Dims, *, before: int = 0, after: int = 0) -> jax.Array | None:
     """The inverse scales of an operand, with the dimensions of the result.
 
     Args:
@@ -134,7 +139,7 @@ def rows(x: Scaled, dims: Dims, *, before: int = 0, after: int = 0) -> jax.Array
       after: how many it has at its end.
     """
     inverse: Any = x.inverse
-    if inverse.ndim == 0:
+    if np.ndim(inverse) == 0:
         return inverse
     n, kept = len(dims.batch), (*dims.batch, *dims.free)
     inverse = lax.squeeze(inverse, dims.contracted)

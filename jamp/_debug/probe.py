@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from .._autocast.contraction import Contraction
 from .._autocast.decision import CASTABLE, Kind, Op
-from .._autocast.float8 import RECIPES, dimensions_of, unfit, weight_of
+from .._autocast.float8 import RECIPES, unfit, weight_of
 from .._autocast.trace import AutocastTrace
 from .._autocast.traits import PRODUCTS
 from .op_location import innermost_own, is_module
@@ -116,7 +117,7 @@ def seen_at(scope: str, op: Op) -> SeenProduct:
     shapes, weight = tuple(np.shape(x) for x in op.args), weight_of()
     batch, sizes, problem = 1, (), unfit(op, activations=False)
     if op.name == "dot_general":
-        batch, *sizes = dimensions_of(op).sizes(*shapes)
+        batch, *sizes = Contraction.of_op(op).sizes(*shapes)
     sizes = tuple(sizes) if weight else tuple(sizes[::-1])
     line = innermost_own(_compat.current_frames())
     return SeenProduct(scope, line, op.name, shapes, batch, sizes, problem, weight)

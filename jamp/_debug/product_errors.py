@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from .._autocast.contraction import Contraction
 from .._autocast.decision import FLOAT32_DTYPE, Op, Params
 from .._autocast.derivatives import with_gradients
-from .._autocast.float8 import RECIPES, Float8Product, dimensions_of, product_for
+from .._autocast.float8 import RECIPES, Float8Product, product_for
 from .._autocast.low_precision import E4M3, Scaled, quantized
 
 # Slices of fewer numbers are not judged: their errors depend too much on chance.
@@ -60,7 +60,7 @@ def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
     params = tuple(sorted(op.params.items()))
     products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
     if op.name == "dot_general":
-        over = dimensions_of(op)
+        over = Contraction.of_op(op)
     else:  # of a convolution, errors are those of rows along the last axis
         n = np.ndim(op.args[0])
         over = Contraction.of((((n - 1,), (n - 1,)), ((), ())), (n, n))

@@ -41,7 +41,7 @@ class Function:
         of_tangents: bool = False,
         args: Values = (),
     ):
-        self.function, self.known = function, trace.computed_in(args)
+        self.function, self.known = function, trace.activations_in(args)
         self.child = trace.spawner(baked, of_tangents=of_tangents)
 
     def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
@@ -303,7 +303,7 @@ def shard_map(trace: AutocastTrace, op: Op) -> Result:
         typed = trace.is_typed() or not op.is_baked
         make_child = trace.spawner(baked=True, typed=typed)
     (fun,) = params["subfuns"]
-    known = trace.computed_in(args)
+    known = trace.activations_in(args)
 
     def autocast_fun(*args):
         with make_child().current() as child:

@@ -113,7 +113,7 @@ class Op(NamedTuple):
     action: Action | None = None  # the answer to which rule it is under; None: to none
     is_baked: bool = False  # of code whose dtypes are fixed: a derivative, its function
     is_derived: bool = False  # part of a derivative, and perhaps given a cotangent
-    has_weight: bool = True  # False: a product of what the region has computed
+    activations: tuple[bool, ...] = ()  # which inputs of a product are no weights
 
     @property
     def name(self) -> str:
@@ -196,7 +196,7 @@ class Settings(NamedTuple):
 
     @property
     def tells_weights(self) -> bool:
-        """Whether it matters what a region computes, and what it was given."""
+        """Whether it matters what is a weight, and what an activation."""
         recipes = self.recipe, *(rule.action.recipe for rule in self.rules)
         return self.probe is not None or any(map(is_narrow, recipes))
 

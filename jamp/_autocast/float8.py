@@ -137,8 +137,7 @@ def unfit(op: Op, activations: bool) -> str:
     """Why a product does not run in float8, or ""."""
     if op.name in NOT_A_CONTRACTION:
         return NOT_A_CONTRACTION[op.name]
-    over = Contraction.of_op(op)
-    if over.left.batch and not (op.has_weight or activations):
+    if all(op.activations) and not activations:
         return "neither input is a weight"
     dtypes = [array_dtype(x) for x in op.args]
     others = [str(dtype) for dtype in dtypes if dtype not in CASTABLE]
@@ -161,11 +160,14 @@ def sizes_of(op: Op) -> list[Any]:
     return [*Contraction.of_op(op).sizes(*map(np.shape, op.args))[1:]]
 
 
-def weight_of() -> int:
+def weight_of(op: Op) -> int:
     """Which input of the product that is called here is the weight.
 
-    The right one, as in `x @ w`; the left one in a layer that says so.
+    If none is an activation, it is the right one, as in `x @ w`, or the left one in a
+    layer that says so.
     """
+    if any(op.activations) and not all(op.activations):
+        return op.activations.index(False)
     left = codes_at(WEIGHT_ON_THE_LEFT, loaded())
     return 1 if left.keys().isdisjoint(map(id, _compat.source_codes())) else 0
 
@@ -180,7 +182,7 @@ def asked_for(op: Op, half: np.dtype) -> np.dtype:
 
 def product_for(op: Op, half: np.dtype, recipe: str) -> "Float8Product":
     """The float8 form of a product that qualifies."""
-    weight = weight_of() if recipe == "rowwise_with_gw_hp" else 1
+    weight = weight_of(op) if recipe == "rowwise_with_gw_hp" else 1
     out = asked_for(op, half)
     return Float8Product.of(op, out, half, Contraction.of_op(op), recipe, weight)
 

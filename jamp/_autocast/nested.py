@@ -58,7 +58,7 @@ def known_of(trace: AutocastTrace, args: Values) -> list[Note]:
     """What is known about a function's arguments, inside it too."""
     notes = map(trace.notes.__getitem__, args)
     return [
-        Note(sides=n.sides, varies=n.varies, raised=n.raised, computed=n.computed)
+        Note(sides=n.sides, varies=n.varies, raised=n.raised, activation=n.activation)
         for n in notes
     ]
 
@@ -104,7 +104,7 @@ def scan(trace: AutocastTrace, op: Op) -> Values:
     inside = [*map(with_dtype, jaxpr.in_avals, args)]
     n_stacked = len(jaxpr.jaxpr.outvars) - n_carry
     outs = [a.dtype for a in carry] + [None] * n_stacked
-    known = trace.computed_in(args, slice(start, stop))
+    known = trace.activations_in(args, slice(start, stop))
     new = rewrite(trace, op, jaxpr, inside, outs, known)
     outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
     stacked = zip(outs[n_carry:], new.notes[n_carry:], strict=True)
@@ -132,7 +132,7 @@ def while_loop(trace: AutocastTrace, op: Op) -> Values:
     given = [*known[:n_condition], *carry]
     new_condition = rewrite(trace, op, condition, given)
     given = [*known[n_condition:start], *carry]
-    notes = trace.computed_in(args[n_condition:], slice(n_body, None))
+    notes = trace.activations_in(args[n_condition:], slice(n_body, None))
     new_body = rewrite(trace, op, body, given, dtypes, notes)
     jaxprs = {"cond_jaxpr": new_condition.jaxpr, "body_jaxpr": new_body.jaxpr}
     return trace.bind(op.primitive, args, params | jaxprs)
@@ -166,7 +166,7 @@ def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
     jaxpr, rule = op.params["call"], op.params["rule"]
     dtypes = [a.dtype for a in jaxpr.out_avals]
     args = trace.as_traced(op.args, jaxpr.in_avals)
-    known = trace.computed_in(args)
+    known = trace.activations_in(args)
     new = rewrite(trace, op, jaxpr, jaxpr.in_avals, dtypes, known)
     make_child = trace.spawner(op.is_baked)
 

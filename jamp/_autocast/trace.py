@@ -37,7 +37,7 @@ from .ops import PRIMITIVES
 from .products import is_wide
 from .refused import check_precision
 from .rules import Decider
-from .traits import ANNOTATED, LEFT_ALONE, REARRANGING
+from .traits import ANNOTATED, LEFT_ALONE, PRODUCTS
 
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
 
@@ -166,15 +166,16 @@ class AutocastTrace(_compat.Trace):
         rule = RULES.get(op.name)
         out = self.left_alone(op) if rule is None else rule(self, op)
         if self.tells_weights and op.name not in ANNOTATED:
-            self.note_computed(op, out)
+            self.note_activation(op, out)
         return out
 
-    def note_computed(self, op: Op, out: Result) -> None:
-        """Notes what an op has computed, and not only moved."""
-        if op.name in REARRANGING and not any(self.notes[x].computed for x in op.args):
-            return
+    def note_activation(self, op: Op, out: Result) -> None:
+        """Notes what is made from the result of a product."""
+        if op.name not in PRODUCTS:
+            if not any(self.notes[x].activation for x in op.args):
+                return
         for x in jax.tree.leaves(out):
-            self.notes[x] = self.notes[x]._replace(computed=True)
+            self.notes[x] = self.notes[x]._replace(activation=True)
 
     def decided(self, op: Op) -> Op:
         """The op with the answer to which rule it is under."""
@@ -244,12 +245,12 @@ class AutocastTrace(_compat.Trace):
         with self.noted(Action(Kind.KEEP, why=why)):
             return self.bind(primitive, inputs, params)
 
-    def computed_in(self, args: Values, carry: slice = slice(0)) -> list[Note]:
-        """Which arguments of a function were computed: of a loop, all it carries."""
+    def activations_in(self, args: Values, carry: slice = slice(0)) -> list[Note]:
+        """Which arguments are activations: of a loop, all that it carries."""
         if not self.tells_weights:
             return []
-        notes = [Note(computed=self.notes[x].computed) for x in args]
-        notes[carry] = [Note(computed=True)] * len(args[carry])
+        notes = [Note(activation=self.notes[x].activation) for x in args]
+        notes[carry] = [Note(activation=True)] * len(args[carry])
         return notes
 
     def follow(self, args: Values, notes: Sequence[Note]) -> None:

@@ -24,16 +24,6 @@ UNMOVED = _names("""
     copy_p device_put mesh_cast name optimization_barrier pbroadcast pcast pvary reshard
     sharding_constraint stop_gradient
 """)
-# The result holds numbers of its inputs, as they were or cast: of a weight, a weight.
-# A gather is not one of them: it looks up rows of an embedding.
-REARRANGING = (
-    MOVES
-    | UNMOVED
-    | _names("""
-        all_gather all_gather_invariant all_to_all concatenate dynamic_slice pad
-        ppermute reduce_precision rev split stack tile unstack
-    """)
-)
 # Results hold an inf or nan exactly where the input does.
 PRESERVING = _names("""
     abs broadcast_in_dim copy copy_p expand_dims name neg optimization_barrier

@@ -114,7 +114,7 @@ class Probe:
 
 
 def seen_at(scope: str, op: Op) -> SeenProduct:
-    shapes, weight = tuple(np.shape(x) for x in op.args), weight_of()
+    shapes, weight = tuple(np.shape(x) for x in op.args), weight_of(op)
     batch, sizes, problem = 1, (), unfit(op, activations=False)
     if op.name == "dot_general":
         batch, *sizes = Contraction.of_op(op).sizes(*shapes)

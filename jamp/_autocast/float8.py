@@ -42,7 +42,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 WEIGHT_ON_THE_LEFT = ("equinox.nn.Linear.__call__",)
 NOT_A_CONTRACTION = {
     "conv_general_dilated": "a convolution",
-    "ragged_dot_general": "ragged",
+    "ragged_dot_general": "ragged, of which a GPU makes one dense product",
 }
 
 BAD_RECIPE = "Float8(recipe={}): the recipe must be {}."
@@ -60,14 +60,20 @@ class Float8(Recipe):
     Args:
       recipe: torchao's names and meaning.
 
-        - `"tensorwise"`: one scale for a whole array. E4M3, and E5M2 for gradients.
+        - `"tensorwise"`: one scale for a whole array, or for each product of a batch,
+          such as each expert's. E4M3, and E5M2 for gradients.
         - `"rowwise"`: a scale for each row that is contracted, all in E4M3. It handles
           rows of very different sizes, and costs a second quantization.
         - `"rowwise_with_gw_hp"`: `"rowwise"`, with the weight's gradient in bfloat16.
-          The weight is the right operand (`x @ w`); in `eqx.nn.Linear`, the left one.
+          The weight is the input that is no activation. If neither is one, it is the
+          right one (`x @ w`), and in `eqx.nn.Linear` the left one.
+      activations: whether products of two activations run in float8 too, such as
+        attention's. An activation is what is made from the result of a product in the
+        region; all else counts as a weight.
 
     Raises:
       ValueError: the recipe is not one of these.
+      TypeError: `activations` is not a bool.
 
     Examples:
       >>> import jamp, jax.numpy as jnp

@@ -113,7 +113,7 @@ class Op(NamedTuple):
     action: Action | None = None  # the answer to which rule it is under; None: to none
     is_baked: bool = False  # of code whose dtypes are fixed: a derivative, its function
     is_derived: bool = False  # part of a derivative, and perhaps given a cotangent
-    activations: tuple[bool, ...] = ()  # which inputs of a product are no weights
+    activations: tuple[bool, ...] = ()  # of each input of a product, if it is one
 
     @property
     def name(self) -> str:

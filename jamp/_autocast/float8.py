@@ -65,8 +65,8 @@ class Float8(Recipe):
         - `"rowwise"`: a scale for each row that is contracted, all in E4M3. It handles
           rows of very different sizes, and costs a second quantization.
         - `"rowwise_with_gw_hp"`: `"rowwise"`, with the weight's gradient in bfloat16.
-          The weight is the input that is no activation. If neither is one, it is the
-          right one (`x @ w`), and in `eqx.nn.Linear` the left one.
+          If one input is an activation, the weight is the other one. If neither is, it
+          is the right one (`x @ w`), and in `eqx.nn.Linear` the left one.
       activations: whether products of two activations run in float8 too, such as
         attention's. An activation is what is made from the result of a product in the
         region; all else counts as a weight.

@@ -108,9 +108,10 @@ def padded(x: Scaled, dims: Dims) -> Scaled:
         return x
     zero, one = jnp.zeros([], x.values.dtype), jnp.ones([], jnp.float32)
     values = lax.pad(x.values, zero, [(0, n, 0) for n in ends])
-    sizes = zip(ends, np.shape(x.inverse), strict=False)
+    inverse: Any = x.inverse
+    sizes = zip(ends, inverse.shape, strict=False)
     own = [(0, n if size > 1 else 0, 0) for n, size in sizes]
-    return Scaled(values, lax.pad(x.inverse, one, own))
+    return Scaled(values, lax.pad(inverse, one, own))
 
 
 def is_fit(size: Any) -> bool:

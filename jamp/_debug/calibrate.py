@@ -222,8 +222,8 @@ def judged(
             choice = Choice(names[-1], "not measured")
         qualifies = names[0] in RECIPES and not product.problem
         wanted.append(Wanted(product.scope, choice.name, qualifies))
-        row = product_row(product, numbers, errors, choice)
-        rows.append(row._replace(entries=outstanding(entries, names[0], tolerance)))
+        few = outstanding(entries, names[0], tolerance)
+        rows.append(product_row(product, numbers, errors, choice, few))
     by_scope = agreed_dtypes(wanted)
     for place, (scope, name, qualifies) in enumerate(wanted):
         together = by_scope.get(scope, name)
@@ -279,6 +279,7 @@ def product_row(
     numbers: Mapping[str, np.ndarray],
     errors: ErrorsIn,
     choice: Choice,
+    entries: dict[str, ErrorsIn],
 ) -> ProductRow:
     spread = {at: numbers.get(f"spread {at}") for at in "xwg"}
     sizes = f"{product.batch} of " if product.batch > 1 else ""
@@ -295,6 +296,7 @@ def product_row(
         product.problem,
         choice.name,
         choice.why,
+        entries,
     )
 
 

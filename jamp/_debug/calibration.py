@@ -49,7 +49,7 @@ class ProductRow(NamedTuple):
     choice: str  # "float8", "rowwise", "bfloat16", "float16" or "float32"
     why: str  # why it is not what was asked for
     # Of a batch: the errors of those products that lose far more than most, by number.
-    entries: dict[str, dict[str, dict[str, tuple[float, float]]]] = {}
+    entries: dict[str, dict[str, dict[str, tuple[float, float]]]]
 
     def worst(self, name: str) -> float | None:
         """The largest error in a dtype or recipe, None if it was not measured."""

@@ -132,7 +132,7 @@ def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Measured:
 def backward_numbers(
     p: Probed, left: jax.Array, right: jax.Array, cotangent: jax.Array
 ) -> Measured:
-    """Errors of both gradients by candidate, [2, entries, 2], and the cotangent's spread.
+    """Errors of both gradients by candidate, [2, entries, 2], and a spread.
 
     The sizes of gradients are those of products, with the same random signs.
     """

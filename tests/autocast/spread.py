@@ -3,8 +3,8 @@
 Two sensors measure the same thing, one of them in a unit 2^16 times as large: half of
 the rows are small. The layer's output is normalized row by row, so that a small row
 counts as much as a large one. With experts, each has its share of the rows and a weight
-of its own, and the rows of the first one are small. Labels are drawn from what another network says of the
-vector before the unit, so that no model has a loss of zero.
+of its own, and the rows of the first one are small. Labels are drawn from what another
+network says of the vector before the unit, so that no model has a loss of zero.
 """
 
 import functools

@@ -8,6 +8,7 @@ weights and with the same batches, prints a table and a sample, and draws
     python examples/gpt.py                        # a minute or two on a CPU
     python examples/gpt.py --seeds 0 1 2
     python examples/gpt.py --precisions bfloat16 float8 float8-rowwise
+    python examples/gpt.py --experts 8 --precisions bfloat16 float8
     python examples/gpt.py --layers 12 --width 768 --heads 12 --length 1024 \\
         --batch-size 32 --accumulate 8 --steps 20000  # GPT-2's size, for a GPU
 
@@ -34,14 +35,47 @@ FLOAT8 = {
 }
 
 
+class MLP(nnx.Module):
+    def __init__(self, width, rngs):
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+class Experts(nnx.Module):
+    """A mixture of MLPs: each token goes to one of them, as long as it has room."""
+
+    def __init__(self, width, experts, rngs):
+        self.router = nnx.Linear(width, experts, use_bias=False, rngs=rngs)
+        init = nnx.initializers.lecun_normal(batch_axis=0)
+        shape = experts, width, 4 * width
+        self.up = nnx.Param(init(rngs.params(), shape))
+        self.down = nnx.Param(init(rngs.params(), (experts, *shape[:0:-1])))
+
+    def __call__(self, x):  # [batch, length, width]
+        tokens = x.reshape(-1, x.shape[-1])
+        gates = jax.nn.softmax(self.router(tokens))
+        experts = self.up.shape[0]
+        chosen = jax.nn.one_hot(gates.argmax(-1), experts)
+        room = 16 * -(-2 * len(tokens) // (16 * experts))  # twice each one's share
+        place = ((jnp.cumsum(chosen, 0) - 1) * chosen).sum(-1)
+        sent = chosen[..., None] * jax.nn.one_hot(place, room)[:, None]
+        h = jnp.einsum("ner,nd->erd", sent, tokens)
+        h = nnx.gelu(jnp.einsum("erd,edf->erf", h, self.up[...]))
+        h = jnp.einsum("erf,efd->erd", h, self.down[...])
+        gated = sent * gates[..., None]
+        return jnp.einsum("ner,erd->nd", gated, h).reshape(x.shape)
+
+
 class Block(nnx.Module):
-    def __init__(self, width, heads, rngs):
+    def __init__(self, width, heads, experts, rngs):
         self.norm1 = nnx.LayerNorm(width, rngs=rngs)
         self.norm2 = nnx.LayerNorm(width, rngs=rngs)
         self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
         self.out = nnx.Linear(width, width, rngs=rngs)
-        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        self.mlp = Experts(width, experts, rngs) if experts else MLP(width, rngs)
         self.heads = heads
 
     def __call__(self, x):  # [batch, length, width]
@@ -49,7 +83,7 @@ class Block(nnx.Module):
         q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)).reshape(heads), 2, 0)
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.reshape(x.shape))
-        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+        return x + self.mlp(self.norm2(x))
 
 
 class GPT(nnx.Module):
@@ -58,8 +92,8 @@ class GPT(nnx.Module):
     def __init__(self, args, rngs):
         self.tokens = nnx.Embed(256, args.width, rngs=rngs)
         self.positions = nnx.Embed(args.length, args.width, rngs=rngs)
-        blocks = [Block(args.width, args.heads, rngs) for _ in range(args.layers)]
-        self.blocks = nnx.List(blocks)
+        sizes = args.width, args.heads, args.experts
+        self.blocks = nnx.List([Block(*sizes, rngs) for _ in range(args.layers)])
         self.norm = nnx.LayerNorm(args.width, rngs=rngs)
         self.head = nnx.Linear(args.width, 256, rngs=rngs)
 
@@ -174,6 +208,7 @@ def main(argv=None):
     add("--layers", 3, "transformer blocks")
     add("--width", 128, "width of the residual stream")
     add("--heads", 4, "attention heads")
+    add("--experts", 0, "MLPs of which each token takes one; 0: all take the same")
     add("--length", 96, "bytes that the model sees")
     add("--batch-size", 16, "pieces of text in a step")
     add("--accumulate", 2, "microbatches in a step")

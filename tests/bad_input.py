@@ -920,6 +920,8 @@ jamp.nnx.with_policy
 jamp.Float8
   jamp.Float8("fast")
     ValueError: recipe
+  jamp.Float8(activations="no")
+    TypeError: activations
 
 jamp.calibrate
   jamp.calibrate(loss_fn(params, x))(params, x)

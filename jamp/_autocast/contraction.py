@@ -14,6 +14,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from .decision import Op
+
 
 class Dims(NamedTuple):
     """The dimensions of one operand."""
@@ -21,6 +23,11 @@ class Dims(NamedTuple):
     batch: tuple[int, ...]  # of both operands and of the result
     free: tuple[int, ...]  # of the result: rows of the left, columns of the right one
     contracted: tuple[int, ...]  # of both operands, in the same order
+
+    @property
+    def of_an_entry(self) -> tuple[int, ...] | None:
+        """Those of one product of a batch; None, all of them, without a batch."""
+        return tuple(sorted((*self.free, *self.contracted))) if self.batch else None
 
 
 class Contraction(NamedTuple):
@@ -45,6 +52,11 @@ class Contraction(NamedTuple):
             dims.append(Dims(tuple(batch), tuple(free), tuple(contracted)))
         return cls(*dims)
 
+    @classmethod
+    def of_op(cls, op: Op) -> Self:
+        """The dimensions of a `dot_general`."""
+        return cls.of(op.params["dimension_numbers"], map(np.ndim, op.args))
+
     @property
     def numbers(self):
         """What `dot_general` calls its `dimension_numbers`."""
@@ -58,6 +70,16 @@ class Contraction(NamedTuple):
         size = lambda shape, dims: math.prod(shape[d] for d in dims)
         batch, rows, contracted = (size(left, dims) for dims in self.left)
         return batch, rows, contracted, size(right, self.right.free)
+
+    @property
+    def batch_of_result(self) -> range:
+        """The dimensions of the result that are those of the batch."""
+        return range(len(self.left.batch))
+
+    def result(self, left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the result, of those of both operands."""
+        rows = [left[d] for d in (*self.left.batch, *self.left.free)]
+        return *rows, *(right[d] for d in self.right.free)
 
     def gradient(self, side: int) -> tuple["Contraction", np.ndarray]:
         """The product that is the gradient of one operand.

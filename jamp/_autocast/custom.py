@@ -39,8 +39,9 @@ class Function:
         function: Any,
         baked: bool = False,
         of_tangents: bool = False,
+        args: Values = (),
     ):
-        self.function = function
+        self.function, self.known = function, trace.activations_in(args)
         self.child = trace.spawner(baked, of_tangents=of_tangents)
 
     def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
@@ -50,6 +51,7 @@ class Function:
         """
         self.forget()
         child = self.child()
+        child.follow(args, self.known)
         try:
             with child.current():
                 return list(self.function.call_wrapped(*args)), child
@@ -73,8 +75,9 @@ class JaxprFunction(Function):
         jaxpr: ClosedJaxpr | None,
         within: Action | None,
         baked: bool = False,
+        args: Values = (),
     ):
-        super().__init__(trace, jaxpr, baked)
+        super().__init__(trace, jaxpr, baked, args=args)
         self.within = within
 
     def forget(self) -> None:
@@ -82,6 +85,7 @@ class JaxprFunction(Function):
 
     def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
         child = self.child()
+        child.follow(args, self.known)
         return evaluate(child, self.function, args, self.within, True), child
 
 
@@ -255,7 +259,8 @@ def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
         with trace.noted(action):
             return trace.bind(op.primitive, args, op.params)
     fun, jvp = op.params["subfuns"]
-    contract = Contract(Function(trace, fun, op.is_baked), args, fun.debug_info)
+    run = Function(trace, fun, op.is_baked, args=args)
+    contract = Contract(run, args, fun.debug_info)
     rule = Function(trace, jvp, baked=True, of_tangents=True)
     return bind_jvp(trace, op.primitive, args, op.params, contract, rule, jvp)
 
@@ -263,7 +268,7 @@ def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
 def custom_jvp_of_jaxpr(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Result:
     action, params = op.action, op.primitive.get_bind_params(op.params)
     fun, jvp = params["subfuns"]
-    run = JaxprFunction(trace, jaxpr, op.within, op.is_baked)
+    run = JaxprFunction(trace, jaxpr, op.within, op.is_baked, op.args)
     contract = Contract(run, op.args, fun.debug_info)
     in_float32 = action is not None and action.dtype == FLOAT32_DTYPE
     if action is not None and in_float32 and not params["symbolic_zeros"]:
@@ -279,11 +284,11 @@ def custom_jvp_of_jaxpr(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Res
 @register("custom_vjp_call", stands_for="call_jaxpr")
 def custom_vjp(trace: AutocastTrace, op: Op) -> Result:
     if (jaxpr := op.params.get("call_jaxpr")) is None:
-        run = Function(trace, op.params["subfuns"][0], op.is_baked)
+        run = Function(trace, op.params["subfuns"][0], op.is_baked, args=op.args)
         return bind_vjp(trace, op.primitive, op.args, op.params, run)
     params = op.primitive.get_bind_params(op.params)
     args = trace.as_traced(op.args, jaxpr.in_avals)
-    run = JaxprFunction(trace, jaxpr, op.within, op.is_baked)
+    run = JaxprFunction(trace, jaxpr, op.within, op.is_baked, args)
     return bind_vjp(trace, op.primitive, args, params, run)
 
 
@@ -298,9 +303,11 @@ def shard_map(trace: AutocastTrace, op: Op) -> Result:
         typed = trace.is_typed() or not op.is_baked
         make_child = trace.spawner(baked=True, typed=typed)
     (fun,) = params["subfuns"]
+    known = trace.activations_in(args)
 
     def autocast_fun(*args):
-        with make_child().current():
+        with make_child().current() as child:
+            child.follow(args, known)
             return fun(*args)
 
     return trace.bind(op.primitive, args, params | {"subfuns": (autocast_fun,)})

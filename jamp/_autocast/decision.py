@@ -113,6 +113,7 @@ class Op(NamedTuple):
     action: Action | None = None  # the answer to which rule it is under; None: to none
     is_baked: bool = False  # of code whose dtypes are fixed: a derivative, its function
     is_derived: bool = False  # part of a derivative, and perhaps given a cotangent
+    activations: tuple[bool, ...] = ()  # of each input of a product, if it is one
 
     @property
     def name(self) -> str:
@@ -137,8 +138,7 @@ class Recipe:
     # Whether all results are float32, and what is computed from them stays float32.
     is_wide: ClassVar[bool]
 
-    @property
-    def _note(self) -> str:
+    def _note(self, op: Op) -> str:
         """What reports say of a product that runs in it."""
         return self.name
 
@@ -193,3 +193,13 @@ class Settings(NamedTuple):
     probe: Hashable | None = None
     cached: bool = True  # a value is cast once, and not anew for each op
     linear: bool = False  # in code that is linear in tangents: they are not scaled
+
+    @property
+    def tells_weights(self) -> bool:
+        """Whether it matters what is a weight, and what an activation."""
+        recipes = self.recipe, *(rule.action.recipe for rule in self.rules)
+        return self.probe is not None or any(map(is_narrow, recipes))
+
+
+def is_narrow(recipe: Recipe | None) -> bool:
+    return recipe is not None and not recipe.is_wide

@@ -7,6 +7,7 @@ in half precision).
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,24 @@ import numpy as np
 from jax import lax
 
 from .. import _compat
-from .._checks import brief
+from .._checks import brief, flag
 from .._compat import array_dtype
 from .._targets import warn_if_missing
-from .contraction import Contraction
+from .contraction import Contraction, Dims
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
 from .derivatives import Given, Inputs, Product, copied, run
-from .low_precision import E4M3, E5M2, Axes, Scaled, multiplied, quantized
+from .low_precision import (
+    E4M3,
+    E5M2,
+    MULTIPLE,
+    PADDED,
+    Axes,
+    Scaled,
+    is_fit,
+    is_padded,
+    multiplied,
+    quantized,
+)
 from .products import is_own
 from .rules import codes_at, loaded
 from .trace import AutocastTrace, dtypes_of
@@ -28,10 +40,9 @@ from .trace import AutocastTrace, dtypes_of
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # Layers whose weight is the left operand; in other layers it is the right one.
 WEIGHT_ON_THE_LEFT = ("equinox.nn.Linear.__call__",)
-MULTIPLE = 16  # each size must be a multiple of it
 NOT_A_CONTRACTION = {
     "conv_general_dilated": "a convolution",
-    "ragged_dot_general": "ragged",
+    "ragged_dot_general": "ragged, of which a GPU makes one dense product",
 }
 
 BAD_RECIPE = "Float8(recipe={}): the recipe must be {}."
@@ -49,14 +60,20 @@ class Float8(Recipe):
     Args:
       recipe: torchao's names and meaning.
 
-        - `"tensorwise"`: one scale for a whole array. E4M3, and E5M2 for gradients.
+        - `"tensorwise"`: one scale for a whole array, or for each product of a batch,
+          such as each expert's. E4M3, and E5M2 for gradients.
         - `"rowwise"`: a scale for each row that is contracted, all in E4M3. It handles
           rows of very different sizes, and costs a second quantization.
         - `"rowwise_with_gw_hp"`: `"rowwise"`, with the weight's gradient in bfloat16.
-          The weight is the right operand (`x @ w`); in `eqx.nn.Linear`, the left one.
+          If one input is an activation, the weight is the other one. If neither is, it
+          is the right one (`x @ w`), and in `eqx.nn.Linear` the left one.
+      activations: whether products of two activations run in float8 too, such as
+        attention's. An activation is what is made from the result of a product in the
+        region; all else counts as a weight.
 
     Raises:
       ValueError: the recipe is not one of these.
+      TypeError: `activations` is not a bool.
 
     Examples:
       >>> import jamp, jax.numpy as jnp
@@ -73,6 +90,7 @@ class Float8(Recipe):
     """
 
     recipe: str = "tensorwise"
+    activations: bool = False
 
     name = "float8"
     dtype = jnp.dtype("bfloat16")
@@ -80,17 +98,24 @@ class Float8(Recipe):
     is_wide = False
 
     def __post_init__(self) -> None:
+        flag("Float8(activations=...)", self.activations)
         if self.recipe not in RECIPES:
             names = ", ".join(map(repr, RECIPES[:-1]))
             allowed = f"{names} or {RECIPES[-1]!r}"
             raise ValueError(BAD_RECIPE.format(brief(self.recipe), allowed))
 
-    @property
-    def _note(self) -> str:
-        return f"{self.name} {self.recipe}"
+    def __repr__(self) -> str:
+        more = ", activations=True" if self.activations else ""
+        return f"Float8(recipe={self.recipe!r}{more})"
+
+    def _note(self, op: Op) -> str:
+        sizes = sizes_of(op)
+        fit = [n if is_fit(n) else n + -n % MULTIPLE for n in sizes]
+        more = "" if fit == sizes else f", padded to {'x'.join(map(str, fit))}"
+        return f"{self.name} {self.recipe}{more}"
 
     def _problem(self, op: Op) -> str:
-        return "in a derivative" if op.is_derived else unfit(op)
+        return "in a derivative" if op.is_derived else unfit(op, self.activations)
 
     def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
         warn_if_missing(self.name)
@@ -114,15 +139,12 @@ def as_recipe(value: object) -> Recipe | None:
     return value if isinstance(value, Recipe) else None
 
 
-def unfit(op: Op) -> str:
-    """Why a product cannot run in float8, or ""."""
+def unfit(op: Op, activations: bool) -> str:
+    """Why a product does not run in float8, or ""."""
     if op.name in NOT_A_CONTRACTION:
         return NOT_A_CONTRACTION[op.name]
-    over = dimensions_of(op)
-    if over.left.batch:
-        return "batch dimensions"
-    if len(over.left.contracted) != 1:
-        return f"{len(over.left.contracted)} contracted dimensions"
+    if all(op.activations) and not activations:
+        return "neither input is a weight"
     dtypes = [array_dtype(x) for x in op.args]
     others = [str(dtype) for dtype in dtypes if dtype not in CASTABLE]
     if others:
@@ -132,21 +154,26 @@ def unfit(op: Op) -> str:
         return f"{preferred} result"
     if is_own(op.params.get("precision")):
         return "its own precision"
-    _, *sizes = over.sizes(*map(np.shape, op.args))
-    odd = [n for n in sizes if n == 0 or n % MULTIPLE]
-    return f"{'x'.join(map(str, sizes))}, not multiples of {MULTIPLE}" if odd else ""
+    sizes = sizes_of(op)
+    if all(n != 0 and (is_fit(n) or is_padded(n)) for n in sizes):
+        return ""
+    text = "x".join(map(str, sizes))
+    return f"{text}: each size must be a multiple of {MULTIPLE} or at least {PADDED}"
 
 
-def dimensions_of(op: Op) -> Contraction:
-    """Those of a `dot_general`."""
-    return Contraction.of(op.params["dimension_numbers"], map(np.ndim, op.args))
+def sizes_of(op: Op) -> list[Any]:
+    """Rows, contracted numbers and columns, which may be symbolic."""
+    return [*Contraction.of_op(op).sizes(*map(np.shape, op.args))[1:]]
 
 
-def weight_of() -> int:
+def weight_of(op: Op) -> int:
     """Which input of the product that is called here is the weight.
 
-    The right one, as in `x @ w`; the left one in a layer that says so.
+    If none is an activation, it is the right one, as in `x @ w`, or the left one in a
+    layer that says so.
     """
+    if any(op.activations) and not all(op.activations):
+        return op.activations.index(False)
     left = codes_at(WEIGHT_ON_THE_LEFT, loaded())
     return 1 if left.keys().isdisjoint(map(id, _compat.source_codes())) else 0
 
@@ -161,9 +188,9 @@ def asked_for(op: Op, half: np.dtype) -> np.dtype:
 
 def product_for(op: Op, half: np.dtype, recipe: str) -> "Float8Product":
     """The float8 form of a product that qualifies."""
-    weight = weight_of() if recipe == "rowwise_with_gw_hp" else 1
+    weight = weight_of(op) if recipe == "rowwise_with_gw_hp" else 1
     out = asked_for(op, half)
-    return Float8Product.of(op, out, half, dimensions_of(op), recipe, weight)
+    return Float8Product.of(op, out, half, Contraction.of_op(op), recipe, weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,13 +207,13 @@ class Float8Product(Product):
     def is_rowwise(self) -> bool:
         return self.recipe != "tensorwise"
 
-    def shared(self, side: int) -> Axes:
-        """The axes of an input that share a scale in the product itself."""
-        return self.over[side].contracted if self.is_rowwise else None
+    def shared(self, dims: Dims) -> Axes:
+        """The axes of an input that share a scale, in a product over these."""
+        return dims.contracted if self.is_rowwise else dims.of_an_entry
 
-    def kept(self, side: int) -> Axes:
+    def kept(self, dims: Dims) -> Axes:
         """The axes that share a scale in the gradient of the other input."""
-        return self.over[side].free if self.recipe == "rowwise" else None
+        return dims.free if self.recipe == "rowwise" else dims.of_an_entry
 
     def is_kept_in_half(self, side: int) -> bool:
         return self.recipe == "rowwise_with_gw_hp" and side != self.weight
@@ -208,12 +235,12 @@ class Float8Product(Product):
         def for_gradients(side: int, x: Value) -> Scaled:
             if lower is not None and self.is_kept_in_half(side):
                 return lower(x)
-            return quantize(x, axes=self.kept(side))
+            return quantize(x, axes=self.kept(self.over[side]))
 
         kept = ()
         if self.is_rowwise and lower is not None:
             kept = for_gradients(0, left), for_gradients(1, right)
-        shared = [self.shared(side) for side in (0, 1)]
+        shared = [*map(self.shared, self.over)]
         pair = quantize(left, axes=shared[0]), quantize(right, axes=shared[1])
         return Inputs(pair, kept)
 
@@ -258,7 +285,7 @@ class Float8Product(Product):
             out = lax.dot_general(*pair, over.numbers, out_sharding=sharding)
             out = lax.convert_element_type(out, cotangent.dtype)
         else:
-            x = copies(over[side].contracted if self.is_rowwise else None)
+            x = copies(self.shared(over[side]))
             pair = (x, other) if side == 0 else (other, x)
             highest = {"precision": lax.Precision.HIGHEST, "out_sharding": sharding}
             out = multiplied(*pair, over, cotangent.dtype, **highest)

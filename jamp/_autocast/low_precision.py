@@ -31,6 +31,10 @@ INFINITY, NAN = 0x7F800000, 0x7FC00000
 # 1e-12, which is above 2**-40; in float16 it keeps the scale's inverse a normal number.
 SMALLEST = {E4M3: -40, E5M2: -40, FLOAT16: -126 + 15}
 
+# Each size of a product must be a multiple of the first, or at least the second: by
+# padding, it then grows by 6 % at most.
+MULTIPLE, PADDED = 16, 256
+
 Axes = tuple[int, ...] | None  # along which numbers share a scale; None: all of them
 
 
@@ -76,18 +80,58 @@ def multiplied(
     would overflow before the scales bring it back.
     """
     wide = jnp.dtype("float32") if dtype == jnp.float16 else dtype
+    sizes = over.result(left.values.shape, right.values.shape)
+    left, right = padded(left, over.left), padded(right, over.right)
     out = lax.dot_general(
         left.values, right.values, over.numbers, preferred_element_type=wide, **params
     )
-    n_left, n_right = len(over.left.free), len(over.right.free)
     # Multiplied first: one alone may be too large where the other is small.
-    inverse = sharded_as(out, rows(left, over.left, after=n_right))
-    other = sharded_as(out, rows(right, over.right, before=n_left))
+    inverse, other = (sharded_as(out, x) for x in inverses(left, right, over))
     out = out * lax.convert_element_type(inverse * other, wide)
-    return lax.convert_element_type(out, dtype)
+    out = lax.convert_element_type(out, dtype)
+    return out if out.shape == sizes else lax.slice(out, [0] * out.ndim, sizes)
 
 
-def rows(x: Scaled, dims: Dims, *, before: int = 0, after: int = 0) -> jax.Array:
+def padded(x: Scaled, dims: Dims) -> Scaled:
+    """A value with zeros at its ends, where a product would have a size that is odd.
+
+    XLA pads for float8 units too, but in a kernel of its own. It does so here for the
+    sizes of several dimensions together, and for those that are sharded.
+    """
+    shape, sharding = x.values.shape, explicit(jax.typeof(x.values).sharding)
+    ends = [0] * len(shape)
+    for group in (dims.free, dims.contracted):
+        if len(group) == 1 and is_padded(shape[d := group[0]]):
+            is_whole = sharding is None or sharding.spec[d] is None
+            ends[d] = -shape[d] % MULTIPLE if is_whole else 0
+    if not any(ends):
+        return x
+    zero, one = jnp.zeros([], x.values.dtype), jnp.ones([], jnp.float32)
+    values = lax.pad(x.values, zero, [(0, n, 0) for n in ends])
+    inverse: Any = x.inverse
+    sizes = zip(ends, inverse.shape, strict=False)
+    own = [(0, n if size > 1 else 0, 0) for n, size in sizes]
+    return Scaled(values, lax.pad(inverse, one, own))
+
+
+def is_fit(size: Any) -> bool:
+    """Whether float8 units take a size as it is. It may be symbolic."""
+    return not size % MULTIPLE
+
+
+def is_padded(size: Any) -> bool:
+    """Whether a size is large enough to be padded where it is not fit."""
+    return isinstance(size, int) and size >= PADDED
+
+
+def inverses(left: Scaled, right: Scaled, over: Contraction) -> list[jax.Array]:
+    """The inverse scales of those operands that have any, fit for the result."""
+    n_left, n_right = len(over.left.free), len(over.right.free)
+    found = rows(left, over.left, after=n_right), rows(right, over.right, before=n_left)
+    return [inverse for inverse in found if inverse is not None]
+
+
+def rows(x: Scaled, dims: Dims, *, before: int = 0, after: int = 0) -> jax.Array | None:
     """The inverse scales of an operand, with the dimensions of the result.
 
     Args:
@@ -96,7 +140,7 @@ def rows(x: Scaled, dims: Dims, *, before: int = 0, after: int = 0) -> jax.Array
       after: how many it has at its end.
     """
     inverse: Any = x.inverse
-    if inverse.ndim == 0:
+    if np.ndim(inverse) == 0:
         return inverse
     n, kept = len(dims.batch), (*dims.batch, *dims.free)
     inverse = lax.squeeze(inverse, dims.contracted)

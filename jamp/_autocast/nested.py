@@ -48,16 +48,19 @@ def jit(trace: AutocastTrace, op: Op) -> Values:
 
 
 def rewritten(trace: AutocastTrace, op: Op) -> Values:
-    known = shapes_of(trace, op.args)
+    known = known_of(trace, op.args)
     new = rewrite(trace, op, op.params["jaxpr"], avals_of(op.args), known=known)
     outs = trace.bind(op.primitive, op.args, op.params | {"jaxpr": new.jaxpr})
     return annotate(trace, outs, new)
 
 
-def shapes_of(trace: AutocastTrace, args: Values) -> list[Note]:
-    """What is known about the dimensions of a function's arguments, inside it too."""
+def known_of(trace: AutocastTrace, args: Values) -> list[Note]:
+    """What is known about a function's arguments, inside it too."""
     notes = map(trace.notes.__getitem__, args)
-    return [Note(sides=n.sides, varies=n.varies, raised=n.raised) for n in notes]
+    return [
+        Note(sides=n.sides, varies=n.varies, raised=n.raised, activation=n.activation)
+        for n in notes
+    ]
 
 
 def differs(value: Value, aval: AbstractValue) -> bool:
@@ -83,7 +86,7 @@ def annotated(trace: AutocastTrace, op: Op) -> Values:
 @register("checkpoint", "remat2")
 def remat(trace: AutocastTrace, op: Op) -> Values:
     jaxpr = ClosedJaxpr(op.params["jaxpr"], ())
-    known = shapes_of(trace, op.args)
+    known = known_of(trace, op.args)
     new = rewrite(trace, op, jaxpr, avals_of(op.args), known=known)
     opened, consts = _compat.open_jaxpr(new.jaxpr)
     params = op.params | {"jaxpr": opened}
@@ -101,7 +104,8 @@ def scan(trace: AutocastTrace, op: Op) -> Values:
     inside = [*map(with_dtype, jaxpr.in_avals, args)]
     n_stacked = len(jaxpr.jaxpr.outvars) - n_carry
     outs = [a.dtype for a in carry] + [None] * n_stacked
-    new = rewrite(trace, op, jaxpr, inside, outs)
+    known = trace.activations_in(args, slice(start, stop))
+    new = rewrite(trace, op, jaxpr, inside, outs, known)
     outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
     stacked = zip(outs[n_carry:], new.notes[n_carry:], strict=True)
     for value, note in stacked:
@@ -128,7 +132,8 @@ def while_loop(trace: AutocastTrace, op: Op) -> Values:
     given = [*known[:n_condition], *carry]
     new_condition = rewrite(trace, op, condition, given)
     given = [*known[n_condition:start], *carry]
-    new_body = rewrite(trace, op, body, given, dtypes)
+    notes = trace.activations_in(args[n_condition:], slice(n_body, None))
+    new_body = rewrite(trace, op, body, given, dtypes, notes)
     jaxprs = {"cond_jaxpr": new_condition.jaxpr, "body_jaxpr": new_body.jaxpr}
     return trace.bind(op.primitive, args, params | jaxprs)
 
@@ -137,7 +142,7 @@ def while_loop(trace: AutocastTrace, op: Op) -> Values:
 def cond(trace: AutocastTrace, op: Op) -> Values:
     """The branches agree on the widest dtype of each result."""
     branches, args = op.params["branches"], op.args[1:]
-    avals, known = avals_of(args), shapes_of(trace, args)
+    avals, known = avals_of(args), known_of(trace, args)
     new = [rewrite(trace, op, branch, avals, known=known) for branch in branches]
     results = zip(*(n.jaxpr.out_avals for n in new), strict=True)
     dtypes = [agreed(avals) for avals in results]
@@ -161,7 +166,8 @@ def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
     jaxpr, rule = op.params["call"], op.params["rule"]
     dtypes = [a.dtype for a in jaxpr.out_avals]
     args = trace.as_traced(op.args, jaxpr.in_avals)
-    new = rewrite(trace, op, jaxpr, jaxpr.in_avals, dtypes)
+    known = trace.activations_in(args)
+    new = rewrite(trace, op, jaxpr, jaxpr.in_avals, dtypes, known)
     make_child = trace.spawner(op.is_baked)
 
     @functools.wraps(rule)

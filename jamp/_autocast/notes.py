@@ -18,6 +18,8 @@ kept by the identity of the value, for as long as the value lives:
     counted    float32 only because JAX promoted integers or bools
     result     float32, and half precision for ops outside of the function it is from
     statistic  a part of a statistic that is computed in float32, and given in it
+    activation made from the result of a product, and so no weight. It is noted only
+               where a recipe asks
 """
 
 import functools
@@ -49,6 +51,7 @@ class Note(NamedTuple):
     counted: bool = False
     result: bool = False
     statistic: bool = False
+    activation: bool = False
 
 
 NOTHING = Note()

@@ -67,7 +67,7 @@ def with_recipe(op: Op, action: Action, settings: Settings) -> Action:
         if recipe.is_wide and settings.linear:
             return action._replace(kind=None, dtype=FLOAT32_DTYPE, recipe=None)
         problem = recipe._problem(op)
-        notes.append(f"no {recipe.name}: {problem}" if problem else recipe._note)
+        notes.append(f"no {recipe.name}: {problem}" if problem else recipe._note(op))
         if not problem:
             found = recipe
             break

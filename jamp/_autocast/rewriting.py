@@ -132,8 +132,7 @@ def rewrite(
 
         def run(*args):
             child = make_child()
-            for x, note in zip(args, known, strict=False):
-                child.notes[x] = note
+            child.follow(args, known)
             results = evaluate(child, jaxpr, args, op.within, own_sources=True)
             results = [
                 r if dtype is None else as_weak(child, child.cast(r, dtype), aval)

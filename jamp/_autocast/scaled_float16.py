@@ -23,9 +23,10 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from .. import _compat
 from .._compat import array_dtype
+from .contraction import Contraction
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value, Values
 from .derivatives import Given, Inputs, Product, copied, run
-from .low_precision import FLOAT16, Scaled, quantized
+from .low_precision import FLOAT16, Scaled, inverses, quantized, sharded_as
 from .products import is_dot
 from .trace import AutocastTrace
 from .traits import PRODUCTS
@@ -63,35 +64,40 @@ class ScaledFloat16(Recipe):
         return "a product of two vectors" if is_dot(op) else ""
 
     def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
-        product = ScaledProduct.of(op, FLOAT32_DTYPE, FLOAT32_DTYPE)
+        over = Contraction.of_op(op) if op.name == "dot_general" else None
+        product = ScaledProduct.of(op, FLOAT32_DTYPE, FLOAT32_DTYPE, over)
         left, right, *others = op.args
-        scaled = lambda x: operand(trace, x, op.is_derived)
-        inputs = Inputs((scaled(left), scaled(right)), others=tuple(others))
-        return run(trace, op, product, inputs)
 
+        def operand(side: int, x: Value) -> Scaled:
+            """An input in float16, and scaled if it may be a cotangent."""
+            if op.is_derived:
+                axes = over and over[side].of_an_entry
+                return copied(trace, x, FLOAT16, axes)
+            return Scaled(trace.cast(x, FLOAT16))
 
-def operand(trace: AutocastTrace, x: Value, is_derived: bool) -> Scaled:
-    """An input in float16, and scaled if it may be a cotangent."""
-    if is_derived:
-        return copied(trace, x, FLOAT16, None)
-    return Scaled(trace.cast(x, FLOAT16))
+        pair = operand(0, left), operand(1, right)
+        return run(trace, op, product, Inputs(pair, others=tuple(others)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledProduct(Product):
     """A product of float16 inputs that is summed and returned in float32."""
 
+    over: Contraction | None  # of a `dot_general`
+
     name = "scaled float16 product"
 
     def forward(self, inputs: Inputs) -> jax.Array:
         values = (x.values for x in inputs.pair)
         out = self.bind(*values, *inputs.others, dtype=FLOAT32_DTYPE)
-        return unscaled(out, *inputs.pair)
+        return unscaled(out, self.inverses(*inputs.pair))
 
     def gradients(
         self, kept: Inputs, cotangent: jax.Array, given: Sequence[Given]
     ) -> Sequence[jax.Array]:
-        scaled = quantized(cotangent, dtype=FLOAT16, axes=None)
+        n = len(self.over.batch_of_result) if self.over else 0
+        axes = tuple(range(n, cotangent.ndim)) if n else None
+        scaled = quantized(cotangent, dtype=FLOAT16, axes=axes)
         return [self.gradient(side, scaled, kept, given) for side in (0, 1)]
 
     def gradient(
@@ -115,15 +121,32 @@ class ScaledProduct(Product):
         avals = of_cotangent, wide[1 - side], *map(jax.typeof, others)
         jaxpr = jax.make_jaxpr(transposed)(*avals)
         out = evaluated(jaxpr, [cotangent.values, other.values, *others])
-        return unscaled(out, cotangent, other)
+        pair = (cotangent, other) if side == 0 else (other, cotangent)
+        return unscaled(out, self.inverses(*pair, of=side))
+
+    def inverses(
+        self, left: Scaled, right: Scaled, of: int | None = None
+    ) -> list[jax.Array]:
+        """The inverse scales of a product, or of the one that is a gradient.
+
+        Args:
+          of: the input that it is the gradient of.
+        """
+        if self.over is None:
+            return [x.inverse for x in (left, right) if x.inverse is not None]
+        if of is None:
+            return inverses(left, right, self.over)
+        over, order = self.over.gradient(of)
+        found = inverses(left, right, over)
+        return [lax.transpose(x, order) if x.ndim else x for x in found]
 
 
-def unscaled(out: jax.Array, left: Scaled, right: Scaled) -> jax.Array:
+def unscaled(out: jax.Array, inverses: list[jax.Array]) -> jax.Array:
     """A result times both inputs' powers of two, whose product may be out of range.
 
     The smaller one comes first: the other one could not save what it flushes to zero.
     """
-    inverses = [x.inverse for x in (left, right) if x.inverse is not None]
+    inverses = [sharded_as(out, x) for x in inverses]
     if len(inverses) == 2:
         inverses = [lax.min(*inverses), lax.max(*inverses)]
     for inverse in inverses:

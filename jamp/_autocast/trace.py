@@ -32,12 +32,12 @@ from .decision import (
     Value,
     Values,
 )
-from .notes import SOURCE, Notes, unrounded
+from .notes import SOURCE, Note, Notes, unrounded
 from .ops import PRIMITIVES
 from .products import is_wide
 from .refused import check_precision
 from .rules import Decider
-from .traits import LEFT_ALONE
+from .traits import ANNOTATED, LEFT_ALONE, PRODUCTS
 
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
 
@@ -128,6 +128,7 @@ class AutocastTrace(_compat.Trace):
         self.last_stack, self.last_scope = None, Scope(False, False)
         self.decide = Decider(settings, effects.hits, around)
         self.notes = Notes()
+        self.tells_weights = settings.tells_weights
 
     # What JAX calls.
 
@@ -163,7 +164,18 @@ class AutocastTrace(_compat.Trace):
         op = self.received(self.decided(op), scope)
         check_precision(op.action, op.given)
         rule = RULES.get(op.name)
-        return self.left_alone(op) if rule is None else rule(self, op)
+        out = self.left_alone(op) if rule is None else rule(self, op)
+        if self.tells_weights and op.name not in ANNOTATED:
+            self.note_activation(op, out)
+        return out
+
+    def note_activation(self, op: Op, out: Result) -> None:
+        """Notes what is made from the result of a product."""
+        if op.name not in PRODUCTS:
+            if not any(self.notes[x].activation for x in op.args):
+                return
+        for x in jax.tree.leaves(out):
+            self.notes[x] = self.notes[x]._replace(activation=True)
 
     def decided(self, op: Op) -> Op:
         """The op with the answer to which rule it is under."""
@@ -232,6 +244,19 @@ class AutocastTrace(_compat.Trace):
         why = Reason("left_alone", Source.PRIMITIVE, op.name)
         with self.noted(Action(Kind.KEEP, why=why)):
             return self.bind(primitive, inputs, params)
+
+    def activations_in(self, args: Values, carry: slice = slice(0)) -> list[Note]:
+        """Which arguments are activations: of a loop, all that it carries."""
+        if not self.tells_weights:
+            return []
+        notes = [Note(activation=self.notes[x].activation) for x in args]
+        notes[carry] = [Note(activation=True)] * len(args[carry])
+        return notes
+
+    def follow(self, args: Values, notes: Sequence[Note]) -> None:
+        """Notes what another trace knew about the arguments of a function."""
+        for x, note in zip(args, notes, strict=False):
+            self.notes[x] = note
 
     # Other traces like this one.
 

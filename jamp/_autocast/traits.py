@@ -59,6 +59,8 @@ CALLS = _names("""
     call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
     custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit pjit remat2
 """)
+# Those of them whose results are known from inside: see `nested.py`.
+ANNOTATED = _names("call checkpoint closed_call eval_jaxpr jit pjit remat2")
 # They hold functions, or write into a `Ref`, and a rule for them alone decides nothing:
 # the ops inside are asked about one by one.
 PASSED_THROUGH = REF_WRITES | _names("""

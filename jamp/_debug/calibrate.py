@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ USUAL_LARGEST_SCALE = 2.0**24  # as far as a loss scale grows in most runs
 # More and more careful.
 CAREFUL = (FLOAT8_NAME, *RECIPES[1:], *HALF_NAMES, "float32")
 
-Errors = Mapping[str, tuple[float, float]]  # direction -> whole, worst slice
+Errors = dict[str, tuple[float, float]]  # direction -> whole, worst slice
+ErrorsIn = dict[str, Errors]  # by dtype or recipe
 
 BAD_CHOICE = """calibrate(dtype={}): the dtype must be "float8", a jamp.Float8 with \
 one of its recipes ({}), float16 or bfloat16."""
@@ -214,13 +216,14 @@ def judged(
     """The rows of a report, and its rules as text."""
     rows, wanted = [], []
     for product, numbers in probe.found.items():
-        errors = errors_in(numbers, names)
+        errors, entries = errors_in(numbers, names)
         choice = choose_dtype(errors, product.sizes, tolerance, skip_small)
         if not errors:  # ragged, or in a derivative: it runs as it was traced
             choice = Choice(names[-1], "not measured")
         qualifies = names[0] in RECIPES and not product.problem
         wanted.append(Wanted(product.scope, choice.name, qualifies))
-        rows.append(product_row(product, numbers, errors, choice))
+        few = outstanding(entries, names[0], tolerance)
+        rows.append(product_row(product, numbers, errors, choice, few))
     by_scope = agreed_dtypes(wanted)
     for place, (scope, name, qualifies) in enumerate(wanted):
         together = by_scope.get(scope, name)
@@ -233,25 +236,54 @@ def judged(
 
 def errors_in(
     numbers: Mapping[str, np.ndarray], names: Iterable[str]
-) -> dict[str, dict[str, tuple[float, float]]]:
-    """The errors of the measured candidates, by candidate and direction."""
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for name in names:
-        pairs = [*numbers.get(f"{name} 1", ()), *numbers.get(f"{name} 2", ())]
-        if pairs:  # forward, and what was differentiated
-            shown = zip(DIRECTIONS, pairs, strict=False)
-            found[name] = {at: (float(a), float(b)) for at, (a, b) in shown}
-    return found
+) -> tuple[ErrorsIn, list[ErrorsIn]]:
+    """The errors of the measured candidates, by candidate and direction.
+
+    Returns:
+      The largest ones, and those of each product of a batch.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name in names:  # forward, and what was differentiated: [directions, entries, 2]
+        both = [numbers[n] for n in (f"{name} 1", f"{name} 2") if n in numbers]
+        if both:
+            found[name] = np.concatenate(both)
+
+    def errors(of: Callable[[np.ndarray], np.ndarray]) -> ErrorsIn:
+        return {
+            name: {
+                at: (float(whole), float(worst))
+                for at, (whole, worst) in zip(DIRECTIONS, of(pairs), strict=False)
+            }
+            for name, pairs in found.items()
+        }
+
+    n_entries = max((pairs.shape[1] for pairs in found.values()), default=0)
+    entries = [errors(operator.itemgetter((slice(None), i))) for i in range(n_entries)]
+    return errors(lambda pairs: pairs.max(axis=1)), entries
+
+
+def outstanding(
+    entries: Sequence[ErrorsIn], name: str, tolerance: float
+) -> dict[str, ErrorsIn]:
+    """The products of a batch that do not tolerate a dtype, where most of them do."""
+    bad = {
+        str(i): errors
+        for i, errors in enumerate(entries)
+        if name in errors and beyond(errors[name], tolerance)
+    }
+    return bad if 2 * len(bad) < len(entries) else {}
 
 
 def product_row(
     product: SeenProduct,
     numbers: Mapping[str, np.ndarray],
-    errors: dict[str, dict[str, tuple[float, float]]],
+    errors: ErrorsIn,
     choice: Choice,
+    entries: dict[str, ErrorsIn],
 ) -> ProductRow:
     spread = {at: numbers.get(f"spread {at}") for at in "xwg"}
-    sizes = "x".join(map(str, product.sizes)) or " ".join(
+    sizes = f"{product.batch} of " if product.batch > 1 else ""
+    sizes += "x".join(map(str, product.sizes)) or " ".join(
         f"[{','.join(map(str, shape))}]" for shape in product.shapes
     )
     return ProductRow(
@@ -264,6 +296,7 @@ def product_row(
         product.problem,
         choice.name,
         choice.why,
+        entries,
     )
 
 
@@ -281,7 +314,7 @@ def pays(recipe: str, k: int, n: int) -> bool:
 
 
 def choose_dtype(
-    errors: Mapping[str, Errors],
+    errors: ErrorsIn,
     sizes: Sequence[int],
     tolerance: float,
     skip_small: bool,

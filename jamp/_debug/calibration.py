@@ -41,13 +41,15 @@ class ProductRow(NamedTuple):
     path: str  # the modules around it, or ""
     line: str
     primitive: str
-    sizes: str  # "rows x contracted x columns", or the shapes of both inputs
+    sizes: str  # "rows x contracted x columns", of a batch "8 of ..."; or the shapes
     spread: dict[str, float]  # "x", "w", "g" -> powers of two between row maxima
     # By dtype or recipe and direction: the errors of the whole and of the worst row.
     errors: dict[str, dict[str, tuple[float, float]]]
     problem: str  # why it cannot run in float8, or ""
     choice: str  # "float8", "rowwise", "bfloat16", "float16" or "float32"
     why: str  # why it is not what was asked for
+    # Of a batch: the errors of those products that lose far more than most, by number.
+    entries: dict[str, dict[str, dict[str, tuple[float, float]]]]
 
     def worst(self, name: str) -> float | None:
         """The largest error in a dtype or recipe, None if it was not measured."""
@@ -228,23 +230,20 @@ def rows_table(rows: list[ProductRow], table: Table) -> str:
     """Sizes, spread and the largest error by dtype; 4.1/5.9/5.8 are the directions."""
     names = list(dict.fromkeys(name for row in rows for name in row.errors))
     header = ["module", "product", "spread x w g", *(f"{called(n)} %" for n in names)]
-    cells = [
-        (
-            shortened(row.path, 32) or "-",
-            row.sizes,
-            " ".join(f"2^{row.spread[at]:.0f}" for at in "xwg" if at in row.spread),
-            *(errors_text(row, name) for name in names),
-            row.choice,
-            row.why or row.problem,
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        spread = (f"2^{row.spread[at]:.0f}" for at in "xwg" if at in row.spread)
+        errors = (errors_text(row.errors.get(name, {})) for name in names)
+        place, why = shortened(row.path, 32) or "-", row.why or row.problem
+        cells.append((place, row.sizes, " ".join(spread), *errors, row.choice, why))
+        for entry, found in row.entries.items():
+            errors = (errors_text(found.get(name, {})) for name in names)
+            cells.append((f"  number {entry} of them", "", "", *errors, "", ""))
     return table([*header, "choice", "why"], cells)
 
 
-def errors_text(row: ProductRow, name: str) -> str:
+def errors_text(found: dict[str, tuple[float, float]]) -> str:
     """The worst row's error forward, in dgrad and in wgrad, in percent."""
-    found = row.errors.get(name, {})
     tops = [max(found[at]) if at in found else None for at in DIRECTIONS]
     if not found:
         return "-"
@@ -264,8 +263,13 @@ def as_json(value: object) -> object:
 def row_from_json(fields: dict[str, Any]) -> ProductRow:
     row = ProductRow(**fields)
     spread = {at: float(powers) for at, powers in row.spread.items()}
-    errors = {
+    entries = {n: errors_from_json(errors) for n, errors in row.entries.items()}
+    errors = errors_from_json(row.errors)
+    return row._replace(spread=spread, errors=errors, entries=entries)
+
+
+def errors_from_json(errors: dict[str, Any]) -> dict[str, Any]:
+    return {
         name: {at: (float(whole), float(worst)) for at, (whole, worst) in found.items()}
-        for name, found in row.errors.items()
+        for name, found in errors.items()
     }
-    return row._replace(spread=spread, errors=errors)

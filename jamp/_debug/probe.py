@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from .._autocast.contraction import Contraction
 from .._autocast.decision import CASTABLE, Kind, Op
-from .._autocast.float8 import RECIPES, dimensions_of, unfit, weight_of
+from .._autocast.float8 import RECIPES, unfit, weight_of
 from .._autocast.trace import AutocastTrace
 from .._autocast.traits import PRODUCTS
 from .op_location import innermost_own, is_module
@@ -34,7 +35,8 @@ class SeenProduct(NamedTuple):
     line: str
     primitive: str
     shapes: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]  # rows, contracted numbers, columns; () if it has others
+    batch: int  # how many products it is
+    sizes: tuple[int, ...]  # of each: rows, contracted numbers, columns; () if ragged
     problem: str  # why it cannot run in float8
     weight: int  # which input is the weight: 0 or 1
 
@@ -106,21 +108,19 @@ class Probe:
         with self._lock:
             kept = self.found[product]
             for name, value in numbers.items():
-                key = name if value.ndim < 2 else f"{name} {len(value)}"
+                key = name if value.ndim < 3 else f"{name} {len(value)}"
                 new = np.asarray(value, np.float64)
                 kept[key] = np.maximum(kept.get(key, new), new)
 
 
 def seen_at(scope: str, op: Op) -> SeenProduct:
-    shapes, weight = tuple(np.shape(x) for x in op.args), weight_of()
-    sizes, problem = (), unfit(op)
+    shapes, weight = tuple(np.shape(x) for x in op.args), weight_of(op)
+    batch, sizes, problem = 1, (), unfit(op, activations=False)
     if op.name == "dot_general":
-        over = dimensions_of(op)
-        if not over.left.batch and len(over.left.contracted) == 1:
-            _, *sizes = over.sizes(*shapes)
+        batch, *sizes = Contraction.of_op(op).sizes(*shapes)
     sizes = tuple(sizes) if weight else tuple(sizes[::-1])
     line = innermost_own(_compat.current_frames())
-    return SeenProduct(scope, line, op.name, shapes, sizes, problem, weight)
+    return SeenProduct(scope, line, op.name, shapes, batch, sizes, problem, weight)
 
 
 def swapped(numbers: Measured) -> Measured:
@@ -128,4 +128,4 @@ def swapped(numbers: Measured) -> Measured:
     pairs = ("spread x", "spread w"), ("spread g", "spread of columns of g")
     names = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
     numbers = {names.get(name, name): value for name, value in numbers.items()}
-    return {n: v[::-1] if v.ndim == 2 else v for n, v in numbers.items()}
+    return {n: v[::-1] if v.ndim == 3 else v for n, v in numbers.items()}

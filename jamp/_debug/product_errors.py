@@ -1,9 +1,10 @@
 """What a product loses in a lower dtype against float32: forward and backward.
 
 Errors are relative, for the whole result and for its worst slice: a row (along the last
-axis) or a column (along all others). A slice is measured against its own size: its
-norm, or the norm that its numbers would have if their signs were random, whichever is
-larger. Otherwise a row in which terms happen to cancel would count as an error.
+axis) or a column (along all others). Each product of a batch is measured alone. A slice
+is measured against its own size: its norm, or the norm that its numbers would have if
+their signs were random, whichever is larger. Otherwise a row in which terms happen to
+cancel would count as an error.
 """
 
 import functools
@@ -16,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
+from .._autocast.contraction import Contraction
 from .._autocast.decision import FLOAT32_DTYPE, Op, Params
 from .._autocast.derivatives import with_gradients
 from .._autocast.float8 import RECIPES, Float8Product, product_for
@@ -39,8 +41,7 @@ class Probed(NamedTuple):
     exact: Run
     candidates: dict[str, Run]  # by dtype, or recipe of float8
     scale: float  # a loss scale that multiplies the gradient before it is cast
-    contracted: tuple[Sequence[int], Sequence[int]]  # axes of both inputs
-    n_rows: int  # axes of the result that are the left input's
+    over: Contraction
 
 
 class Measures(NamedTuple):
@@ -58,15 +59,19 @@ def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
     """
     params = tuple(sorted(op.params.items()))
     products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
-    n_left = np.ndim(op.args[0])
-    return measures_for(op.primitive, params, n_left, tuple(names), products, scale)
+    if op.name == "dot_general":
+        over = Contraction.of_op(op)
+    else:  # of a convolution, errors are those of rows along the last axis
+        n = np.ndim(op.args[0])
+        over = Contraction.of((((n - 1,), (n - 1,)), ((), ())), (n, n))
+    return measures_for(op.primitive, params, over, tuple(names), products, scale)
 
 
 @functools.lru_cache(maxsize=4096)
 def measures_for(
     primitive: Primitive,
     params: tuple[tuple[str, Any], ...],
-    n_left: int,
+    over: Contraction,
     names: tuple[str, ...],
     products: tuple[Float8Product, ...],
     scale: float,
@@ -77,16 +82,7 @@ def measures_for(
         **{product.recipe: in_float8(product) for product in products},
         **{name: in_half(primitive, dict(params), jnp.dtype(name)) for name in half},
     }
-    contracted = ((-1,), (-1,))
-    if primitive.name == "dot_general":
-        contracted, _ = dict(params)["dimension_numbers"]
-    p = Probed(
-        exactly(primitive, dict(params)),
-        candidates,
-        scale,
-        contracted,
-        n_left - len(contracted[0]),
-    )
+    p = Probed(exactly(primitive, dict(params)), candidates, scale, over)
     forward, backward = (
         jax.jit(functools.partial(f, p)) for f in (forward_numbers, backward_numbers)
     )
@@ -119,24 +115,24 @@ def in_float8(product: Float8Product) -> Run:
 
 
 def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Measured:
-    """Errors of the result by candidate, [1, 2], and the spread of the inputs."""
+    """Errors of the result by candidate, [1, entries, 2], and the inputs' spread."""
     left, right = (x.astype(FLOAT32_DTYPE) for x in (left, right))
     exact, size = p.exact(left, right), typical(p.exact, left, right)
     numbers = {
-        "spread x": row_spread(left, p.contracted[0]),
-        "spread w": row_spread(right, p.contracted[1]),
+        "spread x": row_spread(left, p.over.left.contracted, p.over.left.batch),
+        "spread w": row_spread(right, p.over.right.contracted, p.over.right.batch),
         "largest forward": top_of(left, right, exact),
     }
     for name, run in p.candidates.items():
         got = run(left, right).astype(FLOAT32_DTYPE)
-        numbers[name] = errors(got, exact, size)[None]
+        numbers[name] = entry_errors(got, exact, size, p.over.batch_of_result)[None]
     return numbers
 
 
 def backward_numbers(
     p: Probed, left: jax.Array, right: jax.Array, cotangent: jax.Array
 ) -> Measured:
-    """Errors of both gradients by candidate, [2, 2], and the cotangent's spread.
+    """Errors of both gradients by candidate, [2, entries, 2], and a spread.
 
     The sizes of gradients are those of products, with the same random signs.
     """
@@ -145,18 +141,20 @@ def backward_numbers(
     (x, x_unit), (w, w_unit), (g, g_unit) = map(scaled_square, (left, right, cotangent))
     of_x, of_w = map(jnp.sqrt, jax.vjp(p.exact, x, w)[1](g))
     sizes = of_x * (w_unit * g_unit), of_w * (x_unit * g_unit)
-    axes = range(cotangent.ndim)
+    batch = p.over.batch_of_result
+    rows = range(len(batch), len(batch) + len(p.over.left.free))
+    columns = range(rows.stop, cotangent.ndim)
     numbers = {
-        "spread g": row_spread(cotangent, axes[p.n_rows :]),
-        "spread of columns of g": row_spread(cotangent, axes[: p.n_rows]),
+        "spread g": row_spread(cotangent, columns, batch),
+        "spread of columns of g": row_spread(cotangent, rows, batch),
         "largest backward": top_of(cotangent, *exact),
     }
     for name, run in p.candidates.items():
         out, pull = jax.vjp(run, left, right)
         got = pull((cotangent * p.scale).astype(out.dtype))
         got = [x.astype(FLOAT32_DTYPE) / p.scale for x in got]
-        triples = zip(got, exact, sizes, strict=True)
-        numbers[name] = jnp.stack([errors(*triple) for triple in triples])
+        each = zip(got, exact, sizes, (dims.batch for dims in p.over), strict=True)
+        numbers[name] = jnp.stack([entry_errors(*arrays) for arrays in each])
     return numbers
 
 
@@ -171,6 +169,18 @@ def scaled_square(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     unit = jnp.max(jnp.abs(x), initial=0)
     unit = jnp.where(unit > 0, unit, jnp.ones_like(unit))
     return jnp.square(x / unit), unit
+
+
+def entry_errors(
+    got: jax.Array, exact: jax.Array, size: jax.Array, batch: Sequence[int]
+) -> jax.Array:
+    """The errors of each entry of a batch, or of the one product: [entries, 2]."""
+
+    def entries(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, batch, range(len(batch)))
+        return x.reshape(-1, *x.shape[len(batch) :])
+
+    return jax.vmap(errors)(*map(entries, (got, exact, size)))
 
 
 def errors(got: jax.Array, exact: jax.Array, size: jax.Array) -> jax.Array:
@@ -194,17 +204,21 @@ def errors(got: jax.Array, exact: jax.Array, size: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(both), jnp.full_like(both, jnp.inf), both)
 
 
-def row_spread(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def row_spread(
+    x: jax.Array, axes: Sequence[int], batch: Sequence[int] = ()
+) -> jax.Array:
     """How many powers of two are between the largest row and the smallest.
 
     Args:
       axes: the axes of a row. A row of zeros does not count.
+      batch: axes along which rows are not compared.
     """
-    rows = jnp.max(jnp.abs(x), axis=tuple(axes), initial=0)
-    most = jnp.max(rows, initial=0)
-    least = jnp.min(jnp.where(rows > 0, rows, jnp.full_like(rows, jnp.inf)))
-    powers = jnp.log2(most) - jnp.log2(least)
-    return jnp.where(most > 0, powers, jnp.zeros_like(powers))
+    rows = jnp.max(jnp.abs(x), axis=tuple(axes), initial=0, keepdims=True)
+    others = tuple(axis for axis in range(x.ndim) if axis not in batch)
+    most = jnp.max(rows, axis=others, initial=0)
+    rows = jnp.where(rows > 0, rows, jnp.full_like(rows, jnp.inf))
+    powers = jnp.log2(most) - jnp.log2(jnp.min(rows, axis=others, initial=jnp.inf))
+    return jnp.max(jnp.where(most > 0, powers, jnp.zeros_like(powers)), initial=0)
 
 
 def top_of(*values: jax.Array) -> jax.Array:

@@ -58,6 +58,23 @@ LAYOUTS = {
         (UNPLACED, P(None, ON_TWO), None),
     ],
 }
+# Of a product of a batch, of experts for example.
+BATCHES = {
+    (8,): [
+        (P("d", None, None), P("d", None, None), None),
+        (P(None, "d", None), P(None, None, None), None),
+        (P(None, "d", None), P(None, "d", None), None),
+        (P(None, None, "d"), P(None, "d", None), P(None, None, None)),
+        (P(None, None, "d"), P(None, "d", None), P("d", None, None)),
+        (P(None, None, None), P(None, None, "d"), None),
+    ],
+    (4, 2): [
+        (P("d", "m", None), P("d", None, None), None),
+        (P("d", None, None), P("d", None, "m"), None),
+        (P("d", None, "m"), P("d", "m", None), P("d", None, None)),
+        (P(None, "d", None), P(None, None, "m"), None),
+    ],
+}
 SPECS = {
     (8,): [P(None, None), P("d", None), P(None, "d")],
     (4, 2): [
@@ -74,15 +91,17 @@ def mesh_of(sizes):
 
 
 @functools.cache
-def operands():
+def operands(*batch):
     keys = jax.random.split(jax.random.key(0), 2)
-    x = jax.random.normal(keys[0], (64, 128))
-    return x.at[:32].mul(8.0), jax.random.normal(keys[1], (128, 64)) / 8
+    x = jax.random.normal(keys[0], (*batch, 64, 128))
+    x = x.at[..., :32, :].mul(8.0)
+    return x, jax.random.normal(keys[1], (*batch, 128, 64)) / 8
 
 
 def placed(mesh, *specs):
     """Both inputs on the mesh; to be called before the mesh is set."""
-    pairs = zip(operands(), specs, strict=True)
+    has_batch = any(spec != UNPLACED and len(spec) == 3 for spec in specs)
+    pairs = zip(operands(8) if has_batch else operands(), specs, strict=True)
     return [
         x if spec == UNPLACED else jax.device_put(x, NamedSharding(mesh, spec))
         for x, spec in pairs
@@ -92,7 +111,7 @@ def placed(mesh, *specs):
 def result_and_gradients(region, out):
     def loss(x, w):
         with region:
-            y = jnp.dot(x, w, out_sharding=out)
+            y = jnp.matmul(x, w, out_sharding=out)
         return jnp.mean(jnp.float32(y) ** 2), y
 
     return jax.grad(loss, (0, 1), has_aux=True)
@@ -124,11 +143,12 @@ def differences(mesh, layouts):
     return right, wrong
 
 
+@pytest.mark.parametrize("layouts", [LAYOUTS, BATCHES], ids=["one", "a batch"])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_shardings_are_those_of_bfloat16(sizes):
-    right, wrong = differences(mesh_of(sizes), LAYOUTS[sizes])
+def test_shardings_are_those_of_bfloat16(sizes, layouts):
+    right, wrong = differences(mesh_of(sizes), layouts[sizes])
     assert not wrong
-    assert right == len(LAYOUTS[sizes])
+    assert right == len(layouts[sizes])
 
 
 @pytest.mark.nightly
@@ -147,6 +167,8 @@ NUMBERS = [
     ((8,), P("d", None), P(None, "d"), P("d", None)),
     ((4, 2), P("d", "m"), P("m", "d"), P("d", "m")),
     ((4, 2), P("d", "m"), UNPLACED, None),
+    ((8,), P("d", None, None), P("d", None, None), None),
+    ((4, 2), P("d", None, "m"), P("d", "m", None), P("d", None, None)),
 ]
 
 
@@ -155,7 +177,8 @@ NUMBERS = [
 @pytest.mark.parametrize("compiled", mostly_slow([True, False], True))
 def test_numbers_are_those_of_one_device(name, sizes, x, w, out, compiled):
     run = jax.jit if compiled else lambda function: function
-    truth = run(result_and_gradients(REGIONS[name], None))(*operands())
+    batch = [8] * (len(x) == 3)
+    truth = run(result_and_gradients(REGIONS[name], None))(*operands(*batch))
     mesh = mesh_of(sizes)
     arguments = placed(mesh, x, w)
     with jax.set_mesh(mesh):

@@ -29,8 +29,9 @@ ENOUGH = {
 
 
 @functools.cache
-def bfloat16_loss(seed: int, octaves: int = OCTAVES) -> float:
-    return loss_after_training("bfloat16", seed=seed, octaves=octaves)
+def bfloat16_loss(seed: int, octaves: int = OCTAVES, experts: int = 0) -> float:
+    of = {"seed": seed, "octaves": octaves, "experts": experts}
+    return loss_after_training("bfloat16", **of)
 
 
 @pytest.mark.parametrize("rules", [None, {"head": jamp.Float8("rowwise")}])
@@ -52,6 +53,14 @@ def test_one_scale_is_enough_for_rows_of_one_size():
     """Measured: 1.002 times bfloat16's loss."""
     loss = loss_after_training("float8", octaves=0)
     assert loss == pytest.approx(bfloat16_loss(0, octaves=0), rel=0.01)
+
+
+@pytest.mark.parametrize("octaves", [0, OCTAVES])
+@pytest.mark.parametrize("seed", mostly_nightly([0, 1, 2], 0))
+def test_experts_have_a_scale_each(octaves, seed):
+    """Eight, of which one gets numbers that are 2^16 times smaller."""
+    loss = loss_after_training("float8", octaves=octaves, experts=8, seed=seed)
+    assert loss == pytest.approx(bfloat16_loss(seed, octaves, 8), rel=0.01)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -24,7 +24,7 @@ from jamp._debug.calibrate import (
     scope_pattern,
 )
 from jamp._debug.walk import starred
-from tests.marks import mostly_slow
+from tests.marks import mostly_slow, slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -248,16 +248,40 @@ def test_what_float8_does_not_take_says_why():
     def loss(w, x):
         with jax.named_scope("odd"):
             x = x @ w
-        with jax.named_scope("batched"):
-            y = jnp.einsum("bij,bjk->bik", x[None], x[None].swapaxes(1, 2))
+        with jax.named_scope("scores"):
+            x = x.reshape(2, -1, 24)
+            y = x @ x.swapaxes(1, 2)
         return jnp.mean(y)
 
     w = jax.random.normal(jax.random.key(1), (32, 24))
     report = calibrated(loss, w, X)
-    assert "32x32x24, not multiples of 16" in row_at(report, "odd").problem
-    assert row_at(report, "batched").problem == "batch dimensions"
+    assert "32x32x24: each size must be" in row_at(report, "odd").problem
+    assert row_at(report, "scores").problem == "neither input is a weight"
+    assert row_at(report, "scores").sizes == "2 of 16x24x16"
     assert all(row.choice == "bfloat16" for row in report.rows)
     assert report.rules == {}  # the region leaves them in bfloat16 by itself
+
+
+@pytest.mark.parametrize("factor", [slow(1.0), 2.0**-20])
+def test_experts_are_measured_one_by_one(factor):
+    def loss(w, x):
+        with jax.named_scope("experts"):
+            return jnp.mean((x @ w) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    w = jax.random.normal(keys[0], (8, 32, 48)) / 6
+    x = jax.random.normal(keys[1], (8, 64, 32)) * 2.0 ** -jnp.arange(8.0)[:, None, None]
+    x = x.at[3, :32].mul(factor)
+    report = calibrated(loss, w, x)
+    row = row_at(report, "experts")
+    assert row.sizes == "8 of 64x32x48"
+    assert (row.spread["x"] > 19) == (factor < 1)
+    assert list(row.entries) == (["3"] if factor < 1 else [])
+    assert row.choice == ("rowwise" if factor < 1 else "float8")
+    if row.entries:
+        assert "number 3 of them" in str(report)
+        assert max(row.entries["3"]["tensorwise"]["forward"]) > 0.5
+        assert jamp.debug.Calibration.from_json(report.to_json()).rows == report.rows
 
 
 def test_a_product_without_a_gradient_is_measured_forward():

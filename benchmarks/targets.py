@@ -1,0 +1,237 @@
+"""What a training step becomes on GPUs and TPUs: compiled for them, on none of them.
+
+    pip install "jax-cuda12-plugin==$(python -c 'import jax; print(jax.__version__)')"
+    pip install "jax[tpu]==$(python -c 'import jax; print(jax.__version__)')"
+    python -m benchmarks.targets
+    python -m benchmarks.targets --for t4,v5e --model mlp
+    python -m benchmarks.targets --for h100 --size full --rows hand,jamp,jmp,flax
+    python -m benchmarks.targets --for h100 --size full --model mlp --width 1024 \\
+        --rows bfloat16,float8,wise --gemm triton
+    python -m benchmarks.targets --for v5p,h100 --chips 8,256,4096
+
+The compilers need only a description of a device (`benchmarks.devices`). Nothing runs,
+and times are not measured. Each step donates its state, is traced on the CPU, and is
+compiled for one device. The columns are:
+
+- "asked" and "compiled": matrix products and convolutions by the dtype of their inputs,
+  in the jaxpr and in the compiled program, without those of attention kernels. XLA drops
+  products that nothing uses, joins those that share an input, and makes sums of small
+  ones.
+- "kernels", "copies", "cond" (conditionals), "host" (operations that make the host wait).
+- "GB" is what all kernels read from and write to the device's memory. "reads" are the
+  bytes that loss scaling adds, in units of the gradients in float32.
+- "Mcycles", for TPUs: the sum of the compiler's estimates.
+
+On a GPU, XLA chooses the kernel of a product by trial. Here it cannot, and products are
+cuBLAS's (`--gemm cublas`) or XLA's own (`--gemm triton`).
+"""
+
+import functools
+import re
+import time
+import warnings
+
+from benchmarks import _harness, devices
+from benchmarks.model_sizes import COMPILED
+
+TARGETS = ("t4", "l4", "a100", "h100", "b200", "v5e", "v6e", "tpu7x")
+TRITON = "xla_gpu_enable_triton_gemm"
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+OP = re.compile(r'^\s+(?:%\S+ = )?"?stablehlo\.', re.MULTILINE)
+COLUMNS = ("asked", "compiled", "kernels", "copies", "cond", "host", "GB", "ratio")
+MESH_COLUMNS = ("collectives", "MB by dtype", "scaling adds", "bytes", "compile", "ops")
+# How a state is held, and whether jit or `shard_map` makes the collectives.
+LAYOUTS = [
+    ("data parallel", "jit", {}),
+    ("FSDP", "jit", {}),
+    ("2-D, FSDP x tensor", "jit", {}),
+    ("data parallel", "shard_map", {"reduce_dtype": "float16"}),
+    ("FSDP", "shard_map", {"param_dtype": "float16", "reduce_dtype": "float16"}),
+]
+APIS = ("jamp.step", "tx.update", "GradScaler")
+
+
+class Step:
+    """A row's training step, traced once for all devices of its kind.
+
+    Args:
+      make_row: of (size, flash), as those of `train_rows`.
+    """
+
+    def __init__(self, make_row, size, flash):
+        import jax
+
+        from benchmarks import models
+
+        def init():
+            step, state = make_row(size, flash)
+            leaves, treedef = jax.tree.flatten(state)
+            self.jitted = jax.jit(_harness.flat(step, treedef), donate_argnums=0)
+            return leaves
+
+        self.args = jax.eval_shape(init), *jax.eval_shape(lambda: models.make_batch(size))
+
+    def trace(self, device):
+        import jax
+
+        sharding = jax.sharding.NamedSharding(
+            jax.sharding.Mesh([device], "x"), jax.sharding.PartitionSpec()
+        )
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return self.jitted.trace(*jax.tree.map(place, self.args))
+
+
+def measure(step, target, device, triton=False):
+    """The figures of a step for a target, as a dict."""
+    from shared import hlo, products
+
+    with devices.asked_for(target):
+        traced = step.trace(device)
+        lowered = traced.lower()
+    options = {TRITON: triton} if target in devices.GPUS else {}
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options=options)
+    seconds = time.perf_counter() - start
+    text = compiled.as_text()
+    return {
+        "asked": products.traced(traced.jaxpr),
+        "compiled": products.compiled(text),
+        "casts": products.casts(traced.jaxpr),
+        "ops": len(OP.findall(lowered.as_text())),
+        "cycles": sum(map(int, CYCLES.findall(text))),
+        "seconds": seconds,
+        **hlo.summarize(compiled)._asdict(),
+    }
+
+
+def measure_model(size, rows, target, device, steps, triton):
+    """Row -> its figures, or the error of a row that does not compile."""
+    results = {}
+    for row, make in rows.items():
+        flash = devices.has_flash(target)
+        key = size, row, flash
+        try:
+            with devices.asked_for(target):
+                steps[key] = steps.get(key) or Step(make, size, flash)
+            results[row] = measure(steps[key], target, device, triton)
+        except Exception as error:
+            results[row] = {"error": f"{type(error).__name__}: {error}"[:400]}
+    return results
+
+
+def print_model(title, results, gradient_bytes, is_tpu):
+    from benchmarks.train_rows import BASE, SCALED
+    from shared import products
+
+    table = []
+    base = results.get(BASE) or next(iter(results.values()))
+    for row, p in results.items():
+        if "error" in p:
+            table.append((row, p["error"].splitlines()[0]))
+            continue
+        counts = (str(p[key]) for key in ("kernels", "copies", "conditionals", "host"))
+        ratio = lambda key, p=p: f"{p[key] / base[key]:.3f}" if base.get(key) else ""
+        plain = results.get("float16", {}).get("bytes")
+        reads = ""
+        if row == SCALED and plain:
+            reads = f"{(p['bytes'] - plain) / gradient_bytes:.2f}"
+        cycles = [f"{p['cycles'] / 1e6:.3f}", ratio("cycles")] if is_tpu else []
+        table.append(
+            (
+                row,
+                *(products.described(p[key]) for key in ("asked", "compiled")),
+                *counts,
+                f"{p['bytes'] / 1e9:.3f}",
+                ratio("bytes"),
+                reads,
+                f"{p['temporary_bytes'] / 1e9:.3f}",
+                f"{p['peak_bytes'] / 1e9:.3f}",
+                *cycles,
+            )
+        )
+    cycles = ("Mcycles", "ratio") if is_tpu else ()
+    columns = (*COLUMNS, "reads", "temporaries", "peak", *cycles)
+    _harness.print_table((title, *columns), table)
+
+
+def compile_models(args, targets):
+    import jax
+
+    from benchmarks.train_rows import OTHERS, PRECISIONS, ROWS, rows_for
+
+    rows = PRECISIONS
+    if args.rows:
+        words = [word.strip() for word in args.rows.split(",")]
+        rows = {
+            name: row
+            for name, row in (PRECISIONS | OTHERS | ROWS).items()
+            if any(word in name for word in words)
+        }
+    results, steps = {}, {}
+    for target in targets:
+        is_tpu = target in devices.TPUS
+        device = devices.of(target)[0]
+        for name, size in sizes(args, "tpu" if is_tpu else "gpu").items():
+            title = f"{target} {name}"
+            found = measure_model(
+                size, rows_for(size, rows), target, device, steps, args.gemm == "triton"
+            )
+            state = next(step.args[0] for (s, *_), step in steps.items() if s == size)
+            gradient_bytes = parameters(size)
+            del state
+            results[title] = {"size": repr(size), "rows": found}
+            print_model(title, found, gradient_bytes, is_tpu)
+            _harness.save(args.json, results)
+    jax.clear_caches()
+
+
+@functools.cache
+def parameters(size) -> int:
+    """Bytes of a model's parameters in float32."""
+    import jax
+    from flax import nnx
+
+    from benchmarks import models
+
+    model = nnx.eval_shape(lambda: models.make(size, flash=False))
+    return sum(4 * x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def sizes(args, kind):
+    """The models that the arguments ask for, by name, in their sizes."""
+    table = COMPILED[args.size or kind]
+    wanted = args.model.split(",") if args.model else list(table)
+    chosen = {n: s for n, s in table.items() if any(map(n.startswith, wanted))}
+    if not chosen:
+        raise SystemExit(f"--model {args.model}: there are {', '.join(table)}")
+    given = {key: getattr(args, key) for key in ("batch", "layers", "width")}
+    return {
+        name: size._replace(
+            **{k: v for k, v in given.items() if v and k in size._fields}
+        )
+        for name, size in chosen.items()
+    }
+
+
+def main():
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--for", dest="targets", default=",".join(TARGETS))
+    parser.add_argument("--model", help="some of mlp,gpt2,resnet,vit,llama,moe")
+    parser.add_argument("--rows", help="those with one of these words in their names")
+    parser.add_argument("--size", choices=COMPILED, help="instead of each target's own")
+    for name in ("batch", "layers", "width"):
+        parser.add_argument(f"--{name}", type=int, help="instead of each model's own")
+    parser.add_argument("--gemm", choices=["cublas", "triton"], default="cublas")
+    parser.add_argument("--chips", help="the collectives over so many devices instead")
+    args = parser.parse_args()
+    args.size = "small" if args.small else args.size
+    devices.prepare()
+    targets = args.targets.split(",")
+    if unknown := set(targets) - {*devices.GPUS, *devices.TPUS}:
+        raise SystemExit(f"--for: unknown {sorted(unknown)}")
+    _harness.print_heading(f"compiled for {args.targets}, not run")
+    compile_models(args, targets)
+
+
+if __name__ == "__main__":
+    main()

@@ -124,7 +124,7 @@ def test_loss_scaling_adds_one_scalar_to_what_devices_exchange(row):
 
 def reduced(mode, **options):
     layout = LAYOUTS["data parallel"]
-    plain = training(layout, mode, scaled=False, **BLOCK, **options)
+    plain = training(layout, mode, api=None, **BLOCK, **options)
     return collectives_of(plain).by_dtype
 
 

@@ -1,8 +1,7 @@
 """Devices that are not there, to compile for: NVIDIA's GPUs and TPUs.
 
 XLA's compiler for GPUs needs only a description of a GPU, and libtpu's only the name of a
-topology. GPUs need `jax-cuda12-plugin` and TPUs `jax[tpu]`, in JAX's version. Only one
-process at a time may use libtpu.
+topology. GPUs need `jax-cuda12-plugin` and TPUs `jax[tpu]`, in JAX's version.
 """
 
 import contextlib
@@ -71,7 +70,11 @@ FLASH = "jax._src.cudnn.fused_attention_stablehlo"
 def prepare() -> None:
     """Call this before JAX is imported: it is to look for no device."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # none of them uses a TPU
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+    os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 

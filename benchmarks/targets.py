@@ -39,16 +39,16 @@ TRITON = "xla_gpu_enable_triton_gemm"
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 OP = re.compile(r'^\s+(?:%\S+ = )?"?stablehlo\.', re.MULTILINE)
 COLUMNS = ("asked", "compiled", "kernels", "copies", "cond", "host", "GB", "ratio")
-MESH_COLUMNS = ("collectives", "MB by dtype", "scaling adds", "bytes", "compile", "ops")
-# How a state is held, and whether jit or `shard_map` makes the collectives.
-LAYOUTS = [
-    ("data parallel", "jit", {}),
-    ("FSDP", "jit", {}),
-    ("2-D, FSDP x tensor", "jit", {}),
-    ("data parallel", "shard_map", {"reduce_dtype": "float16"}),
-    ("FSDP", "shard_map", {"param_dtype": "float16", "reduce_dtype": "float16"}),
+MESH_COLUMNS = ("collectives", "MB by dtype", "scaling adds", "bytes", "compile", "HLO")
+MESHES = ("data parallel", "FSDP", "2-D, FSDP x tensor")
+HALF = {"param_dtype": "float16", "reduce_dtype": "float16"}
+# Each layout under jit and in `shard_map`, with each of the ways to scale the loss.
+MODES = [(name, "jit", {}) for name in MESHES] + [
+    (name, "shard_map", HALF) for name in MESHES
 ]
-APIS = ("jamp.step", "tx.update", "GradScaler")
+# Those of the model. Arrays are split over up to 4096 chips, and a chip has its rows.
+MESH_SIZES = {"layers": 2, "width": 4096}
+ROWS_PER_CHIP = 8
 
 
 class Step:
@@ -119,7 +119,7 @@ def measure_model(size, rows, target, device, steps, triton):
     return results
 
 
-def print_model(title, results, gradient_bytes, is_tpu):
+def print_model(title, results, gradients, is_tpu):
     from benchmarks.train_rows import BASE, SCALED
     from shared import products
 
@@ -134,7 +134,7 @@ def print_model(title, results, gradient_bytes, is_tpu):
         plain = results.get("float16", {}).get("bytes")
         reads = ""
         if row == SCALED and plain:
-            reads = f"{(p['bytes'] - plain) / gradient_bytes:.2f}"
+            reads = f"{(p['bytes'] - plain) / gradients:.2f}"
         cycles = [f"{p['cycles'] / 1e6:.3f}", ratio("cycles")] if is_tpu else []
         table.append(
             (
@@ -176,18 +176,59 @@ def compile_models(args, targets):
             found = measure_model(
                 size, rows_for(size, rows), target, device, steps, args.gemm == "triton"
             )
-            state = next(step.args[0] for (s, *_), step in steps.items() if s == size)
-            gradient_bytes = parameters(size)
-            del state
             results[title] = {"size": repr(size), "rows": found}
-            print_model(title, found, gradient_bytes, is_tpu)
+            print_model(title, found, gradient_bytes(size), is_tpu)
             _harness.save(args.json, results)
     jax.clear_caches()
 
 
+def compile_meshes(args, targets):
+    """The collectives over so many chips, with and without loss scaling."""
+    results = {}
+    for target in targets:
+        for count in map(int, args.chips.split(",")):
+            title = f"{count} x {target}"
+            results[title] = {}
+            for mode in MODES:
+                results[title] |= measure_mesh(mode, devices.of(target, count))
+                _harness.save(args.json, results)
+            print_meshes(title, results[title])
+
+
+def measure_mesh(mode, there):
+    """Row -> the collectives without a loss scale, and with the API of that row."""
+    from shared.collectives import APIS, LAYOUTS, collectives_of, training
+
+    layout, how, dtypes = mode
+    sizes = {**MESH_SIZES, "rows": ROWS_PER_CHIP * len(there), "devices": there}
+    run = lambda api: collectives_of(
+        training(LAYOUTS[layout], how, api=api, **sizes, **dtypes)
+    )._asdict()
+    plain = run(None)
+    return {f"{layout}, {how}, {api}": {"plain": plain, api: run(api)} for api in APIS}
+
+
+def print_meshes(title, rows):
+    table = []
+    for row, (plain, scaled) in ((row, p.values()) for row, p in rows.items()):
+        megabytes = (f"{n / 1e6:.3f} {dtype}" for dtype, n in plain["by_dtype"].items())
+        table.append(
+            (
+                row,
+                str(plain["count"]),
+                ", ".join(megabytes),
+                f"{scaled['count'] - plain['count']:+}",
+                f"{scaled['bytes'] - plain['bytes']:+}",
+                f"{scaled['seconds']:.1f} s",
+                str(scaled["instructions"]),
+            )
+        )
+    _harness.print_table((title, *MESH_COLUMNS), table)
+
+
 @functools.cache
-def parameters(size) -> int:
-    """Bytes of a model's parameters in float32."""
+def gradient_bytes(size) -> int:
+    """Bytes of a model's gradients in float32."""
     import jax
     from flax import nnx
 
@@ -230,7 +271,7 @@ def main():
     if unknown := set(targets) - {*devices.GPUS, *devices.TPUS}:
         raise SystemExit(f"--for: unknown {sorted(unknown)}")
     _harness.print_heading(f"compiled for {args.targets}, not run")
-    compile_models(args, targets)
+    (compile_meshes if args.chips else compile_models)(args, targets)
 
 
 if __name__ == "__main__":

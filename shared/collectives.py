@@ -204,7 +204,7 @@ def starts_of(api, tx, init, axis_name):
         params = init()
         return params, tx.init(params)
 
-    return start, functools.partial(functools.partial, steps[api], tx)
+    return start, lambda loss_fn: functools.partial(steps[api], tx, loss_fn)
 
 
 class Training(NamedTuple):

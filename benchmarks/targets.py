@@ -47,7 +47,7 @@ MODES = [(name, "jit", {}) for name in MESHES] + [
     (name, "shard_map", HALF) for name in MESHES
 ]
 # Those of the model. Arrays are split over up to 4096 chips, and a chip has its rows.
-MESH_SIZES = {"layers": 2, "width": 4096}
+MESH_SIZES = {"layers": 1, "width": 4096}
 ROWS_PER_CHIP = 8
 
 
@@ -190,9 +190,10 @@ def compile_meshes(args, targets):
             title = f"{count} x {target}"
             results[title] = {}
             for mode in MODES:
-                results[title] |= measure_mesh(mode, devices.of(target, count))
+                found = measure_mesh(mode, devices.of(target, count))
+                print_meshes(title, found)
+                results[title] |= found
                 _harness.save(args.json, results)
-            print_meshes(title, results[title])
 
 
 def measure_mesh(mode, there):

@@ -1,12 +1,11 @@
 """Devices that are not there, to compile for: NVIDIA's GPUs and TPUs.
 
-XLA's compiler for GPUs needs only a description of a GPU, and libtpu's only the name of a
-topology. GPUs need `jax-cuda12-plugin` and TPUs `jax[tpu]`, in JAX's version.
+XLA's compiler for GPUs needs only a description of a GPU, and libtpu's only the name of
+a topology. GPUs need `jax-cuda12-plugin` and TPUs `jax[tpu]`, in JAX's version.
 """
 
 import contextlib
 import importlib.util
-import os
 from typing import NamedTuple
 from unittest import mock
 
@@ -67,22 +66,27 @@ PODS = {8: "v5p:2x2x2", 256: "v5p:8x8x4", 512: "v5p:8x8x8", 4096: "v5p:16x16x16"
 FLASH = "jax._src.cudnn.fused_attention_stablehlo"
 
 
-def prepare() -> None:
-    """Call this before JAX is imported: it is to look for no device."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # none of them uses a TPU
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
-    os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Neither compiler is to look for a device, or to log that there is none.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # none of the processes uses a TPU
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+def package(target: str) -> str:
+    """What has to be installed, in JAX's version, to compile for a target."""
+    return "jax-cuda12-plugin" if target in GPUS else "libtpu"
 
 
 def missing(target: str) -> str:
-    """What has to be installed to compile for a target; "" if nothing."""
-    package = "jax-cuda12-plugin" if target in GPUS else "libtpu"
-    is_here = importlib.util.find_spec(package.replace("-", "_"))
-    return "" if is_here else package
+    """The same, or "" if it is installed."""
+    name = package(target)
+    return "" if importlib.util.find_spec(name.replace("-", "_")) else name
 
 
 def described(gpu: Gpu) -> str:
@@ -105,8 +109,8 @@ def of(target: str, count: int = 1) -> list:
     """Devices to compile for; of TPUs, the first of a topology."""
     from jax.experimental import topologies
 
-    if package := missing(target):
-        raise SystemExit(f"{target}: install {package} in JAX's version")
+    if name := missing(target):
+        raise SystemExit(f"{target}: install {name} in JAX's version")
     if target in GPUS:
         options = {
             "target_config": described(GPUS[target]),

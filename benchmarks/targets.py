@@ -13,11 +13,12 @@ The compilers need only a description of a device (`benchmarks.devices`). Nothin
 and times are not measured. Each step donates its state, is traced on the CPU, and is
 compiled for one device. The columns are:
 
-- "asked" and "compiled": matrix products and convolutions by the dtype of their inputs,
-  in the jaxpr and in the compiled program, without those of attention kernels. XLA drops
-  products that nothing uses, joins those that share an input, and makes sums of small
-  ones.
-- "kernels", "copies", "cond" (conditionals), "host" (operations that make the host wait).
+- "asked" and "compiled": matrix products and convolutions by the dtype of their
+  inputs, in the jaxpr and in the compiled program, without those of attention kernels.
+  XLA drops products that nothing uses, joins those that share an input, and makes sums
+  of small ones.
+- "kernels", "copies", "cond" (conditionals) and "host" (operations for which the host
+  waits).
 - "GB" is what all kernels read from and write to the device's memory. "reads" are the
   bytes that loss scaling adds, in units of the gradients in float32.
 - "Mcycles", for TPUs: the sum of the compiler's estimates.
@@ -27,9 +28,9 @@ cuBLAS's (`--gemm cublas`) or XLA's own (`--gemm triton`).
 """
 
 import functools
+import os
 import re
 import time
-import warnings
 
 from benchmarks import _harness, devices
 from benchmarks.model_sizes import COMPILED
@@ -69,16 +70,24 @@ class Step:
             self.jitted = jax.jit(_harness.flat(step, treedef), donate_argnums=0)
             return leaves
 
-        self.args = jax.eval_shape(init), *jax.eval_shape(lambda: models.make_batch(size))
+        self.args = (
+            jax.eval_shape(init),
+            *jax.eval_shape(lambda: models.make_batch(size)),
+        )
 
     def trace(self, device):
-        import jax
+        return self.jitted.trace(*place(self.args, device))
 
-        sharding = jax.sharding.NamedSharding(
-            jax.sharding.Mesh([device], "x"), jax.sharding.PartitionSpec()
-        )
-        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return self.jitted.trace(*jax.tree.map(place, self.args))
+
+def place(args, device):
+    """The arguments as shapes on a device, which need not be there."""
+    import jax
+
+    mesh = jax.sharding.Mesh([device], "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+    )
 
 
 def measure(step, target, device, triton=False):
@@ -267,7 +276,7 @@ def main():
     parser.add_argument("--chips", help="the collectives over so many devices instead")
     args = parser.parse_args()
     args.size = "small" if args.small else args.size
-    devices.prepare()
+    os.environ.update(devices.ENVIRONMENT)
     targets = args.targets.split(",")
     if unknown := set(targets) - {*devices.GPUS, *devices.TPUS}:
         raise SystemExit(f"--for: unknown {sorted(unknown)}")

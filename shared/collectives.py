@@ -1,9 +1,9 @@
 """Sharded trainings of one model, and the collectives that XLA compiles for them.
 
 The model is a float16 MLP with residual blocks, two kernels and two biases each. It
-trains in each layout of `LAYOUTS`, with loss scaling or without. The counts are from one
-device's HLO, and bytes are those of a collective's result. The devices may be absent:
-then arrays are shapes.
+trains in each layout of `LAYOUTS`, with loss scaling or without. The counts are from
+one device's HLO, and bytes are those of a collective's result. The devices may be
+absent: then arrays are shapes.
 """
 
 import collections

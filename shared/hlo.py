@@ -73,7 +73,7 @@ def executed(computations, name):
         if on_tpu and (is_scalar(instruction) or instruction.op.endswith("-done")):
             continue
         if on_tpu and instruction.op in TRANSFERS:
-            # Its operands, or the result and its operand; then the result, and a handle.
+            # The operands, or result and operand; then the result, and a handle.
             *_, result, _ = re.findall(r"\w+\[[\d,]*\]", instruction.shape)
             yield instruction, size_of(result)
         elif instruction.op == "conditional":

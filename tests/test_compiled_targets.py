@@ -1,0 +1,169 @@
+"""What the compilers for GPUs and TPUs make of training steps, products and retries.
+
+The tests need JAX's CUDA plugin or libtpu, but neither a GPU nor a TPU. Without one of
+the two, its tests are skipped.
+"""
+
+import functools
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import export, lax
+
+import jamp
+from benchmarks import devices, targets
+from benchmarks.model_sizes import COMPILED
+from benchmarks.train_rows import PRECISIONS, SCALED
+from shared import hlo, products
+from tests.autocast.test_float8_hlo import (
+    BIAS,
+    ROWWISE,
+    W,
+    X,
+    both_ways,
+    in_float8,
+    plain,
+    wide,
+    with_bias,
+)
+
+STACKED = jax.ShapeDtypeStruct((2, *X.shape), X.dtype)
+FLOAT16 = {"dtype": jnp.float16, "rules": {lax.dot_general_p: jamp.Float8()}}
+FLOAT8 = {
+    "forward": (in_float8(plain), X, W),
+    "float32 result": (in_float8(wide), X, W),
+    "float16": (in_float8(plain, **FLOAT16), X, W),
+    "backward": (both_ways(in_float8(plain)), X, W),
+    "rowwise": (both_ways(in_float8(plain, ROWWISE)), X, W),
+    "vmap": (jax.vmap(in_float8(plain), (0, None)), STACKED, W),
+    "vmap, backward": (
+        jax.vmap(both_ways(in_float8(plain)), (0, None)),
+        STACKED,
+        W,
+    ),
+    "bias": (in_float8(with_bias), X, W, BIAS),
+}
+PRODUCTS = {"backward": 3, "rowwise": 3, "vmap, backward": 3}
+
+
+def needs(target):
+    return pytest.mark.skipif(
+        bool(devices.missing(target)) or os.environ.get("JAX_PLATFORMS") != "cpu",
+        reason=f"compiling for a {target} needs {devices.package(target)} in JAX's "
+        "version, and JAX_PLATFORMS=cpu so that it looks for no device",
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def looks_for_no_device():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in devices.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+compiles_for_a_gpu = needs("h100")
+GEMMS = {"cuBLAS": False, "Triton": True}
+
+
+@compiles_for_a_gpu
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("name", FLOAT8)
+def test_xla_makes_float8_kernels_of_all_products(name, gemm):
+    text = compiled(*FLOAT8[name], gemm=gemm)
+    assert products.compiled(text) == {"f8": PRODUCTS.get(name, 1)}
+    if (name, gemm) == ("bias", "cuBLAS"):
+        assert '"epilogue":"BIAS"' in text, "the bias is added by the product's kernel"
+
+
+def compiled(function, *args, gemm, **options):
+    """The optimized HLO of a function for an H100."""
+    args = targets.place(args, devices.of("h100")[0])
+    lowered = jax.jit(function, **options).lower(*args)
+    return lowered.compile(compiler_options={targets.TRITON: GEMMS[gemm]}).as_text()
+
+
+@compiles_for_a_gpu
+def test_scaled_products_are_cublas_products_of_float16_with_float32_results():
+    within = functools.partial(jamp.autocast, jamp.ScaledFloat16())
+    loss = lambda x, w: jnp.mean(within()(jnp.matmul)(x, w) ** 2)
+    text = compiled(jax.grad(loss, (0, 1)), X, W, gemm="cuBLAS")
+    instructions = hlo.parse(text)["ENTRY"]
+    shapes = {i.name: i.shape for i in instructions}
+    calls = [i for i in instructions if "__cublas$" in i.text]
+    assert len(calls) == 3
+    for call in calls:
+        assert call.shape.startswith("(f32[")
+        assert all(shapes[name].startswith("f16[") for name in call.operands)
+
+
+@compiles_for_a_gpu
+@pytest.mark.usefixtures("standard_promotion")
+def test_retry_copies_nothing_more_than_the_step_does():
+    tx = jamp.dynamic_loss_scale(optax.adam(1e-3))
+
+    def loss_fn(weights, x):
+        with jamp.autocast(jnp.float16):
+            return jnp.mean(jnp.float32(x @ weights[0] @ weights[1]) ** 2)
+
+    def step(state, x):
+        weights, opt_state = state
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(weights, x)
+        return jamp.step(tx, grads, opt_state, weights), loss
+
+    def start():
+        shapes = W.shape, W.shape[::-1]
+        weights = [jnp.zeros(shape, W.dtype) for shape in shapes]
+        return weights, tx.init(weights)
+
+    arguments = jax.eval_shape(start), X
+    copies, loops = {}, {}
+    for name, function in {"plain": step, "retry": jamp.retry(step)}.items():
+        text = compiled(function, *arguments, gemm="cuBLAS", donate_argnums=0)
+        copies[name] = re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", text)
+        loops[name] = text.count(" while(")
+    assert len(copies["retry"]) <= len(copies["plain"])
+    assert loops == {"plain": 0, "retry": 1}
+
+
+# The dtypes of the compiled products, where those are not the ones asked for.
+INSTEAD = {("t4", "bfloat16"): {"f32"}, ("t4", "float8"): {"f16"}}
+TARGETS = [
+    pytest.param(name, marks=[needs(name), pytest.mark.slow])
+    for name in ("t4", "h100", "v5e")
+]
+STEPS = {}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_step_traced_on_a_cpu_is_the_targets_own(target):
+    """Products in the dtype asked for, no conditional, and no call of the host."""
+    size = COMPILED["small"]["mlp"]
+    rows = {name: PRECISIONS[name] for name in ("bfloat16", SCALED, "float8")}
+    device = devices.of(target)[0]
+    found = targets.measure_model(size, rows, target, device, STEPS, False)
+    for row, figures in found.items():
+        assert "error" not in figures, (row, figures)
+        asked, compiled = set(figures["asked"]), set(figures["compiled"])
+        assert compiled == INSTEAD.get((target, row), asked), row
+        assert figures["conditionals"] == figures["host"] == 0, row
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_step_exported_for_several_platforms_is_the_targets_own(target):
+    size = COMPILED["small"]["mlp"]
+    step = targets.Step(PRECISIONS[SCALED], size, flash=False)
+    exported = export.export(step.jitted, platforms=["cpu", "cuda", "tpu"])(*step.args)
+    args = targets.place(step.args, devices.of(target)[0])
+    jitted = jax.jit(exported.call, donate_argnums=0)
+    program = jitted.lower(*args).compile()
+    assert set(products.compiled(program.as_text())) == {"f16"}
+    figures = hlo.summarize(program)
+    assert figures.conditionals == figures.host == 0

@@ -4,8 +4,7 @@
     pip install "jax[tpu]==$(python -c 'import jax; print(jax.__version__)')"
     python -m benchmarks.targets
     python -m benchmarks.targets --for t4,v5e --model mlp
-    python -m benchmarks.targets --for h100 --size full --rows hand,jamp,jmp,flax
-    python -m benchmarks.targets --for h100 --size full --model mlp --width 1024 \\
+    python -m benchmarks.targets --for h100 --size full --model mlp,llama --width 1024 \\
         --rows bfloat16,float8,wise --gemm triton
     python -m benchmarks.targets --for v5p,h100 --chips 8,256,4096
 
@@ -170,12 +169,7 @@ def compile_models(args, targets):
 
     rows = PRECISIONS
     if args.rows:
-        words = [word.strip() for word in args.rows.split(",")]
-        rows = {
-            name: row
-            for name, row in (PRECISIONS | OTHERS | ROWS).items()
-            if any(word in name for word in words)
-        }
+        rows = wanted_rows(PRECISIONS | OTHERS | ROWS, args.rows.split(","))
     results, steps = {}, {}
     for target in targets:
         is_tpu = target in devices.TPUS
@@ -185,7 +179,11 @@ def compile_models(args, targets):
             found = measure_model(
                 size, rows_for(size, rows), target, device, steps, args.gemm == "triton"
             )
-            results[title] = {"size": repr(size), "rows": found}
+            results[title] = {
+                "size": repr(size),
+                "gradient_bytes": gradient_bytes(size),
+                "rows": found,
+            }
             print_model(title, found, gradient_bytes(size), is_tpu)
             _harness.save(args.json, results)
     jax.clear_caches()
@@ -236,6 +234,15 @@ def print_meshes(title, rows):
     _harness.print_table((title, *MESH_COLUMNS), table)
 
 
+def wanted_rows(rows, words):
+    """The rows with these names; for a word that is not a name, those that hold it."""
+    return {
+        name: row
+        for name, row in rows.items()
+        if name in words or any(w in name for w in set(words) - set(rows))
+    }
+
+
 @functools.cache
 def gradient_bytes(size) -> int:
     """Bytes of a model's gradients in float32."""
@@ -268,7 +275,7 @@ def main():
     parser = _harness.parser(__doc__)
     parser.add_argument("--for", dest="targets", default=",".join(TARGETS))
     parser.add_argument("--model", help="some of mlp,gpt2,resnet,vit,llama,moe")
-    parser.add_argument("--rows", help="those with one of these words in their names")
+    parser.add_argument("--rows", help="their names, or words in names")
     parser.add_argument("--size", choices=COMPILED, help="instead of each target's own")
     for name in ("batch", "layers", "width"):
         parser.add_argument(f"--{name}", type=int, help="instead of each model's own")

@@ -269,6 +269,8 @@ PRECISIONS = {
 OTHERS = {
     "rowwise_with_gw_hp": within(jamp.Float8("rowwise_with_gw_hp")),
     FLAX_FLOAT8: flax_float8,
+    # Scaled float16 does not reach cuDNN's attention.
+    "float16, XLA's attention": lambda size, flash: within(jnp.float16)(size, False),
 }
 
 

@@ -5,6 +5,8 @@ PYTHON ?= $(shell scripts/find-python)
 BIN := $(VENV)/bin
 # An interpreter with JAX and torch for CUDA. Nothing is installed into it.
 GPU_PYTHON ?= python3
+# An interpreter that can compile for GPUs and TPUs.
+TARGETS_PYTHON ?= $(BIN)/python
 
 CACHED := scripts/cached-python $(VENV)
 # `make lint` runs the tests that only read files.
@@ -12,7 +14,7 @@ TESTS := tests --ignore tests/lint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all parity lint docs bench gpu lowest newest nightly endurance \
+.PHONY: help demo test test-all parity lint docs bench targets gpu lowest newest nightly endurance \
 	foreign wheel clean
 
 help: ## print the targets
@@ -55,6 +57,14 @@ bench: $(VENV)/.benchmarks $(VENV)/.test ## benchmarks on the CPU; prints tables
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.master_weights
 	$(BIN)/python -m benchmarks.collectives
+
+# Needs jax-cuda12-plugin and jax[tpu] in JAX's version; see docs/targets.md.
+targets: $(VENV)/.test ## compile steps for GPUs and TPUs; writes docs/targets.md's tables
+	for t in t4 l4 a100 h100 b200 v5e v6e tpu7x; do $(TARGETS_PYTHON) -m benchmarks.targets \
+	  --for $$t --json benchmarks/results/targets-$$t.json || exit 1; done
+	for n in 8 256 4096; do $(TARGETS_PYTHON) -m benchmarks.targets --for v5p \
+	  --chips $$n --json benchmarks/results/targets-v5p-$$n.json || exit 1; done
+	$(BIN)/python -m benchmarks.targets_page
 
 ifdef DRY
 gpu: $(VENV)/.parity

@@ -4,8 +4,8 @@
     pip install "jax[tpu]==$(python -c 'import jax; print(jax.__version__)')"
     python -m benchmarks.targets
     python -m benchmarks.targets --for t4,v5e --model mlp
-    python -m benchmarks.targets --for h100 --size full --model mlp,llama --width 1024 \\
-        --rows bfloat16,float8,wise --gemm triton
+    python -m benchmarks.targets --for h100 --size full --model mlp,llama \\
+        --width 1024 --rows bfloat16,float8,wise --gemm triton
     python -m benchmarks.targets --for v5p,h100 --chips 8,256,4096
 
 The compilers need only a description of a device (`benchmarks.devices`). Nothing runs,
@@ -40,14 +40,15 @@ CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 OP = re.compile(r'^\s+(?:%\S+ = )?"?stablehlo\.', re.MULTILINE)
 COLUMNS = ("asked", "compiled", "kernels", "copies", "cond", "host", "GB", "ratio")
 MESH_COLUMNS = ("collectives", "MB by dtype", "scaling adds", "bytes", "compile", "HLO")
-MESHES = ("data parallel", "FSDP", "2-D, FSDP x tensor")
+# Each layout of a state under jit and in `shard_map`, with each way to scale the loss.
 HALF = {"param_dtype": "float16", "reduce_dtype": "float16"}
-# Each layout under jit and in `shard_map`, with each of the ways to scale the loss.
-MODES = [(name, "jit", {}) for name in MESHES] + [
-    (name, "shard_map", HALF) for name in MESHES
+MODES = [
+    (layout, *how)
+    for layout in ("data parallel", "FSDP", "2-D, FSDP x tensor")
+    for how in (("jit", {}), ("shard_map", HALF))
 ]
-# Those of the model. Arrays are split over up to 4096 chips, and a chip has its rows.
-MESH_SIZES = {"layers": 1, "width": 4096}
+# Up to 4096 chips share an array of this width, and each has its own rows.
+MESH_SIZES = {"layers": 1, "width": 4096, "hidden": 256}
 ROWS_PER_CHIP = 8
 
 
@@ -205,12 +206,19 @@ def compile_meshes(args, targets):
 
 def measure_mesh(mode, there):
     """Row -> the collectives without a loss scale, and with the API of that row."""
+    from jax.sharding import PartitionSpec as P
+
     from shared.collectives import APIS, LAYOUTS, collectives_of, training
 
     layout, how, dtypes = mode
+    layouts = {
+        **LAYOUTS,
+        # What is narrower than the mesh stays whole.
+        "FSDP": LAYOUTS["FSDP"]._replace(up_bias=P(), down=P(None, "data")),
+    }
     sizes = {**MESH_SIZES, "rows": ROWS_PER_CHIP * len(there), "devices": there}
     run = lambda api: collectives_of(
-        training(LAYOUTS[layout], how, api=api, **sizes, **dtypes)
+        training(layouts[layout], how, api=api, **sizes, **dtypes)
     )._asdict()
     plain = run(None)
     return {f"{layout}, {how}, {api}": {"plain": plain, api: run(api)} for api in APIS}

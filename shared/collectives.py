@@ -71,10 +71,14 @@ def make_mesh(layout, axis_type=AxisType.Auto, devices=None):
     return jax.sharding.Mesh(devices, layout.axes, axis_types=types)
 
 
-def init_params(layers, width, seed=0):
-    """A list of blocks with float32 arrays."""
+def init_params(layers, width, hidden=None, seed=0):
+    """A list of blocks with float32 arrays.
+
+    Args:
+      hidden: twice the width if it is None.
+    """
     key = jax.random.key(seed)
-    hidden = 2 * width
+    hidden = hidden or 2 * width
 
     def block(key):
         up, down = jax.random.split(key)
@@ -226,6 +230,7 @@ def training(
     devices=None,
     layers=4,
     width=64,
+    hidden=None,
     rows=64,
     **gather_dtypes,
 ):
@@ -238,14 +243,17 @@ def training(
       tx: the optimizer; None: Adam.
       api: what scales the loss, one of `APIS`; None: nothing.
       devices: those of the mesh; None: all that are here.
-      layers, width, rows: of the model and its batch.
+      layers, width, hidden, rows: of the model and its batch.
       **gather_dtypes: of `jamp.sharding.gather`, under "shard_map".
     """
     axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     mesh = make_mesh(layout, axis_type, devices)
     axis_name = "data" if mode == "shard_map" else None
     start, step_for = starts_of(
-        api, tx or optax.adam(1e-2), lambda: init_params(layers, width), axis_name
+        api,
+        tx or optax.adam(1e-2),
+        lambda: init_params(layers, width, hidden),
+        axis_name,
     )
     make_batch = lambda: jax.random.normal(jax.random.key(1), (rows, width))
     if mesh.devices.flat[0] not in jax.devices():

@@ -30,7 +30,7 @@ BY_HAND, SCALED = "float16 by hand", "float16 + loss scale"
 
 
 def load():
-    """The runs; "target model" -> its figures; "N x target" -> those of its mesh."""
+    """The runs, the figures of each "target model", and those of each "N x target"."""
     runs, models, meshes = [], {}, {}
     for file in sorted(RESULTS.glob("targets-*.json")):
         document = json.loads(file.read_text())

@@ -117,9 +117,11 @@ def of(target: str, count: int = 1) -> list:
             "topology": f"1x{count}x1",
         }
         return topologies.get_topology_desc("", platform="cuda", **options).devices
-    name = PODS[count] if target == "v5p" and count > 1 else TPUS[target]
-    devices = topologies.get_topology_desc(name, platform="tpu").devices
-    return devices[:count]
+    name = PODS.get(count) if target == "v5p" and count > 1 else TPUS[target]
+    found = topologies.get_topology_desc(name, platform="tpu").devices if name else []
+    if len(found) < count:
+        raise SystemExit(f"{target}: no topology of {count} is known here")
+    return found[:count]
 
 
 def has_flash(target: str) -> bool:

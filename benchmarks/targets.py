@@ -115,6 +115,8 @@ def measure(step, target, device, triton=False):
 
 def measure_model(size, rows, target, device, steps, triton):
     """Row -> its figures, or the error of a row that does not compile."""
+    import jax
+
     results = {}
     for row, make in rows.items():
         flash = devices.has_flash(target)
@@ -123,7 +125,7 @@ def measure_model(size, rows, target, device, steps, triton):
             with devices.asked_for(target):
                 steps[key] = steps.get(key) or Step(make, size, flash)
             results[row] = measure(steps[key], target, device, triton)
-        except Exception as error:
+        except jax.errors.JaxRuntimeError as error:
             results[row] = {"error": f"{type(error).__name__}: {error}"[:400]}
     return results
 
@@ -164,8 +166,6 @@ def print_model(title, results, gradients, is_tpu):
 
 
 def compile_models(args, targets):
-    import jax
-
     from benchmarks.train_rows import OTHERS, PRECISIONS, ROWS, rows_for
 
     rows = PRECISIONS
@@ -187,7 +187,6 @@ def compile_models(args, targets):
             }
             print_model(title, found, gradient_bytes(size), is_tpu)
             _harness.save(args.json, results)
-    jax.clear_caches()
 
 
 def compile_meshes(args, targets):

@@ -270,7 +270,9 @@ OTHERS = {
     "rowwise_with_gw_hp": within(jamp.Float8("rowwise_with_gw_hp")),
     FLAX_FLOAT8: flax_float8,
     # Scaled float16 does not reach cuDNN's attention.
-    "float16, XLA's attention": lambda size, flash: within(jnp.float16)(size, False),
+    "float16 with XLA's attention": lambda size, flash: within(jnp.float16)(
+        size, False
+    ),
 }
 
 

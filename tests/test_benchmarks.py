@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _harness, gpu
+from benchmarks import _harness, gpu, targets_page
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 60
@@ -144,6 +144,28 @@ def test_rows_take_turns_and_ratios_are_of_rounds():
     assert "".join(order) == "abcbcacab"
     assert {name: len(row) for name, row in seconds.items()} == {k: 2 for k in "abc"}
     assert _harness.ratio([2, 30, 4], [1, 10, 4]) == 2
+
+
+def test_the_page_on_targets_has_the_committed_figures():
+    assert targets_page.written() == targets_page.PAGE.read_text(), (
+        "run `python -m benchmarks.targets_page`"
+    )
+
+
+def test_the_committed_figures_are_as_the_page_says():
+    runs, models, meshes = targets_page.load()
+    assert runs and models
+    for title, found in models.items():
+        rows = found["rows"]
+        for row, figures in rows.items():
+            assert figures["conditionals"] == figures["host"] == 0, (title, row)
+        assert float(targets_page.added(found)) <= 1.05, title
+    t4 = models["t4 mlp"]["rows"]
+    moved = t4[targets_page.SCALED]["bytes"]
+    assert moved <= 0.7 * t4["bfloat16"]["bytes"]
+    for title, rows in meshes.items():
+        for row, (plain, scaled) in ((r, p.values()) for r, p in rows.items()):
+            assert "f64" not in scaled["by_dtype"], (title, row)
 
 
 # The others share no code with these, and `make gpu DRY=1` runs them all.

@@ -254,6 +254,7 @@ def within(dtype):
 
 SCALED = "float16 + loss scale"
 FLAX_FLOAT8 = "flax Fp8DirectDotGeneralOp"
+XLA_ATTENTION = "float16 with XLA's attention"  # all that scaled float16 reaches
 # What a step becomes in each precision, for `benchmarks.targets`.
 PRECISIONS = {
     REFERENCE: float32,
@@ -269,10 +270,7 @@ PRECISIONS = {
 OTHERS = {
     "rowwise_with_gw_hp": within(jamp.Float8("rowwise_with_gw_hp")),
     FLAX_FLOAT8: flax_float8,
-    # Scaled float16 does not reach cuDNN's attention.
-    "float16 with XLA's attention": lambda size, flash: within(jnp.float16)(
-        size, False
-    ),
+    XLA_ATTENTION: lambda size, flash: within(jnp.float16)(size, False),
 }
 
 

@@ -165,7 +165,8 @@ def test_the_committed_figures_are_as_the_page_says():
     assert moved <= 0.7 * t4["bfloat16"]["bytes"]
     for title, rows in meshes.items():
         for row, (plain, scaled) in ((r, p.values()) for r, p in rows.items()):
-            assert "f64" not in scaled["by_dtype"], (title, row)
+            assert scaled["count"] <= plain["count"] + 4, (title, row)
+            assert scaled["bytes"] <= plain["bytes"] + 16, (title, row)
 
 
 # The others share no code with these, and `make gpu DRY=1` runs them all.

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from .._checks import shown
 from .._tree import KeyPath, PyTree, dtype_of, is_half, is_inexact
 from .check_gradients import check_update, is_hole
+from .mesh import varying_like
 
 
 def as_transformation(
@@ -63,7 +64,11 @@ def cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
     return lax.convert_element_type(update, dtype)
 
 
-def no_update(like: ArrayLike) -> jax.Array:
+def no_update(like: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
     """An update that keeps a parameter's bits: adding 0 would turn -0 into 0."""
-    zeros = jnp.zeros_like(like)
+    if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None:
+        # In `shard_map` over a part of the axes, JAX does not take it for an array.
+        zeros = varying_like(jnp.zeros(like.shape, like.dtype), like)
+    else:
+        zeros = jnp.zeros_like(like)
     return -zeros if is_inexact(like) else zeros

@@ -5,8 +5,6 @@ PYTHON ?= $(shell scripts/find-python)
 BIN := $(VENV)/bin
 # An interpreter with JAX and torch for CUDA. Nothing is installed into it.
 GPU_PYTHON ?= python3
-# An interpreter that can compile for GPUs and TPUs.
-TARGETS_PYTHON ?= $(BIN)/python
 
 CACHED := scripts/cached-python $(VENV)
 # `make lint` runs the tests that only read files.
@@ -58,13 +56,26 @@ bench: $(VENV)/.benchmarks $(VENV)/.test ## benchmarks on the CPU; prints tables
 	$(BIN)/python -m benchmarks.master_weights
 	$(BIN)/python -m benchmarks.collectives
 
-# Needs jax-cuda12-plugin and jax[tpu] in JAX's version; see docs/targets.md.
-targets: $(VENV)/.test ## compile steps for GPUs and TPUs; writes docs/targets.md's tables
-	for t in t4 l4 a100 h100 b200 v5e v6e tpu7x; do $(TARGETS_PYTHON) -m benchmarks.targets \
-	  --for $$t --json benchmarks/results/targets-$$t.json || exit 1; done
-	for n in 8 256 4096; do $(TARGETS_PYTHON) -m benchmarks.targets --for v5p \
-	  --chips $$n --json benchmarks/results/targets-v5p-$$n.json || exit 1; done
-	$(BIN)/python -m benchmarks.targets_page
+.venv-targets/.targets: pyproject.toml
+	test -x .venv-targets/bin/python || $(PYTHON) -m venv .venv-targets
+	scripts/install .venv-targets targets
+	@touch $@
+
+COMPILE := .venv-targets/bin/python -m benchmarks.targets
+FIGURES := benchmarks/results/targets
+
+ifdef DRY
+targets: .venv-targets/.targets
+	JAX_PLATFORMS=cpu $(subst $(VENV),.venv-targets,$(CACHED)) -m pytest \
+	  tests/test_compiled_targets.py
+else
+targets: .venv-targets/.targets ## compile steps for GPUs and TPUs, for docs/targets.md; DRY=1: small ones
+	for target in t4 l4 a100 h100 b200 v5e v6e tpu7x; do \
+	  $(COMPILE) --for $$target --json $(FIGURES)-$$target.json || exit 1; done
+	for chips in 8 256 4096; do \
+	  $(COMPILE) --for v5p --chips $$chips --json $(FIGURES)-v5p-$$chips.json || exit 1; done
+	.venv-targets/bin/python -m benchmarks.targets_page
+endif
 
 ifdef DRY
 gpu: $(VENV)/.parity

@@ -27,9 +27,12 @@ cuBLAS's (`--gemm cublas`) or XLA's own (`--gemm triton`).
 """
 
 import functools
+import multiprocessing
 import os
 import re
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 from benchmarks import _harness, devices
 from benchmarks.model_sizes import COMPILED
@@ -91,16 +94,29 @@ def place(args, device):
     )
 
 
-def measure(step, target, device, triton=False):
-    """The figures of a step for a target, as a dict."""
+@functools.cache
+def step_of(row, size, flash):
+    from benchmarks.train_rows import ALL
+
+    return Step(ALL[row], size, flash)
+
+
+def measure(row, size, target, triton=False):
+    """The figures of a row's step for a target, or the compiler's error, as a dict."""
+    import jax
+
     from shared import hlo, products
 
     with devices.asked_for(target):
-        traced = step.trace(device)
+        step = step_of(row, size, devices.has_flash(target))
+        traced = step.trace(devices.of(target)[0])
         lowered = traced.lower()
     options = {TRITON: triton} if target in devices.GPUS else {}
     start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
+    try:
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        return {"error": str(error).splitlines()[0][:400]}
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     return {
@@ -114,21 +130,20 @@ def measure(step, target, device, triton=False):
     }
 
 
-def measure_model(size, rows, target, device, steps, triton):
-    """Row -> its figures, or the error of a row that does not compile."""
-    import jax
+class Worker:
+    """A process that compiles, and another one after a crash of the compiler."""
 
-    results = {}
-    for row, make in rows.items():
-        flash = devices.has_flash(target)
-        key = size, row, flash
+    pool = None
+
+    def __call__(self, *args):
+        """`measure(*args)`, or an error."""
+        spawn = multiprocessing.get_context("spawn")
+        self.pool = self.pool or ProcessPoolExecutor(1, mp_context=spawn)
         try:
-            with devices.asked_for(target):
-                steps[key] = steps.get(key) or Step(make, size, flash)
-            results[row] = measure(steps[key], target, device, triton)
-        except jax.errors.JaxRuntimeError as error:
-            results[row] = {"error": f"{type(error).__name__}: {error}"[:400]}
-    return results
+            return self.pool.submit(measure, *args).result()
+        except BrokenProcessPool:
+            self.pool = None
+            return {"error": "the compiler crashes"}
 
 
 def print_model(title, results, gradients, is_tpu):
@@ -136,10 +151,10 @@ def print_model(title, results, gradients, is_tpu):
     from shared import products
 
     table = []
-    base = results.get(BASE) or next(iter(results.values()))
+    base = results.get(BASE) or next(iter(results.values()))  # {} if it has an error
     for row, p in results.items():
         if "error" in p:
-            table.append((row, p["error"].splitlines()[0]))
+            table.append((row, p["error"]))
             continue
         counts = (str(p[key]) for key in ("kernels", "copies", "conditionals", "host"))
         ratio = lambda key, p=p: f"{p[key] / base[key]:.3f}" if base.get(key) else ""
@@ -167,26 +182,24 @@ def print_model(title, results, gradients, is_tpu):
 
 
 def compile_models(args, targets):
-    from benchmarks.train_rows import OTHERS, PRECISIONS, ROWS, rows_for
+    from benchmarks.train_rows import ALL, PRECISIONS, rows_for
 
-    rows = PRECISIONS
-    if args.rows:
-        rows = wanted_rows(PRECISIONS | OTHERS | ROWS, args.rows.split(","))
-    results, steps = {}, {}
+    rows = wanted_rows(ALL, args.rows.split(",")) if args.rows else PRECISIONS
+    results, worker = {}, Worker()
     for target in targets:
         is_tpu = target in devices.TPUS
-        device = devices.of(target)[0]
         for name, size in sizes(args, "tpu" if is_tpu else "gpu").items():
-            title = f"{target} {name}"
-            found = measure_model(
-                size, rows_for(size, rows), target, device, steps, args.gemm == "triton"
-            )
-            results[title] = {
+            triton = args.gemm == "triton"
+            found = {
+                row: worker(row, size, target, triton) for row in rows_for(size, rows)
+            }
+            gradients = gradient_bytes(size)
+            results[f"{target} {name}"] = {
                 "size": repr(size),
-                "gradient_bytes": gradient_bytes(size),
+                "gradient_bytes": gradients,
                 "rows": found,
             }
-            print_model(title, found, gradient_bytes(size), is_tpu)
+            print_model(f"{target} {name}", found, gradients, is_tpu)
             _harness.save(args.json, results)
 
 
@@ -295,6 +308,8 @@ def main():
     targets = args.targets.split(",")
     if unknown := set(targets) - {*devices.GPUS, *devices.TPUS}:
         raise SystemExit(f"--for: unknown {sorted(unknown)}")
+    for package in filter(None, map(devices.missing, targets)):
+        raise SystemExit(f"install {package} in JAX's version")
     _harness.print_heading(f"compiled for {args.targets}, not run")
     (compile_meshes if args.chips else compile_models)(args, targets)
 

@@ -274,6 +274,9 @@ OTHERS = {
 }
 
 
+ALL = PRECISIONS | OTHERS | ROWS
+
+
 def rows_for(size, rows=ROWS):
     """The rows for a model: only GPT-2 has embeddings, others lack a residual stream
     that could be float32, and Flax's float8 is that of the MLP."""

@@ -136,7 +136,6 @@ TARGETS = [
     pytest.param(name, marks=[needs(name), pytest.mark.slow])
     for name in ("t4", "h100", "v5e")
 ]
-STEPS = {}
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -144,10 +143,8 @@ STEPS = {}
 def test_a_step_traced_on_a_cpu_is_the_targets_own(target):
     """Products in the dtype asked for, no conditional, and no call of the host."""
     size = COMPILED["small"]["mlp"]
-    rows = {name: PRECISIONS[name] for name in ("bfloat16", SCALED, "float8")}
-    device = devices.of(target)[0]
-    found = targets.measure_model(size, rows, target, device, STEPS, False)
-    for row, figures in found.items():
+    for row in ("bfloat16", SCALED, "float8"):
+        figures = targets.measure(row, size, target)
         assert "error" not in figures, (row, figures)
         asked, compiled = set(figures["asked"]), set(figures["compiled"])
         assert compiled == INSTEAD.get((target, row), asked), row

@@ -81,13 +81,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def describe() -> dict[str, str]:
-    """The machine and the versions that this runs on."""
-    import jax
+def describe(device: str = "") -> dict[str, str]:
+    """The machine and the versions that this runs on; without a device, JAX's."""
+    if not device:
+        import jax
 
+        device = jax.devices()[0].device_kind
     return {
         "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
+        "device": device,
         "cpus": str(os.cpu_count()),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
         **versions(),
@@ -150,9 +152,9 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         print(f"| {' | '.join(row)} |", flush=True)
 
 
-def save(path: Path | None, results: Any) -> None:
+def save(path: Path | None, results: Any, device: str = "") -> None:
     """If a path was given, writes the figures and where they were measured."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        document = {"run": describe(), "results": results}
+        document = {"run": describe(device), "results": results}
         path.write_text(json.dumps(document, indent=2) + "\n")

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import _harness
+from shared.processes import run_group
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -137,7 +138,8 @@ class Runner:
         if argv[2].startswith("benchmarks."):
             argv += ["--json", str(self.out / f"{part.name}.json")]
         with self.log(part).open("w") as log:
-            code = run_group(argv, log, self.limit(part))
+            limit, unbuffered = self.limit(part), {"PYTHONUNBUFFERED": "1"}
+            code = run_group(argv, log, limit, ROOT, os.environ | unbuffered)
         status = {None: "killed at its limit", 0: "passed"}.get(code, f"exit {code}")
         self.enter(part, status, time.monotonic() - start)
 
@@ -151,29 +153,6 @@ class Runner:
             "versions": _harness.versions(),
         }
         self.file.write_text(json.dumps(self.entries, indent=2) + "\n")
-
-
-def run_group(argv: Sequence[str], log: Any, limit: float) -> int | None:
-    """A command's exit status, or None if it was killed with all its children."""
-    process = subprocess.Popen(
-        argv,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        process_group=0,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:  # also when this program is interrupted
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # nobody is left
-        process.wait()
 
 
 def run_all(runner: Runner, parts: Sequence[Part], again: bool = False) -> int:

@@ -11,13 +11,9 @@ torch. "memory" is the peak of torch's allocator, parameters and optimizer inclu
 CPU shows that the program runs, and nothing about speed.
 """
 
-import datetime
 import gc
-import json
 import math
 import statistics
-import sys
-import time
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +91,7 @@ def measure(size, args, device, peak):
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         row = Row(size, device, amp, compiled)
-        seconds = list(timed(row, rounds(args), warmup=WARMUP))
+        seconds = _harness.take_turns({name: row}, rounds(args), WARMUP)[name]
         losses = [float(loss) for loss in row.losses]
         assert all(map(math.isfinite, losses)), f"{name}: {losses}"
         median = statistics.median(seconds)
@@ -116,14 +112,6 @@ def measure(size, args, device, peak):
     return table
 
 
-def timed(row, rounds, warmup):
-    for turn in range(rounds + warmup):
-        start = time.perf_counter()
-        row()
-        if turn >= warmup:
-            yield time.perf_counter() - start
-
-
 def show(table):
     unit = next(iter(table.values()))["unit"]
     _harness.print_table(
@@ -142,16 +130,6 @@ def show(table):
     )
 
 
-def describe(device):
-    """Like `_harness.describe`, which would reserve GPU memory for JAX."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "command": " ".join(["python -m benchmarks.torch_train_step", *sys.argv[1:]]),
-        **_harness.versions(),
-    }
-
-
 def main():
     parser = _harness.parser(__doc__)
     add_arguments(parser)
@@ -162,18 +140,18 @@ def main():
     args.compile |= device == "cuda"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU
     torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
-    run = describe(device)
-    print(f"Python {run['python']}, torch {run['torch']}, {run['device']}")
-    peak = peak_tflops(run["device"], args)
+    # JAX would reserve GPU memory to name it.
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    found = _harness.versions()
+    print(f"Python {found['python']}, torch {found['torch']}, {name}")
+    peak = peak_tflops(name, args)
     results = {}
     for model, size in chosen(args).items():
         print(f"\n{model}: {parameters(size) / 1e6:.1f} M parameters, {size}")
         results[model] = measure(size, args, device, peak)
         show(results[model])
-        if args.json:  # after each model, in case time runs out
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            document = {"run": run, "results": results}
-            args.json.write_text(json.dumps(document, indent=2) + "\n")
+        # After each model, in case time runs out.
+        _harness.save(args.json, results, name)
 
 
 if __name__ == "__main__":

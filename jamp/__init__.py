@@ -33,8 +33,8 @@ from ._scaling.find_scale import find_loss_scale as find_loss_scale
 from ._scaling.value_and_grad import value_and_grad as value_and_grad
 from ._scaling.value_and_grad import scale_loss as scale_loss
 from ._scaling.value_and_grad import unscale as unscale
-from ._scaling.value_and_grad import loss_scale as loss_scale
-from ._scaling.value_and_grad import metrics as metrics
+from ._scaling.metrics import loss_scale as loss_scale
+from ._scaling.metrics import metrics as metrics
 from ._scaling.master_weights import master_weights as master_weights
 
 # Policy: casting by module, with jmp's names

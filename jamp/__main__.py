@@ -74,10 +74,7 @@ def devices() -> list[str]:
 
 
 def autocast_step() -> str:
-    """Trains two jitted steps in float16, the second of which overflows.
-
-    Returns:
-      What came out.
+    """Trains two jitted steps in float16, the second of which overflows: what came out.
 
     Raises:
       RuntimeError: it is not what should come out.
@@ -96,18 +93,20 @@ def autocast_step() -> str:
     x, first = batch()
     trained, opt_state, loss, product = step(first, tx.init(first), x)
     expected, _ = gradients_in(None)(first, x)
-    check(product.dtype == jnp.float16, f"the product is {product.dtype}, not float16")
-    check(trained["w"].dtype == jnp.float32, f"parameters are {trained['w'].dtype}")
+    expect(product.dtype == jnp.float16, f"the product is {product.dtype}, not float16")
+    expect(trained["w"].dtype == jnp.float32, f"parameters are {trained['w'].dtype}")
     off = distance(trained["w"] - first["w"], -RATE * expected["w"])
-    check(off < CLOSE, f"the step differs from float32's by {off:.2g}")
+    expect(off < CLOSE, f"the step differs from float32's by {off:.2g}")
 
     before = float(jamp.loss_scale(opt_state))
     held, opt_state, _, _ = step(trained, opt_state, x * 1e6)
     after = float(jamp.loss_scale(opt_state))
-    check(
+    expect(
         after == before / 2, f"an overflow took the scale from {before:g} to {after:g}"
     )
-    check(bool(jnp.array_equal(held["w"], trained["w"])), "an overflow was not skipped")
+    expect(
+        bool(jnp.array_equal(held["w"], trained["w"])), "an overflow was not skipped"
+    )
     return (
         f"a jitted step multiplied in float16 (loss {float(loss):.4f}, {off:.2%} from "
         f"float32's step), and one that overflowed was skipped "
@@ -116,21 +115,18 @@ def autocast_step() -> str:
 
 
 def float8_step() -> str:
-    """Differentiates a jitted function whose products run in float8.
-
-    Returns:
-      What came out.
+    """Differentiates a jitted function with products in float8: what came out.
 
     Raises:
       RuntimeError: it is not what should come out.
     """
     x, params = batch()
     grad_fn = gradients_in("float8")
-    check("f8_e4m3" in str(jax.make_jaxpr(grad_fn)(params, x)), "nothing is in float8")
+    expect("f8_e4m3" in str(jax.make_jaxpr(grad_fn)(params, x)), "nothing is in float8")
     grads, _ = grad_fn(params, x)
     expected, _ = gradients_in(None)(params, x)
     off = distance(grads["w"], expected["w"])
-    check(off < CLOSE_IN_FLOAT8, f"the gradients differ from float32's by {off:.2g}")
+    expect(off < CLOSE_IN_FLOAT8, f"the gradients differ from float32's by {off:.2g}")
     return f"products ran in float8 (gradients {off:.2%} from float32's)"
 
 
@@ -164,7 +160,7 @@ def distance(found: jax.Array, expected: jax.Array) -> float:
     return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
 
 
-def check(holds: bool, text: str) -> None:
+def expect(holds: bool, text: str) -> None:
     if not holds:
         raise RuntimeError(text)
 

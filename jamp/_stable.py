@@ -18,10 +18,9 @@ from ._checks import unavailable
 # The names that are here, by the files that define them.
 HOMES = {
     "_autocast.region": ("reopened",),
-    "_debug.explanation": ("OpRow", "Promotion", "Reduction"),
-    "_debug.program": ("Branches", "Inner", "Loop", "Marks", "Node", "Program"),
+    "_debug.explanation": ("OpRow", "Promotion", "Reduction", "Saved"),
+    "_debug.marks": ("Branches", "Inner", "Loop", "Marks", "Node", "Program"),
     "_debug.nonfinite": ("Layout",),
-    "_debug.residuals": ("Saved",),
     "_debug.op_location": ("Site",),
     "_policy.linen": ("policied_linen",),
     "_policy.nnx": ("cast_on_use", "policied"),

@@ -1,6 +1,6 @@
 """Leaves of trees: which take part in scaling, and in which dtype."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -16,9 +16,15 @@ KeyPath = tuple[Any, ...]  # to a leaf
 Flag = jax.Array | np.bool  # bool []
 NUMBERS = (bool, int, float, complex)
 HALVES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+HALF_NAMES = tuple(map(str, HALVES))
 ARRAYS_ALONE = (
     " Pass arrays alone; for an Equinox model, eqx.filter(model, eqx.is_inexact_array)."
 )
+
+
+def path_text(path: KeyPath) -> str:
+    """The path of a leaf, for messages."""
+    return jax.tree_util.keystr(path) or "the root"
 
 
 def dtype_of(leaf: Any) -> np.dtype:
@@ -30,6 +36,20 @@ def dtype_of(leaf: Any) -> np.dtype:
     if not isinstance(leaf, NUMBERS):
         raise TypeError(f"a leaf must be an array or a number; got {shown(leaf)}.")
     return jnp.result_type(leaf)
+
+
+def partition(
+    tree: PyTree, is_chosen: Callable[[Any], bool]
+) -> tuple[list[Any], Callable[[Iterable[Any]], PyTree]]:
+    """Some leaves of a tree, and a function that puts others in their places."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if is_chosen(leaf)]
+
+    def rebuilt(chosen: Iterable[Any]) -> PyTree:
+        filled = dict(enumerate(leaves)) | dict(zip(places, chosen, strict=True))
+        return structure.unflatten(filled.values())
+
+    return [leaves[i] for i in places], rebuilt
 
 
 def cast_floating(
@@ -76,7 +96,7 @@ def check_leaves(tree: PyTree, what: str, cure: str = ARRAYS_ALONE) -> None:
         of = getattr(leaf, "dtype", np.dtype(object))
         is_array = getattr(of, "kind", "V") not in "OSU"  # neither objects nor text
         if not (is_array or isinstance(leaf, NUMBERS)):
-            at = jax.tree_util.keystr(path) or "the root"
+            at = path_text(path)
             raise TypeError(
                 f"{what} at {at} must be an array or a number; got {shown(leaf)}."
                 f"{cure if path else ''}"

@@ -34,7 +34,7 @@ from ._debug.histogram import GradHistogram as GradHistogram
 from ._debug.histogram import grad_histogram as grad_histogram
 
 # How a run goes
-from ._scaling.check import check as check
+from ._scaling.metrics import check as check
 from ._debug.history import History as History
 from ._debug.plots import plot_scale as plot_scale
 

@@ -5,10 +5,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from . import (
     NAMES,
@@ -22,16 +21,6 @@ from . import (
     training,
 )
 from .result import Result
-
-try:
-    from rich.progress import track
-except ImportError:
-
-    def track(sequence: Iterable[Any], description: str, total: int) -> Iterable[Any]:
-        """Replaces rich's progress bar where rich is not installed."""
-        print(f"{description}: {total} cases")
-        return sequence
-
 
 LIBRARIES = ("torch", "torchao", "jax", "jaxlib", "flax", "optax", "numpy", "jmp")
 LIBRARIES += ("keras", "mixed-precision-for-JAX", "grampax")
@@ -53,7 +42,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--write-golden",
         action="store_true",
-        help="replace the golden files; with --only spread, widen its arrays",
+        help="replace the golden file; with --only spread, widen its arrays",
     )
     parser.add_argument(
         "--only",
@@ -89,7 +78,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         if not torch.cuda.is_available():
             parser.error("--device cuda: torch sees no GPU here")
         if options.write_golden:
-            parser.error("--write-golden: golden files are made on the CPU")
+            parser.error("--write-golden: the golden file is made on the CPU")
     if options.processes is None:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
         options.processes = 1 if options.device == "cuda" else cores
@@ -120,11 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     total = sum(options.case in name for part in parts for name in part.CASES)
     found = {part: {} for part in parts}
     seconds = dict.fromkeys(parts, 0.0)
-    for ran in track(
-        runner.results(parts, options.case, options.device, options.processes),
-        description="torch and jamp",
-        total=total,
+    for done, ran in enumerate(
+        runner.results(parts, options.case, options.device, options.processes), 1
     ):
+        if sys.stderr.isatty():
+            print(f"\r{done} of {total} cases", end="", file=sys.stderr)
         found[ran.part][ran.result.case] = ran.result
         seconds[ran.part] += ran.seconds
     results = {

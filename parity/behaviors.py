@@ -6,41 +6,38 @@ runs, so jamp can be compared with the golden file on a machine without torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from . import behaviors_jamp
 from .behaviors_api import DRIVERS, PROBES, Answers, Probe
-from .behaviors_compare import (
-    GOLDEN_ROWS,
-    PREFIX,
-    Reference,
-    differences,
-    pack,
-    share_equal,
-    unpack,
-)
 from .behaviors_table import (
     BEHAVIORS,
     HANDOVER,
     JAMP_TO_JAMP,
     JAMP_TO_TORCH,
     JIT,
+    LEAVES,
     LIVE,
     OPTAX,
     STEPS,
+    TOLERANCE,
     TORCH_TO_JAMP,
     TORCH_TO_TORCH,
     WIDTH,
     Behavior,
     Record,
+    Reference,
     Saved,
 )
-from .result import Result
+from .result import Result, grouped, table
+from .trajectory import bits
 
 TITLE = "GradScaler, behavior by behavior"
+PREFIX = "behavior/"
+GOLDEN_ROWS = range(15, STEPS, 16)  # steps after which the file has the parameters
 
 
 class Case(NamedTuple):
@@ -72,13 +69,11 @@ CASES = {
 def run(case: Case, device: str) -> Result:
     """Runs a case in torch and in jamp."""
     behavior, side = case
-    if isinstance(behavior, Probe):
-        from . import behaviors_api_torch
-
-        answers = behavior.ask(behaviors_api_torch.DRIVERS[device])
-        return compare_answers(case, answers, behavior.ask(DRIVERS[side]))
     from . import behaviors_torch
 
+    if isinstance(behavior, Probe):
+        answers = behavior.ask(behaviors_torch.DRIVERS[device])
+        return compare_answers(case, answers, behavior.ask(DRIVERS[side]))
     torch = behaviors_torch.reference(behavior, device)
     resume = lambda saved: behaviors_torch.Run(behavior, saved, device).run(HANDOVER)
     if side == TORCH_TO_TORCH:
@@ -171,6 +166,80 @@ def compare_answers(case: Case, torch: Answers, found: Answers) -> Result:
     )
 
 
+def differences(
+    behavior: Behavior, torch: Reference, found: Record
+) -> tuple[dict[str, np.ndarray], str]:
+    """Which values of two runs differ, by field, and the first difference in words."""
+    rows, expected, found = torch.beside(found)
+    of_loss = max(behavior.tolerance, TOLERANCE) * np.abs(expected.loss)
+    limits = np.zeros_like(expected.params)
+    for part, _ in LEAVES.values():
+        largest = np.abs(expected.params[..., part]).max(-1, keepdims=True)
+        finite = np.where(np.isfinite(largest), largest, 0)
+        limits[..., part] = behavior.tolerance * finite
+    differ = {
+        "scale": _apart(expected.scale, found.scale),
+        "tracker": expected.tracker != found.tracker,
+        "skipped": expected.skipped != found.skipped,
+        "loss": _apart(expected.loss, found.loss, of_loss),
+        "params": _apart(expected.params, found.params, limits),
+    }
+    firsts = [
+        (steps[np.argwhere(wrong)[0][0]], name)
+        for name, wrong in differ.items()
+        for steps in [rows if name == "params" else range(STEPS - len(wrong), STEPS)]
+        if wrong.any()
+    ]
+    where = "step {}: {} differs".format(*min(firsts)) if firsts else ""
+    return differ, where
+
+
+def _apart(expected: np.ndarray, found: np.ndarray, limit: Any = 0.0) -> np.ndarray:
+    """Where the bits of float32 values differ and, if finite, by more than a limit."""
+    with np.errstate(invalid="ignore"):  # inf - inf
+        close = np.abs(expected - found) <= limit
+    close &= np.isfinite(expected) & np.isfinite(found)
+    return (bits(expected) != bits(found)) & ~close
+
+
+def share_equal(torch: Reference, found: Record) -> float:
+    """The share of the parameters that are equal bit for bit."""
+    _, expected, found = torch.beside(found)
+    return float(np.mean(bits(expected.params) == bits(found.params)))
+
+
+def pack(behavior: Behavior, torch: Reference) -> dict[str, np.ndarray]:
+    """torch's run as arrays of the golden file."""
+    record, saved = torch.record, torch.saved
+    arrays = record._asdict() | {
+        "scale": bits(record.scale),
+        "tracker": record.tracker.astype(np.uint16),
+        "loss": bits(record.loss),
+        "params": bits(record.params[[torch.rows.index(row) for row in GOLDEN_ROWS]]),
+    }
+    if saved is not None:
+        arrays |= {f"saved_{k}": np.array(v) for k, v in saved._asdict().items()}
+    return {f"{PREFIX}{behavior.name}/{name}": a for name, a in arrays.items()}
+
+
+def unpack(behavior: Behavior, golden: Mapping[str, np.ndarray]) -> Reference:
+    """torch's run from a golden file.
+
+    Raises:
+      KeyError: the file lacks it.
+    """
+    start = f"{PREFIX}{behavior.name}/"
+    arrays = {name: golden[f"{start}{name}"] for name in Record._fields}
+    for name in ("scale", "loss", "params"):
+        arrays[name] = arrays[name].view(np.float32)
+    record = Record(**arrays)._replace(tracker=arrays["tracker"].astype(np.int32))
+    saved = None
+    if behavior.resumed:
+        scaler, *arrays = (golden[f"{start}saved_{name}"] for name in Saved._fields)
+        saved = Saved(str(scaler), *arrays)
+    return Reference(record, GOLDEN_ROWS, saved)
+
+
 def golden(results: Iterable[Result]) -> dict[str, np.ndarray]:
     """torch's side of the cases, for the golden file."""
     arrays = {}
@@ -217,10 +286,7 @@ one unit in the last place of float16. The last column says how many are equal b
 bit. Losses must agree to 1e-6, or under autocast to 2^-10. The rows after the runs \
 are questions about the interface, with the number of answers compared.
 
-| behavior | torch's tests | in jamp | steps | skipped | values compared | \
-mismatches | parameters |
-| --- | --- | --- | ---: | ---: | ---: | ---: | --- |
-{rows}
+{table}
 
 {notes}"""
 
@@ -264,35 +330,34 @@ _NOTES = (
 
 def section(results: Sequence[Result]) -> str:
     """A table with a row for each behavior, and notes on it."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(CASES[result.case].behavior.name, []).append(result)
+    groups = grouped(results, lambda r: CASES[r.case].behavior.name).values()
+    head = ["behavior", "torch's tests", "in jamp", "steps:", "skipped:"]
+    head += ["values compared:", "mismatches:", "parameters"]
     runs = sum(isinstance(CASES[r.case].behavior, Behavior) for r in results)
     failures = [f"- {r.case}: {r.where}." for r in results if r.where]
     return _TEXT.format(
         runs=runs,
         steps=STEPS,
         width=WIDTH,
-        rows="\n".join(_row(group) for group in groups.values()),
+        table=table(head, map(_row, groups)),
         notes="\n".join([*failures, *(f"- {note}" for note in _NOTES)]),
     )
 
 
-def _row(results: Sequence[Result]) -> str:
+def _row(results: Sequence[Result]) -> list[Any]:
     behavior = CASES[results[0].case].behavior
     is_run = isinstance(behavior, Behavior)
     equal = min(r.data.equal for r in results)
-    cells = [
+    return [
         behavior.name,
         ", ".join(f"`{test}`" for test in behavior.tests) or "-",
         ", ".join(CASES[r.case].side for r in results),
         f"{STEPS}" if is_run else "-",
         f"{results[0].data.skipped}" if is_run else "-",
-        f"{sum(r.compared for r in results):,}",
-        f"{sum(sum(r.mismatches.values()) for r in results):,}",
+        sum(r.compared for r in results),
+        sum(sum(r.mismatches.values()) for r in results),
         _parameters(behavior, equal, results) if is_run else "-",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _parameters(behavior: Behavior, equal: float, results: Sequence[Result]) -> str:

@@ -4,10 +4,8 @@ Both share one model and one loss, written in plain JAX.
 """
 
 import contextlib
-import copy
 import functools
 import json
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +29,10 @@ from .behaviors_table import (
     Behavior,
     Record,
     Saved,
+    Trainer,
+    copied,
     data,
+    record,
 )
 
 Params = dict[str, jax.Array]
@@ -185,8 +186,8 @@ def _nnx_step(train: Any, batch: Any, new_scale: Any, behavior: Behavior) -> Any
 _jit_step = nnx.jit(_nnx_step, static_argnames="behavior")
 
 
-class Run:
-    """A training run, which can be saved and resumed between two steps."""
+class Run(Trainer):
+    """A training run with `jamp.GradScaler`."""
 
     def __init__(self, behavior: Behavior, side: str, saved: Saved | None = None):
         self.behavior = behavior
@@ -217,32 +218,15 @@ class Run:
         )
         return Saved(json.dumps(self.scaler.state_dict()), params, momentum)
 
-    def run(self, start: int = 0, stop: int = STEPS) -> Record:
-        behavior, records = self.behavior, []
-        new_scales = dict(behavior.new_scales)
-        for step in range(start, stop):
-            for at, method, value in behavior.setters:
-                if at == step:
-                    getattr(self.scaler, method)(value)
-            new_scale = new_scales.get(step)
-            if behavior.new_scale_array and new_scale is not None:
-                new_scale = jnp.float32(new_scale)
-            train = (self.models, self.optimizers, self.scaler)
-            batch = tuple(a[step] for a in self.data[1:])
-            skipped, loss = self.take_step(train, batch, new_scale, behavior=behavior)
-            if behavior.copied and step % 5 == 4:
-                again = pickle.loads(pickle.dumps(self.scaler))
-                self.scaler = again if step % 2 else copy.deepcopy(self.scaler)
-            records.append(
-                (
-                    self.scaler.get_scale(),
-                    self.scaler.growth_tracker[...],
-                    skipped,
-                    loss,
-                    np.stack([flatten(pure(model)) for model in self.models]),
-                )
-            )
-        return record(records)
+    def step(self, step: int, new_scale: Any) -> tuple[Any, ...]:
+        train = (self.models, self.optimizers, self.scaler)
+        batch = tuple(a[step] for a in self.data[1:])
+        skipped, loss = self.take_step(train, batch, new_scale, behavior=self.behavior)
+        params = np.stack([flatten(pure(model)) for model in self.models])
+        return np.asarray(skipped), np.asarray(loss), params
+
+    def array(self, value: float) -> jax.Array:
+        return jnp.float32(value)
 
 
 # dynamic_loss_scale
@@ -257,15 +241,13 @@ def run_optax(behavior: Behavior) -> Record:
     trained = {name: everything.pop(name) for name in behavior.trained}
     opt_state = _transformation(behavior, config).init(trained)
     for step in range(STEPS):
-        changes = [event for event in behavior.setters if event[0] == step]
+        changes = behavior.setters(step)
         if changes:  # a new transformation takes over the old state
-            config |= {name.removeprefix("set_"): value for _, name, value in changes}
+            config |= {name.removeprefix("set_"): value for name, value in changes}
             step_fn = _optax_step(behavior, config)
         batch = tuple(a[step] for a in inputs[1:])
         trained, opt_state, loss = step_fn(trained, opt_state, everything, batch)
-        if behavior.copied and step % 5 == 4:
-            again = pickle.loads(pickle.dumps(opt_state))
-            opt_state = again if step % 2 else copy.deepcopy(opt_state)
+        opt_state = copied(behavior, step, opt_state)
         metrics = jamp.metrics(opt_state)
         records.append(
             (
@@ -275,7 +257,7 @@ def run_optax(behavior: Behavior) -> Record:
                 flatten(everything | trained)[None],
             )
         )
-    return record(records)
+    return record(jax.device_get(records))
 
 
 def _transformation(behavior: Behavior, config: dict[str, Any]) -> Any:
@@ -313,16 +295,3 @@ def _optax_step(behavior: Behavior, config: dict[str, Any]) -> Callable[..., Any
         return params, opt_state, loss
 
     return step
-
-
-def record(records: list[tuple[Any, ...]]) -> Record:
-    scale, tracker, skipped, loss, params = map(
-        np.array, zip(*jax.device_get(records), strict=True)
-    )
-    return Record(
-        scale.astype(np.float32),
-        tracker.astype(np.int32),
-        skipped.astype(np.bool_),
-        loss.astype(np.float32),
-        params,
-    )

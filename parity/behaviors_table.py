@@ -12,12 +12,16 @@ each parameter once. Elsewhere the layers keep their parameters unrounded, with 
 between them, and the parameters agree to `TOLERANCE`.
 """
 
+import abc
+import copy
 import dataclasses
+import pickle
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cases import FLOAT32_MAX
+from .cases import FLOAT32_MAX, Config, Event
 
 STEPS, BATCH, WIDTH = 64, 8, 8
 LEAVES = {  # where each parameter lies in a flat vector, and its shape
@@ -50,7 +54,7 @@ HANDOVER = 29  # the step at which a saved run resumes, between two growths
 
 
 @dataclasses.dataclass(frozen=True)
-class Behavior:
+class Behavior(Config):
     """A training run.
 
     Attributes:
@@ -59,13 +63,10 @@ class Behavior:
       sides: which parts of jamp it is run with.
       optimizer: "SGD", with momentum 0.5, or "AdamW".
       exact: whether the parameters must agree bit for bit.
-      new_scales: `(step, value)`: the step ends in `update(value)`.
-      new_scale_array: whether the value is passed as an array of no dimensions.
-      setters: `(step, method, value)`, called before the step.
+      new_scale_array: whether `update` gets an array of no dimensions.
       accumulate: how many batches a gradient is summed over.
       clip: "scaled" clips the scaled gradients by `MAX_NORM` times the scale, before
         an inf is written; "unscaled" clips what `unscale_` gives, after.
-      unscale_first: whether `unscale_` is called before `step`.
       penalty: whether the norm of the unscaled gradients is added to the loss.
       models: how many models, each with an optimizer, share the scaler.
       frozen: whether the optimizer holds the second layer alone.
@@ -82,17 +83,11 @@ class Behavior:
     sides: tuple[str, ...] = (JIT, OPTAX)
     optimizer: str = "SGD"
     exact: bool = True
-    init_scale: float = 2.0**10
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 3
-    enabled: bool = True
-    new_scales: tuple[tuple[int, float], ...] = ()
+    init_scale: float = dataclasses.field(default=2.0**10, kw_only=True)
+    growth_interval: int = dataclasses.field(default=3, kw_only=True)
     new_scale_array: bool = False
-    setters: tuple[tuple[int, str, float], ...] = ()
     accumulate: int = 1
     clip: str = ""
-    unscale_first: bool = False
     penalty: bool = False
     models: int = 1
     frozen: bool = False
@@ -102,12 +97,6 @@ class Behavior:
     bfloat16: bool = False
     loss_factor: float = 1.0
     poisoned: float = 0.12
-
-    @property
-    def scaler_kwargs(self) -> dict[str, Any]:
-        """The arguments that all scalers take."""
-        names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-        return {name: getattr(self, name) for name in (*names, "enabled")}
 
     @property
     def learning_rate(self) -> float:
@@ -165,6 +154,73 @@ class Saved(NamedTuple):
     momentum: np.ndarray  # float32 [models, SIZE]
 
 
+class Reference(NamedTuple):
+    """torch's run of a behavior."""
+
+    record: Record  # parameters only after the steps in `rows`
+    rows: Sequence[int] = range(STEPS)
+    saved: Saved | None = None  # at the step HANDOVER
+
+    def beside(self, found: Record) -> tuple[list[int], Record, Record]:
+        """The parts that can be compared with a run that may have begun later.
+
+        Returns:
+          The steps whose parameters both runs have, this run and the other one.
+        """
+        start = STEPS - len(found.scale)
+        rows = [row for row in self.rows if row >= start]
+        mine = self.record.params[len(self.rows) - len(rows) :]
+        theirs = found.params[[row - start for row in rows]]
+        return (
+            rows,
+            Record(*(a[start:] for a in self.record[:-1]), params=mine),
+            found._replace(params=theirs),
+        )
+
+
+def record(steps: list[tuple[Any, ...]]) -> Record:
+    """The record of a run, from the fields of each step."""
+    dtypes = (np.float32, np.int32, np.bool_, np.float32, np.float32)
+    fields = zip(*steps, strict=True)
+    return Record(*(np.array(f, d) for f, d in zip(fields, dtypes, strict=True)))
+
+
+def copied(behavior: Behavior, step: int, value: Any) -> Any:
+    """A scaler or its state, every few steps pickled or deepcopied."""
+    if not behavior.copied or step % 5 != 4:
+        return value
+    return pickle.loads(pickle.dumps(value)) if step % 2 else copy.deepcopy(value)
+
+
+class Trainer(abc.ABC):
+    """A library's training run, which can be saved and resumed between two steps."""
+
+    behavior: Behavior
+    scaler: Any
+
+    @abc.abstractmethod
+    def step(self, step: int, new_scale: Any) -> tuple[Any, ...]:
+        """Trains on a batch; returns skipped flags, loss and parameters."""
+
+    @abc.abstractmethod
+    def array(self, value: float) -> Any:
+        """An array of no dimensions."""
+
+    def run(self, start: int = 0, stop: int = STEPS) -> Record:
+        behavior, records = self.behavior, []
+        for step in range(start, stop):
+            for method, value in behavior.setters(step):
+                getattr(self.scaler, method)(value)
+            new_scale = behavior.new_scale(step)
+            if behavior.new_scale_array and new_scale is not None:
+                new_scale = self.array(new_scale)
+            found = self.step(step, new_scale)
+            self.scaler = copied(behavior, step, self.scaler)
+            tracker = self.scaler.state_dict().get("_growth_tracker", 0)
+            records.append((self.scaler.get_scale(), tracker, *found))
+        return record(records)
+
+
 class Data(NamedTuple):
     """What goes into a run."""
 
@@ -212,6 +268,12 @@ _SGD_INEXACT: dict[str, Any] = {
 }
 _ADAMW: dict[str, Any] = _SGD_INEXACT | {"optimizer": "AdamW"}
 _AUTOCAST = ("grad_scaling_autocast",)
+
+
+def _updates(values: tuple[float, ...]) -> tuple[Event, ...]:
+    steps = (9, 10, 33, 50)
+    return tuple((step, "update", v) for step, v in zip(steps, values, strict=True))
+
 
 BEHAVIORS = (
     Behavior("plain, SGD", _AUTOCAST, (JIT, EAGER, OPTAX)),
@@ -289,20 +351,20 @@ BEHAVIORS = (
         "update(new_scale), a float",
         (),
         (EAGER,),
-        new_scales=((9, 8.0), (10, 2.0**20), (33, 0.25), (50, 2.0**-20)),
+        events=_updates((8.0, 2.0**20, 0.25, 2.0**-20)),
     ),
     Behavior(
         "update(new_scale), an array",
         (),
         (JIT,),
         new_scale_array=True,
-        new_scales=((9, 65537.1), (10, FLOAT32_MAX), (33, 1e-3), (50, 1 / 3)),
+        events=_updates((65537.1, FLOAT32_MAX, 1e-3, 1 / 3)),
         **_SGD_INEXACT,
     ),
     Behavior(
         "setters in mid-run",
         (),
-        setters=(
+        events=(
             (16, "set_growth_factor", 4.0),
             (16, "set_backoff_factor", 0.25),
             (40, "set_growth_interval", 2),

@@ -1,9 +1,7 @@
 """torch's side of `behaviors`: its `GradScaler` in the runs of `behaviors_table`."""
 
 import contextlib
-import copy
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import torch_autocast
-from .behaviors_compare import Reference
+from .behaviors_api import show
 from .behaviors_table import (
     BETAS,
     GRID,
@@ -26,7 +24,9 @@ from .behaviors_table import (
     Behavior,
     Data,
     Record,
+    Reference,
     Saved,
+    Trainer,
     data,
 )
 
@@ -86,8 +86,8 @@ def make_optimizer(behavior: Behavior, model: Model) -> torch.optim.Optimizer:
     )
 
 
-class Run:
-    """A training run, which can be saved and resumed between two steps."""
+class Run(Trainer):
+    """A training run with torch's scaler."""
 
     def __init__(self, behavior: Behavior, saved: Saved | None, device: str):
         self.behavior, self.device = behavior, device
@@ -170,7 +170,7 @@ class Run:
         for model, flat in zip(self.models, self.data.poison[step], strict=True):
             self.write(model, flat, lambda old, new: torch.where(new == 0, old, new))
 
-    def step(self, step: int, new_scale: Any) -> float:
+    def step(self, step: int, new_scale: Any) -> tuple[Any, ...]:
         behavior, scaler = self.behavior, self.scaler
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -193,42 +193,15 @@ class Run:
         for optimizer in self.optimizers:
             scaler.step(optimizer)
         scaler.update(new_scale)
-        return loss
+        skipped = [id(optimizer) not in self.stepped for optimizer in self.optimizers]
+        return skipped, loss, np.stack([model.flat() for model in self.models])
+
+    def array(self, value: float) -> Tensor:
+        return torch.tensor(value, device=self.device)
 
     def run(self, start: int = 0, stop: int = STEPS) -> Record:
-        behavior, records = self.behavior, []
-        new_scales = dict(behavior.new_scales)
-        with autocast(behavior, self.device):
-            for step in range(start, stop):
-                for at, method, value in behavior.setters:
-                    if at == step:
-                        getattr(self.scaler, method)(value)
-                new_scale = new_scales.get(step)
-                if behavior.new_scale_array and new_scale is not None:
-                    new_scale = torch.tensor(new_scale, device=self.device)
-                loss = self.step(step, new_scale)
-                if behavior.copied and step % 5 == 4:
-                    again = pickle.loads(pickle.dumps(self.scaler))
-                    self.scaler = again if step % 2 else copy.deepcopy(self.scaler)
-                records.append(
-                    (
-                        self.scaler.get_scale(),
-                        self.scaler.state_dict().get("_growth_tracker", 0),
-                        [id(opt) not in self.stepped for opt in self.optimizers],
-                        loss,
-                        np.stack([model.flat() for model in self.models]),
-                    )
-                )
-        scale, tracker, skipped, loss, params = map(
-            np.array, zip(*records, strict=True)
-        )
-        return Record(
-            scale.astype(np.float32),
-            tracker.astype(np.int32),
-            skipped,
-            loss.astype(np.float32),
-            params,
-        )
+        with autocast(self.behavior, self.device):
+            return super().run(start, stop)
 
 
 def reference(behavior: Behavior, device: str) -> Reference:
@@ -237,3 +210,53 @@ def reference(behavior: Behavior, device: str) -> Reference:
     first = run.run(0, HANDOVER)
     saved = run.save() if behavior.resumed else None
     return Reference(first.then(run.run(HANDOVER)), saved=saved)
+
+
+# The probes of `behaviors_api`.
+
+
+class Driver:
+    """One vector of parameters, its scaled gradient, an optimizer and a scaler."""
+
+    device = "cpu"
+
+    def __init__(self, dtype: str = "float32", **config: Any):
+        options: Any = {"dtype": getattr(torch, dtype), "device": self.device}
+        self.param = torch.zeros(8, requires_grad=True, **options)
+        self.param.grad = torch.ones(8, **options)
+        self.optimizer = torch.optim.SGD([self.param], lr=2.0**-4)
+        self.scaler = torch.amp.GradScaler(self.device, **config)
+        self.scaler.scale(torch.ones((), device=self.device))  # makes the scale
+
+    def set_gradient(self, values: np.ndarray) -> None:
+        self.param.grad = torch.from_numpy(values).to(self.param)
+
+    def drop_gradient(self) -> None:
+        self.param.grad = None
+
+    def unscale_(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    def step(self, **kwargs: Any) -> None:
+        self.scaler.step(self.optimizer, **kwargs)
+
+    def scale(self, values: Any, dtype: str) -> str:
+        result = self.scaler.scale(self._tensors(values, dtype))
+        return show(result, lambda x: x.double().cpu().numpy())
+
+    def _tensors(self, values: Any, dtype: str) -> Any:
+        if isinstance(values, tuple):
+            return tuple(self._tensors(value, dtype) for value in values)
+        return torch.tensor(values, dtype=getattr(torch, dtype), device=self.device)
+
+    @classmethod
+    def pair(cls) -> torch.Tensor:
+        """A tensor of two elements, which cannot be a scale."""
+        return torch.ones(2, device=cls.device)
+
+
+class CUDADriver(Driver):
+    device = "cuda"
+
+
+DRIVERS = {"cpu": Driver, "cuda": CUDADriver}

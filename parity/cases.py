@@ -13,7 +13,7 @@ must not push torch's scale there; `trajectory.require_normal_scales` checks it.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,39 +25,23 @@ _POISONS = (math.inf, -math.inf, math.nan)
 Event = tuple[int, str, float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One configuration and its stream.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A scaler's configuration, and what changes it during a run.
 
     Attributes:
-      name: unique; begins with the kind.
-      kind: the group it is reported in.
-      overflow: chance that a step of an optimizer holds an inf or nan.
       unscale_first: whether `unscale_` is called before `step`.
-      poisons: what a poisoned gradient holds.
       events: `(step, method, value)`. A setter such as `set_growth_interval` is called
         before that step; `update` means that the step ends in `update(value)`.
     """
 
-    name: str
-    kind: str
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
-    overflow: float = 0.01
-    seed: int = 0
-    steps: int = 1000
-    n_optimizers: int = 1
     unscale_first: bool = False
-    poisons: tuple[float, ...] = _POISONS
     events: tuple[Event, ...] = ()
-
-    @property
-    def configuration(self) -> "Case":
-        """The case without the fields that vary between streams of a configuration."""
-        return dataclasses.replace(self, name="", seed=0)
 
     @property
     def scaler_kwargs(self) -> dict[str, Any]:
@@ -79,6 +63,38 @@ class Case:
             v for at, method, v in self.events if (at, method) == (step, "update")
         ]
         return values[0] if values else None
+
+    def segments(self, steps: int) -> Iterator[tuple[int, int]]:
+        """Starts and stops of the steps between which nothing changes the scaler."""
+        edges = {0, steps}
+        for at, method, _ in self.events:
+            edges |= {at, at + 1} if method == "update" else {at}
+        return itertools.pairwise(sorted(edges))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(Config):
+    """One configuration and its stream.
+
+    Attributes:
+      name: unique; begins with the kind.
+      kind: the group it is reported in.
+      overflow: chance that a step of an optimizer holds an inf or nan.
+      poisons: what a poisoned gradient holds.
+    """
+
+    name: str
+    kind: str
+    overflow: float = 0.01
+    seed: int = 0
+    steps: int = 1000
+    n_optimizers: int = 1
+    poisons: tuple[float, ...] = _POISONS
+
+    @property
+    def configuration(self) -> "Case":
+        """The case without the fields that vary between streams of a configuration."""
+        return dataclasses.replace(self, name="", seed=0)
 
 
 def streams(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -195,20 +211,15 @@ CASES: tuple[Case, ...] = (
         (30, 31),
         _grid(init_scale=_LARGE, growth_factor=(2.0, 1.1), growth_interval=(3,)),
     ),
-    *(
-        case
-        for growth, backoff in ((2.0, 0.5), (1.1, 0.9))
-        for case in _family(
-            "small scale",
-            (43, 89),  # seeds that grow before they back off
-            _grid(
-                init_scale=_SMALL,
-                growth_factor=(growth,),
-                backoff_factor=(backoff,),
-                growth_interval=(3,),
-                overflow=(0.15,),  # more growth than backing off
-            ),
-        )
+    *_family(
+        "small scale",
+        (43, 89),  # seeds that grow before they back off
+        [
+            {"init_scale": scale, "growth_factor": growth, "backoff_factor": backoff}
+            | {"growth_interval": 3, "overflow": 0.15}  # more growth than backing off
+            for growth, backoff in ((2.0, 0.5), (1.1, 0.9))
+            for scale in _SMALL
+        ],
     ),
     *_family(
         "non-dyadic scale",

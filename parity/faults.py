@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .result import Result
+from .result import Result, table
 
 TITLE = "Planted faults"
 ROOT = pathlib.Path(__file__).parent.parent
@@ -74,9 +74,9 @@ FAULTS = (
     Fault(
         "infs are looked for after the product with the inverse scale",
         "_scaling/grad_scaler.py",
-        "finite, unscaled = step.finite, lambda: step.unscaled(inverse)",
-        "unscaled = lambda: step.unscaled(inverse)\n"
-        "            finite = arithmetic.all_finite(unscaled()[0])",
+        "functools.partial(arithmetic.all_finite, axis_name=self._axis_name)",
+        "lambda scaled: arithmetic.all_finite("
+        "arithmetic.unscale_as_before(scaled, inverse))",
         "scale",
         "overflow in the product: init_scale=7.88860905e-31, growth_interval=100, "
         "seed=86",
@@ -140,7 +140,7 @@ FAULTS = (
     ),
     Fault(
         "a skipped step takes the momentum away",
-        "_scaling/scaled.py",
+        "_scaling/wrapper.py",
         "lambda _: (params, scaled.old)",
         "lambda _: (params, jax.tree.map(jnp.zeros_like, scaled.old))",
         "scale",
@@ -243,17 +243,10 @@ def run(fault: Fault, device: str) -> Result:
 
 def section(results: Sequence[Result]) -> str:
     """A row for each fault."""
-    rows = [
-        f"| {r.case} | `jamp/{CASES[r.case].file}` | {'no' if r.differs else 'yes'} "
-        f"| {r.data} |"
+    text = "Each fault is planted in a copy of jamp, and the suite runs on the copy."
+    rows = (
+        [r.case, f"`jamp/{CASES[r.case].file}`", "no" if r.differs else "yes", r.data]
         for r in results
-    ]
-    return "\n".join(
-        [
-            "Each fault is planted in a copy of jamp, and the suite runs on the copy.",
-            "",
-            "| fault | in | caught | the first case that differs |",
-            "| --- | --- | --- | --- |",
-            *rows,
-        ]
     )
+    head = ["fault", "in", "caught", "the first case that differs"]
+    return f"{text}\n\n{table(head, rows)}"

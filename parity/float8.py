@@ -8,7 +8,8 @@ exact product in float64.
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from importlib.metadata import version
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,11 @@ import numpy as np
 
 from . import float8_jamp
 from .float8_cases import ABOVE_EDGE, CASTS, PRODUCTS, AboveEdge, Casts, Product
-from .float8_report import EDGE_REASON, RESULTS, Edge, Shown, section
+from .float8_report import EDGE_REASON, RESULTS, Edge, Shown
+from .float8_report import section as section
 from .ops import ulps
 from .result import Result
 from .trajectory import digest
-
-__all__ = ["CASES", "TITLE", "run", "section"]
 
 TITLE = "Products in float8"
 
@@ -217,9 +217,14 @@ def exact(case: Product) -> list[np.ndarray]:
     return [x @ w, ct @ w.T, flat_x.T @ flat_ct]
 
 
-def golden_of(result: Result) -> dict[str, Any]:
-    """The arrays of a case in the golden file, by name."""
-    shown = result.data
-    if not isinstance(shown, Shown):
-        return {}
-    return {f"{result.case}/{name}": array for name, array in shown.golden.items()}
+def golden(results: Iterable[Result]) -> dict[str, np.ndarray]:
+    """torchao's side of the cases, for the golden file.
+
+    Of casts it has digests of each array's float8 numbers and inverse scales, and of
+    products the results, where no machine rounds a sum.
+    """
+    arrays = {"torchao_version": np.array(version("torchao").split("+")[0])}
+    for result in results:
+        found = result.data.golden if isinstance(result.data, Shown) else {}
+        arrays |= {f"float8/{result.case}/{name}": a for name, a in found.items()}
+    return arrays

@@ -82,38 +82,30 @@ class Draw(NamedTuple):
             return self.random.randint(-12, 12, one)
         return self.random.randint(-60, 61) + self.random.randint(-9, 10, one)
 
+    @property
+    def most(self) -> float:
+        return 3e38 if self.source != "float16" else 65504.0
+
     def signs(self) -> np.ndarray:
         return self.random.choice([-1.0, 1.0], self.shape)
 
     def flat(self) -> np.ndarray:
         return self.random.uniform(-1.0, 1.0, self.shape)
 
+    def near(self) -> np.ndarray:
+        return np.ldexp(self.flat(), self.base())
 
-def _near(draw: Draw) -> np.ndarray:
-    return np.ldexp(draw.flat(), draw.base())
+    def few(self, chance: float) -> np.ndarray:
+        return self.random.random_sample(self.shape) < chance
 
-
-def _spread(draw: Draw) -> np.ndarray:
-    return np.ldexp(draw.flat(), draw.base() + draw.random.randint(-20, 1, draw.shape))
-
-
-def _with_zeros(draw: Draw) -> np.ndarray:
-    return np.where(draw.random.random_sample(draw.shape) < 0.7, 0.0, 1.0) * _near(draw)
-
-
-def _zeros(draw: Draw) -> np.ndarray:
-    return draw.signs() * 0.0
+    def integers(self, low: int, high: int) -> np.ndarray:
+        return self.random.randint(low, high, self.shape)
 
 
 def _subnormal(draw: Draw) -> np.ndarray:
     info = jnp.finfo(draw.source)
-    count = draw.random.randint(0, 2**info.nmant, draw.shape)
+    count = draw.integers(0, 2**info.nmant)
     return draw.signs() * count * float(info.smallest_subnormal)
-
-
-def _largest(draw: Draw) -> np.ndarray:
-    most = 3e38 if draw.source != "float16" else 65504.0
-    return most * np.where(draw.random.random_sample(draw.shape) < 0.1, 1, draw.flat())
 
 
 def _edge(draw: Draw) -> np.ndarray:
@@ -126,18 +118,15 @@ def _edge(draw: Draw) -> np.ndarray:
     above = max(ulp, 2.0**-12)
     edge = 1.75 + draw.random.choice([0.0, above, -ulp], base.shape)
     largest = np.broadcast_to(np.ldexp(edge, base), draw.shape)
-    return np.where(
-        draw.random.random_sample(draw.shape) < 0.5,
-        largest * draw.signs(),
-        np.ldexp(draw.flat(), base),
-    )
+    few, signs = draw.few(0.5), draw.signs()
+    return np.where(few, largest * signs, np.ldexp(draw.flat(), base))
 
 
 def _halfway(draw: Draw) -> np.ndarray:
     """Numbers halfway between two of the format, of several sizes."""
     digits = DIGITS[draw.format]
-    number = draw.random.randint(2 ** (digits - 1), 2**digits, draw.shape) + 0.5
-    few = draw.random.randint(-6, 1, draw.shape) - digits
+    number = draw.integers(2 ** (digits - 1), 2**digits) + 0.5
+    few = draw.integers(-6, 1) - digits
     return draw.signs() * np.ldexp(number, few + draw.base())
 
 
@@ -152,12 +141,12 @@ def _beside_halfway(draw: Draw) -> np.ndarray:
 
 
 KINDS: dict[str, Callable[[Draw], np.ndarray]] = {
-    "of one size": _near,
-    "of many sizes": _spread,
-    "with zeros": _with_zeros,
-    "zeros": _zeros,
+    "of one size": Draw.near,
+    "of many sizes": lambda d: np.ldexp(d.flat(), d.base() + d.integers(-20, 1)),
+    "with zeros": lambda d: np.where(d.few(0.7), 0.0, 1.0) * d.near(),
+    "zeros": lambda d: d.signs() * 0.0,
     "subnormal": _subnormal,
-    "the largest": _largest,
+    "the largest": lambda d: d.most * np.where(d.few(0.1), 1, d.flat()),
     "at the edge": _edge,
     "halfway": _halfway,
     "beside halfway": _beside_halfway,

@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .float8_cases import CASTS, FORMATS, RECIPES, SOURCES, Product
-from .result import Result
+from .result import Result, table
 
 _TEXT = """\
 `jamp.autocast(jamp.Float8(recipe))` runs beside `torchao.float8` {torchao} on the CPU,
@@ -107,15 +107,6 @@ class Edge(NamedTuple):
     reach: int  # how many float32 numbers above 1.75 * 2**n have another scale
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]], texts: int) -> str:
-    """A table in Markdown: columns of texts, then columns of numbers."""
-    rule = ["---"] * texts + ["---:"] * (len(head) - texts)
-    lines = [head, rule]
-    for row in rows:
-        lines.append([f"{x:,}" if isinstance(x, int) else x for x in row])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def section(results: Sequence[Result]) -> str:
     """The section of the report."""
     from importlib.metadata import version
@@ -132,7 +123,7 @@ def section(results: Sequence[Result]) -> str:
 
 
 def _casts(results: Mapping[str, Result]) -> str:
-    head = ["format", "of", "arrays", "values compared", "numbers differ"]
+    head = ["format", "of", "arrays:", "values compared:", "numbers differ:"]
     rows = []
     for format, source in itertools.product(FORMATS, SOURCES):
         names = [c.name for c in CASTS if (c.format, c.source) == (format, source)]
@@ -147,24 +138,24 @@ def _casts(results: Mapping[str, Result]) -> str:
                 sum(r.mismatches["scales"] for r in found),
             ]
         )
-    return table([*head, "scales differ"], rows, 2)
+    return table([*head, "scales differ:"], rows)
 
 
 def _edges(edges: Sequence[Edge]) -> str:
-    head = ["n", "array", "inverse scale: torchao", "jamp", "numbers: torchao", "jamp"]
+    head = ["n:", "array:", "inverse scale: torchao:", "jamp:", "numbers: torchao:"]
     rows = []
     for e in edges:
         numbers = [", ".join(f"{v:g}" for v in side[0]) for side in (e.torch, e.jamp)]
         inverses = [f"2^{np.log2(side[1]):.0f}" for side in (e.torch, e.jamp)]
         array = f"{e.x[0]:.9g}, 2^{np.log2(e.x[1]):.0f}"
         rows.append([e.n, array, *inverses, *numbers, e.reach])
-    return table([*head, "float32 numbers above that differ"], rows, 0)
+    return table([*head, "jamp:", "float32 numbers above that differ:"], rows)
 
 
 def _products(shown: Sequence[Shown]) -> str:
-    head = ["recipe", "sizes", "cases", "numbers in x and w"]
+    head = ["recipe", "sizes", "cases:", "numbers in x and w:"]
     for name in RESULTS:
-        head += [f"{name}: values", "differ", "ULPs"]
+        head += [f"{name}: values:", "differ:", "ULPs:"]
     rows = []
     for is_large, recipe in itertools.product((False, True), RECIPES):
         kind = recipe, is_large
@@ -178,13 +169,13 @@ def _products(shown: Sequence[Shown]) -> str:
             row += [sum(s.differ[i] for s, _ in found)]
             row += [f"{max((s.ulps[i] for s, _ in found), default=0):.2g}"]
         rows.append(row)
-    return table(head, rows, 2)
+    return table(head, rows)
 
 
 def _errors(shown: Sequence[Shown]) -> str:
     head = ["recipe"]
     for name in RESULTS:
-        head += [f"{name}: jamp", *LIBRARIES[1:]]
+        head += [f"{name}: jamp:", "torchao:", "bfloat16:"]
     rows = []
     for recipe in RECIPES:
         found = [s.decibels for s in shown if s.product and s.product.recipe == recipe]
@@ -194,4 +185,4 @@ def _errors(shown: Sequence[Shown]) -> str:
                 least = min((errors[name][i] for errors in found), default=np.nan)
                 row.append(f"{least:.1f}")
         rows.append(row)
-    return table(head, rows, 1)
+    return table(head, rows)

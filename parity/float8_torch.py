@@ -13,22 +13,9 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
 from .float8_cases import Product
+from .ops_torch import array, tensor
 
 DTYPES = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
-
-
-def tensor(x: np.ndarray) -> torch.Tensor:
-    if x.dtype.name == "bfloat16":  # torch does not take it from NumPy
-        return torch.tensor(x.view(np.int16)).view(torch.bfloat16)
-    return torch.tensor(x)
-
-
-def array(x: torch.Tensor | None) -> np.ndarray:
-    assert x is not None
-    x = x.detach()
-    if x.dtype is torch.bfloat16:
-        return x.view(torch.int16).numpy().view("bfloat16")
-    return x.numpy()
 
 
 def cast(
@@ -75,5 +62,5 @@ def product_of(recipe: str, *inputs: np.ndarray) -> list[np.ndarray]:
     y = model(x)
     y.backward(ct)
     (weight,) = model.parameters()
-    grad = array(weight.grad)
-    return [array(y), array(x.grad), grad.T]
+    assert x.grad is not None and weight.grad is not None
+    return [array(y), array(x.grad), array(weight.grad).T]

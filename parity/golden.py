@@ -1,12 +1,9 @@
 """torch's results in files, so that jamp can be checked without torch.
 
-`golden.npz` has what the parts' `golden` functions return. The dtypes of ops are in
-`golden_ops.json`, and torchao's casts and products in `golden_float8.npz`. The tests of
-these files, in `tests/torch/`, import only this module from the suite; the names at its
-end are for them.
+`golden.npz` has what the parts' `golden` functions return. The tests in `tests/torch/`
+read it; they import no module whose name ends in `_torch`.
 """
 
-import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -15,42 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from . import (
-    behaviors,
-    cases,
-    float8,
-    float8_cases,
-    float8_golden,
-    float8_jamp,
-    jamp_side,
-    ops,
-    ops_golden,
-    ops_jamp,
-    spread,
-    training,
-    training_data,
-    training_jamp,
-)
-from .cases import CASES, Case
+from . import behaviors, spread
 from .result import Result
-from .trajectory import Trajectory, digest
 
 PATH = pathlib.Path(__file__).with_name("golden.npz")
 
 
 # Their rounding depends on the machine: runs to compare with, and arrays that are
 # compared in another way.
-ELSEWHERE = ("training/", "behavior/", "torch_version")
+ELSEWHERE = ("training/", "behavior/", "torch_version", "torchao_version")
 
 
 def check(
     results: Mapping[ModuleType, Sequence[Result]], write: bool = False
 ) -> list[str]:
-    """Compares the golden files with what live torch has just given.
+    """Compares the golden file with what live torch has just given.
 
     Args:
       results: of the parts; with `write`, of all parts but `spread`.
-      write: whether the files are replaced first. What `spread` measured is kept.
+      write: whether the file is replaced first. What `spread` measured is kept.
 
     Returns:
       What differs, in words.
@@ -58,13 +38,8 @@ def check(
     made = pack(results)
     if write:
         save(spread.kept(load()) | made)
-        ops_golden.write_golden(results[ops])
-        float8_golden.write_golden(results[float8])
     committed = load()
-    found = differences(committed, made) + behaviors.stale(committed, made)
-    for part, file in ((ops, ops_golden), (float8, float8_golden)):
-        found += file.differences(results[part]) if part in results else []
-    return found
+    return differences(committed, made) + behaviors.stale(committed, made)
 
 
 def pack(results: Mapping[ModuleType, Sequence[Result]]) -> dict[str, np.ndarray]:
@@ -79,12 +54,17 @@ def pack(results: Mapping[ModuleType, Sequence[Result]]) -> dict[str, np.ndarray
 def differences(
     committed: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]
 ) -> list[str]:
-    """Names of the arrays that differ, except those that depend on the machine."""
-    names = {name for name in made if not name.startswith(ELSEWHERE)}
+    """Names of the arrays that differ, except those that depend on the machine.
+
+    Of the parts that made arrays, the file may not have others.
+    """
+    parts = {name.partition("/")[0] for name in made}
+    own = {name for name in committed if name.partition("/")[0] in parts}
     return sorted(
         name
-        for name in names
-        if not (name in committed and np.array_equal(committed[name], made[name]))
+        for name in own | made.keys()
+        if not name.startswith(ELSEWHERE)
+        and not np.array_equal(committed.get(name, ()), made.get(name, ()))
     )
 
 
@@ -97,63 +77,3 @@ def load() -> dict[str, np.ndarray]:
 def save(arrays: Mapping[str, Any]) -> None:
     """Replaces the committed file."""
     np.savez_compressed(PATH, **arrays)
-
-
-def expected(golden: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """What torch left behind, by name of the case.
-
-    Raises:
-      ValueError: the file was made for other cases.
-    """
-    if list(golden["names"]) != [case.name for case in CASES]:
-        raise ValueError(
-            "parity/golden.npz was made for other cases; run "
-            "`python -m parity --write-golden` where torch is installed."
-        )
-    skipped = np.unpackbits(golden["skipped"]).astype(np.bool_)
-    steps = np.cumsum([0] + [case.steps for case in CASES])
-    flags = np.cumsum([0] + [case.steps * case.n_optimizers for case in CASES])
-    return {
-        case.name: {
-            "scale": golden["scale"][slice(*of_steps)],
-            "tracker": golden["tracker"][slice(*of_steps)],
-            "skipped": skipped[slice(*of_flags)].reshape(-1, case.n_optimizers),
-            "params": params,
-        }
-        for case, of_steps, of_flags, params in zip(
-            CASES,
-            itertools.pairwise(steps),
-            itertools.pairwise(flags),
-            golden["params"],
-            strict=True,
-        )
-    }
-
-
-def assert_equal(case: Case, run: Trajectory, torch: Mapping[str, np.ndarray]) -> None:
-    """Raises AssertionError naming the first field and step that differ from torch."""
-    found = {**run._asdict(), "params": digest(run.params)}
-    for name, value in found.items():
-        np.testing.assert_array_equal(value, torch[name], f"{case.name}: {name}")
-
-
-# For the tests: the cases of each part, and jamp's side. `CASES` are those of `scale`.
-FIRST_OF_KIND, LONG_RUN = cases.FIRST_OF_KIND, cases.LONG_RUN
-overflows, fits_optax = cases.overflows, jamp_side.fits_optax
-run_nnx, run_optax = jamp_side.run_nnx, jamp_side.run_optax
-run_scale = jamp_side.run_scale
-
-BEHAVIORS, LIVE = behaviors.CASES, behaviors.LIVE
-compare_behavior = behaviors.compare_with
-
-FLOAT8_CASTS, FLOAT8_PRODUCTS = float8_cases.CASTS, float8_cases.PRODUCTS
-FLOAT8_PATHS, load_float8 = float8_jamp.PATHS, float8_golden.load
-float8_casts, float8_product = float8_jamp.casts, float8_jamp.product
-FLOAT8_RESULTS = float8.RESULTS
-
-OPS, load_ops, dtypes_of_op = ops.CASES, ops_golden.load, ops_jamp.dtypes
-
-TASKS, SEEDS, TRAINING_STEPS = training.CASES, training_data.SEEDS, training_data.STEPS
-NOISE, SKIPS_APART, Trained = training.NOISE, training.SKIPS_APART, training.Trained
-recorded_spread, noise = spread.recorded, spread.noise
-recorded, replay, train = training.recorded, training.replay, training_jamp.run

@@ -1,7 +1,6 @@
 """jamp on the streams of `cases`: its GradScaler, its optax wrapper, its arithmetic."""
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -84,10 +83,7 @@ def run_nnx(
     optimizers = tuple(nnx.Optimizer(model, SGD, wrt=nnx.Param) for model in models)
     train = (models, optimizers, scaler)
     records = []
-    edges = {0, case.steps}
-    for at, method, _ in case.events:
-        edges |= {at, at + 1} if method == "update" else {at}
-    for start, stop in itertools.pairwise(sorted(edges)):
+    for start, stop in case.segments(case.steps):
         for method, value in case.setters(start):
             getattr(scaler, method)(value)
         new_scale = case.new_scale(start)

@@ -11,7 +11,7 @@ values and gradients come from the CPU under CUDA's lists.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +24,9 @@ from . import ops_jamp
 from .ops_float32 import FLOAT32
 from .ops_lower import LOWER
 from .ops_promote import PROMOTE, UNLISTED
-from .ops_report import section
+from .ops_report import section as section
 from .ops_table import HALVES, Found, Op, Side
 from .result import Result
-
-__all__ = ["CASES", "MOST_ULPS", "TITLE", "Case", "run", "section", "ulps"]
 
 TITLE = "Autocast, op by op"
 
@@ -197,3 +195,25 @@ def run(case: Case, device: str) -> Result:
         (DIFFERENCES | UNLISTED_DIFFERENCES).get(op.base, ""),
         found,
     )
+
+
+def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
+    """The dtypes of torch's results and gradients, for the golden file.
+
+    A line for each choice of input dtypes: its name, the results' and the gradients'.
+    """
+    return {
+        f"ops/{r.case}": np.array(
+            [
+                "\t".join([name, *map(" ".join, (dtypes, r.data.grads[name]))])
+                for name, dtypes in r.data.torch.items()
+            ]
+        )
+        for r in results
+    }
+
+
+def recorded(golden: Mapping[str, np.ndarray], case: Case) -> dict[str, list[Any]]:
+    """The dtypes in the golden file: of results and of gradients, by inputs."""
+    lines = (line.split("\t") for line in golden[f"ops/{case.name}"].tolist())
+    return {name: [dtypes.split() for dtypes in both] for name, *both in lines}

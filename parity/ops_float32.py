@@ -20,10 +20,12 @@ from .ops_table import (
     M,
     Op,
     V,
+    along,
     by_labels,
     channels_last,
     condition_number,
     params,
+    same,
     torch,
 )
 
@@ -45,26 +47,17 @@ def _interpolate(mode: str, antialias: bool = False) -> Callable[[Any], Any]:
 _CUBIC = "torch's cubic has the coefficient -0.75, JAX's -0.5"
 
 FLOAT32 = (
-    Op("acos", torch.acos, "jnp.acos", jnp.acos, (M,)),
-    Op("asin", torch.asin, "jnp.asin", jnp.asin, (M,)),
-    Op("cosh", torch.cosh, "jnp.cosh", jnp.cosh, (M,)),
+    *same("acos asin cosh", torch, jnp, "jnp", M),
     Op("erfinv", torch.erfinv, "lax.erf_inv", lax.erf_inv, (M,)),
-    Op("exp", torch.exp, "jnp.exp", jnp.exp, (M,)),
-    Op("expm1", torch.expm1, "jnp.expm1", jnp.expm1, (M,)),
-    Op("log", torch.log, "jnp.log", jnp.log, (M,)),
-    Op("log10", torch.log10, "jnp.log10", jnp.log10, (M,)),
-    Op("log2", torch.log2, "jnp.log2", jnp.log2, (M,)),
-    Op("log1p", torch.log1p, "jnp.log1p", jnp.log1p, (M,)),
-    Op("reciprocal", torch.reciprocal, "jnp.reciprocal", jnp.reciprocal, (M,)),
-    Op("rsqrt", torch.rsqrt, "lax.rsqrt", lax.rsqrt, (M,)),
-    Op("sinh", torch.sinh, "jnp.sinh", jnp.sinh, (M,)),
-    Op("tan", torch.tan, "jnp.tan", jnp.tan, (M,)),
+    *same("exp expm1 log log10 log2 log1p reciprocal", torch, jnp, "jnp", M),
+    *same("rsqrt", torch, lax, "lax", M),
+    *same("sinh tan", torch, jnp, "jnp", M),
     Op("pow.Tensor_Scalar", lambda x: x**2.5, "x ** 2.5", lambda x: x**2.5, (M,)),
     Op("pow.Tensor_Scalar", lambda x: x**2, "x ** 2", lambda x: x**2, (M,)),
     Op("pow.Tensor_Scalar", torch.square, "jnp.square", jnp.square, (M,)),
     Op("pow.Tensor_Tensor", torch.pow, "x ** y", jnp.power, (M, M)),
     Op("pow.Scalar", lambda x: 2.0**x, "2.0 ** x", lambda x: 2.0**x, (M,)),
-    Op("softplus", F.softplus, "jax.nn.softplus", jax.nn.softplus, (M,), span=SIGNED),
+    *same("softplus", F, jax.nn, "jax.nn", M, span=SIGNED),
     Op(
         "layer_norm",
         lambda x, w, b: F.layer_norm(x, (6,), w, b),
@@ -193,21 +186,16 @@ FLOAT32 = (
         (V, V),
         grad_cancels=DIFFERENCE,
     ),
-    Op(
-        "smooth_l1_loss",
-        lambda x, y: F.smooth_l1_loss(x, y, reduction="none"),
-        "optax.huber_loss",
-        optax.huber_loss,
-        (M, M),
-        grad_cancels=DIFFERENCE,
-    ),
-    Op(
-        "huber_loss",
-        lambda x, y: F.huber_loss(x, y, reduction="none"),
-        "optax.huber_loss",
-        optax.huber_loss,
-        (M, M),
-        grad_cancels=DIFFERENCE,
+    *(
+        Op(
+            name,
+            lambda x, y, name=name: getattr(F, name)(x, y, reduction="none"),
+            "optax.huber_loss",
+            optax.huber_loss,
+            (M, M),
+            grad_cancels=DIFFERENCE,
+        )
+        for name in ("smooth_l1_loss", "huber_loss")
     ),
     Op(
         "mse_loss",
@@ -277,46 +265,21 @@ FLOAT32 = (
         )
     ),
     # Float32 unless a dtype is given.
-    Op("prod", torch.prod, "jnp.prod", jnp.prod, (M,)),
-    Op(
-        "prod.dim_int",
-        lambda x: torch.prod(x, 1),
-        "jnp.prod(x, axis)",
-        lambda x: jnp.prod(x, 1),
-        (M,),
+    *same("prod", torch, jnp, "jnp", M),
+    *along({"prod.dim_int": "prod"}, torch, "(x, axis)"),
+    *(
+        Op(
+            f"{name}.int",
+            lambda x, name=name: getattr(torch, name)(x, -1),
+            f"jax.nn.{name}",
+            getattr(jax.nn, name),
+            (M,),
+            span=SIGNED,
+            grad_cancels=CENTERED,
+        )
+        for name in ("softmax", "log_softmax")
     ),
-    Op(
-        "softmax.int",
-        lambda x: torch.softmax(x, -1),
-        "jax.nn.softmax",
-        jax.nn.softmax,
-        (M,),
-        span=SIGNED,
-        grad_cancels=CENTERED,
-    ),
-    Op(
-        "log_softmax.int",
-        lambda x: torch.log_softmax(x, -1),
-        "jax.nn.log_softmax",
-        jax.nn.log_softmax,
-        (M,),
-        span=SIGNED,
-        grad_cancels=CENTERED,
-    ),
-    Op(
-        "cumprod",
-        lambda x: torch.cumprod(x, 1),
-        "jnp.cumprod",
-        lambda x: jnp.cumprod(x, 1),
-        (M,),
-    ),
-    Op(
-        "cumsum",
-        lambda x: torch.cumsum(x, 1),
-        "jnp.cumsum",
-        lambda x: jnp.cumsum(x, 1),
-        (M,),
-    ),
+    *along({"cumprod": "cumprod", "cumsum": "cumsum"}, torch),
     Op(
         "linalg_vector_norm",
         torch.linalg.vector_norm,
@@ -338,14 +301,8 @@ FLOAT32 = (
         jnp.linalg.matrix_norm,
         (M,),
     ),
-    Op("sum", torch.sum, "jnp.sum", jnp.sum, (M,)),
-    Op(
-        "sum.dim_IntList",
-        lambda x: torch.sum(x, 1),
-        "jnp.sum(x, axis)",
-        lambda x: jnp.sum(x, 1),
-        (M,),
-    ),
+    *same("sum", torch, jnp, "jnp", M),
+    *along({"sum.dim_IntList": "sum"}, torch, "(x, axis)"),
     Op(
         "norm.Scalar",
         lambda x: torch.ops.aten.norm.Scalar(x, 2),

@@ -63,17 +63,16 @@ def _gru_flax(x, h, w, u, b):
     return nn.GRUCell(5).apply({"params": params}, h, x)[0]  # pyright: ignore
 
 
-def _rnn_torch(cell: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, h, w, u, b: cell(x, h, w, u, b, torch.zeros_like(b))
+def _rnn(of_torch: Callable[..., Any], activation: Callable[[Any], Any]):
+    """torch's cell, and Flax's with its name."""
+    zeros = lambda x, h, w, u, b: of_torch(x, h, w, u, b, torch.zeros_like(b))
 
-
-def _rnn_flax(activation: Callable[[Any], Any]) -> Callable[..., Any]:
-    def run(x, h, w, u, b):
+    def of_flax(x, h, w, u, b):
         params = {"i": _dense(w, b), "h": _dense(u)}
         cell = nn.SimpleCell(5, activation_fn=activation)
         return cell.apply({"params": params}, h, x)[0]
 
-    return run
+    return zeros, "nn.SimpleCell", of_flax
 
 
 def _conv(x, w, b):
@@ -98,10 +97,6 @@ def _conv_shapes(n: int, transposed: bool = False) -> tuple[Shape, ...]:
     return ((2, 3, *(size,) * n), (*channels, *(2,) * n), (4,))
 
 
-def _lax_conv(x, w):
-    return lax.conv(x, w, (1,), "VALID")
-
-
 def _conv_tbc(x, w, b):
     order = ("WNC", "WIO", "WNC")
     return lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=order) + b
@@ -116,33 +111,24 @@ def _attention(*x):
 
 
 LOWER = (
-    Op(
-        "_convolution.deprecated",
-        lambda x, w: torch.ops.aten._convolution.deprecated(
-            x, w, None, *_CONV, False, False, False
-        ),
-        "lax.conv",
-        _lax_conv,
-        ((2, 3, 5), (4, 3, 2)),
-        mixed=False,
-    ),
-    Op(
-        "_convolution",
-        lambda x, w: torch.ops.aten._convolution(
-            x, w, None, *_CONV, False, False, False, False
-        ),
-        "lax.conv",
-        _lax_conv,
-        ((2, 3, 5), (4, 3, 2)),
-        mixed=False,
-    ),
-    Op(
-        "convolution",
-        lambda x, w: torch.convolution(x, w, None, *_CONV),
-        "lax.conv",
-        _lax_conv,
-        ((2, 3, 5), (4, 3, 2)),
-        mixed=False,
+    *(
+        Op(
+            name,
+            lambda x, w, f=function, rest=rest: f(x, w, None, *_CONV, *rest),
+            "lax.conv",
+            lambda x, w: lax.conv(x, w, (1,), "VALID"),
+            ((2, 3, 5), (4, 3, 2)),
+            mixed=False,
+        )
+        for name, function, rest in (
+            (
+                "_convolution.deprecated",
+                torch.ops.aten._convolution.deprecated,
+                (False,) * 3,
+            ),
+            ("_convolution", torch.ops.aten._convolution, (False,) * 4),
+            ("convolution", torch.convolution, ()),
+        )
     ),
     Op("conv1d", F.conv1d, "nn.Conv", _conv, _conv_shapes(1)),
     Op("conv2d", F.conv2d, "nn.Conv", _conv, _conv_shapes(2)),
@@ -227,41 +213,14 @@ LOWER = (
         lambda *x: jnp.linalg.multi_dot(x),
         (M, (6, 3), (3, 2)),
     ),
-    Op(
-        "lstm_cell",
-        _lstm_torch,
-        "nn.LSTMCell",
-        _lstm_flax,
-        _cell(4, states=2),
-        span=SMALL,
-        cancels=SIGNS,
-    ),
-    Op(
-        "gru_cell",
-        _gru_torch,
-        "nn.GRUCell",
-        _gru_flax,
-        _cell(3),
-        span=SMALL,
-        cancels=SIGNS,
-    ),
-    Op(
-        "rnn_tanh_cell",
-        _rnn_torch(torch.rnn_tanh_cell),
-        "nn.SimpleCell",
-        _rnn_flax(jnp.tanh),
-        _cell(1),
-        span=SMALL,
-        cancels=SIGNS,
-    ),
-    Op(
-        "rnn_relu_cell",
-        _rnn_torch(torch.rnn_relu_cell),
-        "nn.SimpleCell",
-        _rnn_flax(jax.nn.relu),
-        _cell(1),
-        span=SMALL,
-        cancels=SIGNS,
+    *(
+        Op(name, of_torch, written, of_flax, shapes, span=SMALL, cancels=SIGNS)
+        for name, of_torch, written, of_flax, shapes in (
+            ("lstm_cell", _lstm_torch, "nn.LSTMCell", _lstm_flax, _cell(4, states=2)),
+            ("gru_cell", _gru_torch, "nn.GRUCell", _gru_flax, _cell(3)),
+            ("rnn_tanh_cell", *_rnn(torch.rnn_tanh_cell, jnp.tanh), _cell(1)),
+            ("rnn_relu_cell", *_rnn(torch.rnn_relu_cell, jax.nn.relu), _cell(1)),
+        )
     ),
     Op(
         "scaled_dot_product_attention",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .ops_table import CENTERED, LABELS, SIGNED, F, M, Op, V, by_labels, torch
+from .ops_table import CENTERED, LABELS, SIGNED, F, M, Op, V, by_labels, same, torch
 
 _ROWS = np.array([2, 0])
 
@@ -21,7 +21,7 @@ def _scatter_add(x: Any, y: Any) -> Any:
 
 
 PROMOTE = (
-    Op("atan2", torch.atan2, "jnp.atan2", jnp.atan2, (M, M)),
+    *same("atan2", torch, jnp, "jnp", M, M),
     Op(
         "cross",
         lambda x, y: torch.cross(x, y, 1),
@@ -30,8 +30,7 @@ PROMOTE = (
         ((4, 3), (4, 3)),
         cancels="a difference of products, which JAX rounds and torch does not",
     ),
-    Op("dot", torch.dot, "jnp.dot", jnp.dot, (V, V)),
-    Op("vdot", torch.vdot, "jnp.vdot", jnp.vdot, (V, V)),
+    *same("dot vdot", torch, jnp, "jnp", V, V),
     Op(
         "index_put",
         lambda x, y: torch.index_put(x, (_rows_torch(x),), y),
@@ -55,6 +54,8 @@ PROMOTE = (
     ),
 )
 
+TANH = "1 - tanh(x) ** 2, which is close to 0"
+
 # Ops on none of the lists: they keep their dtype, or promote as without autocast.
 UNLISTED = (
     Op(
@@ -66,22 +67,10 @@ UNLISTED = (
         span=SIGNED,
         cancels="1 + tanh(...), which is close to 0 for x < 0",
     ),
-    Op("silu", F.silu, "jax.nn.silu", jax.nn.silu, (M,), span=SIGNED),
-    Op("relu", F.relu, "jax.nn.relu", jax.nn.relu, (M,), span=SIGNED),
-    Op("elu", F.elu, "jax.nn.elu", jax.nn.elu, (M,), span=SIGNED),
-    Op(
-        "tanh",
-        torch.tanh,
-        "jnp.tanh",
-        jnp.tanh,
-        (M,),
-        span=SIGNED,
-        grad_cancels="1 - tanh(x) ** 2, which is close to 0",
-    ),
-    Op("sigmoid", torch.sigmoid, "jax.nn.sigmoid", jax.nn.sigmoid, (M,), span=SIGNED),
-    Op("sqrt", torch.sqrt, "jnp.sqrt", jnp.sqrt, (M,)),
-    Op("sin", torch.sin, "jnp.sin", jnp.sin, (M,)),
-    Op("mean", torch.mean, "jnp.mean", jnp.mean, (M,)),
+    *same("silu relu elu", F, jax.nn, "jax.nn", M, span=SIGNED),
+    *same("tanh", torch, jnp, "jnp", M, span=SIGNED, grad_cancels=TANH),
+    *same("sigmoid", torch, jax.nn, "jax.nn", M, span=SIGNED),
+    *same("sqrt sin mean", torch, jnp, "jnp", M),
     Op(
         "var",
         lambda x: torch.var(x, unbiased=False),
@@ -95,7 +84,7 @@ UNLISTED = (
     Op("sub.Tensor", torch.sub, "x - y", jnp.subtract, (M, M)),
     Op("mul.Tensor", torch.mul, "x * y", jnp.multiply, (M, M)),
     Op("div.Tensor", torch.div, "x / y", jnp.divide, (M, M)),
-    Op("maximum", torch.maximum, "jnp.maximum", jnp.maximum, (M, M)),
+    *same("maximum", torch, jnp, "jnp", M, M),
     Op(
         "cat",
         lambda *x: torch.cat(x),

@@ -6,7 +6,7 @@ from typing import Any
 from jamp._autocast.ops import DIFFERENCES, NO_COUNTERPART
 
 from .ops_table import HALVES, Found, Op
-from .result import Result
+from .result import Result, grouped, table
 
 _TEXT = """\
 The lists in torch's `autocast_mode.h` have {listed} ops, of which {compared} have a
@@ -49,10 +49,7 @@ _CLASSES = (1, 2, 4, 8)
 
 def section(results: Sequence[Result]) -> str:
     """The section, with the two cases of an op in one row."""
-    by_title: dict[str, list[Result]] = {}
-    for result in results:
-        by_title.setdefault(result.data.case.title, []).append(result)
-    rows = list(by_title.values())
+    rows = [*grouped(results, lambda result: result.data.case.title).values()]
     listed: dict[str, bool] = {}
     unlisted: dict[str, bool] = {}
     for row in rows:
@@ -107,7 +104,7 @@ def _table(rows: Iterable[Sequence[Result]]) -> str:
     dtypes = (*HALVES, "float32")
     head = ["op", "torch's list", "in JAX", "torch, CUDA", "jamp"]
     head += [*(f"ULPs, {dtype}" for dtype in dtypes), "ULPs, gradient", "agrees"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for row in rows:
         found: list[Found] = [result.data for result in row]
         op, kind = found[0].case.op, found[0].kind
@@ -126,7 +123,7 @@ def _table(rows: Iterable[Sequence[Result]]) -> str:
                 "no" if any(result.differs for result in row) else "yes",
             ]
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(head, lines)
 
 
 def _dtypes(found: Iterable[Found], of: Callable[[Found, str], Any]) -> str:

@@ -112,6 +112,30 @@ class Op(NamedTuple):
         return [random.uniform(*self.span, shape) for shape in shapes]
 
 
+def same(
+    names: str, torch: Late, jax: Any, module: str, *shapes: Shape, **options: Any
+) -> list[Op]:
+    """Ops that have the same name in torch and in a module of JAX."""
+    return [
+        Op(x, getattr(torch, x), f"{module}.{x}", getattr(jax, x), shapes, **options)
+        for x in names.split()
+    ]
+
+
+def along(names: Mapping[str, str], torch: Late, axis: str = "") -> list[Op]:
+    """Reductions of a matrix along its rows, by torch's names with the overload."""
+    return [
+        Op(
+            overload,
+            lambda x, name=name: getattr(torch, name)(x, 1),
+            f"jnp.{name}{axis}",
+            lambda x, name=name: getattr(jnp, name)(x, 1),
+            (M,),
+        )
+        for overload, name in names.items()
+    ]
+
+
 def condition_number(matrices: np.ndarray) -> float:
     """The largest condition number of some matrices, by their singular values."""
     return float(np.linalg.cond(matrices.astype(np.float64)).max())

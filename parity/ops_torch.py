@@ -11,13 +11,13 @@ from .ops_table import Op, Side
 from .torch_autocast import cuda_lists, fake_cuda
 
 
-def _tensor(x: np.ndarray, device: str) -> torch.Tensor:
+def tensor(x: np.ndarray, device: str = "cpu") -> torch.Tensor:
     if x.dtype == jnp.bfloat16:  # torch does not take it from NumPy
         return torch.tensor(x.view(np.int16), device=device).view(torch.bfloat16)
     return torch.tensor(x, device=device)
 
 
-def _array(x: torch.Tensor) -> np.ndarray:
+def array(x: torch.Tensor) -> np.ndarray:
     x = x.detach().cpu()
     if x.dtype is torch.bfloat16:
         return x.view(torch.int16).numpy().view(jnp.bfloat16)
@@ -38,16 +38,15 @@ def run(op: Op, half: str, device: str) -> dict[str, Side]:
     # A GPU uses CUDA's lists anyway.
     with cuda_lists() if device == "cpu" else contextlib.nullcontext():
         for name in op.inputs:
-            inputs = [
-                _tensor(x, device).requires_grad_() for x in op.arrays(name, half)
-            ]
+            inputs = [tensor(x, device) for x in op.arrays(name, half)]
+            inputs = [x.requires_grad_() for x in inputs]
             with region:
                 results = _results(op, inputs)
             given = op.cotangents([tuple(x.shape) for x in results])
             pairs = zip(given, results, strict=True)
             cast = [torch.tensor(g, device=device).to(x.dtype) for g, x in pairs]
             grads = torch.autograd.grad(results, inputs, cast)
-            found[name] = Side([_array(x) for x in results], [_array(x) for x in grads])
+            found[name] = Side([array(x) for x in results], [array(x) for x in grads])
     return found
 
 

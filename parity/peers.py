@@ -24,10 +24,9 @@ from .ops_lower import LOWER
 from .ops_promote import PROMOTE
 from .ops_table import Op
 from .peers_defects import DEFECTS, REFUSALS, Defect
-from .peers_ops import CASTS, PEERS, Input
-from .peers_run import Reference, reference, run_peer
-from .result import Result
-from .trajectory import floats
+from .peers_ops import CASTS, PEERS, Input, run_peer
+from .result import Result, table
+from .trajectory import Trajectory, floats
 
 TITLE = "Other libraries on the same cases"
 HALF = "float16"
@@ -53,6 +52,36 @@ def _choose() -> tuple[Case, ...]:
 
 
 SCALER_CASES = _choose()
+
+
+class Reference(NamedTuple):
+    """torch's run of a case.
+
+    Attributes:
+      run: the state after each step.
+      unscaled: the gradients that the optimizers got, where they were not skipped.
+      before: the scale that each step used.
+    """
+
+    run: Trajectory
+    unscaled: np.ndarray
+    before: np.ndarray
+
+
+@functools.cache
+def reference(case: Case, device: str) -> Reference:
+    """torch's run of a case."""
+    from . import torch_side
+
+    run = torch_side.run(case, device)
+    base, poison = streams(case)
+    first = np.float32(case.init_scale if case.enabled else 1.0)
+    before = np.concatenate([[first], floats(run.scale)[:-1]])
+    by_step = before[:, None, None]
+    inverse = (1 / by_step.astype(np.float64)).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        unscaled = np.where(poison == 0, base * by_step, poison) * inverse
+    return Reference(run, unscaled, before)
 
 
 def run_library(name: str, case: Case, torch: Reference) -> dict[str, np.ndarray]:
@@ -242,15 +271,13 @@ def section(results: Sequence[Result]) -> str:
     """Tables of the scalers' differences, of defects, and of dtypes."""
     data: dict[str, Data] = {result.case: result.data for result in results}
     counted = [*FIELDS, "far"]
-    head = ["library", "cases", "values", *FIELDS.values(), "far off"]
-    scalers = [[*head, "first mismatch"], ["---", *["---:"] * 7, "---"]]
-    casts = [["cast by", *LISTS, "all"], ["---", *["---:"] * 4]]
-    defects, cannot = [["library", "case", "its result", "jamp"], ["---"] * 4], []
+    fields = (f"{name}:" for name in (*FIELDS.values(), "far off"))
+    scalers, casts, defects, cannot = [], [], [], []
     for name, found in data.items():
         scaled, cast = found.scaling, found.casting
         if scaled:
             counts = [scaled.cases, scaled.values, *map(scaled.mismatches.get, counted)]
-            cells = ["-" if count is None else f"{count:,}" for count in counts]
+            cells = ["-" if count is None else count for count in counts]
             scalers.append([name, *cells, scaled.where or "none"])
         if scaled and scaled.cannot:
             reasons = [f"{why} ({n})" for why, n in scaled.cannot.items()]
@@ -264,13 +291,11 @@ def section(results: Sequence[Result]) -> str:
         defects += [[name, *defect] for defect in found.defects]
     return _SECTION.format(
         chosen=len(SCALER_CASES),
-        scaling=_table(scalers),
+        scaling=table(
+            ["library", "cases:", "values:", *fields, "first mismatch"], scalers
+        ),
         cannot="\n".join(cannot) or "none.",
-        defects=_table(defects),
-        casting=_table(casts),
+        defects=table(["library", "case", "its result", "jamp"], defects),
+        casting=table(["cast by", *(f"{of}:" for of in (*LISTS, "all"))], casts),
         differences=", ".join(f"`{name}`" for name in sorted(DIFFERENCES)),
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -17,8 +17,7 @@ import jamp
 from . import jamp_side
 from .cases import SIZE, Case, streams
 from .jamp_side import SGD
-from .peers_ops import CASTS, PEERS, Input
-from .peers_run import run_peer
+from .peers_ops import CASTS, PEERS, Input, run_peer
 from .trajectory import floats
 
 # What a library raises for something that it cannot do.

@@ -16,21 +16,24 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from flax.training.dynamic_scale import DynamicScale
+from jax import lax
 
 import jamp
 from shared.keras_on_jax import import_keras
 
 from .cases import LEARNING_RATE, MOMENTUM, SIZE, Case
 from .jamp_side import SGD
+from .trajectory import bits
 
 Function = Callable[..., Any]
 
 
 class Input(NamedTuple):
-    """What a step gets, for each optimizer: see `cases.streams` and `Reference`."""
+    """What a step gets, for each optimizer: see `cases.streams`, `peers.Reference`."""
 
     base: Any
     poison: Any
@@ -137,12 +140,6 @@ def _flax_step(state: Any, x: Input) -> Any:
     return (scaler, train), [~finite]
 
 
-def _flax_change(scaler: DynamicScale, method: str, value: float) -> DynamicScale:
-    if method == "update":
-        return scaler.replace(scale=jnp.float32(value))
-    return scaler.replace(**{method.removeprefix("set_"): value})
-
-
 def _jmp_start(case: Case) -> Any:
     import jmp
 
@@ -174,12 +171,6 @@ def _jmp_step(state: Any, x: Input) -> Any:
     return (scaler, train), [~ok for ok in finite]
 
 
-def _jmp_change(scaler: Any, method: str, value: float) -> Any:
-    if method == "update":
-        return dataclasses.replace(scaler, loss_scale=jnp.float32(value))
-    return dataclasses.replace(scaler, period=int(value))
-
-
 def _mpx_start(case: Case) -> Any:
     import mpx
 
@@ -199,16 +190,6 @@ def _mpx_step(state: Any, x: Input) -> Any:
         _, scaler, finite, grads = mpx.filter_value_and_grad(loss, scaler)(params)
     train = [mpx.optimizer_update(params, SGD, opt_state, grads, finite)]
     return (scaler, train), [~finite]
-
-
-def _mpx_change(scaler: Any, method: str, value: float) -> Any:
-    import equinox as eqx
-
-    if method == "update":
-        part, new = lambda scaler: scaler.loss_scaling, jnp.float32(value)
-    else:
-        part, new = lambda scaler: scaler.period, int(value)
-    return eqx.tree_at(part, scaler, new)
 
 
 class KerasScaler(struct.PyTreeNode):
@@ -294,6 +275,18 @@ def _fields(scale: str, tracker: str) -> Callable[[Any], dict[str, jax.Array]]:
     return lambda scaler: {k: getattr(scaler, name) for k, name in names.items()}
 
 
+def _setting(scale: str, interval: str = "growth_interval") -> Callable[..., Any]:
+    """Setters of a dataclass with these names."""
+    names = {"update": scale, "set_growth_interval": interval}
+
+    def change(scaler: Any, method: str, value: float) -> Any:
+        name = names.get(method, method.removeprefix("set_"))
+        new = {scale: jnp.float32, interval: int}.get(name, float)(value)
+        return dataclasses.replace(scaler, **{name: new})
+
+    return change
+
+
 _FLOAT16 = jnp.finfo(jnp.float16)  # mpx multiplies by the scale in float16
 
 PEERS: Mapping[str, Peer] = {
@@ -302,7 +295,7 @@ PEERS: Mapping[str, Peer] = {
         _flax_start,
         _flax_step,
         _fields("scale", "fin_steps"),
-        _flax_change,
+        _setting("scale"),
         one_factor=False,
     ),
     "jmp": Peer(
@@ -310,7 +303,7 @@ PEERS: Mapping[str, Peer] = {
         _jmp_start,
         _jmp_step,
         _fields("loss_scale", "counter"),
-        _jmp_change,
+        _setting("loss_scale", "period"),
         one_optimizer=False,
     ),
     "mpx": Peer(
@@ -318,7 +311,7 @@ PEERS: Mapping[str, Peer] = {
         _mpx_start,
         _mpx_step,
         _fields("loss_scaling", "counter"),
-        _mpx_change,
+        _setting("loss_scaling", "period"),
         range=(float(_FLOAT16.smallest_normal), float(_FLOAT16.max)),
     ),
     "Keras LossScaleOptimizer": Peer(
@@ -335,6 +328,35 @@ PEERS: Mapping[str, Peer] = {
         one_optimizer=False,
     ),
 }
+
+
+@functools.cache
+def _scan(peer: Peer) -> Any:
+    def step(state, x):
+        (scaler, train), skipped = peer.step(state, x)
+        rest = jnp.stack(skipped), jnp.stack([params for params, _ in train])
+        record = peer.read(scaler) | dict(zip(("skipped", "params"), rest, strict=True))
+        return (scaler, train), record
+
+    return jax.jit(lambda state, inputs: lax.scan(step, state, inputs))
+
+
+def run_peer(peer: Peer, case: Case, inputs: Input) -> dict[str, np.ndarray]:
+    """A library's run of a case: the fields of `trajectory.Trajectory` that it has."""
+    (scaler, train), records = peer.start(case), []
+    for start, stop in case.segments(case.steps):
+        for method, value in case.setters(start):
+            scaler = peer.change(scaler, method, value)
+        before, part = scaler, Input(*(x[start:stop] for x in inputs))
+        (scaler, train), record = _scan(peer)((scaler, train), part)
+        new_scale = case.new_scale(start)
+        if new_scale is not None:  # replaces what the step did to the scaler
+            scaler = peer.change(before, "update", new_scale)
+            record |= {k: value[None] for k, value in peer.read(scaler).items()}
+        records.append({name: np.asarray(values) for name, values in record.items()})
+    fields = {k: np.concatenate([r[k] for r in records]) for k in records[0]}
+    floating = {"scale", "params"} & fields.keys()
+    return fields | {name: bits(fields[name]) for name in floating}
 
 
 def _grampax(function: Function) -> Function:

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
-from .result import Result
+from .result import Result, grouped, table
 
 TITLE = "Parity with torch.amp"
 NIGHTLY = "What the parity suite is worth"
@@ -12,9 +13,7 @@ _TEXT = """# {title}
 
 `python -m parity{arguments}` runs torch {device} beside jamp and writes this page.
 
-| area | cases | values compared | mismatches | known differences |
-| --- | ---: | ---: | ---: | ---: |
-{rows}
+{table}
 
 {known}{failures}{pictures}{sections}
 
@@ -34,6 +33,7 @@ def text(results: Mapping[ModuleType, Sequence[Result]], **facts: object) -> str
     every = [result for found in compared.values() for result in found]
     rows = [_row(part.TITLE, found) for part, found in compared.items()]
     rows.append(_row("**all**", every))
+    head = ["area", "cases:", "values compared:", "mismatches:", "known differences:"]
     reasons = [
         f"- {' and '.join(cases)}: {reason}.\n"
         for reason, cases in _reasons(every).items()
@@ -44,7 +44,7 @@ def text(results: Mapping[ModuleType, Sequence[Result]], **facts: object) -> str
         if not r.as_expected
     ]
     return _TEXT.format(
-        rows="\n".join(rows),
+        table=table(head, rows),
         known="".join(["Known differences:\n\n", *reasons, "\n"] if reasons else []),
         failures="".join(["Mismatches:\n\n", *failures, "\n"] if failures else []),
         sections="\n\n".join(
@@ -67,17 +67,14 @@ def _counts(found: Sequence[Result]) -> bool:
 
 def _reasons(found: Sequence[Result]) -> dict[str, list[str]]:
     """The cases that differ on purpose, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for result in found:
-        if result.reason:
-            reasons.setdefault(result.reason, []).append(result.case)
-    return reasons
+    groups = grouped((r for r in found if r.reason), lambda result: result.reason)
+    return {reason: [r.case for r in of] for reason, of in groups.items()}
 
 
-def _row(name: str, found: Sequence[Result]) -> str:
+def _row(name: str, found: Sequence[Result]) -> list[Any]:
     """Cases, values and mismatches; values that differ on purpose count separately."""
     known = len(_reasons(found))
     wrong = sum(sum(r.mismatches.values()) for r in found if not r.reason)
     wrong += sum(bool(r.reason) and not r.differs for r in found)
     compared = sum(r.compared for r in found)
-    return f"| {name} | {len(found):,} | {compared:,} | {wrong:,} | {known:,} |"
+    return [name, len(found), compared, wrong, known]

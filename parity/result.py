@@ -1,6 +1,6 @@
 """The result that every part of the suite gives for each of its cases.
 
-A part is a module with these names, which `__main__` and `test_suite` use:
+A part is a module with these names, which `__main__` uses:
 
 - `TITLE`: its name in the report.
 - `CASES`: what is compared, by name.
@@ -10,8 +10,11 @@ A part is a module with these names, which `__main__` and `test_suite` use:
   equal text.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Result(NamedTuple):
@@ -47,3 +50,19 @@ class Result(NamedTuple):
     def as_expected(self) -> bool:
         """Whether it agrees, or differs and has a reason to."""
         return self.differs == bool(self.reason)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown; a column whose name ends in ":" holds numbers."""
+    names = [name.removesuffix(":") for name in head]
+    rule = ["---:" if name.endswith(":") else "---" for name in head]
+    cells = ([x if isinstance(x, str) else f"{x:,}" for x in row] for row in rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (names, rule, *cells))
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by a key, in the order in which the keys come."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -1,6 +1,7 @@
 """The loss scale alone: runs every case of `cases` through torch and jamp."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from . import jamp_side
 from .cases import CASES as STREAMS
 from .cases import FIRST_OF_KIND, LONG_RUN, Case, overflows
-from .result import Result
+from .result import Result, grouped, table
 from .trajectory import Comparison, Trajectory, bits, compare, digest
 
 TITLE = "Loss scale on streams of gradients"
@@ -112,6 +113,44 @@ def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
     }
 
 
+def expected(golden: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """What torch left behind, by name of the case.
+
+    Raises:
+      ValueError: the file was made for other cases.
+    """
+    if list(golden["names"]) != [case.name for case in STREAMS]:
+        raise ValueError(
+            "parity/golden.npz was made for other cases; run "
+            "`python -m parity --write-golden` where torch is installed."
+        )
+    skipped = np.unpackbits(golden["skipped"]).astype(np.bool_)
+    steps = np.cumsum([0] + [case.steps for case in STREAMS])
+    flags = np.cumsum([0] + [case.steps * case.n_optimizers for case in STREAMS])
+    return {
+        case.name: {
+            "scale": golden["scale"][slice(*of_steps)],
+            "tracker": golden["tracker"][slice(*of_steps)],
+            "skipped": skipped[slice(*of_flags)].reshape(-1, case.n_optimizers),
+            "params": params,
+        }
+        for case, of_steps, of_flags, params in zip(
+            STREAMS,
+            itertools.pairwise(steps),
+            itertools.pairwise(flags),
+            golden["params"],
+            strict=True,
+        )
+    }
+
+
+def assert_equal(case: Case, run: Trajectory, torch: Mapping[str, np.ndarray]) -> None:
+    """Raises AssertionError naming the first field and step that differ from torch."""
+    found = {**run._asdict(), "params": digest(run.params)}
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, torch[name], f"{case.name}: {name}")
+
+
 _SECTION = """\
 {cases} cases with {configurations} configurations and {steps:,} steps ran through
 torch's own `GradScaler` and through jamp, with the same streams of finite, inf, -inf
@@ -134,8 +173,7 @@ def section(results: Sequence[Result]) -> str:
     cases = [CASES[r.case] for r in results if r.case != LONG]
     long = [r for r in results if r.case == LONG]
     rows = [
-        f"| {LONG} | 1 | {LONG_RUN.steps:,} | {r.compared:,} | "
-        f"{r.mismatches['scale']:,} | {r.mismatches['tracker']:,} | - | - |"
+        [LONG, 1, LONG_RUN.steps, r.compared, *r.mismatches.values(), "-", "-"]
         for r in long
     ]
     return _SECTION.format(
@@ -143,30 +181,33 @@ def section(results: Sequence[Result]) -> str:
         steps=sum(case.steps for case in cases),
         configurations=len({case.configuration for case in cases}),
         long_steps=LONG_RUN.steps,
-        by_kind="\n".join([*_table("kind", comparisons, lambda c: c.case.kind), *rows]),
-        by_path="\n".join(_table("jamp's side", comparisons, lambda c: c.path)),
+        by_kind=_table("kind", grouped(comparisons, lambda c: c.case.kind), rows),
+        by_path=_table("jamp's side", grouped(comparisons, lambda c: c.path), []),
         long_run="; ".join(_describe(*r.data.torch) for r in long) or "left out",
     )
 
 
-def _table(heading: str, comparisons: Iterable[Comparison], key: Any) -> list[str]:
+def _table(of: str, groups: Mapping[str, list[Comparison]], last: list[Any]) -> str:
     """A row for each group; a case that ran on several paths counts once for each."""
-    groups: dict[str, list[Comparison]] = {}
-    for item in comparisons:
-        groups.setdefault(key(item), []).append(item)
     fields = Trajectory._fields
-    head = [heading, "runs", "steps", "values compared"]
-    head += [f"{field} differs" for field in fields]
-    lines = [" | ".join(head), " | ".join(["---"] + ["---:"] * (len(head) - 1))]
-    for name, items in groups.items():
-        counts = [
+    head = [
+        of,
+        "runs:",
+        "steps:",
+        "values compared:",
+        *(f"{f} differs:" for f in fields),
+    ]
+    rows = [
+        [
+            name,
             len(items),
             sum(item.case.steps for item in items),
             sum(item.values for item in items),
             *(sum(item.mismatches[field] for item in items) for field in fields),
         ]
-        lines.append(" | ".join([name, *(f"{count:,}" for count in counts)]))
-    return [f"| {line} |" for line in lines]
+        for name, items in groups.items()
+    ]
+    return table(head, rows + last)
 
 
 def _describe(scales: np.ndarray, trackers: np.ndarray) -> str:

@@ -1,6 +1,6 @@
 """Whether `behaviors` would see a difference: controls for its comparison and data.
 
-The cases themselves run in `test_suite`.
+The cases themselves run in `python -m parity`.
 """
 
 import dataclasses
@@ -14,8 +14,15 @@ from jamp._scaling import arithmetic, rule
 
 from . import behaviors, behaviors_api
 from .behaviors import BEHAVIORS, CASES, Case, compare
-from .behaviors_compare import Reference
-from .behaviors_table import FLOAT16_TOLERANCE, HANDOVER, JIT, OPTAX, STEPS, Record
+from .behaviors_table import (
+    FLOAT16_TOLERANCE,
+    HANDOVER,
+    JIT,
+    OPTAX,
+    STEPS,
+    Record,
+    Reference,
+)
 
 pytest.importorskip("torch")
 
@@ -96,7 +103,12 @@ FAULTS = {
         float32,
         "clipping of scaled gradients",
     ),
-    "nothing is checked": (arithmetic, "all_finite", lambda *_: np.True_, "plain, SGD"),
+    "nothing is checked": (
+        arithmetic,
+        "all_finite",
+        lambda *_, **__: np.True_,
+        "plain, SGD",
+    ),
 }
 
 

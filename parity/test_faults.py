@@ -1,7 +1,5 @@
 """The harness that plants faults, and the comparison of training runs."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -37,11 +35,17 @@ def test_a_copy_without_a_fault_stays_green(tmp_path):
     assert faults.suite(tmp_path, "scale", "interval: growth_interval=3") == (0, "")
 
 
-def test_a_copy_that_does_not_run_is_an_error(tmp_path):
-    fault = faults.FAULTS[0]
-    faults.plant(fault._replace(after="successes = = _int32"), tmp_path)
-    with pytest.raises(RuntimeError, match="SyntaxError"):
-        faults.suite(tmp_path, "scale", "interval: growth_interval=3")
+@pytest.mark.parametrize(
+    ("after", "case", "said"),
+    [
+        ("successes = = _int32", "interval: growth_interval=3", "SyntaxError"),
+        (faults.FAULTS[0].before, "no such case", "0 cases"),
+    ],
+)
+def test_a_copy_that_runs_no_case_is_an_error(tmp_path, after, case, said):
+    faults.plant(faults.FAULTS[0]._replace(after=after), tmp_path)
+    with pytest.raises(RuntimeError, match=said):
+        faults.suite(tmp_path, "scale", case)
 
 
 def test_a_fault_is_caught():
@@ -58,13 +62,6 @@ def test_an_error_counts_only_where_it_is_expected():
     assert raising.explains("saved: raised KeyError: '_growth_tracker'")
     assert not raising.explains("saved: raised NameError: no_such_name")
     assert not raising.explains("saved: scale is 1, torch has 2")
-
-
-def test_a_case_that_is_not_there_is_an_error(tmp_path):
-    fault = faults.FAULTS[0]
-    faults.plant(fault._replace(after=fault.before), tmp_path)
-    with pytest.raises(RuntimeError, match="0 cases"):
-        faults.suite(tmp_path, "scale", "no such case")
 
 
 def run(loss: float, skips: int = 0, w: float = 1.0) -> training_data.Run:
@@ -137,7 +134,3 @@ def test_parameters_go_there_and_back():
         assert back.keys() == params.keys()
         for name, value in params.items():
             np.testing.assert_array_equal(back[name], value)
-
-
-def test_tasks_are_plain_data():
-    assert dataclasses.is_dataclass(TASK) and len(training.CASES) == 8

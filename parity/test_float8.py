@@ -9,7 +9,7 @@ import pytest
 
 from jamp._autocast.float8 import RECIPES
 
-from . import float8, float8_cases, float8_golden, float8_jamp
+from . import float8, float8_cases, float8_jamp, golden
 from .float8_cases import ABOVE_EDGE, CASTS, PRODUCTS, Product
 
 torch = pytest.importorskip("torch")
@@ -217,11 +217,11 @@ def test_another_recipe_is_not_as_expected(monkeypatch, recipe):
 
 def test_the_golden_file_tells_a_difference():
     result = float8.run(CASTS[0], "cpu")
-    name = f"{result.case}/digests"
-    others = float8_golden.load().keys() - {name, float8_golden.VERSION}
-    assert set(float8_golden.differences([result])) == others
+    name, file = f"float8/{result.case}/digests", golden.load()
+    others = {n for n in file if n.startswith("float8/")} - {name}
+    assert set(golden.differences(file, float8.golden([result]))) == others
     result.data.golden["digests"][3, 0] ^= 1
-    assert name in float8_golden.differences([result])
+    assert name in golden.differences(file, float8.golden([result]))
 
 
 def test_the_section():

@@ -36,7 +36,7 @@ from torch.optim.optimizer import (  # noqa: E402
     register_optimizer_step_post_hook,
 )
 
-from . import behaviors_api_torch  # noqa: E402
+from . import behaviors_torch  # noqa: E402
 
 RUN = ("model", "optimizer", "log")
 # What each recipe compares: in its blocks for NNX, and in those for optax.
@@ -299,7 +299,7 @@ def test_each_public_member_has_a_row():
 
 def test_the_messages_are_torchs():
     # The suite asks jamp the same question.
-    raised = behaviors_api.messages(behaviors_api_torch.Driver).values()
+    raised = behaviors_api.messages(behaviors_torch.Driver).values()
     known = {text.removesuffix(".") for text in raised}
     table = rows(TEXT, "| message | when |")
     assert len(table) > 5

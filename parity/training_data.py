@@ -31,6 +31,10 @@ class Task:
     def name(self) -> str:
         return f"{self.model}, {self.optimizer}"
 
+    @property
+    def learning_rate(self) -> float:
+        return LEARNING_RATES[self.model][self.optimizer]
+
 
 TASKS = {
     task.name: task

@@ -22,7 +22,6 @@ from .training_data import (
     ADAMW,
     BLOCKS,
     GROWTH_INTERVAL,
-    LEARNING_RATES,
     LENGTH,
     MOMENTUM,
     SLOPE,
@@ -145,10 +144,9 @@ def to_torch(tree: Any, like: Arrays) -> Arrays:
 
 @functools.cache  # the same object: `nnx.jit` compiles once for all seeds
 def _optimizer(task: Task) -> optax.GradientTransformation:
-    rate = LEARNING_RATES[task.model][task.optimizer]
     if task.optimizer == "SGD":
-        return optax.sgd(rate, momentum=MOMENTUM)
-    return optax.adamw(rate, **ADAMW)
+        return optax.sgd(task.learning_rate, momentum=MOMENTUM)
+    return optax.adamw(task.learning_rate, **ADAMW)
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -14,7 +14,6 @@ from .training_data import (
     ADAMW,
     BLOCKS,
     GROWTH_INTERVAL,
-    LEARNING_RATES,
     LENGTH,
     MOMENTUM,
     SLOPE,
@@ -123,8 +122,7 @@ MODELS = {"mlp": MLP, "cnn": CNN, "transformer": Transformer, "gan": GAN}
 
 
 def _optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    rate = LEARNING_RATES[task.model][task.optimizer]
-    common: dict[str, Any] = {"params": model.parameters(), "lr": rate}
+    common: dict[str, Any] = {"params": model.parameters(), "lr": task.learning_rate}
     if task.optimizer == "SGD":
         return torch.optim.SGD(**common, momentum=MOMENTUM, foreach=True)
     return torch.optim.AdamW(

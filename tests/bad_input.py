@@ -61,6 +61,7 @@ off_tx = jamp.dynamic_loss_scale(optax.sgd(0.1), enabled=False)
 master_tx = jamp.master_weights(optax.sgd(0.1))
 sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
 sam_tx = jamp.dynamic_loss_scale(sam)
+some_steps = lambda tx: optax.conditionally_transform(tx, lambda step: step > 0)
 clip_tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
 parts = {"scaled": tx, "plain": optax.sgd(0.1)}
 part_tx = optax.multi_transform(parts, {"w": "scaled", "b": "plain"})
@@ -568,6 +569,8 @@ jamp.step
     ValueError: grad_fn
   jamp.step(f := optax.apply_if_finite(tx, 9), grads, f.init(params), params)
     ValueError: optax.apply_if_finite
+  jamp.value_and_grad(loss_fn, some_steps(tx).init(params))
+    ValueError: optax.conditionally_transform around a loss scale
   jamp.value_and_grad(loss_fn, optax.MultiSteps(tx, 4).init(params))
     ValueError: optax.MultiSteps around a loss scale
   jamp.step(tx, grads, opt_state, {**params, "act": jax.nn.gelu})

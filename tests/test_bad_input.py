@@ -158,6 +158,20 @@ for _ in range(2):
 assert jnp.all(new["w"] != params["w"])
 """,
     ),
+    "jamp.value_and_grad(loss_fn, some_steps(tx": (
+        "optax.conditionally_mask",
+        """
+for tx in (
+    jamp.dynamic_loss_scale(some_steps(optax.sgd(0.1))),
+    optax.conditionally_mask(jamp.dynamic_loss_scale(optax.sgd(0.1)), lambda n: n > 0),
+):
+    new, opt_state = params, tx.init(params)
+    for _ in range(2):
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(new, x)
+        new, opt_state = jamp.step(tx, grads, opt_state, new)
+    assert jnp.all(new["w"] != params["w"])
+""",
+    ),
     "jamp.value_and_grad(loss_fn, optax.MultiSteps(tx": (
         "jamp.dynamic_loss_scale(optax.MultiSteps(optimizer, every_k_schedule=k))",
         """

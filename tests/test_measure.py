@@ -39,6 +39,7 @@ def interrupt_at(monkeypatch, precision):
     monkeypatch.setattr(_measure, "measure_row", interrupted)
 
 
+@pytest.mark.slow
 def test_a_cpu_is_measured_and_says_that_it_tells_nothing(small, capsys):
     gc.collect()
     before = len(jax.live_arrays())
@@ -67,6 +68,7 @@ def test_the_fastest_of_all_models_is_chosen():
         for index, model in enumerate(_measure.MODELS)
         for name, ratios in times.items()
     ]
+    assert _measure.advise(device, rows) == _measure.CPU
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_targets, "units", lambda device: frozenset({"float16"}))
         advice = _measure.advise(device, rows)

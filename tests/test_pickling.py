@@ -50,6 +50,8 @@ def test_a_copy_has_the_arguments(copied):
         jamp.autocast(dtype=jnp.float16, rules=rules),
         jamp.autocast(enabled=False),
         jamp.autocast(dtype=jnp.float16, cast_inputs=jnp.float32),
+        jamp.autocast(jamp.Float8("rowwise"), rules={"head": jamp.ScaledFloat16()}),
+        jamp.autocast(jamp.ScaledFloat16(), rules={"head": "float8"}),
     ):
         new = copied(region)
         assert new.settings == region.settings

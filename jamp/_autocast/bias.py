@@ -32,16 +32,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 
 from .. import _compat
 from .._compat import array_dtype
 from .._targets import is_one_cpu, on_cpu
 from .._tree import HALVES
 from .call_stack import is_in_layer
-from .casting import CastingTrace
-from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value, Values
+from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value
 from .notes import Sides, fits
+from .trace import AutocastTrace
 from .traits import OVER_AXES
 
 # The fewest elements, of one round and of all rounds, for which a loop saved time when
@@ -53,7 +52,7 @@ LOOP_SIZES = 2**10, 2**19
 NEAR, MASK = 7 / 8, 1 / 4
 
 
-def with_bias(trace: CastingTrace, op: Op) -> Value | None:
+def with_bias(trace: AutocastTrace, op: Op) -> Value | None:
     """The sum of a half-precision product and a bias, or None for any other sum."""
     dtype = trace.settings.dtype
     for x, bias in (op.args, op.args[::-1]):
@@ -168,7 +167,7 @@ def _(largest, primals, tangents):
 
 
 def dimensions(
-    trace: CastingTrace, bias: jax.Array, product: Value, in_layer: bool
+    trace: AutocastTrace, bias: jax.Array, product: Value, in_layer: bool
 ) -> Collection[int] | None:
     """The dimensions of a product along which a bias varies; None if it is not one."""
     note, wide = trace.notes[bias], {d for d, n in enumerate(np.shape(bias)) if n != 1}
@@ -187,24 +186,7 @@ def is_one_side(sides: Sides) -> bool:
     return not sides or bool(set.intersection(*known))
 
 
-def narrowed(
-    trace: CastingTrace, primitive: Primitive, args: Values, within: Action | None
-) -> Values:
-    """The inputs of an op, with results of a BatchNorm cast to half precision."""
-    marked = [trace.notes[x].result for x in args]
-    if not any(marked):
-        return args
-    action = within or trace.action(primitive)
-    if action is not None and action.marks:
-        return args  # still inside
-    dtype, notes = trace.settings.dtype, trace.notes
-    return [
-        trace.cast(x, dtype) if mark or notes[x].widened else x
-        for x, mark in zip(args, marked, strict=True)
-    ]
-
-
-def mark_results(trace: CastingTrace, op: Op, action: Action, out: Result) -> None:
+def mark_results(trace: AutocastTrace, op: Op, action: Action, out: Result) -> None:
     """Remembers what may be a function's result, which is half precision outside.
 
     The result of a norm has the shape of its input. Its statistics have another shape,
@@ -219,6 +201,6 @@ def mark_results(trace: CastingTrace, op: Op, action: Action, out: Result) -> No
             trace.notes[x] = trace.notes[x]._replace(result=True)
 
 
-def is_or_was_half(trace: CastingTrace, x: Value) -> bool:
+def is_or_was_half(trace: AutocastTrace, x: Value) -> bool:
     note = trace.notes[x]
     return array_dtype(x) in HALVES or note.widened or note.result

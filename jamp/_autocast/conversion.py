@@ -10,10 +10,10 @@ from jax import lax
 from .. import _compat
 from .._compat import array_dtype
 from .call_stack import called_function, code_of
-from .casting import CastingTrace, dtypes_of
 from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op, Value
 from .notes import Note, holds, is_float
 from .rules import ACTIONS
+from .trace import AutocastTrace, dtypes_of
 
 # How Python made an array: what torch treats as a number, and what as an array.
 
@@ -77,7 +77,7 @@ def is_explicit() -> bool:
     return not EXPLICIT.isdisjoint(_compat.source_codes())
 
 
-def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
+def convert(trace: AutocastTrace, op: Op, action: Action) -> Value:
     """Runs a cast. If JAX only promoted, the result follows the arrays it meets."""
     (x,), dtype = op.args, jnp.dtype(op.params["new_dtype"])
     is_array = isinstance(x, jax.Array)
@@ -99,7 +99,7 @@ def convert(trace: CastingTrace, op: Op, action: Action) -> Value:
     if not op.is_baked:
         # Under a policy, a norm's own cast of its result to half precision is kept.
         kept = explicit and action.marks and dtype == trace.settings.dtype
-        if action.dtype is not None and not (kept and not trace.decide.refines):
+        if action.dtype is not None and not (kept and not trace.settings.listed):
             trace.effects.touched |= dtype != action.dtype
             dtype = action.dtype
         elif op.avals is not None and dtypes_of(op.avals)[0] == dtype != given:

@@ -14,7 +14,6 @@ half precision would round what the function has computed.
 """
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,11 +24,10 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Primitive
 from .. import _compat
 from .._tree import HALVES
 from .advice import advise
-from .bias import narrowed
 from .call_stack import JAX, raised_in
-from .casting import CastingTrace, avals_of, dtypes_of
 from .decision import FLOAT32_DTYPE, Action, Dtypes, Op, Params, Result, Value, Values
 from .rewriting import evaluate
+from .trace import AutocastTrace, avals_of, dtypes_of, register
 
 
 class Function:
@@ -37,7 +35,7 @@ class Function:
 
     def __init__(
         self,
-        trace: CastingTrace,
+        trace: AutocastTrace,
         function: Any,
         baked: bool = False,
         of_tangents: bool = False,
@@ -45,7 +43,7 @@ class Function:
         self.function = function
         self.child = trace.spawner(baked, of_tangents=of_tangents)
 
-    def __call__(self, *args: Value) -> tuple[list[Value], CastingTrace]:
+    def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
         """Returns the results, and the trace that they were computed on.
 
         A derivative may run after its region, which then gives its errors no note.
@@ -64,6 +62,57 @@ class Function:
         """Lets the function be called again: it notes the tree of its results."""
         for store in filter(None, self.function.stores):
             store.reset()
+
+
+class JaxprFunction(Function):
+    """A jaxpr as a `Function`; its inputs may have other dtypes by now."""
+
+    def __init__(
+        self,
+        trace: AutocastTrace,
+        jaxpr: ClosedJaxpr | None,
+        within: Action | None,
+        baked: bool = False,
+    ):
+        super().__init__(trace, jaxpr, baked)
+        self.within = within
+
+    def forget(self) -> None:
+        pass
+
+    def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
+        child = self.child()
+        return evaluate(child, self.function, args, self.within, True), child
+
+
+class WideRule(JaxprFunction):
+    """The JVP rule of an equation, in the dtype that its whole function runs in.
+
+    Args:
+      make_jvp: returns the rule as a jaxpr.
+    """
+
+    def __init__(
+        self,
+        trace: AutocastTrace,
+        make_jvp: "_compat.lu.WrappedFun",
+        n_consts: int,
+        within: Action,
+        baked: bool,
+    ):
+        super().__init__(trace, None, within, baked)
+        self.make_jvp, self.n_consts = make_jvp, n_consts
+
+    def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
+        half, n_consts = len(args) // 2, self.n_consts
+        flags = [False] * (half - n_consts)  # no tangent is known to be zero
+        jaxpr, consts, zeros = self.make_jvp.call_wrapped(*flags)
+        self.function = ClosedJaxpr(jaxpr, consts)
+        outs, child = super().__call__(*args[n_consts:half], *args[half + n_consts :])
+        primals, tangents = outs[: len(zeros)], iter(outs[len(zeros) :])
+        pairs = zip(primals, zeros, strict=True)
+        tangents = [jnp.zeros_like(x) if zero else next(tangents) for x, zero in pairs]
+        return [*primals, *tangents], child
 
 
 class Contract:
@@ -86,7 +135,7 @@ class Contract:
         return self.known or []
 
 
-def cast_all(child: CastingTrace, values: Values, dtypes: Dtypes) -> list[Value]:
+def cast_all(child: AutocastTrace, values: Values, dtypes: Dtypes) -> list[Value]:
     """Casts arrays, and leaves symbolic zeros."""
     return [
         child.cast(v, d) if d is not None and isinstance(v, jax.Array) else v
@@ -94,7 +143,7 @@ def cast_all(child: CastingTrace, values: Values, dtypes: Dtypes) -> list[Value]
     ]
 
 
-def run_rule(rule: Function, values: Values) -> tuple[list[Value], CastingTrace]:
+def run_rule(rule: Function, values: Values) -> tuple[list[Value], AutocastTrace]:
     """Runs a JVP rule, on float32 if JAX refuses its dtypes in half precision.
 
     A rule that mixes dtypes may give a float32 result with a float16 tangent.
@@ -117,7 +166,7 @@ def refuses_half(error: TypeError, values: Values) -> bool:
 
 
 def bind_jvp(
-    trace: CastingTrace,
+    trace: AutocastTrace,
     primitive: Primitive,
     args: Values,
     params: Params,
@@ -150,20 +199,19 @@ def bind_jvp(
 
 
 def bind_vjp(
-    trace: CastingTrace,
+    trace: AutocastTrace,
     primitive: Primitive,
     args: Values,
     params: Params,
     run: Function,
-    rules: "tuple[_compat.lu.WrappedFun, _compat.lu.WrappedFun, _compat.lu.WrappedFun]",
 ) -> Result:
     """Binds a custom_vjp whose functions run under autocast.
 
     Args:
+      params: with the primal code and the two rules, as JAX knows them.
       run: the primal code.
-      rules: the primal code and the two rules, as JAX knows them.
     """
-    fun, fwd, bwd = rules
+    fun, fwd, bwd = params["subfuns"]
     contract = Contract(run, args, fun.debug_info)
     forward, backward = Function(trace, fwd, True), Function(trace, bwd, True)
     dtypes = [_compat.array_dtype(x) for x in args]
@@ -193,169 +241,66 @@ def bind_vjp(
     return trace.bind(primitive, args, params | {"subfuns": subfuns})
 
 
-def bind_shard_map(
-    trace: CastingTrace,
-    primitive: Primitive,
-    fun: Callable[..., Result],
-    args: Values,
-    params: Params,
-) -> Result:
-    """Binds a shard_map whose function runs under autocast."""
-    foreign, differentiated = trace.scope()
-    make_child = trace.spawner(differentiated, typed=trace.typed)
-
-    def autocast_fun(*args):
-        with make_child().current():
-            return fun(*args)
-
-    run = fun if foreign else autocast_fun
-    return trace.bind(primitive, args, params | {"subfuns": (run,)})
+# The rules. A function that Python hands to JAX is in "subfuns".
 
 
-# Functions that Python hands to JAX.
-
-
-def custom_jvp(
-    trace: CastingTrace,
-    primitive: Primitive,
-    fun: "_compat.lu.WrappedFun",
-    jvp: "_compat.lu.WrappedFun",
-    args: Values,
-    params: Params,
-) -> Result:
-    foreign, differentiated = trace.scope()
-    as_it_is = params | {"subfuns": (fun, jvp)}
-    if foreign:
-        return trace.bind(primitive, args, as_it_is)
-    baked = trace.baked or differentiated
-    action = trace.action(primitive, _compat.source_name(fun.debug_info))
-    if not baked:
-        args = narrowed(trace, primitive, args, None)
+@register("custom_jvp_call", stands_for="call_jaxpr")
+def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
+    args, action, jaxpr = op.args, op.action, op.params.get("call_jaxpr")
+    if jaxpr is not None:
+        return custom_jvp_of_jaxpr(trace, op, jaxpr)
     if action is not None:
-        if action.dtype is not None and not baked:
+        if action.dtype is not None and not op.is_baked:
             args = [trace.cast(x, action.dtype) for x in args]
         with trace.noted(action):
-            return trace.bind(primitive, args, as_it_is)
-    run = Function(trace, fun, baked)
-    derivative = Function(trace, jvp, baked=True, of_tangents=True)
-    contract = Contract(run, args, fun.debug_info)
-    return bind_jvp(trace, primitive, args, params, contract, derivative, jvp)
+            return trace.bind(op.primitive, args, op.params)
+    fun, jvp = op.params["subfuns"]
+    contract = Contract(Function(trace, fun, op.is_baked), args, fun.debug_info)
+    rule = Function(trace, jvp, baked=True, of_tangents=True)
+    return bind_jvp(trace, op.primitive, args, op.params, contract, rule, jvp)
 
 
-def custom_vjp(
-    trace: CastingTrace,
-    primitive: Primitive,
-    fun: "_compat.lu.WrappedFun",
-    fwd: "_compat.lu.WrappedFun",
-    bwd: "_compat.lu.WrappedFun",
-    args: Values,
-    params: Params,
-) -> Result:
-    foreign, differentiated = trace.scope()
-    if foreign:
-        return trace.bind(primitive, args, params | {"subfuns": (fun, fwd, bwd)})
-    baked = trace.baked or differentiated
-    if not baked:
-        args = narrowed(trace, primitive, args, None)
-    run = Function(trace, fun, baked)
-    return bind_vjp(trace, primitive, args, params, run, (fun, fwd, bwd))
-
-
-# Equations of a jaxpr.
-
-
-class JaxprFunction(Function):
-    """A jaxpr as a `Function`; its inputs may have other dtypes by now."""
-
-    def __init__(
-        self,
-        trace: CastingTrace,
-        jaxpr: ClosedJaxpr | None,
-        within: Action | None,
-        baked: bool = False,
-    ):
-        super().__init__(trace, jaxpr, baked)
-        self.within = within
-
-    def forget(self) -> None:
-        pass
-
-    def __call__(self, *args: Value) -> tuple[list[Value], CastingTrace]:
-        child = self.child()
-        return evaluate(child, self.function, args, self.within, True), child
-
-
-class WideRule(JaxprFunction):
-    """The JVP rule of an equation, in the dtype that its whole function runs in.
-
-    Args:
-      make_jvp: returns the rule as a jaxpr.
-    """
-
-    def __init__(
-        self,
-        trace: CastingTrace,
-        make_jvp: "_compat.lu.WrappedFun",
-        n_consts: int,
-        within: Action,
-        baked: bool,
-    ):
-        super().__init__(trace, None, within, baked)
-        self.make_jvp, self.n_consts = make_jvp, n_consts
-
-    def __call__(self, *args: Value) -> tuple[list[Value], CastingTrace]:
-        half, n_consts = len(args) // 2, self.n_consts
-        flags = [False] * (half - n_consts)  # no tangent is known to be zero
-        jaxpr, consts, zeros = self.make_jvp.call_wrapped(*flags)
-        self.function = ClosedJaxpr(jaxpr, consts)
-        outs, child = super().__call__(*args[n_consts:half], *args[half + n_consts :])
-        primals, tangents = outs[: len(zeros)], iter(outs[len(zeros) :])
-        pairs = zip(primals, zeros, strict=True)
-        tangents = [jnp.zeros_like(x) if zero else next(tangents) for x, zero in pairs]
-        return [*primals, *tangents], child
-
-
-def action_of(trace: CastingTrace, op: Op) -> Action | None:
-    source = _compat.source_name(op.params["call_jaxpr"].jaxpr.debug_info)
-    return op.within or trace.action(op.primitive, source)
-
-
-def custom_jvp_call(trace: CastingTrace, op: Op) -> Result:
-    jaxpr, action = op.params["call_jaxpr"], action_of(trace, op)
-    params = op.primitive.get_bind_params(op.params)
-    fun, jvp = params.pop("subfuns")
-    baked = trace.baked or trace.scope().differentiated
-    run = JaxprFunction(trace, jaxpr, action, baked)
+def custom_jvp_of_jaxpr(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Result:
+    action, params = op.action, op.primitive.get_bind_params(op.params)
+    fun, jvp = params["subfuns"]
+    run = JaxprFunction(trace, jaxpr, op.within, op.is_baked)
     contract = Contract(run, op.args, fun.debug_info)
     in_float32 = action is not None and action.dtype == FLOAT32_DTYPE
     if action is not None and in_float32 and not params["symbolic_zeros"]:
         make_jvp, n_consts = op.params["jvp_jaxpr_fun"], op.params["num_consts"]
-        rule, traced = WideRule(trace, make_jvp, n_consts, action, baked), None
+        rule = WideRule(trace, make_jvp, n_consts, action, op.is_baked)
+        traced = None
     else:
         rule = Function(trace, jvp, baked=True, of_tangents=True)
         traced = dtypes_of(jaxpr.in_avals) * 2
     return bind_jvp(trace, op.primitive, op.args, params, contract, rule, jvp, traced)
 
 
-def custom_vjp_call(trace: CastingTrace, op: Op) -> Result:
-    jaxpr, action = op.params["call_jaxpr"], action_of(trace, op)
+@register("custom_vjp_call", stands_for="call_jaxpr")
+def custom_vjp(trace: AutocastTrace, op: Op) -> Result:
+    if (jaxpr := op.params.get("call_jaxpr")) is None:
+        run = Function(trace, op.params["subfuns"][0], op.is_baked)
+        return bind_vjp(trace, op.primitive, op.args, op.params, run)
     params = op.primitive.get_bind_params(op.params)
-    rules = params.pop("subfuns")
     args = trace.as_traced(op.args, jaxpr.in_avals)
-    baked = trace.baked or trace.scope().differentiated
-    run = JaxprFunction(trace, jaxpr, action, baked)
-    return bind_vjp(trace, op.primitive, args, params, run, rules)
+    run = JaxprFunction(trace, jaxpr, op.within, op.is_baked)
+    return bind_vjp(trace, op.primitive, args, params, run)
 
 
-def shard_map(trace: CastingTrace, op: Op) -> Result:
-    args = trace.as_traced(op.args, op.avals)
-    params = op.primitive.get_bind_params(op.params)
-    (fun,) = params.pop("subfuns")
-    return bind_shard_map(trace.as_typed(), op.primitive, fun, args, params)
+@register("shard_map")
+def shard_map(trace: AutocastTrace, op: Op) -> Result:
+    """Runs the function under autocast; from a jaxpr, in dtypes that JAX has fixed."""
+    params, args = op.params, trace.as_traced(op.args, op.avals)
+    if "subfuns" in params:
+        make_child = trace.spawner(op.is_baked, typed=trace.typed)
+    else:
+        params = op.primitive.get_bind_params(params)
+        typed = trace.is_typed() or not op.is_baked
+        make_child = trace.spawner(baked=True, typed=typed)
+    (fun,) = params["subfuns"]
 
+    def autocast_fun(*args):
+        with make_child().current():
+            return fun(*args)
 
-CUSTOM = {
-    "custom_jvp_call": custom_jvp_call,
-    "custom_vjp_call": custom_vjp_call,
-    "shard_map": shard_map,
-}
+    return trace.bind(op.primitive, args, params | {"subfuns": (autocast_fun,)})

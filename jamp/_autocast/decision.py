@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import AbstractValue
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike
@@ -83,24 +84,6 @@ class Kind(enum.Enum):
     COUNTED = "counted"
 
 
-class RunIn(NamedTuple):
-    """The floating inputs are cast to one dtype."""
-
-    dtype: np.dtype
-    wholly: bool = False  # the whole function, whatever its ops would do alone
-
-
-class Promote(NamedTuple):
-    """The floating inputs are cast to the widest of their dtypes."""
-
-
-class Keep(NamedTuple):
-    """The inputs keep their dtypes."""
-
-
-Cast = RunIn | Promote | Keep
-
-
 class Action(NamedTuple):
     """What to do with an op: what its row says, or one dtype for all of a function."""
 
@@ -110,6 +93,7 @@ class Action(NamedTuple):
     why: Reason = Reason("", Source.JAMP)  # empty: no reason is given
     table: Kind | None = None  # what the row of a function says, for all ops inside
     recipe: "Recipe | None" = None  # of a product that is lowered, if it qualifies
+    precision: lax.Precision | None = None  # of a product, instead of its own
 
 
 class Op(NamedTuple):
@@ -124,7 +108,9 @@ class Op(NamedTuple):
     args: Values
     params: Params
     avals: Sequence[AbstractValue] | None = None
-    within: Action | None = None  # for all ops of the function that it is part of
+    # For all ops of a function that it is part of, or that it stands for.
+    within: Action | None = None
+    action: Action | None = None  # the answer to which rule it is under; None: to none
     is_baked: bool = False  # of code whose dtypes are fixed: a derivative, its function
     is_derived: bool = False  # part of a derivative, and perhaps given a cotangent
 
@@ -202,8 +188,8 @@ class Settings(NamedTuple):
     depth: int = 0  # how many other regions it is in
     listed: bool = True  # False under a policy: only the rules decide
     observed: bool = False  # each op's reason is written into its name stack
-    # Called with the trace, each op, its action and result; its return value replaces
-    # the result. The region then runs in float32.
+    # Called with the trace, each op and its result; its return value replaces the
+    # result. The region then runs in float32.
     probe: Hashable | None = None
     cached: bool = True  # a value is cast once, and not anew for each op
     linear: bool = False  # in code that is linear in tangents: they are not scaled

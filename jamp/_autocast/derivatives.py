@@ -29,9 +29,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .. import _compat
-from .casting import CastingTrace
 from .decision import Op, Value
 from .low_precision import Axes, Scaled, quantized
+from .trace import AutocastTrace
 
 NOT_IN_REVERSE = """A {} has one derivative, in reverse mode (`jax.grad`, `jax.vjp`). \
 `jax.jvp` and `jax.linearize` work directly around the region, without `jax.jit`, \
@@ -100,7 +100,7 @@ class Product:
         raise NotImplementedError
 
 
-def run(trace: CastingTrace, op: Op, product: Product, inputs: Inputs) -> jax.Array:
+def run(trace: AutocastTrace, op: Op, product: Product, inputs: Inputs) -> jax.Array:
     """Runs a product on the trace below."""
     if _compat.is_differentiated_once(trace.parent):
         function = in_reverse_mode(product)
@@ -111,7 +111,7 @@ def run(trace: CastingTrace, op: Op, product: Product, inputs: Inputs) -> jax.Ar
     return trace.call(flat(function, tree), [*op.args[:2], *leaves], {})
 
 
-def copied(trace: CastingTrace, x: Value, dtype: np.dtype, axes: Axes) -> Scaled:
+def copied(trace: AutocastTrace, x: Value, dtype: np.dtype, axes: Axes) -> Scaled:
     """The copy of a value in a small format, which a region makes once."""
     x = trace.notes.source(x)  # libraries may make many copies of it
     key = "scaled", dtype, axes

@@ -17,13 +17,13 @@ from .. import _compat
 from .._checks import brief
 from .._compat import array_dtype
 from .._targets import warn_if_missing
-from .casting import CastingTrace, dtypes_of
 from .contraction import Contraction
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
 from .derivatives import Given, Inputs, Product, copied, run
 from .low_precision import E4M3, E5M2, Axes, Scaled, multiplied, quantized
 from .products import is_own
 from .rules import codes_at, loaded
+from .trace import AutocastTrace, dtypes_of
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # Layers whose weight is the left operand; in other layers it is the right one.
@@ -92,7 +92,7 @@ class Float8(Recipe):
     def _problem(self, op: Op) -> str:
         return "in a derivative" if op.is_derived else unfit(op)
 
-    def _run(self, trace: CastingTrace, op: Op) -> jax.Array:
+    def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
         warn_if_missing(self.name)
         half, region = trace.settings.dtype, trace.settings.recipe
         product = product_for(op, half, self.recipe)

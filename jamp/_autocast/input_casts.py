@@ -1,52 +1,31 @@
 """What an op's inputs are cast to, and its results where dtypes are fixed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from .. import _compat
 from .._compat import array_dtype
-from .casting import CastingTrace, dtypes_of
-from .decision import (
-    CASTABLE,
-    FLOAT32_DTYPE,
-    Action,
-    Cast,
-    Keep,
-    Kind,
-    Op,
-    Params,
-    Promote,
-    Result,
-    RunIn,
-    Values,
-)
+from .decision import CASTABLE, FLOAT32_DTYPE, Action, Kind, Op, Params, Result, Values
 from .notes import fits, is_inexact
 from .products import is_dot
 from .rules import codes_at, loaded
+from .trace import AutocastTrace, dtypes_of
 
 ATTENTION = ("jax.nn.dot_product_attention",)
 
 
-def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Params]:
+def prepared(trace: AutocastTrace, op: Op, action: Action) -> tuple[Values, Params]:
     """The inputs and parameters in the dtypes that an op is to run in."""
     args, params = op.args, op.params
     given = [array_dtype(x) for x in args]
-    floats = {i: dtype for i, dtype in enumerate(given) if is_inexact(dtype)}
-    match cast := cast_for(trace, op, action, floats):
-        case RunIn(dtype, _):
-            pass
-        case Promote():
-            dtype = widest(trace, [args[i] for i in floats], [*floats.values()])
-        case Keep():
-            return args, params
-    if dtype is None:
+    if (dtype := dtype_for(trace, op, action, given)) is None:
         return args, params
     preferred = params.get("preferred_element_type")
     if preferred in CASTABLE:
         dtypes = [*given, *dtypes_of(op.avals or ())]
-        wholly = isinstance(cast, RunIn) and cast.wholly
+        wholly = action.dtype is not None
         if wholly or (FLOAT32_DTYPE in dtypes and not is_attention(op)):
             # Recorded for float32 inputs; for half-precision ones, the user's wish.
             trace.effects.touched |= preferred != dtype
@@ -55,51 +34,56 @@ def prepared(trace: CastingTrace, op: Op, action: Action) -> tuple[Values, Param
     return [x if has == dtype else trace.cast(x, dtype) for x, has in pairs], params
 
 
-def cast_for(
-    trace: CastingTrace, op: Op, action: Action, floats: Mapping[int, np.dtype]
-) -> Cast:
-    """What an action means for one op.
+def dtype_for(
+    trace: AutocastTrace, op: Op, action: Action, given: Sequence[np.dtype]
+) -> np.dtype | None:
+    """What the floating inputs of an op are cast to, or None if they are not.
 
     Args:
-      floats: the dtypes of its floating inputs, by their place.
+      given: the dtypes of all inputs.
     """
     if action.dtype is not None:
-        return RunIn(action.dtype, wholly=True)
+        return action.dtype
     match action.kind:
-        case Kind.LOWER:
-            castable = all(dtype in CASTABLE for dtype in floats.values())
-            is_lowered = castable and not is_dot(op)
-            return RunIn(trace.settings.dtype) if is_lowered else Promote()
         case Kind.FLOAT32:
-            return RunIn(FLOAT32_DTYPE)
-        case Kind.PROMOTE:
-            return Promote()
-        case Kind.INTO if 0 in floats:
-            return RunIn(floats[0])
+            return FLOAT32_DTYPE
+        case Kind.INTO if is_inexact(given[0]):
+            return given[0]
+        case Kind.LOWER if not is_dot(op):
+            if all(d in CASTABLE for d in given if is_inexact(d)):
+                return trace.settings.dtype
+        case Kind.LOWER | Kind.PROMOTE:
+            pass
         case Kind.KEEP if op.avals is not None:  # dtypes may be mixed by now
-            return Promote()
-    return Keep()
+            pass
+        case _:
+            return None
+    dtype = widest(trace, op.args, given)
+    if dtype is None and "preferred_element_type" in op.params:
+        return next(filter(is_inexact, given), None)  # of a product that is not lowered
+    return dtype
 
 
 def widest(
-    trace: CastingTrace, floats: Values, dtypes: Sequence[np.dtype]
+    trace: AutocastTrace, args: Values, given: Sequence[np.dtype]
 ) -> np.dtype | None:
     """The dtype to promote to, or None. Numbers follow arrays where they fit."""
-    if len(set(dtypes)) < 2:
+    pairs = [(x, d) for x, d in zip(args, given, strict=True) if is_inexact(d)]
+    dtypes = frozenset(d for _, d in pairs)
+    if len(dtypes) < 2:
         return None
     half, notes = trace.settings.dtype, trace.notes
-    pairs = list(zip(floats, dtypes, strict=True))
     if all(d == half or notes.is_promoted(x, half) for x, d in pairs):
         return half  # float32 only as the others were, when this was traced
-    free = [dtype for x, dtype in pairs if notes[x].constant is None]
-    dtype = _compat.widest(frozenset(free or dtypes))
-    numbers = (notes[x].constant for x in floats)
+    free = frozenset(d for x, d in pairs if notes[x].constant is None)
+    dtype = _compat.widest(free or dtypes)
+    numbers = (notes[x].constant for x, _ in pairs)
     if all(n is None or fits(n, dtype) for n in numbers):
         return dtype
-    return _compat.widest(frozenset(dtypes))
+    return _compat.widest(dtypes)
 
 
-def widens(trace: CastingTrace, op: Op) -> bool:
+def widens(trace: AutocastTrace, op: Op) -> bool:
     """Whether an op of a statistic gets float32 where it was traced otherwise.
 
     What the statistic was traced to give in half precision then stays float32, as where
@@ -115,12 +99,16 @@ def widens(trace: CastingTrace, op: Op) -> bool:
     )
 
 
-def as_without(
-    trace: CastingTrace, out: Result, args: Values, params: Params
-) -> Result:
-    """Results in the dtype that they would have without autocast."""
-    dtypes = [array_dtype(x) for x in args if array_dtype(x) in CASTABLE]
-    preferred = params.get("preferred_element_type")
+def as_without(trace: AutocastTrace, op: Op, ran: Values | None, out: Result) -> Result:
+    """Results in the dtype that they would have without autocast.
+
+    Args:
+      ran: the inputs that the op ran with, if it did not run by a recipe.
+    """
+    if ran is op.args:
+        return out
+    dtypes = [array_dtype(x) for x in op.args if array_dtype(x) in CASTABLE]
+    preferred = op.params.get("preferred_element_type")
     if preferred is None and not dtypes:
         return out
     dtype = _compat.widest(frozenset(dtypes)) if preferred is None else preferred

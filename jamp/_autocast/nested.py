@@ -4,14 +4,14 @@ The jaxpr is rewritten (`rewriting.py`) and the primitive is bound with the new 
 results of jit and remat, and the stacked outputs of scan, may change dtype. A carry
 keeps its dtype, and the branches of a cond agree on the widest.
 
-To support another such primitive, write a rule and enter it in `NESTED`. Primitives
-that hold Python functions instead of jaxprs are in `custom.py`. What has no rule and is
-in no table runs as it was traced (`leave_alone`): the kernels, callbacks and solvers in
-`traits.py`, and the primitives of other libraries.
+To support another such primitive, write and register a rule. Primitives that hold
+Python functions instead of jaxprs are in `custom.py`. What has no rule runs as it was
+traced: the kernels, callbacks and solvers in `traits.py`, and the primitives of other
+libraries.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,44 +20,22 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
-from .call_stack import holds_jaxpr, is_library
-from .casting import CastingTrace, avals_of, dtypes_of
-from .decision import (
-    CASTABLE,
-    Action,
-    Dtypes,
-    Kind,
-    Op,
-    Reason,
-    Result,
-    Source,
-    Value,
-    Values,
-)
+from .call_stack import is_library
+from .decision import CASTABLE, Op, Result, Value, Values
 from .notes import Note, holds
-from .refused import check_precision
 from .rewriting import annotate, in_place, rewrite
 from .sampling import half_noise, redrawn
-from .traits import LEFT_ALONE, REF_WRITES
-
-REASON_KIND = "left_alone"
-
-NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
-({params}).
-Put the code around it under `with jamp.autocast(enabled=False):`, or add a rule to \
-NESTED in jamp/_autocast/nested.py (or the name to LEFT_ALONE, in traits.py)."""
-
-Rule = Callable[[CastingTrace, Op], Result]
+from .trace import AutocastTrace, avals_of, register, source_of
+from .traits import REF_WRITES
 
 
-def jit(trace: CastingTrace, op: Op) -> Values:
+@register("jit", stands_for="jaxpr")
+def jit(trace: AutocastTrace, op: Op) -> Values:
     args, jaxpr = op.args, op.params["jaxpr"]
-    source = _compat.source_name(jaxpr.jaxpr.debug_info)
-    action = op.within or trace.action(op.primitive, source)
-    if (noise := half_noise(trace, source, action, jaxpr)) is not None:
+    source = source_of(op) or ""
+    if (noise := half_noise(trace, source, op)) is not None:
         return in_place(trace, jaxpr, args, noise)
-    check_precision(action, jaxpr.in_avals)
-    if (drawn := redrawn(trace, source, action, args, jaxpr)) is not None:
+    if (drawn := redrawn(trace, source, op)) is not None:
         return drawn
     half = trace.settings.dtype
     small = any(map(differs, args, jaxpr.in_avals)) or not all(
@@ -65,14 +43,18 @@ def jit(trace: CastingTrace, op: Op) -> Values:
     )
     small = small and is_library(source)
     if _compat.inlined_early(op.params) or small:
-        return in_place(trace, jaxpr, args, action)
-    avals, known = avals_of(args), shapes_of(trace, args)
-    new = rewrite(trace, jaxpr, avals, action, baked=op.is_baked, known=known)
-    outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
+        return in_place(trace, jaxpr, args, op.within)
+    return rewritten(trace, op)
+
+
+def rewritten(trace: AutocastTrace, op: Op) -> Values:
+    known = shapes_of(trace, op.args)
+    new = rewrite(trace, op, op.params["jaxpr"], avals_of(op.args), known=known)
+    outs = trace.bind(op.primitive, op.args, op.params | {"jaxpr": new.jaxpr})
     return annotate(trace, outs, new)
 
 
-def shapes_of(trace: CastingTrace, args: Values) -> list[Note]:
+def shapes_of(trace: AutocastTrace, args: Values) -> list[Note]:
     """What is known about the dimensions of a function's arguments, inside it too."""
     notes = map(trace.notes.__getitem__, args)
     return [Note(sides=n.sides, varies=n.varies, raised=n.raised) for n in notes]
@@ -82,7 +64,8 @@ def differs(value: Value, aval: AbstractValue) -> bool:
     return _compat.array_dtype(value) != getattr(aval, "dtype", None)
 
 
-def call(trace: CastingTrace, op: Op) -> Values:
+@register("call", "closed_call", "eval_jaxpr")
+def call(trace: AutocastTrace, op: Op) -> Values:
     """What `jax.checkpoint` makes of a scan: a function that is called in place."""
     held = "call_jaxpr" if "call_jaxpr" in op.params else "jaxpr"
     jaxpr = op.params[held]
@@ -91,25 +74,25 @@ def call(trace: CastingTrace, op: Op) -> Values:
     return in_place(trace, jaxpr, op.args, op.within, own_sources=True)
 
 
-def annotated(trace: CastingTrace, op: Op) -> Values:
+@register("compute_on", "xla_metadata_call")
+def annotated(trace: AutocastTrace, op: Op) -> Values:
     """A function with a hint for the compiler: where it runs, what it is called."""
-    fixed = op.within, None, op.is_baked, shapes_of(trace, op.args)
-    new = rewrite(trace, op.params["jaxpr"], avals_of(op.args), *fixed)
-    outs = trace.bind(op.primitive, op.args, op.params | {"jaxpr": new.jaxpr})
-    return annotate(trace, outs, new)
+    return rewritten(trace, op)
 
 
-def remat(trace: CastingTrace, op: Op) -> Values:
+@register("checkpoint", "remat2")
+def remat(trace: AutocastTrace, op: Op) -> Values:
     jaxpr = ClosedJaxpr(op.params["jaxpr"], ())
-    fixed = op.within, None, op.is_baked, shapes_of(trace, op.args)
-    new = rewrite(trace, jaxpr, avals_of(op.args), *fixed)
+    known = shapes_of(trace, op.args)
+    new = rewrite(trace, op, jaxpr, avals_of(op.args), known=known)
     opened, consts = _compat.open_jaxpr(new.jaxpr)
     params = op.params | {"jaxpr": opened}
     outs = trace.bind(op.primitive, [*consts, *op.args], params)
     return annotate(trace, outs, new)
 
 
-def scan(trace: CastingTrace, op: Op) -> Values:
+@register("scan")
+def scan(trace: AutocastTrace, op: Op) -> Values:
     args, jaxpr = op.args, op.params["jaxpr"]
     start, n_carry = _compat.scan_arity(op.params)
     stop = start + n_carry
@@ -118,7 +101,7 @@ def scan(trace: CastingTrace, op: Op) -> Values:
     inside = [*map(with_dtype, jaxpr.in_avals, args)]
     n_stacked = len(jaxpr.jaxpr.outvars) - n_carry
     outs = [a.dtype for a in carry] + [None] * n_stacked
-    new = rewrite(trace, jaxpr, inside, op.within, outs, op.is_baked)
+    new = rewrite(trace, op, jaxpr, inside, outs)
     outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
     stacked = zip(outs[n_carry:], new.notes[n_carry:], strict=True)
     for value, note in stacked:
@@ -132,7 +115,8 @@ def with_dtype(aval: Any, value: Value) -> AbstractValue:
     return aval if dtype in (None, aval.dtype) else aval.update(dtype=dtype)
 
 
-def while_loop(trace: CastingTrace, op: Op) -> Values:
+@register("while")
+def while_loop(trace: AutocastTrace, op: Op) -> Values:
     params = op.params
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     n_condition, n_body = params["cond_nconsts"], params["body_nconsts"]
@@ -142,24 +126,23 @@ def while_loop(trace: CastingTrace, op: Op) -> Values:
     known = avals_of(args)
     dtypes = [a.dtype for a in carry]
     given = [*known[:n_condition], *carry]
-    new_condition = rewrite(trace, condition, given, op.within, baked=op.is_baked)
+    new_condition = rewrite(trace, op, condition, given)
     given = [*known[n_condition:start], *carry]
-    new_body = rewrite(trace, body, given, op.within, dtypes, op.is_baked)
+    new_body = rewrite(trace, op, body, given, dtypes)
     jaxprs = {"cond_jaxpr": new_condition.jaxpr, "body_jaxpr": new_body.jaxpr}
     return trace.bind(op.primitive, args, params | jaxprs)
 
 
-def cond(trace: CastingTrace, op: Op) -> Values:
+@register("cond")
+def cond(trace: AutocastTrace, op: Op) -> Values:
     """The branches agree on the widest dtype of each result."""
     branches, args = op.params["branches"], op.args[1:]
     avals, known = avals_of(args), shapes_of(trace, args)
-    fixed = op.within, None, op.is_baked, known
-    new = [rewrite(trace, branch, avals, *fixed) for branch in branches]
+    new = [rewrite(trace, op, branch, avals, known=known) for branch in branches]
     results = zip(*(n.jaxpr.out_avals for n in new), strict=True)
     dtypes = [agreed(avals) for avals in results]
     if any(dtypes):
-        fixed = op.within, dtypes, op.is_baked, known
-        new = [rewrite(trace, branch, avals, *fixed) for branch in branches]
+        new = [rewrite(trace, op, branch, avals, dtypes, known) for branch in branches]
     jaxprs = tuple(n.jaxpr for n in new)
     outs = trace.bind(op.primitive, op.args, op.params | {"branches": jaxprs})
     for value, *notes in zip(outs, *(n.notes for n in new), strict=True):
@@ -173,11 +156,12 @@ def agreed(avals: Sequence[AbstractValue]) -> np.dtype | None:
     return _compat.widest(dtypes) if len(dtypes) > 1 else None
 
 
-def custom_vmap(trace: CastingTrace, op: Op) -> Values:
+@register("custom_vmap_call")
+def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
     jaxpr, rule = op.params["call"], op.params["rule"]
     dtypes = [a.dtype for a in jaxpr.out_avals]
     args = trace.as_traced(op.args, jaxpr.in_avals)
-    new = rewrite(trace, jaxpr, jaxpr.in_avals, op.within, dtypes, op.is_baked)
+    new = rewrite(trace, op, jaxpr, jaxpr.in_avals, dtypes)
     make_child = trace.spawner(op.is_baked)
 
     @functools.wraps(rule)
@@ -191,66 +175,8 @@ def custom_vmap(trace: CastingTrace, op: Op) -> Values:
     return trace.bind(op.primitive, args, op.params | changed)
 
 
-# Primitives that hold a jaxpr, and a function that makes another one: `linear_call`
-# that of its transpose, and a `custom_vjp` with `optimize_remat` that of the function
-# without its rule. Both run baked: their products are in half precision, and their
-# results have the dtypes that they were traced with, so that they fit each other.
-
-
-def linear_call(trace: CastingTrace, op: Op) -> Values:
-    params, within = op.params, op.within
-    jaxpr, transpose = params["callee"], params["transpose_thunk"]
-    n_consts, make_child = params["num_callee_consts"], trace.spawner(True)
-    linear = dtypes_of(jaxpr.in_avals[n_consts + params["num_res"] :])
-    args = trace.as_traced(op.args, jaxpr.in_avals)
-    callee, consts = baked_jaxpr(trace, jaxpr, within, dtypes_of(jaxpr.out_avals))
-
-    @functools.cache
-    def autocast_transpose():
-        closed, consts = transpose()
-        new, more = baked_jaxpr(make_child(), closed, within, linear)
-        return new, [*more, *consts]
-
-    changed = {
-        "callee": callee,
-        "transpose_thunk": autocast_transpose,
-        "num_callee_consts": n_consts + len(consts),
-    }
-    return trace.bind(op.primitive, [*consts, *args], params | changed)
-
-
-def remat_opt(trace: CastingTrace, op: Op) -> Values:
-    params, within = op.params, op.within
-    jaxpr, function = params["fwd_jaxpr"], params["fun_jaxpr_thunk"]
-    make_child, dtypes = trace.spawner(True), dtypes_of(jaxpr.out_avals)
-    args = trace.as_traced(op.args, jaxpr.in_avals)
-    forward, consts = baked_jaxpr(trace, jaxpr, within, dtypes)
-
-    @functools.cache
-    def autocast_function():
-        plain = ClosedJaxpr(*function())
-        results = dtypes[params["num_res"] :]
-        new = rewrite(make_child(), plain, plain.in_avals, within, results, True)
-        return new.jaxpr.jaxpr, new.jaxpr.consts
-
-    changed = {
-        "fwd_jaxpr": forward,
-        "fun_jaxpr_thunk": autocast_function,
-        "num_consts": params["num_consts"] + len(consts),
-    }
-    return trace.bind(op.primitive, [*consts, *args], params | changed)
-
-
-def baked_jaxpr(
-    trace: CastingTrace, jaxpr: ClosedJaxpr, within: Action | None, dtypes: Dtypes
-) -> tuple[ClosedJaxpr, list[Value]]:
-    """A jaxpr with casts, and the values of its new first arguments."""
-    new = rewrite(trace, jaxpr, jaxpr.in_avals, within, dtypes, True)
-    opened, consts = _compat.open_jaxpr(new.jaxpr)
-    return ClosedJaxpr(opened, ()), consts
-
-
-def write(trace: CastingTrace, op: Op) -> Result:
+@register(*REF_WRITES)
+def write(trace: AutocastTrace, op: Op) -> Result:
     """Writes a value into a `Ref`, in the dtype of the Ref.
 
     torch's `buffer[...] = h` casts h to the dtype of the buffer. JAX requires that
@@ -261,41 +187,3 @@ def write(trace: CastingTrace, op: Op) -> Result:
     if dtype is not None and dtype in CASTABLE:
         values = [trace.cast(value, dtype) for value in values]
     return trace.bind(op.primitive, [place, *values], op.params)
-
-
-NESTED: dict[str, Rule] = {
-    "jit": jit,
-    "call": call,
-    "closed_call": call,
-    "eval_jaxpr": call,
-    "compute_on": annotated,
-    "xla_metadata_call": annotated,
-    "remat2": remat,
-    "checkpoint": remat,
-    "scan": scan,
-    "while": while_loop,
-    "cond": cond,
-    "custom_vmap_call": custom_vmap,
-    "linear_call": linear_call,
-    "remat_opt": remat_opt,
-    **dict.fromkeys(REF_WRITES, write),
-}
-
-
-def leave_alone(trace: CastingTrace, op: Op) -> Result:
-    """Binds a primitive that is in no table, with the inputs that it was traced with.
-
-    Raises NotImplementedError for one of JAX's with a function inside.
-    """
-    primitive, params = op.primitive, op.params
-    inputs = trace.as_traced(op.args, op.avals)
-    held = [name for name, value in params.items() if holds_jaxpr(value)]
-    is_known = primitive.name in LEFT_ALONE
-    if not is_known and _compat.is_jax_primitive(primitive):
-        if held:
-            held = ", ".join(held)
-            raise NotImplementedError(NO_RULE.format(name=primitive.name, params=held))
-        return trace.bind(primitive, inputs, params)
-    why = Reason(REASON_KIND, Source.PRIMITIVE, primitive.name)
-    with trace.noted(Action(Kind.KEEP, why=why)):
-        return trace.bind(primitive, inputs, params)

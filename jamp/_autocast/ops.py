@@ -25,9 +25,10 @@ ops inside the function, so that `softmax` subtracts its maximum in float32 too 
 that it mirrors; `NO_COUNTERPART` and `DIFFERENCES` have the rest of torch's lists, and
 a test compares them with the header of the installed torch.
 
-Ops that are not listed are KEEP. But inside a function that was traced before the casts
-reach it, as `jit` and `scan` do, their inputs get the dtypes that they were traced
-with. Float64, complex numbers, float8 and integers are never cast.
+Ops that are not listed run in the dtypes that they are given. But inside a function
+that was traced before the casts reach it, as `jit` and `scan` do, their inputs get the
+dtypes that they were traced with. Float64, complex numbers, float8 and integers are
+never cast.
 """
 
 from typing import NamedTuple

@@ -19,12 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive, set_current_trace
 
 from .._compat import array_dtype, source_codes
 from .._tree import HALVES
 from .call_stack import is_in_layer
-from .casting import CastingTrace
 from .decision import (
     FLOAT32_DTYPE,
     Action,
@@ -43,6 +41,9 @@ HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general")
 
 def for_product(op: Op, action: Action | None, settings: Settings) -> Action | None:
     """The action for a product, which may have a recipe, or not be lowered."""
+    if action is not None and action.precision is not None:
+        note = f"precision {action.precision.name}"
+        return action._replace(why=action.why._replace(note=note))
     if action is None or LOWER not in (action.kind, action.table):
         return action
     if op.name == "dot_general" and is_outer(op):
@@ -114,39 +115,6 @@ def default_precision() -> object:
     name = jax.config.jax_default_matmul_precision  # pyright: ignore
     presets = lax.DotAlgorithmPreset.__members__
     return presets[name] if name in presets else name and lax.Precision(name)
-
-
-# Algorithms that say what the dtypes of such a product say already. No compiler knows
-# them all: a TPU's and a CPU's refuse the first.
-IMPLIED = lax.DotAlgorithmPreset.F16_F16_F32, lax.DotAlgorithmPreset.BF16_BF16_F32
-
-
-def wide_product(
-    trace: CastingTrace, primitive: Primitive, args: Values, params: Params
-) -> jax.Array:
-    """A product of half-precision inputs that was asked for in float32.
-
-    Its own derivative would multiply float32 by float16. This one casts the
-    (co)tangent first, so that the backward pass runs in half precision too.
-    """
-    trace.effects.touched = True
-    if params.get("precision") in IMPLIED:
-        params = params | {"precision": None}
-    narrow = params | {"preferred_element_type": array_dtype(args[0])}
-
-    @jax.custom_jvp
-    def product(x, y):
-        return primitive.bind(x, y, **params)
-
-    @product.defjvp
-    def _(primals, tangents):
-        (x, y), (dx, dy) = primals, tangents
-        tangent = primitive.bind(dx, y, **narrow) + primitive.bind(x, dy, **narrow)
-        wide = params["preferred_element_type"]
-        return product(x, y), lax.convert_element_type(tangent, wide)
-
-    with set_current_trace(trace.parent):
-        return product(*args)
 
 
 def is_wide(args: Values, params: Params) -> bool:

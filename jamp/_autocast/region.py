@@ -5,23 +5,7 @@
         loss = jax.nn.log_softmax(h).mean()  # exp, sums, norms, losses: float32
 
 `docs/how-it-works.md` says how that is done and which rule wins, and
-`docs/sharp-edges.md` what to expect at the edges. Beyond the tables of `ops.py`, there
-are refinements:
-
-- A layer's bias (`bias.py`). A sum of a half-precision product and a value that
-  was broadcast along all the dimensions of one operand stays in half precision, where
-  adding float32 would widen it.
-- The result of a BatchNorm is cast when an op outside uses it; its statistics are not.
-- Numbers (`notes.py`). A number in code that was traced in float32 does not widen a
-  value that has become float16, unless it would not survive there (-1e10, 1e-9). A
-  number in the user's own code widens it if it would be inf. An array that the user's
-  Python makes in float32, such as `jnp.zeros((4, 4))`, is not a number.
-- Products that are not lowered (`products.py`): those of two vectors, those that
-  contract nothing, and those whose call says `precision=HIGHEST`.
-- Products that qualify for a recipe: in float8 (`float8.py`), or in float16 with scaled
-  cotangents (`scaled_float16.py`).
-- Draws (`sampling.py`) are made in float32, and functions that read the dtype of their
-  input in Python (`refused.py`) refuse half precision.
+`docs/sharp-edges.md` what to expect at the edges.
 """
 
 import contextlib
@@ -41,6 +25,7 @@ from .. import _compat
 from .._checks import flag, shown
 from .._targets import default_dtype, warn_if_missing
 from .._tree import cast_floating
+from . import custom, nested, primitives  # noqa: F401 - they register their rules
 from .advice import advise
 from .arguments import (
     BAD_INPUTS,
@@ -50,9 +35,8 @@ from .arguments import (
     without_device,
 )
 from .call_stack import mark
-from .casting import OBSERVED, PROBE, REGION, Effects
 from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
-from .trace import AutocastTrace
+from .trace import OBSERVED, PROBE, REGION, AutocastTrace, Effects
 from .user_rules import Rules, check_all_used, compile_rules
 
 # Functions whose body runs after the region has ended.
@@ -166,7 +150,8 @@ class autocast:
         is searched for in the module path (the name stack that Flax Linen, Haiku and
         `jax.named_scope` write; a number at an end is whole, so that "block_1" does not
         match "block_10"). A value is the dtype that its ops run in (float16, bfloat16,
-        float32), a recipe for the matrix products that qualify (other ops that match
+        float32), `jax.lax.Precision.HIGHEST` for float32 products with all their
+        digits, a recipe for the matrix products that qualify (other ops that match
         follow the tables), or None to leave them. The first rule that matches an op
         decides.
       cast_inputs: for a decorated function that needs one dtype: in a region, its

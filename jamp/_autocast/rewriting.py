@@ -16,16 +16,16 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, set_current_trace
 
 from .. import _compat
-from .casting import CastingTrace, Effects
 from .decision import Action, Dtypes, Op, Value, Values
 from .notes import Note
 from .retracing import CACHED
+from .trace import AutocastTrace, Effects
 
 NO_CONTEXT: Any = contextlib.nullcontext()
 
 
 def evaluate(
-    trace: CastingTrace,
+    trace: AutocastTrace,
     jaxpr: ClosedJaxpr,
     args: Values,
     within: Action | None = None,
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def in_place(
-    trace: CastingTrace,
+    trace: AutocastTrace,
     jaxpr: ClosedJaxpr,
     args: Values,
     within: Action | None,
@@ -73,7 +73,7 @@ def in_place(
     return [as_array(trace, out, aval) for out, aval in pairs]
 
 
-def as_array(trace: CastingTrace, x: Value, aval: AbstractValue) -> Value:
+def as_array(trace: AutocastTrace, x: Value, aval: AbstractValue) -> Value:
     """A result that Python may see, as an array if it is a number."""
     if isinstance(x, np.ndarray | np.generic | float | int):
         with set_current_trace(trace.parent):
@@ -81,7 +81,7 @@ def as_array(trace: CastingTrace, x: Value, aval: AbstractValue) -> Value:
     return as_weak(trace, x, aval)
 
 
-def as_weak(trace: CastingTrace, x: Value, aval: Any) -> Value:
+def as_weak(trace: AutocastTrace, x: Value, aval: Any) -> Value:
     """A result as weakly typed as when it was traced: it follows other arrays."""
     if not getattr(aval, "weak_type", False) or not isinstance(x, jax.Array):
         return x
@@ -107,15 +107,14 @@ CACHE: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Rewritten]] = (
 
 
 def rewrite(
-    trace: CastingTrace,
+    trace: AutocastTrace,
+    op: Op,
     jaxpr: ClosedJaxpr,
     avals: Sequence[AbstractValue],
-    within: Action | None = None,
     outs: Dtypes | None = None,
-    baked: bool = False,
     known: Sequence[Note] = (),
 ) -> Rewritten:
-    """A jaxpr with casts for inputs of these abstract values.
+    """A jaxpr that an op holds, with casts for inputs of these abstract values.
 
     Args:
       outs: for each result the dtype that it must have, or None.
@@ -123,10 +122,9 @@ def rewrite(
     """
     place = trace.path(), trace.around()
     outs = tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
-    baked = baked or trace.baked
-    typed = trace.is_typed()
+    baked, typed = op.is_baked or trace.baked, trace.is_typed()
     given = tuple(avals), tuple(known)
-    key = (*given, outs, within, baked, typed, trace.settings, place)
+    key = (*given, outs, op.within, baked, typed, trace.settings, place)
     cache = CACHE.setdefault(jaxpr.jaxpr, {}) if CACHED.value else {}
     if key not in cache:
         notes, effects = [], Effects()
@@ -136,7 +134,7 @@ def rewrite(
             child = make_child()
             for x, note in zip(args, known, strict=False):
                 child.notes[x] = note
-            results = evaluate(child, jaxpr, args, within, own_sources=True)
+            results = evaluate(child, jaxpr, args, op.within, own_sources=True)
             results = [
                 r if dtype is None else as_weak(child, child.cast(r, dtype), aval)
                 for r, dtype, aval in zip(results, outs, jaxpr.out_avals, strict=True)
@@ -156,7 +154,7 @@ def rewrite(
     return result
 
 
-def annotate(trace: CastingTrace, outs: Values, new: Rewritten) -> Values:
+def annotate(trace: AutocastTrace, outs: Values, new: Rewritten) -> Values:
     """The results of a rewritten jaxpr, with what is known about them."""
     for value, note in zip(outs, new.notes, strict=True):
         trace.notes[value] = note

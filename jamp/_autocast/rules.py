@@ -13,7 +13,7 @@ from .keys import Function, source_of
 from .libraries import MODULES, Places, of_library
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
 from .paths import PathPattern
-from .traits import PRODUCTS, UPDATES
+from .traits import PASSED_THROUGH, PRODUCTS, UPDATES
 
 
 @functools.lru_cache
@@ -90,8 +90,6 @@ class Decider:
         # Those of a policy are for functions of libraries: nothing is traced apart.
         keys = (rule.test for rule in settings.rules if settings.listed)
         self.has_functions = any(isinstance(key, Function) for key in keys)
-        # Under a policy, the casts around a module settle what is a layer's result.
-        self.refines = settings.listed
 
     def look(self) -> None:
         """Adds the functions of libraries that were imported since."""
@@ -107,7 +105,8 @@ class Decider:
         primitive: Primitive,
         codes: tuple[CodeType, ...],
         path: Callable[[], str],
-        source: str | None = None,
+        source: str | None,
+        within: Action | None,
     ) -> Action | None:
         """The action for an op, or None if no table knows it.
 
@@ -115,17 +114,26 @@ class Decider:
           codes: the functions that the op comes from, innermost first.
           path: makes the module path.
           source: "name at file:line" of the function that a jitted op stands for.
+          within: the action of a function that counts as one op, for each op inside:
+            it stands, unless a rule of the user's comes first.
         """
-        self.look()
-        ids = list(map(id, codes))
-        if not self.exempt.keys().isdisjoint(ids):
-            return EXEMPTED
-        rules, recipe = self.settings.rules, None
-        index = self.first(primitive, ids, path, source) if rules else None
+        rules, ids = self.settings.rules, list(map(id, codes))
+        own = None
+        if within is None:
+            self.look()
+            if not self.exempt.keys().isdisjoint(ids):
+                return EXEMPTED
+        else:
+            places = (i for i, rule in enumerate(rules) if rule.action is within)
+            own = next(places, None)
+        index = self.first(primitive, ids, path, source, own) if rules else None
+        if within is not None and index in (None, own):
+            return within
+        recipe = None
         if index is not None and (recipe := rules[index].action.recipe) is None:
             self.hits.add(Hit(index, index))
             return rules[index].action
-        action = self.listed(primitive, codes, source, recipe)
+        action = within or self.listed(primitive, codes, ids, source, recipe)
         return self.with_recipe(primitive, index, action)
 
     def first(
@@ -133,8 +141,8 @@ class Decider:
         primitive: Primitive,
         ids: Sequence[int],
         path: Callable[[], str],
-        source: str | None = None,
-        own: int | None = None,
+        source: str | None,
+        own: int | None,
     ) -> int | None:
         """The place of the first of the user's rules that matches an op.
 
@@ -182,32 +190,9 @@ class Decider:
             elif isinstance(test, PathPattern):
                 matches = test.search(path())
             else:
-                matches = test is primitive
+                matches = test is primitive and primitive.name not in PASSED_THROUGH
             if matches:
                 yield index
-
-    def inside(
-        self,
-        within: Action,
-        primitive: Primitive,
-        codes: tuple[CodeType, ...],
-        path: Callable[[], str],
-    ) -> Action:
-        """The action for an op of a function that counts as one op.
-
-        It is the function's action, unless a rule of the user's comes first.
-        """
-        rules = self.settings.rules
-        places = (i for i, rule in enumerate(rules) if rule.action is within)
-        own = next(places, None)
-        ids = list(map(id, codes))
-        index = self.first(primitive, ids, path, own=own)
-        if index is None or index == own:
-            return within
-        if rules[index].action.recipe is None:
-            self.hits.add(Hit(index, index))
-            return rules[index].action
-        return self.with_recipe(primitive, index, within) or within
 
     def with_recipe(
         self, primitive: Primitive, index: int | None, action: Action | None
@@ -236,6 +221,7 @@ class Decider:
         self,
         primitive: Primitive,
         codes: tuple[CodeType, ...],
+        ids: Sequence[int],
         source: str | None,
         recipe: Recipe | None,
     ) -> Action | None:
@@ -246,7 +232,7 @@ class Decider:
         """
         if not self.settings.listed:
             return POLICY_WRITE if primitive.name in UPDATES else POLICY
-        functions, action, ids = self.functions, None, list(map(id, codes))
+        functions, action = self.functions, None
         if not functions.keys().isdisjoint(ids):  # the outermost decides for all inside
             _, action = next(functions[i] for i in reversed(ids) if i in functions)
         elif source is not None:
@@ -258,15 +244,6 @@ class Decider:
                 return own
         action = action and self.for_all_inside(action, recipe)
         return ACTIONS.get(primitive.name) if action is None else action
-
-    def knows(self, primitive: Primitive) -> bool:
-        """Whether the op is in the table of primitives."""
-        return primitive.name in PRIMITIVES
-
-    def lowers(self, primitive: Primitive, action: Action) -> bool:
-        """Whether the op is a product that may return float32 from half precision."""
-        is_product = PRIMITIVES[primitive.name].kind is LOWER
-        return action.kind is LOWER or (is_product and not self.settings.listed)
 
     def for_all_inside(self, action: Action, recipe: Recipe | None) -> Action | None:
         """A function's row as an action for each op inside the function.

@@ -23,8 +23,8 @@ from jax.extend.core import ClosedJaxpr, set_current_trace
 
 from .._tree import HALVES
 from .call_stack import is_library
-from .casting import CastingTrace
-from .decision import FLOAT32_DTYPE, Action, Kind, Op, Value, Values
+from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value
+from .trace import AutocastTrace, register
 
 Shape = tuple[int, ...]
 HALF_NOISE = "half_noise"
@@ -33,26 +33,20 @@ and this version of JAX draws in a way that autocast does not know. Cast its inp
 `logits.astype(jnp.float32)`."""
 
 
-def redrawn(
-    trace: CastingTrace,
-    source: str,
-    action: Action | None,
-    args: Values,
-    jaxpr: ClosedJaxpr,
-) -> list[Value] | None:
+def redrawn(trace: AutocastTrace, source: str, op: Op) -> list[Value] | None:
     """The results of one of JAX's random functions, drawn in float32.
 
     None if it is another function, or does not draw in half precision.
     """
-    name = source.partition(" at ")[0]
+    name, action, jaxpr = source.partition(" at ")[0], op.action, op.params["jaxpr"]
     if action is None or action.table is not Kind.DRAW or not is_library(source):
         return None
     avals = [*jaxpr.in_avals, *jaxpr.out_avals]
     if name not in DRAWN or not any(_dtype(aval) in HALVES for aval in avals):
         return None
-    if len(args) != ARGUMENTS[name]:
-        return None  # JAX evaluates a part of it; `check_drawn` sees the bits, if any
-    (key, *rest), shape = args, jaxpr.out_avals[0].shape  # pyright: ignore
+    if len(op.args) != DRAWN[name].__code__.co_argcount:
+        return None  # JAX evaluates a part of it; `random_bits` sees the bits, if any
+    (key, *rest), shape = op.args, jaxpr.out_avals[0].shape
     twice = _draws_twice(jaxpr, shape)
     if name == "_bernoulli" and not twice:
         return None  # a comparison with a `_uniform`, which is redrawn when it arrives
@@ -69,14 +63,13 @@ def redrawn(
         return [draw(key, *wide)]
 
 
-def half_noise(
-    trace: CastingTrace, source: str, action: Action | None, jaxpr: ClosedJaxpr
-) -> Action | None:
+def half_noise(trace: AutocastTrace, source: str, op: Op) -> Action | None:
     """How `debug.explain` names a call that draws half precision; None: it does not.
 
     A function that is asked for a dtype gives it: `normal(key, h.shape, h.dtype)` has a
     thousand values in float16, and none beyond 3.5.
     """
+    action, jaxpr = op.action, op.params["jaxpr"]
     if action is None or not trace.settings.observed or not is_library(source):
         return None
     is_drawn = action.why.name.startswith("jax.random.") and action.kind is Kind.KEEP
@@ -85,12 +78,14 @@ def half_noise(
     return action._replace(why=action.why._replace(kind=HALF_NOISE))
 
 
-def check_drawn(op: Op, action: Action | None) -> None:
+@register("random_bits")
+def random_bits(trace: AutocastTrace, op: Op) -> Result:
     """Raises NotImplementedError for half-precision bits in a function that draws."""
-    if action is None or action.table is not Kind.DRAW or op.name != "random_bits":
-        return
-    if op.params.get("bit_width", 32) < 32:
-        raise NotImplementedError(unknown(action))
+    action = op.action
+    if action is not None and action.table is Kind.DRAW:
+        if op.params.get("bit_width", 32) < 32:
+            raise NotImplementedError(unknown(action))
+    return trace.left_alone(op)
 
 
 def unknown(action: Action) -> str:
@@ -123,7 +118,6 @@ DRAWN = {
     "_gumbel": _gumbel,
     "_bernoulli": _bernoulli,
 }
-ARGUMENTS = {"_uniform": 3, "_normal": 1, "_gumbel": 1, "_bernoulli": 2}
 
 
 def _draws_twice(jaxpr: ClosedJaxpr, shape: Shape) -> bool:

@@ -23,11 +23,11 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from .. import _compat
 from .._compat import array_dtype
-from .casting import CastingTrace
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value, Values
 from .derivatives import Given, Inputs, Product, copied, run
 from .low_precision import FLOAT16, Scaled, quantized
 from .products import is_dot
+from .trace import AutocastTrace
 from .traits import PRODUCTS
 
 
@@ -62,7 +62,7 @@ class ScaledFloat16(Recipe):
                 return f"{dtype} input"
         return "a product of two vectors" if is_dot(op) else ""
 
-    def _run(self, trace: CastingTrace, op: Op) -> jax.Array:
+    def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
         product = ScaledProduct.of(op, FLOAT32_DTYPE, FLOAT32_DTYPE)
         left, right, *others = op.args
         scaled = lambda x: operand(trace, x, op.is_derived)
@@ -70,7 +70,7 @@ class ScaledFloat16(Recipe):
         return run(trace, op, product, inputs)
 
 
-def operand(trace: CastingTrace, x: Value, is_derived: bool) -> Scaled:
+def operand(trace: AutocastTrace, x: Value, is_derived: bool) -> Scaled:
     """An input in float16, and scaled if it may be a cotangent."""
     if is_derived:
         return copied(trace, x, FLOAT16, None)

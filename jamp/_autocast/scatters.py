@@ -18,29 +18,49 @@ from jax import lax
 from .. import _compat
 from .._compat import array_dtype
 from .._tree import HALVES
-from .casting import CastingTrace
 from .decision import FLOAT32_DTYPE, Op, Params, Result, Value, Values
+from .trace import AutocastTrace
 
 FEW = 8
+# How they combine two numbers is recorded in the dtype of the numbers.
+SCATTERS = {
+    "scatter-add": lax.scatter_add,
+    "scatter-max": lax.scatter_max,
+    "scatter-min": lax.scatter_min,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-sub": lax.scatter_sub,
+}
 
 
-def summed(trace: CastingTrace, op: Op, args: Values, params: Params) -> Result:
-    """The result of a gather, or of a scatter that sums.
+def summed(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
+    """The result of a scatter that sums.
 
     Args:
       args: the op's inputs in the dtypes that it is to run in.
     """
     half = array_dtype(args[0])
     if half not in HALVES or params.get("unique_indices") or not repeats(args[1]):
-        return trace.bind(op.primitive, args, params)
-    if op.name != "gather":
-        wide = [trace.cast(x, FLOAT32_DTYPE) for x in args]
-        return trace.cast(trace.bind(op.primitive, wide, params), half)
-    if op.is_baked or _compat.is_eager(trace.parent):
-        # What is computed at once is not differentiated.
+        return scattered(trace, op, args, params)
+    wide = [trace.cast(x, FLOAT32_DTYPE) for x in args]
+    return trace.cast(scattered(trace, op, wide, params), half)
+
+
+def looked_up(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
+    """The result of a gather, whose gradient is such a sum."""
+    is_half = array_dtype(args[0]) in HALVES
+    sums = is_half and not params.get("unique_indices") and repeats(args[1])
+    # What is computed at once is not differentiated.
+    if not sums or op.is_baked or _compat.is_eager(trace.parent):
         return trace.bind(op.primitive, args, params)
     trace.effects.touched = True
     return trace.call(gathered, args, params)
+
+
+def scattered(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Value:
+    """The result of a scatter of numbers in any dtype."""
+    made = "update_jaxpr", "update_consts"
+    params = {name: value for name, value in params.items() if name not in made}
+    return trace.call(SCATTERS[op.name], args, params)
 
 
 def repeats(indices: Value) -> bool:

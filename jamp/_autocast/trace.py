@@ -1,39 +1,133 @@
-"""The trace that casts: what happens to one op inside an autocast region."""
+"""The trace that casts: where JAX hands over each op, and what rules do with it."""
 
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax import lax
+from jax.core import AbstractValue, Tracer
+from jax.extend.core import Primitive, set_current_trace
 
 from .. import _compat
 from .._compat import array_dtype
-from .bias import mark_results, narrowed, with_bias
-from .casting import CastingTrace, Scope
-from .conversion import convert, is_filled
-from .custom import CUSTOM, bind_shard_map, custom_jvp, custom_vjp
-from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Values
-from .input_casts import as_without, prepared, widens
-from .nested import NESTED, Rule, leave_alone
-from .notes import Note, passed_on, product_sides
+from .._tree import HALVES
+from . import retracing
+from .call_stack import holds_jaxpr, is_jamps, marks_in, written
+from .decision import (
+    CASTABLE,
+    FLOAT32_DTYPE,
+    Action,
+    Hit,
+    Kind,
+    Op,
+    Out,
+    Params,
+    Reason,
+    Result,
+    Settings,
+    Source,
+    Value,
+    Values,
+)
+from .notes import SOURCE, Notes, unrounded
 from .ops import PRIMITIVES
-from .products import for_product, is_wide, wide_product
+from .products import is_wide
 from .refused import check_precision
-from .sampling import check_drawn
-from .scatters import summed
-from .traits import FOLLOWED, GATHERING, PRODUCTS, UNMOVED
+from .rules import Decider
+from .traits import LEFT_ALONE
 
-# For primitives that are not in a table.
-RULES: dict[str, Rule] = NESTED | CUSTOM
+DIFFERENTIATION = ("jvp", "transpose", "linearize")
+
+NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
+({params}).
+Put the code around it under `with jamp.autocast(enabled=False):`, or register a rule \
+in jamp/_autocast/nested.py (or add the name to LEFT_ALONE, in traits.py)."""
+
+MakeTrace = Callable[[], "AutocastTrace"]
+# The settings of the innermost region, or None. JAX keys its caches by it, so that a
+# function is traced anew in a region of another kind.
+REGION = jax.make_user_context(None)
+# Whether regions are entered to be explained.
+OBSERVED = jax.make_user_context(False)
+# The function that watches each op of a region, or None: see `Settings.probe`.
+PROBE = jax.make_user_context(None)
 
 
-class AutocastTrace(CastingTrace):
+class Effects:
+    """What a region, or the rewriting of a jaxpr, did."""
+
+    def __init__(self) -> None:
+        self.hits: set[Hit] = set()  # of the user's rules
+        self.touched = False  # whether anything was changed
+
+
+class Scope(NamedTuple):
+    """Where an op is called."""
+
+    foreign: bool  # an inner region decides about it
+    differentiated: bool  # a derivative is being taken
+
+
+Rule = Callable[["AutocastTrace", Op], Result]
+# How each primitive is run, by its name.
+RULES: dict[str, Rule] = {}
+# For a primitive that stands for one function: the parameter that has its jaxpr.
+STANDS_FOR: dict[str, str] = {}
+
+
+def register(*names: str, stands_for: str | None = None) -> Callable[[Rule], Rule]:
+    """Makes a function the rule of primitives."""
+
+    def registered(rule: Rule) -> Rule:
+        for name in names:
+            assert name not in RULES, name
+            RULES[name] = rule
+            if stands_for is not None:
+                STANDS_FOR[name] = stands_for
+        return rule
+
+    return registered
+
+
+class AutocastTrace(_compat.Trace):
     """Casts the inputs of each op and binds it on the trace below.
 
-    An op passes through five stages. `received`: what are its inputs, if those that
-    arrive are not what Python saw? `decided`: which rule is it under? `prepared`: which
-    casts does the rule ask for? `bind`: run it on the trace below. `remembered`: what
-    is known about the result? An op that holds functions leaves after the first stage,
-    for its own rule in `RULES`.
+    `apply` asks which rule an op is under (`decided`), and which inputs it has, if
+    those that arrive are not what Python saw (`received`). Then it calls the function
+    that is registered for the primitive.
+
+    Values are those of the trace below: nothing is boxed. On a `baked` trace, each
+    result gets the dtype that it would have without autocast. A trace is baked in a
+    derivative or, if it is `typed` too, only because JAX has fixed the dtypes.
     """
+
+    def __init__(
+        self,
+        parent: _compat.Trace,
+        settings: Settings,
+        effects: Effects,
+        baked: bool = False,
+        prefix: str = "",
+        typed: bool = False,
+        around: frozenset[int] = frozenset(),
+    ):
+        super().__init__()
+        self.parent, self.settings = parent, settings
+        self.baked, self.typed = baked, typed
+        self.requires_low = parent.requires_low
+        self.seen = retracing.seen_on(parent) if retracing.CACHED.value else None
+        # Flax NNX refuses to update a Variable on another trace than the one that made
+        # it, and compares traces by this reference. Values are valid on both.
+        self._weakref = parent._weakref
+        self.prefix = prefix  # the module path at which a jaxpr's own paths begin
+        self.effects = effects
+        self.scopes = _compat.scopes()  # those around the code that runs on this trace
+        self.last_stack, self.last_scope = None, Scope(False, False)
+        self.decide = Decider(settings, effects.hits, around)
+        self.notes = Notes()
 
     # What JAX calls.
 
@@ -45,13 +139,14 @@ class AutocastTrace(CastingTrace):
             return fun.call_wrapped(*tracers)
 
     def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, **params):
-        return custom_jvp(self, primitive, fun, jvp, tracers, params)
+        return self.apply(Op(primitive, tracers, params | {"subfuns": (fun, jvp)}))
 
     def process_custom_vjp_call(self, primitive, fun, fwd, bwd, tracers, /, **params):
-        return custom_vjp(self, primitive, fun, fwd, bwd, tracers, params)
+        subfuns = fun, fwd, bwd
+        return self.apply(Op(primitive, tracers, params | {"subfuns": subfuns}))
 
     def process_shard_map(self, primitive, fun, tracers, /, **params):
-        return bind_shard_map(self, primitive, fun, tracers, params)
+        return self.apply(Op(primitive, tracers, params | {"subfuns": (fun,)}))
 
     def stage_value(self, val):
         return self.parent.stage_value(val)
@@ -65,21 +160,54 @@ class AutocastTrace(CastingTrace):
         scope = self.scope()
         if scope.foreign:
             return self.left_to_another(op)
-        if op.within is not None and self.settings.rules:
-            codes = _compat.source_codes()
-            within = self.decide.inside(op.within, op.primitive, codes, self.path)
-            op = op._replace(within=within)
-        op, action = self.received(op, scope)
-        if (rule := RULES.get(op.name)) is not None:
-            return rule(self, op)
-        action = self.decided(op, action)
-        if action is None or not self.decide.knows(op.primitive):
-            check_drawn(op, action)
-            return leave_alone(self, op)
-        with self.noted(action):
-            out = self.run(op, action)
-            probe: Any = self.settings.probe
-            return out if probe is None else probe(self, op, action, out)
+        op = self.received(self.decided(op), scope)
+        check_precision(op.action, op.given)
+        rule = RULES.get(op.name)
+        return self.left_alone(op) if rule is None else rule(self, op)
+
+    def decided(self, op: Op) -> Op:
+        """The op with the answer to which rule it is under."""
+        primitive, args, params, avals, within, *_ = op
+        if within is not None and not self.settings.rules:
+            return Op(primitive, args, params, avals, within, within)
+        source = source_of(op)
+        place = _compat.source_codes(), self.path, source
+        action = self.decide(primitive, *place, within)
+        if within is not None or source is not None:
+            within = action
+        return Op(primitive, args, params, avals, within, action)
+
+    def received(self, op: Op, scope: Scope) -> Op:
+        """The op with the inputs that its rule gets."""
+        action = op.action
+        if self.baked or scope.differentiated:
+            if action is None or action.table is not Kind.DRAW:
+                args = self.as_traced(op.args, op.avals)
+                baked = {"is_baked": True, "is_derived": not self.is_typed()}
+                return op._replace(args=args, **baked)
+            # What is drawn is not differentiated.
+        if action is not None and action.marks:
+            return op  # still inside of a norm, whose results are float32 there
+        args = self.narrowed(op.args)
+        if args is op.args:
+            return op
+        params, avals = op.params, op.avals
+        if not self.settings.listed and is_wide(args, params):
+            # Python saw the inputs in float32; the product is in half precision.
+            params = params | {"preferred_element_type": self.settings.dtype}
+        if avals is None and op.name != "convert_element_type":
+            avals = avals_of(op.args)  # what Python saw
+        return op._replace(args=args, params=params, avals=avals)
+
+    def narrowed(self, args: Values) -> Values:
+        """The inputs of an op, with results of a norm cast to half precision."""
+        dtype, notes = self.settings.dtype, [self.notes[x] for x in args]
+        if not any(note.result for note in notes):
+            return args
+        return [
+            self.cast(x, dtype) if note.result or note.widened else x
+            for x, note in zip(args, notes, strict=True)
+        ]
 
     def left_to_another(self, op: Op) -> Result:
         """Runs an op that an inner region has decided about."""
@@ -88,96 +216,167 @@ class AutocastTrace(CastingTrace):
             params = op.primitive.get_bind_params(params)
         return self.bind(op.primitive, self.as_traced(op.args, op.avals), params)
 
-    def received(self, op: Op, scope: Scope) -> tuple[Op, Action | None]:
-        """The op with the inputs that its rule gets, and its action if it was found."""
-        action = op.within
-        if self.baked or scope.differentiated:
-            action = action or self.action(op.primitive)
-            if action is None or action.table is not Kind.DRAW:
-                args = self.as_traced(op.args, op.avals)
-                baked = {"is_baked": True, "is_derived": not self.is_typed()}
-                return op._replace(args=args, **baked), action
-            # What is drawn is not differentiated.
-        args = narrowed(self, op.primitive, op.args, op.within)
-        if args is op.args:
-            return op, action
-        params, avals = op.params, op.avals
-        if not self.decide.refines and is_wide(args, params):
-            # Python saw the inputs in float32; the product is in half precision.
-            params = params | {"preferred_element_type": self.settings.dtype}
-        if avals is None and op.name != "convert_element_type":
-            avals = list(map(jax.typeof, op.args))  # what Python saw
-        return op._replace(args=args, params=params, avals=avals), action
+    def left_alone(self, op: Op) -> Result:
+        """Runs an op that has no rule with the inputs that it was traced with.
 
-    def decided(self, op: Op, action: Action | None) -> Action | None:
-        action = action or self.action(op.primitive)
-        check_precision(action, op.given)
-        is_product = op.name in PRODUCTS
-        return for_product(op, action, self.settings) if is_product else action
+        Raises NotImplementedError for one of JAX's with a function inside.
+        """
+        primitive, params = op.primitive, op.params
+        inputs = self.as_traced(op.args, op.avals)
+        if op.name not in LEFT_ALONE and _compat.is_jax_primitive(primitive):
+            held = [name for name, value in params.items() if holds_jaxpr(value)]
+            if held:
+                held = ", ".join(held)
+                raise NotImplementedError(NO_RULE.format(name=op.name, params=held))
+            return self.bind(primitive, inputs, params)
+        why = Reason("left_alone", Source.PRIMITIVE, op.name)
+        with self.noted(Action(Kind.KEEP, why=why)):
+            return self.bind(primitive, inputs, params)
 
-    def run(self, op: Op, action: Action) -> Result:
-        """Runs an op that holds no function, as its rule says."""
-        if op.params.get("update_jaxpr") is not None and op.name == "scatter":
-            op = op._replace(args=self.as_traced(op.args, op.avals))
-            action = Action(Kind.KEEP)  # lax.scatter_apply
-        widened = action.kind is Kind.STATISTIC and widens(self, op)
-        if action.kind is Kind.STATISTIC:
-            action = Action(None, FLOAT32_DTYPE) if widened else Action(Kind.PROMOTE)
-        if op.name == "convert_element_type":
-            out = convert(self, op, action)
-        elif op.name in PRODUCTS and action.recipe is not None:
-            out = action.recipe._run(self, op)
-            if op.is_baked:
-                return as_without(self, out, op.args, op.params)
-            self.remembered(op, op.args, op.params, out)
-        elif (out := self.refined(op, action)) is not None:
-            return out
-        else:
-            args, params = prepared(self, op, action)
-            lowers = self.decide.lowers(op.primitive, action)
-            if lowers and not op.is_baked and is_wide(args, params):
-                return wide_product(self, op.primitive, args, params)
-            if op.name in GATHERING:
-                out = summed(self, op, args, params)
-            else:
-                out = self.bind(op.primitive, args, params)
-            if op.is_baked:
-                same = args is op.args
-                return out if same else as_without(self, out, op.args, op.params)
-            if op.name == "broadcast_in_dim" and is_filled(args[0]):
-                return out  # the user's array, not a number
-            self.remembered(op, args, params, out)
-        if action.marks:
-            mark_results(self, op, action, out)
-        if widened:
-            self.notes[out] = self.notes[out]._replace(statistic=True)
-        return out
+    # Other traces like this one.
 
-    def refined(self, op: Op, action: Action) -> Result | None:
-        """The result of an op that is part of a layer, or None if it is not."""
-        if not self.decide.refines or op.is_baked or action.dtype is not None:
-            return None
-        if op.name in FOLLOWED:
-            narrow = self.notes.copy(op.args[0], self.settings.dtype)
-            if narrow is not None and self.notes[op.args[0]].sides is not None:
-                # Moved before it is widened, a product is still known as one.
-                moved = [narrow, *op.args[1:]]
-                out: Any = self.apply(Op(op.primitive, moved, op.params))
-                return self.cast(out, array_dtype(op.args[0]))
-        if op.name == "add" and op.within is None:
-            return with_bias(self, op)
+    def spawner(
+        self,
+        baked: bool = False,
+        effects: Effects | None = None,
+        typed: bool = False,
+        of_tangents: bool = False,
+    ) -> MakeTrace:
+        """Returns a function that makes traces with these settings.
+
+        It puts them on the trace that is current when it is called, and holds neither
+        this trace nor the values that this trace remembers.
+
+        Args:
+          of_tangents: for code that is linear in tangents and must stay so: no number
+            is divided by its own size.
+        """
+        make = functools.partial(
+            type(self),
+            settings=self.settings._replace(linear=of_tangents or self.settings.linear),
+            effects=effects or self.effects,
+            baked=self.baked or baked,
+            prefix=self.path(),
+            typed=typed,
+            around=self.around(),
+        )
+        return lambda: make(_compat.current_trace())
+
+    def is_typed(self) -> bool:
+        """Whether an op here is baked, and not because of a derivative."""
+        return self.typed and not self.scope().differentiated
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator["AutocastTrace"]:
+        """Runs Python code on this trace, perhaps after its region has ended."""
+        with REGION(self.settings), set_current_trace(self):
+            yield self
+
+    # Where an op is, and what decides about it.
+
+    def path(self) -> str:
+        """The module path, such as "GPT/block_3/attention"."""
+        if not self.decide.uses_paths:
+            return ""
+        names = [name for transform, name in _compat.scopes() if not transform]
+        names = [name for name in names if not is_jamps(name)]
+        return "/".join([self.prefix, *names] if self.prefix else names)
+
+    def around(self) -> frozenset[int]:
+        """The user's rules for functions that are running here."""
+        return self.decide.calling(_compat.source_codes)
+
+    def scope(self) -> Scope:
+        stack = _compat.current_name_stack()
+        if stack is not self.last_stack:  # the same for op after op
+            self.last_stack, self.last_scope = stack, self.read_scope()
+        return self.last_scope
+
+    def read_scope(self) -> Scope:
+        entries, depth = _compat.scopes(), len(self.scopes)
+        is_part = entries[:depth] != self.scopes  # of what JAX differentiates
+        if not is_part:
+            entries = entries[depth:]
+        marks = marks_in(name for transform, name in entries if not transform)
+        depth, own = self.settings.depth, self.settings.dtype.name
+        # At the same depth and with another dtype: the region has ended, and what it
+        # has left, such as its backward pass, is called here.
+        ended = self.settings.dtype in HALVES
+        foreign = any(
+            at > depth or (ended and at == depth and d != own) for at, d in marks
+        )
+        differentiated = any(t and name in DIFFERENTIATION for t, name in entries)
+        return Scope(foreign, is_part or differentiated)
+
+    def noted(self, action: Action) -> contextlib.AbstractContextManager[object]:
+        """Writes an op's reason into its name stack, if the region is observed."""
+        if not self.settings.observed:
+            return contextlib.nullcontext()
+        return jax.named_scope(written(action.why))
+
+    # Running and casting.
+
+    def bind(self, primitive: Primitive, args: Values, params: Params) -> Any:
+        """Runs an op on the trace below, unchanged."""
+        seen = self.seen if primitive.name in PRIMITIVES else None
+        return retracing.run(self.parent, primitive.bind, args, params, seen)
+
+    def call(self, function: Callable[..., Out], args: Values, params: Params) -> Out:
+        """Runs a function of arrays on the trace below."""
+        return retracing.run(self.parent, function, args, params, self.seen)
+
+    def cast(self, x: Value, dtype: np.dtype) -> Value:
+        """`x` in `dtype` if it is of a castable dtype. Each copy is made once."""
+        given = array_dtype(x)
+        if given == dtype or given not in CASTABLE:
+            return x
+        if not isinstance(x, jax.Array):
+            if dtype == FLOAT32_DTYPE:
+                return unrounded(x)
+            with np.errstate(over="ignore"):  # a mask of -1e10 is -inf, as in JAX
+                return np.asarray(x, dtype)
+        if (copy := self.kept(x, dtype)) is None:
+            copy = self.call(lax.convert_element_type, [x], {"new_dtype": dtype})
+            self.effects.touched = True
+            widened = dtype == FLOAT32_DTYPE
+            note = self.notes[x]
+            # Under a policy, Python goes on to ask for float32 products of the copy.
+            result = note.result and not self.settings.listed
+            self.notes[copy] = note._replace(widened=widened, result=result)
+            if widened:
+                self.notes.remember_widened(copy, x)
+            if not widened or isinstance(x, Tracer):  # or they keep each other alive
+                self.notes.remember(x, dtype, copy)
+        return copy
+
+    def kept(self, x: jax.Array, dtype: np.dtype) -> Value | None:
+        """The copy of a value, unless each op is to have its own."""
+        copy = self.notes.copy(x, dtype)
+        if self.settings.cached or copy is None or dtype == FLOAT32_DTYPE:
+            return copy
+        is_source = self.notes.copy(x, SOURCE) is not None  # `x` was made of the copy
+        return copy if is_source or not isinstance(x, Tracer) else None
+
+    def as_traced(self, args: Values, avals: Sequence[AbstractValue] | None) -> Values:
+        """The values in the dtypes that they were traced with."""
+        if avals is None:
+            return args
+        pairs = zip(args, dtypes_of(avals), strict=True)
+        return [x if dtype is None else self.cast(x, dtype) for x, dtype in pairs]
+
+
+def source_of(op: Op) -> str | None:
+    """ "name at file:line" of the function that an op stands for, or None."""
+    if (held := STANDS_FOR.get(op.name)) is None:
         return None
+    if (functions := op.params.get("subfuns")) is not None:
+        return _compat.source_name(functions[0].debug_info)
+    return _compat.source_name(op.params[held].jaxpr.debug_info)
 
-    def remembered(
-        self, op: Op, args: Values, params: dict[str, Any], out: Result
-    ) -> None:
-        """Notes what is known about a result."""
-        name = op.name
-        if name in FOLLOWED:
-            self.notes[out] = passed_on(name, args, params, self.notes)
-        elif name in UNMOVED:
-            for x, same in zip(args, jax.tree.leaves(out), strict=True):
-                self.notes[same] = self.notes[x]
-        elif PRIMITIVES[name].kind is Kind.LOWER:
-            if array_dtype(out) == self.settings.dtype and name != "ragged_dot_general":
-                self.notes[out] = Note(sides=product_sides(name, args, params))
+
+def avals_of(args: Values) -> list[AbstractValue]:
+    return [jax.typeof(x) for x in args]
+
+
+def dtypes_of(avals: Sequence[AbstractValue]) -> list[np.dtype | None]:
+    return [getattr(aval, "dtype", None) for aval in avals]

@@ -59,12 +59,18 @@ CALLS = _names("""
     call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
     custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit pjit remat2
 """)
-# Kernels, callbacks and solvers, which run as they were traced: see `nested.py`.
+# They hold functions, or write into a `Ref`, and a rule for them alone decides nothing:
+# the ops inside are asked about one by one.
+PASSED_THROUGH = REF_WRITES | _names("""
+    call checkpoint closed_call compute_on cond custom_vmap_call eval_jaxpr remat2 scan
+    shard_map while xla_metadata_call
+""")
+# Kernels, callbacks and solvers, which run as they were traced.
 LEFT_ALONE = _names("""
     approx_top_k call_exported composite cudnn_fusion custom_lin custom_linear_solve
     custom_partitioning dce_sink debug_callback debug_print ffi_call for fused_call
-    io_callback pallas_call pure_callback reduce reduce_window run_state
-    select_and_scatter tpu_custom_call triton_kernel_call
+    io_callback linear_call pallas_call pure_callback reduce reduce_window remat_opt
+    run_state select_and_scatter tpu_custom_call triton_kernel_call
 """)
 # Names that other versions of JAX have, and rounding, which runs as it was traced.
 NO_RULE = _names("core_call custom_vjp_call_jaxpr pjit reduce_precision")

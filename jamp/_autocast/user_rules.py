@@ -4,12 +4,22 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jax import lax
 from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from .._checks import as_dtype, shown
 from .call_stack import code_of
-from .decision import CASTABLE, Action, Hit, Reason, Recipe, Source, UserRule
+from .decision import (
+    CASTABLE,
+    FLOAT32_DTYPE,
+    Action,
+    Hit,
+    Reason,
+    Recipe,
+    Source,
+    UserRule,
+)
 from .float8 import as_recipe
 from .keys import function_of, problem_with
 from .ops import KEEP
@@ -18,9 +28,9 @@ from .paths import PathPattern
 BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
 A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
 regular expression that is searched for in the module path ("lm_head"). A value is the \
-dtype to run in: float16, bfloat16 or float32; "float8", a jamp.Float8 or a \
-jamp.ScaledFloat16 for the matrix products that qualify; or None to leave the op \
-unchanged."""
+dtype to run in: float16, bfloat16 or float32; jax.lax.Precision.HIGHEST for float32 \
+with all digits; "float8", a jamp.Float8 or a jamp.ScaledFloat16 for the matrix \
+products that qualify; or None to leave the op unchanged."""
 
 UNMATCHED = """no op matched {}. A module path is searched for in the name stack, \
 which Flax Linen, Haiku, jax.named_scope and the layers of eqx.nn write (as \
@@ -30,7 +40,7 @@ while it runs in the region."""
 SHADOWED = "{} only matches ops that the earlier rule {} decides about: put it first."
 NO_PRODUCT = "{} asks for {}, but does not match any matrix product."
 
-Rules = Mapping[Any, DTypeLike | Recipe | None]
+Rules = Mapping[Any, DTypeLike | lax.Precision | Recipe | None]
 
 
 def compile_rules(rules: Rules | None) -> tuple[UserRule, ...]:
@@ -73,6 +83,8 @@ def compile_rule(key: object, value: object) -> UserRule:
         action = Action(KEEP, why=why)
     elif (recipe := as_recipe(value)) is not None:
         action = Action(None, why=why, recipe=recipe)
+    elif isinstance(value, lax.Precision):
+        action = Action(None, FLOAT32_DTYPE, why=why, precision=value)
     else:
         try:
             dtype = as_dtype(value)

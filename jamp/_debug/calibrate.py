@@ -1,8 +1,10 @@
 """`calibrate`: which products of a model tolerate float8, measured on a batch."""
 
 import functools
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,31 +12,51 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._autocast.arguments import dtype_argument
-from .._autocast.casting import PROBE
 from .._autocast.decision import Settings
 from .._autocast.float8 import RECIPES, Float8, as_recipe
+from .._autocast.paths import PathPattern
 from .._autocast.region import enter
+from .._autocast.trace import PROBE
 from .._checks import brief, flag, is_traced, number
-from .._tree import HALVES, PyTree
-from .calibration import Calibration, ProductRow
-from .call import FlatCall, open_call, replaced
-from .choose_dtype import Choice, Wanted, agreed, chosen, rules_of
-from .probe import Probe, Seen
+from .._tree import HALF_NAMES, HALVES, PyTree
+from .calibration import FLOAT8_NAME, TENSORWISE, Calibration, ProductRow, called
+from .call import FlatCall, open_call, with_params
+from .probe import Probe, SeenProduct
 from .product_errors import DIRECTIONS
+from .report import percent
 
 # If each number loses the most that rounding can take, a product loses 14 %: 1/8 in
 # E5M2, the format of gradients, and 1/16 in E4M3. More is underflow.
 TOLERANCE = 0.15
-LARGEST_SCALE = 2.0**24  # as far as a loss scale grows in most runs
+USUAL_LARGEST_SCALE = 2.0**24  # as far as a loss scale grows in most runs
+# More and more careful.
+CAREFUL = (FLOAT8_NAME, *RECIPES[1:], *HALF_NAMES, "float32")
 
-BAD_DTYPE = """calibrate(dtype={}): the dtype must be "float8", a jamp.Float8 with one \
-of its recipes ({}), float16 or bfloat16."""
+Errors = Mapping[str, tuple[float, float]]  # direction -> whole, worst slice
+
+BAD_CHOICE = """calibrate(dtype={}): the dtype must be "float8", a jamp.Float8 with \
+one of its recipes ({}), float16 or bfloat16."""
 NO_LOSS = """calibrate(loss_fn): {} must return a loss, a floating number of shape [], \
 or a tuple that begins with one; got {}."""
 NO_PARAMS = """calibrate(loss_fn)(*args): the first argument must hold floating \
 arrays, the parameters, as for jax.grad; it holds none."""
 NO_VALUES = """calibrate runs the function: {!r} must be an array; got {!r}. Call it \
 outside of jax.jit, with a real batch."""
+
+
+class Wanted(NamedTuple):
+    """The dtype or recipe that a product should run in."""
+
+    scope: str  # the module path as rules see it
+    name: str
+    qualifies: bool  # for float8, if that is asked for; if not, the region decides
+
+
+class Choice(NamedTuple):
+    """A dtype or recipe, and why it is not an earlier one."""
+
+    name: str
+    why: str = ""
 
 
 def calibrate(
@@ -113,10 +135,10 @@ def calibrate(
             if isinstance(array, jax.ShapeDtypeStruct) or is_traced(array):
                 raise TypeError(NO_VALUES.format(name, array))
         probe = Probe(names)
-        run(call, probe)
+        run_probed(call, probe)
         if names == ["float16"]:
             probe = Probe(names, loss_scale_for(probe.found.values()))
-            run(call, probe)
+            run_probed(call, probe)
         rows, patterns = judged(probe, names, tolerance, skip_small)
         probe.found.clear()  # JAX's caches keep the probe
         return Calibration(
@@ -131,7 +153,7 @@ def candidates_of(dtype: object) -> list[str]:
     float8 = as_recipe(dtype)
     if not isinstance(float8, Float8):
         recipes = ", ".join(map(repr, RECIPES))
-        message = BAD_DTYPE.format("{}", recipes)
+        message = BAD_CHOICE.format("{}", recipes)
         return [dtype_argument(dtype, HALVES, message).name]
     second = ["rowwise"] if float8.recipe == "tensorwise" else []
     return [float8.recipe, *second, "bfloat16"]
@@ -147,7 +169,7 @@ def tolerance_argument(tolerance: object) -> float:
     return value
 
 
-def run(call: FlatCall, probe: Probe) -> None:
+def run_probed(call: FlatCall, probe: Probe) -> None:
     """Runs a loss and its gradient in a region with the probe."""
     params = call.params()
     if not params:
@@ -155,7 +177,7 @@ def run(call: FlatCall, probe: Probe) -> None:
 
     def loss(params: Mapping[int, jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
         with PROBE(probe), enter(Settings(jnp.dtype("float32"))):
-            return loss_in(call.function, call.run(replaced(arrays, params)))
+            return loss_of(call.function, call.run(with_params(arrays, params)))
 
     # These would stop it if a candidate overflows, which is measured here.
     with jax.debug_nans(False), jax.debug_infs(False):
@@ -163,7 +185,7 @@ def run(call: FlatCall, probe: Probe) -> None:
         jax.effects_barrier()
 
 
-def loss_in(function: str, result: PyTree) -> jax.Array:
+def loss_of(function: str, result: PyTree) -> jax.Array:
     """The loss that a function returned, perhaps with other values."""
     loss: Any = result[0] if isinstance(result, tuple) and result else result
     is_array = isinstance(loss, jax.Array) and loss.shape == ()
@@ -181,9 +203,9 @@ def loss_scale_for(found: Iterable[Mapping[str, np.ndarray]]) -> float:
     tops = [float(n.get("largest backward", 0.0)) for n in fit]
     top = max((top for top in tops if np.isfinite(top)), default=0.0)
     if top == 0:
-        return LARGEST_SCALE
+        return USUAL_LARGEST_SCALE
     scale = float(2.0 ** np.floor(np.log2(65504 / top)))
-    return min(max(scale, 1.0), LARGEST_SCALE)
+    return min(max(scale, 1.0), USUAL_LARGEST_SCALE)
 
 
 def judged(
@@ -193,13 +215,13 @@ def judged(
     rows, wanted = [], []
     for product, numbers in probe.found.items():
         errors = errors_in(numbers, names)
-        choice = chosen(errors, product.sizes, tolerance, skip_small)
+        choice = choose_dtype(errors, product.sizes, tolerance, skip_small)
         if not errors:  # ragged, or in a derivative: it runs as it was traced
             choice = Choice(names[-1], "not measured")
         qualifies = names[0] in RECIPES and not product.problem
         wanted.append(Wanted(product.scope, choice.name, qualifies))
         rows.append(product_row(product, numbers, errors, choice))
-    by_scope = agreed(wanted)
+    by_scope = agreed_dtypes(wanted)
     for place, (scope, name, qualifies) in enumerate(wanted):
         together = by_scope.get(scope, name)
         if together != name and (qualifies or together == "float32"):
@@ -223,7 +245,7 @@ def errors_in(
 
 
 def product_row(
-    product: Seen,
+    product: SeenProduct,
     numbers: Mapping[str, np.ndarray],
     errors: dict[str, dict[str, tuple[float, float]]],
     choice: Choice,
@@ -243,3 +265,101 @@ def product_row(
         choice.name,
         choice.why,
     )
+
+
+def pays(recipe: str, k: int, n: int) -> bool:
+    """Whether a product is large enough to be faster in float8: torchao's filters.
+
+    >>> pays("tensorwise", 4096, 1024), pays("tensorwise", 1024, 4096)
+    (False, True)
+    >>> pays("rowwise", 1024, 4096), pays("rowwise", 4096, 14336)
+    (False, True)
+    """
+    if recipe == TENSORWISE:
+        return not (k <= 4096 and n <= 1024)
+    return n > 2048 and k > 1024 and not (n <= 4096 and k <= 2048)
+
+
+def choose_dtype(
+    errors: Mapping[str, Errors],
+    sizes: Sequence[int],
+    tolerance: float,
+    skip_small: bool,
+) -> Choice:
+    """The first dtype or recipe whose errors are within the tolerance.
+
+    Args:
+      errors: by dtype or recipe, beginning with the one that is asked for. The last one
+        before float32 is a half-precision dtype.
+      sizes: rows, contracted numbers, columns.
+    """
+    why = []
+    for name, found in errors.items():
+        if name in RECIPES and skip_small and not pays(name, *sizes[1:]):
+            why.append(f"{called(name)}: too small to pay")
+        elif problem := beyond(found, tolerance):
+            why.append(f"{called(name)}: {problem}")
+        else:
+            return Choice(called(name), "; ".join(why))
+    return Choice("float32", "; ".join(why))
+
+
+def beyond(errors: Errors, tolerance: float) -> str:
+    """The error that exceeds the tolerance, as text, or ""."""
+    for direction in DIRECTIONS:
+        if direction in errors and not max(errors[direction]) <= tolerance:
+            whole, worst = errors[direction]
+            if not math.isfinite(worst):
+                return f"{direction} overflows"
+            if whole > tolerance:
+                return f"{direction} loses {percent(round(whole, 3))}"
+            lost = percent(round(worst, 3))
+            return f"{direction} loses {lost} in the worst row or column"
+    return ""
+
+
+def agreed_dtypes(wanted: Iterable[Wanted]) -> dict[str, str]:
+    """For each scope, the most careful dtype that one of its products needs.
+
+    Scopes whose products all run in the region's own dtypes have none.
+
+    >>> agreed_dtypes([Wanted("a", "float8", True), Wanted("a", "rowwise", True)])
+    {'a': 'rowwise'}
+    """
+    names: dict[str, str] = {}
+    for scope, name, qualifies in wanted:
+        if scope and (qualifies or name == "float32"):
+            names[scope] = max(names.get(scope, name), name, key=CAREFUL.index)
+    return names
+
+
+def rules_of(
+    names: Mapping[str, str], scopes: Iterable[str], mixed: set[str]
+) -> dict[str, str]:
+    """Regular expressions for scopes, with what runs there.
+
+    Args:
+      names: by scope, from `agreed_dtypes`.
+      scopes: of all products.
+      mixed: scopes with other ops that belong in float32. No rule brings these scopes
+        into half precision.
+    """
+    scopes = sorted(set(scopes))
+    return {
+        scope_pattern(scope, scopes): name
+        for scope, name in sorted(names.items())
+        if not (name in HALF_NAMES and scope in mixed)
+    }
+
+
+def scope_pattern(scope: str, scopes: Sequence[str]) -> str:
+    """A regular expression that finds one scope of several, wherever the model is.
+
+    >>> scope_pattern("Net/Dense_1", ["Net/Dense_1", "Net/Dense_10"])
+    '(^|/)Net/Dense_1$'
+    >>> scope_pattern("head", ["head", "Net/head"])
+    '^head$'
+    """
+    text = f"(^|/){re.escape(scope)}$"
+    others = [other for other in scopes if PathPattern(text).search(other)]
+    return text if others == [scope] else f"^{re.escape(scope)}$"

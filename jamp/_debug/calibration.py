@@ -5,20 +5,21 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.float8 import RECIPES
+from .._autocast.float8 import RECIPES, Float8
 from .._checks import shown
-from .choose_dtype import as_rule, called
 from .plots import BLUE, RED, axes, finish
 from .product_errors import DIRECTIONS
-from .report import SHOWN, Report
-from .table import Table, percent, shortened
+from .report import SHOWN, Report, Table, percent, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 VERSION = 1  # of the JSON
+FLOAT8_NAME = Float8.name
+TENSORWISE = RECIPES[0]  # which rules and reports call "float8"
 NO_PATH = """{} no module path, so no rule can name {}: {}. Linen, Haiku and the \
 layers of eqx.nn write paths. For NNX, calibrate and train \
 `jamp.nnx.named_scopes(model)`. Elsewhere, put the product into `with \
@@ -210,6 +211,17 @@ class Calibration(Report):
         parts.append(rows_table(rows[:SHOWN], table))
         parts.append(f"... and {more} more, see to_dict()" if more > 0 else "")
         return parts
+
+
+def called(recipe: str) -> str:
+    return FLOAT8_NAME if recipe == TENSORWISE else recipe
+
+
+def as_rule(name: str) -> Any:
+    """The value for `autocast(rules=...)` that a name stands for."""
+    if name == FLOAT8_NAME:
+        return FLOAT8_NAME
+    return Float8(name) if name in RECIPES else jnp.dtype(name)
 
 
 def rows_table(rows: list[ProductRow], table: Table) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from .._checks import imported
-from .._tree import PyTree
+from .._tree import PyTree, partition
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
@@ -37,7 +37,7 @@ class FlatCall(NamedTuple):
         return {i: x for i, x in first if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-def replaced(arrays: Sequence[Any], params: Mapping[int, Any]) -> list[Any]:
+def with_params(arrays: Sequence[Any], params: Mapping[int, Any]) -> list[Any]:
     """The arrays of a call, with others in some places."""
     return [params.get(i, array) for i, array in enumerate(arrays)]
 
@@ -92,22 +92,15 @@ def _flatten(
         graph, state = nnx.split([values[i] for i in modules])
         for place, i in enumerate(modules):
             values[i] = state[place] if place in state else {}
-    paths, tree = jax.tree_util.tree_flatten_with_path(values)
-    is_array = [isinstance(leaf, ARRAYS) for _, leaf in paths]
-    arrays = [leaf for (_, leaf), is_one in zip(paths, is_array, strict=True) if is_one]
-    names = [
+    paths = [p for p, x in jax.tree_util.tree_leaves_with_path(values) if is_values(x)]
+    arrays, rebuilt = partition(values, is_values)
+    names = tuple(
         "/".join(filter(None, (labelled[path[0].idx][0], path_name(path[1:]))))
-        for (path, _), is_one in zip(paths, is_array, strict=True)
-        if is_one
-    ]
+        for path in paths
+    )
 
     def run_flat(arrays):
-        arrays = iter(arrays)
-        leaves = [
-            next(arrays) if is_one else leaf
-            for (_, leaf), is_one in zip(paths, is_array, strict=True)
-        ]
-        values = jax.tree.unflatten(tree, leaves)
+        values = rebuilt(arrays)
         if graph is not None:
             from flax import nnx
 
@@ -117,8 +110,8 @@ def _flatten(
                 values[i] = merged[place]
         return run(values)
 
-    first = [path[0].idx for (path, _), a in zip(paths, is_array, strict=True) if a]
-    return FlatCall(run_flat, arrays, tuple(names), name, first.count(0))
+    n_first = sum(path[0].idx == 0 for path in paths)
+    return FlatCall(run_flat, arrays, names, name, n_first)
 
 
 def argument_names(fn: Callable[..., object], n_args: int) -> list[str]:
@@ -153,15 +146,18 @@ def path_name(path: KeyPath) -> str:
 def _has_arrays(value: PyTree) -> bool:
     if isinstance(value, type) or inspect.isfunction(value):
         return False
-    return _has_modules(value) or any(
-        isinstance(leaf, ARRAYS) for leaf in jax.tree.leaves(value)
-    )
+    return _has_modules(value) or any(map(is_values, jax.tree.leaves(value)))
 
 
 def _has_modules(value: PyTree) -> bool:
     classes = imported("flax.nnx", "Pytree", "Variable")
     is_module = lambda node: isinstance(node, classes)
     return any(map(is_module, jax.tree.leaves(value, is_leaf=is_module)))
+
+
+def is_values(leaf: object) -> bool:
+    """Whether a leaf of an argument becomes an argument of its own."""
+    return isinstance(leaf, ARRAYS)
 
 
 def is_array(value: object) -> bool:

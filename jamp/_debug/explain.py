@@ -2,33 +2,44 @@
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.typing import DTypeLike
 
 from .. import _compat
-from .._autocast.casting import OBSERVED
 from .._autocast.conversion import EXPLICIT
 from .._autocast.decision import Reason, Recipe, Source
+from .._autocast.low_precision import FLOAT8
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
+from .._autocast.scaled_float16 import ScaledFloat16
+from .._autocast.trace import OBSERVED
 from .._autocast.traits import MIXING, PRODUCTS
-from .call import is_array, open_call
-from .dtypes import given_dtypes, returned_dtypes
-from .explanation import Explanation, OpRow, Promotion, Reduction
-from .op_location import float_dtypes, site_of
-from .residuals import saved_for_backward
-from .walk import CAST, Atom, Op, array, flops, nbytes, reduced, variables, walk
+from .._tree import HALF_NAMES, PyTree
+from .call import is_array, open_call, with_params
+from .explanation import Explanation, OpRow, Promotion, Reduction, Saved
+from .op_location import OUTERMOST, Around, Site, float_dtypes, rule_of, site_of
+from .walk import (
+    CAST,
+    Atom,
+    WalkedOp,
+    array,
+    flops,
+    inner_jaxprs,
+    nbytes,
+    reduced,
+    variables,
+    walk,
+)
 
-HALF = ("float16", "bfloat16")
 MANY = 1024
 
 
-class Kind(NamedTuple):
+class RowKey(NamedTuple):
     """What the ops of one row have in common."""
 
     op: str
@@ -132,17 +143,17 @@ def explain(
     return explained
 
 
-def rows_of(ops: Iterable[Op]) -> list[OpRow]:
+def rows_of(ops: Iterable[WalkedOp]) -> list[OpRow]:
     """Ops of one kind as one row, those with the most work first."""
-    groups: dict[Kind, list[Op]] = {}
+    groups: dict[RowKey, list[WalkedOp]] = {}
     for op in ops:
         if not op.is_cast and not is_helper(op) and op.site.dtypes_out:
-            groups.setdefault(kind_of(op), []).append(op)
-    rows = [op_row(kind, group) for kind, group in groups.items()]
+            groups.setdefault(key_of(op), []).append(op)
+    rows = [op_row(key, group) for key, group in groups.items()]
     return sorted(rows, key=lambda row: (-row.flops, -row.bytes))
 
 
-def is_helper(op: Op) -> bool:
+def is_helper(op: WalkedOp) -> bool:
     """Whether autocast adds an op only to run another one, such as a layer's bias."""
     reason, primitive = Reason.read(op.site.rule), op.site.primitive
     if reason.note:
@@ -150,39 +161,39 @@ def is_helper(op: Op) -> bool:
     return reason.name in PRIMITIVES and reason.name != primitive
 
 
-def kind_of(op: Op) -> Kind:
+def key_of(op: WalkedOp) -> RowKey:
     site = op.site
     reason = Reason.read(site.rule)
     rule, name = reason.kind, reason.name
     place = site.line, op.path, site.backward
     if reason.source is Source.FUNCTION:  # as one op
-        return Kind(name, rule, *place)
+        return RowKey(name, rule, *place)
     if not site.rule:
         rule = {"": "no region", "off": "off"}.get(site.region, "no rule")
     rule = str(reason._replace(note="")) if reason.source is Source.USER else rule
     dtypes = site.dtypes_in, site.dtypes_out
-    return Kind(site.primitive, rule, *place, reason.note, dtypes)
+    return RowKey(site.primitive, rule, *place, reason.note, dtypes)
 
 
-def op_row(kind: Kind, group: list[Op]) -> OpRow:
+def op_row(key: RowKey, group: list[WalkedOp]) -> OpRow:
     inputs = dict.fromkeys(d for op in group for d in given_dtypes(op))
     inputs = inputs or dict.fromkeys(group[0].site.dtypes_in)
     outputs = returned_dtypes(group[-1])
     counts = Counter()
     for op in group:
         counts[op.site.primitive] += op.times
-    row = FUNCTIONS.get(kind.op) or PRIMITIVES.get(kind.op)
-    listed = kind.rule in ("lower", "float32", "promote")
+    row = FUNCTIONS.get(key.op) or PRIMITIVES.get(key.op)
+    listed = key.rule in ("lower", "float32", "promote")
     return OpRow(
-        op=kind.op,
+        op=key.op,
         times=min(counts.values()),  # a function's rarest op runs once per call
         dtypes=f"{', '.join(inputs)} -> {', '.join(outputs)}",
         runs_in=next(iter(group[0].site.dtypes_in), ""),
-        rule=kind.rule,
+        rule=key.rule,
         torch=tuple(row.torch.split()) if row and listed else (),
-        line=kind.line,
-        path=kind.path,
-        backward=kind.backward,
+        line=key.line,
+        path=key.path,
+        backward=key.backward,
         flops=sum(op.times * flops(op.eqn) for op in group),
         bytes=sum(op.times * sum(map(nbytes, op.results)) for op in group),
         since=widened_at(group[0]) if flops(group[0].eqn) else "",
@@ -190,7 +201,7 @@ def op_row(kind: Kind, group: list[Op]) -> OpRow:
     )
 
 
-def widened_at(op: Op) -> str:
+def widened_at(op: WalkedOp) -> str:
     """The line at which a float32 input of an op was half precision, or "".
 
     It is not the op's own line if there is another one, which widened the input first.
@@ -205,7 +216,7 @@ def widened_at(op: Op) -> str:
         if maker is None or float_dtypes([variable]) != ("float32",):
             continue
         given = float_dtypes(maker.invars)
-        if "float32" not in given and not set(HALF).isdisjoint(given):
+        if "float32" not in given and not set(HALF_NAMES).isdisjoint(given):
             line = site_of(maker).line
             if line != op.site.line:
                 break
@@ -213,7 +224,7 @@ def widened_at(op: Op) -> str:
     return line
 
 
-def matmul_flops(ops: Iterable[Op]) -> dict[str, int]:
+def matmul_flops(ops: Iterable[WalkedOp]) -> dict[str, int]:
     """Floating-point operations of matrix products and convolutions, by dtype."""
     total = Counter()
     for op in ops:
@@ -223,11 +234,11 @@ def matmul_flops(ops: Iterable[Op]) -> dict[str, int]:
     return dict(total.most_common())
 
 
-def promotions(ops: Iterable[Op]) -> list[Promotion]:
+def promotions(ops: Iterable[WalkedOp]) -> list[Promotion]:
     """Where a float32 operand implicitly made a half-precision one float32."""
     found: dict[tuple[str, str, str], Promotion] = {}
     for op in ops:
-        if not (op.is_cast and widens(op)) or op.is_backward:
+        if not (op.is_cast and is_widening(op)) or op.is_backward:
             continue
         explicit = not EXPLICIT.isdisjoint(_compat.codes_of(op.eqn.source_info))
         kind = Reason.read(op.site.rule).kind
@@ -249,12 +260,12 @@ def promotions(ops: Iterable[Op]) -> list[Promotion]:
     return sorted(found.values(), key=lambda p: -p.bytes)
 
 
-def widens(op: Op) -> bool:
+def is_widening(op: WalkedOp) -> bool:
     given, made = map(float_dtypes, (op.eqn.invars, op.eqn.outvars))
     return given in (("float16",), ("bfloat16",)) and made == ("float32",)
 
 
-def is_float32(variable: Atom, op: Op) -> bool:
+def is_float32(variable: Atom, op: WalkedOp) -> bool:
     """Whether a value is itself float32, and not a number that follows arrays."""
     if isinstance(variable, Literal):
         return False
@@ -264,10 +275,10 @@ def is_float32(variable: Atom, op: Op) -> bool:
     maker = op.made_by.get(variable)
     if maker is None or maker.primitive.name != CAST:
         return True
-    return str(array(maker.invars[0]).dtype) not in HALF
+    return str(array(maker.invars[0]).dtype) not in HALF_NAMES
 
 
-def reductions(ops: Iterable[Op]) -> list[Reduction]:
+def reductions(ops: Iterable[WalkedOp]) -> list[Reduction]:
     """Sums in float16 that have so many elements that they may overflow."""
     found: dict[tuple[str, str, str], Reduction] = {}
     for op in ops:
@@ -288,3 +299,108 @@ def reductions(ops: Iterable[Op]) -> list[Reduction]:
                 times=before.times + op.times, elements=max(before.elements, n)
             )
     return sorted(found.values(), key=lambda r: -r.elements)
+
+
+def given_dtypes(op: WalkedOp) -> tuple[str, ...]:
+    """The dtypes of an op's inputs before the region cast them.
+
+    For a function that counts as one op, these are the inputs from outside of it.
+    """
+    rule, given = op.site.rule, []
+    is_function = Reason.read(rule).source is Source.FUNCTION
+    for variable in variables(op.eqn.invars):
+        maker = op.made_by.get(variable)
+        if maker is None or not rule:
+            given.append(variable)
+        elif rule_of(maker) != rule:
+            given.append(maker.invars[0] if is_shared_cast(maker) else variable)
+        elif is_cast_of_its_own(maker):
+            given.append(maker.invars[0])
+        elif not is_function:
+            given.append(variable)
+    return float_dtypes(given)
+
+
+def returned_dtypes(last: WalkedOp) -> tuple[str, ...]:
+    """The dtypes of an op's results, after the cast with which `jnp.mean` ends.
+
+    Args:
+      last: the last primitive of the op.
+    """
+    users = [user for v in last.eqn.outvars for user in last.used_by.get(v, ())]
+    is_own = lambda user: user.primitive.name == CAST and rule_of(user) == rule
+    rule = last.site.rule
+    if rule and users and all(map(is_own, users)):
+        return float_dtypes(v for user in users for v in user.outvars)
+    return last.site.dtypes_out
+
+
+def is_cast_of_its_own(maker: JaxprEqn) -> bool:
+    """Whether an equation only casts an input of an op, and does not scale it."""
+    is_scaled = Reason.read(rule_of(maker)).note.endswith(ScaledFloat16.name)
+    is_cast = maker.primitive.name == CAST
+    return is_cast and not (is_scaled or maker.params["new_dtype"] in FLOAT8)
+
+
+def is_shared_cast(maker: JaxprEqn) -> bool:
+    """Whether a region made a float32 copy of an array for an op, and other ops use it.
+
+    A cast in the user's code has its own name as its reason.
+    """
+    if not is_cast_of_its_own(maker) or not maker.outvars:
+        return False
+    widens = nbytes(array(maker.outvars[0])) > nbytes(array(maker.invars[0]))
+    return widens and Reason.read(rule_of(maker)).name not in ("", CAST)
+
+
+def saved_for_backward(
+    run: Callable[[Sequence[jax.Array]], PyTree],
+    arrays: Sequence[jax.Array],
+    params: Mapping[int, jax.Array],
+) -> list[Saved] | None:
+    """The arrays that are kept for the derivative with respect to some of the arrays.
+
+    Neither the arguments themselves count, nor arrays that are filled with one number.
+    It is None if there is nothing to differentiate.
+    """
+    if not params:
+        return None
+
+    def residuals(arrays):
+        def results(params):
+            leaves = jax.tree.leaves(run(with_params(arrays, params)))
+            leaves = [x for x in leaves if isinstance(x, jax.Array)]
+            return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        return jax.tree.leaves(jax.vjp(results, {i: arrays[i] for i in params})[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(list(arrays)).jaxpr
+    found = {}
+    for variable in variables(jaxpr.outvars):
+        origin, aval = origin_of(jaxpr, variable), array(variable)
+        if origin is not None and jnp.issubdtype(aval.dtype, jnp.floating):
+            found[variable] = Saved(
+                str(aval.dtype), tuple(aval.shape), nbytes(aval), origin
+            )
+    return list(found.values())
+
+
+def origin_of(jaxpr: Jaxpr, variable: Atom, around: Around = OUTERMOST) -> Site | None:
+    """The site of the op that made a value; None for an argument or a constant."""
+    if isinstance(variable, Literal):
+        return None
+    eqn = next((e for e in reversed(jaxpr.eqns) if variable in e.outvars), None)
+    if eqn is None:
+        return None
+    inside = inner_jaxprs(eqn)
+    if len(inside) == 1 and len(inside[0].outvars) == len(eqn.outvars):
+        (body,) = inside
+        inner = body.outvars[eqn.outvars.index(variable)]
+        if inner not in body.invars:
+            return origin_of(body, inner, around.inside(eqn, body))
+        if eqn.primitive.name != "scan" and len(body.invars) == len(eqn.invars):
+            return origin_of(jaxpr, eqn.invars[body.invars.index(inner)], around)
+    filled = eqn.primitive.name == "broadcast_in_dim"
+    if filled and isinstance(eqn.invars[0], Literal):
+        return None
+    return site_of(eqn, around)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 from .._autocast.decision import Reason, Source
 from .._autocast.low_precision import FLOAT8
 from .._autocast.traits import UNPRINTED
-from .report import Report
-from .residuals import Saved
-from .table import Table, percent, shortened
+from .op_location import Site
+from .report import Report, Table, percent, shortened
 from .walk import starred
 
 ROWS, LARGEST, FEW = 20, 10, 4
@@ -51,6 +50,15 @@ class Reduction(NamedTuple):
     path: str
     times: int
     elements: int
+
+
+class Saved(NamedTuple):
+    """An array that `jax.vjp` keeps."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    site: Site  # the op that made it
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -96,7 +104,7 @@ class Explanation(Report):
                 f"float16 {r.op} of {r.elements} elements {place(r)}"
                 for r in self.reductions
             ),
-            *(f"float32 {wide_product(row)}" for row in self.wide_products),
+            *(f"float32 {described_product(row)}" for row in self.wide_products),
         ]
 
     @property
@@ -233,7 +241,9 @@ class Explanation(Report):
         kinds = {
             "float32 operands that widen half precision:": widened,
             "float16 sums that may overflow:": sums,
-            "matrix products in float32:": [*map(wide_product, self.wide_products)],
+            "matrix products in float32:": [
+                *map(described_product, self.wide_products)
+            ],
         }
         more = lambda lines: [f"and {len(lines) - FEW} more"] * (len(lines) > FEW)
         return [
@@ -243,7 +253,7 @@ class Explanation(Report):
         ]
 
 
-def wide_product(row: OpRow) -> str:
+def described_product(row: OpRow) -> str:
     since = f", float32 since {row.since}" if row.since else ""
     since = ", cast in that line" if row.since == row.line else since
     return f"{row.op} {place(row)}: {row.rule}{since}"

@@ -5,12 +5,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import is_traced, shown
-from .._scaling.rule import check_scale
+from .._scaling.rule import as_scale
 from .._tree import PyTree
 from .call import is_array, path_name
 from .report import only_when
@@ -18,6 +16,7 @@ from .report import only_when
 FLOAT16_MAX = 65504.0
 # Half of float16's smallest number: this number and smaller ones round to zero.
 FLUSHED = 2.0**-25
+GET_SCALE = "jamp.loss_scale(opt_state) and scaler.get_scale() return it."
 BIAS = 127  # of an exponent in the bits: 2**0 has 127
 
 
@@ -47,10 +46,14 @@ def numbers(
       when: bool [], or None; the numbers are 0 where it is false.
       kinds: of numbers, from `COUNTED`.
     """
-    factor, named = scale_argument(caller, scale), named_leaves(caller, grads)
+    try:
+        factor = as_scale(f"{caller}: scale", scale)
+    except TypeError as error:
+        raise TypeError(f"{error} {GET_SCALE}") from None
+    named = named_leaves(caller, grads)
 
     def count() -> list[jax.Array]:
-        leaves = [parts_of(leaf) for _, leaf in named] or [jnp.zeros((1, 0))]
+        leaves = [real_parts(leaf) for _, leaf in named] or [jnp.zeros((1, 0))]
         columns = [[COUNTED[kind](x, factor) for x in leaves] for kind in kinds]
         return [jnp.stack(column)[: len(named)] for column in columns]
 
@@ -60,7 +63,7 @@ def numbers(
     return Numbers(only_when(when, count), factor, paths, sizes, real)
 
 
-def parts_of(leaf: ArrayLike) -> jax.Array:
+def real_parts(leaf: ArrayLike) -> jax.Array:
     """A gradient, or both parts of a complex one, on a new first axis."""
     x = jnp.asarray(leaf)
     return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x[None]
@@ -160,24 +163,3 @@ def named_leaves(caller: str, tree: PyTree) -> list[tuple[str, ArrayLike]]:
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             named.append((path_name(path) or "the root", leaf))
     return named
-
-
-def scale_argument(caller: str, scale: ArrayLike) -> jax.Array:
-    """A loss scale from the user, as float32 []."""
-    if isinstance(scale, jax.Array | np.ndarray | np.generic):
-        kinds = (jnp.integer, jnp.floating)
-        is_real = any(jnp.issubdtype(scale.dtype, kind) for kind in kinds)
-    else:
-        is_real = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if not is_real:
-        raise TypeError(
-            f"{caller}: scale must be a number; got {shown(scale)}. "
-            "jamp.loss_scale(opt_state) and scaler.get_scale() return it."
-        )
-    if jnp.size(scale) != 1:
-        raise ValueError(
-            f"{caller}: scale must be one number; got shape {jnp.shape(scale)}."
-        )
-    if not is_traced(scale):
-        check_scale(f"{caller}: scale", np.asarray(scale).item())
-    return jnp.reshape(jnp.asarray(scale), []).astype(jnp.float32)

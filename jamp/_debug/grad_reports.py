@@ -8,8 +8,16 @@ from jax.typing import ArrayLike
 
 from .._tree import PyTree
 from .grad_numbers import FLOAT16_MAX, numbers
-from .report import SHOWN, Report, check_single, report, stacked, static
-from .table import Table, percent
+from .report import (
+    SHOWN,
+    Report,
+    Table,
+    check_single,
+    percent,
+    report,
+    stacked_text,
+    static,
+)
 
 
 @report
@@ -55,7 +63,7 @@ class OverflowReport(Report):
     def _parts(self, table: Table) -> list[str]:
         if self._stacked_shape():
             is_found = (np.asarray(self.inf) > 0) | (np.asarray(self.nan) > 0)
-            return [stacked(self, is_found)]
+            return [stacked_text(self, is_found)]
         found = self.to_dict().items()
         rows = [(path, row["inf"], row["nan"], row["size"]) for path, row in found]
         at = f", with a scale of {self.scale:g}" if self.scale != 1 else ""
@@ -170,7 +178,7 @@ class UnderflowReport(Report):
     def _parts(self, table: Table) -> list[str]:
         if self._stacked_shape():
             sizes = np.maximum(np.asarray(self.sizes), 1)
-            return [stacked(self, np.asarray(self.flushed) / sizes > 0.01)]
+            return [stacked_text(self, np.asarray(self.flushed) / sizes > 0.01)]
         total = max(sum(self.sizes), 1)
         scaled, unscaled = np.sum(self.flushed) / total, np.sum(self.flushed_unscaled)
         rows = [

@@ -9,8 +9,7 @@ from jax.typing import ArrayLike
 from .._tree import PyTree
 from .grad_numbers import BIAS, numbers, total
 from .plots import BLUE, axes
-from .report import Report, check_single, report, stacked
-from .table import Table, percent
+from .report import Report, Table, check_single, percent, report, stacked_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,7 +125,7 @@ class GradHistogram(Report):
 
     def _parts(self, table: Table) -> list[str]:
         if self._stacked_shape():
-            return [stacked(self, np.asarray(self.nonfinite) > 0)]
+            return [stacked_text(self, np.asarray(self.nonfinite) > 0)]
         counts, zeros, nonfinite, scale = _fetched(self)
         total = max(int(counts.sum()) + zeros + nonfinite, 1)
         shift = float(np.log2(scale))

@@ -15,11 +15,18 @@ from .. import _compat
 from .._autocast.region import ambient
 from .._checks import is_traced
 from .call import is_array, open_call, path_name
-from .finiteness import INF, NAN
-from .program import Marks, Program
+from .marks import INF, NAN, Marks, Program
 from .record import run_marked
-from .report import Report, check_single, only_when, report, stacked, static
-from .table import Table, markdown_table
+from .report import (
+    Report,
+    Table,
+    check_single,
+    markdown_table,
+    only_when,
+    report,
+    stacked_text,
+    static,
+)
 from .trace_back import trace_back
 
 LISTED = 5
@@ -113,7 +120,7 @@ class NonfiniteReport(Report):
         if self._stacked_shape():
             slots = map(self.layout.program.slots.get, self.layout.program.outputs)
             slots = [slot for slot in slots if slot is not None]
-            return [stacked(self, np.asarray(self.marks.values)[..., slots] > 0)]
+            return [stacked_text(self, np.asarray(self.marks.values)[..., slots] > 0)]
         row, layout = self.to_dict(), self.layout
         bullet = "- " if table is markdown_table else ""
         if not row:

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._autocast.casting import CastingTrace
-from .._autocast.decision import CASTABLE, Action, Kind, Op
+from .._autocast.decision import CASTABLE, Kind, Op
 from .._autocast.float8 import RECIPES, dimensions_of, unfit, weight_of
+from .._autocast.trace import AutocastTrace
 from .._autocast.traits import PRODUCTS
 from .op_location import innermost_own, is_module
 from .product_errors import Measured, measures
@@ -27,7 +27,7 @@ IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATIST
 MEASURED = ("dot_general", "conv_general_dilated")
 
 
-class Seen(NamedTuple):
+class SeenProduct(NamedTuple):
     """A product of a program, before its numbers are known."""
 
     scope: str  # the module path as rules see it
@@ -54,11 +54,14 @@ class Probe:
 
     def __init__(self, names: Sequence[str], scale: float = 1.0):
         self.names, self.scale = names, scale
-        self.found: dict[Seen, dict[str, np.ndarray]] = {}
+        self.found: dict[SeenProduct, dict[str, np.ndarray]] = {}
         self.in_float32: set[str] = set()  # the paths that have ops in float32
         self._lock = threading.Lock()  # callbacks come from several threads
 
-    def __call__(self, trace: CastingTrace, op: Op, action: Action, out: Any) -> Any:
+    def __call__(self, trace: AutocastTrace, op: Op, out: Any) -> Any:
+        action = op.action
+        if action is None:
+            return out
         if not {action.kind, action.table}.isdisjoint(IN_FLOAT32):
             self.in_float32.add(trace.path())
         is_lowered = Kind.LOWER in (action.kind, action.table)
@@ -73,7 +76,7 @@ class Probe:
         trace.effects.touched = True  # an untouched jaxpr would run as it was traced
         return trace.call(self.tap(product, op), [*op.args, out], {})
 
-    def tap(self, product: Seen, op: Op) -> Callable[..., jax.Array]:
+    def tap(self, product: SeenProduct, op: Op) -> Callable[..., jax.Array]:
         """A function of both inputs and the result, which returns the result."""
         left_out = RECIPES if product.problem else ()
         names = [name for name in self.names if name not in left_out]
@@ -96,7 +99,7 @@ class Probe:
         tapped.defvjp(fwd, bwd)
         return tapped
 
-    def add(self, product: Seen, numbers: Measured) -> None:
+    def add(self, product: SeenProduct, numbers: Measured) -> None:
         """Adds the measurements of one run of a product."""
         if product.weight == 0:
             numbers = swapped(numbers)
@@ -108,7 +111,7 @@ class Probe:
                 kept[key] = np.maximum(kept.get(key, new), new)
 
 
-def seen_at(scope: str, op: Op) -> Seen:
+def seen_at(scope: str, op: Op) -> SeenProduct:
     shapes, weight = tuple(np.shape(x) for x in op.args), weight_of()
     sizes, problem = (), unfit(op)
     if op.name == "dot_general":
@@ -117,7 +120,7 @@ def seen_at(scope: str, op: Op) -> Seen:
             _, *sizes = over.sizes(*shapes)
     sizes = tuple(sizes) if weight else tuple(sizes[::-1])
     line = innermost_own(_compat.current_frames())
-    return Seen(scope, line, op.name, shapes, sizes, problem, weight)
+    return SeenProduct(scope, line, op.name, shapes, sizes, problem, weight)
 
 
 def swapped(numbers: Measured) -> Measured:

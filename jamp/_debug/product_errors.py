@@ -59,11 +59,11 @@ def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
     params = tuple(sorted(op.params.items()))
     products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
     n_left = np.ndim(op.args[0])
-    return jitted(op.primitive, params, n_left, tuple(names), products, scale)
+    return measures_for(op.primitive, params, n_left, tuple(names), products, scale)
 
 
 @functools.lru_cache(maxsize=4096)
-def jitted(
+def measures_for(
     primitive: Primitive,
     params: tuple[tuple[str, Any], ...],
     n_left: int,
@@ -123,8 +123,8 @@ def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Measured:
     left, right = (x.astype(FLOAT32_DTYPE) for x in (left, right))
     exact, size = p.exact(left, right), typical(p.exact, left, right)
     numbers = {
-        "spread x": spread(left, p.contracted[0]),
-        "spread w": spread(right, p.contracted[1]),
+        "spread x": row_spread(left, p.contracted[0]),
+        "spread w": row_spread(right, p.contracted[1]),
         "largest forward": top_of(left, right, exact),
     }
     for name, run in p.candidates.items():
@@ -147,8 +147,8 @@ def backward_numbers(
     sizes = of_x * (w_unit * g_unit), of_w * (x_unit * g_unit)
     axes = range(cotangent.ndim)
     numbers = {
-        "spread g": spread(cotangent, axes[p.n_rows :]),
-        "spread of columns of g": spread(cotangent, axes[: p.n_rows]),
+        "spread g": row_spread(cotangent, axes[p.n_rows :]),
+        "spread of columns of g": row_spread(cotangent, axes[: p.n_rows]),
         "largest backward": top_of(cotangent, *exact),
     }
     for name, run in p.candidates.items():
@@ -194,7 +194,7 @@ def errors(got: jax.Array, exact: jax.Array, size: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(both), jnp.full_like(both, jnp.inf), both)
 
 
-def spread(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def row_spread(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """How many powers of two are between the largest row and the smallest.
 
     Args:

@@ -17,21 +17,35 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from .. import _compat
 from .._autocast.traits import CALLS, ELEMENTWISE, PRESERVING
 from .._scaling import arithmetic
-from .finiteness import FINE, INF, NAN, can_hold_nan, known_mark, mark_of
+from .marks import (
+    FINE,
+    INF,
+    NAN,
+    Branches,
+    Inner,
+    Loop,
+    Marks,
+    Node,
+    Program,
+    RunValue,
+    can_hold_nan,
+    known_mark,
+    mark_of,
+    marks_of,
+)
 from .op_location import OUTERMOST, Around, Location
-from .program import Branches, Inner, Loop, Marks, Node, Program, Value, marks_of
 from .walk import Atom, array, called_by, variables
 
 CHECK = arithmetic.all_finite.__code__
 
-Numbered = tuple[Value, int]  # a value, and its number in the Program
+Numbered = tuple[RunValue, int]  # a value, and its number in the Program
 # The results of an equation, the marks of its bodies, and what these belong to.
-Looped = tuple[list[Value], Marks | Loop | Branches, Inner]
+Looped = tuple[list[RunValue], Marks | Loop | Branches, Inner]
 
 
 def run_marked(
-    jaxpr: ClosedJaxpr, args: Sequence[Value], around: Around = OUTERMOST
-) -> tuple[list[Value], Marks, Program]:
+    jaxpr: ClosedJaxpr, args: Sequence[RunValue], around: Around = OUTERMOST
+) -> tuple[list[RunValue], Marks, Program]:
     """Runs a closed jaxpr. Returns its results, the marks, and what they belong to."""
     recorder = Recorder()
     results = recorder.whole(jaxpr, args, around)
@@ -47,8 +61,8 @@ class Recorder:
         self.inner: list[Marks | Loop | Branches] = []
 
     def whole(
-        self, jaxpr: ClosedJaxpr, args: Sequence[Value], around: Around
-    ) -> list[Value]:
+        self, jaxpr: ClosedJaxpr, args: Sequence[RunValue], around: Around
+    ) -> list[RunValue]:
         """Runs a whole Program; returns its results."""
         for value in args:
             number = self.program.number()
@@ -65,7 +79,9 @@ class Recorder:
         values = jnp.concatenate(blocks) if blocks else jnp.zeros(0, jnp.uint8)
         return Marks(values, tuple(self.inner))
 
-    def mark(self, number: int, value: Value, inputs: Sequence[Value] = ()) -> None:
+    def mark(
+        self, number: int, value: RunValue, inputs: Sequence[RunValue] = ()
+    ) -> None:
         if can_hold_nan(value):
             self.program.slots[number] = len(self.values)
             self.values.append(mark_of(value, *inputs))
@@ -104,7 +120,7 @@ class Recorder:
                     env.pop(variable, None)
         return [read(atom) for atom in jaxpr.jaxpr.outvars]
 
-    def constant(self, value: Value) -> int:
+    def constant(self, value: RunValue) -> int:
         number = self.program.number()
         self.program.constants.add(number)
         if isinstance(value, jax.Array):
@@ -153,11 +169,11 @@ class Recorder:
         self,
         at: Location,
         inputs: Sequence[Numbered],
-        outs: Sequence[Value],
+        outs: Sequence[RunValue],
         is_check: bool,
         inner: Inner | None = None,
         preserves: bool = False,
-        elementwise: Sequence[Value] = (),
+        elementwise: Sequence[RunValue] = (),
     ) -> list[Numbered]:
         program, numbers = self.program, []
         for value in outs:
@@ -186,7 +202,7 @@ def preserves(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in PRESERVING and is_single
 
 
-def scan(eqn: JaxprEqn, values: list[Value], around: Around) -> Looped:
+def run_scan(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
     params = eqn.params
     n_consts, n_carry = _compat.scan_arity(params)
     consts, carry, xs = _split(values, n_consts, n_carry)
@@ -209,7 +225,7 @@ def scan(eqn: JaxprEqn, values: list[Value], around: Around) -> Looped:
     return [*carry, *ys], marks, inner
 
 
-def while_loop(eqn: JaxprEqn, values: list[Value], around: Around) -> Looped:
+def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, carry = _split(values, n_cond, n_body)
@@ -254,7 +270,7 @@ def while_loop(eqn: JaxprEqn, values: list[Value], around: Around) -> Looped:
     return outs, loop, inner
 
 
-def cond(eqn: JaxprEqn, values: list[Value], around: Around) -> Looped:
+def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
     index, *args = values
     jaxprs = eqn.params["branches"]
     programs: dict[int, Program] = {}
@@ -284,10 +300,10 @@ def cond(eqn: JaxprEqn, values: list[Value], around: Around) -> Looped:
     return outs, Branches(index, tuple(marks)), Inner("cond", bodies, skipped=1)
 
 
-LOOPS = {"scan": scan, "while": while_loop, "cond": cond}
+LOOPS = {"scan": run_scan, "while": run_while, "cond": run_cond}
 
 
-def _split(values: list[Value], *sizes: int) -> list[list[Value]]:
+def _split(values: list[RunValue], *sizes: int) -> list[list[RunValue]]:
     parts = []
     for size in sizes:
         parts.append(values[:size])

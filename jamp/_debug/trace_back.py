@@ -16,9 +16,8 @@ from typing import NamedTuple
 import jax
 
 from .._autocast.traits import CHOOSING, MOVES
-from .finiteness import FRESH, INF, NAN
+from .marks import FRESH, INF, NAN, Inner, Loop, Marks, Node, Program
 from .op_location import Location, Site
-from .program import Inner, Loop, Marks, Node, Program
 
 BITCAST = "bitcast_convert_type"
 

@@ -25,7 +25,7 @@ Atom = Var | Literal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Op:
+class WalkedOp:
     """An equation, and where it is."""
 
     eqn: JaxprEqn
@@ -66,7 +66,7 @@ class Op:
 
 def walk(
     jaxpr: Jaxpr, names: dict[Var, str], around: Around = OUTERMOST, times: int = 1
-) -> Iterator[Op]:
+) -> Iterator[WalkedOp]:
     """The ops of an open jaxpr, depth first, in the order in which they run.
 
     Args:
@@ -83,7 +83,7 @@ def walk(
         given = {v: names[v] for v in variables(eqn.invars) if v in names}
         if eqn.primitive.name in MOVES and given:
             names[eqn.outvars[0]] = next(iter(given.values()))
-        inside = held_by(eqn)
+        inside = inner_jaxprs(eqn)
         for inner in inside:
             n = times * int(eqn.params.get("length", 1) or 1)
             inputs = eqn.invars[1:] if eqn.primitive.name == "cond" else eqn.invars
@@ -95,7 +95,7 @@ def walk(
             yield from walk(inner, known, around.inside(eqn, inner), n)
         if not inside:
             arguments = tuple(given.values())
-            yield Op(eqn, around, times, made_by, used_by, arguments)
+            yield WalkedOp(eqn, around, times, made_by, used_by, arguments)
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
@@ -108,7 +108,7 @@ def array(atom: Atom) -> ShapedArray:
     return cast(ShapedArray, atom.aval)
 
 
-def held_by(eqn: JaxprEqn) -> list[Jaxpr]:
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The open jaxprs that an equation runs, except kernels and how it adds two."""
     name = eqn.primitive.name
     if name in LEFT_ALONE or name.startswith(("reduce_", "scatter", "select_and_")):

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.call_stack import find, resolve
-from .._autocast.casting import REGION
 from .._autocast.decision import Action, Reason, Settings, Source, UserRule, UserRules
 from .._autocast.keys import Function
 from .._autocast.ops import DRAW, FLOAT32_NORM, FUNCTIONS, KEPT
 from .._autocast.region import enter
 from .._autocast.rules import loaded
+from .._autocast.trace import REGION
 from .._tree import HALVES
 
 NORMS = tuple(path.removesuffix(".__call__") for path in KEPT["norms"])

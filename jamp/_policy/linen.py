@@ -8,13 +8,12 @@ the stored parameters. `linen_call.py` describes what happens in a call.
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from flax import linen as nn
 
-from .._tree import PyTree
 from .float32_for import FLOAT32_FOR
-from .linen_call import CALLER, RootCall, innermost
+from .linen_call import ACTIVE, CALLER, RootCall, Seen
 from .overrides import Plan, make_plan
 from .policy import Policy
 from .surgery import change_class, methods_of, replaced, subclass
@@ -87,66 +86,39 @@ def with_policy(
 @functools.cache
 def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
     """A subclass whose methods run under a policy."""
-    return Policied(base, plan).made
+    seen: Seen = set()
 
+    def call(module, name, function, args, kwargs):
+        """Calls a method; a call from outside opens the call of a root."""
+        top = ACTIVE.innermost
+        if module.scope is None or (top is not None and top.is_of(module)):
+            return function(module, *args, **kwargs)
+        return RootCall(plan, seen, module, name, function).run(module, args, kwargs)
 
-class Policied:
-    """A module class with a policy, and what its methods do."""
-
-    def __init__(self, base: type[nn.Module], plan: Plan):
-        self.base, self.plan = base, plan
-        self.hits: set[int] = set()  # the overrides that have matched a module
-        methods = methods_of(base, nn.Module)
-        fields = base.__dataclass_fields__
-        self.methods = {
-            name: self.governed(name, function)
-            for name, function in methods.items()
-            if name not in fields
-        }
-        ways_in = {
-            name: nn.nowrap(replaced(name, getattr(nn.Module, name), self.enter))
-            for name in WAYS_IN
-        }
-        namespace = {"_jamp_plan": plan} | self.methods | ways_in
-        self.made = subclass(base, namespace, (policied_linen, (base, plan)))
-
-    def governed(self, name: str, function: Callable) -> Callable:
+    def governed(name, function):
         """A method that runs the function under the policy.
 
         Without `nn.nowrap` Flax would run setup with the parameters as stored.
         """
-        return nn.nowrap(replaced(name, function, self.call))
+        return nn.nowrap(replaced(name, function, call))
 
-    def enter(
-        self,
-        module: nn.Module,
-        name: str,
-        function: Callable,
-        args: tuple,
-        kwargs: dict,
-    ) -> PyTree:
-        """Calls `apply` or `init`, and gives a `method=` without a policy this one."""
+    def enter(module, name, function, args, kwargs):
+        """Calls `apply` or `init` with a `method=` that is under the policy.
+
+        It may be `Model.encode`, a private method, or a function of the module.
+        """
         given = kwargs.get("method")
-        given = getattr(given, "__func__", given)
-        if isinstance(given, str) and given not in self.methods:
-            given = getattr(self.base, given, given)
-        known = getattr(given, "__name__", "")
-        if callable(given) and given is not vars(self.made).get(known):
-            # Model.encode, a private method, or a function of the module.
-            kwargs["method"] = self.governed(known, given)
+        if isinstance(given, str):
+            given = getattr(made, given, given)
+        if callable(given):
+            given = getattr(given, "__func__", given)
+            kwargs["method"] = governed(getattr(given, "__name__", ""), given)
         return function(module, *args, **kwargs)
 
-    def call(
-        self,
-        module: nn.Module,
-        name: str,
-        function: Callable,
-        args: tuple,
-        kwargs: dict,
-    ) -> PyTree:
-        """Calls a method; a call from outside opens the call of a root."""
-        top = innermost()
-        if module.scope is None or (top is not None and top.is_of(module)):
-            return function(module, *args, **kwargs)
-        root = RootCall(self.plan, self.hits, module, name, function)
-        return root.run(module, args, kwargs)
+    methods = methods_of(base, nn.Module)
+    namespace = {name: governed(name, f) for name, f in methods.items()}
+    for name in WAYS_IN:
+        namespace[name] = nn.nowrap(replaced(name, getattr(nn.Module, name), enter))
+    rebuild = (policied_linen, (base, plan))
+    made = subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
+    return made

@@ -5,8 +5,6 @@ the box, and opening it casts the parameter.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import jax
 from flax.core import meta
@@ -15,9 +13,7 @@ from .._tree import PyTree, cast_floating
 from .compute_dtype import COMPUTE_DTYPE
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CastOnUse(meta.AxisMetadata):
     """A parameter, perhaps with a sharding annotation, that is cast when it is read."""
@@ -52,32 +48,21 @@ class CastOnUse(meta.AxisMetadata):
         return self.unbox()[index]
 
 
-def opened(variables: PyTree) -> PyTree:
-    """The parameters as modules see them."""
-    return each_box(lambda x: x.unbox(), variables)
+def is_box(x: object) -> bool:
+    return isinstance(x, CastOnUse)
 
 
 def without_boxes(variables: PyTree) -> PyTree:
     """The parameters as they are stored."""
-    return each_box(lambda x: x.value, variables)
-
-
-def each_box(function: Callable, variables: PyTree) -> PyTree:
-    def is_box(x):
-        return isinstance(x, CastOnUse)
-
     return jax.tree.map(
-        lambda x: function(x) if is_box(x) else x, variables, is_leaf=is_box
+        lambda x: x.value if is_box(x) else x, variables, is_leaf=is_box
     )
 
 
 def boxed(variables: PyTree) -> PyTree:
     """The parameters in boxes, each with its sharding annotation inside."""
-
-    def put(x):
-        return x if isinstance(x, CastOnUse) else CastOnUse(x)
-
-    def is_boxed(x):
-        return isinstance(x, meta.AxisMetadata)
-
-    return jax.tree.map(put, variables, is_leaf=is_boxed)
+    return jax.tree.map(
+        lambda x: x if is_box(x) else CastOnUse(x),
+        variables,
+        is_leaf=lambda x: isinstance(x, meta.AxisMetadata),
+    )

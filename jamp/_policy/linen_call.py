@@ -29,9 +29,9 @@ from flax.core import lift
 
 from .._tree import PyTree, cast_floating
 from .compute_dtype import COMPUTE_DTYPE
-from .linen_box import boxed, opened, without_boxes
+from .linen_box import boxed, without_boxes
 from .module_call import ModuleCall
-from .overrides import ROOT, Place, Plan, check_all_used, pattern_of, place_of
+from .overrides import ROOT, Place, Plan, check_all_used, has_policy, place_of
 
 CALLER = "jamp.linen.with_policy"
 
@@ -39,6 +39,7 @@ CALLER = "jamp.linen.with_policy"
 BY_PATH = (nn.WeightNorm, nn.SpectralNorm)
 
 Path = tuple[str, ...]
+Seen = set[tuple[str, type]]  # the paths and classes of modules
 
 
 class Active(NamedTuple):
@@ -54,25 +55,20 @@ class Active(NamedTuple):
         return same_class and self.module.path == module.path
 
 
-class Stack(threading.local):
-    """The modules that are being called in one thread, the innermost last."""
+class Calls(threading.local):
+    """The innermost module that is being called in one thread."""
 
-    def __init__(self):
-        self.modules: list[Active] = []
-
-
-ACTIVE = Stack()
+    innermost: Active | None = None
 
 
-def innermost() -> Active | None:
-    return ACTIVE.modules[-1] if ACTIVE.modules else None
+ACTIVE = Calls()
 
 
 class RootCall:
     """One call of a module that was given a policy.
 
     Args:
-      hits: the overrides that matched a module in any call; this one adds its own.
+      seen: the modules that any call came to; this one adds its own.
       module: the root.
       function: its method, as the user wrote it.
     """
@@ -80,21 +76,21 @@ class RootCall:
     def __init__(
         self,
         plan: Plan,
-        hits: set[int],
+        seen: Seen,
         module: nn.Module,
         method: str,
         function: Callable,
     ):
-        self.plan, self.hits, self.path = plan, hits, module.path
+        self.plan, self.seen, self.path = plan, seen, module.path
         self.method, self.function = method, function
         self.initializing = module.is_initializing()
         self.casts = not self.initializing
         self.places: dict[str, Place] = {}  # the modules that were called
         if self.initializing and method == "__call__":
-            hits.clear()  # of other models of the class
-        self.place = place_of(plan, "", module, Place(plan.policy, ROOT), hits)
-        top = innermost()
-        self.place_around = None if top is None else top.place
+            seen.clear()  # of other models of the class
+        self.place = place_of(plan, "", module, Place(plan.policy, ROOT))
+        top = ACTIVE.innermost
+        self.around = None if top is None else top.place
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> PyTree:
         """Calls the method on the root, from the outside."""
@@ -107,7 +103,7 @@ class RootCall:
             init=self.initializing,  # then it runs `inside` twice
         )
         with contextlib.ExitStack() as contexts:
-            if self.place_around is None:  # otherwise the interceptor is already there
+            if self.around is None:  # otherwise the interceptor is already there
                 contexts.enter_context(nn.intercept_methods(intercept))
             contexts.enter_context(self.active(module, self.place))
             for_setup = self.place.policy.compute_dtype
@@ -124,8 +120,9 @@ class RootCall:
             out = bound(*args, **kwargs)
             self.casts = True  # for the second time that `init` comes here
             return out
-        places = self.place, self.place_around
-        call = self.governed(module, self.method, *places, ends=True)
+        call = ModuleCall(
+            self.plan, module, self.method, self.place, self.around, ends=True
+        )
         return call.run(bound, args, kwargs)
 
     def call_module(
@@ -139,7 +136,7 @@ class RootCall:
     ) -> PyTree:
         """Calls a method of a module inside, with the casts of its place's policy."""
         outer = self.outer_place(module.path, caller)
-        place = place_of(self.plan, self.name_of(module.path), module, outer, self.hits)
+        place = place_of(self.plan, self.name_of(module.path), module, outer)
         with self.active(module, place):
             if not self.casts:
                 return function(*args, **kwargs)
@@ -150,41 +147,25 @@ class RootCall:
             if isinstance(module, BY_PATH) and method == "__call__":
                 function = functools.partial(with_open_boxes, module)
             ends = place != caller.place
-            call = self.governed(module, method, place, caller.place, ends, loops)
+            call = ModuleCall(
+                self.plan, module, method, place, caller.place, ends, loops
+            )
             return call.run(function, args, kwargs)
-
-    def governed(
-        self,
-        module: nn.Module,
-        method: str,
-        place: Place,
-        around: Place | None,
-        ends: bool,
-        loops: bool = False,
-    ) -> ModuleCall:
-        """A call from one place to another; `ends` if the policy ends at the module."""
-        return ModuleCall(
-            module,
-            method,
-            compute_dtype=place.policy.compute_dtype,
-            output_dtype=place.policy.output_dtype if ends else None,
-            dtype_around=None if around is None else around.policy.compute_dtype,
-            float32_for=self.plan.float32_for,
-            loops=loops,
-        )
 
     @contextlib.contextmanager
     def active(self, module: nn.Module, place: Place) -> Iterator[None]:
-        """Puts a module on the stack, and notes its place."""
-        top, name = innermost(), self.name_of(module.path)
-        shared = top is not None and top.module.path == module.path
+        """Makes a module the innermost one, and notes its place."""
+        outer, name = ACTIVE.innermost, self.name_of(module.path)
+        shared = outer is not None and outer.module.path == module.path
         if shared or name not in self.places:  # nn.share_scope: the inner one's
             self.places[name] = place
-        ACTIVE.modules.append(Active(self, module, place))
+        # Each call of a transformation makes a class, which is not kept.
+        self.seen.add((name, type(module) if self.initializing else object))
+        ACTIVE.innermost = Active(self, module, place)
         try:
             yield
         finally:
-            ACTIVE.modules.pop()
+            ACTIVE.innermost = outer
 
     def name_of(self, path: Path) -> str:
         """The path below the root, such as "encoder/Dense_0"."""
@@ -198,10 +179,8 @@ class RootCall:
             start, place = len(self.path), self.places[""]
         for depth in range(start + 1, len(path)):
             name = self.name_of(path[:depth])
-            if name in self.places:
-                place = self.places[name]
-            else:  # not called yet, so that its class is not known
-                place = place_of(self.plan, name, None, place, set())
+            found = self.places.get(name)  # None if it is still to be called
+            place = found or place_of(self.plan, name, None, place)
         return place
 
     def stored(self, variables: PyTree) -> PyTree:
@@ -222,21 +201,18 @@ class RootCall:
     def check_used(self, module: nn.Module) -> None:
         """Raises for an override that matches no module, as far as this call can tell.
 
-        `init` calls all modules. Other calls may skip some, so they only compare paths
-        with those of the variables, and remember every override that matched once.
+        `init` calls all modules. Other calls may skip some, so they only compare paths,
+        also with those of the variables and of the modules that were called before.
         """
-        paths = set(self.places)
+        known = self.seen.copy()
         for tree in module.variables.values():
             for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 names = names_in(path)
-                paths |= {"/".join(names[:depth]) for depth in range(len(names))}
-        for index, (key, _) in enumerate(self.plan.overrides):
-            if isinstance(key, str):
-                if any(map(pattern_of(key).search, paths)):
-                    self.hits.add(index)
-            elif not self.initializing:
-                self.hits.add(index)
-        check_all_used(CALLER, self.plan, self.hits, paths)
+                known |= {("/".join(names[:i]), object) for i in range(len(names))}
+        keys = [key for key, _ in self.plan.overrides]
+        if not self.initializing:
+            keys = [key for key in keys if isinstance(key, str)]
+        check_all_used(CALLER, keys, known)
 
 
 def names_in(path: jax.tree_util.KeyPath) -> list[str]:
@@ -250,16 +226,13 @@ def intercept(
     context: nn.module.InterceptorContext,
 ) -> PyTree:
     """Flax calls this for each method of each module."""
-    module, method, top = context.module, context.method_name, ACTIVE.modules[-1]
-    if module.scope is None:
+    module, method, top = context.module, context.method_name, ACTIVE.innermost
+    if module.scope is None or top is None:
         return function(*args, **kwargs)
     if top.is_of(module):  # it calls itself, or is the copy of a transformation
-        ACTIVE.modules[-1] = top._replace(module=module)
-        try:
+        with top.root.active(module, top.place):
             return function(*args, **kwargs)
-        finally:
-            ACTIVE.modules[-1] = top
-    if hasattr(type(module), "_jamp_plan") or not hasattr(type(module), method):
+    if has_policy(module) or not hasattr(type(module), method):
         # It has its own policy, or a transformation made it to call a function.
         return function(*args, **kwargs)
     return top.root.call_module(top, module, method, function, args, kwargs)
@@ -272,7 +245,8 @@ def with_open_boxes(module: nn.Module, *args, **kwargs) -> PyTree:
         return module(*args, **kwargs)
 
     initializing = module.is_initializing()
-    run = nn.map_variables(run, "params", trans_in_fn=opened, mutable=initializing)
+    unbox = nn.meta.unbox
+    run = nn.map_variables(run, "params", trans_in_fn=unbox, mutable=initializing)
     return run(module, *args, **kwargs)
 
 

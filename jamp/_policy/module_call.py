@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx
 
 from .._tree import PyTree, cast_floating
 from .compute_dtype import COMPUTE_DTYPE
 from .float32_region import advised, float32_region
+from .overrides import Place, Plan
 
 # They read the parameters of the layer inside, and write them.
 WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
@@ -27,33 +27,31 @@ STATEFUL = (nnx.Pytree, nnx.Variable)  # a cast copy of these would lose its sta
 class ModuleCall(NamedTuple):
     """A call of a module's method under a policy."""
 
+    plan: Plan
     module: nn.Module | nnx.Module
     method: str
-    compute_dtype: np.dtype
-    output_dtype: np.dtype | None  # None where the policy continues: no cast of results
-    dtype_around: np.dtype | None  # the calling module's; None if no policy governs it
-    float32_for: frozenset[str]
+    place: Place
+    around: Place | None  # the calling module's; None if no policy governs that
+    ends: bool  # whether the policy ends here: otherwise results are not cast
     loops: bool = False  # whether this is a step of a loop over the module
 
     def run(self, function: Callable, args: tuple, kwargs: dict) -> PyTree:
         """Calls the function with the policy's casts."""
-        dtype = self.compute_dtype
+        dtype = self.place.policy.compute_dtype
         carry, inputs = self.split_carry(args)
         inputs, kwargs = cast_floating((inputs, kwargs), dtype, STATEFUL)
         with contextlib.ExitStack() as contexts:
             reads = None if isinstance(self.module, WRITERS) else dtype
             contexts.enter_context(COMPUTE_DTYPE(reads))
-            if self.dtype_around is None:
+            if self.around is None:
                 contexts.enter_context(advised())
-            if self.dtype_around is None or self.dtype_around != dtype:
-                functions = self.float32_for - {"norms"}  # norms are modules here
+            if self.around is None or self.around.policy.compute_dtype != dtype:
+                functions = self.plan.float32_for - {"norms"}  # norms are modules here
                 contexts.enter_context(float32_region(dtype, functions))
             out = function(*carry, *inputs, **kwargs)
-        if carry:
-            out = (in_dtypes_of(carry[0], out[0]), *out[1:])
-        if self.output_dtype is not None:
-            out = cast_floating(out, self.output_dtype, STATEFUL)
-        return as_carried(out, args[0]) if self.loops else out
+        if self.ends:
+            out = cast_floating(out, self.place.policy.output_dtype, STATEFUL)
+        return as_carried(out, args[0]) if carry or self.loops else out
 
     def split_carry(self, args: tuple) -> tuple[tuple, tuple]:
         """A recurrent cell's carry, which keeps its dtype, and the other inputs."""

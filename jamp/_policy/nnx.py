@@ -19,7 +19,15 @@ from .._tree import PyTree, cast_floating
 from .compute_dtype import COMPUTE_DTYPE
 from .float32_for import FLOAT32_FOR
 from .module_call import ModuleCall
-from .overrides import ROOT, Place, Plan, check_all_used, make_plan, place_of
+from .overrides import (
+    ROOT,
+    Place,
+    Plan,
+    check_all_used,
+    has_policy,
+    make_plan,
+    place_of,
+)
 from .policy import Policy
 from .surgery import (
     change_class,
@@ -27,7 +35,6 @@ from .surgery import (
     methods_of,
     replaced,
     subclass,
-    variable_type,
 )
 
 M = TypeVar("M", bound=nnx.Module)
@@ -106,58 +113,50 @@ def with_policy(
     model = nnx.clone(model)
     places = assign(model, plan)
     for path, module in list(nnx.iter_modules(model)):
-        if (around_and_own := places[path]) is not None:
-            outer, place = around_and_own
-            cls = policied(type(module), plan, place, place != outer)
-            change_class(module, cls)
+        if (place := places[path]) is not None:
+            ends = not path or place != nearest(path[:-1], places)
+            change_class(module, policied(type(module), plan, place, ends))
             if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
                 module.dtype = None  # by default it is the stored parameter's dtype
     for path, variable in list(nnx.iter_graph(model)):
-        if is_param(variable) and (found := nearest(path, places)):
-            dtype = found[1].policy.param_dtype
-            raw = cast_floating(variable.get_raw_value(), dtype)
+        if is_param(variable) and (place := nearest(path, places)):
+            raw = variable.get_raw_value()
+            raw = cast_floating(raw, place.policy.param_dtype)
             variable.set_raw_value(raw)
     cast_parameters_on_use(model)
     return model
 
 
 Path = tuple[Hashable, ...]
-Places = dict[Path, tuple[Place | None, Place] | None]
+Places = dict[Path, Place | None]
+
+
+def joined(path: Path) -> str:
+    return "/".join(map(str, path))
 
 
 def is_param(node: object) -> bool:
     return isinstance(node, nnx.Param)
 
 
-def has_policy(module: nnx.Module) -> bool:
-    return hasattr(type(module), "_jamp_place")
-
-
-def nearest(path: Path, places: Places) -> tuple[Place | None, Place] | None:
-    """The places at the longest prefix of a path that has an entry."""
+def nearest(path: Path, places: Places) -> Place | None:
+    """The place at the longest prefix of a path that has an entry."""
     starts = (path[:depth] for depth in range(len(path), -1, -1))
     return next(places[start] for start in starts if start in places)
 
 
 def assign(model: nnx.Module, plan: Plan) -> Places:
-    """For each module, the place of the one around it and its own place.
-
-    It is None for modules that already have a policy, and for those inside.
-    """
-    hits: set[int] = set()
+    """Each module's place, or None if it is or is in one that has a policy already."""
     places: Places = {}
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
     for path, module in modules:
-        around = nearest(path[:-1], places) if path else (None, None)
-        if has_policy(module) or around is None:
+        outer = nearest(path[:-1], places) if path else Place(plan.policy, ROOT)
+        if outer is None or has_policy(module):
             places[path] = None
-            continue
-        name = "/".join(map(str, path))
-        outer = around[1]
-        base = outer or Place(plan.policy, ROOT)
-        places[path] = outer, place_of(plan, name, module, base, hits)
-    names = ("/".join(map(str, path)) for path, _ in modules)
-    check_all_used(CALLER, plan, hits, names)
+        else:
+            places[path] = place_of(plan, joined(path), module, outer)
+    seen = {(joined(path), type(module)) for path, module in modules}
+    check_all_used(CALLER, (key for key, _ in plan.overrides), seen)
     return places
 
 
@@ -173,43 +172,29 @@ ACTIVE = Active()
 
 
 @functools.cache
-def policied(base: type, plan: Plan, place: Place, boundary: bool) -> type:
-    """A subclass whose methods run under a policy.
-
-    Args:
-      boundary: whether the module around it has another place.
-    """
+def policied(base: type, plan: Plan, place: Place, ends: bool) -> type:
+    """A subclass whose methods run under a policy, which perhaps ends at the module."""
     if issubclass(base, nnx.List | nnx.Dict):
         return base  # containers
-    policy = place.policy
-    output_dtype = policy.output_dtype if boundary else None
 
     def call(module, name, function, args, kwargs):
         inside, around = ACTIVE.module, ACTIVE.place
-        if inside is module or (boundary and type(inside) is type(module)):
+        if inside is module or (ends and type(inside) is type(module)):
             return function(module, *args, **kwargs)  # itself, or a copy under jit
         if inside is None:  # perhaps just merged from a plain model's state
             cast_parameters_on_use(module)
             ACTIVE.rounded = Memory()
         ACTIVE.module, ACTIVE.place = module, place
         try:
-            dtype_around = None if around is None else around.policy.compute_dtype
-            governed = ModuleCall(
-                module,
-                name,
-                policy.compute_dtype,
-                output_dtype,
-                dtype_around,
-                plan.float32_for,
-            )
+            governed = ModuleCall(plan, module, name, place, around, ends)
             return governed.run(functools.partial(function, module), args, kwargs)
         finally:
             ACTIVE.module, ACTIVE.place = inside, around
 
     methods = methods_of(base, nnx.Module)
     namespace = {name: replaced(name, f, call) for name, f in methods.items()}
-    rebuild = (policied, (base, plan, place, boundary))
-    return subclass(base, namespace | {"_jamp_place": place}, rebuild)
+    rebuild = (policied, (base, plan, place, ends))
+    return subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
 
 
 def cast_parameters_on_use(model: nnx.Module) -> None:
@@ -225,12 +210,23 @@ def cast_parameters_on_use(model: nnx.Module) -> None:
 @functools.cache
 def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
     """A subclass of a Variable type that casts when it is read in a call."""
-    rebuild = (cast_on_use, (base,))
-    return variable_type(base, rebuild, is_cast=is_cast, read=as_read, write=as_stored)
 
+    def get_value(self, **kwargs):
+        return as_read(self, base.get_value(self, **kwargs))
 
-def is_cast() -> bool:
-    return COMPUTE_DTYPE.value is not None
+    def set_value(self, value, **kwargs):
+        base.set_value(self, as_stored(self, value), **kwargs)
+
+    def __getattr__(self, name):
+        value = base.__getattr__(self, name)  # metadata, or an attribute of the array
+        if COMPUTE_DTYPE.value is None or name in self.get_metadata():
+            return value
+        return getattr(self.get_value(), name)
+
+    methods = {f.__name__: f for f in (get_value, set_value, __getattr__)}
+    made = subclass(base, methods, (cast_on_use, (base,)))
+    made.__module__ = "jamp.nnx"  # tells the two apart in messages
+    return made
 
 
 def as_read(variable: nnx.Variable, value: PyTree) -> PyTree:
@@ -262,7 +258,7 @@ def rounded_write(variable: nnx.Variable) -> str:
     """The message about a parameter that is written after a read in fewer bits."""
     module = ACTIVE.module
     found = (path for path, node in nnx.iter_graph(module) if node is variable)
-    name, kind = "/".join(map(str, next(found, ("?",)))), type(module).__name__
+    name, kind = joined(next(found, ("?",))), type(module).__name__
     stored = variable.get_raw_value().dtype
     read = COMPUTE_DTYPE.value
     return ROUNDED_WRITE.format(CALLER, kind, name, read, stored, kind)

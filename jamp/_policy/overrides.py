@@ -19,7 +19,6 @@ from .._checks import shown
 from .float32_for import check_float32_for
 from .float32_region import norm_classes
 from .policy import Policy, get_policy
-from .surgery import is_changed
 
 ROOT, NORM = -1, -2
 
@@ -61,7 +60,7 @@ def make_plan(
     """Checks the arguments of `with_policy` for modules that derive from `base`."""
     if not isinstance(module, base):
         raise TypeError(NO_MODULE.format(caller, shown(module)))
-    if is_changed(module):
+    if has_policy(module):
         raise ValueError(
             f"{caller}: the module already has a policy; pass the plain module, and "
             "all overrides at once."
@@ -94,15 +93,15 @@ def make_plan(
     return Plan(get_policy(policy), tuple(rows), check_float32_for(float32_for))
 
 
-def place_of(
-    plan: Plan, path: str, module: object, outer: Place, hits: set[int]
-) -> Place:
-    """The place of a module that another one calls; notes the overrides."""
-    keys = enumerate(key for key, _ in plan.overrides)
-    found = [i for i, key in keys if matches(key, path, module)]
-    hits.update(found)
-    if found:
-        return Place(plan.overrides[found[0]][1], found[0])
+def has_policy(module: object) -> bool:
+    return hasattr(type(module), "_jamp_plan")
+
+
+def place_of(plan: Plan, path: str, module: object, outer: Place) -> Place:
+    """The place of a module that another one calls."""
+    for index, (key, own) in enumerate(plan.overrides):
+        if matches(key, path, module):
+            return Place(own, index)
     policy, full = outer.policy, jnp.dtype("float32")
     narrow = jnp.finfo(policy.compute_dtype).bits < 32
     if "norms" in plan.float32_for and narrow and isinstance(module, norm_classes()):
@@ -123,12 +122,17 @@ pattern_of = functools.cache(PathPattern)
 
 
 def check_all_used(
-    caller: str, plan: Plan, hits: Collection[int], paths: Iterable[str]
+    caller: str, keys: Iterable[str | type], modules: Collection[tuple[str, type]]
 ) -> None:
-    """Raises ValueError if an override matches nothing, with the nearest paths."""
-    unused = [key for i, (key, _) in enumerate(plan.overrides) if i not in hits]
-    if unused:
-        known = sorted(set(paths) - {""})
+    """Raises ValueError if a key matches no path and class, with the nearest paths."""
+
+    def is_used(key: str | type) -> bool:
+        if isinstance(key, str):
+            return any(pattern_of(key).search(path) for path, _ in modules)
+        return any(issubclass(cls, key) for _, cls in modules)
+
+    if unused := [key for key in keys if not is_used(key)]:
+        known = sorted({path for path, _ in modules} - {""})
         near = [
             path
             for key in unused

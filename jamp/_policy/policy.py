@@ -134,10 +134,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(Policy):
-            given = getattr(self, field.name)
-            dtype = _dtype_or_problem(given, f"Policy({field.name}=...)")
-            if isinstance(dtype, str):
-                raise ValueError(dtype)
+            dtype = _dtype(getattr(self, field.name), f"Policy({field.name}=...)")
             object.__setattr__(self, field.name, dtype)
 
     def cast_to_param(self, tree: Tree) -> Tree:
@@ -232,11 +229,15 @@ def get_policy(policy_name: str | Policy) -> Policy:
         return policy_name
     if not isinstance(policy_name, str):
         raise TypeError(f"policy_name must be a string; got {policy_name!r}.")
-    text = NAMED.get(policy_name.strip(), policy_name)
+    try:
+        return _parsed(NAMED.get(policy_name.strip(), policy_name))
+    except ValueError as error:
+        raise ValueError(BAD_STRING.format(policy_name, error)) from None
+
+
+def _parsed(text: str) -> Policy:
     if "=" not in text:
-        dtype = _dtype_or_problem(text.strip(), "Policy")
-        if isinstance(dtype, str):
-            raise ValueError(BAD_STRING.format(policy_name, dtype))
+        dtype = _dtype(text.strip(), "Policy")
         return Policy(dtype, dtype, dtype)
     found: dict[str, np.dtype] = {}
     for part in text.split(","):
@@ -244,12 +245,10 @@ def get_policy(policy_name: str | Policy) -> Policy:
         field = KEYS.get(key)
         if field is None or field in found:
             problem = "Unknown key" if field is None else "Second value for key"
-            problem = f"{problem} {key!r}; the keys are 'params', 'compute', 'output'."
-            raise ValueError(BAD_STRING.format(policy_name, problem))
-        dtype = _dtype_or_problem(value, key)
-        if isinstance(dtype, str):
-            raise ValueError(BAD_STRING.format(policy_name, dtype))
-        found[field] = dtype
+            raise ValueError(
+                f"{problem} {key!r}; the keys are 'params', 'compute', 'output'."
+            )
+        found[field] = _dtype(value, key)
     param = found.get("param_dtype", jnp.dtype("float32"))
     compute = found.get("compute_dtype", param)
     return Policy(param, compute, found.get("output_dtype", compute))
@@ -272,23 +271,22 @@ def _dtype_named(value: DTypeLike | None) -> np.dtype | None:
     return None if is_other else dtype  # "f16" is sixteen bytes, "float" float64
 
 
-def _dtype_or_problem(value: DTypeLike | None, where: str) -> np.dtype | str:
-    """The floating dtype that a user means, or the message about what is wrong."""
+def _dtype(value: DTypeLike | None, where: str) -> np.dtype:
+    """The floating dtype that a user means. Raises ValueError for anything else."""
     if isinstance(value, str) and value == "half":
         return half_dtype()
+    dtype = _dtype_named(value)
     if isinstance(value, str) and value in NAMED:
         problem = f"{value!r} is a policy, not a dtype; write get_policy({value!r})."
-        return f"{where}: {problem}"
-    dtype = _dtype_named(value)
-    if dtype is None:
+    elif dtype is None:
         names = [*DTYPES, "half", *(NAMED if where == "Policy" else ())]
         near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4)
         there_are = "similar names:" if near else "the names are"
-        problem = f"Unknown dtype {brief(value)}; {there_are} "
-        return f"{where}: {problem}{', '.join(near or names)}."
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
-        return (
-            f"{where}: {dtype} is not a floating dtype; use one of "
-            f"{', '.join(DTYPE_NAMES)}. Integers and bools are never cast."
-        )
-    return dtype
+        there_are = f"{there_are} {', '.join(near or names)}."
+        problem = f"Unknown dtype {brief(value)}; {there_are}"
+    elif not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
+        problem = f"{dtype} is not a floating dtype; use one of "
+        problem += f"{', '.join(DTYPE_NAMES)}. Integers and bools are never cast."
+    else:
+        return dtype
+    raise ValueError(f"{where}: {problem}")

@@ -72,7 +72,7 @@ class Active(threading.local):
     """The module that is being called, and its path."""
 
     module: nnx.Module | None = None
-    path: str | None = None
+    path: str = ""
 
 
 ACTIVE = Active()
@@ -86,11 +86,9 @@ def scoped(base: type, path: str) -> type:
         outer, around = ACTIVE.module, ACTIVE.path
         if outer is module:  # a method that calls another one, or that of a base
             return function(module, *args, **kwargs)
-        inside = around is not None and path.startswith(f"{around}/")
-        scope = path.removeprefix(f"{around}/") if inside else path
         ACTIVE.module, ACTIVE.path = module, path
         try:
-            with jax.named_scope(scope):
+            with jax.named_scope(path.removeprefix(f"{around}/")):
                 return function(module, *args, **kwargs)
         finally:
             ACTIVE.module, ACTIVE.path = outer, around

@@ -24,10 +24,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from flax import nnx
-
 C = TypeVar("C")
-Value = TypeVar("Value")
 
 # Takes a module, a method's name and function, its arguments and keyword arguments.
 MethodCall = Callable[..., object]
@@ -78,14 +75,11 @@ def methods_of(base: type, root: type) -> dict[str, Callable]:
     found = {}
     for name in dir(base):
         method = inspect.getattr_static(base, name)
-        public = name == "__call__" or not name.startswith("_")
-        inherited = name != "__call__" and hasattr(root, name)
+        users = name == "__call__" or not (name.startswith("_") or hasattr(root, name))
         binds = callable(method) or isinstance(method, functools.partialmethod)
-        if not (public and binds and hasattr(method, "__get__")) or inherited:
-            continue
-        if isinstance(method, type | staticmethod) or hasattr(method, "nowrap"):
-            continue
-        found[name] = method if inspect.isfunction(method) else unbound(method)
+        other = isinstance(method, type | staticmethod) or hasattr(method, "nowrap")
+        if users and binds and hasattr(method, "__get__") and not other:
+            found[name] = method if inspect.isfunction(method) else unbound(method)
     return found
 
 
@@ -109,38 +103,3 @@ def replaced(name: str, function: Callable, call: MethodCall) -> Callable:
         return call(self, name, function, args, kwargs)
 
     return functools.update_wrapper(method, function, updated=())
-
-
-def variable_type(
-    base: type[nnx.Variable[Value]],
-    rebuild: tuple[Callable, tuple],
-    *,
-    is_cast: Callable[[], bool],
-    read: Callable[[nnx.Variable[Value], Value], Value],
-    write: Callable[[nnx.Variable[Value], Value], Value],
-) -> type[nnx.Variable[Value]]:
-    """A subclass of an NNX Variable's type that casts its value on reads and writes.
-
-    Args:
-      rebuild: as for `subclass`.
-      is_cast: returns whether values are cast here.
-      read: `read(variable, value)` is what code gets for a value that was read.
-      write: `write(variable, value)` is what is stored for a value that code writes.
-    """
-
-    def get_value(self, **kwargs):
-        return read(self, base.get_value(self, **kwargs))
-
-    def set_value(self, value, **kwargs):
-        base.set_value(self, write(self, value), **kwargs)
-
-    def __getattr__(self, name):
-        value = base.__getattr__(self, name)  # metadata, or an attribute of the array
-        if not is_cast() or name in self.get_metadata():
-            return value
-        return getattr(self.get_value(), name)
-
-    namespace = {"get_value": get_value, "set_value": set_value}
-    made = subclass(base, namespace | {"__getattr__": __getattr__}, rebuild)
-    made.__module__ = "jamp.nnx"  # tells the two apart in messages
-    return made

@@ -1,9 +1,7 @@
 """Scaling, checking and unscaling, equal to torch's bit for bit.
 
-Pure functions that know neither optimizers nor modules:
-
-* `scale(x, loss_scale)` is `outputs * scale` in `torch.amp.GradScaler.scale`;
-* `all_finite` and `unscale` are `torch._amp_foreach_non_finite_check_and_unscale_`.
+`scale` is the product in `torch.amp.GradScaler.scale`. `all_finite` and `unscale` are
+`torch._amp_foreach_non_finite_check_and_unscale_`.
 """
 
 import functools
@@ -16,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._tree import Flag, PyTree, dtype_of, is_inexact, widened
+from .._tree import Flag, PyTree, T, dtype_of, is_inexact, widened
 from .mesh import everywhere, may_be_split, on_all
 from .rule import SMALLEST_SCALE
 
@@ -35,13 +33,6 @@ def scale(x: ArrayLike, loss_scale: jax.Array) -> jax.Array:
     The product is formed in float32 at least. An array with dimensions keeps its
     dtype; a scalar is promoted to float32, so that a float16 loss above 1 does not
     overflow at a scale of 2**16. Integers become float32. Wider dtypes stay.
-
-    Args:
-      x: array or scalar of any numeric dtype and shape.
-      loss_scale: float32 [].
-
-    Returns:
-      An array of the shape of `x`.
     """
     dtype = dtype_of(x) if is_inexact(x) else jnp.dtype(jnp.float32)
     product = _times(jnp.asarray(x, widened(dtype)), loss_scale)
@@ -52,11 +43,8 @@ def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> Fl
     """Whether no floating or complex leaf holds an inf or nan: bool [].
 
     Check *scaled* gradients, before they are multiplied by the inverse scale: an
-    overflow in that product does not count in torch either.
-
-    Args:
-      tree: pytree of scaled gradients.
-      axis_name: mapped axis or axes over which all replicas must be finite.
+    overflow in that product does not count in torch either. With `axis_name`, all
+    replicas must be finite.
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
     return on_all(everywhere(_all_finite, leaves), axis_name)
@@ -105,13 +93,8 @@ def unscale(tree: PyTree, inverse: InverseScale) -> PyTree:
     zero what the scale has saved. Complex leaves are multiplied part by part. Integer,
     bool, `float0` and missing leaves do not change.
 
-    Args:
-      tree: pytree of scaled gradients.
-      inverse: from `invert`. Call that outside a `skip.run_or_hold`, so that the scalar
-        arithmetic is not repeated for every element inside.
-
-    Returns:
-      A tree of the same structure and shapes.
+    Call `invert` outside a `skip.run_or_hold`, so that the scalar arithmetic is not
+    repeated for every element inside.
     """
 
     def unscale_leaf(leaf: ArrayLike) -> ArrayLike:
@@ -121,6 +104,16 @@ def unscale(tree: PyTree, inverse: InverseScale) -> PyTree:
         return _times(_times(wide, inverse.inverse), inverse.shift)
 
     return jax.tree.map(unscale_leaf, tree)
+
+
+def unscale_as_before(tree: T, inverse: InverseScale) -> T:
+    """The same, with every leaf in its own dtype."""
+
+    def as_before(new: ArrayLike, old: ArrayLike) -> ArrayLike:
+        same = new is old or dtype_of(new) == dtype_of(old)
+        return new if same else lax.convert_element_type(new, dtype_of(old))
+
+    return jax.tree.map(as_before, unscale(tree, inverse), tree)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:

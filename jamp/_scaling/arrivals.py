@@ -1,90 +1,165 @@
-"""What `jamp.step` gives to an optimizer, and what of it arrives at a loss scale.
+"""What of the gradients that `jamp.step` gives to an optimizer arrives at a loss scale.
 
 The loss scale may be one member of a chain. What stands in front of it sees scaled
-gradients, and what stands behind it moves parameters on a skipped step. `jamp.step`
-knows the gradients that it was given, so it can tell.
+gradients, and so does what a mask or a condition leaves to others. No value shows this;
+the program of the update does, in which a loss scale marks what it gets and returns.
 """
 
-import contextlib
-import threading
-from collections.abc import Generator
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import optax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from .._tree import PyTree, is_inexact
-from .optimizer_stages import current_trace
+from .._tree import PyTree, dtype_of, is_inexact, path_text
+from .traced import NEEDS_VALUES, RUN_ONCE, Traced
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
 scale. What stands in front of it, such as optax.clip_by_global_norm, sees scaled \
 gradients, and its result is divided by the scale. Put it inside: \
 jamp.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optimizer))."""
 
+PASSED_BY = """jamp.step: the scaled gradient at {} is used, although it did not pass \
+through the loss scale: a mask around that (optax.masked) passes on what it leaves \
+out. Put the loss scale outside: jamp.dynamic_loss_scale(optax.masked(...)). To freeze \
+a parameter, give it optax.set_to_zero(), as one of the optimizers of \
+optax.multi_transform."""
 
-class Watch:
-    """One call of an optimizer's `update`: which leaves go in, arrive and come out.
+# Whether loss scales mark what they get. JAX keys its caches by it: without, a jitted
+# update would be taken from a cache, with the marks or without them.
+MARKED: Any = getattr(jax, "make_user_context", lambda default: None)(False)
+GIVEN, RETURNED = "jamp: to a loss scale", "jamp: from a loss scale"
 
-    Leaves are recognized by identity, which a jitted function or a conditional around
-    the loss scale does not keep: there, nothing is known.
+
+def marked(what: str, tree: optax.Updates) -> optax.Updates:
+    """The same gradients or updates, recognizable if a program is read for them."""
+    if MARKED is None or not MARKED.value:
+        return tree
+
+    def mark(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+        name = what + path_text(path)
+        return checkpoint_name(leaf, name) if is_inexact(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(mark, tree)
+
+
+class Origin(enum.Enum):
+    """What a value in a program is, unless it is a gradient: then, its place."""
+
+    OTHER = enum.auto()
+    OF_GRADIENTS = enum.auto()  # but not of one that passed through a loss scale
+    OF_LOSS_SCALE = enum.auto()  # an update, as a loss scale returned it
+
+
+Origins = list[Origin | int]
+
+
+def arrivals(
+    update: Callable[[optax.Updates], optax.Updates], grads: optax.Updates
+) -> tuple[bool, bool]:
+    """Whether a loss scale runs, and whether all updates are as it returned them.
+
+    Of an update that JAX cannot trace, nothing is known.
+
+    Raises:
+      ValueError: a gradient is changed before it arrives, or used without arriving.
     """
-
-    def __init__(self, grads: optax.Updates):
-        self._trace, self._alive = current_trace(), [grads]  # ids stay unique
-        self._given = {id(leaf): id(leaf) for leaf in jax.tree.leaves(grads)}
-        self._arrived, self._made = set[int](), set[int]()
-        self.ran, self.is_blind = False, False
-
-    def arrive(self, grads: optax.Updates) -> None:
-        """A loss scale got these: ValueError if they are not those that went in."""
-        self.ran = True
-        if self._trace != current_trace():
-            self.is_blind = True
-            return
-        for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-            if is_inexact(leaf) and id(leaf) not in self._given:
-                at = jax.tree_util.keystr(path) or "the root"
-                raise ValueError(CHANGED.format(at))
-            self._arrived.add(self._given.get(id(leaf), 0))
-
-    def leave(self, updates: optax.Updates) -> None:
-        """A loss scale returned these, which move nothing on a skipped step."""
-        self._alive.append(updates)
-        self._made |= set(map(id, jax.tree.leaves(updates)))
-
-    def widen(self, grads: optax.Updates, wide: optax.Updates) -> None:
-        """Gradients were cast to float32, which a loss scale would do too."""
-        self._alive.append(wide)
-        for old, new in zip(jax.tree.leaves(grads), jax.tree.leaves(wide), strict=True):
-            if id(old) in self._given:
-                self._given[id(new)] = self._given[id(old)]
-
-    def passed_by(self, leaf: PyTree) -> bool:
-        """Whether a gradient has not arrived at a loss scale."""
-        return self.ran and not self.is_blind and id(leaf) not in self._arrived
-
-    def has_made(self, update: PyTree) -> bool:
-        """Whether an update is as a loss scale returned it."""
-        return id(update) in self._made
-
-
-class Active(threading.local):
-    """The call of `jamp.step` that runs now, in this thread."""
-
-    watch: Watch | None = None
-
-
-_active = Active()
-
-
-def current() -> Watch | None:
-    return _active.watch
-
-
-@contextlib.contextmanager
-def watching(watch: Watch) -> Generator[None]:
-    """Lets the loss scales inside an optimizer tell what arrives at them."""
-    before, _active.watch = _active.watch, watch
+    if MARKED is None:
+        return True, False
     try:
-        yield
-    finally:
-        _active.watch = before
+        with MARKED(True):
+            program = Traced(update, grads)
+    except NEEDS_VALUES:
+        return True, False
+    given = jax.tree_util.tree_leaves_with_path(grads)
+    start: Origins = [
+        place if is_inexact(leaf) else Origin.OTHER
+        for place, (_, leaf) in enumerate(given)
+    ]
+    arrived: list[tuple[str, Origin | int]] = []
+    found = followed(program.closed.jaxpr, start, arrived)
+    for at, origin in arrived:
+        if not isinstance(origin, int):
+            raise ValueError(CHANGED.format(at))
+    made = jax.tree_util.tree_leaves_with_path(program.shapes)
+    for origin, (path, _) in zip(found, made, strict=True):
+        if arrived and is_of_gradients(origin):
+            path = given[origin][0] if isinstance(origin, int) else path
+            raise ValueError(PASSED_BY.format(path_text(path)))
+    return bool(arrived), set(found) <= {Origin.OF_LOSS_SCALE}
+
+
+def is_of_gradients(origin: Origin | int) -> bool:
+    return isinstance(origin, int) or origin is Origin.OF_GRADIENTS
+
+
+def followed(
+    jaxpr: Jaxpr, inputs: Origins, arrived: list[tuple[str, Origin | int]]
+) -> Origins:
+    """The origin of each output. `arrived` gets those of what loss scales are given."""
+    known: dict[Var, Origin | int] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def origin_of(atom: Var | Literal) -> Origin | int:
+        return Origin.OTHER if isinstance(atom, Literal) else known[atom]
+
+    known |= dict.fromkeys(jaxpr.constvars, Origin.OTHER)
+    for eqn in jaxpr.eqns:
+        sources, name = list(map(origin_of, eqn.invars)), eqn.primitive.name
+        if name == "name" and (of := mark_of(eqn)):
+            what, at = of
+            if what == GIVEN:
+                arrived.append((at, sources[0]))
+            ends = [Origin.OTHER if what == GIVEN else Origin.OF_LOSS_SCALE]
+        elif name in RUN_ONCE:
+            inner = eqn.params["jaxpr"]
+            ends = followed(getattr(inner, "jaxpr", inner), sources, arrived)
+        elif name == "cond":
+            branches = (b.jaxpr for b in eqn.params["branches"])
+            ends = [followed(branch, sources[1:], arrived) for branch in branches]
+            ends = list(map(joined, zip(*ends, strict=True)))
+        elif name == "convert_element_type" and not narrows(eqn):
+            ends = sources  # master weights widen, as a loss scale does
+        elif holds_mark(eqn):  # in a loop, for example: nothing is known
+            ends = [Origin.OTHER] * len(eqn.outvars)
+        else:
+            if name == "select_n":
+                sources = sources[1:]
+            used = any(map(is_of_gradients, sources))
+            ends = [Origin.OF_GRADIENTS if used else Origin.OTHER] * len(eqn.outvars)
+        for variable, end in zip(eqn.outvars, ends, strict=True):
+            # A flag or a count, such as whether all are finite, is not scaled.
+            aval: Any = variable.aval
+            known[variable] = end if is_inexact(aval) else Origin.OTHER
+    return list(map(origin_of, jaxpr.outvars))
+
+
+def joined(origins: Sequence[Origin | int]) -> Origin | int:
+    """The origin of one of several values."""
+    if len(set(origins)) == 1:
+        return origins[0]
+    used = any(map(is_of_gradients, origins))
+    return Origin.OF_GRADIENTS if used else Origin.OTHER
+
+
+def narrows(eqn: JaxprEqn) -> bool:
+    given, made = (dtype_of(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+    return given.itemsize > made.itemsize
+
+
+def mark_of(eqn: JaxprEqn) -> tuple[str, str] | None:
+    """Which mark a named value has, and the path it was made at."""
+    name = eqn.params["name"]
+    found = [mark for mark in (GIVEN, RETURNED) if name.startswith(mark)]
+    return (found[0], name.removeprefix(found[0])) if found else None
+
+
+def holds_mark(eqn: JaxprEqn) -> bool:
+    """Whether a loss scale runs in a function that an op holds."""
+    return any(
+        (inner.primitive.name == "name" and mark_of(inner)) or holds_mark(inner)
+        for jaxpr in jaxprs_in_params(eqn.params)
+        for inner in jaxpr.eqns
+    )

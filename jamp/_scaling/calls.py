@@ -9,12 +9,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .._checks import shown
 from .._tree import PyTree, T, check_leaves
 from .rule import LossScaleState
-from .state import DynamicLossScaleState, describe, find_states, scalars_of
+from .skip import check_same
+from .state import (
+    DynamicLossScaleState,
+    check_not_stacked,
+    describe,
+    find_states,
+    scalars_of,
+)
 
 ARRAYS_OF_THE_STATE = """ Keep arrays alone in the state; for an Equinox model, \
 write params, static = eqx.partition(model, eqx.is_inexact_array), put params into the \
@@ -23,9 +29,6 @@ state, and call eqx.combine(params, static) in the step."""
 NO_SCALE = """{}: the state holds no loss scale; found {}. The first argument of the \
 step must hold the state of an optimizer in jamp.dynamic_loss_scale, or an argument \
 must be a GradScaler."""
-
-STACKED = """{}: the loss scale at {} must be one number; got shape {}. For stacked \
-states use jax.vmap of the step with retries."""
 
 
 class Call:
@@ -58,9 +61,8 @@ class Call:
         if not found:
             raise ValueError(NO_SCALE.format(caller, describe(self.state)))
         check_leaves(self.state, f"{caller}: the state", ARRAYS_OF_THE_STATE)
-        for path, node in found.items():
-            if shape := jnp.shape(scalars_of(node).loss_scale):
-                raise ValueError(STACKED.format(caller, path, shape))
+        for node in found.values():
+            check_not_stacked(scalars_of(node)._asdict(), caller)
 
     def run(self, state: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         """The state after the step, and what else it returned."""
@@ -92,3 +94,13 @@ def with_scales(state: T, scales: Sequence[LossScaleState]) -> T:
         return node._replace(**next(remaining)._asdict()) if is_scale(node) else node
 
     return jax.tree.map(replaced, state, is_leaf=is_scale)
+
+
+def attempt(
+    call: Call, state: T, inputs: PyTree
+) -> tuple[T, PyTree, list[LossScaleState]]:
+    """One run of a step: the state after it, its other results, the loss scales."""
+    # New containers: changes that a step makes in place do not reach the next one.
+    new, aux = call.run(*jax.tree.map(lambda leaf: leaf, (state, inputs)))
+    check_same(new, state, f"{call.caller}: step")
+    return new, aux, scales_of(new)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._tree import PyTree, dtype_of, is_inexact
+from .._tree import PyTree, dtype_of, is_inexact, partition
 from . import arithmetic
 from .arithmetic import InverseScale
 
@@ -49,11 +49,8 @@ def _at_scale(
 ) -> Callable[..., PyTree]:
     @functools.wraps(loss_fn)
     def scaled(params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
-        leaves, tree = jax.tree.flatten(params)
-        places = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
-        given = _unscaling([leaves[i] for i in places], inverse)
-        filled = dict(enumerate(leaves)) | dict(zip(places, given, strict=True))
-        value = loss_fn(tree.unflatten(filled.values()), *args, **kwargs)
+        inexact, rebuilt = partition(params, is_inexact)
+        value = loss_fn(rebuilt(_unscaling(inexact, inverse)), *args, **kwargs)
         return jax.tree.map(
             lambda v: _scaling(v, loss_scale) if is_inexact(v) else v, value
         )

@@ -33,7 +33,7 @@ EIGHT_BITS = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 LOWEST = -126  # exponent of a scale: below it, scales or their inverses are subnormal
 NOT_FINITE = 255  # the scale's byte of a block with an inf or nan
 
-Axes = tuple[str, ...]
+Names = tuple[str, ...]
 
 
 class Means(NamedTuple):
@@ -137,7 +137,7 @@ def from_rows(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def average(
     rows: Sequence[jax.Array],
-    axes: Axes,
+    axes: Names,
     dtype: np.dtype,
     carried: Sequence[jax.Array] | None = None,
 ) -> Means:
@@ -166,7 +166,7 @@ def average(
     )
 
 
-def scatter(sent: Sequence[jax.Array], axes: Axes, dtype: np.dtype) -> list[jax.Array]:
+def scatter(sent: Sequence[jax.Array], axes: Names, dtype: np.dtype) -> list[jax.Array]:
     """The means of this device's parts: uint8 [devices, ...] each -> float32 [...]."""
     received = lax.all_to_all(_joined(sent, 1), axes, 0, 0, tiled=True)
     # Divided first: a mean overflows only where a gradient does.
@@ -177,7 +177,7 @@ def scatter(sent: Sequence[jax.Array], axes: Axes, dtype: np.dtype) -> list[jax.
 
 
 def scatter_along(
-    x: jax.Array, dim: int, axes: Axes, dtype: np.dtype, block: int
+    x: jax.Array, dim: int, axes: Names, dtype: np.dtype, block: int
 ) -> jax.Array:
     """This device's part of the mean of an array that is sharded along a dimension."""
     devices = lax.axis_size(axes)
@@ -189,7 +189,7 @@ def scatter_along(
     return jnp.moveaxis(own, 0, dim)
 
 
-def narrowed(x: jax.Array, dtype: np.dtype) -> jax.Array:
+def clipped_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """float32 in another dtype, whose range x may exceed after rounding to 8 bits."""
     largest = float(jnp.finfo(dtype).max)
     if largest < float(jnp.finfo(x.dtype).max):

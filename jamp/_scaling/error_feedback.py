@@ -11,14 +11,14 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import axis_names, positive, shown
-from .._tree import PyTree, check_leaves, dtype_of
+from .._tree import PyTree, check_leaves, dtype_of, path_text
 from . import eight_bits
-from .check_gradients import is_hole
 from .mean import check_varying, is_sent, pmean
 from .mesh import is_mapped, mapped
 from .state import check_state
+from .transformation import is_hole
 
-CALLER = "error_feedback's update"
+UPDATE = "error_feedback's update"
 OTHER = """{}: the state must be that of one device, for these gradients; it has {}. \
 Shard it over the devices, with P(axis_name) in the specs of shard_map, and start with \
 a new one if the gradients or the number of devices changed."""
@@ -167,15 +167,15 @@ class Feedback(NamedTuple):
         self, updates: PyTree, state: PyTree, params: PyTree = None
     ) -> tuple[optax.Updates, ErrorFeedbackState]:
         del params
-        axes = mapped(self.names, CALLER)
+        axes = mapped(self.names, UPDATE)
         if lax.axis_size(axes) != self.devices:
             raise ValueError(
-                f"{CALLER}: devices must be {lax.axis_size(axes)}, the number of "
+                f"{UPDATE}: devices must be {lax.axis_size(axes)}, the number of "
                 f"devices along {axes}; got {self.devices}."
             )
-        check_varying(updates, axes, CALLER)
+        check_varying(updates, axes, UPDATE)
         leaves, tree = jax.tree.flatten(updates, is_leaf=is_hole)
-        own, means = parts_of(state, updates, leaves, tree, self.devices)
+        own, means = arrays_of(state, updates, leaves, tree, self.devices)
         sent = [i for i, x in enumerate(leaves) if not is_hole(x) and is_sent(x)]
         rows, carried = [], []
         for i in sent:
@@ -186,14 +186,14 @@ class Feedback(NamedTuple):
         found = eight_bits.average(rows, axes, self.dtype, carried) if sent else ()
         for i, whole, lost_here, lost_of_mean in zip(sent, *found, strict=True):
             shape, dtype = jnp.shape(leaves[i]), dtype_of(leaves[i])
-            new[i] = eight_bits.narrowed(eight_bits.from_rows(whole, shape), dtype)
+            new[i] = eight_bits.clipped_to(eight_bits.from_rows(whole, shape), dtype)
             own[i] = eight_bits.from_rows(lost_here, shape)[None]
             means[i] = lost_of_mean.reshape(1, -1)[:, : means[i].shape[1]]
         kept = ErrorFeedbackState(tree.unflatten(own), tree.unflatten(means))
         return tree.unflatten(new), kept
 
 
-def parts_of(
+def arrays_of(
     state: PyTree, grads: PyTree, leaves: list, tree: Any, devices: int
 ) -> tuple[list, list]:
     """The state's arrays in the order of the gradients' leaves.
@@ -201,11 +201,11 @@ def parts_of(
     Raises:
       ValueError: the state is not that of one device, for these gradients.
     """
-    check_state(state, ErrorFeedbackState, CALLER)
+    check_state(state, ErrorFeedbackState, UPDATE)
     try:
         parts = tree.flatten_up_to(state.own), tree.flatten_up_to(state.means)
     except ValueError as error:
-        raise ValueError(OTHER.format(CALLER, f"another tree: {error}")) from error
+        raise ValueError(OTHER.format(UPDATE, f"another tree: {error}")) from error
     paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_hole)
     for (path, _), leaf, *found in zip(paths, leaves, *parts, strict=True):
         if is_hole(leaf) or not is_sent(leaf):
@@ -213,7 +213,7 @@ def parts_of(
         expected = (1, *jnp.shape(leaf)), (1, -(-jnp.size(leaf) // devices))
         shapes = tuple(None if is_hole(x) else jnp.shape(x) for x in found)
         if shapes != expected:
-            at = jax.tree_util.keystr(path) or "the root"
+            at = path_text(path)
             told = f"shapes {shapes} at {at}, not {expected}"
-            raise ValueError(OTHER.format(CALLER, told))
+            raise ValueError(OTHER.format(UPDATE, told))
     return parts

@@ -1,6 +1,5 @@
 """`find_loss_scale`: finds a first scale without losing batches."""
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,16 +10,16 @@ import numpy as np
 from jax import lax
 
 from .._checks import is_traced, shown
-from .._tree import PyTree
+from .._tree import PyTree, partition
 from .arithmetic import power_of_two
-from .attempts import attempt, call_of
-from .calls import Call, scales_of, with_scales
+from .calls import Call, attempt, scales_of, with_scales
 from .mesh import on_every_replica, varying_like
-from .program import Program
+from .retry import call_of
 from .rule import LossScaleState
+from .traced import Traced
 
 LOWEST, HIGHEST = -126, 32  # exponents
-MARK = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
+NOT_STEPPED = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
 
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
 there is an inf or nan in the batch, the parameters or the loss. \
@@ -111,17 +110,12 @@ def search(call: Call) -> list[LossScaleState]:
       ValueError: the step does not scale its loss, or is not finite at any scale (the
         latter only outside a trace).
     """
-    leaves, tree = jax.tree.flatten(call.inputs)
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-    arrays = list(itertools.compress(leaves, is_array))
+    # Other leaves, such as `train=True`, do not change.
+    is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
+    arrays, rebuilt = partition(call.inputs, is_array)
 
-    def run(
-        state: PyTree, arrays: list[jax.Array | np.ndarray]
-    ) -> tuple[jax.Array, jax.Array]:
-        given = iter(arrays)  # other leaves, such as `train=True`, do not change
-        both = zip(leaves, is_array, strict=True)
-        all_leaves = [next(given) if is_one else leaf for leaf, is_one in both]
-        return bisect(call, state, tree.unflatten(all_leaves))
+    def run(state: PyTree, arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
+        return bisect(call, state, rebuilt(arrays))
 
     is_inside = any(map(is_traced, jax.tree.leaves((call.state, call.inputs))))
     exponents, asked = (run if is_inside else jax.jit(run))(call.state, arrays)
@@ -146,11 +140,11 @@ def bisect(call: Call, state: PyTree, inputs: PyTree) -> tuple[jax.Array, jax.Ar
       if the scale is disabled, or if its optimizer does not step.
     """
 
-    def once(tried: list[LossScaleState]) -> list[LossScaleState]:
+    def step_at(tried: list[LossScaleState]) -> list[LossScaleState]:
         return attempt(call, with_scales(state, tried), inputs)[2]
 
-    old, mark = scales_of(state), jnp.uint32(MARK)
-    scales_after = Program(once, old)
+    old, mark = scales_of(state), jnp.uint32(NOT_STEPPED)
+    scales_after = Traced(step_at, old)
     check_scales_its_loss(scales_after, call.caller)
 
     def halve(
@@ -189,19 +183,19 @@ def is_too_high(tried: LossScaleState, new: LossScaleState) -> jax.Array:
 
 
 def check_scales_its_loss(
-    program: Program[[list[LossScaleState]], list[LossScaleState]], caller: str
+    once: Traced[[list[LossScaleState]], list[LossScaleState]], caller: str
 ) -> None:
     """Raises ValueError if `found_inf` cannot depend on the scale of its state.
 
     A step that does not use a scale returns the `found_inf` that it was given.
 
     Args:
-      program: from loss scales to those after a step.
+      once: from loss scales to those after a step.
       caller: the function that a user called.
     """
     fields = LossScaleState._fields
-    for start in range(0, len(program.shapes) * len(fields), len(fields)):
+    for start in range(0, len(once.shapes) * len(fields), len(fields)):
         place = {name: start + i for i, name in enumerate(fields)}
-        used = program.used_inputs(place["found_inf"])
+        used = once.used_inputs(place["found_inf"])
         if not used[place["found_inf"]] and not used[place["loss_scale"]]:
             raise ValueError(NOT_SCALED.format(caller=caller))

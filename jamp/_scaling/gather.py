@@ -193,7 +193,7 @@ def _gather_backward(how: How, like: jax.Array, grad: jax.Array) -> tuple[jax.Ar
         # Cast first: eight bits clip and round, and could make an overflow finite.
         grad = lax.convert_element_type(grad, dtype_of(like))
         grad = _in_eight_bits(how, how.reduce_dtype, grad)
-        return (eight_bits.narrowed(grad, dtype_of(like)),)
+        return (eight_bits.clipped_to(grad, dtype_of(like)),)
     if how.reduce_dtype is not None and is_floating and grad.size:
         grad = lax.convert_element_type(grad, how.reduce_dtype)
     # Divided first, as in torch: a mean overflows only where a gradient does.

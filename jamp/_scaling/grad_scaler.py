@@ -12,24 +12,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from .._checks import axis_names, check_count, flag, is_traced, number, shown
+from .._checks import axis_names, check_count, flag, is_traced, shown
 from .._tree import PyTree, T
-from . import arithmetic, rule
+from . import arithmetic, rule, skip
 from .derivatives import CLOSURES
 from .nnx_grads import (
-    ScaledStep,
+    Update,
     check_own_gradients,
     own_gradients,
-    unscale_own,
-    update_if,
+    with_own,
 )
 from .optimizer_stages import Iteration, Record, Stage, references
 from .rule import LossScaleConfig, LossScaleState
 from .state import scalars_of
+from .traced import check_read
 
 NO_STEP = (
     "No inf checks were recorded prior to update. Call scaler.step(optimizer, model, "
@@ -190,7 +189,7 @@ class GradScaler(nnx.Pytree):
         own = own_gradients(optimizer, grads)
         finite = arithmetic.all_finite(own, self._axis_name)
         inverse = arithmetic.invert(self.loss_scale[...])
-        unscaled = unscale_own(optimizer, grads, inverse)
+        unscaled = with_own(grads, arithmetic.unscale_as_before(own, inverse))
         went_in, came_out = references(own), references(unscaled)
         self._iteration.add(
             Record(optimizer, Stage.UNSCALED, finite, went_in, came_out)
@@ -234,19 +233,26 @@ class GradScaler(nnx.Pytree):
                 "step() has already been called since the last update()."
             )
         own = own_gradients(optimizer, grads)
-        with self._iteration.set_aside():  # the model may hold the scaler
-            check_own_gradients(optimizer, model, grads, own)
-        if record is None:
-            inverse = arithmetic.invert(self.loss_scale[...])
-            with self._iteration.set_aside():
-                step = ScaledStep(optimizer, model, grads, kwargs, self._axis_name)
-            finite, unscaled = step.finite, lambda: step.unscaled(inverse)
-        else:
-            record.check_unscaled(own)
-            finite, unscaled = record.finite, lambda: (grads, kwargs)
         iteration = self._iteration
-        with iteration.set_aside():
-            update_if(finite, optimizer, model, unscaled)
+        with iteration.set_aside():  # the model may hold the scaler
+            check_own_gradients(optimizer, model, grads, own)
+            update = Update(optimizer, model, grads, own, kwargs)
+            given, run = update.given, update.run
+            if record is None:
+                inverse = arithmetic.invert(self.loss_scale[...])
+                finite, run = check_read(
+                    lambda scaled: update.run(
+                        arithmetic.unscale_as_before(scaled, inverse)
+                    ),
+                    given,
+                    functools.partial(arithmetic.all_finite, axis_name=self._axis_name),
+                )
+            else:
+                record.check_unscaled(own)
+                finite = record.finite
+            given = skip.harmless(finite, given)
+            new = skip.run_or_hold(finite, lambda: run(given), lambda _: update.old)
+            update.write(new)
             self._iteration = iteration  # NNX puts a new one into a scaler it updates
         iteration.add(Record(optimizer, Stage.STEPPED, finite))
         return jnp.logical_not(finite)
@@ -267,7 +273,7 @@ class GradScaler(nnx.Pytree):
             return
         self._iteration.check_trace()
         if new_scale is not None:
-            self.loss_scale[...] = as_scale("new_scale", new_scale)
+            self.loss_scale[...] = rule.as_scale("new_scale", new_scale)
         else:
             flags = [record.finite for record in self._iteration.records.values()]
             if not flags:
@@ -386,7 +392,7 @@ class GradScaler(nnx.Pytree):
                 f"state_dict lacks {', '.join(sorted(missing))}; it has "
                 f"{', '.join(map(str, state_dict))}. Pass what state_dict() returned."
             )
-        scale = as_scale("scale", state_dict["scale"])
+        scale = rule.as_scale("scale", state_dict["scale"])
         tracker = check_count("_growth_tracker", state_dict["_growth_tracker"])
         left = state_dict.get("_hysteresis_tracker", self._config.hysteresis)
         left = check_count("_hysteresis_tracker", left)
@@ -411,15 +417,3 @@ class GradScaler(nnx.Pytree):
     def _set_scalars(self, state: LossScaleState) -> None:
         for name, value in state._asdict().items():
             getattr(self, name)[...] = value
-
-
-def as_scale(name: str, value: ArrayLike) -> jax.Array:
-    """A scale from the user, as float32 []."""
-    if np.size(value) != 1:
-        raise ValueError(
-            f"{name} must be a number or one element; got shape {np.shape(value)}."
-        )
-    if is_traced(value):
-        return number(name, jnp.reshape(value, []), float).astype(jnp.float32)
-    value = np.asarray(value).item()
-    return jnp.asarray(rule.check_scale(name, value), jnp.float32)

@@ -16,11 +16,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._tree import PyTree, check_leaves, dtype_of, is_half, widen
-from .arrivals import current
-from .check_gradients import check_gradients_match, is_hole
 from .state import MasterWeightsState, check_state, explained, keeps_master_weights
-from .transformation import as_transformation
-from .unread import never_moved
+from .traced import never_moved
+from .transformation import as_transformation, check_gradients_match, is_hole
 
 
 def master_weights(
@@ -118,8 +116,6 @@ def master_weights(
             wide = widen(updates)
             update = functools.partial(inner.update, **extra_args)
             check_copied(known, params, update, wide, state.inner_state, full)
-            if (watch := current()) is not None:
-                watch.widen(updates, wide)
             updates, inner_state = inner.update(
                 wide, state.inner_state, full, **extra_args
             )

@@ -9,12 +9,12 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._checks import positive
-from .._tree import PyTree, T, check_leaves, dtype_of, is_inexact
+from .._tree import PyTree, T, check_leaves, dtype_of, is_inexact, path_text
 from . import eight_bits
 from .mesh import mapped, varying_axes
 
-SUMMED = """{caller}: the gradient at {at} does not vary over {axes}: JAX has already \
-summed it there, in its own dtype. Take the gradient of parameters that vary: \
+NOT_VARYING = """{caller}: the gradient at {at} does not vary over {axes}: JAX has \
+already summed it there, in its own dtype. Take the gradient of parameters that vary: \
 jax.lax.pcast(params, {axes!r}, to="varying"), before jax.grad."""
 
 
@@ -97,7 +97,7 @@ def mean(
         if not is_sent(leaf):
             return pmean(leaf, axes)
         whole = eight_bits.from_rows(next(means), jnp.shape(leaf))
-        return eight_bits.narrowed(whole, dtype_of(leaf))
+        return eight_bits.clipped_to(whole, dtype_of(leaf))
 
     return tree.unflatten(map(mean_of, leaves))
 
@@ -131,5 +131,5 @@ def check_varying(grads: PyTree, axes: tuple[str, ...], caller: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         same = tuple(a for a in known if a not in varying_axes(leaf))
         if same and is_inexact(leaf):
-            at = jax.tree_util.keystr(path) or "the root"
-            raise ValueError(SUMMED.format(caller=caller, at=at, axes=same))
+            at = path_text(path)
+            raise ValueError(NOT_VARYING.format(caller=caller, at=at, axes=same))

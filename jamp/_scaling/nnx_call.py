@@ -13,7 +13,7 @@ from .._tree import PyTree
 from .calls import Call
 from .state import DynamicLossScaleState
 
-NO_SCALE = """{}: no argument of the step holds a loss scale; got {}. Pass the \
+NO_OBJECT = """{}: no argument of the step holds a loss scale; got {}. Pass the \
 GradScaler as an argument."""
 
 STATIC = """{}: step must change nothing in its objects but the values of Variables. \
@@ -50,7 +50,7 @@ class NNXCall(Call):
         self.places = [path for path, node in nodes if isinstance(node, holders)]
         if not self.places:
             got = ", ".join(type(arg).__name__ for arg in given.values())
-            raise ValueError(NO_SCALE.format(caller, got))
+            raise ValueError(NO_OBJECT.format(caller, got))
         self.graph, state = nnx.split(self.objects)
         self.state = self.pure(state)
 
@@ -71,16 +71,16 @@ class NNXCall(Call):
     def pure(self, state: nnx.State[Hashable, PyTree]) -> PyTree:
         """A state of NNX as a pytree, with the loss scales as in optax."""
 
-        def marked(node: nnx.State[Hashable, PyTree]) -> DynamicLossScaleState:
-            bare = {"inner_state": None}  # of a `GradScaler`
-            return DynamicLossScaleState(**(bare | dict(node)))
+        def marked(node: Any) -> DynamicLossScaleState:
+            fields: dict[str, Any] = {"inner_state": None}  # of a `GradScaler`
+            return DynamicLossScaleState(**(fields | dict(node)))
 
         return self._in_places(marked, nnx.as_pure(state))
 
     def of_nnx(self, state: PyTree) -> PyTree:
         """The reverse."""
 
-        def unmarked(node: DynamicLossScaleState) -> nnx.State[Hashable, PyTree]:
+        def unmarked(node: DynamicLossScaleState) -> nnx.State[str, PyTree]:
             fields = node._asdict()
             if node.inner_state is None:
                 del fields["inner_state"]

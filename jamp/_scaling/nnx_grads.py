@@ -1,24 +1,21 @@
-"""The gradients of an NNX optimizer: select its own, check them, unscale them.
+"""The gradients of an NNX optimizer: select its own, check them, update with them.
 
 An optimizer owns the parameters that its `wrt` filter selects. As in torch, only their
 gradients are checked and unscaled for it. So two optimizers may share one model and one
 tree of gradients.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._checks import is_traced, shown
-from .._tree import Flag, PyTree, T, check_leaves, dtype_of, is_inexact
-from . import arithmetic, skip
-from .arithmetic import InverseScale
-from .check_gradients import check_gradients_match
+from .._checks import shown
+from .._tree import PyTree, T, check_leaves, dtype_of, is_inexact, path_text
 from .state import check_not_scaled_yet
-from .unread import chosen, only, reads
+from .transformation import check_gradients_match
 
 Own = nnx.State[Hashable, PyTree]
 
@@ -47,7 +44,7 @@ def own_gradients(optimizer: nnx.Optimizer[Any], grads: PyTree) -> Own:
         if dtype_of(leaf) == jnp.float16:
             raise ValueError(
                 "Attempting to unscale FP16 gradients. The gradient at "
-                f"{jax.tree_util.keystr(path) or 'the root'} is float16: keep the "
+                f"{path_text(path)} is float16: keep the "
                 "parameters in float32 and cast them on use, or use "
                 "jamp.dynamic_loss_scale, which unscales in float32."
             )
@@ -81,21 +78,6 @@ def check_own_gradients(
     check_gradients_match(nnx.as_pure(own), params, "GradScaler.step")
 
 
-def unscale_own(
-    optimizer: nnx.Optimizer[Any], grads: PyTree, inverse: InverseScale
-) -> PyTree:
-    """Gradients with the optimizer's own divided by the scale, in their dtypes."""
-    own: Own = nnx.state(grads, optimizer.wrt)
-    return with_own(grads, unscaled_as_before(own, inverse))
-
-
-def unscaled_as_before(grads: T, inverse: InverseScale) -> T:
-    def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
-        return new if dtype_of(new) == dtype_of(old) else new.astype(dtype_of(old))
-
-    return jax.tree.map(as_before, arithmetic.unscale(grads, inverse), grads)
-
-
 def with_own(grads: PyTree, own: Own) -> PyTree:
     """The gradients with other ones for the optimizer's own."""
     result = jax.tree.map(lambda leaf: leaf, grads)  # new Variables
@@ -103,10 +85,11 @@ def with_own(grads: PyTree, own: Own) -> PyTree:
     return result
 
 
-class ScaledStep:
-    """The scaled gradients of one step, of which those that the update reads count.
+class Update:
+    """`optimizer.update(model, grads, **kwargs)` as a function of its gradients.
 
-    An argument named `grad`, of line searches, is a gradient like the others.
+    An argument named `grad`, of line searches, is a gradient like the others. NNX
+    refuses to write into objects of an outer trace, so copies are updated.
     """
 
     def __init__(
@@ -114,57 +97,22 @@ class ScaledStep:
         optimizer: nnx.Optimizer[T],
         model: T,
         grads: PyTree,
+        own: Own,
         kwargs: dict[str, Any],
-        axis_name: tuple[str, ...] | None,
     ):
-        self._grads, self._kwargs = grads, kwargs
+        self._objects, self._grads, self._kwargs = (optimizer, model), grads, kwargs
+        self._graph, state = nnx.split(self._objects)
+        self.old = nnx.as_pure(state)
         derivatives = {name: kwargs[name] for name in kwargs if name == "grad"}
-        self._given = nnx.state(grads, optimizer.wrt), derivatives
-        if not any(map(is_traced, jax.tree.leaves(self._given))):
-            finite = arithmetic.all_finite(self._given, axis_name)
-            if not is_traced(finite) and finite:
-                self.finite = finite
-                return
-        graph, state = nnx.split((optimizer, model))
+        self.given = own, derivatives
 
-        def update(given: tuple[Own, dict[str, PyTree]]) -> PyTree:
-            optimizer, model = nnx.merge(graph, nnx.as_pure(state))  # new Variables
-            optimizer.update(model, with_own(grads, given[0]), **(kwargs | given[1]))
-            return nnx.as_pure(nnx.state((optimizer, model)))
+    def run(self, given: tuple[Own, dict[str, PyTree]]) -> PyTree:
+        """The state of the objects after the update."""
+        optimizer, model = nnx.merge(self._graph, self.old)
+        own, derivatives = given
+        grads = with_own(self._grads, own)
+        optimizer.update(model, grads, **(self._kwargs | derivatives))
+        return nnx.as_pure(nnx.state((optimizer, model)))
 
-        used = reads(update, self._given)
-        self._given = only(used, self._given)
-        self.finite = arithmetic.all_finite(chosen(used, self._given), axis_name)
-
-    def unscaled(self, inverse: InverseScale) -> tuple[PyTree, dict[str, Any]]:
-        """The gradients divided by the scale, and the arguments of the update."""
-        own, derivatives = unscaled_as_before(self._given, inverse)
-        return with_own(self._grads, own), self._kwargs | derivatives
-
-
-def update_if(
-    finite: Flag,
-    optimizer: nnx.Optimizer[T],
-    model: T,
-    arguments: Callable[[], tuple[PyTree, dict[str, Any]]],
-) -> None:
-    """`optimizer.update(model, grads, **kwargs)` if finite, for `arguments()`."""
-
-    def run(optimizer: nnx.Optimizer[T], model: T) -> None:
-        grads, kwargs = arguments()
-        optimizer.update(model, skip.harmless(finite, grads), **kwargs)
-
-    if not is_traced(finite):
-        if finite:
-            run(optimizer, model)
-        return
-    graph, old = nnx.split((optimizer, model))
-    old = nnx.as_pure(old)
-
-    def run_on_copies() -> PyTree:
-        copies = nnx.merge(graph, old)
-        run(*copies)
-        return nnx.as_pure(nnx.state(copies))
-
-    new = skip.run_or_hold(finite, run_on_copies, lambda like: old)
-    nnx.update((optimizer, model), new)
+    def write(self, state: PyTree) -> None:
+        nnx.update(self._objects, state)

@@ -122,7 +122,7 @@ class Iteration:
 
     def check_trace(self) -> None:
         """Raises RuntimeError if the records are from another trace, and drops them."""
-        if self.records and self.trace != current_trace():
+        if self.records and self.trace != trace_state():
             self.records.clear()
             raise RuntimeError(HALF_WAY)
 
@@ -136,7 +136,7 @@ class Iteration:
             record.is_old = True
 
     def add(self, record: Record) -> None:
-        self.trace = current_trace()
+        self.trace = trace_state()
         self.records[id(record.optimizer)] = record
 
     @contextlib.contextmanager
@@ -149,5 +149,5 @@ class Iteration:
             self.records = records
 
 
-def current_trace() -> object:
+def trace_state() -> object:
     return get_opaque_trace_state(convention="nnx")

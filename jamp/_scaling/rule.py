@@ -1,14 +1,12 @@
 """The rule of a loss scale: its state, and what one step does to it, as in torch.
 
-`update` is `torch._amp_update_scale_`. torch holds the scale in float32 and its factors
-in float64 (C++ `double`), so the product is formed in float64 and rounded once more to
-float32. With a factor such as 1.1, a float32 product differs in most steps. JAX has no
-float64 unless asked for it, so the few scalar operations that need float64 run under
-`jax.enable_x64`, which works inside jit, scan, cond and vmap.
+torch holds the scale in float32 and its factors in float64 (C++ `double`), so the
+product is formed in float64 and rounded once more to float32. With a factor such as
+1.1, a float32 product differs in most steps. JAX has no float64 unless asked for it, so
+a few scalar operations run under `jax.enable_x64`, also in jit, scan, cond and vmap.
 
-One difference is deliberate. XLA's CPU backend flushes float32 subnormals to zero,
-and a scale of zero turns every later gradient into NaN. So the scale never falls
-below 2**-126, float32's smallest normal number. torch's scale falls to zero.
+XLA's CPU backend flushes float32 subnormals to zero, and a scale of zero turns every
+later gradient into nan. So the scale never falls below 2**-126, where torch's does.
 """
 
 import dataclasses
@@ -31,7 +29,7 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 SWITCHED_OFF, NONE_FORGIVEN = -1, -2
 
 
-class Kind(enum.Enum):
+class ScaleKind(enum.Enum):
     """What a step does to its scale."""
 
     DYNAMIC = enum.auto()
@@ -52,7 +50,7 @@ class LossScaleState(NamedTuple):
     retried_steps: jax.Array  # attempts that `retry` ran again so far
 
 
-DTYPES = dict(
+SCALAR_DTYPES = dict(
     zip(
         LossScaleState._fields,
         ("float32", "int32", "bool", "int32", "int32", "uint32", "int32", "int32"),
@@ -85,21 +83,11 @@ class LossScaleConfig:
     tracker that is already past a newly shortened interval keeps counting until an
     overflow resets it.
 
-    Args:
-      init_scale: first scale, finite, at least 2**-126.
-      growth_factor: above 1.
-      backoff_factor: in (0, 1).
-      growth_interval: finite steps in a row before the scale grows, >= 1.
-      min_scale: floor of the scale, >= 0.
-      max_scale: ceiling of the scale, at least `min_scale`.
-      hysteresis: overflows since the last growth at which the scale backs off, >= 1.
+    The fields are the arguments of `dynamic_loss_scale`.
 
     Raises:
       ValueError: a value is out of its range. Arrays inside a trace are not checked.
       TypeError: a value is not a number.
-
-    PyTorch: the constructor arguments of `torch.amp.GradScaler`; the last three have
-    no counterpart there.
     """
 
     init_scale: float = 2.0**16  # it and the others may be traced scalars
@@ -152,9 +140,20 @@ def check_scale(name: str, value: object) -> float:
     return scale
 
 
-def init(config: LossScaleConfig, kind: Kind = Kind.DYNAMIC) -> LossScaleState:
+def as_scale(name: str, value: object) -> jax.Array:
+    """A scale from a user, a number or an array of one element, as float32 []."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        if value.size != 1:
+            raise ValueError(f"{name} must be one number; got shape {value.shape}.")
+        value = jnp.reshape(value, []) if is_traced(value) else value.item()
+    return jnp.asarray(check_scale(name, value), jnp.float32)
+
+
+def init(
+    config: LossScaleConfig, kind: ScaleKind = ScaleKind.DYNAMIC
+) -> LossScaleState:
     """The state before the first step."""
-    zeros = LossScaleState(*(jnp.zeros([], dtype) for dtype in DTYPES.values()))
+    zeros = LossScaleState(*(jnp.zeros([], dtype) for dtype in SCALAR_DTYPES.values()))
     off = zeros._replace(
         loss_scale=jnp.ones([], jnp.float32),
         hysteresis_tracker=jnp.full([], SWITCHED_OFF, jnp.int32),
@@ -163,7 +162,7 @@ def init(config: LossScaleConfig, kind: Kind = Kind.DYNAMIC) -> LossScaleState:
 
 
 def adopted(
-    state: LossScaleState, config: LossScaleConfig, kind: Kind = Kind.DYNAMIC
+    state: LossScaleState, config: LossScaleConfig, kind: ScaleKind = ScaleKind.DYNAMIC
 ) -> LossScaleState:
     """Any state as one of a run with these arguments.
 
@@ -179,7 +178,7 @@ def adopted(
     # Unchecked inside a trace: optax.inject_hyperparams may have cast it to inf.
     first = jnp.clip(_float32(config.init_scale), SMALLEST_SCALE, LARGEST_SCALE)
     match kind:
-        case Kind.DYNAMIC:
+        case ScaleKind.DYNAMIC:
             is_new = (tracker == SWITCHED_OFF) & (old == 1)
             highest = jnp.minimum(_float32(config.max_scale), np.float32(LARGEST_SCALE))
             kept = jnp.clip(old, floor(config), highest)
@@ -188,9 +187,9 @@ def adopted(
             was_left = tracker >= 0
             forgiven = jnp.where(was_left, most + 1, NONE_FORGIVEN) - tracker
             tracker = NONE_FORGIVEN - jnp.clip(forgiven, 0, most)
-        case Kind.STATIC:
+        case ScaleKind.STATIC:
             loss_scale, tracker = first, jnp.full_like(tracker, NONE_FORGIVEN)
-        case Kind.OFF:
+        case ScaleKind.OFF:
             loss_scale, tracker = 1.0, jnp.full_like(tracker, SWITCHED_OFF)
     is_same = loss_scale == old
     return state._replace(
@@ -205,17 +204,17 @@ def advance(
     state: LossScaleState,
     found_inf: jax.Array,
     config: LossScaleConfig,
-    kind: Kind = Kind.DYNAMIC,
+    kind: ScaleKind = ScaleKind.DYNAMIC,
 ) -> LossScaleState:
     """The state after one step, with the scale moved and the step recorded.
 
     What a step found at a scale that is not adopted does not move the adopted one.
     """
     own = adopted(state, config, kind)
-    if kind is Kind.OFF:  # it counts nothing, only what it skips at another scale
+    if kind is ScaleKind.OFF:  # it counts nothing, only what it skips at another scale
         skipped = state.skipped_steps + found_inf.astype(jnp.int32)
         return own._replace(found_inf=found_inf, skipped_steps=skipped)
-    if kind is Kind.DYNAMIC:
+    if kind is ScaleKind.DYNAMIC:
         is_own = own.loss_scale == state.loss_scale
         choose = lambda moved, own: jnp.where(is_own, moved, own)
         own = LossScaleState(*map(choose, update(own, found_inf, config), own))
@@ -225,15 +224,7 @@ def advance(
 def update(
     state: LossScaleState, found_inf: jax.Array, config: LossScaleConfig
 ) -> LossScaleState:
-    """The next state, by the rule in `LossScaleConfig`.
-
-    Args:
-      state: the state that the gradients were scaled with.
-      found_inf: bool [], whether a scaled gradient held an inf or nan.
-      config: the tunables.
-
-    PyTorch: `torch._amp_update_scale_`.
-    """
+    """The next state, by the rule in `LossScaleConfig`: `torch._amp_update_scale_`."""
     successes = state.growth_tracker + 1
     grow = ~found_inf & (successes == _int32(config.growth_interval))
     tracker = state.hysteresis_tracker

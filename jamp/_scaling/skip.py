@@ -1,33 +1,76 @@
-"""How a step is skipped: two ways with equal results, and the cheaper one per backend.
+"""How a step is skipped: two ways with equal results, and the cheaper one per platform.
 
-Branching, `lax.cond`: a finite step runs the optimizer, and XLA's CPU backend updates
-donated buffers in place, whereas selecting would copy them. If nothing is donated,
-branching would copy them.
-
-Selecting, `lax.select_n`: on a GPU, XLA fuses the choice into the kernel
-that updates a parameter, which reads the old values anyway. Branching there copies
-every buffer that a branch may return, takes memory for the copies, and may make the
-host wait for the predicate. `docs/performance.md` has the figures.
+Branching (`lax.cond`) lets XLA's CPU backend update donated buffers in place. Selecting
+(`lax.select_n`) costs less everywhere else: `docs/performance.md` says why.
 
 A trace holds both: a conditional, and a selection of its result. Which of the two
-decides is a constant of the lowering (see `branching.py`). Where it selects, the
-conditional always runs the optimizer, and XLA drops the conditional. Where it branches,
-XLA drops the selection.
+decides is known when the program is lowered: one trace may be compiled for a CPU and
+exported for a GPU, and `jax.jit(step)` and `jax.jit(step, donate_argnums=0)` trace
+alike. So a trace binds a primitive without arguments, which lowers to a constant, true
+or false. XLA folds what depends on it, and drops the conditional or the selection.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
-from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_half, is_inexact
-from .branching import branches
+from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_half, is_inexact, path_text
 
+_DONOR = ("tf.aliasing_output", "jax.buffer_donor")  # attributes of a donated argument
 OTHER_RUN = """ If the state is of another run, cast it first: jax.tree.map(\
 lambda old, new: jnp.asarray(old, new.dtype), opt_state, tx.init(params))."""
+
+
+def branches() -> Flag:
+    """Whether the program is for a CPU and may write over arrays: bool [].
+
+    On a CPU it is false where it is known that the program may not: in a jitted
+    function that is called from outside and donates no argument. In a loop, or in a
+    jitted function that another one calls, the updated arrays may be the program's own.
+    """
+    return branches_p.bind()
+
+
+def _lower(ctx: mlir.LoweringRuleContext) -> list[mlir.ir.Value]:
+    may_write = _may_write()
+    platforms = ctx.module_context.platforms
+    if len(platforms) == 1:
+        return [mlir.ir_constant(np.bool_(may_write and platforms[0] == "cpu"))]
+    choose = lambda: lax.platform_dependent(
+        cpu=lambda: jnp.bool_(may_write), default=lambda: jnp.bool_(False)
+    )
+    return list(mlir.lower_fun(choose, multiple_results=False)(ctx))
+
+
+def _may_write() -> bool:
+    """Whether the function that is lowered now may write over arrays."""
+    here: Any = mlir.ir.InsertionPoint.current
+    function = here.block.owner.operation
+    is_main = (
+        function.name == "func.func"
+        and mlir.ir.StringAttr(function.attributes["sym_name"]).value == "main"
+    )
+    return not is_main or any(
+        name in mlir.ir.DictAttr(attributes)
+        for attributes in mlir.ir.ArrayAttr(function.attributes["arg_attrs"])
+        for name in _DONOR
+    )
+
+
+branches_p = Primitive("jamp_branches")
+branches_p.def_impl(lambda: np.True_)
+branches_p.def_abstract_eval(lambda: ShapedArray((), jnp.bool_))
+# Lowered in place: a cached lowering would be a separate function.
+mlir.register_lowering(branches_p, _lower, cacheable=False)
 
 
 def keeps(finite: Flag) -> Flag:
@@ -110,7 +153,7 @@ def check_same(new: PyTree, old: PyTree, step: str) -> None:
 
 def _paths(tree: PyTree) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) or "the root" for path, _ in leaves]
+    return [path_text(path) for path, _ in leaves]
 
 
 def harmless(finite: Flag, grads: T) -> T:

@@ -1,4 +1,4 @@
-"""The states of the optax wrappers, and how to find them in a nest of states."""
+"""The states of the optax wrappers: how to find them in a nest, and their dtypes."""
 
 import contextlib
 import operator
@@ -12,8 +12,9 @@ import optax
 from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import NUMBERS, PyTree, dtype_of
-from .rule import DTYPES, LossScaleState
+from .._tree import NUMBERS, PyTree, T, dtype_of, is_half, path_text, widen
+from .rule import SCALAR_DTYPES, LossScaleState
+from .traced import NEEDS_VALUES
 
 HIDDEN = """optax.apply_if_finite around a loss scale hides overflows from it, so that \
 it cannot back off. Leave apply_if_finite out: jamp.dynamic_loss_scale itself skips \
@@ -23,6 +24,11 @@ SUMMED = """optax.MultiSteps around a loss scale adds up scaled gradients withou
 check, and an inf stays in its sum forever. Put the loss scale around it: \
 jamp.dynamic_loss_scale(optax.MultiSteps(optimizer, every_k_schedule=k))."""
 
+PASSED_ON = """optax.conditionally_transform around a loss scale passes scaled \
+gradients on as updates, in each step in which its condition is false. Put the loss \
+scale around it: jamp.dynamic_loss_scale(optax.conditionally_transform(...)). To move \
+nothing in these steps, use optax.conditionally_mask."""
+
 CONTINUE = """ To continue with the state of the optimizer inside it, pass \
 init(params)._replace(inner_state=state)."""
 
@@ -30,6 +36,7 @@ init(params)._replace(inner_state=state)."""
 REFUSED = {
     optax.ApplyIfFiniteState: ("inner_state", HIDDEN),
     optax.MultiStepsState: ("inner_opt_state", SUMMED),
+    optax.ConditionallyTransformState: ("inner_state", PASSED_ON),
 }
 
 
@@ -99,7 +106,7 @@ def scalars_of(state: object) -> LossScaleState:
 def _number(name: str, value: object) -> jax.Array:
     leaves = jax.tree.leaves(value)
     leaf = leaves[0] if len(leaves) == 1 else None
-    wanted = jnp.dtype(DTYPES[name])
+    wanted = jnp.dtype(SCALAR_DTYPES[name])
     kinds = {"f": (jnp.floating, jnp.integer), "b": (jnp.bool_,)}
     is_number = isinstance(leaf, (jax.Array, np.ndarray, np.generic, *NUMBERS))
     given = dtype_of(leaf) if is_number else None
@@ -135,8 +142,8 @@ def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
     """The loss-scale states in a pytree, by path; those inside others are not searched.
 
     Raises:
-      ValueError: a transformation around one hides overflows from it, or adds up what
-        it has not checked.
+      ValueError: a transformation around one hides overflows from it, adds up what it
+        has not checked, or passes scaled gradients on.
     """
     kinds = DynamicLossScaleState, *REFUSED
     nodes = jax.tree_util.tree_leaves_with_path(
@@ -147,7 +154,7 @@ def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
         if field and find_states(getattr(node, field)):
             raise ValueError(problem)
     return {
-        jax.tree_util.keystr(path) or "the root": node
+        path_text(path): node
         for path, node in nodes
         if isinstance(node, DynamicLossScaleState)
     }
@@ -226,13 +233,11 @@ def _not_its_own(
     if params is None:
         return None
     difference = _difference(state, jax.eval_shape(init, params))
-    return (
-        None
-        if difference is None
-        else ValueError(
-            f"{caller}: the state belongs to another optimizer or to other parameters: "
-            f"{difference}. Pass the state that this transformation's init made."
-        )
+    if difference is None:
+        return None
+    return ValueError(
+        f"{caller}: the state belongs to another optimizer or to other parameters: "
+        f"{difference}. Pass the state that this transformation's init made."
     )
 
 
@@ -272,3 +277,58 @@ def _states(tree: PyTree) -> list[str]:
 
     jax.tree.leaves(tree, is_leaf=note)
     return states
+
+
+def made_wide(init: Callable[[optax.Params], PyTree], params: optax.Params) -> PyTree:
+    """`init(params)` with float32 in place of half precision.
+
+    A loss scale gives its optimizer float32 gradients, so that a state in the dtypes of
+    half-precision parameters would change its dtypes in the first step. A conditional,
+    a scan and a donated buffer need a state that does not. Master weights must see the
+    parameters themselves. What stands beside them gets float32 gradients too.
+    """
+    if not any(map(is_half, jax.tree.leaves(params))):
+        return init(params)
+    shapes = jax.eval_shape(init, params)
+    if not keeps_master_weights(shapes):
+        return init(widen(params))
+    own = init(params)
+    beside = jax.tree.leaves(shapes, is_leaf=is_master)
+    if not any(is_half(leaf) for leaf in beside if not is_master(leaf)):
+        return own
+    choose = lambda own, wide: own if is_master(own) else wide
+    return jax.tree.map(choose, own, init(widen(params)), is_leaf=is_master)
+
+
+def as_made(
+    state: T, init: Callable[[optax.Params], PyTree], params: optax.Params | None
+) -> T:
+    """A state of any run in the dtypes that `init` makes, as far as these are wider."""
+    if params is None or not any(map(_is_half_array, jax.tree.leaves(state))):
+        return state
+    try:
+        like = jax.eval_shape(init, params)
+    except NEEDS_VALUES:
+        return state
+    return as_wide_as(like, state)
+
+
+def as_wide_as(like: PyTree, state: T) -> T:
+    """A state whose half-precision leaves have the wider dtypes of another one.
+
+    If the two have other structures, it does not change, and is refused elsewhere.
+    """
+
+    def cast(leaf: PyTree, like: Any) -> PyTree:
+        if not (_is_half_array(leaf) and jnp.issubdtype(like.dtype, jnp.floating)):
+            return leaf
+        dtype = jnp.promote_types(dtype_of(leaf), like.dtype)
+        return leaf if dtype == dtype_of(leaf) else jnp.asarray(leaf, dtype)
+
+    if jax.tree.structure(like) != jax.tree.structure(state):
+        return state
+    return jax.tree.map(cast, state, like)
+
+
+def _is_half_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and is_half(leaf)

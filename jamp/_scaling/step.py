@@ -6,27 +6,18 @@ choice between running and skipping has to store them. `step` puts the optimizer
 without a copy, if the caller donates its buffers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._tree import Flag, PyTree, check_leaves, dtype_of, is_inexact
+from .._tree import Flag, PyTree, check_leaves, dtype_of
 from . import skip
-from .arrivals import Watch, watching
-from .check_gradients import check_gradients_match
-from .scaled import loss_scaled
+from .arrivals import arrivals
 from .state import DynamicLossScaleState, check_moved, explained, find_states
-from .transformation import apply_updates, as_transformation
-from .unread import reads
-
-PASSED_BY = """{}: the scaled gradient at {} is used, although it did not pass through \
-the loss scale: a mask around that (optax.masked) passes on what it leaves out. Put \
-the loss scale outside: jamp.dynamic_loss_scale(optax.masked(...)). To freeze a \
-parameter, give it optax.set_to_zero(), as one of the optimizers of \
-optax.multi_transform."""
+from .transformation import apply_updates, as_transformation, check_gradients_match
+from .wrapper import loss_scaled
 
 
 def step(
@@ -78,35 +69,21 @@ def step(
     tx = as_transformation(tx, "tx")
     check_leaves(grads, "jamp.step: the gradient")
     check_gradients_match(grads, params, "jamp.step", wrapped=True)
-    watch = Watch(grads)
     update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
-    with watching(watch), explained("jamp.step", tx.init, opt_state, params):
+    with explained("jamp.step", tx.init, opt_state, params):
         updates, new_state = update(grads)
     check_moved("jamp.step", tx.init, new_state, opt_state, params)
-    scales = list(find_states(new_state).values())
-    check_all_arrive(grads, update, watch)
     new_params = apply_updates(params, updates)
-    if not watch.ran or len(scales) != 1:
+    scales = list(find_states(new_state).values())
+    if not scales:
+        return new_params, new_state
+    runs, is_as_returned = arrivals(lambda grads: update(grads)[0], grads)
+    if not runs or len(scales) != 1:
         return new_params, new_state
     finite = jnp.logical_not(scales[0].found_inf)
-    if not all(map(watch.has_made, jax.tree.leaves(updates))):
+    if not is_as_returned:
         new_params = held(finite, new_params, params)
     return new_params, held(finite, new_state, opt_state)
-
-
-def check_all_arrive(
-    grads: PyTree, update: Callable[[PyTree], PyTree], watch: Watch
-) -> None:
-    """Raises ValueError if a gradient is used and passes by the loss scale."""
-    leaves = jax.tree.leaves(grads)
-    passed = [is_inexact(g) and watch.passed_by(g) for g in leaves]
-    if not any(passed):
-        return
-    used = jax.tree_util.tree_leaves_with_path(reads(update, grads))
-    for (path, is_used), has_passed in zip(used, passed, strict=True):
-        if is_used and has_passed:
-            at = jax.tree_util.keystr(path) or "the root"
-            raise ValueError(PASSED_BY.format("jamp.step", at))
 
 
 def held(finite: Flag, new: PyTree, old: PyTree) -> PyTree:

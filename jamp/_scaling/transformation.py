@@ -1,15 +1,25 @@
-"""The optimizers that the wrappers take, and how their updates are applied."""
+"""An optimizer in a wrapper: the gradients that it takes, the updates that it makes."""
+
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import KeyPath, PyTree, dtype_of, is_half, is_inexact
-from .check_gradients import check_update, is_hole
+from .._tree import KeyPath, PyTree, dtype_of, is_half, is_inexact, path_text
 from .mesh import varying_like
+
+FROZEN = "or None for a frozen one, with optax.masked inside the wrapper, not around it"
+NOT_OWN = "or make the optimizer with a filter (wrt) that leaves this one out"
+
+
+def is_hole(node: object) -> bool:
+    """Whether a node stands for "no gradient here"."""
+    return node is None or isinstance(node, optax.MaskedNode)
 
 
 def as_transformation(
@@ -26,6 +36,93 @@ def as_transformation(
             f"got {shown(inner)}.{advice}"
         )
     return optax.with_extra_args_support(inner)
+
+
+def check_gradients_match(
+    grads: PyTree, params: PyTree, caller: str, *, wrapped: bool = False
+) -> None:
+    """Raises ValueError naming the first path where gradients and parameters differ.
+
+    Args:
+      grads: pytree of gradients.
+      params: pytree of parameters. `None` and `optax.MaskedNode` in it match anything.
+      caller: the beginning of the message.
+      wrapped: whether an optax transformation in between may accept gradients unlike
+        parameters: `None` or `optax.MaskedNode` for "no gradient here", and a leading
+        axis of examples (differential privacy).
+    """
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast  # lookahead takes gradients of its fast parameters only
+
+    if grads is None and params is not None:
+        raise ValueError(f"{caller}: the gradients must be a pytree; got None.")
+
+    def leaves_by_path(tree: PyTree) -> dict[str, ArrayLike | None]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_hole)
+        return {
+            jax.tree_util.keystr(path): None if is_hole(leaf) else leaf
+            for path, leaf in leaves
+        }
+
+    found, expected = leaves_by_path(grads), leaves_by_path(params)
+    for path in [path for path in found if path not in expected]:
+        raise ValueError(
+            f"{caller}: the gradients have a leaf at {path or 'the root'} and the "
+            f"parameters have none there; pass the gradients of these parameters. "
+            f"Parameter paths: {_some(expected)}."
+        )
+    for path, param in expected.items():
+        grad = found.get(path)
+        if param is None or (wrapped and path in found and grad is None):
+            continue
+        if grad is None:
+            raise ValueError(
+                f"{caller}: the parameters have a leaf at {path or 'the root'} and "
+                f"the gradients have none there; pass the gradients of all parameters, "
+                f"{FROZEN if wrapped else NOT_OWN}. Gradient paths: {_some(found)}."
+            )
+        got, shape = jnp.shape(grad), jnp.shape(param)
+        if shape != got and not (wrapped and shape == got[1:]):
+            raise ValueError(
+                f"{caller}: at {path or 'the root'} the gradient has shape {got} and "
+                f"the parameter has shape {shape}; pass the gradients of these "
+                "parameters."
+            )
+        if not _is_gradient(dtype_of(grad), dtype_of(param)):
+            raise ValueError(
+                f"{caller}: at {path or 'the root'} the gradient is {dtype_of(grad)} "
+                f"and the parameter is {dtype_of(param)}; pass the gradients of these "
+                "parameters."
+            )
+
+
+def _is_gradient(dtype: np.dtype, of: np.dtype) -> bool:
+    """Whether a gradient can have this dtype; integers would not be unscaled."""
+    if jnp.issubdtype(of, jnp.complexfloating):
+        return jnp.issubdtype(dtype, jnp.inexact)
+    if jnp.issubdtype(of, jnp.floating):
+        return jnp.issubdtype(dtype, jnp.floating)
+    return True
+
+
+def check_update(path: KeyPath, update: PyTree, param: PyTree, caller: str) -> None:
+    """Raises ValueError if an update does not have the shape of its parameter."""
+    if is_hole(param):
+        raise ValueError(
+            f"{caller}: at {path_text(path)} there is an "
+            "update but no parameter; pass the gradients of these parameters."
+        )
+    if jnp.shape(update) != jnp.shape(param):
+        raise ValueError(
+            f"{caller}: at {path_text(path)} the optimizer "
+            f"made an update of shape {jnp.shape(update)} for a parameter of shape "
+            f"{jnp.shape(param)}; were the gradients averaged over their first axis?"
+        )
+
+
+def _some(paths: Collection[str], most: int = 8) -> str:
+    shown = ", ".join(path or "the root" for path in list(paths)[:most])
+    return shown + (f", and {len(paths) - most} more" if len(paths) > most else "")
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:

@@ -1,8 +1,4 @@
-"""Around the wrapper: scaled gradients, and what its state says.
-
-Each function finds the one `DynamicLossScaleState` in any nest of optax, Flax or user
-states, so that it works the same in a chain and in a `TrainState`.
-"""
+"""Scaled losses, and the gradients of scaled losses, around any optimizer."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,14 +12,7 @@ from jax.typing import ArrayLike
 from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
-from .alarms import alarms
-from .rule import LossScaleState
-from .state import describe, find_states, scalars_of
-
-TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
-one must not be divided by the other. In one optimizer there must be one, around the \
-whole: jamp.dynamic_loss_scale(optax.multi_transform(...)). If these are several \
-optimizers, pass only the state of the one that these gradients are for."""
+from .metrics import is_scaler, loss_scale
 
 ARRAYS_AND_REST = """ Differentiate arrays alone; for an Equinox model, write \
 params, static = eqx.partition(model, eqx.is_inexact_array), pass params, and call \
@@ -108,7 +97,7 @@ def value_and_grad(
         modules = imported("flax.nnx", "Module")
         if any(isinstance(arg, modules) for arg in (*args, *kwargs.values())):
             write = "jamp.scale_loss(loss, opt_state)"
-            if _is_scaler(opt_state):
+            if is_scaler(opt_state):
                 write = "scaler.scale(loss)"
             raise TypeError(GOT_MODULE.format(write))
         try:
@@ -205,113 +194,3 @@ def _one_scale(opt_state: PyTree) -> jax.Array:
             f"{jnp.shape(current)}. For stacked states use jax.vmap."
         )
     return current
-
-
-def loss_scale(opt_state: PyTree) -> jax.Array:
-    """The current loss scale, found anywhere in a nested optax state: float32 [].
-
-    Args:
-      opt_state: any pytree that holds one loss scale.
-
-    Raises:
-      ValueError: `opt_state` holds no loss scale, or more than one.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax, jamp
-      >>> tx = optax.chain(jamp.dynamic_loss_scale(optax.adam(1e-3)), optax.scale(0.5))
-      >>> print(jamp.loss_scale(tx.init(jnp.ones(3))))
-      65536.0
-
-    PyTorch: `scaler.get_scale()`.
-    """
-    return _only_scalars(opt_state).loss_scale
-
-
-def metrics(
-    opt_state: PyTree,
-    *,
-    floor_steps: int = 32,
-    window: int = 32,
-    skipped_share: float = 0.5,
-) -> dict[str, jax.Array]:
-    """The scalars worth logging, and alarms, found anywhere in a nested optax state.
-
-    All stay on the device, inside jit and outside. Fetch them when you want to read
-    them, or let `jamp.debug.History` do it. `jamp.debug.check` turns an alarm into an
-    exception that lists likely causes.
-
-    Args:
-      opt_state: any pytree that holds one loss scale, after `tx.update`, or a
-        `GradScaler`, after `update`.
-      floor_steps: steps at the floor that raise `scale_at_floor`, >= 1.
-      window: how many of the last steps `many_skips` looks at, 1 to 32.
-      skipped_share: the share of these steps that may be skipped, in [0, 1).
-
-    Returns:
-      A dict of scalars:
-
-      - `loss_scale`: float32, for the next step.
-      - `growth_tracker`: int32, finite steps since the scale moved.
-      - `found_inf`: bool, whether the last step was skipped.
-      - `skipped_steps`: int32, steps skipped so far.
-      - `retried_steps`: int32, attempts that `jamp.retry` ran again so far.
-      - `scale_at_floor`: bool, the scale has been at its floor (`min_scale`, or
-        2**-126) for `floor_steps` steps since a step overflowed there.
-      - `scale_below_one`: bool, the gradients overflow even without scaling.
-      - `many_skips`: bool, more than `skipped_share` of the last `window` steps were
-        skipped.
-
-    Raises:
-      ValueError: `opt_state` holds no loss scale, or more than one, or a limit is out
-        of its range.
-      TypeError: a limit is not a number.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax, jamp
-      >>> tx = jamp.dynamic_loss_scale(optax.adam(1e-3))
-      >>> for name, value in jamp.metrics(tx.init(jnp.ones(3))).items():
-      ...     print(name, value)
-      loss_scale 65536.0
-      growth_tracker 0
-      found_inf False
-      skipped_steps 0
-      retried_steps 0
-      scale_at_floor False
-      scale_below_one False
-      many_skips False
-
-    PyTorch: `get_scale()` and `state_dict()`; torch does not report that a step was
-    skipped (pytorch#67590).
-    """
-    state = _only_scalars(opt_state)
-    return {
-        "loss_scale": state.loss_scale,
-        "growth_tracker": state.growth_tracker,
-        "found_inf": state.found_inf,
-        "skipped_steps": state.skipped_steps,
-        "retried_steps": state.retried_steps,
-        **alarms(state, floor_steps, window, skipped_share),
-    }
-
-
-def _is_scaler(opt_state: PyTree) -> bool:
-    return isinstance(opt_state, imported(f"{__package__}.grad_scaler", "GradScaler"))
-
-
-def _only_scalars(opt_state: PyTree) -> LossScaleState:
-    """Those of the loss-scale state, or the `GradScaler`, in what a user passed."""
-    if _is_scaler(opt_state):
-        scalars = scalars_of(opt_state)
-        if opt_state.is_enabled():
-            return scalars
-        return scalars._replace(loss_scale=jnp.ones_like(scalars.loss_scale))
-    found = find_states(opt_state)
-    if len(found) == 1:
-        return scalars_of(next(iter(found.values())))
-    if found:
-        raise ValueError(TWO_SCALES.format(len(found), ", ".join(found)))
-    raise ValueError(
-        f"opt_state holds no loss scale; found {describe(opt_state)}. Wrap the "
-        "optimizer in jamp.dynamic_loss_scale and pass the state from its init, or "
-        "pass the GradScaler."
-    )

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -67,6 +68,7 @@ class Recorder:
       pattern: what the names of the tests must contain.
       size: of the sample, or None.
       plain: the file of the plain outcomes, whose failures are left out, or None.
+      seconds: the limit of a test, which ends the process if it takes longer.
     """
 
     def __init__(
@@ -76,9 +78,11 @@ class Recorder:
         pattern: str,
         size: int | None,
         plain: str | None,
+        seconds: float,
     ):
         self.way, self.output = way, Path(output)
         self.pattern, self.size, self.plain = pattern, size, plain
+        self.seconds = seconds
         self.failure: dict | None = None
         self.skipped, self.began = False, 0.0
 
@@ -99,6 +103,7 @@ class Recorder:
     def pytest_runtest_logstart(self, nodeid):
         self.failure, self.skipped, self.began = None, False, time.perf_counter()
         records.append(self.output, Outcome(name_in_file(nodeid), records.BEGUN))
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
@@ -131,6 +136,7 @@ class Recorder:
         self.skipped |= report.skipped
 
     def pytest_runtest_logfinish(self, nodeid):
+        signal.setitimer(signal.ITIMER_REAL, 0)
         outcome = records.SKIPPED if self.skipped else PASSED
         if self.failure is not None:
             outcome = records.FAILED

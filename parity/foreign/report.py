@@ -20,13 +20,19 @@ HEAD = """| file | tests | pass plain | same in the region | listed | values | c
 
 def line(file: File) -> str:
     """Returns one line about a file, to print."""
-    return (
-        f"{file.suite} {file.name}: {len(file.passed())} pass plain, "
-        f"{len(file.failed(KEPT))} of them fail in a region that decides nothing "
-        f"({len(file.differing())} not on the list), {len(file.failed(FLOAT16))} in "
-        f"float16 ({len(file.crashes())} crashes, {len(result.uncovered(file))} not "
-        "covered)"
-    )
+    found = [f"{file.suite} {file.name}: {len(file.passed())} pass plain"]
+    if file.ways[KEPT]:
+        found.append(
+            f"{len(file.failed(KEPT))} of them fail in a region that decides nothing "
+            f"({len(file.differing())} not on the list)"
+        )
+    if file.ways[FLOAT16]:
+        found.append(
+            f"{len(file.failed(FLOAT16))} in float16 ({len(file.crashes())} crashes, "
+            f"{len(result.uncovered(file))} not covered)"
+        )
+    not_run = [way for way in (KEPT, FLOAT16) if not file.ways[way]]
+    return ", ".join([*found, *(f"not run in {way}" for way in not_run)])
 
 
 def details(files: Iterable[File]) -> list[str]:

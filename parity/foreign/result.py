@@ -11,7 +11,8 @@ from .records import FLOAT16, KEPT, PASSED, PLAIN, WAYS, Outcome
 class File(NamedTuple):
     """The outcomes of one file, by way and test. `total` also counts tests left out.
 
-    A test that passed plain counts once it has run in both regions too.
+    A test that passed plain counts once it has run in both regions too, or in the one
+    that the suite has run in.
     """
 
     suite: str
@@ -21,7 +22,7 @@ class File(NamedTuple):
 
     def ran(self) -> list[Outcome]:
         """The outcomes of the plain runs."""
-        regions = [self.ways[way].keys() for way in (KEPT, FLOAT16)]
+        regions = [run for way in (KEPT, FLOAT16) if (run := self.ways[way])]
         return [
             x
             for x in self.ways[PLAIN].values()
@@ -33,7 +34,8 @@ class File(NamedTuple):
 
     def failed(self, way: str) -> list[Outcome]:
         """Tests that passed plain and do not pass this way."""
-        found = (self.ways[way][test] for test in self.passed())
+        run = self.ways[way]
+        found = (run[test] for test in self.passed() if test in run)
         return [x for x in found if x.outcome != PASSED]
 
     def differing(self) -> list[Outcome]:

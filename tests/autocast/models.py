@@ -6,17 +6,14 @@ are small enough to train on a CPU in a test.
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax import nnx
 
 
 class Task(NamedTuple):
@@ -30,9 +27,6 @@ class Task(NamedTuple):
     loss: Callable[..., tuple[Any, Any]]  # params, state, batch, key, region
     batch: Callable[[np.random.Generator], dict[str, np.ndarray]]
     optimizer: optax.GradientTransformation
-
-
-Region = Callable[[], AbstractContextManager]
 
 
 def labeled_images(rng, batch, size, channels, classes=10, noise=1.0):
@@ -106,32 +100,6 @@ def linen_task(module, inputs, loss, batch, optimizer, rngs=()):
 
 
 # Flax Linen: images.
-
-
-class DigitsCNN(nn.Module):
-    """Two convolutions with pooling, two dense layers."""
-
-    widths: tuple[int, ...]
-    hidden: int
-    classes: int = 10
-
-    @nn.compact
-    def __call__(self, x, train):
-        for width in self.widths:
-            x = nn.relu(nn.Conv(width, (3, 3))(x))
-            x = nn.avg_pool(x, (2, 2), strides=(2, 2))
-        x = nn.relu(nn.Dense(self.hidden)(x.reshape((x.shape[0], -1))))
-        return nn.Dense(self.classes)(x)
-
-
-def mnist(widths=(4, 8), hidden=32, batch=16):
-    return linen_task(
-        DigitsCNN(widths, hidden),
-        inputs=lambda data: (data["image"],),
-        loss=lambda logits, data: classification_loss(logits, data["label"]),
-        batch=lambda rng: labeled_images(rng, batch, 28, 1),
-        optimizer=optax.adam(2e-3),
-    )
 
 
 ImageConv = functools.partial(
@@ -229,69 +197,6 @@ def vae(hidden=32, latents=8, size=28, batch=16):
     )
 
 
-class ActorCritic(nn.Module):
-    """Three convolutions over stacked frames, under a policy and a value."""
-
-    widths: tuple[int, int, int]
-    hidden: int
-    actions: int
-
-    @nn.compact
-    def __call__(self, frames, train):
-        x = frames.astype(jnp.float32) / 255.0
-        for width, kernel, stride in zip(
-            self.widths, (8, 4, 3), (4, 2, 1), strict=True
-        ):
-            x = nn.Conv(width, (kernel, kernel), (stride, stride), padding="VALID")(x)
-            x = nn.relu(x)
-        x = nn.relu(nn.Dense(self.hidden)(x.reshape((x.shape[0], -1))))
-        policy = nn.log_softmax(nn.Dense(self.actions)(x))
-        return policy, nn.Dense(1)(x)[:, 0]
-
-
-def clipped_policy_loss(outputs, data, clip=0.2):
-    """The clipped surrogate objective, value error and entropy bonus of PPO."""
-    log_probabilities, values = outputs
-    probabilities = jnp.exp(log_probabilities)
-    chosen = jax.vmap(lambda row, action: row[action])(
-        log_probabilities, data["action"]
-    )
-    ratio = jnp.exp(chosen - data["log_probability"])
-    clipped = jnp.clip(ratio, 1 - clip, 1 + clip)
-    gain = jnp.minimum(ratio * data["advantage"], clipped * data["advantage"])
-    entropy = -jnp.mean(jnp.sum(probabilities * log_probabilities, axis=1))
-    error = jnp.mean(jnp.square(data["return"] - values))
-    return 0.5 * error - jnp.mean(gain) - 0.01 * entropy
-
-
-def ppo(widths=(4, 8, 8), hidden=32, actions=4, size=84, batch=16):
-    """Frames with a bright square; where it is, its return and its best action are."""
-
-    def transitions(rng):
-        x, y = rng.integers(0, size - 20, size=(2, batch))
-        frames = rng.integers(0, 40, size=(batch, size, size, 4), dtype=np.uint8)
-        for frame, i, j in zip(frames, x, y, strict=True):
-            frame[i : i + 20, j : j + 20] += 200
-        action = rng.integers(actions, size=batch)
-        best = (2 * x // size) * 2 + 2 * y // size
-        advantage = np.where(action == best, 1.0, -1.0)
-        return {
-            "frames": frames,
-            "action": action.astype(np.int32),
-            "log_probability": np.full(batch, -np.log(actions), np.float32),
-            "advantage": advantage.astype(np.float32),
-            "return": (2 + x / size + rng.normal(size=batch)).astype(np.float32),
-        }
-
-    return linen_task(
-        ActorCritic(widths, hidden, actions),
-        inputs=lambda data: (data["frames"],),
-        loss=clipped_policy_loss,
-        batch=transitions,
-        optimizer=optax.adam(5e-4),
-    )
-
-
 # Flax Linen: text.
 
 
@@ -329,38 +234,6 @@ class TransformerBlock(nn.Module):
             x = x + drop(attention(nn.LayerNorm()(x), memory, memory_mask))
         y = drop(nn.relu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))))
         return x + drop(nn.Dense(x.shape[-1])(y))
-
-
-class LanguageModel(nn.Module):
-    """A decoder with causal attention, as in the LM1B example."""
-
-    vocabulary: int
-    width: int
-    heads: int
-    depth: int
-    dropout: float = 0.1
-
-    @nn.compact
-    def __call__(self, tokens, train):
-        tokens = shift_right(tokens)
-        x = nn.Embed(self.vocabulary, self.width)(tokens)
-        x = x + sinusoids(tokens.shape[1], self.width)
-        x = nn.Dropout(self.dropout, deterministic=not train)(x)
-        mask = nn.make_causal_mask(tokens)
-        for _ in range(self.depth):
-            x = TransformerBlock(self.heads, self.dropout)(x, mask, train)
-        return nn.Dense(self.vocabulary)(nn.LayerNorm()(x))
-
-
-def lm1b(vocabulary=32, width=32, heads=4, depth=2, length=16, batch=8):
-    return linen_task(
-        LanguageModel(vocabulary, width, heads, depth),
-        inputs=lambda data: (data["tokens"],),
-        loss=lambda logits, data: token_loss(logits, data["tokens"]),
-        batch=lambda rng: {"tokens": sequences(rng, batch, length, vocabulary)},
-        optimizer=optax.adam(3e-3),
-        rngs=("dropout",),
-    )
 
 
 class TranslationModel(nn.Module):
@@ -502,101 +375,4 @@ def vit(size=16, patch=4, width=32, heads=4, depth=2, batch=8, classes=10, *, in
     return Task(init, loss, batch_of, optax.adam(1e-3))
 
 
-# Haiku.
-
-
-def haiku_resnet18(widths=(4, 8, 8, 16), size=32, batch=32, classes=10):
-    """`hk.nets.ResNet18`, which itself has no argument for its widths."""
-
-    def forward(images):
-        net = hk.nets.ResNet(
-            num_classes=classes,
-            bn_config={"decay_rate": 0.9},
-            initial_conv_config={"output_channels": widths[0]},
-            **hk.nets.ResNet.CONFIGS[18] | {"channels_per_group": widths},
-        )
-        return net(images, is_training=True)
-
-    model = hk.transform_with_state(forward)
-
-    def init(key):
-        return model.init(key, jnp.zeros((batch, size, size, 3)))
-
-    def loss(params, state, data, key, region):
-        with region():
-            logits, state = model.apply(params, state, key, data["image"])
-            return classification_loss(logits, data["label"]), state
-
-    def batch_of(rng):
-        return labeled_images(rng, batch, size, 3, classes, noise=0.3)
-
-    return Task(init, loss, batch_of, optax.sgd(2e-3, momentum=0.9))
-
-
 # Flax NNX.
-
-
-class NNXBlock(nnx.Module):
-    def __init__(self, width, heads, dropout, rngs):
-        self.norm1 = nnx.LayerNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            heads,
-            width,
-            dropout_rate=dropout,
-            deterministic=False,
-            decode=False,
-            rngs=rngs,
-        )
-        self.norm2 = nnx.LayerNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, rngs=rngs)
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
-
-    def __call__(self, x, mask):
-        x = x + self.dropout(self.attention(self.norm1(x), mask=mask))
-        return x + self.dropout(self.down(nnx.gelu(self.up(self.norm2(x)))))
-
-
-class NNXTransformer(nnx.Module):
-    """A language model whose logits share the embedding."""
-
-    def __init__(self, vocabulary, width, heads, depth, length, dropout, rngs):
-        self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
-        self.positions = nnx.Embed(length, width, rngs=rngs)
-        self.blocks = nnx.List(
-            [NNXBlock(width, heads, dropout, rngs) for _ in range(depth)]
-        )
-        self.norm = nnx.LayerNorm(width, rngs=rngs)
-
-    def __call__(self, tokens):
-        tokens = shift_right(tokens)
-        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        mask = nnx.make_causal_mask(tokens)
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.embed.attend(self.norm(x))
-
-
-def nnx_transformer(vocabulary=32, width=32, heads=4, depth=2, length=16, batch=8):
-    """The state is the counters of the dropout streams."""
-
-    def make(key):
-        rngs = nnx.Rngs(key)
-        return NNXTransformer(vocabulary, width, heads, depth, length, 0.1, rngs)
-
-    graph = nnx.graphdef(nnx.eval_shape(make, jax.random.key(0)))
-
-    def init(key):
-        _, params, state = nnx.split(make(key), nnx.Param, ...)
-        return params, state
-
-    def loss(params, state, data, key, region):
-        model = nnx.merge(graph, params, state, copy=True)
-        with region():
-            value = token_loss(model(data["tokens"]), data["tokens"])
-        return value, nnx.split(model, nnx.Param, ...)[2]
-
-    def batch_of(rng):
-        return {"tokens": sequences(rng, batch, length, vocabulary)}
-
-    return Task(init, loss, batch_of, optax.adam(2e-3))

@@ -1,34 +1,19 @@
-"""What is made in float32 stays float32: accumulators, sums by scatter, counts."""
+"""What is made in float32 stays float32, and numbers follow half precision."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 import jamp
-from tests.marks import slow
 
-N = 50_000
+from . import ways
+
 half = jamp.autocast(jnp.float16)
 x, w = jnp.full((4, 8), 0.25), jnp.full((8, 4), 0.5)
 
 
-def live(function):
-    return half(function)
-
-
-def jit_around(function):
-    return jax.jit(half(function))
-
-
-def jit_inside(function):
-    return half(jax.jit(function))
-
-
-WAYS = pytest.mark.parametrize(
-    "way", [live, slow(jit_around), jit_inside], ids=lambda way: way.__name__
-)
+WAYS = ways.given(region=half)
 
 MADE_IN_FLOAT32 = {
     "zeros": lambda h: jnp.zeros((4, 4)) + h,
@@ -110,101 +95,3 @@ def test_a_loop_keeps_its_small_terms(way, standard_promotion):
         return acc + 0.25 * (x @ w)
 
     assert float(way(total)(x)[0, 0]) == 8 + 8 * 512 + 0.25  # float16: 4104
-
-
-ids = jnp.zeros(N, jnp.int32)
-SUMS = {
-    "segment_sum": lambda h: jax.ops.segment_sum(h, ids, 1)[0],
-    "segment_sum_of_sorted": lambda h: jax.ops.segment_sum(
-        h, ids, 1, indices_are_sorted=True
-    )[0],
-    "bincount": lambda h: jnp.bincount(ids, weights=h, length=1)[0],
-    "histogram": lambda h: jnp.histogram(h, 3, weights=h)[0].max(),
-    "at_add": lambda h: jnp.zeros(1).at[ids].add(h)[0],
-    "nansum": jnp.nansum,
-    "sum": jnp.sum,
-}
-MEANS = {
-    "nanmean": jnp.nanmean,
-    "mean": jnp.mean,
-    "average": lambda h: jnp.average(h, weights=h),
-}
-
-
-@WAYS
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_of_many(name, way, standard_promotion):
-    h = jnp.ones(N, jnp.float16)
-    total = way(SUMS[name])(h)
-    assert total.dtype == jnp.float32
-    assert float(total) == N  # float16: 2048
-
-
-@WAYS
-@pytest.mark.parametrize("name", MEANS)
-def test_means_of_many(name, way):
-    h = jnp.ones(2 * N, jnp.float16)
-    assert float(way(MEANS[name])(h)) == 1.0  # a count in float16 is inf
-
-
-def test_segment_sum_of_a_product_in_a_function_that_was_jitted(standard_promotion):
-    rows = jnp.full((N, 4), 0.25)
-
-    def degrees(rows):
-        return jax.ops.segment_sum(rows @ jnp.ones((4, 2)), ids, 1)
-
-    for function in (half(degrees), half(jax.jit(degrees))):
-        np.testing.assert_array_equal(function(rows), np.full((1, 2), N, np.float32))
-
-
-def test_a_scatter_in_a_function_that_was_jitted_promotes(standard_promotion):
-    buffer = jnp.zeros((4, 4))
-
-    def write(buffer, x):
-        return buffer.at[:2].set((x @ w)[:2]), buffer.at[:2].add((x @ w)[:2])
-
-    def write_into_half(x, rows):
-        return (x @ w).at[:2].set(rows), (x @ w).at[:2].multiply(rows)
-
-    for out in half(jax.jit(write))(buffer, x):
-        assert out.dtype == jnp.float32
-    for out in half(jax.jit(write_into_half))(x, jnp.full((2, 4), 1e5)):
-        assert float(out[0, 0]) == 1e5
-
-
-def test_a_scatter_that_applies_a_function(standard_promotion):
-    apply = lambda x: (x @ w).at[:2].apply(jnp.sin)
-    expected = apply(x)
-    for function in (half(apply), half(jax.jit(apply))):
-        np.testing.assert_allclose(function(x), expected, rtol=1e-3)
-
-
-def test_gradients_of_a_scatter_have_the_dtypes_of_the_parameters(standard_promotion):
-    def loss(buffer, x, dtype):
-        with jamp.autocast(dtype):
-            function = lambda b, x: jnp.sum(b.at[jnp.array([0, 0])].add((x @ w)[:2]))
-            return jax.jit(function)(buffer, x)
-
-    buffer = jnp.zeros((4, 4))
-    grads = jax.grad(loss, (0, 1))(buffer, x, jnp.float16)
-    expected = jax.grad(lambda b, x: jnp.sum(b) + 0.5 * 4 * jnp.sum(x[:2]), (0, 1))
-    for grad, wanted in zip(grads, expected(buffer, x), strict=True):
-        assert grad.dtype == jnp.float32
-        np.testing.assert_allclose(grad, wanted)
-
-
-QUANTILES = {
-    "median": jnp.median,
-    "quantile": lambda h: jnp.quantile(h, jnp.float32(0.5)),
-    "percentile": lambda h: jnp.percentile(h, jnp.float32(50.0)),
-}
-
-
-@WAYS
-@pytest.mark.parametrize("name", QUANTILES)
-def test_a_quantile_of_more_than_half_precision_counts(name, way, standard_promotion):
-    h = jnp.linspace(0, 1, 10_000).astype(jnp.float16)
-    with pytest.raises(TypeError, match=rf"(?s){name}.*Cast the input"):
-        way(QUANTILES[name])(h)
-    assert abs(float(way(QUANTILES[name])(h[::100])) - 0.5) < 0.01
-    assert abs(float(way(QUANTILES[name])(h.astype(jnp.float32))) - 0.5) < 0.001

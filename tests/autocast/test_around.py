@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
@@ -12,10 +14,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp._autocast.casting import PROBE
 from jamp._autocast.retracing import without_caches
+from jamp._autocast.trace import PROBE
 
-from ..around import alike, alone, one_after_another, side_by_side
+from ..around import alike, alone, one_after_another, program, side_by_side
 from ..marks import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -35,7 +37,7 @@ def lenient(function, *args):
     return function(*args)
 
 
-def watched(trace, op, action, out):
+def watched(trace, op, out):
     return out
 
 
@@ -101,18 +103,6 @@ def with_vjp(body):
     return function
 
 
-def with_optimized_remat(body):
-    function = jax.custom_vjp(body)
-
-    def bwd(kept, cotangents):
-        x, w = kept
-        return cotangents[0] @ w.T, x.T @ cotangents[0]
-
-    forward = lambda x, w: (body(x, w), (x, w))
-    function.defvjp(forward, bwd, optimize_remat=True)
-    return jax.jit(function)
-
-
 def with_vmap(body):
     function = jax.custom_batching.custom_vmap(body)
 
@@ -122,16 +112,6 @@ def with_vmap(body):
         return outs, (True, True, True)
 
     return function
-
-
-def linear(body):
-    transpose = lambda w, cotangent: cotangent @ w.T
-    forward = lambda w, x: body(x, w)[0]
-
-    def run(x, w):
-        return jax.custom_derivatives.linear_call(forward, transpose, w, x)
-
-    return jax.jit(run)
 
 
 def sharded(body):
@@ -150,9 +130,7 @@ FORMS = {
     "custom_vjp": with_vjp,
     "jit of custom_jvp": lambda body: jax.jit(with_jvp(body)),
     "jit of custom_vjp": lambda body: jax.jit(with_vjp(body)),
-    "custom_vjp with optimize_remat": with_optimized_remat,
     "custom_vmap": with_vmap,
-    "linear_call": linear,
     "shard_map": sharded,
     "jit of jit": lambda body: jax.jit(jax.jit(body)),
 }
@@ -357,7 +335,6 @@ REFUSED = {
     "loop": {"of what is half"},
     "cond": {"of what is half"},
     "custom_vmap": DERIVATIVES,
-    "linear_call": DERIVATIVES - {"differentiated around"} | {"batched"},
 }
 REFUSED |= {BEFORE + form: names - IN_HALF for form, names in REFUSED.items()}
 
@@ -464,3 +441,104 @@ def test_one_region_serves_many_calls_and_threads():
     assert one_after_another(objects, expected) == []
     every = range(1, len(expected))
     assert side_by_side(objects, expected, every, shared=True) == []
+
+
+def scoped(*scopes):
+    """A product in scopes, each of which is an entry of JAX's name stack."""
+
+    def product(x):
+        with contextlib.ExitStack() as stack:
+            for make in scopes:
+                stack.enter_context(make())
+            return x @ x
+
+    return product
+
+
+def of_derivative(x):
+    """A product that JAX differentiates, which is an entry as well."""
+    return jax.grad(lambda x: jnp.sum(x @ x))(x)
+
+
+NAMED, OTHER = (functools.partial(jax.named_scope, name) for name in "ab")
+OFF = functools.partial(jamp.autocast, enabled=False)
+SAME, BRAIN = (functools.partial(jamp.autocast, d) for d in (HALF, BFLOAT16))
+PRODUCTS = {
+    "alone": scoped(),
+    "named": scoped(NAMED),
+    "named otherwise": scoped(OTHER),
+    "named twice": scoped(NAMED, OTHER),
+    "in the same region": scoped(SAME),
+    "in another region": scoped(BRAIN),
+    "where it is off": scoped(OFF),
+    "named, where it is off": scoped(NAMED, OFF),
+    "where it is off, named": scoped(OFF, NAMED),
+    "where it is on again": scoped(OFF, SAME),
+    "differentiated": of_derivative,
+}
+
+
+def ops_of(*products, traced_before=False):
+    """What a region makes of products, each of an argument of its own."""
+
+    def function(*args):
+        return [product(x) for product, x in zip(products, args, strict=True)]
+
+    args = [SHAPE] * len(products)
+    if traced_before:
+        function = jaxpr_as_fun(jax.make_jaxpr(function)(*args))
+    *ops, _ = program(jax.make_jaxpr(jamp.autocast(HALF)(function))(*args))
+    return ops
+
+
+@pytest.mark.parametrize("traced_before", [False, True])
+def test_an_op_is_the_same_after_each_other_op(traced_before):
+    """A trace remembers the scope of its last op."""
+    ops = functools.partial(ops_of, traced_before=traced_before)
+    expected = {name: ops(product) for name, product in PRODUCTS.items()}
+    assert len(alike(expected)) == 2  # those in float16, and those that are off
+    for first, second in itertools.product(PRODUCTS, repeat=2):
+        found = ops(PRODUCTS[first], PRODUCTS[second])
+        assert found == expected[first] + expected[second], (first, second)
+
+
+RECIPES = {
+    "half": HALF,
+    "scaled": jamp.ScaledFloat16(),
+    "tensorwise": jamp.Float8(),
+    "rowwise": jamp.Float8("rowwise"),
+    "mixed": jamp.Float8("rowwise_with_gw_hp"),
+    "wide": FLOAT32,
+}
+
+
+def uses_of(x, w):
+    """Products of one value with another one, each by the rule of its scope."""
+
+    def use(name, derivative, turned):
+        def loss(x):
+            with jax.named_scope(name):
+                return jnp.sum((w @ x if turned else x @ w).astype(FLOAT32) ** 2)
+
+        return derivative(loss)(x)
+
+    derivatives = (lambda f: f), jax.grad
+    for options in itertools.product(RECIPES, derivatives, (False, True)):
+        yield functools.partial(use, *options)
+
+
+def test_a_value_is_kept_in_each_format_apart():
+    """A region makes each copy of a value once: in one dtype, along some axes."""
+    x, w = jax.random.normal(jax.random.key(0), (2, 32, 32))
+
+    def run(*uses):
+        rules = {use.args[0]: RECIPES[use.args[0]] for use in uses}
+        with jamp.autocast(BFLOAT16, rules=rules):
+            return [use() for use in uses]
+
+    expected = jax.jit(lambda *args: [run(use)[0] for use in uses_of(*args)])(x, w)
+    for order in (1, -1):
+        together = jax.jit(lambda *args, n=order: run(*[*uses_of(*args)][::n])[::n])
+        rows = zip(uses_of(x, w), together(x, w), expected, strict=True)
+        for use, found, wanted in rows:
+            np.testing.assert_array_equal(found, wanted, str(use.args))

@@ -16,7 +16,10 @@ import jamp
 from jamp._autocast import bias
 from tests.marks import mostly_slow
 
+from . import ways
+
 half = jamp.autocast(jnp.float16)
+by_way = ways.given("live", "jit inside", region=half)
 HUGE = jnp.array([jnp.inf, -jnp.inf, 1e5, -1e9, 2.0, jnp.nan])
 IN_TORCH = np.array([np.inf, -np.inf, np.inf, -np.inf, 3.0, np.nan], np.float16)
 x = jnp.full((2, 4), 0.5)
@@ -71,8 +74,8 @@ LAYERS = [
     ids=lambda layer: layer.__name__,
 )
 def test_the_bias_of_a_layer_overflows_as_in_torch(layer, standard_promotion):
-    for function in (half(layer), jax.jit(half(layer)), half(jax.jit(layer))):
-        y = function(HUGE, x)
+    for way in ("live", "jit around", "jit inside"):
+        y = ways.WAYS[way](half, layer)(HUGE, x)
         assert y.dtype == jnp.float16
         np.testing.assert_array_equal(y, np.stack([IN_TORCH, IN_TORCH]))
 
@@ -100,7 +103,7 @@ def plain(bias, x):
     return x @ w + bias
 
 
-@pytest.mark.parametrize("way", [half, lambda f: half(jax.jit(f))], ids=["live", "jit"])
+@by_way
 def test_a_mask_of_finite_numbers_stays_finite(way, standard_promotion):
     y = np.asarray(way(plain)(HUGE, x))
     assert y.dtype == np.float16
@@ -108,7 +111,7 @@ def test_a_mask_of_finite_numbers_stays_finite(way, standard_promotion):
     np.testing.assert_array_equal(y, np.stack([expected, expected]))
 
 
-@pytest.mark.parametrize("way", [half, lambda f: half(jax.jit(f))], ids=["live", "jit"])
+@by_way
 def test_gradients_of_a_bias_that_does_not_fit_are_kept(way, standard_promotion):
     bias = jnp.array([1e5, -1e9, 1.0, 2.0, 3.0, 4.0])
     loss_fn = way(lambda bias: jnp.sum(plain(bias, x)))
@@ -121,44 +124,16 @@ FILLED = {
     "multiples": lambda x: x @ w + (jnp.full((6,), 1e3) * 1e3)[None],
     "steps": lambda x: x @ w + (jnp.arange(6.0) * 1e6)[None],
 }
-WAYS = {
-    "live": half,
-    "jit": lambda f: jax.jit(half(f)),
-    "jit_inside": lambda f: half(jax.jit(f)),
-    "checkpoint": lambda f: half(jax.checkpoint(f)),
-    "vmap": lambda f: lambda x: jax.vmap(half(f))(x[:, None])[:, 0],
-    "vmap_inside": lambda f: half(lambda x: jax.vmap(f)(x[:, None])[:, 0]),
-}
 
 
 @pytest.mark.parametrize("line", FILLED)
 def test_an_array_that_was_filled_is_a_bias_everywhere(line, standard_promotion):
     exact = FILLED[line](x)
     expected = np.where(exact > 65504, 16376, exact).astype(np.float16)
-    for name, way in WAYS.items():
-        y = way(FILLED[line])(x)
+    for name, way in ways.WAYS.items():
+        y = way(half, FILLED[line])(x)
         assert y.dtype == jnp.float16, name
         np.testing.assert_array_equal(y, expected, name)
-
-
-@pytest.mark.parametrize("way", [half, lambda f: half(jax.jit(f))], ids=["live", "jit"])
-def test_a_row_that_is_masked_whole(way, standard_promotion):
-    keys = jnp.full((5, 4), 0.5)
-
-    def attend(mask):
-        return jax.nn.softmax(x @ keys.T + mask)
-
-    for mask in (jnp.full(5, -jnp.inf), jnp.zeros(5).at[2:].set(-jnp.inf)):
-        np.testing.assert_allclose(way(attend)(mask), attend(mask), atol=1e-3)
-
-
-LINES = {
-    "residual": lambda y, b: y @ w[:, :4] + y,
-    "bias": lambda y, b: y @ w[:, :4] + b,
-    "row": lambda y, b: y @ w[:, :4] + b[None],
-    "row_of_more": lambda y, b: y @ w[:, :4] + jnp.squeeze(b.reshape(1, 1, 4), 0),
-    "row_that_was_a_row": lambda y, b: y @ w[:, :4] + jnp.stack([b]),
-}
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -175,15 +150,6 @@ def test_a_bias_is_known_by_where_its_dimensions_went(jit, standard_promotion):
 
     found = half(jax.jit(sums) if jit else sums)(x)
     assert [y.dtype for y in found] == [jnp.float32] * 2 + [jnp.float16] * 2
-
-
-@pytest.mark.parametrize("way", [half, lambda f: half(jax.jit(f))], ids=["live", "jit"])
-@pytest.mark.parametrize("line", LINES)
-def test_the_dtype_of_a_line_is_that_of_any_batch(line, way, standard_promotion):
-    function, b = LINES[line], jnp.arange(4.0)
-    dtypes = {n: way(function)(x[:1].repeat(n, 0), b).dtype for n in (1, 2, 3)}
-    is_bias = line in ("bias", "row", "row_of_more")
-    assert set(dtypes.values()) == {jnp.dtype("float16" if is_bias else "float32")}
 
 
 FUNCTIONS = {

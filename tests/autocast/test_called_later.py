@@ -1,14 +1,18 @@
-"""What a region has left behind and another one calls: backward passes, jaxprs."""
+"""What a region decided, seen by another one around it, or by one that comes later."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import jamp
 from tests.jaxprs import products
+from tests.marks import slow
+
+from .squares import arrays, half
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -146,3 +150,96 @@ def test_an_inner_region_around_a_sharded_function_decides(inner):
     assert expected == [{"bfloat16"} if "dtype" in inner else {"float32"}]
     for function in (own, jax.jit(own), jaxpr_as_fun(made)):
         assert products(lambda f=function: jamp.autocast(jnp.float16)(f)(X)) == expected
+
+
+# Custom derivatives that an inner region has decided about, seen by an outer one.
+
+
+def close(found, expected, tolerance=0.02):
+    assert found.dtype == expected.dtype == jnp.float32
+    scale = float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+@jax.custom_jvp
+def sine(x):
+    return jnp.sin(x @ x)
+
+
+@sine.defjvp
+def _(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return sine(x), jnp.cos(x @ x) * (dx @ x + x @ dx)
+
+
+@jax.custom_vjp
+def cosine(x):
+    return jnp.cos(x @ x)
+
+
+cosine.defvjp(
+    lambda x: (cosine(x), x),
+    lambda x, g: ((-g * jnp.sin(x @ x)) @ x.T + x.T @ (-g * jnp.sin(x @ x)),),
+)
+
+
+@pytest.mark.parametrize("function", [jax.nn.relu, sine, cosine, jax.checkpoint(sine)])
+@pytest.mark.parametrize("inner", [{"dtype": jnp.bfloat16}, {"enabled": False}])
+@pytest.mark.parametrize("outer", [True, slow(False)])
+def test_custom_derivatives_in_an_inner_region(function, inner, outer):
+    x, _ = arrays()
+
+    def loss(x):
+        with jamp.autocast(**inner):
+            return jnp.sum(function(x) ** 2)
+
+    plain = lambda x: jnp.sum(function(x) ** 2)
+    around = half() if outer else jamp.autocast(enabled=False)
+    expected = plain(x), jax.grad(plain)(x)
+    tolerance = 1e-5 if inner == {"enabled": False} else 0.05
+    for found in (jax.jit(loss), jax.jit(jax.jit(loss))):
+        np.testing.assert_allclose(around(found)(x), expected[0], rtol=tolerance)
+    for found in (
+        jax.grad(jax.jit(loss)),
+        jax.jit(jax.grad(loss)),
+        jax.grad(jax.checkpoint(loss)),
+        jax.grad(around(jax.jit(loss))),
+    ):
+        close(around(found)(x), expected[1], tolerance)
+
+
+@pytest.mark.parametrize("inner", [{"dtype": jnp.bfloat16}, {"enabled": False}])
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize(
+    "loop", ["scan", "hoisted", "fori", "checkpoint", "cond", "vmap", "custom_vjp"]
+)
+def test_a_gradient_keeps_to_an_inner_region_in_a_construct(loop, around, inner):
+    x, w = arrays()
+
+    def step(carry, w):
+        with jamp.autocast(**inner):
+            return jnp.sin(carry @ w).astype(jnp.float32)
+
+    custom = jax.custom_vjp(step)
+    custom.defvjp(
+        lambda x, w: (step(x, w), (x, w)), lambda kept, g: jax.vjp(step, *kept)[1](g)
+    )
+    run = {
+        "scan": lambda w: lax.scan(lambda c, _: (step(c, w), None), x, None, 2)[0],
+        # JAX computes what is the same in all iterations once, before the loop.
+        "hoisted": lambda w: lax.fori_loop(0, 2, lambda _, c: c + step(x, w), x),
+        "fori": lambda w: lax.fori_loop(0, 2, lambda _, c: step(c, w), x),
+        "checkpoint": lambda w: jax.checkpoint(step)(x, w),
+        "cond": lambda w: lax.cond(jnp.sum(w) > -99.0, step, lambda x, w: x, x, w),
+        "vmap": lambda w: jax.vmap(step, (0, None))(x[None], w),
+        "custom_vjp": lambda w: custom(x, w),
+    }[loop]
+    loss = lambda w: jnp.sum(run(w) ** 2)
+    expected = jax.grad(loss)(w)
+    dtype = "bfloat16" if "dtype" in inner else "float32"
+    for jit in (lambda f: f, jax.jit):
+        found = jax.grad(half()(jit(loss))) if around else half()(jit(jax.grad(loss)))
+        assert all(dtypes == {dtype} for dtypes in products(found, w))
+        if dtype == "float32":
+            np.testing.assert_allclose(found(w), expected, rtol=1e-5, atol=1e-6)
+        close(found(w), expected)

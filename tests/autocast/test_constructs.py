@@ -1,6 +1,8 @@
-"""A table of constructs and ways to run them: dtypes and values, forward and back."""
+"""Constructs in each way to run them and each precision: dtypes and values."""
 
+from collections.abc import Callable
 from functools import cache, partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
@@ -12,11 +14,12 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import scheduling_groups
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from tests.jaxprs import all_half, products
+from tests.jaxprs import all_half, products, products_of
 from tests.marks import mostly_slow, slow
 
 pytestmark = [
@@ -136,6 +139,25 @@ def branches(p, x):
     return lax.switch(index, options, p, x) + lax.switch(0, options, p, x)
 
 
+def rematerialized_loops(p, x):
+    step = lambda c, _: (jnp.tanh(c @ p["w"]), None)
+    x = jax.checkpoint(lambda x: lax.scan(step, x, None, length=3)[0])(x)
+    return jax.checkpoint(lambda x: lax.map(lambda r: jnp.sin(r[None] @ p["w"])[0], x))(
+        x
+    )
+
+
+def with_hints(p, x):
+    """Functions with a word for the compiler."""
+    from jax.experimental import compute_on
+
+    make = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    space = jax.memory.Space.Device
+    make = partial(make, compute_type="device_host", out_memory_spaces=space)
+    x = make(lambda p, x: jnp.sin(x @ p["w"]))(p, x)
+    return scheduling_groups.scheduling_group("first")(dense)(p, x)
+
+
 CONSTRUCTS = {
     "plain": dense,
     "einsum": lambda p, x: jnp.einsum("bi,ij->bj", x, p["w"]),
@@ -170,7 +192,10 @@ CONSTRUCTS = {
     "shard_map": shard_mapped,
     "shard_map in jit": jax.jit(shard_mapped),
     "pmap": parallel_map,
+    "remat of loops": rematerialized_loops,
 }
+if jax.__version_info__ >= (0, 10, 2):  # JAX 0.10.0 fails itself
+    CONSTRUCTS["hints"] = with_hints
 
 
 def dtypes(tree):
@@ -184,11 +209,11 @@ def loss_of(construct):
     return loss
 
 
-def inside(construct):
-    """The construct within the region; a jitted construct gets its casts afterwards."""
+def inside(construct, dtype=jnp.float16):
+    """The construct within a region; a jitted construct gets its casts afterwards."""
 
     def autocast(p, x):
-        with half():
+        with jamp.autocast(dtype):
             return construct(p, x)
 
     return autocast
@@ -202,12 +227,12 @@ def jitted(loss):
     return jax.jit(jax.value_and_grad(loss))
 
 
-def region_around_jit(loss):
+def region_around_jit(loss, dtype=jnp.float16):
     """What JAX traces first, without casts, is rewritten when the region gets it."""
     compiled = jax.jit(loss)
 
     def around(p, x):
-        with half():
+        with jamp.autocast(dtype):
             return jnp.float32(compiled(p, x))
 
     return jax.value_and_grad(around)
@@ -220,7 +245,10 @@ def mapped(loss):
     return jax.value_and_grad(mean_loss)
 
 
-def assert_near(results, expected):
+# How near a loss and its gradients are to those of float32.
+
+
+def by_number(results, expected):
     (value, gradients), (true_value, true_gradients) = results, expected
     np.testing.assert_allclose(value, true_value, rtol=5e-3)
     for gradient, truth in zip(
@@ -230,30 +258,166 @@ def assert_near(results, expected):
         np.testing.assert_allclose(gradient, truth, rtol=0.01, atol=0.005 * scale)
 
 
+def apart(result, truth):
+    """The relative distance of two trees, as vectors."""
+    result, truth = (
+        np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
+        for tree in (result, truth)
+    )
+    assert np.linalg.norm(truth) > 0
+    return np.linalg.norm(result - truth) / np.linalg.norm(truth)
+
+
+def by_norm(results, expected, *, of_value, of_gradients):
+    np.testing.assert_allclose(results[0], expected[0], rtol=of_value)
+    assert apart(results[1], expected[1]) < of_gradients
+
+
+# In which precision the products of a construct run.
+
+FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}
+# Products in a derivative that the construct takes, or that its user wrote, and those
+# of a single row, are none that qualify for float8.
+NONE_IN_FLOAT8 = {
+    "grad inside",
+    "vjp",
+    "linearize",
+    "map",
+    "custom_jvp",
+    "custom_vjp",
+    "custom_vjp in scan",
+}
+SOME_IN_FLOAT8 = {
+    "jvp",
+    "associative_scan",
+    "custom_jvp in jit",
+    "remat of loops",
+}
+# JAX differentiates the tangents' products of a custom_jvp as they are.
+FLOAT32_IF_SCALED = {"custom_jvp", "custom_jvp in jit"}
+
+
+def in_float16(name, jaxpr, rewritten):
+    found = products_of(jaxpr, outer=False)
+    assert found and all(dtypes == {"float16"} for dtypes in found), found
+
+
+def in_float8(name, jaxpr, rewritten):
+    found = [operands <= FLOAT8 for operands in products_of(jaxpr)]
+    assert any(found) == (name not in NONE_IN_FLOAT8)
+    if not rewritten:
+        assert all(found) == (name not in NONE_IN_FLOAT8 | SOME_IN_FLOAT8)
+
+
+def in_scaled_float16(name, jaxpr, rewritten):
+    found = products_of(jaxpr)
+    assert found and all(len(dtypes) == 1 for dtypes in found)
+    if not rewritten:
+        assert {"float16"} in found or name in FLOAT32_IF_SCALED
+        assert ({"float32"} in found) == (name in FLOAT32_IF_SCALED)
+
+
+class Precision(NamedTuple):
+    """A region, what it does to products, and how near its numbers are."""
+
+    dtype: Any
+    check: Callable
+    near: Callable
+    shape: tuple[int, int] = (4, N)  # of the batch
+    factor: float = 1.0  # of the loss
+
+
+SMALL = 2.0**-60  # float16 ends at 2**-24
+PRECISIONS = {
+    "float16": Precision(jnp.float16, in_float16, by_number),
+    "float8": Precision(
+        "float8",
+        in_float8,
+        partial(by_norm, of_value=0.05, of_gradients=0.15),
+        (32, 32),
+    ),
+    "scaled": Precision(
+        jamp.ScaledFloat16(),
+        in_scaled_float16,
+        partial(by_norm, of_value=5e-3, of_gradients=0.005),
+        factor=SMALL,
+    ),
+}
+
+
 @cache
-def in_float32(name):
+def in_float32(name, shape=(4, N)):
     """What each way of running a construct must come near to."""
-    return jitted(loss_of(CONSTRUCTS[name]))(params(), batch())
+    return jitted(loss_of(CONSTRUCTS[name]))(params(shape[1]), batch(*shape))
+
+
+def check(precision, name, step, rewritten=False):
+    """Runs a step, whose loss has the precision's factor."""
+    _, check_products, near, shape, factor = PRECISIONS[precision]
+    p, x = params(shape[1]), batch(*shape)
+    value, gradients = step(p, x)
+    assert dtypes(gradients) == dtypes(p)
+    truth = jax.tree.map(lambda y: y * factor, in_float32(name, shape))
+    near((value, gradients), truth)
+    check_products(name, jax.make_jaxpr(step)(p, x), rewritten)
+
+
+def times(factor, loss):
+    return loss if factor == 1 else lambda p, x: loss(p, x) * factor
 
 
 # The quick tests hold each construct under jit, and the plain one every way.
 WAYS = {"eager": eager, "jit": jitted, "vmap": mapped}
-RUNS = [
-    (name, way) if way == "jit" or name == "plain" else slow((name, way))
-    for name in CONSTRUCTS
-    for way in WAYS
+PLAIN = [("plain", way) for way in WAYS]
+ALL = [(name, "jit") for name in CONSTRUCTS if name != "plain"]
+OTHERS = [
+    (name, way)
+    for name, _ in ALL
+    for way in ("eager", "vmap")
     if (name, way) != ("pmap", "vmap")  # pmap cannot be mapped
+]
+QUICK = {
+    "float16": [*PLAIN, *ALL],
+    "float8": [
+        *PLAIN[::2],
+        *((n, "jit") for n in ("scan", "cond", "remat", "custom_vjp")),
+        ("shard_map in jit", "jit"),
+    ],
+    "scaled": [
+        *PLAIN[::2],
+        *((n, "jit") for n in ("scan", "cond", "remat", "custom_jvp", "custom_vjp")),
+        *((n, "jit") for n in ("grad inside", "shard_map in jit")),
+    ],
+}
+RUNS = [
+    (precision, *run) if run in QUICK[precision] else slow((precision, *run))
+    for precision in PRECISIONS
+    for run in [*PLAIN, *ALL, *(OTHERS if precision == "float16" else [])]
 ]
 
 
-@pytest.mark.parametrize(("name", "way"), RUNS)
-def test_products_in_float16_gradients_in_float32(name, way):
-    p, x = params(), batch()
-    step = WAYS[way](loss_of(inside(CONSTRUCTS[name])))
-    value, gradients = step(p, x)
-    assert dtypes(gradients) == dtypes(p)
-    assert_near((value, gradients), in_float32(name))
-    all_half(step, p, x)
+@pytest.mark.parametrize(("precision", "name", "way"), RUNS)
+def test_products_are_in_the_precision_and_gradients_in_float32(precision, name, way):
+    dtype, *_, factor = PRECISIONS[precision]
+    loss = times(factor, loss_of(inside(CONSTRUCTS[name], dtype)))
+    check(precision, name, WAYS[way](loss))
+
+
+REWRITTEN = {"float16": list(CONSTRUCTS), "float8": ["scan"], "scaled": ["scan", "jit"]}
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        (precision, name) if name in quick else slow((precision, name))
+        for precision, quick in REWRITTEN.items()
+        for name in CONSTRUCTS
+    ],
+)
+def test_a_jitted_function_is_rewritten(precision, name):
+    dtype, *_, factor = PRECISIONS[precision]
+    loss = times(factor, loss_of(CONSTRUCTS[name]))
+    check(precision, name, region_around_jit(loss, dtype), rewritten=True)
 
 
 def test_a_rule_of_custom_vmap_gives_the_dtype_of_the_function():
@@ -270,17 +434,10 @@ def test_a_rule_of_custom_vmap_gives_the_dtype_of_the_function():
     assert one.dtype == many.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", CONSTRUCTS)
-def test_a_jitted_function_is_rewritten(name):
-    p, x = params(), batch()
-    step = region_around_jit(loss_of(CONSTRUCTS[name]))
-    value, gradients = step(p, x)
-    assert dtypes(gradients) == dtypes(p)
-    assert_near((value, gradients), in_float32(name))
-    all_half(step, p, x)
+QUICK_INSIDE = ("plain", "scan", "remat of loops")
 
 
-@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, "plain", "scan", "remat"))
+@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, *QUICK_INSIDE))
 def test_a_jax_grad_inside_the_region_gives_the_same_dtypes(name):
     p, x, construct = params(), batch(), CONSTRUCTS[name]
     with half():
@@ -296,17 +453,49 @@ def test_a_jax_grad_inside_the_region_gives_the_same_dtypes(name):
     all_half(jax.jit(step), p, x)
 
 
-LEAKING = ["pmap"]  # it keeps its arguments
 # Those in which functions are kept, and perhaps values with them.
 KEEPING = ["jit in jit", "scan", "cond", "custom_vjp in scan", "remat", "shard_map"]
+LEAKS = [
+    (precision, name)
+    for precision in PRECISIONS
+    for name in (CONSTRUCTS if precision == "float16" else KEEPING)
+    if name != "pmap"  # it keeps its arguments
+]
 
 
 @pytest.mark.parametrize(
-    "name",
-    mostly_slow([name for name in CONSTRUCTS if name not in LEAKING], *KEEPING),
+    ("precision", "name"),
+    mostly_slow(
+        LEAKS,
+        *(("float16", name) for name in KEEPING),
+        ("float8", "remat"),
+        ("scaled", "remat"),
+    ),
 )
-def test_nothing_leaks(name, checking_leaks):
-    jax.make_jaxpr(jitted(loss_of(inside(CONSTRUCTS[name]))))(params(), batch())
+def test_nothing_leaks(precision, name, checking_leaks):
+    dtype, *_, shape, factor = PRECISIONS[precision]
+    loss = times(factor, loss_of(inside(CONSTRUCTS[name], dtype)))
+    jax.make_jaxpr(jitted(loss))(params(shape[1]), batch(*shape))
+
+
+@pytest.mark.parametrize(
+    "order", mostly_slow(["one region", "region inside", "both"], "both")
+)
+def test_a_gradient_penalty_over_rematerialized_loops(order):
+    p, x = params(), batch()
+
+    def penalty(p, inner, outer):
+        with jamp.autocast(jnp.float16, enabled=outer):
+            loss = loss_of(rematerialized_loops)
+            gradient = jax.grad(half()(loss) if inner else loss)(p, x)["w"]
+            return jnp.sum(gradient**2)
+
+    wheres = {"one region": (0, 1), "region inside": (1, 0), "both": (1, 1)}
+    inner, outer = map(bool, wheres[order])
+    found = jax.jit(jax.grad(partial(penalty, inner=inner, outer=outer)))
+    expected = jax.grad(partial(penalty, inner=False, outer=False))(p)
+    assert apart(found(p)["w"], expected["w"]) < 0.02
+    all_half(found, p)
 
 
 def test_a_leak_is_found(checking_leaks):  # the control
@@ -442,7 +631,10 @@ def nnx_loss(model, x):
 
 
 @pytest.mark.parametrize(
-    "way", mostly_slow(["eager", "jit", "remat", "scan", "jit inside"], "jit", "remat")
+    "way",
+    mostly_slow(
+        ["eager", "jit", "remat", "scan", "jit inside"], "eager", "jit", "remat"
+    ),
 )
 def test_nnx_transforms_update_their_state(way):
     def run(autocast):

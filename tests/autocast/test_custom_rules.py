@@ -135,20 +135,6 @@ def with_gradient(seen):
     return function
 
 
-def with_linear_call(seen):
-    def forward(w, x):
-        return x @ w
-
-    def transpose(w, cotangent):
-        seen("transpose", w, cotangent)
-        return through_huge(cotangent) @ w.T
-
-    # It is linear in `x` alone.
-    return lambda x, w: jax.custom_derivatives.linear_call(
-        forward, transpose, lax.stop_gradient(w), x
-    )
-
-
 RULES = {
     "custom_jvp": with_jvp,
     "custom_jvp with symbolic zeros": with_jvp_of_zeros,
@@ -156,7 +142,6 @@ RULES = {
     "custom_vjp with optimize_remat": functools.partial(with_vjp, optimize_remat=True),
     "custom_vjp with a static argument": with_static_argument,
     "custom_gradient": with_gradient,
-    "linear_call": with_linear_call,
 }
 
 
@@ -182,11 +167,6 @@ def later(function, region):
 def scanned(function):
     step = lambda total, x: (total, function(x, total[0]))
     return lambda x, w: jnp.sum(lax.scan(step, (w, x), x[None])[1])
-
-
-def looped(function):
-    step = lambda carry, _: ((carry[0], carry[1] + function(*carry)), None)
-    return lambda x, w: lax.scan(step, (x, w), None, length=1)[0][1]
 
 
 def chosen(function):

@@ -122,3 +122,22 @@ def test_a_derivative_is_right_or_refused(name, compiled, derivative):
         for a, b in zip(found, truth, strict=True):
             error = np.linalg.norm(np.float64(a) - np.float64(b))
             assert error <= 0.15 * np.linalg.norm(np.float64(b)), case
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("name", mostly_slow(REGIONS, "tensorwise", "scaled"))
+def test_a_second_derivative_that_would_be_wrong_is_refused(name, linear):
+    """Scales count as constants in it, and values in low precision as well."""
+
+    @jax.jit
+    def inner(x, w):
+        with REGIONS[name]:
+            y = jnp.float32(x @ w)
+        return jnp.sum(y if linear else y**2)
+
+    def penalty(w):
+        return jnp.sum(jax.grad(inner)(X, w) ** 2)
+
+    with pytest.raises(NotImplementedError, match="product has one derivative"):
+        jax.grad(penalty)(W)
+    jax.jit(penalty)(W)  # one derivative

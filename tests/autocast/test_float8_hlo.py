@@ -19,7 +19,6 @@ TENSORWISE, ROWWISE, GW_HP = "tensorwise", "rowwise", "rowwise_with_gw_hp"
 RECIPES = (TENSORWISE, ROWWISE, GW_HP)
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 W = jax.ShapeDtypeStruct((32, 48), jnp.float32)
-BIAS = jax.ShapeDtypeStruct((48,), jnp.float32)
 
 
 def plain(x, w):
@@ -164,11 +163,6 @@ def test_under_vmap_the_product_is_direct_and_has_a_scale_for_each_example():
     stacked = jax.ShapeDtypeStruct((2, *X.shape), X.dtype)
     (form,) = forms_of(jax.vmap(in_float8(plain), (0, None)), stacked, W)
     assert form == Form((2, 64, 48), E4M3, E4M3, "bfloat16", None, ((2,), ()), ())
-
-
-def with_bias(x, w, bias):
-    y = jnp.matmul(x, w)
-    return y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -37,16 +37,6 @@ def counted(x):
     return square(square(x)), calls[...]
 
 
-def summed_by_a_loop(x):
-    total = jax.new_ref(jnp.zeros(()))
-
-    def add(i, _):
-        total[...] += x[i]
-
-    lax.fori_loop(0, x.size, add, None)
-    return jax.freeze(total)
-
-
 def scanned_references(x):
     """A scan goes through the entries of one reference and sums into another."""
     entries, total = jax.new_ref(x), jax.new_ref(0.0)
@@ -122,19 +112,6 @@ def empty_reference(x):
     return value
 
 
-def chosen_write(x):
-    ref = jax.new_ref(1.0)
-
-    def grow():
-        ref[...] *= 2
-
-    def shrink():
-        ref[...] /= 2
-
-    jax.jit(lambda bigger: lax.cond(bigger, grow, shrink))(x[0] > 0)
-    return ref[...]
-
-
 @jax.custom_vjp
 def sine(x, y):
     return jnp.sin(x) * y
@@ -164,14 +141,12 @@ def optimized_remat_in_a_branch(x):
 
 CASES = [
     counted,
-    summed_by_a_loop,
     scanned_references,
     gradient_with_a_reference_that_is_read,
     statistic_of_a_gradient,
     statistics_of_a_scan,
     reference_inside_of_a_custom_vjp,
     empty_reference,
-    chosen_write,
     optimized_remat_of_a_map,
     optimized_remat_in_a_branch,
 ]

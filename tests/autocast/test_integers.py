@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jamp
+
+from . import ways
 
 half = jamp.autocast(jnp.float16)
 x, w = jnp.full((4, 8), 0.25), jnp.full((8, 8), 0.5)
@@ -57,20 +58,7 @@ WIDENS = {
     "h * sqrt(counts)": lambda h: h * jnp.sqrt(counts),
     "h + (1 - mask) * -1e9": lambda h: h + (1 - mask[None].repeat(4, 0)) * -1e9,
 }
-WAYS = {
-    "jit around": lambda f: jax.jit(half(f)),
-    "jit inside": lambda f: half(jax.jit(f)),
-    "jit twice": lambda f: half(jax.jit(lambda x: jax.jit(f)(x))),
-    "checkpoint": lambda f: half(jax.checkpoint(f)),
-    "vmap inside": lambda f: half(lambda x: first(jax.vmap(f)(x[None]))),
-    "scan": lambda f: half(
-        lambda x: first(lax.scan(lambda _, x: (_, f(x)), None, x[None])[1])
-    ),
-}
-
-
-def first(outs):
-    return jax.tree.map(lambda out: out[0], outs)
+WAYS = {n: w for n, w in ways.WAYS.items() if n not in ("live", "vmap around")}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -80,7 +68,7 @@ def test_integers_and_bools_follow_in_every_function(way, standard_promotion):
         return {name: f(h) for name, f in (FOLLOWS | WIDENS).items()}
 
     expected = half(all_of_them)(x)
-    for name, y in WAYS[way](all_of_them)(x).items():
+    for name, y in WAYS[way](half, all_of_them)(x).items():
         assert expected[name].dtype == ("float16" if name in FOLLOWS else "float32")
         np.testing.assert_allclose(y, expected[name], 1e-3, err_msg=name)
         assert y.dtype == expected[name].dtype, name
@@ -88,5 +76,5 @@ def test_integers_and_bools_follow_in_every_function(way, standard_promotion):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_beside_float32_they_are_float32(way, standard_promotion):
-    found = WAYS[way](lambda x: (x * mask, x @ w + x * mask))(x)
+    found = WAYS[way](half, lambda x: (x * mask, x @ w + x * mask))(x)
     assert [y.dtype for y in found] == [jnp.float32] * 2

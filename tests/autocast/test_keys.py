@@ -186,6 +186,16 @@ def scoped(name):
     return run
 
 
+def multiplying_by(n):
+    def closure(x):
+        return x @ x * n
+
+    def with_default(x, n=n):
+        return x @ x * n
+
+    return closure, with_default
+
+
 LAMBDAS = [lambda x: x @ x, lambda x: x @ x]
 CLASSES = made_for(1), made_for(2)
 MIXED = normed(Assigned), normed(Silent)
@@ -220,6 +230,10 @@ PAIRS = {
     "jitted functions of two files": (FILES[0], *map(jax.jit, FILES)),
     "jitted key": (jax.jit(FILES[0]), *FILES),
     "checkpointed key": (jax.checkpoint(FILES[0]), *FILES),
+    "closure": (multiplying_by(2)[0], None, None),
+    "jitted closure": (jax.jit(multiplying_by(2)[0]), None, None),
+    "default value": (jax.checkpoint(multiplying_by(2)[1]), None, None),
+    "jitted lambda": (jax.jit(LAMBDAS[0]), None, None),
     "lambdas of one line": (LAMBDAS[0], None, LAMBDAS[1]),
     "partial": (functools.partial(jnp.dot, X), None, functools.partial(jnp.dot, X + 1)),
     "partial of JAX": (jax.tree_util.Partial(jnp.dot, X), None, None),
@@ -302,6 +316,11 @@ def exp_in_scope(x):
 # Rules, a function, and why one of the rules did nothing.
 UNUSED = {
     "no such path": ({"decoder": FLOAT32}, product, "no op matched 'decoder'"),
+    "a loop, and not what it calls": (
+        {lax.scan_p: FLOAT32},
+        lambda x: lax.map(jnp.sin, x),
+        "no op matched 'scan'",
+    ),
     "after a path": (
         {"head": FLOAT32, lax.exp_p: HALF},
         exp_in_scope,
@@ -352,8 +371,10 @@ def test_a_message_says_why_a_rule_did_nothing(name, wrap):
 
 
 def test_a_rule_that_decides_anywhere_is_used():
-    with jamp.autocast(HALF, rules={"head": FLOAT32, lax.exp_p: HALF}):
-        assert (exp_in_scope(X).dtype, jnp.exp(X).dtype) == (FLOAT32, HALF)
+    run = jax.jit(lambda x: (exp_in_scope(x), jnp.exp(x)))
+    for _ in range(2):  # the second time from caches
+        with jamp.autocast(HALF, rules={"head": FLOAT32, lax.exp_p: HALF}):
+            assert [y.dtype for y in run(X)] == [FLOAT32, HALF]
 
 
 def scanned(f):

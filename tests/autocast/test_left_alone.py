@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.custom_derivatives import linear_call
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
@@ -45,6 +47,52 @@ def model(x, w):
     return jnp.sum(jnp.sin(theirs(x, w) @ w))
 
 
+@jax.custom_vjp
+def rematerialized(x, w):
+    return jnp.sin(x @ w)
+
+
+def backward(residuals, g):
+    x, w = residuals
+    g = g * jnp.cos(x @ w)
+    return g @ w.T, x.T @ g
+
+
+rematerialized.defvjp(
+    lambda x, w: (jnp.sin(x @ w), (x, w)), backward, optimize_remat=True
+)
+
+
+def linear(x, w):
+    return linear_call(lambda w, x: x @ w, lambda w, g: g @ w.T, w, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "way"),
+    [
+        (function, way)
+        for function in (rematerialized, linear)
+        for way in ("around", "inside", "jit", "checkpoint", "vmap")
+        if (function, way) != (linear, "vmap")  # JAX has no rule for it
+    ],
+)
+def test_jax_s_own_that_nobody_trains_through_run_as_they_were_traced(function, way):
+    x, w = arrays()
+    run = {
+        "jit": jax.jit,
+        "checkpoint": jax.checkpoint,
+        "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(x[:, None], w)[:, 0],
+    }.get(way, lambda f: f)(function)
+
+    def loss(x):
+        return jnp.sum(jnp.sin(run(x @ w, w)))
+
+    expected = jax.grad(lambda x: jnp.sum(jnp.sin(function(x @ w, w))))(x)
+    found = half()(jax.grad(loss)) if way == "inside" else jax.grad(half()(loss))
+    np.testing.assert_allclose(jax.jit(found)(x), expected, rtol=0.02, atol=0.02)
+    assert {"float16"} in products(found, x)
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_primitive_of_another_library_is_left_alone(jit):
     x, w = arrays()
@@ -74,6 +122,23 @@ def test_a_jitted_function_gives_it_the_dtypes_that_it_was_traced_with():
     dtypes = [e.invars[0].aval.dtype for e in found if e.primitive is theirs_p]
     assert dtypes == [jnp.float32]
     np.testing.assert_allclose(half()(function)(x, w), function(x, w), rtol=0.02)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_custom_partitioning_is_left_alone(jit):
+    x, _ = arrays()
+
+    @custom_partitioning
+    def squared(x):
+        return x @ x
+
+    squared.def_partition(
+        partition=lambda mesh, given, made: None, sharding_rule="i j -> i j"
+    )
+    function = jax.jit(squared) if jit else squared
+    with half():
+        found = function(x)
+    np.testing.assert_array_equal(found, squared(x))
 
 
 def test_explain_says_what_is_left_alone():

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jamp
+
+from . import ways
 
 N, SIZE = 16, 32  # of rows, and of what is contracted: enough for float8
 MASKED = jnp.arange(16) % 3 == 1
@@ -49,15 +50,11 @@ PRODUCTS = {
     "each row": lambda x, w, mask: jax.vmap(lambda row: row @ w + mask)(x),
     "temperature": lambda x, w, mask: (x @ w + mask) / 0.5,
 }
-PLACES = {
-    "live": lambda region, f: region(f),
-    "jit around": lambda region, f: jax.jit(region(f)),
-    "jit inside": lambda region, f: region(jax.jit(f)),
-    "checkpoint": lambda region, f: region(jax.checkpoint(f)),
+PLACES = ways.WAYS | {
     "vmap around": lambda region, f: over_rows(region(f)),
     "vmap inside": lambda region, f: region(over_rows(f)),
-    "scan": lambda region, f: region(scanned(f)),
 }
+del PLACES["jit twice"]
 
 
 def over_rows(f):
@@ -66,14 +63,6 @@ def over_rows(f):
         return jax.tree.map(lambda out: out.reshape(N, *out.shape[2:]), outs)
 
     return halves
-
-
-def scanned(f):
-    def of_one(x, w, mask):
-        _, outs = lax.scan(lambda _, x: (_, f(x, w, mask)), None, x[None])
-        return jax.tree.map(lambda out: out[0], outs)
-
-    return of_one
 
 
 def entropy(logits):

@@ -1,4 +1,7 @@
-"""Models of Flax, Equinox and Haiku, unchanged, train under autocast as in float32."""
+"""Models of Linen and Equinox, unchanged, train under autocast as in float32.
+
+Those of NNX and Haiku are the examples (`tests/test_examples.py`).
+"""
 
 import contextlib
 import functools
@@ -23,22 +26,14 @@ pytestmark = [
 
 STEPS = 50
 TASKS = {
-    "mnist": models.mnist,
     "resnet50": models.resnet50,
     "vae": models.vae,
-    "ppo": models.ppo,
-    "lm1b": models.lm1b,
     "wmt": models.wmt,
     "vit": functools.partial(models.vit, inside=False),
     "vit_region_inside_vmap": functools.partial(models.vit, inside=True),
-    "haiku_resnet18": models.haiku_resnet18,
-    "nnx_transformer": models.nnx_transformer,
 }
 FULL_WIDTH = TASKS | {
     "resnet50": functools.partial(models.resnet50, width=64, size=224, batch=2),
-    "haiku_resnet18": functools.partial(
-        models.haiku_resnet18, (64, 128, 256, 512), size=224, batch=2
-    ),
 }
 SAME_IN_FLOAT32 = {"vit_region_inside_vmap": "vit"}
 
@@ -134,7 +129,7 @@ def flat(tree, kind):
 
 @pytest.mark.parametrize(
     "name",
-    mostly_nightly(TASKS, "mnist", "vae", "vit_region_inside_vmap", "nnx_transformer"),
+    mostly_nightly(TASKS, "vae", "wmt", "vit_region_inside_vmap"),
 )
 def test_training_follows_float32(name):
     state32, _, curve32, _ = train(SAME_IN_FLOAT32.get(name, name), float32)

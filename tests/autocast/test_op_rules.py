@@ -1,4 +1,4 @@
-"""The tables of `_op_rules` against the installed libraries, and the dtypes of rows."""
+"""The tables of `ops.py` against the installed libraries, and the dtypes of rows."""
 
 import ast
 import inspect
@@ -24,7 +24,7 @@ from jamp._autocast.ops import (
     PRIMITIVES,
     Kind,
 )
-from jamp._autocast.trace import RULES
+from jamp._autocast.trace import RULES, STANDS_FOR
 from shared.keras_on_jax import import_keras
 from tests.marks import mostly_slow, walk
 
@@ -135,21 +135,25 @@ def test_no_key_is_written_twice():
 
 
 def test_a_trait_is_of_primitives_that_jamp_knows():
-    known = PRIMITIVES.keys() | RULES.keys() | traits.LEFT_ALONE | traits.NO_RULE
+    assert PRIMITIVES.keys() <= RULES.keys()
+    known = RULES.keys() | traits.LEFT_ALONE | traits.NO_RULE
     lists = {k: v for k, v in vars(traits).items() if isinstance(v, frozenset)}
     assert len(lists) >= 12
     for name, primitives in lists.items():
         assert primitives and primitives <= known, name
-    assert not traits.NO_RULE & (PRIMITIVES.keys() | RULES.keys())
+    assert not traits.NO_RULE & RULES.keys()
     lowered = {n for n, row in PRIMITIVES.items() if row.kind is Kind.LOWER}
     assert traits.PRODUCTS == lowered
     assert traits.FOLLOWED <= traits.MOVES
     promoting = {n for n, row in PRIMITIVES.items() if row.kind is Kind.PROMOTE}
     mixing = promoting & traits.ELEMENTWISE
     assert traits.MIXING == mixing - {"clamp", "nextafter"}
+    others = RULES.keys() - PRIMITIVES.keys() - {"random_bits"}
+    assert STANDS_FOR.keys() == others - traits.PASSED_THROUGH
+    assert traits.PASSED_THROUGH < others
     several = {"cond", "scan", "shard_map", "while"}
-    others = {"compute_on", "linear_call", "remat_opt", "xla_metadata_call"}
-    calling = RULES.keys() - traits.REF_WRITES - several - others
+    hints = {"compute_on", "xla_metadata_call"}
+    calling = others - traits.REF_WRITES - several - hints
     assert calling == traits.CALLS - traits.NO_RULE
     assert {n for n in RULES if RULES[n] is nested.call} <= traits.CALLS
 
@@ -271,11 +275,11 @@ def test_products_of_float8_are_left_alone(jit):
             for dtype in (jnp.float32, jnp.bfloat16, None)[: 3 if a is b else 2]
         ]
 
-    with jamp.autocast(dtype=jnp.float16):
-        found = (jax.jit(product) if jit else product)(x, w)
-    for one, expected in zip(found, product(x, w), strict=True):
-        assert one.dtype == expected.dtype
-        assert (one == expected).all()
+    for dtype in (jnp.float16, "float8"):
+        found = jamp.autocast(dtype)(jax.jit(product) if jit else product)(x, w)
+        for one, expected in zip(found, product(x, w), strict=True):
+            assert one.dtype == expected.dtype
+            assert (one == expected).all()
 
 
 def test_a_layer_in_float8_is_left_alone(standard_promotion):

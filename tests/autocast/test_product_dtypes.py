@@ -4,6 +4,7 @@ What JAX makes of a line depends on sizes: of a batch of one it drops the batch 
 the product and adds it again, and a reshape of one row is another one than of three.
 """
 
+import functools
 import itertools
 
 import jax
@@ -14,6 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jamp
 from tests.marks import mostly_slow
+
+from . import ways
 
 half = jamp.autocast(jnp.float16)
 SIZES = tuple(itertools.product((1, 3), (1, 3)))  # of the rows and of the columns
@@ -89,10 +92,9 @@ UNKNOWN_AFTER = {
 MOVES = KNOWN_AFTER | UNKNOWN_AFTER
 
 WAYS = {
-    "live": half,
-    "jit around": lambda f: jax.jit(half(f)),
-    "jit inside": lambda f: half(jax.jit(f)),
-    "checkpoint": lambda f: half(jax.checkpoint(f)),
+    name: functools.partial(ways.WAYS[name], half)
+    for name in ("live", "jit around", "jit inside", "checkpoint")
+} | {
     "vmap around": lambda f: over_one(half(f)),
     "vmap inside": lambda f: half(over_one(f)),
 }
@@ -131,6 +133,10 @@ def test_eagerly_it_is_the_same(n, m, standard_promotion):
 BIASES = {
     "bias": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), (4,)]),
     "b[None]": (lambda b: b[None], lambda n, t: [(n, t, K), (K, 4), (4,)]),
+    "a row of more": (
+        lambda b: jnp.squeeze(b.reshape(1, 1, 4), 0),
+        lambda n, t: [(n, t, K), (K, 4), (4,)],
+    ),
     "one number": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), ()]),
     "a number for each row": (
         lambda b: b[:, None],
@@ -140,6 +146,10 @@ BIASES = {
     "of a vector": (lambda b: b, lambda n, t: [(n, t, K), (K,), (t,)]),
 }
 NO_BIASES = {
+    "a stacked row": (
+        lambda b: jnp.stack([b]),
+        lambda n, t: [(n, t, K), (K, 4), (4,)],
+    ),
     "a row": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), (1, 4)]),
     "positions": (lambda b: b, lambda n, t: [(n, t, K), (K, 4), (t, 4)]),
     "positions[None]": (lambda b: b[None], lambda n, t: [(n, t, K), (K, 4), (t, 4)]),
@@ -187,12 +197,109 @@ def test_a_function_of_a_bias_and_one_of_a_residual_share_no_cache(
                 assert add(*args).dtype == dtype
 
 
+def test_a_branch_rounds_a_sum_with_a_bias_whatever_the_others_return(
+    standard_promotion,
+):
+    """The branch is rewritten again, for the dtype on which all of them agree."""
+    x, w, b = jnp.ones((3, K)), jnp.ones((K, 4)), jnp.full((1, 4), 2.0**-12)
+
+    def function(h, b):
+        return lax.cond(True, lambda h, b: h + b[0], lambda h, b: h * b, h, b)
+
+    for wrap in (lambda f: f, jax.jit):
+        found = half(lambda x, w, b, wrap=wrap: wrap(function)(x @ w, b))(x, w, b)
+        assert found.dtype == jnp.float32 and (found == K).all()
+
+
+# Products of a half-precision value with itself that are not lowered, or promoted.
+PROMOTED = {
+    "outer": lambda h: jnp.outer(h, h),
+    "einsum": lambda h: jnp.einsum("tu,tv->tuv", h, h),
+    "einsum of all": lambda h: jnp.einsum("ab,cd->abcd", h, h),
+    "tensordot of none": lambda h: jnp.tensordot(h, h, 0),
+    "kron": lambda h: jnp.kron(h, h),
+    "dot_general": lambda h: lax.dot_general(h, h, (((), ()), ((0,), (0,)))),
+    "size 1": lambda h: h[:, :1] @ h[:1],
+    "dot": lambda h: jnp.dot(h[0], h[0]),
+    "inner": lambda h: jnp.inner(h[0], h[1]),
+    "vdot": lambda h: jnp.vdot(h, h),
+    "vecdot": lambda h: jnp.vecdot(h, h),
+    "tensordot of all": lambda h: jnp.tensordot(h, h, 2),
+    "einsum to a number": lambda h: jnp.einsum("ab,ab->", h, h),
+    "highest": lambda h: jnp.matmul(h, h, precision="highest"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_product_that_is_promoted_follows_what_it_gets(way, standard_promotion):
+    """Where it was traced for float32, too. Under `vmap`, float32 may be lowered."""
+    args = jnp.ones((3, K)), jnp.ones((K, 3)), jnp.ones(3)
+    for name, product in PROMOTED.items():
+        for of, value in {
+            "half": lambda x, w, b: x @ w,
+            "float32": lambda x, w, b: (x @ w) * b,
+        }.items():
+            function = lambda *args, f=product, v=value: f(v(*args))
+            found = jax.eval_shape(WAYS[way](function), *args).dtype
+            if of == "half":
+                assert found == jnp.float16, name
+            elif "vmap" not in way:
+                assert found == jax.eval_shape(half(function), *args).dtype, name
+
+
 def test_a_pair_of_rows_is_no_bias(standard_promotion):
     """`s[:, None] + t`: numbers along a dimension that the product does not have."""
     for n, t in SIZES:
         args = jnp.ones((n, K)), jnp.ones(K), jnp.ones(t)
         found = half(lambda x, w, b: (x @ w)[:, None] + b)(*args)
         assert found.dtype == jnp.float32 and found.shape == (n, t)
+
+
+BATCHED = {
+    "vmap": over_one,
+    "grad in vmap": lambda f: over_one(differentiated(jax.grad, f)),
+    "jvp in vmap": lambda f: over_one(in_forward_mode(f)),
+    "linearize in vmap": lambda f: over_one(differentiated(linearized, f)),
+    "grad of grad in vmap": lambda f: over_one(
+        differentiated(jax.grad, differentiated(jax.grad, f))
+    ),
+    "grad of jvp in vmap": lambda f: over_one(
+        differentiated(jax.grad, in_forward_mode(f))
+    ),
+    "vmap of vmap": lambda f: lambda x, *rest: over_one(over_one(f))(x[None], *rest),
+    "vmap in grad": lambda f: differentiated(jax.grad, over_one(f)),
+}
+
+
+def differentiated(derivative, f):
+    def run(x, w, b):
+        return derivative(lambda w: jnp.sum(f(x, w, b).astype(jnp.float32)))(w)
+
+    return run
+
+
+def linearized(f):
+    return lambda w: jax.linearize(f, w)[1](w)
+
+
+def in_forward_mode(f):
+    return lambda x, w, b: jax.jvp(lambda w: f(x, w, b), (w,), (w,))[1]
+
+
+@pytest.mark.parametrize("way", BATCHED)
+def test_what_a_batch_shares_is_a_bias_in_a_derivative_too(way, standard_promotion):
+    """A vector added to a vector is a bias if `vmap` adds the batch to one of them."""
+    dtypes = []
+
+    @half
+    def layer(x, w, b):
+        y = x @ w + b
+        dtypes.append(y.dtype)
+        return y
+
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((K,), (K, 4), (4,))]
+    jax.eval_shape(BATCHED[way](layer), *args)
+    assert dtypes and set(dtypes) == {jnp.dtype("float16")}
 
 
 def test_one_number_is_added_on_one_device(monkeypatch, standard_promotion):

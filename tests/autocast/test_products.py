@@ -8,30 +8,14 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.marks import slow
+
+from . import ways
 
 half = jamp.autocast(jnp.float16)
 HIGHEST = lax.Precision.HIGHEST
 PRESETS = lax.DotAlgorithmPreset
-WAYS = pytest.mark.parametrize(
-    "way",
-    [half, slow(lambda f: jax.jit(half(f))), lambda f: half(jax.jit(f))],
-    ids=["live", "jit_around", "jit_inside"],
-)
+WAYS = ways.given(region=half)
 x, w = jnp.full((2, 4), 0.1), jnp.full((4, 3), 0.1)
-
-
-@WAYS
-@pytest.mark.parametrize("precision", [None, HIGHEST])
-def test_rotary_angles(precision, way):
-    positions = jnp.arange(2040.0, 70_000.0, 997.0)[None]
-    frequencies = jnp.array([1.0, 0.5, 1e-3])
-
-    def angles(positions):
-        return jnp.einsum("BT,k->BTk", positions, frequencies, precision=precision)
-
-    found = way(angles)(positions)
-    np.testing.assert_array_equal(found, angles(positions), strict=True)
 
 
 def dense(precision):

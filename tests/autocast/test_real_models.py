@@ -1,7 +1,5 @@
 """What models of other projects do that broke, in small."""
 
-import functools
-
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -240,34 +238,3 @@ def test_what_a_scanned_cell_draws_under_a_policy():
     plain, drawn_plain = Text().apply(variables, x, rngs=keys)
     np.testing.assert_array_equal(drawn, drawn_plain)
     np.testing.assert_allclose(logits, plain, atol=2e-3)
-
-
-class Scanned(nn.Module):
-    """A module whose method is scanned, as in an LSTM of Flax's examples."""
-
-    @functools.partial(
-        nn.scan,
-        variable_broadcast="params",
-        split_rngs={"params": False},
-        in_axes=1,
-        out_axes=1,
-    )
-    @nn.compact
-    def __call__(self, carry, x):
-        return nn.OptimizedLSTMCell(8)(carry, x)
-
-
-class Reader(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return Scanned(name="lstm")((jnp.zeros((2, 8)),) * 2, x)[1]
-
-
-@pytest.mark.slow
-def test_a_scanned_method_under_a_policy_keeps_its_carry():
-    x = jax.random.normal(jax.random.key(0), (2, 3, 8))
-    variables = jax.jit(Reader().init)(jax.random.key(1), x)
-    model = jamp.linen.with_policy(Reader(), POLICY)
-    out = model.apply(variables, x)
-    np.testing.assert_allclose(out, Reader().apply(variables, x), atol=2e-3)
-    assert {"float16"} in products(model.apply, variables, x)

@@ -89,3 +89,20 @@ def test_a_well_conditioned_system_of_many_rows(standard_promotion):
     a = random.normal(key, (2000, 3))
     solve = lambda a: jnp.linalg.lstsq(a, a @ jnp.arange(3.0))[0]
     np.testing.assert_allclose(half(jax.jit(solve))(a), [0, 1, 2], atol=5e-3)
+
+
+QUANTILES = {
+    "median": jnp.median,
+    "quantile": lambda h: jnp.quantile(h, jnp.float32(0.5)),
+    "percentile": lambda h: jnp.percentile(h, jnp.float32(50.0)),
+}
+
+
+@pytest.mark.parametrize("name", QUANTILES)
+def test_a_quantile_of_more_than_half_precision_counts(name, standard_promotion):
+    h = jnp.linspace(0, 1, 10_000).astype(jnp.float16)
+    for run in ways(QUANTILES[name]):
+        with pytest.raises(TypeError, match=rf"(?s){name}.*Cast the input"):
+            run(h)
+        assert abs(float(run(h[::100])) - 0.5) < 0.01
+        assert abs(float(run(h.astype(jnp.float32))) - 0.5) < 0.001

@@ -1,4 +1,6 @@
-"""Draws in a region are those of float32, whatever the dtype of the logits."""
+"""Draws in a region are those of float32, also under `vmap` of keys and values."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import jamp
 from jamp._autocast import sampling
 from tests.marks import slow
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 HALVES = [jnp.float16, slow(jnp.bfloat16)]
 N_TOKENS, N_DRAWS, N_FLIPS = 1000, 512, 4096
 
@@ -55,19 +58,10 @@ def expected_draws(sample, value, n=20):
 WAYS = [eager, slow(jit_around), jit_inside, slow(scanned)]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.__name__)
-def test_categorical_draws_what_float32_draws(dtype, way, standard_promotion):
-    logits = (3 * random.normal(random.key(1), (5, 300))).astype(dtype)
-    sample = lambda key, x: random.categorical(key, x, shape=(64, 5))
-    drawn = draws(sample, way, dtype, logits)
-    np.testing.assert_array_equal(drawn, expected_draws(sample, logits))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.__name__)
-def test_frequencies_are_those_of_float32(dtype, way, standard_promotion):
+def test_frequencies_are_those_of_float32(dtype, way):
     # Equal logits: in half precision the lowest tokens would come most often.
     logits = jnp.zeros(N_TOKENS, dtype)
     p = jnp.asarray(3.35e-4, dtype)
@@ -80,54 +74,75 @@ def test_frequencies_are_those_of_float32(dtype, way, standard_promotion):
     assert abs(true.mean() - chance) <= 5 * np.sqrt(chance * (1 - chance) / true.size)
 
 
-def softened(x):
-    return jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
-
-
-SAMPLERS = {
-    "without_replacement": lambda k, x: random.categorical(
-        k, x, shape=(3,), replace=False
+DRAWS = {
+    "categorical": random.categorical,
+    "categorical, high": functools.partial(random.categorical, mode="high"),
+    "bernoulli": random.bernoulli,
+    "bernoulli, high": functools.partial(random.bernoulli, mode="high"),
+    "geometric": random.geometric,
+    "categorical without replacement": lambda key, x: random.categorical(
+        key, x, shape=(3,), replace=False
     ),
-    "twice_as_many_bits": lambda k, x: random.categorical(
-        k, x, shape=(99,), mode="high"
+    "choice without replacement": lambda key, p: random.choice(
+        key, 5, (3,), replace=False, p=p
     ),
-    "batched": lambda k, x: jax.vmap(random.categorical)(
-        random.split(k, 3), jnp.stack([x, x, x])
-    ),
-    "batched_bernoulli": lambda k, x: jax.vmap(random.bernoulli)(
-        random.split(k, 3), jnp.stack([softened(x), softened(x), softened(x)])
-    ),
-    "bernoulli_of_one_key": lambda k, x: jax.vmap(random.bernoulli, (None, 0))(
-        k, jnp.stack([softened(x), softened(x)])
-    ),
-    "bernoulli": lambda k, x: random.bernoulli(k, softened(x)),
-    "bernoulli_of_more_bits": lambda k, x: random.bernoulli(
-        k, softened(x), mode="high"
-    ),
-    "choice": lambda k, x: random.choice(k, 8, (99,), p=softened(x)),
-    "choice_without_replacement": lambda k, x: random.choice(
-        k, 8, (3,), replace=False, p=softened(x)
-    ),
-    "geometric": lambda k, x: random.geometric(k, softened(x)),
+    "choice": lambda key, p: random.choice(key, 5, (3,), p=p),
+    "two draws": lambda key, p: (random.bernoulli(key, p), random.categorical(key, p)),
 }
+BATCHED = {
+    "scan of keys": lambda draw: (
+        lambda keys, p: lax.map(lambda key: draw(key, p[0, 0]), keys[0])
+    ),
+    "neither": lambda draw: lambda keys, p: draw(keys[0, 0], p[0, 0]),
+    "keys": lambda draw: lambda keys, p: jax.vmap(draw, (0, None))(keys[0], p[0, 0]),
+    "values": lambda draw: lambda keys, p: jax.vmap(draw, (None, 0))(keys[0, 0], p[0]),
+    "both": lambda draw: lambda keys, p: jax.vmap(draw)(keys[0], p[0]),
+    "both twice": lambda draw: jax.vmap(jax.vmap(draw)),
+    "keys twice": lambda draw: (
+        lambda keys, p: jax.vmap(jax.vmap(draw, (0, None)), (0, None))(keys, p[0, 0])
+    ),
+    "both, and keys around": lambda draw: (
+        lambda keys, p: jax.vmap(jax.vmap(draw), (0, None))(keys, p[0])
+    ),
+    "keys, and values around": lambda draw: (
+        lambda keys, p: jax.vmap(jax.vmap(draw, (0, None)), (None, 0))(keys[0], p[0])
+    ),
+}
+# A draw of two numbers for each element, with a key for each example, arrives in a form
+# that the region does not take apart.
+TAKEN = {"scan of keys", "neither", "values", "keys, and values around"}
+REFUSED = {("bernoulli, high", how) for how in BATCHED.keys() - TAKEN}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_that_of_float32_or_refused(name):
+    keys = random.split(random.key(0), (2, 3))
+    p = jax.nn.softmax(jnp.linspace(-2, 2, 30).reshape(2, 3, 5))
+    wrong = []
+    for how, batched in BATCHED.items():
+        for dtype in (jnp.float16, jnp.bfloat16):
+            draw = batched(DRAWS[name])
+            given = p.astype(dtype)
+            expected = draw(keys, given.astype(jnp.float32))
+            for way in (lambda f: f, jax.jit):
+                run = jamp.autocast(dtype)(way(draw))
+                try:
+                    found = run(keys, given)
+                except NotImplementedError as error:
+                    assert "would draw in half precision" in str(error)
+                    if (name, how) not in REFUSED:
+                        wrong.append((how, dtype.__name__, "refused"))
+                    continue
+                if (name, how) in REFUSED:
+                    wrong.append((how, dtype.__name__, "not refused"))
+                same = jax.tree.map(np.array_equal, found, expected)
+                if not all(jax.tree.leaves(same)):
+                    wrong.append((how, dtype.__name__, found, expected))
+    assert wrong == []
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_every_sampler_draws_what_float32_draws(name, way, standard_promotion):
-    # `softened` leaves the region in its dtype, so that both sides have the same input.
-    sample = SAMPLERS[name]
-    x = random.normal(random.key(2), (8,)).astype(jnp.float16)
-    outside = jamp.autocast(enabled=False)(softened)
-    given = outside(x) if "softened" in sample.__code__.co_names else x
-    names = {"softened": lambda x: x} if given is not x else {}
-    bare = type(sample)(sample.__code__, globals() | names)
-    drawn = draws(bare, way, jnp.float16, given, 2)
-    np.testing.assert_array_equal(drawn, expected_draws(bare, given, 2), strict=True)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_normal_vector_is_drawn_in_float32(way, standard_promotion):
+def test_a_normal_vector_is_drawn_in_float32(way):
     def sample(key, mean):
         return random.multivariate_normal(key, mean, jnp.eye(4, dtype=mean.dtype))
 
@@ -166,7 +181,7 @@ def test_an_inner_region_that_is_off_draws_as_jax_does():
     assert drawn == random.categorical(key, logits)
 
 
-def test_logits_of_a_model_in_a_gradient(standard_promotion):
+def test_logits_of_a_model_in_a_gradient():
     # The draw is a number that the loss uses: the region is inside, and outside.
     key, x = random.key(6), jnp.ones((4, 8))
     w = random.normal(random.key(7), (8, 256))
@@ -189,7 +204,7 @@ def test_logits_of_a_model_in_a_gradient(standard_promotion):
     assert grad.dtype == jnp.float32
 
 
-def test_a_draw_from_half_precision_in_a_gradient(standard_promotion):
+def test_a_draw_from_half_precision_in_a_gradient():
     key, w = random.key(8), jnp.eye(4)
 
     def loss_fn(w):

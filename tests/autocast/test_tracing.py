@@ -7,6 +7,7 @@ from jax import lax
 
 import jamp
 from jamp._autocast import retracing
+from jamp._autocast.rules import Decider
 from jamp._autocast.trace import AutocastTrace
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -56,17 +57,17 @@ def test_ops_are_not_jitted_where_they_are_not_differentiated(monkeypatch):
 
 
 def test_each_op_of_a_derivative_is_decided_on_once(monkeypatch):
-    counts = {"apply": 0, "action": 0}
-    for name in counts:
-        method = getattr(AutocastTrace, name)
+    counts = {"apply": 0, "__call__": 0}
+    for cls, name in ((AutocastTrace, "apply"), (Decider, "__call__")):
+        method = getattr(cls, name)
 
         def counted(self, *args, name=name, method=method, **kwargs):
             counts[name] += 1
             return method(self, *args, **kwargs)
 
-        monkeypatch.setattr(AutocastTrace, name, counted)
+        monkeypatch.setattr(cls, name, counted)
     x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
     with jamp.autocast(jnp.float16):  # functions of jnp are jitted, and asked about too
         y, pull_back = jax.vjp(lambda w: lax.tanh(lax.dot(x, w)), w)
         pull_back(y)
-    assert 0 < counts["action"] <= counts["apply"]
+    assert 0 < counts["__call__"] <= counts["apply"]

@@ -16,8 +16,13 @@ from flax import nnx
 
 import jamp
 from jamp import debug
-from jamp._debug.calibrate import loss_scale_for
-from jamp._debug.choose_dtype import Wanted, agreed, pattern_of, pays
+from jamp._debug.calibrate import (
+    Wanted,
+    agreed_dtypes,
+    loss_scale_for,
+    pays,
+    scope_pattern,
+)
 from jamp._debug.walk import starred
 from tests.marks import mostly_slow
 
@@ -406,7 +411,7 @@ def test_a_rule_is_for_its_own_product():
     ("scope", "other"), [("a[0]", "a0"), ("f(x)", "fx"), ("a.b", "axb")]
 )
 def test_a_pattern_takes_a_path_as_it_is_written(scope, other):
-    pattern = pattern_of(scope, [scope])
+    pattern = scope_pattern(scope, [scope])
     assert re.search(pattern, f"train/{scope}") and not re.search(pattern, other)
 
 
@@ -495,7 +500,7 @@ def test_the_most_careful_dtype_of_a_scope_is_that_of_its_rule(order):
     names = ["float8", "rowwise", "bfloat16", "float32"]
     for pair in itertools.combinations(names, 2):
         wanted = [Wanted("a", name, True) for name in pair]
-        assert agreed(wanted[::order]) == {"a": pair[1]}
+        assert agreed_dtypes(wanted[::order]) == {"a": pair[1]}
 
 
 @pytest.mark.slow

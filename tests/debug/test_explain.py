@@ -155,6 +155,17 @@ def test_inner_regions_decide():
     assert found == {"lower": "float16", "off": "float32", "rules['head']": "float32"}
 
 
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_a_region_around_it_counts(jit):
+    w = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    with jamp.autocast(jnp.float16):
+        found = debug.explain(jit(lambda x, w: (x @ w) @ w))(X, w)
+        inner = debug.explain(jit(lambda x, w: x @ w), jnp.bfloat16)(X, w)
+    assert {row.runs_in for row in rows(found, "dot_general")} == {"float16"}
+    assert {kept.dtype for kept in found.saved} == {"float16"}
+    assert {row.runs_in for row in rows(inner, "dot_general")} == {"bfloat16"}
+
+
 def test_policies():
     wrapped = jamp.get_policy("mixed_float16").wrap(loss_fn)
     explanation = debug.explain(wrapped)(PARAMS, X)

@@ -17,7 +17,7 @@ MAY_IMPORT = {
 }
 # What some tests may also import: the code that they test, and torch's results.
 EXCEPTIONS = {
-    "tests/torch/": "parity.golden",
+    "tests/torch/": "parity",
     "tests/test_foreign.py": "parity.foreign",
     "tests/test_benchmarks.py": "benchmarks",
     "tests/test_compiled_targets.py": "benchmarks",

@@ -332,14 +332,6 @@ def test_overrides():
     assert mixed.attention.query.kernel.dtype == FULL
 
 
-def test_a_number_at_the_end_of_an_override_is_whole():
-    rngs = nnx.Rngs(0)
-    model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=rngs) for _ in range(12)))
-    mixed = jamp.nnx.with_policy(model, MIXED, {"layers/1": "full"})
-    expected = [{"float32"} if i == 1 else {"float16"} for i in range(12)]
-    assert model_products(mixed, jnp.ones((2, 4))) == expected
-
-
 def test_a_shared_parameter_is_cast_by_its_reader():
     class Head(nnx.Module):
         def __init__(self, embedding):
@@ -360,29 +352,6 @@ def test_a_shared_parameter_is_cast_by_its_reader():
     mixed = jamp.nnx.with_policy(Tied(nnx.Rngs(0)), MIXED, {"unembed": "full"})
     assert mixed.unembed.embedding is mixed.embed.embedding
     assert model_products(mixed, TOKENS) == [{"float16"}, {"float32"}]
-
-
-def test_a_layers_own_dtype_wins():
-    rngs = nnx.Rngs(0)
-    layers = nnx.Linear(4, 4, dtype=jnp.float32, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
-    mixed = jamp.nnx.with_policy(nnx.Sequential(*layers), MIXED)
-    assert model_products(mixed, jnp.ones((1, 4))) == [{"float32"}, {"float16"}]
-
-
-def test_a_policy_in_a_policy_wins():
-    class Outer(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.Linear(16, 16, rngs=rngs)
-            self.block = jamp.nnx.with_policy(Block(16, rngs), "bf16")
-
-        def __call__(self, x):
-            return self.block(self.first(x))
-
-    mixed = jamp.nnx.with_policy(Outer(nnx.Rngs(0)), MIXED)
-    x = jnp.ones((1, 16))
-    assert model_products(mixed, x) == [{"float16"}, {"bfloat16"}]
-    assert mixed.block.linear.kernel.dtype == jnp.bfloat16
-    assert mixed.first.kernel.dtype == FULL
 
 
 @pytest.mark.parametrize(
@@ -484,27 +453,6 @@ def test_jax_transformations_of_a_closure():
         np.testing.assert_array_equal(run(x), expected)
 
 
-def test_regions_around_and_inside():
-    class Inside(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(4, 4, rngs=rngs)
-
-        def __call__(self, x):
-            with jamp.autocast(dtype=jnp.bfloat16):
-                return self.linear(x)
-
-    rngs, x = nnx.Rngs(0), jnp.ones((1, 4))
-    inside = jamp.nnx.with_policy(Inside(rngs), MIXED)
-    model = jamp.nnx.with_policy(nnx.Linear(4, 4, rngs=rngs), MIXED)
-
-    def around(x):
-        with jamp.autocast(dtype=jnp.bfloat16):
-            return model(x) @ jnp.eye(4)
-
-    assert products(around, x) == [{"float16"}, {"bfloat16"}]
-    assert products(lambda x: inside.linear(x), x) == [{"float16"}]
-
-
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -516,49 +464,6 @@ def test_regions_around_and_inside():
 def test_overrides_that_match_nothing(overrides, message):
     with pytest.raises(ValueError, match=message):
         jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED, overrides)
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"model": nnx.Linear}, TypeError, "must be a module.*\\n.*NNX"),
-        ({"model": lambda x: x}, TypeError, "policy.wrap"),
-        ({"policy": jnp.float16}, TypeError, "policy must be a jamp.Policy"),
-        ({"policy": "flaot16"}, ValueError, "float16"),
-        ({"overrides": ["Dense"]}, TypeError, "overrides must be a dict"),
-        ({"overrides": {"x": None}}, TypeError, "None is not a policy"),
-        ({"overrides": {"x": "int8"}}, ValueError, "not a floating dtype"),
-        ({"float32_for": ("norm",)}, ValueError, "did you mean 'norms'"),
-    ],
-)
-def test_bad_arguments(arguments, error, message):
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    arguments = {"model": model, "policy": "half"} | arguments
-    with pytest.raises(error, match=message):
-        jamp.nnx.with_policy(**arguments)
-
-
-def test_one_policy_is_enough():
-    model = jamp.nnx.with_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "half")
-    with pytest.raises(ValueError, match="already has a policy"):
-        jamp.nnx.with_policy(model, "half")
-
-
-def test_an_error_in_a_module_leaves_nothing_behind():
-    class Fails(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(2, 2, rngs=rngs)
-
-        def __call__(self, x):
-            self.linear(x)
-            raise KeyError("mine")
-
-    mixed = jamp.nnx.with_policy(Fails(nnx.Rngs(0)), MIXED)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="mine"):
-            mixed(jnp.ones((1, 2)))
-    assert mixed.linear.kernel[...].dtype == FULL
-    assert not jamp.is_autocast_enabled()
 
 
 # Ways into a model.

@@ -116,6 +116,8 @@ def test_copies_keep_their_scopes(again):
 
 
 def test_scopes_and_policies_go_together():
+    part = jamp.nnx.named_scopes(Net()).head  # its class is a subclass already
+    assert jamp.nnx.with_policy(part, "c=float16")(X).dtype == jnp.float16
     for model in (
         jamp.nnx.with_policy(jamp.nnx.named_scopes(Net()), "c=float16"),
         jamp.nnx.named_scopes(jamp.nnx.with_policy(Net(), "c=float16")),

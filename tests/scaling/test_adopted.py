@@ -16,7 +16,7 @@ from flax import nnx
 
 import jamp
 from jamp._scaling import rule
-from jamp._scaling.rule import Kind, LossScaleConfig, LossScaleState
+from jamp._scaling.rule import LossScaleConfig, LossScaleState, ScaleKind
 from tests.marks import mostly_slow
 
 from .optimizers import NEEDS_VALUE, OPTIMIZERS
@@ -356,7 +356,7 @@ def test_what_is_adopted_stays():
     )  # fmt: skip
     flags = jnp.asarray(rng.random((20, count)) < 0.4)
     for kind, numbers in itertools.product(
-        Kind,
+        ScaleKind,
         (
             {},
             {"hysteresis": 3, "growth_interval": 2},

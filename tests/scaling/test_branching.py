@@ -12,7 +12,7 @@ from flax import nnx
 
 import jamp
 from jamp._scaling import skip
-from jamp._scaling.branching import branches
+from jamp._scaling.skip import branches
 from shared import hlo
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -18,7 +18,7 @@ from flax import nnx
 
 import jamp
 from jamp._scaling import skip
-from jamp._scaling.unread import never_moved, reads
+from jamp._scaling.traced import never_moved, reads_and_run
 
 from ..around import settings
 
@@ -257,8 +257,9 @@ def adapted_loss(params, x):
         return jnp.mean(x**2)
 
 
-def products(function, *args):
-    text = jax.jit(function).lower(*args).compile().as_text()
+def products(function, *args, donate=()):
+    lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+    text = lowered.compile().as_text()
     return len(re.findall(r"= \S+ dot\(", text))
 
 
@@ -287,7 +288,9 @@ def test_gradients_of_frozen_parameters_are_not_computed(how):
     trained = {name: p for name, p in params.items() if labels[name] == "train"}
     frozen = {name: p for name, p in params.items() if labels[name] == "freeze"}
     least = products(by_partition, trained, frozen, plain.init(trained))
-    assert products(by_labels, params, tx.init(params)) == least == 30
+    assert least == 30
+    for donate in ((), (0, 1)):  # which branches on a CPU
+        assert products(by_labels, params, tx.init(params), donate=donate) == least
     every = jamp.dynamic_loss_scale(ADAM)  # the control
     tx = every
     assert products(by_labels, params, every.init(params)) > least
@@ -358,8 +361,8 @@ def test_what_is_read_and_what_stays():
     function = lambda t: {"a": t["a"] * 2, "b": jnp.zeros_like(t["b"]), "c": t["n"]}
     tree = {"a": jnp.ones(2), "b": jnp.ones(2), "n": jnp.arange(2), "none": None}
     found = {"a": True, "b": False, "n": True, "none": None}
-    assert reads(function, tree) == found
-    assert reads(jax.jit(function), tree) == found
+    assert reads_and_run(function, tree)[0] == found
+    assert reads_and_run(jax.jit(function), tree)[0] == found
     stays = {"a": False, "b": True, "c": False}
     assert never_moved(lambda t: (jax.jit(function)(t), None), tree) == stays
     infinite = lambda t: (t * 0 + jnp.zeros(2) * jnp.inf, None)
@@ -575,6 +578,9 @@ IN_FRONT = {
     "zero_nans": optax.zero_nans(),
     "adam": optax.scale_by_adam(),
     "a part of them": optax.masked(optax.clip(1.0), TRAIN),
+    "rounding": optax.stateless(
+        lambda g, p: optax.tree.cast(optax.tree.cast(g, jnp.bfloat16), jnp.float32)
+    ),
 }
 BEHIND_IT = {
     "weight decay": optax.add_decayed_weights(0.1),
@@ -587,6 +593,30 @@ BEHIND_IT = {
     "a bound": optax.keep_params_nonnegative(),
     "jitted": jitted(optax.trace(0.9)),
 }
+
+
+def ODD(step):
+    return step % 2 == 1
+
+
+def looped(tx):
+    """A loop around the loss scale, of which nothing is known."""
+
+    def update(grads, state, params):
+        step = lambda state, grads: tx.update(grads, state, params)[::-1]
+        rows = jax.tree.map(lambda grad: grad[None], grads)
+        state, updates = jax.lax.scan(step, state, rows)
+        return jax.tree.map(lambda update: update[0], updates), state
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def looked_at(grads, params):
+    """What is only looked at, and what only a flag is made of, may stay scaled."""
+    finite = jnp.isfinite(optax.tree.norm(grads))
+    return jax.lax.cond(finite, lambda: grads, lambda: grads)
+
+
 # Nothing is refused here, and a step that is not skipped is update + apply_updates.
 LEGITIMATE = {
     "alone": SCALED,
@@ -610,9 +640,15 @@ LEGITIMATE = {
     "inject_hyperparams": optax.inject_hyperparams(
         lambda rate: jamp.dynamic_loss_scale(optax.adam(rate))
     )(rate=optax.linear_schedule(1e-2, 0.0, 9)),
-    "conditionally_transform": optax.conditionally_transform(
-        SCALED, lambda step: step >= 0
+    "conditionally_mask": optax.conditionally_mask(SCALED, lambda step: step >= 0),
+    "conditionally_transform inside": optax.chain(
+        jamp.dynamic_loss_scale(optax.conditionally_transform(ADAM, ODD))
     ),
+    "condition on nothing": optax.chain(
+        SCALED, optax.conditionally_transform(optax.trace(0.9), ODD)
+    ),
+    "in a loop": looped(SCALED),
+    "a test in front": optax.chain(optax.stateless(looked_at), SCALED),
     "jitted": jitted(SCALED),
     "jitted in a chain": optax.chain(jitted(SCALED), optax.scale(0.5)),
     "master_weights": jamp.master_weights(SCALED),
@@ -624,6 +660,59 @@ LEGITIMATE = {
     ),
     "no loss scale": optax.chain(optax.clip(1.0), ADAM),
 } | {f"{k} behind": optax.chain(SCALED, tx) for k, tx in BEHIND_IT.items()}
+
+
+def by_hand(tx):
+    """`optax.conditionally_transform`, whose state jamp does not know."""
+
+    def update(grads, state, params=None):
+        step, inner = state
+        run = lambda: tx.update(grads, inner, params)
+        updates, inner = jax.lax.cond(ODD(step), run, lambda: (grads, inner))
+        return updates, (step + 1, inner)
+
+    return optax.GradientTransformation(lambda p: (jnp.int32(0), tx.init(p)), update)
+
+
+# What passes scaled gradients on: of one parameter, and of all of them in some steps.
+MASKED = optax.masked(SCALED, TRAIN)
+LEAVING_B = {
+    "masked": MASKED,
+    "masked and a rate": optax.chain(MASKED, optax.scale(-0.1)),
+    "masked and momentum": optax.chain(MASKED, optax.trace(0.9)),
+    "masked in masked": optax.masked(MASKED, by_name(True, True)),
+    "masked and conditional": optax.conditionally_mask(MASKED, ODD),
+    "master weights": jamp.master_weights(MASKED),
+    "multi_transform": optax.multi_transform(
+        {"train": SCALED, "freeze": optax.sgd(0.1)}, LABELS
+    ),
+    "partition": optax.partition({"train": SCALED, "freeze": optax.adam(0.1)}, LABELS),
+    "partition in a chain": optax.chain(
+        optax.partition({"train": SCALED, "freeze": optax.identity()}, LABELS),
+        optax.add_decayed_weights(0.1),
+    ),
+    "partition and frozen in some steps": optax.partition(
+        {"train": SCALED, "freeze": by_hand(optax.set_to_zero())}, LABELS
+    ),
+}
+LEAVING_ALL = {
+    "a condition": by_hand(SCALED),
+    "around a chain": by_hand(optax.chain(SCALED, optax.scale(0.5))),
+    "in master weights": jamp.master_weights(by_hand(SCALED)),
+    "and a rate": optax.chain(by_hand(SCALED), optax.scale(0.5)),
+    "and momentum": optax.chain(by_hand(SCALED), optax.trace(0.9)),
+    "static": by_hand(jamp.static_loss_scale(ADAM, 8.0)),
+    "in an optimizer for some parameters": optax.masked(
+        by_hand(SCALED), by_name(True, True)
+    ),
+    "added again": optax.GradientTransformationExtraArgs(
+        SCALED.init, lambda g, s, p=None, **_: added(g, *SCALED.update(g, s, p))
+    ),
+}
+
+
+def added(grads, updates, state):
+    return jax.tree.map(lambda g, u: u - 1e-3 * g, grads, updates), state
 
 
 def start_of(tx, name, dtype=jnp.float32):
@@ -656,6 +745,11 @@ def test_gradients_that_are_changed_before_the_loss_scale_are_refused(wrap):
                 optax.chain(optax.identity(), member), optax.masked(SCALED, TRAIN)
             ),
             optax.chain(member, jamp.master_weights(SCALED)),
+            jitted(optax.chain(member, SCALED)),
+            optax.chain(member, jitted(SCALED)),
+            optax.conditionally_mask(optax.chain(member, SCALED), ODD),
+            optax.chain(member, optax.conditionally_mask(SCALED, ODD)),
+            optax.chain(optax.conditionally_transform(member, ODD), SCALED),
         ):
             step = wrap(
                 lambda grads, tx=tx: jamp.step(
@@ -704,7 +798,9 @@ def test_a_step_is_watched_until_it_ends_and_in_its_own_thread():
 
     tx = optax.chain(optax.stateless(pause), SCALED)
     jamp.step(tx, gradients(), tx.init(params), params)
-    chex.assert_trees_all_equal(meanwhile, [expected])
+    assert len(meanwhile) == 2  # the program is read, too
+    for found in meanwhile:
+        chex.assert_trees_all_equal(found, expected)
     tx = optax.chain(optax.clip(1.0), SCALED)
     with pytest.raises(ValueError, match="was changed before"):
         jamp.step(tx, gradients(), tx.init(params), params)
@@ -713,18 +809,14 @@ def test_a_step_is_watched_until_it_ends_and_in_its_own_thread():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_gradient_that_passes_by_the_loss_scale_is_refused(wrap):
-    masked = optax.masked(SCALED, TRAIN)
-    for tx in (
-        masked,
-        optax.chain(masked, optax.scale(-0.1)),
-        optax.chain(masked, optax.trace(0.9)),
-        optax.multi_transform({"train": SCALED, "freeze": optax.sgd(0.1)}, LABELS),
-    ):
-        step = wrap(
-            lambda g, tx=tx: jamp.step(tx, g, tx.init(params_of()), params_of())
-        )
-        with pytest.raises(ValueError, match=r"scaled gradient at \['b'\] is used"):
-            step(gradients())
+    for name, inner in {**LEAVING_B, **LEAVING_ALL}.items():
+        for tx in (inner, jitted(inner), optax.chain(optax.identity(), inner)):
+            params = params_of(jnp.float16 if "master" in name else jnp.float32)
+            step = wrap(lambda g, tx=tx, p=params: jamp.step(tx, g, tx.init(p), p))
+            at = "b" if name in LEAVING_B else "[wb]"
+            at = rf"scaled gradient at \['{at}'\] is used"
+            with pytest.raises(ValueError, match=at):
+                step(jax.tree.map(jnp.ones_like, params))
 
 
 @pytest.mark.parametrize("how", ["eager", "branch", "select"])

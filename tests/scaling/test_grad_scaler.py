@@ -207,7 +207,7 @@ def test_update_with_a_new_scale(wrap):
     for bad in (0.0, -1.0, np.inf, np.nan):
         with pytest.raises(ValueError, match=r"new_scale must be finite and > 0"):
             scaler.update(bad)
-    with pytest.raises(ValueError, match=r"one element; got shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"one number; got shape \(2,\)"):
         scaler.update(jnp.ones(2))
 
 

@@ -60,7 +60,7 @@ NESTINGS = {
     "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: tx)(
         rate=0.1
     ),
-    "conditionally_transform": lambda tx: optax.conditionally_transform(
+    "conditionally_mask": lambda tx: optax.conditionally_mask(
         tx, lambda step: step >= 0
     ),
 }
@@ -673,6 +673,9 @@ def test_a_state_with_two_loss_scales_names_their_paths():
 AROUND = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 5).gradient_transformation(),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(
+        tx, lambda step: step % 2 == 0
+    ),
 }
 
 

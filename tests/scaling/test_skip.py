@@ -106,22 +106,43 @@ def test_a_skipped_step_holds_every_bit(step, way, donate):
     assert state.loss_scale == scale / 2
 
 
-def test_an_optimizer_never_meets_an_inf(way, donate):
-    met = []
+def looking(met):
+    """An optimizer that notes whether its gradients are finite."""
 
     def look(updates, state, params=None):
-        finite = jnp.all(
-            jnp.stack([jnp.all(jnp.isfinite(u)) for u in updates.values()])
-        )
-        jax.debug.callback(lambda flag: met.append(bool(flag)), finite)
+        finite = jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)])
+        jax.debug.callback(lambda flags: met.append(bool(np.all(flags))), finite)
         return updates, state
 
-    looking = optax.GradientTransformation(lambda params: optax.EmptyState(), look)
-    tx = jamp.dynamic_loss_scale(looking)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), look)
+
+
+def test_an_optimizer_never_meets_an_inf(way, donate):
+    met = []
+    tx = jamp.dynamic_loss_scale(looking(met))
     params = start()
     run = jax.jit(lambda s, p, g: tx.update(g, s, p), **donate)
     for overflow in FLAGS:
         run(tx.init(params), jax.tree.map(jnp.copy, params), gradients(overflow))
+    jax.effects_barrier()
+    assert all(met)
+    assert len(met) == (FLAGS.count(False) if way == "branch" else len(FLAGS))
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_an_optimizer_of_a_scaler_never_meets_an_inf(way, unscales):
+    met, model, scaler = [], Net(), jamp.GradScaler()
+    optimizer = nnx.Optimizer(model, looking(met), wrt=nnx.Param)
+
+    @nnx.jit
+    def run(model, optimizer, scaler, x):
+        grads = nnx.grad(lambda model: scaler.scale(jnp.mean(model(x))))(model)
+        grads = scaler.unscale_(optimizer, grads) if unscales else grads
+        scaler.step(optimizer, model, grads)
+        scaler.update()
+
+    for overflow in FLAGS:
+        run(model, optimizer, scaler, jnp.full((4, 3), jnp.inf if overflow else 0.5))
     jax.effects_barrier()
     assert all(met)
     assert len(met) == (FLAGS.count(False) if way == "branch" else len(FLAGS))

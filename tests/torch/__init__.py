@@ -1,1 +1,1 @@
-"""jamp beside torch: golden files, the migration guide, and others' defects."""
+"""jamp beside torch: its golden file, the migration guide, and others' defects."""

@@ -2,8 +2,7 @@
 
 import pytest
 
-from parity import golden
-from parity.golden import BEHAVIORS, LIVE
+from parity import behaviors, golden
 from tests.marks import mostly_nightly
 
 
@@ -23,22 +22,26 @@ QUICK = (
     "what is refused: GradScaler",
     "states: GradScaler",
 )
-NAMES = [name for name, case in BEHAVIORS.items() if case.side not in LIVE]
+NAMES = [
+    name for name, case in behaviors.CASES.items() if case.side not in behaviors.LIVE
+]
 
 
 @pytest.mark.parametrize("name", mostly_nightly(NAMES, *QUICK))
 @pytest.mark.usefixtures("standard_promotion")
 def test_behavior_equals_torch(name: str, recorded):
-    result = golden.compare_behavior(BEHAVIORS[name], recorded)
+    result = behaviors.compare_with(behaviors.CASES[name], recorded)
     assert not result.differs, result.where
 
 
 def test_every_behavior_is_in_the_file(recorded):
     # Cases that end in torch have other sides, which are compared above.
-    alone = {case.behavior.name for case in BEHAVIORS.values()} - {
-        case.behavior.name for case in BEHAVIORS.values() if case.side not in LIVE
+    alone = {case.behavior.name for case in behaviors.CASES.values()} - {
+        case.behavior.name
+        for case in behaviors.CASES.values()
+        if case.side not in behaviors.LIVE
     }
     assert not alone
-    assert {case.behavior.name for case in BEHAVIORS.values()} == {
+    assert {case.behavior.name for case in behaviors.CASES.values()} == {
         name.split("/")[1] for name in recorded if name.startswith("behavior/")
     }

@@ -6,15 +6,15 @@ import jax
 import pytest
 
 from jamp._autocast.ops import DIFFERENCES, UNLISTED_DIFFERENCES
-from parity import golden
+from parity import golden, ops, ops_jamp
 from tests.marks import mostly_nightly
 
-GOLDEN = golden.load_ops()
-QUICK = [case for case in golden.OPS.values() if case.half == "float16"]
+FILE = golden.load()
+QUICK = [case for case in ops.CASES.values() if case.half == "float16"]
 
 
 def test_the_file_is_of_these_cases():
-    assert GOLDEN.keys() == golden.OPS.keys()
+    assert {n for n in FILE if n.startswith("ops/")} == {f"ops/{n}" for n in ops.CASES}
 
 
 REFUSAL = "does not accept dtype b?float16"
@@ -31,23 +31,24 @@ def refuses_half(op) -> bool:
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    "case", mostly_nightly(golden.OPS.values(), *QUICK), ids=lambda case: case.name
+    "case", mostly_nightly(ops.CASES.values(), *QUICK), ids=lambda case: case.name
 )
 def test_dtypes_equal_torch(case):
     if refuses_half(case.op):  # a jitted function is traced before the casts
         assert case.op.base == "nuclear_norm"
         with pytest.raises(TypeError, match=REFUSAL):
-            golden.dtypes_of_op(case.op, case.half)
+            ops_jamp.dtypes(case.op, case.half)
         return
-    found = golden.dtypes_of_op(case.op, case.half)
-    assert found.keys() == GOLDEN[case.name].keys()
+    found = ops_jamp.dtypes(case.op, case.half)
+    torch = ops.recorded(FILE, case)
+    assert found.keys() == torch.keys()
     agree = [
-        path == GOLDEN[case.name][inputs]
+        path == torch[inputs]
         for inputs, paths in found.items()
         for path in paths.values()
     ]
     assert len(agree) == 2 * len(found)
     assert all(agree) == (case.op.base not in DIFFERENCES | UNLISTED_DIFFERENCES), (
         found,
-        GOLDEN[case.name],
+        torch,
     )

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from parity import golden
-from parity.golden import CASES, FIRST_OF_KIND, LONG_RUN, Case, digest, overflows
+from parity import golden, jamp_side, scale
+from parity.cases import CASES, FIRST_OF_KIND, LONG_RUN, Case, overflows
+from parity.trajectory import digest
 from tests.marks import mostly_nightly
 
-OPTAX_CASES = [case for case in CASES if golden.fits_optax(case)]
+OPTAX_CASES = [case for case in CASES if jamp_side.fits_optax(case)]
 OTHER_CASES = [case for case in CASES if case not in (*OPTAX_CASES, *FIRST_OF_KIND)]
 # One of each kind; `make parity` compares all of them with live torch.
 QUICK = {case.kind: case for case in reversed(OPTAX_CASES)}.values()
@@ -15,14 +16,14 @@ QUICK = {case.kind: case for case in reversed(OPTAX_CASES)}.values()
 
 @pytest.fixture(scope="module")
 def torch_results():
-    return golden.expected(golden.load())
+    return scale.expected(golden.load())
 
 
 @pytest.mark.parametrize(
     "case", mostly_nightly(OPTAX_CASES, *QUICK), ids=lambda case: case.name
 )
 def test_dynamic_loss_scale_equals_torch(case: Case, torch_results):
-    golden.assert_equal(case, golden.run_optax(case), torch_results[case.name])
+    scale.assert_equal(case, jamp_side.run_optax(case), torch_results[case.name])
 
 
 @pytest.mark.parametrize(
@@ -31,19 +32,19 @@ def test_dynamic_loss_scale_equals_torch(case: Case, torch_results):
     ids=lambda case: case.kind,
 )
 def test_grad_scaler_equals_torch(case: Case, torch_results):
-    run = golden.run_nnx(case, step_by_step=True)
-    golden.assert_equal(case, run, torch_results[case.name])
+    run = jamp_side.run_nnx(case, step_by_step=True)
+    scale.assert_equal(case, run, torch_results[case.name])
 
 
 @pytest.mark.parametrize(
     "case", mostly_nightly(OTHER_CASES, OTHER_CASES[0]), ids=lambda case: case.name
 )
 def test_grad_scaler_in_a_scan_equals_torch(case: Case, torch_results):
-    golden.assert_equal(case, golden.run_nnx(case), torch_results[case.name])
+    scale.assert_equal(case, jamp_side.run_nnx(case), torch_results[case.name])
 
 
 def test_a_million_steps_equal_torch():
-    scales, trackers = golden.run_scale(LONG_RUN, overflows(LONG_RUN))
+    scales, trackers = jamp_side.run_scale(LONG_RUN, overflows(LONG_RUN))
     np.testing.assert_array_equal(digest(scales, trackers), golden.load()["long_run"])
 
 
@@ -57,7 +58,7 @@ def test_there_are_enough_cases():
 def test_a_wrong_rounding_would_be_seen(torch_results):
     # Control: the golden file distinguishes a float32 product from torch's float64 one.
     case = next(case for case in OPTAX_CASES if case.growth_factor == 1.1)
-    scale, tracker, skipped, _ = torch_results[case.name].values()
-    values = scale.view(np.float32)
+    scales, tracker, skipped, _ = torch_results[case.name].values()
+    values = scales.view(np.float32)
     grew = np.flatnonzero((tracker[1:] == 0) & ~skipped[1:, 0])
     assert np.any(values[grew] * np.float32(1.1) != values[grew + 1])

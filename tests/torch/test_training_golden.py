@@ -2,11 +2,12 @@
 
 import pytest
 
-from parity import golden
+from parity import golden, spread, training, training_jamp
+from parity.training_data import SEEDS, STEPS, TASKS
 from tests.marks import mostly_nightly, walk
 
-RUNS = [(task, seed) for task in golden.TASKS.values() for seed in golden.SEEDS]
-QUICK = [golden.TASKS[name] for name in ("mlp, AdamW", "gan, AdamW")]
+RUNS = [(task, seed) for task in TASKS.values() for seed in SEEDS]
+QUICK = [TASKS[name] for name in ("mlp, AdamW", "gan, AdamW")]
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +17,9 @@ def arrays():
 
 @walk("task, seed", RUNS)
 def test_scales_follow_the_overflows_of_torch(task, seed, arrays):
-    torch = golden.recorded(arrays, task, seed)
-    assert torch.skipped.any() and len(torch.scale) == golden.TRAINING_STEPS
-    assert golden.replay(torch) == 0
+    torch = training.recorded(arrays, task, seed)
+    assert torch.skipped.any() and len(torch.scale) == STEPS
+    assert training.replay(torch) == 0
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -26,10 +27,10 @@ def test_scales_follow_the_overflows_of_torch(task, seed, arrays):
     "task", mostly_nightly(QUICK, QUICK[0]), ids=lambda task: task.name
 )
 def test_a_training_run_ends_where_torch_ends(task, arrays):
-    torch = golden.recorded(arrays, task, 0)
-    spreads = [golden.recorded_spread(arrays, task, seed) for seed in golden.SEEDS]
-    jamp = golden.train(task, 0)
-    trained = golden.Trained(torch, spreads[0], jamp, replayed=0)
-    assert trained.skips_apart <= golden.SKIPS_APART
-    noise = golden.noise(spreads)
-    assert trained.loss_apart <= golden.NOISE * noise
+    torch = training.recorded(arrays, task, 0)
+    spreads = [spread.recorded(arrays, task, seed) for seed in SEEDS]
+    jamp = training_jamp.run(task, 0)
+    trained = training.Trained(torch, spreads[0], jamp, replayed=0)
+    assert trained.skips_apart <= training.SKIPS_APART
+    noise = spread.noise(spreads)
+    assert trained.loss_apart <= training.NOISE * noise

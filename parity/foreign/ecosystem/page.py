@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ..report import cell, replace
 from .compare import DTYPES, WAYS, Result, Row
-from .kept import Section
 from .programs import Outcome
 from .reasons import NO_REASON, REASONS, unexplained
 
@@ -16,6 +16,16 @@ comes out as | |
 PROGRAMS = """| program | what is compared | float32 | float16 | bfloat16 | noise | |
 | --- | --- | ---: | ---: | ---: | ---: | --- |"""
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "complex64": "c64"}
+
+
+class Section(NamedTuple):
+    """What is known of one library: `missing` says why it was skipped."""
+
+    name: str
+    release: str
+    missing: str
+    rows: Sequence[Row]
+    outcomes: Sequence[Outcome]
 
 
 def write(path: Path, sections: Sequence[Section]) -> None:

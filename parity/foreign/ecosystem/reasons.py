@@ -62,7 +62,6 @@ REASONS: Reasons = {
     "jsp.signal.detrend(constant)": ((RAISES,), DETREND),
     "jsp.signal.welch": ((RAISES,), DETREND),
     "jsp.signal.csd": ((RAISES,), DETREND),
-    "distrax.Beta(h).log_prob": ((ERROR,), CONDITION),
     "jaxopt.GradientDescent": (
         (GRADIENT,),
         "its equations have the condition 20, which multiplies bfloat16's rounding",

@@ -2,13 +2,14 @@
 
 import argparse
 import os
+import pickle
 import time
 
 import jax
 
-from . import compare, kept, libraries, page, programs, reasons
-from .kept import Section
+from . import compare, libraries, page, programs, reasons
 from .libraries import Library
+from .page import Section
 
 # Programs run once: XLA compiles in a third of the time without LLVM's optimizations.
 # By default it leaves out a cast to half precision and back, and so hides its rounding.
@@ -29,15 +30,16 @@ def main(options: argparse.Namespace) -> int:
     if strangers := set(chosen) - set(every):
         said = ", ".join(sorted(strangers)), ", ".join(every)
         raise ValueError(NO_LIBRARY.format(*said))
-    sections = []
-    for library in libraries.ALL:
-        file = kept.path(options.folder, library)
+    known: list[Section] = []
+    for library in libraries.ALL:  # what the others gave is kept from run to run
+        file = options.folder / "ecosystem" / f"{library.name}.pickle"
         if library.name in chosen:
-            kept.save(file, section(library))
-        sections.append(kept.load(file))
-    known = [x for x in sections if x is not None]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(pickle.dumps(section(library)))
+        if file.exists():
+            known.append(pickle.loads(file.read_bytes()))
     problems = [said for x in known if x.name in chosen for said in wrong(x)]
-    if len(known) == len(sections):
+    if len(known) == len(libraries.ALL):
         page.write(options.page, known)
         if not any(x.missing for x in known):
             names = [row.name for each in known for row in each.rows]

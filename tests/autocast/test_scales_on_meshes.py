@@ -1,4 +1,4 @@
-"""float8 on a mesh: whose largest number makes the scale, and what that costs."""
+"""Scales on a mesh: whose largest number makes them, and what that costs."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,10 @@ import jamp
 from shared.collectives import COLLECTIVE
 from tests.marks import mostly_slow
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+RECIPES = {
+    **{n: jamp.Float8(n) for n in ("tensorwise", "rowwise", "rowwise_with_gw_hp")},
+    "scaled": jamp.ScaledFloat16(),
+}
 DEVICES = 2
 WHOLE, BY_ROWS = P(None, None), P("data", None)
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -56,26 +59,27 @@ def assert_near(results, truth, tolerance):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise", "scaled"))
 def test_a_scale_is_that_of_the_whole_array(recipe):
-    run = gradients(jamp.Float8(recipe))
+    run = gradients(RECIPES[recipe])
     on_one = run(*operands())
     assert_near(run(*placed(mesh_of(AxisType.Auto))), on_one, 0.01)
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise", "scaled"))
 def test_all_reduces_are_those_of_scales_over_the_mesh(recipe):
     arguments = placed(mesh_of(AxisType.Auto))
     plain = count(gradients(jnp.bfloat16), *arguments)
-    found = count(gradients(jamp.Float8(recipe)), *arguments)
-    # Of two activations and two cotangents. The gradient of the weight contracts what
-    # lies on several devices: rowwise has their maxima in one. Whole rows need none.
-    more = {"tensorwise": 4, "rowwise": 1, "rowwise_with_gw_hp": 0}[recipe]
-    assert found - plain == more
+    found = count(gradients(RECIPES[recipe]), *arguments)
+    # Of two activations and two cotangents, or of the cotangents alone. The gradient
+    # of the weight contracts what lies on several devices: rowwise has their maxima in
+    # one. Whole rows need none.
+    more = {"tensorwise": 4, "rowwise": 1, "rowwise_with_gw_hp": 0, "scaled": 2}
+    assert found - plain == more[recipe]
 
 
 @pytest.mark.parametrize("check", mostly_slow([True, False], True))
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise"))
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise", "scaled"))
 def test_shard_map_has_a_scale_for_each_device_and_no_collective_more(recipe, check):
     mesh = mesh_of(AxisType.Auto)
 
@@ -87,9 +91,9 @@ def test_shard_map_has_a_scale_for_each_device_and_no_collective_more(recipe, ch
         return jax.jit(step)
 
     w, x = operands()
-    run = mapped(jamp.Float8(recipe))
+    run = mapped(RECIPES[recipe])
     assert count(run, w, x) == count(mapped(jnp.bfloat16), w, x)
-    alone = jax.jit(jax.grad(loss(jamp.Float8(recipe))))
+    alone = jax.jit(jax.grad(loss(RECIPES[recipe])))
     parts = [alone(w, part) for part in jnp.split(x, DEVICES)]
     factor = DEVICES if check else 1  # the gradient of what is not mapped is summed
     assert_near([run(w, x)], [factor * sum(parts) / DEVICES], 0.02)

@@ -1,0 +1,203 @@
+"""Rules of primitives that hold no function: casts by their rows, and more for a few.
+
+To support another such primitive, give it a row in `ops.py`. It needs a rule here only
+if it does more than its row says.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive, set_current_trace
+
+from .._compat import array_dtype
+from .bias import mark_results, with_bias
+from .conversion import convert, is_filled
+from .decision import FLOAT32_DTYPE, Action, Kind, Op, Params, Result, Value, Values
+from .input_casts import as_without, prepared, widens
+from .notes import Note, passed_on, product_sides
+from .ops import PRIMITIVES
+from .products import for_product, is_wide
+from .scatters import SCATTERS, looked_up, scattered, summed
+from .trace import RULES, AutocastTrace, Rule, register
+from .traits import FOLLOWED, GATHERING, PRODUCTS, UNMOVED
+
+PROMOTED, KEPT = Action(Kind.PROMOTE), Action(Kind.KEEP)
+
+
+def with_row(rule: Callable[[AutocastTrace, Op, Action], Result]) -> Rule:
+    """What is done around the rule of each primitive that has a row."""
+
+    @functools.wraps(rule)
+    def reported(trace: AutocastTrace, op: Op) -> Result:
+        action = op.action
+        assert action is not None  # or it has no row
+        with trace.noted(action):
+            widened = action.kind is Kind.STATISTIC and widens(trace, op)
+            if action.kind is Kind.STATISTIC:
+                action = Action(None, FLOAT32_DTYPE) if widened else PROMOTED
+            out = rule(trace, op, action)
+            if action.marks and not op.is_baked:
+                mark_results(trace, op, action, out)
+            if widened and not op.is_baked:
+                trace.notes[out] = trace.notes[out]._replace(statistic=True)
+            probe: Any = trace.settings.probe
+            return out if probe is None else probe(trace, op, out)
+
+    return reported
+
+
+def bound(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
+    return trace.bind(op.primitive, args, params)
+
+
+def by_row(
+    trace: AutocastTrace,
+    op: Op,
+    action: Action,
+    run: Callable[[AutocastTrace, Op, Values, Params], Result] = bound,
+) -> Result:
+    """Casts the inputs as the row says. Where dtypes are fixed, so is the result's."""
+    args, params = prepared(trace, op, action)
+    out = run(trace, op, args, params)
+    return as_without(trace, op, args, out) if op.is_baked else out
+
+
+register("convert_element_type")(with_row(convert))
+
+
+@register(*FOLLOWED)
+@with_row
+def move(trace: AutocastTrace, op: Op, action: Action) -> Result:
+    """Moves elements, about which something may be known."""
+    # Under a policy, the casts around a module settle what is a layer's result.
+    is_in_layer = trace.settings.listed and not op.is_baked and action.dtype is None
+    if is_in_layer and trace.notes[op.args[0]].sides is not None:
+        narrow = trace.notes.copy(op.args[0], trace.settings.dtype)
+        if narrow is not None:
+            # Moved before it is widened, a product is still known as one.
+            moved = [narrow, *op.args[1:]]
+            out: Any = trace.apply(Op(op.primitive, moved, op.params))
+            return trace.cast(out, array_dtype(op.args[0]))
+    args, params = prepared(trace, op, action)
+    out = trace.bind(op.primitive, args, params)
+    if op.is_baked:
+        return as_without(trace, op, args, out)
+    if op.name == "broadcast_in_dim" and is_filled(args[0]):
+        return out  # the user's array, not a number
+    trace.notes[out] = passed_on(op.name, args, params, trace.notes)
+    return out
+
+
+@register(*UNMOVED)
+@with_row
+def same(trace: AutocastTrace, op: Op, action: Action) -> Result:
+    """Returns its inputs."""
+    args, params = prepared(trace, op, action)
+    out = trace.bind(op.primitive, args, params)
+    if op.is_baked:
+        return as_without(trace, op, args, out)
+    for x, same in zip(args, jax.tree.leaves(out), strict=True):
+        trace.notes[same] = trace.notes[x]
+    return out
+
+
+@register("add")
+@with_row
+def add(trace: AutocastTrace, op: Op, action: Action) -> Result:
+    """Adds, perhaps a bias to the product of a layer."""
+    is_alone = op.within is None and action.dtype is None and not op.is_baked
+    if trace.settings.listed and is_alone:
+        if (out := with_bias(trace, op)) is not None:
+            return out
+    return by_row(trace, op, action)
+
+
+@register(*PRODUCTS)
+def product(trace: AutocastTrace, op: Op) -> Result:
+    """Multiplies matrices, perhaps by a recipe."""
+    action = for_product(op, op.action, trace.settings)
+    return multiply(trace, op._replace(action=action))
+
+
+@with_row
+def multiply(trace: AutocastTrace, op: Op, action: Action) -> Result:
+    if action.recipe is not None:
+        out = action.recipe._run(trace, op)
+        if op.is_baked:
+            return as_without(trace, op, None, out)
+    else:
+        args, params = prepared(trace, op, action)
+        if action.precision is not None:
+            trace.effects.touched = True
+            params = params | {"precision": (action.precision, action.precision)}
+        lowers = action.kind is Kind.LOWER or not trace.settings.listed
+        if lowers and not op.is_baked and is_wide(args, params):
+            return wide_product(trace, op.primitive, args, params)
+        out = trace.bind(op.primitive, args, params)
+        if op.is_baked:
+            return as_without(trace, op, args, out)
+    if array_dtype(out) == trace.settings.dtype and op.name != "ragged_dot_general":
+        trace.notes[out] = Note(sides=product_sides(op.name, op.args, op.params))
+    return out
+
+
+# Algorithms that say what the dtypes of such a product say already. No compiler knows
+# them all: a TPU's and a CPU's refuse the first.
+IMPLIED = lax.DotAlgorithmPreset.F16_F16_F32, lax.DotAlgorithmPreset.BF16_BF16_F32
+
+
+def wide_product(
+    trace: AutocastTrace, primitive: Primitive, args: Values, params: Params
+) -> Value:
+    """A product of half-precision inputs that was asked for in float32.
+
+    Its own derivative would multiply float32 by float16. This one casts the
+    (co)tangent first, so that the backward pass runs in half precision too.
+    """
+    trace.effects.touched = True
+    if params.get("precision") in IMPLIED:
+        params = params | {"precision": None}
+    narrow = params | {"preferred_element_type": array_dtype(args[0])}
+
+    @jax.custom_jvp
+    def product(x, y):
+        return primitive.bind(x, y, **params)
+
+    @product.defjvp
+    def _(primals, tangents):
+        (x, y), (dx, dy) = primals, tangents
+        tangent = primitive.bind(dx, y, **narrow) + primitive.bind(x, dy, **narrow)
+        wide = params["preferred_element_type"]
+        return product(x, y), lax.convert_element_type(tangent, wide)
+
+    with set_current_trace(trace.parent):
+        return product(*args)
+
+
+@register("gather")
+@with_row
+def gather(trace: AutocastTrace, op: Op, action: Action) -> Result:
+    return by_row(trace, op, action, looked_up)
+
+
+@register(*SCATTERS)
+@with_row
+def scatter_together(trace: AutocastTrace, op: Op, action: Action) -> Result:
+    """Combines numbers that are written into one place."""
+    return by_row(trace, op, action, summed if op.name in GATHERING else scattered)
+
+
+@register("scatter")
+@with_row
+def scatter(trace: AutocastTrace, op: Op, action: Action) -> Result:
+    """Writes numbers into an array, or what a function (`lax.scatter_apply`) makes."""
+    if op.params.get("update_jaxpr") is not None:
+        op = op._replace(args=trace.as_traced(op.args, op.avals))
+        action = KEPT
+    return by_row(trace, op, action)
+
+
+register(*(PRIMITIVES.keys() - RULES.keys()))(with_row(by_row))

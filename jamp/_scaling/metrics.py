@@ -1,0 +1,298 @@
+"""What the state says: the loss scale, the scalars worth logging, and alarms.
+
+Each function finds the one `DynamicLossScaleState` in any nest of optax, Flax or user
+states, so that it works the same in a chain and in a `TrainState`. Alarms stay on the
+device: an alarm is a flag, which `check` turns into an exception on the host.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import check_range, imported, is_traced, number
+from .._tree import PyTree
+from .rule import LossScaleState
+from .state import describe, find_states, scalars_of
+
+WINDOW = 32  # steps that `recent_skips` remembers
+
+TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
+one must not be divided by the other. In one optimizer there must be one, around the \
+whole: jamp.dynamic_loss_scale(optax.multi_transform(...)). If these are several \
+optimizers, pass only the state of the one that these gradients are for."""
+
+CAUSES = """\
+Likely causes, and how to find the one:
+- an inf or nan in the data, or a loss that is inf or nan at any scale (log of 0, 0/0):
+  the scale then keeps falling. find_nonfinite(grad_fn)(params, batch) names the line.
+- an op that overflows float16 in the forward pass (attention logits, a long sum):
+  find_nonfinite names it. Keep it in float32 with autocast(rules={...}) or
+  autocast(enabled=False), or make its result smaller: divide before the product.
+- parameters that have grown: the learning rate is too high, or clipping or warm-up is
+  missing. overflow_report(grads) names the gradients."""
+
+FLAGS = ("scale_at_floor", "scale_below_one", "many_skips")
+BACKWARD = """\
+- gradients that are too large for float16 even without scaling: check whether the loss
+  is a sum over the batch instead of a mean."""
+
+
+def loss_scale(opt_state: PyTree) -> jax.Array:
+    """The current loss scale, found anywhere in a nested optax state: float32 [].
+
+    Args:
+      opt_state: any pytree that holds one loss scale.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = optax.chain(jamp.dynamic_loss_scale(optax.adam(1e-3)), optax.scale(0.5))
+      >>> print(jamp.loss_scale(tx.init(jnp.ones(3))))
+      65536.0
+
+    PyTorch: `scaler.get_scale()`.
+    """
+    return _only_scalars(opt_state).loss_scale
+
+
+def metrics(
+    opt_state: PyTree,
+    *,
+    floor_steps: int = 32,
+    window: int = 32,
+    skipped_share: float = 0.5,
+) -> dict[str, jax.Array]:
+    """The scalars worth logging, and alarms, found anywhere in a nested optax state.
+
+    All stay on the device, inside jit and outside. Fetch them when you want to read
+    them, or let `jamp.debug.History` do it. `jamp.debug.check` turns an alarm into an
+    exception that lists likely causes.
+
+    Args:
+      opt_state: any pytree that holds one loss scale, after `tx.update`, or a
+        `GradScaler`, after `update`.
+      floor_steps: steps at the floor that raise `scale_at_floor`, >= 1.
+      window: how many of the last steps `many_skips` looks at, 1 to 32.
+      skipped_share: the share of these steps that may be skipped, in [0, 1).
+
+    Returns:
+      A dict of scalars:
+
+      - `loss_scale`: float32, for the next step.
+      - `growth_tracker`: int32, finite steps since the scale moved.
+      - `found_inf`: bool, whether the last step was skipped.
+      - `skipped_steps`: int32, steps skipped so far.
+      - `retried_steps`: int32, attempts that `jamp.retry` ran again so far.
+      - `scale_at_floor`: bool, the scale has been at its floor (`min_scale`, or
+        2**-126) for `floor_steps` steps since a step overflowed there.
+      - `scale_below_one`: bool, the gradients overflow even without scaling.
+      - `many_skips`: bool, more than `skipped_share` of the last `window` steps were
+        skipped.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one, or a limit is out
+        of its range.
+      TypeError: a limit is not a number.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.adam(1e-3))
+      >>> for name, value in jamp.metrics(tx.init(jnp.ones(3))).items():
+      ...     print(name, value)
+      loss_scale 65536.0
+      growth_tracker 0
+      found_inf False
+      skipped_steps 0
+      retried_steps 0
+      scale_at_floor False
+      scale_below_one False
+      many_skips False
+
+    PyTorch: `get_scale()` and `state_dict()`; torch does not report that a step was
+    skipped (pytorch#67590).
+    """
+    state = _only_scalars(opt_state)
+    return {
+        "loss_scale": state.loss_scale,
+        "growth_tracker": state.growth_tracker,
+        "found_inf": state.found_inf,
+        "skipped_steps": state.skipped_steps,
+        "retried_steps": state.retried_steps,
+        **alarms(state, floor_steps, window, skipped_share),
+    }
+
+
+def is_scaler(opt_state: PyTree) -> bool:
+    return isinstance(opt_state, imported(f"{__package__}.grad_scaler", "GradScaler"))
+
+
+def _only_scalars(opt_state: PyTree) -> LossScaleState:
+    """Those of the loss-scale state, or the `GradScaler`, in what a user passed."""
+    if is_scaler(opt_state):
+        scalars = scalars_of(opt_state)
+        if opt_state.is_enabled():
+            return scalars
+        return scalars._replace(loss_scale=jnp.ones_like(scalars.loss_scale))
+    found = find_states(opt_state)
+    if len(found) == 1:
+        return scalars_of(next(iter(found.values())))
+    if found:
+        raise ValueError(TWO_SCALES.format(len(found), ", ".join(found)))
+    raise ValueError(
+        f"opt_state holds no loss scale; found {describe(opt_state)}. Wrap the "
+        "optimizer in jamp.dynamic_loss_scale and pass the state from its init, or "
+        "pass the GradScaler."
+    )
+
+
+def alarms(
+    state: LossScaleState, floor_steps: int, window: int, skipped_share: float
+) -> dict[str, jax.Array]:
+    """Flags that say that something is wrong with the run: each bool [].
+
+    Raises:
+      ValueError: a limit is out of its range.
+      TypeError: a limit is not a number.
+    """
+    limits = check_limits(floor_steps, window, skipped_share)
+    floor_steps, window, skipped_share = limits
+    most = int(skipped_share * window)
+    read = state.loss_scale, state.recent_skips, state.floor_steps
+    flags = _alarms(*read, floor_steps, window, most)
+    names = ("scale_at_floor", "scale_below_one", "many_skips")
+    return dict(zip(names, flags, strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))  # one call for a loop on the host
+def _alarms(
+    loss_scale: jax.Array,
+    recent_skips: jax.Array,
+    steps_at_floor: jax.Array,
+    floor_steps: int,
+    window: int,
+    most: int,
+) -> tuple[jax.Array, ...]:
+    newest = recent_skips & np.uint32(2**window - 1)
+    many_skips = jax.lax.population_count(newest) > np.uint32(most)
+    return steps_at_floor >= floor_steps, loss_scale < 1, many_skips
+
+
+def check_limits(
+    floor_steps: int, window: int, skipped_share: float
+) -> tuple[int, int, float]:
+    """The limits as Python numbers."""
+    floor_steps = _static("floor_steps", floor_steps, operator.index)
+    check_range("floor_steps", floor_steps, ">= 1", 1, 2**31 - 1)
+    window = _static("window", window, operator.index)
+    check_range("window", window, f"in [1, {WINDOW}]", 1, WINDOW)
+    skipped_share = _static("skipped_share", skipped_share, float)
+    check_range("skipped_share", skipped_share, "in [0, 1)", 0.0, 1 - 2**-53)
+    return floor_steps, window, skipped_share
+
+
+def _static(name: str, value: object, convert: Callable[[Any], float]) -> Any:
+    if is_traced(value):
+        raise TypeError(f"{name} must be a Python number; got a traced value.")
+    return number(name, value, convert)
+
+
+def check(
+    source: Any, *, floor_steps: int = 32, window: int = 32, skipped_share: float = 0.5
+) -> None:
+    """Raises if the loss scale says that something is wrong with the run.
+
+    Call it on the host, between steps: it waits for the values. The alarms are those of
+    `jamp.metrics`, which are flags and do not wait.
+
+    Args:
+      source: an optimizer state or `GradScaler`, what `jamp.metrics` returned, or a
+        `jamp.debug.History` of that.
+      floor_steps: limit, as in `jamp.metrics`, for states and scalers. Metrics carry
+        flags that were made with the limits given there.
+      window: the same. In a `History`, the last `window` rows count, however many.
+      skipped_share: the same.
+
+    Raises:
+      FloatingPointError: an alarm is on. The message has the numbers and likely causes.
+      TypeError: `source` is traced.
+      ValueError: `source` is none of these, metrics lack the alarms, or a limit is out
+        of its range.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0)
+      >>> params = jnp.ones(3)
+      >>> opt_state = tx.init(params)
+      >>> jamp.debug.check(opt_state)
+      >>> for _ in range(2):
+      ...     params, opt_state = jamp.step(tx, params * jnp.inf, opt_state, params)
+      >>> try:
+      ...     jamp.debug.check(opt_state)
+      ... except FloatingPointError as error:
+      ...     print(str(error).splitlines()[0])
+      the loss scale is below 1, at 0.5 (2 steps skipped so far).
+
+    PyTorch: no counterpart.
+    """
+    history = getattr(source, "rows", None)
+    if callable(history):
+        row: dict[str, Any] = _last_of(source, window, skipped_share)
+    elif isinstance(source, Mapping) and "loss_scale" in source:
+        row = dict(source)
+        if missing := [flag for flag in FLAGS if flag not in row]:
+            raise ValueError(
+                f"check: the metrics lack {', '.join(missing)}; pass what "
+                "jamp.metrics(opt_state) returned, an optimizer state or a GradScaler."
+            )
+    else:
+        limits: dict[str, Any] = {"window": window, "skipped_share": skipped_share}
+        row = metrics(source, floor_steps=floor_steps, **limits)
+    if any(map(is_traced, row.values())):
+        raise TypeError(
+            "jamp.debug.check needs values, and was called inside a trace; return "
+            "jamp.metrics(opt_state) from the jitted function and check that."
+        )
+    if stacked := [name for name, value in row.items() if np.ndim(value)]:
+        raise ValueError(
+            f"check: {stacked[0]} must be one number; got shape "
+            f"{np.shape(row[stacked[0]])}. Check stacked states one at a time."
+        )
+    alarms: list[str] = []
+    if row.get("scale_below_one"):
+        alarms.append(f"is below 1, at {float(row['loss_scale']):g}")
+    if row.get("scale_at_floor"):
+        alarms.append(f"is stuck at its floor, {float(row['loss_scale']):g}")
+    if row.get("many_skips"):
+        alarms.append("makes the optimizer skip too many of the last steps")
+    if alarms:
+        skipped = row.get("skipped_steps")
+        total = "" if skipped is None else f" ({int(skipped)} steps skipped so far)"
+        causes = CAUSES + ("\n" + BACKWARD if row.get("scale_below_one") else "")
+        raise FloatingPointError(
+            f"the loss scale {'; it '.join(alarms)}{total}.\n{causes}"
+        )
+
+
+def _last_of(history: Any, window: int, skipped_share: float) -> dict[str, Any]:
+    """The last row of a History, with the share of skips in its last rows."""
+    check_limits(
+        1, min(window, 32) if isinstance(window, int) else window, skipped_share
+    )
+    keys = set(history.keys())
+    if len(history) and keys.isdisjoint({"found_inf", *FLAGS}):
+        raise ValueError(
+            f"check: the history has neither found_inf nor {', '.join(FLAGS)}; append "
+            "what jamp.metrics(opt_state) returned."
+        )
+    row = {key: np.asarray(history[key])[-1] for key in keys if len(history)}
+    if "found_inf" in keys and len(history):
+        skips = np.asarray(history["found_inf"])[-window:]
+        row["many_skips"] = np.sum(skips) > int(skipped_share * window)
+    return row

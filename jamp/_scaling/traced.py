@@ -1,0 +1,147 @@
+"""A function that is traced once: what its results depend on, and how to run it.
+
+torch makes no gradient for a frozen parameter. JAX makes one, and an optimizer throws
+it away (`optax.set_to_zero`). No value shows this; the program of its update does.
+"""
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Generic, ParamSpec
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.interpreters import partial_eval
+
+from .._checks import is_traced
+from .._tree import Flag, PyTree, T, is_inexact, partition
+from .transformation import is_hole
+
+# What JAX raises where a function needs the values of its arguments.
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+RUN_ONCE = ("jit", "pjit", "shard_map", "checkpoint")  # each runs its jaxpr once
+
+# Primitives whose result is zero if their operands are.
+KEEP_ZERO = "add broadcast_in_dim convert_element_type name neg reshape sub".split()
+
+P = ParamSpec("P")
+
+
+class Traced(Generic[P, T]):
+    """A function of pytrees as a jaxpr. A call of it does not trace the function again.
+
+    Attributes:
+      shapes: those of its results.
+    """
+
+    shapes: T
+
+    def __init__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs):
+        # A new function: JAX would return the old trace of a function that it knows,
+        # although the function may have changed.
+        fresh = lambda *args, **kwargs: function(*args, **kwargs)
+        trace = jax.make_jaxpr(fresh, return_shape=True)
+        self.closed, self.shapes = trace(*args, **kwargs)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        results = jaxpr_as_fun(self.closed)(*jax.tree.leaves((args, kwargs)))
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
+
+    def used_inputs(self, output: int | None = None) -> list[bool]:
+        """Whether an output, or any of them, or an effect needs each input.
+
+        Inputs and outputs are leaves, in order.
+        """
+        jaxpr = self.closed.jaxpr
+        wanted = [output in (None, i) for i in range(len(jaxpr.outvars))]
+        return partial_eval.dce_jaxpr(jaxpr, wanted)[1]
+
+
+def reads_and_run(
+    function: Callable[[PyTree], T], tree: PyTree
+) -> tuple[PyTree, Callable[[PyTree], T]]:
+    """For each leaf, whether a result of a pure function depends on it.
+
+    And the function, which is not traced again when it is called. A leaf that is not
+    floating or complex counts as read, and keeps the value that it has here. All count
+    as read if the function needs values, as an optimizer with a Python `if` may.
+    """
+    inexact, rebuilt = partition(tree, is_inexact)
+    try:
+        once = Traced(lambda *inexact: function(rebuilt(inexact)), *inexact)
+    except NEEDS_VALUES:
+        return jax.tree.map(lambda _: True, tree), function
+    used = iter(once.used_inputs())
+    reads = jax.tree.map(lambda leaf: not is_inexact(leaf) or next(used), tree)
+    return reads, lambda tree: once(*filter(is_inexact, jax.tree.leaves(tree)))
+
+
+def check_read(
+    run: Callable[[PyTree], T], grads: PyTree, all_finite: Callable[[PyTree], Flag]
+) -> tuple[Flag, Callable[[PyTree], T]]:
+    """Whether the gradients that a step reads are finite.
+
+    Args:
+      run: the step, a pure function of its gradients.
+      grads: a pytree.
+      all_finite: checks a tree.
+
+    Returns:
+      The flag, and the step, which is not traced again.
+    """
+    if not any(map(is_traced, jax.tree.leaves(grads))):
+        finite = all_finite(grads)
+        if not is_traced(finite) and finite:
+            return finite, run
+    used, run = reads_and_run(run, grads)
+    leaves = itertools.compress(jax.tree.leaves(grads), jax.tree.leaves(used))
+    return all_finite(list(leaves)), run
+
+
+def never_moved(
+    update: Callable[..., tuple[PyTree, PyTree]], *arguments: PyTree
+) -> PyTree:
+    """For each gradient, whether its update is zero, whatever the arguments are."""
+    once = Traced(lambda *args: update(*args)[0], *arguments)
+    jaxpr = once.closed.jaxpr
+    zeros = iter(_zeros(jaxpr, [False] * len(jaxpr.invars)))
+    is_zero = lambda node: is_hole(node) or next(zeros)
+    return jax.tree.map(is_zero, once.shapes, is_leaf=is_hole)
+
+
+def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Whether each output is known to be zero, if these inputs are."""
+    zero: dict[Var, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def is_zero(atom: Var | Literal) -> bool:
+        if isinstance(atom, Literal):
+            return bool(atom.val == 0)
+        return zero.get(atom, False)
+
+    def is_finite(atom: Var | Literal) -> bool:
+        return isinstance(atom, Literal) and bool(np.all(np.isfinite(atom.val)))
+
+    for eqn in jaxpr.eqns:
+        name, given = eqn.primitive.name, list(map(is_zero, eqn.invars))
+        found = [False] * len(eqn.outvars)
+        if name in KEEP_ZERO:
+            found = [all(given)]
+        elif name == "select_n":
+            found = [all(given[1:])]
+        elif name == "mul":
+            finite = map(is_finite, eqn.invars)
+            found = [any(given) and all(map(operator.or_, given, finite))]
+        elif name in RUN_ONCE:
+            inner = eqn.params["jaxpr"]
+            found = _zeros(getattr(inner, "jaxpr", inner), given)
+        elif name == "cond":
+            inner = [_zeros(b.jaxpr, given[1:]) for b in eqn.params["branches"]]
+            found = list(map(all, zip(*inner, strict=True)))
+        zero.update(zip(eqn.outvars, found, strict=True))
+    return list(map(is_zero, jaxpr.outvars))

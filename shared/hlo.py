@@ -38,7 +38,7 @@ class Program(NamedTuple):
 
     kernels: int
     copies: int
-    conditionals: int
+    conditionals: int  # in any computation
     host: int  # instructions that talk to the host
     bytes: int
     temporary_bytes: int
@@ -57,7 +57,12 @@ def summarize(compiled) -> Program:
     return Program(
         kernels=len(kernels),
         copies=len(copies),
-        conditionals=sum(i.op == "conditional" for i in computations["ENTRY"]),
+        conditionals=sum(
+            i.op == "conditional"
+            for name, instructions in computations.items()
+            if name != "ENTRY"  # also listed under its own name
+            for i in instructions
+        ),
         host=sum(ops[op] for op in HOST) + compiled.as_text().count("_callback"),
         bytes=sum(size for _, size in kernels),
         temporary_bytes=temporary,

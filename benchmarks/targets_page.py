@@ -2,8 +2,8 @@
 
     python -m benchmarks.targets_page
 
-It reads `benchmarks/results/targets-*.json`, which `benchmarks.targets` writes. The
-picture needs matplotlib.
+It reads `benchmarks/results/targets-*.json`, which `benchmarks.targets` writes, and
+`newest-*.json`, which it writes with a newer JAX. The picture needs matplotlib.
 """
 
 import json
@@ -29,10 +29,10 @@ DRAWN = ("float32", "bfloat16", "float16 + loss scale", "float8")
 BY_HAND, SCALED = "float16 by hand", "float16 + loss scale"
 
 
-def load():
+def load(files="targets-*.json"):
     """The runs, the figures of each "target model", and those of each "N x target"."""
     runs, models, meshes = [], {}, {}
-    for file in sorted(RESULTS.glob("targets-*.json")):
+    for file in sorted(RESULTS.glob(files)):
         document = json.loads(file.read_text())
         runs.append(document["run"])
         for title, found in document["results"].items():
@@ -53,16 +53,17 @@ def table(columns, rows):
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
+def others(figures):
+    """The products that did not get a dtype that was asked for."""
+    return {d: n for d, n in figures["compiled"].items() if d not in figures["asked"]}
+
+
 def cell(figures, value):
     """A figure, with the dtypes of the products that are not as asked for."""
     if "error" in figures:
         return "does not compile"
-    others = [
-        f"{count} {dtype}"
-        for dtype, count in figures["compiled"].items()
-        if dtype not in figures["asked"]
-    ]
-    return value(figures) + (f" ({', '.join(others)})" if others else "")
+    listed = ", ".join(f"{count} {dtype}" for dtype, count in others(figures).items())
+    return value(figures) + (f" ({listed})" if listed else "")
 
 
 def by_target(models, model, value, among):
@@ -99,6 +100,15 @@ def added(found):
     return f"{(scaled['bytes'] - plain['bytes']) / found['gradient_bytes']:.2f}"
 
 
+def meshes_tables(meshes):
+    """A table for each kind of device."""
+    kinds = dict.fromkeys(title.split(" x ")[1] for title in meshes)
+    return "\n\n".join(
+        meshes_table({t: rows for t, rows in meshes.items() if t.endswith(f" {kind}")})
+        for kind in kinds
+    )
+
+
 def meshes_table(meshes):
     rows = []
     by_count = sorted(meshes, key=lambda title: int(title.split()[0]))
@@ -126,9 +136,58 @@ def meshes_table(meshes):
     return table([" / ".join(by_count), *columns], rows)
 
 
+def differs(old, new):
+    """Whether a row moves other bytes, by more than 1 %, or has other products."""
+    if "error" in old or "error" in new:
+        return True
+    return abs(new["bytes"] / old["bytes"] - 1) > 0.01 or others(new) != others(old)
+
+
+def newest(runs, models):
+    """What a newer JAX makes of some of the models."""
+    newer_runs, newer, newer_meshes = load("newest-*.json")
+    if not newer:
+        return ""
+    old, new = (f"JAX {found[0]['jax']}" for found in (runs, newer_runs))
+    pairs = {
+        (title, row): (models[title]["rows"][row], figures)
+        for title, found in newer.items()
+        for row, figures in found["rows"].items()
+    }
+    rows = [
+        [name_of(title.split()[0]), row, *(cell(figures, moved) for figures in pair)]
+        for (title, row), pair in pairs.items()
+        if differs(*pair)
+    ]
+    commands = "\n".join(run["command"] for run in newer_runs)
+    parts = [
+        f"### On {new}",
+        f"With Flax {newer_runs[0]['flax']} and optax {newer_runs[0]['optax']}, by:",
+        f"```text\n{commands}\n```",
+        f"Of {len(pairs)} rows, {len(rows)} move other bytes, by more than 1 %, or "
+        "have other products:",
+        table(["GB", "precision", old, new], rows),
+        meshes_tables(newer_meshes),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def moved(figures):
+    return f"{figures['bytes'] / 1e9:.2f}"
+
+
+def first_page(models):
+    """The table of README."""
+    rows = []
+    for target in ("t4", "a100"):
+        found = models[f"{target} mlp"]["rows"]
+        cells = [cell(found[row], moved) for row in DRAWN[:3]]
+        rows.append([name_of(target), *cells])
+    return table(["GB moved by a step of an MLP", *DRAWN[:3]], rows)
+
+
 def text(runs, models, meshes):
     """All tables, as Markdown."""
-    moved = lambda figures: f"{figures['bytes'] / 1e9:.2f}"
     cycles = lambda figures: f"{figures['cycles'] / 1e6:.3f}"
     first = runs[0]
     dates = sorted({run["date"] for run in runs})
@@ -147,7 +206,8 @@ def text(runs, models, meshes):
         reads(models),
     ]
     if meshes:
-        parts += ["### Many chips", meshes_table(meshes)]
+        parts += ["### Many chips", meshes_tables(meshes)]
+    parts.append(newest(runs, models))
     return "\n\n".join(part for part in parts if part)
 
 

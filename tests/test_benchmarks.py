@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import _harness, gpu, targets_page
+from benchmarks.devices import GPUS
+from benchmarks.targets import TARGETS
+from benchmarks.train_rows import PRECISIONS
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 60
@@ -152,24 +155,79 @@ def test_the_page_on_targets_has_the_committed_figures():
     )
 
 
-def test_the_committed_figures_are_as_the_page_says():
-    runs, models, meshes = targets_page.load()
-    assert runs and models
-    for title, found in models.items():
-        rows = found["rows"]
-        for row, figures in rows.items():
-            assert figures["conditionals"] == figures["host"] == 0, (title, row)
-        step = rows[targets_page.SCALED]["bytes"] / rows["float16"]["bytes"]
-        # With or without a loss scale, XLA groups a ResNet's kernels differently.
-        most = 1.05 if "resnet50" not in title else float("inf")
-        assert float(targets_page.added(found)) <= most and step <= 1.03, title
-    t4 = models["t4 mlp"]["rows"]
-    moved = t4[targets_page.SCALED]["bytes"]
-    assert moved <= 0.7 * t4["bfloat16"]["bytes"]
-    for title, rows in meshes.items():
-        for row, (plain, scaled) in ((r, p.values()) for r, p in rows.items()):
-            assert scaled["count"] <= plain["count"] + 4, (title, row)
-            assert scaled["bytes"] <= plain["bytes"] + 16, (title, row)
+RUNS, MODELS, MESHES = targets_page.load()
+CRASHES = set()  # of the compiler
+
+
+def instead(target, model, row):
+    """The dtypes that products have in place of the one asked for, as the page says."""
+    if target in GPUS:
+        if row in ("bfloat16", "float8", "rowwise"):
+            return {"t4": {"f32", "f16"}, "a100": {"bf16"}}.get(target, set())
+        # cuDNN has no float16 convolution with a float32 result.
+        has_convolutions = model in ("resnet50", "vit")
+        return {"f32"} if row == "scaled float16" and has_convolutions else set()
+    # A TPU's kernels cast operands themselves, such as a router's bool.
+    fused = {"f16 x pred", "f16 x f32"} if model == "moe" else set()
+    in_bfloat16 = {"bf16", "bf16 x f32", "f32 x pred", "bf16 x pred"}
+    return in_bfloat16 if row == "float32" else fused
+
+
+def test_the_committed_figures_are_of_all_targets_and_models():
+    assert len({run["jax"] for run in RUNS}) == 1
+    titles = {f"{target} {model}" for target in TARGETS for model in targets_page.TITLES}
+    assert titles == set(MODELS)
+    assert {len(found["rows"]) for found in MODELS.values()} == {len(PRECISIONS)}
+    assert {f"{count} x v5p" for count in (8, 256, 4096)} <= set(MESHES)
+
+
+@pytest.mark.parametrize("title", MODELS)
+def test_the_committed_figures_of_a_model_are_as_the_page_says(title):
+    target, model = title.split()
+    rows = MODELS[title]["rows"]
+    for row, figures in rows.items():
+        if "error" in figures:
+            assert (title, row) in CRASHES
+            continue
+        assert figures["conditionals"] == figures["host"] == 0, row
+        assert set(targets_page.others(figures)) <= instead(target, model, row), row
+    if not targets_page.added(MODELS[title]):
+        return
+    # With a loss scale and without, XLA groups a ResNet's kernels differently, which
+    # moves more than the gradients are.
+    if model == "resnet50" and target in GPUS:
+        assert rows[targets_page.SCALED]["bytes"] <= 1.02 * rows["float16"]["bytes"]
+    else:
+        assert float(targets_page.added(MODELS[title])) <= 1.05
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+def test_a_t4_gains_from_float16_what_it_cannot_from_bfloat16(model):
+    rows = MODELS[f"t4 {model}"]["rows"]
+    assert rows[targets_page.SCALED]["bytes"] <= 0.70 * rows["bfloat16"]["bytes"]
+    assert rows["bfloat16"]["bytes"] >= rows["float32"]["bytes"]
+
+
+@pytest.mark.parametrize("title", MESHES)
+def test_the_committed_figures_of_a_mesh_are_as_the_page_says(title):
+    for row, (plain, scaled) in ((r, p.values()) for r, p in MESHES[title].items()):
+        is_2d = row.startswith("2-D")
+        assert scaled["count"] <= plain["count"] + (4 if is_2d else 1), row
+        assert scaled["bytes"] <= plain["bytes"] + (16 if is_2d else 4), row
+        # The loss; and under jit the biases, whose gradients torch sums in float32 too.
+        most = 4 if "shard_map" in row else 4 + 2 * 4 * (4096 + 256)
+        assert plain["by_dtype"]["f32"] <= most, row
+
+
+def test_programs_do_not_grow_with_the_number_of_chips():
+    few, most = (MESHES[f"{count} x v5p"] for count in (8, 4096))
+    for row, (plain, scaled) in ((r, p.values()) for r, p in most.items()):
+        assert plain["bytes"] <= 1.01 * few[row]["plain"]["bytes"], row
+        assert scaled["instructions"] <= 1.1 * [*few[row].values()][1]["instructions"]
+
+
+def test_readme_has_the_committed_figures():
+    assert targets_page.first_page(MODELS) in (ROOT / "README.md").read_text()
 
 
 # The others share no code with these, and `make gpu DRY=1` runs them all.

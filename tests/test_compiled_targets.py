@@ -17,7 +17,7 @@ from jax import export, lax
 import jamp
 from benchmarks import devices, targets
 from benchmarks.model_sizes import COMPILED
-from benchmarks.train_rows import PRECISIONS, SCALED
+from benchmarks.train_rows import ALL, SCALED
 from shared import hlo, products
 from tests.autocast.test_float8_hlo import (
     ROWWISE,
@@ -159,9 +159,11 @@ def test_a_step_traced_on_a_cpu_is_the_targets_own(target):
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_step_exported_for_several_platforms_is_the_targets_own(target):
-    size = COMPILED["small"]["mlp"]
-    step = targets.Step(PRECISIONS[SCALED], size, flash=False)
+@pytest.mark.parametrize(
+    "row", [SCALED, "policy + loss scale", "jamp.autocast + GradScaler"]
+)
+def test_a_step_exported_for_several_platforms_is_the_targets_own(row, target):
+    step = targets.Step(ALL[row], COMPILED["small"]["mlp"], flash=False)
     exported = export.export(step.jitted, platforms=["cpu", "cuda", "tpu"])(*step.args)
     args = targets.place(step.args, devices.of(target)[0])
     jitted = jax.jit(exported.call, donate_argnums=0)

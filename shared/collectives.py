@@ -301,7 +301,7 @@ class Collectives(NamedTuple):
     bytes: int
     by_dtype: dict[str, int]  # bytes
     instructions: int  # of the compiled program
-    seconds: float  # of lowering and compiling
+    seconds: float  # of the processor, for lowering and compiling
 
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
@@ -313,10 +313,10 @@ ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
 def collectives_of(training):
     """The collectives of a step."""
     mesh, step, *args = training
-    start = time.perf_counter()
+    start = time.process_time()
     with jax.set_mesh(mesh):
         hlo = step.lower(*args).compile().as_text()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     found = COLLECTIVE.findall(hlo)
     by_dtype = collections.Counter()
     for result in found:

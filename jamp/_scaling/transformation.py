@@ -168,4 +168,4 @@ def no_update(like: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
         zeros = varying_like(jnp.zeros(like.shape, like.dtype), like)
     else:
         zeros = jnp.zeros_like(like)
-    return -zeros if is_inexact(like) else zeros
+    return -zeros if is_inexact(zeros) else zeros

@@ -44,6 +44,11 @@ def name_of(target):
     return NAMES.get(target, target.upper())
 
 
+def names_of(title):
+    target, model = title.split()
+    return name_of(target), TITLES[model]
+
+
 def targets_with(models, model):
     return [target for target in TARGETS if f"{target} {model}" in models]
 
@@ -132,7 +137,7 @@ def meshes_table(meshes):
                 listed(f"{s['seconds']:.0f}" for s in scaleds),
             ]
         )
-    columns = ("collectives", "MB", "scaling adds", "bytes", "instructions", "seconds")
+    columns = ("collectives", "MB", "scaling adds", "bytes", "instructions", "CPU s")
     return table([" / ".join(by_count), *columns], rows)
 
 
@@ -155,7 +160,7 @@ def newest(runs, models):
         for row, figures in found["rows"].items()
     }
     rows = [
-        [name_of(title.split()[0]), row, *(cell(figures, moved) for figures in pair)]
+        [*names_of(title), row, *(cell(figures, moved) for figures in pair)]
         for (title, row), pair in pairs.items()
         if differs(*pair)
     ]
@@ -166,7 +171,7 @@ def newest(runs, models):
         f"```text\n{commands}\n```",
         f"Of {len(pairs)} rows, {len(rows)} move other bytes, by more than 1 %, or "
         "have other products:",
-        table(["GB", "precision", old, new], rows),
+        table(["GB", "model", "precision", old, new], rows),
         meshes_tables(newer_meshes),
     ]
     return "\n\n".join(filter(None, parts))

@@ -157,7 +157,13 @@ def test_the_page_on_targets_has_the_committed_figures():
 
 RUNS, MODELS, MESHES = targets_page.load()
 NEWER = targets_page.load("newest-*.json")[1]
-CRASHES = set()  # of the compiler
+# Of libtpu's compiler; a newer one compiles them.
+CRASHES = {
+    (f"tpu7x {model}", row)
+    for model in ("llama", "moe")
+    for row in PRECISIONS
+    if ("16" in row and row != "bfloat16") or row.startswith("policy")
+}
 
 
 def instead(target, model, row):
@@ -187,11 +193,11 @@ def test_the_committed_figures_are_of_all_targets_and_models():
 @pytest.mark.parametrize("title", MODELS)
 def test_the_committed_figures_of_a_model_are_as_the_page_says(title):
     target, model = title.split()
-    for found in (models[title] for models in (MODELS, NEWER) if title in models):
-        rows = found["rows"]
+    for models in (models for models in (MODELS, NEWER) if title in models):
+        found, rows = models[title], models[title]["rows"]
         for row, figures in rows.items():
             if "error" in figures:
-                assert (title, row) in CRASHES
+                assert (title, row) in CRASHES and models is MODELS
                 continue
             assert figures["conditionals"] == figures["host"] == 0, row
             others = set(targets_page.others(figures))

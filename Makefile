@@ -12,7 +12,7 @@ TESTS := tests --ignore tests/lint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all parity lint docs bench gpu lowest newest nightly endurance \
+.PHONY: help demo test test-all parity lint docs bench targets gpu lowest newest nightly endurance \
 	foreign wheel clean
 
 help: ## print the targets
@@ -55,6 +55,28 @@ bench: $(VENV)/.benchmarks $(VENV)/.test ## benchmarks on the CPU; prints tables
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.master_weights
 	$(BIN)/python -m benchmarks.collectives
+
+.venv-targets/.targets: pyproject.toml
+	test -x .venv-targets/bin/python || $(PYTHON) -m venv .venv-targets
+	scripts/install .venv-targets targets
+	@touch $@
+
+COMPILE := .venv-targets/bin/python -m benchmarks.targets
+FIGURES := benchmarks/results/targets
+
+ifdef DRY
+targets: .venv-targets/.targets
+	JAX_PLATFORMS=cpu $(subst $(VENV),.venv-targets,$(CACHED)) -m pytest \
+	  tests/test_compiled_targets.py
+else
+targets: .venv-targets/.targets ## compile steps for GPUs and TPUs, for docs/targets.md; DRY=1: small ones
+	for target in t4 l4 a100 h100 b200 v5e v6e tpu7x; do \
+	  $(COMPILE) --for $$target --json $(FIGURES)-$$target.json || exit 1; done
+	for chips in 8 256 4096; do \
+	  $(COMPILE) --for v5p --chips $$chips --json $(FIGURES)-v5p-$$chips.json || exit 1; done
+	$(COMPILE) --for h100 --chips 8 --json $(FIGURES)-h100-8.json
+	.venv-targets/bin/python -m benchmarks.targets_page
+endif
 
 ifdef DRY
 gpu: $(VENV)/.parity

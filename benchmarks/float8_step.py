@@ -14,6 +14,7 @@ import os
 import statistics
 
 from benchmarks import _harness
+from benchmarks.model_sizes import MLP, Llama
 from benchmarks.train_step import check_losses, first_losses
 
 WIDTHS = {"gpu": (1024, 2048, 4096, 8192), "cpu": (128, 256), "small": (32,)}
@@ -21,32 +22,32 @@ SHAPES = {"gpu": (4, 2048), "cpu": (2, 64), "small": (1, 16)}  # batch, sequence
 TOLERANCE = 0.05  # relative to the loss
 
 
-def models(width, shape, flash):
-    """Name -> a model and the shape of its batch."""
-    from benchmarks import float8_models as f8
+ROWS = ("bfloat16", "float8", "rowwise", "rowwise_with_gw_hp")
 
-    tokens = shape[0] * shape[1]
+
+def sizes(width, shape):
+    """Name -> the model's size."""
+    batch, sequence = shape
     return {
-        "llama": (f8.Llama(width, flash=flash), (*shape, width)),
-        "mlp": (f8.MLP(width), (tokens, width)),
+        "llama": Llama(batch, 1, width, sequence),
+        "mlp": MLP(batch * sequence, 4, width),
     }
 
 
-def measure(model, shape, rounds):
+def measure(size, flash, rounds):
     """Row -> its figures."""
-    from benchmarks import float8_models as f8
+    from benchmarks import models
+    from benchmarks.train_rows import OTHERS, PRECISIONS
     from benchmarks.train_step import Row
 
-    batch, rows = f8.make_batch(*shape), {}
-    for name, region in f8.REGIONS.items():
-        build = lambda *_, region=region: f8.training(model, region, shape)
-        rows[name] = Row(build, None, None, batch)
+    batch, builds = models.make_batch(size), PRECISIONS | OTHERS
+    rows = {name: Row(builds[name], size, flash, batch) for name in ROWS}
     seconds = _harness.take_turns(rows, rounds)
-    check_losses("float8", rows, f8.BFLOAT16, TOLERANCE)
+    check_losses("float8", rows, ROWS[0], TOLERANCE)
     return {
         name: {
             "milliseconds": 1e3 * statistics.median(seconds[name]),
-            "ratio": _harness.ratio(seconds[name], seconds[f8.BFLOAT16]),
+            "ratio": _harness.ratio(seconds[name], seconds[ROWS[0]]),
             "temporary_megabytes": row.program.temporary_bytes / 1e6,
             "kernels": row.program.kernels,
             "losses": first_losses(row),
@@ -81,12 +82,12 @@ def main():
     import jax
 
     _harness.print_heading()
-    size, flash = "small" if args.small else args.device, args.device == "gpu"
+    kind, flash = "small" if args.small else args.device, args.device == "gpu"
     rounds, results = args.rounds or (4 if args.small else 20), {}
-    for width in WIDTHS[size]:
-        for name, (model, shape) in models(width, SHAPES[size], flash).items():
+    for width in WIDTHS[kind]:
+        for name, size in sizes(width, SHAPES[kind]).items():
             title = f"{name} {width}"
-            results[title] = measure(model, shape, rounds)
+            results[title] = measure(size, flash, rounds)
             show(title, results[title])
             gc.collect()
             jax.clear_caches()

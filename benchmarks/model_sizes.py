@@ -44,6 +44,29 @@ class ViT(NamedTuple):
     unit = "images"
 
 
+class MLP(NamedTuple):
+    """Layers of equal width."""
+
+    batch: int
+    layers: int
+    width: int
+
+    items = property(lambda self: self.batch)
+    unit = "rows"
+
+
+class Llama(NamedTuple):
+    batch: int
+    layers: int
+    width: int
+    sequence: int
+    experts: int = 1  # each token is sent to one of them
+    head: int = 128  # at most the width
+
+    items = property(lambda self: self.batch * self.sequence)
+    unit = "tokens"
+
+
 # GPT-2's vocabulary of 50257 is padded to a multiple of 128 in all programs.
 SIZES = {
     "gpu": {
@@ -60,6 +83,39 @@ SIZES = {
         "gpt2": GPT2(2, 1, 32, 2, 16, 128),
         "resnet50": ResNet50(4, 32, 8, 10, (1, 1)),
         "vit": ViT(2, 16, 8, 1, 32, 2, 10),
+    },
+}
+
+# What `benchmarks.targets` compiles. Its tables have fewer layers of full width, and a
+# TPU's compiler takes minutes for large arrays.
+COMPILED = {
+    "full": {
+        "mlp": MLP(16384, 4, 8192),
+        **SIZES["gpu"],
+        "llama": Llama(8, 1, 8192, 2048),
+        "moe": Llama(8, 1, 4096, 2048, experts=8),
+    },
+    "gpu": {
+        "mlp": MLP(4096, 8, 2048),
+        "gpt2": GPT2(8, 2, 768, 12, 1024, 50304),
+        "resnet50": ResNet50(64, 224, 64, 1000, (1, 1, 1, 1)),
+        "vit": ViT(64, 224, 16, 2, 768, 12, 1000),
+        "llama": Llama(2, 1, 2048, 2048),
+        "moe": Llama(2, 1, 1024, 1024, experts=8),
+    },
+    "tpu": {
+        "mlp": MLP(512, 4, 512),
+        "gpt2": GPT2(1, 1, 256, 4, 256, 1024),
+        "resnet50": ResNet50(4, 64, 64, 128, (1, 1)),
+        "vit": ViT(4, 64, 8, 1, 256, 4, 128),
+        "llama": Llama(1, 1, 256, 256),
+        "moe": Llama(1, 1, 256, 256, experts=4),
+    },
+    "small": {
+        "mlp": MLP(64, 2, 64),
+        **SIZES["small"],
+        "llama": Llama(1, 1, 64, 32),
+        "moe": Llama(1, 1, 64, 32, experts=2),
     },
 }
 

@@ -1,4 +1,4 @@
-"""GPT-2, ResNet-50 and ViT-B/16 in Flax NNX, each with its loss.
+"""GPT-2, ResNet-50, ViT-B/16, an MLP and blocks of Llama in Flax NNX, and their loss.
 
 `dtype` casts by hand: every Linear, Conv and Embed computes in it, while norms compute
 in float32 and their results are cast. With None the model sets no dtypes: it is
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from .model_sizes import GPT2, SEED, ResNet50, ViT
+from .model_sizes import GPT2, MLP, SEED, Llama, ResNet50, ViT
 
 
 def cast(x, dtype):
@@ -195,7 +195,108 @@ class ResNet(nnx.Module):
         return self.head(jnp.mean(x, axis=(1, 2)))
 
 
-MODELS = {GPT2: GPT, ResNet50: ResNet, ViT: VisionTransformer}
+class Layers(nnx.Module):
+    """Layers of equal width, each with a bias and a GELU."""
+
+    def __init__(self, size: MLP, flash, dtype, stream, rngs):
+        del flash, stream
+        self.layers = nnx.List(
+            nnx.Linear(size.width, size.width, dtype=dtype, rngs=rngs)
+            for _ in range(size.layers)
+        )
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jax.nn.gelu(layer(x))
+        return x
+
+
+class SwiGLU(nnx.Module):
+    def __init__(self, width, dtype, rngs):
+        # As in Llama: 8/3 of the width, as a multiple of 256.
+        hidden = -(-8 * width // (3 * 256)) * 256
+        dense = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+        self.gate, self.up = dense(width, hidden), dense(width, hidden)
+        self.down = dense(hidden, width)
+
+    def __call__(self, x):
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nnx.Module):
+    """Of several SwiGLUs, the one that a router chooses for each token.
+
+    As in the Switch Transformer, each takes an equal share of a sequence's tokens, and
+    those beyond that are dropped.
+    """
+
+    def __init__(self, width, count, dtype, rngs):
+        self.count = count
+        self.router = nnx.Linear(width, count, use_bias=False, rngs=rngs)
+        make = nnx.vmap(lambda rngs: SwiGLU(width, dtype, rngs), in_axes=0, out_axes=0)
+        self.experts = make(rngs.fork(split=count))
+
+    def __call__(self, x):
+        share = x.shape[1] // self.count
+        weights = jax.nn.softmax(self.router(x).astype(jnp.float32))
+        chosen = jax.nn.one_hot(jnp.argmax(weights, -1), self.count)
+        place = jnp.cumsum(chosen, axis=1) * chosen - 1
+        sent = jax.nn.one_hot(place.astype(int), share, dtype=x.dtype)
+        inputs = jnp.einsum("bsec,bsd->ebcd", sent, x)
+        run = nnx.vmap(lambda expert, x: expert(x), in_axes=0, out_axes=0)
+        sent = sent * jnp.max(weights, -1)[..., None, None].astype(x.dtype)
+        return jnp.einsum("bsec,ebcd->bsd", sent, run(self.experts, inputs))
+
+
+class LlamaBlock(nnx.Module):
+    """A block of Llama without rotary positions: RMSNorm, attention, SwiGLU."""
+
+    def __init__(self, size: Llama, flash, dtype, rngs):
+        self.dtype, self.head = dtype, min(size.head, size.width)
+        self.attend = gpu_attention if flash else plain_attention
+        norm = functools.partial(
+            nnx.RMSNorm, size.width, dtype=norm_dtype(dtype), rngs=rngs
+        )
+        dense = functools.partial(
+            nnx.Linear, size.width, size.width, use_bias=False, dtype=dtype, rngs=rngs
+        )
+        self.norm1, self.norm2 = norm(), norm()
+        self.q, self.k, self.v, self.out = (dense() for _ in "qkvo")
+        self.feed = (
+            Experts(size.width, size.experts, dtype, rngs)
+            if size.experts > 1
+            else SwiGLU(size.width, dtype, rngs)
+        )
+
+    def __call__(self, x):
+        y = cast(self.norm1(x), self.dtype)
+        shape = (*x.shape[:2], -1, self.head)
+        q, k, v = (layer(y).reshape(shape) for layer in (self.q, self.k, self.v))
+        x = x + self.out(self.attend(q, k, v, True).reshape(x.shape))
+        return x + self.feed(cast(self.norm2(x), self.dtype))
+
+
+class LlamaBlocks(nnx.Module):
+    def __init__(self, size: Llama, flash, dtype, stream, rngs):
+        self.stream = stream
+        self.blocks = nnx.List(
+            LlamaBlock(size, flash, dtype, rngs) for _ in range(size.layers)
+        )
+
+    def __call__(self, x):
+        x = cast(x, self.stream)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+MODELS = {
+    GPT2: GPT,
+    ResNet50: ResNet,
+    ViT: VisionTransformer,
+    MLP: Layers,
+    Llama: LlamaBlocks,
+}
 
 
 def make(size, flash, dtype=None, stream=None):
@@ -209,8 +310,11 @@ def make(size, flash, dtype=None, stream=None):
 
 
 def make_batch(size):
-    """Inputs and labels, the same at every step."""
+    """Inputs, and labels or numbers to make of them, the same at every step."""
     keys = jax.random.split(jax.random.key(SEED))
+    if isinstance(size, MLP | Llama):
+        rows = (size.batch, size.sequence) if isinstance(size, Llama) else (size.batch,)
+        return tuple(jax.random.normal(key, (*rows, size.width)) for key in keys)
     if isinstance(size, GPT2):
         shape = (size.batch, size.sequence + 1)
         tokens = jax.random.randint(keys[0], shape, 0, size.vocabulary)
@@ -219,9 +323,10 @@ def make_batch(size):
     return images, jax.random.randint(keys[1], (size.batch,), 0, size.classes)
 
 
-def cross_entropy(logits, labels):
-    """The loss in float32, whatever the dtype of the logits."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), labels
-    )
+def loss(out, target):
+    """Cross entropy with labels, or the mean square, in float32 whatever `out` is."""
+    out = out.astype(jnp.float32)
+    if jnp.issubdtype(target.dtype, jnp.floating):
+        return jnp.mean((out - target) ** 2)
+    losses = optax.softmax_cross_entropy_with_integer_labels(out, target)
     return jnp.mean(losses)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.util
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -20,7 +21,7 @@ from flax.training.dynamic_scale import DynamicScale
 import jamp
 
 from . import models
-from .model_sizes import LEARNING_RATE, ResNet50, ViT
+from .model_sizes import GPT2, LEARNING_RATE, MLP, SEED, ResNet50
 
 INNER = optax.adamw(LEARNING_RATE)
 autocast = functools.partial(jamp.autocast, dtype=jnp.float16)
@@ -35,7 +36,7 @@ def parts(model, region=contextlib.nullcontext):
     def loss_fn(params, stats, x, y):
         model = nnx.merge(graph, params, stats)
         with region():
-            loss = models.cross_entropy(model(x), y)
+            loss = models.loss(model(x), y)
         return loss, nnx.as_pure(nnx.state(model, nnx.BatchStat))
 
     return loss_fn, params, stats
@@ -110,7 +111,7 @@ def jamp_grad_scaler(size, flash):
 
         def loss_fn(model):
             with autocast():
-                loss = models.cross_entropy(model(x), y)
+                loss = models.loss(model(x), y)
             return scaler.scale(loss), loss
 
         (_, loss), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
@@ -193,6 +194,39 @@ def by_mpx(size, flash):
     return step, (params, stats, INNER.init(params), scale)
 
 
+def flax_float8(size, flash):
+    """An MLP in Flax's own float8, with a history of scales, cast by hand in Linen."""
+    del flash
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(size.layers):
+                dot_general = nn.fp8_ops.Fp8DirectDotGeneralOp
+                layer = nn.Dense(
+                    size.width, dtype=jnp.bfloat16, dot_general_cls=dot_general
+                )
+                x = nn.gelu(layer(x))
+            return x
+
+    model = Layers()
+    variables = dict(model.init(jax.random.key(SEED), *models.make_batch(size)[:1]))
+    params = variables.pop("params")
+
+    def loss_fn(params, scales, x, y):
+        return models.loss(model.apply({"params": params, **scales}, x), y)
+
+    def step(state, x, y):
+        params, scales, opt_state = state
+        grad_fn = jax.value_and_grad(loss_fn, argnums=(0, 1))
+        # Flax returns the next scales as the gradient of the scales.
+        loss, (grads, scales) = grad_fn(params, scales, x, y)
+        updates, opt_state = INNER.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), scales, opt_state), loss
+
+    return step, (params, variables, INNER.init(params))
+
+
 EMBED = "the same, rules={nnx.Embed: float16}"
 BASE, REFERENCE = "float16 by hand", "float32"
 RESIDUAL = "float16 by hand, float32 residual"
@@ -212,8 +246,43 @@ ABSENT = [name for name in PEERS if importlib.util.find_spec(name) is None]
 ROWS |= {name: row for name, row in PEERS.items() if name not in ABSENT}
 
 
-def rows_for(size):
-    """The rows for a model: only GPT-2 has embeddings, and ResNet-50 has no residual
-    stream that could be float32."""
-    dropped = {ResNet50: {RESIDUAL, EMBED}, ViT: {EMBED}}.get(type(size), set())
-    return {name: row for name, row in ROWS.items() if name not in dropped}
+def within(dtype):
+    """A row under autocast without a loss scale."""
+    region = functools.partial(jamp.autocast, dtype)
+    return functools.partial(unscaled, region=region)
+
+
+SCALED = "float16 + loss scale"
+FLAX_FLOAT8 = "flax Fp8DirectDotGeneralOp"
+XLA_ATTENTION = "float16 with XLA's attention"  # all that scaled float16 reaches
+# What a step becomes in each precision, for `benchmarks.targets`.
+PRECISIONS = {
+    REFERENCE: float32,
+    "bfloat16": within(jnp.bfloat16),
+    "float16": within(jnp.float16),
+    SCALED: jamp_autocast,
+    "scaled float16": within(jamp.ScaledFloat16()),
+    "float8": within(jamp.Float8()),
+    "rowwise": within(jamp.Float8("rowwise")),
+    "policy + loss scale": jamp_policy,
+    BASE: float16_by_hand,
+}
+OTHERS = {
+    "rowwise_with_gw_hp": within(jamp.Float8("rowwise_with_gw_hp")),
+    FLAX_FLOAT8: flax_float8,
+    XLA_ATTENTION: lambda size, flash: within(jnp.float16)(size, False),
+}
+
+
+ALL = PRECISIONS | OTHERS | ROWS
+
+
+def rows_for(size, rows=ROWS):
+    """The rows for a model: only GPT-2 has embeddings, others lack a residual stream
+    that could be float32, and Flax's float8 is that of the MLP."""
+    dropped = set() if isinstance(size, GPT2) else {EMBED}
+    if isinstance(size, ResNet50 | MLP):
+        dropped.add(RESIDUAL)
+    if not isinstance(size, MLP):
+        dropped.add(FLAX_FLOAT8)
+    return {name: row for name, row in rows.items() if name not in dropped}

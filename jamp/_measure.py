@@ -2,7 +2,8 @@
 
 It trains an MLP and a transformer block, at sizes that fill the device, in each
 precision that the device's units have. A row is printed as soon as it is measured, so
-that an interrupted run leaves what it had.
+that an interrupted run leaves what it had. A row that fails, for lack of memory or
+because a compiler refuses it, says so, and the others are measured.
 """
 
 import argparse
@@ -125,22 +126,25 @@ MODELS = {
 
 
 class Row(NamedTuple):
-    """What was measured of one model in one precision."""
+    """What was measured of one model in one precision, or what failed."""
 
     model: str
     precision: str
-    seconds: float  # the median step
-    ratio: float  # to float32's
-    peak_bytes: int
-    skipped: int
-    steps: int
+    seconds: float | None = None  # the median step
+    ratio: float | None = None  # to float32's
+    peak_bytes: int = 0
+    skipped: int = 0
+    steps: int = 0
+    error: str = ""
 
     def cells(self) -> tuple[str, ...]:
+        if self.seconds is None:
+            return (self.model, self.precision, f"failed: {self.error}", "", "", "")
         return (
             self.model,
             self.precision,
             f"{self.seconds * 1e3:.2f}",
-            f"{self.ratio:.2f}",
+            "" if self.ratio is None else f"{self.ratio:.2f}",
             f"{self.peak_bytes / 1e9:.2f}",
             f"{self.skipped} of {self.steps}",
         )
@@ -162,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
             rows.append(row)
             if not as_json:
                 print(f"| {' | '.join(row.cells())} |", flush=True)
-        advice, status = advise(device, rows), 0
+        advice, status = advise(device, rows), int(any(row.error for row in rows))
     except KeyboardInterrupt:
         pass
     if as_json:
@@ -188,16 +192,28 @@ def measure(device: _targets.Device) -> Iterator[Row]:
                 continue
             if time.perf_counter() - start > TIME_LIMIT:
                 return
-            with jax.default_device(device):
-                row = measure_row(model, precision, *size)
-            base = base or row.seconds
-            yield row._replace(ratio=row.seconds / base)
+            try:
+                with jax.default_device(device):
+                    row = measure_row(model, precision, *size)
+            except Exception as error:  # whatever it is, the other rows are measured
+                row = Row(model, precision, error=first_line(error))
+            if precision == FLOAT32:
+                base = row.seconds
+            if base and row.seconds:
+                row = row._replace(ratio=row.seconds / base)
+            yield row
             jax.clear_caches()
             gc.collect()
 
 
+def first_line(error: Exception) -> str:
+    """What an exception says, for a cell of the table."""
+    said = str(error).partition("\n")[0] or "no message"
+    return f"{type(error).__name__}: {said[:200]}".replace("|", "/")
+
+
 def measure_row(model: str, precision: str, width: int, batch: int) -> Row:
-    """Times training steps with Adam. `ratio` is left at 1."""
+    """Times training steps with Adam, without `ratio`."""
     _, region, _, is_scaled = PRECISIONS[precision]
     tx = jamp.dynamic_loss_scale(optax.adam(1e-4), enabled=is_scaled)
     x, y = jax.random.normal(jax.random.key(1), (2, batch, SEQUENCE, width))
@@ -226,7 +242,7 @@ def measure_row(model: str, precision: str, width: int, batch: int) -> Row:
         seconds.append(time.perf_counter() - start)
     skipped = int(jamp.metrics(opt_state)["skipped_steps"])
     middle = statistics.median(seconds[1:])
-    return Row(model, precision, middle, 1.0, peak(program), skipped, len(seconds))
+    return Row(model, precision, middle, None, peak(program), skipped, len(seconds))
 
 
 def peak(program: jax.stages.Compiled) -> int:
@@ -265,7 +281,8 @@ def advise(device: _targets.Device, rows: Sequence[Row]) -> str:
     if device.platform == "cpu" and not _targets.units(device):
         return CPU
     ratios = {
-        name: [r.ratio for r in rows if r.precision == name] for name in PRECISIONS
+        name: [r.ratio for r in rows if r.precision == name and r.ratio is not None]
+        for name in PRECISIONS
     }
     means = {
         name: statistics.geometric_mean(found)

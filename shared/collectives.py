@@ -1,14 +1,16 @@
 """Sharded trainings of one model, and the collectives that XLA compiles for them.
 
 The model is a float16 MLP with residual blocks, two kernels and two biases each. It
-trains in each layout of `LAYOUTS`, with `dynamic_loss_scale` or without. The counts are
-from one device's HLO, and bytes are those of a collective's result.
+trains in each layout of `LAYOUTS`, with loss scaling or without. The counts are from
+one device's HLO, and bytes are those of a collective's result. The devices may be
+absent: then arrays are shapes.
 """
 
 import collections
 import functools
 import math
 import re
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -54,16 +57,28 @@ LAYOUTS = {
 }
 
 
-def make_mesh(layout, axis_type=AxisType.Auto):
+ARRAYS = ("up", "up_bias", "down", "down_bias")  # of a block
+
+
+def make_mesh(layout, axis_type=AxisType.Auto, devices=None):
+    devices = jax.devices() if devices is None else devices
     others = math.prod(n for n in layout.shape if n > 0)
-    shape = [jax.device_count() // others if n < 0 else n for n in layout.shape]
-    return jax.make_mesh(shape, layout.axes, axis_types=(axis_type,) * len(shape))
+    shape = [len(devices) // others if n < 0 else n for n in layout.shape]
+    types = (axis_type,) * len(shape)
+    if devices[0] in jax.devices():
+        return jax.make_mesh(shape, layout.axes, axis_types=types)
+    devices = np.array(devices).reshape(shape)
+    return jax.sharding.Mesh(devices, layout.axes, axis_types=types)
 
 
-def init_params(layers, width, seed=0):
-    """A list of blocks with float32 arrays."""
+def init_params(layers, width, hidden=None, seed=0):
+    """A list of blocks with float32 arrays.
+
+    Args:
+      hidden: twice the width if it is None.
+    """
     key = jax.random.key(seed)
-    hidden = 2 * width
+    hidden = hidden or 2 * width
 
     def block(key):
         up, down = jax.random.split(key)
@@ -77,14 +92,19 @@ def init_params(layers, width, seed=0):
     return [block(key) for key in jax.random.split(key, layers)]
 
 
-def place(tree, specs, mesh):
-    """The arrays of a tree, each placed by its spec."""
-    return jax.tree.map(
-        lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
-        specs,
-        tree,
-        is_leaf=lambda node: isinstance(node, P),
-    )
+def place(tree, layout, mesh):
+    """The arrays of a tree on a mesh, those of a block and their moments as the layout
+    says. On absent devices an array is a shape."""
+
+    def put(path, x):
+        names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
+        spec = next((getattr(layout, n) for n in names if n in (*ARRAYS, "batch")), P())
+        sharding = NamedSharding(mesh, spec)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map_with_path(put, tree)
 
 
 def loss_fn(params, x):
@@ -124,11 +144,71 @@ def scaled_step(tx, loss_fn, params, opt_state, x):
     return *jamp.step(tx, grads, opt_state, params), loss
 
 
-def on_mesh(mesh, tree):
-    """Places every array on all devices, copying those that are on one."""
-    everywhere = NamedSharding(mesh, P())
-    move = lambda x: x if len(x.devices()) > 1 else jax.device_put(x, everywhere)
-    return jax.tree.map(move, tree)
+def updated_step(tx, loss_fn, params, opt_state, x):
+    loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+class Blocks(nnx.Module):
+    """Parameters as those of a model in Flax NNX."""
+
+    def __init__(self, params):
+        self.params = nnx.data(jax.tree.map(nnx.Param, params))
+
+
+def grad_scaler_step(graph, loss_fn, state, nothing, x):
+    """The same with `GradScaler`. All that changes is in one state."""
+    model, optimizer, scaler = nnx.merge(graph, state)
+
+    def scaled_loss(model):
+        pure = jax.tree.map(
+            lambda param: param[...],
+            model.params,
+            is_leaf=lambda node: isinstance(node, nnx.Param),
+        )
+        loss = loss_fn(pure, x)
+        return scaler.scale(loss), loss
+
+    grads, loss = nnx.grad(scaled_loss, has_aux=True)(model)
+    scaler.step(optimizer, model, grads)
+    scaler.update()
+    return nnx.state((model, optimizer, scaler)), nothing, loss
+
+
+APIS = ("jamp.step", "tx.update", "GradScaler")
+
+
+def starts_of(api, tx, init, axis_name):
+    """A function that makes the two parts of a state, and the step on them.
+
+    Args:
+      api: one of `APIS`, or None for a step without a loss scale.
+      init: makes the parameters.
+    """
+    if api == "GradScaler":
+        graph = None
+
+        def start():
+            nonlocal graph
+            model = Blocks(init())
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+            scaler = jamp.GradScaler(axis_name=axis_name)
+            graph, state = nnx.split((model, optimizer, scaler))
+            return state, ()
+
+        return start, lambda loss_fn: functools.partial(
+            grad_scaler_step, graph, loss_fn
+        )
+    if api is not None:
+        tx = jamp.dynamic_loss_scale(tx, axis_name=axis_name)
+    steps = {None: plain_step, "jamp.step": scaled_step, "tx.update": updated_step}
+
+    def start():
+        params = init()
+        return params, tx.init(params)
+
+    return start, lambda loss_fn: functools.partial(steps[api], tx, loss_fn)
 
 
 class Training(NamedTuple):
@@ -146,9 +226,11 @@ def training(
     mode="jit",
     *,
     tx=None,
-    scaled=True,
+    api="jamp.step",
+    devices=None,
     layers=4,
     width=64,
+    hidden=None,
     rows=64,
     **gather_dtypes,
 ):
@@ -157,37 +239,43 @@ def training(
     Args:
       layout: a `Layout`.
       mode: "jit", "explicit" (sharding in types), or "shard_map" (over data; XLA
-      handles
-        a model axis).
+        handles a model axis).
       tx: the optimizer; None: Adam.
-      scaled: with `dynamic_loss_scale`, or without.
-      layers, width, rows: of the model and its batch.
+      api: what scales the loss, one of `APIS`; None: nothing.
+      devices: those of the mesh; None: all that are here.
+      layers, width, hidden, rows: of the model and its batch.
       **gather_dtypes: of `jamp.sharding.gather`, under "shard_map".
     """
-    mesh = make_mesh(layout, AxisType.Explicit if mode == "explicit" else AxisType.Auto)
-    params = init_params(layers, width)
-    specs = [{name: getattr(layout, name) for name in block} for block in params]
-    params = place(params, specs, mesh)
-    batch = jax.random.normal(jax.random.key(1), (rows, width))
-    batch = place(batch, layout.batch, mesh)
+    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    mesh = make_mesh(layout, axis_type, devices)
+    axis_name = "data" if mode == "shard_map" else None
+    start, step_for = starts_of(
+        api,
+        tx or optax.adam(1e-2),
+        lambda: init_params(layers, width, hidden),
+        axis_name,
+    )
+    make_batch = lambda: jax.random.normal(jax.random.key(1), (rows, width))
+    if mesh.devices.flat[0] not in jax.devices():
+        start, make_batch = (
+            functools.partial(jax.eval_shape, f) for f in (start, make_batch)
+        )
+    params, opt_state = place(start(), layout, mesh)
+    batch = place({"batch": make_batch()}, layout, mesh)["batch"]
 
     loss = loss_fn
     if mode == "explicit":
         loss = functools.partial(explicit_loss_fn, layout)
     if mode == "shard_map":
         manual = lambda spec: P(*(a if a == "data" else None for a in spec))
-        specs = jax.tree.map(manual, specs, is_leaf=lambda node: isinstance(node, P))
+        block = {name: manual(getattr(layout, name)) for name in ARRAYS}
 
         def loss(params, x):
+            specs = [block] * layers
             whole = jamp.sharding.gather(params, "data", specs, **gather_dtypes)
             return loss_fn(whole, x)
 
-    tx = tx or optax.adam(1e-2)
-    if scaled:
-        axis_name = "data" if mode == "shard_map" else None
-        tx = jamp.dynamic_loss_scale(tx, axis_name=axis_name)
-    opt_state = on_mesh(mesh, tx.init(params))
-    step = functools.partial(scaled_step if scaled else plain_step, tx, loss)
+    step = step_for(loss)
     if mode == "shard_map":
         local_step = step
 
@@ -198,11 +286,12 @@ def training(
         held = jax.tree.map(lambda x: manual(x.sharding.spec), (params, opt_state))
         step = jax.shard_map(
             mean_step,
+            mesh=mesh,
             in_specs=(*held, layout.batch),
             out_specs=(*held, P()),
             axis_names={"data"},
         )
-    out = jax.tree.map(lambda x: x.sharding.spec, (params, opt_state))
+    out = jax.tree.map(lambda x: x.sharding, (params, opt_state))
     step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*out, None))
     return Training(mesh, step, params, opt_state, batch)
 
@@ -211,6 +300,8 @@ class Collectives(NamedTuple):
     count: int
     bytes: int
     by_dtype: dict[str, int]  # bytes
+    instructions: int  # of the compiled program
+    seconds: float  # of the processor, for lowering and compiling
 
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
@@ -219,27 +310,22 @@ COLLECTIVE = re.compile(rf"= (?:\(\(.*?\), )?(.*?) (?:{KINDS})(?:-start)?\(")
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
 
 
-def collectives_of(training, devices=None):
-    """The collectives of a step, compiled for other devices if any are given."""
+def collectives_of(training):
+    """The collectives of a step."""
     mesh, step, *args = training
-    if devices is None:
-        devices = mesh.devices.flat
-    devices = np.array(devices).reshape(mesh.devices.shape)
-    mesh = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-
-    def moved(x):
-        sharding = NamedSharding(mesh, x.sharding.spec)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
+    start = time.process_time()
     with jax.set_mesh(mesh):
-        hlo = step.lower(*jax.tree.map(moved, args)).compile().as_text()
+        hlo = step.lower(*args).compile().as_text()
+    seconds = time.process_time() - start
     found = COLLECTIVE.findall(hlo)
     by_dtype = collections.Counter()
     for result in found:
         for dtype, shape in ARRAY.findall(result):
             width = 1 if dtype == "pred" else int(re.sub("[a-z]", "", dtype)) // 8
             by_dtype[dtype] += width * math.prod(int(n) for n in shape.split(",") if n)
-    return Collectives(len(found), by_dtype.total(), dict(by_dtype))
+    return Collectives(
+        len(found), by_dtype.total(), dict(by_dtype), hlo.count(" = "), seconds
+    )
 
 
 HALF = {"reduce_dtype": "float16"}
@@ -256,19 +342,24 @@ ROWS = [
 ]
 
 
-def measure(name, mode, gather_dtypes, devices=None, **sizes):
-    """A row of the table, as a dict."""
+def measure(name, mode, gather_dtypes, api="jamp.step", **options):
+    """A row of the table, as a dict.
+
+    Args:
+      api: one of `APIS`.
+      **options: those of `training`.
+    """
+    options |= gather_dtypes
     plain, scaled = (
-        collectives_of(
-            training(LAYOUTS[name], mode, scaled=scaled, **gather_dtypes, **sizes),
-            devices,
-        )
-        for scaled in (False, True)
+        collectives_of(training(LAYOUTS[name], mode, api=api, **options))
+        for api in (None, api)
     )
     return {
         "layout": name,
         "mode": ", ".join([mode, *(f"{k}={v}" for k, v in gather_dtypes.items())]),
+        "api": api,
         "plain": plain._asdict(),
+        "scaled": scaled._asdict(),
         "extra_count": scaled.count - plain.count,
         "extra_bytes": scaled.bytes - plain.bytes,
     }

@@ -3,7 +3,8 @@
 Both are counted in the text of the optimized HLO. A kernel is an instruction of the
 entry computation that does work. For a conditional, the instructions of its true branch
 count, which a finite step runs. A kernel's bytes are those of its whole operands and
-results.
+results, without what a TPU holds in its vector memory. A transfer between that and the
+main memory counts once. Scalar instructions of a TPU's are not kernels.
 """
 
 import re
@@ -15,6 +16,10 @@ FREE = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
 # Ops that make the host wait, or bring data to it.
 HOST = {"infeed", "outfeed", "recv", "recv-done", "send", "send-done"}
 INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+TRANSFERS = {"copy-start", "slice-start", "async-start"}
+# With its layout, which says where it lies: S(1) is a TPU's vector memory.
+ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
+ON_TPU = "T(8,128)"  # in a layout, a TPU's tiles
 BRANCHES = re.compile(r"(?:branch_computations=\{|true_computation=)([^}]*)")
 
 
@@ -33,7 +38,7 @@ class Program(NamedTuple):
 
     kernels: int
     copies: int
-    conditionals: int
+    conditionals: int  # in any computation
     host: int  # instructions that talk to the host
     bytes: int
     temporary_bytes: int
@@ -52,7 +57,12 @@ def summarize(compiled) -> Program:
     return Program(
         kernels=len(kernels),
         copies=len(copies),
-        conditionals=sum(i.op == "conditional" for i in computations["ENTRY"]),
+        conditionals=sum(
+            i.op == "conditional"
+            for name, instructions in computations.items()
+            if name != "ENTRY"  # also listed under its own name
+            for i in instructions
+        ),
         host=sum(ops[op] for op in HOST) + compiled.as_text().count("_callback"),
         bytes=sum(size for _, size in kernels),
         temporary_bytes=temporary,
@@ -63,8 +73,15 @@ def summarize(compiled) -> Program:
 def executed(computations, name):
     """Each kernel of a computation, with its bytes."""
     shapes = {i.name: i.shape for i in computations[name]}
+    on_tpu = any(ON_TPU in shape for shape in shapes.values())
     for instruction in computations[name]:
-        if instruction.op == "conditional":
+        if on_tpu and (is_scalar(instruction) or instruction.op.endswith("-done")):
+            continue
+        if on_tpu and instruction.op in TRANSFERS:
+            # The operands, or result and operand; then the result, and a handle.
+            *_, result, _ = re.findall(r"\w+\[[\d,]*\]", instruction.shape)
+            yield instruction, size_of(result)
+        elif instruction.op == "conditional":
             run = BRANCHES.search(instruction.text).group(1).split(",")
             # jax.lax.cond chooses by index, with the true branch last.
             is_indexed = "branch_computations" in instruction.text
@@ -90,11 +107,15 @@ def parse(text: str) -> dict[str, list[Instruction]]:
     return computations
 
 
+def is_scalar(instruction: Instruction) -> bool:
+    return all(not dimensions for _, dimensions, _ in ARRAY.findall(instruction.shape))
+
+
 def size_of(shape: str) -> int:
-    """Bytes of a shape, or of the shapes in a tuple."""
+    """Bytes of a shape, or of the shapes in a tuple, that lie in the main memory."""
     total = 0
-    for dtype, dimensions in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape):
-        count = 1
+    for dtype, dimensions, layout in ARRAY.findall(shape):
+        count = 0 if "S(1)" in layout else 1
         for dimension in filter(None, dimensions.split(",")):
             count *= int(dimension)
         bits = re.match(r"[a-z]+(\d+)", dtype)

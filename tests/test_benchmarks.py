@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _harness, gpu
+from benchmarks import _harness, gpu, targets_page
+from benchmarks.devices import GPUS
+from benchmarks.targets import TARGETS
+from benchmarks.train_rows import PRECISIONS
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 60
@@ -144,6 +147,97 @@ def test_rows_take_turns_and_ratios_are_of_rounds():
     assert "".join(order) == "abcbcacab"
     assert {name: len(row) for name, row in seconds.items()} == {k: 2 for k in "abc"}
     assert _harness.ratio([2, 30, 4], [1, 10, 4]) == 2
+
+
+def test_the_page_on_targets_has_the_committed_figures():
+    assert targets_page.written() == targets_page.PAGE.read_text(), (
+        "run `python -m benchmarks.targets_page`"
+    )
+
+
+RUNS, MODELS, MESHES = targets_page.load()
+NEWER = targets_page.load("newest-*.json")[1]
+# Of libtpu's compiler; a newer one compiles them.
+CRASHES = {
+    (f"tpu7x {model}", row)
+    for model in ("llama", "moe")
+    for row in PRECISIONS
+    if ("16" in row and row != "bfloat16") or row.startswith("policy")
+}
+
+
+def instead(target, model, row):
+    """The dtypes that products have in place of the one asked for, as the page says."""
+    if target in GPUS:
+        if row in ("bfloat16", "float8", "rowwise"):
+            return {"t4": {"f32", "f16"}, "a100": {"bf16"}}.get(target, set())
+        # cuDNN has no float16 convolution with a float32 result.
+        has_convolutions = model in ("resnet50", "vit")
+        return {"f32"} if row == "scaled float16" and has_convolutions else set()
+    # A TPU's kernels cast operands themselves, such as a router's bool.
+    fused = {"f16 x pred", "f16 x f32"} if model == "moe" else set()
+    in_bfloat16 = {"bf16", "bf16 x f32", "f32 x pred", "bf16 x pred"}
+    return in_bfloat16 if row == "float32" else fused
+
+
+def test_the_committed_figures_are_of_all_targets_and_models():
+    assert len({run["jax"] for run in RUNS}) == 1
+    titles = {
+        f"{target} {model}" for target in TARGETS for model in targets_page.TITLES
+    }
+    assert titles == set(MODELS)
+    assert {len(found["rows"]) for found in MODELS.values()} == {len(PRECISIONS)}
+    assert {f"{count} x v5p" for count in (8, 256, 4096)} <= set(MESHES)
+
+
+@pytest.mark.parametrize("title", MODELS)
+def test_the_committed_figures_of_a_model_are_as_the_page_says(title):
+    target, model = title.split()
+    for models in (models for models in (MODELS, NEWER) if title in models):
+        found, rows = models[title], models[title]["rows"]
+        for row, figures in rows.items():
+            if "error" in figures:
+                assert (title, row) in CRASHES and models is MODELS
+                continue
+            assert figures["conditionals"] == figures["host"] == 0, row
+            others = set(targets_page.others(figures))
+            assert others <= instead(target, model, row), row
+        # With a loss scale, XLA groups the kernels of a ResNet differently, which
+        # moves more than the gradients are.
+        if model == "resnet50" and target in GPUS:
+            scaled = rows[targets_page.SCALED]["bytes"]
+            assert scaled <= 1.02 * rows["float16"]["bytes"]
+        elif added := targets_page.added(found):
+            assert float(added) <= 1.05
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+def test_a_t4_gains_from_float16_what_it_cannot_from_bfloat16(model):
+    rows = MODELS[f"t4 {model}"]["rows"]
+    assert rows[targets_page.SCALED]["bytes"] <= 0.70 * rows["bfloat16"]["bytes"]
+    assert rows["bfloat16"]["bytes"] >= rows["float32"]["bytes"]
+
+
+@pytest.mark.parametrize("title", MESHES)
+def test_the_committed_figures_of_a_mesh_are_as_the_page_says(title):
+    for row, (plain, scaled) in ((r, p.values()) for r, p in MESHES[title].items()):
+        is_2d = row.startswith("2-D")
+        assert scaled["count"] <= plain["count"] + (4 if is_2d else 1), row
+        assert scaled["bytes"] <= plain["bytes"] + (16 if is_2d else 4), row
+        # The loss; and under jit the biases, whose gradients torch sums in float32 too.
+        most = 4 if "shard_map" in row else 4 + 2 * 4 * (4096 + 256)
+        assert plain["by_dtype"]["f32"] <= most, row
+
+
+def test_programs_do_not_grow_with_the_number_of_chips():
+    few, most = (MESHES[f"{count} x v5p"] for count in (8, 4096))
+    for row, (plain, scaled) in ((r, p.values()) for r, p in most.items()):
+        assert plain["bytes"] <= 1.01 * few[row]["plain"]["bytes"], row
+        assert scaled["instructions"] <= 1.1 * [*few[row].values()][1]["instructions"]
+
+
+def test_readme_has_the_committed_figures():
+    assert targets_page.first_page(MODELS) in (ROOT / "README.md").read_text()
 
 
 # The others share no code with these, and `make gpu DRY=1` runs them all.

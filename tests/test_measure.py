@@ -64,7 +64,7 @@ def test_the_fastest_of_all_models_is_chosen():
     device = jax.devices()[0]
     times = {"float32": (1, 1), "float16": (0.2, 0.9), "bfloat16": (0.4, 0.4)}
     rows = [
-        _measure.Row(model, name, 1.0, ratios[index], 0, 0, 4)
+        _measure.Row(model, name, 1.0, ratios[index])
         for index, model in enumerate(_measure.MODELS)
         for name, ratios in times.items()
     ]
@@ -91,6 +91,40 @@ def test_an_interrupted_run_leaves_what_it_had(options, small, capsys):
     else:
         names = rows_of(text)
     assert names == [("MLP", "float32"), ("MLP", "bfloat16")]
+
+
+FULL = "RESOURCE_EXHAUSTED: Out of memory | 8 GiB\nallocator statistics"
+
+
+@pytest.mark.parametrize("fails", ["float32", "float16"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_row_that_fails_says_so_and_the_others_stay(fails, options, small, capsys):
+    def measure_row(model, precision, *size):
+        if precision == fails:
+            raise jax.errors.JaxRuntimeError(FULL)
+        return _measure.Row(model, precision, 2.0 if precision == "float32" else 1.0)
+
+    small.setattr(_measure, "measure_row", measure_row)
+    small.setattr(_targets, "units", lambda device: frozenset({"float16"}))
+    assert command.main(["measure", *options]) == 1
+    text = capsys.readouterr().out
+    if options:
+        for row in json.loads(text)["rows"]:
+            failed = row["precision"] == fails
+            assert (row["seconds"] is None) == bool(row["error"]) == failed
+            # Without float32's time there are no ratios.
+            assert (row["ratio"] is None) == (failed or fails == "float32")
+        return
+    names = "float32", "float16", "scaled float16"
+    assert rows_of(text) == [(m, p) for m in _measure.MODELS for p in names]
+    said = "failed: JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory / 8 GiB"
+    failed = [line.split(" | ")[2] for line in text.splitlines() if "failed" in line]
+    assert failed == [said] * len(_measure.MODELS)
+    advice = text.splitlines()[-1]
+    if fails == "float32":
+        assert advice == _measure.TOO_LITTLE
+    else:
+        assert advice.startswith("Choose scaled float16 here: 2.0 times")
 
 
 def test_no_row_starts_after_the_time_limit(small, capsys):

@@ -71,7 +71,7 @@ def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> tuple[str, ...]:
     return () if manual is None else tuple(manual.varying)
 
 
-def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
+def varying_like(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """The same value, of a type that varies over the axes that another one varies over.
 
     Only the types change, and only in a `shard_map` that checks them.

@@ -1,7 +1,7 @@
 """The form of float8 products that XLA makes float8 kernels of, as jaxprs have it.
 
 A form that XLA does not know gives the same numbers from slower kernels, and nothing
-says so. What its GPU compiler makes of these forms is in `tests/test_gpu_programs.py`.
+says so. What its GPU compiler makes of these is in `tests/test_compiled_targets.py`.
 """
 
 from typing import NamedTuple

@@ -20,7 +20,7 @@ EXCEPTIONS = {
     "tests/torch/": "parity",
     "tests/test_foreign.py": "parity.foreign",
     "tests/test_benchmarks.py": "benchmarks",
-    "tests/test_gpu_programs.py": "benchmarks",
+    "tests/test_compiled_targets.py": "benchmarks",
 }
 BESIDES_WINGS = {"torch", "endurance", "lint"}
 FOLDERS = [path.parent for path in sorted((ROOT / "tests").glob("*/__init__.py"))]

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jamp
 from shared.collectives import (
     ALL_HALF,
+    APIS,
     HALF,
     LAYOUTS,
     ROWS,
@@ -20,6 +21,7 @@ from shared.collectives import (
     measure,
     training,
 )
+from tests.marks import mostly_slow
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
@@ -122,9 +124,28 @@ def test_loss_scaling_adds_one_scalar_to_what_devices_exchange(row):
     assert measured["extra_bytes"] <= size
 
 
+SHARDED = [
+    ("data parallel", "jit"),
+    ("FSDP", "jit"),
+    ("FSDP", "explicit"),
+    ("FSDP", "shard_map"),
+    ("2-D, FSDP x tensor", "shard_map"),
+]
+
+
+@pytest.mark.parametrize("api", APIS[1:])
+@pytest.mark.parametrize("name, mode", mostly_slow(SHARDED, *SHARDED[3:]))
+def test_each_api_adds_as_many_collectives(name, mode, api):
+    options = ALL_HALF if mode == "shard_map" else {}
+    found = measure(name, mode, options, api, **BLOCK)
+    count, size = MORE.get((name, mode), (1, 4))
+    assert found["extra_count"] <= count
+    assert found["extra_bytes"] <= size
+
+
 def reduced(mode, **options):
     layout = LAYOUTS["data parallel"]
-    plain = training(layout, mode, scaled=False, **BLOCK, **options)
+    plain = training(layout, mode, api=None, **BLOCK, **options)
     return collectives_of(plain).by_dtype
 
 

@@ -1,10 +1,10 @@
-"""What XLA's GPU compiler does with products in float8, scaled ones, and retries.
+"""What the compilers for GPUs and TPUs make of training steps, products and retries.
 
-The tests need JAX's CUDA plugin but not a GPU; without the plugin they are skipped.
+The tests need JAX's CUDA plugin or libtpu, but neither a GPU nor a TPU. Without one of
+the two, its tests are skipped.
 """
 
 import functools
-import importlib.util
 import os
 import re
 
@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
+from jax import export, lax
 
 import jamp
-from benchmarks import gpu_float8, gpu_programs
-from shared import float8, hlo
+from benchmarks import devices, targets
+from benchmarks.model_sizes import COMPILED
+from benchmarks.train_rows import ALL, SCALED
+from shared import hlo, products
 from tests.autocast.test_float8_hlo import (
     ROWWISE,
     W,
@@ -36,7 +38,7 @@ def with_bias(x, w, bias):
 BIAS = jax.ShapeDtypeStruct((48,), jnp.float32)
 STACKED = jax.ShapeDtypeStruct((2, *X.shape), X.dtype)
 FLOAT16 = {"dtype": jnp.float16, "rules": {lax.dot_general_p: jamp.Float8()}}
-COMPILED = {
+FLOAT8 = {
     "forward": (in_float8(plain), X, W),
     "float32 result": (in_float8(wide), X, W),
     "float16": (in_float8(plain, **FLOAT16), X, W),
@@ -53,33 +55,41 @@ COMPILED = {
 PRODUCTS = {"backward": 3, "rowwise": 3, "vmap, backward": 3}
 
 
-compiles_for_a_gpu = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None
-    or os.environ.get("JAX_PLATFORMS") != "cpu",
-    reason="needs jax-cuda12-plugin, and JAX_PLATFORMS=cpu so that it asks for no GPU",
-)
+def needs(target):
+    return pytest.mark.skipif(
+        bool(devices.missing(target)) or os.environ.get("JAX_PLATFORMS") != "cpu",
+        reason=f"compiling for a {target} needs {devices.package(target)} in JAX's "
+        "version, and JAX_PLATFORMS=cpu so that it looks for no device",
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def looks_for_no_device():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in devices.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+compiles_for_a_gpu = needs("h100")
+GEMMS = {"cuBLAS": False, "Triton": True}
 
 
 @compiles_for_a_gpu
-@pytest.mark.parametrize("gemm", gpu_float8.GEMMS)
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("name", FLOAT8)
 def test_xla_makes_float8_kernels_of_all_products(name, gemm):
-    text = compiled(*COMPILED[name], gemm=gemm)
-    found = float8.compiled_products(text)
-    assert found.float8 == found.all == PRODUCTS.get(name, 1)
+    text = compiled(*FLOAT8[name], gemm=gemm)
+    assert products.compiled(text) == {"f8": PRODUCTS.get(name, 1)}
     if (name, gemm) == ("bias", "cuBLAS"):
         assert '"epilogue":"BIAS"' in text, "the bias is added by the product's kernel"
 
 
 def compiled(function, *args, gemm, **options):
     """The optimized HLO of a function for an H100."""
-    mesh = jax.sharding.Mesh(gpu_programs.h100s(), "x")
-    sharding = jax.sharding.NamedSharding(mesh, jax.P())
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    args = jax.tree.map(place, args)
-    with gpu_programs.as_on_a_gpu():
-        lowered = jax.jit(function, **options).trace(*args).lower()
-        return lowered.compile(compiler_options=gpu_float8.GEMMS[gemm]).as_text()
+    args = targets.place(args, devices.of("h100")[0])
+    lowered = jax.jit(function, **options).lower(*args)
+    return lowered.compile(compiler_options={targets.TRITON: GEMMS[gemm]}).as_text()
 
 
 @compiles_for_a_gpu
@@ -123,3 +133,41 @@ def test_retry_copies_nothing_more_than_the_step_does():
         loops[name] = text.count(" while(")
     assert len(copies["retry"]) <= len(copies["plain"])
     assert loops == {"plain": 0, "retry": 1}
+
+
+# The dtypes of the compiled products, where those are not the ones asked for.
+INSTEAD = {("t4", "bfloat16"): {"f32"}, ("t4", "float8"): {"f16"}}
+TARGETS = [
+    pytest.param(name, marks=[needs(name), pytest.mark.slow])
+    for name in ("t4", "h100", "v5e")
+]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_step_traced_on_a_cpu_is_the_targets_own(target):
+    """Products in the dtype asked for, no conditional, and no call of the host."""
+    size = COMPILED["small"]["mlp"]
+    for row in ("bfloat16", SCALED, "float8"):
+        figures = targets.measure(row, size, target)
+        assert "error" not in figures, (row, figures)
+        asked, compiled = set(figures["asked"]), set(figures["compiled"])
+        assert compiled == INSTEAD.get((target, row), asked), row
+        assert figures["conditionals"] == figures["host"] == 0, row
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "row", [SCALED, "policy + loss scale", "jamp.autocast + GradScaler"]
+)
+def test_a_step_exported_for_several_platforms_is_the_targets_own(row, target):
+    step = targets.Step(ALL[row], COMPILED["small"]["mlp"], flash=False)
+    exported = export.export(step.jitted, platforms=["cpu", "cuda", "tpu"])(*step.args)
+    args = targets.place(step.args, devices.of(target)[0])
+    jitted = jax.jit(exported.call, donate_argnums=0)
+    program = jitted.lower(*args).compile()
+    assert set(products.compiled(program.as_text())) == {"f16"}
+    figures = hlo.summarize(program)
+    assert figures.conditionals == figures.host == 0

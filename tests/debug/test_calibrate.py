@@ -629,4 +629,5 @@ def test_a_ragged_product_is_named():
     report = jamp.calibrate(loss)(jnp.ones((2, 32, 16)), jnp.ones((32, 32)))
     (row,) = report.rows
     assert (row.primitive, row.why) == ("ragged_dot_general", "not measured")
-    assert (row.problem, row.choice, report.rules) == ("ragged", "bfloat16", {})
+    assert row.problem.startswith("ragged, of which a GPU makes one dense product")
+    assert (row.choice, report.rules) == ("bfloat16", {})

@@ -60,6 +60,18 @@ def test_only_what_the_units_have_is_measured(small, capsys):
     assert text.splitlines()[-1].startswith("Choose ")
 
 
+def test_a_ratio_is_to_float32_of_the_same_model(small):
+    def measured(model, precision, *size):
+        seconds = len(model) * (1.0 if precision == "float32" else 0.5)
+        return _measure.Row(model, precision, seconds, 1.0, 0, 0, 4)
+
+    small.setattr(_measure, "measure_row", measured)
+    rows = list(_measure.measure(jax.devices()[0]))
+    assert {row.model for row in rows} == {*_measure.MODELS}
+    for row in rows:
+        assert row.ratio == (1.0 if row.precision == "float32" else 0.5)
+
+
 def test_the_fastest_of_all_models_is_chosen():
     device = jax.devices()[0]
     times = {"float32": (1, 1), "float16": (0.2, 0.9), "bfloat16": (0.4, 0.4)}

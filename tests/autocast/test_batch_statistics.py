@@ -143,6 +143,15 @@ def test_what_follows_a_call_around_it_gets_half_precision(way):
         assert jax.eval_shape(function, STATS, x).dtype == jnp.float16
 
 
+def test_a_branch_beside_a_norm_keeps_its_float32():
+    either = lambda s, x: lax.cond(
+        x[0, 0] > 0, lambda s, x: linen(s, x)[0], lambda s, x: x, s, x
+    )
+    for wrap in (lambda f: f, jax.jit):
+        function = half(wrap(lambda s, x: jax.nn.relu(either(s, x))))
+        assert jax.eval_shape(function, STATS, x).dtype == jnp.float32
+
+
 def test_a_custom_vjp_that_follows_gets_half_precision():
     assert half(lambda x: double(linen(STATS, x)[0]))(x).dtype == jnp.float16
 

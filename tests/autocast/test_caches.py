@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jamp
 
@@ -56,6 +57,41 @@ def test_a_step_is_traced_once_and_runs_without_the_host(dtype):
         for _ in range(3):
             w = step(w, x)
     assert len(traces) == 1 and w.dtype == FLOAT32
+
+
+def product_and_gradient():
+    """A jitted function that is also called by the rule of another one."""
+
+    @jax.jit
+    def product(x, w):
+        return x @ w
+
+    @jax.custom_vjp
+    def squared(x, w):
+        return product(x, w) ** 2
+
+    def fwd(x, w):
+        y = product(x, w)
+        return y**2, 2 * y @ w.T
+
+    squared.defvjp(fwd, lambda dx, g: (g * dx, None))
+    return product, jax.grad(lambda x, w: squared(x, w).sum())
+
+
+def test_a_derivative_shares_no_program_with_the_code_beside_it():
+    """In a jitted `shard_map` products run in float8, and those of a rule do not."""
+    mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1])
+    operands = jax.random.normal(jax.random.key(0), (2, 16, 16))
+
+    def found(*places):
+        functions = product_and_gradient()
+        run = lambda x, w: [functions[place](x, w) for place in places]
+        run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
+        return jamp.autocast("float8")(jax.jit(run))(*operands)
+
+    alone = found(0) + found(1)
+    np.testing.assert_array_equal(found(0, 1), alone)
+    np.testing.assert_array_equal(found(1, 0), alone[::-1])
 
 
 def test_a_reference_inside_a_jitted_function_is_not_kept():

@@ -17,6 +17,7 @@ from tests.marks import walk
         ("block_1", "block_10/block_1", True),
         ("blocks/1", "blocks/12/attention", False),
         ("block_1|block_10", "block_10", True),
+        ("block_1|head", "block_10", False),
         ("block_(1|2)", "block_10", False),
         ("block_[13]", "block_13", False),
         ("block_[13]", "block_3", True),

@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jamp
+from jamp import _compat
 from tests.marks import mostly_slow
 
 from . import ways
@@ -209,6 +210,14 @@ def test_a_branch_rounds_a_sum_with_a_bias_whatever_the_others_return(
     for wrap in (lambda f: f, jax.jit):
         found = half(lambda x, w, b, wrap=wrap: wrap(function)(x @ w, b))(x, w, b)
         assert found.dtype == jnp.float32 and (found == K).all()
+
+
+def test_what_is_promoted_does_not_depend_on_the_users_setting():
+    _compat.widest.cache_clear()
+    residual = half(jax.jit(lambda x, w: x @ w + x))
+    with jax.numpy_dtype_promotion("strict"):
+        out = jax.eval_shape(residual, jnp.ones((K, K)), jnp.ones((K, K)))
+    assert out.dtype == jnp.float32
 
 
 # Products of a half-precision value with itself that are not lowered, or promoted.

@@ -362,6 +362,22 @@ def test_an_override_of_the_output():
     assert seen == {"hidden": jnp.bfloat16, "logits": jnp.float32}
 
 
+def test_modules_of_one_override_hand_on_what_they_compute():
+    class Nested(nn.Module):
+        depth: int = 0
+
+        @nn.compact
+        def __call__(self, x):
+            if self.depth:
+                seen.append((x := Nested(self.depth - 1)(x)).dtype)
+            return nn.Dense(8)(x)
+
+    seen = []
+    model = jamp.linen.with_policy(Nested(1), "full", {Nested: MIXED})
+    out, _ = jax.eval_shape(model.init_with_output, RNGS, X)
+    assert (seen[-1], out.dtype) == (jnp.float16, jnp.float32)
+
+
 @pytest.mark.slow
 def test_param_dtypes_by_module():
     overrides = {"jitted/Dense": "p=bf16,c=f16", "ScanBlock": "c=full,o=half"}

@@ -259,6 +259,15 @@ def test_half_parameters():
     assert mixed(TOKENS).dtype == jnp.float16
 
 
+def test_a_norm_computes_in_float64_where_its_policy_does():
+    with jax.enable_x64(True):
+        norm = jamp.nnx.with_policy(nnx.LayerNorm(4, rngs=nnx.Rngs(0)), "float64")
+        assert norm.scale.dtype == jnp.float64
+        x = jnp.arange(4.0)
+        # float32 holds the squares of these numbers to within 10.
+        np.testing.assert_allclose(norm(1e4 + x), (x - 1.5) / x.std(), rtol=1e-4)
+
+
 def test_overrides():
     overrides = {
         "^head$": "full",

@@ -218,18 +218,21 @@ def test_grad_scaler_on_sharded_arrays_and_under_shard_map():
     assert scaler.loss_scale[...].sharding.is_fully_replicated
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P())
+    @partial(
+        jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False
+    )
     def mapped(grads):
         local = nnx.Linear(4, 1, use_bias=False, rngs=nnx.Rngs(0))
         local_optimizer = nnx.Optimizer(local, optax.sgd(1.0), wrt=nnx.Param)
-        local_scaler = jamp.GradScaler(axis_name="data")
+        scalers = [jamp.GradScaler(axis_name="data") for _ in range(2)]
         gradient = nnx.State({"kernel": nnx.Param(grads.T)})
-        local_scaler.unscale_(local_optimizer, gradient)
-        local_scaler.update()
-        return local_scaler.get_scale()
+        scalers[0].unscale_(local_optimizer, gradient)
+        scalers[1].step(local_optimizer, local, gradient)
+        for scaler in scalers:
+            scaler.update()
+        return [scaler.get_scale() for scaler in scalers]
 
-    scale = mapped(one_bad(7))
-    assert scale == 2.0**15
+    assert mapped(one_bad(7)) == [2.0**15] * 2
 
 
 def test_gather_divides_before_it_sums():

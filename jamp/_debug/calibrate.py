@@ -1,4 +1,4 @@
-"""`calibrate`: which products of a model tolerate float8, measured on a batch."""
+"""`calibrate`: measures a model's products, and decides which tolerate float8."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""What `calibrate` returns: the products of a model, and the rules for them."""
+"""What `calibrate` returns: measured products and rules, as text, JSON and a plot."""
 
 import dataclasses
 import json

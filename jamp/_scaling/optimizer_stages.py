@@ -1,4 +1,4 @@
-"""One iteration of a `GradScaler`: what happens from `unscale_` or `step` to `update`.
+"""What a `GradScaler` remembers of each optimizer from `unscale_` to `update`.
 
 torch's stage of each optimizer and its `found_inf` are state of one iteration, not of
 the scaler. They live in plain Python, keyed by the optimizer object, and do not outlive

@@ -35,6 +35,7 @@ from ._scaling.value_and_grad import scale_loss as scale_loss
 from ._scaling.value_and_grad import unscale as unscale
 from ._scaling.metrics import loss_scale as loss_scale
 from ._scaling.metrics import metrics as metrics
+from ._scaling.master_weights import master_params as master_params
 from ._scaling.master_weights import master_weights as master_weights
 
 # Policy: casting by module, with jmp's names

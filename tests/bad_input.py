@@ -39,6 +39,7 @@ x = jnp.ones((4, 2))
 params = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
 grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 half = jamp.cast_to_half(params)
+brain = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
 
 
 def loss_fn(params, x):
@@ -59,6 +60,7 @@ adam_tx = jamp.dynamic_loss_scale(optax.adam(0.1))
 axis_tx = jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name="data")
 off_tx = jamp.dynamic_loss_scale(optax.sgd(0.1), enabled=False)
 master_tx = jamp.master_weights(optax.sgd(0.1))
+rest_tx = jamp.master_weights(optax.sgd(0.1), remainder=True)
 sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
 sam_tx = jamp.dynamic_loss_scale(sam)
 some_steps = lambda tx: optax.conditionally_transform(tx, lambda step: step > 0)
@@ -774,6 +776,22 @@ jamp.master_weights
     > Call `init` with the parameters that you train.
   master_tx.update(grads, master_tx.init({"w": half["w"]}), half)
     ValueError: state
+  jamp.master_weights(optax.sgd(0.1), remainder="yes")
+    TypeError: remainder
+  rest_tx.init(as_type(jnp.float16, params))
+    ValueError: remainder=True
+  rest_tx.update(grads, master_tx.init(brain), brain)
+    ValueError: state
+  rest_tx.update(grads, rest_tx.init(brain), as_type(jnp.float16, params))
+    ValueError: float16
+
+jamp.master_params
+  jamp.master_params(params, opt_state)
+    ValueError: opt_state
+  jamp.master_params({"w": brain["w"]}, rest_tx.init(brain))
+    ValueError: opt_state
+  jamp.master_params({**brain, "b": brain["b"][:2]}, rest_tx.init(brain))
+    ValueError: ['b']
 
 jamp.Policy
   jamp.Policy("float32", "float16")

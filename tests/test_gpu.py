@@ -1,5 +1,7 @@
 """What only a GPU can show; skipped without one. `make gpu` runs it."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,3 +173,19 @@ def test_an_overflow_on_the_gpu_is_named():
         (op, *_) = report.to_dict()["ops"]
         assert op["primitive"] == "dot_general" and op["path"] == "head"
     assert find(params, x / 1000).found == []
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_parameter_and_its_remainder_are_results_of_one_kernel(scaled):
+    """Two sums that differ in the last bit would make halves that do not fit."""
+    tx = jamp.master_weights(optax.adamw(1e-3), remainder=True)
+    tx = jamp.dynamic_loss_scale(tx) if scaled else tx
+    params = {name: jnp.ones((1024, 1024), jnp.bfloat16) for name in "abcd"}
+    step = lambda params, state: jamp.step(tx, params, state, params)
+    jitted = jax.jit(step, donate_argnums=1)
+    program = jitted.lower(params, tx.init(params)).compile()
+    instructions = itertools.chain(*hlo.parse(program.as_text()).values())
+    shapes = {i.name: i.shape for i in instructions if i.op == "fusion"}
+    kernels = [shape for shape in shapes.values() if "s16[" in shape]
+    assert len(kernels) == 4
+    assert all("bf16[" in shape for shape in kernels)

@@ -8,7 +8,7 @@ or hold (`skip`), and move the scale. `state` is what a step leaves behind, and
 `metrics` says what that means. `retry` and `find_scale` run a step again: `calls` (and
 `nnx_call`, for NNX) makes it a function of its state. `gather` and `mesh` are for
 sharded arrays, `mean`, `error_feedback` and `eight_bits` for gradients that devices
-exchange, and `master_weights` for float16 parameters.
+exchange, and `master_weights` for half-precision parameters.
 
 May import: `_checks`, `_tree`. Nothing here uses JAX's private parts.
 """

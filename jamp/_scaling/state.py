@@ -13,8 +13,10 @@ from jax.typing import ArrayLike
 
 from .._checks import shown
 from .._tree import NUMBERS, PyTree, T, dtype_of, is_half, path_text, widen
+from .master_form import keep, master_of
 from .rule import SCALAR_DTYPES, LossScaleState
 from .traced import NEEDS_VALUES
+from .transformation import is_hole
 
 HIDDEN = """optax.apply_if_finite around a loss scale hides overflows from it, so that \
 it cannot back off. Leave apply_if_finite out: jamp.dynamic_loss_scale itself skips \
@@ -86,7 +88,8 @@ class DynamicLossScaleState(NamedTuple):
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`."""
 
-    master: optax.Params  # float32 copies of half leaves; MaskedNode for others
+    # float32 copies or int16 remainders of half leaves; MaskedNode for others
+    master: optax.Params
     inner_state: optax.OptState  # of the wrapped optimizer, for float32 parameters
 
 
@@ -303,14 +306,39 @@ def made_wide(init: Callable[[optax.Params], PyTree], params: optax.Params) -> P
 def as_made(
     state: T, init: Callable[[optax.Params], PyTree], params: optax.Params | None
 ) -> T:
-    """A state of any run in the dtypes that `init` makes, as far as these are wider."""
-    if params is None or not any(map(_is_half_array, jax.tree.leaves(state))):
+    """A state of any run in the dtypes that `init` makes, as far as these are wider.
+
+    Master weights take the form that `init` makes.
+    """
+    may_differ = lambda node: is_master(node) or _is_half_array(node)
+    nodes = jax.tree.leaves(state, is_leaf=is_master)
+    if params is None or not any(map(may_differ, nodes)):
         return state
     try:
         like = jax.eval_shape(init, params)
     except NEEDS_VALUES:
         return state
-    return as_wide_as(like, state)
+    return _in_form_of(like, as_wide_as(like, state), params)
+
+
+def _in_form_of(like: PyTree, state: T, params: optax.Params) -> T:
+    """A state whose master weights have the form of those in another one."""
+
+    def converted(kept: PyTree, like: Any, param: PyTree) -> PyTree:
+        same = is_hole(kept) or dtype_of(kept) == like.dtype
+        return kept if same else keep(master_of(kept, param), like.dtype)
+
+    def node_of(node: PyTree, like: PyTree) -> PyTree:
+        if not is_master(node):
+            return node
+        master = jax.tree.map(
+            converted, node.master, like.master, params, is_leaf=is_hole
+        )
+        return node._replace(master=master)
+
+    if jax.tree.structure(like) != jax.tree.structure(state):
+        return state
+    return jax.tree.map(node_of, state, like, is_leaf=is_master)
 
 
 def as_wide_as(like: PyTree, state: T) -> T:

@@ -15,7 +15,14 @@ import optax
 from .._tree import Flag, PyTree, check_leaves, dtype_of
 from . import skip
 from .arrivals import arrivals
-from .state import DynamicLossScaleState, check_moved, explained, find_states
+from .state import (
+    DynamicLossScaleState,
+    as_made,
+    check_moved,
+    explained,
+    find_states,
+    keeps_master_weights,
+)
 from .transformation import apply_updates, as_transformation, check_gradients_match
 from .wrapper import loss_scaled
 
@@ -69,6 +76,8 @@ def step(
     tx = as_transformation(tx, "tx")
     check_leaves(grads, "jamp.step: the gradient")
     check_gradients_match(grads, params, "jamp.step", wrapped=True)
+    if keeps_master_weights(opt_state):
+        opt_state = as_made(opt_state, tx.init, params)
     update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
     with explained("jamp.step", tx.init, opt_state, params):
         updates, new_state = update(grads)

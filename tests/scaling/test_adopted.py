@@ -17,6 +17,7 @@ from flax import nnx
 import jamp
 from jamp._scaling import rule
 from jamp._scaling.rule import LossScaleConfig, LossScaleState, ScaleKind
+from shared.master_weights import nearest
 from tests.marks import mostly_slow
 
 from .optimizers import NEEDS_VALUE, OPTIMIZERS
@@ -99,6 +100,8 @@ def by_hand(kind, params, trace, numbers):
         params = jax.tree.map(lambda p, t: p - 0.5 * t, params, trace)
         if not kind[1]:
             params = wide(rounded(params))
+    if kind[1]:
+        return jax.tree.map(nearest, params, dtypes), trace
     return rounded(params), trace
 
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jamp
 from jamp._scaling.state import DynamicLossScaleState, MasterWeightsState
-from shared.master_weights import STEPS, TRAINED, curves, worst_difference
+from shared.master_weights import STEPS, TRAINED, curves, nearest, worst_difference
 from tests.marks import mostly_slow, slow
 
 pytestmark = [
@@ -66,7 +66,7 @@ def assert_rounded(params, state):
                 continue
             copied.add(path)
             assert copy.dtype == jnp.float32
-            rounded = np.asarray(copy).astype(params[path].dtype)
+            rounded = nearest(copy, params[path].dtype)
             np.testing.assert_array_equal(bits(params[path]), bits(rounded), path)
     assert copied == {path for path, p in params.items() if p.dtype.itemsize == 2}
 
@@ -275,7 +275,7 @@ def test_multi_steps_around_it():
         params, state = jax.jit(updated(tx))(params, state, make_grads(i, params))
         [node] = nodes_of(MasterWeightsState, state)
         for name, dtype in HALVES.items():
-            rounded = node.master[name].astype(dtype)
+            rounded = nearest(node.master[name], dtype)
             np.testing.assert_array_equal(params[name], rounded)
             assert np.any(params[name] != start[name]) == (i > 0)
 

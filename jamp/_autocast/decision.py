@@ -198,8 +198,4 @@ class Settings(NamedTuple):
     def tells_weights(self) -> bool:
         """Whether it matters what is a weight, and what an activation."""
         recipes = self.recipe, *(rule.action.recipe for rule in self.rules)
-        return self.probe is not None or any(map(is_narrow, recipes))
-
-
-def is_narrow(recipe: Recipe | None) -> bool:
-    return recipe is not None and not recipe.is_wide
+        return self.probe is not None or any(recipes)

@@ -64,7 +64,10 @@ class ScaledFloat16(Recipe):
         return "a product of two vectors" if is_dot(op) else ""
 
     def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
-        over = Contraction.of_op(op) if op.name == "dot_general" else None
+        # A derivative's product may be the gradient of a weight, without the weight.
+        may_differ = op.is_derived or not all(op.activations)
+        has_entries = op.name == "dot_general" and may_differ
+        over = Contraction.of_op(op) if has_entries else None
         product = ScaledProduct.of(op, FLOAT32_DTYPE, FLOAT32_DTYPE, over)
         left, right, *others = op.args
 
@@ -83,7 +86,7 @@ class ScaledFloat16(Recipe):
 class ScaledProduct(Product):
     """A product of float16 inputs that is summed and returned in float32."""
 
-    over: Contraction | None  # of a `dot_general`
+    over: Contraction | None  # if each product of a batch has a scale
 
     name = "scaled float16 product"
 

@@ -272,6 +272,35 @@ def scan_arity(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def bind_shard_map(
+    eqn: JaxprEqn,
+    function: Callable[..., tuple[Sequence[jax.Array], Any]],
+    args: Sequence[Any],
+) -> tuple[list[jax.Array], Any]:
+    """Runs a function in the place of that of a `shard_map` equation.
+
+    Args:
+      function: returns the results of the equation, and a tree of more arrays. These
+        come back with an axis in front for the devices.
+    """
+    params, names = eqn.params, eqn.params["newly_manual_axes"]
+    split = jax.P(tuple(names)) if names else jax.P(None)
+
+    def body(*args):
+        outs, more = function(*args)
+        return [*outs], jax.tree.map(lambda x: jnp.asarray(x)[None], more)
+
+    with eqn.ctx.manager:
+        return jax.shard_map(
+            body,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=([*params["out_specs"]], split),
+            check_vma=params["check_vma"],
+            axis_names=set(names),
+        )(*map(jnp.asarray, args))
+
+
 def array_dtype(x: object) -> Any:
     """The dtype of an array, and None for keys, references and other things."""
     aval = jax.typeof(x)

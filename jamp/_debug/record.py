@@ -1,8 +1,8 @@
 """Runs a jaxpr and notes for each value whether it holds an inf or a nan.
 
-jit, remat and custom derivatives are run in place. Each body of scan, while and cond is
+jit, remat and custom derivatives and shard_map are run in place. Each body of scan, while and cond is
 a Program of its own, and a while loop keeps only the marks of iterations that made
-something bad. Other ops that hold functions (shard_map, kernels) count as one op.
+something bad. Other ops that hold functions (kernels, solvers) count as one op.
 """
 
 from collections.abc import Iterator, Sequence
@@ -136,6 +136,8 @@ class Recorder:
         name, values = eqn.primitive.name, [value for value, _ in inputs]
         if name in CALLS and (inside := called_by(eqn)) is not None:
             return self.run(inside, inputs, around.inside(eqn, inside.jaxpr), is_check)
+        if name == "shard_map":
+            return self.on_devices(eqn, inputs, around, is_check)
         at = Location(eqn, around)
         if name in LOOPS:
             outs, marks, inner = LOOPS[name](eqn, values, around)
@@ -151,6 +153,27 @@ class Recorder:
         is_elementwise = name in ELEMENTWISE and len(same) == len(values)
         fresh = same if is_elementwise else ()
         return self.add(at, inputs, outs, is_check, None, preserves(eqn), fresh)
+
+    def on_devices(
+        self, eqn: JaxprEqn, inputs: list[Numbered], around: Around, is_check: bool
+    ) -> list[Numbered]:
+        """Runs a `shard_map`. A value has the marks that it has on any device."""
+        inside = ClosedJaxpr(eqn.params["jaxpr"], ())
+        values, inner = len(self.values), len(self.inner)
+        numbers = []
+
+        def body(*args):
+            given = [(x, number) for x, (_, number) in zip(args, inputs, strict=True)]
+            below = around.inside(eqn, inside.jaxpr)
+            outs = self.run(inside, given, below, is_check)
+            numbers[:] = [number for _, number in outs]
+            made = self.values[values:], self.inner[inner:]
+            return [value for value, _ in outs], made
+
+        outs, made = _compat.bind_shard_map(eqn, body, [value for value, _ in inputs])
+        made = jax.tree.map(on_any_device, made)
+        self.values[values:], self.inner[inner:] = made
+        return list(zip(outs, numbers, strict=True))
 
     def chosen(
         self, at: Location, which: Numbered, *cases: Numbered
@@ -298,6 +321,13 @@ def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
     )
     bodies = tuple(programs[place] for place in range(len(jaxprs)))
     return outs, Branches(index, tuple(marks)), Inner("cond", bodies, skipped=1)
+
+
+def on_any_device(marks: jax.Array) -> jax.Array:
+    """Of marks by device, all; of an iteration or a branch, the last."""
+    if marks.dtype == jnp.uint8:
+        return jnp.bitwise_or.reduce(marks, axis=0)
+    return jnp.max(marks, axis=0)
 
 
 LOOPS = {"scan": run_scan, "while": run_while, "cond": run_cond}

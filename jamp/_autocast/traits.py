@@ -67,12 +67,16 @@ PASSED_THROUGH = REF_WRITES | _names("""
     call checkpoint closed_call compute_on cond custom_vmap_call eval_jaxpr remat2 scan
     shard_map while xla_metadata_call
 """)
-# Kernels, callbacks and solvers, which run as they were traced.
-LEFT_ALONE = _names("""
-    approx_top_k call_exported composite cudnn_fusion custom_lin custom_linear_solve
-    custom_partitioning dce_sink debug_callback debug_print ffi_call for fused_call
-    io_callback linear_call pallas_call pure_callback reduce reduce_window remat_opt
-    run_state select_and_scatter tpu_custom_call triton_kernel_call
+# Kernels, callbacks and solvers, which run code that is not in their jaxpr, or other code.
+KERNELS = _names("""
+    call_exported composite cudnn_fusion custom_lin custom_linear_solve
+    custom_partitioning ffi_call for fused_call io_callback linear_call pallas_call
+    pure_callback remat_opt run_state tpu_custom_call triton_kernel_call
+""")
+# These and others that run as they were traced.
+LEFT_ALONE = KERNELS | _names("""
+    approx_top_k dce_sink debug_callback debug_print reduce reduce_window
+    select_and_scatter
 """)
 # Names that other versions of JAX have, and rounding, which runs as it was traced.
 NO_RULE = _names("core_call custom_vjp_call_jaxpr pjit reduce_precision")

@@ -6,7 +6,7 @@ value that each belongs to is recorded once, in a `Program`. `record.py` makes b
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -102,11 +102,19 @@ class Program:
         self.outputs: list[int] = []
         self.slots: dict[int, int] = {}  # value -> place in the marks
         self.constants: set[int] = set()
+        self.unseen: list[Location | Site] = []  # ops that run code of their own
         self.numbers = 0  # of values so far
 
     def number(self) -> int:
         self.numbers += 1
         return self.numbers - 1
+
+    def all_unseen(self) -> Iterator[Location | Site]:
+        """Those of loops and branches too."""
+        yield from self.unseen
+        for node in self.nodes:
+            for program in node.inner.programs if node.inner else ():
+                yield from program.all_unseen()
 
     def mark(self, marks: "Marks", number: int) -> int:
         """The mark of a value."""

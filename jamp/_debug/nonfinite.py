@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.ref
 import numpy as np
 from jax.typing import ArrayLike
@@ -30,6 +31,12 @@ from .report import (
 from .trace_back import trace_back
 
 LISTED = 5
+FOUND_INF = "found_inf"  # the name of what `jamp.metrics` and the states call it
+
+UNEXPLAINED = """found_inf is True in the results of {}, but no inf or nan was seen. \
+It was found before this step, or behind code that is not looked into. Give the function \
+the state and the batch from before the step; or look into the gradients alone: \
+jamp.debug.find_nonfinite(jamp.value_and_grad(loss_fn, opt_state))(params, batch)."""
 
 FOREIGN_REF = """find_nonfinite follows a `jax.Ref` that the function makes, but got \
 one from outside: write a function that takes its value, `ref[...]`, and makes the \
@@ -44,6 +51,11 @@ class Layout:
     function: str
     arguments: tuple[str, ...]
     results: tuple[str, ...]
+
+    @property
+    def unseen(self) -> list[str]:
+        """The kernels, callbacks and solvers, into which nothing looks."""
+        return list(dict.fromkeys(str(at.site) for at in self.program.all_unseen()))
 
 
 @report
@@ -65,6 +77,7 @@ class NonfiniteReport(Report):
     """
 
     marks: Marks
+    skipped: jax.Array
     layout: Layout = static()
 
     @property
@@ -124,8 +137,13 @@ class NonfiniteReport(Report):
         row, layout = self.to_dict(), self.layout
         bullet = "- " if table is markdown_table else ""
         if not row:
-            n = len(layout.results)
-            return [f"no inf or nan in the {n} results of {layout.function}"]
+            n, unseen = len(layout.results), layout.unseen
+            lines = [f"no inf or nan in the {n} results of {layout.function}"]
+            if np.any(self.skipped):
+                lines = [UNEXPLAINED.format(layout.function)]
+            if unseen:
+                lines.append(f"not looked into: {some(unseen)}")
+            return lines
         lines = []
         if row["bad_arguments"]:
             lines.append(f"inf or nan given in {some(row['bad_arguments'])}")
@@ -238,14 +256,18 @@ def find_nonfinite(
 
         def run():
             with jax.debug_nans(False), jax.debug_infs(False):  # these would stop it
-                _, marks, program = run_marked(jaxpr, call.arrays)
+                outs, marks, program = run_marked(jaxpr, call.arrays)
             programs[:] = [program]
-            return marks
+            pairs = zip(outs, names, strict=True)
+            flags = [out for out, name in pairs if name.endswith(FOUND_INF)]
+            flags = [jnp.any(flag) for flag in flags if flag.dtype == jnp.bool_]
+            return marks, functools.reduce(jnp.logical_or, flags, jnp.bool_(False))
 
         # Op by op, JAX does not move constants to the devices of a sharded array.
-        marks = only_when(when, jax.jit(run) if is_spread(call.arrays) else run)
+        runs = jax.jit(run) if is_spread(call.arrays) else run
+        marks, skipped = only_when(when, runs)
         layout = Layout(programs[0], call.function, call.names, tuple(names))
-        return NonfiniteReport(marks, layout)
+        return NonfiniteReport(marks, skipped, layout)
 
     return find
 

@@ -57,9 +57,11 @@ class Around(NamedTuple):
         """The same for a jaxpr that an equation here holds.
 
         JAX traces its own jitted functions (`jnp.where`) once, and their ops keep the
-        line of the first call: for them, the line comes from the call instead.
+        line of the first call: for them, the line comes from the call instead. The
+        function that `jax.pmap` maps is a user's again.
         """
-        name, call = eqn.primitive.name, self.call
+        name = eqn.primitive.name
+        call = None if name == "shard_map" else self.call
         is_cached = is_library(_compat.source_name(jaxpr.debug_info))
         if call is None and name == "jit" and is_cached:
             call = eqn

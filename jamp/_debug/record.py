@@ -1,10 +1,11 @@
 """Runs a jaxpr and notes for each value whether it holds an inf or a nan.
 
-jit, remat and custom derivatives and shard_map are run in place. Each body of scan, while and cond is
-a Program of its own, and a while loop keeps only the marks of iterations that made
-something bad. Other ops that hold functions (kernels, solvers) count as one op.
+jit, remat, shard_map and custom derivatives are run in place. Each body of scan, while
+and cond is a Program of its own, and a while loop keeps only the marks of iterations
+that made something bad. Other ops that hold functions (kernels, solvers) count as one.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from .. import _compat
-from .._autocast.traits import CALLS, ELEMENTWISE, PRESERVING
+from .._autocast.traits import CALLS, ELEMENTWISE, KERNELS, PRESERVING
 from .._scaling import arithmetic
 from .marks import (
     FINE,
@@ -144,6 +145,8 @@ class Recorder:
             inner = inner._replace(place=len(self.inner))
             self.inner.append(marks)
             return self.add(at, inputs, outs, is_check, inner)
+        if name in KERNELS:
+            self.program.unseen.append(at)
         outs = _compat.bind_eqn(eqn, values)
         if name == "select_n":
             inputs = [inputs[0], *self.chosen(at, *inputs)]
@@ -326,7 +329,7 @@ def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
 def on_any_device(marks: jax.Array) -> jax.Array:
     """Of marks by device, all; of an iteration or a branch, the last."""
     if marks.dtype == jnp.uint8:
-        return jnp.bitwise_or.reduce(marks, axis=0)
+        return functools.reduce(jnp.bitwise_or, marks)
     return jnp.max(marks, axis=0)
 
 

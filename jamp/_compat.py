@@ -274,7 +274,7 @@ def scan_arity(params: Mapping[str, Any]) -> tuple[int, int]:
 
 def bind_shard_map(
     eqn: JaxprEqn,
-    function: Callable[..., tuple[Sequence[jax.Array], Any]],
+    function: Callable[..., tuple[Sequence[Any], Any]],
     args: Sequence[Any],
 ) -> tuple[list[jax.Array], Any]:
     """Runs a function in the place of that of a `shard_map` equation.
@@ -283,7 +283,9 @@ def bind_shard_map(
       function: returns the results of the equation, and a tree of more arrays. These
         come back with an axis in front for the devices.
     """
-    params, names = eqn.params, eqn.params["newly_manual_axes"]
+    params = eqn.params
+    key = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+    names = params[key]  # the second key is that of JAX 0.10.0
     split = jax.P(tuple(names)) if names else jax.P(None)
 
     def body(*args):

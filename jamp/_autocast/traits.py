@@ -67,7 +67,7 @@ PASSED_THROUGH = REF_WRITES | _names("""
     call checkpoint closed_call compute_on cond custom_vmap_call eval_jaxpr remat2 scan
     shard_map while xla_metadata_call
 """)
-# Kernels, callbacks and solvers, which run code that is not in their jaxpr, or other code.
+# Kernels, callbacks and solvers, which run code that is not that of a jaxpr.
 KERNELS = _names("""
     call_exported composite cudnn_fusion custom_lin custom_linear_solve
     custom_partitioning ffi_call for fused_call io_callback linear_call pallas_call

@@ -33,9 +33,10 @@ from .trace_back import trace_back
 LISTED = 5
 FOUND_INF = "found_inf"  # the name of what `jamp.metrics` and the states call it
 
-UNEXPLAINED = """found_inf is True in the results of {}, but no inf or nan was seen. \
-It was found before this step, or behind code that is not looked into. Give the function \
-the state and the batch from before the step; or look into the gradients alone: \
+UNEXPLAINED = """found_inf is True in the results of {}, and no op was seen that made \
+an inf or nan. It was made in an earlier step, in another attempt of jamp.retry, or by \
+code that is not looked into. With the state from before the step, look into the \
+gradients: \
 jamp.debug.find_nonfinite(jamp.value_and_grad(loss_fn, opt_state))(params, batch)."""
 
 FOREIGN_REF = """find_nonfinite follows a `jax.Ref` that the function makes, but got \
@@ -182,9 +183,10 @@ def find_nonfinite(
 
     It runs `fn` op by op with the given arguments, notes for each value whether it
     holds an inf or a nan, and goes back from the results that do to the op that made
-    them from finite numbers: through jit, scan, while, cond, remat and custom
-    derivatives. Only values that lead to a result count, so a mask of -inf or the
-    branch that `where` did not take are not faults. To see the backward pass, give it
+    them from finite numbers: through jit, scan, while, cond, remat, custom derivatives,
+    shard_map and pmap. Kernels, callbacks and solvers count as one op, and an answer
+    that nothing was found names them. Only values that lead to a result count, so a
+    mask of -inf or the branch that `where` did not take are not faults. To see the backward pass, give it
     the function that takes the gradient, or the whole train step:
 
         jamp.debug.find_nonfinite(jax.grad(loss_fn))(params, batch)

@@ -6,6 +6,7 @@ device: an alarm is a flag, which `check` turns into an exception on the host.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -80,7 +81,7 @@ def metrics(
         `GradScaler`, after `update`.
       floor_steps: steps at the floor that raise `scale_at_floor`, >= 1.
       window: how many of the last steps `many_skips` looks at, 1 to 32.
-      skipped_share: the share of these steps that may be skipped, in [0, 1).
+      skipped_share: the share of these steps that raises `many_skips`, in [0, 1).
 
     Returns:
       A dict of scalars:
@@ -93,8 +94,8 @@ def metrics(
       - `scale_at_floor`: bool, the scale has been at its floor (`min_scale`, or
         2**-126) for `floor_steps` steps since a step overflowed there.
       - `scale_below_one`: bool, the gradients overflow even without scaling.
-      - `many_skips`: bool, more than `skipped_share` of the last `window` steps were
-        skipped.
+      - `many_skips`: bool, as many steps were skipped as `skipped_share` of the last
+        `window` steps, and at least one. So after 16 of the first 16, it is set.
 
     Raises:
       ValueError: `opt_state` holds no loss scale, or more than one, or a limit is out
@@ -163,9 +164,9 @@ def alarms(
     """
     limits = check_limits(floor_steps, window, skipped_share)
     floor_steps, window, skipped_share = limits
-    most = int(skipped_share * window)
+    few = fewest(window, skipped_share)
     read = state.loss_scale, state.recent_skips, state.floor_steps
-    flags = _alarms(*read, floor_steps, window, most)
+    flags = _alarms(*read, floor_steps, window, few)
     names = ("scale_at_floor", "scale_below_one", "many_skips")
     return dict(zip(names, flags, strict=True))
 
@@ -177,11 +178,20 @@ def _alarms(
     steps_at_floor: jax.Array,
     floor_steps: int,
     window: int,
-    most: int,
+    few: int,
 ) -> tuple[jax.Array, ...]:
     newest = recent_skips & np.uint32(2**window - 1)
-    many_skips = jax.lax.population_count(newest) > np.uint32(most)
+    many_skips = jax.lax.population_count(newest) >= np.uint32(few)
     return steps_at_floor >= floor_steps, loss_scale < 1, many_skips
+
+
+def fewest(window: int, skipped_share: float) -> int:
+    """How many of the last steps must be skipped for an alarm.
+
+    >>> fewest(32, 0.5), fewest(5, 0.5), fewest(32, 0.0)
+    (16, 3, 1)
+    """
+    return max(1, math.ceil(skipped_share * window))
 
 
 def check_limits(
@@ -294,5 +304,5 @@ def _last_of(history: Any, window: int, skipped_share: float) -> dict[str, Any]:
     row = {key: np.asarray(history[key])[-1] for key in keys if len(history)}
     if "found_inf" in keys and len(history):
         skips = np.asarray(history["found_inf"])[-window:]
-        row["many_skips"] = np.sum(skips) > int(skipped_share * window)
+        row["many_skips"] = np.sum(skips) >= fewest(window, skipped_share)
     return row

@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jamp
 from jamp import debug
-from tests.marks import slow
+from tests.marks import mostly_slow, slow
 
 ZERO, ONE = jnp.float32(0.0), jnp.float32(1.0)
 
@@ -268,6 +269,106 @@ def test_a_skipped_step_is_explained_afterwards(standard_promotion):
     assert len(traces) == 1
 
 
+def sharded(step):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P(), P("x")), "out_specs": P(), "check_vma": False}
+    return jax.shard_map(step, mesh=mesh, **specs)
+
+
+def on_two(function):
+    """For a function that is mapped over two devices."""
+
+    def run(params, opt_state, x):
+        both = lambda a: jnp.broadcast_to(a, (2, *jnp.shape(a)))
+        params, opt_state = jax.tree.map(both, (params, opt_state))
+        return function(params, opt_state, x.reshape(2, -1, x.shape[-1]))
+
+    return run
+
+
+def scanned_steps(step):
+    def run(params, opt_state, x):
+        body = lambda state, x: (step(*state, x)[:2], None)
+        return jax.lax.scan(body, (params, opt_state), jnp.stack([x, x]))[0]
+
+    return run
+
+
+STEPS = {
+    "alone": (None, lambda step: step),
+    "jit of jit": (None, lambda step: jax.jit(jax.jit(step))),
+    "scan": (None, scanned_steps),
+    "retry": (None, lambda step: jamp.retry(step, attempts=2)),
+    "vmap": ("x", lambda step: on_two(jax.vmap(step, axis_name="x"))),
+    "shard_map": ("x", sharded),
+    "jit of shard_map": ("x", lambda step: jax.jit(sharded(step))),
+    "shard_map of jit": ("x", lambda step: sharded(jax.jit(step))),
+    "scan of shard_map": ("x", lambda step: scanned_steps(sharded(step))),
+    "shard_map of scan": ("x", lambda step: sharded(scanned_steps(step))),
+    "pmap": ("x", lambda step: on_two(jax.pmap(step, axis_name="x"))),
+}
+QUICK = "alone", "shard_map of jit", "pmap"
+
+
+@pytest.mark.parametrize("way", mostly_slow(STEPS, *QUICK))
+def test_a_skipped_step_is_never_without_a_cause(way, standard_promotion):
+    axis_name, around = STEPS[way]
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name=axis_name)
+    params = {"w": jnp.ones((8, 4))}
+    x = jnp.ones((4, 8)).at[3, 2].set(300.0)  # on the second device
+
+    def loss_fn(params, x):
+        with jamp.autocast(jnp.float16):
+            h = x @ params["w"]
+            return jnp.mean(h.astype(jnp.float32) ** 2) * 1e3
+
+    def step(params, opt_state, x):
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
+        params, opt_state = jamp.step(tx, grads, opt_state, params)
+        return params, opt_state, loss
+
+    if way == "retry":
+        one = step
+        step = lambda state, x: ((new := one(*state, x))[:2], new[2])
+        step = around(step)
+        run = lambda params, opt_state, x: step((params, opt_state), x)
+    else:
+        run = around(step)
+    opt_state = tx.init(params)
+    report = debug.find_nonfinite(run)(params, opt_state, x)
+    assert "no inf or nan" not in str(report)
+    if way == "retry":  # the state is held, and only the last attempt's is kept
+        assert "found_inf is True in the results" in str(report)
+        return
+    op = report.to_dict()["ops"][0]
+    assert (op["made"], op["primitive"], op["backward"]) == (
+        "inf",
+        "convert_element_type",
+        True,
+    )
+    assert op["line"].startswith("test_nonfinite.py") and "loss_fn" in op["line"]
+
+
+def test_a_skip_that_stays_unexplained_is_said(standard_promotion):
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+    params = jnp.ones(3)
+    _, opt_state = jamp.step(tx, params * jnp.inf, tx.init(params), params)
+    report = debug.find_nonfinite(lambda state: jamp.metrics(state))(opt_state)
+    assert "found_inf is True in the results" in str(report)
+    assert "no inf or nan in" not in str(report)
+    assert "no inf or nan in" in str(debug.find_nonfinite(lambda x: x)(params))
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_an_answer_names_what_was_not_looked_into(looped, standard_promotion):
+    def called(x):
+        return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    run = (lambda x: jax.lax.map(called, x[None])) if looped else called
+    text = str(debug.find_nonfinite(run)(jnp.ones(4)))
+    assert "not looked into: pure_callback" in text and "in called" in text
+
+
 def test_a_step_that_is_fine_does_not_run_the_search(standard_promotion):
     calls = []
 
@@ -377,14 +478,12 @@ def test_half_precision_is_seen_though_xla_computes_in_float32():
 
 
 def test_other_transformations(standard_promotion):
-    from jax.sharding import PartitionSpec as P
-
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.shard_map(
         lambda x: jax.lax.psum(1.0 / x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
     )
     (op,) = debug.find_nonfinite(sharded)(jnp.arange(8.0)).to_dict()["ops"]
-    assert op["primitive"] == "shard_map"
+    assert op["primitive"] == "div"
     callback = lambda x: jax.pure_callback(lambda x: x / 0, x, x)
     with np.errstate(divide="ignore"):
         (op,) = debug.find_nonfinite(callback)(ONE).to_dict()["ops"]

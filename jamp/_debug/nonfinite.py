@@ -186,8 +186,8 @@ def find_nonfinite(
     them from finite numbers: through jit, scan, while, cond, remat, custom derivatives,
     shard_map and pmap. Kernels, callbacks and solvers count as one op, and an answer
     that nothing was found names them. Only values that lead to a result count, so a
-    mask of -inf or the branch that `where` did not take are not faults. To see the backward pass, give it
-    the function that takes the gradient, or the whole train step:
+    mask of -inf or the branch that `where` did not take are not faults. To see the
+    backward pass, give it the function that takes the gradient, or the whole step:
 
         jamp.debug.find_nonfinite(jax.grad(loss_fn))(params, batch)
         grad_fn = jamp.value_and_grad(loss_fn, opt_state)

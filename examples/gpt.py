@@ -58,7 +58,7 @@ class Experts(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         gates = jax.nn.softmax(self.router(tokens))
         experts = self.up.shape[0]
-        chosen = jax.nn.one_hot(gates.argmax(-1), experts)
+        chosen = jax.nn.one_hot(gates.argmax(-1), experts, dtype=int)
         room = 16 * -(-2 * len(tokens) // (16 * experts))  # twice each one's share
         place = ((jnp.cumsum(chosen, 0) - 1) * chosen).sum(-1)
         sent = chosen[..., None] * jax.nn.one_hot(place, room)[:, None]

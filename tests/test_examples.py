@@ -83,6 +83,27 @@ def test_float8_trains_beside_bfloat16(load, tmp_path):
 
 
 @pytest.mark.slow
+def test_experts_train_in_float8_beside_bfloat16(load, tmp_path):
+    gpt, precisions = load("gpt"), ("bfloat16", "float8")
+    flags = (
+        "--steps 12 --layers 1 --width 32 --heads 2 --length 16 --batch-size 4 "
+        f"--experts 4 --precisions {' '.join(precisions)} --out"
+    )
+    runs = gpt.main([*flags.split(), str(tmp_path)])
+    low, float8 = (runs[name, 0].history["loss"] for name in precisions)
+    # Of single steps the losses differ more: a token may go to another expert.
+    assert np.mean(float8) == pytest.approx(np.mean(low), rel=0.01)
+    assert tuple(float8) != tuple(low)
+    model, text = runs["float8", 0].state[0], np.zeros((2, 17), np.uint8)
+    loss_fn = functools.partial(gpt.loss_fn, precision="float8")
+    rows = jamp.debug.explain(loss_fn)(model, text).rows
+    notes = [row.note for row in rows for _ in range(row.times) if row.flops]
+    # Attention's other two products, and those that send tokens to experts, have none.
+    assert notes.count("float8 tensorwise") == 5
+    assert notes.count("no float8: neither input is a weight") == 4
+
+
+@pytest.mark.slow
 def test_another_example_has_no_float8(load, capsys):
     with pytest.raises(SystemExit):
         load("resnet").main(["--precisions", "float8"])

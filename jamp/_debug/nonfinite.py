@@ -31,6 +31,10 @@ from .report import (
 from .trace_back import trace_back
 
 LISTED = 5
+ROUNDING = "convert_element_type", "reduce_precision"
+NORMAL = (
+    "A scaled gradient overflows float16 there, which is normal in the first steps."
+)
 FOUND_INF = "found_inf"  # the name of what `jamp.metrics` and the states call it
 
 UNEXPLAINED = """found_inf is True in the results of {}, and no op was seen that made \
@@ -160,6 +164,8 @@ class NonfiniteReport(Report):
             lines.append(f"reaches {reached}")
         else:
             lines.append("reaches the loss scaler's check; the step was skipped")
+            if all(o["backward"] and o["primitive"] in ROUNDING for o in row["ops"]):
+                lines.append(NORMAL)
         return lines
 
 

@@ -42,6 +42,10 @@ REFUSED = {
 }
 
 
+STACKED = """Of stacked states, and of one that is replicated for jax.pmap, call it \
+inside the function that jax.vmap or jax.pmap maps."""
+
+
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale` and `static_loss_scale`.
 
@@ -179,7 +183,7 @@ def check_not_stacked(numbers: Mapping[str, jax.Array], caller: str) -> None:
         if shape := jnp.shape(value):
             raise ValueError(
                 f"{caller}: {name} of the state must be one number; got shape {shape}. "
-                "For stacked states use jax.vmap."
+                f"{STACKED}"
             )
 
 

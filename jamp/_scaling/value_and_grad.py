@@ -13,6 +13,7 @@ from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
 from .metrics import is_scaler, loss_scale
+from .state import STACKED
 
 ARRAYS_AND_REST = """ Differentiate arrays alone; for an Equinox model, write \
 params, static = eqx.partition(model, eqx.is_inexact_array), pass params, and call \
@@ -191,6 +192,6 @@ def _one_scale(opt_state: PyTree) -> jax.Array:
     if jnp.shape(current) != ():
         raise ValueError(
             "the loss scale in opt_state must be one number; got shape "
-            f"{jnp.shape(current)}. For stacked states use jax.vmap."
+            f"{jnp.shape(current)}. {STACKED}"
         )
     return current

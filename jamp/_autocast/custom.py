@@ -126,9 +126,11 @@ class Contract:
         self.run, self.debug_info = run, debug_info
         self.avals = avals_of(args)
         self.known: list[np.dtype | None] | None = None
+        self.activations: list[bool] = []
 
     def primal(self, *args: Value) -> list[Value]:
-        outs, _ = self.run(*args)
+        outs, child = self.run(*args)
+        self.activations = [*map(child.is_activation, outs)]
         self.known = [_compat.array_dtype(x) for x in outs]
         return outs
 
@@ -199,7 +201,9 @@ def bind_jvp(
         _compat.wrap(contract.primal, contract.debug_info),
         _compat.wrap(autocast_jvp, jvp.debug_info),
     )
-    return trace.bind(primitive, args, params | {"subfuns": subfuns})
+    outs = trace.bind(primitive, args, params | {"subfuns": subfuns})
+    trace.note_activations(outs, contract.activations)
+    return outs
 
 
 def bind_vjp(
@@ -242,7 +246,9 @@ def bind_vjp(
         _compat.wrap(autocast_fwd, fwd.debug_info),
         _compat.wrap(autocast_bwd, bwd.debug_info),
     )
-    return trace.bind(primitive, args, params | {"subfuns": subfuns})
+    outs = trace.bind(primitive, args, params | {"subfuns": subfuns})
+    trace.note_activations(outs, contract.activations)
+    return outs
 
 
 # The rules. A function that Python hands to JAX is in "subfuns".
@@ -308,6 +314,11 @@ def shard_map(trace: AutocastTrace, op: Op) -> Result:
     def autocast_fun(*args):
         with make_child().current() as child:
             child.follow(args, known)
-            return fun(*args)
+            outs = fun(*args)
+            made[:] = map(child.is_activation, outs)
+            return outs
 
-    return trace.bind(op.primitive, args, params | {"subfuns": (autocast_fun,)})
+    made: list[bool] = []
+    outs = trace.bind(op.primitive, args, params | {"subfuns": (autocast_fun,)})
+    trace.note_activations(outs, made)
+    return outs

@@ -23,7 +23,7 @@ from .. import _compat
 from .call_stack import is_library
 from .decision import CASTABLE, Op, Result, Value, Values
 from .notes import Note, holds
-from .rewriting import annotate, in_place, rewrite
+from .rewriting import Rewritten, annotate, in_place, rewrite
 from .sampling import half_noise, redrawn
 from .trace import AutocastTrace, avals_of, register, source_of
 from .traits import REF_WRITES
@@ -57,10 +57,9 @@ def rewritten(trace: AutocastTrace, op: Op) -> Values:
 def known_of(trace: AutocastTrace, args: Values) -> list[Note]:
     """What is known about a function's arguments, inside it too."""
     notes = map(trace.notes.__getitem__, args)
-    return [
-        Note(sides=n.sides, varies=n.varies, raised=n.raised, activation=n.activation)
-        for n in notes
-    ]
+    known = [Note(sides=n.sides, varies=n.varies, raised=n.raised) for n in notes]
+    pairs = zip(known, trace.activations_in(args) or known, strict=True)
+    return [n._replace(activation=other.activation) for n, other in pairs]
 
 
 def differs(value: Value, aval: AbstractValue) -> bool:
@@ -104,13 +103,27 @@ def scan(trace: AutocastTrace, op: Op) -> Values:
     inside = [*map(with_dtype, jaxpr.in_avals, args)]
     n_stacked = len(jaxpr.jaxpr.outvars) - n_carry
     outs = [a.dtype for a in carry] + [None] * n_stacked
-    known = trace.activations_in(args, slice(start, stop))
+    changed = [False] * start + changes(jaxpr, start, n_carry)
+    known = trace.activations_in(args, changed)
     new = rewrite(trace, op, jaxpr, inside, outs, known)
     outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
-    stacked = zip(outs[n_carry:], new.notes[n_carry:], strict=True)
-    for value, note in stacked:
+    for value, note in zip(outs[n_carry:], new.notes[n_carry:], strict=True):
         trace.notes[value] = Note(result=note.result)
+    note_made(trace, outs, new)
     return outs
+
+
+def changes(body: ClosedJaxpr, start: int, n: int) -> list[bool]:
+    """Whether a loop changes each of the values that it carries."""
+    pairs = zip(body.jaxpr.invars[start:], body.jaxpr.outvars[:n], strict=False)
+    return [given is not made for given, made in pairs]
+
+
+def note_made(trace: AutocastTrace, outs: Values, *functions: Rewritten) -> None:
+    """Notes which results are activations in any of some functions."""
+    each = zip(*(new.notes for new in functions), strict=True)
+    made = [any(note.activation for note in notes) for notes in each]
+    trace.note_activations(outs, made)
 
 
 def with_dtype(aval: Any, value: Value) -> AbstractValue:
@@ -132,10 +145,13 @@ def while_loop(trace: AutocastTrace, op: Op) -> Values:
     given = [*known[:n_condition], *carry]
     new_condition = rewrite(trace, op, condition, given)
     given = [*known[n_condition:start], *carry]
-    notes = trace.activations_in(args[n_condition:], slice(n_body, None))
+    changed = [False] * n_body + changes(body, n_body, len(carry))
+    notes = trace.activations_in(args[n_condition:], changed)
     new_body = rewrite(trace, op, body, given, dtypes, notes)
     jaxprs = {"cond_jaxpr": new_condition.jaxpr, "body_jaxpr": new_body.jaxpr}
-    return trace.bind(op.primitive, args, params | jaxprs)
+    outs = trace.bind(op.primitive, args, params | jaxprs)
+    note_made(trace, outs, new_body)
+    return outs
 
 
 @register("cond")
@@ -152,6 +168,7 @@ def cond(trace: AutocastTrace, op: Op) -> Values:
     outs = trace.bind(op.primitive, op.args, op.params | {"branches": jaxprs})
     for value, *notes in zip(outs, *(n.notes for n in new), strict=True):
         trace.notes[value] = Note(result=all(note.result for note in notes))
+    note_made(trace, outs, *new)
     return outs
 
 
@@ -178,7 +195,9 @@ def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
         return tree.unflatten(map(child.cast, leaves, dtypes)), batched
 
     changed = {"call": new.jaxpr, "rule": autocast_rule}
-    return trace.bind(op.primitive, args, op.params | changed)
+    outs = trace.bind(op.primitive, args, op.params | changed)
+    note_made(trace, outs, new)
+    return outs
 
 
 @register(*REF_WRITES)
@@ -192,4 +211,5 @@ def write(trace: AutocastTrace, op: Op) -> Result:
     dtype = getattr(jax.typeof(place), "dtype", None)
     if dtype is not None and dtype in CASTABLE:
         values = [trace.cast(value, dtype) for value in values]
+    trace.note_activations([place], [any(map(trace.is_activation, values))])
     return trace.bind(op.primitive, [place, *values], op.params)

@@ -31,6 +31,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._compat import array_dtype
@@ -55,6 +56,7 @@ class Note(NamedTuple):
 
 
 NOTHING = Note()
+NOTED = jax.Array, jax.Ref, Tracer
 SOURCE = "source"
 Fact = TypeVar("Fact")
 Default = TypeVar("Default")
@@ -101,12 +103,12 @@ class Notes:
         self.clear()
 
     def __getitem__(self, value: object) -> Note:
-        if not isinstance(value, jax.Array):
+        if not isinstance(value, NOTED):
             return Note(constant=scalar(value))
         return self._notes.get(value, NOTHING)
 
     def __setitem__(self, value: object, note: Note) -> None:
-        if note != NOTHING and isinstance(value, jax.Array):
+        if note != NOTHING and isinstance(value, NOTED):
             self._notes.set(value, note)
 
     def copy(self, value: object, key: Hashable) -> Any:

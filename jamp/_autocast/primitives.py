@@ -118,7 +118,7 @@ def add(trace: AutocastTrace, op: Op, action: Action) -> Result:
 @register(*PRODUCTS)
 def product(trace: AutocastTrace, op: Op) -> Result:
     """Multiplies matrices, perhaps by a recipe."""
-    activations = tuple(trace.notes[x].activation for x in op.args[:2])
+    activations = tuple(map(trace.is_activation, op.args[:2]))
     op = op._replace(activations=activations)
     action = for_product(op, op.action, trace.settings)
     return multiply(trace, op._replace(action=action))

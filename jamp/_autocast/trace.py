@@ -2,14 +2,15 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.core import AbstractValue, Tracer
-from jax.extend.core import Primitive, set_current_trace
+from jax.extend.core import Primitive, jaxprs_in_params, set_current_trace
 
 from .. import _compat
 from .._compat import array_dtype
@@ -37,7 +38,7 @@ from .ops import PRIMITIVES
 from .products import is_wide
 from .refused import check_precision
 from .rules import Decider
-from .traits import ANNOTATED, LEFT_ALONE, PRODUCTS
+from .traits import ANNOTATED, LEFT_ALONE, PICKS, PRODUCTS, UNMOVED
 
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
 
@@ -159,23 +160,47 @@ class AutocastTrace(_compat.Trace):
 
     def apply(self, op: Op) -> Result:
         scope = self.scope()
+        # Asked first: where nothing is to be done, results are the inputs themselves.
+        made = self.makes_activations(op, scope) if self.tells_weights else ()
         if scope.foreign:
-            return self.left_to_another(op)
-        op = self.received(self.decided(op), scope)
-        check_precision(op.action, op.given)
-        rule = RULES.get(op.name)
-        out = self.left_alone(op) if rule is None else rule(self, op)
-        if self.tells_weights and op.name not in ANNOTATED:
-            self.note_activation(op, out)
+            out = self.left_to_another(op)
+        else:
+            op = self.received(self.decided(op), scope)
+            check_precision(op.action, op.given)
+            rule = RULES.get(op.name)
+            out = self.left_alone(op) if rule is None else rule(self, op)
+        if made:
+            outs: Any = out if op.primitive.multiple_results else [out]
+            self.note_activations(outs, made)
         return out
 
-    def note_activation(self, op: Op, out: Result) -> None:
-        """Notes what is made from the result of a product."""
-        if op.name not in PRODUCTS:
-            if not any(self.notes[x].activation for x in op.args):
-                return
-        for x in jax.tree.leaves(out):
-            self.notes[x] = self.notes[x]._replace(activation=True)
+    def makes_activations(self, op: Op, scope: Scope) -> Iterable[bool]:
+        """Which results of an op are made from the result of a product."""
+        if op.name in PRODUCTS:
+            return itertools.repeat(True)
+        if op.name in ANNOTATED and not scope.foreign:
+            return ()
+        inputs = op.args[:1] if picks_matrices(op) else op.args
+        found = [*map(self.is_activation, inputs)]
+        if op.name in UNMOVED:
+            return found
+        is_unseen = scope.foreign or op.name in LEFT_ALONE
+        if any(found) or (is_unseen and holds_product(op.params)):
+            return itertools.repeat(True)
+        return ()
+
+    def is_activation(self, x: Value) -> bool:
+        """Whether a value is an activation, of this region or of one around it."""
+        if self.notes[x].activation:
+            return True
+        outer = self.parent
+        return isinstance(outer, AutocastTrace) and outer.is_activation(x)
+
+    def note_activations(self, outs: Values, made: Iterable[bool]) -> None:
+        """Notes which results are activations. A single number, as a norm, is none."""
+        for x, is_made in zip(outs, made, strict=False):
+            if is_made and not is_single(x):
+                self.notes[x] = self.notes[x]._replace(activation=True)
 
     def decided(self, op: Op) -> Op:
         """The op with the answer to which rule it is under."""
@@ -245,13 +270,13 @@ class AutocastTrace(_compat.Trace):
         with self.noted(Action(Kind.KEEP, why=why)):
             return self.bind(primitive, inputs, params)
 
-    def activations_in(self, args: Values, carry: slice = slice(0)) -> list[Note]:
-        """Which arguments are activations: of a loop, all that it carries."""
+    def activations_in(self, args: Values, changed: Sequence[bool] = ()) -> list[Note]:
+        """Which arguments are activations: of a loop, also all that it changes."""
         if not self.tells_weights:
             return []
-        notes = [Note(activation=self.notes[x].activation) for x in args]
-        notes[carry] = [Note(activation=True)] * len(args[carry])
-        return notes
+        pairs = itertools.zip_longest(args, changed, fillvalue=False)
+        found = [self.is_activation(x) or (c and not is_single(x)) for x, c in pairs]
+        return [Note(activation=is_activation) for is_activation in found]
 
     def follow(self, args: Values, notes: Sequence[Note]) -> None:
         """Notes what another trace knew about the arguments of a function."""
@@ -397,6 +422,28 @@ def source_of(op: Op) -> str | None:
     if (functions := op.params.get("subfuns")) is not None:
         return _compat.source_name(functions[0].debug_info)
     return _compat.source_name(op.params[held].jaxpr.debug_info)
+
+
+def picks_matrices(op: Op) -> bool:
+    """Whether an op picks matrices out of its first input, as those of an expert.
+
+    They are made of that input alone. One-hot vectors, though, are made of indices.
+    """
+    sizes = op.params["slice_sizes"] if op.name in PICKS else ()
+    return sum(1 for n in sizes if n != 1) > 1
+
+
+def holds_product(params: Params) -> bool:
+    """Whether a function in the parameters of an op multiplies matrices."""
+    return any(
+        eqn.primitive.name in PRODUCTS or holds_product(eqn.params)
+        for jaxpr in jaxprs_in_params(params)
+        for eqn in jaxpr.eqns
+    )
+
+
+def is_single(x: Value) -> bool:
+    return all(n == 1 for n in np.shape(x))
 
 
 def avals_of(args: Values) -> list[AbstractValue]:

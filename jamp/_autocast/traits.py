@@ -49,6 +49,8 @@ UNPRINTED = _names("""
     broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice expand_dims
     gather pad reduce_precision reshape rev slice split squeeze stop_gradient transpose
 """)
+# They pick slices of their first input, at the places that the others say.
+PICKS = _names("dynamic_slice gather")
 # Reductions over a mapped axis.
 OVER_AXES = _names("pmax pmin psum psum_invariant")
 # They write a value into an array, or into a `Ref`, whose dtype is fixed.
@@ -60,7 +62,10 @@ CALLS = _names("""
     custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit pjit remat2
 """)
 # Those of them whose results are known from inside: see `nested.py`.
-ANNOTATED = _names("call checkpoint closed_call eval_jaxpr jit pjit remat2")
+ANNOTATED = _names("""
+    call checkpoint closed_call compute_on cond eval_jaxpr jit pjit remat2 scan while
+    xla_metadata_call
+""")
 # They hold functions, or write into a `Ref`, and a rule for them alone decides nothing:
 # the ops inside are asked about one by one.
 PASSED_THROUGH = REF_WRITES | _names("""

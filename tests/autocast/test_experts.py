@@ -245,6 +245,116 @@ def test_attention_is_in_bfloat16_and_experts_are_in_float8(around, jit):
         assert found == {"float8_e4m3fn": 2 * 128 * 64 * 64 * 3, "bfloat16": scores}
 
 
+def off(function):
+    def run(x, *rest):
+        with jamp.autocast(enabled=False):
+            return function(jnp.sin(x), *rest)
+
+    return run
+
+
+def written(function):
+    def run(x, *rest):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        ref[...] = function(x, *rest).astype(x.dtype)
+        return ref[...]
+
+    return run
+
+
+OUTSIDE = {"off": off, "jit of off": lambda f: jax.jit(off(f)), "ref": written}
+
+
+@pytest.mark.parametrize("made", mostly_slow(AROUND | OUTSIDE, "scan", "off", "ref"))
+@pytest.mark.parametrize("jit", mostly_slow([False, True], False))
+def test_what_a_function_makes_by_a_product_is_an_activation(made, jit):
+    """Its arguments are none, and the product is inside of it."""
+    around = (AROUND | OUTSIDE)[made]
+
+    def run(x, w):
+        h = around(jnp.matmul)(x, w)
+        return h @ jnp.swapaxes(h, 1, 2)
+
+    x, w = jnp.ones((4, 32, 64)), jnp.ones((64, 64))
+    run = jax.jit(run) if jit else run
+    assert notes_of(run, x, w)[-1] == NO_WEIGHT
+    # JAX does not differentiate a custom_vmap in reverse.
+    differentiate = (lambda f: f) if made == "custom_vmap" else jax.grad
+    loss = lambda w: jnp.sum(jnp.float32(jamp.autocast("float8")(run)(x, w)))
+    scores = [
+        eqn.invars[0].aval.dtype.name
+        for eqn in equations(jax.make_jaxpr(differentiate(loss))(w))
+        if eqn.primitive.name == "dot_general"
+        and (4, 32, 32) in [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+    ]
+    assert scores and {*scores} <= {"bfloat16", "float32"}
+
+
+@pytest.mark.parametrize("name", ["broadcast_in_dim", "nested region"])
+def test_an_activation_stays_one(name):
+    """Where an op returns its input, and in a region that is inside of another one."""
+
+    def attend(h):
+        return h @ jnp.swapaxes(h, 1, 2)
+
+    def run(x, w):
+        h = x @ w
+        if name == "nested region":
+            return jamp.autocast("float8")(attend)(h)
+        return attend(
+            lax.broadcast_in_dim_p.bind(
+                h, shape=h.shape, broadcast_dimensions=(0, 1, 2), sharding=None
+            )
+        )
+
+    x, w = jnp.ones((4, 32, 64)), jnp.ones((64, 64))
+    assert notes_of(run, x, w) == [IN_FLOAT8, NO_WEIGHT]
+
+
+def picked(h, w):
+    best = jnp.argmax(jnp.mean(h, 1)[:, :4], -1)
+    return jnp.einsum("bnd,bdf->bnf", h, w[best])
+
+
+def picked_one_by_one(h, w):
+    best = jnp.argmax(jnp.mean(h, 1)[:, :4], -1)
+    return lax.map(lambda args: args[0] @ w[args[1]], (h, best))
+
+
+def barred(h, w):
+    h, w = lax.optimization_barrier((h, w))
+    return experts(h, w)
+
+
+def of_norm_one(h, w):
+    u = v = jnp.ones(64)
+    return h @ (w[0] / (u @ w[0] @ v))
+
+
+def carried(h, w):
+    def body(carry, _):
+        h, w = carry
+        return (experts(h, w).astype(h.dtype), w), None
+
+    (h, w), _ = lax.scan(body, (h, w), length=2)
+    return experts(h, w)
+
+
+def layer_by_layer(h, w):
+    return lax.fori_loop(0, 4, lambda i, h: (h @ w[i]).astype(h.dtype), h)
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [picked, picked_one_by_one, barred, of_norm_one, carried, slow(layer_by_layer)],
+)
+def test_a_weight_stays_one_beside_activations(uses):
+    """Where an index, a single number, or what passes through with it, is one."""
+    run = lambda x, w: uses(x @ w[0], w)
+    notes = notes_of(run, jnp.ones((4, 32, 64)), jnp.ones((4, 64, 64)))
+    assert IN_FLOAT8 in notes[1:2] and NO_WEIGHT not in notes
+
+
 @pytest.mark.parametrize(
     "made",
     [

@@ -247,6 +247,7 @@ def bind_vjp(
         _compat.wrap(autocast_bwd, bwd.debug_info),
     )
     outs = trace.bind(primitive, args, params | {"subfuns": subfuns})
+    contract.dtypes()  # the rules have run, and perhaps not the primal code
     trace.note_activations(outs, contract.activations)
     return outs
 

@@ -61,10 +61,10 @@ CALLS = _names("""
     call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
     custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit pjit remat2
 """)
-# Those of them whose results are known from inside: see `nested.py`.
+# They hold functions, and their results are known from inside.
 ANNOTATED = _names("""
-    call checkpoint closed_call compute_on cond eval_jaxpr jit pjit remat2 scan while
-    xla_metadata_call
+    call checkpoint closed_call compute_on cond custom_vjp_call custom_vmap_call
+    eval_jaxpr jit pjit remat2 scan shard_map while xla_metadata_call
 """)
 # They hold functions, or write into a `Ref`, and a rule for them alone decides nothing:
 # the ops inside are asked about one by one.

@@ -326,6 +326,11 @@ def barred(h, w):
     return experts(h, w)
 
 
+def beside(around):
+    """Both pass through a function, which is known to compute one from each."""
+    return lambda h, w: experts(*around(lambda h, w: (2 * h, 2 * w))(h, w))
+
+
 def of_norm_one(h, w):
     u = v = jnp.ones(64)
     return h @ (w[0] / (u @ w[0] @ v))
@@ -346,7 +351,18 @@ def layer_by_layer(h, w):
 
 @pytest.mark.parametrize(
     "uses",
-    [picked, picked_one_by_one, barred, of_norm_one, carried, slow(layer_by_layer)],
+    [
+        picked,
+        picked_one_by_one,
+        barred,
+        of_norm_one,
+        carried,
+        slow(layer_by_layer),
+        beside(with_vjp),
+        slow(beside(with_vmap)),
+        slow(beside(sharded)),
+        slow(beside(jax.checkpoint)),
+    ],
 )
 def test_a_weight_stays_one_beside_activations(uses):
     """Where an index, a single number, or what passes through with it, is one."""

@@ -247,7 +247,8 @@ def bind_vjp(
         _compat.wrap(autocast_bwd, bwd.debug_info),
     )
     outs = trace.bind(primitive, args, params | {"subfuns": subfuns})
-    contract.dtypes()  # the rules have run, and perhaps not the primal code
+    if trace.tells_weights:
+        contract.dtypes()  # the rules have run, and perhaps not the primal code
     trace.note_activations(outs, contract.activations)
     return outs
 

@@ -70,6 +70,11 @@ class NonfiniteReport(Report):
     It is a pytree, so that a jitted function can return it. `print` waits for the
     device.
 
+    Attributes:
+      marks: which values hold an inf or a nan: small arrays.
+      skipped: bool [], whether a result that is named `found_inf` is true.
+      layout: what the marks belong to.
+
     Raises:
       TypeError: it was read inside a trace, where it has no numbers, or as a bool.
       ValueError: it was read while stacked, with several steps: index it first.

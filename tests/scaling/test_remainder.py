@@ -23,7 +23,7 @@ import jamp
 from jamp._scaling.state import MasterWeightsState
 from shared.master_weights import FORMS as FORMS_OF
 from shared.master_weights import both_forms
-from tests.marks import mostly_slow, slow
+from tests.marks import mostly_nightly, mostly_slow, slow
 
 from .optimizers import NEEDS_VALUE
 from .optimizers import OPTIMIZERS as ALL
@@ -215,10 +215,10 @@ def through_orbax(tree, target, folder):
         return checkpointer.restore(folder / "saved", target)
 
 
-@pytest.mark.parametrize("through", [through_msgpack, through_orbax])
+@pytest.mark.parametrize("through", [through_msgpack, slow(through_orbax)])
 @pytest.mark.parametrize(
     "nesting",
-    mostly_slow(NESTINGS, "alone", "scaled", "multi_transform", "MultiSteps around"),
+    mostly_nightly(NESTINGS, "alone", "scaled", "multi_transform", "MultiSteps around"),
 )
 @pytest.mark.parametrize("old", FORMS, ids=["from full", "from rest"])
 @pytest.mark.parametrize("new", FORMS, ids=["to full", "to rest"])

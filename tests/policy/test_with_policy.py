@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class Linen:
-    library, layer = nn, nn.Dense
+    package, layer = nn, nn.Dense
     with_policy = staticmethod(jamp.linen.with_policy)
 
     class Layers(nn.Module):
@@ -71,7 +71,7 @@ class Linen:
 
 
 class NNX:
-    library, layer = nnx, nnx.Linear
+    package, layer = nnx, nnx.Linear
     with_policy = staticmethod(jamp.nnx.with_policy)
 
     class Layers(nnx.Module):
@@ -183,7 +183,7 @@ def test_norms_and_softmax_are_in_float32_unless_they_are_not_named(flax, norm):
 
 @both
 def test_norms_stay_in_float32_in_what_an_override_names(flax):
-    norm = flax.library.LayerNorm
+    norm = flax.package.LayerNorm
     for overrides, dtype in (
         ({"": "half"}, jnp.float32),
         ({flax.Normed: "half"}, jnp.float32),
@@ -200,12 +200,12 @@ def test_norms_stay_in_float32_in_what_an_override_names(flax):
 )
 def test_a_recurrent_carry_keeps_its_dtype(flax, cell):
     for own in (None, "c=bf16,o=f16"):
-        overrides = {getattr(flax.library, cell): own} if own else None
+        overrides = {getattr(flax.package, cell): own} if own else None
         model = flax.with_policy(flax.rnn(cell), MIXED, overrides)
         jaxpr, _ = flax.traced(model, X[None])
         assert {aval.dtype.name for aval in jaxpr.out_avals} == FULL
         inside = OTHER if own else HALF
-        if flax.library is nnx and cell == "SimpleCell":
+        if flax.package is nnx and cell == "SimpleCell":
             inside = FULL  # its own dtype, unless it is told another one
         products = products_of(jaxpr)
         assert products and all(dtypes == inside for dtypes in products)

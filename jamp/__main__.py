@@ -4,6 +4,7 @@ The exit status is 1 if autocast does not work. `python -m jamp measure` measure
 each precision brings on this device.
 """
 
+import contextlib
 import math
 import platform
 import sys
@@ -22,6 +23,11 @@ from jamp._tree import PyTree
 NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy")
 OPTIONAL = ("equinox", "dm-haiku")
 USAGE = "usage: python -m jamp [measure [--json]]; got {}"
+# What `pip install jamp` installs, whose files are in the place of the original jmp's.
+OTHER = (
+    "warning: jamp {} from PyPI is installed too. It is another project, a fork of jmp, "
+    "and is imported as jmp. To remove it: pip uninstall jamp"
+)
 RATE = 0.1
 SIZE = 16  # float8 takes sizes that are multiples of 16
 CLOSE = 0.01  # float16 rounds to 0.1%; products in float8 differ by more
@@ -58,6 +64,8 @@ def versions() -> list[str]:
         except PackageNotFoundError:
             if name in NEEDED:
                 lines.append(f"{name}: not installed")
+    with contextlib.suppress(PackageNotFoundError):
+        lines.append(OTHER.format(version("jamp")))  # this one is jamp-jax
     return lines
 
 

@@ -1,4 +1,7 @@
-"""The package as a whole: public names, docstrings and the reference."""
+"""The package as a whole: public names, docstrings and the reference.
+
+`python -m tests.test_package` writes the signatures at the head of the reference anew.
+"""
 
 import doctest
 import importlib
@@ -6,6 +9,7 @@ import inspect
 import operator
 import pkgutil
 import re
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,9 +23,9 @@ from .marks import walk
 PACKAGE = Path(jamp.__file__).parent
 MODULES = ["jamp"]
 MODULES += [m.name for m in pkgutil.walk_packages([str(PACKAGE)], "jamp.")]
-REFERENCE = re.findall(
-    r"^::: jamp\.(\S+)$", (PACKAGE.parent / "docs/api.md").read_text(), re.MULTILINE
-)
+PAGE = PACKAGE.parent / "docs" / "api.md"
+REFERENCE = re.findall(r"^::: jamp\.(\S+)$", PAGE.read_text(), re.MULTILINE)
+START, END = "<!-- signatures: begin -->\n", "<!-- signatures: end -->\n"
 MADE_BY_JAMP = {"marks", "layout"}  # fields of a report, which users do not make
 PUBLIC = [name for name in dir(jamp) if not name.startswith("_")]
 
@@ -55,16 +59,44 @@ def test_public_names_are_documented(name):
 
 @walk("name", [n for n in PUBLIC if n not in ("debug", "linen", "nnx", "sharding")])
 def test_public_names_are_in_the_reference(name):
-    reference = PACKAGE.parent / "docs" / "api.md"
-    assert f"::: jamp.{name}\n" in reference.read_text()
+    assert f"::: jamp.{name}\n" in PAGE.read_text()
 
 
 def test_the_reference_has_all_methods_of_grad_scaler():
-    page = (PACKAGE.parent / "docs/api.md").read_text()
-    named = page.partition("::: jamp.GradScaler\n")[2].partition(":::")[0]
+    named = PAGE.read_text().partition("::: jamp.GradScaler\n")[2].partition(":::")[0]
     for method in methods_of(jamp.GradScaler):
         own = method.__name__ in vars(jamp.GradScaler)
         assert own or re.search(rf"\b{method.__name__}\b", named), method
+
+
+def signatures():
+    """The names of the reference with their arguments, methods below their class.
+
+    A class that jamp makes, such as a report, has no arguments here.
+    """
+    lines = []
+    for name in REFERENCE:
+        value = operator.attrgetter(name)(jamp)
+        called = value.__init__ if inspect.isclass(value) else value
+        made = "Attributes:" in inspect.getdoc(value)
+        lines.append(f"jamp.{name}\n" if made else signature(f"jamp.{name}", called))
+        lines += [signature(f"    .{m.__name__}", m) for m in methods_of(value)]
+    return "```text\n" + "".join(lines) + "```\n"
+
+
+def signature(name, function):
+    found = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    bare = bare[1:] if bare and bare[0].name == "self" else bare
+    text = str(found.replace(parameters=bare, return_annotation=found.empty))
+    text = re.sub(r"<class '(?:jax\.numpy\.)?(\w+)'>", r"\1", text)
+    indent = " " * (len(name) - len(name.lstrip()) + 8)
+    return textwrap.fill(name + text, 88, subsequent_indent=indent) + "\n"
+
+
+def test_the_reference_shows_the_signatures():
+    shown = PAGE.read_text().partition(START)[2].partition(END)[0]
+    assert shown == signatures(), "run python -m tests.test_package"
 
 
 @walk("name", REFERENCE)
@@ -128,3 +160,8 @@ def test_version_is_that_of_the_distribution():
         assert version("jamp-jax") == jamp.__version__
     except PackageNotFoundError:
         pytest.skip("jamp runs from the source tree")
+
+
+if __name__ == "__main__":
+    head, _, rest = PAGE.read_text().partition(START)
+    PAGE.write_text(head + START + signatures() + END + rest.partition(END)[2])

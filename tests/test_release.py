@@ -49,6 +49,22 @@ def test_the_command_says_what_runs_here(capsys):
     assert float8.startswith("float8: works; ")
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_the_command_warns_of_another_project_of_that_name(
+    there, monkeypatch, tmp_path, capsys
+):
+    if there:
+        metadata = tmp_path / "jamp-0.0.6.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text("Metadata-Version: 2.3\nName: jamp\nVersion: 0.0.6\n")
+        monkeypatch.syspath_prepend(tmp_path)
+    status, lines = run(capsys)
+    warned = [line for line in lines if line.startswith("warning: ")]
+    assert status == 0 and len(warned) == there
+    if there:
+        assert "jamp 0.0.6" in warned[0] and "pip uninstall jamp" in warned[0]
+
+
 def without_skipping(tx, scaled=jamp.dynamic_loss_scale):
     return scaled(tx, enabled=False)
 

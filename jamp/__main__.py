@@ -23,7 +23,7 @@ from jamp._tree import PyTree
 NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy")
 OPTIONAL = ("equinox", "dm-haiku")
 USAGE = "usage: python -m jamp [measure [--json]]; got {}"
-# What `pip install jamp` installs, whose files are in the place of the original jmp's.
+# What `pip install jamp` installs; it overwrites the files of jmp.
 OTHER = (
     "warning: jamp {} from PyPI is installed too. It is another project, a fork of jmp, "
     "and is imported as jmp. To remove it: pip uninstall jamp"

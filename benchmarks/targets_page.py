@@ -185,10 +185,11 @@ def first_page(models):
     """The table of README."""
     rows = []
     for target in ("t4", "a100"):
-        found = models[f"{target} mlp"]["rows"]
-        cells = [cell(found[row], moved) for row in DRAWN[:3]]
-        rows.append([name_of(target), *cells])
-    return table(["GB moved by a step of an MLP", *DRAWN[:3]], rows)
+        found = [models[f"{target} gpt2"]["rows"][row] for row in DRAWN[:3]]
+        for title, key in (("memory at its peak", "peak_bytes"), ("moved", "bytes")):
+            cells = [f"{figures[key] / 1e9:.1f} GB" for figures in found]
+            rows.append([f"{name_of(target)}, {title}", *cells])
+    return table(["a training step of a small GPT-2", *DRAWN[:3]], rows)
 
 
 def text(runs, models, meshes):

@@ -1,4 +1,4 @@
-"""The table of docs/someone-elses-trainer.md: optax's optimizers that step as torch's."""
+"""optax beside torch: the last table of docs/someone-elses-trainer.md."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -278,10 +278,10 @@ def find_nonfinite(
                     f"find_nonfinite runs the function: {name!r} must be an array; got "
                     f"{array!r}."
                 )
-        names = []
+        names, around = [], ambient()
 
         def flat(*arrays):
-            with ambient():
+            with around():
                 result = call.run(arrays)
             leaves = jax.tree_util.tree_leaves_with_path(result)
             leaves = [(path, leaf) for path, leaf in leaves if is_array(leaf)]

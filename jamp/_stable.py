@@ -18,7 +18,14 @@ from ._checks import unavailable
 # The names that are here, by the files that define them.
 HOMES = {
     "_autocast.region": ("reopened",),
-    "_debug.explanation": ("OpRow", "Promotion", "Reduction", "Saved"),
+    "_debug.explanation": (
+        "HalfResult",
+        "OpRow",
+        "Promotion",
+        "Reduction",
+        "Saved",
+        "Square",
+    ),
     "_debug.marks": ("Branches", "Inner", "Loop", "Marks", "Node", "Program"),
     "_debug.nonfinite": ("Layout",),
     "_debug.op_location": ("Site",),

@@ -89,7 +89,9 @@ def get_autocast_dtype() -> np.dtype:
 
 
 @contextlib.contextmanager
-def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
+def enter(
+    settings: Settings | None, effects: Effects | None = None
+) -> Iterator[AutocastTrace | None]:
     """A region with these settings; with None, one in which nothing is cast."""
     outer = REGION.value
     depth = 0 if outer is None else outer.depth + 1
@@ -104,7 +106,8 @@ def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
         if settings is None:
             yield None
             return
-        trace = AutocastTrace(_compat.current_trace(), settings, Effects())
+        effects = effects or Effects()
+        trace = AutocastTrace(_compat.current_trace(), settings, effects)
         try:
             with set_current_trace(trace):
                 yield trace
@@ -116,9 +119,14 @@ def enter(settings: Settings | None) -> Iterator[AutocastTrace | None]:
             trace.notes.clear()
 
 
-def ambient() -> contextlib.AbstractContextManager[object]:
-    """The current region, for code that is traced apart from the code around it."""
-    return contextlib.nullcontext() if REGION.value is None else enter(REGION.value)
+def ambient() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """The current region, to be entered where code is traced apart from the code
+    around it. A rule that decides there counts as used."""
+    settings, trace = REGION.value, _compat.current_trace()
+    if settings is None:
+        return contextlib.nullcontext
+    effects = trace.effects if isinstance(trace, AutocastTrace) else None
+    return lambda: enter(settings, effects)
 
 
 class Entered(threading.local):

@@ -38,6 +38,17 @@ ELEMENTWISE = _names("""
 """)
 # Two inputs, of which the wider one decides the dtype of the result.
 MIXING = _names("add add_any atan2 div max min mul rem select_n sub")
+# They make an inf of finite numbers where the result is too large for its dtype: not
+# `div` and `log`, which make one at a pole, where an inf is what the user may want.
+OVERFLOWING = _names("""
+    add add_any conv_general_dilated convert_element_type cosh cumprod
+    cumsum dot_general exp exp2 expm1 integer_pow mul psum psum_invariant
+    ragged_dot_general reduce_precision reduce_prod reduce_sum reduce_window_sum
+    scatter-add scatter-mul scatter-sub sinh square sub
+""")
+# They make a finite number of an inf that is not the limit that a large number has: not
+# `tanh`, `logistic`, `min` and others, of which a large number gives the same.
+SWALLOWING = _names("div exp exp2 expm1 integer_pow pow rsqrt")
 # They choose among the numbers of their inputs.
 CHOOSING = _names("""
     cummax cummin max min reduce_max reduce_min reduce_window_max reduce_window_min

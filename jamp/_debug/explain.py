@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
 from .. import _compat
@@ -20,23 +20,22 @@ from .._autocast.scaled_float16 import ScaledFloat16
 from .._autocast.trace import OBSERVED
 from .._autocast.traits import MIXING, PRODUCTS
 from .._tree import HALF_NAMES, PyTree
-from .call import is_array, open_call, with_params
-from .explanation import Explanation, OpRow, Promotion, Reduction, Saved
+from .call import is_array, open_call, path_name, with_params
+from .explanation import Explanation, OpRow, Promotion, Saved
+from .half_ops import half_results, reductions, squares
 from .op_location import OUTERMOST, Around, Site, float_dtypes, rule_of, site_of
 from .walk import (
     CAST,
+    NO_VALUE,
     Atom,
     WalkedOp,
     array,
     flops,
     inner_jaxprs,
     nbytes,
-    reduced,
     variables,
     walk,
 )
-
-MANY = 1024
 
 
 class RowKey(NamedTuple):
@@ -112,16 +111,26 @@ def explain(
     @functools.wraps(fn, updated=())
     def explained(*args, **kwargs):
         call = open_call("explain", fn, args, kwargs)
+        around, results = ambient(), []
 
         def run(arrays):
-            with OBSERVED(True), region or ambient():
+            with OBSERVED(True), region or around():
                 result = call.run(arrays)
             # An Equinox model that a step returns also holds functions, for example.
-            return [leaf for leaf in jax.tree.leaves(result) if is_array(leaf)]
+            leaves = jax.tree_util.tree_leaves_with_path(result)
+            leaves = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
+            results[:] = [path_name(path) or "the result" for path, _ in leaves]
+            return [leaf for _, leaf in leaves]
 
         closed = jax.make_jaxpr(run)(call.arrays)
         names = dict(zip(closed.jaxpr.invars, call.names, strict=True))
-        ops = list(walk(closed.jaxpr, names))
+        values: dict[Var, int] = {}
+        ops = list(walk(closed.jaxpr, names, values))
+        made_by = {value: op for op in ops for value in op.writes}
+        returned = [
+            (name, made_by.get(values.get(variable, NO_VALUE)))
+            for name, variable in zip(results, closed.jaxpr.outvars, strict=True)
+        ]
         saved, refusal = None, ""
         if not any(op.is_backward for op in ops):
             try:
@@ -138,6 +147,8 @@ def explain(
             refusal=refusal,
             promotions=promotions(ops),
             reductions=reductions(ops),
+            squares=squares(ops, made_by),
+            half_results=half_results(returned, made_by),
         )
 
     return explained
@@ -276,29 +287,6 @@ def is_float32(variable: Atom, op: WalkedOp) -> bool:
     if maker is None or maker.primitive.name != CAST:
         return True
     return str(array(maker.invars[0]).dtype) not in HALF_NAMES
-
-
-def reductions(ops: Iterable[WalkedOp]) -> list[Reduction]:
-    """Sums in float16 that have so many elements that they may overflow."""
-    found: dict[tuple[str, str, str], Reduction] = {}
-    for op in ops:
-        n = reduced(op.eqn)
-        if n < MANY or op.is_backward:
-            continue
-        given, made = op.site.dtypes_in[0], op.site.dtypes_out[0]
-        users = op.used_by.get(op.eqn.outvars[0], ())
-        narrowed = given == "float32" and any(
-            user.primitive.name == CAST
-            and str(array(user.outvars[0]).dtype) == "float16"
-            for user in users
-        )
-        if (given, made) == ("float16", "float16") or narrowed:
-            key = op.eqn.primitive.name, op.site.line, op.path
-            before = found.get(key, Reduction(*key, 0, n))
-            found[key] = before._replace(
-                times=before.times + op.times, elements=max(before.elements, n)
-            )
-    return sorted(found.values(), key=lambda r: -r.elements)
 
 
 def given_dtypes(op: WalkedOp) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._autocast.decision import Reason, Source
@@ -12,6 +13,10 @@ from .report import Report, Table, percent, shortened
 from .walk import starred
 
 ROWS, LARGEST, FEW = 20, 10, 4
+SQUARES = """float16 squares that are summed; square in float32, as in \
+jnp.mean(x.astype(jnp.float32) ** 2):"""
+RESULTS = """results in half precision; where a region ends, cast with \
+.astype(jnp.float32) what float32 code computes with:"""
 
 
 class OpRow(NamedTuple):
@@ -52,6 +57,26 @@ class Reduction(NamedTuple):
     elements: int
 
 
+class Square(NamedTuple):
+    """A float16 square that a sum or a mean takes."""
+
+    op: str
+    line: str
+    path: str
+    times: int
+    limit: float  # it overflows for larger numbers
+
+
+class HalfResult(NamedTuple):
+    """A result in half precision."""
+
+    op: str  # that made it
+    line: str
+    path: str
+    name: str  # the path of the result
+    dtype: str
+
+
 class Saved(NamedTuple):
     """An array that `jax.vjp` keeps."""
 
@@ -74,6 +99,8 @@ class Explanation(Report):
       refusal: the error that JAX raised when differentiating, or "".
       promotions: half-precision values that a float32 operand widened.
       reductions: long sums in float16.
+      squares: float16 squares that are summed.
+      half_results: results in half precision that an op made.
 
     Raises:
       TypeError: it was read as a bool; ask for `found`.
@@ -93,17 +120,21 @@ class Explanation(Report):
     refusal: str
     promotions: list[Promotion]
     reductions: list[Reduction]
+    squares: Sequence[Square] = ()  # a pickle of version 0.2 does not have them
+    half_results: Sequence[HalfResult] = ()
 
     @property
     def found(self) -> list[str]:
-        """Ops that may be slow or overflow: promotions, float16 sums, and matrix
-        products in float32 beside others in half precision, as lines of text."""
+        """Ops that may be slow or overflow: promotions, float16 sums, float16 squares
+        that are summed, and matrix products in float32 beside others in half precision,
+        as lines of text."""
         return [
             *(f"float32 operand widens {p.op} {place(p)}" for p in self.promotions),
             *(
                 f"float16 {r.op} of {r.elements} elements {place(r)}"
                 for r in self.reductions
             ),
+            *(f"float16 {described_square(s)}" for s in self.squares),
             *(f"float32 {described_product(row)}" for row in self.wide_products),
         ]
 
@@ -125,7 +156,7 @@ class Explanation(Report):
         Keys: `function`, `rows`, `matmul_flops` by dtype, `matmul_share` (in half
         precision and float8, of all), `casts`, `saved_bytes` by dtype and `saved` (both
         None if there was nothing to differentiate, or if JAX could not: `refusal`),
-        `promotions`, `reductions`, `found`.
+        `promotions`, `reductions`, `squares`, `half_results`, `found`.
         """
         saved = None if self.saved is None else self._largest()
         return {
@@ -139,6 +170,8 @@ class Explanation(Report):
             "refusal": self.refusal,
             "promotions": [p._asdict() for p in self.promotions],
             "reductions": [r._asdict() for r in self.reductions],
+            "squares": [s._asdict() for s in self.squares],
+            "half_results": [r._asdict() for r in self.half_results],
             "found": self.found,
         }
 
@@ -241,8 +274,13 @@ class Explanation(Report):
         kinds = {
             "float32 operands that widen half precision:": widened,
             "float16 sums that may overflow:": sums,
+            SQUARES: [*map(described_square, self.squares)],
             "matrix products in float32:": [
                 *map(described_product, self.wide_products)
+            ],
+            RESULTS: [
+                f"{r.name}: {r.dtype}, made by {r.op} {place(r)}"
+                for r in self.half_results
             ],
         }
         more = lambda lines: [f"and {len(lines) - FEW} more"] * (len(lines) > FEW)
@@ -253,13 +291,17 @@ class Explanation(Report):
         ]
 
 
+def described_square(square: Square) -> str:
+    return f"{square.op} {place(square)}: overflows from {square.limit:.3g} on"
+
+
 def described_product(row: OpRow) -> str:
     since = f", float32 since {row.since}" if row.since else ""
     since = ", cast in that line" if row.since == row.line else since
     return f"{row.op} {place(row)}: {row.rule}{since}"
 
 
-def place(found: OpRow | Promotion | Reduction) -> str:
+def place(found: OpRow | Promotion | Reduction | Square | HalfResult) -> str:
     return f"at {found.line}" + (f" in {found.path}" if found.path else "")
 
 

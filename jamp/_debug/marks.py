@@ -19,9 +19,15 @@ from .op_location import Location, Site
 
 RunValue = jax.Array | np.ndarray  # of a run; constants may be NumPy's
 
+RECIPROCAL = "integer_pow -1"
+
 # A mark: FINE, or bits.
 FINE, INF, NAN = 0, 1, 2
 FRESH = 4  # an elementwise op made an inf or nan from inputs that are all finite
+SWALLOWED = 8  # an op of `SWALLOWING` made a finite number of an inf
+MATTERS = 16  # and the number differs from that of the largest finite number
+TAKEN = np.uint8(32)  # a select takes a part of it
+BAD = INF | NAN
 
 
 def can_hold_nan(value: ArrayLike) -> bool:
@@ -32,16 +38,51 @@ def can_hold_nan(value: ArrayLike) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-@jax.jit
-def mark_of(x: jax.Array, *inputs: jax.Array) -> jax.Array:
-    """The mark of a value: uint8 []. FRESH is for results of elementwise ops."""
+@functools.partial(jax.jit, static_argnames="by")
+def mark_of(x: jax.Array, *inputs: jax.Array, by: str = "") -> jax.Array:
+    """The mark of a value: uint8 [].
+
+    Args:
+      inputs: of the op that made it, if it is elementwise.
+      by: the op, if it is one of `SWALLOWING`.
+    """
     is_bad, is_nan = bad_and_nan(x)
     flags = [(INF, is_bad & ~is_nan), (NAN, is_nan)]
     if inputs:
         given = functools.reduce(jnp.logical_or, (bad_and_nan(i)[0] for i in inputs))
         flags.append((FRESH, is_bad & ~given))
+    if inputs and by and not jnp.iscomplexobj(x):
+        with jax.enable_x64(True):  # scalars of a loss scale are float64
+            flags += swallowed(by, x, inputs)
     bits = [jnp.any(flag).astype(jnp.uint8) * np.uint8(bit) for bit, flag in flags]
     return functools.reduce(jnp.bitwise_or, bits)
+
+
+def swallowed(
+    by: str, x: jax.Array, inputs: Sequence[jax.Array]
+) -> list[tuple[int, jax.Array]]:
+    """Where an inf became a finite number, and where that is another number than that
+    of a large one.
+
+    The inverse of a large number, and its exponential, may be too small for the dtype,
+    and then 0 is right.
+    """
+    large, half = inputs[-1] if by == "div" else inputs[0], x.dtype == jnp.float16
+    is_inf, _ = bad_and_nan(large)
+    hidden, limits = is_inf & ~bad_and_nan(x)[0], jnp.finfo(x.dtype)
+    matters = hidden
+    if by == "div":
+        smallest = limits.smallest_subnormal if half else limits.tiny
+        bound = np.asarray(float(limits.max) * float(smallest), x.dtype)
+        hidden = hidden & (inputs[0] != 0)
+        matters = hidden & (jnp.abs(inputs[0]) > bound)
+    elif by == "pow":
+        exponent = inputs[1].astype(jnp.float32)
+        hidden = hidden & (exponent < 0)
+        matters = hidden & ((exponent > -1) | ((exponent == -1) & half))
+    elif by != "rsqrt" and not (by == RECIPROCAL and half):
+        return [(SWALLOWED, hidden)]
+    return [(SWALLOWED, hidden), (MATTERS, matters)]
 
 
 def bad_and_nan(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -78,6 +119,7 @@ class Node(NamedTuple):
     is_check: bool  # whether a loss scaler checks here that gradients are finite
     is_single: bool  # whether it makes single numbers: then all its inputs count
     inner: "Inner | None" = None
+    overflows: bool = False  # whether an inf that it makes is a number too large
 
 
 class Inner(NamedTuple):
@@ -134,6 +176,10 @@ class Loop(NamedTuple):
 
     iteration: jax.Array  # int32 [2, carry]: INF, and NAN; -1 if there was none
     marks: Marks  # of those iterations, [2, carry]
+    # int32 [2]: the last iterations in which a loss scaler's check met an inf or nan,
+    # and in which an op swallowed an inf. Reports of version 0.2 do not have them.
+    noted: jax.Array | None = None
+    noted_marks: Marks | None = None  # of those iterations, [2]
 
 
 class Branches(NamedTuple):

@@ -16,7 +16,7 @@ from .. import _compat
 from .._autocast.region import ambient
 from .._checks import is_traced
 from .call import is_array, open_call, path_name
-from .marks import INF, NAN, Marks, Program
+from .marks import BAD, Marks, Program
 from .record import run_marked
 from .report import (
     Report,
@@ -28,9 +28,11 @@ from .report import (
     stacked_text,
     static,
 )
-from .trace_back import trace_back
+from .trace_back import Origin, trace_back
+from .trace_forward import swallowed
 
 LISTED = 5
+OTHERS = "bad_arguments", "bad_constants", "results"  # of a report, beside its ops
 ROUNDING = "convert_element_type", "reduce_precision"
 NORMAL = (
     "A scaled gradient overflows float16 there, which is normal in the first steps."
@@ -95,7 +97,11 @@ class NonfiniteReport(Report):
         """The sources of infs and nans, in the order in which they ran: the arguments
         that held one, then the ops. It is empty if nothing was found."""
         row = self.to_dict()
-        return [*row.get("bad_arguments", ()), *(o["op"] for o in row.get("ops", ()))]
+        return [
+            *row.get("bad_arguments", ()),
+            *(o["op"] for o in row.get("ops", ())),
+            *(o["op"] for o in row.get("swallowed", ())),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that was found, or `{}`.
@@ -111,28 +117,37 @@ class NonfiniteReport(Report):
         check_single(self)
         program, names = self.layout.program, self.layout.arguments
         marks = jax.tree.map(np.asarray, self.marks)
-        is_bad = [program.mark(marks, number) > 0 for number in program.outputs]
+        is_bad = [program.mark(marks, number) & BAD > 0 for number in program.outputs]
         results = list(itertools.compress(self.layout.results, is_bad))
-        bad = dict.fromkeys(itertools.compress(program.outputs, is_bad), INF | NAN)
+        bad = dict.fromkeys(itertools.compress(program.outputs, is_bad), BAD)
         ops, inputs, constants = trace_back(program, marks, bad)
         if all(o.from_inf for o in ops):  # nothing, or the inf was in the input
             checks = trace_back(program, marks, {}, checked=True)
             ops, inputs = [*ops, *checks.origins], inputs | checks.inputs
             constants += checks.constants
-        if not (ops or inputs or constants or results):
+        hidden = swallowed(program, marks)
+        if not (ops or inputs or constants or results or hidden):
             return {}
         if any(not o.from_inf for o in ops):  # the others follow from these
             ops = [o for o in ops if not o.from_inf]
         first = {}  # of the iterations of a loop, and of equal ops on a line
         for o in ops:
             first.setdefault((o.at.site, o.made, o.from_inf), []).append(o)
-        return {
-            "ops": [
-                {"op": str(site), "made": made, "from_inf": from_inf}
+
+        def row(same: list[Origin]) -> dict[str, Any]:
+            first, site = same[0], same[0].at.site
+            return (
+                {"op": str(site), "made": first.made, "from_inf": first.from_inf}
                 | site._asdict()
-                | {"loops": list(same[0].loops), "times": len(same)}
-                | {"arguments": [names[i] for i in sorted(same[0].fed_by)]}
-                for (site, made, from_inf), same in first.items()
+                | {"loops": list(first.loops), "times": len(same)}
+                | {"arguments": [names[i] for i in sorted(first.fed_by)]}
+            )
+
+        return {
+            "ops": [row(same) for same in first.values()],
+            "swallowed": [
+                row(h.origins) | {"by": {"op": str(h.by)} | h.by._asdict()}
+                for h in hidden
             ],
             "bad_arguments": [names[i] for i in sorted(inputs)],
             "bad_constants": list(dict.fromkeys(at.site.line for at in constants)),
@@ -141,20 +156,24 @@ class NonfiniteReport(Report):
 
     def _parts(self, table: Table) -> list[str]:
         if self._stacked_shape():
-            slots = map(self.layout.program.slots.get, self.layout.program.outputs)
-            slots = [slot for slot in slots if slot is not None]
-            return [stacked_text(self, np.asarray(self.marks.values)[..., slots] > 0)]
+            return [stacked_text(self, np.array([anything_in(step) for step in self]))]
         row, layout = self.to_dict(), self.layout
         bullet = "- " if table is markdown_table else ""
-        if not row:
-            n, unseen = len(layout.results), layout.unseen
-            lines = [f"no inf or nan in the {n} results of {layout.function}"]
+        n, hidden = len(layout.results), row.get("swallowed", [])
+        lines = [bullet + text_of(op) for op in hidden[:LISTED]]
+        if len(hidden) > LISTED:
+            lines.append(f"... and {len(hidden) - LISTED} swallowed ones more")
+        if not any(row.get(key) for key in ("ops", *OTHERS)):
+            results = f"the {n} results of {layout.function}"
             if np.any(self.skipped):
-                lines = [UNEXPLAINED.format(layout.function)]
-            if unseen:
-                lines.append(f"not looked into: {some(unseen)}")
+                lines.append(UNEXPLAINED.format(layout.function))
+            else:
+                wrong = f"{results} are finite but wrong"
+                lines.append(wrong if hidden else f"no inf or nan in {results}")
+            if layout.unseen:
+                lines.append(f"not looked into: {some(layout.unseen)}")
             return lines
-        lines = []
+        after, lines = lines, []
         if row["bad_arguments"]:
             lines.append(f"inf or nan given in {some(row['bad_arguments'])}")
         elif row["bad_constants"] and all(o["from_inf"] for o in row["ops"]):
@@ -164,14 +183,21 @@ class NonfiniteReport(Report):
         if len(row["ops"]) > LISTED:
             lines.append(f"... and {len(row['ops']) - LISTED} ops more")
         if row["results"]:
-            n = len(layout.results)
             reached = f"{len(row['results'])} of {n} results: {some(row['results'])}"
             lines.append(f"reaches {reached}")
         else:
+            repeats = any(k == "while" for o in row["ops"] for k, _ in o["loops"])
             lines.append("reaches the loss scaler's check; the step was skipped")
+            lines[-1] += ", or run again by jamp.retry" if repeats else ""
             if all(o["backward"] and o["primitive"] in ROUNDING for o in row["ops"]):
                 lines.append(NORMAL)
-        return lines
+        return [*lines, *after]
+
+
+def anything_in(report: NonfiniteReport) -> bool:
+    if report._stacked_shape():
+        return any(map(anything_in, report))
+    return bool(np.any(report.marks.values) and report.to_dict())
 
 
 def text_of(op: dict[str, Any]) -> str:
@@ -179,7 +205,8 @@ def text_of(op: dict[str, Any]) -> str:
     text = f"{op['made']} made {of} by {op['op']}"
     text += "".join(f", in iteration {i} of a {kind}" for kind, i in op["loops"])
     text += f", and {op['times'] - 1} times after it" if op["times"] > 1 else ""
-    return text + (f", from {some(op['arguments'])}" if op["arguments"] else "")
+    text += f", from {some(op['arguments'])}" if op["arguments"] else ""
+    return text + (f", and swallowed by {op['by']['op']}" if "by" in op else "")
 
 
 def some(names: list[str]) -> str:
@@ -251,10 +278,10 @@ def find_nonfinite(
                     f"find_nonfinite runs the function: {name!r} must be an array; got "
                     f"{array!r}."
                 )
-        names = []
+        names, around = [], ambient()
 
         def flat(*arrays):
-            with ambient():
+            with around():
                 result = call.run(arrays)
             leaves = jax.tree_util.tree_leaves_with_path(result)
             leaves = [(path, leaf) for path, leaf in leaves if is_array(leaf)]

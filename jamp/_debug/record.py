@@ -16,12 +16,23 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from .. import _compat
-from .._autocast.traits import CALLS, ELEMENTWISE, KERNELS, PRESERVING
+from .._autocast.traits import (
+    CALLS,
+    ELEMENTWISE,
+    KERNELS,
+    OVERFLOWING,
+    PRESERVING,
+    SWALLOWING,
+)
 from .._scaling import arithmetic
 from .marks import (
+    BAD,
     FINE,
     INF,
     NAN,
+    RECIPROCAL,
+    SWALLOWED,
+    TAKEN,
     Branches,
     Inner,
     Loop,
@@ -81,11 +92,15 @@ class Recorder:
         return Marks(values, tuple(self.inner))
 
     def mark(
-        self, number: int, value: RunValue, inputs: Sequence[RunValue] = ()
+        self,
+        number: int,
+        value: RunValue,
+        inputs: Sequence[RunValue] = (),
+        by: str = "",
     ) -> None:
         if can_hold_nan(value):
             self.program.slots[number] = len(self.values)
-            self.values.append(mark_of(value, *inputs))
+            self.values.append(mark_of(value, *inputs, by=by))
 
     def run(
         self,
@@ -150,9 +165,8 @@ class Recorder:
         outs = _compat.bind_eqn(eqn, values)
         if name == "select_n":
             inputs = [inputs[0], *self.chosen(at, *inputs)]
-        shape = np.shape(outs[0]) if outs else None  # none from a `jax.debug.print`
-        alike = lambda x: np.shape(x) == shape and can_hold_nan(x)
-        same = [x for x in values if alike(x)]
+        shape = np.shape(outs[0]) if outs else ()  # none from a `jax.debug.print`
+        same = [x for x in values if can_hold_nan(x) and fits(np.shape(x), shape)]
         is_elementwise = name in ELEMENTWISE and len(same) == len(values)
         fresh = same if is_elementwise else ()
         return self.add(at, inputs, outs, is_check, None, preserves(eqn), fresh)
@@ -184,12 +198,15 @@ class Recorder:
         """The part of each case that a select takes; the rest leads nowhere."""
         selector, _ = which
         for index, (case, number) in enumerate(cases):
-            taken = case
-            if can_hold_nan(case):
+            if not can_hold_nan(case):
+                yield from self.add(at, [(case, number)], [case], False)
+            else:
                 with jax.enable_x64(True):  # scalars of a loss scale are float64
-                    is_taken = jnp.equal(selector, jnp.asarray(index, selector.dtype))
+                    place = jnp.asarray(index, jnp.result_type(selector))
+                    is_taken = jnp.equal(selector, place)
                     taken = jnp.where(is_taken, case, jnp.zeros([], case.dtype))
-            yield from self.add(at, [(case, number)], [taken], False)
+                yield from self.add(at, [(case, number)], [taken], False)
+                self.values[-1] |= jnp.any(is_taken).astype(jnp.uint8) * TAKEN
 
     def add(
         self,
@@ -209,14 +226,47 @@ class Recorder:
             if preserves and source in program.slots:
                 program.slots[number] = program.slots[source]
             else:
-                self.mark(number, value, elementwise)
+                self.mark(number, value, elementwise, swallowing(at.eqn))
         given = tuple(number for _, number in inputs)
         is_single = all(np.size(value) == 1 for value in outs)
         name = at.eqn.primitive.name
-        node = Node(name, at, given, tuple(numbers), is_check, is_single, inner)
+        node = Node(
+            name,
+            at,
+            given,
+            tuple(numbers),
+            is_check,
+            is_single,
+            inner,
+            overflows(at.eqn),
+        )
         program.nodes.append(node)
         program.made_by.update(dict.fromkeys(numbers, node))
         return list(zip(outs, numbers, strict=True))
+
+
+def fits(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether an elementwise op broadcasts one shape to another, if it must."""
+    sizes = zip(given[::-1], shape[::-1], strict=False)
+    return len(given) in (0, len(shape)) and all(n in (1, m) for n, m in sizes)
+
+
+def swallowing(eqn: JaxprEqn) -> str:
+    """The op's name, if it may make a finite number of an inf."""
+    name = eqn.primitive.name
+    if name == "integer_pow":
+        exponent = eqn.params["y"]
+        return RECIPROCAL if exponent == -1 else name if exponent < 0 else ""
+    return name if name in SWALLOWING else ""
+
+
+def overflows(eqn: JaxprEqn) -> bool:
+    """Whether an inf that an op makes of finite numbers is a number too large."""
+    name = eqn.primitive.name
+    if name == "pow":
+        exponent = eqn.invars[1]
+        return isinstance(exponent, Literal) and bool(np.all(exponent.val > 0))
+    return name in OVERFLOWING and eqn.params.get("y", 1) > 0
 
 
 def preserves(eqn: JaxprEqn) -> bool:
@@ -267,7 +317,9 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
     kinds = np.array([[INF], [NAN]], np.uint8)
     shape = 2, len(carry)
     shapes = jax.eval_shape(lambda carry: body(carry)[1], carry)
-    nothing = jax.tree.map(lambda s: jnp.zeros((*shape, *s.shape), s.dtype), shapes)
+    zeros = lambda *n: jax.tree.map(
+        lambda s: jnp.zeros((*n, *s.shape), s.dtype), shapes
+    )
 
     def step(state):
         count, loop, carry = state
@@ -275,25 +327,63 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
         before = marks_of(program, marks, program.inputs[n_body:])
         after = marks_of(program, marks, program.outputs)
         worse = ((after & ~before)[None] & kinds) > 0
-        iteration = jnp.where(worse, count, loop.iteration)
+        noted = noted_in(program, marks)
 
-        def latest(new, old):
-            is_new = worse.reshape(*shape, *[1] * new.ndim)
-            return jnp.where(is_new, new, old)
+        def latest(is_new, new, old):
+            choose = lambda new, old: jnp.where(
+                is_new.reshape(*is_new.shape, *[1] * new.ndim), new, old
+            )
+            return jax.tree.map(choose, new, old)
 
-        kept = jax.tree.map(latest, marks, loop.marks)
-        return count + 1, Loop(iteration, kept), outs
+        kept = Loop(
+            latest(worse, count, loop.iteration),
+            latest(worse, marks, loop.marks),
+            latest(noted, count, loop.noted),
+            latest(noted, marks, loop.noted_marks),
+        )
+        return count + 1, kept, outs
 
     def goes_on(state):
         args = [*cond_consts, *state[2]]
         return jaxpr_as_fun(condition)(*args)[0]
 
-    start = jnp.int32(0), Loop(jnp.full(shape, -1, jnp.int32), nothing), carry
+    never = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
+    loop = Loop(never(shape), zeros(*shape), never(2), zeros(2))
+    start = jnp.int32(0), loop, carry
     _, loop, outs = lax.while_loop(goes_on, step, start)
     inner = Inner(
         "while", tuple(programs), n_consts=n_body, skipped=n_cond, n_carry=len(carry)
     )
     return outs, loop, inner
+
+
+def noted_in(program: Program, marks: Marks) -> jax.Array:
+    """Whether a loss scaler's check met an inf or nan, and whether an inf was
+    swallowed: bool [2]. The marks may be those of all iterations of a scan."""
+    is_any = lambda bits: jnp.any(marks.values & np.uint8(bits))
+    checked = [n for node in program.nodes if node.is_check for n in node.inputs]
+    slots = sorted({program.slots[n] for n in checked if n in program.slots})
+    found = [
+        jnp.array(
+            [jnp.any(marks.values[..., slots] & np.uint8(BAD)), is_any(SWALLOWED)]
+        )
+    ]
+    for node in program.nodes:
+        if node.inner is None:
+            continue
+        kept = marks.inner[node.inner.place]
+        if isinstance(kept, Loop):
+            assert kept.noted is not None  # it has just been made
+            found.append(jnp.any(kept.noted.reshape(-1, 2) >= 0, axis=0))
+        elif isinstance(kept, Marks):
+            found.append(noted_in(node.inner.programs[0], kept))
+        else:
+            for place, (body, part) in enumerate(
+                zip(node.inner.programs, kept.marks, strict=True)
+            ):
+                is_chosen = jnp.any(kept.chosen == place)
+                found.append(noted_in(body, part) & is_chosen)
+    return functools.reduce(jnp.logical_or, found)
 
 
 def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:

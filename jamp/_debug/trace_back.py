@@ -110,7 +110,7 @@ def read_as(program: Program, mark: Callable[[int], int], node: Node) -> list[in
         if number in seen:
             continue
         seen.add(number)
-        if mark(number):
+        if mark(number) & (INF | NAN):
             found.append(number)
         maker = program.made_by.get(number)
         if number not in program.slots and maker is not None:  # not a floating number
@@ -145,6 +145,21 @@ def through_while(inner: Inner, loop: Loop, outputs: Sought, checked: bool) -> T
     body, first = inner.programs[0], inner.n_consts
     waiting, seen = [(i, k) for i, both in outputs.items() for k in split(both)], set()
     origins, inputs, constants = [], Counter(), []
+
+    def search(iteration, here, wanted):
+        trail = trace_back(body, here, wanted, checked)
+        loops = ((inner.kind, iteration),)
+        origins.extend(o._replace(loops=loops + o.loops) for o in trail.origins)
+        constants.extend(trail.constants)
+        for i, kind in trail.inputs.items():
+            if i < first:
+                inputs[i + inner.skipped] |= kind
+            else:
+                waiting.extend((i - first, k) for k in split(kind))
+
+    noted, noted_marks = loop.noted, loop.noted_marks
+    if checked and noted is not None and noted_marks is not None and noted[0] >= 0:
+        search(int(noted[0]), at(noted_marks, 0), {})
     while waiting:
         place, kind = waiting.pop()
         if (place, kind) in seen:
@@ -155,17 +170,8 @@ def through_while(inner: Inner, loop: Loop, outputs: Sought, checked: bool) -> T
         if iteration < 0:  # bad before it began
             inputs[inner.skipped + first + place] |= kind
             continue
-        wanted = {body.outputs[place]: kind}
         here = at(at(loop.marks, row), place)
-        trail = trace_back(body, here, wanted, checked)
-        loops = ((inner.kind, iteration),)
-        origins += [o._replace(loops=loops + o.loops) for o in trail.origins]
-        constants += trail.constants
-        for i, kind in trail.inputs.items():
-            if i < first:
-                inputs[i + inner.skipped] |= kind
-            else:
-                waiting += [(i - first, k) for k in split(kind)]
+        search(iteration, here, {body.outputs[place]: kind})
     return Trail(sorted(origins, key=lambda o: o.loops), inputs, constants)
 
 
@@ -219,7 +225,9 @@ def arguments(program: Program, numbers: Iterable[int]) -> frozenset[int]:
     the inputs of the ops before, and so on.
     """
     found, seen, waiting, later = set(), set(), list(numbers), []
-    while waiting:
+    while waiting or (later and not found):
+        if not waiting:
+            waiting, later = later, []
         number = waiting.pop()
         if number in seen:
             continue
@@ -230,6 +238,4 @@ def arguments(program: Program, numbers: Iterable[int]) -> frozenset[int]:
         if node is not None:
             moved = node.primitive in MOVES
             (waiting if moved else later).extend(node.inputs)
-        if not waiting and not found:
-            waiting, later = later, []
     return frozenset(found)

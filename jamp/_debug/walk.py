@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import cast
@@ -21,6 +22,7 @@ from .._autocast.traits import LEFT_ALONE, MOVES, PRODUCTS
 from .op_location import OUTERMOST, Around, Site, is_backward, site_of
 
 CAST = "convert_element_type"
+NO_VALUE = -1  # the number of a literal
 Atom = Var | Literal
 
 
@@ -34,6 +36,8 @@ class WalkedOp:
     made_by: dict[Var, JaxprEqn]  # the equations beside it, by their results
     used_by: dict[Var, list[JaxprEqn]]
     given: tuple[str, ...]  # the names of the arguments that are its inputs
+    reads: tuple[int, ...]  # its inputs by number, also across calls
+    writes: tuple[int, ...]  # its results
 
     @functools.cached_property
     def site(self) -> Site:
@@ -65,15 +69,27 @@ class WalkedOp:
 
 
 def walk(
-    jaxpr: Jaxpr, names: dict[Var, str], around: Around = OUTERMOST, times: int = 1
+    jaxpr: Jaxpr,
+    names: dict[Var, str],
+    values: dict[Var, int],
+    around: Around = OUTERMOST,
+    times: int = 1,
+    count: Iterator[int] | None = None,
 ) -> Iterator[WalkedOp]:
     """The ops of an open jaxpr, depth first, in the order in which they run.
 
     Args:
       names: of arguments, by variable.
+      values: the numbers of inputs that are values of the jaxpr around this one. It
+        gets those of all variables. A value has one number across calls, and into a
+        scan and out of it; what a `cond` returns has that of its last branch.
       times: how often it runs.
+      count: the numbers that are free.
     """
-    names = dict(names)
+    names, count = dict(names), count or itertools.count()
+    for v in (*jaxpr.invars, *jaxpr.constvars):
+        if v not in values:
+            values[v] = next(count)
     made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     used_by: dict[Var, list[JaxprEqn]] = {}
     for eqn in jaxpr.eqns:
@@ -87,15 +103,28 @@ def walk(
         for inner in inside:
             n = times * int(eqn.params.get("length", 1) or 1)
             inputs = eqn.invars[1:] if eqn.primitive.name == "cond" else eqn.invars
-            known = {}
+            known, below = {}, {}
             if len(inputs) == len(inner.invars):
                 pairs = zip(inner.invars, inputs, strict=True)
                 pairs = [(i, v) for i, v in pairs if not isinstance(v, Literal)]
                 known = {i: given[v] for i, v in pairs if v in given}
-            yield from walk(inner, known, around.inside(eqn, inner), n)
+                below = {i: values[v] for i, v in pairs}
+            yield from walk(inner, known, below, around.inside(eqn, inner), n, count)
+            if len(inner.outvars) == len(eqn.outvars):
+                pairs = zip(eqn.outvars, inner.outvars, strict=True)
+                values |= {v: below[o] for v, o in pairs if not isinstance(o, Literal)}
+        for v in eqn.outvars:
+            if not inside or v not in values:
+                values[v] = next(count)
         if not inside:
+            reads = tuple(
+                NO_VALUE if isinstance(v, Literal) else values[v] for v in eqn.invars
+            )
+            writes = tuple(values[v] for v in eqn.outvars)
             arguments = tuple(given.values())
-            yield WalkedOp(eqn, around, times, made_by, used_by, arguments)
+            yield WalkedOp(
+                eqn, around, times, made_by, used_by, arguments, reads, writes
+            )
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:

@@ -401,3 +401,153 @@ def test_a_step_may_return_an_equinox_model():
         explanation = debug.explain(step)(model, opt_state, X)
         assert explanation.to_dict()["matmul_share"] == 1.0
         assert any(row.backward for row in explanation.rows)
+
+
+def masked_loss(x):
+    mask = (x > 0).astype(x.dtype)
+    return jnp.sum(mask * (x - 1) ** 2) / jnp.sum(mask)
+
+
+@jax.jit
+def jitted_square(x):
+    return jnp.square(x)
+
+
+def scanned_squares(x):
+    return jnp.sum(jax.lax.scan(lambda _, row: (None, row * row), None, x)[1])
+
+
+def vector_norms(x):
+    return jnp.einsum("ij,ij->i", x, x), jnp.dot(x[0], x[0])
+
+
+def cubes(x):
+    return jnp.cumsum(x**3, axis=0), jnp.mean(jnp.where(x > 0, x**4.0, 0))
+
+
+SQUARES = {
+    "mean": (lambda x: jnp.mean(x**2), ["integer_pow"]),
+    "norm": (lambda x: x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True)), ["mul"]),
+    "cast": (
+        lambda x: jnp.mean((x * x.astype(jnp.float32).astype(x.dtype))[..., None]),
+        ["mul"],
+    ),
+    "masked": (masked_loss, ["integer_pow"]),
+    "jitted": (lambda x: jnp.mean(jitted_square(x), axis=0), ["square"]),
+    "scanned": (scanned_squares, ["mul"]),
+    "vectors": (vector_norms, ["dot_general"]),
+    "cubes": (cubes, ["integer_pow", "pow"]),
+}
+
+
+@pytest.mark.parametrize("case", SQUARES)
+def test_float16_squares_that_are_summed(case):
+    fn, ops = SQUARES[case]
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float16)
+    explanation = debug.explain(fn)(x)
+    assert [square.op for square in explanation.squares] == ops
+    lines = [line for line in explanation.found if line.startswith(f"float16 {ops[0]}")]
+    assert lines and "test_explain.py:" in lines[0] and "overflows from" in lines[0]
+    assert "square in float32, as in jnp.mean(x.astype(jnp.float32) ** 2)" in str(
+        explanation
+    )
+    for dtype in (jnp.float32, jnp.bfloat16):  # they have the range
+        x = jax.ShapeDtypeStruct((8, 16), dtype)
+        assert debug.explain(fn)(x).squares == []
+
+
+def test_the_number_from_which_a_square_overflows():
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float16)
+    limits = [square.limit for square in debug.explain(cubes)(x).squares]
+    assert limits == pytest.approx([65504 ** (1 / 3), 16.0], rel=1e-3)
+    assert "overflows from 256 on" in debug.explain(SQUARES["mean"][0])(x).found[0]
+
+
+def gated(x):
+    return jnp.sum(jnp.tanh(x * x)) + jnp.sum(x[:, :8] * x[:, 8:])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        gated,
+        jnp.var,
+        lambda x: jnp.mean(x.astype(jnp.float32) ** 2),
+        lambda x: x @ x.T,  # not the norm of a vector
+        lambda x: jax.nn.relu(x) ** 2,  # not summed
+    ],
+)
+def test_other_squares_are_not_listed(fn):
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float16)
+    assert debug.explain(fn)(x).squares == []
+    assert debug.explain(fn, jnp.float16)(x).squares == []
+
+
+def test_a_region_squares_in_float32():
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float16)
+    for fn in (jax.nn.standardize, jnp.linalg.norm):  # JAX squares in float16
+        assert debug.explain(fn)(x).squares
+        assert debug.explain(fn, jnp.float16)(x).squares == []
+    norm = nn.LayerNorm(use_bias=False, use_scale=False)
+
+    def fn(x, w):
+        h = x @ w
+        return jnp.mean(h**2), jnp.mean(norm.apply({}, h)), jnp.mean(h * h)
+
+    w = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    (square,) = debug.explain(fn, jnp.float16)(X, w).squares
+    assert square.op == "mul"  # torch multiplies in float16 too
+
+
+class Critic(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        value = nn.Dense(1, name="value")(nn.relu(nn.Dense(8)(x)))
+        return {"value": value.squeeze(-1), "loss": jnp.mean(value**2)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_results_in_half_precision_are_listed(dtype):
+    params = jax.eval_shape(Critic().init, jax.random.key(0), X)
+    explanation = debug.explain(Critic().apply, dtype)(params, X)
+    (result,) = explanation.half_results
+    assert (result.name, result.dtype) == ("value", jnp.dtype(dtype).name)
+    assert (result.op, result.path) == ("add", "Critic/value")
+    assert result.line.startswith("test_explain.py:")
+    assert f"value: {result.dtype}, made by add at " in str(explanation)
+    assert "cast with .astype(jnp.float32)" in str(explanation)
+    assert explanation.to_dict()["half_results"][0]["name"] == "value"
+    assert debug.explain(Critic().apply)(params, X).half_results == []
+
+
+def test_half_results_of_scans_and_arguments():
+    def fn(x, half):
+        def body(carry, row):
+            return carry, jax.nn.relu(row @ row)
+
+        _, ys = jax.lax.scan(body, None, x)
+        return half, ys.reshape(2, -1), jax.nn.softmax(ys), half.astype(jnp.bfloat16)
+
+    half = jax.ShapeDtypeStruct((3,), jnp.float16)
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float16)
+    results = debug.explain(fn)(x, half).half_results
+    assert [(r.name, r.op) for r in results] == [
+        ("1", "max"),
+        ("2", "div"),
+        ("3", "convert_element_type"),
+    ]
+
+
+@pytest.mark.parametrize("look", [debug.explain, debug.find_nonfinite])
+def test_a_rule_that_decides_in_a_report_is_used(look):
+    def head(x):
+        with jax.named_scope("head"):
+            return x @ x.T
+
+    with jamp.autocast(jnp.float16, rules={"head": jnp.float32}):
+        look(head)(jnp.ones((2, 2)))
+    with (
+        pytest.raises(ValueError, match="no op matched 'tail'"),
+        jamp.autocast(jnp.float16, rules={"tail": jnp.float32}),
+    ):
+        look(head)(jnp.ones((2, 2)))

@@ -1,0 +1,257 @@
+"""From an overflow forward to the op that swallows it: on the host, by marks.
+
+An inf is a fault if it stands for a number that is too large for its dtype, and an op
+makes another finite number of it than of that number: `rsqrt` gives 0, and a norm's
+output vanishes. So what the inf stands for is followed:
+
+- made by an op of `OVERFLOWING`, it is at least the largest number of its dtype. Of
+  such a number `exp`, `tanh`, `min` and `max` give the same as of an inf. An inf that
+  is given (a mask) or made at a pole (`log`, `div`) stands for itself.
+- A root or a logarithm of it may be a moderate number. `x / sqrt(inf)` is a fault even
+  for a small x, and `exp(x - log(inf))` too.
+- An inf of `exp` is mostly far beyond the limit, so that to divide by it is right, as
+  in a hand-written sigmoid, and a root or a logarithm of it is as above.
+
+Nothing is a fault that a select does not take, or that does not lead to a result.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from .marks import (
+    BAD,
+    FRESH,
+    INF,
+    MATTERS,
+    SWALLOWED,
+    TAKEN,
+    Inner,
+    Loop,
+    Marks,
+    Node,
+    Program,
+)
+from .op_location import Site
+from .trace_back import Origin, arguments, at, lifted
+
+LARGE, ROOT, LOGARITHM = range(3)  # what an inf stands for, the largest first
+SHRINKING = {
+    **dict.fromkeys(("sqrt", "cbrt", "pow"), ROOT),
+    **dict.fromkeys(("log", "log1p", "asinh", "acosh"), LOGARITHM),
+}
+EXPONENTIALS = frozenset({"cosh", "exp", "exp2", "expm1", "sinh"})
+
+Stands = dict[Site, int]  # the op that made an inf of finite numbers -> what it is
+
+
+class Swallowed(NamedTuple):
+    """Overflows of one line, and the first op that made finite numbers of them."""
+
+    origins: list[Origin]
+    by: Site
+
+
+@dataclasses.dataclass
+class Forward:
+    """What became of the overflows of a Program."""
+
+    outputs: list[Stands]
+    origins: dict[Site, list[Origin]] = dataclasses.field(default_factory=dict)
+    by: dict[Site, Site] = dataclasses.field(default_factory=dict)
+    reached: set[Site] = dataclasses.field(default_factory=set)  # a check
+
+    def add(self, other: "Forward") -> None:
+        for key, origins in other.origins.items():
+            self.origins.setdefault(key, []).extend(origins)
+        self.by = other.by | self.by
+        self.reached |= other.reached
+
+
+def swallowed(program: Program, marks: Marks) -> list[Swallowed]:
+    """The overflows that lead to finite results, in the order in which they ran.
+
+    Args:
+      marks: of this program, as NumPy arrays.
+    """
+    found = trace_forward(program, marks, {})
+    reached = found.reached.union(*found.outputs)
+    return [
+        Swallowed(origins, found.by[key])
+        for key, origins in found.origins.items()
+        if key in found.by and key not in reached
+    ]
+
+
+def trace_forward(
+    program: Program, marks: Marks, given: Mapping[int, Stands]
+) -> Forward:
+    """Follows each overflow.
+
+    Args:
+      given: what bad inputs stand for, by their places.
+    """
+    stands: dict[int, Stands] = {}
+    for place, number in enumerate(program.inputs):
+        if program.mark(marks, number) & BAD and (known := given.get(place)):
+            stands[number] = dict(known)
+    found, useful = Forward([]), leading(program, marks)
+    for node in program.nodes:
+        into = merged(stands.get(n, {}) for n in node.inputs)
+        if node.is_check:
+            found.reached |= into.keys()
+        is_useful = node.is_check or not useful.isdisjoint(node.outputs)
+        if node.inner is not None:
+            skipped = node.inner.skipped
+            inputs = enumerate(node.inputs[skipped:])
+            known = {i: stands[n] for i, n in inputs if n in stands}
+            inside = through(node.inner, marks, known)
+            for key, origins in inside.origins.items():
+                inside.origins[key] = [
+                    lifted(o, program, node, skipped) for o in origins
+                ]
+            inside.by = inside.by if is_useful else {}
+            found.add(inside)
+            for number, out in zip(node.outputs, inside.outputs, strict=True):
+                if out and program.mark(marks, number) & BAD:
+                    stands[number] = out
+            continue
+        made = [program.mark(marks, n) for n in node.outputs]
+        if is_useful and into and any(mark & SWALLOWED for mark in made):
+            matters = any(mark & MATTERS for mark in made)
+            large = stands.get(node.inputs[-1], {}) if node.primitive == "div" else into
+            for key, what in large.items():
+                if is_fault(node.primitive, key, what, matters):
+                    found.by.setdefault(key, node.at.site)
+        if not any(mark & BAD for mark in made):
+            continue
+        shrunk = SHRINKING.get(node.primitive, LARGE)
+        out = {key: max(what, shrunk) for key, what in into.items()}
+        if node.overflows and is_fresh(program, marks, node):
+            fed_by = arguments(program, node.inputs)
+            if fed_by:  # not of constants, which are as the user wants them
+                key = node.at.site
+                origin = Origin(node.at, "inf", (), fed_by, False)
+                found.origins.setdefault(key, []).append(origin)
+                out[key] = LARGE
+        for number, mark in zip(node.outputs, made, strict=True):
+            if mark & BAD and out:
+                stands[number] = out
+    found.outputs = [stands.get(n, {}) for n in program.outputs]
+    return found
+
+
+def is_fresh(program: Program, marks: Marks, node: Node) -> bool:
+    """Whether an op made an inf of finite numbers."""
+    made = [program.mark(marks, n) for n in node.outputs]
+    given = [program.mark(marks, n) for n in node.inputs]
+    if {program.slots.get(n) for n in node.outputs} & {
+        *map(program.slots.get, node.inputs)
+    }:
+        return False  # it passes its input on
+    is_inf = any(mark & INF for mark in made)
+    return is_inf and (
+        any(mark & FRESH for mark in made) or not any(mark & BAD for mark in given)
+    )
+
+
+def is_fault(primitive: str, key: Site, what: int, matters: bool) -> bool:
+    """Whether an op that makes a finite number of an inf makes a wrong one."""
+    if primitive in EXPONENTIALS:
+        return what == LOGARITHM
+    if what != LARGE:
+        return True
+    is_inverse = primitive in ("div", "integer_pow")
+    return matters and not (is_inverse and key.primitive in EXPONENTIALS)
+
+
+def merged(several: Iterable[Stands]) -> Stands:
+    into: Stands = {}
+    for stands in several:
+        for key, what in stands.items():
+            into[key] = max(what, into.get(key, LARGE))
+    return into
+
+
+def leading(program: Program, marks: Marks) -> set[int]:
+    """The values that lead to a result or to a loss scaler's check."""
+    useful = set(program.outputs)
+    for node in reversed(program.nodes):
+        taken = True
+        if node.primitive == "select_n" and len(node.inputs) == 1:  # one of its cases
+            (case,) = node.outputs
+            taken = case not in program.slots or program.mark(marks, case) & TAKEN
+        if node.is_check or (taken and not useful.isdisjoint(node.outputs)):
+            useful.update(node.inputs)
+    return useful
+
+
+def through(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
+    """The same for the bodies of a scan, while or cond.
+
+    Args:
+      given: what bad inputs of the bodies stand for.
+    """
+    kept = marks.inner[inner.place]
+    if isinstance(kept, Marks):
+        return through_scan(inner, kept, given)
+    if isinstance(kept, Loop):
+        return through_while(inner, kept, given)
+    chosen = int(kept.chosen)
+    return trace_forward(inner.programs[chosen], kept.marks[chosen], given)
+
+
+def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
+    """From the first iteration to the last."""
+    body, first, n_carry = inner.programs[0], inner.n_consts, inner.n_carry
+    found, given = Forward([{} for _ in body.outputs]), dict(given)
+    places = range(len(marks.values))
+    for place in reversed(places) if inner.reverse else places:
+        here = at(marks, place)
+        if not (here.values & (BAD | SWALLOWED)).any():
+            outputs = [{} for _ in body.outputs]
+        else:
+            inside = trace_forward(body, here, given)
+            found.add(in_iteration(inside, inner, place))
+            outputs = inside.outputs
+        given.update({first + i: outputs[i] for i in range(n_carry)})
+        for i, out in enumerate(outputs):
+            is_last = i < n_carry
+            found.outputs[i] = out if is_last else merged([found.outputs[i], out])
+    return found
+
+
+def through_while(inner: Inner, loop: Loop, given: Mapping[int, Stands]) -> Forward:
+    """The iterations whose marks are kept."""
+    body, first = inner.programs[0], inner.n_consts
+    carry = [given.get(first + i, {}) for i in range(inner.n_carry)]
+    found = Forward(carry)
+    kept = [
+        (int(iteration), at(at(loop.marks, kind), place))
+        for (kind, place), iteration in np.ndenumerate(loop.iteration)
+    ]
+    if loop.noted is not None and loop.noted_marks is not None:
+        kept += [
+            (int(i), at(loop.noted_marks, row)) for row, i in enumerate(loop.noted)
+        ]
+    seen = set()
+    for iteration, marks in kept:
+        if iteration < 0 or iteration in seen:
+            continue
+        seen.add(iteration)
+        inside = trace_forward(body, marks, given)
+        found.add(in_iteration(inside, inner, iteration))
+        pairs = zip(found.outputs, inside.outputs, strict=True)
+        found.outputs = [merged(pair) for pair in pairs]
+    return found
+
+
+def in_iteration(inside: Forward, inner: Inner, place: int) -> Forward:
+    loops = ((inner.kind, place),)
+    origins = {
+        key: [o._replace(loops=loops + o.loops) for o in origins]
+        for key, origins in inside.origins.items()
+    }
+    return dataclasses.replace(inside, origins=origins)

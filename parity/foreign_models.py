@@ -1,29 +1,29 @@
-"""`python -m parity.foreign_models --source DIR`: real models of other projects.
+"""`python -m parity.foreign_models --source DIR`: other projects' models and trainers.
 
 Trains each model in float32, in a float16 region and with a float16 policy, 20 steps
-each, and compares the runs. DIR holds checkouts: DIR/flax, DIR/bonsai, DIR/nanodo,
-DIR/equinox. A result is kept in runs/foreign_models until `--again`. Once all results
-exist, the table is written to docs/parity/foreign-models.md. The models need a few more
-packages: `pip install clu einops jraph ml_collections wrapt`. Packages that only read
-data are replaced by stand-ins (`models/source.py`).
+each, and compares the runs. Then it does the same with copies of whole trainers, which
+it edits, in float16, bfloat16 and float8. DIR holds the checkouts that `SOURCES` of
+`models` and `trainers` list. A result is kept in runs/foreign_models until `--again`.
+Once all results of a kind exist, its part of docs/parity/foreign-models.md is written.
+More packages are needed: `pip install clu einops jraph ml_collections wrapt` for the
+models, and those that `trainers/__init__.py` names. Packages that only read data are
+replaced by stand-ins (`models/source.py`).
 """
 
 import argparse
 import datetime
 import json
 import platform
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .models import MODELS, SOURCES, Checkouts
-from .models.training import STEPS, WAYS, Failed, Run, train
+from .models.training import STEPS, WAYS, Failed, Run, cosines, train
+from .trainers import TRAINERS, compare
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "runs" / "foreign_models"
@@ -77,25 +77,6 @@ def compared(runs: dict[str, Run | Failed]) -> dict[str, Any]:
     return result
 
 
-def cosines(
-    plain: dict[str, np.ndarray], other: dict[str, np.ndarray]
-) -> tuple[float, list[Any]]:
-    """The cosine of all gradients together, and the parameter with the smallest."""
-    if plain.keys() != other.keys():
-        raise ValueError(f"other parameters: {sorted(plain.keys() ^ other.keys())}")
-
-    def cosine(a, b):
-        a, b = a.astype(np.float64), b.astype(np.float64)
-        return float(a @ b / np.sqrt((a @ a) * (b @ b))) if a @ a and b @ b else 1.0
-
-    def joined(tree):
-        return np.concatenate([tree[k].ravel() for k in plain])
-
-    by_leaf = {k: cosine(plain[k].ravel(), other[k].ravel()) for k in plain}
-    worst = min(by_leaf, key=lambda k: by_leaf[k])
-    return cosine(joined(plain), joined(other)), [worst, by_leaf[worst]]
-
-
 def lines(name: str, result: dict[str, Any]) -> str:
     """The rows of a model in the table."""
     project = MODELS[name].project
@@ -127,8 +108,7 @@ def page(results: dict[str, Any], checkouts: Checkouts) -> str:
     names = ("jax", "flax", "optax", "equinox")
     versions = ", ".join(f"{n} {version(n)}" for n in names)
     commits = "\n".join(
-        f"- {where} {commit(checkouts.folder / project)}"
-        for project, where in SOURCES.items()
+        f"- {where} {checkouts.commit(project)}" for project, where in SOURCES.items()
     )
     head = HEAD.format(
         steps=STEPS,
@@ -141,41 +121,54 @@ def page(results: dict[str, Any], checkouts: Checkouts) -> str:
     return head + "".join(lines(name, result) for name, result in results.items())
 
 
-def commit(folder: Path) -> str:
-    """The commit of a checkout, or nothing if it is not a repository."""
-    command = ["git", "-C", str(folder), "rev-parse", "--short=10", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return f"at {done.stdout.strip()}" if done.returncode == 0 else ""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what does not have a result yet. 1 if a model is outside the bounds."""
+    """Runs what does not have a result yet. 1 if something is outside the bounds."""
     parser = argparse.ArgumentParser(prog="python -m parity.foreign_models")
     parser.add_argument("--source", type=Path, required=True, help="of the checkouts")
-    parser.add_argument("--only", nargs="+", choices=tuple(MODELS), metavar="NAME")
+    known = (*MODELS, *TRAINERS)
+    parser.add_argument("--only", nargs="+", choices=known, metavar="NAME")
     parser.add_argument("--again", action="store_true", help="run all of them again")
     options = parser.parse_args(arguments)
     checkouts = Checkouts(options.source.resolve())
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for name in options.only or MODELS:
-        file = RESULTS / f"{name.replace(' ', '_')}.json"
+    for name in options.only or known:
+        file = file_of(name)
         if file.exists() and not (options.again or options.only):
             continue
         began = time.perf_counter()
-        model = MODELS[name].make(checkouts)
-        result = compared({way: train(model, way) for way in WAYS})
+        if name in TRAINERS:
+            result = compare.results(name, checkouts)
+            text = compare.lines(name, result)
+        else:
+            model = MODELS[name].make(checkouts)
+            result = compared({way: train(model, way) for way in WAYS})
+            text = lines(name, result)
         file.write_text(json.dumps(result, indent=1))
-        print(f"{lines(name, result)}  {time.perf_counter() - began:.0f} s", flush=True)
-    files = {name: RESULTS / f"{name.replace(' ', '_')}.json" for name in MODELS}
-    if missing := [name for name, file in files.items() if not file.exists()]:
-        print(f"the page is not written yet; missing results: {', '.join(missing)}")
-        return 1
-    results = {name: json.loads(file.read_text()) for name, file in files.items()}
-    PAGE.write_text(page(results, checkouts))
+        print(f"{text}  {time.perf_counter() - began:.0f} s", flush=True)
+    old, _, trainers = PAGE.read_text().partition(compare.TITLE)
+    models, good = old, True
+    if results := kept(MODELS):
+        models = page(results, checkouts) + "\n"
+        good = all(row.get("ok", True) for r in results.values() for row in r.values())
+    if results := kept(TRAINERS):
+        trainers = compare.part(results)
+        good = good and not any(compare.wrong(r) for r in results.values())
+    PAGE.write_text(models + compare.TITLE + trainers)
     print(f"wrote {PAGE.relative_to(ROOT)}")
-    return int(
-        not all(row.get("ok", True) for r in results.values() for row in r.values())
-    )
+    return int(not good)
+
+
+def file_of(name: str) -> Path:
+    """The file of a model's or a trainer's result."""
+    return RESULTS / f"{name.replace(' ', '_')}.json"
+
+
+def kept(names: Iterable[str]) -> dict[str, Any]:
+    """The results of all of them. If one is missing, it says so and gives nothing."""
+    if missing := [name for name in names if not file_of(name).exists()]:
+        print(f"this part of the page stays; missing results: {', '.join(missing)}")
+        return {}
+    return {name: json.loads(file_of(name).read_text()) for name in names}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,10 @@ from unittest import mock
 # of them computes: if a model needs a module for its numbers, it must be installed.
 INPUT_ONLY = frozenset(
     """
-    ale_py datasets env_utils grain gymnasium huggingface_hub kagglehub safetensors
+    ale_py brax datasets env_utils grain gymnasium huggingface_hub kagglehub navix
+    pandas safetensors seaborn
     sentencepiece tensorboard tensorflow tensorflow_datasets tensorflow_text torch
-    torchvision tqdm transformers
+    tiktoken torchvision tqdm transformers
     """.split()
 )
 
@@ -66,6 +68,13 @@ class Checkouts:
             raise FileNotFoundError(f"--source: there is no folder {folder}")
         with imports_from(folder):
             return [importlib.import_module(name) for name in names]
+
+    def commit(self, project: str) -> str:
+        """The commit of a checkout, or nothing if it is not a repository."""
+        command = ["git", "-C", str(self.folder / project), "rev-parse"]
+        command += ["--short=10", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return f"at {done.stdout.strip()}" if done.returncode == 0 else ""
 
     def notebook(self, path: str, **constants: Any) -> Any:
         """The imports and classes in a notebook's cells, with values that they use."""

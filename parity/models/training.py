@@ -1,7 +1,7 @@
 """Trains a model in float32, in an autocast region, and with a policy."""
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -93,6 +93,27 @@ def by_path(tree: Any) -> dict[str, np.ndarray]:
         jax.tree_util.keystr(path): np.asarray(leaf, np.float32)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+def cosines(
+    plain: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
+) -> tuple[float, list[Any]]:
+    """The cosine of all gradients together, and the parameter with the smallest."""
+    if plain.keys() != other.keys():
+        raise ValueError(f"other parameters: {sorted(plain.keys() ^ other.keys())}")
+
+    def cosine(a, b):
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        if not (a @ a and b @ b):  # zeros agree with zeros alone
+            return float(a @ a == b @ b)
+        return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+    def joined(tree):
+        return np.concatenate([tree[k].ravel() for k in plain])
+
+    by_leaf = {k: cosine(plain[k].ravel(), other[k].ravel()) for k in plain}
+    worst = min(by_leaf, key=lambda k: by_leaf[k])
+    return cosine(joined(plain), joined(other)), [worst, by_leaf[worst]]
 
 
 def share_of(loss: Callable[..., Any], *args: Any) -> float | None:

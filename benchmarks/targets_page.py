@@ -115,30 +115,47 @@ def meshes_tables(meshes):
 
 
 def meshes_table(meshes):
-    rows = []
+    """A row for the ways to step that exchange the same, with each one's instructions."""
     by_count = sorted(meshes, key=lambda title: int(title.split()[0]))
+    alike = {}
     for row in next(iter(meshes.values()), {}):
         there = [meshes[title][row] for title in by_count if row in meshes[title]]
         plains, scaleds = zip(*(pair.values() for pair in there), strict=True)
         dtypes = dict.fromkeys(d for plain in plains for d in plain["by_dtype"])
-        megabytes = lambda dtype, plains=plains: " / ".join(
-            f"{plain['by_dtype'].get(dtype, 0) / 1e6:.2f}" for plain in plains
-        )
-        listed = lambda values: " / ".join(map(str, values))
         pairs = list(zip(plains, scaleds, strict=True))
-        rows.append(
-            [
-                row,
-                listed(plain["count"] for plain in plains),
-                ", ".join(f"{dtype} {megabytes(dtype)}" for dtype in dtypes),
-                listed(s["count"] - p["count"] for p, s in pairs),
-                listed(s["bytes"] - p["bytes"] for p, s in pairs),
-                listed(s["instructions"] for s in scaleds),
-                listed(f"{s['seconds']:.0f}" for s in scaleds),
-            ]
-        )
+        cells = [
+            listed(plain["count"] for plain in plains),
+            ", ".join(f"{dtype} {megabytes(dtype, plains)}" for dtype in dtypes),
+            listed(s["count"] - p["count"] for p, s in pairs),
+            listed(s["bytes"] - p["bytes"] for p, s in pairs),
+        ]
+        layout, _, way = row.rpartition(", ")
+        alike.setdefault((layout, *cells), []).append((way, scaleds))
+    rows = [[*cells, *steps(ways)] for cells, ways in alike.items()]
     columns = ("collectives", "MB", "scaling adds", "bytes", "instructions", "CPU s")
     return table([" / ".join(by_count), *columns], rows)
+
+
+def megabytes(dtype, plains):
+    return listed(f"{plain['by_dtype'].get(dtype, 0) / 1e6:.2f}" for plain in plains)
+
+
+def steps(ways):
+    """The instructions of each way to step, and the most seconds of any."""
+    alone = len(ways) == 1
+    found = [
+        (f"{way}: " if alone else "") + listed(x["instructions"] for x in scaleds)
+        for way, scaleds in ways
+    ]
+    columns = zip(*(scaleds for _, scaleds in ways), strict=True)
+    most = listed(f"{max(x['seconds'] for x in column):.0f}" for column in columns)
+    return [", ".join(found), most]
+
+
+def listed(values):
+    """A figure for each number of chips, or one if all are the same."""
+    values = list(map(str, values))
+    return values[0] if len(set(values)) == 1 else " / ".join(values)
 
 
 def differs(old, new):
@@ -159,18 +176,17 @@ def newest(runs, models):
         for title, found in newer.items()
         for row, figures in found["rows"].items()
     }
-    rows = [
-        [*names_of(title), row, *(cell(figures, moved) for figures in pair)]
-        for (title, row), pair in pairs.items()
-        if differs(*pair)
-    ]
-    commands = "\n".join(run["command"] for run in newer_runs)
+    changed = [(key, pair) for key, pair in pairs.items() if differs(*pair)]
+    alike = {}  # the precisions that move from the same to the same
+    for (title, row), pair in changed:
+        cells = tuple(cell(figures, moved) for figures in pair)
+        alike.setdefault((names_of(title), cells), []).append(row)
+    rows = [[*names, ", ".join(of), *cells] for (names, cells), of in alike.items()]
     parts = [
         f"### On {new}",
-        f"With Flax {newer_runs[0]['flax']} and optax {newer_runs[0]['optax']}, by:",
-        f"```text\n{commands}\n```",
-        f"Of {len(pairs)} rows, {len(rows)} move other bytes, by more than 1 %, or "
-        "have other products:",
+        f"With Flax {newer_runs[0]['flax']} and optax {newer_runs[0]['optax']}, of "
+        f"{len(pairs)} rows, {len(changed)} move other bytes, by more than 1 %, or have "
+        "other products:",
         table(["GB", "model", "precision", old, new], rows),
         meshes_tables(newer_meshes),
     ]
@@ -199,8 +215,7 @@ def text(runs, models, meshes):
     dates = sorted({run["date"] for run in runs})
     parts = [
         f"Compiled {' and '.join(dates)} with JAX {first['jax']}, Flax {first['flax']} "
-        f"and optax {first['optax']} by:",
-        "```text\n" + "\n".join(run["command"] for run in runs) + "\n```",
+        f"and optax {first['optax']}. Each file of `benchmarks/results` has its command.",
         "### GB moved on GPUs",
         *(by_target(models, model, moved, GPUS) for model in TITLES),
         "### Millions of estimated cycles on TPUs",

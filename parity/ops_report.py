@@ -14,9 +14,9 @@ counterpart in JAX. Each op runs in a float16 region and in a bfloat16 region, i
 and jitted inside the region, and in float16 also outside jit. Its inputs are all
 float32, or all of the region's dtype (`half`). If it has several inputs and JAX accepts
 mixed dtypes, it also runs with a float32 first input and the rest in the region's
-dtype, and the other way round. Where the dtypes of these results differ, the table
-lists them in this order. Gradients are taken in jit, outside the region, with respect
-to every input.
+dtype, and the other way round. Where the dtypes of these results differ, they are
+listed in this order. Gradients are taken in jit, outside the region, with respect to
+every input.
 
 **{agree} of the {compared} ops agree with torch on CUDA** in the dtypes of results and
 gradients, and in their values to {most} units in the last place (ULPs);
@@ -24,14 +24,14 @@ gradients, and in their values to {most} units in the last place (ULPs);
 
 A gradient has the dtype of its input, both in torch and in jamp. Without a GPU, torch's
 dtypes are those of fake tensors under CUDA's autocast, and its values and gradients
-come from the CPU, whose autocast was given CUDA's lists. The ULPs columns show the
-largest distance, counted in the narrower dtype of the two results. For gradients it is
-counted in the narrower dtype of result and gradient, because the backward pass of a
-half-precision result is in half precision. Where torch's values are rounded to half
-precision, jamp's must be too. XLA was told to round wherever a cast says so
-(`xla_allow_excess_precision=false`).
+come from the CPU, whose autocast was given CUDA's lists. The columns show the largest
+distance in ULPs, rounded up to 1, 2, 4 or 8. It is counted in the narrower dtype of the
+two results, and for gradients in the narrower one of result and gradient, because the
+backward pass of a half-precision result is in half precision. Where torch's values are
+rounded to half precision, jamp's must be too. XLA was told to round wherever a cast
+says so (`xla_allow_excess_precision=false`).
 
-{table}
+{tables}
 
 {notes}
 
@@ -80,10 +80,10 @@ def section(results: Sequence[Result]) -> str:
         + (f", and jamp is wrong in {', '.join(wrong)}" if wrong else ""),
         unlisted=len(unlisted),
         unlisted_agree=sum(unlisted.values()),
-        table=_table(rows),
+        tables="\n\n".join(_tables(rows)),
         notes="\n".join(notes),
         cancels="\n".join(_cancelling(ops)),
-        missing="\n".join(f"- `{n}`: {why}." for n, why in NO_COUNTERPART.items()),
+        missing="\n".join(_missing()),
     )
 
 
@@ -99,31 +99,42 @@ def _cancelling(ops: Iterable[Op]) -> list[str]:
     return [f"- {why}: {', '.join(names)}." for why, names in reasons.items()]
 
 
-def _table(rows: Iterable[Sequence[Result]]) -> str:
-    """A row for each op."""
-    dtypes = (*HALVES, "float32")
-    head = ["op", "torch's list", "in JAX", "torch, CUDA", "jamp"]
-    head += [*(f"ULPs, {dtype}" for dtype in dtypes), "ULPs, gradient", "agrees"]
-    lines = []
-    for row in rows:
-        found: list[Found] = [result.data for result in row]
-        op, kind = found[0].case.op, found[0].kind
-        star, grad_star = op.cancels, op.cancels or op.grad_cancels
-        values = [f.ulps["value"] for f in found]
-        grads = [n for f in found for n in f.ulps["gradient value"].values()]
-        lines.append(
-            [
-                f"`{op.name}`",
-                kind.value if kind else "none",
-                f"`{op.written}`",
-                _dtypes(found, lambda f, name: [f.torch[name]]),
-                _dtypes(found, lambda f, name: f.jamp[name]),
-                *(_class([v[d] for v in values if d in v], star) for d in dtypes),
-                _class(grads, grad_star),
-                "no" if any(result.differs for result in row) else "yes",
-            ]
-        )
-    return table(head, lines)
+def _missing() -> Iterable[str]:
+    for why, names in grouped(
+        NO_COUNTERPART, lambda name: NO_COUNTERPART[name]
+    ).items():
+        yield f"- {', '.join(f'`{name}`' for name in names)}: {why}."
+
+
+def _tables(rows: Sequence[Sequence[Result]]) -> Iterable[str]:
+    """A table for the ops of a list that have the same dtypes in torch."""
+    for (kind, dtypes), ops in grouped(rows, _key).items():
+        on = f'On torch\'s list "{kind.value}"' if kind else "On none of the lists"
+        head = ["op", "in JAX", *(f"{x}:" for x in (*HALVES, "float32")), "gradient:"]
+        yield f"{on}, torch on CUDA gives {dtypes}:"
+        yield table(head, map(_row, ops))
+
+
+def _key(row: Sequence[Result]) -> tuple[Any, str]:
+    found = [result.data for result in row]
+    return found[0].kind, _dtypes(found, lambda f, name: [f.torch[name]])
+
+
+def _row(row: Sequence[Result]) -> list[str]:
+    found: list[Found] = [result.data for result in row]
+    op = found[0].case.op
+    values = [f.ulps["value"] for f in found]
+    grads = [n for f in found for n in f.ulps["gradient value"].values()]
+    differs = f" (differs, jamp gives {_dtypes(found, lambda f, name: f.jamp[name])})"
+    return [
+        f"`{op.name}`" + differs * any(result.differs for result in row),
+        f"`{op.written}`",
+        *(
+            _class([v[dtype] for v in values if dtype in v], op.cancels)
+            for dtype in (*HALVES, "float32")
+        ),
+        _class(grads, op.cancels or op.grad_cancels),
+    ]
 
 
 def _dtypes(found: Iterable[Found], of: Callable[[Found, str], Any]) -> str:
@@ -145,5 +156,5 @@ def _class(distances: Sequence[float], star: str) -> str:
         return "-"
     largest = max(distances)
     bound = next((n for n in _CLASSES if largest <= n), None)
-    text = f"> {_CLASSES[-1]}" if bound is None else f"<= {bound}"
-    return text + " \\*" * bool(star)
+    text = f"> {_CLASSES[-1]}" if bound is None else f"{bound}"
+    return text + "\\*" * bool(star)

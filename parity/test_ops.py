@@ -150,7 +150,7 @@ def test_a_fault_is_counted(monkeypatch, change, field):
     result = ops.run(matmul, "cpu")
     assert {name for name, n in result.mismatches.items() if n} == {field}
     assert "jitted in the region" in result.where and not result.as_expected
-    assert "| no |" in ops.section([result])
+    assert "| `matmul` (differs, jamp gives" in ops.section([result])
 
 
 def test_a_case_and_its_result_can_be_pickled():

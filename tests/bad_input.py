@@ -10,7 +10,7 @@ import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,9 +139,10 @@ ALL_NAMES = """\
 
 ## By public name
 
-Each row has a wrong call, what it raises, and what to do if the message does not say
-it. In a message, "..." stands for text that differs from run to run, and for the rest
-of a long value or a long message.
+A message stands at the first name that raises it, with a wrong call, or with several
+and what to do if the message does not say it. In a message, "..." stands for text that
+differs from call to call or from run to run, for the rest of a long message, and for
+sentences that stand further up.
 """
 
 MODULES = ("model", "optimizer", "scaler", "nnx_grads")  # which calls change
@@ -149,6 +150,12 @@ MODULES = ("model", "optimizer", "scaler", "nnx_grads")  # which calls change
 LONGEST = 400  # characters of a message on the page
 
 SENTENCE_END = re.compile(r"(?<!\.)\. (?=[A-Z])")
+
+# Text that differs between the calls that get one message.
+OF_A_CALL = [
+    (r"^(ValueError: \w+\(\w+=).*?(\): )", r"\1...\2"),
+    (r"\b(got|found) (\.{3}|[^.]|\.(?!\.))*?(?=[.;]( |$)|$)", r"\1 ..."),
+]
 
 # Text that differs from run to run, or between versions of JAX, Flax and Python.
 VARYING = [
@@ -178,15 +185,12 @@ jamp.autocast
     > Leave the device out: `jamp.autocast(jnp.float16)`.
   jamp.autocast("cuda", dtype=jnp.float16)
     TypeError: device
-    > Leave the device out.
   jamp.autocast(device_type="cuda")
     TypeError: device
-    > Leave it out.
   jamp.autocast(jnp.float16, cache_enabled=None)
     TypeError: cache_enabled
   jamp.autocast(jnp.float32)
     ValueError: dtype
-    > Write `enabled=False` to run in float32.
   jamp.autocast(True)
     ValueError: dtype
     > Pass it by name: `enabled=True`.
@@ -218,7 +222,6 @@ jamp.autocast
     > Pass the class, `Net`, or its path, `"head"`.
   jamp.autocast(rules={lambda x: x: None})
     ValueError: rules
-    > Put the ops into `with jax.named_scope("name"):` and use the path `"name"`.
   jamp.autocast(rules={nn.Conv: None})
     ValueError: rules
   with jamp.autocast(jnp.float16, rules={"decoder": None}): loss_fn(params, x)
@@ -344,7 +347,6 @@ jamp.GradScaler.unscale_
     > Pass `nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)`.
   scaler.unscale_(nnx.Optimizer(model, tx, wrt=nnx.Param), nnx_grads)
     ValueError: optimizer
-    > Use one loss scale: the scaler or the wrapper.
   scaler.unscale_(optimizer, as_type(jnp.float16, nnx_grads))
     ValueError: FP16 gradients
   scaler.unscale_(optimizer, as_type(jnp.int32, nnx_grads))
@@ -362,7 +364,6 @@ jamp.GradScaler.step
     > Write `scaler.step(optimizer, model, grads)`.
   scaler.step(optimizer, nnx_grads, model)
     TypeError: model
-    > The model comes before the gradients.
   scaler.step(model, optimizer, nnx_grads)
     TypeError: optimizer
     > The optimizer comes first.
@@ -384,7 +385,6 @@ jamp.GradScaler.step
     ValueError: FP16 gradients
   scaler.step(nnx.Optimizer(model, tx, wrt=nnx.Param), model, nnx_grads)
     ValueError: optimizer
-    > Use one loss scale: the scaler or the wrapper.
   scaler.step(optimizer, model, nnx_grads, closure=lambda: 0)
     RuntimeError: Closure
   scaler.step(optimizer, model, nnx_grads); scaler.step(optimizer, model, nnx_grads)
@@ -458,10 +458,8 @@ jamp.GradScaler.load_state_dict
 jamp.dynamic_loss_scale
   jamp.dynamic_loss_scale(optax.adam)
     TypeError: inner
-    > Call it: `optax.adam(1e-3)`.
   jamp.dynamic_loss_scale(optax.MultiSteps)
     TypeError: inner
-    > Pass an instance, not the class.
   jamp.dynamic_loss_scale(optimizer)
     TypeError: inner
     > For NNX, use `jamp.GradScaler`.
@@ -511,7 +509,6 @@ jamp.dynamic_loss_scale
     ValueError: loss_scale of the state
   adam_tx.update(grads, opt_state, params)
     ValueError: state
-    > Pass the state that this optimizer's `init` made.
   adam_tx.update(grads, adam_tx.init({"w": x, "b": x}), params)
     ValueError: state
   tx.update((1.0, grads), opt_state, params)
@@ -629,7 +626,6 @@ jamp.retry
     ValueError: donated
   jamp.retry(nnx_step)(model, optimizer, x)
     ValueError: loss scale
-    > Pass the scaler as an argument too.
   jamp.retry(nnx_donating)(*copied((model, optimizer, scaler)), x)
     ValueError: donated
 
@@ -644,7 +640,6 @@ jamp.find_loss_scale
     TypeError: the state at [0]['act']
   jamp.find_loss_scale(retry_step, (params, opt_state), x * jnp.nan)
     ValueError: the step overflows
-    > Find the source of the nan with `jamp.debug.find_nonfinite`.
   jamp.find_loss_scale(plain_step, (params, opt_state), x)
     ValueError: a loss scale that they do not depend on
   jamp.find_loss_scale(lambda state, x: state, (params, opt_state), x)
@@ -760,7 +755,6 @@ jamp.DynamicLossScaleState
 jamp.master_weights
   jamp.master_weights(optax.adam)
     TypeError: inner
-    > Call it: `optax.adam(1e-3)`.
   jamp.master_weights(jamp.master_weights(optax.sgd(0.1))).init(params)
     ValueError: inner
   jamp.master_weights(optax.sgd(0.1)).init(net)
@@ -822,7 +816,6 @@ jamp.Policy.wrap
     TypeError: function
   jamp.get_policy("half").wrap(model.__call__)
     TypeError: function
-    > Use `jamp.nnx.with_policy`.
   jamp.get_policy("half").wrap(loss_fn(params, x))
     TypeError: function
     > Pass the function, not its result.
@@ -866,7 +859,6 @@ jamp.cast_to_full
 jamp.linen.with_policy
   jamp.linen.with_policy(model, "half")
     TypeError: module
-    > For NNX, use `jamp.nnx.with_policy`.
   jamp.linen.with_policy(nn.Dense, "half")
     TypeError: module
     > Pass an instance: `nn.Dense(3)`.
@@ -901,7 +893,6 @@ jamp.linen.with_policy
 jamp.linen.TrainState.create
   jamp.linen.TrainState.create(apply_fn=None, params=params, tx=optax.adam)
     TypeError: tx
-    > Call it: `optax.adam(1e-3)`.
   jamp.linen.TrainState.create(apply_fn=None, params="params", tx=tx)
     TypeError: parameter at the root
 
@@ -923,7 +914,6 @@ jamp.linen.TrainState.apply_gradients
 jamp.nnx.with_policy
   jamp.nnx.with_policy(net, "half")
     TypeError: module
-    > For Linen, use `jamp.linen.with_policy`.
   jamp.nnx.with_policy(nnx.state(model), "half")
     TypeError: module
   jamp.nnx.with_policy(jamp.nnx.with_policy(model, "half"), "full")
@@ -1157,7 +1147,6 @@ jamp.debug.History.extend
 jamp.debug.check
   jamp.debug.check({"loss_scale": 8.0})
     ValueError: metrics
-    > Pass `jamp.metrics(opt_state)`.
   jamp.debug.check(params)
     ValueError: opt_state
   jamp.debug.check(opt_state, window=0)
@@ -1172,7 +1161,7 @@ jamp.debug.check
 jamp.sharding.gather
   jamp.sharding.gather(params, "data")
     ValueError: axis_name
-    > Call it inside `shard_map`. Under plain jit there is nothing to gather.
+    > Under plain jit there is nothing to gather.
   jamp.sharding.gather(params, None)
     TypeError: axis_name
   jamp.sharding.gather(params, "data", param_dtype="int8")
@@ -1190,7 +1179,7 @@ jamp.sharding.gather
 jamp.sharding.mean
   jamp.sharding.mean(grads, "data")
     ValueError: axis_name
-    > Call it inside `shard_map`. Under plain jit, gradients are already means.
+    > Under plain jit, gradients are already means.
   jamp.sharding.mean(grads, ())
     TypeError: axis_name
   jamp.sharding.mean(grads, "data", dtype="int16")
@@ -1318,12 +1307,6 @@ def shown(message: str) -> str:
     return f"{message[: ends[-1] if ends else LONGEST]} ..."
 
 
-def row(case: Case, message: str) -> str:
-    """A row of the page."""
-    raised = f"{case.error}: {code(shown(message))}"
-    return f"| {code(case.call)} | {raised} | {case.advice} |"
-
-
 def section(first: First, message: str) -> str:
     """One of the first ten on the page."""
     why = textwrap.fill(first.why, 88, break_on_hyphens=False)
@@ -1335,22 +1318,50 @@ def page(first: Sequence[str], messages: Sequence[str]) -> str:
     """The page of the documentation, with the messages of all calls."""
     lines = [INTRO, "```python", SETUP.rstrip(), "```", FIRST_TEN]
     lines += ["\n\n".join(map(section, FIRST, first)), ALL_NAMES.rstrip()]
+    above = {x for message in first for x in sentences(message.replace("`", ""))}
     rows = zip(CASES, messages, strict=True)
     for name, group in itertools.groupby(rows, lambda pair: pair[0].name):
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            "| call | raises | what to do |",
-            "|---|---|---|",
-            *itertools.starmap(row, group),
-        ]
+        if found := list(by_message(list(group), above)):
+            lines += ["", f"## {name}", "", *found]
     return "\n".join([*lines, ""])
 
 
+def by_message(rows: Sequence[tuple[Case, str]], above: set[str]) -> Iterator[str]:
+    """Each message, with the calls that need advice, or with one if none does.
+
+    `above` has the sentences of the page so far. They are left out, after the first of
+    a message, and so is a message that has no other sentence and needs no advice.
+    """
+    found: dict[tuple[str, ...], list[tuple[Case, list[str]]]] = {}
+    for case, message in rows:
+        said = sentences(f"{case.error}: {shown(message)}")
+        found.setdefault(tuple(map(general, said)), []).append((case, said))
+    for key, group in found.items():
+        cases, texts = zip(*group, strict=True)
+        advised = [case for case in cases if case.advice]
+        if advised or not above.issuperset(key):
+            said = texts[0] if all(x == texts[0] for x in texts) else key
+            rest = ["..." if x in above else x for x in said[1:]]
+            message = " ".join(x for x, _ in itertools.groupby([said[0], *rest]))
+            yield f"- {code(message)}"
+            for case in advised or cases[:1]:
+                yield f"    - {code(case.call)}" + f": {case.advice}" * bool(advised)
+        above.update(key)
+
+
+def sentences(message: str) -> list[str]:
+    return SENTENCE_END.sub(".\n", message).split("\n")
+
+
+def general(sentence: str) -> str:
+    """A sentence without what differs between calls."""
+    for pattern, replacement in OF_A_CALL:
+        sentence = re.sub(pattern, replacement, sentence)
+    return sentence
+
+
 def code(text: str) -> str:
-    """Text as code in a cell of a Markdown table."""
-    text = text.replace("|", "\\|")
+    """Text as code."""
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 

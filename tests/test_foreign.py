@@ -1,5 +1,6 @@
 """The runner of other projects' tests, on a project of a few lines."""
 
+import math
 import os
 import re
 import shutil
@@ -310,6 +311,30 @@ def test_a_library_that_is_not_installed_is_skipped(tmp_path, capsys):
     path.write_text(EMPTY)
     page.write(path, [section])
     assert "Skipped: it is not installed." in path.read_text()
+
+
+def test_calls_that_pass_are_names_and_calls_with_one_reason_share_a_row():
+    def row(name, wrong, dtype="float32", raised="", **faults):
+        result = compare.Result(wrong, 0.5, dtype, raised)
+        results = {x: dict.fromkeys(compare.WAYS, result) for x in compare.DTYPES}
+        return compare.Row(name, results, faults)
+
+    first, second = "jnp.fft.rfft", "jnp.fft.rfft2"  # two with one reason
+    rows = [
+        row("a", 0.0),
+        row(first, 0.1, raises=""),
+        row("b", 0.1, "float16"),
+        row("c", 0.2),
+        row(second, math.nan, raised="TypeError", raises=""),
+        row("d", math.nan, error="nan"),
+    ]
+    passed, table = page.blocks(rows)
+    assert passed == "- f32: `a`, `c`\n- f16: `b`"
+    one, other = table.splitlines()[2:]
+    assert one.startswith(f"| `{first}`, `{second}` | raises | raises |")
+    assert reasons.REFUSED in one
+    assert other == "| `d` | nan | nan | nan | nan | 5e-1 | f32 | **error**: nan |"
+    assert page.line(rows[:3:2]).startswith("| `a`, `b` | 1e-1 | 1e-1 |")
 
 
 @pytest.mark.nightly

@@ -1,7 +1,8 @@
 """The tables of docs/parity/ecosystem.md."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from .compare import DTYPES, WAYS, Result, Row
 from .programs import Outcome
 from .reasons import NO_REASON, REASONS, unexplained
 
-HEAD = """| call | float16 half | inner jit | bfloat16 half | inner jit | gradient | \
+HEAD = """| calls | float16 half | inner jit | bfloat16 half | inner jit | gradient | \
 comes out as | |
 | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |"""
 PROGRAMS = """| program | what is compared | float32 | float16 | bfloat16 | noise | |
@@ -40,7 +41,7 @@ def write(path: Path, sections: Sequence[Section]) -> None:
         if each.missing:
             found.append(f"{title}\n\nSkipped: {cell(each.missing)}.")
         else:
-            found.append("\n".join([f"{title}\n", HEAD, *map(line, each.rows)]))
+            found.append("\n\n".join([title, *blocks(each.rows)]))
     replace(path, "\n\n".join(found))
 
 
@@ -54,37 +55,61 @@ def summary(sections: Sequence[Section]) -> str:
     )
 
 
-def line(row: Row) -> str:
-    """One call: errors, the dtype that comes out, and the reason if there is one."""
-    errors = [number(row.results[dtype][way]) for dtype in DTYPES for way in WAYS]
-    gradients = [row.results[dtype][way].gradient for dtype in DTYPES for way in WAYS]
-    known = [x for x in gradients if not math.isnan(x)]
-    gradient = figure(max(known)) if known else ""
-    said = ""
-    if row.faults:
-        left = [f"**{k}**: {v}" for k, v in unexplained(row).items()]
-        reason = REASONS.get(row.name, NO_REASON)[1]
-        said = "; ".join(filter(None, [*left, reason]))
-    cells = [f"`{cell(row.name)}`", *errors, gradient, dtypes(row), plain(said)]
+def blocks(rows: Sequence[Row]) -> Iterator[str]:
+    """The names of calls that pass, by dtype, and a table of the others, by reason."""
+    passed, others = defaultdict(list), defaultdict(list)
+    for row in rows:
+        if row.faults:
+            others[reason(row), dtypes([row])].append(row)
+        else:
+            passed[dtypes([row])].append(row)
+    if passed:
+        yield "\n".join(f"- {x or 'nothing'}: {names(passed[x])}" for x in passed)
+    if others:
+        yield "\n".join([HEAD, *map(line, others.values())])
+
+
+def line(rows: Sequence[Row]) -> str:
+    """The largest errors of calls, the dtypes that come out, and the first's reason."""
+    cells = [names(rows)]
+    for dtype in DTYPES:
+        cells += [number([row.results[dtype][way] for row in rows]) for way in WAYS]
+    every = [x[way] for row in rows for x in row.results.values() for way in WAYS]
+    known = [x.gradient for x in every if not math.isnan(x.gradient)]
+    cells += [figure(max(known)) if known else "", dtypes(rows), plain(reason(rows[0]))]
     return "| " + " | ".join(cells) + " |"
+
+
+def names(rows: Iterable[Row]) -> str:
+    return ", ".join(f"`{cell(row.name)}`" for row in rows)
+
+
+def reason(row: Row) -> str:
+    """Why a call may differ, after what is wrong with it; empty if it passes."""
+    if not row.faults:
+        return ""
+    left = [f"**{k}**: {v}" for k, v in unexplained(row).items()]
+    return "; ".join(filter(None, [*left, REASONS.get(row.name, NO_REASON)[1]]))
 
 
 def plain(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def number(result: Result) -> str:
-    return "raises" if result.raised else figure(result.error)
+def number(results: Sequence[Result]) -> str:
+    if any(x.raised for x in results):
+        return "raises"
+    errors = [x.error for x in results]
+    return figure(math.nan if any(map(math.isnan, errors)) else max(errors))
 
 
 def figure(value: float) -> str:
     return "0" if value == 0 else f"{value:.0e}".replace("e-0", "e-")
 
 
-def dtypes(row: Row) -> str:
+def dtypes(rows: Iterable[Row]) -> str:
     """In float16's region, of the way that did not raise; of both if they differ."""
-    results = row.results[DTYPES[0]]
-    found = [short(results[way].dtypes) for way in WAYS]
+    found = [short(row.results[DTYPES[0]][way].dtypes) for row in rows for way in WAYS]
     return "; ".join(dict.fromkeys(filter(None, found)))
 
 

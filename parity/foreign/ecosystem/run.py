@@ -52,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def section(library: Library) -> Section:
-    """Runs what a library has; a word is printed at its end."""
+    """Runs what a library has, and prints the figures of each call."""
     start = time.process_time()
     release, why = libraries.release(library), libraries.missing(library)
     rows, outcomes = [], []
@@ -62,6 +62,8 @@ def section(library: Library) -> Section:
         outcomes = [programs.measure(each, compare.DTYPES) for each in every]
     seconds = time.process_time() - start
     said = f"skipped, {why}" if why else f"{len(rows)} calls, {seconds:.0f} s"
+    for row in rows:
+        print(page.line([row]))
     print(f"{library.name} {release}: {said}", flush=True)
     return Section(library.name, release, why, rows, outcomes)
 

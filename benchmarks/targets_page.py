@@ -115,7 +115,7 @@ def meshes_tables(meshes):
 
 
 def meshes_table(meshes):
-    """A row for the ways to step that exchange the same, with each one's instructions."""
+    """A row for the ways to step that exchange the same, with their instructions."""
     by_count = sorted(meshes, key=lambda title: int(title.split()[0]))
     alike = {}
     for row in next(iter(meshes.values()), {}):
@@ -185,8 +185,8 @@ def newest(runs, models):
     parts = [
         f"### On {new}",
         f"With Flax {newer_runs[0]['flax']} and optax {newer_runs[0]['optax']}, of "
-        f"{len(pairs)} rows, {len(changed)} move other bytes, by more than 1 %, or have "
-        "other products:",
+        f"{len(pairs)} rows, {len(changed)} move other bytes, by more than 1 %, or "
+        "have other products:",
         table(["GB", "model", "precision", old, new], rows),
         meshes_tables(newer_meshes),
     ]
@@ -215,7 +215,8 @@ def text(runs, models, meshes):
     dates = sorted({run["date"] for run in runs})
     parts = [
         f"Compiled {' and '.join(dates)} with JAX {first['jax']}, Flax {first['flax']} "
-        f"and optax {first['optax']}. Each file of `benchmarks/results` has its command.",
+        f"and optax {first['optax']}. Each file of `benchmarks/results` has its "
+        "command.",
         "### GB moved on GPUs",
         *(by_target(models, model, moved, GPUS) for model in TITLES),
         "### Millions of estimated cycles on TPUs",

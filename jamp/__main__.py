@@ -25,8 +25,8 @@ OPTIONAL = ("equinox", "dm-haiku")
 USAGE = "usage: python -m jamp [measure [--json]]; got {}"
 # What `pip install jamp` installs; it overwrites the files of jmp.
 OTHER = (
-    "warning: jamp {} from PyPI is installed too. It is another project, a fork of jmp, "
-    "and is imported as jmp. To remove it: pip uninstall jamp"
+    "warning: jamp {} from PyPI is installed too. It is another project, a fork of "
+    "jmp, and is imported as jmp. To remove it: pip uninstall jamp"
 )
 RATE = 0.1
 SIZE = 16  # float8 takes sizes that are multiples of 16

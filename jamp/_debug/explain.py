@@ -258,8 +258,10 @@ def promotions(ops: Iterable[WalkedOp]) -> list[Promotion]:
             continue
         out = op.eqn.outvars[0]
         for user in op.used_by.get(out, ()):
-            if user.primitive.name in MIXING and any(
-                is_float32(v, op) for v in user.invars if v is not out
+            if (
+                user.primitive.name in MIXING
+                and any(is_float32(v, op) for v in user.invars if v is not out)
+                and not is_narrowed(user, op)
             ):
                 key = user.primitive.name, op.site.line, op.path
                 before = found.get(key, Promotion(*key, 0, 0))
@@ -269,6 +271,17 @@ def promotions(ops: Iterable[WalkedOp]) -> list[Promotion]:
                 )
                 break
     return sorted(found.values(), key=lambda p: -p.bytes)
+
+
+def is_narrowed(eqn: JaxprEqn, op: WalkedOp) -> bool:
+    """Whether a region casts the result of an op beside `op` to half precision."""
+    users = op.used_by.get(eqn.outvars[0], ())
+    return bool(users) and all(
+        user.primitive.name == CAST
+        and str(array(user.outvars[0]).dtype) in HALF_NAMES
+        and EXPLICIT.isdisjoint(_compat.codes_of(user.source_info))
+        for user in users
+    )
 
 
 def is_widening(op: WalkedOp) -> bool:

@@ -110,9 +110,10 @@ class NonfiniteReport(Report):
         "nan"), `primitive`, `dtypes_in`, `dtypes_out`, `line`, `path` (of modules),
         `region`, `backward`, `loops` (pairs such as ("scan", 17)), `times` (in how many
         iterations, or how often on that line), `arguments` (those that go into it) and
-        `from_inf` (whether it made a nan from an inf). Then `bad_arguments`,
-        `bad_constants` (lines), and `results`, the paths of the results that are not
-        finite: none, if a train step was skipped.
+        `from_inf` (whether it made a nan from an inf). `swallowed` is a list of the
+        overflows that end in finite numbers, with the same keys and `by`, the op that
+        swallowed them. Then `bad_arguments`, `bad_constants` (lines), and `results`,
+        the paths of the results that are not finite: none, if a train step was skipped.
         """
         check_single(self)
         program, names = self.layout.program, self.layout.arguments
@@ -164,11 +165,13 @@ class NonfiniteReport(Report):
         if len(hidden) > LISTED:
             lines.append(f"... and {len(hidden) - LISTED} swallowed ones more")
         if not any(row.get(key) for key in ("ops", *OTHERS)):
-            results = f"the {n} results of {layout.function}"
+            plural = n != 1
+            results = f"the {n} results" if plural else "the result"
+            results += f" of {layout.function}"
             if np.any(self.skipped):
                 lines.append(UNEXPLAINED.format(layout.function))
             else:
-                wrong = f"{results} are finite but wrong"
+                wrong = f"{results} {'are' if plural else 'is'} finite but wrong"
                 lines.append(wrong if hidden else f"no inf or nan in {results}")
             if layout.unseen:
                 lines.append(f"not looked into: {some(layout.unseen)}")

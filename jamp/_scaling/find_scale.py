@@ -1,7 +1,7 @@
 """`find_loss_scale`: finds a first scale without losing batches."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from .calls import Call, attempt, scales_of, with_scales
 from .mesh import on_every_replica, varying_like
 from .retry import call_of
 from .rule import LossScaleState
+from .scale_flow import Flow, ScaleFlow
+from .state import find_states
 from .traced import Traced
 
 LOWEST, HIGHEST = -126, 32  # exponents
@@ -26,11 +28,11 @@ there is an inf or nan in the batch, the parameters or the loss. \
 jamp.debug.find_nonfinite names the op that makes it."""
 
 
-NOT_SCALED = """{caller}: the step divides its gradients by a loss scale that they do \
-not depend on. Multiply the loss by the scale of the state that the step is given. \
-With a GradScaler, let the loss function return scaler.scale(loss). With the state of \
-an optimizer, use jamp.value_and_grad(loss_fn, opt_state), or let the loss function \
-return jamp.scale_loss(loss, opt_state)."""
+NOT_SCALED = """{caller}: the step divides its gradients by a loss scale{where} that \
+they do not depend on. Multiply the loss by the scale of the state that the step is \
+given. With a GradScaler, let the loss function return scaler.scale(loss). With the \
+state of an optimizer, use jamp.value_and_grad(loss_fn, opt_state), or let the loss \
+function return jamp.scale_loss(loss, opt_state)."""
 
 
 def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +147,7 @@ def bisect(call: Call, state: PyTree, inputs: PyTree) -> tuple[jax.Array, jax.Ar
 
     old, mark = scales_of(state), jnp.uint32(NOT_STEPPED)
     scales_after = Traced(step_at, old)
-    check_scales_its_loss(scales_after, call.caller)
+    check_scales_its_loss(scales_after, call.caller, [*find_states(state)])
 
     def halve(
         _: object, between: tuple[jax.Array, jax.Array, jax.Array]
@@ -183,7 +185,9 @@ def is_too_high(tried: LossScaleState, new: LossScaleState) -> jax.Array:
 
 
 def check_scales_its_loss(
-    once: Traced[[list[LossScaleState]], list[LossScaleState]], caller: str
+    once: Traced[[list[LossScaleState]], list[LossScaleState]],
+    caller: str,
+    paths: Sequence[str],
 ) -> None:
     """Raises ValueError if `found_inf` cannot depend on the scale of its state.
 
@@ -192,10 +196,13 @@ def check_scales_its_loss(
     Args:
       once: from loss scales to those after a step.
       caller: the function that a user called.
+      paths: where the loss scales are.
     """
-    fields = LossScaleState._fields
-    for start in range(0, len(once.shapes) * len(fields), len(fields)):
-        place = {name: start + i for i, name in enumerate(fields)}
-        used = once.used_inputs(place["found_inf"])
-        if not used[place["found_inf"]] and not used[place["loss_scale"]]:
-            raise ValueError(NOT_SCALED.format(caller=caller))
+    jaxpr, count = once.closed.jaxpr, len(LossScaleState._fields)
+    flag, scale = map(LossScaleState._fields.index, ("found_inf", "loss_scale"))
+    for start, path in zip(range(0, count * len(paths), count), paths, strict=True):
+        inputs = [Flow.OTHER] * len(jaxpr.invars)
+        inputs[start + flag], inputs[start + scale] = Flow.GIVEN, Flow.SCALED
+        if ScaleFlow().outputs(jaxpr, inputs)[start + flag] is Flow.OTHER:
+            where = f" at {path}" if len(paths) > 1 else ""
+            raise ValueError(NOT_SCALED.format(caller=caller, where=where))

@@ -25,7 +25,8 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 
-RUN_ONCE = ("jit", "pjit", "shard_map", "checkpoint")  # each runs its jaxpr once
+# Each runs its jaxpr once. JAX has had two names for `jax.checkpoint`.
+RUN_ONCE = ("jit", "pjit", "shard_map", "checkpoint", "remat2")
 
 # Primitives whose result is zero if their operands are.
 KEEP_ZERO = "add broadcast_in_dim convert_element_type name neg reshape sub".split()
@@ -53,14 +54,10 @@ class Traced(Generic[P, T]):
         results = jaxpr_as_fun(self.closed)(*jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
 
-    def used_inputs(self, output: int | None = None) -> list[bool]:
-        """Whether an output, or any of them, or an effect needs each input.
-
-        Inputs and outputs are leaves, in order.
-        """
+    def used_inputs(self) -> list[bool]:
+        """Whether an output or an effect needs each input: leaves, in order."""
         jaxpr = self.closed.jaxpr
-        wanted = [output in (None, i) for i in range(len(jaxpr.outvars))]
-        return partial_eval.dce_jaxpr(jaxpr, wanted)[1]
+        return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
 
 
 def reads_and_run(

@@ -403,6 +403,20 @@ def test_a_step_may_return_an_equinox_model():
         assert any(row.backward for row in explanation.rows)
 
 
+def test_a_bias_that_is_added_in_float32_for_each_of_a_batch_does_not_widen():
+    layer = lambda w, b, x: x @ w + b
+    w, b, x = (
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, 8, 8), (2, 8), (2, 4, 8))
+    )
+    inside = jax.vmap(jamp.autocast(dtype=jnp.float16)(layer))
+    explanation = debug.explain(inside)(w, b, x)
+    assert explanation.half_results and explanation.promotions == []
+    outside = debug.explain(jax.vmap(layer), jnp.float16)(w, b, x)  # gives float32
+    assert [p.op for p in outside.promotions] == ["add"]
+    cast = lambda w, b, x: jax.vmap(layer)(w, b, x).astype(jnp.float16)
+    assert debug.explain(cast, jnp.float16)(w, b, x).promotions  # the user's own cast
+
+
 def masked_loss(x):
     mask = (x > 0).astype(x.dtype)
     return jnp.sum(mask * (x - 1) ** 2) / jnp.sum(mask)

@@ -636,21 +636,117 @@ def captured_scale(state, x, y):
     return jamp.value_and_grad(loss_fn, captured)(state["params"], x, y)
 
 
-@pytest.mark.parametrize("grads_of", [plain_loss, captured_scale])
-@pytest.mark.parametrize("wrap", mostly_slow([lambda step: step, jax.jit], jax.jit))
-def test_a_loss_that_is_not_scaled_is_told(grads_of, wrap):
-    training = Training()
+def scaled_loss(state, x, y):
+    grad_fn = jamp.value_and_grad(loss_fn, state["opt_state"])
+    return grad_fn(state["params"], x, y)
 
+
+def behind_a_cond(step):
+    keep = lambda state, x, y: (state, jnp.float32(0))
+    ready = lambda state: state["params"]["w1"].sum() < 1e6
+    return lambda state, x, y: jax.lax.cond(ready(state), step, keep, state, x, y)
+
+
+def selected(step):
+    def chosen(state, x, y):
+        new, loss = step(state, x, y)
+        choose = lambda old, new: jnp.where(loss < 1e6, new, old)
+        return jax.tree.map(choose, state, new), loss
+
+    return chosen
+
+
+def in_fori_loop(step):
+    def looped(state, x, y):
+        body = lambda _, state: step(state, x, y)[0]
+        return jax.lax.fori_loop(0, 1, body, state), jnp.float32(0)
+
+    return looped
+
+
+def in_while_loop(step):
+    def looped(state, x, y):
+        body = lambda pair: (step(pair[0], x, y)[0], pair[1] + 1)
+        return jax.lax.while_loop(lambda pair: pair[1] < 1, body, (state, 0))[0], None
+
+    return looped
+
+
+def in_scan(step, length=1):
+    def scanned(state, x, y):
+        body = lambda state, _: step(state, x, y)
+        return jax.lax.scan(body, state, None, length=length)
+
+    return scanned
+
+
+WRAPS = {
+    "alone": lambda step: step,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": behind_a_cond,
+    "select": selected,
+    "fori_loop": in_fori_loop,
+    "while_loop": in_while_loop,
+    "scan": in_scan,
+    "scan of 3": functools.partial(in_scan, length=3),
+    "jit, cond, loop": lambda step: jax.jit(behind_a_cond(in_fori_loop(step))),
+}
+
+
+def step_with(grads_of, training):
     def step(state, x, y):
         loss, grads = grads_of(state, x, y)
         stepped = jamp.step(training.tx, grads, state["opt_state"], state["params"])
         return state | dict(zip(("params", "opt_state"), stepped, strict=True)), loss
 
-    find = functools.partial(jamp.find_loss_scale, wrap(step))
+    return step
+
+
+@pytest.mark.parametrize("grads_of", [plain_loss, captured_scale])
+@pytest.mark.parametrize("wrap", mostly_slow(WRAPS, "jit", "cond", "scan of 3"))
+def test_a_loss_that_is_not_scaled_is_told(grads_of, wrap):
+    training = Training()
+    step = WRAPS[wrap](step_with(grads_of, training))
+    find = functools.partial(jamp.find_loss_scale, step)
     message = r"jamp\.find_loss_scale: the step divides its gradients by a loss scale"
     for call in (find, jax.jit(find)):
         with pytest.raises(ValueError, match=message):
             call(training.start(), *batches()[0])
+
+
+@pytest.mark.parametrize("wrap", mostly_slow(WRAPS, "cond", "while_loop"))
+def test_a_scaled_loss_is_found_wherever_the_step_is(wrap):
+    training, idle = Training(), Training(2.0**3)
+    step = step_with(scaled_loss, training)
+    expected = jamp.find_loss_scale(step, training.start(), *batches()[0])
+
+    def with_idle(states, x, y):
+        new, loss = step(states["used"], x, y)
+        return states | {"used": new}, loss
+
+    states = {"used": training.start(), "idle": idle.start()}
+    states["params"] = states["used"]["params"]
+    found = jamp.find_loss_scale(WRAPS[wrap](with_idle), states, *batches()[0])
+    assert jamp.loss_scale(found["idle"]) == 2.0**3
+    if wrap != "scan of 3":
+        assert jamp.loss_scale(found["used"]) == jamp.loss_scale(expected)
+
+
+def test_which_of_several_losses_is_not_scaled():
+    training = Training()
+    right = step_with(scaled_loss, training)
+    wrong = step_with(plain_loss, training)
+
+    def step(states, x, y):
+        return {
+            "actor": right(states["actor"], x, y)[0],
+            "critic": wrong(states["critic"], x, y)[0],
+        }, None
+
+    states = {"actor": training.start(), "critic": training.start()}
+    with pytest.raises(ValueError, match=r"loss scale at \['critic'\]"):
+        jamp.find_loss_scale(step, states, *batches()[0])
 
 
 def by_scan(scale, loss):

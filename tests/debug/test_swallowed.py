@@ -104,7 +104,7 @@ def test_an_overflow_that_is_swallowed_is_named(fn):
     first, last = str(report).splitlines()
     assert first.startswith(f"inf made of finite numbers by {found['op']}")
     assert first.endswith(f"and swallowed by {found['by']['op']}")
-    assert last == f"the 1 results of {fn.__name__} are finite but wrong"
+    assert last == f"the result of {fn.__name__} is finite but wrong"
     assert debug.find_nonfinite(fn)(BIG / 300).to_dict() == {}
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import optax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from .._tree import PyTree, dtype_of, is_inexact, path_text
-from .traced import NEEDS_VALUES, RUN_ONCE, Traced
+from .traced import NEEDS_VALUES, RUN_ONCE, Traced, followed, opened
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
 scale. What stands in front of it, such as optax.clip_by_global_norm, sees scaled \
@@ -80,7 +80,7 @@ def arrivals(
         for place, (_, leaf) in enumerate(given)
     ]
     arrived: list[tuple[str, Origin | int]] = []
-    found = followed(program.closed.jaxpr, start, arrived)
+    found = origins_of(program.closed.jaxpr, start, arrived)
     for at, origin in arrived:
         if not isinstance(origin, int):
             raise ValueError(CHANGED.format(at))
@@ -96,44 +96,40 @@ def is_of_gradients(origin: Origin | int) -> bool:
     return isinstance(origin, int) or origin is Origin.OF_GRADIENTS
 
 
-def followed(
+def origins_of(
     jaxpr: Jaxpr, inputs: Origins, arrived: list[tuple[str, Origin | int]]
 ) -> Origins:
     """The origin of each output. `arrived` gets those of what loss scales are given."""
-    known: dict[Var, Origin | int] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def origin_of(atom: Var | Literal) -> Origin | int:
-        return Origin.OTHER if isinstance(atom, Literal) else known[atom]
+    def results(eqn: JaxprEqn, sources: Origins) -> Origins:
+        # A flag or a count, such as whether all are finite, is not scaled.
+        avals: list[Any] = [variable.aval for variable in eqn.outvars]
+        return [
+            end if is_inexact(aval) else Origin.OTHER
+            for end, aval in zip(ends_of(eqn, sources), avals, strict=True)
+        ]
 
-    known |= dict.fromkeys(jaxpr.constvars, Origin.OTHER)
-    for eqn in jaxpr.eqns:
-        sources, name = list(map(origin_of, eqn.invars)), eqn.primitive.name
+    def ends_of(eqn: JaxprEqn, sources: Origins) -> Origins:
+        name = eqn.primitive.name
         if name == "name" and (of := mark_of(eqn)):
             what, at = of
             if what == GIVEN:
                 arrived.append((at, sources[0]))
-            ends = [Origin.OTHER if what == GIVEN else Origin.OF_LOSS_SCALE]
-        elif name in RUN_ONCE:
-            inner = eqn.params["jaxpr"]
-            ends = followed(getattr(inner, "jaxpr", inner), sources, arrived)
-        elif name == "cond":
+            return [Origin.OTHER if what == GIVEN else Origin.OF_LOSS_SCALE]
+        if name in RUN_ONCE:
+            return origins_of(opened(eqn.params["jaxpr"]), sources, arrived)
+        if name == "cond":
             branches = (b.jaxpr for b in eqn.params["branches"])
-            ends = [followed(branch, sources[1:], arrived) for branch in branches]
-            ends = list(map(joined, zip(*ends, strict=True)))
-        elif name == "convert_element_type" and not narrows(eqn):
-            ends = sources  # master weights widen, as a loss scale does
-        elif holds_mark(eqn):  # in a loop, for example: nothing is known
-            ends = [Origin.OTHER] * len(eqn.outvars)
-        else:
-            if name == "select_n":
-                sources = sources[1:]
-            used = any(map(is_of_gradients, sources))
-            ends = [Origin.OF_GRADIENTS if used else Origin.OTHER] * len(eqn.outvars)
-        for variable, end in zip(eqn.outvars, ends, strict=True):
-            # A flag or a count, such as whether all are finite, is not scaled.
-            aval: Any = variable.aval
-            known[variable] = end if is_inexact(aval) else Origin.OTHER
-    return list(map(origin_of, jaxpr.outvars))
+            ends = [origins_of(branch, sources[1:], arrived) for branch in branches]
+            return list(map(joined, zip(*ends, strict=True)))
+        if name == "convert_element_type" and not narrows(eqn):
+            return sources  # master weights widen, as a loss scale does
+        if holds_mark(eqn):  # in a loop, for example: nothing is known
+            return [Origin.OTHER] * len(eqn.outvars)
+        used = any(map(is_of_gradients, sources[name == "select_n" :]))
+        return [Origin.OF_GRADIENTS if used else Origin.OTHER] * len(eqn.outvars)
+
+    return followed(jaxpr, inputs, results, Origin.OTHER)
 
 
 def joined(origins: Sequence[Origin | int]) -> Origin | int:

@@ -7,11 +7,10 @@ steps once: from the second step on, the parameters depend on the scale.
 
 import enum
 from collections.abc import Sequence
-from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from .traced import RUN_ONCE
+from .traced import RUN_ONCE, followed, opened
 
 
 class Flow(enum.Enum):
@@ -34,16 +33,7 @@ class ScaleFlow:
 
     def outputs(self, jaxpr: Jaxpr, inputs: Sequence[Flow]) -> list[Flow]:
         """What the outputs of a program are."""
-        known: dict[Var, Flow] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def flow_of(atom: Var | Literal) -> Flow:
-            return Flow.OTHER if isinstance(atom, Literal) else known[atom]
-
-        known |= dict.fromkeys(jaxpr.constvars, Flow.OTHER)
-        for eqn in jaxpr.eqns:
-            found = self.results(eqn, list(map(flow_of, eqn.invars)))
-            known.update(zip(eqn.outvars, found, strict=True))
-        return list(map(flow_of, jaxpr.outvars))
+        return followed(jaxpr, inputs, self.results, Flow.OTHER)
 
     def results(self, eqn: JaxprEqn, given: list[Flow]) -> Sequence[Flow]:
         """What the results of an op are."""
@@ -85,8 +75,3 @@ def joined(flows: Sequence[Flow]) -> Flow:
     if Flow.SCALED in flows:
         return Flow.SCALED
     return Flow.GIVEN if flows and set(flows) == {Flow.GIVEN} else Flow.OTHER
-
-
-def opened(jaxpr: Any) -> Jaxpr:
-    """A jaxpr without its constants, open or closed."""
-    return getattr(jaxpr, "jaxpr", jaxpr)

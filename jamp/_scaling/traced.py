@@ -7,11 +7,11 @@ it away (`optax.set_to_zero`). No value shows this; the program of its update do
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Generic, ParamSpec
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from .._checks import is_traced
@@ -32,6 +32,7 @@ RUN_ONCE = ("jit", "pjit", "shard_map", "checkpoint", "remat2")
 KEEP_ZERO = "add broadcast_in_dim convert_element_type name neg reshape sub".split()
 
 P = ParamSpec("P")
+V = TypeVar("V")
 
 
 class Traced(Generic[P, T]):
@@ -114,31 +115,58 @@ def never_moved(
 
 def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Whether each output is known to be zero, if these inputs are."""
-    zero: dict[Var, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def is_zero(atom: Var | Literal) -> bool:
-        if isinstance(atom, Literal):
-            return bool(atom.val == 0)
-        return zero.get(atom, False)
 
     def is_finite(atom: Var | Literal) -> bool:
         return isinstance(atom, Literal) and bool(np.all(np.isfinite(atom.val)))
 
-    for eqn in jaxpr.eqns:
-        name, given = eqn.primitive.name, list(map(is_zero, eqn.invars))
-        found = [False] * len(eqn.outvars)
+    def results(eqn: JaxprEqn, given: list[bool]) -> list[bool]:
+        name = eqn.primitive.name
         if name in KEEP_ZERO:
-            found = [all(given)]
-        elif name == "select_n":
-            found = [all(given[1:])]
-        elif name == "mul":
+            return [all(given)]
+        if name == "select_n":
+            return [all(given[1:])]
+        if name == "mul":
             finite = map(is_finite, eqn.invars)
-            found = [any(given) and all(map(operator.or_, given, finite))]
-        elif name in RUN_ONCE:
-            inner = eqn.params["jaxpr"]
-            found = _zeros(getattr(inner, "jaxpr", inner), given)
-        elif name == "cond":
+            return [any(given) and all(map(operator.or_, given, finite))]
+        if name in RUN_ONCE:
+            return _zeros(opened(eqn.params["jaxpr"]), given)
+        if name == "cond":
             inner = [_zeros(b.jaxpr, given[1:]) for b in eqn.params["branches"]]
-            found = list(map(all, zip(*inner, strict=True)))
-        zero.update(zip(eqn.outvars, found, strict=True))
-    return list(map(is_zero, jaxpr.outvars))
+            return list(map(all, zip(*inner, strict=True)))
+        return [False] * len(eqn.outvars)
+
+    return followed(jaxpr, inputs, results, False, lambda value: bool(value == 0))
+
+
+def followed(
+    jaxpr: Jaxpr,
+    inputs: Sequence[V],
+    results: Callable[[JaxprEqn, list[V]], Sequence[V]],
+    other: V,
+    literal: Callable[[Any], V] | None = None,
+) -> list[V]:
+    """What is known of the outputs of a program, read forward.
+
+    Args:
+      inputs: what is known of its inputs.
+      results: from an op and what is known of its inputs to that of its results.
+      other: of constants.
+      literal: of a number in the program, from its value; without it, `other`.
+    """
+    known: dict[Var, V] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known |= dict.fromkeys(jaxpr.constvars, other)
+
+    def of(atom: Var | Literal) -> V:
+        if not isinstance(atom, Literal):
+            return known[atom]
+        return other if literal is None else literal(atom.val)
+
+    for eqn in jaxpr.eqns:
+        found = results(eqn, list(map(of, eqn.invars)))
+        known.update(zip(eqn.outvars, found, strict=True))
+    return list(map(of, jaxpr.outvars))
+
+
+def opened(jaxpr: Any) -> Jaxpr:
+    """A jaxpr without its constants, open or closed."""
+    return getattr(jaxpr, "jaxpr", jaxpr)

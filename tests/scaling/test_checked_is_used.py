@@ -364,6 +364,7 @@ def test_what_is_read_and_what_stays():
     assert reads_and_run(jax.jit(function), tree)[0] == found
     stays = {"a": False, "b": True, "c": False}
     assert never_moved(lambda t: (jax.jit(function)(t), None), tree) == stays
+    assert never_moved(lambda t: (jnp.zeros_like(t), None), jnp.ones([])) is True
     infinite = lambda t: (t * 0 + jnp.zeros(2) * jnp.inf, None)
     assert never_moved(infinite, jnp.ones(2)) is False
 

@@ -261,7 +261,7 @@ def promotions(ops: Iterable[WalkedOp]) -> list[Promotion]:
             if (
                 user.primitive.name in MIXING
                 and any(is_float32(v, op) for v in user.invars if v is not out)
-                and not is_narrowed(user, op)
+                and not own_casts(user, op.used_by)  # a region casts it back
             ):
                 key = user.primitive.name, op.site.line, op.path
                 before = found.get(key, Promotion(*key, 0, 0))
@@ -271,17 +271,6 @@ def promotions(ops: Iterable[WalkedOp]) -> list[Promotion]:
                 )
                 break
     return sorted(found.values(), key=lambda p: -p.bytes)
-
-
-def is_narrowed(eqn: JaxprEqn, op: WalkedOp) -> bool:
-    """Whether a region casts the result of an op beside `op` to half precision."""
-    users = op.used_by.get(eqn.outvars[0], ())
-    return bool(users) and all(
-        user.primitive.name == CAST
-        and str(array(user.outvars[0]).dtype) in HALF_NAMES
-        and EXPLICIT.isdisjoint(_compat.codes_of(user.source_info))
-        for user in users
-    )
 
 
 def is_widening(op: WalkedOp) -> bool:
@@ -328,12 +317,17 @@ def returned_dtypes(last: WalkedOp) -> tuple[str, ...]:
     Args:
       last: the last primitive of the op.
     """
-    users = [user for v in last.eqn.outvars for user in last.used_by.get(v, ())]
+    casts = own_casts(last.eqn, last.used_by)
+    made = float_dtypes(v for user in casts for v in user.outvars)
+    return made if casts else last.site.dtypes_out
+
+
+def own_casts(eqn: JaxprEqn, used_by: Mapping[Var, list[JaxprEqn]]) -> list[JaxprEqn]:
+    """The casts that belong to an op and take its results, if nothing else does."""
+    users = [user for v in eqn.outvars for user in used_by.get(v, ())]
     is_own = lambda user: user.primitive.name == CAST and rule_of(user) == rule
-    rule = last.site.rule
-    if rule and users and all(map(is_own, users)):
-        return float_dtypes(v for user in users for v in user.outvars)
-    return last.site.dtypes_out
+    rule = rule_of(eqn)
+    return users if rule and all(map(is_own, users)) else []
 
 
 def is_cast_of_its_own(maker: JaxprEqn) -> bool:

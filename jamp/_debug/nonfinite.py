@@ -307,7 +307,8 @@ def find_nonfinite(
             return marks, functools.reduce(jnp.logical_or, flags, jnp.bool_(False))
 
         # Op by op, JAX does not move constants to the devices of a sharded array.
-        runs = jax.jit(run) if is_spread(call.arrays) else run
+        quick = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+        runs = quick if is_spread(call.arrays) else run
         marks, skipped = only_when(when, runs)
         layout = Layout(programs[0], call.function, call.names, tuple(names))
         return NonfiniteReport(marks, skipped, layout)

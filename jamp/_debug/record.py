@@ -24,6 +24,7 @@ from .._autocast.traits import (
     PRESERVING,
     SWALLOWING,
 )
+from .._checks import is_traced
 from .._scaling import arithmetic
 from .marks import (
     BAD,
@@ -162,7 +163,7 @@ class Recorder:
             return self.add(at, inputs, outs, is_check, inner)
         if name in KERNELS:
             self.program.unseen.append(at)
-        outs = _compat.bind_eqn(eqn, values)
+        outs = [held(out) for out in _compat.bind_eqn(eqn, values)]
         if name == "select_n":
             inputs = [inputs[0], *self.chosen(at, *inputs)]
         shape = np.shape(outs[0]) if outs else ()  # none from a `jax.debug.print`
@@ -243,6 +244,17 @@ class Recorder:
         program.nodes.append(node)
         program.made_by.update(dict.fromkeys(numbers, node))
         return list(zip(outs, numbers, strict=True))
+
+
+def held(value: RunValue) -> RunValue:
+    """A value that a compiler makes once, for its mark and for the ops that use it.
+
+    XLA would otherwise compute it anew for each of them, with all that led to it: that
+    compiles slowly, and rounds differently.
+    """
+    if is_traced(value) and can_hold_nan(value):
+        return lax.optimization_barrier(value)
+    return value
 
 
 def fits(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -396,6 +408,11 @@ def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
         outs, marks, programs[place] = run_marked(jaxprs[place], args, inside)
         return outs, marks
 
+    index = jnp.clip(jnp.asarray(index, jnp.int32), 0, len(jaxprs) - 1)
+    if not is_traced(index):  # a `switch` would compile all branches at each call
+        outs, marks = branch(int(index), *args)
+        bodies = (programs[int(index)],)
+        return outs, Branches(jnp.int32(0), (marks,)), Inner("cond", bodies, skipped=1)
     shapes = [
         jax.eval_shape(lambda *v, p=place: branch(p, *v)[1], *args)
         for place in range(len(jaxprs))
@@ -406,7 +423,6 @@ def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return outs, [*zeros[:place], marks, *zeros[place + 1 :]]
 
-    index = jnp.clip(jnp.asarray(index, jnp.int32), 0, len(jaxprs) - 1)
     outs, marks = lax.switch(
         index,
         [lambda *v, p=place: chosen(p, *v) for place in range(len(jaxprs))],

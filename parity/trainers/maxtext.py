@@ -135,7 +135,8 @@ def run(checkouts: Checkouts, scaled: bool) -> Outcome:
         config, recorder = train.initialize([STEP, file, *lines])
         state = train.train_loop(config, recorder)
         graph, mesh, step = kept
-        with jax.set_mesh(mesh):
+        rules = train.nn_partitioning.axis_rules(config.logical_axis_rules)
+        with jax.set_mesh(mesh), rules:
             products = jamp.debug.explain(step)(state, next(batches())).matmul_flops
         state = nnx.merge(graph, state)
     logged = [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -23,7 +23,7 @@ INPUT_ONLY = frozenset(
     ale_py brax datasets env_utils grain gymnasium huggingface_hub kagglehub navix
     pandas safetensors seaborn
     sentencepiece tensorboard tensorflow tensorflow_datasets tensorflow_text torch
-    tiktoken torchvision tqdm transformers
+    tiktoken tokenizers torchvision tqdm transformers
     """.split()
 )
 

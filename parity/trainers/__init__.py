@@ -4,14 +4,15 @@ Each module has the edits that turn jamp on in a copy of one project's source, a
 function that runs the project's own loop. None of that code is kept here, except the
 single lines that an edit looks for. They need `pip install clu distrax einops
 google-metrax gymnax ml_collections numba omegaconf pylatexenc python-dotenv qwix
-tenacity wrapt`.
+tenacity wrapt`, MaxText also `aqtp drjax jinja2 pathwaysutils pillow psutil pydantic
+sympy tokamax==0.0.12` (later versions of tokamax need JAX 0.11).
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..models.source import Checkouts
-from . import nanogpt, purejaxrl, tunix, vision_transformer
+from . import maxtext, nanogpt, purejaxrl, tunix, vision_transformer
 from .conversion import Edit
 from .record import Outcome
 
@@ -104,6 +105,14 @@ TRAINERS: dict[str, Trainer] = {
         tunix.SCALING,
         tunix.run,
     ),
+    "MaxText": Trainer(
+        "maxtext",
+        maxtext.HARNESS,
+        maxtext.REGION,
+        maxtext.SCALING,
+        maxtext.run,
+        devices=2,
+    ),
 }
 
 SOURCES = {
@@ -111,4 +120,5 @@ SOURCES = {
     "vision_transformer": "google-research/vision_transformer",
     "tunix": "google/tunix",
     "nanoGPT-jax": "cgarciae/nanoGPT-jax",
+    "maxtext": "AI-Hypercomputer/maxtext",
 }

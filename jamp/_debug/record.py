@@ -18,10 +18,12 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from .. import _compat
 from .._autocast.traits import (
     CALLS,
+    COMPARING,
     ELEMENTWISE,
     KERNELS,
     OVERFLOWING,
     PRESERVING,
+    RANKING,
     SWALLOWING,
 )
 from .._scaling import arithmetic
@@ -33,6 +35,7 @@ from .marks import (
     RECIPROCAL,
     SWALLOWED,
     TAKEN,
+    TO_INTEGER,
     Branches,
     Inner,
     Loop,
@@ -98,7 +101,7 @@ class Recorder:
         inputs: Sequence[RunValue] = (),
         by: str = "",
     ) -> None:
-        if can_hold_nan(value):
+        if can_hold_nan(value) or (inputs and by):
             self.program.slots[number] = len(self.values)
             self.values.append(mark_of(value, *inputs, by=by))
 
@@ -167,9 +170,9 @@ class Recorder:
             inputs = [inputs[0], *self.chosen(at, *inputs)]
         shape = np.shape(outs[0]) if outs else ()  # none from a `jax.debug.print`
         same = [x for x in values if can_hold_nan(x) and fits(np.shape(x), shape)]
-        is_elementwise = name in ELEMENTWISE and len(same) == len(values)
-        fresh = same if is_elementwise else ()
-        return self.add(at, inputs, outs, is_check, None, preserves(eqn), fresh)
+        is_elementwise = name in ELEMENTWISE | COMPARING and len(same) == len(values)
+        of = same if is_elementwise else ranked(eqn, values[0]) if name in RANKING else ()
+        return self.add(at, inputs, outs, is_check, None, preserves(eqn), of)
 
     def on_devices(
         self, eqn: JaxprEqn, inputs: list[Numbered], around: Around, is_check: bool
@@ -216,17 +219,23 @@ class Recorder:
         is_check: bool,
         inner: Inner | None = None,
         preserves: bool = False,
-        elementwise: Sequence[RunValue] = (),
+        of: Sequence[RunValue] = (),
     ) -> list[Numbered]:
-        program, numbers = self.program, []
-        for value in outs:
+        """Adds an op.
+
+        Args:
+          of: its inputs, if it is elementwise; what it ranks, if it does.
+        """
+        program, numbers, by = self.program, [], swallowing(at.eqn)
+        for place, value in enumerate(outs):
             number = program.number()
             numbers.append(number)
             source = inputs[0][1] if inputs else None
             if preserves and source in program.slots:
                 program.slots[number] = program.slots[source]
             else:
-                self.mark(number, value, elementwise, swallowing(at.eqn))
+                is_key = by in RANKING and place < keys_among_results(at.eqn)
+                self.mark(number, value, () if is_key else of, "" if is_key else by)
         given = tuple(number for _, number in inputs)
         is_single = all(np.size(value) == 1 for value in outs)
         name = at.eqn.primitive.name
@@ -257,7 +266,25 @@ def swallowing(eqn: JaxprEqn) -> str:
     if name == "integer_pow":
         exponent = eqn.params["y"]
         return RECIPROCAL if exponent == -1 else name if exponent < 0 else ""
-    return name if name in SWALLOWING else ""
+    if name == "convert_element_type":
+        given, made = array(eqn.invars[0]).dtype, eqn.params["new_dtype"]
+        is_integer = jnp.issubdtype(made, jnp.integer)
+        return TO_INTEGER if is_integer and jnp.issubdtype(given, jnp.floating) else ""
+    return name if name in SWALLOWING | COMPARING | RANKING else ""
+
+
+def ranked(eqn: JaxprEqn, keys: RunValue) -> Sequence[RunValue]:
+    """What an op ranks along the last axis, the largest first; () for integers."""
+    if not can_hold_nan(keys) or jnp.iscomplexobj(keys):
+        return ()
+    (axis,) = eqn.params.get("axes", (eqn.params.get("dimension", -1),))
+    keys = jnp.moveaxis(keys, axis, -1)
+    return [-keys if eqn.primitive.name == "argmin" else keys]
+
+
+def keys_among_results(eqn: JaxprEqn) -> int:
+    """How many results of an op of `RANKING` are what it ranks, and not places."""
+    return eqn.params.get("num_keys", int(eqn.primitive.name == "top_k"))
 
 
 def overflows(eqn: JaxprEqn) -> bool:

@@ -215,10 +215,11 @@ class Loop(NamedTuple):
 
     iteration: jax.Array  # int32 [2, carry]: INF, and NAN; -1 if there was none
     marks: Marks  # of those iterations, [2, carry]
-    # int32 [2]: the last iterations in which a loss scaler's check met an inf or nan,
-    # and in which an op swallowed an inf. Reports of version 0.2 do not have them.
+    # int32 [3]: the last iterations in which a loss scaler's check met an inf or nan, in
+    # which an op swallowed an inf, and in which it mattered how large the number was.
+    # Reports of version 0.2 do not have them.
     noted: jax.Array | None = None
-    noted_marks: Marks | None = None  # of those iterations, [2]
+    noted_marks: Marks | None = None  # of those iterations, [3]
 
 
 class Branches(NamedTuple):

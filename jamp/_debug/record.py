@@ -31,8 +31,10 @@ from .marks import (
     BAD,
     FINE,
     INF,
+    MATTERS,
     NAN,
     RECIPROCAL,
+    ROOT_MATTERS,
     SWALLOWED,
     TAKEN,
     TO_INTEGER,
@@ -52,6 +54,7 @@ from .op_location import OUTERMOST, Around, Location
 from .walk import Atom, array, called_by, variables
 
 CHECK = arithmetic.all_finite.__code__
+NOTED = 3  # iterations of a while loop, beside those that made carried values bad
 
 Numbered = tuple[RunValue, int]  # a value, and its number in the Program
 # The results of an equation, the marks of its bodies, and what these belong to.
@@ -375,7 +378,7 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
         return jaxpr_as_fun(condition)(*args)[0]
 
     never = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
-    loop = Loop(never(shape), zeros(*shape), never(2), zeros(2))
+    loop = Loop(never(shape), zeros(*shape), never(NOTED), zeros(NOTED))
     start = jnp.int32(0), loop, carry
     _, loop, outs = lax.while_loop(goes_on, step, start)
     inner = Inner(
@@ -385,23 +388,21 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
 
 
 def noted_in(program: Program, marks: Marks) -> jax.Array:
-    """Whether a loss scaler's check met an inf or nan, and whether an inf was
-    swallowed: bool [2]. The marks may be those of all iterations of a scan."""
+    """Whether a loss scaler's check met an inf or nan, whether an inf was swallowed,
+    and whether it was by an op for which it matters how large the number is: bool [3].
+    The marks may be those of all iterations of a scan."""
     is_any = lambda bits: jnp.any(marks.values & np.uint8(bits))
     checked = [n for node in program.nodes if node.is_check for n in node.inputs]
     slots = sorted({program.slots[n] for n in checked if n in program.slots})
-    found = [
-        jnp.array(
-            [jnp.any(marks.values[..., slots] & np.uint8(BAD)), is_any(SWALLOWED)]
-        )
-    ]
+    met = jnp.any(marks.values[..., slots] & np.uint8(BAD))
+    found = [jnp.array([met, is_any(SWALLOWED), is_any(MATTERS | ROOT_MATTERS)])]
     for node in program.nodes:
         if node.inner is None:
             continue
         kept = marks.inner[node.inner.place]
         if isinstance(kept, Loop):
             assert kept.noted is not None  # it has just been made
-            found.append(jnp.any(kept.noted.reshape(-1, 2) >= 0, axis=0))
+            found.append(jnp.any(kept.noted.reshape(-1, NOTED) >= 0, axis=0))
         elif isinstance(kept, Marks):
             found.append(noted_in(node.inner.programs[0], kept))
         else:

@@ -342,6 +342,15 @@ def norm_in_a_while_loop(x):
     return jax.lax.while_loop(lambda s: s[0] < 5, body, (0, x))[1]
 
 
+def norm_in_a_loop_with_masks(x):
+    def body(state):
+        i, x = state
+        masked = jnp.exp(jnp.where(jnp.arange(8) <= i, x / 300, -jnp.inf))
+        return i + 1, jnp.where(i == 2, rms_norm(x), x + 0 * masked)
+
+    return jax.lax.while_loop(lambda s: s[0] < 5, body, (0, x))[1]
+
+
 def norm_of_a_while_loop(x):
     body = lambda s: (s[0] + 1, s[1] * s[1])
     squares = jax.lax.while_loop(lambda s: s[0] < 1, body, (0, x))[1]
@@ -369,6 +378,7 @@ AROUND = {
     "out of scan": norm_of_a_scan,
     "in the carry of scan": norm_of_what_a_scan_carries,
     "while": norm_in_a_while_loop,
+    "while with masks": norm_in_a_loop_with_masks,
     "out of while": norm_of_a_while_loop,
     "while of scan": norm_in_nested_loops,
     "shard_map": lambda x: on_devices(rms_norm)(x),
@@ -384,6 +394,7 @@ LOOPS = {
     "out of scan": ["scan"],
     "in the carry of scan": ["scan"],
     "while": ["while"],
+    "while with masks": ["while"],
     "out of while": ["while"],
     "while of scan": ["while", "scan"],
     "shard_map of scan": ["scan"],

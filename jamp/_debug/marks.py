@@ -53,9 +53,9 @@ def mark_of(x: jax.Array, *inputs: jax.Array, by: str = "") -> jax.Array:
     if can_hold_nan(x):
         is_bad, is_nan = bad_and_nan(x)
         flags = [(INF, is_bad & ~is_nan), (NAN, is_nan)]
-    if inputs and flags and by not in RANKING:
-        given = functools.reduce(jnp.logical_or, (bad_and_nan(i)[0] for i in inputs))
-        flags.append((FRESH, is_bad & ~given))
+        if inputs and by not in RANKING:
+            given = [bad_and_nan(i)[0] for i in inputs]
+            flags.append((FRESH, is_bad & ~functools.reduce(jnp.logical_or, given)))
     if inputs and by and not jnp.iscomplexobj(x):
         with jax.enable_x64(True):  # scalars of a loss scale are float64
             flags += swallowed(by, x, inputs)
@@ -99,7 +99,7 @@ def beyond(
     by: str, x: jax.Array, inputs: Sequence[jax.Array]
 ) -> list[tuple[int, jax.Array]]:
     """Where an inf was compared with a number that may be larger than what it stands
-    for: at least the logarithm of the largest finite number, its root, or the number."""
+    for: the largest finite number, its root or its logarithm, or more."""
     is_inf = functools.reduce(jnp.logical_or, (bad_and_nan(i)[0] for i in inputs))
     limit = float(min(jnp.finfo(i.dtype).max for i in inputs))
     if by == TO_INTEGER:  # of an inf it makes the largest integer
@@ -215,9 +215,9 @@ class Loop(NamedTuple):
 
     iteration: jax.Array  # int32 [2, carry]: INF, and NAN; -1 if there was none
     marks: Marks  # of those iterations, [2, carry]
-    # int32 [3]: the last iterations in which a loss scaler's check met an inf or nan, in
-    # which an op swallowed an inf, and in which it mattered how large the number was.
-    # Reports of version 0.2 do not have them.
+    # int32 [3]: the last iterations in which a loss scaler's check met an inf or nan,
+    # in which an op swallowed an inf, and in which it mattered how large the number
+    # was. Reports of version 0.2 do not have them.
     noted: jax.Array | None = None
     noted_marks: Marks | None = None  # of those iterations, [3]
 

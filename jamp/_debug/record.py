@@ -174,7 +174,7 @@ class Recorder:
         shape = np.shape(outs[0]) if outs else ()  # none from a `jax.debug.print`
         same = [x for x in values if can_hold_nan(x) and fits(np.shape(x), shape)]
         is_elementwise = name in ELEMENTWISE | COMPARING and len(same) == len(values)
-        of = same if is_elementwise else ranked(eqn, values[0]) if name in RANKING else ()
+        of = same if is_elementwise else ranked(eqn, values)
         return self.add(at, inputs, outs, is_check, None, preserves(eqn), of)
 
     def on_devices(
@@ -276,13 +276,14 @@ def swallowing(eqn: JaxprEqn) -> str:
     return name if name in SWALLOWING | COMPARING | RANKING else ""
 
 
-def ranked(eqn: JaxprEqn, keys: RunValue) -> Sequence[RunValue]:
-    """What an op ranks along the last axis, the largest first; () for integers."""
-    if not can_hold_nan(keys) or jnp.iscomplexobj(keys):
+def ranked(eqn: JaxprEqn, values: Sequence[RunValue]) -> Sequence[RunValue]:
+    """What an op of `RANKING` ranks, along the last axis, the largest first; or ()."""
+    name = eqn.primitive.name
+    if name not in RANKING or not jnp.issubdtype(values[0].dtype, jnp.floating):
         return ()
     (axis,) = eqn.params.get("axes", (eqn.params.get("dimension", -1),))
-    keys = jnp.moveaxis(keys, axis, -1)
-    return [-keys if eqn.primitive.name == "argmin" else keys]
+    keys = jnp.moveaxis(values[0], axis, -1)
+    return [-keys if name == "argmin" else keys]
 
 
 def keys_among_results(eqn: JaxprEqn) -> int:

@@ -149,7 +149,7 @@ def explain(
             promotions=promotions(ops, outs),
             reductions=reductions(ops),
             squares=squares(ops, made_by),
-            half_results=half_results(returned, made_by),
+            half_results=half_results(returned, made_by, call.arrays),
         )
 
     return explained

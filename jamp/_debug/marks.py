@@ -232,3 +232,9 @@ def marks_of(program: Program, marks: Marks, numbers: Sequence[int]) -> jax.Arra
     slots = [program.slots.get(number) for number in numbers]
     fine = np.uint8(FINE)
     return jnp.stack([fine if s is None else marks.values[s] for s in slots])
+
+
+def holds(marks: Marks, bits: int) -> bool:
+    """Whether a value has one of the marks, also in loops and branches inside."""
+    arrays = [leaf for leaf in jax.tree.leaves(marks) if leaf.dtype == np.uint8]
+    return any(np.any(array & np.uint8(bits)) for array in arrays)

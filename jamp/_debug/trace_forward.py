@@ -38,6 +38,7 @@ from .marks import (
     Marks,
     Node,
     Program,
+    holds,
 )
 from .op_location import Site
 from .trace_back import Origin, arguments, at, lifted
@@ -134,7 +135,7 @@ def trace_forward(
             continue
         shrunk = SHRINKING.get(node.primitive, LARGE)
         out = {key: max(what, shrunk) for key, what in into.items()}
-        if node.overflows and is_fresh(program, marks, node):
+        if is_useful and node.overflows and is_fresh(program, marks, node):
             fed_by = arguments(program, node.inputs)
             if fed_by:  # not of constants, which are as the user wants them
                 key = node.at.site
@@ -220,7 +221,7 @@ def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> For
     places = range(len(marks.values))
     for place in reversed(places) if inner.reverse else places:
         here = at(marks, place)
-        if not (here.values & (BAD | SWALLOWED)).any():
+        if not holds(here, BAD | SWALLOWED):
             outputs = [{} for _ in body.outputs]
         else:
             inside = trace_forward(body, here, given)

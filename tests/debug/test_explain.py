@@ -645,6 +645,17 @@ def test_half_results_of_scans_and_arguments():
     ]
 
 
+def test_parameters_that_are_kept_in_half_precision_are_no_half_results():
+    def step(params, cache, x):
+        loss = lambda params: jnp.mean(x @ params)
+        loss, grads = jax.value_and_grad(loss)(params)
+        return params - 0.1 * grads, cache.at[0].set(x[0, 0]), loss
+
+    half = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float16)
+    (result,) = debug.explain(step)(half(4, 2), half(3), half(8, 4)).half_results
+    assert result.name == "2"
+
+
 @pytest.mark.parametrize("look", [debug.explain, debug.find_nonfinite])
 def test_a_rule_that_decides_in_a_report_is_used(look):
     def head(x):

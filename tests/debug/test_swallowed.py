@@ -319,6 +319,9 @@ def test_an_inf_with_the_right_result_is_no_fault(fn):
     assert report.to_dict().get("swallowed", []) == [], report
 
 
+THREE = jnp.arange(3)
+
+
 def norm_in_a_branch(x):
     return jax.lax.cond(x[0, 0] > 1, rms_norm, lambda x: x, x)
 
@@ -363,6 +366,22 @@ def norm_in_nested_loops(x):
     )[1]
 
 
+def repeated(fn):
+    def one_in_three(x, i):
+        return jax.lax.scan(lambda x, j: (jnp.where(i == j, fn(x), x), None), x, THREE)
+
+    return lambda x: jax.lax.scan(one_in_three, x, 1 + THREE)[0]
+
+
+def a_branch_in_a_scan(x):
+    choose = lambda x, i: (jax.lax.cond(i == 1, rms_norm, lambda x: x, x), None)
+    return jax.lax.scan(choose, x, THREE)[0]
+
+
+def a_while_loop_in_a_scan(x):
+    return jax.lax.scan(lambda x, _: (norm_in_a_while_loop(x), None), x, THREE)[0]
+
+
 def on_devices(fn):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
@@ -381,6 +400,10 @@ AROUND = {
     "while with masks": norm_in_a_loop_with_masks,
     "out of while": norm_of_a_while_loop,
     "while of scan": norm_in_nested_loops,
+    "scan of scan": repeated(rms_norm),
+    "scan of scan of scan": repeated(repeated(rms_norm)),
+    "scan of cond": a_branch_in_a_scan,
+    "scan of while": a_while_loop_in_a_scan,
     "shard_map": lambda x: on_devices(rms_norm)(x),
     "shard_map of scan": lambda x: on_devices(norm_in_a_scan)(x),
     "pmap": lambda x: jax.pmap(rms_norm)(x[:, None]),
@@ -397,6 +420,10 @@ LOOPS = {
     "while with masks": ["while"],
     "out of while": ["while"],
     "while of scan": ["while", "scan"],
+    "scan of scan": ["scan", "scan"],
+    "scan of scan of scan": ["scan"] * 4,
+    "scan of cond": ["scan"],
+    "scan of while": ["scan", "while"],
     "shard_map of scan": ["scan"],
 }
 
@@ -469,6 +496,12 @@ def test_a_skipped_step_has_no_swallowed_ones():
     report = debug.find_nonfinite(step)(params, tx.init(params), BIG)
     row = report.to_dict()
     assert row["ops"] and row["swallowed"] == []
+
+
+@pytest.mark.parametrize("way", ["scan of scan", "scan of cond"])
+def test_only_an_iteration_that_is_chosen_counts(way):
+    (op,) = debug.find_nonfinite(AROUND[way])(BIG).to_dict()["swallowed"]
+    assert op["times"] == 1 and op["loops"][-1] == ("scan", 1)
 
 
 def test_stacked_reports_count_the_steps_that_swallow():

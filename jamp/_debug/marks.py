@@ -6,6 +6,7 @@ value that each belongs to is recorded once, in a `Program`. `record.py` makes b
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -105,15 +106,19 @@ def beyond(
     if by == TO_INTEGER:  # of an inf it makes the largest integer
         number, counts = jnp.float32(jnp.iinfo(x.dtype).max), is_inf
     elif x.dtype == jnp.bool_:
-        wide = [i.astype(jnp.promote_types(i.dtype, jnp.float32)) for i in inputs]
-        counts = is_inf & ((wide[0] > 0) == (wide[1] > 0))
-        number = jnp.minimum(*map(jnp.abs, wide))
+        left, right = map(at_least_float32, inputs)
+        counts = is_inf & ((left > 0) == (right > 0))
+        number = jnp.minimum(jnp.abs(left), jnp.abs(right))
     else:
-        number = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        number = jnp.abs(at_least_float32(x))
         is_positive = inputs[1] > 0 if by == "clamp" else by == "min"
         counts = is_inf & ~bad_and_nan(x)[0] & ((x > 0) == is_positive)
-    levels = (MATTERS, limit), (ROOT_MATTERS, limit**0.5), (SWALLOWED, np.log(limit))
+    levels = (MATTERS, limit), (ROOT_MATTERS, limit**0.5), (SWALLOWED, math.log(limit))
     return [(bit, counts & (number > level)) for bit, level in levels]
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
 def tied_infs(x: jax.Array, n: int) -> jax.Array:

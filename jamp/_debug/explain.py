@@ -26,7 +26,6 @@ from .half_ops import half_results, reductions, squares
 from .op_location import OUTERMOST, Around, Site, float_dtypes, rule_of, site_of
 from .walk import (
     CAST,
-    NO_VALUE,
     Atom,
     WalkedOp,
     array,
@@ -130,8 +129,16 @@ def explain(
         values: dict[Var, int] = {}
         ops = list(walk(closed.jaxpr, names, values))
         made_by = {value: op for op in ops for value in op.writes}
-        outs = [values.get(v, NO_VALUE) for v in closed.jaxpr.outvars]
-        returned = [(n, made_by.get(v)) for n, v in zip(results, outs, strict=True)]
+        pairs = zip(results, closed.jaxpr.outvars, strict=True)
+        pairs = [(name, v) for name, v in pairs if not isinstance(v, Literal)]
+        # What has the shape and dtype of an argument is what becomes of it: a parameter
+        # that is kept in half precision, or a cache.
+        kinds = {(a.shape, a.dtype) for a in call.arrays}
+        returned = [
+            (name, made_by.get(values[v]))
+            for name, v in pairs
+            if (array(v).shape, array(v).dtype) not in kinds
+        ]
         saved, refusal = None, ""
         if not any(op.is_backward for op in ops):
             try:
@@ -146,10 +153,10 @@ def explain(
             casts=sum(op.times for op in ops if op.is_cast),
             saved=saved,
             refusal=refusal,
-            promotions=promotions(ops, outs),
+            promotions=promotions(ops, [values[v] for _, v in pairs]),
             reductions=reductions(ops),
             squares=squares(ops, made_by),
-            half_results=half_results(returned, made_by, call.arrays),
+            half_results=half_results(returned, made_by),
         )
 
     return explained

@@ -1,7 +1,6 @@
 """Float16 sums and squares that may overflow, and results in half precision."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -131,20 +130,12 @@ def are_same(values: Sequence[int], made_by: Mapping[int, WalkedOp]) -> bool:
 
 
 def half_results(
-    returned: Iterable[tuple[str, WalkedOp | None]],
-    made_by: Mapping[int, WalkedOp],
-    arguments: Iterable[Any],
+    returned: Iterable[tuple[str, WalkedOp | None]], made_by: Mapping[int, WalkedOp]
 ) -> list[HalfResult]:
-    """The results in half precision that an op made, and not an argument.
-
-    One with the shape and the dtype of an argument is what becomes of it: a parameter
-    that is kept in half precision, or a cache.
-    """
-    found, kinds = [], {(a.shape, a.dtype) for a in arguments}
+    """The results in half precision that an op made, and not an argument."""
+    found = []
     for name, op in returned:
         if op is None or set(HALF_NAMES).isdisjoint(op.site.dtypes_out):
-            continue
-        if any((made.shape, made.dtype) in kinds for made in op.results):
             continue
         dtype = op.site.dtypes_out[-1]
         while op.eqn.primitive.name in MOVES and op.reads[0] in made_by:

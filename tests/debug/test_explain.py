@@ -654,6 +654,16 @@ def test_parameters_that_are_kept_in_half_precision_are_no_half_results():
     half = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float16)
     (result,) = debug.explain(step)(half(4, 2), half(3), half(8, 4)).half_results
     assert result.name == "2"
+    mapped = jax.pmap(step)
+    arguments = half(1, 4, 2), half(1, 3), half(1, 8, 4)
+    (result,) = debug.explain(mapped)(*arguments).half_results
+    assert result.name == "2"
+
+
+def test_a_function_may_return_numbers():
+    fn = lambda x: (x @ x.T, 1.0, jnp.zeros(()))
+    (result,) = debug.explain(fn, HALF)(jnp.ones((4, 8))).half_results
+    assert result.name == "0"
 
 
 @pytest.mark.parametrize("look", [debug.explain, debug.find_nonfinite])

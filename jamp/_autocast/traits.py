@@ -47,8 +47,12 @@ OVERFLOWING = _names("""
     scatter-add scatter-mul scatter-sub sinh square sub
 """)
 # They make a finite number of an inf that is not the limit that a large number has: not
-# `tanh`, `logistic`, `min` and others, of which a large number gives the same.
+# `tanh`, `logistic` and others, of which a large number gives the same.
 SWALLOWING = _names("div exp exp2 expm1 integer_pow pow rsqrt")
+# They compare two numbers, and give the smaller one, say, or whether it is the first.
+COMPARING = _names("clamp ge gt le lt max min")
+# They sort along one axis, and give places. Of two infs either one may be the larger.
+RANKING = _names("argmax argmin sort top_k")
 # They choose among the numbers of their inputs.
 CHOOSING = _names("""
     cummax cummin max min reduce_max reduce_min reduce_window_max reduce_window_min

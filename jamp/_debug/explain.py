@@ -12,13 +12,13 @@ from jax.typing import DTypeLike
 
 from .. import _compat
 from .._autocast.conversion import EXPLICIT
-from .._autocast.decision import Reason, Recipe, Source
+from .._autocast.decision import Kind, Reason, Recipe, Source
 from .._autocast.low_precision import FLOAT8
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
 from .._autocast.scaled_float16 import ScaledFloat16
 from .._autocast.trace import OBSERVED
-from .._autocast.traits import MIXING, PRODUCTS
+from .._autocast.traits import MIXING, MOVES, PRODUCTS
 from .._tree import HALF_NAMES, PyTree
 from .call import is_array, open_call, path_name, with_params
 from .explanation import Explanation, OpRow, Promotion, Saved
@@ -26,7 +26,6 @@ from .half_ops import half_results, reductions, squares
 from .op_location import OUTERMOST, Around, Site, float_dtypes, rule_of, site_of
 from .walk import (
     CAST,
-    NO_VALUE,
     Atom,
     WalkedOp,
     array,
@@ -36,6 +35,9 @@ from .walk import (
     variables,
     walk,
 )
+
+REDUCING = ("arg", "reduce_max", "reduce_min", "reduce_sum")
+ONE_LOOP = MIXING | MOVES | {"abs", "neg", "sign"}  # with the sum that takes them
 
 
 class RowKey(NamedTuple):
@@ -127,9 +129,15 @@ def explain(
         values: dict[Var, int] = {}
         ops = list(walk(closed.jaxpr, names, values))
         made_by = {value: op for op in ops for value in op.writes}
+        pairs = zip(results, closed.jaxpr.outvars, strict=True)
+        pairs = [(name, v) for name, v in pairs if not isinstance(v, Literal)]
+        # What has the shape and dtype of an argument is what becomes of it: a parameter
+        # that is kept in half precision, or a cache.
+        kinds = {(a.shape, a.dtype) for a in call.arrays}
         returned = [
-            (name, made_by.get(values.get(variable, NO_VALUE)))
-            for name, variable in zip(results, closed.jaxpr.outvars, strict=True)
+            (name, made_by.get(values[v]))
+            for name, v in pairs
+            if (array(v).shape, array(v).dtype) not in kinds
         ]
         saved, refusal = None, ""
         if not any(op.is_backward for op in ops):
@@ -145,7 +153,7 @@ def explain(
             casts=sum(op.times for op in ops if op.is_cast),
             saved=saved,
             refusal=refusal,
-            promotions=promotions(ops),
+            promotions=promotions(ops, [values[v] for _, v in pairs]),
             reductions=reductions(ops),
             squares=squares(ops, made_by),
             half_results=half_results(returned, made_by),
@@ -245,9 +253,14 @@ def matmul_flops(ops: Iterable[WalkedOp]) -> dict[str, int]:
     return dict(total.most_common())
 
 
-def promotions(ops: Iterable[WalkedOp]) -> list[Promotion]:
-    """Where a float32 operand implicitly made a half-precision one float32."""
+def promotions(ops: Iterable[WalkedOp], returned: Iterable[int]) -> list[Promotion]:
+    """Where a float32 operand implicitly made a half-precision one float32, and where
+    this costs something."""
     found: dict[tuple[str, str, str], Promotion] = {}
+    readers: dict[int, list[WalkedOp]] = {value: [] for value in returned}
+    for op in ops:
+        for value in op.reads:
+            readers.setdefault(value, []).append(op)
     for op in ops:
         if not (op.is_cast and is_widening(op)) or op.is_backward:
             continue
@@ -257,11 +270,14 @@ def promotions(ops: Iterable[WalkedOp]) -> list[Promotion]:
         if explicit or ruled:
             continue
         out = op.eqn.outvars[0]
-        for user in op.used_by.get(out, ()):
+        for reader in readers.get(op.writes[0], ()):
+            user = reader.eqn
             if (
                 user.primitive.name in MIXING
+                and reader.made_by is op.made_by
                 and any(is_float32(v, op) for v in user.invars if v is not out)
                 and not own_casts(user, op.used_by)  # a region casts it back
+                and not is_for_float32(reader, readers, set(returned))
             ):
                 key = user.primitive.name, op.site.line, op.path
                 before = found.get(key, Promotion(*key, 0, 0))
@@ -271,6 +287,39 @@ def promotions(ops: Iterable[WalkedOp]) -> list[Promotion]:
                 )
                 break
     return sorted(found.values(), key=lambda p: -p.bytes)
+
+
+def is_for_float32(
+    op: WalkedOp, readers: Mapping[int, list[WalkedOp]], returned: set[int]
+) -> bool:
+    """Whether only ops that run in float32 anyway, and sums, read a result.
+
+    So it is where a float32 mask goes before a softmax, or a target into a loss. It is
+    not for a layer, which keeps its input, or if what is made of it is kept.
+    """
+    waiting, seen = [*op.writes], set()
+    while waiting:
+        value = waiting.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value in returned or not readers.get(value):
+            return False
+        for reader in readers[value]:
+            reason, name = Reason.read(reader.site.rule), reader.eqn.primitive.name
+            if reader.is_backward:
+                continue
+            if reader.times != op.times or reason.name.endswith(".__call__"):
+                return False
+            made = reader.site.dtypes_out
+            is_float32 = reason.kind == Kind.FLOAT32.value
+            if is_float32 or not made or name.startswith(REDUCING):
+                continue
+            is_function = reason.source is Source.FUNCTION
+            if is_function or name not in ONE_LOOP or made != ("float32",):
+                return False
+            waiting.extend(reader.writes)
+    return True
 
 
 def is_widening(op: WalkedOp) -> bool:

@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._autocast.decision import Reason, Source
+from .._autocast.decision import Kind, Reason, Source
 from .._autocast.low_precision import FLOAT8
+from .._autocast.products import OUTER
 from .._autocast.traits import UNPRINTED
 from .op_location import Site
 from .report import Report, Table, percent, shortened
@@ -141,13 +142,15 @@ class Explanation(Report):
     @property
     def wide_products(self) -> list[OpRow]:
         """The matrix products that run in float32 where others run in half precision,
-        or in a region."""
-        products = [row for row in self.rows if row.flops]
+        or in a region. Not those of a function that runs in float32 as a whole, nor the
+        outer products of what was float32 before."""
         mixed = len(self.matmul_flops) > 1
+        unlisted = {Kind.FLOAT32.value} | ({"no region"} if not mixed else set())
         return [
             row
-            for row in products
-            if row.runs_in == "float32" and (mixed or row.rule != "no region")
+            for row in self.rows
+            if row.flops and row.runs_in == "float32" and row.rule not in unlisted
+            if row.rule != OUTER.why.kind or row.since
         ]
 
     def to_dict(self) -> dict[str, Any]:

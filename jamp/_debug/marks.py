@@ -6,6 +6,7 @@ value that each belongs to is recorded once, in a `Program`. `record.py` makes b
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,11 +16,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from .._autocast.traits import COMPARING, RANKING
 from .op_location import Location, Site
 
 RunValue = jax.Array | np.ndarray  # of a run; constants may be NumPy's
 
 RECIPROCAL = "integer_pow -1"
+TO_INTEGER = "convert_element_type to an integer"
 
 # A mark: FINE, or bits.
 FINE, INF, NAN = 0, 1, 2
@@ -27,6 +30,7 @@ FRESH = 4  # an elementwise op made an inf or nan from inputs that are all finit
 SWALLOWED = 8  # an op of `SWALLOWING` made a finite number of an inf
 MATTERS = 16  # and the number differs from that of the largest finite number
 TAKEN = np.uint8(32)  # a select takes a part of it
+ROOT_MATTERS = 64  # it differs from that of the root of the largest finite number
 BAD = INF | NAN
 
 
@@ -44,13 +48,15 @@ def mark_of(x: jax.Array, *inputs: jax.Array, by: str = "") -> jax.Array:
 
     Args:
       inputs: of the op that made it, if it is elementwise.
-      by: the op, if it is one of `SWALLOWING`.
+      by: the op, if it may make a finite number of an inf.
     """
-    is_bad, is_nan = bad_and_nan(x)
-    flags = [(INF, is_bad & ~is_nan), (NAN, is_nan)]
-    if inputs:
-        given = functools.reduce(jnp.logical_or, (bad_and_nan(i)[0] for i in inputs))
-        flags.append((FRESH, is_bad & ~given))
+    flags = []
+    if can_hold_nan(x):
+        is_bad, is_nan = bad_and_nan(x)
+        flags = [(INF, is_bad & ~is_nan), (NAN, is_nan)]
+        if inputs and by not in RANKING:
+            given = [bad_and_nan(i)[0] for i in inputs]
+            flags.append((FRESH, is_bad & ~functools.reduce(jnp.logical_or, given)))
     if inputs and by and not jnp.iscomplexobj(x):
         with jax.enable_x64(True):  # scalars of a loss scale are float64
             flags += swallowed(by, x, inputs)
@@ -74,6 +80,11 @@ def swallowed(
     The inverse of a large number, and its exponential, may be too small for the dtype,
     and then 0 is right.
     """
+    if by in RANKING:
+        tied = tied_infs(inputs[0], x.shape[-1] if x.ndim == inputs[0].ndim else 1)
+        return [(bit, tied) for bit in (SWALLOWED, ROOT_MATTERS, MATTERS)]
+    if by in (TO_INTEGER, *COMPARING):
+        return beyond(by, x, inputs)
     large, half = inputs[-1] if by == "div" else inputs[0], x.dtype == jnp.float16
     is_inf, _ = bad_and_nan(large)
     hidden, limits = is_inf & ~bad_and_nan(x)[0], jnp.finfo(x.dtype)
@@ -90,6 +101,39 @@ def swallowed(
     elif by != "rsqrt" and not (by == RECIPROCAL and half):
         return [(SWALLOWED, hidden)]
     return [(SWALLOWED, hidden), (MATTERS, matters)]
+
+
+def beyond(
+    by: str, x: jax.Array, inputs: Sequence[jax.Array]
+) -> list[tuple[int, jax.Array]]:
+    """Where an inf was compared with a number that may be larger than what it stands
+    for: the largest finite number, its root or its logarithm, or more."""
+    is_inf = functools.reduce(jnp.logical_or, (bad_and_nan(i)[0] for i in inputs))
+    limit = float(min(jnp.finfo(i.dtype).max for i in inputs))
+    if by == TO_INTEGER:  # of an inf it makes the largest integer
+        number, counts = jnp.float32(jnp.iinfo(x.dtype).max), is_inf
+    elif x.dtype == jnp.bool_:
+        left, right = map(at_least_float32, inputs)
+        counts = is_inf & ((left > 0) == (right > 0))
+        number = jnp.minimum(jnp.abs(left), jnp.abs(right))
+    else:
+        number = jnp.abs(at_least_float32(x))
+        is_positive = inputs[1] > 0 if by == "clamp" else by == "min"
+        counts = is_inf & ~bad_and_nan(x)[0] & ((x > 0) == is_positive)
+    levels = (MATTERS, limit), (ROOT_MATTERS, limit**0.5), (SWALLOWED, math.log(limit))
+    return [(bit, counts & (number > level)) for bit, level in levels]
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+
+
+def tied_infs(x: jax.Array, n: int) -> jax.Array:
+    """Where two infs along the last axis are both among the n largest, or might be."""
+    is_bad, is_nan = bad_and_nan(x)
+    high, low = (is_bad & ~is_nan & sign for sign in (x > 0, x < 0))
+    many = lambda is_inf: jnp.sum(is_inf, axis=-1) >= 2
+    return many(high) | (many(low) & (jnp.sum(~low, axis=-1) < n))
 
 
 def bad_and_nan(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -183,10 +227,11 @@ class Loop(NamedTuple):
 
     iteration: jax.Array  # int32 [2, carry]: INF, and NAN; -1 if there was none
     marks: Marks  # of those iterations, [2, carry]
-    # int32 [2]: the last iterations in which a loss scaler's check met an inf or nan,
-    # and in which an op swallowed an inf. Reports of version 0.2 do not have them.
+    # int32 [3]: the last iterations in which a loss scaler's check met an inf or nan,
+    # in which an op swallowed an inf, and in which it mattered how large the number
+    # was. Reports of version 0.2 do not have them.
     noted: jax.Array | None = None
-    noted_marks: Marks | None = None  # of those iterations, [2]
+    noted_marks: Marks | None = None  # of those iterations, [3]
 
 
 class Branches(NamedTuple):
@@ -199,3 +244,9 @@ def marks_of(program: Program, marks: Marks, numbers: Sequence[int]) -> jax.Arra
     slots = [program.slots.get(number) for number in numbers]
     fine = np.uint8(FINE)
     return jnp.stack([fine if s is None else marks.values[s] for s in slots])
+
+
+def holds(marks: Marks, bits: int) -> bool:
+    """Whether a value has one of the marks, also in loops and branches inside."""
+    arrays = [leaf for leaf in jax.tree.leaves(marks) if leaf.dtype == np.uint8]
+    return any(np.any(array & np.uint8(bits)) for array in arrays)

@@ -16,7 +16,7 @@ from .. import _compat
 from .._autocast.region import ambient
 from .._checks import is_traced
 from .call import is_array, open_call, path_name
-from .marks import BAD, Marks, Program
+from .marks import BAD, SWALLOWED, Marks, Program, holds
 from .record import run_marked
 from .report import (
     Report,
@@ -200,7 +200,7 @@ class NonfiniteReport(Report):
 def anything_in(report: NonfiniteReport) -> bool:
     if report._stacked_shape():
         return any(map(anything_in, report))
-    return bool(np.any(report.marks.values) and report.to_dict())
+    return holds(report.marks, BAD | SWALLOWED) and bool(report.to_dict())
 
 
 def text_of(op: dict[str, Any]) -> str:

@@ -18,10 +18,12 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from .. import _compat
 from .._autocast.traits import (
     CALLS,
+    COMPARING,
     ELEMENTWISE,
     KERNELS,
     OVERFLOWING,
     PRESERVING,
+    RANKING,
     SWALLOWING,
 )
 from .._checks import is_traced
@@ -30,10 +32,13 @@ from .marks import (
     BAD,
     FINE,
     INF,
+    MATTERS,
     NAN,
     RECIPROCAL,
+    ROOT_MATTERS,
     SWALLOWED,
     TAKEN,
+    TO_INTEGER,
     Branches,
     Inner,
     Loop,
@@ -50,6 +55,7 @@ from .op_location import OUTERMOST, Around, Location
 from .walk import Atom, array, called_by, variables
 
 CHECK = arithmetic.all_finite.__code__
+NOTED = 3  # iterations of a while loop, beside those that made carried values bad
 
 Numbered = tuple[RunValue, int]  # a value, and its number in the Program
 # The results of an equation, the marks of its bodies, and what these belong to.
@@ -99,7 +105,7 @@ class Recorder:
         inputs: Sequence[RunValue] = (),
         by: str = "",
     ) -> None:
-        if can_hold_nan(value):
+        if can_hold_nan(value) or (inputs and by):
             self.program.slots[number] = len(self.values)
             self.values.append(mark_of(value, *inputs, by=by))
 
@@ -168,9 +174,9 @@ class Recorder:
             inputs = [inputs[0], *self.chosen(at, *inputs)]
         shape = np.shape(outs[0]) if outs else ()  # none from a `jax.debug.print`
         same = [x for x in values if can_hold_nan(x) and fits(np.shape(x), shape)]
-        is_elementwise = name in ELEMENTWISE and len(same) == len(values)
-        fresh = same if is_elementwise else ()
-        return self.add(at, inputs, outs, is_check, None, preserves(eqn), fresh)
+        is_elementwise = name in ELEMENTWISE | COMPARING and len(same) == len(values)
+        of = same if is_elementwise else ranked(eqn, values)
+        return self.add(at, inputs, outs, is_check, None, preserves(eqn), of)
 
     def on_devices(
         self, eqn: JaxprEqn, inputs: list[Numbered], around: Around, is_check: bool
@@ -217,17 +223,23 @@ class Recorder:
         is_check: bool,
         inner: Inner | None = None,
         preserves: bool = False,
-        elementwise: Sequence[RunValue] = (),
+        of: Sequence[RunValue] = (),
     ) -> list[Numbered]:
-        program, numbers = self.program, []
-        for value in outs:
+        """Adds an op.
+
+        Args:
+          of: its inputs, if it is elementwise; what it ranks, if it does.
+        """
+        program, numbers, by = self.program, [], swallowing(at.eqn)
+        for place, value in enumerate(outs):
             number = program.number()
             numbers.append(number)
             source = inputs[0][1] if inputs else None
             if preserves and source in program.slots:
                 program.slots[number] = program.slots[source]
             else:
-                self.mark(number, value, elementwise, swallowing(at.eqn))
+                is_key = by in RANKING and place < keys_among_results(at.eqn)
+                self.mark(number, value, () if is_key else of, "" if is_key else by)
         given = tuple(number for _, number in inputs)
         is_single = all(np.size(value) == 1 for value in outs)
         name = at.eqn.primitive.name
@@ -269,7 +281,26 @@ def swallowing(eqn: JaxprEqn) -> str:
     if name == "integer_pow":
         exponent = eqn.params["y"]
         return RECIPROCAL if exponent == -1 else name if exponent < 0 else ""
-    return name if name in SWALLOWING else ""
+    if name == "convert_element_type":
+        given, made = array(eqn.invars[0]).dtype, eqn.params["new_dtype"]
+        is_integer = jnp.issubdtype(made, jnp.integer)
+        return TO_INTEGER if is_integer and jnp.issubdtype(given, jnp.floating) else ""
+    return name if name in SWALLOWING | COMPARING | RANKING else ""
+
+
+def ranked(eqn: JaxprEqn, values: Sequence[RunValue]) -> Sequence[RunValue]:
+    """What an op of `RANKING` ranks, along the last axis, the largest first; or ()."""
+    name = eqn.primitive.name
+    if name not in RANKING or not jnp.issubdtype(values[0].dtype, jnp.floating):
+        return ()
+    (axis,) = eqn.params.get("axes", (eqn.params.get("dimension", -1),))
+    keys = jnp.moveaxis(values[0], axis, -1)
+    return [-keys if name == "argmin" else keys]
+
+
+def keys_among_results(eqn: JaxprEqn) -> int:
+    """How many results of an op of `RANKING` are what it ranks, and not places."""
+    return eqn.params.get("num_keys", int(eqn.primitive.name == "top_k"))
 
 
 def overflows(eqn: JaxprEqn) -> bool:
@@ -360,7 +391,7 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
         return jaxpr_as_fun(condition)(*args)[0]
 
     never = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
-    loop = Loop(never(shape), zeros(*shape), never(2), zeros(2))
+    loop = Loop(never(shape), zeros(*shape), never(NOTED), zeros(NOTED))
     start = jnp.int32(0), loop, carry
     _, loop, outs = lax.while_loop(goes_on, step, start)
     inner = Inner(
@@ -370,23 +401,21 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
 
 
 def noted_in(program: Program, marks: Marks) -> jax.Array:
-    """Whether a loss scaler's check met an inf or nan, and whether an inf was
-    swallowed: bool [2]. The marks may be those of all iterations of a scan."""
+    """Whether a loss scaler's check met an inf or nan, whether an inf was swallowed,
+    and whether it was by an op for which it matters how large the number is: bool [3].
+    The marks may be those of all iterations of a scan."""
     is_any = lambda bits: jnp.any(marks.values & np.uint8(bits))
     checked = [n for node in program.nodes if node.is_check for n in node.inputs]
     slots = sorted({program.slots[n] for n in checked if n in program.slots})
-    found = [
-        jnp.array(
-            [jnp.any(marks.values[..., slots] & np.uint8(BAD)), is_any(SWALLOWED)]
-        )
-    ]
+    met = jnp.any(marks.values[..., slots] & np.uint8(BAD))
+    found = [jnp.array([met, is_any(SWALLOWED), is_any(MATTERS | ROOT_MATTERS)])]
     for node in program.nodes:
         if node.inner is None:
             continue
         kept = marks.inner[node.inner.place]
         if isinstance(kept, Loop):
             assert kept.noted is not None  # it has just been made
-            found.append(jnp.any(kept.noted.reshape(-1, 2) >= 0, axis=0))
+            found.append(jnp.any(kept.noted.reshape(-1, NOTED) >= 0, axis=0))
         elif isinstance(kept, Marks):
             found.append(noted_in(node.inner.programs[0], kept))
         else:

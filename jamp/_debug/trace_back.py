@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 
 from .._autocast.traits import CHOOSING, MOVES
-from .marks import FRESH, INF, NAN, Inner, Loop, Marks, Node, Program
+from .marks import BAD, FRESH, INF, NAN, Inner, Loop, Marks, Node, Program, holds
 from .op_location import Location, Site
 
 BITCAST = "bitcast_convert_type"
@@ -189,7 +189,7 @@ def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> 
     places = range(len(marks.values))
     for place in places if inner.reverse else reversed(places):
         here = at(marks, place)
-        if not here.values.any():
+        if not holds(here, BAD):
             carry = {}
             continue
         wanted = Counter()

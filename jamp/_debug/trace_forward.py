@@ -8,7 +8,8 @@ output vanishes. So what the inf stands for is followed:
   such a number `exp`, `tanh`, `min` and `max` give the same as of an inf. An inf that
   is given (a mask) or made at a pole (`log`, `div`) stands for itself.
 - A root or a logarithm of it may be a moderate number. `x / sqrt(inf)` is a fault even
-  for a small x, and `exp(x - log(inf))` too.
+  for a small x, and `exp(x - log(inf))` too, and `min(sqrt(inf), 1000)` of float16.
+- Of two of them, none is known to be the larger: `argmax` may give the wrong place.
 - An inf of `exp` is mostly far beyond the limit, so that to divide by it is right, as
   in a hand-written sigmoid, and a root or a logarithm of it is as above.
 
@@ -16,16 +17,20 @@ Nothing is a fault that a select does not take, or that does not lead to a resul
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from .._autocast.traits import SWALLOWING
 from .marks import (
     BAD,
     FRESH,
     INF,
     MATTERS,
+    ROOT_MATTERS,
     SWALLOWED,
     TAKEN,
     Inner,
@@ -33,6 +38,7 @@ from .marks import (
     Marks,
     Node,
     Program,
+    holds,
 )
 from .op_location import Site
 from .trace_back import Origin, arguments, at, lifted
@@ -120,16 +126,16 @@ def trace_forward(
             continue
         made = [program.mark(marks, n) for n in node.outputs]
         if is_useful and into and any(mark & SWALLOWED for mark in made):
-            matters = any(mark & MATTERS for mark in made)
+            bits = functools.reduce(operator.or_, made)
             large = stands.get(node.inputs[-1], {}) if node.primitive == "div" else into
             for key, what in large.items():
-                if is_fault(node.primitive, key, what, matters):
+                if is_fault(node.primitive, key, what, bits):
                     found.by.setdefault(key, node.at.site)
         if not any(mark & BAD for mark in made):
             continue
         shrunk = SHRINKING.get(node.primitive, LARGE)
         out = {key: max(what, shrunk) for key, what in into.items()}
-        if node.overflows and is_fresh(program, marks, node):
+        if is_useful and node.overflows and is_fresh(program, marks, node):
             fed_by = arguments(program, node.inputs)
             if fed_by:  # not of constants, which are as the user wants them
                 key = node.at.site
@@ -157,12 +163,17 @@ def is_fresh(program: Program, marks: Marks, node: Node) -> bool:
     )
 
 
-def is_fault(primitive: str, key: Site, what: int, matters: bool) -> bool:
-    """Whether an op that makes a finite number of an inf makes a wrong one."""
+def is_fault(primitive: str, key: Site, what: int, bits: int) -> bool:
+    """Whether an op that makes a finite number of an inf makes a wrong one.
+
+    Args:
+      bits: the marks of what it makes.
+    """
     if primitive in EXPONENTIALS:
         return what == LOGARITHM
-    if what != LARGE:
+    if what != LARGE and primitive in SWALLOWING:
         return True
+    matters = bits & (MATTERS, ROOT_MATTERS, SWALLOWED)[what] > 0
     is_inverse = primitive in ("div", "integer_pow")
     return matters and not (is_inverse and key.primitive in EXPONENTIALS)
 
@@ -210,7 +221,7 @@ def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> For
     places = range(len(marks.values))
     for place in reversed(places) if inner.reverse else places:
         here = at(marks, place)
-        if not (here.values & (BAD | SWALLOWED)).any():
+        if not holds(here, BAD | SWALLOWED):
             outputs = [{} for _ in body.outputs]
         else:
             inside = trace_forward(body, here, given)

@@ -23,6 +23,7 @@ class MLP(nn.Module):
         return nn.LayerNorm()(x)
 
 
+HALF = jnp.float16
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 PARAMS = jax.eval_shape(MLP().init, jax.random.key(0), X)
 
@@ -417,6 +418,98 @@ def test_a_bias_that_is_added_in_float32_for_each_of_a_batch_does_not_widen():
     assert debug.explain(cast, jnp.float16)(w, b, x).promotions  # the user's own cast
 
 
+CAUSAL = jnp.tril(jnp.ones((8, 8), bool))
+TARGET = jnp.ones((8, 8))
+KEY = jax.random.key(0)
+
+
+def binary_cross_entropy(h):
+    losses = jnp.maximum(h, 0) - h * TARGET + jnp.log1p(jnp.exp(-jnp.abs(h)))
+    return jnp.mean(losses)
+
+
+def softmax_by_hand(h):
+    h = h + jnp.where(CAUSAL, 0.0, -1e9)
+    e = jnp.exp(h - jnp.max(h, -1, keepdims=True))
+    return e / jnp.sum(e, -1, keepdims=True)
+
+
+def attention(h):
+    h = h[None, :, None]
+    return nn.dot_product_attention(h, h, h, mask=CAUSAL[None, None])
+
+
+NO_COST = {
+    "a mask that is chosen": lambda h: jax.nn.softmax(jnp.where(CAUSAL, h, -2.4e38)),
+    "a mask that is added": lambda h: jax.nn.softmax(h + jnp.where(CAUSAL, 0, -1e9)),
+    "a softmax by hand": softmax_by_hand,
+    "attention with a mask": attention,
+    "a squared error": lambda h: jnp.mean((h - TARGET) ** 2),
+    "an absolute error": lambda h: jnp.sum(jnp.abs(h - TARGET)),
+    "one in a function": lambda h: jnp.mean(jax.jit(lambda h: (h - TARGET) ** 2)(h)),
+    "one that is mapped": jax.vmap(lambda h: jnp.mean((h - TARGET[0]) ** 2)),
+    "cross entropy": lambda h: -jnp.sum(jax.nn.log_softmax(h) * TARGET),
+    "binary cross entropy": binary_cross_entropy,
+    "a draw": lambda h: jax.random.categorical(KEY, h),
+    "an index": lambda h: jnp.argmax(h + TARGET, -1),
+}
+COST = {
+    "a result": lambda h: h + TARGET,
+    "an input of a layer": lambda h: nn.LayerNorm().apply(
+        {"params": {"scale": jnp.ones(8), "bias": jnp.ones(8)}}, h + TARGET
+    ),
+    "a cast": lambda h: jnp.sum((h * TARGET).astype(jnp.float16)),
+    "an input of a product": lambda h: jnp.sum((h + TARGET) @ h),
+    "a value with two readers": lambda h: (lambda x: jnp.sum(x) + x @ h)(h + TARGET),
+    "a nonlinear function": lambda h: jnp.sum(jnp.tanh(h + TARGET)),
+    "stacked": lambda h: jnp.sum(
+        jax.lax.scan(lambda _, row: (None, row + TARGET[0]), None, h)[1]
+    ),
+    "carried": lambda h: jnp.sum(
+        jax.lax.scan(lambda c, row: (c + row, None), TARGET[0], h)[0]
+    ),
+}
+
+
+def after_a_product(fn):
+    return lambda w: fn(jnp.ones((8, 4)) @ w)
+
+
+@pytest.mark.parametrize("case", NO_COST)
+def test_widening_for_what_runs_in_float32_is_not_listed(case):
+    w, fn = jnp.ones((4, 8)), after_a_product(NO_COST[case])
+    assert "float32" in {r.dtypes[-7:] for r in debug.explain(fn, HALF)(w).rows}
+    assert debug.explain(fn, HALF)(w).found == []
+    if case not in ("a draw", "an index"):
+        grad = jax.grad(lambda w: jnp.sum(fn(w).astype(jnp.float32)))
+        assert debug.explain(grad, HALF)(w).found == []
+
+
+@pytest.mark.parametrize("case", COST)
+def test_widening_that_costs_something_is_listed(case):
+    fn = after_a_product(COST[case])
+    promotions = debug.explain(fn, HALF)(jnp.ones((4, 8))).promotions
+    assert [p.op for p in promotions] == ["mul" if case == "a cast" else "add"]
+
+
+def test_products_that_should_be_in_float32_are_not_listed():
+    import optax
+
+    def fn(w):
+        h = jnp.ones((8, 4)) @ w
+        angles = jnp.einsum("i,j->ij", jnp.arange(8.0), 1 / jnp.arange(1, 9))
+        labels, padding = jnp.array([[1, 2]]), jnp.zeros((1, 8))
+        loss = optax.ctc_loss(h[None], padding, labels, jnp.zeros((1, 2)))
+        return jnp.sin(angles), loss
+
+    explanation = debug.explain(fn, HALF)(jnp.ones((4, 8)))
+    assert explanation.matmul_flops["float32"] and explanation.found == []
+    outer = lambda h: jnp.einsum("i,j->ij", h[0], TARGET[0])
+    widened = after_a_product(outer)
+    (line,) = debug.explain(widened, HALF)(jnp.ones((4, 8))).found
+    assert line.startswith("float32 dot_general") and "outer" in line
+
+
 def masked_loss(x):
     mask = (x > 0).astype(x.dtype)
     return jnp.sum(mask * (x - 1) ** 2) / jnp.sum(mask)
@@ -550,6 +643,27 @@ def test_half_results_of_scans_and_arguments():
         ("2", "div"),
         ("3", "convert_element_type"),
     ]
+
+
+def test_parameters_that_are_kept_in_half_precision_are_no_half_results():
+    def step(params, cache, x):
+        loss = lambda params: jnp.mean(x @ params)
+        loss, grads = jax.value_and_grad(loss)(params)
+        return params - 0.1 * grads, cache.at[0].set(x[0, 0]), loss
+
+    half = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float16)
+    (result,) = debug.explain(step)(half(4, 2), half(3), half(8, 4)).half_results
+    assert result.name == "2"
+    mapped = jax.pmap(step)
+    arguments = half(1, 4, 2), half(1, 3), half(1, 8, 4)
+    (result,) = debug.explain(mapped)(*arguments).half_results
+    assert result.name == "2"
+
+
+def test_a_function_may_return_numbers():
+    fn = lambda x: (x @ x.T, 1.0, jnp.zeros(()))
+    (result,) = debug.explain(fn, HALF)(jnp.ones((4, 8))).half_results
+    assert result.name == "0"
 
 
 @pytest.mark.parametrize("look", [debug.explain, debug.find_nonfinite])

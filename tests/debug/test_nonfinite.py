@@ -294,10 +294,21 @@ def scanned_steps(step):
     return run
 
 
+def in_a_branch(step):
+    def run(*args):
+        shapes = jax.eval_shape(step, *args)
+        zeros = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.cond(args[-1][0, 0] > 0, step, zeros, *args)
+
+    return run
+
+
 STEPS = {
     "alone": (None, lambda step: step),
     "jit of jit": (None, lambda step: jax.jit(jax.jit(step))),
     "scan": (None, scanned_steps),
+    "scan of scan": (None, lambda step: scanned_steps(scanned_steps(step))),
+    "scan of cond": (None, lambda step: scanned_steps(in_a_branch(step))),
     "retry": (None, lambda step: jamp.retry(step, attempts=2)),
     "vmap": ("x", lambda step: on_two(jax.vmap(step, axis_name="x"))),
     "shard_map": ("x", sharded),
@@ -307,7 +318,7 @@ STEPS = {
     "shard_map of scan": ("x", lambda step: sharded(scanned_steps(step))),
     "pmap": ("x", lambda step: on_two(jax.pmap(step, axis_name="x"))),
 }
-QUICK = "alone", "shard_map of jit", "pmap"
+QUICK = "alone", "scan of scan", "shard_map of jit", "pmap"
 
 
 @pytest.mark.parametrize("way", mostly_slow(STEPS, *QUICK))

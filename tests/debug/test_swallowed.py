@@ -73,6 +73,49 @@ def in_float32(x):
     return x * jax.lax.rsqrt(jnp.mean(x**2))
 
 
+RAMP = jnp.arange(1, 9, dtype=HALF)
+
+
+def largest(x):
+    return jnp.argmax((x * RAMP) ** 2, axis=-1)
+
+
+def nearest(x):
+    return RAMP[jnp.argmin((x[0] * RAMP[::-1]) ** 2)]
+
+
+def three_largest(x):
+    return jnp.take_along_axis(x * RAMP, jax.lax.top_k((x * RAMP) ** 2, 3)[1], -1)
+
+
+def sorted_by_square(x):
+    return jnp.argsort((x.T * RAMP[::-1, None]) ** 2, axis=0)
+
+
+def sorted_with_it(x):
+    return jax.lax.sort(((x * RAMP[::-1]) ** 2, x * RAMP), num_keys=1)[1]
+
+
+def capped_norm(x):
+    return jnp.minimum(jnp.sqrt(jnp.sum(x * x)), 3000)
+
+
+def a_norm_below_a_threshold(x):
+    return jnp.where(jnp.sqrt(jnp.sum(x * x)) > 3000, 0, x)
+
+
+def capped_softplus(x):
+    return jax.lax.clamp(HALF(0), jnp.log(1 + jnp.exp(x / 20)), HALF(20))
+
+
+def two_that_are_compared(x):
+    return jnp.where(x[0] * x[0] * 4 > x[1] * x[1], x[0], x[1])
+
+
+def an_integer(x):
+    return (x * x).astype(jnp.int32)
+
+
 FAULTS = {  # the op that overflows, and the op that swallows it
     rms_norm: ("integer_pow", "rsqrt"),
     by_root: ("mul", "div"),
@@ -87,6 +130,16 @@ FAULTS = {  # the op that overflows, and the op that swallows it
     clipped_by_norm: ("integer_pow", "div"),
     a_distance_that_is_large: ("integer_pow", "div"),
     in_float32: ("integer_pow", "rsqrt"),
+    largest: ("integer_pow", "argmax"),
+    nearest: ("integer_pow", "argmin"),
+    three_largest: ("integer_pow", "top_k"),
+    sorted_by_square: ("integer_pow", "sort"),
+    sorted_with_it: ("integer_pow", "sort"),
+    capped_norm: ("mul", "min"),
+    a_norm_below_a_threshold: ("mul", "gt"),
+    capped_softplus: ("exp", "clamp"),
+    two_that_are_compared: ("mul", "gt"),
+    an_integer: ("mul", "convert_element_type"),
 }
 
 
@@ -186,7 +239,33 @@ def computed_for_nothing(x):
 
 
 def compared(x):
-    return jnp.argmax(x * x, -1), jnp.sign(x**3), x**2 > 1
+    return jnp.argmin(x * x, -1), jnp.sign(x**3), x**2 > 1, -(x**2) > x**2
+
+
+def the_only_inf(x):
+    places = jnp.argmax(x * jnp.where(x > 1900, 1000, 1), -1)
+    return places, jnp.argsort(x + jnp.where(x > 1900, x * 1000, 0), -1)
+
+
+def the_largest_of_masked_ones(x):
+    logits = jnp.where(x > 0, x, -jnp.inf)
+    mask = jnp.where(x > 1000, 0, x.astype(jnp.float32) * 0 - 1e9).astype(HALF)
+    return (
+        jnp.argmax((x + mask)[1:], -1),
+        jax.lax.top_k(logits, 5)[1],
+        jnp.argsort(logits, -1),
+        jax.random.categorical(jax.random.key(0), logits[1:]),
+    )
+
+
+def a_norm_that_is_cut(x):
+    norm, logarithm = jnp.sqrt(jnp.sum(x * x)), jnp.log(1 + jnp.exp(x))
+    smaller = jnp.minimum(norm, 100), jnp.clip(-norm, -200, 200), norm > 1
+    return *smaller, jnp.minimum(logarithm, 5), jnp.maximum(-logarithm, 1)
+
+
+def a_small_integer(x):
+    return jnp.clip(x * x, -127, 127).astype(jnp.int8), (x * x).astype(bool)
 
 
 def dropped(x):
@@ -217,6 +296,10 @@ FINE = [
     a_branch_that_is_not_chosen,
     computed_for_nothing,
     compared,
+    the_only_inf,
+    the_largest_of_masked_ones,
+    a_norm_that_is_cut,
+    a_small_integer,
     dropped,
     an_inverse_square_of_bfloat16,
     jax.nn.sigmoid,
@@ -234,6 +317,9 @@ FINE = [
 def test_an_inf_with_the_right_result_is_no_fault(fn):
     report = debug.find_nonfinite(fn)(WIDE)
     assert report.to_dict().get("swallowed", []) == [], report
+
+
+THREE = jnp.arange(3)
 
 
 def norm_in_a_branch(x):
@@ -259,6 +345,15 @@ def norm_in_a_while_loop(x):
     return jax.lax.while_loop(lambda s: s[0] < 5, body, (0, x))[1]
 
 
+def norm_in_a_loop_with_masks(x):
+    def body(state):
+        i, x = state
+        masked = jnp.exp(jnp.where(jnp.arange(8) <= i, x / 300, -jnp.inf))
+        return i + 1, jnp.where(i == 2, rms_norm(x), x + 0 * masked)
+
+    return jax.lax.while_loop(lambda s: s[0] < 5, body, (0, x))[1]
+
+
 def norm_of_a_while_loop(x):
     body = lambda s: (s[0] + 1, s[1] * s[1])
     squares = jax.lax.while_loop(lambda s: s[0] < 1, body, (0, x))[1]
@@ -269,6 +364,22 @@ def norm_in_nested_loops(x):
     return jax.lax.while_loop(
         lambda s: s[0] < 2, lambda s: (s[0] + 1, norm_in_a_scan(s[1])), (0, x)
     )[1]
+
+
+def repeated(fn):
+    def one_in_three(x, i):
+        return jax.lax.scan(lambda x, j: (jnp.where(i == j, fn(x), x), None), x, THREE)
+
+    return lambda x: jax.lax.scan(one_in_three, x, 1 + THREE)[0]
+
+
+def a_branch_in_a_scan(x):
+    choose = lambda x, i: (jax.lax.cond(i == 1, rms_norm, lambda x: x, x), None)
+    return jax.lax.scan(choose, x, THREE)[0]
+
+
+def a_while_loop_in_a_scan(x):
+    return jax.lax.scan(lambda x, _: (norm_in_a_while_loop(x), None), x, THREE)[0]
 
 
 def on_devices(fn):
@@ -286,8 +397,13 @@ AROUND = {
     "out of scan": norm_of_a_scan,
     "in the carry of scan": norm_of_what_a_scan_carries,
     "while": norm_in_a_while_loop,
+    "while with masks": norm_in_a_loop_with_masks,
     "out of while": norm_of_a_while_loop,
     "while of scan": norm_in_nested_loops,
+    "scan of scan": repeated(rms_norm),
+    "scan of scan of scan": repeated(repeated(rms_norm)),
+    "scan of cond": a_branch_in_a_scan,
+    "scan of while": a_while_loop_in_a_scan,
     "shard_map": lambda x: on_devices(rms_norm)(x),
     "shard_map of scan": lambda x: on_devices(norm_in_a_scan)(x),
     "pmap": lambda x: jax.pmap(rms_norm)(x[:, None]),
@@ -301,8 +417,13 @@ LOOPS = {
     "out of scan": ["scan"],
     "in the carry of scan": ["scan"],
     "while": ["while"],
+    "while with masks": ["while"],
     "out of while": ["while"],
     "while of scan": ["while", "scan"],
+    "scan of scan": ["scan", "scan"],
+    "scan of scan of scan": ["scan"] * 4,
+    "scan of cond": ["scan"],
+    "scan of while": ["scan", "while"],
     "shard_map of scan": ["scan"],
 }
 
@@ -375,6 +496,12 @@ def test_a_skipped_step_has_no_swallowed_ones():
     report = debug.find_nonfinite(step)(params, tx.init(params), BIG)
     row = report.to_dict()
     assert row["ops"] and row["swallowed"] == []
+
+
+@pytest.mark.parametrize("way", ["scan of scan", "scan of cond"])
+def test_only_an_iteration_that_is_chosen_counts(way):
+    (op,) = debug.find_nonfinite(AROUND[way])(BIG).to_dict()["swallowed"]
+    assert op["times"] == 1 and op["loops"][-1] == ("scan", 1)
 
 
 def test_stacked_reports_count_the_steps_that_swallow():

@@ -772,3 +772,17 @@ def test_a_maximum_over_nothing_is_named():
     )
     report = debug.find_nonfinite(pool)(jnp.ones(4))
     assert "reduce_window_max" in str(report)
+
+
+def test_only_the_branch_that_runs_is_compiled(caplog):
+    def f(x):
+        return jax.lax.cond(x > 0, lambda x: x / 0.0, lambda x: jnp.sin(x), x)
+
+    debug.find_nonfinite(f)(ZERO + 1)
+    with jax.log_compiles(), caplog.at_level("DEBUG"):
+        (op,) = debug.find_nonfinite(f)(ZERO + 1).to_dict()["ops"]
+        again = [r.getMessage() for r in caplog.records]
+        assert not any("Finished XLA compilation" in text for text in again)
+        debug.find_nonfinite(lambda x: jnp.cos(f(x)))(ZERO - 1)  # new ops
+    assert op["primitive"] == "div"
+    assert any("Finished XLA compilation" in r.getMessage() for r in caplog.records)

@@ -63,11 +63,12 @@ def mark_of(x: jax.Array, *inputs: jax.Array, by: str = "") -> jax.Array:
     bits, several = zip(*flags, strict=True)
     # One reduction of all: XLA compiles it faster than several.
     found = lax.reduce(several, (False,) * len(bits), either, range(x.ndim))
-    found = [flag.astype(jnp.uint8) * np.uint8(b) for flag, b in zip(found, bits)]
-    return functools.reduce(jnp.bitwise_or, found)
+    pairs = zip(found, bits, strict=True)
+    set_bits = (flag.astype(jnp.uint8) * np.uint8(bit) for flag, bit in pairs)
+    return functools.reduce(jnp.bitwise_or, set_bits)
 
 
-def either(some, more):
+def either(some: Sequence[jax.Array], more: Sequence[jax.Array]) -> list[jax.Array]:
     return [a | b for a, b in zip(some, more, strict=True)]
 
 

@@ -60,9 +60,10 @@ def mark_of(x: jax.Array, *inputs: jax.Array, by: str = "") -> jax.Array:
     if inputs and by and not jnp.iscomplexobj(x):
         with jax.enable_x64(True):  # scalars of a loss scale are float64
             flags += swallowed(by, x, inputs)
-    bits, several = zip(*flags, strict=True)
+    bits = [bit for bit, _ in flags]
+    several = [jnp.broadcast_to(flag, x.shape) for _, flag in flags]
     # One reduction of all: XLA compiles it faster than several.
-    found = lax.reduce(several, (False,) * len(bits), either, range(x.ndim))
+    found = lax.reduce(several, [False] * len(bits), either, range(x.ndim))
     pairs = zip(found, bits, strict=True)
     set_bits = (flag.astype(jnp.uint8) * np.uint8(bit) for flag, bit in pairs)
     return functools.reduce(jnp.bitwise_or, set_bits)
@@ -82,7 +83,8 @@ def swallowed(
     and then 0 is right.
     """
     if by in RANKING:
-        tied = tied_infs(inputs[0], x.shape[-1] if x.ndim == inputs[0].ndim else 1)
+        n = x.shape[-1] if x.ndim == inputs[0].ndim else 1
+        tied = jnp.any(tied_infs(inputs[0], n))
         return [(bit, tied) for bit in (SWALLOWED, ROOT_MATTERS, MATTERS)]
     if by in (TO_INTEGER, *COMPARING):
         return beyond(by, x, inputs)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.ref
 import numpy as np
+from jax.extend.core import Jaxpr
 from jax.typing import ArrayLike
 
 from .. import _compat
@@ -30,6 +31,7 @@ from .report import (
 )
 from .trace_back import Origin, trace_back
 from .trace_forward import swallowed
+from .walk import inner_jaxprs
 
 LISTED = 5
 OTHERS = "bad_arguments", "bad_constants", "results"  # of a report, beside its ops
@@ -306,9 +308,10 @@ def find_nonfinite(
             flags = [jnp.any(flag) for flag in flags if flag.dtype == jnp.bool_]
             return marks, functools.reduce(jnp.logical_or, flags, jnp.bool_(False))
 
-        # Op by op, JAX does not move constants to the devices of a sharded array.
-        quick = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
-        runs = quick if is_spread(call.arrays) else run
+        # Op by op, JAX does not move constants to the devices of a sharded array, and
+        # compiles a program for each op in a shard_map.
+        at_once = is_spread(call.arrays) or has_shard_map(jaxpr.jaxpr)
+        runs = jax.jit(run) if at_once else run
         marks, skipped = only_when(when, runs)
         layout = Layout(programs[0], call.function, call.names, tuple(names))
         return NonfiniteReport(marks, skipped, layout)
@@ -320,6 +323,13 @@ def is_spread(arrays: Sequence[object]) -> bool:
     """Whether an array is on several devices."""
     concrete = [a for a in arrays if isinstance(a, jax.Array) and not is_traced(a)]
     return any(len(array.sharding.device_set) > 1 for array in concrete)
+
+
+def has_shard_map(jaxpr: Jaxpr) -> bool:
+    return any(
+        eqn.primitive.name == "shard_map" or any(map(has_shard_map, inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def is_reference(value: object) -> bool:

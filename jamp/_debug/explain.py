@@ -153,7 +153,7 @@ def explain(
             casts=sum(op.times for op in ops if op.is_cast),
             saved=saved,
             refusal=refusal,
-            promotions=promotions(ops, [values[v] for _, v in pairs]),
+            promotions=promotions(ops, {values[v] for _, v in pairs}),
             reductions=reductions(ops),
             squares=squares(ops, made_by),
             half_results=half_results(returned, made_by),
@@ -253,11 +253,11 @@ def matmul_flops(ops: Iterable[WalkedOp]) -> dict[str, int]:
     return dict(total.most_common())
 
 
-def promotions(ops: Iterable[WalkedOp], returned: Iterable[int]) -> list[Promotion]:
+def promotions(ops: Iterable[WalkedOp], returned: set[int]) -> list[Promotion]:
     """Where a float32 operand implicitly made a half-precision one float32, and where
     this costs something."""
     found: dict[tuple[str, str, str], Promotion] = {}
-    readers: dict[int, list[WalkedOp]] = {value: [] for value in returned}
+    readers: dict[int, list[WalkedOp]] = {}
     for op in ops:
         for value in op.reads:
             readers.setdefault(value, []).append(op)
@@ -277,7 +277,7 @@ def promotions(ops: Iterable[WalkedOp], returned: Iterable[int]) -> list[Promoti
                 and reader.made_by is op.made_by
                 and any(is_float32(v, op) for v in user.invars if v is not out)
                 and not own_casts(user, op.used_by)  # a region casts it back
-                and not is_for_float32(reader, readers, set(returned))
+                and not is_for_float32(reader, readers, returned)
             ):
                 key = user.primitive.name, op.site.line, op.path
                 before = found.get(key, Promotion(*key, 0, 0))

@@ -169,7 +169,7 @@ class Recorder:
             return self.add(at, inputs, outs, is_check, inner)
         if name in KERNELS:
             self.program.unseen.append(at)
-        outs = [held(out) for out in _compat.bind_eqn(eqn, values)]
+        outs = _compat.bind_eqn(eqn, values)
         if name == "select_n":
             inputs = [inputs[0], *self.chosen(at, *inputs)]
         shape = np.shape(outs[0]) if outs else ()  # none from a `jax.debug.print`
@@ -256,17 +256,6 @@ class Recorder:
         program.nodes.append(node)
         program.made_by.update(dict.fromkeys(numbers, node))
         return list(zip(outs, numbers, strict=True))
-
-
-def held(value: RunValue) -> RunValue:
-    """A value that a compiler makes once, for its mark and for the ops that use it.
-
-    XLA would otherwise compute it anew for each of them, with all that led to it: that
-    compiles slowly, and rounds differently.
-    """
-    if is_traced(value) and can_hold_nan(value):
-        return lax.optimization_barrier(value)
-    return value
 
 
 def fits(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -786,3 +786,24 @@ def test_only_the_branch_that_runs_is_compiled(caplog):
         debug.find_nonfinite(lambda x: jnp.cos(f(x)))(ZERO - 1)  # new ops
     assert op["primitive"] == "div"
     assert any("Finished XLA compilation" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("by", ["pmap", "shard_map"])
+def test_what_runs_on_several_devices_is_compiled_at_once(by, caplog):
+    def f(x):
+        for op in (jnp.sin, jnp.cos, jnp.tan, jnp.exp, jnp.log, jnp.sqrt, jnp.tanh):
+            x = op(x) / 2 + 3
+        return x
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",))
+    mapped = {
+        "pmap": jax.pmap(f),
+        "shard_map": jax.shard_map(
+            f, mesh=mesh, in_specs=jax.P("batch"), out_specs=jax.P("batch")
+        ),
+    }
+    x = jnp.ones((2, 3))
+    with jax.log_compiles(), caplog.at_level("DEBUG"):
+        assert debug.find_nonfinite(mapped[by])(x).to_dict() == {}
+    compiled = [r for r in caplog.records if "Finished XLA" in r.getMessage()]
+    assert 0 < len(compiled) < 7  # fewer than there are kinds of op

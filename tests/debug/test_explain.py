@@ -455,6 +455,7 @@ NO_COST = {
 }
 COST = {
     "a result": lambda h: h + TARGET,
+    "a result that a sum reads": lambda h: (lambda x: (x, jnp.sum(x)))(h + TARGET),
     "an input of a layer": lambda h: nn.LayerNorm().apply(
         {"params": {"scale": jnp.ones(8), "bias": jnp.ones(8)}}, h + TARGET
     ),

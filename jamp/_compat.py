@@ -9,22 +9,17 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import (
-    config,
-    core,
-    source_info_util,
-    traceback_util,
-    xla_metadata_lib,
-)
+from jax._src import core, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
+from jax._src.lax import linalg
 from jax._src.state import discharge
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
@@ -32,6 +27,7 @@ from jax.typing import ArrayLike
 Trace = core.Trace
 AbstractValue = core.AbstractValue
 Primitive = core.Primitive
+NOTHING = Primitive("nothing")
 user_context = source_info_util.user_context
 current_name_stack = source_info_util.current_name_stack
 
@@ -102,12 +98,34 @@ def explicit(sharding: Any) -> jax.sharding.NamedSharding | None:
 
 def equation_context() -> "core.JaxprEqnContext":
     """The context of an equation that is made now."""
-    make: Any = core.JaxprEqnContext
-    if "__init__" not in vars(make):
-        return make()
-    settings = config.compute_on_context_manager, config.threefry_partitionable
-    metadata = xla_metadata_lib.current_xla_metadata()
-    return make(*(s.value for s in settings), metadata)  # JAX 0.10.0
+    return core.new_jaxpr_eqn([], [], NOTHING, {}, set()).ctx
+
+
+def trace_linalg_in(dtypes: Collection[np.dtype], is_cast: Callable[[], bool]) -> None:
+    """Lets JAX trace its linear algebra in half precision, where that is cast later.
+
+    From 0.11.1 on, JAX refuses half precision when it traces a function of its own,
+    such as `jnp.linalg.eigh`, before a region sees the op. Until 0.11.0 it traced it,
+    and refused where no region had cast it to float32.
+
+    Args:
+      dtypes: those of half precision.
+      is_cast: whether a region will cast what is traced now.
+    """
+
+    def in_half(evaluate: Callable[..., Any], *avals: Any, **params: Any) -> Any:
+        dtype, *others = {getattr(aval, "dtype", None) for aval in avals}
+        if others or dtype not in dtypes or not is_cast():
+            return evaluate(*avals, **params)
+        wide, narrow = {"dtype": np.dtype("float32")}, {"dtype": dtype}
+        outs, effects = evaluate(*(aval.update(**wide) for aval in avals), **params)
+        given = lambda out: out.update(**narrow) if out.dtype == wide["dtype"] else out
+        return jax.tree.map(given, outs), effects
+
+    for primitive in vars(linalg).values():
+        if isinstance(primitive, Primitive):
+            evaluate = functools.partial(in_half, primitive.abstract_eval)
+            primitive.def_effectful_abstract_eval(evaluate)
 
 
 def current_traceback() -> Any:

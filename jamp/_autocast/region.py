@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from .. import _compat
 from .._checks import flag, shown
 from .._targets import default_dtype, warn_if_missing
-from .._tree import cast_floating
+from .._tree import HALVES, cast_floating
 from . import custom, nested, primitives  # noqa: F401 - they register their rules
 from .advice import advise
 from .arguments import (
@@ -69,6 +69,9 @@ def is_autocast_enabled() -> bool:
     PyTorch: `torch.is_autocast_enabled(device_type)`.
     """
     return REGION.value is not None and REGION.value.listed
+
+
+_compat.trace_linalg_in(HALVES, is_autocast_enabled)
 
 
 def get_autocast_dtype() -> np.dtype:

@@ -75,6 +75,11 @@ def is_differentiated_once(trace: Trace) -> bool:
     return not is_forward and (count == 1 or (count == 0 and not is_final))
 
 
+def reference_of(trace: Trace) -> Any:
+    """The weak reference by which JAX and Flax compare traces."""
+    return trace._weakref
+
+
 def is_eager(trace: Trace) -> bool:
     """Whether ops on a trace are computed at once."""
     return isinstance(trace, core.EvalTrace)
@@ -280,14 +285,6 @@ def split_bwd(
         cotangents, *rest = results
         return list(cotangents), lambda new: (new, *rest)
     return list(results), lambda new: new
-
-
-def scan_arity(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many arguments of a `scan` equation are constants, and how many carry."""
-    if "num_carry" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
 
 
 def bind_shard_map(

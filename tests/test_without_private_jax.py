@@ -18,7 +18,6 @@ GONE = {
         "import jax._src.state as state, sys; del state.discharge; "
         "sys.modules['jax._src.state.discharge'] = None"
     ),
-    "how a region is current": "import jax; del jax.make_user_context",
 }
 WORKS = """
 import pickle

@@ -11,5 +11,5 @@ ops of these kinds. A recipe (`float8`, `scaled_float16`) says which products it
 and runs them: over one description of their dimensions (`contraction`), with numbers
 that have a scale (`low_precision`), and with a derivative of their own (`derivatives`).
 
-May import: `_checks`, `_tree`, `_compat`, `_targets`.
+May import: `_checks`, `_tree`, `_compat`, `_jaxprs`, `_targets`.
 """

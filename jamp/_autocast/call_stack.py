@@ -15,7 +15,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 JAX = os.path.dirname(jax.__file__) + os.sep
 PLUMBING = os.path.join(os.path.dirname(jax.__file__), "_src")  # jit, tracebacks
@@ -91,12 +90,6 @@ def raised_in(folder: str, error: BaseException) -> bool:
     """Whether an error was raised by code in a folder: JAX or JAMP."""
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and frames[-1][0].f_code.co_filename.startswith(folder)
-
-
-def holds_jaxpr(value: object) -> bool:
-    if isinstance(value, tuple | list):
-        return any(map(holds_jaxpr, value))
-    return isinstance(value, Jaxpr | ClosedJaxpr)
 
 
 # Each region leaves its mark in the name stack, so that an outer one knows what an

@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from .._jaxprs import param
 from .decision import Op
 
 
@@ -55,7 +56,7 @@ class Contraction(NamedTuple):
     @classmethod
     def of_op(cls, op: Op) -> Self:
         """The dimensions of a `dot_general`."""
-        return cls.of(op.params["dimension_numbers"], map(np.ndim, op.args))
+        return cls.of(param(op, "dimension_numbers"), map(np.ndim, op.args))
 
     @property
     def numbers(self):

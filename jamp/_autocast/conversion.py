@@ -9,6 +9,7 @@ from jax import lax
 
 from .. import _compat
 from .._compat import array_dtype
+from .._jaxprs import param
 from .call_stack import called_function, code_of
 from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op, Value
 from .notes import Note, holds, is_float
@@ -79,7 +80,7 @@ def is_explicit() -> bool:
 
 def convert(trace: AutocastTrace, op: Op, action: Action) -> Value:
     """Runs a cast. If JAX only promoted, the result follows the arrays it meets."""
-    (x,), dtype = op.args, jnp.dtype(op.params["new_dtype"])
+    (x,), dtype = op.args, jnp.dtype(param(op, "new_dtype"))
     is_array = isinstance(x, jax.Array)
     if op.avals is not None and not is_array:  # stays a known number
         return np.asarray(x).astype(dtype) if holds(dtype, x) else x
@@ -110,7 +111,7 @@ def convert(trace: AutocastTrace, op: Op, action: Action) -> Value:
         out = trace.call(lax.convert_element_type, [x], {"new_dtype": x.dtype})
         trace.notes[out] = trace.notes[x]._replace(constant=None)  # but may be a bias
         return out
-    if is_array and op.params["sharding"] is None and not explicit:
+    if is_array and param(op, "sharding") is None and not explicit:
         if dtype != given:
             return trace.cast(x, dtype)
     out = trace.bind(op.primitive, op.args, op.params | {"new_dtype": dtype})

@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, DebugInfo, Primitive
 
 from .. import _compat
+from .._jaxprs import bound, called, param, with_functions
 from .._tree import HALVES
 from .advice import advise
 from .call_stack import JAX, raised_in
@@ -197,29 +198,22 @@ def bind_jvp(
         outs, child = run_rule(derivative, inputs)
         return cast_all(child, outs, contract.dtypes() * 2)
 
-    subfuns = (
+    functions = (
         _compat.wrap(contract.primal, contract.debug_info),
         _compat.wrap(autocast_jvp, jvp.debug_info),
     )
-    outs = trace.bind(primitive, args, params | {"subfuns": subfuns})
+    outs = trace.bind(primitive, args, with_functions(params, *functions))
     trace.note_activations(outs, contract.activations)
     return outs
 
 
-def bind_vjp(
-    trace: AutocastTrace,
-    primitive: Primitive,
-    args: Values,
-    params: Params,
-    run: Function,
-) -> Result:
+def bind_vjp(trace: AutocastTrace, op: Op, args: Values, run: Function) -> Result:
     """Binds a custom_vjp whose functions run under autocast.
 
     Args:
-      params: with the primal code and the two rules, as JAX knows them.
       run: the primal code.
     """
-    fun, fwd, bwd = params["subfuns"]
+    params, (fun, fwd, bwd) = bound(op)
     contract = Contract(run, args, fun.debug_info)
     forward, backward = Function(trace, fwd, True), Function(trace, bwd, True)
     dtypes = [_compat.array_dtype(x) for x in args]
@@ -241,24 +235,24 @@ def bind_vjp(
         cotangents, packed = _compat.split_bwd(outs)
         return packed(cast_all(child, cotangents, dtypes))
 
-    subfuns = (
+    functions = (
         _compat.wrap(contract.primal, fun.debug_info),
         _compat.wrap(autocast_fwd, fwd.debug_info),
         _compat.wrap(autocast_bwd, bwd.debug_info),
     )
-    outs = trace.bind(primitive, args, params | {"subfuns": subfuns})
+    outs = trace.bind(op.primitive, args, with_functions(params, *functions))
     if trace.tells_weights:
         contract.dtypes()  # the rules have run, and perhaps not the primal code
     trace.note_activations(outs, contract.activations)
     return outs
 
 
-# The rules. A function that Python hands to JAX is in "subfuns".
+# The rules.
 
 
-@register("custom_jvp_call", stands_for="call_jaxpr")
+@register("custom_jvp_call", is_function=True)
 def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
-    args, action, jaxpr = op.args, op.action, op.params.get("call_jaxpr")
+    args, action, jaxpr = op.args, op.action, called(op)
     if jaxpr is not None:
         return custom_jvp_of_jaxpr(trace, op, jaxpr)
     if action is not None:
@@ -266,7 +260,7 @@ def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
             args = [trace.cast(x, action.dtype) for x in args]
         with trace.noted(action):
             return trace.bind(op.primitive, args, op.params)
-    fun, jvp = op.params["subfuns"]
+    _, (fun, jvp) = bound(op)
     run = Function(trace, fun, op.is_baked, args=args)
     contract = Contract(run, args, fun.debug_info)
     rule = Function(trace, jvp, baked=True, of_tangents=True)
@@ -274,13 +268,12 @@ def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
 
 
 def custom_jvp_of_jaxpr(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Result:
-    action, params = op.action, op.primitive.get_bind_params(op.params)
-    fun, jvp = params["subfuns"]
+    action, (params, (fun, jvp)) = op.action, bound(op)
     run = JaxprFunction(trace, jaxpr, op.within, op.is_baked, op.args)
     contract = Contract(run, op.args, fun.debug_info)
     in_float32 = action is not None and action.dtype == FLOAT32_DTYPE
-    if action is not None and in_float32 and not params["symbolic_zeros"]:
-        make_jvp, n_consts = op.params["jvp_jaxpr_fun"], op.params["num_consts"]
+    if action is not None and in_float32 and not param(op, "symbolic_zeros"):
+        make_jvp, n_consts = param(op, "jvp_jaxpr_fun"), param(op, "num_consts")
         rule = WideRule(trace, make_jvp, n_consts, action, op.is_baked)
         traced = None
     else:
@@ -289,28 +282,26 @@ def custom_jvp_of_jaxpr(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Res
     return bind_jvp(trace, op.primitive, op.args, params, contract, rule, jvp, traced)
 
 
-@register("custom_vjp_call", stands_for="call_jaxpr")
+@register("custom_vjp_call", is_function=True)
 def custom_vjp(trace: AutocastTrace, op: Op) -> Result:
-    if (jaxpr := op.params.get("call_jaxpr")) is None:
-        run = Function(trace, op.params["subfuns"][0], op.is_baked, args=op.args)
-        return bind_vjp(trace, op.primitive, op.args, op.params, run)
-    params = op.primitive.get_bind_params(op.params)
+    if (jaxpr := called(op)) is None:
+        run = Function(trace, bound(op)[1][0], op.is_baked, args=op.args)
+        return bind_vjp(trace, op, op.args, run)
     args = trace.as_traced(op.args, jaxpr.in_avals)
     run = JaxprFunction(trace, jaxpr, op.within, op.is_baked, args)
-    return bind_vjp(trace, op.primitive, args, params, run)
+    return bind_vjp(trace, op, args, run)
 
 
 @register("shard_map")
 def shard_map(trace: AutocastTrace, op: Op) -> Result:
     """Runs the function under autocast; from a jaxpr, in dtypes that JAX has fixed."""
-    params, args = op.params, trace.as_traced(op.args, op.avals)
-    if "subfuns" in params:
+    args = trace.as_traced(op.args, op.avals)
+    if called(op) is None:
         make_child = trace.spawner(op.is_baked, typed=trace.typed)
     else:
-        params = op.primitive.get_bind_params(params)
         typed = trace.is_typed() or not op.is_baked
         make_child = trace.spawner(baked=True, typed=typed)
-    (fun,) = params["subfuns"]
+    params, (fun,) = bound(op)
     known = trace.activations_in(args)
 
     def autocast_fun(*args):
@@ -321,6 +312,6 @@ def shard_map(trace: AutocastTrace, op: Op) -> Result:
             return outs
 
     made: list[bool] = []
-    outs = trace.bind(op.primitive, args, params | {"subfuns": (autocast_fun,)})
+    outs = trace.bind(op.primitive, args, with_functions(params, autocast_fun))
     trace.note_activations(outs, made)
     return outs

@@ -29,6 +29,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .. import _compat
+from .._jaxprs import param
 from .decision import Op, Value
 from .low_precision import Axes, Scaled, quantized
 from .trace import AutocastTrace
@@ -78,11 +79,10 @@ class Product:
 
     @classmethod
     def of(cls, op: Op, *more: Any) -> Self:
-        params = dict(op.params)
-        if isinstance(
-            params.get("precision"), lax.DotAlgorithmPreset | lax.DotAlgorithm
-        ):
-            params["precision"] = None  # some of them would sum in half precision
+        params, algorithms = op.params, lax.DotAlgorithmPreset | lax.DotAlgorithm
+        if isinstance(param(op, "precision"), algorithms):
+            # Some of them would sum in half precision.
+            params = params | {"precision": None}
         return cls(op.primitive, tuple(sorted(params.items())), *more)
 
     def bind(self, *args: Value, dtype: np.dtype) -> jax.Array:

@@ -17,6 +17,7 @@ from jax import lax
 from .. import _compat
 from .._checks import brief, flag
 from .._compat import array_dtype
+from .._jaxprs import param
 from .._targets import warn_if_missing
 from .contraction import Contraction, Dims
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
@@ -149,10 +150,10 @@ def unfit(op: Op, activations: bool) -> str:
     others = [str(dtype) for dtype in dtypes if dtype not in CASTABLE]
     if others:
         return f"{others[0]} input"
-    preferred = op.params.get("preferred_element_type")
+    preferred = param(op, "preferred_element_type")
     if preferred is not None and preferred not in CASTABLE:
         return f"{preferred} result"
-    if is_own(op.params.get("precision")):
+    if is_own(param(op, "precision")):
         return "its own precision"
     sizes = sizes_of(op)
     if all(n != 0 and (is_fit(n) or is_padded(n)) for n in sizes):
@@ -181,7 +182,7 @@ def weight_of(op: Op) -> int:
 def asked_for(op: Op, half: np.dtype) -> np.dtype:
     """The dtype of the result: half precision, or float32 if the call asks for it."""
     given = [*(array_dtype(x) for x in op.args), *dtypes_of(op.avals or ())]
-    preferred = op.params.get("preferred_element_type")
+    preferred = param(op, "preferred_element_type")
     wide = preferred == FLOAT32_DTYPE and FLOAT32_DTYPE not in given
     return FLOAT32_DTYPE if wide else half
 

@@ -7,11 +7,13 @@ import numpy as np
 
 from .. import _compat
 from .._compat import array_dtype
+from .._jaxprs import param
 from .decision import CASTABLE, FLOAT32_DTYPE, Action, Kind, Op, Params, Result, Values
 from .notes import fits, is_inexact
 from .products import is_dot
 from .rules import codes_at, loaded
 from .trace import AutocastTrace, dtypes_of
+from .traits import PRODUCTS
 
 ATTENTION = ("jax.nn.dot_product_attention",)
 
@@ -22,7 +24,7 @@ def prepared(trace: AutocastTrace, op: Op, action: Action) -> tuple[Values, Para
     given = [array_dtype(x) for x in args]
     if (dtype := dtype_for(trace, op, action, given)) is None:
         return args, params
-    preferred = params.get("preferred_element_type")
+    preferred = param(op, "preferred_element_type")
     if preferred in CASTABLE:
         dtypes = [*given, *dtypes_of(op.avals or ())]
         wholly = action.dtype is not None
@@ -59,7 +61,7 @@ def dtype_for(
         case _:
             return None
     dtype = widest(trace, op.args, given)
-    if dtype is None and "preferred_element_type" in op.params:
+    if dtype is None and op.name in PRODUCTS:
         return next(filter(is_inexact, given), None)  # of a product that is not lowered
     return dtype
 
@@ -108,7 +110,7 @@ def as_without(trace: AutocastTrace, op: Op, ran: Values | None, out: Result) ->
     if ran is op.args:
         return out
     dtypes = [array_dtype(x) for x in op.args if array_dtype(x) in CASTABLE]
-    preferred = op.params.get("preferred_element_type")
+    preferred = param(op, "preferred_element_type")
     if preferred is None and not dtypes:
         return out
     dtype = _compat.widest(frozenset(dtypes)) if preferred is None else preferred
@@ -123,7 +125,7 @@ def is_attention(op: Op) -> bool:
     """
     if op.name != "dot_general" or op.is_baked:
         return False
-    (contracting, _), shapes = op.params["dimension_numbers"], map(np.shape, op.args)
+    (contracting, _), shapes = param(op, "dimension_numbers"), map(np.shape, op.args)
     last = [(len(shape) - 1,) for shape in shapes]
     if [*map(tuple, contracting)] != last:  # as in the product with the values
         return False

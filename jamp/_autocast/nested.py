@@ -20,6 +20,7 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
+from .._jaxprs import arity, branches, called, calling, param
 from .call_stack import is_library
 from .decision import CASTABLE, Op, Result, Value, Values
 from .notes import Note, holds
@@ -29,13 +30,20 @@ from .trace import AutocastTrace, avals_of, register, source_of
 from .traits import REF_WRITES
 
 
-@register("jit", stands_for="jaxpr")
+def function_of(op: Op) -> ClosedJaxpr:
+    """What an op calls, if it is a call."""
+    jaxpr = called(op)
+    assert jaxpr is not None
+    return jaxpr
+
+
+@register("jit", is_function=True)
 def jit(trace: AutocastTrace, op: Op) -> Values:
-    args, jaxpr = op.args, op.params["jaxpr"]
+    args, jaxpr = op.args, function_of(op)
     source = source_of(op) or ""
-    if (noise := half_noise(trace, source, op)) is not None:
+    if (noise := half_noise(trace, source, op, jaxpr)) is not None:
         return in_place(trace, jaxpr, args, noise)
-    if (drawn := redrawn(trace, source, op)) is not None:
+    if (drawn := redrawn(trace, source, op, jaxpr)) is not None:
         return drawn
     half = trace.settings.dtype
     small = any(map(differs, args, jaxpr.in_avals)) or not all(
@@ -49,8 +57,8 @@ def jit(trace: AutocastTrace, op: Op) -> Values:
 
 def rewritten(trace: AutocastTrace, op: Op) -> Values:
     known = known_of(trace, op.args)
-    new = rewrite(trace, op, op.params["jaxpr"], avals_of(op.args), known=known)
-    outs = trace.bind(op.primitive, op.args, op.params | {"jaxpr": new.jaxpr})
+    new = rewrite(trace, op, function_of(op), avals_of(op.args), known=known)
+    outs = trace.bind(op.primitive, op.args, calling(op, new.jaxpr))
     return annotate(trace, outs, new)
 
 
@@ -69,11 +77,7 @@ def differs(value: Value, aval: AbstractValue) -> bool:
 @register("call", "closed_call", "eval_jaxpr")
 def call(trace: AutocastTrace, op: Op) -> Values:
     """What `jax.checkpoint` makes of a scan: a function that is called in place."""
-    held = "call_jaxpr" if "call_jaxpr" in op.params else "jaxpr"
-    jaxpr = op.params[held]
-    if not hasattr(jaxpr, "jaxpr"):
-        jaxpr = ClosedJaxpr(jaxpr, ())
-    return in_place(trace, jaxpr, op.args, op.within, own_sources=True)
+    return in_place(trace, function_of(op), op.args, op.within, own_sources=True)
 
 
 @register("compute_on", "xla_metadata_call")
@@ -82,21 +86,19 @@ def annotated(trace: AutocastTrace, op: Op) -> Values:
     return rewritten(trace, op)
 
 
-@register("checkpoint", "remat2")
+@register("remat2")
 def remat(trace: AutocastTrace, op: Op) -> Values:
-    jaxpr = ClosedJaxpr(op.params["jaxpr"], ())
     known = known_of(trace, op.args)
-    new = rewrite(trace, op, jaxpr, avals_of(op.args), known=known)
+    new = rewrite(trace, op, function_of(op), avals_of(op.args), known=known)
     opened, consts = _compat.open_jaxpr(new.jaxpr)
-    params = op.params | {"jaxpr": opened}
-    outs = trace.bind(op.primitive, [*consts, *op.args], params)
+    outs = trace.bind(op.primitive, [*consts, *op.args], calling(op, opened))
     return annotate(trace, outs, new)
 
 
 @register("scan")
 def scan(trace: AutocastTrace, op: Op) -> Values:
-    args, jaxpr = op.args, op.params["jaxpr"]
-    start, n_carry = _compat.scan_arity(op.params)
+    args, jaxpr = op.args, param(op, "jaxpr")
+    start, n_carry = arity(op)
     stop = start + n_carry
     carry = jaxpr.in_avals[start:stop]
     args = [*args[:start], *trace.as_traced(args[start:stop], carry), *args[stop:]]
@@ -134,9 +136,8 @@ def with_dtype(aval: Any, value: Value) -> AbstractValue:
 
 @register("while")
 def while_loop(trace: AutocastTrace, op: Op) -> Values:
-    params = op.params
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    n_condition, n_body = params["cond_nconsts"], params["body_nconsts"]
+    condition, body = param(op, "cond_jaxpr"), param(op, "body_jaxpr")
+    n_condition, n_body = param(op, "cond_nconsts"), param(op, "body_nconsts")
     start = n_condition + n_body
     carry = body.in_avals[n_body:]
     args = [*op.args[:start], *trace.as_traced(op.args[start:], carry)]
@@ -149,7 +150,7 @@ def while_loop(trace: AutocastTrace, op: Op) -> Values:
     notes = trace.activations_in(args[n_condition:], changed)
     new_body = rewrite(trace, op, body, given, dtypes, notes)
     jaxprs = {"cond_jaxpr": new_condition.jaxpr, "body_jaxpr": new_body.jaxpr}
-    outs = trace.bind(op.primitive, args, params | jaxprs)
+    outs = trace.bind(op.primitive, args, op.params | jaxprs)
     note_made(trace, outs, new_body)
     return outs
 
@@ -157,13 +158,14 @@ def while_loop(trace: AutocastTrace, op: Op) -> Values:
 @register("cond")
 def cond(trace: AutocastTrace, op: Op) -> Values:
     """The branches agree on the widest dtype of each result."""
-    branches, args = op.params["branches"], op.args[1:]
+    args = op.args[1:]
     avals, known = avals_of(args), known_of(trace, args)
-    new = [rewrite(trace, op, branch, avals, known=known) for branch in branches]
+    new = [rewrite(trace, op, branch, avals, known=known) for branch in branches(op)]
     results = zip(*(n.jaxpr.out_avals for n in new), strict=True)
     dtypes = [agreed(avals) for avals in results]
     if any(dtypes):
-        new = [rewrite(trace, op, branch, avals, dtypes, known) for branch in branches]
+        given = avals, dtypes, known
+        new = [rewrite(trace, op, branch, *given) for branch in branches(op)]
     jaxprs = tuple(n.jaxpr for n in new)
     outs = trace.bind(op.primitive, op.args, op.params | {"branches": jaxprs})
     for value, *notes in zip(outs, *(n.notes for n in new), strict=True):
@@ -180,7 +182,7 @@ def agreed(avals: Sequence[AbstractValue]) -> np.dtype | None:
 
 @register("custom_vmap_call")
 def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
-    jaxpr, rule = op.params["call"], op.params["rule"]
+    jaxpr, rule = function_of(op), param(op, "rule")
     dtypes = [a.dtype for a in jaxpr.out_avals]
     args = trace.as_traced(op.args, jaxpr.in_avals)
     known = trace.activations_in(args)
@@ -194,8 +196,8 @@ def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
         leaves, tree = jax.tree.flatten(out)
         return tree.unflatten(map(child.cast, leaves, dtypes)), batched
 
-    changed = {"call": new.jaxpr, "rule": autocast_rule}
-    outs = trace.bind(op.primitive, args, op.params | changed)
+    params = calling(op, new.jaxpr) | {"rule": autocast_rule}
+    outs = trace.bind(op.primitive, args, params)
     note_made(trace, outs, new)
     return outs
 

@@ -35,8 +35,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._compat import array_dtype
+from .._jaxprs import param
 from .._tree import HALVES
-from .decision import Params, Values
+from .decision import Op
 
 # For each dimension "l" or "r", or "lr" for a new one of size 1. A merged one has the
 # sizes and sides of its parts, and None is a dimension of both operands or of neither.
@@ -212,41 +213,42 @@ Shape = tuple[int, ...]
 EITHER = "lr"
 
 
-def product_sides(primitive_name: str, args: Values, params: Params) -> Sides:
+def product_sides(op: Op) -> Sides:
     """The sides of a matrix product's or convolution's result."""
-    if primitive_name == "conv_general_dilated":
-        feature = params["dimension_numbers"].out_spec[1]
-        return tuple("r" if d == feature else "l" for d in range(np.ndim(args[0])))
-    contracting, batch = params["dimension_numbers"]
+    numbers = param(op, "dimension_numbers")
+    if op.name == "conv_general_dilated":
+        feature = numbers.out_spec[1]
+        return tuple("r" if d == feature else "l" for d in range(np.ndim(op.args[0])))
+    contracting, batch = numbers
     gone = map(len, contracting)
     shared = len(batch[0])
-    left, right = (np.ndim(x) - n - shared for x, n in zip(args, gone, strict=True))
+    left, right = (np.ndim(x) - n - shared for x, n in zip(op.args, gone, strict=True))
     return (None,) * shared + ("l",) * left + ("r",) * right
 
 
-def passed_on(primitive_name: str, args: Values, params: Params, notes: Notes) -> Note:
+def passed_on(op: Op, notes: Notes) -> Note:
     """The note of the result of an op that moves elements."""
-    x = args[0]
+    x = op.args[0]
     note, old = notes[x], np.shape(x)
-    if primitive_name == "transpose":
-        return with_dimensions(note, params["permutation"])
-    if primitive_name == "squeeze":
-        gone = params["dimensions"]
+    if op.name == "transpose":
+        return with_dimensions(note, param(op, "permutation"))
+    if op.name == "squeeze":
+        gone = param(op, "dimensions")
         note = note._replace(raised=max(0, note.raised - len(gone)))
         return with_dimensions(note, [d for d in range(len(old)) if d not in gone])
     sides, varies = note.sides, note.varies
     if varies is None:
         varies = range(len(old))
-    if primitive_name == "broadcast_in_dim":
-        to, new = params["broadcast_dimensions"], params["shape"]
+    if op.name == "broadcast_in_dim":
+        to, new = param(op, "broadcast_dimensions"), param(op, "shape")
         if sides is not None:
             kept = {to[d]: side for d, side in enumerate(sides) if old[d] == new[to[d]]}
             sides = tuple(map(kept.get, range(len(new))))
         varies = frozenset(map(to.__getitem__, varies))
         raised = note.raised + len(new) - len(old)
         return Note(note.constant, sides, varies, raised, counted=note.counted)
-    if primitive_name == "reshape":
-        new = params["new_sizes"]
+    if op.name == "reshape":
+        new = param(op, "new_sizes")
         raised = max(0, len(new) - len(old))
         is_same = [n for n in old if n != 1] == [n for n in new if n != 1]
         marks = reshaped(tuple(map(varies.__contains__, range(len(old)))), old, new)
@@ -254,8 +256,8 @@ def passed_on(primitive_name: str, args: Values, params: Params, notes: Notes) -
         varies = varies if is_same and raised else None
         sides = sides and reshaped(sides, old, new)
         return Note(note.constant, sides, varies, raised, counted=note.counted)
-    if primitive_name in ("slice", "copy"):
-        if sides is not None and primitive_name == "slice":
+    if op.name in ("slice", "copy"):
+        if sides is not None and op.name == "slice":
             sides = tuple(None if isinstance(side, tuple) else side for side in sides)
         return note._replace(constant=None, sides=sides, varies=None, raised=0)
     return NOTHING

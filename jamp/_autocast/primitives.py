@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive, set_current_trace
+from jax.extend.core import set_current_trace
 
 from .._compat import array_dtype
+from .._jaxprs import param
 from .bias import mark_results, with_bias
 from .conversion import convert, is_filled
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Params, Result, Value, Values
@@ -87,7 +88,7 @@ def move(trace: AutocastTrace, op: Op, action: Action) -> Result:
         return as_without(trace, op, args, out)
     if op.name == "broadcast_in_dim" and is_filled(args[0]):
         return out  # the user's array, not a number
-    trace.notes[out] = passed_on(op.name, args, params, trace.notes)
+    trace.notes[out] = passed_on(op._replace(args=args), trace.notes)
     return out
 
 
@@ -136,13 +137,14 @@ def multiply(trace: AutocastTrace, op: Op, action: Action) -> Result:
             trace.effects.touched = True
             params = params | {"precision": (action.precision, action.precision)}
         lowers = action.kind is Kind.LOWER or not trace.settings.listed
-        if lowers and not op.is_baked and is_wide(args, params):
-            return wide_product(trace, op.primitive, args, params)
+        prepared_op = op._replace(args=args, params=params)
+        if lowers and not op.is_baked and is_wide(prepared_op):
+            return wide_product(trace, prepared_op)
         out = trace.bind(op.primitive, args, params)
         if op.is_baked:
             return as_without(trace, op, args, out)
     if array_dtype(out) == trace.settings.dtype and op.name != "ragged_dot_general":
-        trace.notes[out] = Note(sides=product_sides(op.name, op.args, op.params))
+        trace.notes[out] = Note(sides=product_sides(op))
     return out
 
 
@@ -151,32 +153,31 @@ def multiply(trace: AutocastTrace, op: Op, action: Action) -> Result:
 IMPLIED = lax.DotAlgorithmPreset.F16_F16_F32, lax.DotAlgorithmPreset.BF16_BF16_F32
 
 
-def wide_product(
-    trace: AutocastTrace, primitive: Primitive, args: Values, params: Params
-) -> Value:
+def wide_product(trace: AutocastTrace, op: Op) -> Value:
     """A product of half-precision inputs that was asked for in float32.
 
     Its own derivative would multiply float32 by float16. This one casts the
     (co)tangent first, so that the backward pass runs in half precision too.
     """
     trace.effects.touched = True
-    if params.get("precision") in IMPLIED:
+    params, bind = op.params, op.primitive.bind
+    if param(op, "precision") in IMPLIED:
         params = params | {"precision": None}
-    narrow = params | {"preferred_element_type": array_dtype(args[0])}
+    narrow = params | {"preferred_element_type": array_dtype(op.args[0])}
+    wide = param(op, "preferred_element_type")
 
     @jax.custom_jvp
     def product(x, y):
-        return primitive.bind(x, y, **params)
+        return bind(x, y, **params)
 
     @product.defjvp
     def _(primals, tangents):
         (x, y), (dx, dy) = primals, tangents
-        tangent = primitive.bind(dx, y, **narrow) + primitive.bind(x, dy, **narrow)
-        wide = params["preferred_element_type"]
+        tangent = bind(dx, y, **narrow) + bind(x, dy, **narrow)
         return product(x, y), lax.convert_element_type(tangent, wide)
 
     with set_current_trace(trace.parent):
-        return product(*args)
+        return product(*op.args)
 
 
 @register("gather")
@@ -196,7 +197,7 @@ def scatter_together(trace: AutocastTrace, op: Op, action: Action) -> Result:
 @with_row
 def scatter(trace: AutocastTrace, op: Op, action: Action) -> Result:
     """Writes numbers into an array, or what a function (`lax.scatter_apply`) makes."""
-    if op.params.get("update_jaxpr") is not None:
+    if param(op, "update_jaxpr") is not None:
         op = op._replace(args=trace.as_traced(op.args, op.avals))
         action = KEPT
     return by_row(trace, op, action)

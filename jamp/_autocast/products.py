@@ -21,17 +21,16 @@ import numpy as np
 from jax import lax
 
 from .._compat import array_dtype, source_codes
+from .._jaxprs import param
 from .._tree import HALVES
 from .call_stack import is_in_layer
 from .decision import (
     FLOAT32_DTYPE,
     Action,
     Op,
-    Params,
     Reason,
     Settings,
     Source,
-    Values,
 )
 from .ops import LOWER, PROMOTE
 
@@ -49,7 +48,7 @@ def for_product(op: Op, action: Action | None, settings: Settings) -> Action | N
     if op.name == "dot_general" and is_outer(op):
         return OUTER
     wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
-    if wide and is_highest(op.params.get("precision")):
+    if wide and is_highest(param(op, "precision")):
         return HIGHEST
     return with_recipe(op, action, settings)
 
@@ -80,7 +79,7 @@ def is_outer(op: Op) -> bool:
 
     In a derivative it sums over a batch, which may be one of one.
     """
-    (contracting, _), _ = op.params["dimension_numbers"]
+    (contracting, _), _ = param(op, "dimension_numbers")
     if not contracting:
         return True
     sizes = [np.shape(op.args[0])[d] for d in contracting]
@@ -117,15 +116,15 @@ def default_precision() -> object:
     return presets[name] if name in presets else name and lax.Precision(name)
 
 
-def is_wide(args: Values, params: Params) -> bool:
+def is_wide(op: Op) -> bool:
     """Whether a call asks half-precision inputs for a float32 result."""
-    halves = all(array_dtype(x) in HALVES for x in args)
-    return halves and params.get("preferred_element_type") == jnp.float32
+    halves = all(array_dtype(x) in HALVES for x in op.args)
+    return halves and param(op, "preferred_element_type") == jnp.float32
 
 
 def is_dot(op: Op) -> bool:
     """Whether an op is a contraction of two vectors, torch's `dot`."""
     if op.name != "dot_general":
         return False
-    (contracting, _), _ = op.params["dimension_numbers"]
+    (contracting, _), _ = param(op, "dimension_numbers")
     return all(np.ndim(x) == len(contracting) == 1 for x in op.args)

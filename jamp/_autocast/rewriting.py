@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import AbstractValue
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, set_current_trace
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, set_current_trace
 
 from .. import _compat
+from .._jaxprs import read
 from .decision import Action, Dtypes, Op, Value, Values
 from .notes import Note
 from .retracing import CACHED
@@ -36,28 +37,22 @@ def evaluate(
     With `own_sources`, ops keep the jaxpr's record of where they come from; otherwise
     they come from the call that is being evaluated.
     """
-    values: dict[Var, Value] = dict(
-        zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
-    ) | dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
     outer = _compat.current_name_stack()
     call = None if own_sources else _compat.current_traceback()
     here = _compat.equation_context()
-    for eqn in jaxpr.jaxpr.eqns:
+
+    def results(eqn: JaxprEqn, inputs: list[Value]) -> Values:
         name_stack = outer + eqn.source_info.name_stack
         traceback = call or eqn.source_info.traceback
-        inputs, avals = [*map(read, eqn.invars)], [v.aval for v in eqn.invars]
+        avals = [v.aval for v in eqn.invars]
         # JAX compiles a program again in a context that is set, if only to itself.
         context = NO_CONTEXT if eqn.ctx == here else eqn.ctx.manager
         with _compat.user_context(traceback, name_stack=name_stack), context:
             op = Op(eqn.primitive, inputs, dict(eqn.params), avals, within)
-            out = trace.apply(op)
-        outs: Any = out if eqn.primitive.multiple_results else [out]
-        values.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.jaxpr.outvars]
+            out: Any = trace.apply(op)
+        return out if eqn.primitive.multiple_results else [out]
+
+    return read(jaxpr, args, results)
 
 
 def in_place(

@@ -13,6 +13,7 @@ name of the function, its arrays, and the jaxpr with shape and dtype.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jax import random
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, set_current_trace
 
+from .._jaxprs import equations, param
 from .._tree import HALVES
 from .call_stack import is_library
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value
@@ -33,12 +35,14 @@ and this version of JAX draws in a way that autocast does not know. Cast its inp
 `logits.astype(jnp.float32)`."""
 
 
-def redrawn(trace: AutocastTrace, source: str, op: Op) -> list[Value] | None:
+def redrawn(
+    trace: AutocastTrace, source: str, op: Op, jaxpr: ClosedJaxpr
+) -> list[Value] | None:
     """The results of one of JAX's random functions, drawn in float32.
 
     None if it is another function, or does not draw in half precision.
     """
-    name, action, jaxpr = source.partition(" at ")[0], op.action, op.params["jaxpr"]
+    name, action = source.partition(" at ")[0], op.action
     if action is None or action.table is not Kind.DRAW or not is_library(source):
         return None
     avals = [*jaxpr.in_avals, *jaxpr.out_avals]
@@ -63,13 +67,15 @@ def redrawn(trace: AutocastTrace, source: str, op: Op) -> list[Value] | None:
         return [draw(key, *wide)]
 
 
-def half_noise(trace: AutocastTrace, source: str, op: Op) -> Action | None:
+def half_noise(
+    trace: AutocastTrace, source: str, op: Op, jaxpr: ClosedJaxpr
+) -> Action | None:
     """How `debug.explain` names a call that draws half precision; None: it does not.
 
     A function that is asked for a dtype gives it: `normal(key, h.shape, h.dtype)` has a
     thousand values in float16, and none beyond 3.5.
     """
-    action, jaxpr = op.action, op.params["jaxpr"]
+    action = op.action
     if action is None or not trace.settings.observed or not is_library(source):
         return None
     is_drawn = action.why.name.startswith("jax.random.") and action.kind is Kind.KEEP
@@ -83,7 +89,7 @@ def random_bits(trace: AutocastTrace, op: Op) -> Result:
     """Raises NotImplementedError for half-precision bits in a function that draws."""
     action = op.action
     if action is not None and action.table is Kind.DRAW:
-        if op.params.get("bit_width", 32) < 32:
+        if param(op, "bit_width") < 32:
             raise NotImplementedError(unknown(action))
     return trace.left_alone(op)
 
@@ -122,7 +128,7 @@ DRAWN = {
 
 def _draws_twice(jaxpr: ClosedJaxpr, shape: Shape) -> bool:
     """Whether two numbers are drawn for each element, for `mode="high"`."""
-    drawn = (v.aval for eqn in jaxpr.jaxpr.eqns for v in eqn.outvars)
+    drawn: Any = (v.aval for eqn in equations(jaxpr) for v in eqn.outvars)
     return any(
         _dtype(aval) in HALVES and math.prod(aval.shape) == 2 * math.prod(shape)
         for aval in drawn

@@ -19,12 +19,13 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .. import _compat
 from .._compat import array_dtype
+from .._jaxprs import read
 from .contraction import Contraction
-from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value, Values
+from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
 from .derivatives import Given, Inputs, Product, copied, run
 from .low_precision import FLOAT16, Scaled, inverses, quantized, sharded_as
 from .products import is_dot
@@ -157,15 +158,13 @@ def unscaled(out: jax.Array, inverses: list[jax.Array]) -> jax.Array:
     return out
 
 
-def evaluated(jaxpr: ClosedJaxpr, args: Values) -> jax.Array:
+def evaluated(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> jax.Array:
     """The one result of a jaxpr that moves float16 values and multiplies them."""
-    values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    values |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.jaxpr.eqns:
-        inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+
+    def results(eqn: JaxprEqn, inputs: list[Any]) -> list[jax.Array]:
         if eqn.primitive.name in PRODUCTS:
             wide = eqn.params | {"preferred_element_type": FLOAT32_DTYPE}
             eqn = eqn.replace(params=wide)
-        values.update(zip(eqn.outvars, _compat.bind_eqn(eqn, inputs), strict=True))
-    (out,) = jaxpr.jaxpr.outvars
-    return values[out]
+        return _compat.bind_eqn(eqn, inputs)
+
+    return read(jaxpr, args, results)[0]

@@ -17,6 +17,7 @@ from jax import lax
 
 from .. import _compat
 from .._compat import array_dtype
+from .._jaxprs import param
 from .._tree import HALVES
 from .decision import FLOAT32_DTYPE, Op, Params, Result, Value, Values
 from .trace import AutocastTrace
@@ -39,7 +40,7 @@ def summed(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result
       args: the op's inputs in the dtypes that it is to run in.
     """
     half = array_dtype(args[0])
-    if half not in HALVES or params.get("unique_indices") or not repeats(args[1]):
+    if half not in HALVES or param(op, "unique_indices") or not repeats(args[1]):
         return scattered(trace, op, args, params)
     wide = [trace.cast(x, FLOAT32_DTYPE) for x in args]
     return trace.cast(scattered(trace, op, wide, params), half)
@@ -48,7 +49,7 @@ def summed(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result
 def looked_up(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
     """The result of a gather, whose gradient is such a sum."""
     is_half = array_dtype(args[0]) in HALVES
-    sums = is_half and not params.get("unique_indices") and repeats(args[1])
+    sums = is_half and not param(op, "unique_indices") and repeats(args[1])
     # What is computed at once is not differentiated.
     if not sums or op.is_baked or _compat.is_eager(trace.parent):
         return trace.bind(op.primitive, args, params)

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 from jax import lax
 from jax.core import AbstractValue, Tracer
-from jax.extend.core import Primitive, jaxprs_in_params, set_current_trace
+from jax.extend.core import Primitive, set_current_trace
 
 from .. import _compat
 from .._compat import array_dtype
+from .._jaxprs import bound, called, holding, inside, param, with_functions
 from .._tree import HALVES
 from . import retracing
-from .call_stack import holds_jaxpr, is_jamps, marks_in, written
+from .call_stack import is_jamps, marks_in, written
 from .decision import (
     CASTABLE,
     FLOAT32_DTYPE,
@@ -75,19 +76,19 @@ class Scope(NamedTuple):
 Rule = Callable[["AutocastTrace", Op], Result]
 # How each primitive is run, by its name.
 RULES: dict[str, Rule] = {}
-# For a primitive that stands for one function: the parameter that has its jaxpr.
-STANDS_FOR: dict[str, str] = {}
+# The primitives that stand for one function.
+STANDS_FOR: set[str] = set()
 
 
-def register(*names: str, stands_for: str | None = None) -> Callable[[Rule], Rule]:
-    """Makes a function the rule of primitives."""
+def register(*names: str, is_function: bool = False) -> Callable[[Rule], Rule]:
+    """Makes a function the rule of primitives. Each may stand for a function."""
 
     def registered(rule: Rule) -> Rule:
         for name in names:
             assert name not in RULES, name
             RULES[name] = rule
-            if stands_for is not None:
-                STANDS_FOR[name] = stands_for
+            if is_function:
+                STANDS_FOR.add(name)
         return rule
 
     return registered
@@ -122,7 +123,7 @@ class AutocastTrace(_compat.Trace):
         self.seen = retracing.seen_on(parent) if retracing.CACHED.value else None
         # Flax NNX refuses to update a Variable on another trace than the one that made
         # it, and compares traces by this reference. Values are valid on both.
-        self._weakref = parent._weakref
+        self._weakref = _compat.reference_of(parent)
         self.prefix = prefix  # the module path at which a jaxpr's own paths begin
         self.effects = effects
         self.scopes = _compat.scopes()  # those around the code that runs on this trace
@@ -141,14 +142,14 @@ class AutocastTrace(_compat.Trace):
             return fun.call_wrapped(*tracers)
 
     def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, **params):
-        return self.apply(Op(primitive, tracers, params | {"subfuns": (fun, jvp)}))
+        return self.apply(Op(primitive, tracers, with_functions(params, fun, jvp)))
 
     def process_custom_vjp_call(self, primitive, fun, fwd, bwd, tracers, /, **params):
-        subfuns = fun, fwd, bwd
-        return self.apply(Op(primitive, tracers, params | {"subfuns": subfuns}))
+        params = with_functions(params, fun, fwd, bwd)
+        return self.apply(Op(primitive, tracers, params))
 
     def process_shard_map(self, primitive, fun, tracers, /, **params):
-        return self.apply(Op(primitive, tracers, params | {"subfuns": (fun,)}))
+        return self.apply(Op(primitive, tracers, with_functions(params, fun)))
 
     def stage_value(self, val):
         return self.parent.stage_value(val)
@@ -185,7 +186,7 @@ class AutocastTrace(_compat.Trace):
         if op.name in UNMOVED:
             return found
         is_unseen = scope.foreign or op.name in LEFT_ALONE
-        if any(found) or (is_unseen and holds_product(op.params)):
+        if any(found) or (is_unseen and holds_product(op)):
             return itertools.repeat(True)
         return ()
 
@@ -229,7 +230,7 @@ class AutocastTrace(_compat.Trace):
         if args is op.args:
             return op
         params, avals = op.params, op.avals
-        if not self.settings.listed and is_wide(args, params):
+        if not self.settings.listed and is_wide(op._replace(args=args)):
             # Python saw the inputs in float32; the product is in half precision.
             params = params | {"preferred_element_type": self.settings.dtype}
         if avals is None and op.name != "convert_element_type":
@@ -261,9 +262,7 @@ class AutocastTrace(_compat.Trace):
         primitive, params = op.primitive, op.params
         inputs = self.as_traced(op.args, op.avals)
         if op.name not in LEFT_ALONE and _compat.is_jax_primitive(primitive):
-            held = [name for name, value in params.items() if holds_jaxpr(value)]
-            if held:
-                held = ", ".join(held)
+            if held := ", ".join(holding(params)):
                 raise NotImplementedError(NO_RULE.format(name=op.name, params=held))
             return self.bind(primitive, inputs, params)
         why = Reason("left_alone", Source.PRIMITIVE, op.name)
@@ -417,11 +416,11 @@ class AutocastTrace(_compat.Trace):
 
 def source_of(op: Op) -> str | None:
     """ "name at file:line" of the function that an op stands for, or None."""
-    if (held := STANDS_FOR.get(op.name)) is None:
+    if op.name not in STANDS_FOR:
         return None
-    if (functions := op.params.get("subfuns")) is not None:
-        return _compat.source_name(functions[0].debug_info)
-    return _compat.source_name(op.params[held].jaxpr.debug_info)
+    jaxpr = called(op)
+    function = bound(op)[1][0] if jaxpr is None else jaxpr.jaxpr
+    return _compat.source_name(function.debug_info)
 
 
 def picks_matrices(op: Op) -> bool:
@@ -429,17 +428,13 @@ def picks_matrices(op: Op) -> bool:
 
     They are made of that input alone. One-hot vectors, though, are made of indices.
     """
-    sizes = op.params["slice_sizes"] if op.name in PICKS else ()
+    sizes = param(op, "slice_sizes") if op.name in PICKS else ()
     return sum(1 for n in sizes if n != 1) > 1
 
 
-def holds_product(params: Params) -> bool:
-    """Whether a function in the parameters of an op multiplies matrices."""
-    return any(
-        eqn.primitive.name in PRODUCTS or holds_product(eqn.params)
-        for jaxpr in jaxprs_in_params(params)
-        for eqn in jaxpr.eqns
-    )
+def holds_product(op: Op) -> bool:
+    """Whether a function that an op holds multiplies matrices."""
+    return any(eqn.primitive.name in PRODUCTS for eqn in inside(op))
 
 
 def is_single(x: Value) -> bool:

@@ -5,6 +5,8 @@ checks that jamp knows each name from there, from a rule, or from here, as one t
 left alone.
 """
 
+from .._jaxprs import CALLS
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -71,22 +73,11 @@ OVER_AXES = _names("pmax pmin psum psum_invariant")
 # They write a value into an array, or into a `Ref`, whose dtype is fixed.
 UPDATES = _names("dynamic_update_slice")
 REF_WRITES = _names("accum_grad_in_ref addupdate swap")
-# They call the one jaxpr that they hold, with their own inputs.
-CALLS = _names("""
-    call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit pjit remat2
-""")
 # They hold functions, and their results are known from inside.
-ANNOTATED = _names("""
-    call checkpoint closed_call compute_on cond custom_vjp_call custom_vmap_call
-    eval_jaxpr jit pjit remat2 scan shard_map while xla_metadata_call
-""")
+ANNOTATED = CALLS - {"custom_jvp_call"} | {"cond", "scan", "while"}
 # They hold functions, or write into a `Ref`, and a rule for them alone decides nothing:
 # the ops inside are asked about one by one.
-PASSED_THROUGH = REF_WRITES | _names("""
-    call checkpoint closed_call compute_on cond custom_vmap_call eval_jaxpr remat2 scan
-    shard_map while xla_metadata_call
-""")
+PASSED_THROUGH = REF_WRITES | ANNOTATED - {"custom_vjp_call", "jit"}
 # Kernels, callbacks and solvers, which run code that is not that of a jaxpr.
 KERNELS = _names("""
     call_exported composite cudnn_fusion custom_lin custom_linear_solve
@@ -98,5 +89,5 @@ LEFT_ALONE = KERNELS | _names("""
     approx_top_k dce_sink debug_callback debug_print reduce reduce_window
     select_and_scatter
 """)
-# Names that other versions of JAX have, and rounding, which runs as it was traced.
-NO_RULE = _names("core_call custom_vjp_call_jaxpr pjit reduce_precision")
+# Rounding runs as it was traced.
+NO_RULE = _names("reduce_precision")

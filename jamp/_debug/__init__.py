@@ -9,5 +9,5 @@ gradients (`grad_reports`, `histogram`) have one measuring pass (`grad_numbers`)
 (`product_errors`), and chooses a dtype for it (`calibration`). `history` collects the
 scalars of a run. `call`, `report` and `plots` serve all.
 
-May import: `_checks`, `_tree`, `_compat`, `_autocast`, `_scaling`.
+May import: `_checks`, `_tree`, `_compat`, `_jaxprs`, `_autocast`, `_scaling`.
 """

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
 from .. import _compat
@@ -19,20 +19,20 @@ from .._autocast.region import ambient, autocast
 from .._autocast.scaled_float16 import ScaledFloat16
 from .._autocast.trace import OBSERVED
 from .._autocast.traits import MIXING, MOVES, PRODUCTS
+from .._jaxprs import Atom, loop, param, read, variables
 from .._tree import HALF_NAMES, PyTree
 from .call import is_array, open_call, path_name, with_params
 from .explanation import Explanation, OpRow, Promotion, Saved
 from .half_ops import half_results, reductions, squares
-from .op_location import OUTERMOST, Around, Site, float_dtypes, rule_of, site_of
+from .op_location import OUTERMOST, Around, Location, float_dtypes, rule_of, site_of
 from .walk import (
     CAST,
-    Atom,
+    NO_VALUE,
     WalkedOp,
     array,
     flops,
     inner_jaxprs,
     nbytes,
-    variables,
     walk,
 )
 
@@ -125,19 +125,17 @@ def explain(
             return [leaf for _, leaf in leaves]
 
         closed = jax.make_jaxpr(run)(call.arrays)
-        names = dict(zip(closed.jaxpr.invars, call.names, strict=True))
-        values: dict[Var, int] = {}
-        ops = list(walk(closed.jaxpr, names, values))
+        ops, outs = walk(closed, call.names)
         made_by = {value: op for op in ops for value in op.writes}
-        pairs = zip(results, closed.jaxpr.outvars, strict=True)
-        pairs = [(name, v) for name, v in pairs if not isinstance(v, Literal)]
+        triples = zip(results, outs, closed.out_avals, strict=True)
+        made = [(name, v, aval) for name, v, aval in triples if v != NO_VALUE]
         # What has the shape and dtype of an argument is what becomes of it: a parameter
         # that is kept in half precision, or a cache.
         kinds = {(a.shape, a.dtype) for a in call.arrays}
         returned = [
-            (name, made_by.get(values[v]))
-            for name, v in pairs
-            if (array(v).shape, array(v).dtype) not in kinds
+            (name, made_by.get(v))
+            for name, v, aval in made
+            if (aval.shape, aval.dtype) not in kinds
         ]
         saved, refusal = None, ""
         if not any(op.is_backward for op in ops):
@@ -153,7 +151,7 @@ def explain(
             casts=sum(op.times for op in ops if op.is_cast),
             saved=saved,
             refusal=refusal,
-            promotions=promotions(ops, {values[v] for _, v in pairs}),
+            promotions=promotions(ops, {v for _, v, _ in made}),
             reductions=reductions(ops),
             squares=squares(ops, made_by),
             half_results=half_results(returned, made_by),
@@ -383,7 +381,7 @@ def is_cast_of_its_own(maker: JaxprEqn) -> bool:
     """Whether an equation only casts an input of an op, and does not scale it."""
     is_scaled = Reason.read(rule_of(maker)).note.endswith(ScaledFloat16.name)
     is_cast = maker.primitive.name == CAST
-    return is_cast and not (is_scaled or maker.params["new_dtype"] in FLOAT8)
+    return is_cast and not (is_scaled or param(maker, "new_dtype") in FLOAT8)
 
 
 def is_shared_cast(maker: JaxprEqn) -> bool:
@@ -418,33 +416,32 @@ def saved_for_backward(
 
         return jax.tree.leaves(jax.vjp(results, {i: arrays[i] for i in params})[1])
 
-    jaxpr = jax.make_jaxpr(residuals)(list(arrays)).jaxpr
+    jaxpr = jax.make_jaxpr(residuals)(list(arrays))
+    made = origins(jaxpr, [None] * len(arrays))
     found = {}
-    for variable in variables(jaxpr.outvars):
-        origin, aval = origin_of(jaxpr, variable), array(variable)
+    for variable, origin in zip(jaxpr.jaxpr.outvars, made, strict=True):
+        aval = array(variable)
         if origin is not None and jnp.issubdtype(aval.dtype, jnp.floating):
             found[variable] = Saved(
-                str(aval.dtype), tuple(aval.shape), nbytes(aval), origin
+                str(aval.dtype), tuple(aval.shape), nbytes(aval), origin.site
             )
     return list(found.values())
 
 
-def origin_of(jaxpr: Jaxpr, variable: Atom, around: Around = OUTERMOST) -> Site | None:
-    """The site of the op that made a value; None for an argument or a constant."""
-    if isinstance(variable, Literal):
-        return None
-    eqn = next((e for e in reversed(jaxpr.eqns) if variable in e.outvars), None)
-    if eqn is None:
-        return None
-    inside = inner_jaxprs(eqn)
-    if len(inside) == 1 and len(inside[0].outvars) == len(eqn.outvars):
-        (body,) = inside
-        inner = body.outvars[eqn.outvars.index(variable)]
-        if inner not in body.invars:
-            return origin_of(body, inner, around.inside(eqn, body))
-        if eqn.primitive.name != "scan" and len(body.invars) == len(eqn.invars):
-            return origin_of(jaxpr, eqn.invars[body.invars.index(inner)], around)
-    filled = eqn.primitive.name == "broadcast_in_dim"
-    if filled and isinstance(eqn.invars[0], Literal):
-        return None
-    return site_of(eqn, around)
+def origins(
+    jaxpr: ClosedJaxpr, given: Sequence[Location | None], around: Around = OUTERMOST
+) -> list[Location | None]:
+    """The op that made each output; None for an argument, a constant or one number."""
+
+    def results(eqn: JaxprEqn, given: list[Location | None]) -> list[Location | None]:
+        here, (body, *others) = Location(eqn, around), (*inner_jaxprs(eqn), None)
+        if body and others == [None] and len(body.out_avals) == len(eqn.outvars):
+            # What a scan returns is not what it is given, even if it only moves it.
+            is_call = loop(eqn) is None and len(body.in_avals) == len(given)
+            below = given if is_call else [here] * len(body.in_avals)
+            return origins(body, below, around.inside(eqn, body.jaxpr))
+        is_filled = eqn.primitive.name == "broadcast_in_dim"
+        is_filled = is_filled and isinstance(eqn.invars[0], Literal)
+        return [None if is_filled else here] * len(eqn.outvars)
+
+    return read(jaxpr, given, results, lambda value: None)

@@ -8,6 +8,7 @@ from jax.extend.core import Literal
 
 from .._autocast.decision import Reason, Source
 from .._autocast.traits import MOVES
+from .._jaxprs import param
 from .._tree import HALF_NAMES
 from .explanation import HalfResult, Reduction, Square
 from .walk import CAST, NO_VALUE, WalkedOp, array, reduced
@@ -88,7 +89,8 @@ def square_power(op: WalkedOp, made_by: Mapping[int, WalkedOp]) -> float:
     if name == "square":
         return 2
     if name == "integer_pow":
-        return op.eqn.params["y"] if op.eqn.params["y"] > 1 else 0
+        exponent = param(op.eqn, "y")
+        return exponent if exponent > 1 else 0
     if name == "pow":
         exponent = op.eqn.invars[1]
         if not isinstance(exponent, Literal) or np.ndim(exponent.val):
@@ -102,7 +104,7 @@ def is_product_with_itself(op: WalkedOp, made_by: Mapping[int, WalkedOp]) -> boo
     """Whether an op is the float16 product of a vector, or of several, with itself."""
     if op.eqn.primitive.name != "dot_general" or op.site.dtypes_out != ("float16",):
         return False
-    contracted, batch = op.eqn.params["dimension_numbers"]
+    contracted, batch = param(op.eqn, "dimension_numbers")
     is_inner = len(contracted[0]) + len(batch[0]) == len(array(op.eqn.invars[0]).shape)
     return (
         is_inner

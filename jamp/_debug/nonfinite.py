@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import jax.ref
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike
 
 from .. import _compat
 from .._autocast.region import ambient
 from .._checks import is_traced
+from .._jaxprs import equations
 from .call import is_array, open_call, path_name
 from .marks import BAD, SWALLOWED, Marks, Program, holds
 from .record import run_marked
@@ -31,7 +32,6 @@ from .report import (
 )
 from .trace_back import Origin, trace_back
 from .trace_forward import swallowed
-from .walk import inner_jaxprs
 
 LISTED = 5
 OTHERS = "bad_arguments", "bad_constants", "results"  # of a report, beside its ops
@@ -310,7 +310,7 @@ def find_nonfinite(
 
         # Op by op, JAX does not move constants to the devices of a sharded array, and
         # compiles a program for each op in a shard_map.
-        at_once = is_spread(call.arrays) or has_shard_map(jaxpr.jaxpr)
+        at_once = is_spread(call.arrays) or has_shard_map(jaxpr)
         runs = jax.jit(run) if at_once else run
         marks, skipped = only_when(when, runs)
         layout = Layout(programs[0], call.function, call.names, tuple(names))
@@ -325,11 +325,8 @@ def is_spread(arrays: Sequence[object]) -> bool:
     return any(len(array.sharding.device_set) > 1 for array in concrete)
 
 
-def has_shard_map(jaxpr: Jaxpr) -> bool:
-    return any(
-        eqn.primitive.name == "shard_map" or any(map(has_shard_map, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+def has_shard_map(jaxpr: ClosedJaxpr) -> bool:
+    return any(eqn.primitive.name == "shard_map" for eqn in equations(jaxpr))
 
 
 def is_reference(value: object) -> bool:

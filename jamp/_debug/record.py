@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-from .. import _compat
+from .. import _compat, _jaxprs
 from .._autocast.traits import (
-    CALLS,
     COMPARING,
     ELEMENTWISE,
     KERNELS,
@@ -27,6 +26,7 @@ from .._autocast.traits import (
     SWALLOWING,
 )
 from .._checks import is_traced
+from .._jaxprs import branches, called, loop, param, read
 from .._scaling import arithmetic
 from .marks import (
     BAD,
@@ -52,7 +52,7 @@ from .marks import (
     marks_of,
 )
 from .op_location import OUTERMOST, Around, Location
-from .walk import Atom, array, called_by, variables
+from .walk import array
 
 CHECK = arithmetic.all_finite.__code__
 NOTED = 3  # iterations of a while loop, beside those that made carried values bad
@@ -121,27 +121,13 @@ class Recorder:
         Args:
           is_check: whether a loss scaler's check calls it.
         """
-        env: dict[Var, Numbered] = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-        for variable, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
-            env[variable] = value, self.constant(value)
-        uses = [variables(eqn.invars) for eqn in jaxpr.jaxpr.eqns]
-        last_use = {v: index for index, used in enumerate(uses) for v in used}
-        keep = set(variables(jaxpr.jaxpr.outvars))
 
-        def read(atom: Atom) -> Numbered:
-            if isinstance(atom, Literal):
-                return atom.val, self.constant(atom.val)
-            return env[atom]
-
-        for index, eqn in enumerate(jaxpr.jaxpr.eqns):
-            inputs = [read(atom) for atom in eqn.invars]
+        def results(eqn: JaxprEqn, inputs: list[Numbered]) -> list[Numbered]:
             check = is_check or CHECK in _compat.codes_of(eqn.source_info)
-            outs = self.equation(eqn, inputs, around, check)
-            env.update(zip(eqn.outvars, outs, strict=True))
-            for variable in uses[index]:  # frees big values at once
-                if last_use[variable] == index and variable not in keep:
-                    env.pop(variable, None)
-        return [read(atom) for atom in jaxpr.jaxpr.outvars]
+            return self.equation(eqn, inputs, around, check)
+
+        constant = lambda value: (value, self.constant(value))
+        return read(jaxpr, args, results, constant)
 
     def constant(self, value: RunValue) -> int:
         number = self.program.number()
@@ -157,10 +143,11 @@ class Recorder:
         self, eqn: JaxprEqn, inputs: list[Numbered], around: Around, is_check: bool
     ) -> list[Numbered]:
         name, values = eqn.primitive.name, [value for value, _ in inputs]
-        if name in CALLS and (inside := called_by(eqn)) is not None:
-            return self.run(inside, inputs, around.inside(eqn, inside.jaxpr), is_check)
-        if name == "shard_map":
-            return self.on_devices(eqn, inputs, around, is_check)
+        if (inside := called(eqn)) is not None:
+            below = inside, inputs, around.inside(eqn, inside.jaxpr), is_check
+            if name == "shard_map":
+                return self.on_devices(eqn, *below)
+            return self.run(*below)
         at = Location(eqn, around)
         if name in LOOPS:
             outs, marks, inner = LOOPS[name](eqn, values, around)
@@ -179,17 +166,20 @@ class Recorder:
         return self.add(at, inputs, outs, is_check, None, preserves(eqn), of)
 
     def on_devices(
-        self, eqn: JaxprEqn, inputs: list[Numbered], around: Around, is_check: bool
+        self,
+        eqn: JaxprEqn,
+        inside: ClosedJaxpr,
+        inputs: list[Numbered],
+        around: Around,
+        is_check: bool,
     ) -> list[Numbered]:
         """Runs a `shard_map`. A value has the marks that it has on any device."""
-        inside = ClosedJaxpr(eqn.params["jaxpr"], ())
         values, inner = len(self.values), len(self.inner)
         numbers = []
 
         def body(*args):
             given = [(x, number) for x, (_, number) in zip(args, inputs, strict=True)]
-            below = around.inside(eqn, inside.jaxpr)
-            outs = self.run(inside, given, below, is_check)
+            outs = self.run(inside, given, around, is_check)
             numbers[:] = [number for _, number in outs]
             made = self.values[values:], self.inner[inner:]
             return [value for value, _ in outs], made
@@ -268,10 +258,10 @@ def swallowing(eqn: JaxprEqn) -> str:
     """The op's name, if it may make a finite number of an inf."""
     name = eqn.primitive.name
     if name == "integer_pow":
-        exponent = eqn.params["y"]
+        exponent = param(eqn, "y")
         return RECIPROCAL if exponent == -1 else name if exponent < 0 else ""
     if name == "convert_element_type":
-        given, made = array(eqn.invars[0]).dtype, eqn.params["new_dtype"]
+        given, made = array(eqn.invars[0]).dtype, param(eqn, "new_dtype")
         is_integer = jnp.issubdtype(made, jnp.integer)
         return TO_INTEGER if is_integer and jnp.issubdtype(given, jnp.floating) else ""
     return name if name in SWALLOWING | COMPARING | RANKING else ""
@@ -282,14 +272,15 @@ def ranked(eqn: JaxprEqn, values: Sequence[RunValue]) -> Sequence[RunValue]:
     name = eqn.primitive.name
     if name not in RANKING or not jnp.issubdtype(values[0].dtype, jnp.floating):
         return ()
-    (axis,) = eqn.params.get("axes", (eqn.params.get("dimension", -1),))
+    axis = {"sort": "dimension", "top_k": "axis"}.get(name)
+    (axis,) = [param(eqn, axis)] if axis else param(eqn, "axes")
     keys = jnp.moveaxis(values[0], axis, -1)
     return [-keys if name == "argmin" else keys]
 
 
 def keys_among_results(eqn: JaxprEqn) -> int:
     """How many results of an op of `RANKING` are what it ranks, and not places."""
-    return eqn.params.get("num_keys", int(eqn.primitive.name == "top_k"))
+    return param(eqn, "num_keys") or int(eqn.primitive.name == "top_k")
 
 
 def overflows(eqn: JaxprEqn) -> bool:
@@ -298,7 +289,7 @@ def overflows(eqn: JaxprEqn) -> bool:
     if name == "pow":
         exponent = eqn.invars[1]
         return isinstance(exponent, Literal) and bool(np.all(exponent.val > 0))
-    return name in OVERFLOWING and eqn.params.get("y", 1) > 0
+    return name in OVERFLOWING and (param(eqn, "y") or 1) > 0
 
 
 def preserves(eqn: JaxprEqn) -> bool:
@@ -310,39 +301,44 @@ def preserves(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in PRESERVING and is_single
 
 
+def loop_of(eqn: JaxprEqn) -> _jaxprs.Loop:
+    found = loop(eqn)
+    assert found is not None
+    return found
+
+
 def run_scan(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
-    params = eqn.params
-    n_consts, n_carry = _compat.scan_arity(params)
-    consts, carry, xs = _split(values, n_consts, n_carry)
-    inside = around.inside(eqn, params["jaxpr"].jaxpr)
+    found = loop_of(eqn)
+    _, consts, carry, xs = found.split(values)
+    inside = around.inside(eqn, found.body.jaxpr)
     programs = []
 
     def body(carry, xs):
-        args = [*consts, *carry, *xs]
-        outs, marks, program = run_marked(params["jaxpr"], args, inside)
+        outs, marks, program = run_marked(found.body, [*consts, *carry, *xs], inside)
         programs[:] = [program]
-        return outs[:n_carry], (outs[n_carry:], marks)
+        return outs[: found.n_carry], (outs[found.n_carry :], marks)
 
-    reverse = params["reverse"]
-    carry, (ys, marks) = lax.scan(
-        body, carry, xs, params["length"], reverse, params["unroll"]
-    )
+    length, reverse, unroll = (param(eqn, p) for p in ("length", "reverse", "unroll"))
+    carry, (ys, marks) = lax.scan(body, carry, xs, length, reverse, unroll)
     inner = Inner(
-        "scan", tuple(programs), n_consts=n_consts, n_carry=n_carry, reverse=reverse
+        "scan",
+        tuple(programs),
+        n_consts=found.n_consts,
+        n_carry=found.n_carry,
+        reverse=reverse,
     )
     return [*carry, *ys], marks, inner
 
 
 def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
-    params = eqn.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts, carry = _split(values, n_cond, n_body)
-    condition, programs = params["cond_jaxpr"], []
-    inside = around.inside(eqn, params["body_jaxpr"].jaxpr)
+    found, programs = loop_of(eqn), []
+    cond_consts, body_consts, carry, _ = found.split(values)
+    condition, n_body = found.condition, found.n_consts
+    assert condition is not None
+    inside = around.inside(eqn, found.body.jaxpr)
 
     def body(carry):
-        args = [*body_consts, *carry]
-        outs, marks, program = run_marked(params["body_jaxpr"], args, inside)
+        outs, marks, program = run_marked(found.body, [*body_consts, *carry], inside)
         programs[:] = [program]
         return outs, marks, program
 
@@ -384,7 +380,11 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
     start = jnp.int32(0), loop, carry
     _, loop, outs = lax.while_loop(goes_on, step, start)
     inner = Inner(
-        "while", tuple(programs), n_consts=n_body, skipped=n_cond, n_carry=len(carry)
+        "while",
+        tuple(programs),
+        n_consts=n_body,
+        skipped=found.skipped,
+        n_carry=len(carry),
     )
     return outs, loop, inner
 
@@ -418,7 +418,7 @@ def noted_in(program: Program, marks: Marks) -> jax.Array:
 
 def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
     index, *args = values
-    jaxprs = eqn.params["branches"]
+    jaxprs = branches(eqn)
     programs: dict[int, Program] = {}
     inside = around.inside(eqn, jaxprs[0].jaxpr)
 
@@ -458,14 +458,6 @@ def on_any_device(marks: jax.Array) -> jax.Array:
 
 
 LOOPS = {"scan": run_scan, "while": run_while, "cond": run_cond}
-
-
-def _split(values: list[RunValue], *sizes: int) -> list[list[RunValue]]:
-    parts = []
-    for size in sizes:
-        parts.append(values[:size])
-        values = values[size:]
-    return [*parts, values]
 
 
 def _chunks(values: list[Any], size: int) -> list[list[Any]]:

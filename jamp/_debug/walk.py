@@ -4,26 +4,19 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    jaxprs_in_params,
-)
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxprs_in_params
 
 from .._autocast.traits import LEFT_ALONE, MOVES, PRODUCTS
+from .._jaxprs import Atom, branches, closed, param, read, variables
 from .op_location import OUTERMOST, Around, Site, is_backward, site_of
 
 CAST = "convert_element_type"
 NO_VALUE = -1  # the number of a literal
-Atom = Var | Literal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,68 +61,68 @@ class WalkedOp:
         return f"({starred(deepest)})" if deepest else ""
 
 
+class Place(NamedTuple):
+    """Where a value of a jaxpr comes from."""
+
+    number: int  # the same across calls; `NO_VALUE` for a literal
+    name: str = ""  # of the argument that it is
+
+
+LITERAL = Place(NO_VALUE)
+
+
 def walk(
-    jaxpr: Jaxpr,
-    names: dict[Var, str],
-    values: dict[Var, int],
-    around: Around = OUTERMOST,
-    times: int = 1,
-    count: Iterator[int] | None = None,
-) -> Iterator[WalkedOp]:
-    """The ops of an open jaxpr, depth first, in the order in which they run.
+    jaxpr: ClosedJaxpr,
+    names: Iterable[str],
+) -> tuple[list[WalkedOp], list[int]]:
+    """The ops of a jaxpr, depth first, in the order in which they run.
+
+    And the numbers of its outputs. A value has one number across calls, and into a scan
+    and out of it; what a `cond` returns has that of its last branch.
 
     Args:
-      names: of arguments, by variable.
-      values: the numbers of inputs that are values of the jaxpr around this one. It
-        gets those of all variables. A value has one number across calls, and into a
-        scan and out of it; what a `cond` returns has that of its last branch.
-      times: how often it runs.
-      count: the numbers that are free.
+      names: of the arguments.
     """
-    names, count = dict(names), count or itertools.count()
-    for v in (*jaxpr.invars, *jaxpr.constvars):
-        if v not in values:
-            values[v] = next(count)
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    used_by: dict[Var, list[JaxprEqn]] = {}
-    for eqn in jaxpr.eqns:
-        for v in variables(eqn.invars):
-            used_by.setdefault(v, []).append(eqn)
-    for eqn in jaxpr.eqns:
-        given = {v: names[v] for v in variables(eqn.invars) if v in names}
-        if eqn.primitive.name in MOVES and given:
-            names[eqn.outvars[0]] = next(iter(given.values()))
-        inside = inner_jaxprs(eqn)
-        for inner in inside:
-            n = times * int(eqn.params.get("length", 1) or 1)
-            inputs = eqn.invars[1:] if eqn.primitive.name == "cond" else eqn.invars
-            known, below = {}, {}
-            if len(inputs) == len(inner.invars):
-                pairs = zip(inner.invars, inputs, strict=True)
-                pairs = [(i, v) for i, v in pairs if not isinstance(v, Literal)]
-                known = {i: given[v] for i, v in pairs if v in given}
-                below = {i: values[v] for i, v in pairs}
-            yield from walk(inner, known, below, around.inside(eqn, inner), n, count)
-            if len(inner.outvars) == len(eqn.outvars):
-                pairs = zip(eqn.outvars, inner.outvars, strict=True)
-                values |= {v: below[o] for v, o in pairs if not isinstance(o, Literal)}
-        for v in eqn.outvars:
-            if not inside or v not in values:
-                values[v] = next(count)
-        if not inside:
-            reads = tuple(
-                NO_VALUE if isinstance(v, Literal) else values[v] for v in eqn.invars
-            )
-            writes = tuple(values[v] for v in eqn.outvars)
-            arguments = tuple(given.values())
-            yield WalkedOp(
-                eqn, around, times, made_by, used_by, arguments, reads, writes
-            )
+    count = itertools.count()
+    ops: list[WalkedOp] = []
 
+    def inside(
+        jaxpr: ClosedJaxpr, given: Iterable[Place], around: Around, times: int
+    ) -> list[Place]:
+        eqns = jaxpr.jaxpr.eqns
+        made_by = {v: eqn for eqn in eqns for v in eqn.outvars}
+        used_by: dict[Var, list[JaxprEqn]] = {}
+        for eqn in eqns:
+            for v in variables(eqn.invars):
+                used_by.setdefault(v, []).append(eqn)
 
-def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """The atoms without the literals."""
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+        def results(eqn: JaxprEqn, given: list[Place]) -> list[Place]:
+            named = [place.name for place in dict.fromkeys(given) if place.name]
+            made = [LITERAL] * len(eqn.outvars)
+            held = inner_jaxprs(eqn)
+            for inner in held:
+                n = times * int(param(eqn, "length") or 1)
+                below = given[1:] if branches(eqn) else given
+                if len(below) != len(inner.in_avals):
+                    below = [Place(next(count)) for _ in inner.in_avals]
+                outs = inside(inner, below, around.inside(eqn, inner.jaxpr), n)
+                if len(outs) == len(made):
+                    pairs = zip(outs, made, strict=True)
+                    made = [old if new == LITERAL else new for new, old in pairs]
+            numbers = [next(count) if p == LITERAL else p.number for p in made]
+            if not held:
+                reads = tuple(place.number for place in given)
+                here = eqn, around, times, made_by, used_by, tuple(named)
+                ops.append(WalkedOp(*here, reads, tuple(numbers)))
+            name = named[0] if named and eqn.primitive.name in MOVES else ""
+            return [Place(number, name) for number in numbers]
+
+        new = lambda value: Place(next(count))
+        return read(jaxpr, given, results, new, lambda value: LITERAL)
+
+    arguments = [Place(next(count), name) for name in names]
+    outs = inside(jaxpr, arguments, OUTERMOST, 1)
+    return ops, [place.number for place in outs]
 
 
 def array(atom: Atom) -> ShapedArray:
@@ -137,21 +130,12 @@ def array(atom: Atom) -> ShapedArray:
     return cast(ShapedArray, atom.aval)
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The open jaxprs that an equation runs, except kernels and how it adds two."""
+def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """The jaxprs that an equation runs, except kernels and how it adds two."""
     name = eqn.primitive.name
     if name in LEFT_ALONE or name.startswith(("reduce_", "scatter", "select_and_")):
         return []
-    return list(jaxprs_in_params(eqn.params))
-
-
-def called_by(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The only jaxpr of an equation, if it calls the jaxpr with its own inputs."""
-    held = [p for p in eqn.params.values() if isinstance(p, Jaxpr | ClosedJaxpr)]
-    if not held or len(list(jaxprs_in_params(eqn.params))) > 1:
-        return None
-    inside = held[0] if isinstance(held[0], ClosedJaxpr) else ClosedJaxpr(held[0], ())
-    return inside if len(inside.jaxpr.invars) == len(eqn.invars) else None
+    return [*map(closed, jaxprs_in_params(eqn.params))]
 
 
 def flops(eqn: JaxprEqn) -> int:
@@ -161,23 +145,24 @@ def flops(eqn: JaxprEqn) -> int:
     left, right = (array(v).shape for v in eqn.invars[:2])
     size = math.prod(array(eqn.outvars[0]).shape)
     if eqn.primitive.name == "dot_general":
-        (contracting, _), _ = eqn.params["dimension_numbers"]
+        (contracting, _), _ = param(eqn, "dimension_numbers")
         return 2 * size * math.prod(left[d] for d in contracting)
     if eqn.primitive.name == "ragged_dot_general":
         return 2 * size * left[-1]
-    spec = eqn.params["dimension_numbers"].rhs_spec
+    spec = param(eqn, "dimension_numbers").rhs_spec
     return 2 * size * math.prod(right) // right[spec[0]]
 
 
 def reduced(eqn: JaxprEqn) -> int:
     """How many elements a sum or product reduces to one, or 0 for other ops."""
-    if not eqn.primitive.name.startswith(("reduce_sum", "reduce_prod", "cum")):
-        return 0
-    shape, params = array(eqn.invars[0]).shape, eqn.params
-    if "axes" in params:
-        return math.prod(shape[axis] for axis in params["axes"])
-    is_sum = eqn.primitive.name in ("cumsum", "cumprod")
-    return shape[params["axis"]] if is_sum else 0
+    match eqn.primitive.name:
+        case "reduce_sum" | "reduce_prod":
+            axes = param(eqn, "axes")
+        case "cumsum" | "cumprod":
+            axes = [param(eqn, "axis")]
+        case _:
+            return 0
+    return math.prod(array(eqn.invars[0]).shape[axis] for axis in axes)
 
 
 def nbytes(aval: ShapedArray) -> int:

@@ -10,5 +10,5 @@ or hold (`skip`), and move the scale. `state` is what a step leaves behind, and
 sharded arrays, `mean`, `error_feedback` and `eight_bits` for gradients that devices
 exchange, and `master_weights` for half-precision parameters.
 
-May import: `_checks`, `_tree`. Nothing here uses JAX's private parts.
+May import: `_checks`, `_tree`, `_jaxprs`. Nothing here uses JAX's private parts.
 """

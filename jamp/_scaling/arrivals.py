@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import optax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from .._jaxprs import follow, inside, param
 from .._tree import PyTree, dtype_of, is_inexact, path_text
-from .traced import NEEDS_VALUES, RUN_ONCE, Traced, followed, opened
+from .traced import NEEDS_VALUES, Traced
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
 scale. What stands in front of it, such as optax.clip_by_global_norm, sees scaled \
@@ -30,13 +31,13 @@ optax.multi_transform."""
 
 # Whether loss scales mark what they get. JAX keys its caches by it: without, a jitted
 # update would be taken from a cache, with the marks or without them.
-MARKED: Any = getattr(jax, "make_user_context", lambda default: None)(False)
+MARKED = jax.make_user_context(False)
 GIVEN, RETURNED = "jamp: to a loss scale", "jamp: from a loss scale"
 
 
 def marked(what: str, tree: optax.Updates) -> optax.Updates:
     """The same gradients or updates, recognizable if a program is read for them."""
-    if MARKED is None or not MARKED.value:
+    if not MARKED.value:
         return tree
 
     def mark(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
@@ -67,8 +68,6 @@ def arrivals(
     Raises:
       ValueError: a gradient is changed before it arrives, or used without arriving.
     """
-    if MARKED is None:
-        return True, False
     try:
         with MARKED(True):
             program = Traced(update, grads)
@@ -80,7 +79,7 @@ def arrivals(
         for place, (_, leaf) in enumerate(given)
     ]
     arrived: list[tuple[str, Origin | int]] = []
-    found = origins_of(program.closed.jaxpr, start, arrived)
+    found = origins_of(program.closed, start, arrived)
     for at, origin in arrived:
         if not isinstance(origin, int):
             raise ValueError(CHANGED.format(at))
@@ -97,7 +96,7 @@ def is_of_gradients(origin: Origin | int) -> bool:
 
 
 def origins_of(
-    jaxpr: Jaxpr, inputs: Origins, arrived: list[tuple[str, Origin | int]]
+    jaxpr: ClosedJaxpr, inputs: Origins, arrived: list[tuple[str, Origin | int]]
 ) -> Origins:
     """The origin of each output. `arrived` gets those of what loss scales are given."""
 
@@ -111,25 +110,19 @@ def origins_of(
 
     def ends_of(eqn: JaxprEqn, sources: Origins) -> Origins:
         name = eqn.primitive.name
-        if name == "name" and (of := mark_of(eqn)):
+        if (of := mark_of(eqn)) is not None:
             what, at = of
             if what == GIVEN:
                 arrived.append((at, sources[0]))
             return [Origin.OTHER if what == GIVEN else Origin.OF_LOSS_SCALE]
-        if name in RUN_ONCE:
-            return origins_of(opened(eqn.params["jaxpr"]), sources, arrived)
-        if name == "cond":
-            branches = (b.jaxpr for b in eqn.params["branches"])
-            ends = [origins_of(branch, sources[1:], arrived) for branch in branches]
-            return list(map(joined, zip(*ends, strict=True)))
         if name == "convert_element_type" and not narrows(eqn):
             return sources  # master weights widen, as a loss scale does
-        if holds_mark(eqn):  # in a loop, for example: nothing is known
+        if any(map(mark_of, inside(eqn))):  # in a loop: nothing is known
             return [Origin.OTHER] * len(eqn.outvars)
         used = any(map(is_of_gradients, sources[name == "select_n" :]))
         return [Origin.OF_GRADIENTS if used else Origin.OTHER] * len(eqn.outvars)
 
-    return followed(jaxpr, inputs, results, Origin.OTHER)
+    return follow(jaxpr, inputs, results, joined, Origin.OTHER)
 
 
 def joined(origins: Sequence[Origin | int]) -> Origin | int:
@@ -146,16 +139,7 @@ def narrows(eqn: JaxprEqn) -> bool:
 
 
 def mark_of(eqn: JaxprEqn) -> tuple[str, str] | None:
-    """Which mark a named value has, and the path it was made at."""
-    name = eqn.params["name"]
+    """Which mark a value gets, and the path it was made at."""
+    name = param(eqn, "name") or ""
     found = [mark for mark in (GIVEN, RETURNED) if name.startswith(mark)]
     return (found[0], name.removeprefix(found[0])) if found else None
-
-
-def holds_mark(eqn: JaxprEqn) -> bool:
-    """Whether a loss scale runs in a function that an op holds."""
-    return any(
-        (inner.primitive.name == "name" and mark_of(inner)) or holds_mark(inner)
-        for jaxpr in jaxprs_in_params(eqn.params)
-        for inner in jaxpr.eqns
-    )

@@ -198,11 +198,11 @@ def check_scales_its_loss(
       caller: the function that a user called.
       paths: where the loss scales are.
     """
-    jaxpr, count = once.closed.jaxpr, len(LossScaleState._fields)
+    program, count = once.closed, len(LossScaleState._fields)
     flag, scale = map(LossScaleState._fields.index, ("found_inf", "loss_scale"))
     for start, path in zip(range(0, count * len(paths), count), paths, strict=True):
-        inputs = [Flow.OTHER] * len(jaxpr.invars)
+        inputs = [Flow.OTHER] * len(program.in_avals)
         inputs[start + flag], inputs[start + scale] = Flow.GIVEN, Flow.SCALED
-        if ScaleFlow().outputs(jaxpr, inputs)[start + flag] is Flow.OTHER:
+        if ScaleFlow().outputs(program, inputs)[start + flag] is Flow.OTHER:
             where = f" at {path}" if len(paths) > 1 else ""
             raise ValueError(NOT_SCALED.format(caller=caller, where=where))

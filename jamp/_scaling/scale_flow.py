@@ -8,9 +8,9 @@ steps once: from the second step on, the parameters depend on the scale.
 import enum
 from collections.abc import Sequence
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .traced import RUN_ONCE, followed, opened
+from .._jaxprs import Loop, follow, loop
 
 
 class Flow(enum.Enum):
@@ -31,43 +31,32 @@ class ScaleFlow:
     def __init__(self) -> None:
         self.leaked = False
 
-    def outputs(self, jaxpr: Jaxpr, inputs: Sequence[Flow]) -> list[Flow]:
+    def outputs(self, jaxpr: ClosedJaxpr, inputs: Sequence[Flow]) -> list[Flow]:
         """What the outputs of a program are."""
-        return followed(jaxpr, inputs, self.results, Flow.OTHER)
+        return follow(jaxpr, inputs, self.results, joined, Flow.OTHER)
 
     def results(self, eqn: JaxprEqn, given: list[Flow]) -> Sequence[Flow]:
         """What the results of an op are."""
-        name, of = eqn.primitive.name, eqn.params
-        if name in RUN_ONCE:
-            return self.outputs(opened(of["jaxpr"]), given)
-        if name == "cond":
-            branches = [self.outputs(b.jaxpr, given[1:]) for b in of["branches"]]
-            return list(map(joined, zip(*branches, strict=True)))
-        if name == "scan":
-            carry = of["num_consts"], of["num_consts"] + of["num_carry"]
-            return self.loop(opened(of["jaxpr"]), given, *carry)
-        if name == "while":
-            given, n = given[of["cond_nconsts"] :], of["body_nconsts"]
-            return self.loop(opened(of["body_jaxpr"]), given, n, len(given))
-        if name == "optimization_barrier":
+        if (found := loop(eqn)) is not None:
+            return self.looped(found, given)
+        if eqn.primitive.name == "optimization_barrier":
             return given
         if eqn.effects:
             self.leaked |= Flow.SCALED in given
             given = [Flow.SCALED] if self.leaked else given
-        flow = joined(given[1:] if name == "select_n" else given)
+        flow = joined(given[1:] if eqn.primitive.name == "select_n" else given)
         return [flow] * len(eqn.outvars)
 
-    def loop(self, body: Jaxpr, given: list[Flow], start: int, end: int) -> list[Flow]:
-        """What a loop returns, whose carry is `given[start:end]`."""
+    def looped(self, loop: Loop, given: list[Flow]) -> list[Flow]:
+        """What a loop returns."""
+        _, consts, carry, slices = loop.split(given)
         while True:
-            found = self.outputs(body, given)
-            carry = [
-                Flow.SCALED if Flow.SCALED in pair else pair[0]
-                for pair in zip(given[start:end], found, strict=False)
-            ]
-            if Flow.GIVEN in given[start:end] or carry == given[start:end]:
+            found = self.outputs(loop.body, [*consts, *carry, *slices])
+            pairs = zip(carry, found, strict=False)
+            new = [Flow.SCALED if Flow.SCALED in pair else pair[0] for pair in pairs]
+            if Flow.GIVEN in carry or new == carry:
                 return found
-            given = [*given[:start], *carry, *given[end:]]
+            carry = new
 
 
 def joined(flows: Sequence[Flow]) -> Flow:

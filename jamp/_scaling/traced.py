@@ -6,15 +6,16 @@ it away (`optax.set_to_zero`). No value shows this; the program of its update do
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Generic, ParamSpec
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from .._checks import is_traced
+from .._jaxprs import follow
 from .._tree import Flag, PyTree, T, is_inexact, partition
 from .transformation import is_hole
 
@@ -25,14 +26,10 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 
-# Each runs its jaxpr once. JAX has had two names for `jax.checkpoint`.
-RUN_ONCE = ("jit", "pjit", "shard_map", "checkpoint", "remat2")
-
 # Primitives whose result is zero if their operands are.
 KEEP_ZERO = "add broadcast_in_dim convert_element_type name neg reshape sub".split()
 
 P = ParamSpec("P")
-V = TypeVar("V")
 
 
 class Traced(Generic[P, T]):
@@ -107,14 +104,13 @@ def never_moved(
 ) -> PyTree:
     """For each gradient, whether its update is zero, whatever the arguments are."""
     once = Traced(lambda *args: update(*args)[0], *arguments)
-    jaxpr = once.closed.jaxpr
-    zeros = iter(_zeros(jaxpr, [False] * len(jaxpr.invars)))
+    zeros = iter(_zeros(once.closed))
     is_zero = lambda node: is_hole(node) or next(zeros)
     return jax.tree.map(is_zero, once.shapes, is_leaf=is_hole)
 
 
-def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Whether each output is known to be zero, if these inputs are."""
+def _zeros(jaxpr: ClosedJaxpr) -> list[bool]:
+    """Whether each output is zero, whatever the inputs are."""
 
     def is_finite(atom: Var | Literal) -> bool:
         return isinstance(atom, Literal) and bool(np.all(np.isfinite(atom.val)))
@@ -128,45 +124,7 @@ def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
         if name == "mul":
             finite = map(is_finite, eqn.invars)
             return [any(given) and all(map(operator.or_, given, finite))]
-        if name in RUN_ONCE:
-            return _zeros(opened(eqn.params["jaxpr"]), given)
-        if name == "cond":
-            inner = [_zeros(b.jaxpr, given[1:]) for b in eqn.params["branches"]]
-            return list(map(all, zip(*inner, strict=True)))
         return [False] * len(eqn.outvars)
 
-    return followed(jaxpr, inputs, results, False, lambda value: bool(value == 0))
-
-
-def followed(
-    jaxpr: Jaxpr,
-    inputs: Sequence[V],
-    results: Callable[[JaxprEqn, list[V]], Sequence[V]],
-    other: V,
-    literal: Callable[[Any], V] | None = None,
-) -> list[V]:
-    """What is known of the outputs of a program, read forward.
-
-    Args:
-      inputs: what is known of its inputs.
-      results: from an op and what is known of its inputs to that of its results.
-      other: of constants.
-      literal: of a number in the program, from its value; without it, `other`.
-    """
-    known: dict[Var, V] = dict(zip(jaxpr.invars, inputs, strict=True))
-    known |= dict.fromkeys(jaxpr.constvars, other)
-
-    def of(atom: Var | Literal) -> V:
-        if not isinstance(atom, Literal):
-            return known[atom]
-        return other if literal is None else literal(atom.val)
-
-    for eqn in jaxpr.eqns:
-        found = results(eqn, list(map(of, eqn.invars)))
-        known.update(zip(eqn.outvars, found, strict=True))
-    return list(map(of, jaxpr.outvars))
-
-
-def opened(jaxpr: Any) -> Jaxpr:
-    """A jaxpr without its constants, open or closed."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    unknown = [False] * len(jaxpr.in_avals)
+    return follow(jaxpr, unknown, results, all, False, lambda value: bool(value == 0))

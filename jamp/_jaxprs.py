@@ -1,0 +1,284 @@
+"""Reading jaxprs: what their equations hold, for all of jamp.
+
+Names of primitives and of their parameters differ between JAX's releases. Those that
+jamp reads are listed here and nowhere else, and `make versions` looks each up in each
+release. This module uses public names of JAX alone, so that loss scaling works where
+JAX's internals have moved.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    jaxprs_in_params,
+)
+
+Atom = Var | Literal
+V = TypeVar("V")
+
+
+class Holder(Protocol):
+    """An equation, or an op on its way through a region."""
+
+    @property
+    def primitive(self) -> Primitive: ...
+    @property
+    def params(self) -> dict[str, Any]: ...
+
+
+# What is read of each primitive.
+_PRODUCT = "precision preferred_element_type "
+_SCATTER = "unique_indices update_consts update_jaxpr"
+PARAMETERS = {
+    "argmax": "axes",
+    "argmin": "axes",
+    "broadcast_in_dim": "broadcast_dimensions shape",
+    "cond": "branches",
+    "conv_general_dilated": _PRODUCT + "dimension_numbers",
+    "convert_element_type": "new_dtype sharding",
+    "cumprod": "axis",
+    "cumsum": "axis",
+    "custom_jvp_call": "jvp_jaxpr_fun num_consts symbolic_zeros",
+    "custom_vmap_call": "rule",
+    "dot_general": _PRODUCT + "dimension_numbers",
+    "dynamic_slice": "slice_sizes",
+    "gather": "slice_sizes unique_indices",
+    "integer_pow": "y",
+    "name": "name",
+    "ragged_dot_general": _PRODUCT,
+    "random_bits": "bit_width",
+    "reduce_prod": "axes",
+    "reduce_sum": "axes",
+    "reshape": "new_sizes",
+    "scan": "jaxpr length reverse unroll",  # and `arity`
+    "scatter": "update_jaxpr",
+    "scatter-add": _SCATTER,
+    "scatter-max": _SCATTER,
+    "scatter-min": _SCATTER,
+    "scatter-mul": _SCATTER,
+    "scatter-sub": _SCATTER,
+    "sort": "dimension num_keys",
+    "squeeze": "dimensions",
+    "top_k": "axis",
+    "transpose": "permutation",
+    "while": "body_jaxpr body_nconsts cond_jaxpr cond_nconsts",
+}
+_READ = {name: frozenset(listed.split()) for name, listed in PARAMETERS.items()}
+# They run the one jaxpr that they hold once, with their own inputs. `jax.checkpoint` is
+# called remat2, and what it makes of a scan is a `call`, `closed_call` or `eval_jaxpr`.
+CALLS = frozenset(
+    """
+    call closed_call compute_on custom_jvp_call custom_vjp_call custom_vmap_call
+    eval_jaxpr jit remat2 shard_map xla_metadata_call
+    """.split()
+)
+
+UNKNOWN = """jamp reads the parameter {parameter!r} of the primitive {name!r}. This \
+release of JAX does not have it. Install a release that jamp was tested with."""
+
+
+def param(eqn: Holder, parameter: str) -> Any:
+    """A parameter of an equation; None if its primitive is listed without it."""
+    name = eqn.primitive.name
+    if parameter not in _READ.get(name, ()):
+        return None
+    if parameter not in eqn.params:
+        raise NotImplementedError(UNKNOWN.format(parameter=parameter, name=name))
+    return eqn.params[parameter]
+
+
+# The functions that an equation holds.
+
+
+def called(eqn: Holder) -> ClosedJaxpr | None:
+    """The jaxpr of an equation that runs it once, with its own inputs, or None.
+
+    Python may have handed the function to JAX: then there is no jaxpr yet.
+    """
+    if eqn.primitive.name not in CALLS:
+        return None
+    held = [value for value in eqn.params.values() if is_jaxpr(value)]
+    return closed(held[0]) if held else None
+
+
+def calling(eqn: Holder, jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, Any]:
+    """The parameters of such an equation, with another jaxpr."""
+    (held,) = (name for name, value in eqn.params.items() if is_jaxpr(value))
+    return eqn.params | {held: jaxpr}
+
+
+def bound(eqn: Holder) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The parameters to bind a custom derivative or a shard_map with.
+
+    And the functions among them, as Python handed them to JAX, or made of its jaxpr.
+    """
+    is_staged = any(map(is_jaxpr, eqn.params.values()))
+    params = eqn.primitive.get_bind_params(eqn.params) if is_staged else eqn.params
+    return params, params["subfuns"]
+
+
+def with_functions(params: dict[str, Any], *functions: Any) -> dict[str, Any]:
+    """Such parameters, with other functions."""
+    return params | {"subfuns": functions}
+
+
+def branches(eqn: Holder) -> tuple[ClosedJaxpr, ...]:
+    """The jaxprs of a `cond`, which get its inputs but the first. Others have none."""
+    return param(eqn, "branches") or ()
+
+
+class Loop(NamedTuple):
+    """A `scan` or a `while`.
+
+    The body gets constants, what the loop carries, and the slices of a scan. It returns
+    what it carries, and what a scan stacks.
+    """
+
+    body: ClosedJaxpr
+    n_consts: int  # of the body
+    n_carry: int
+    condition: ClosedJaxpr | None = None  # of a while: of its constants, and the carry
+    skipped: int = 0  # how many inputs are constants of the condition, before others
+
+    def split(self, values: list[V]) -> tuple[list[V], list[V], list[V], list[V]]:
+        """The inputs: of the condition alone; constants, carry and slices."""
+        ends = [0, *itertools.accumulate((self.skipped, self.n_consts, self.n_carry))]
+        parts = [values[i:j] for i, j in itertools.pairwise(ends)]
+        return *parts, values[ends[-1] :]  # pyright: ignore - of four lists
+
+
+def loop(eqn: Holder) -> Loop | None:
+    """What an equation runs again and again, or None if it is not a loop."""
+    match eqn.primitive.name:
+        case "scan":
+            return Loop(param(eqn, "jaxpr"), *arity(eqn))
+        case "while":
+            body, skipped = param(eqn, "body_jaxpr"), param(eqn, "cond_nconsts")
+            n_consts = param(eqn, "body_nconsts")
+            n_carry = len(body.in_avals) - n_consts
+            return Loop(body, n_consts, n_carry, param(eqn, "cond_jaxpr"), skipped)
+    return None
+
+
+def arity(scan: Holder) -> tuple[int, int]:
+    """How many inputs of a `scan` are constants, and how many it carries."""
+    if "num_carry" in scan.params:  # until JAX 0.10.2
+        return scan.params["num_consts"], scan.params["num_carry"]
+    consts, carry, _ = scan.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def is_jaxpr(value: object) -> bool:
+    return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
+def holding(params: dict[str, Any]) -> list[str]:
+    """The parameters that hold a jaxpr, or several."""
+    return [name for name in params if any(jaxprs_in_params({name: params[name]}))]
+
+
+def inside(eqn: Holder) -> Iterator[JaxprEqn]:
+    """The equations of all functions that an equation holds, at any depth."""
+    for jaxpr in jaxprs_in_params(eqn.params):
+        yield from equations(jaxpr)
+
+
+def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr and of all functions in it, at any depth."""
+    for eqn in opened(jaxpr).eqns:
+        yield eqn
+        yield from inside(eqn)
+
+
+def opened(jaxpr: Any) -> Jaxpr:
+    """A jaxpr without its constants; from JAX 0.11.0 on, there is one class."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """The atoms without the literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+# From the inputs of a program to its outputs.
+
+
+def read(
+    jaxpr: ClosedJaxpr,
+    inputs: Iterable[V],
+    results: Callable[[JaxprEqn, list[V]], Iterable[V]],
+    constant: Callable[[Any], V] = lambda value: value,
+    literal: Callable[[Any], V] | None = None,
+) -> list[V]:
+    """Reads a program forward, with something for each of its values.
+
+    It may be the value itself, or what is known of it. It is dropped after its last
+    use, so that large arrays do not stay.
+
+    Args:
+      results: from an equation, and what there is of its inputs, to its results.
+      constant: of a constant, from its value.
+      literal: of a number in the program, in the place of `constant`.
+
+    Returns:
+      What there is of each output.
+    """
+    program, number = opened(jaxpr), literal or constant
+    known: dict[Var, V] = dict(zip(program.invars, inputs, strict=True))
+    known |= zip(program.constvars, map(constant, jaxpr.consts), strict=True)
+    kept = set(variables(program.outvars))
+    uses = [set(variables(eqn.invars)) - kept for eqn in program.eqns]
+    last = {v: place for place, used in enumerate(uses) for v in used}
+
+    def of(atom: Atom) -> V:
+        return number(atom.val) if isinstance(atom, Literal) else known[atom]
+
+    for place, eqn in enumerate(program.eqns):
+        found = results(eqn, [*map(of, eqn.invars)])
+        known.update(zip(eqn.outvars, found, strict=True))
+        for variable in uses[place]:
+            if last[variable] == place:
+                del known[variable]
+    return [*map(of, program.outvars)]
+
+
+def follow(
+    jaxpr: ClosedJaxpr,
+    inputs: Iterable[V],
+    results: Callable[[JaxprEqn, list[V]], Sequence[V]],
+    joined: Callable[[Sequence[V]], V],
+    other: V,
+    literal: Callable[[Any], V] | None = None,
+) -> list[V]:
+    """What is known of the outputs of a program, through calls and branches.
+
+    Args:
+      results: of an equation that is neither, from what is known of its inputs.
+      joined: of a value that is one of several.
+      other: of constants.
+      literal: of a number in the program; without it, `other`.
+    """
+
+    def found(eqn: JaxprEqn, given: list[V]) -> Sequence[V]:
+        if (function := called(eqn)) is not None:
+            return below(function, given)
+        if several := branches(eqn):
+            each = [below(branch, given[1:]) for branch in several]
+            return [*map(joined, zip(*each, strict=True))]
+        return results(eqn, given)
+
+    def below(jaxpr: ClosedJaxpr, inputs: Iterable[V]) -> list[V]:
+        return read(jaxpr, inputs, found, lambda value: other, literal)
+
+    return below(jaxpr, inputs)

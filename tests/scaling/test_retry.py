@@ -97,7 +97,9 @@ def check_programs(found, train, data):
 
     A region rounds to float16, so the data move by a unit in its last place.
     """
-    check_near(found, train(data), [train(these) for these in nudged(data, jnp.float16)])
+    check_near(
+        found, train(data), [train(these) for these in nudged(data, jnp.float16)]
+    )
 
 
 @pytest.fixture(params=["branch", "select"])
@@ -385,9 +387,7 @@ def test_nnx_objects_are_held_between_attempts(how):
     once = nnx.jit(nnx_step)
     expected = nnx_train(once, scaler.get_scale(), data)
     if how == "jit":
-        trained = lambda data: nnx.state(
-            nnx_train(once, scaler.get_scale(), data)[:2]
-        )
+        trained = lambda data: nnx.state(nnx_train(once, scaler.get_scale(), data)[:2])
         check_programs(nnx.state(objects[:2]), trained, data)
     same = model.dropout.rngs.count[...] == expected[0].dropout.rngs.count[...]
     assert same and model.dropout.rngs.count[...] == count

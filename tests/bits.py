@@ -33,19 +33,22 @@ def check_same_bits(got: Any, expected: Any) -> None:
 def check_rounded(
     got: Any, expected: Any, roundings: int, largest: float | None = None
 ) -> None:
-    """Raises AssertionError if two arrays are further apart than roundings explain.
+    """Raises AssertionError if two trees are further apart than roundings explain.
 
     Each of two programs rounds by half a unit in the last place, so together they move
-    by a unit each time.
+    by a unit each time. What is not floating has to be equal.
 
     Args:
       roundings: how often a number is rounded on its way: for a sum of n terms, n.
-      largest: the largest number that is rounded; by default, of those expected.
+      largest: the largest number that is rounded; by default, of each leaf expected.
     """
-    got, expected = np.asarray(got), np.asarray(expected)
-    largest = np.max(np.abs(expected)) if largest is None else largest
-    bound = roundings * float(jnp.finfo(got.dtype).eps) * largest
-    np.testing.assert_allclose(got, expected, rtol=0, atol=bound)
+    for a, b in zip(*map(numbers, (got, expected)), strict=True):
+        bound = 0.0
+        if jnp.issubdtype(a.dtype, jnp.inexact):
+            most = np.max(np.abs(b), initial=0) if largest is None else largest
+            bound = roundings * float(jnp.finfo(a.dtype).eps) * float(most)
+            a, b = (np.asarray(x, np.result_type(x, np.float64)) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=bound)
 
 
 def nudged(tree: Any, dtype: Any = jnp.float32, times: int = 4) -> list[Any]:

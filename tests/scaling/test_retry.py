@@ -341,7 +341,7 @@ def nnx_step(model, optimizer, scaler, x, *, y):
 
 def nnx_train(step, init_scale, data):
     model = Net()
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.5), wrt=nnx.Param)
     objects = model, optimizer, jamp.GradScaler(init_scale)
     for x, y in data:
         _, skipped = step(*objects, x, y=y)

@@ -90,5 +90,5 @@ def check_near(got: Any, expected: Any, nearby: Sequence[Any]) -> None:
         a, b, *moved = (np.asarray(x, np.float64) for x in (a, b, *moved))
         largest = np.max(np.abs(b), initial=0)
         most = max(np.max(np.abs(x - b), initial=0) for x in moved)
-        assert most <= largest / 16, f"{at}: the bound {most} says nothing of {b}"
+        assert most <= largest / 64, f"{at}: the bound {most} says nothing of {b}"
         np.testing.assert_allclose(a, b, 0, 2 * most + unit * largest, err_msg=at)

@@ -480,7 +480,7 @@ def test_a_search_that_fails_is_no_overflow(name):
 
     found, expected = (params, scaled.init(params)), (params, tx.init(params))
     nearby = [(params, tx.init(params)) for params in nudged(params)]
-    for slope in (-2.5, -2.5, -1e6):
+    for slope in (-1.5, -1.5, -1e6):
         found, expected = step(*found, slope), step(*expected, slope)
         nearby = [step(*state, slope) for state in nearby]
         assert not found[1].found_inf

@@ -12,11 +12,11 @@ TESTS := tests --ignore tests/lint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all parity lint docs bench targets gpu lowest newest nightly endurance \
-	foreign wheel clean
+.PHONY: help demo test test-all processors parity lint docs bench targets gpu lowest newest nightly \
+	endurance foreign wheel clean
 
 help: ## print the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 # .venv/.<extra> marks that jamp is installed there with that extra.
 $(VENV)/.%: pyproject.toml
@@ -32,6 +32,10 @@ test: $(VENV)/.test ## the quick tests, in minutes, without torch
 
 test-all: $(VENV)/.test ## all tests but the nightly ones
 	$(CACHED) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not nightly" $(TESTS)
+
+processors: $(VENV)/.test ## what compares two programs, on processors of two kinds
+	for isa in AVX AVX2; do XLA_FLAGS=--xla_cpu_max_isa=$$isa \
+	  $(CACHED) -m pytest -n auto -m "not slow" @tests/two_programs.txt || exit 1; done
 
 parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
 	$(CACHED) -m parity

@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 import jamp
 from jamp import _compat
 from shared.jaxprs import equations
+from tests.bits import check_near, nudged
 from tests.jaxprs import all_half, products
 from tests.marks import mostly_slow, slow
 
@@ -382,7 +383,7 @@ def test_an_array_of_a_number_that_does_not_fit_is_no_bias(way):
     x, w, _ = arrays()
     huge = way(half()(lambda x: x @ w + jnp.float32(1e6)))(x)
     assert huge.dtype == f32
-    np.testing.assert_allclose(huge, x @ w + 1e6, rtol=1e-6)
+    np.testing.assert_allclose(huge, x @ w + 1e6, atol=1)
 
 
 @pytest.mark.slow
@@ -481,7 +482,7 @@ def test_average_pooling_of_large_sums():
     with half():
         y = nn.avg_pool(x, (64, 64))
         assert jax.nn.relu(y).dtype == f16
-    np.testing.assert_allclose(y, 40.0)
+    np.testing.assert_array_equal(y, 40.0)
 
 
 def test_branches_are_rewritten_once_if_they_agree():
@@ -690,23 +691,23 @@ def test_float32_functions_are_float32_under_differentiation(dtype, jit):
         return a, b
 
     def expected(x, y):
-        x = x.astype(f32)
         return jax.nn.softplus(x), optax.sigmoid_binary_cross_entropy(x, y)
 
-    def run(function):
+    def run(function, x, y):
         outs, pullback = jax.vjp(function, x, y)
         return outs, pullback(tuple(map(jnp.ones_like, outs)))
 
-    outs, gradients = (jax.jit(run, static_argnums=0) if jit else run)(loss)
-    wanted, wanted_gradients = run(expected)
-    for found, want in zip(
-        (*outs, gradients[1]), (*wanted, wanted_gradients[1]), strict=True
-    ):
-        np.testing.assert_allclose(found, want, rtol=1e-6)
-    assert gradients[0].dtype == dtype
-    np.testing.assert_allclose(
-        gradients[0].astype(f32), wanted_gradients[0].astype(f32), rtol=0.01
+    outs, gradients = (jax.jit(run, static_argnums=0) if jit else run)(loss, x, y)
+    wide = x.astype(f32), y
+    wanted, *nearby = (run(expected, *args) for args in [wide, *nudged(wide)])
+    of_float32 = lambda outs, gradients: (outs, gradients[1])
+    check_near(
+        of_float32(outs, gradients),
+        of_float32(*wanted),
+        [of_float32(*each) for each in nearby],
     )
+    assert gradients[0].dtype == dtype
+    np.testing.assert_allclose(gradients[0].astype(f32), wanted[1][0], rtol=0.01)
 
 
 @pytest.mark.parametrize("dtype", [f16, jnp.bfloat16])
@@ -715,6 +716,7 @@ def test_float32_functions_are_float32_under_differentiation(dtype, jit):
 )
 def test_float32_functions_have_exact_constants(dtype, function):
     x = jnp.asarray([0.3, 0.7, 1.9], dtype)
-    half_region = jamp.autocast(dtype=dtype)
+    half_region, wide = jamp.autocast(dtype=dtype), x.astype(f32)
+    nearby = list(map(function, nudged(wide)))
     for run in (half_region(function), jax.jit(half_region(function))):
-        np.testing.assert_allclose(run(x), function(x.astype(f32)), rtol=1e-6)
+        check_near(run(x), function(wide), nearby)

@@ -14,6 +14,7 @@ from jax import lax
 
 import jamp
 from jamp._autocast import bias
+from tests.bits import check_near, nudged
 from tests.marks import mostly_slow
 
 from . import ways
@@ -194,7 +195,7 @@ def program_of_gelus():
 
 @pytest.mark.parametrize("way", mostly_slow(DERIVATIVES, "vjp", "jvp"))
 @pytest.mark.parametrize("around", mostly_slow(FUNCTIONS, "jit", "vmap of biases"))
-def test_a_loop_sums_the_same_bits(around, way, looped, standard_promotion):
+def test_a_loop_sums_what_one_sum_does(around, way, looped, standard_promotion):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (128,), (8, 16, 64), (128,)
     args = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
@@ -209,7 +210,9 @@ def test_a_loop_sums_the_same_bits(around, way, looped, standard_promotion):
     plain, untouched = result()
     scans = [str(jaxpr).count(" scan[") for jaxpr in (traced, untouched)]
     assert (scans[0] > scans[1]) == (around != "vmap")  # which has its own path
-    jax.tree.map(np.testing.assert_array_equal, loop, plain)
+    # The products round to float16, so their inputs move by a unit in its last place.
+    program = jax.jit(DERIVATIVES[way](FUNCTIONS[around](gelus)))
+    check_near(loop, plain, [program(*args) for args in nudged(args, jnp.float16)])
 
 
 def test_what_a_sum_reads_is_computed_once_on_a_cpu(looped, standard_promotion):

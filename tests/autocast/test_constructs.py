@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jamp
+from tests.bits import check_rounded
 from tests.jaxprs import all_half, products, products_of
 from tests.marks import mostly_slow, slow
 
@@ -590,8 +591,8 @@ def test_linen_lifted_transforms(name):
     all_half(step, variables)
     with half():  # parameters are made in float32 inside a region too
         again = model.init(jax.random.key(0), x)
-    plain = model.init(jax.random.key(0), x)  # not jitted: its last bits are others
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), again, plain)
+    # Drawn by a polynomial with nine coefficients, and scaled three times.
+    check_rounded(again, model.init(jax.random.key(0), x), 12)
 
 
 CELLS = [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.MGUCell, nn.SimpleCell]

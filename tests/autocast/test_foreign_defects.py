@@ -9,13 +9,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 import jamp
 from jamp._autocast.decision import Settings
 from jamp._autocast.region import enter
+from tests.bits import check_near, nudged
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
@@ -152,8 +152,10 @@ CASES = [
 ]
 
 
-def run(case, region):
-    x = jax.random.normal(jax.random.key(0), (4,))
+X = jax.random.normal(jax.random.key(0), (4,))
+
+
+def run(case, region, x=X):
     with contextlib.nullcontext() if region is None else REGIONS[region]():
         return case(x)
 
@@ -162,14 +164,13 @@ def run(case, region):
 def test_a_region_that_decides_nothing_changes_nothing(case):
     got, want = run(case, "nothing"), run(case, None)
     assert jax.tree.map(jnp.result_type, got) == jax.tree.map(jnp.result_type, want)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)  # XLA fuses more
-    jax.tree.map(close, got, want)
+    check_near(got, want, [run(case, None, x) for x in nudged(X)])  # XLA fuses more
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_it_runs_in_float16(case):
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
-    jax.tree.map(close, run(case, "float16"), run(case, None))
+    nearby = [run(case, None, x) for x in nudged(X)]
+    check_near(run(case, "float16"), run(case, None), nearby)
 
 
 @pytest.mark.parametrize("region", REGIONS)

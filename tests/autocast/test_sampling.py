@@ -10,6 +10,7 @@ from jax import lax, random
 
 import jamp
 from jamp._autocast import sampling
+from tests.bits import check_rounded
 from tests.marks import slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -222,7 +223,8 @@ def test_a_draw_from_half_precision_in_a_gradient():
         with jamp.autocast(jnp.float16):
             _, drawn = run(w)
         assert drawn.dtype == jnp.float32
-        np.testing.assert_allclose(drawn, expected, rtol=1e-6)
+        # JAX draws a normal number by a polynomial with nine coefficients.
+        check_rounded(drawn, expected, 9)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -569,7 +569,7 @@ def test_it_is_drawn():
     drawn = {line.get_label(): line for line in ax.get_lines()}
     assert {"float8", "rowwise", "bfloat16", "tolerance, 15 %"} == set(drawn)
     worst = [row.worst("tensorwise") for row in report.rows]
-    np.testing.assert_allclose(drawn["float8"].get_xdata(), worst)
+    np.testing.assert_array_equal(drawn["float8"].get_xdata(), worst)
     assert "MLP/Dense_0" in ax.get_yticklabels()[0].get_text()
     assert report.plot(ax) is ax
 
@@ -616,7 +616,7 @@ def test_the_weight_may_stand_on_the_left():
         jamp.calibrate(loss)(layer.weight, x).rows for loss in (by_equinox, by_hand)
     )
     assert row.sizes == other.sizes == "48x32x64"
-    assert row.spread == pytest.approx(other.spread)
+    assert row.spread == pytest.approx(other.spread, abs=1e-3)  # octaves
     assert row.spread["x"] > 40 > 4 > row.spread["w"]
     for at, errors in row.errors["tensorwise"].items():
         assert errors == pytest.approx(other.errors["tensorwise"][at], rel=0.3)

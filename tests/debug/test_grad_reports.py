@@ -146,7 +146,7 @@ def test_flushed_elements_are_those_that_float16_makes_zero(scale, dtype):
 def test_head_room_counts_the_doublings_to_the_largest_float16():
     grads = {"w": jnp.array([1.0, -4.0]), "inf": jnp.array([jnp.inf, 2.0])}
     rows = debug.underflow_report(grads, 8.0).to_dict()
-    assert rows["w"]["headroom_bits"] == pytest.approx(np.log2(65504 / 4))
+    assert rows["w"]["headroom_bits"] == pytest.approx(np.log2(65504 / 4), abs=1e-3)
     assert rows["inf"]["largest"] == 2.0
 
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jamp
+from tests.bits import check_rounded
 
 from . import storms
 from .storms.calls import Net
@@ -198,7 +199,7 @@ def test_a_state_pickled_by_another_jax_goes_on(version, standard_promotion):
     assert kept["scaler"].state_dict() == scaler.state_dict()
     assert scaler.state_dict()["scale"] == float(np.float32(2.0**12 * 0.9))
     for pair in zip(*map(jax.tree.leaves, (kept["state"], state)), strict=True):
-        np.testing.assert_allclose(*pair, rtol=1e-6)
+        check_rounded(*pair, 8)  # four steps, each of a product and a sum
         assert pair[0].dtype == pair[1].dtype
     grads = jax.tree.map(jnp.ones_like, params)
     _, moved = jamp.step(tx, grads, state, params)

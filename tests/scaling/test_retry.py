@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 from jamp._scaling import skip
-from tests.bits import check_same_bits, numbers
+from tests.bits import check_near, check_same_bits, nudged, numbers
 from tests.marks import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -92,13 +92,14 @@ def train(step, state, data=None):
     return state, aux
 
 
-def check_programs(tree, expected):
-    """Compares what two programs gave: not the last bits.
+def check_programs(found, train, data):
+    """Compares what one program found with what another one gives for these data.
 
-    XLA may fuse the body of a loop differently from the step alone.
+    A region rounds to float16, so the data move by a unit in its last place.
     """
-    for one, other in zip(numbers(tree), numbers(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=2e-7)
+    check_near(
+        found, train(data), [train(these) for these in nudged(data, jnp.float16)]
+    )
 
 
 @pytest.fixture(params=["branch", "select"])
@@ -126,20 +127,21 @@ def test_no_batch_is_lost_and_all_is_as_with_the_right_scale(way):
     plain = Training(found)
     overflowed = "retried_steps", "hysteresis_tracker"
     differing = {name: getattr(state["opt_state"], name) for name in overflowed}
-    for again, check in (
-        (step, check_same_bits),
-        (jax.jit(plain.step), check_programs),
-    ):
-        expected, _ = train(again, plain.start())
-        as_if = expected["opt_state"]._replace(**differing)
-        check(state, expected | {"opt_state": as_if})
+
+    def train_with(step, data):
+        state, _ = train(step, plain.start(), data)
+        return state | {"opt_state": state["opt_state"]._replace(**differing)}
+
+    check_same_bits(state, train_with(step, batches()))
+    once = functools.partial(train_with, jax.jit(plain.step))
+    check_programs(state, once, batches())
 
 
 def test_a_step_that_does_not_overflow_is_as_it_was(way):
     plain, retried = Training(2.0**10), Training(2.0**10)
-    expected, loss = train(jax.jit(plain.step), plain.start())
-    state, retried_loss = train(jax.jit(jamp.retry(retried.step)), retried.start())
-    check_programs((state, retried_loss), (expected, loss))
+    found = train(jax.jit(jamp.retry(retried.step)), retried.start())
+    step = jax.jit(plain.step)
+    check_programs(found, lambda data: train(step, plain.start(), data), batches())
 
 
 def test_the_step_is_traced_once_and_the_host_is_not_asked(checking_leaks):
@@ -189,10 +191,9 @@ def test_a_scale_that_stays_is_not_tried_again(how):
 def test_outside_of_a_trace_it_is_the_same():
     jitted, eager = Training(), Training()
     data = batches()[:5]
-    expected, loss = train(jax.jit(jamp.retry(jitted.step, 20)), jitted.start(), data)
-    outer = jamp.retry(jax.jit(eager.step), 20)
-    state, eager_loss = train(outer, eager.start(), data)
-    check_programs((state, eager_loss), (expected, loss))
+    found = train(jamp.retry(jax.jit(eager.step), 20), eager.start(), data)
+    step = jax.jit(jamp.retry(jitted.step, 20))
+    check_programs(found, lambda data: train(step, jitted.start(), data), data)
     assert eager.traces == 1
 
 
@@ -214,10 +215,11 @@ def test_each_of_a_batch_of_trainings_retries_alone():
     retries = both["opt_state"].retried_steps
     assert retries[0] == 0 and retries[1] > 10
     np.testing.assert_array_equal(both["steps"], 1)
+    alone = jax.jit(step)
     for i, start in enumerate(starts):
-        alone, _ = jax.jit(step)(start, x, y)
-        for one, other in zip(numbers(both), numbers(alone), strict=True):
-            np.testing.assert_allclose(one[i], other, rtol=2e-3, atol=1e-6)
+        one = [leaf[i] for leaf in numbers(both)]
+        step_alone = lambda data, start=start: numbers(alone(start, *data)[0])
+        check_programs(one, step_alone, (x, y))
 
 
 def test_microbatches_are_retried_one_by_one():
@@ -249,19 +251,21 @@ def test_of_two_optimizers_neither_steps_until_both_can(fits, overflows):
 
     params = make_params()
     start = {"params": params, **{name: tx[name].init(params) for name in tx}}
-    state, _ = jax.jit(jamp.retry(step, 20))(start, *batches()[0])
+    run = jax.jit(jamp.retry(step, 20))
+    state, _ = run(start, *batches()[0])
     assert state[overflows].retried_steps > 10 and state[fits].retried_steps == 0
     assert state[fits].growth_tracker == 1 == state[overflows].growth_tracker
     start[overflows] = start[overflows]._replace(loss_scale=state[overflows].loss_scale)
-    expected, _ = jax.jit(step)(start, *batches()[0])
-    check_same_bits(state["params"], expected["params"])
-    check_same_bits(state[fits].inner_state, expected[fits].inner_state)
+    kept = lambda state: (state["params"], state[fits].inner_state)
+    check_same_bits(kept(state), kept(run(start, *batches()[0])[0]))
+    once = jax.jit(step)
+    check_programs(kept(state), lambda data: kept(once(start, *data)[0]), batches()[0])
 
 
 class Norm(nn.Module):
     @nn.compact
     def __call__(self, x, train):
-        x = nn.Dense(16)(x)
+        x = nn.Dense(16, use_bias=False)(x)  # of which Adam would follow the noise
         x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
         return nn.Dense(4)(nn.relu(x))
 
@@ -297,18 +301,24 @@ def test_a_train_state_keeps_its_statistics():
         return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
 
     data = batches()[:3]
-    state, _ = train(jax.jit(jamp.retry(step, 20)), start(START), data)
+    run, once = jax.jit(jamp.retry(step, 20)), jax.jit(step)
+    state, _ = train(run, start(START), data)
     right = float(jamp.loss_scale(state))
-    expected, _ = train(jax.jit(step), start(right), data)
     assert state.step == 3 and jamp.metrics(state)["retried_steps"] > 10
-    check_same_bits(state.batch_stats, expected.batch_stats)
-    check_same_bits(state.params, expected.params)
+
+    def trained(step, data):
+        state, _ = train(step, start(right), data)
+        return state.batch_stats, state.params
+
+    found = state.batch_stats, state.params
+    check_same_bits(found, trained(run, data))
+    check_programs(found, functools.partial(trained, once), data)
 
 
 class Net(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0, dropout=1)
-        self.hidden = nnx.Linear(8, 16, rngs=rngs)
+        self.hidden = nnx.Linear(8, 16, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(16, momentum=0.5, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
         self.out = nnx.Linear(16, 4, rngs=rngs)
@@ -329,11 +339,11 @@ def nnx_step(model, optimizer, scaler, x, *, y):
     return loss, skipped
 
 
-def nnx_train(step, init_scale, count=3):
+def nnx_train(step, init_scale, data):
     model = Net()
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.5), wrt=nnx.Param)
     objects = model, optimizer, jamp.GradScaler(init_scale)
-    for x, y in batches()[:count]:
+    for x, y in data:
         _, skipped = step(*objects, x, y=y)
         assert not skipped
     return objects
@@ -368,14 +378,17 @@ def test_nnx_objects_that_are_no_pytrees_are_held_too():
 def test_nnx_objects_are_held_between_attempts(how):
     step = jamp.retry(nnx_step, 20)
     count = 3 if how == "jit" else 1
-    objects = nnx_train(nnx.jit(step) if how == "jit" else step, START, count)
+    data = batches()[:count]
+    objects = nnx_train(nnx.jit(step) if how == "jit" else step, START, data)
     model, optimizer, scaler = objects
     metrics = jamp.metrics(scaler)
     assert metrics["retried_steps"] > 10 and metrics["skipped_steps"] == 0
     assert optimizer.step[...] == count == metrics["growth_tracker"]
-    expected = nnx_train(nnx.jit(nnx_step), scaler.get_scale(), count)
+    once = nnx.jit(nnx_step)
+    expected = nnx_train(once, scaler.get_scale(), data)
     if how == "jit":
-        check_programs(nnx.state(objects[:2]), nnx.state(expected[:2]))
+        trained = lambda data: nnx.state(nnx_train(once, scaler.get_scale(), data)[:2])
+        check_programs(nnx.state(objects[:2]), trained, data)
     same = model.dropout.rngs.count[...] == expected[0].dropout.rngs.count[...]
     assert same and model.dropout.rngs.count[...] == count
 
@@ -416,7 +429,7 @@ def test_a_state_may_hold_an_nnx_model():
     (new, opt_state, count), _ = jax.jit(jamp.retry(step))(state, jnp.ones((1, 2)))
     assert opt_state.retried_steps == 5 and count == 1
     check_same_bits(model.kernel[...], before)
-    np.testing.assert_allclose(new.kernel[...], before - 1, rtol=1e-6)
+    check_same_bits(new.kernel[...], before - 1)
 
 
 def test_an_nnx_optimizer_with_its_own_scale_is_retried():
@@ -473,7 +486,7 @@ def test_all_devices_agree_and_retry_together(order, check_vma):
     assert opt_state.loss_scale == 2.0**15 and opt_state.retried_steps == 5
     np.testing.assert_array_equal(params, 1 - x)
     np.testing.assert_array_equal(seen, x)
-    np.testing.assert_allclose(loss, np.mean(np.sum(x, 1)), rtol=1e-6)
+    assert loss == np.mean(np.sum(x, 1))  # sums of powers of two
 
 
 @needs_devices
@@ -900,9 +913,9 @@ FACTORS = [1.0, 1.0, 2.0, 8.0, 1.0, 2.0**14, 1.0, np.inf, 1.0]
 
 @pytest.mark.parametrize("name", SCALES)
 def test_all_of_the_scale_is_the_same_in_one_program_and_by_the_host(name):
-    tx = jamp.dynamic_loss_scale(
-        optax.adam(0.1), **({"init_scale": 2.0**19} | SCALES[name])
-    )
+    # Of signs, whose numbers are exact in each program.
+    inner = optax.chain(optax.scale_by_sign(), optax.sgd(0.125, momentum=0.5))
+    tx = jamp.dynamic_loss_scale(inner, **({"init_scale": 2.0**19} | SCALES[name]))
 
     def one(state, scaled):
         params, opt_state, count = state

@@ -17,7 +17,6 @@ from jax.extend.core import (
     Literal,
     Primitive,
     Var,
-    jaxprs_in_params,
 )
 
 Atom = Var | Literal
@@ -104,14 +103,13 @@ def called(eqn: Holder) -> ClosedJaxpr | None:
     """
     if eqn.primitive.name not in CALLS:
         return None
-    held = [value for value in eqn.params.values() if is_jaxpr(value)]
-    return closed(held[0]) if held else None
+    return next((jaxpr for _, jaxpr in held(eqn)), None)
 
 
 def calling(eqn: Holder, jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, Any]:
     """The parameters of such an equation, with another jaxpr."""
-    (held,) = (name for name, value in eqn.params.items() if is_jaxpr(value))
-    return eqn.params | {held: jaxpr}
+    ((name, _),) = held(eqn)
+    return eqn.params | {name: jaxpr}
 
 
 def bound(eqn: Holder) -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -119,8 +117,7 @@ def bound(eqn: Holder) -> tuple[dict[str, Any], tuple[Any, ...]]:
 
     And the functions among them, as Python handed them to JAX, or made of its jaxpr.
     """
-    is_staged = any(map(is_jaxpr, eqn.params.values()))
-    params = eqn.primitive.get_bind_params(eqn.params) if is_staged else eqn.params
+    params = eqn.primitive.get_bind_params(eqn.params) if held(eqn) else eqn.params
     return params, params["subfuns"]
 
 
@@ -179,14 +176,19 @@ def is_jaxpr(value: object) -> bool:
     return isinstance(value, Jaxpr | ClosedJaxpr)
 
 
-def holding(params: dict[str, Any]) -> list[str]:
-    """The parameters that hold a jaxpr, or several."""
-    return [name for name in params if any(jaxprs_in_params({name: params[name]}))]
+def held(eqn: Holder) -> list[tuple[str, ClosedJaxpr]]:
+    """The jaxprs that an equation holds, each with its parameter."""
+    return [
+        (name, closed(jaxpr))
+        for name, value in eqn.params.items()
+        for jaxpr in (value if isinstance(value, tuple | list) else (value,))
+        if is_jaxpr(jaxpr)
+    ]
 
 
 def inside(eqn: Holder) -> Iterator[JaxprEqn]:
     """The equations of all functions that an equation holds, at any depth."""
-    for jaxpr in jaxprs_in_params(eqn.params):
+    for _, jaxpr in held(eqn):
         yield from equations(jaxpr)
 
 

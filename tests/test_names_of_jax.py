@@ -5,6 +5,7 @@ releases, and a name that is gone may be missed in silence: `params.get` gives N
 """
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
@@ -27,8 +28,16 @@ from jamp._autocast.trace import DIFFERENTIATION, RULES
 RELEASE = jax.__version_info__
 X, KEY = jnp.ones((4, 4)), jax.random.key(0)
 # Names of primitives that only some releases have: from one, or until before one.
-FROM = {}
-BEFORE = {}
+FROM = {
+    "log2": (0, 11, 2),
+    "one_minus_square": (0, 11, 2),
+    "stack": (0, 10, 1),
+    "stage": (0, 10, 1),
+    "unstack": (0, 10, 1),
+    "vary_unreduced_cast": (0, 12, 0),
+}
+BEFORE = {"call": (0, 11, 1), "closed_call": (0, 11, 1)}
+ELSEWHERE = {"reverse_mode", "triton_kernel_call"}  # in jamp, and in jax_triton
 
 
 @jax.custom_jvp
@@ -124,21 +133,12 @@ def equation(name):
 @functools.cache
 def primitives():
     """The names of all primitives in JAX's modules."""
-    for module in pkgutil.walk_packages(jax.__path__, "jax."):
-        parts = module.name.split(".")
-        is_wanted = parts[1] in ("_src", "lax") and not {
-            "pallas",
-            "mosaic",
-            "mosaic_gpu",
-            "test_util",
-            "tpu",
-            "internal_test_util",
-        } & {*parts}
-        if is_wanted:
-            try:
+    for module in pkgutil.walk_packages(jax._src.__path__, "jax._src."):
+        if module.name.split(".")[2] in ("cudnn", "lax", "state", "pallas"):
+            with contextlib.suppress(ImportError):  # of a library that is not here
                 importlib.import_module(module.name)
-            except Exception:  # of a library that is not installed
-                continue
+    for name in ("custom_partitioning", "fused", "xla_metadata"):
+        importlib.import_module(f"jax.experimental.{name}")
     modules = [m for name, m in [*sys.modules.items()] if name.startswith("jax.")]
     values = (value for module in modules for value in vars(module).values())
     return {value.name for value in values if isinstance(value, Primitive)}
@@ -157,6 +157,16 @@ def test_a_parameter_that_is_missing_is_an_error():
     assert _jaxprs.param(eqn, "axes") is None
     with pytest.raises(NotImplementedError, match="'y' of the primitive 'integer_pow'"):
         _jaxprs.param(eqn.replace(params={}), "y")
+
+
+def test_jax_has_each_primitive_that_is_named():
+    traits_of = [names for names in vars(traits).values() if isinstance(names, frozenset)]
+    known = RULES.keys() | PRIMITIVES | _jaxprs.CALLS | _jaxprs.PARAMETERS.keys()
+    named = known.union(*traits_of) - ELSEWHERE
+    missing = named - primitives()
+    later = {name for name, release in FROM.items() if RELEASE < release}
+    gone = {name for name, release in BEFORE.items() if RELEASE >= release}
+    assert missing == later | gone
 
 
 def test_each_parameter_that_is_asked_for_is_listed():

@@ -107,9 +107,9 @@ PRIMITIVES |= dict.fromkeys(
     """
     abs acosh all_gather all_gather_invariant all_to_all argmax argmin asinh atan atanh
     bessel_i0e bessel_i1e broadcast_in_dim cbrt ceil conj convert_element_type copy
-    copy_p cos cummax cummin device_put digamma dynamic_slice erf erfc exp2 expand_dims
-    floor gather imag is_finite lgamma logistic mesh_cast name neg one_minus_square
-    optimization_barrier pbroadcast pcast pmax pmin ppermute preduced psum
+    cos cummax cummin device_put digamma dynamic_slice erf erfc exp2
+    floor gather imag is_finite lgamma logistic name neg one_minus_square
+    optimization_barrier pbroadcast pmax pmin ppermute preduced psum
     psum_invariant pvary real reduce_max reduce_min reduce_scatter reduce_window_max
     reduce_window_min reshape reshard rev round sharding_constraint
     sign sin slice sort split sqrt squeeze stage stop_gradient tanh tie tile top_k

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive, set_current_trace
 
 from .. import _compat
 from .._compat import array_dtype
-from .._jaxprs import bound, called, holding, inside, param, with_functions
+from .._jaxprs import bound, called, held, inside, param, with_functions
 from .._tree import HALVES
 from . import retracing
 from .call_stack import is_jamps, marks_in, written
@@ -262,8 +262,8 @@ class AutocastTrace(_compat.Trace):
         primitive, params = op.primitive, op.params
         inputs = self.as_traced(op.args, op.avals)
         if op.name not in LEFT_ALONE and _compat.is_jax_primitive(primitive):
-            if held := ", ".join(holding(params)):
-                raise NotImplementedError(NO_RULE.format(name=op.name, params=held))
+            if names := ", ".join(dict(held(op))):
+                raise NotImplementedError(NO_RULE.format(name=op.name, params=names))
             return self.bind(primitive, inputs, params)
         why = Reason("left_alone", Source.PRIMITIVE, op.name)
         with self.noted(Action(Kind.KEEP, why=why)):

@@ -16,19 +16,19 @@ def _names(text: str) -> frozenset[str]:
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
 # The result is the first input, moved or cast.
 MOVES = _names("""
-    broadcast_in_dim convert_element_type copy expand_dims reshape sharding_constraint
+    broadcast_in_dim convert_element_type copy reshape sharding_constraint
     slice squeeze stop_gradient transpose
 """)
 # The moves after which it is still known what a value was made of: see `notes.py`.
 FOLLOWED = _names("broadcast_in_dim copy reshape slice squeeze transpose")
 # The results are the inputs, and eagerly often the same arrays.
 UNMOVED = _names("""
-    copy_p device_put mesh_cast name optimization_barrier pbroadcast pcast pvary reshard
+    device_put name optimization_barrier pbroadcast pvary reshard
     sharding_constraint stop_gradient
 """)
 # Results hold an inf or nan exactly where the input does.
 PRESERVING = _names("""
-    abs broadcast_in_dim copy copy_p expand_dims name neg optimization_barrier
+    abs broadcast_in_dim copy name neg optimization_barrier
     reshape rev sharding_constraint squeeze stop_gradient transpose
 """)
 # Each element of the result is made from the elements at its place.
@@ -63,7 +63,7 @@ CHOOSING = _names("""
 GATHERING = _names("gather scatter-add scatter-mul scatter-sub")
 # Not shown in lists of ops: they move elements, and compute nothing.
 UNPRINTED = _names("""
-    broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice expand_dims
+    broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice
     gather pad reduce_precision reshape rev slice split squeeze stop_gradient transpose
 """)
 # They pick slices of their first input, at the places that the others say.
@@ -81,7 +81,7 @@ PASSED_THROUGH = REF_WRITES | ANNOTATED - {"custom_vjp_call", "jit"}
 # Kernels, callbacks and solvers, which run code that is not that of a jaxpr.
 KERNELS = _names("""
     call_exported composite cudnn_fusion custom_lin custom_linear_solve
-    custom_partitioning ffi_call for fused_call io_callback linear_call pallas_call
+    custom_partitioning ffi_call fused_call io_callback linear_call pallas_call
     pure_callback remat_opt run_state tpu_custom_call triton_kernel_call
 """)
 # These and others that run as they were traced.

@@ -15,7 +15,7 @@ from .walk import CAST, NO_VALUE, WalkedOp, array, reduced
 
 MANY = 1024
 # The largest absolute value of the result is that of the input.
-SAME_SIZE = MOVES - {"slice"} | {"abs", "copy_p", "name", "neg", "optimization_barrier"}
+SAME_SIZE = MOVES - {"slice"} | {"abs", "name", "neg", "optimization_barrier"}
 ADDED = frozenset({"add", "add_any", "div", "mul", "select_n", "sub"})
 
 

@@ -9,10 +9,10 @@ from typing import NamedTuple, cast
 
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from .._autocast.traits import LEFT_ALONE, MOVES, PRODUCTS
-from .._jaxprs import Atom, branches, closed, param, read, variables
+from .._jaxprs import Atom, branches, held, param, read, variables
 from .op_location import OUTERMOST, Around, Site, is_backward, site_of
 
 CAST = "convert_element_type"
@@ -99,8 +99,8 @@ def walk(
         def results(eqn: JaxprEqn, given: list[Place]) -> list[Place]:
             named = [place.name for place in dict.fromkeys(given) if place.name]
             made = [LITERAL] * len(eqn.outvars)
-            held = inner_jaxprs(eqn)
-            for inner in held:
+            several = inner_jaxprs(eqn)
+            for inner in several:
                 n = times * int(param(eqn, "length") or 1)
                 below = given[1:] if branches(eqn) else given
                 if len(below) != len(inner.in_avals):
@@ -110,7 +110,7 @@ def walk(
                     pairs = zip(outs, made, strict=True)
                     made = [old if new == LITERAL else new for new, old in pairs]
             numbers = [next(count) if p == LITERAL else p.number for p in made]
-            if not held:
+            if not several:
                 reads = tuple(place.number for place in given)
                 here = eqn, around, times, made_by, used_by, tuple(named)
                 ops.append(WalkedOp(*here, reads, tuple(numbers)))
@@ -135,7 +135,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     name = eqn.primitive.name
     if name in LEFT_ALONE or name.startswith(("reduce_", "scatter", "select_and_")):
         return []
-    return [*map(closed, jaxprs_in_params(eqn.params))]
+    return [jaxpr for _, jaxpr in held(eqn)]
 
 
 def flops(eqn: JaxprEqn) -> int:

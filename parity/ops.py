@@ -6,9 +6,9 @@ mixed dtypes, it also runs with the first input in one of the two and the rest i
 other. Gradients are taken outside the region, with the same random cotangents on both
 sides.
 
-Without a GPU torch's results come from the CPU under CUDA's lists. `test_ops.py` holds
-their dtypes against those of fake tensors on CUDA. The golden file has these results, so
-jamp can be compared with them on a machine without torch.
+Without a GPU torch's results come from the CPU under CUDA's lists. `test_ops.py` shows
+that they have the dtypes of fake tensors on CUDA. The golden file has these results, so
+that jamp can be compared with them on a machine without torch.
 """
 
 import contextlib

@@ -42,4 +42,5 @@ def test_equals_torch(case):
             ops.compare_with(case, FILE)
         return
     result = ops.compare_with(case, FILE)
+    assert list(result.data.torch) == case.op.inputs
     assert result.compared and result.as_expected, result.where

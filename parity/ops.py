@@ -6,8 +6,9 @@ mixed dtypes, it also runs with the first input in one of the two and the rest i
 other. Gradients are taken outside the region, with the same random cotangents on both
 sides.
 
-Without a GPU the dtypes of torch's results are those of fake tensors on CUDA, and its
-values and gradients come from the CPU under CUDA's lists.
+Without a GPU torch's results come from the CPU under CUDA's lists. `test_ops.py` shows
+that they have the dtypes of fake tensors on CUDA. The golden file has these results, so
+that jamp can be compared with them on a machine without torch.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._autocast.ops import DIFFERENCES, UNLISTED_DIFFERENCES
+from jamp._autocast.ops import DIFFERENCES, UNLISTED_DIFFERENCES, Kind
 
 from . import ops_jamp
 from .ops_float32 import FLOAT32
@@ -29,6 +30,7 @@ from .ops_table import HALVES, Found, Op, Side
 from .result import Result
 
 TITLE = "Autocast, op by op"
+PREFIX = "ops/"
 
 # An op rounds a few times, and each library in its own order; three bits cover that.
 # A value that passed through half precision where torch's did not is thousands away.
@@ -162,29 +164,42 @@ def run(case: Case, device: str) -> Result:
         torch_autocast,
     )  # here, so that the golden file needs no torch
 
-    op, comparison = case.op, _Comparison(case.op)
-    torch = ops_torch.run(op, case.half, device)
-    expected = {name: _names(side.results) for name, side in torch.items()}
-    if device == "cpu":
-        expected = ops_torch.fake_dtypes(op, case.half)
+    torch = ops_torch.run(case.op, case.half, device)
     precise = contextlib.nullcontext()
     if device == "cuda":  # where JAX would multiply float32 in TensorFloat-32
         precise = jax.default_matmul_precision("highest")
     with precise:
-        jamp = ops_jamp.run(op, case.half)
-    found = Found(
-        case, torch_autocast.lists().get(op.name), {}, {}, {}, comparison.ulps
-    )
+        return compare(case, torch, torch_autocast.lists().get(case.op.name))
+
+
+def compare_with(case: Case, golden: Mapping[str, np.ndarray]) -> Result:
+    """Runs an op in jamp and compares it with a golden file.
+
+    Raises:
+      KeyError: the file lacks the case.
+    """
+    return compare(case, unpack(golden[f"{PREFIX}{case.name}"]))
+
+
+def compare(case: Case, torch: Mapping[str, Side], kind: Kind | None = None) -> Result:
+    """Runs an op in jamp and compares every value with torch's.
+
+    Args:
+      case: the op and the region's dtype.
+      torch: torch's side, by the inputs.
+      kind: of torch's list that has the op, for the report.
+    """
+    comparison = _Comparison(case.op)
+    jamp = ops_jamp.run(case.op, case.half)
+    found = Found(case, kind, torch, {}, comparison.ulps)
     for name, side in torch.items():
-        found.torch[name] = expected[name]
-        found.grads[name] = _names(side.grads)
         found.jamp[name] = [_names(y.results) for y in jamp[name].values()]
         for path, y in jamp[name].items():
             at = f"{case.name}, inputs {name}, {path}"
-            comparison.dtypes("dtype", expected[name], _names(y.results), at)
+            comparison.dtypes("dtype", _names(side.results), _names(y.results), at)
             if y.grads:
                 comparison.dtypes(
-                    "gradient dtype", found.grads[name], _names(y.grads), at
+                    "gradient dtype", _names(side.grads), _names(y.grads), at
                 )
             comparison.values(side, y, at)
     return Result(
@@ -192,28 +207,61 @@ def run(case: Case, device: str) -> Result:
         comparison.compared,
         comparison.mismatches,
         comparison.where,
-        (DIFFERENCES | UNLISTED_DIFFERENCES).get(op.base, ""),
+        (DIFFERENCES | UNLISTED_DIFFERENCES).get(case.op.base, ""),
         found,
     )
 
 
 def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
-    """The dtypes of torch's results and gradients, for the golden file.
+    """torch's results and gradients, for the golden file: a record for each case."""
+    return {f"{PREFIX}{r.case}": pack(r.data.torch) for r in results}
 
-    A line for each choice of input dtypes: its name, the results' and the gradients'.
+
+def pack(sides: Mapping[str, Side]) -> np.ndarray:
+    """A record with a field for each array, named by the inputs and the part.
+
+    bfloat16 is stored as its bits, since files of NumPy do not name it.
+    """
+    arrays = {
+        f"{inputs}/{part}/{i}": x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
+        for inputs, side in sides.items()
+        for part, those in side._asdict().items()
+        for i, x in enumerate(those)
+    }
+    fields = [(name, x.dtype, x.shape) for name, x in arrays.items()]
+    return np.array(tuple(arrays.values()), fields)
+
+
+def unpack(record: np.ndarray) -> dict[str, Side]:
+    """What `pack` was given."""
+    sides: dict[str, Side] = {}
+    for field in record.dtype.names or ():
+        inputs, part, _ = field.split("/")
+        side, x = sides.setdefault(inputs, Side([], [])), record[field]
+        getattr(side, part).append(x.view(jnp.bfloat16) if x.dtype == np.uint16 else x)
+    return sides
+
+
+def confirmed(
+    committed: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The cases of a golden file for which live torch gives the same results.
+
+    Values need only agree as closely as jamp's must, since torch's last bits depend on
+    the processor.
     """
     return {
-        f"ops/{r.case}": np.array(
-            [
-                "\t".join([name, *map(" ".join, (dtypes, r.data.grads[name]))])
-                for name, dtypes in r.data.torch.items()
-            ]
-        )
-        for r in results
+        name: committed[name]
+        for name in committed.keys() & made.keys()
+        if name.startswith(PREFIX) and _agree(name, committed[name], made[name])
     }
 
 
-def recorded(golden: Mapping[str, np.ndarray], case: Case) -> dict[str, list[Any]]:
-    """The dtypes in the golden file: of results and of gradients, by inputs."""
-    lines = (line.split("\t") for line in golden[f"ops/{case.name}"].tolist())
-    return {name: [dtypes.split() for dtypes in both] for name, *both in lines}
+def _agree(name: str, committed: np.ndarray, made: np.ndarray) -> bool:
+    if committed.dtype != made.dtype:  # other inputs, dtypes or shapes
+        return False
+    comparison = _Comparison(CASES[name.removeprefix(PREFIX)].op)
+    live = unpack(made)
+    for inputs, side in unpack(committed).items():
+        comparison.values(side, live[inputs], inputs)
+    return not comparison.where

@@ -91,17 +91,3 @@ def run(op: Op, half: str) -> dict[str, dict[str, Side]]:
 
 def _side(results: Iterable[jax.Array], grads: Iterable[jax.Array]) -> Side:
     return Side([np.asarray(x) for x in results], [np.asarray(x) for x in grads])
-
-
-def dtypes(op: Op, half: str) -> dict[str, dict[str, list[list[str]]]]:
-    """The dtypes of results and gradients on the paths of `JITTED`; nothing runs."""
-    inputs = {name: op.arrays(name, half) for name in op.inputs}
-    with _settings():
-        found = jax.eval_shape(_derivatives(op, half), inputs)
-    return {
-        name: {
-            path: [[x.dtype.name for x in part] for part in side]
-            for path, side in paths.items()
-        }
-        for name, paths in found.items()
-    }

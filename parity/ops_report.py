@@ -23,8 +23,8 @@ gradients, and in their values to {most} units in the last place (ULPs);
 {disagree}. Of {unlisted} ops on none of the lists, {unlisted_agree} agree.
 
 A gradient has the dtype of its input, both in torch and in jamp. Without a GPU, torch's
-dtypes are those of fake tensors under CUDA's autocast, and its values and gradients
-come from the CPU, whose autocast was given CUDA's lists. The columns show the largest
+results come from the CPU, whose autocast was given CUDA's lists; the tests show that
+they have the dtypes of fake tensors under CUDA's autocast. The columns show the largest
 distance in ULPs, rounded up to 1, 2, 4 or 8. It is counted in the narrower dtype of the
 two results, and for gradients in the narrower one of result and gradient, because the
 backward pass of a half-precision result is in half precision. Where torch's values are
@@ -117,7 +117,8 @@ def _tables(rows: Sequence[Sequence[Result]]) -> Iterable[str]:
 
 def _key(row: Sequence[Result]) -> tuple[Any, str]:
     found = [result.data for result in row]
-    return found[0].kind, _dtypes(found, lambda f, name: [f.torch[name]])
+    dtypes = lambda f, name: [[x.dtype.name for x in f.torch[name].results]]
+    return found[0].kind, _dtypes(found, dtypes)
 
 
 def _row(row: Sequence[Result]) -> list[str]:

@@ -178,8 +178,7 @@ class Found(NamedTuple):
     Attributes:
       case: the op and the region's dtype.
       kind: the kind of torch's list that has the op, or None.
-      torch: the dtypes of torch's results, by the inputs.
-      grads: the dtypes of its gradients.
+      torch: torch's results and gradients, by the inputs.
       jamp: the dtypes of jamp's results on each path.
       ulps: the largest distances of values and of gradients, by the dtype that they are
         counted in.
@@ -187,7 +186,6 @@ class Found(NamedTuple):
 
     case: Any
     kind: Kind | None
-    torch: dict[str, list[str]]
-    grads: dict[str, list[str]]
+    torch: Mapping[str, Side]
     jamp: dict[str, list[list[str]]]
     ulps: dict[str, dict[str, float]]

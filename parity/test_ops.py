@@ -22,7 +22,8 @@ from jamp._autocast.ops import (
 )
 from parity import golden, ops
 from parity.ops_jamp import JITTED
-from parity.ops_table import HALVES, Op, Side
+from parity.ops_table import HALVES, Found, Op, Side
+from parity.result import Result
 
 torch = pytest.importorskip("torch")
 ops_torch = pytest.importorskip("parity.ops_torch")
@@ -323,10 +324,49 @@ def test_a_weight_is_cast_once_in_a_region(lists):
 # The golden file.
 
 
-def test_the_golden_file_tells_a_difference():
-    result = ops.run(case("matmul: x @ y, float16"), "cpu")
-    name, file = f"ops/{result.case}", golden.load()
-    others = {f"ops/{other}" for other in ops.CASES} - {name}
-    assert set(golden.differences(file, ops.golden([result]))) == others
-    result.data.torch["half"] = ["float32"]
-    assert name in golden.differences(file, ops.golden([result]))
+def test_a_record_has_all_that_torch_gave():
+    addmm = case("addmm: a @ b + bias, bfloat16")
+    sides = ops_torch.run(addmm.op, addmm.half, "cpu")
+    found = ops.unpack(ops.pack(sides))
+    assert list(found) == list(sides)
+    for inputs, side in sides.items():
+        for part, arrays in side._asdict().items():
+            others = getattr(found[inputs], part)
+            for x, y in zip(arrays, others, strict=True):
+                assert x.dtype == y.dtype
+                np.testing.assert_array_equal(x, y)
+
+
+def scaled(x: np.ndarray, ulps: int) -> np.ndarray:
+    """Numbers that are one to two times as many units in the last place away."""
+    return x * x.dtype.type(1 + ulps * jnp.finfo(x.dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda s: s, False),
+        (lambda s: s._replace(results=[scaled(x, 1) for x in s.results]), False),
+        (lambda s: s._replace(results=[scaled(x, 20) for x in s.results]), True),
+        (lambda s: s._replace(grads=[scaled(x, 20) for x in s.grads]), True),
+        (lambda s: s._replace(results=[x.astype("float32") for x in s.results]), True),
+        (lambda s: s._replace(grads=s.grads[1:]), True),
+    ],
+    ids=["none", "last bits", "values", "gradients", "dtype", "one gradient less"],
+)
+def test_the_golden_file_tells_a_difference(monkeypatch, tmp_path, change, told):
+    matmul, file = case("matmul: x @ y, float16"), golden.load()
+    name = f"ops/{matmul.name}"
+    sides = ops_torch.run(matmul.op, matmul.half, "cpu")
+    sides = {inputs: change(side) for inputs, side in sides.items()}
+    found = Found(matmul, None, sides, {}, {})
+    results = {ops: [Result(matmul.name, 0, {}, data=found)]}
+    differ = {f"ops/{other}" for other in ops.CASES} - {name}
+    differ |= {name} if told else set()
+    assert set(golden.check(results)) == differ
+    monkeypatch.setattr(golden, "PATH", tmp_path / "golden.npz")
+    golden.save(file)
+    assert not golden.check(results, write=True)
+    # What agrees stays as it is, or each processor would write another file.
+    expected, written = ops.pack(sides) if told else file[name], golden.load()[name]
+    assert written.dtype == expected.dtype and written == expected

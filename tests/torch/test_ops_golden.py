@@ -1,13 +1,15 @@
-"""jamp's dtypes under autocast against torch's on CUDA; torch is not needed."""
+"""jamp under autocast against torch's dtypes, values and gradients in the golden file.
+
+torch is not needed.
+"""
 
 import re
 
 import jax
 import pytest
 
-from jamp._autocast.ops import DIFFERENCES, UNLISTED_DIFFERENCES
-from parity import golden, ops, ops_jamp
-from tests.marks import mostly_nightly
+from parity import golden, ops
+from tests.marks import mostly_slow
 
 FILE = golden.load()
 QUICK = [case for case in ops.CASES.values() if case.half == "float16"]
@@ -31,24 +33,14 @@ def refuses_half(op) -> bool:
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    "case", mostly_nightly(ops.CASES.values(), *QUICK), ids=lambda case: case.name
+    "case", mostly_slow(ops.CASES.values(), *QUICK), ids=lambda case: case.name
 )
-def test_dtypes_equal_torch(case):
+def test_equals_torch(case):
     if refuses_half(case.op):  # a jitted function is traced before the casts
         assert case.op.base == "nuclear_norm"
         with pytest.raises(TypeError, match=REFUSAL):
-            ops_jamp.dtypes(case.op, case.half)
+            ops.compare_with(case, FILE)
         return
-    found = ops_jamp.dtypes(case.op, case.half)
-    torch = ops.recorded(FILE, case)
-    assert found.keys() == torch.keys()
-    agree = [
-        path == torch[inputs]
-        for inputs, paths in found.items()
-        for path in paths.values()
-    ]
-    assert len(agree) == 2 * len(found)
-    assert all(agree) == (case.op.base not in DIFFERENCES | UNLISTED_DIFFERENCES), (
-        found,
-        torch,
-    )
+    result = ops.compare_with(case, FILE)
+    assert list(result.data.torch) == case.op.inputs
+    assert result.compared and result.as_expected, result.where

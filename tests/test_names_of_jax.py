@@ -137,7 +137,7 @@ def primitives():
         if module.name.split(".")[2] in ("cudnn", "lax", "state", "pallas"):
             with contextlib.suppress(ImportError):  # of a library that is not here
                 importlib.import_module(module.name)
-    for name in ("custom_partitioning", "fused", "xla_metadata"):
+    for name in ("compute_on", "custom_partitioning", "fused", "xla_metadata"):
         importlib.import_module(f"jax.experimental.{name}")
     modules = [m for name, m in [*sys.modules.items()] if name.startswith("jax.")]
     values = (value for module in modules for value in vars(module).values())

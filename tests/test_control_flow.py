@@ -4,8 +4,8 @@ The parameters of these constructs differ between releases of JAX. The numbers a
 integers and powers of two, so that what is expected is exact, in float16 too.
 """
 
-import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -255,18 +255,18 @@ READERS = {
     for name, check in list(globals().items())
     if name.startswith("check_") and name != "check_moved"
 }
-# What JAX does not differentiate cannot be measured.
-REFUSED = {("calibrate", "while_loop"): "Reverse-mode"}
-CASES = [(reader, construct) for reader in READERS for construct in CONSTRUCTS]
+# The derivative of a product in the loop is needed, and releases of JAX differ in whether
+# there is one.
+LEFT_OUT = {("calibrate", "while_loop")}
+CASES = [
+    case for case in itertools.product(READERS, CONSTRUCTS) if case not in LEFT_OUT
+]
 QUICK = [*((reader, "scan") for reader in READERS), ("find_loss_scale", "cond")]
 
 
 @pytest.mark.parametrize(("reader", "construct"), mostly_slow(CASES, *QUICK))
 def test_the_inside_of_a_construct_is_read(reader, construct):
-    refusal = REFUSED.get((reader, construct))
-    refused = pytest.raises(ValueError, match=refusal)
-    with refused if refusal else contextlib.nullcontext():
-        READERS[reader](CONSTRUCTS[construct])
+    READERS[reader](CONSTRUCTS[construct])
 
 
 # A whole training inside a construct: three steps, of which the second overflows.

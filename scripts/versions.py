@@ -1,16 +1,17 @@
 """Runs the tests of `tests/versions.txt` on each release of JAX that jamp promises.
 
-Each release has an environment in `.venv-versions`, and one process. As many run side by
-side as there are cores. The table at the end counts tests and failures by release. A test
-that ends the process is a failure, after which the others go on.
+Each release has an environment in `.venv-versions` and one process, and as many run at a
+time as there are cores. The table at the end counts tests and failures by release. A
+test that ends the process is a failure, after which the others go on.
 
 Usage: python scripts/versions.py [--write] [--all] [--optimized] [--pre] [RELEASE ...]
 
-  RELEASE: as in the table, such as 0.11.1, "newest" for a newer one too, or 3.12 for all
-    that run on this Python. A Python that is not on this machine is skipped with a word,
-    and is an error if it was asked for.
-  --write: write which releases passed into the documentation.
-  --all: all tests. --optimized: compile with XLA's default optimizations.
+  RELEASE: as in the table, such as 0.11.1, or "newest", or 3.12 for all that run on this
+    Python. A Python that is not on this machine is skipped with a word, and is an error
+    if it was asked for.
+  --write: write the table into the documentation.
+  --all: all tests but those of files.
+  --optimized: compile with XLA's default optimizations.
   --pre: with pre-releases of JAX and of its dependencies.
 """
 
@@ -49,7 +50,8 @@ ALL = ["tests", "--ignore", "tests/lint"]
 
 # What uv says when nothing can be downloaded.
 NO_NETWORK = re.compile(
-    r"dns error|error sending request|client error \(Connect\)|tunnel|"
+    r"dns error|error sending request|client error \(Connect\)|tunnel|max retries|"
+    r"failed to establish a new connection|connection broken|"
     r"network (was|is) (disabled|unreachable)|No solution found.*offline",
     re.IGNORECASE | re.DOTALL,
 )
@@ -121,29 +123,31 @@ def newest(python: str, flags: Sequence[str]) -> str:
 
 def releases(names: Sequence[str], flags: Sequence[str]) -> list[Release]:
     """The releases of these names, or all, with the newest of the day."""
-    rows = []
+    rows, of_the_day = [], set()
     for python, versions in RELEASES.items():
-        wanted = [v for v in versions if not names or python in names or v in names]
-        if NEWEST in wanted or NEWEST in versions and set(names) - {*versions}:
+        if NEWEST in versions:
             day = newest(python, flags)
-            wanted = [day if version == NEWEST else version for version in wanted]
-            if names and not {python, NEWEST} & {*names}:
-                wanted = [version for version in wanted if version in names]
-            wanted = [*dict.fromkeys(wanted)]
-            rows += [Release(python, v, v in (LOWEST, day)) for v in wanted]
-        else:
-            rows += [Release(python, v, v == LOWEST) for v in wanted]
-    known = {*RELEASES, NEWEST, *(row.jax for row in rows)}
-    if unknown := [name for name in names if name not in known]:
-        sys.exit(f"There is no release {', '.join(unknown)} in {RELEASES}.")
-    return rows
+            of_the_day.add(day)
+            versions = dict.fromkeys(day if v == NEWEST else v for v in versions)
+        rows += [Release(python, version) for version in versions]
+    first = {row.jax: row for row in reversed(rows)}
+    ends = [first[version] for version in (LOWEST, *of_the_day)]
+    rows = [row._replace(is_end=row in ends) for row in rows]
+    called = {row: {row.python, row.jax} for row in rows}
+    for row in rows:
+        called[row] |= {NEWEST} if row.jax in of_the_day else set()
+    if unknown := {*names}.difference(*called.values()):
+        sys.exit(f"There is no release {', '.join(unknown)}; see RELEASES.")
+    return [row for row in rows if not names or called[row] & {*names}]
 
 
 def lowest_bounds() -> list[str]:
     with open(ROOT / "pyproject.toml", "rb") as file:
         dependencies = tomllib.load(file)["project"]["dependencies"]
     for dependency in dependencies:
-        assert re.fullmatch(r"[\w-]+>=[\d.]+", dependency), f"no lower bound: {dependency}"
+        assert re.fullmatch(r"[\w-]+>=[\d.]+", dependency), (
+            f"no lower bound: {dependency}"
+        )
     return [dependency.replace(">=", "==") for dependency in dependencies]
 
 

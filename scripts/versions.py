@@ -1,14 +1,14 @@
 """Runs the tests of `tests/versions.txt` on each release of JAX that jamp promises.
 
-Each release has an environment in `.venv-versions` and one process, and as many run at a
-time as there are cores. The table at the end counts tests and failures by release. A
+Each release has an environment in `.venv-versions` and one process, and as many run at
+a time as there are cores. The table at the end counts tests and failures by release. A
 test that ends the process is a failure, after which the others go on.
 
 Usage: python scripts/versions.py [--write] [--all] [--optimized] [--pre] [RELEASE ...]
 
-  RELEASE: as in the table, such as 0.11.1, or "newest", or 3.12 for all that run on this
-    Python. A Python that is not on this machine is skipped with a word, and is an error
-    if it was asked for.
+  RELEASE: as in the table, such as 0.11.1, or "newest", or 3.12 for all that run on
+    this Python. A Python that is not on this machine is skipped with a word, and is an
+    error if it was asked for.
   --write: write the table into the documentation.
   --all: all tests but those of files.
   --optimized: compile with XLA's default optimizations.
@@ -18,7 +18,6 @@ Usage: python scripts/versions.py [--write] [--all] [--optimized] [--pre] [RELEA
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 HOME = Path(".venv-versions")
-PAGE = ROOT / "docs" / "how-it-works.md"
+PAGE = ROOT / "docs" / "libraries.md"
 START, END = "<!-- releases: begin -->\n", "<!-- releases: end -->\n"
 
 NEWEST = "newest"
@@ -159,7 +158,8 @@ def install(release: Release, python: str, flags: Sequence[str]) -> None:
     if release.jax == LOWEST:
         pins += [pin for pin in lowest_bounds() if not pin.startswith("jax==")]
     interpreter = release.venv / "bin" / "python"
-    uv("pip", "install", "--python", interpreter, "-e", ".[test]", *pins, *flags)
+    into = "--upgrade", "--python", interpreter
+    uv("pip", "install", *into, "--editable", ".[test]", *pins, *flags)
 
 
 def tested(release: Release, selection: Sequence[str]) -> Result:
@@ -247,7 +247,7 @@ def main() -> int:
             pythons[python] = output_of("scripts/find-python", python).strip()
         except Failed as failure:
             print(failure, flush=True)
-            if args.release:
+            if python in args.release:
                 return 1
 
     def run_one(release: Release) -> Result:
@@ -277,6 +277,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if shutil.which("bash") is None:
-        sys.exit("scripts/versions.py needs bash")
     sys.exit(main())

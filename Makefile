@@ -12,7 +12,7 @@ TESTS := tests --ignore tests/lint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all processors parity lint docs bench targets gpu lowest newest nightly \
+.PHONY: help demo test test-all processors parity lint docs bench targets gpu versions nightly \
 	endurance foreign wheel clean
 
 help: ## print the targets
@@ -90,11 +90,8 @@ gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1: small, on
 	$(GPU_PYTHON) -m benchmarks.gpu
 endif
 
-lowest: ## what meets JAX's inside, with the oldest JAX, Flax and optax
-	scripts/test-lowest
-
-newest: ## the same and a sample of the rest on the newest JAX, if Python 3.12 is there
-	scripts/test-newest
+versions: ## every public call and op on each release of JAX that is promised; prints a table
+	$(PYTHON) scripts/versions.py
 
 nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
 	$(CACHED) -m pytest -n auto -m nightly $(TESTS)

@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from . import mlir_contexts, time_limit
-from .marks import sample
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -28,8 +27,6 @@ except ImportError:  # `make gpu` runs without it
 def pytest_addoption(parser):
     said = "fail the tests that are not marked slow and take more than five seconds"
     parser.addoption("--time-limit", action="store_true", help=said)
-    said = "outside of the files that meet JAX's inside, one case of each test"
-    parser.addoption("--sample", action="store_true", help=said)
     said = "compile with XLA's default optimizations, which take longer"
     parser.addoption("--optimized", action="store_true", help=said)
 
@@ -40,7 +37,7 @@ def pytest_configure(config):
     mlir_contexts.reuse()
     if config.getoption("time_limit"):
         config.pluginmanager.register(time_limit)
-    quick = config.getoption("markexpr") == "not slow"
+    quick = config.getoption("markexpr").startswith("not slow")
     if hypothesis is not None:  # the same random inputs every time
         hypothesis.settings.register_profile(
             "jamp",
@@ -57,10 +54,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker("slow")
-    if config.getoption("sample"):
-        kept, left_out = sample(items)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
 
 
 def pytest_collection_finish():

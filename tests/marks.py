@@ -2,15 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 SLOW = pytest.mark.slow
 NIGHTLY = pytest.mark.nightly
-# The files that meet JAX's inside, which every version of JAX runs whole.
-INSIDE = (Path(__file__).parent / "inside.txt").read_text().split()
 
 
 def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
@@ -46,17 +43,6 @@ def slow(case: Any) -> Any:
 def marked(case: Any, mark: pytest.MarkDecorator) -> Any:
     values = case if type(case) is tuple else (case,)  # a NamedTuple is one value
     return pytest.param(*values, marks=mark)
-
-
-def sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The tests of `INSIDE` and one case of each other test; and the tests left out."""
-    kept, left_out, seen = [], [], set()
-    for item in items:
-        file, _, name = item.nodeid.partition("::")
-        test = file, name.partition("[")[0]
-        (left_out if test in seen and file not in INSIDE else kept).append(item)
-        seen.add(test)
-    return kept, left_out
 
 
 def walk(

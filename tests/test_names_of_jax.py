@@ -35,6 +35,7 @@ FROM = {
     "stage": (0, 10, 1),
     "unstack": (0, 10, 1),
     "vary_unreduced_cast": (0, 12, 0),
+    "xla_metadata_call": (0, 11, 0),
 }
 BEFORE = {"call": (0, 11, 1), "closed_call": (0, 11, 1)}
 ELSEWHERE = {"reverse_mode", "triton_kernel_call"}  # in jamp, and in jax_triton

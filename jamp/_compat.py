@@ -1,7 +1,7 @@
 """What jamp takes from JAX's internals, and what differs between JAX's versions.
 
-No other module imports `jax._src` or checks a version. It is tested with JAX 0.10 to
-0.12.
+No other module imports `jax._src` or checks a version. `make versions` tests it on each
+release of JAX from 0.10.0 on.
 """
 
 import functools
@@ -264,13 +264,13 @@ def without_refs(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """A jaxpr that makes references, as a jaxpr of values only."""
     if core.internal_mutable_array_effect not in jaxpr.effects:
         return jaxpr
+    if hasattr(discharge, "discharge_state2"):  # before JAX 0.10.2
+        return discharge.discharge_state2(jaxpr)  # pyright: ignore
     return discharge.discharge_state(jaxpr, lower=False)
 
 
 def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, list[ArrayLike]]:
     """A jaxpr without constants, and the values of its new first arguments."""
-    if isinstance(closed.jaxpr, ClosedJaxpr):  # 0.12: there is one class
-        return closed.with_consts(()), list(closed.consts)  # pyright: ignore
     return partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
 
 
@@ -279,7 +279,7 @@ def split_bwd(
 ) -> tuple[list[ArrayLike], Callable[[list[ArrayLike]], object]]:
     """The cotangents that a custom_vjp's bwd returned, and how to return others.
 
-    JAX 0.12 returns a second value with them.
+    From 0.11.1 on, JAX returns a second value with them.
     """
     if results and isinstance(results[0], list | tuple):
         cotangents, *rest = results
@@ -300,7 +300,7 @@ def bind_shard_map(
     """
     params = eqn.params
     key = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
-    names = params[key]  # the second key is that of JAX 0.10.0
+    names = params[key]  # the second key is that of JAX 0.10.0 and 0.10.1
     split = jax.P(tuple(names)) if names else jax.P(None)
 
     def body(*args):

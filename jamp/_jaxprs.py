@@ -166,7 +166,7 @@ def loop(eqn: Holder) -> Loop | None:
 
 def arity(scan: Holder) -> tuple[int, int]:
     """How many inputs of a `scan` are constants, and how many it carries."""
-    if "num_carry" in scan.params:  # until JAX 0.10.2
+    if "num_carry" in scan.params:  # before JAX 0.11.0
         return scan.params["num_consts"], scan.params["num_carry"]
     consts, carry, _ = scan.params["ft_in"].unpack()
     return len(consts), len(carry)

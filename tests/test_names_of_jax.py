@@ -161,7 +161,9 @@ def test_a_parameter_that_is_missing_is_an_error():
 
 
 def test_jax_has_each_primitive_that_is_named():
-    traits_of = [names for names in vars(traits).values() if isinstance(names, frozenset)]
+    traits_of = [
+        names for names in vars(traits).values() if isinstance(names, frozenset)
+    ]
     known = RULES.keys() | PRIMITIVES | _jaxprs.CALLS | _jaxprs.PARAMETERS.keys()
     named = known.union(*traits_of) - ELSEWHERE
     missing = named - primitives()
@@ -180,3 +182,221 @@ def test_each_parameter_that_is_asked_for_is_listed():
             match node:
                 case ast.Call(ast.Name("param"), [_, ast.Constant(parameter)]):
                     assert parameter in listed, module.name
+
+
+# JAX's private modules and what their objects have.
+
+
+def private_names():
+    """What `_compat.py` takes from JAX's private modules: the module, and a name."""
+    tree = ast.parse(inspect.getsource(_compat))
+    modules = {name: value for name, value in vars(_compat).items()}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ast.Name(of), name) if inspect.ismodule(modules.get(of)):
+                if modules[of].__name__.startswith("jax"):
+                    yield modules[of], name
+
+
+def test_jax_has_each_private_name():
+    found = {*private_names()}
+    assert len(found) > 30
+    optional = {"Inline", "discharge_state", "discharge_state2"}
+    missing = [(m.__name__, n) for m, n in found if not hasattr(m, n)]
+    assert {name for _, name in missing} <= optional, missing
+
+
+def traced(look, *args):
+    """What a function sees while JAX traces it."""
+    seen = []
+    jax.make_jaxpr(lambda *args: seen.append(look(*args)) or args[0])(*(args or (X,)))
+    return seen[0]
+
+
+def differentiated(look):
+    """What a function sees while JAX differentiates what it traces."""
+    seen = []
+    jax.make_jaxpr(jax.grad(lambda x: (seen.append(look()), jnp.sum(x))[1]))(X)
+    return seen[0]
+
+
+def closed_over():
+    return jax.make_jaxpr(lambda x: x + X * 2)(X)
+
+
+def opened_and_run():
+    opened, consts = _compat.open_jaxpr(closed_over())
+    (out,) = jax.core.eval_jaxpr(opened, (), *consts, X)
+    return bool((out == X + X * 2).all())
+
+
+def bound_shard_map():
+    eqn = equation("shard_map")
+    body = lambda x: ([x + 1], [jnp.sum(x)])
+    (out,), (more,) = _compat.bind_shard_map(eqn, body, [X])
+    return float(out[0, 0]), more.shape
+
+
+def explicit_sharding():
+    mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        return _compat.cotangent_sharding(X).spec
+
+
+def with_region(look):
+    seen = []
+    jamp.autocast(jnp.float16)(lambda x: seen.append(look()) or jnp.sin(x))(X)
+    return seen[0]
+
+
+def linalg_of_half():
+    with jamp.autocast(jnp.float16):
+        return jax.eval_shape(jnp.linalg.eigh, X.astype(jnp.float16))[0].dtype
+
+
+def reference():
+    trace = _compat.current_trace()
+    return _compat.reference_of(trace)() is trace
+
+
+def mutable(x):
+    ref = jax.new_ref(x)
+    ref[...] = ref[...] * 2
+    return ref[...]
+
+
+SIN = jax.make_jaxpr(lambda x: jnp.sin(x))(X)
+# Each function of `_compat.py`: a call, and what it gives.
+COMPAT = {
+    "current_trace": (lambda: traced(lambda x: _compat.current_trace()) is None, False),
+    "is_differentiated_into_a_jaxpr": (
+        lambda: differentiated(
+            lambda: _compat.is_differentiated_into_a_jaxpr(_compat.current_trace())
+        ),
+        True,
+    ),
+    "is_differentiated_once": (
+        lambda: differentiated(
+            lambda: _compat.is_differentiated_once(_compat.current_trace())
+        ),
+        True,
+    ),
+    "reference_of": (reference, True),
+    "is_eager": (lambda: _compat.is_eager(_compat.current_trace()), True),
+    "cotangent_sharding": (explicit_sharding, jax.P(None, None)),
+    "explicit": (lambda: _compat.explicit(jax.typeof(X).sharding), None),
+    "equation_context": (
+        lambda: traced(lambda x: _compat.equation_context()) == SIN.eqns[0].ctx,
+        True,
+    ),
+    "trace_linalg_in": (linalg_of_half, jnp.float16),
+    "current_traceback": (lambda: _compat.current_traceback() is None, False),
+    "source_codes": (
+        lambda: COMPAT["source_codes"][0].__code__ in _compat.source_codes(),
+        True,
+    ),
+    "frames": (lambda: _compat.frames(SIN.eqns[0].source_info)[0][0], __file__),
+    "current_frames": (lambda: _compat.current_frames()[0][0], __file__),
+    "codes_of": (lambda: len(_compat.codes_of(SIN.eqns[0].source_info)) > 0, True),
+    "stack_entries": (
+        lambda: [
+            name
+            for eqn in jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jnp.sin(x))))(X).eqns
+            for entry in _compat.stack_entries(eqn.source_info.name_stack)
+            for name in [entry[1]]
+        ][:1],
+        ["jvp"],
+    ),
+    "names_of": (
+        lambda: ("jax.lax", "sin_p") in [*_compat.names_of(lax.sin_p)],
+        True,
+    ),
+    "is_jax_primitive": (
+        lambda: (
+            _compat.is_jax_primitive(lax.sin_p),
+            _compat.is_jax_primitive(_compat.NOTHING),
+        ),
+        (True, False),
+    ),
+    "bind_eqn": (lambda: float(_compat.bind_eqn(SIN.eqns[0], [X * 0])[0][0, 0]), 0.0),
+    "scopes": (lambda: jax.named_scope("a")(_compat.scopes)(), [(False, "a")]),
+    "is_batched": (
+        lambda: bool(jax.vmap(lambda x: jnp.asarray(_compat.is_batched(x)))(X).all()),
+        True,
+    ),
+    "inlined_early": (lambda: _compat.inlined_early(equation("jit").params), False),
+    "source_name": (
+        lambda: _compat.source_name(SIN.jaxpr.debug_info).split(" at ")[0],
+        "<lambda>",
+    ),
+    "wrap": (
+        lambda: _compat.wrap(lambda x: [x], SIN.jaxpr.debug_info).call_wrapped(1),
+        [1],
+    ),
+    "trace_to_jaxpr": (
+        lambda: len(
+            _compat.trace_to_jaxpr(
+                lambda x: [jnp.sin(x)], [jax.typeof(X)], SIN.jaxpr.debug_info
+            ).eqns
+        ),
+        1,
+    ),
+    "without_refs": (
+        lambda: len(_compat.without_refs(jax.make_jaxpr(mutable)(X)).out_avals),
+        1,
+    ),
+    "open_jaxpr": (opened_and_run, True),
+    "split_bwd": (lambda: _compat.split_bwd([1.0])[0], [1.0]),
+    "bind_shard_map": (bound_shard_map, (float(X[0, 0]) + 1, (1,))),
+    "array_dtype": (
+        lambda: (_compat.array_dtype(X), _compat.array_dtype(KEY)),
+        (jnp.float32, KEY.dtype),
+    ),
+    "widest": (
+        lambda: _compat.widest(frozenset(map(jnp.dtype, ("float16", "float32")))),
+        jnp.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPAT)
+def test_what_is_private_does_what_it_did(name):
+    call, expected = COMPAT[name]
+    assert call() == expected
+
+
+def test_each_private_function_is_called_here():
+    own = inspect.getmembers(_compat, inspect.isfunction)
+    own = {name for name, f in own if f.__module__ == _compat.__name__}
+    assert own | {"widest", "is_jax_primitive"} == COMPAT.keys()
+
+
+# Texts, and names of functions.
+
+
+def test_jax_has_each_function_that_draws():
+    logits, p = jnp.zeros(3), jnp.full(3, 0.5)
+
+    def draws(x):
+        drawn = jax.random.normal(KEY), jax.random.uniform(KEY)
+        return drawn, jax.random.categorical(KEY, x), jax.random.bernoulli(KEY, p)
+
+    jitted = _jaxprs.equations(jax.make_jaxpr(draws)(logits))
+    functions = filter(None, map(_jaxprs.called, jitted))
+    names = (_compat.source_name(f.jaxpr.debug_info) for f in functions)
+    assert sampling.DRAWN.keys() <= {name.partition(" at ")[0] for name in names}
+
+
+def test_jax_writes_the_names_of_transforms_that_are_read():
+    def layer(x):
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(x) * x)(x))
+
+    program = jax.make_jaxpr(jax.grad(jax.jit(layer)))(X)
+    entries = {
+        entry
+        for eqn in _jaxprs.equations(program)
+        for entry in _compat.stack_entries(eqn.source_info.name_stack)
+    }
+    assert {(True, "jvp"), (True, "transpose")} <= entries
+    assert (False, "rematted_computation") in entries
+    assert {"jvp", "transpose"} < {*DIFFERENTIATION}

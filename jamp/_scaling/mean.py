@@ -114,6 +114,8 @@ def pmean(
     if not is_inexact(leaf):
         return leaf
     own = dtype_of(leaf)
+    if 0 in jnp.shape(leaf):  # JAX 0.11.2 ends the process in a psum of such and others
+        return jnp.zeros(jnp.shape(leaf), own)
     if dtype is not None and jnp.issubdtype(own, jnp.floating):
         leaf = lax.convert_element_type(leaf, dtype)
     # Divided first, as in torch: a mean overflows only where a gradient does.

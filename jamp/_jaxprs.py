@@ -8,68 +8,50 @@ JAX's internals have moved.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Primitive,
-    Var,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Atom = Var | Literal
 V = TypeVar("V")
 
 
-class Holder(Protocol):
-    """An equation, or an op on its way through a region."""
+Equation = Any  # or an op on its way through a region, which has the same two fields
 
-    @property
-    def primitive(self) -> Primitive: ...
-    @property
-    def params(self) -> dict[str, Any]: ...
-
-
-# What is read of each primitive.
-_PRODUCT = "precision preferred_element_type "
-_SCATTER = "unique_indices update_consts update_jaxpr"
+# What is read of each primitive, and, of a scan, `arity`.
 PARAMETERS = {
-    "argmax": "axes",
-    "argmin": "axes",
-    "broadcast_in_dim": "broadcast_dimensions shape",
-    "cond": "branches",
-    "conv_general_dilated": _PRODUCT + "dimension_numbers",
-    "convert_element_type": "new_dtype sharding",
-    "cumprod": "axis",
-    "cumsum": "axis",
-    "custom_jvp_call": "jvp_jaxpr_fun num_consts symbolic_zeros",
-    "custom_vmap_call": "rule",
-    "dot_general": _PRODUCT + "dimension_numbers",
-    "dynamic_slice": "slice_sizes",
-    "gather": "slice_sizes unique_indices",
-    "integer_pow": "y",
-    "name": "name",
-    "ragged_dot_general": _PRODUCT,
-    "random_bits": "bit_width",
-    "reduce_prod": "axes",
-    "reduce_sum": "axes",
-    "reshape": "new_sizes",
-    "scan": "jaxpr length reverse unroll",  # and `arity`
-    "scatter": "update_jaxpr",
-    "scatter-add": _SCATTER,
-    "scatter-max": _SCATTER,
-    "scatter-min": _SCATTER,
-    "scatter-mul": _SCATTER,
-    "scatter-sub": _SCATTER,
-    "sort": "dimension num_keys",
-    "squeeze": "dimensions",
-    "top_k": "axis",
-    "transpose": "permutation",
-    "while": "body_jaxpr body_nconsts cond_jaxpr cond_nconsts",
+    name: frozenset(parameters.split())
+    for names, parameters in {
+        "argmax argmin reduce_prod reduce_sum": "axes",
+        "broadcast_in_dim": "broadcast_dimensions shape",
+        "cond": "branches",
+        "conv_general_dilated dot_general": "dimension_numbers",
+        "convert_element_type": "new_dtype sharding",
+        "cumprod cumsum": "axis",
+        "custom_jvp_call": "jvp_jaxpr_fun num_consts symbolic_zeros",
+        "custom_vmap_call": "rule",
+        "dynamic_slice": "slice_sizes",
+        "gather": "slice_sizes unique_indices",
+        "integer_pow": "y",
+        "name": "name",
+        "ragged_dot_general": "",
+        "random_bits": "bit_width",
+        "reshape": "new_sizes",
+        "scan": "jaxpr length reverse unroll",
+        "scatter": "update_jaxpr",
+        "scatter-add scatter-max scatter-min scatter-mul scatter-sub": (
+            "unique_indices update_consts update_jaxpr"
+        ),
+        "sort": "dimension num_keys",
+        "squeeze": "dimensions",
+        "top_k": "axis",
+        "transpose": "permutation",
+        "while": "body_jaxpr body_nconsts cond_jaxpr cond_nconsts",
+    }.items()
+    for name in names.split()
 }
-_READ = {name: frozenset(listed.split()) for name, listed in PARAMETERS.items()}
+for _product in ("conv_general_dilated", "dot_general", "ragged_dot_general"):
+    PARAMETERS[_product] |= {"precision", "preferred_element_type"}
 # They run the one jaxpr that they hold once, with their own inputs. `jax.checkpoint` is
 # called remat2, and what it makes of a scan is a `call`, `closed_call` or `eval_jaxpr`.
 CALLS = frozenset(
@@ -83,10 +65,10 @@ UNKNOWN = """jamp reads the parameter {parameter!r} of the primitive {name!r}. T
 release of JAX does not have it. Install a release that jamp was tested with."""
 
 
-def param(eqn: Holder, parameter: str) -> Any:
+def param(eqn: Equation, parameter: str) -> Any:
     """A parameter of an equation; None if its primitive is listed without it."""
     name = eqn.primitive.name
-    if parameter not in _READ.get(name, ()):
+    if parameter not in PARAMETERS.get(name, ()):
         return None
     if parameter not in eqn.params:
         raise NotImplementedError(UNKNOWN.format(parameter=parameter, name=name))
@@ -96,7 +78,7 @@ def param(eqn: Holder, parameter: str) -> Any:
 # The functions that an equation holds.
 
 
-def called(eqn: Holder) -> ClosedJaxpr | None:
+def called(eqn: Equation) -> ClosedJaxpr | None:
     """The jaxpr of an equation that runs it once, with its own inputs, or None.
 
     Python may have handed the function to JAX: then there is no jaxpr yet.
@@ -106,13 +88,13 @@ def called(eqn: Holder) -> ClosedJaxpr | None:
     return next((jaxpr for _, jaxpr in held(eqn)), None)
 
 
-def calling(eqn: Holder, jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, Any]:
+def calling(eqn: Equation, jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, Any]:
     """The parameters of such an equation, with another jaxpr."""
     ((name, _),) = held(eqn)
     return eqn.params | {name: jaxpr}
 
 
-def bound(eqn: Holder) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def bound(eqn: Equation) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """The parameters to bind a custom derivative or a shard_map with.
 
     And the functions among them, as Python handed them to JAX, or made of its jaxpr.
@@ -126,7 +108,7 @@ def with_functions(params: dict[str, Any], *functions: Any) -> dict[str, Any]:
     return params | {"subfuns": functions}
 
 
-def branches(eqn: Holder) -> tuple[ClosedJaxpr, ...]:
+def branches(eqn: Equation) -> tuple[ClosedJaxpr, ...]:
     """The jaxprs of a `cond`, which get its inputs but the first. Others have none."""
     return param(eqn, "branches") or ()
 
@@ -151,20 +133,20 @@ class Loop(NamedTuple):
         return *parts, values[ends[-1] :]  # pyright: ignore - of four lists
 
 
-def loop(eqn: Holder) -> Loop | None:
-    """What an equation runs again and again, or None if it is not a loop."""
-    match eqn.primitive.name:
-        case "scan":
-            return Loop(param(eqn, "jaxpr"), *arity(eqn))
-        case "while":
-            body, skipped = param(eqn, "body_jaxpr"), param(eqn, "cond_nconsts")
-            n_consts = param(eqn, "body_nconsts")
-            n_carry = len(body.in_avals) - n_consts
-            return Loop(body, n_consts, n_carry, param(eqn, "cond_jaxpr"), skipped)
-    return None
+def is_loop(eqn: Equation) -> bool:
+    return eqn.primitive.name in ("scan", "while")
 
 
-def arity(scan: Holder) -> tuple[int, int]:
+def loop(eqn: Equation) -> Loop:
+    """What a loop runs again and again."""
+    if eqn.primitive.name == "scan":
+        return Loop(param(eqn, "jaxpr"), *arity(eqn))
+    body, n_consts = param(eqn, "body_jaxpr"), param(eqn, "body_nconsts")
+    condition, skipped = param(eqn, "cond_jaxpr"), param(eqn, "cond_nconsts")
+    return Loop(body, n_consts, len(body.in_avals) - n_consts, condition, skipped)
+
+
+def arity(scan: Equation) -> tuple[int, int]:
     """How many inputs of a `scan` are constants, and how many it carries."""
     if "num_carry" in scan.params:  # before JAX 0.11.0
         return scan.params["num_consts"], scan.params["num_carry"]
@@ -176,7 +158,7 @@ def is_jaxpr(value: object) -> bool:
     return isinstance(value, Jaxpr | ClosedJaxpr)
 
 
-def held(eqn: Holder) -> list[tuple[str, ClosedJaxpr]]:
+def held(eqn: Equation) -> list[tuple[str, ClosedJaxpr]]:
     """The jaxprs that an equation holds, each with its parameter."""
     return [
         (name, closed(jaxpr))
@@ -186,7 +168,7 @@ def held(eqn: Holder) -> list[tuple[str, ClosedJaxpr]]:
     ]
 
 
-def inside(eqn: Holder) -> Iterator[JaxprEqn]:
+def inside(eqn: Equation) -> Iterator[JaxprEqn]:
     """The equations of all functions that an equation holds, at any depth."""
     for _, jaxpr in held(eqn):
         yield from equations(jaxpr)

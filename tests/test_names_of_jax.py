@@ -148,7 +148,7 @@ def primitives():
 @pytest.mark.parametrize("name", _jaxprs.PARAMETERS)
 def test_a_primitive_has_the_parameters_that_are_read(name):
     eqn = equation(name)
-    for parameter in _jaxprs.PARAMETERS[name].split():
+    for parameter in _jaxprs.PARAMETERS[name]:
         _jaxprs.param(eqn, parameter)  # raises if it is missing
 
 
@@ -173,7 +173,7 @@ def test_jax_has_each_primitive_that_is_named():
 
 
 def test_each_parameter_that_is_asked_for_is_listed():
-    listed = {p for row in _jaxprs.PARAMETERS.values() for p in row.split()}
+    listed = frozenset().union(*_jaxprs.PARAMETERS.values())
     for module in pkgutil.walk_packages(jamp.__path__, "jamp."):
         if module.name.endswith("__main__"):
             continue

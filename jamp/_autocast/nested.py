@@ -20,7 +20,7 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
-from .._jaxprs import arity, branches, called, calling, param
+from .._jaxprs import branches, called, calling, loop, param
 from .call_stack import is_library
 from .decision import CASTABLE, Op, Result, Value, Values
 from .notes import Note, holds
@@ -55,10 +55,15 @@ def jit(trace: AutocastTrace, op: Op) -> Values:
     return rewritten(trace, op)
 
 
+@register("compute_on", "remat2", "xla_metadata_call")
 def rewritten(trace: AutocastTrace, op: Op) -> Values:
+    """A call, perhaps with a hint for the compiler, of a function with casts."""
     known = known_of(trace, op.args)
     new = rewrite(trace, op, function_of(op), avals_of(op.args), known=known)
-    outs = trace.bind(op.primitive, op.args, calling(op, new.jaxpr))
+    jaxpr, consts = new.jaxpr, []
+    if op.name == "remat2":  # whose jaxpr has no constants
+        jaxpr, consts = _compat.open_jaxpr(jaxpr)
+    outs = trace.bind(op.primitive, [*consts, *op.args], calling(op, jaxpr))
     return annotate(trace, outs, new)
 
 
@@ -80,39 +85,30 @@ def call(trace: AutocastTrace, op: Op) -> Values:
     return in_place(trace, function_of(op), op.args, op.within, own_sources=True)
 
 
-@register("compute_on", "xla_metadata_call")
-def annotated(trace: AutocastTrace, op: Op) -> Values:
-    """A function with a hint for the compiler: where it runs, what it is called."""
-    return rewritten(trace, op)
-
-
-@register("remat2")
-def remat(trace: AutocastTrace, op: Op) -> Values:
-    known = known_of(trace, op.args)
-    new = rewrite(trace, op, function_of(op), avals_of(op.args), known=known)
-    opened, consts = _compat.open_jaxpr(new.jaxpr)
-    outs = trace.bind(op.primitive, [*consts, *op.args], calling(op, opened))
-    return annotate(trace, outs, new)
-
-
-@register("scan")
-def scan(trace: AutocastTrace, op: Op) -> Values:
-    args, jaxpr = op.args, param(op, "jaxpr")
-    start, n_carry = arity(op)
-    stop = start + n_carry
-    carry = jaxpr.in_avals[start:stop]
-    args = [*args[:start], *trace.as_traced(args[start:stop], carry), *args[stop:]]
-    inside = [*map(with_dtype, jaxpr.in_avals, args)]
-    n_stacked = len(jaxpr.jaxpr.outvars) - n_carry
-    outs = [a.dtype for a in carry] + [None] * n_stacked
-    changed = [False] * start + changes(jaxpr, start, n_carry)
-    known = trace.activations_in(args, changed)
-    new = rewrite(trace, op, jaxpr, inside, outs, known)
-    outs = trace.bind(op.primitive, args, op.params | {"jaxpr": new.jaxpr})
-    for value, note in zip(outs[n_carry:], new.notes[n_carry:], strict=True):
+@register("scan", "while")
+def repeated(trace: AutocastTrace, op: Op) -> Values:
+    """A loop keeps the dtypes of what it carries."""
+    found = loop(op)
+    body, n_consts, n_carry, condition, _ = found
+    carried = body.in_avals[n_consts : n_consts + n_carry]
+    before, consts, carry, slices = found.split([*op.args])
+    inputs = [*consts, *trace.as_traced(carry, carried), *slices]
+    outs = [a.dtype for a in carried]
+    outs += [None] * (len(body.out_avals) - n_carry)
+    changed = [False] * n_consts + changes(body, n_consts, n_carry)
+    known = trace.activations_in(inputs, changed)
+    avals = [*map(with_dtype, body.in_avals, inputs)]
+    new = rewrite(trace, op, body, avals, outs, known)
+    params = op.params | {"jaxpr": new.jaxpr}
+    if condition is not None:
+        given = [*avals_of(before), *carried]
+        tested = rewrite(trace, op, condition, given).jaxpr
+        params = op.params | {"cond_jaxpr": tested, "body_jaxpr": new.jaxpr}
+    results = trace.bind(op.primitive, [*before, *inputs], params)
+    for value, note in zip(results[n_carry:], new.notes[n_carry:], strict=True):
         trace.notes[value] = Note(result=note.result)
-    note_made(trace, outs, new)
-    return outs
+    note_made(trace, results, new)
+    return results
 
 
 def changes(body: ClosedJaxpr, start: int, n: int) -> list[bool]:
@@ -132,27 +128,6 @@ def with_dtype(aval: Any, value: Value) -> AbstractValue:
     """The abstract value of a slice that `scan` passes, in the argument's dtype."""
     dtype = _compat.array_dtype(value)
     return aval if dtype in (None, aval.dtype) else aval.update(dtype=dtype)
-
-
-@register("while")
-def while_loop(trace: AutocastTrace, op: Op) -> Values:
-    condition, body = param(op, "cond_jaxpr"), param(op, "body_jaxpr")
-    n_condition, n_body = param(op, "cond_nconsts"), param(op, "body_nconsts")
-    start = n_condition + n_body
-    carry = body.in_avals[n_body:]
-    args = [*op.args[:start], *trace.as_traced(op.args[start:], carry)]
-    known = avals_of(args)
-    dtypes = [a.dtype for a in carry]
-    given = [*known[:n_condition], *carry]
-    new_condition = rewrite(trace, op, condition, given)
-    given = [*known[n_condition:start], *carry]
-    changed = [False] * n_body + changes(body, n_body, len(carry))
-    notes = trace.activations_in(args[n_condition:], changed)
-    new_body = rewrite(trace, op, body, given, dtypes, notes)
-    jaxprs = {"cond_jaxpr": new_condition.jaxpr, "body_jaxpr": new_body.jaxpr}
-    outs = trace.bind(op.primitive, args, op.params | jaxprs)
-    note_made(trace, outs, new_body)
-    return outs
 
 
 @register("cond")

@@ -19,7 +19,7 @@ from .._autocast.region import ambient, autocast
 from .._autocast.scaled_float16 import ScaledFloat16
 from .._autocast.trace import OBSERVED
 from .._autocast.traits import MIXING, MOVES, PRODUCTS
-from .._jaxprs import Atom, loop, param, read, variables
+from .._jaxprs import Atom, is_loop, param, read, variables
 from .._tree import HALF_NAMES, PyTree
 from .call import is_array, open_call, path_name, with_params
 from .explanation import Explanation, OpRow, Promotion, Saved
@@ -437,7 +437,7 @@ def origins(
         here, (body, *others) = Location(eqn, around), (*inner_jaxprs(eqn), None)
         if body and others == [None] and len(body.out_avals) == len(eqn.outvars):
             # What a scan returns is not what it is given, even if it only moves it.
-            is_call = loop(eqn) is None and len(body.in_avals) == len(given)
+            is_call = not is_loop(eqn) and len(body.in_avals) == len(given)
             below = given if is_call else [here] * len(body.in_avals)
             return origins(body, below, around.inside(eqn, body.jaxpr))
         is_filled = eqn.primitive.name == "broadcast_in_dim"

@@ -8,7 +8,7 @@ value that each belongs to is recorded once, in a `Program`. `record.py` makes b
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from .. import _jaxprs
 from .._autocast.traits import COMPARING, RANKING
 from .op_location import Location, Site
 
@@ -186,6 +187,11 @@ class Inner(NamedTuple):
     skipped: int = 0  # inputs of the op that the body does not get
     n_carry: int = 0
     reverse: bool = False
+
+    @classmethod
+    def of(cls, loop: _jaxprs.Loop, kind: str, programs: "Sequence[Program]") -> Self:
+        sizes = loop.n_consts, loop.skipped, loop.n_carry
+        return cls(kind, tuple(programs), 0, *sizes)
 
 
 class Program:

@@ -26,7 +26,7 @@ from .._autocast.traits import (
     SWALLOWING,
 )
 from .._checks import is_traced
-from .._jaxprs import branches, called, loop, param, read
+from .._jaxprs import branches, called, param, read
 from .._scaling import arithmetic
 from .marks import (
     BAD,
@@ -301,14 +301,8 @@ def preserves(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in PRESERVING and is_single
 
 
-def loop_of(eqn: JaxprEqn) -> _jaxprs.Loop:
-    found = loop(eqn)
-    assert found is not None
-    return found
-
-
 def run_scan(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
-    found = loop_of(eqn)
+    found = _jaxprs.loop(eqn)
     _, consts, carry, xs = found.split(values)
     inside = around.inside(eqn, found.body.jaxpr)
     programs = []
@@ -320,18 +314,12 @@ def run_scan(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
 
     length, reverse, unroll = (param(eqn, p) for p in ("length", "reverse", "unroll"))
     carry, (ys, marks) = lax.scan(body, carry, xs, length, reverse, unroll)
-    inner = Inner(
-        "scan",
-        tuple(programs),
-        n_consts=found.n_consts,
-        n_carry=found.n_carry,
-        reverse=reverse,
-    )
-    return [*carry, *ys], marks, inner
+    inner = Inner.of(found, "scan", programs)
+    return [*carry, *ys], marks, inner._replace(reverse=reverse)
 
 
 def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
-    found, programs = loop_of(eqn), []
+    found, programs = _jaxprs.loop(eqn), []
     cond_consts, body_consts, carry, _ = found.split(values)
     condition, n_body = found.condition, found.n_consts
     assert condition is not None
@@ -379,14 +367,7 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
     loop = Loop(never(shape), zeros(*shape), never(NOTED), zeros(NOTED))
     start = jnp.int32(0), loop, carry
     _, loop, outs = lax.while_loop(goes_on, step, start)
-    inner = Inner(
-        "while",
-        tuple(programs),
-        n_consts=n_body,
-        skipped=found.skipped,
-        n_carry=len(carry),
-    )
-    return outs, loop, inner
+    return outs, loop, Inner.of(found, "while", programs)
 
 
 def noted_in(program: Program, marks: Marks) -> jax.Array:

@@ -16,7 +16,7 @@ from .calls import Call, attempt, scales_of, with_scales
 from .mesh import on_every_replica, varying_like
 from .retry import call_of
 from .rule import LossScaleState
-from .scale_flow import Flow, ScaleFlow
+from .scale_flow import Flow, flow_of
 from .state import find_states
 from .traced import Traced
 
@@ -203,6 +203,6 @@ def check_scales_its_loss(
     for start, path in zip(range(0, count * len(paths), count), paths, strict=True):
         inputs = [Flow.OTHER] * len(program.in_avals)
         inputs[start + flag], inputs[start + scale] = Flow.GIVEN, Flow.SCALED
-        if ScaleFlow().outputs(program, inputs)[start + flag] is Flow.OTHER:
+        if flow_of(program, inputs)[start + flag] is Flow.OTHER:
             where = f" at {path}" if len(paths) > 1 else ""
             raise ValueError(NOT_SCALED.format(caller=caller, where=where))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._jaxprs import Loop, follow, loop
+from .._jaxprs import Loop, follow, is_loop, loop
 
 
 class Flow(enum.Enum):
@@ -21,42 +21,36 @@ class Flow(enum.Enum):
     OTHER = enum.auto()
 
 
-class ScaleFlow:
-    """Reads a program, with the programs inside it.
+def flow_of(jaxpr: ClosedJaxpr, inputs: Sequence[Flow]) -> list[Flow]:
+    """What the outputs of a program are, from what its inputs are."""
+    leaked = False  # whether an effect, such as a write to a Ref, got the scale
 
-    Attributes:
-      leaked: whether an effect, such as a write to a Ref, got the scale.
-    """
-
-    def __init__(self) -> None:
-        self.leaked = False
-
-    def outputs(self, jaxpr: ClosedJaxpr, inputs: Sequence[Flow]) -> list[Flow]:
-        """What the outputs of a program are."""
-        return follow(jaxpr, inputs, self.results, joined, Flow.OTHER)
-
-    def results(self, eqn: JaxprEqn, given: list[Flow]) -> Sequence[Flow]:
-        """What the results of an op are."""
-        if (found := loop(eqn)) is not None:
-            return self.looped(found, given)
+    def results(eqn: JaxprEqn, given: list[Flow]) -> Sequence[Flow]:
+        nonlocal leaked
+        if is_loop(eqn):
+            return looped(loop(eqn), given)
         if eqn.primitive.name == "optimization_barrier":
             return given
         if eqn.effects:
-            self.leaked |= Flow.SCALED in given
-            given = [Flow.SCALED] if self.leaked else given
+            leaked |= Flow.SCALED in given
+            given = [Flow.SCALED] if leaked else given
         flow = joined(given[1:] if eqn.primitive.name == "select_n" else given)
         return [flow] * len(eqn.outvars)
 
-    def looped(self, loop: Loop, given: list[Flow]) -> list[Flow]:
-        """What a loop returns."""
+    def looped(loop: Loop, given: list[Flow]) -> list[Flow]:
         _, consts, carry, slices = loop.split(given)
         while True:
-            found = self.outputs(loop.body, [*consts, *carry, *slices])
+            found = outputs(loop.body, [*consts, *carry, *slices])
             pairs = zip(carry, found, strict=False)
             new = [Flow.SCALED if Flow.SCALED in pair else pair[0] for pair in pairs]
             if Flow.GIVEN in carry or new == carry:
                 return found
             carry = new
+
+    def outputs(jaxpr: ClosedJaxpr, inputs: Sequence[Flow]) -> list[Flow]:
+        return follow(jaxpr, inputs, results, joined, Flow.OTHER)
+
+    return outputs(jaxpr, inputs)
 
 
 def joined(flows: Sequence[Flow]) -> Flow:

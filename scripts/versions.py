@@ -45,6 +45,7 @@ LOWEST = "0.10.0"  # runs with the lowest Flax and optax that pyproject.toml all
 ON_EACH = ["-m", "not slow or every_release", "@tests/versions.txt"]
 # The oldest and the newest release also run what meets JAX's inside.
 ON_THE_ENDS = [*ON_EACH, "@tests/inside.txt"]
+LIMIT = 900  # seconds for a release, most of which take one or two minutes
 ALL = ["tests", "--ignore", "tests/lint"]
 
 # What uv says when nothing can be downloaded.
@@ -162,7 +163,9 @@ def install(release: Release, python: str, flags: Sequence[str]) -> None:
     uv("pip", "install", *into, "--editable", ".[test]", *pins, *flags)
 
 
-def tested(release: Release, selection: Sequence[str]) -> Result:
+def tested(
+    release: Release, selection: Sequence[str], limit: float | None = None
+) -> Result:
     """Runs the tests of a release in one process.
 
     If one of them ends that process, all run again in another one that pytest watches:
@@ -174,12 +177,17 @@ def tested(release: Release, selection: Sequence[str]) -> Result:
     start = time.monotonic()
     for watched in ([], ["-n", "1"]):
         with open(log, "w") as file:
-            status = subprocess.run(
-                ["scripts/cached-python", release.venv, *pytest, *watched],
-                cwd=ROOT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            ).returncode
+            try:
+                status = subprocess.run(
+                    ["scripts/cached-python", release.venv, *pytest, *watched],
+                    cwd=ROOT,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=limit,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                said = f"The tests do not end in {limit} seconds: {log} says how far."
+                return Result(release, 0, 1, limit, said)
         if report.exists():
             break
     seconds = time.monotonic() - start
@@ -199,7 +207,11 @@ def tested(release: Release, selection: Sequence[str]) -> Result:
 
 
 def run(
-    release: Release, python: str, selection: Sequence[str], flags: Sequence[str]
+    release: Release,
+    python: str,
+    selection: Sequence[str],
+    flags: Sequence[str],
+    limit: float | None = None,
 ) -> Result:
     try:
         install(release, python, flags)
@@ -207,7 +219,7 @@ def run(
         said = f"The environment cannot be made:\n{failure}"
         has_network = not NO_NETWORK.search(said)
         return Result(release, 0, 1, 0, said, has_network)
-    return tested(release, selection)
+    return tested(release, selection, limit)
 
 
 def table(results: Iterable[Result], has_seconds: bool = True) -> str:
@@ -261,7 +273,8 @@ def main() -> int:
         selection = ALL if args.all else selection
         optimized = ["--optimized"] if args.optimized else []
         python = pythons[release.python]
-        result = run(release, python, [*optimized, *selection], flags)
+        limit = None if args.all else LIMIT
+        result = run(release, python, [*optimized, *selection], flags, limit)
         print(f"\n== {release}\n{result.said}" if result.said else release, flush=True)
         return result
 

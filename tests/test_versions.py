@@ -99,6 +99,16 @@ def test_what_counts_as_a_failure(
     assert bool(result.said) == (failures > 0)
 
 
+def test_a_test_that_does_not_end_is_a_failure(monkeypatch, tmp_path):
+    def run(command, *, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(Release, "venv", tmp_path)
+    monkeypatch.setattr(versions.subprocess, "run", run)
+    result = versions.tested(Release("3.12", "0.99.1"), [], 900)
+    assert result.failures == 1 and "do not end in 900 seconds" in result.said
+
+
 def test_an_environment_that_cannot_be_made_is_a_failure(monkeypatch):
     def run(said):
         def install(*args):

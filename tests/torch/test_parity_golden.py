@@ -1,5 +1,6 @@
 """jamp against torch's results in parity/golden.npz; torch is not needed."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -43,6 +44,9 @@ def test_grad_scaler_in_a_scan_equals_torch(case: Case, torch_results):
     scale.assert_equal(case, jamp_side.run_nnx(case), torch_results[case.name])
 
 
+@pytest.mark.skipif(
+    jax.__version__ == "0.11.1", reason="a scan copies all its results in each step"
+)
 def test_a_million_steps_equal_torch():
     scales, trackers = jamp_side.run_scale(LONG_RUN, overflows(LONG_RUN))
     np.testing.assert_array_equal(digest(scales, trackers), golden.load()["long_run"])

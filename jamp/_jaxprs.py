@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Atom = Var | Literal
+JAXPRS = Jaxpr, ClosedJaxpr
 V = TypeVar("V")
 
 
@@ -78,19 +79,22 @@ def param(eqn: Equation, parameter: str) -> Any:
 # The functions that an equation holds.
 
 
-def called(eqn: Equation) -> ClosedJaxpr | None:
-    """The jaxpr of an equation that runs it once, with its own inputs, or None.
+def called(eqn: Equation) -> Any:
+    """The closed jaxpr of an equation that runs it once, with its own inputs, or None.
 
     Python may have handed the function to JAX: then there is no jaxpr yet.
     """
     if eqn.primitive.name not in CALLS:
         return None
-    return next((jaxpr for _, jaxpr in held(eqn)), None)
+    for value in eqn.params.values():
+        if isinstance(value, JAXPRS):
+            return value if isinstance(value, ClosedJaxpr) else closed(value)
+    return None
 
 
 def calling(eqn: Equation, jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, Any]:
     """The parameters of such an equation, with another jaxpr."""
-    ((name, _),) = held(eqn)
+    (name,) = [n for n, value in eqn.params.items() if isinstance(value, JAXPRS)]
     return eqn.params | {name: jaxpr}
 
 
@@ -154,17 +158,13 @@ def arity(scan: Equation) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def is_jaxpr(value: object) -> bool:
-    return isinstance(value, Jaxpr | ClosedJaxpr)
-
-
 def held(eqn: Equation) -> list[tuple[str, ClosedJaxpr]]:
     """The jaxprs that an equation holds, each with its parameter."""
     return [
         (name, closed(jaxpr))
         for name, value in eqn.params.items()
         for jaxpr in (value if isinstance(value, tuple | list) else (value,))
-        if is_jaxpr(jaxpr)
+        if isinstance(jaxpr, JAXPRS)
     ]
 
 
@@ -218,12 +218,17 @@ def read(
     Returns:
       What there is of each output.
     """
-    program, number = opened(jaxpr), literal or constant
+    program, number = jaxpr.jaxpr, literal or constant
     known: dict[Var, V] = dict(zip(program.invars, inputs, strict=True))
     known |= zip(program.constvars, map(constant, jaxpr.consts), strict=True)
-    kept = set(variables(program.outvars))
-    uses = [set(variables(eqn.invars)) - kept for eqn in program.eqns]
-    last = {v: place for place, used in enumerate(uses) for v in used}
+    last: dict[Var, int] = {}
+    for place, eqn in enumerate(program.eqns):
+        for atom in eqn.invars:
+            if isinstance(atom, Var):
+                last[atom] = place
+    for atom in program.outvars:
+        if isinstance(atom, Var):
+            last[atom] = len(program.eqns)
 
     def of(atom: Atom) -> V:
         return number(atom.val) if isinstance(atom, Literal) else known[atom]
@@ -231,9 +236,9 @@ def read(
     for place, eqn in enumerate(program.eqns):
         found = results(eqn, [*map(of, eqn.invars)])
         known.update(zip(eqn.outvars, found, strict=True))
-        for variable in uses[place]:
-            if last[variable] == place:
-                del known[variable]
+        for atom in eqn.invars:
+            if isinstance(atom, Var) and last[atom] == place:
+                known.pop(atom, None)
     return [*map(of, program.outvars)]
 
 

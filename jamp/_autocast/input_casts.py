@@ -24,7 +24,8 @@ def prepared(trace: AutocastTrace, op: Op, action: Action) -> tuple[Values, Para
     given = [array_dtype(x) for x in args]
     if (dtype := dtype_for(trace, op, action, given)) is None:
         return args, params
-    preferred = param(op, "preferred_element_type")
+    is_product = op.primitive.name in PRODUCTS
+    preferred = param(op, "preferred_element_type") if is_product else None
     if preferred in CASTABLE:
         dtypes = [*given, *dtypes_of(op.avals or ())]
         wholly = action.dtype is not None
@@ -61,7 +62,7 @@ def dtype_for(
         case _:
             return None
     dtype = widest(trace, op.args, given)
-    if dtype is None and op.name in PRODUCTS:
+    if dtype is None and op.primitive.name in PRODUCTS:
         return next(filter(is_inexact, given), None)  # of a product that is not lowered
     return dtype
 
@@ -110,7 +111,8 @@ def as_without(trace: AutocastTrace, op: Op, ran: Values | None, out: Result) ->
     if ran is op.args:
         return out
     dtypes = [array_dtype(x) for x in op.args if array_dtype(x) in CASTABLE]
-    preferred = param(op, "preferred_element_type")
+    is_product = op.primitive.name in PRODUCTS
+    preferred = param(op, "preferred_element_type") if is_product else None
     if preferred is None and not dtypes:
         return out
     dtype = _compat.widest(frozenset(dtypes)) if preferred is None else preferred

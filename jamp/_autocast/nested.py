@@ -26,21 +26,14 @@ from .decision import CASTABLE, Op, Result, Value, Values
 from .notes import Note, holds
 from .rewriting import Rewritten, annotate, in_place, rewrite
 from .sampling import half_noise, redrawn
-from .trace import AutocastTrace, avals_of, register, source_of
+from .trace import AutocastTrace, avals_of, register
 from .traits import REF_WRITES
-
-
-def function_of(op: Op) -> ClosedJaxpr:
-    """What an op calls, if it is a call."""
-    jaxpr = called(op)
-    assert jaxpr is not None
-    return jaxpr
 
 
 @register("jit", is_function=True)
 def jit(trace: AutocastTrace, op: Op) -> Values:
-    args, jaxpr = op.args, function_of(op)
-    source = source_of(op) or ""
+    args, jaxpr = op.args, called(op)
+    source = _compat.source_name(jaxpr.jaxpr.debug_info)
     if (noise := half_noise(trace, source, op, jaxpr)) is not None:
         return in_place(trace, jaxpr, args, noise)
     if (drawn := redrawn(trace, source, op, jaxpr)) is not None:
@@ -59,11 +52,11 @@ def jit(trace: AutocastTrace, op: Op) -> Values:
 def rewritten(trace: AutocastTrace, op: Op) -> Values:
     """A call, perhaps with a hint for the compiler, of a function with casts."""
     known = known_of(trace, op.args)
-    new = rewrite(trace, op, function_of(op), avals_of(op.args), known=known)
+    new = rewrite(trace, op, called(op), avals_of(op.args), known=known)
     jaxpr, consts = new.jaxpr, []
     if op.name == "remat2":  # whose jaxpr has no constants
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
-    outs = trace.bind(op.primitive, [*consts, *op.args], calling(op, jaxpr))
+    outs: Any = trace.bind(op.primitive, [*consts, *op.args], calling(op, jaxpr))
     return annotate(trace, outs, new)
 
 
@@ -82,7 +75,7 @@ def differs(value: Value, aval: AbstractValue) -> bool:
 @register("call", "closed_call", "eval_jaxpr")
 def call(trace: AutocastTrace, op: Op) -> Values:
     """What `jax.checkpoint` makes of a scan: a function that is called in place."""
-    return in_place(trace, function_of(op), op.args, op.within, own_sources=True)
+    return in_place(trace, called(op), op.args, op.within, own_sources=True)
 
 
 @register("scan", "while")
@@ -157,7 +150,7 @@ def agreed(avals: Sequence[AbstractValue]) -> np.dtype | None:
 
 @register("custom_vmap_call")
 def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
-    jaxpr, rule = function_of(op), param(op, "rule")
+    jaxpr, rule = called(op), param(op, "rule")
     dtypes = [a.dtype for a in jaxpr.out_avals]
     args = trace.as_traced(op.args, jaxpr.in_avals)
     known = trace.activations_in(args)

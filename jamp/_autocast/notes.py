@@ -228,18 +228,18 @@ def product_sides(op: Op) -> Sides:
 
 def passed_on(op: Op, notes: Notes) -> Note:
     """The note of the result of an op that moves elements."""
-    x = op.args[0]
+    x, name = op.args[0], op.primitive.name
     note, old = notes[x], np.shape(x)
-    if op.name == "transpose":
+    if name == "transpose":
         return with_dimensions(note, param(op, "permutation"))
-    if op.name == "squeeze":
+    if name == "squeeze":
         gone = param(op, "dimensions")
         note = note._replace(raised=max(0, note.raised - len(gone)))
         return with_dimensions(note, [d for d in range(len(old)) if d not in gone])
     sides, varies = note.sides, note.varies
     if varies is None:
         varies = range(len(old))
-    if op.name == "broadcast_in_dim":
+    if name == "broadcast_in_dim":
         to, new = param(op, "broadcast_dimensions"), param(op, "shape")
         if sides is not None:
             kept = {to[d]: side for d, side in enumerate(sides) if old[d] == new[to[d]]}
@@ -247,7 +247,7 @@ def passed_on(op: Op, notes: Notes) -> Note:
         varies = frozenset(map(to.__getitem__, varies))
         raised = note.raised + len(new) - len(old)
         return Note(note.constant, sides, varies, raised, counted=note.counted)
-    if op.name == "reshape":
+    if name == "reshape":
         new = param(op, "new_sizes")
         raised = max(0, len(new) - len(old))
         is_same = [n for n in old if n != 1] == [n for n in new if n != 1]
@@ -256,8 +256,8 @@ def passed_on(op: Op, notes: Notes) -> Note:
         varies = varies if is_same and raised else None
         sides = sides and reshaped(sides, old, new)
         return Note(note.constant, sides, varies, raised, counted=note.counted)
-    if op.name in ("slice", "copy"):
-        if sides is not None and op.name == "slice":
+    if name in ("slice", "copy"):
+        if sides is not None and name == "slice":
             sides = tuple(None if isinstance(side, tuple) else side for side in sides)
         return note._replace(constant=None, sides=sides, varies=None, raised=0)
     return NOTHING

@@ -168,7 +168,7 @@ class AutocastTrace(_compat.Trace):
         else:
             op = self.received(self.decided(op), scope)
             check_precision(op.action, op.given)
-            rule = RULES.get(op.name)
+            rule = RULES.get(op.primitive.name)
             out = self.left_alone(op) if rule is None else rule(self, op)
         if made:
             outs: Any = out if op.primitive.multiple_results else [out]
@@ -416,7 +416,7 @@ class AutocastTrace(_compat.Trace):
 
 def source_of(op: Op) -> str | None:
     """ "name at file:line" of the function that an op stands for, or None."""
-    if op.name not in STANDS_FOR:
+    if op.primitive.name not in STANDS_FOR:
         return None
     jaxpr = called(op)
     function = bound(op)[1][0] if jaxpr is None else jaxpr.jaxpr

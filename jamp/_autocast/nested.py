@@ -31,7 +31,7 @@ from .traits import REF_WRITES
 
 
 @register("jit", is_function=True)
-def jit(trace: AutocastTrace, op: Op) -> Values:
+def jit(trace: AutocastTrace, op: Op) -> Result:
     args, jaxpr = op.args, called(op)
     source = _compat.source_name(jaxpr.jaxpr.debug_info)
     if (noise := half_noise(trace, source, op, jaxpr)) is not None:

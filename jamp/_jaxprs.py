@@ -15,8 +15,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 Atom = Var | Literal
 JAXPRS = Jaxpr, ClosedJaxpr
 V = TypeVar("V")
-
-
 Equation = Any  # or an op on its way through a region, which has the same two fields
 
 # What is read of each primitive, and, of a scan, `arity`.
@@ -35,14 +33,12 @@ PARAMETERS = {
         "gather": "slice_sizes unique_indices",
         "integer_pow": "y",
         "name": "name",
-        "ragged_dot_general": "",
+        "ragged_dot_general": "",  # and of each product what follows below
         "random_bits": "bit_width",
         "reshape": "new_sizes",
         "scan": "jaxpr length reverse unroll",
         "scatter": "update_jaxpr",
-        "scatter-add scatter-max scatter-min scatter-mul scatter-sub": (
-            "unique_indices update_consts update_jaxpr"
-        ),
+        "scatter-add scatter-mul scatter-sub": "unique_indices",
         "sort": "dimension num_keys",
         "squeeze": "dimensions",
         "top_k": "axis",

@@ -35,7 +35,6 @@ FROM = {
     "stage": (0, 10, 1),
     "unstack": (0, 10, 1),
     "vary_unreduced_cast": (0, 12, 0),
-    "xla_metadata_call": (0, 11, 0),
 }
 BEFORE = {"call": (0, 11, 1), "closed_call": (0, 11, 1)}
 ELSEWHERE = {"reverse_mode", "triton_kernel_call"}  # in jamp, and in jax_triton
@@ -107,8 +106,6 @@ PROGRAMS = {
     "scan": lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x),
     "scatter": scattered("set"),
     "scatter-add": scattered("add"),
-    "scatter-max": scattered("max"),
-    "scatter-min": scattered("min"),
     "scatter-mul": scattered("mul"),
     "scatter-sub": lambda x: lax.scatter_sub(
         x,
@@ -138,7 +135,8 @@ def primitives():
         if module.name.split(".")[2] in ("cudnn", "lax", "state", "pallas"):
             with contextlib.suppress(ImportError):  # of a library that is not here
                 importlib.import_module(module.name)
-    for name in ("compute_on", "custom_partitioning", "fused", "xla_metadata"):
+    others = "compute_on custom_partitioning fused scheduling_groups xla_metadata"
+    for name in others.split():
         importlib.import_module(f"jax.experimental.{name}")
     modules = [m for name, m in [*sys.modules.items()] if name.startswith("jax.")]
     values = (value for module in modules for value in vars(module).values())
@@ -372,6 +370,12 @@ def test_each_private_function_is_called_here():
 
 
 # Texts, and names of functions.
+
+
+def test_a_function_that_is_inlined_leaves_no_call():
+    inner = jax.jit(jnp.sin, inline=_compat.INLINE)
+    names = [e.primitive.name for e in jax.make_jaxpr(lambda x: inner(x))(X).eqns]
+    assert names == ["sin"]
 
 
 def test_jax_has_each_function_that_draws():

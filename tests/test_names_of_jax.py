@@ -372,6 +372,22 @@ def test_each_private_function_is_called_here():
 # Texts, and names of functions.
 
 
+def test_what_a_backward_pass_logs_is_kept():
+    assert _compat.split_bwd(([1.0], "logs"))[1]([2.0]) == ([2.0], "logs")
+    if not hasattr(jax.custom_vjp, "defvjp_with_logs"):  # before JAX 0.11.1
+        return
+
+    @jax.custom_vjp
+    def logged(x):
+        return x * 2
+
+    logged.defvjp_with_logs(
+        lambda x: (logged(x), None), lambda _, cotangent: ((cotangent * 2,), {"n": 1.0})
+    )
+    _, vjp = jax.vjp(jamp.autocast(jnp.float16)(lambda x: logged(x)), X)
+    assert vjp.with_logs(X)[1]
+
+
 def test_a_function_that_is_inlined_leaves_no_call():
     inner = jax.jit(jnp.sin, inline=_compat.INLINE)
     names = [e.primitive.name for e in jax.make_jaxpr(lambda x: inner(x))(X).eqns]

@@ -84,13 +84,23 @@ def library(path):
 
 
 ROWS = [*FUNCTIONS, *EXEMPT]
+# Functions that are not in all releases of JAX, with the first that has them.
+LATER = {
+    "jax.scipy.special.dawsn": (0, 10, 2),
+    "jax.scipy.special.erfcx": (0, 10, 1),
+    "jax.scipy.special.owens_t": (0, 10, 1),
+    "jax.scipy.special.wofz": (0, 10, 2),
+}
 
 
 @pytest.mark.parametrize("root", sorted({path.split(".")[0] for path in ROWS}))
 def test_a_row_has_its_function(root: str):
     library(root)
-    rows = [path for path in ROWS if path.split(".")[0] == root]
-    assert not [path for path in rows if resolve(path, frozenset(sys.modules)) is None]
+    rows = {path for path in ROWS if path.split(".")[0] == root}
+    here = frozenset(sys.modules)
+    missing = {path for path in rows if resolve(path, here) is None}
+    later = {path for path, release in LATER.items() if jax.__version_info__ < release}
+    assert missing == later & rows
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ ON_EACH = ["-m", "not slow or every_release", "@tests/versions.txt"]
 # The oldest and the newest release also run what meets JAX's inside.
 ON_THE_ENDS = [*ON_EACH, "@tests/inside.txt"]
 LIMIT = 900  # seconds for a release, most of which take one or two minutes
+# What a release computes is the same on another version of Python.
+ON_ANOTHER_PYTHON = [*ON_EACH, "--deselect", "tests/torch"]
 ALL = ["tests", "--ignore", "tests/lint"]
 
 # What uv says when nothing can be downloaded.
@@ -63,6 +65,7 @@ class Release(NamedTuple):
     python: str
     jax: str
     is_end: bool = False  # the oldest or the newest
+    is_again: bool = False  # of a release that runs on another Python too
 
     @property
     def venv(self) -> Path:
@@ -132,7 +135,9 @@ def releases(names: Sequence[str], flags: Sequence[str]) -> list[Release]:
         rows += [Release(python, version) for version in versions]
     first = {row.jax: row for row in reversed(rows)}
     ends = [first[version] for version in (LOWEST, *of_the_day)]
-    rows = [row._replace(is_end=row in ends) for row in rows]
+    rows = [
+        row._replace(is_end=row in ends, is_again=row != first[row.jax]) for row in rows
+    ]
     called = {row: {row.python, row.jax} for row in rows}
     for row in rows:
         called[row] |= {NEWEST} if row.jax in of_the_day else set()
@@ -270,6 +275,7 @@ def main() -> int:
 
     def run_one(release: Release) -> Result:
         selection = ON_THE_ENDS if release.is_end else ON_EACH
+        selection = ON_ANOTHER_PYTHON if release.is_again else selection
         selection = ALL if args.all else selection
         optimized = ["--optimized"] if args.optimized else []
         python = pythons[release.python]

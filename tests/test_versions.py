@@ -24,14 +24,15 @@ def test_all_releases_run_and_the_ends_run_more(newest):
     assert next(row.jax for row in rows if row.python == "3.11") == versions.LOWEST
     ends = [(row.python, row.jax) for row in rows if row.is_end]
     assert ends == [("3.11", versions.LOWEST), ("3.12", "0.99.1")]
-    assert rows[-1] == Release("3.13", "0.99.1")
+    assert rows[-1] == Release("3.13", "0.99.1", is_again=True)
 
 
 def test_nothing_is_newer(monkeypatch):
     known = versions.RELEASES["3.12"][-2]
     monkeypatch.setattr(versions, "newest", lambda python, flags: known)
     rows = [row for row in versions.releases([], []) if row.jax == known]
-    assert rows == [Release("3.12", known, True), Release("3.13", known)]
+    again = Release("3.13", known, is_again=True)
+    assert rows == [Release("3.12", known, is_end=True), again]
 
 
 def test_some_releases_are_named(newest):

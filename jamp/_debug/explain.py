@@ -434,8 +434,9 @@ def origins(
     """The op that made each output; None for an argument, a constant or one number."""
 
     def results(eqn: JaxprEqn, given: list[Location | None]) -> list[Location | None]:
-        here, (body, *others) = Location(eqn, around), (*inner_jaxprs(eqn), None)
-        if body and others == [None] and len(body.out_avals) == len(eqn.outvars):
+        here, held = Location(eqn, around), inner_jaxprs(eqn)
+        if len(held) == 1 and len(held[0].out_avals) == len(eqn.outvars):
+            (body,) = held
             # What a scan returns is not what it is given, even if it only moves it.
             is_call = not is_loop(eqn) and len(body.in_avals) == len(given)
             below = given if is_call else [here] * len(body.in_avals)

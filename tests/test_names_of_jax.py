@@ -241,12 +241,6 @@ def explicit_sharding():
         return _compat.cotangent_sharding(X).spec
 
 
-def with_region(look):
-    seen = []
-    jamp.autocast(jnp.float16)(lambda x: seen.append(look()) or jnp.sin(x))(X)
-    return seen[0]
-
-
 def linalg_of_half():
     with jamp.autocast(jnp.float16):
         return jax.eval_shape(jnp.linalg.eigh, X.astype(jnp.float16))[0].dtype

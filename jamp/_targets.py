@@ -6,8 +6,8 @@ the program is lowered. Questions that only a device can answer, such as which d
 its units multiply, are put to the default device.
 """
 
+import functools
 import warnings
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -53,16 +53,27 @@ def default_device() -> Device:
     return chosen
 
 
-def is_one_cpu() -> bool:
-    """Whether a program traced now is, as far as is known, for one CPU device."""
-    return jax.default_backend() == "cpu" and jax.device_count() == 1
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """float32 numbers rounded to those of float16 or bfloat16, on every target.
+
+    For GPUs XLA drops a cast to a narrower type and back. `reduce_precision` it keeps,
+    but that makes float16's subnormals 0: they are multiples of one number. A tangent
+    has to be rounded by linear ops, so there a barrier stands between two casts.
+    """
+    info = jnp.finfo(dtype)
+    normal = lax.reduce_precision(x, info.nexp, info.nmant)
+    if dtype != jnp.float16:  # its subnormals are float32's
+        return normal
+    least = np.float32(info.smallest_subnormal)
+    multiple = lax.round(x / least, lax.RoundingMethod.TO_NEAREST_EVEN) * least
+    return lax.select(lax.abs(x) < np.float32(info.smallest_normal), multiple, normal)
 
 
-def on_cpu(
-    function: Callable[..., jax.Array], otherwise: Callable[..., jax.Array], *args: Any
-) -> jax.Array:
-    """One function's result on a CPU and another's elsewhere, chosen at lowering."""
-    return lax.platform_dependent(*args, cpu=function, default=otherwise)
+@rounded.defjvp
+def _(dtype, primals, tangents):
+    narrow = lax.optimization_barrier(lax.convert_element_type(*tangents, dtype))
+    return rounded(*primals, dtype), lax.convert_element_type(narrow, jnp.float32)
 
 
 def units(device: Device) -> frozenset[str] | None:

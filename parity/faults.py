@@ -149,7 +149,7 @@ FAULTS = (
     Fault(
         "the gradient of a bias is not rounded to float16",
         "_autocast/bias.py",
-        "return lax.reduce_precision(bias, info.nexp, info.nmant)",
+        "return rounded(bias, dtype)",
         "return bias",
         "ops",
         "linear: nn.Dense, float16",

@@ -18,8 +18,13 @@ import jamp
 from benchmarks import devices, targets
 from benchmarks.model_sizes import COMPILED
 from benchmarks.train_rows import ALL, SCALED
+from jamp._autocast.bias import prepared
+from jamp._autocast.low_precision import quantized
+from jamp._scaling import eight_bits
 from shared import hlo, products
 from tests.autocast.test_float8_hlo import (
+    E4M3,
+    E5M2,
     ROWWISE,
     W,
     X,
@@ -133,6 +138,104 @@ def test_retry_copies_nothing_more_than_the_step_does():
         loops[name] = text.count(" while(")
     assert len(copies["retry"]) <= len(copies["plain"])
     assert loops == {"plain": 0, "retry": 1}
+
+
+# Every place where a rounding is promised, as a function of float32 numbers in which
+# nothing else is narrow. If XLA drops the cast, no narrow number is left.
+PLACES = {
+    "bias": lambda dtype: lambda x: prepared(x, dtype=dtype, masks=False),
+    "gradient of a bias": lambda dtype: (
+        lambda x: jax.vjp(lambda x: prepared(x, dtype=dtype, masks=True), x)[1](x)[0]
+    ),
+    "tangent of a bias": lambda dtype: (
+        lambda x: jax.jvp(lambda x: prepared(x, dtype=dtype, masks=True), (x,), (x,))[1]
+    ),
+    "bias under vmap": lambda dtype: (
+        lambda x: jax.vmap(lambda x: prepared(x, dtype=dtype, masks=False))(x)
+    ),
+    "input of a product in low precision": lambda dtype: (
+        lambda x: quantized(x.astype(dtype), dtype=jnp.dtype(E4M3), axes=None).inverse
+    ),
+    "mean in eight bits": lambda dtype: (
+        lambda x: x - eight_bits.decode(eight_bits.encode(x, dtype), dtype)
+    ),
+}
+HALVES, EIGHT_BITS = ("float16", "bfloat16"), ("float8_e4m3fn", "int8")
+ROUNDINGS = [
+    (place, dtype)
+    for place in PLACES
+    for dtype in (EIGHT_BITS if "eight" in place else HALVES)
+]
+# How HLO writes the dtypes, and the mantissas that stand for two of them.
+NARROW = {
+    "float16": r"\bf16\[|exponent_bits=5, mantissa_bits=10",
+    "bfloat16": r"\bbf16\[|exponent_bits=8, mantissa_bits=7",
+    "float8_e4m3fn": r"\bf8e4m3fn\[",
+    "float8_e5m2": r"\bf8e5m2\[",
+    "int8": r"\bs8\[",
+}
+EVERYWHERE = [
+    "cpu",
+    *(pytest.param(t, marks=needs(t)) for t in ("t4", "a100", "h100", "v5e")),
+]
+
+
+def program_for(target, function, *args):
+    """Optimized HLO, compiled as XLA does unless it is told otherwise."""
+    if target == "cpu":
+        options = {"xla_backend_optimization_level": "3"}
+        return jax.jit(function).lower(*args).compile(options).as_text()
+    args = targets.place(args, devices.of(target)[0])
+    return jax.jit(function).lower(*args).compile().as_text()
+
+
+@pytest.mark.parametrize("target", EVERYWHERE)
+def test_xla_keeps_each_rounding_that_is_promised(target):
+    lost = []
+    for place, dtype in ROUNDINGS:
+        text = program_for(target, PLACES[place](jnp.dtype(dtype)), X)
+        if not re.search(NARROW[dtype], text):
+            lost.append((place, dtype))
+    assert not lost
+
+
+# docs/float8.md says what happens where a target has no units for float8: XLA drops
+# the rounding with the cast.
+WITHOUT_FLOAT8 = {"t4": "f16", "a100": "bf16"}
+
+
+@pytest.mark.parametrize("target", EVERYWHERE)
+def test_products_are_of_float8_numbers_where_there_are_units(target):
+    backward = lambda x, w, ct: jax.vjp(in_float8(plain), x, w)[1](ct)
+    cotangent = jax.ShapeDtypeStruct((64, 48), jnp.bfloat16)
+    text = program_for(target, backward, X, W, cotangent)
+    formats = {found for found in (E4M3, E5M2) if re.search(NARROW[found], text)}
+    without = WITHOUT_FLOAT8.get(target)
+    assert formats == (set() if without else {E4M3, E5M2})
+    if target != "cpu":
+        assert set(products.compiled(text)) == {without or "f8"}
+
+
+@compiles_for_a_gpu
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_error_feedback_sends_and_keeps_on_eight_gpus(dtype):
+    """What each device has not sent needs the narrow numbers that it sends."""
+    mesh = jax.sharding.Mesh(devices.of("h100", 8), "data")
+    tx = jamp.sharding.error_feedback("data", 8, dtype=dtype)
+    spec = jax.P("data")
+    step = jax.shard_map(tx.update, mesh=mesh, in_specs=spec, out_specs=(jax.P(), spec))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    grads = jax.ShapeDtypeStruct((8 * 1024,), jnp.float32, sharding=sharding)
+    state = jax.eval_shape(tx.init, jax.ShapeDtypeStruct((1024,), jnp.float32))
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
+    )
+    text = jax.jit(step).lower(grads, state).compile().as_text()
+    narrow = {"float8_e4m3fn": "f8e4m3fn", "int8": "s8"}[dtype]
+    to, back = (
+        len(re.findall(rf"= {d}\[\S* convert\(", text)) for d in (narrow, "f32")
+    )
+    assert (to, back) == (2, 4)
 
 
 # The dtypes of the compiled products, where those are not the ones asked for.

@@ -11,8 +11,7 @@ Elsewhere that may be a batch of one, whose dtype must not differ from that of a
 of two. So there a dimension of size 1 counts as one of any size.
 
 The bias is broadcast in float32 and then cast, so that its gradient is summed in
-float32, on a CPU in a loop (`spread_by_loop`). Then the sum is rounded to half
-precision, and overflows, as torch's does.
+float32. Then the sum is rounded to half precision, and overflows, as torch's does.
 
 A user's own `x @ w + mask` may hold numbers such as -1e9, which are out of float16's
 range, or the least float32, which is out of bfloat16's too. They become a quarter of
@@ -25,7 +24,6 @@ running statistics are not results: they stay float32.
 """
 
 import functools
-import math
 from collections.abc import Collection
 
 import jax
@@ -35,7 +33,7 @@ from jax import lax
 
 from .. import _compat
 from .._compat import array_dtype
-from .._targets import is_one_cpu, on_cpu
+from .._targets import rounded
 from .._tree import HALVES
 from .call_stack import is_in_layer
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value
@@ -43,9 +41,6 @@ from .notes import Sides, fits
 from .trace import AutocastTrace
 from .traits import OVER_AXES
 
-# The fewest elements, of one round and of all rounds, for which a loop saved time when
-# measured. Each loop is compiled, which takes longer than a small one saves in a trial.
-LOOP_SIZES = 2**10, 2**19
 # Parts of the range. Numbers down to minus the first, and positive ones that fit, are
 # biases. Those beyond are masks, which become the second: there is room for logits, and
 # for a temperature.
@@ -72,7 +67,7 @@ def with_bias(trace: AutocastTrace, op: Op) -> Value | None:
             continue
         trace.effects.touched = True
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
-            bias = trace.call(rounded, [bias], {"dtype": dtype, "masks": not in_layer})
+            bias = trace.call(prepared, [bias], {"dtype": dtype, "masks": not in_layer})
             wide = trace.cast(product, FLOAT32_DTYPE)
             sum_ = trace.bind(op.primitive, [wide, bias], op.params)
             return trace.cast(sum_, dtype)
@@ -81,75 +76,20 @@ def with_bias(trace: AutocastTrace, op: Op) -> Value | None:
 
 
 def biased(product: jax.Array, bias: jax.Array, *, masks: bool) -> jax.Array:
-    bias = rounded(bias, product.dtype, masks)
-    is_looped = pays_a_loop(product.shape, bias.shape)
-    to_product = spread_by_loop if is_looped else spread
-    return lax.add(product, to_product(bias, product.shape, product.dtype))
+    bias = prepared(bias, dtype=product.dtype, masks=masks)
+    bias = lax.broadcast_in_dim(bias, product.shape, range(bias.ndim))
+    return lax.add(product, lax.convert_element_type(bias, product.dtype))
 
 
-def spread(bias: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Broadcast, then cast: the gradient is cast, then summed in float32."""
-    bias = lax.broadcast_in_dim(bias, shape, range(bias.ndim))
-    return lax.convert_element_type(bias, dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def spread_by_loop(
-    bias: jax.Array, shape: tuple[int, ...], dtype: np.dtype
-) -> jax.Array:
-    """The same, with a gradient that is summed in a loop over the first dimension.
-
-    XLA's CPU backend does not widen an array inside a sum. It writes a float32 copy,
-    and recomputes the half-precision array, such as a gelu's gradient, for each product
-    that needs it as well. If a loop reads the array, it is computed once.
-    """
-    return spread(bias, shape, dtype)
-
-
-@spread_by_loop.defjvp
-def _(shape, dtype, primals, tangents):
-    bias, tangent = *primals, *tangents
-    arguments = {"shape": shape, "dtype": dtype}
-    by_loop, at_once = (functools.partial(f, **arguments) for f in (stacked, spread))
-    return spread_by_loop(bias, shape, dtype), on_cpu(by_loop, at_once, tangent)
-
-
-# Traced once for each shape.
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def stacked(bias: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """`spread`, as a loop that stacks: its transpose is a loop that sums."""
-
-    def slice_of(bias, _):
-        return bias, spread(bias, shape[1:], dtype)
-
-    return lax.scan(slice_of, lax.squeeze(bias, [0]), length=shape[0])[1]
-
-
-def pays_a_loop(shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
-    """Whether XLA's CPU backend sums a bias's gradient of this shape faster in a loop.
-
-    On several devices, where the first dimension may be sharded, a loop would gather.
-    """
-    if not is_one_cpu():
-        return False
-    if len(shape) < 3 or bias[:1] != (1,):
-        return False
-    sizes = math.prod(shape[1:]), math.prod(shape)
-    return all(size >= least for size, least in zip(sizes, LOOP_SIZES, strict=True))
-
-
-def rounded(bias: jax.Array, dtype: np.dtype, masks: bool) -> jax.Array:
+def prepared(bias: jax.Array, *, dtype: np.dtype, masks: bool) -> jax.Array:
     """Rounds a bias, and its gradient, to half precision; both stay float32.
-
-    XLA may drop a pair of casts, but not this op.
 
     Args:
       masks: whether finite numbers that are too large become ones that are not.
     """
-    info = jnp.finfo(dtype)
     if masks:
-        bias = within_range(bias, float(info.max))
-    return lax.reduce_precision(bias, info.nexp, info.nmant)
+        bias = within_range(bias, float(jnp.finfo(dtype).max))
+    return rounded(bias, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 
 from .._compat import explicit
+from .._targets import rounded
+from .._tree import HALVES
 from .contraction import Contraction, Dims
 
 E4M3 = jnp.dtype("float8_e4m3fn")
@@ -53,8 +55,8 @@ def quantized(x: jax.Array, *, dtype: np.dtype, axes: Axes) -> Scaled:
     constant in derivatives.
     """
     wide = lax.convert_element_type(lax.stop_gradient(x), jnp.float32)
-    if x.dtype == jnp.bfloat16:  # or XLA may use the float32 that it was rounded from
-        wide = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
+    if x.dtype in HALVES:  # or XLA may use the float32 that it was rounded from
+        wide = rounded(wide, x.dtype)
     bits = lax.bitcast_convert_type(lax.abs(wide), jnp.int32)
     exponent = EXPONENTS[dtype]
     inverse = (bits + ABOVE_1_75) & EXPONENT_MASK

@@ -117,6 +117,18 @@ def test_a_block_is_rounded_to_nearest_by_a_power_of_two(dtype, power):
 
 
 @BOTH
+def test_each_code_each_tie_and_what_is_next_to_them_are_rounded_as_a_cast_does(dtype):
+    codes = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    codes = np.sort(codes[np.abs(codes) <= eight_bits.EIGHT_BITS[dtype]])
+    ties = (codes[1:] + codes[:-1]) / 2
+    x = np.concatenate([codes, ties, np.nextafter(ties, 1e3), np.nextafter(ties, -1e3)])
+    expected = np.round(x) if dtype == INT8 else x.astype(dtype).astype(np.float32)
+    for through in (lambda x: x, jax.jit):
+        round_trip = lambda x: eight_bits.decode(eight_bits.encode(x, dtype), dtype)
+        np.testing.assert_array_equal(through(round_trip)(x), expected)
+
+
+@BOTH
 def test_finite_numbers_stay_finite_and_zeros_zero(dtype):
     limits = np.finfo(np.float32)
     x = np.array(
@@ -607,6 +619,23 @@ def test_feedback_makes_the_error_of_50_rounds_small(dtype, kind, fold):
     assert np.all(bits(found) == bits(found)[0])
     without, left = distance(plain[0], expected), distance(found[0], expected)
     assert without > fold * left
+
+
+def test_a_round_trip_that_a_compiler_drops_is_seen(monkeypatch):
+    encode, decode, before = eight_bits.encode, eight_bits.decode, {}
+
+    def remembered(x, dtype):
+        sent = encode(x, dtype)
+        before[id(sent)] = sent, x
+        return sent
+
+    def dropped(sent, dtype):
+        return before[id(sent)][1] if id(sent) in before else decode(sent, dtype)
+
+    monkeypatch.setattr(eight_bits, "encode", remembered)
+    monkeypatch.setattr(eight_bits, "decode", dropped)
+    with pytest.raises(AssertionError, match=r"> \(4 \*"):
+        test_feedback_makes_the_error_of_50_rounds_small(FLOAT8, "independent", 4)
 
 
 def test_what_was_not_sent_is_in_the_state():

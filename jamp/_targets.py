@@ -72,8 +72,9 @@ def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @rounded.defjvp
 def _(dtype, primals, tangents):
-    narrow = lax.optimization_barrier(lax.convert_element_type(*tangents, dtype))
-    return rounded(*primals, dtype), lax.convert_element_type(narrow, jnp.float32)
+    (x,), (tangent,) = primals, tangents
+    narrow = lax.optimization_barrier(lax.convert_element_type(tangent, dtype))
+    return rounded(x, dtype), lax.convert_element_type(narrow, jnp.float32)
 
 
 def units(device: Device) -> frozenset[str] | None:

@@ -582,7 +582,7 @@ jamp.step
   jamp.step(clip_tx, grads, clip_tx.init(params), params)
     ValueError: gradient at ['b']
   jamp.step(sam_tx, grads, sam_tx.init(params), params, grad_fn=lambda params, i: grads)
-    ValueError: grad_fn
+    ValueError: grad_fn is not supported
   jamp.step(f := optax.apply_if_finite(tx, 9), grads, f.init(params), params)
     ValueError: optax.apply_if_finite
   jamp.value_and_grad(loss_fn, some_steps(tx).init(params))

@@ -18,7 +18,6 @@ from jax.typing import ArrayLike
 from .._checks import axis_names, check_count, flag, is_traced, shown
 from .._tree import PyTree, T
 from . import arithmetic, rule, skip
-from .derivatives import CLOSURES
 from .nnx_grads import (
     Update,
     check_own_gradients,
@@ -29,6 +28,7 @@ from .optimizer_stages import Iteration, Record, Stage, references
 from .rule import LossScaleConfig, LossScaleState
 from .state import scalars_of
 from .traced import check_read
+from .transformation import CLOSURES
 
 NO_STEP = (
     "No inf checks were recorded prior to update. Call scaler.step(optimizer, model, "
@@ -223,7 +223,7 @@ class GradScaler(nnx.Pytree):
         if not self._enabled:
             optimizer.update(model, grads, **kwargs)
             return jnp.zeros([], jnp.bool_)
-        if not CLOSURES.isdisjoint(kwargs):
+        if not kwargs.keys().isdisjoint(CLOSURES):
             raise RuntimeError(
                 "Closure use is not currently supported if GradScaler is enabled."
             )

@@ -88,8 +88,7 @@ def with_own(grads: PyTree, own: Own) -> PyTree:
 class Update:
     """`optimizer.update(model, grads, **kwargs)` as a function of its gradients.
 
-    An argument named `grad`, of line searches, is a gradient like the others. NNX
-    refuses to write into objects of an outer trace, so copies are updated.
+    NNX refuses to write into objects of an outer trace, so copies are updated.
     """
 
     def __init__(
@@ -103,15 +102,12 @@ class Update:
         self._objects, self._grads, self._kwargs = (optimizer, model), grads, kwargs
         self._graph, state = nnx.split(self._objects)
         self.old = nnx.as_pure(state)
-        derivatives = {name: kwargs[name] for name in kwargs if name == "grad"}
-        self.given = own, derivatives
+        self.given = own
 
-    def run(self, given: tuple[Own, dict[str, PyTree]]) -> PyTree:
+    def run(self, own: Own) -> PyTree:
         """The state of the objects after the update."""
         optimizer, model = nnx.merge(self._graph, self.old)
-        own, derivatives = given
-        grads = with_own(self._grads, own)
-        optimizer.update(model, grads, **(self._kwargs | derivatives))
+        optimizer.update(model, with_own(self._grads, own), **self._kwargs)
         return nnx.as_pure(nnx.state((optimizer, model)))
 
     def write(self, state: PyTree) -> None:

@@ -16,6 +16,14 @@ from .mesh import varying_like
 FROZEN = "or None for a frozen one, with optax.masked inside the wrapper, not around it"
 NOT_OWN = "or make the optimizer with a filter (wrt) that leaves this one out"
 
+# What an optimizer differentiates, and a gradient from elsewhere.
+CLOSURES = "closure", "grad", "grad_fn", "obj_fn", "value_fn"
+NO_CLOSURES = """{caller}: {name} is not supported: as in torch, an optimizer under a \
+loss scale cannot take derivatives itself, which nothing would scale and check. Train \
+in float32 without a loss scale, or use an optimizer that takes none. \
+optax.contrib.sam with opaque_mode=False takes one gradient of jamp.value_and_grad in \
+each step."""
+
 
 def is_hole(node: object) -> bool:
     """Whether a node stands for "no gradient here"."""
@@ -36,6 +44,13 @@ def as_transformation(
             f"got {shown(inner)}.{advice}"
         )
     return optax.with_extra_args_support(inner)
+
+
+def check_no_closures(extra_args: dict[str, object], caller: str) -> None:
+    """Raises ValueError if an optimizer is to take derivatives itself."""
+    for name in CLOSURES:
+        if extra_args.get(name) is not None:
+            raise ValueError(NO_CLOSURES.format(caller=caller, name=name))
 
 
 def check_gradients_match(

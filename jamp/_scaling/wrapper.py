@@ -18,8 +18,7 @@ from .._checks import axis_names, flag
 from .._tree import Flag, PyTree, check_leaves, widen
 from . import arithmetic, rule, skip
 from .arrivals import GIVEN, RETURNED, marked
-from .derivatives import at_scale, check_no_gradient_function, stays_finite
-from .mesh import is_mapped, on_all
+from .mesh import is_mapped
 from .rule import LossScaleConfig, ScaleKind
 from .skip import check_same
 from .state import (
@@ -42,13 +41,13 @@ from .transformation import (
     as_transformation,
     cast_update,
     check_gradients_match,
+    check_no_closures,
     is_hole,
     no_update,
     without_float0,
 )
 
 Step = tuple[optax.Updates, optax.OptState]
-AllGradients = tuple[optax.Updates, PyTree]  # also those among the arguments
 
 
 def dynamic_loss_scale(
@@ -90,11 +89,8 @@ def dynamic_loss_scale(
     around the wrapper, they pass on scaled gradients as updates of what they leave out.
     A gradient that `inner` does not read (`optax.set_to_zero`) is not checked.
 
-    Line searches (`optax.lbfgs`) work: an extra argument named `grad` must be scaled
-    like the gradients, and is checked and unscaled with them; `value`, `value_fn` and
-    `obj_fn` are the plain loss, and derivatives of the latter two are taken at the
-    scale. Do not use `optax.value_and_grad_from_state` with it: the gradients that it
-    reads back are no longer scaled.
+    As in torch, an optimizer that differentiates the loss itself does not work: line
+    searches (`optax.lbfgs`), Sophia and SAM's opaque mode.
 
     Args:
       inner: the optimizer, or an `optax.MultiSteps`.
@@ -120,7 +116,7 @@ def dynamic_loss_scale(
     Raises:
       ValueError: an argument is out of its range, `inner` already holds a loss scale,
         the gradients for `update` do not match the parameters, or `update` gets a
-        `grad_fn`.
+        function to differentiate.
       TypeError: `inner` is not a gradient transformation, or a number is not a number.
 
     Examples:
@@ -227,8 +223,7 @@ class LossScaled:
         def hold(like: Callable[[], Step]) -> Step:
             return jax.tree.map(no_update, like()[0]), scaled.old
 
-        new = skip.run_or_hold(scaled.finite, scaled.both, hold)
-        updates, inner_state = scaled.checked(new, hold)
+        updates, inner_state = skip.run_or_hold(scaled.finite, scaled.run, hold)
         if is_scaled:
             updates = marked(RETURNED, updates)
         return updates, scaled.advanced(inner_state)
@@ -240,12 +235,12 @@ class LossScaled:
         scaled = ScaledGradients(self, "jamp.step", grads, state, params, extra_args)
 
         def run() -> Step:
-            updates, inner_state = scaled.both()
+            updates, inner_state = scaled.run()
             return apply_updates(params, updates), inner_state
 
         hold = lambda _: (params, scaled.old)
-        new = scaled.checked(skip.run_or_hold(scaled.finite, run, hold), hold)
-        return new[0], scaled.advanced(new[1])
+        params, inner_state = skip.run_or_hold(scaled.finite, run, hold)
+        return params, scaled.advanced(inner_state)
 
 
 class ScaledGradients:
@@ -273,17 +268,13 @@ class ScaledGradients:
             check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
-        functions = {}
         if by.kind is not ScaleKind.OFF:
-            check_no_gradient_function(extra_args, caller)
-            functions = at_scale(extra_args, self.scalars.loss_scale, self.inverse)
-        self.extra_args, self.differentiates = extra_args | functions, bool(functions)
-        # An extra argument named `grad`, of line searches, is a gradient like these.
-        given = grads, {k: v for k, v in extra_args.items() if k == "grad"}
+            check_no_closures(extra_args, caller)
+        self.extra_args = extra_args
         self.old = as_made(state.inner_state, by.init_inner, params)
-        run = lambda given: self.run(given, self.old)
-        self.finite, run = check_read(run, given, self.all_finite)
-        self.both = functools.partial(run, skip.harmless(self.finite, given))
+        update = lambda grads: self.update(grads, self.old)
+        self.finite, update = check_read(update, grads, self.all_finite)
+        self.run = functools.partial(update, skip.harmless(self.finite, grads))
 
     def all_finite(self, grads: PyTree) -> Flag:
         axes = self.by.axis_name
@@ -294,16 +285,7 @@ class ScaledGradients:
         finite = arithmetic.all_finite(grads, axes)
         return jnp.logical_or(finite, self.scalars.loss_scale == 1)
 
-    def checked(self, new: Step, hold: Callable[[Callable[[], Step]], Step]) -> Step:
-        """A step's results, held if derivatives that it took itself overflowed."""
-        if not self.differentiates:
-            return new
-        old = hold(lambda: new)
-        fine = on_all(stays_finite(new, old), self.by.axis_name)
-        self.finite = jnp.logical_and(self.finite, fine)
-        return skip.select(fine, new, old)
-
-    def run(self, given: AllGradients, inner_state: optax.OptState) -> Step:
+    def update(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
         """The inner optimizer's step, on gradients that this unscales first.
 
         Raises:
@@ -313,7 +295,7 @@ class ScaledGradients:
         params, init = self.params, self.by.init_inner
         is_off = self.by.kind is ScaleKind.OFF  # it does what the optimizer does alone
         unscale = arithmetic.unscale_as_before if is_off else arithmetic.unscale
-        grads, derivatives = unscale(given, self.inverse)
+        grads = unscale(grads, self.inverse)
         # Master weights must see the dtypes of the parameters, and be added unrounded.
         as_they_are = is_off or keeps_master_weights(inner_state)
         with explained(self.caller, init, inner_state, params):
@@ -321,7 +303,7 @@ class ScaledGradients:
                 grads,
                 inner_state,
                 params if as_they_are else widen(params),
-                **self.extra_args | derivatives,
+                **self.extra_args,
             )
         if params is not None:
             cast = without_float0 if as_they_are else cast_update

@@ -1,4 +1,4 @@
-"""The optax wrapper: nesting, accumulation, line searches, bad input, one trace."""
+"""The optax wrapper: nesting, accumulation, bad input, one trace."""
 
 import functools
 

@@ -4,7 +4,8 @@ Each release has an environment in `.venv-versions` and one process, and as many
 a time as there are cores. The table at the end counts tests and failures by release. A
 test that ends the process is a failure, after which the others go on.
 
-Usage: python scripts/versions.py [--write] [--all] [--optimized] [--pre] [RELEASE ...]
+Usage: python scripts/versions.py [--write] [--all] [--optimized] [--pre]
+  [--without RELEASE] [RELEASE ...]
 
   RELEASE: as in the table, such as 0.11.1, or "newest", or 3.12 for all that run on
     this Python. A Python that is not on this machine is skipped with a word, and is an
@@ -12,6 +13,7 @@ Usage: python scripts/versions.py [--write] [--all] [--optimized] [--pre] [RELEA
   --write: write the table into the documentation.
   --all: all tests but those of files.
   --optimized: compile with XLA's default optimizations.
+  --without: a release that has been tested elsewhere.
   --pre: with pre-releases of JAX and of its dependencies.
 """
 
@@ -43,8 +45,8 @@ RELEASES = {
 LOWEST = "0.10.0"  # runs with the lowest Flax and optax that pyproject.toml allows
 
 ON_EACH = ["-m", "not slow or every_release", "@tests/versions.txt"]
-# The oldest and the newest release also run what meets JAX's inside.
-ON_THE_ENDS = [*ON_EACH, "@tests/inside.txt"]
+# The newest release also runs what meets JAX's inside.
+ON_THE_NEWEST = [*ON_EACH, "@tests/inside.txt"]
 LIMIT = 900  # seconds for a release, most of which take one or two minutes
 # What a release computes is the same on another version of Python.
 ON_ANOTHER_PYTHON = [*ON_EACH, "--deselect", "tests/torch"]
@@ -64,7 +66,7 @@ class Release(NamedTuple):
 
     python: str
     jax: str
-    is_end: bool = False  # the oldest or the newest
+    is_newest: bool = False
     is_again: bool = False  # of a release that runs on another Python too
 
     @property
@@ -134,9 +136,9 @@ def releases(names: Sequence[str], flags: Sequence[str]) -> list[Release]:
             versions = dict.fromkeys(day if v == NEWEST else v for v in versions)
         rows += [Release(python, version) for version in versions]
     first = {row.jax: row for row in reversed(rows)}
-    ends = [first[version] for version in (LOWEST, *of_the_day)]
     rows = [
-        row._replace(is_end=row in ends, is_again=row != first[row.jax]) for row in rows
+        row._replace(is_newest=row.jax in of_the_day, is_again=row != first[row.jax])
+        for row in rows
     ]
     called = {row: {row.python, row.jax} for row in rows}
     for row in rows:
@@ -251,6 +253,7 @@ def main() -> int:
     parser.add_argument("release", nargs="*")
     for option in ("write", "all", "optimized", "pre"):
         parser.add_argument(f"--{option}", action="store_true")
+    parser.add_argument("--without", metavar="RELEASE")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     flags = ["--prerelease", "allow"] if args.pre else []
@@ -274,7 +277,7 @@ def main() -> int:
                 return 1
 
     def run_one(release: Release) -> Result:
-        selection = ON_THE_ENDS if release.is_end else ON_EACH
+        selection = ON_THE_NEWEST if release.is_newest else ON_EACH
         selection = ON_ANOTHER_PYTHON if release.is_again else selection
         selection = ALL if args.all else selection
         optimized = ["--optimized"] if args.optimized else []
@@ -284,9 +287,13 @@ def main() -> int:
         print(f"\n== {release}\n{result.said}" if result.said else release, flush=True)
         return result
 
-    here = [release for release in chosen if release.python in pythons]
-    # The ends take longest, so they start first.
-    order = sorted(here, key=lambda release: not release.is_end)
+    here = [
+        release
+        for release in chosen
+        if release.python in pythons and release.jax != args.without
+    ]
+    # The newest takes longest, so it starts first.
+    order = sorted(here, key=lambda release: not release.is_newest)
     with ThreadPoolExecutor(args.jobs) as pool:
         done = dict(zip(order, pool.map(run_one, order), strict=True))
     results = [done[release] for release in here]

@@ -19,20 +19,20 @@ def newest(monkeypatch):
     monkeypatch.setattr(versions, "newest", lambda python, flags: "0.99.1")
 
 
-def test_all_releases_run_and_the_ends_run_more(newest):
+def test_all_releases_run_and_the_newest_is_marked(newest):
     rows = versions.releases([], [])
     assert next(row.jax for row in rows if row.python == "3.11") == versions.LOWEST
-    ends = [(row.python, row.jax) for row in rows if row.is_end]
-    assert ends == [("3.11", versions.LOWEST), ("3.12", "0.99.1")]
-    assert rows[-1] == Release("3.13", "0.99.1", is_again=True)
+    newest = [(row.python, row.jax) for row in rows if row.is_newest]
+    assert newest == [("3.12", "0.99.1"), ("3.13", "0.99.1")]
+    assert rows[-1] == Release("3.13", "0.99.1", is_newest=True, is_again=True)
 
 
 def test_nothing_is_newer(monkeypatch):
     known = versions.RELEASES["3.12"][-2]
     monkeypatch.setattr(versions, "newest", lambda python, flags: known)
     rows = [row for row in versions.releases([], []) if row.jax == known]
-    again = Release("3.13", known, is_again=True)
-    assert rows == [Release("3.12", known, is_end=True), again]
+    again = Release("3.13", known, is_newest=True, is_again=True)
+    assert rows == [Release("3.12", known, is_newest=True), again]
 
 
 def test_some_releases_are_named(newest):

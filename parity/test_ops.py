@@ -370,3 +370,22 @@ def test_the_golden_file_tells_a_difference(monkeypatch, tmp_path, change, told)
     # What agrees stays as it is, or each processor would write another file.
     expected, written = ops.pack(sides) if told else file[name], golden.load()[name]
     assert written.dtype == expected.dtype and written == expected
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_torch_rounds_every_bias_and_its_gradient_as_a_cast_does(name, dtype):
+    """What tests/autocast/test_biases.py expects of jamp."""
+    wide = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype)).astype(np.float32)
+    # Both flush what is subnormal in float32, which bfloat16's subnormals are.
+    wide = wide[np.isfinite(wide) & ~(np.abs(wide) < np.finfo(np.float32).tiny)]
+    bias = torch.tensor(wide, requires_grad=True)
+    x, weight = torch.zeros(1, 2), torch.ones(len(wide), 2)
+    with torch.autocast("cpu", getattr(torch, dtype)):
+        if name == "linear":
+            out = torch.nn.functional.linear(x, weight, bias)
+        else:
+            out = torch.nn.functional.conv1d(x[..., None], weight[..., None], bias)
+    out.backward(torch.tensor(wide).to(out.dtype).reshape(out.shape))
+    np.testing.assert_array_equal(out.detach().float().numpy().ravel(), wide)
+    np.testing.assert_array_equal(bias.grad.numpy(), wide)

@@ -1,9 +1,13 @@
 """`make gpu` on toy parts, and each benchmark at its smallest size."""
 
+import itertools
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -140,13 +144,74 @@ def test_every_part_fits_into_a_call():
     assert all(part.limit + gpu.GRACE <= 8.5 * 60 for part in gpu.PARTS)
 
 
-def test_rows_take_turns_and_ratios_are_of_rounds():
+def test_rows_take_turns_in_orders_that_are_drawn():
     order = []
-    rows = {name: lambda name=name: order.append(name) for name in "abc"}
-    seconds = _harness.take_turns(rows, rounds=2, warmup=1)
-    assert "".join(order) == "abcbcacab"
-    assert {name: len(row) for name, row in seconds.items()} == {k: 2 for k in "abc"}
-    assert _harness.ratio([2, 30, 4], [1, 10, 4]) == 2
+    rows = {name: lambda name=name: order.append(name) for name in "abcd"}
+    seconds = _harness.take_turns(rows, rounds=40, warmup=2)
+    assert {name: len(row) for name, row in seconds.items()} == dict.fromkeys(rows, 40)
+    rounds = [order[n : n + 4] for n in range(0, len(order), 4)]
+    assert len(rounds) == 42
+    assert all(sorted(turn) == list("abcd") for turn in rounds)
+    pairs = {pair for turn in rounds for pair in itertools.pairwise(turn)}
+    assert len(pairs) == 12, "each row follows each other one"
+    first, order[:] = list(order), []
+    _harness.take_turns(rows, rounds=40, warmup=2)
+    assert order == first, "the same orders in the next run"
+
+
+def test_rows_are_compiled_beside_each_other():
+    meeting = threading.Barrier(2, timeout=20)
+    tasks = {name: lambda name=name: (meeting.wait(), name)[1] for name in "ab"}
+    assert _harness.together(tasks) == {"a": "a", "b": "b"}
+
+
+def test_a_ratio_is_of_rounds():
+    assert _harness.ratio([2, 30, 4], [1, 10, 4]).value == 2
+    assert _harness.ratio([2, 30, 4], [2, 30, 4]) == (1, 0)
+    error = _harness.median_error([1, 2, 3])
+    assert _harness.ratio_of_medians([3, 1, 2], [4, 4, 4]) == (0.5, error / 4)
+    assert _harness.ratio_of_medians([2, 2], [2, 2]) == (1, 0)
+    both = _harness.ratio_of_medians([3, 1, 2], [1, 3, 2])
+    assert error / 2 < both.error < error, "the root of the sum of squares"
+
+
+def normal(numbers):
+    return numbers.gauss(0, 1)
+
+
+def with_outliers(numbers):
+    return numbers.gauss(0, 1) + 20 * (numbers.random() < 0.1) * numbers.random()
+
+
+@pytest.mark.parametrize("draw", [normal, with_outliers])
+@pytest.mark.parametrize("rounds", [12, 60])
+def test_the_error_is_that_of_the_median(draw, rounds):
+    """Over 1,500 tables of numbers whose true error follows from the tables."""
+    numbers, medians, errors = random.Random(0), [], []
+    for _ in range(1500):
+        values = [draw(numbers) for _ in range(rounds)]
+        medians.append(statistics.median(values))
+        errors.append(_harness.median_error(values))
+    true = statistics.stdev(medians)
+    assert statistics.median(errors) == pytest.approx(true, rel=0.15)
+    middle = statistics.median(medians)
+    far = [abs(m - middle) > 2 * e for m, e in zip(medians, errors, strict=True)]
+    assert 0.02 < statistics.mean(far) < 0.08, "5 % in a normal distribution"
+
+
+def test_level_rows_are_not_called_different():
+    numbers = random.Random(1)
+    base = [10 + numbers.gauss(0, 0.2) for _ in range(40)]
+    again, slower = ([f * x + numbers.gauss(0, 0.2) for x in base] for f in (1, 1.1))
+    assert _harness.ratio(again, base).is_level()
+    assert not _harness.ratio(slower, base).is_level()
+    assert _harness.ratio(again, base).text().startswith("level, ")
+    assert _harness.ratio(slower, base).text().startswith("1.")
+    assert _harness.ratio(slower, base).is_level(floor=0.2), "as the second row"
+    assert _harness.Ratio(0.97, 0.01).text() == "0.970 ± 0.010"
+    assert _harness.Ratio(0.97, 0.02).text() == "level, 0.970 ± 0.020"
+    assert _harness.Ratio(0.97, None).text() == "0.97"
+    assert _harness.Ratio(1.0, 0.0).text() == "1"
 
 
 def test_the_page_on_targets_has_the_committed_figures():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _harness, gpu, targets_page
+from benchmarks import _harness, float8_compile, gpu, targets_page
 from benchmarks.devices import GPUS
 from benchmarks.targets import TARGETS
 from benchmarks.train_rows import PRECISIONS
@@ -212,6 +212,31 @@ def test_level_rows_are_not_called_different():
     assert _harness.Ratio(0.97, 0.02).text() == "level, 0.970 ± 0.020"
     assert _harness.Ratio(0.97, None).text() == "0.97"
     assert _harness.Ratio(1.0, 0.0).text() == "1"
+
+
+def test_what_does_not_compile_shows_where_it_stands(tmp_path):
+    program = (
+        "import threading, time; threading.Thread(target=time.sleep, args=(600,), "
+    )
+    program += "name='idle').start(); print('begun', flush=True); time.sleep(600)"
+    commands = {
+        "quick": [sys.executable, "-c", "print('done')"],
+        "hanging": [sys.executable, "-c", program],
+    }
+    found = float8_compile.watch(commands, tmp_path, stack_after=2, limit=4)
+    assert found["quick"] < 2 and found["hanging"] is None
+    assert (tmp_path / "quick").read_text() == "done\n", "it had ended"
+    said = (tmp_path / "hanging").read_text()
+    assert said.startswith("begun\n\nafter 2 s:\n")
+    assert said.count("\nthread ") == 2 and said.count("s of work") == 2
+    for tool, *_ in float8_compile.TOOLS[:1]:
+        assert f"{tool}, exit " in said or f"{tool} is not installed" in said
+
+
+def test_tools_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    said = float8_compile.stacks(os.getpid())
+    assert "gdb is not installed\neu-stack is not installed\nthread " in said
 
 
 def test_the_page_on_targets_has_the_committed_figures():

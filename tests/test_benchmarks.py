@@ -145,9 +145,9 @@ def test_a_part_and_its_children_are_killed_at_the_limit(
 
 def test_no_check_runs_while_a_timed_part_runs(tmp_path, ticking):
     checks = [ticking("check", 2), ticking("hanging", 600)]
-    timed = [ticking(f"timed-{n}", 1, timed=True, seconds=2) for n in "ab"]
-    # The checks get the five seconds that are left of nine.
-    status, entries = run(tmp_path / "out", [*timed, *checks], minutes=9 / 60)
+    timed = [ticking(f"timed-{n}", 1, timed=True, seconds=3) for n in "ab"]
+    # The checks get the five seconds that are left of eleven.
+    status, entries = run(tmp_path / "out", [*timed, *checks], minutes=11 / 60)
     assert entries == {
         "check": "passed",
         "hanging": gpu.STOPPED,

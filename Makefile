@@ -84,7 +84,7 @@ endif
 
 ifdef DRY
 gpu: $(VENV)/.parity
-	$(BIN)/python -m benchmarks.gpu --dry-run
+	$(CACHED) -m benchmarks.gpu --dry-run
 else
 gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1: small, on the CPU
 	$(GPU_PYTHON) -m benchmarks.gpu
@@ -97,6 +97,7 @@ nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
 	$(CACHED) -m pytest -n auto -m nightly $(TESTS)
 	$(CACHED) -m parity --nightly
 	$(CACHED) -m pytest -n auto parity/test_peers_suite.py
+	$(CACHED) -m benchmarks.gpu --dry-run
 
 endurance: $(VENV)/.test ## long storms, and a training that is killed again and again
 	$(CACHED) -m tests.endurance.storms --cases 2000

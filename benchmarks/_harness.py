@@ -1,21 +1,28 @@
 """What the benchmarks share: arguments, turns, tables and files.
 
-Rows of one table take turns in one process, in an order that changes from round to
-round. A ratio is a row's time over its baseline's in the same round, as the median over
-rounds.
+Rows of one table are compiled in threads, then take turns in one process, in an order
+that is drawn anew each round. A ratio is a row's time over its baseline's in the same
+round, as the median over rounds, with the median's standard error. A ratio that is
+within two errors of 1, or no further from it than the baseline's second row is, is
+printed as level: the figures do not tell the two rows apart.
 """
 
 import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 # On a CPU, glibc's malloc returns large buffers to the system at each step, and
 # faulting them in again costs more than the work to measure. Its mmap threshold cannot
@@ -27,6 +34,8 @@ RAISED_MALLOC = {
     "MALLOC_TOP_PAD_": str(2**27),
 }
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "torch")
+THREADS = 4  # that compile
+SEED = 0  # of the orders
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -122,15 +131,27 @@ def flat(step: Callable[..., Any], treedef: Any) -> Callable[..., Any]:
     return flat_step
 
 
+def together(tasks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """The results of functions that run in threads, to trace and compile rows.
+
+    XLA compiles without holding Python's lock.
+    """
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = {name: pool.submit(task) for name, task in tasks.items()}
+        return {name: future.result() for name, future in futures.items()}
+
+
 def take_turns(
     rows: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds of each row by round. A row waits for its own work before it returns."""
-    names = list(rows)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    """Seconds of each row by round. A row waits for its own work before it returns.
+
+    Each round has another order, so that no row always follows the same one.
+    """
+    orders = random.Random(SEED)
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
     for turn in range(rounds + warmup):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in orders.sample(list(rows), len(rows)):
             start = time.perf_counter()
             rows[name]()
             if turn >= warmup:
@@ -138,9 +159,88 @@ def take_turns(
     return seconds
 
 
-def ratio(seconds: Iterable[float], base: Iterable[float]) -> float:
+class Ratio(NamedTuple):
+    """A row's time over its baseline's."""
+
+    value: float
+    error: float | None  # standard error; None if the rounds are not known
+
+    def is_level(self, floor: float = 0.0) -> bool:
+        """Whether the figures do not tell the two rows apart.
+
+        Args:
+          floor: how far from 1 the baseline's second row is.
+        """
+        return abs(self.value - 1) <= max(2 * (self.error or 0.0), floor)
+
+    def text(self, floor: float = 0.0) -> str:
+        if self.error is None:
+            return f"{self.value:.2f}"
+        if self == (1, 0):  # the baseline itself
+            return "1"
+        level = "level, " if self.is_level(floor) else ""
+        return f"{level}{self.value:.3f} ± {self.error:.3f}"
+
+
+def ratio(seconds: Iterable[float], base: Iterable[float]) -> Ratio:
     """The median of the ratios of the rounds."""
-    return statistics.median(a / b for a, b in zip(seconds, base, strict=True))
+    ratios = [a / b for a, b in zip(seconds, base, strict=True)]
+    return Ratio(statistics.median(ratios), median_error(ratios))
+
+
+def ratio_of_medians(seconds: Sequence[float], base: Sequence[float]) -> Ratio:
+    """For rows of two processes, whose rounds do not belong together."""
+    medians = statistics.median(seconds), statistics.median(base)
+    relative = [
+        median_error(row) / median
+        for row, median in zip((seconds, base), medians, strict=True)
+    ]
+    value = medians[0] / medians[1]
+    return Ratio(value, value * math.hypot(*relative))
+
+
+def median_error(values: Sequence[float]) -> float:
+    """The standard error of the median, whatever the values' distribution.
+
+    Each of n values is below the true median with probability 1/2. So the true median
+    lies below the k-th smallest with the probability that fewer than k of n coins show
+    heads, `tail`, and above the k-th largest with the same. The distance of these two
+    counts as that of a normal distribution's quantiles with such tails: 2 z standard
+    errors. With k = (n + 1) / 2 - sqrt(n) the tails are about 2.5 % (Price and Bonett,
+    2001). A few values far off do not move it.
+    """
+    n, ordered = len(values), sorted(values)
+    if n < 2:
+        return math.inf
+    k = max(1, round((n + 1) / 2 - math.sqrt(n)))
+    tail = sum(math.comb(n, heads) for heads in range(k)) / 2**n
+    z = -statistics.NormalDist().inv_cdf(tail)
+    return (ordered[n - k] - ordered[k - 1]) / (2 * z)
+
+
+def figures(
+    seconds: Sequence[float], base: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """A row's times for the JSON, each round included, and the ratio to a baseline."""
+    value, error = (None, None) if base is None else ratio(seconds, base)
+    return {
+        "milliseconds": 1e3 * statistics.median(seconds),
+        "ratio": value,
+        "error": error,
+        "seconds": list(seconds),
+    }
+
+
+def ratio_cell(row: Mapping[str, Any], again: Mapping[str, Any] | None = None) -> str:
+    """A row's ratio for a table.
+
+    Args:
+      again: the baseline's second row.
+    """
+    if row["ratio"] is None:
+        return ""
+    floor = abs(again["ratio"] - 1) if again and again["ratio"] else 0.0
+    return Ratio(row["ratio"], row.get("error")).text(floor)
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:

@@ -97,7 +97,7 @@ def measure(args):
             for phase, rows in taken.items()
         },
         "ratio": {
-            phase: _harness.ratio(rows["autocast"], rows["by hand"])
+            phase: _harness.ratio(rows["autocast"], rows["by hand"])._asdict()
             for phase, rows in taken.items()
         },
         "products": {
@@ -108,11 +108,18 @@ def measure(args):
 
 
 def print_tables(results):
-    ratios = results["ratio"]
+    ratios = {
+        phase: _harness.Ratio(**ratio).text()
+        for phase, ratio in results["ratio"].items()
+    }
     _harness.print_table(
         ("phase", *STYLES, "ratio"),
         [
-            (phase, *(f"{row[s]:.2f} s" for s in STYLES), f"{ratios[phase]:.2f}")
+            (
+                phase,
+                *(f"{row[s]:.2f} s" for s in STYLES),
+                ratios[phase],
+            )
             for phase, row in results["seconds"].items()
         ],
     )

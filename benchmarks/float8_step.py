@@ -5,13 +5,14 @@
 
 A block of Llama and an MLP with four layers train with AdamW and donated state. Rows
 take turns, one step each. "ratio" is a row's time over bfloat16's in the same round, as
-the median over rounds. A CPU has no float8 products, so its times say nothing about a
-GPU. The losses of the first steps must be finite and near bfloat16's.
+the median over rounds with its standard error. A CPU has no float8 products, so its
+times say nothing about a GPU. The losses of the first steps must be finite and near
+bfloat16's. `benchmarks.float8_compile` finds out how long each row compiles.
 """
 
+import functools
 import gc
 import os
-import statistics
 
 from benchmarks import _harness
 from benchmarks.model_sizes import MLP, Llama
@@ -20,9 +21,8 @@ from benchmarks.train_step import check_losses, first_losses
 WIDTHS = {"gpu": (1024, 2048, 4096, 8192), "cpu": (128, 256), "small": (32,)}
 SHAPES = {"gpu": (4, 2048), "cpu": (2, 64), "small": (1, 16)}  # batch, sequence
 TOLERANCE = 0.05  # relative to the loss
-
-
 ROWS = ("bfloat16", "float8", "rowwise", "rowwise_with_gw_hp")
+AGAIN = "bfloat16, again"
 
 
 def sizes(width, shape):
@@ -34,20 +34,31 @@ def sizes(width, shape):
     }
 
 
+def builds():
+    """Row -> the function that makes it, of those of `train_rows`."""
+    from benchmarks.train_rows import OTHERS, PRECISIONS
+
+    found = {name: (PRECISIONS | OTHERS)[name] for name in ROWS}
+    return found | {AGAIN: found[ROWS[0]]}
+
+
 def measure(size, flash, rounds):
     """Row -> its figures."""
     from benchmarks import models
-    from benchmarks.train_rows import OTHERS, PRECISIONS
     from benchmarks.train_step import Row
 
-    batch, builds = models.make_batch(size), PRECISIONS | OTHERS
-    rows = {name: Row(builds[name], size, flash, batch) for name in ROWS}
+    batch = models.make_batch(size)
+    rows = _harness.together(
+        {
+            name: functools.partial(Row, build, size, flash, batch)
+            for name, build in builds().items()
+        }
+    )
     seconds = _harness.take_turns(rows, rounds)
     check_losses("float8", rows, ROWS[0], TOLERANCE)
     return {
         name: {
-            "milliseconds": 1e3 * statistics.median(seconds[name]),
-            "ratio": _harness.ratio(seconds[name], seconds[ROWS[0]]),
+            **_harness.figures(seconds[name], seconds[ROWS[0]]),
             "temporary_megabytes": row.program.temporary_bytes / 1e6,
             "kernels": row.program.kernels,
             "losses": first_losses(row),
@@ -63,7 +74,7 @@ def show(title, table):
             (
                 name,
                 f"{row['milliseconds']:.2f} ms",
-                f"{row['ratio']:.3f}",
+                _harness.ratio_cell(row, table[AGAIN]),
                 f"{row['temporary_megabytes']:,.0f} MB",
                 str(row["kernels"]),
                 " ".join(f"{loss:.4f}" for loss in row["losses"]),
@@ -76,6 +87,7 @@ def show(title, table):
 def main():
     parser = _harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, help="20, with --small 4")
+    parser.add_argument("--widths", help="by commas; 1024,2048,4096,8192 on a GPU")
     args = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     _harness.prepare(args, "benchmarks.float8_step")
@@ -84,7 +96,8 @@ def main():
     _harness.print_heading()
     kind, flash = "small" if args.small else args.device, args.device == "gpu"
     rounds, results = args.rounds or (4 if args.small else 20), {}
-    for width in WIDTHS[kind]:
+    widths = map(int, args.widths.split(",")) if args.widths else WIDTHS[kind]
+    for width in widths:
         for name, size in sizes(width, SHAPES[kind]).items():
             title = f"{name} {width}"
             results[title] = measure(size, flash, rounds)

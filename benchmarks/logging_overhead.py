@@ -110,14 +110,9 @@ def turn_of(step, state, batch, append, steps):
 
 
 def summarize(seconds, steps):
-    base = seconds["no metrics"]
-    return {
-        name: {
-            "milliseconds": 1e3 * statistics.median(row) / steps,
-            "ratio": _harness.ratio(row, base),
-        }
-        for name, row in seconds.items()
-    }
+    each = {name: [turn / steps for turn in row] for name, row in seconds.items()}
+    base = each["no metrics"]
+    return {name: _harness.figures(row, base) for name, row in each.items()}
 
 
 def append_microseconds(every, rounds=20):
@@ -154,7 +149,7 @@ def main():
     _harness.print_table(
         ("step", "time", "ratio"),
         [
-            (name, f"{row['milliseconds']:.2f} ms", f"{row['ratio']:.4f}")
+            (name, f"{row['milliseconds']:.2f} ms", _harness.ratio_cell(row))
             for name, row in table.items()
         ],
     )

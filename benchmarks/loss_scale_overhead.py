@@ -6,18 +6,19 @@
 The model is an MLP with four layers on a batch of 64, whose step is bound by the
 optimizer. It is float32 throughout, so that only the scaling differs. Every row is one
 compiled function from parameters, states and batch to the next parameters and states.
-Keras has its own AdamW and is compared with that.
+Keras has its own AdamW and is compared with that. "Again" is the plain step a second
+time, which tells what the figures resolve. Clipping by hand makes each update depend on
+all gradients, as a check does, and a static scale without a check does not.
 
 All rows run at the first number of parameters, with donated buffers and without. At the
-other numbers only jamp's rows run, donated. "Reads" counts the bytes that the compiled
-step moves beyond the plain one, in units of the gradients' bytes: a check must read the
-gradients once.
+other numbers only the plain step, twice, and jamp's rows run, donated. "Reads" counts
+the bytes that the compiled step moves beyond the plain one, in units of the gradients'
+bytes: a check must read the gradients once.
 """
 
 import functools
 import importlib.util
 import os
-import statistics
 
 from benchmarks import _harness
 
@@ -26,6 +27,7 @@ PARAMETERS = {"cpu": "4.2e6,1e6,1.7e7,1e8", "gpu": "1e8,1e6,1e7,1e9"}
 # Models with up to this many parameters run all rounds.
 FULL_ROUNDS = {"cpu": 2e7, "gpu": 2e9}
 PLAIN = "plain optax.adamw"
+AGAIN = "plain optax.adamw, again"
 
 
 def parse_args():
@@ -72,11 +74,17 @@ def build_rows(width, peers):
     inner = optax.adamw(1e-3)
     scaled = jamp.dynamic_loss_scale(inner)
 
-    def plain(state, x, y):
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        updates, opt_state = inner.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
+    def by_hand(inner, scale=1.0):
+        """A step that checks nothing. `inner` divides the gradients by the scale."""
+
+        def step(state, x, y):
+            params, opt_state = state
+            loss, pull_back = jax.vjp(lambda params: loss_fn(params, x, y), params)
+            (grads,) = pull_back(jnp.full_like(loss, scale))
+            updates, opt_state = inner.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), loss
+
+        return step, (init_params(), inner.init(init_params())), None
 
     def jamp_step(state, x, y):
         params, opt_state = state
@@ -90,7 +98,8 @@ def build_rows(width, peers):
         return (optax.apply_updates(params, updates), opt_state), loss
 
     rows = {
-        PLAIN: (plain, (init_params(), inner.init(init_params())), None),
+        PLAIN: by_hand(inner),
+        AGAIN: by_hand(inner),
         "jamp.step": (jamp_step, (init_params(), scaled.init(init_params())), None),
         "jamp, tx.update": (
             jamp_update,
@@ -129,6 +138,11 @@ def build_rows(width, peers):
     rows["jamp.GradScaler"] = (jamp_grad_scaler, nnx_state, None)
     if not peers:
         return rows
+
+    clipping = optax.chain(optax.clip_by_global_norm(1e6), inner)
+    dividing = optax.chain(optax.scale(2.0**-15), inner)
+    rows["plain, clipped by global norm"] = by_hand(clipping)
+    rows["plain, static scale, no check"] = by_hand(dividing, 2.0**15)
 
     def select(finite, new, old):
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
@@ -219,24 +233,26 @@ def build_rows(width, peers):
 
 
 def compile_rows(rows, batch, donate):
+    """Name -> the program, its state, and its figures. Takes the rows' states."""
     import jax
     import jax.numpy as jnp
 
     from shared import hlo
 
-    compiled = {}
-    for name, (step, state, baseline) in rows.items():
+    def compiled(name):
+        step, state, baseline = rows.pop(name)
         leaves, treedef = jax.tree.flatten(state)
         flat_step = _harness.flat(step, treedef)
         jitted = jax.jit(flat_step, donate_argnums=0 if donate else ())
         program = jitted.lower(leaves, *batch).compile()
-        compiled[name] = {
+        return {
             "program": program,
             "state": [jnp.array(leaf, copy=True) for leaf in leaves],
             "baseline": baseline or PLAIN,
             "figures": hlo.summarize(program),
         }
-    return compiled
+
+    return _harness.together({name: functools.partial(compiled, name) for name in rows})
 
 
 def measure(compiled, batch, rounds):
@@ -256,8 +272,7 @@ def summarize(compiled, seconds, gradient_bytes):
         base, figures = compiled[row["baseline"]], row["figures"]
         extra = figures.bytes - base["figures"].bytes
         table[name] = {
-            "milliseconds": 1e3 * statistics.median(seconds[name]),
-            "ratio": _harness.ratio(seconds[name], seconds[row["baseline"]]),
+            **_harness.figures(seconds[name], seconds[row["baseline"]]),
             "reads": extra / gradient_bytes,
             "peak_ratio": figures.peak_bytes / base["figures"].peak_bytes,
             **figures._asdict(),
@@ -283,7 +298,7 @@ def print_rows(title, table):
             (
                 name,
                 f"{row['milliseconds']:.2f} ms",
-                f"{row['ratio']:.2f}",
+                _harness.ratio_cell(row, table[AGAIN]),
                 f"{row['bytes'] / 1e6:.1f}",
                 f"{row['reads']:+.2f}",
                 str(row["kernels"]),

@@ -86,6 +86,9 @@ SIZES = {
     },
 }
 
+# The arrays whose update `benchmarks.master_weights` times, and their width.
+ARRAYS, WIDTHS = 4, {"gpu": 8192, "cpu": 1024, "small": 64}
+
 # What `benchmarks.targets` compiles. Its tables have fewer layers of full width, and a
 # TPU's compiler takes minutes for large arrays.
 COMPILED = {

@@ -97,7 +97,7 @@ def measure(size, args, device, peak):
         median = statistics.median(seconds)
         used = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else None
         table[name] = {
-            "milliseconds": 1e3 * median,
+            **_harness.figures(seconds),
             "per_second": size.items / median,
             "unit": size.unit,
             "mfu": step_flops(size) / median / peak / 1e12 if peak else None,

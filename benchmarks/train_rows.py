@@ -42,34 +42,51 @@ def parts(model, region=contextlib.nullcontext):
     return loss_fn, params, stats
 
 
-def unscaled(size, flash, *dtypes, region=contextlib.nullcontext):
+def unchecked(
+    size, flash, *dtypes, region=contextlib.nullcontext, inner=INNER, scale=1.0
+):
+    """A step that checks nothing. `inner` divides the gradients by the scale."""
     loss_fn, params, stats = parts(models.make(size, flash, *dtypes), region)
 
     def step(state, x, y):
         params, stats, opt_state = state
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, stats), grads = grad_fn(params, stats, x, y)
-        updates, opt_state = INNER.update(grads, opt_state, params)
+        of_params = lambda params: loss_fn(params, stats, x, y)
+        loss, pull_back, stats = jax.vjp(of_params, params, has_aux=True)
+        (grads,) = pull_back(jnp.full_like(loss, scale))
+        updates, opt_state = inner.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), stats, opt_state), loss
 
-    return step, (params, stats, INNER.init(params))
+    return step, (params, stats, inner.init(params))
 
 
 def float32(size, flash):
-    return unscaled(size, flash, region=tf32 if flash else contextlib.nullcontext)
+    return unchecked(size, flash, region=tf32 if flash else contextlib.nullcontext)
 
 
 def bfloat16_by_hand(size, flash):
-    return unscaled(size, flash, jnp.bfloat16)
+    return unchecked(size, flash, jnp.bfloat16)
 
 
 def float16_by_hand(size, flash):
-    return unscaled(size, flash, jnp.float16)
+    return unchecked(size, flash, jnp.float16)
 
 
 def float32_residual(size, flash):
     """Float32 embeddings, and thus residual stream, as under torch's autocast."""
-    return unscaled(size, flash, jnp.float16, jnp.float32)
+    return unchecked(size, flash, jnp.float16, jnp.float32)
+
+
+def clipped(size, flash):
+    """Each update depends on all gradients, as with a check. No norm is that large."""
+    inner = optax.chain(optax.clip_by_global_norm(1e6), INNER)
+    return unchecked(size, flash, jnp.float16, inner=inner)
+
+
+def static_scale(size, flash):
+    """A loss scale that divides each gradient and depends on none."""
+    scale = 2.0**10
+    inner = optax.chain(optax.scale(1 / scale), INNER)
+    return unchecked(size, flash, jnp.float16, inner=inner, scale=scale)
 
 
 def with_dynamic_loss_scale(model, region=contextlib.nullcontext):
@@ -241,6 +258,14 @@ ROWS = {
     "jamp.autocast + GradScaler": jamp_grad_scaler,
     "flax DynamicScale, by hand": flax_dynamic_scale,
 }
+# What tells the price of a dependency on all gradients from jamp's own, and the
+# baseline a second time, which tells what the figures resolve.
+AGAIN = "float16 by hand, again"
+CONTROLS = {
+    AGAIN: float16_by_hand,
+    "float16 by hand, clipped by global norm": clipped,
+    "float16 by hand, static scale, no check": static_scale,
+}
 PEERS = {"jmp": by_jmp, "mpx": by_mpx}
 ABSENT = [name for name in PEERS if importlib.util.find_spec(name) is None]
 ROWS |= {name: row for name, row in PEERS.items() if name not in ABSENT}
@@ -249,7 +274,7 @@ ROWS |= {name: row for name, row in PEERS.items() if name not in ABSENT}
 def within(dtype):
     """A row under autocast without a loss scale."""
     region = functools.partial(jamp.autocast, dtype)
-    return functools.partial(unscaled, region=region)
+    return functools.partial(unchecked, region=region)
 
 
 SCALED = "float16 + loss scale"
@@ -277,7 +302,7 @@ OTHERS = {
 ALL = PRECISIONS | OTHERS | ROWS
 
 
-def rows_for(size, rows=ROWS):
+def rows_for(size, rows=ROWS | CONTROLS):
     """The rows for a model: only GPT-2 has embeddings, others lack a residual stream
     that could be float32, and Flax's float8 is that of the MLP."""
     dropped = set() if isinstance(size, GPT2) else {EMBED}

@@ -6,10 +6,15 @@
 
 Every row is one compiled function from parameters, batch statistics, states and batch
 to their next values, with the state donated. Rows begin with the same parameters and
-see the same batch at every step; they take turns, one step each. "ratio" is a row's
-time over that of float16 by hand in the same round, as the median over rounds. "memory"
-is XLA's peak, and "temporary" is the memory beside arguments and results: the
-activations. benchmarks/torch_train_step.py trains the same models in torch.
+see the same batch at every step. They are compiled in threads and then take turns, one
+step each. "ratio" is a row's time over that of float16 by hand in the same round, as
+the median over rounds with its standard error. A ratio is called level if it is within
+two errors of 1, or as near as that of "float16 by hand, again", which is the same
+program a second time. Clipping makes each update depend on all gradients, as a check
+does, and a static scale without a check does not, so these two rows by hand tell what
+such a dependency costs from what jamp costs. "memory" is XLA's peak, and "temporary" is
+the memory beside arguments and results: the activations.
+benchmarks/torch_train_step.py trains the same models in torch.
 
 Under autocast, as in torch, embeddings are float32 and so is a transformer's residual
 stream. In models cast by hand it is float16, except in the row "float32 residual".
@@ -24,9 +29,9 @@ the batch is always the same, a skipped step shows the same loss twice; repeats 
 dropped before losses are compared.
 """
 
+import functools
 import gc
 import os
-import statistics
 
 from . import _harness
 from .model_sizes import (
@@ -99,27 +104,29 @@ def measure(model, size, args, peak):
     check_parameters(size)
     batch = models.make_batch(size)
     flash = args.device == "gpu"
-    rows = {
-        name: Row(build, size, flash, batch)
-        for name, build in rows_for(size).items()
-        if is_wanted(name, args)
-    }
+    rows = _harness.together(
+        {
+            name: functools.partial(Row, build, size, flash, batch)
+            for name, build in rows_for(size).items()
+            if is_wanted(name, args)
+        }
+    )
     seconds = _harness.take_turns(rows, rounds(args))
     check_losses(model, rows, REFERENCE)
     flops = step_flops(size)
     table = {}
     for name, row in rows.items():
-        median = statistics.median(seconds[name])
-        program = row.program
+        program, times = row.program, _harness.figures(seconds[name], seconds.get(BASE))
+        median = times["milliseconds"] / 1e3
         table[name] = {
-            "milliseconds": 1e3 * median,
-            "ratio": ratio_of(seconds, name, BASE),
+            **times,
             "per_second": size.items / median,
             "unit": size.unit,
             "mfu": flops / median / peak / 1e12 if peak else None,
             "peak_megabytes": program.peak_bytes / 1e6,
             "temporary_megabytes": program.temporary_bytes / 1e6,
             "kernels": program.kernels,
+            "gigabytes": program.bytes / 1e9,
             "losses": first_losses(row),
             "skipped": len(row.losses) - len(set(map(float, row.losses))),
         }
@@ -137,13 +144,9 @@ def check_parameters(size):
     assert sum(leaf.size for leaf in params) == parameters(size)
 
 
-def ratio_of(seconds, name, base):
-    if base not in seconds:
-        return None
-    return _harness.ratio(seconds[name], seconds[base])
-
-
 def show(table):
+    from .train_rows import AGAIN
+
     unit = next(iter(table.values()))["unit"]
     columns = ["step", "time", "ratio", f"{unit}/s", "MFU", "memory", "temporary"]
     _harness.print_table(
@@ -152,7 +155,7 @@ def show(table):
             [
                 name,
                 f"{row['milliseconds']:.1f} ms",
-                "" if row["ratio"] is None else f"{row['ratio']:.3f}",
+                _harness.ratio_cell(row, table.get(AGAIN)),
                 f"{row['per_second']:,.0f}",
                 "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %",
                 f"{row['peak_megabytes']:,.0f} MB",

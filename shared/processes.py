@@ -1,4 +1,4 @@
-"""A command in a process group of its own, which can be ended with all its children."""
+"""Commands in process groups of their own, which end with all their children."""
 
 import os
 import signal
@@ -8,20 +8,11 @@ from pathlib import Path
 from typing import Any
 
 
-def run_group(
-    argv: Sequence[str],
-    log: Any,
-    limit: float,
-    cwd: Path,
-    environment: Mapping[str, str],
-) -> int | None:
-    """A command's exit status, or None if it was killed with all its children.
-
-    Args:
-      log: the file for what it prints.
-      limit: seconds.
-    """
-    process = subprocess.Popen(
+def start_group(
+    argv: Sequence[str], log: Any, cwd: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts a command in a process group; `log` is the file for what it prints."""
+    return subprocess.Popen(
         argv,
         cwd=cwd,
         stdin=subprocess.DEVNULL,
@@ -30,13 +21,29 @@ def run_group(
         process_group=0,
         env=environment,
     )
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills what is left of a command and its children."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nobody is left
+    process.wait()
+
+
+def run_group(
+    argv: Sequence[str],
+    log: Any,
+    limit: float,
+    cwd: Path,
+    environment: Mapping[str, str],
+) -> int | None:
+    """A command's exit status, or None if it was killed after `limit` seconds."""
+    process = start_group(argv, log, cwd, environment)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
         return None
     finally:  # also when this program is interrupted
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # nobody is left
-        process.wait()
+        end_group(process)

@@ -197,8 +197,8 @@ def moved(figures):
     return f"{figures['bytes'] / 1e9:.2f}"
 
 
-def first_page(models):
-    """The table of README."""
+def small_gpt2(models):
+    """The example in the text of the page."""
     rows = []
     for target in ("t4", "a100"):
         found = [models[f"{target} gpt2"]["rows"][row] for row in DRAWN[:3]]

@@ -91,7 +91,7 @@ gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1: small, on
 endif
 
 versions: ## every public call and op on each release of JAX that is promised; prints a table
-	$(PYTHON) scripts/versions.py
+	$(PYTHON) scripts/versions.py $(if $(WITHOUT),--without $(WITHOUT))
 
 nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
 	$(CACHED) -m pytest -n auto -m nightly $(TESTS)

@@ -236,21 +236,21 @@ class GradScaler(nnx.Pytree):
         iteration = self._iteration
         with iteration.set_aside():  # the model may hold the scaler
             check_own_gradients(optimizer, model, grads, own)
-            update = Update(optimizer, model, grads, own, kwargs)
-            given, run = update.given, update.run
+            update = Update(optimizer, model, grads, kwargs)
+            run = update.run
             if record is None:
                 inverse = arithmetic.invert(self.loss_scale[...])
                 finite, run = check_read(
                     lambda scaled: update.run(
                         arithmetic.unscale_as_before(scaled, inverse)
                     ),
-                    given,
+                    own,
                     functools.partial(arithmetic.all_finite, axis_name=self._axis_name),
                 )
             else:
                 record.check_unscaled(own)
                 finite = record.finite
-            given = skip.harmless(finite, given)
+            given = skip.harmless(finite, own)
             new = skip.run_or_hold(finite, lambda: run(given), lambda _: update.old)
             update.write(new)
             self._iteration = iteration  # NNX puts a new one into a scaler it updates

@@ -96,13 +96,11 @@ class Update:
         optimizer: nnx.Optimizer[T],
         model: T,
         grads: PyTree,
-        own: Own,
         kwargs: dict[str, Any],
     ):
         self._objects, self._grads, self._kwargs = (optimizer, model), grads, kwargs
         self._graph, state = nnx.split(self._objects)
         self.old = nnx.as_pure(state)
-        self.given = own
 
     def run(self, own: Own) -> PyTree:
         """The state of the objects after the update."""

@@ -239,8 +239,8 @@ class LossScaled:
             return apply_updates(params, updates), inner_state
 
         hold = lambda _: (params, scaled.old)
-        params, inner_state = skip.run_or_hold(scaled.finite, run, hold)
-        return params, scaled.advanced(inner_state)
+        moved, inner_state = skip.run_or_hold(scaled.finite, run, hold)
+        return moved, scaled.advanced(inner_state)
 
 
 class ScaledGradients:

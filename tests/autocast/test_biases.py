@@ -22,36 +22,49 @@ x = jnp.full((2, 4), 0.5)
 w = jnp.full((4, 6), 0.5)
 
 
+# Layers of four inputs, with as many outputs as there are biases.
+
+
+def kernel(bias):
+    return jnp.full((4, bias.size), 0.5)
+
+
 def linen_dense(bias, x):
-    return nn.Dense(6).apply({"params": {"kernel": w, "bias": bias}}, x)
+    params = {"kernel": kernel(bias), "bias": bias}
+    return nn.Dense(bias.size).apply({"params": params}, x)
 
 
 def linen_conv(bias, x):
-    params = {"kernel": w[None], "bias": bias}
-    return nn.Conv(6, (1,)).apply({"params": params}, x[:, None])[:, 0]
+    params = {"kernel": kernel(bias)[None], "bias": bias}
+    return nn.Conv(bias.size, (1,)).apply({"params": params}, x[:, None])[:, 0]
 
 
 def nnx_linear(bias, x):
-    layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
-    layer.kernel[...], layer.bias[...] = w, bias
+    layer = nnx.Linear(4, bias.size, rngs=nnx.Rngs(0))
+    layer.kernel[...], layer.bias[...] = kernel(bias), bias
     return layer(x)
 
 
+def equinox_layer(bias):
+    layer = eqx.nn.Linear(4, 1, key=jax.random.key(0))
+    return eqx.tree_at(lambda m: (m.weight, m.bias), layer, (kernel(bias).T, bias))
+
+
 def equinox_linear(bias, x):
-    layer = eqx.nn.Linear(4, 6, key=jax.random.key(0))
-    layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (w.T, bias))
-    return jax.vmap(layer)(x)
+    return jax.vmap(equinox_layer(bias))(x)
 
 
 def equinox_linear_of_one(bias, x):
-    layer = eqx.nn.Linear(4, 6, key=jax.random.key(0))
-    layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (w.T, bias))
-    return jnp.stack([layer(row) for row in x])
+    return jnp.stack([equinox_layer(bias)(row) for row in x])
 
 
 def haiku_linear(bias, x):
-    layer = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(6)(x)))
-    return layer.apply({"linear": {"w": w, "b": bias}}, x)
+    layer = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(bias.size)(x)))
+    return layer.apply({"linear": {"w": kernel(bias), "b": bias}}, x)
+
+
+def plain(bias, x):
+    return x @ kernel(bias) + bias
 
 
 LAYERS = [
@@ -93,10 +106,6 @@ def test_a_bias_that_is_inf_is_seen_by_the_scaler(layer, standard_promotion):
     assert not np.isfinite(np.asarray(grad)[2])
     report = jamp.debug.find_nonfinite(loss_fn)(bias)
     assert report.found
-
-
-def plain(bias, x):
-    return x @ w + bias
 
 
 @by_way
@@ -163,35 +172,6 @@ def between(numbers):
         return np.nextafter(wide, np.float32(np.inf)), (wide + np.roll(wide, 1)) / 2
 
 
-def dense(bias, x):
-    params = {"kernel": jnp.ones((2, bias.size)), "bias": bias}
-    return nn.Dense(bias.size).apply({"params": params}, x)
-
-
-def linear(bias, x):
-    layer = nnx.Linear(
-        2, bias.size, rngs=nnx.Rngs(0), kernel_init=jax.nn.initializers.ones
-    )
-    layer.bias[...] = bias
-    return layer(x)
-
-
-def equinox(bias, x):
-    layer = eqx.nn.Linear(2, 1, key=jax.random.key(0))
-    weight = jnp.ones((bias.size, 2))
-    layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
-    return jax.vmap(layer)(x)
-
-
-def convolution(bias, x):
-    params = {"kernel": jnp.ones((1, 2, bias.size)), "bias": bias}
-    return nn.Conv(bias.size, (1,)).apply({"params": params}, x[:, None])[:, 0]
-
-
-def by_hand(bias, x):
-    return x @ jnp.ones((2, bias.size)) + bias
-
-
 def equal(found, expected):
     """In every bit, but those of a nan, and of what is subnormal in float32."""
     found = np.asarray(found)
@@ -208,7 +188,7 @@ def equal(found, expected):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(
     "layer",
-    mostly_slow([dense, linear, equinox, convolution, by_hand], dense, by_hand),
+    mostly_slow([*LAYERS, plain], linen_dense, plain),
     ids=lambda layer: layer.__name__,
 )
 def test_every_bias_and_its_gradient_are_rounded_as_a_cast_does(
@@ -216,7 +196,7 @@ def test_every_bias_and_its_gradient_are_rounded_as_a_cast_does(
 ):
     # torch casts the bias, adds in float32, rounds once; the gradient is cast back.
     numbers, region = all_numbers(dtype), jamp.autocast(dtype)
-    x = jnp.zeros((1, 2))
+    x = jnp.zeros((1, 4))
 
     def with_gradient(bias, ct):
         out, vjp = jax.vjp(lambda bias: region(layer)(bias, x), bias)
@@ -229,6 +209,6 @@ def test_every_bias_and_its_gradient_are_rounded_as_a_cast_does(
         with np.errstate(over="ignore", invalid="ignore"):
             expected = bias.astype(numbers.dtype) + numbers.dtype.type(0)
         # Elsewhere than in a layer, what does not fit may be a mask.
-        fits = ~(np.abs(bias) > 0.8 * largest) | (layer is not by_hand)
+        fits = ~(np.abs(bias) > 0.8 * largest) | (layer is not plain)
         equal(np.asarray(out)[fits], expected[fits])
         equal(grad, np.float32(numbers))

@@ -126,7 +126,9 @@ def newest(python: str, flags: Sequence[str]) -> str:
     return found.strip().removeprefix("jax==")
 
 
-def releases(names: Sequence[str], flags: Sequence[str]) -> list[Release]:
+def releases(
+    names: Sequence[str], flags: Sequence[str], without: str = ""
+) -> list[Release]:
     """The releases of these names, or all, with the newest of the day."""
     rows, of_the_day = [], set()
     for python, versions in RELEASES.items():
@@ -145,7 +147,8 @@ def releases(names: Sequence[str], flags: Sequence[str]) -> list[Release]:
         called[row] |= {NEWEST} if row.jax in of_the_day else set()
     if unknown := {*names}.difference(*called.values()):
         sys.exit(f"There is no release {', '.join(unknown)}; see RELEASES.")
-    return [row for row in rows if not names or called[row] & {*names}]
+    rows = [row for row in rows if not names or called[row] & {*names}]
+    return [row for row in rows if row.jax != without]
 
 
 def lowest_bounds() -> list[str]:
@@ -253,13 +256,13 @@ def main() -> int:
     parser.add_argument("release", nargs="*")
     for option in ("write", "all", "optimized", "pre"):
         parser.add_argument(f"--{option}", action="store_true")
-    parser.add_argument("--without", metavar="RELEASE")
+    parser.add_argument("--without", metavar="RELEASE", default="")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     flags = ["--prerelease", "allow"] if args.pre else []
     try:
         make_tools()
-        chosen = releases(args.release, flags)
+        chosen = releases(args.release, flags, args.without)
     except Failed as failure:
         if not NO_NETWORK.search(str(failure)):
             raise
@@ -287,11 +290,7 @@ def main() -> int:
         print(f"\n== {release}\n{result.said}" if result.said else release, flush=True)
         return result
 
-    here = [
-        release
-        for release in chosen
-        if release.python in pythons and release.jax != args.without
-    ]
+    here = [release for release in chosen if release.python in pythons]
     # The newest takes longest, so it starts first.
     order = sorted(here, key=lambda release: not release.is_newest)
     with ThreadPoolExecutor(args.jobs) as pool:

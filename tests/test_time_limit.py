@@ -28,7 +28,7 @@ def outcomes(pytester, monkeypatch):
     monkeypatch.setattr(time_limit, "LIMIT", 0.2)
     monkeypatch.setattr(time_limit, "slowdown", lambda: 1.0)
     pytester.makepyfile(TESTS)
-    pytester.makeini("[pytest]\nmarkers =\n  slow\n  gpu")
+    pytester.makeini("[pytest]\nmarkers =\n  slow")
     return pytester.runpytest_inprocess(plugins=[time_limit])
 
 

@@ -54,8 +54,8 @@ def pytest_runtest_call(item):
 def pytest_runtest_makereport(item, call):
     report = yield
     spent, limit = item.stash.get(spent_key, 0.0), item.config.stash[limit_key]
-    marked = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
-    if report.when == "call" and report.passed and spent > limit and not marked:
+    is_slow = item.get_closest_marker("slow")
+    if report.when == "call" and report.passed and spent > limit and not is_slow:
         report.outcome = "failed"
         report.longrepr = SAID.format(test=item.nodeid, seconds=spent, limit=limit)
     return report

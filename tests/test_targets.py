@@ -53,6 +53,7 @@ def local(monkeypatch):
     )
 
 
+@pytest.mark.cpu
 def test_the_units_of_a_device():
     for device, expected in UNITS:
         assert _targets.units(device) == expected, device
@@ -114,6 +115,7 @@ def test_attention_asks_no_compiler_for_an_algorithm(dtype, platforms, monkeypat
     assert ("f16" in text and "bf16" in text) or dtype == "float16"
 
 
+@pytest.mark.cpu  # where the program is traced
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_a_bias_is_summed_in_a_loop_on_a_cpu_alone(platform, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)

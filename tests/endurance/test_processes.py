@@ -4,7 +4,6 @@ import dataclasses
 import os
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,7 +14,7 @@ from . import processes
 from .storms.oracle import Scaling, trajectory
 
 pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
+    pytest.mark.devices(8),
     pytest.mark.usefixtures("standard_promotion"),
 ]
 

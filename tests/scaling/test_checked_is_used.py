@@ -262,6 +262,7 @@ def products(function, *args, donate=()):
     return len(re.findall(r"= \S+ dot\(", text))
 
 
+@pytest.mark.cpu  # it counts the products of a program for one
 @pytest.mark.parametrize("how", ["step", "update"])
 def test_gradients_of_frozen_parameters_are_not_computed(how):
     params, x = adapters(), jnp.ones((8, 32))
@@ -908,7 +909,7 @@ def test_zero_gradients_have_a_sane_scale():
         assert scaler.get_scale() == expected
 
 
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_scale_is_found_where_the_state_varies(checks):
     tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**20)

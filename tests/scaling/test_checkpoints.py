@@ -160,7 +160,7 @@ def make_mesh(shape):
     return jax.make_mesh(shape, axes, axis_types=auto, devices=devices)
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.devices(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_saved_sharded_and_restored_onto_other_meshes(kind, tmp_path):
@@ -196,7 +196,7 @@ def pairs(a, b):
     return zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_init_outside_jit_keeps_the_sharding_of_each_parameter(dtype):
     params = make_params(dtype)

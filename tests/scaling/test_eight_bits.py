@@ -28,7 +28,7 @@ INT8, FLOAT8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
 BOUNDS = {INT8: 1.5e-2, FLOAT8: 4e-2}
 
 pytestmark = [
-    pytest.mark.skipif(jax.device_count() < DEVICES, reason="needs 8 devices"),
+    pytest.mark.devices(DEVICES),
     pytest.mark.usefixtures("standard_promotion"),
 ]
 BOTH = pytest.mark.parametrize("dtype", [INT8, FLOAT8], ids=str)

@@ -20,7 +20,7 @@ from jamp._scaling import arithmetic, eight_bits
 
 DEVICES = 8
 pytestmark = [
-    pytest.mark.skipif(jax.device_count() < DEVICES, reason="needs 8 devices"),
+    pytest.mark.devices(DEVICES),
     pytest.mark.usefixtures("standard_promotion"),
 ]
 F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16

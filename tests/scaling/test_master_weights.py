@@ -716,7 +716,7 @@ def test_vmap_over_models():
         assert_rounded(params, state)
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.devices(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["alone", "scale outside"])
 def test_copies_have_the_sharding_of_their_parameters(order):

@@ -333,7 +333,7 @@ def test_nnx_optimizer(order):
     assert_same_run(*runs)
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("nesting", ["scaled", slow("alone")])
 def test_fsdp_over_eight_devices(nesting, tmp_path):
     """Remainders have the sharding of their parameters; killed and resumed."""

@@ -450,7 +450,7 @@ def test_an_nnx_optimizer_with_its_own_scale_is_retried():
     assert optimizer.opt_state.inner_state[0].count[...] == 1
 
 
-needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+needs_devices = pytest.mark.devices(8)
 
 
 @needs_devices

@@ -17,7 +17,7 @@ P = PartitionSpec
 DEVICES = 8
 
 pytestmark = [
-    pytest.mark.skipif(jax.device_count() < DEVICES, reason="needs 8 devices"),
+    pytest.mark.devices(DEVICES),
     pytest.mark.usefixtures("standard_promotion"),
 ]
 

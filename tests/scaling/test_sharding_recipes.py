@@ -25,7 +25,7 @@ from tests.bits import check_near, nudged
 from tests.marks import mostly_slow
 
 pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
+    pytest.mark.devices(8),
     pytest.mark.usefixtures("standard_promotion"),
 ]
 SIZES = {"layers": 2, "width": 32, "rows": 32}

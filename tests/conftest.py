@@ -50,7 +50,7 @@ def pytest_configure(config):
     if not ON_CPU:  # where float32 may be multiplied in TF32
         jax.config.update("jax_default_matmul_precision", "float32")
     jax.make_mesh = with_devices(jax.make_mesh, lambda shape, *_: math.prod(shape))
-    jax.pmap = with_devices(jax.pmap, lambda *_: 2)
+    jax.pmap = for_several(jax.pmap)
     mlir_contexts.reuse()
     if config.getoption("at_once"):
         config.pluginmanager.register(at_once.AtOnce(config))
@@ -81,6 +81,17 @@ def with_devices(function, needed_by):
     return run
 
 
+def for_several(pmap):
+    """`jax.pmap`, whose functions skip a test where there is one device."""
+
+    @functools.wraps(pmap)
+    def run(*args, **options):
+        mapped = pmap(*args, **options)
+        return mapped if jax.device_count() > 1 else with_devices(mapped, lambda *_: 2)
+
+    return run
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config, items):
     for item in items:
@@ -105,6 +116,15 @@ def standard_promotion():
     """For tests of unmodified third-party code that mixes dtypes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def default_precision():
+    """For tests of what a call says about its precision, whatever the suite's is."""
+    usual = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", None)
+    yield
+    jax.config.update("jax_default_matmul_precision", usual)
 
 
 @pytest.fixture

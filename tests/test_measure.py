@@ -39,6 +39,7 @@ def interrupt_at(monkeypatch, precision):
     monkeypatch.setattr(_measure, "measure_row", interrupted)
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 def test_a_cpu_is_measured_and_says_that_it_tells_nothing(small, capsys):
     gc.collect()
@@ -72,6 +73,7 @@ def test_a_ratio_is_to_float32_of_the_same_model(small):
         assert row.ratio == (1.0 if row.precision == "float32" else 0.5)
 
 
+@pytest.mark.cpu
 def test_the_fastest_of_all_models_is_chosen():
     device = jax.devices()[0]
     times = {"float32": (1, 1), "float16": (0.2, 0.9), "bfloat16": (0.4, 0.4)}

@@ -54,6 +54,7 @@ def local(monkeypatch):
     )
 
 
+@pytest.mark.cpu
 def test_the_units_of_a_device():
     for device, expected in UNITS:
         assert _targets.units(device) == expected, device

@@ -20,7 +20,7 @@ from jamp._autocast.trace import PROBE
 from ..around import alike, alone, one_after_another, program, side_by_side
 from ..marks import mostly_slow
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "default_precision")
 
 HALF, FLOAT32, BFLOAT16 = jnp.float16, jnp.float32, jnp.bfloat16
 SHAPE = jax.ShapeDtypeStruct((16, 16), FLOAT32)

@@ -21,7 +21,7 @@ from tests.marks import mostly_slow, slow
 
 FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "default_precision")
 
 
 def operands(rows=32, n=64, columns=48):

@@ -14,6 +14,8 @@ from jax import lax
 import jamp
 from shared.jaxprs import jaxprs
 
+pytestmark = pytest.mark.usefixtures("default_precision")
+
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 TENSORWISE, ROWWISE, GW_HP = "tensorwise", "rowwise", "rowwise_with_gw_hp"
 RECIPES = (TENSORWISE, ROWWISE, GW_HP)

@@ -9,7 +9,7 @@ import jamp
 from shared.jaxprs import equations
 from tests.jaxprs import PRODUCTS
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "default_precision")
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8))
 IMAGES, FILTERS = jnp.ones((1, 8, 8, 2)), jnp.ones((3, 3, 2, 2))

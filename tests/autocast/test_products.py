@@ -12,6 +12,8 @@ from tests.bits import check_near, nudged
 
 from . import ways
 
+pytestmark = pytest.mark.usefixtures("default_precision")
+
 half = jamp.autocast(jnp.float16)
 HIGHEST = lax.Precision.HIGHEST
 PRESETS = lax.DotAlgorithmPreset

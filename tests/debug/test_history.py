@@ -189,6 +189,7 @@ def test_python_and_numpy_numbers_beside_arrays():
     assert history.keys() == ("epoch", "lr", "done", "n", "x")
 
 
+@pytest.mark.devices(6)
 def test_a_value_may_change_its_dtype_and_place():
     history = History(every=3)
     device = jax.devices()[5]

@@ -41,8 +41,8 @@ def test_on_one_device_arrays_of_one_shape_take_one_reduction(monkeypatch):
     assert reductions(all_finite, leaves()) == GROUPS
 
 
+@pytest.mark.devices(2)
 def test_where_jit_may_split_them_each_array_takes_its_own():
-    assert jax.device_count() > 1
     assert reductions(all_finite, leaves()) == EACH
 
 

@@ -15,7 +15,7 @@ from jamp._scaling import skip
 from jamp._scaling.skip import branches
 from shared import hlo
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("standard_promotion")]
 WIDTH, LAYERS = 256, 3
 GRADIENT = 4 * WIDTH**2  # bytes
 TX = jamp.dynamic_loss_scale(optax.adamw(1e-3))

@@ -262,6 +262,7 @@ def products(function, *args, donate=()):
     return len(re.findall(r"= \S+ dot\(", text))
 
 
+@pytest.mark.cpu  # it counts the products of a program for one
 @pytest.mark.parametrize("how", ["step", "update"])
 def test_gradients_of_frozen_parameters_are_not_computed(how):
     params, x = adapters(), jnp.ones((8, 32))

@@ -306,6 +306,7 @@ def test_float16_hyperparameters_do_not_make_the_scale_infinite(standard_promoti
     assert np.isfinite(jamp.loss_scale(state))
 
 
+@pytest.mark.cpu  # as XLA counts them there
 def test_a_step_accesses_no_more_bytes_than_the_plain_one(standard_promotion):
     inner = optax.adamw(1e-3)
     tx = jamp.dynamic_loss_scale(inner)

@@ -16,6 +16,7 @@ def test_the_file_is_of_these_cases():
     assert {n for n in FILE if n.startswith("ops/")} == {f"ops/{n}" for n in ops.CASES}
 
 
+@pytest.mark.cpu  # as torch's numbers; `python -m parity --device cuda` has others
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     "case", mostly_slow(ops.CASES.values(), *QUICK), ids=lambda case: case.name

@@ -22,7 +22,6 @@ def check(case: Case, path: str, expected, found):
     assert not comparison.where, comparison
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("case", FIRST_OF_KIND, ids=lambda case: case.kind)
 def test_torch_on_cuda(case: Case):

@@ -51,12 +51,13 @@ def benchmark(
     return Part(name, worth, seconds, memory, gpu, cpu, **{"timed": True, **other})
 
 
-def parity(name: str, worth: float, quick_case: str) -> Part:
-    """A part of the parity suite, and its case for a dry run."""
+def parity(name: str, worth: float, processes: int, quick_case: str) -> Part:
+    """A part of the parity suite, and its cases for a dry run."""
     command = ("parity", "--only", name, "--processes")
-    gpu = (*command, "2", "--device", "cuda")
-    dry = (*command, "1", "--case", quick_case)
-    return Part(f"parity-{name}", worth, 120, 10, gpu, dry, processes=2)
+    gpu = (*command, str(processes), "--device", "cuda")
+    dry = (*command, "1", "--device", "rehearsal", "--case", quick_case)
+    memory = 4 * processes
+    return Part(f"parity-{name}", worth, 120, memory, gpu, dry, processes=processes)
 
 
 def float8_compile(name: str, worth: float, flags: str) -> Part:
@@ -89,10 +90,10 @@ FLOAT8 = {"full": ("--widths", "4096"), "environment": {"XLA_FLAGS": NO_TRITON}}
 # planted faults and other libraries say nothing about a GPU.
 PARTS = (
     Part("tests", 100, 90, 6, TESTS, TESTS),
-    parity("behaviors", 95, "plain, SGD: GradScaler in nnx.jit"),
-    parity("training", 94, "mlp, SGD"),
-    parity("ops", 93, "matmul"),
-    parity("scale", 92, "default: seed=0"),
+    parity("behaviors", 95, 2, "bfloat16 after unscale_"),
+    parity("training", 94, 2, "mlp, SGD"),
+    parity("ops", 93, 5, "matmul"),
+    parity("scale", 92, 4, "default: seed=0"),
     benchmark("train-gpt2", 90, 110, 66, *train("gpt2")),
     benchmark("torch-gpt2", 89, 75, 24, *torch("gpt2")),
     float8_compile("float8-compile-cublas", 85, NO_TRITON),

@@ -12,6 +12,7 @@ from pathlib import Path
 from . import (
     NAMES,
     NIGHTLY,
+    devices,
     golden,
     part_named,
     report,
@@ -38,7 +39,12 @@ def _versions() -> str:
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--device",
+        choices=devices.NAMES,
+        default=devices.CPU,
+        help="where torch runs; with rehearsal, on a CPU in the place of CUDA",
+    )
     parser.add_argument(
         "--write-golden",
         action="store_true",
@@ -72,16 +78,16 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.case or options.only not in (None, ["spread"])
     ):
         parser.error("--write-golden goes alone, or with --only spread")
-    if options.device == "cuda":
+    if options.device == devices.CUDA:
         import torch
 
         if not torch.cuda.is_available():
             parser.error("--device cuda: torch sees no GPU here")
-        if options.write_golden:
-            parser.error("--write-golden: the golden file is made on the CPU")
+    if options.write_golden and options.device != devices.CPU:
+        parser.error("--write-golden: the golden file is made on the CPU")
     if options.processes is None:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
-        options.processes = 1 if options.device == "cuda" else cores
+        options.processes = 1 if options.device == devices.CUDA else cores
     return options
 
 
@@ -135,14 +141,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(result.raised for result in every):
         print("no report was written, because a case raised an exception")
         return 1
-    suffix = "" if options.device == "cpu" else "-cuda"
+    suffix = "" if options.device == devices.CPU else f"-{options.device}"
     folder = golden.PATH.parent
     stale = []
     if options.nightly:
         file, title, shown = f"nightly{suffix}.md", report.NIGHTLY, ""
     else:
         # On a GPU the sums of the other parts round differently.
-        checked = results if options.device == "cpu" else {scale: results[scale]}
+        on_cpu = options.device == devices.CPU
+        checked = results if on_cpu else {scale: results[scale]}
         stale = golden.check(checked, write=options.write_golden)
         file, title = f"report{suffix}.md", report.TITLE
         shown = _pictures(folder, suffix, found[scale], results[training])
@@ -151,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results,
         title=title,
         pictures=shown,
-        arguments=flags + " --device cuda" * (options.device == "cuda"),
+        arguments=flags + f" --device {options.device}" * bool(suffix),
         device=f'on "{options.device}"',
         versions=_versions(),
         seconds=f"{time.perf_counter() - start:.0f}",

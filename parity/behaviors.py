@@ -5,13 +5,14 @@ A case pairs a behavior with the part of jamp that shows it: a training run from
 runs, so jamp can be compared with the golden file on a machine without torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from . import behaviors_jamp
+from . import behaviors_jamp, devices
 from .behaviors_api import DRIVERS, PROBES, Answers, Probe
 from .behaviors_table import (
     BEHAVIORS,
@@ -57,6 +58,7 @@ class Shown(NamedTuple):
     arrays: dict[str, np.ndarray]  # torch's, for the golden file
     skipped: int = 0  # steps of an optimizer
     equal: float = 1.0  # share of the parameters that are equal bit for bit
+    refused: bool = False  # whether torch cannot run the case on the device
 
 
 CASES = {
@@ -72,10 +74,13 @@ def run(case: Case, device: str) -> Result:
     from . import behaviors_torch
 
     if isinstance(behavior, Probe):
-        answers = behavior.ask(behaviors_torch.DRIVERS[device])
-        return compare_answers(case, answers, behavior.ask(DRIVERS[side]))
-    torch = behaviors_torch.reference(behavior, device)
-    resume = lambda saved: behaviors_torch.Run(behavior, saved, device).run(HANDOVER)
+        answers, found = behaviors_torch.answers(behavior, device)
+        return compare_answers(case, answers, found | behavior.ask(DRIVERS[side]))
+    if behavior.bfloat16 and device != devices.CPU:
+        return _refused(case, lambda: behaviors_torch.reference(behavior, device))
+    place = devices.of_torch(device)
+    torch = behaviors_torch.reference(behavior, place)
+    resume = lambda saved: behaviors_torch.Run(behavior, saved, place).run(HANDOVER)
     if side == TORCH_TO_TORCH:
         found = resume(torch.saved)
     elif side == JAMP_TO_TORCH:
@@ -104,26 +109,44 @@ def compare_with(case: Case, golden: Mapping[str, np.ndarray]) -> Result:
     return compare(case, torch, run_jamp(behavior, side, torch.saved))
 
 
-def run_jamp(behavior: Behavior, side: str, saved: Saved | None) -> Record:
-    """jamp's part of a run: all steps, or those that follow a saved state."""
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
     with (
         jax.default_matmul_precision("float32"),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
     ):
-        if side == OPTAX:
-            return behaviors_jamp.run_optax(behavior)
-        if side == TORCH_TO_JAMP:
-            return behaviors_jamp.Run(behavior, JIT, saved).run(HANDOVER)
-        if side == JAMP_TO_JAMP:
-            first, saved = _first_part(behavior)
-            return first.then(behaviors_jamp.Run(behavior, JIT, saved).run(HANDOVER))
-        return behaviors_jamp.Run(behavior, side).run()
+        yield
 
 
+@_settings()
+def run_jamp(behavior: Behavior, side: str, saved: Saved | None) -> Record:
+    """jamp's part of a run: all steps, or those that follow a saved state."""
+    if side == OPTAX:
+        return behaviors_jamp.run_optax(behavior)
+    if side == TORCH_TO_JAMP:
+        return behaviors_jamp.Run(behavior, JIT, saved).run(HANDOVER)
+    if side == JAMP_TO_JAMP:
+        first, saved = _first_part(behavior)
+        return first.then(behaviors_jamp.Run(behavior, JIT, saved).run(HANDOVER))
+    return behaviors_jamp.Run(behavior, side).run()
+
+
+@_settings()
 def _first_part(behavior: Behavior) -> tuple[Record, Saved]:
     first = behaviors_jamp.Run(behavior, JIT)
     return first.run(0, HANDOVER), first.save()
+
+
+def _refused(case: Case, run: Callable[[], Reference]) -> Result:
+    """The result of a case that torch on CUDA must refuse."""
+    try:
+        run()
+        where = f"{case.name}: torch runs it on CUDA"
+    except NotImplementedError:
+        where = ""
+    mismatches = dict.fromkeys(Record._fields, 0) | {"refused": int(bool(where))}
+    return Result(case.name, 1, mismatches, where, data=Shown({}, refused=True))
 
 
 def compare(case: Case, torch: Reference, found: Record) -> Result:
@@ -316,6 +339,11 @@ _NOTES = (
     "In bfloat16 `dynamic_loss_scale` keeps unscaled gradients in float32, where torch "
     "rounds them to bfloat16. If the scale is a power of two, both give the same. "
     "It takes float16 gradients, which torch and `GradScaler` refuse.",
+    "On CUDA torch multiplies an array in half precision by the scale rounded to the "
+    "array's dtype, in which 65536 is inf for float16. jamp does as torch does on a "
+    "CPU, where the product alone is rounded; on CUDA jamp's answers for such arrays "
+    "are compared with the CPU's, and CUDA's with that product. On CUDA torch does not "
+    "unscale bfloat16 gradients.",
     "torch checks its arguments with assertions. jamp raises `RuntimeError` with the "
     "same text for misuse, sometimes followed by advice, and `ValueError` with its own "
     "text for bad numbers. jamp's constructors refuse more: intervals below 1 and "
@@ -360,6 +388,8 @@ def _row(results: Sequence[Result]) -> list[Any]:
 
 
 def _parameters(behavior: Behavior, equal: float, results: Sequence[Result]) -> str:
+    if any(r.data.refused for r in results):
+        return "torch on CUDA refuses"
     if any(r.mismatches["params"] for r in results):
         return "differ"
     if equal == 1:

@@ -237,12 +237,15 @@ class Probe(NamedTuple):
       tests: torch's own tests of it, without the prefix `test_`.
       ask: takes a class of drivers.
       sides: which parts of jamp answer.
+      as_on_cpu: whether jamp answers a question as torch on a CPU does, and not as on
+        CUDA.
     """
 
     name: str
     tests: tuple[str, ...]
     ask: Callable[[Callable[..., Any]], Answers]
     sides: tuple[str, ...] = (SCALER,)
+    as_on_cpu: Callable[[str], bool] = lambda question: False
 
 
 DRIVERS = {SCALER: Driver, SCALE_LOSS: OptaxDriver}
@@ -250,5 +253,11 @@ PROBES = (
     Probe("error messages", (), messages),
     Probe("what is refused", ("pickle_gradscaler",), refusals),
     Probe("states", ("grad_scaling_state_dict", "pickle_gradscaler"), states),
-    Probe("what scale() returns", ("grad_scaling_scale",), scaled, tuple(DRIVERS)),
+    Probe(
+        "what scale() returns",
+        ("grad_scaling_scale",),
+        scaled,
+        tuple(DRIVERS),
+        lambda question: "float16, [" in question,  # of bfloat16 too
+    ),
 )

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import torch_autocast
-from .behaviors_api import show
+from . import devices, torch_autocast
+from .behaviors_api import Answers, Probe, show
 from .behaviors_table import (
     BETAS,
     GRID,
@@ -205,7 +205,13 @@ class Run(Trainer):
 
 
 def reference(behavior: Behavior, device: str) -> Reference:
-    """torch's run, and what it saves along the way."""
+    """torch's run, and what it saves along the way.
+
+    Raises:
+      NotImplementedError: it is in bfloat16, which torch does not unscale on CUDA.
+    """
+    if behavior.bfloat16 and device == devices.REHEARSAL:
+        raise NotImplementedError("torch on CUDA does not unscale bfloat16")
     run = Run(behavior, None, device)
     first = run.run(0, HANDOVER)
     saved = run.save() if behavior.resumed else None
@@ -256,7 +262,34 @@ class Driver:
 
 
 class CUDADriver(Driver):
-    device = "cuda"
+    device = devices.CUDA
 
 
-DRIVERS = {"cpu": Driver, "cuda": CUDADriver}
+class RehearsalDriver(Driver):
+    """On a CPU, with CUDA's product of an array in half precision and the scale."""
+
+    def scale(self, values: Any, dtype: str) -> str:
+        if not isinstance(values, list) or dtype not in ("float16", "bfloat16"):
+            return super().scale(values, dtype)
+        array = self._tensors(values, dtype)
+        rounded = torch.tensor(self.scaler.get_scale()).to(array.dtype)
+        return show(array * rounded, lambda x: x.double().numpy())
+
+
+DRIVERS = {
+    devices.CPU: Driver,
+    devices.CUDA: CUDADriver,
+    devices.REHEARSAL: RehearsalDriver,
+}
+
+
+def answers(probe: Probe, device: str) -> tuple[Answers, Answers]:
+    """What torch answers, and what CUDA is to answer where jamp follows the CPU."""
+    found = probe.ask(DRIVERS[device])
+    if device == devices.CPU:
+        return found, {}
+    differ = {question for question in found if probe.as_on_cpu(question)}
+    expected = probe.ask(RehearsalDriver) if differ else {}
+    on_cpu = probe.ask(Driver) if differ else {}
+    named = lambda those: {f"on CUDA, {q}": those[q] for q in those if q in differ}
+    return found | {q: on_cpu[q] for q in differ} | named(found), named(expected)

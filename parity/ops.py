@@ -21,7 +21,7 @@ import numpy as np
 
 from jamp._autocast.ops import DIFFERENCES, UNLISTED_DIFFERENCES, Kind
 
-from . import ops_jamp
+from . import devices, ops_jamp
 from .ops_float32 import FLOAT32
 from .ops_lower import LOWER
 from .ops_promote import PROMOTE, UNLISTED
@@ -159,17 +159,36 @@ def _names(arrays: Sequence[np.ndarray]) -> list[str]:
 
 def run(case: Case, device: str) -> Result:
     """Runs an op in torch and in jamp with each choice of input dtypes."""
+    return run_together([case], device)[0]
+
+
+def program(case: Case) -> str:
+    """Any ops in regions of one dtype may run in one program."""
+    return case.half
+
+
+def run_together(cases: Sequence[Case], device: str) -> list[Result]:
+    """`run` for several cases, with one program of jamp's for all of them."""
     from . import (
         ops_torch,
         torch_autocast,
     )  # here, so that the golden file needs no torch
 
-    torch = ops_torch.run(case.op, case.half, device)
+    kinds, place = torch_autocast.lists(), devices.of_torch(device)
     precise = contextlib.nullcontext()
-    if device == "cuda":  # where JAX would multiply float32 in TensorFloat-32
+    if device != devices.CPU:  # where JAX would multiply float32 in TensorFloat-32
         precise = jax.default_matmul_precision("highest")
     with precise:
-        return compare(case, torch, torch_autocast.lists().get(case.op.name))
+        found = ops_jamp.run([(case.op, case.half) for case in cases])
+    return [
+        compared(
+            case,
+            ops_torch.run(case.op, case.half, place),
+            jamp,
+            kinds.get(case.op.name),
+        )
+        for case, jamp in zip(cases, found, strict=True)
+    ]
 
 
 def compare_with(case: Case, golden: Mapping[str, np.ndarray]) -> Result:
@@ -181,16 +200,27 @@ def compare_with(case: Case, golden: Mapping[str, np.ndarray]) -> Result:
     return compare(case, unpack(golden[f"{PREFIX}{case.name}"]))
 
 
-def compare(case: Case, torch: Mapping[str, Side], kind: Kind | None = None) -> Result:
-    """Runs an op in jamp and compares every value with torch's.
+def compare(case: Case, torch: Mapping[str, Side]) -> Result:
+    """Runs an op in jamp and compares every value with torch's."""
+    (jamp,) = ops_jamp.run([(case.op, case.half)])
+    return compared(case, torch, jamp)
+
+
+def compared(
+    case: Case,
+    torch: Mapping[str, Side],
+    jamp: Mapping[str, Mapping[str, Side]],
+    kind: Kind | None = None,
+) -> Result:
+    """Compares every value of an op in jamp with torch's.
 
     Args:
       case: the op and the region's dtype.
       torch: torch's side, by the inputs.
+      jamp: jamp's sides, by the inputs and the path.
       kind: of torch's list that has the op, for the report.
     """
     comparison = _Comparison(case.op)
-    jamp = ops_jamp.run(case.op, case.half)
     found = Found(case, kind, torch, {}, comparison.ulps)
     for name, side in torch.items():
         found.jamp[name] = [_names(y.results) for y in jamp[name].values()]

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -68,25 +68,37 @@ def _derivatives(op: Op, half: str) -> Callable[..., Any]:
     return derivatives
 
 
-def run(op: Op, half: str) -> dict[str, dict[str, Side]]:
-    """jamp's results and gradients of an op, by inputs and by path.
+def run(ops: Sequence[tuple[Op, str]]) -> list[dict[str, dict[str, Side]]]:
+    """jamp's results and gradients of ops, by inputs and by path.
+
+    Args:
+      ops: each op with the region's dtype. All of them compile as one program.
 
     Outside jit each step compiles alone, which takes most of the time. So that path has
     no gradients, and it does not run in bfloat16, where the Python code is the same.
     """
-    inputs = {name: op.arrays(name, half) for name in op.inputs}
+    inputs = [{name: op.arrays(name, half) for name in op.inputs} for op, half in ops]
     inputs = jax.tree.map(jnp.asarray, inputs)
+    functions = [_derivatives(*op) for op in ops]
+
+    def derivatives(inputs):
+        return [function(x) for function, x in zip(functions, inputs, strict=True)]
+
     with _settings():
         options = _OPTIONS | (_CPU_OPTIONS if jax.default_backend() == "cpu" else {})
-        found = jax.jit(_derivatives(op, half), compiler_options=options)(inputs)
-        for name, x in inputs.items():
-            if half == "float16":
-                eager = _forward(op, half, jit=False)(*x)
-                found[name] = {"outside jit": (eager, ())} | found[name]
-    return {
-        name: {path: _side(*side) for path, side in paths.items()}
-        for name, paths in found.items()
-    }
+        found = jax.jit(derivatives, compiler_options=options)(inputs)
+        for (op, half), of_op, arrays in zip(ops, found, inputs, strict=True):
+            for name, x in arrays.items():
+                if half == "float16":
+                    eager = _forward(op, half, jit=False)(*x)
+                    of_op[name] = {"outside jit": (eager, ())} | of_op[name]
+    return [
+        {
+            name: {path: _side(*side) for path, side in paths.items()}
+            for name, paths in of_op.items()
+        }
+        for of_op in found
+    ]
 
 
 def _side(results: Iterable[jax.Array], grads: Iterable[jax.Array]) -> Side:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jamp._autocast.ops import DIFFERENCES
 
-from . import jamp_side
+from . import devices, jamp_side
 from .cases import CASES as ALL_CASES
 from .cases import Case, streams
 from .ops_float32 import FLOAT32
@@ -73,7 +73,7 @@ def reference(case: Case, device: str) -> Reference:
     """torch's run of a case."""
     from . import torch_side
 
-    run = torch_side.run(case, device)
+    run = torch_side.run(case, devices.of_torch(device))
     base, poison = streams(case)
     first = np.float32(case.init_scale if case.enabled else 1.0)
     before = np.concatenate([[first], floats(run.scale)[:-1]])

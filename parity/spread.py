@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import devices
 from .result import Result
 from .training_data import SEEDS, TASKS, Run, Task, Variant
 
@@ -45,7 +46,8 @@ def measure(task: Task, seed: int, device: str) -> Spread:
     """Trains a task with torch in every variant."""
     from . import training_torch
 
-    first, *others = (training_torch.run(task, seed, v, device) for v in VARIANTS)
+    place = devices.of_torch(device)
+    first, *others = (training_torch.run(task, seed, v, place) for v in VARIANTS)
     finals = [run.final_loss for run in (first, *others)]
     return Spread(
         np.float32(max(finals) - min(finals)),

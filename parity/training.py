@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import spread
+from . import devices, spread
 from .cases import SIZE, Case
 from .result import Result, table
 from .spread import Spread
@@ -100,10 +100,10 @@ def run(task: Task, device: str) -> Result:
 
     kept, trained = golden.load(), []
     for seed in SEEDS:
-        torch = training_torch.run(task, seed, Variant(), device)
+        torch = training_torch.run(task, seed, Variant(), devices.of_torch(device))
         apart = (
             spread.recorded(kept, task, seed)
-            if device == "cpu"
+            if device == devices.CPU
             else spread.measure(task, seed, device)
         )
         jamp = training_jamp.run(task, seed)

@@ -77,7 +77,6 @@ def magnitude_of(x: jax.Array) -> jax.Array:
 def exponent_of(x: jax.Array) -> jax.Array:
     """The exponent in the bits of float32, 255 for inf and nan, and -1 for zero.
 
-    It is read from the bits, because XLA's CPU backend treats subnormals as zeros.
     Magnitudes of float64 that are out of float32's range get its first or last one.
     """
     if x.dtype == jnp.float64:
@@ -87,19 +86,32 @@ def exponent_of(x: jax.Array) -> jax.Array:
         exponent = jnp.clip(wide - (1023 - BIAS), 0, 254)
         exponent = jnp.where(wide == 2047, 255, exponent)
         return jnp.where((low | high) == 0, -1, exponent)
+    bits = bits_of(x)
+    return jnp.where(bits == 0, -1, bits >> 23)
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """The bits of |x| in float32, as int32: they have the order of the magnitudes.
+
+    XLA's CPU backend treats subnormals as zeros. There LLVM must not make a comparison
+    of numbers of one of bits with 0.
+    """
     if x.dtype == jnp.bfloat16:
         bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
     else:  # the subnormals of float16 and below are normal in float32
         bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    bits = bits & jnp.uint32(0x7FFFFFFF)
-    return jnp.where(bits == 0, -1, (bits >> 23).astype(jnp.int32))
+    bits = (bits & jnp.uint32(0x7FFFFFFF)).astype(jnp.int32)
+    same = lambda x: x
+    return lax.platform_dependent(bits, cpu=lax.optimization_barrier, default=same)
 
 
 def flushed(x: jax.Array, scale: ArrayLike = 1.0) -> jax.Array:
     """How many elements float16 rounds to zero after a division by a scale."""
-    magnitude = magnitude_of(x)
-    limit = FLUSHED * jnp.asarray(scale, magnitude.dtype)
-    return many((exponent_of(x) >= 0) & (magnitude <= limit))
+    limit = jnp.asarray(FLUSHED * jnp.asarray(scale, magnitude_of(x).dtype))
+    if x.dtype == jnp.float64:
+        return many((exponent_of(x) >= 0) & (jnp.abs(x) <= limit))
+    bits = bits_of(x)
+    return many((bits > 0) & (bits <= bits_of(limit)))
 
 
 def largest(x: jax.Array) -> jax.Array:

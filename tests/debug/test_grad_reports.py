@@ -240,3 +240,17 @@ def test_shares_are_of_all_that_is_counted(kind):
             assert debug.grad_histogram(zeros).to_dict()["zeros"] == 4 * parts * share
         row = debug.overflow_report({"w": leaf([np.nan, 1.0])}).to_dict()["w"]
         assert (row["inf"] + row["nan"], row["size"]) == (1, 2)
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+def test_subnormals_of_float32_are_no_zeros_however_they_are_compiled(optimized):
+    grads = np.float32([2.0**-24, 2.0**-25, 2.0**-26, 2.0**-127, -(2.0**-140)])
+    options = {"xla_backend_optimization_level": 3 * optimized}
+    if jax.__version_info__ < (0, 11):  # later ones always use them
+        options["xla_cpu_use_fusion_emitters"] = optimized
+    report = lambda x: debug.underflow_report(x, 1.0)
+    compiled = jax.jit(report, compiler_options=options)
+    for dtype, lost in ((np.float32, 4), (jnp.bfloat16, 3)):  # -0 for the last
+        found = compiled(grads.astype(dtype))
+        assert found.flushed.tolist() == [lost]
+        assert found.zeros.tolist() == [4 - lost]

@@ -144,10 +144,10 @@ def test_a_fault_is_counted(monkeypatch, change, field):
     sides = ops_torch.run(matmul.op, matmul.half, "cpu")
     right = {name: dict.fromkeys(JITTED, side) for name, side in sides.items()}
     wrong = {n: right[n] | {JITTED[1]: change(side)} for n, side in sides.items()}
-    monkeypatch.setattr(ops.ops_jamp, "run", lambda op, half: right)
+    monkeypatch.setattr(ops.ops_jamp, "run", lambda pairs: [right])
     result = ops.run(matmul, "cpu")
     assert result.compared and not result.differs and result.as_expected
-    monkeypatch.setattr(ops.ops_jamp, "run", lambda op, half: wrong)
+    monkeypatch.setattr(ops.ops_jamp, "run", lambda pairs: [wrong])
     result = ops.run(matmul, "cpu")
     assert {name for name, n in result.mismatches.items() if n} == {field}
     assert "jitted in the region" in result.where and not result.as_expected

@@ -30,7 +30,8 @@ PARAMETERS = {
         "custom_jvp_call": "jvp_jaxpr_fun num_consts symbolic_zeros",
         "custom_vmap_call": "rule",
         "dynamic_slice": "slice_sizes",
-        "gather": "slice_sizes unique_indices",
+        "concatenate iota": "dimension",
+        "gather": "dimension_numbers mode slice_sizes unique_indices",
         "integer_pow": "y",
         "name": "name",
         "ragged_dot_general": "",  # and of each product what follows below

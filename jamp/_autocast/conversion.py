@@ -13,6 +13,7 @@ from .._jaxprs import param
 from .call_stack import called_function, code_of
 from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op, Value
 from .notes import Note, holds, is_float
+from .picks import index_note
 from .rules import ACTIONS
 from .trace import AutocastTrace, dtypes_of
 
@@ -95,6 +96,8 @@ def convert(trace: AutocastTrace, op: Op, action: Action) -> Value:
             # In code that sees half precision, JAX would have promoted to that.
             asked = action is not ACTIONS[op.name] or is_explicit() or asks_for_dtype()
             trace.notes[out] = Note(counted=not asked)
+        elif not is_float(x):
+            trace.notes[out] = index_note(op, op.args, trace.notes)
         return out
     explicit = is_explicit()
     if not op.is_baked:

@@ -20,6 +20,8 @@ kept by the identity of the value, for as long as the value lives:
     statistic  a part of a statistic that is computed in float32, and given in it
     activation made from the result of a product, and so no weight. It is noted only
                where a recipe asks
+    arange     the integers 0, 1, 2 ... along the one dimension in `varies`
+    columns    for integers that were concatenated, the dimension of each that is such
 """
 
 import functools
@@ -54,6 +56,13 @@ class Note(NamedTuple):
     result: bool = False
     statistic: bool = False
     activation: bool = False
+    arange: bool = False
+    columns: tuple[int | None, ...] = ()
+
+    @property
+    def along(self) -> int | None:
+        """The dimension of an `arange`."""
+        return next(iter(self.varies or ()), None) if self.arange else None
 
 
 NOTHING = Note()
@@ -229,7 +238,7 @@ def product_sides(op: Op) -> Sides:
 def passed_on(op: Op, notes: Notes) -> Note:
     """The note of the result of an op that moves elements."""
     x, name = op.args[0], op.primitive.name
-    note, old = notes[x], np.shape(x)
+    note, old = notes[x]._replace(columns=()), np.shape(x)
     if name == "transpose":
         return with_dimensions(note, param(op, "permutation"))
     if name == "squeeze":
@@ -244,9 +253,11 @@ def passed_on(op: Op, notes: Notes) -> Note:
         if sides is not None:
             kept = {to[d]: side for d, side in enumerate(sides) if old[d] == new[to[d]]}
             sides = tuple(map(kept.get, range(len(new))))
+        arange = note.arange and all(old[d] == new[to[d]] for d in varies)
         varies = frozenset(map(to.__getitem__, varies))
         raised = note.raised + len(new) - len(old)
-        return Note(note.constant, sides, varies, raised, counted=note.counted)
+        made = Note(note.constant, sides, varies, raised, counted=note.counted)
+        return made._replace(arange=arange)
     if name == "reshape":
         new = param(op, "new_sizes")
         raised = max(0, len(new) - len(old))
@@ -255,11 +266,13 @@ def passed_on(op: Op, notes: Notes) -> Note:
         varies = frozenset(d for d, mark in enumerate(marks) if mark is True)
         varies = varies if is_same and raised else None
         sides = sides and reshaped(sides, old, new)
-        return Note(note.constant, sides, varies, raised, counted=note.counted)
+        made = Note(note.constant, sides, varies, raised, counted=note.counted)
+        return made._replace(arange=note.arange and varies is not None)
     if name in ("slice", "copy"):
         if sides is not None and name == "slice":
             sides = tuple(None if isinstance(side, tuple) else side for side in sides)
-        return note._replace(constant=None, sides=sides, varies=None, raised=0)
+        note = note._replace(constant=None, sides=sides, varies=None, raised=0)
+        return note._replace(arange=False)
     return NOTHING
 
 

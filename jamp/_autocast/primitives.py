@@ -18,8 +18,9 @@ from .bias import mark_results, with_bias
 from .conversion import convert, is_filled
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Params, Result, Value, Values
 from .input_casts import as_without, prepared, widens
-from .notes import Note, passed_on, product_sides
+from .notes import Note, is_float, passed_on, product_sides
 from .ops import PRIMITIVES
+from .picks import index_note
 from .products import for_product, is_wide
 from .scatters import SCATTERS, looked_up, scattered, summed
 from .trace import RULES, AutocastTrace, Rule, register
@@ -201,6 +202,23 @@ def scatter(trace: AutocastTrace, op: Op, action: Action) -> Result:
         op = op._replace(args=trace.as_traced(op.args, op.avals))
         action = KEPT
     return by_row(trace, op, action)
+
+
+@register("iota")
+def count(trace: AutocastTrace, op: Op) -> Result:
+    out = trace.left_alone(op)
+    trace.notes[out] = index_note(op, op.args, trace.notes)
+    return out
+
+
+@register("concatenate", "lt", "select_n")
+@with_row
+def maybe_of_indices(trace: AutocastTrace, op: Op, action: Action) -> Result:
+    """Runs an op by its row, of which an index may be made."""
+    out = by_row(trace, op, action)
+    if not is_float(op.args[-1]):
+        trace.notes[out] = index_note(op, op.args, trace.notes)
+    return out
 
 
 register(*(PRIMITIVES.keys() - RULES.keys()))(with_row(by_row))

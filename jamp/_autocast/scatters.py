@@ -8,7 +8,6 @@ indices are unique, or has only a few, it runs as it was given.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,9 @@ from .._compat import array_dtype
 from .._jaxprs import param
 from .._tree import HALVES
 from .decision import FLOAT32_DTYPE, Op, Params, Result, Value, Values
+from .picks import is_few, pick_of, picked
 from .trace import AutocastTrace
 
-FEW = 8
 # How they combine two numbers is recorded in the dtype of the numbers.
 SCATTERS = {
     "scatter-add": lax.scatter_add,
@@ -47,14 +46,19 @@ def summed(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result
 
 
 def looked_up(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
-    """The result of a gather, whose gradient is such a sum."""
-    is_half = array_dtype(args[0]) in HALVES
-    sums = is_half and not param(op, "unique_indices") and repeats(args[1])
+    """The result of a gather, whose gradient is such a sum, or a mask."""
     # What is computed at once is not differentiated.
-    if not sums or op.is_baked or _compat.is_eager(trace.parent):
+    if op.is_baked or _compat.is_eager(trace.parent):
+        return trace.bind(op.primitive, args, params)
+    function = None
+    if (pick := pick_of(op, args, trace.notes)) is not None:
+        function, params = picked, params | {"pick": pick}
+    elif array_dtype(args[0]) in HALVES and repeats(args[1]):
+        function = None if param(op, "unique_indices") else gathered
+    if function is None:
         return trace.bind(op.primitive, args, params)
     trace.effects.touched = True
-    return trace.call(gathered, args, params)
+    return trace.call(function, args, params)
 
 
 def scattered(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Value:
@@ -69,10 +73,9 @@ def repeats(indices: Value) -> bool:
 
     Of a few, as one step of a loop writes into a cache, the sum is right to within
     their number of roundings, and a float32 copy of all that they point into costs more
-    than the step. A symbolic number of indices may be large.
+    than the step.
     """
-    sizes = np.shape(indices)[:-1]
-    return not all(isinstance(n, int) for n in sizes) or math.prod(sizes) > FEW
+    return not is_few(np.shape(indices)[:-1])
 
 
 def gathered(x: jax.Array, indices: jax.Array, **params: object) -> jax.Array:

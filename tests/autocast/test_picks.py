@@ -1,0 +1,226 @@
+"""Gathers of one number a row: their gradients are masks, with the same numbers."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jamp
+from jamp._autocast import picks, scatters
+from jamp._autocast.retracing import without_caches
+from jamp._jaxprs import equations
+from tests.bits import check_same_bits
+from tests.marks import mostly_slow
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+ROWS, WIDTH = 12, 37
+keys = jax.random.split(jax.random.key(0), 3)
+logits = 3 * jax.random.normal(keys[0], (ROWS, WIDTH))
+labels = jax.random.randint(keys[1], (ROWS,), 0, WIDTH)
+weights = jax.random.normal(keys[2], (ROWS,))
+by_two = lambda x: x.reshape(3, 4, *x.shape[1:])
+# The ways in which losses pick the logit of a label.
+FORMS = {
+    "arange": lambda x, y: x[jnp.arange(ROWS), y],
+    "NumPy's arange": lambda x, y: x[np.arange(ROWS), y],
+    "small labels": lambda x, y: x[jnp.arange(ROWS), y.astype(jnp.uint8)],
+    "large arange": lambda x, y: x[jnp.arange(ROWS, dtype=jnp.uint32), y],
+    "clipped": lambda x, y: x.at[jnp.arange(ROWS), y].get(mode="clip"),
+    "filled": lambda x, y: x.at[jnp.arange(ROWS), y].get(mode="fill", fill_value=0),
+    "transposed": lambda x, y: x.T[y, jnp.arange(ROWS)],
+    "two dimensions": lambda x, y: by_two(x)[
+        jnp.arange(3)[:, None], jnp.arange(4)[None], by_two(y)
+    ].ravel(),
+    "negative": lambda x, y: x[jnp.arange(ROWS), y - WIDTH],
+    "along": lambda x, y: jnp.take_along_axis(x, y[:, None], 1)[:, 0],
+    "along the last": lambda x, y: jnp.take_along_axis(
+        by_two(x), by_two(y)[..., None], -1
+    ).ravel(),
+    "along the first": lambda x, y: jnp.take_along_axis(x.T, y[None], 0)[0],
+    "vmap": lambda x, y: jax.vmap(lambda x, i: x[i])(x, y),
+    "vmap of take": lambda x, y: jax.vmap(jnp.take)(x, y),
+    "vmap of a slice": lambda x, y: jax.vmap(
+        functools.partial(lax.dynamic_index_in_dim, keepdims=False)
+    )(x, y),
+    "optax": lambda x, y: -optax.softmax_cross_entropy_with_integer_labels(x, y),
+}
+OTHERS = {
+    "rows of a table": lambda x, y: x[y],
+    "numbers of a table": lambda x, y: x[:, 0][y % ROWS],
+    "a column of a table": lambda x, y: x[:, :1][y % ROWS],
+    "two a row": lambda x, y: jnp.take_along_axis(x, jnp.stack([y, y], 1), 1),
+    "places of two axes": lambda x, y: x[y % ROWS, y],
+    "a diagonal": lambda x, y: x[:, :ROWS, None].repeat(3, 2)[
+        jnp.arange(ROWS), jnp.arange(ROWS), y % 3
+    ],
+    "an arange that is cut": lambda x, y: x[jnp.arange(ROWS + 3)[3:][:, None][:, 0], y],
+    "an arange that is moved": lambda x, y: x[jnp.arange(ROWS) + 1, y],
+    "an arange in turn": lambda x, y: x[jnp.arange(ROWS)[::-1], y],
+    "another arange": lambda x, y: x.repeat(2, 0)[jnp.arange(ROWS), y],
+    "an arange that is too long": lambda x, y: x[jnp.arange(2 * ROWS), y.repeat(2)],
+    "a few": lambda x, y: jnp.take_along_axis(x[:3], y[:3, None], 1),
+    "integers": lambda x, y: (100 * x).astype(int)[jnp.arange(ROWS), y] * x[:, 0],
+    "one-hot": lambda x, y: (x * jax.nn.one_hot(y, WIDTH)).sum(1),
+}
+
+
+def loss_of(pick):
+    return lambda x: jnp.sum(pick(x, labels) * weights)
+
+
+def is_masked(function, *args):
+    return "name=_picked" in str(jax.make_jaxpr(function)(*args))
+
+
+@pytest.fixture
+def scattered(monkeypatch):
+    """Runs a call as if no gather were a pick."""
+
+    def run(call, *args):
+        with monkeypatch.context() as patch, without_caches():
+            patch.setattr(scatters, "pick_of", lambda *args: None)
+            return call(*args)
+
+    return run
+
+
+regions = pytest.mark.parametrize(
+    "dtype", mostly_slow([jnp.float16, jnp.bfloat16, "float8"], jnp.float16)
+)
+
+
+@regions
+@pytest.mark.parametrize("name", mostly_slow(FORMS, "arange", "along", "vmap", "optax"))
+def test_the_gradient_is_the_same(scattered, name, dtype):
+    loss = loss_of(FORMS[name])
+    half = lambda x: loss(x.astype(jnp.float16))
+    for f in map(jamp.autocast(dtype), (loss, half)):
+        twice = jax.grad(lambda x, f=f: jnp.sum(jax.grad(f)(x) ** 2))
+        along = lambda x, f=f: jax.jvp(f, (x,), (x,))
+        assert is_masked(f, logits)
+        for call in (f, jax.grad(f), jax.jit(jax.grad(f)), along, twice):
+            check_same_bits(call(logits), scattered(call, logits))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_gathers_are_what_they_were(name):
+    loss = jamp.autocast(jnp.float16)(lambda x: jnp.sum(OTHERS[name](x, labels)))
+    assert not is_masked(loss, logits)
+
+
+def test_a_loop_keeps_no_mask():
+    def loss(x):
+        with jamp.autocast(jnp.float16):
+            step = lambda total, i: (total + loss_of(FORMS["arange"])(x * i), None)
+            return lax.scan(step, 0.0, jnp.arange(3.0))[0]
+
+    assert is_masked(loss, logits)
+    loops = [e for e in equations(jax.make_jaxpr(jax.grad(loss))(logits)) if is_loop(e)]
+    assert len(loops) == 2
+    kept = [v.aval for v in loops[0].outvars]
+    assert not [x for x in kept if x.dtype == bool or x.shape == (3, ROWS, WIDTH)]
+
+
+def is_loop(eqn):
+    return eqn.primitive.name == "scan"
+
+
+# Any gather.
+
+MODES = lax.GatherScatterMode
+
+
+def random_gather(rng):
+    """A gather at random, its array, and whether it picks one number of each row."""
+    spoiled = rng.choice(["", "", "slice", "places", "axes", "integers"])
+    kinds = ["batch"] * rng.integers(0, 3) + ["arange"] * rng.integers(0, 2)
+    sizes = [int(n) for n in rng.integers(2, 6, len(kinds))]
+    # The dimensions of the array, and of the indices, which are in another order.
+    dims = [(kind, n, j) for j, (kind, n) in enumerate(zip(kinds, sizes, strict=True))]
+    dims += [("axis", 7, None)] * (1 + (spoiled == "axes"))
+    dims += [("unit", 1, None)] * rng.integers(0, 2)
+    dims = [dims[i] for i in rng.permutation(len(dims))]
+    places = [*range(len(sizes))] + [None] * rng.integers(0, 2)
+    places = [places[i] for i in rng.permutation(len(places))]
+    if spoiled == "places":
+        places.append("more")
+    at = {j: d for d, j in enumerate(places) if isinstance(j, int)}
+    shape = [1 if j is None else 3 if j == "more" else sizes[j] for j in places]
+    slices = [1] * len(dims)
+    if spoiled == "slice":
+        slices[[kind for kind, *_ in dims].index("axis")] = 2
+    indexed = [d for d, (kind, *_) in enumerate(dims) if kind in ("axis", "arange")]
+    indexed = [indexed[i] for i in rng.permutation(len(indexed))]
+    free = [d for d, (kind, *_) in enumerate(dims) if kind != "batch"]
+    gone = [d for d in free if slices[d] == 1 and rng.integers(2)]
+    rank = len(shape) + len(free) - len(gone)
+    offset = sorted(rng.choice(rank, len(free) - len(gone), replace=False).tolist())
+    batch = [(d, at[j]) for d, (kind, _, j) in enumerate(dims) if kind == "batch"]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(offset),
+        collapsed_slice_dims=tuple(gone),
+        start_index_map=tuple(indexed),
+        operand_batching_dims=tuple(d for d, _ in batch),
+        start_indices_batching_dims=tuple(d for _, d in batch),
+    )
+    mode = rng.choice([MODES.CLIP, MODES.FILL_OR_DROP, MODES.PROMISE_IN_BOUNDS])
+    kind = rng.choice(["int32", "int8", "uint8", "uint32"])
+    if mode == MODES.PROMISE_IN_BOUNDS:
+        low, high = 0, 7
+    else:
+        low, high = (-9 if kind.startswith("i") else 0), 12
+    x = rng.normal(size=[n for _, n, _ in dims]).astype(np.float32)
+    found = {d: rng.integers(low, high, shape).astype(kind) for d in indexed}
+
+    def gather(x):
+        columns = []
+        for d in indexed:
+            column = jnp.asarray(found[d])
+            if dims[d][0] == "arange":
+                column = lax.broadcasted_iota(kind, shape, at[dims[d][2]])
+            columns.append(column[..., None])
+        indices = jnp.concatenate(columns, -1)
+        if spoiled == "integers":
+            x = (9 * x).astype(int)
+        return lax.gather(x, indices, numbers, tuple(slices), mode=MODES(mode))
+
+    return gather, jnp.asarray(x), not spoiled and math.prod(sizes) > picks.FEW
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(40), *range(8)))
+def test_any_gather(scattered, seed):
+    gather, x, is_pick = random_gather(np.random.default_rng(seed))
+    for dtype in (jnp.float32, jnp.float16):
+        f = jamp.autocast(jnp.float16)(lambda x, dtype=dtype: gather(x.astype(dtype)))
+        assert is_masked(f, x) == is_pick
+        given = random_like(f(x))
+        back = lambda x, f=f, given=given: jax.vjp(f, x)[1](given)
+        along = lambda x, f=f: jax.jvp(f, (x,), (jnp.cos(x),))
+        for call in (f, back, along):
+            check_same_bits(call(x), scattered(call, x))
+
+
+def random_like(x):
+    key = jax.random.key(1)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return np.zeros(x.shape, jax.dtypes.float0)
+    return jax.random.normal(key, x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("mode", mostly_slow(["clip", "fill", None], None))
+def test_a_pick_of_a_mapped_function(scattered, mode):
+    """Inside of `vmap` each example has one index, and the batch has many."""
+    f = lambda x, y: x.at[jnp.array([0]), y].get(mode=mode)
+
+    def loss(x):
+        mapped = jax.vmap(jamp.autocast(jnp.float16)(f))
+        return jnp.sum(mapped(x[:, None], labels) * weights[:, None])
+
+    for call in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        check_same_bits(call(logits), scattered(call, logits))

@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
 from .._jaxprs import branches, called, calling, loop, param
+from .activations import SAVED_ONCE, run_inside
 from .call_stack import is_library
 from .decision import CASTABLE, Op, Result, Value, Values
 from .notes import Note, holds
@@ -56,7 +57,10 @@ def rewritten(trace: AutocastTrace, op: Op) -> Values:
     jaxpr, consts = new.jaxpr, []
     if op.name == "remat2":  # whose jaxpr has no constants
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
-    outs: Any = trace.bind(op.primitive, [*consts, *op.args], calling(op, jaxpr))
+    args, params = [*consts, *op.args], calling(op, jaxpr)
+    outs: Any = trace.bind(op.primitive, args, params)
+    if op.name == "jit" and op.action is not None and op.action.why.name in SAVED_ONCE:
+        outs = run_inside(trace, op, args, params, outs)
     return annotate(trace, outs, new)
 
 

@@ -14,6 +14,7 @@ from jax.extend.core import set_current_trace
 
 from .._compat import array_dtype
 from .._jaxprs import param
+from .activations import MADE, SAVED_ONCE, run_gated, run_inside
 from .bias import mark_results, with_bias
 from .conversion import convert, is_filled
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Params, Result, Value, Values
@@ -64,7 +65,11 @@ def by_row(
     """Casts the inputs as the row says. Where dtypes are fixed, so is the result's."""
     args, params = prepared(trace, op, action)
     out = run(trace, op, args, params)
-    return as_without(trace, op, args, out) if op.is_baked else out
+    if op.is_baked:
+        return as_without(trace, op, args, out)
+    if action.why.name in SAVED_ONCE:
+        return run_inside(trace, op, args, params, out)
+    return run_gated(trace, op, args, out) if op.name == "mul" else out
 
 
 register("convert_element_type")(with_row(convert))
@@ -90,6 +95,8 @@ def move(trace: AutocastTrace, op: Op, action: Action) -> Result:
     if op.name == "broadcast_in_dim" and is_filled(args[0]):
         return out  # the user's array, not a number
     trace.notes[out] = passed_on(op._replace(args=args), trace.notes)
+    if op.name == "copy":  # the last op of an exact gelu
+        trace.notes.remember(out, MADE, trace.notes.copy(args[0], MADE))
     return out
 
 

@@ -21,14 +21,14 @@ from flax.training.dynamic_scale import DynamicScale
 import jamp
 
 from . import models
-from .model_sizes import GPT2, LEARNING_RATE, MLP, SEED, ResNet50
+from .model_sizes import GPT2, LEARNING_RATE, MLP, SEED, Llama, ResNet50
 
 INNER = optax.adamw(LEARNING_RATE)
 autocast = functools.partial(jamp.autocast, dtype=jnp.float16)
 tf32 = functools.partial(jax.default_matmul_precision, "tensorfloat32")
 
 
-def parts(model, region=contextlib.nullcontext):
+def parts(model, region=contextlib.nullcontext, compare=models.loss):
     """The loss as a function of parameters and batch statistics, and both of these."""
     graph, *states = nnx.split(model, nnx.Param, ...)
     params, stats = nnx.as_pure(states)
@@ -36,7 +36,7 @@ def parts(model, region=contextlib.nullcontext):
     def loss_fn(params, stats, x, y):
         model = nnx.merge(graph, params, stats)
         with region():
-            loss = models.loss(model(x), y)
+            loss = compare(model(x), y)
         return loss, nnx.as_pure(nnx.state(model, nnx.BatchStat))
 
     return loss_fn, params, stats
@@ -45,8 +45,11 @@ def parts(model, region=contextlib.nullcontext):
 def unchecked(
     size, flash, *dtypes, region=contextlib.nullcontext, inner=INNER, scale=1.0
 ):
+    return of_loss(*parts(models.make(size, flash, *dtypes), region), inner, scale)
+
+
+def of_loss(loss_fn, params, stats, inner=INNER, scale=1.0):
     """A step that checks nothing. `inner` divides the gradients by the scale."""
-    loss_fn, params, stats = parts(models.make(size, flash, *dtypes), region)
 
     def step(state, x, y):
         params, stats, opt_state = state
@@ -69,6 +72,13 @@ def bfloat16_by_hand(size, flash):
 
 def float16_by_hand(size, flash):
     return unchecked(size, flash, jnp.float16)
+
+
+def saving_once(size, flash):
+    """By hand, too, what a region does: it keeps as little as torch for the backward
+    pass, of each gelu and of the label's logit."""
+    model = models.saving_once(models.make(size, flash, jnp.float16))
+    return of_loss(*parts(model, compare=models.masked_loss))
 
 
 def float32_residual(size, flash):
@@ -246,11 +256,13 @@ def flax_float8(size, flash):
 
 EMBED = "the same, rules={nnx.Embed: float16}"
 BASE, REFERENCE = "float16 by hand", "float32"
+ONCE = "float16 by hand, saving as torch"
 RESIDUAL = "float16 by hand, float32 residual"
 ROWS = {
     REFERENCE: float32,
     "bfloat16 by hand": bfloat16_by_hand,
     BASE: float16_by_hand,
+    ONCE: saving_once,
     RESIDUAL: float32_residual,
     "jamp.autocast + dynamic_loss_scale": jamp_autocast,
     EMBED: jamp_autocast_embed,
@@ -291,6 +303,7 @@ PRECISIONS = {
     "rowwise": within(jamp.Float8("rowwise")),
     "policy + loss scale": jamp_policy,
     BASE: float16_by_hand,
+    ONCE: saving_once,
 }
 OTHERS = {
     "rowwise_with_gw_hp": within(jamp.Float8("rowwise_with_gw_hp")),
@@ -304,10 +317,13 @@ ALL = PRECISIONS | OTHERS | ROWS
 
 def rows_for(size, rows=ROWS | CONTROLS):
     """The rows for a model: only GPT-2 has embeddings, others lack a residual stream
-    that could be float32, and Flax's float8 is that of the MLP."""
+    that could be float32, ResNet and Llama keep nothing twice, and Flax's float8 is
+    that of the MLP."""
     dropped = set() if isinstance(size, GPT2) else {EMBED}
     if isinstance(size, ResNet50 | MLP):
         dropped.add(RESIDUAL)
+    if isinstance(size, ResNet50 | Llama):  # no gelu, and few classes or none
+        dropped.add(ONCE)
     if not isinstance(size, MLP):
         dropped.add(FLAX_FLOAT8)
     return {name: row for name, row in rows.items() if name not in dropped}

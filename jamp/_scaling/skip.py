@@ -159,13 +159,15 @@ def _paths(tree: PyTree) -> list[str]:
 def harmless(finite: Flag, grads: T) -> T:
     """Gradients for a `run` that may run on a skipped step: zeros then.
 
-    So an optimizer never sees an inf or a nan, whichever way the step is skipped.
+    So an optimizer never sees an inf or a nan, whichever way the step is skipped. The
+    zeros are negative: an array of positive ones XLA would share with that into which
+    an embedding's gradient is scattered, and write it for both.
     """
     if not is_traced(finite):
         return grads
     kept = keeps(finite)
 
     def zeroed(g: ArrayLike) -> ArrayLike:
-        return lax.select_n(kept, lax.full_like(g, 0), g) if is_inexact(g) else g
+        return lax.select_n(kept, lax.full_like(g, -0.0), g) if is_inexact(g) else g
 
     return jax.tree.map(zeroed, grads)

@@ -1,0 +1,156 @@
+"""Activations of which the backward pass keeps the input alone."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jamp
+from jamp._autocast import nested, primitives
+from jamp._autocast.retracing import without_caches
+from tests.bits import check_near, check_same_bits, nudged
+from tests.marks import mostly_slow
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+keys = jax.random.split(jax.random.key(0), 4)
+x = jax.random.normal(keys[0], (16, 32))
+up, gate = (0.3 * jax.random.normal(key, (32, 64)) for key in keys[1:3])
+down = 0.1 * jax.random.normal(keys[3], (64, 8))
+exact = functools.partial(jax.nn.gelu, approximate=False)
+SAVED = {
+    "gelu": jax.nn.gelu,
+    "exact gelu": exact,
+    "mish": jax.nn.mish,
+    "Linen's gelu": nn.gelu,
+    "NNX's gelu": nnx.gelu,
+    "jitted": jax.jit(jax.nn.gelu),
+    "of a mapped row": jax.vmap(jax.nn.gelu),
+    "twice": lambda h: jax.nn.gelu(jax.nn.gelu(h)),
+    "of float32": lambda h: jax.nn.gelu(h.astype(jnp.float32)),
+}
+LAYERS = {
+    "alone": lambda act: lambda up, gate: jnp.sum((act(x @ up) @ down) ** 2),
+    "gated": lambda act: lambda up, gate: jnp.sum((act(x @ gate) * (x @ up)) @ down),
+    "gated by it": lambda act: (
+        lambda up, gate: jnp.sum(((x @ up) * act(x @ gate)) @ down)
+    ),
+    "of one value": lambda act: (
+        lambda up, gate: jnp.sum((act(x @ up) * (x @ up)) @ down)
+    ),
+    "two": lambda act: lambda up, gate: jnp.sum((act(x @ up) * act(x @ gate)) @ down),
+    "scaled by a number": lambda act: (
+        lambda up, gate: jnp.sum((act(x @ up) * 0.5) @ down)
+    ),
+    "scaled by a row": lambda act: (
+        lambda up, gate: jnp.sum((act(x @ up) * gate[0]) @ down)
+    ),
+}
+
+
+@pytest.fixture
+def as_jax_keeps(monkeypatch):
+    """Runs a call as if no activation were saved once."""
+
+    def run(call, *args):
+        with monkeypatch.context() as patch, without_caches():
+            for module in (nested, primitives):
+                patch.setattr(module, "SAVED_ONCE", frozenset())
+            return call(*args)
+
+    return run
+
+
+CASES = [(name, layer) for name in SAVED for layer in LAYERS]
+QUICK = [("gelu", "alone"), ("exact gelu", "gated"), ("mish", "two")]
+DTYPES = ["float16", "bfloat16", "float8"]
+
+
+@pytest.mark.parametrize("dtype", mostly_slow(DTYPES, "float16"))
+@pytest.mark.parametrize(("name", "layer"), mostly_slow(CASES, *QUICK))
+def test_the_numbers_are_the_same(as_jax_keeps, name, layer, dtype):
+    loss = jamp.autocast(dtype)(LAYERS[layer](SAVED[name]))
+    along = lambda *args: jax.jvp(loss, args, args)
+    for call in (loss, jax.grad(loss, (0, 1)), *([along] if dtype != "float8" else [])):
+        check_same_bits(call(up, gate), as_jax_keeps(call, up, gate))
+
+
+def second(loss):
+    grad = jax.grad(loss, (0, 1))
+    squares = lambda *args: sum(jnp.sum(jnp.float32(g) ** 2) for g in grad(*args))
+    return jax.grad(squares, (0, 1))
+
+
+@pytest.mark.parametrize(
+    "derivative", [functools.partial(jax.grad, argnums=(0, 1)), second]
+)
+@pytest.mark.parametrize(("name", "layer"), mostly_slow(CASES, *QUICK))
+def test_the_numbers_of_one_program(as_jax_keeps, name, layer, derivative):
+    """In the second derivative, cotangents are added in another order."""
+    loss = jamp.autocast("float16")(LAYERS[layer](SAVED[name]))
+    call = jax.jit(derivative(loss))
+    near = [as_jax_keeps(call, *args) for args in nudged((up, gate), jnp.float16)]
+    check_near(call(up, gate), as_jax_keeps(call, up, gate), near)
+
+
+def kept(function, *args):
+    """The shapes of what is kept for the backward pass, without the arguments."""
+    leaves = jax.tree.leaves(
+        jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args)
+    )
+    return sorted(leaf.shape for leaf in leaves)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_the_input_alone_is_kept(as_jax_keeps, name):
+    """Here each release says whether its formulas are those that are known."""
+    act = jamp.autocast("float16")(SAVED[name])
+    h = jnp.ones((16, 64), jnp.float16)
+    times = 2 if name == "twice" else 1
+    assert kept(act, h) == [h.shape] * times
+    assert len(as_jax_keeps(kept, act, h)) > times
+
+
+@pytest.mark.parametrize("name", ["gelu", "exact gelu", "mish"])
+def test_a_gate_and_the_input_are_kept(as_jax_keeps, name):
+    gated = jamp.autocast("float16")(lambda h, g: g * SAVED[name](h))
+    h = jnp.ones((16, 64), jnp.float16)
+    assert kept(gated, h, h) == [h.shape] * 2
+    assert len(as_jax_keeps(kept, gated, h, h)) > 2
+
+
+OTHERS = ["celu", "elu", "log_sigmoid", "selu", "silu", "softplus", "squareplus"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_activations_are_kept_as_jax_does(as_jax_keeps, name):
+    act = jamp.autocast("float16")(getattr(jax.nn, name))
+    h = jnp.ones((16, 64), jnp.float16)
+    assert kept(act, h) == as_jax_keeps(kept, act, h)
+
+
+def test_a_gpu_computes_it_anew_and_others_as_they_like():
+    loss = jax.jit(jax.grad(jamp.autocast("float16")(LAYERS["alone"](jax.nn.gelu))))
+    for platform, expected in {"cuda": 1, "rocm": 1, "tpu": 0, "cpu": 0}.items():
+        text = loss.trace(up, gate).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("optimization_barrier") == expected, platform
+
+
+def test_a_rule_of_the_users_decides_about_it():
+    act = jamp.autocast("float16", rules={jax.nn.gelu: jnp.float32})(jax.nn.gelu)
+    assert act(jnp.ones((16, 64), jnp.float16)).dtype == jnp.float32
+
+
+def test_a_loop_keeps_the_input_alone():
+    def loss(up):
+        def layer(h, _):
+            return jax.nn.gelu(h @ up) @ up.T, None
+
+        return jnp.sum(jax.lax.scan(layer, x, None, 3)[0])
+
+    with_region = jamp.autocast("float16")(loss)
+    of_layers = [shape for shape in kept(with_region, up) if shape == (3, 16, 64)]
+    assert len(of_layers) < len([s for s in kept(loss, up) if s == (3, 16, 64)])

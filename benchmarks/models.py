@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import jamp
+
 from .model_sizes import GPT2, MLP, SEED, Llama, ResNet50, ViT
 
 
@@ -48,6 +50,10 @@ def gpu_attention(q, k, v, causal):
     return jax.nn.dot_product_attention(
         q, k, v, is_causal=causal, implementation="cudnn" if half else "xla"
     )
+
+
+def jamp_attention(q, k, v, causal):
+    return jamp.dot_product_attention(q, k, v, is_causal=causal)
 
 
 class Attention(nnx.Module):
@@ -309,6 +315,14 @@ def make(size, flash, dtype=None, stream=None):
       stream: the dtype of a transformer's residual stream, if it is not `dtype`.
     """
     return MODELS[type(size)](size, flash, dtype, stream or dtype, nnx.Rngs(SEED))
+
+
+def with_jamp_attention(model):
+    """The model, which calls one attention function in any dtype."""
+    for _, module in nnx.iter_graph(model):
+        if hasattr(module, "attend"):
+            module.attend = jamp_attention
+    return model
 
 
 def saving_once(model):

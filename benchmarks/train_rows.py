@@ -117,6 +117,12 @@ def jamp_autocast(size, flash):
     return with_dynamic_loss_scale(models.make(size, flash), autocast)
 
 
+def jamp_autocast_attention(size, flash):
+    """A model that calls `jamp.dot_product_attention`, and names no kernel."""
+    model = models.with_jamp_attention(models.make(size, flash))
+    return with_dynamic_loss_scale(model, autocast)
+
+
 def jamp_autocast_embed(size, flash):
     """Rounds the embeddings' results, and thus the residual stream."""
     region = functools.partial(autocast, rules={nnx.Embed: jnp.float16})
@@ -291,6 +297,7 @@ def within(dtype):
 
 SCALED = "float16 + loss scale"
 FLAX_FLOAT8 = "flax Fp8DirectDotGeneralOp"
+ATTENTION = "float16 + loss scale, jamp.dot_product_attention"
 XLA_ATTENTION = "float16 with XLA's attention"  # all that scaled float16 reaches
 # What a step becomes in each precision, for `benchmarks.targets`.
 PRECISIONS = {
@@ -303,11 +310,11 @@ PRECISIONS = {
     "rowwise": within(jamp.Float8("rowwise")),
     "policy + loss scale": jamp_policy,
     BASE: float16_by_hand,
-    ONCE: saving_once,
 }
 OTHERS = {
     "rowwise_with_gw_hp": within(jamp.Float8("rowwise_with_gw_hp")),
     FLAX_FLOAT8: flax_float8,
+    ATTENTION: jamp_autocast_attention,
     XLA_ATTENTION: lambda size, flash: within(jnp.float16)(size, False),
 }
 

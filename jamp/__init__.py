@@ -17,10 +17,13 @@ try:
     from ._autocast.float8 import Float8 as Float8
     from ._autocast.scaled_float16 import ScaledFloat16 as ScaledFloat16
 
+    # Attention by the kernel that suits the device
+    from ._autocast.attention import dot_product_attention as dot_product_attention
+
     _import("._policy.compute_dtype", __name__)  # a context of JAX
 except Exception as _error:  # JAX's internals moved; the rest of jamp works without
     _names = "autocast", "get_autocast_dtype", "is_autocast_enabled"
-    _recipes = "Float8", "ScaledFloat16"
+    _recipes = "Float8", "ScaledFloat16", "dot_product_attention"
     globals().update(_stand_ins(__name__, _error, *_names, *_recipes))
 
 # Loss scaling and float16 parameters in optax

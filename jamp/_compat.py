@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, source_info_util, traceback_util
+from jax._src import core, dispatch, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.lax import linalg
@@ -83,6 +83,11 @@ def reference_of(trace: Trace) -> Any:
 def is_eager(trace: Trace) -> bool:
     """Whether ops on a trace are computed at once."""
     return isinstance(trace, core.EvalTrace)
+
+
+def requires_devices(primitive: core.Primitive) -> None:
+    """Has JAX say for which devices it lowers a primitive."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def cotangent_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:

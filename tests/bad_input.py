@@ -57,6 +57,7 @@ def as_type(dtype, tree):
 tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
 opt_state = tx.init(params)
 adam_tx = jamp.dynamic_loss_scale(optax.adam(0.1))
+heads = jnp.ones((2, 8, 4, 16))
 axis_tx = jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name="data")
 off_tx = jamp.dynamic_loss_scale(optax.sgd(0.1), enabled=False)
 master_tx = jamp.master_weights(optax.sgd(0.1))
@@ -855,6 +856,27 @@ jamp.cast_to_half
 jamp.cast_to_full
   jamp.cast_to_full(params, jnp.float32)
     TypeError: 1 positional argument
+
+jamp.dot_product_attention
+  jamp.dot_product_attention(heads, heads, heads[:, :, :3])
+    ValueError: value
+  jamp.dot_product_attention(heads, heads, heads, mask=heads)
+    ValueError: mask
+  jamp.dot_product_attention(heads, heads, heads, scale="1")
+    TypeError: scale
+  jamp.dot_product_attention(heads, heads, heads, is_causal="no")
+    TypeError: is_causal
+  jax.jit(lambda s: jamp.dot_product_attention(heads, heads, heads, scale=s))(1.0)
+    TypeError: scale
+    > Multiply the query by it, and pass scale=1.
+
+jamp.nnx.dot_product_attention
+  jamp.nnx.dot_product_attention(heads, heads, heads[:, :, :3])
+    ValueError: value
+
+jamp.linen.dot_product_attention
+  jamp.linen.dot_product_attention(heads, heads, heads[:, :, :3])
+    ValueError: value
 
 jamp.linen.with_policy
   jamp.linen.with_policy(model, "half")

@@ -102,6 +102,23 @@ def regions(x):
     yield dense(x)[1], np.float32([[2, 2], [1, 1]])
 
 
+@row(
+    "dot_product_attention",
+    "linen.dot_product_attention",
+    "nnx.dot_product_attention",
+)
+def attention(x):
+    value = jnp.broadcast_to(x[0, 0], (1, 4, 2, 8))
+    for attend in (
+        jamp.dot_product_attention,
+        jamp.linen.dot_product_attention,
+        jamp.nnx.dot_product_attention,
+    ):
+        known = np.full((1, 4, 2, 8), 2)
+        yield attend(value, value, value), f32(known)
+        yield jamp.autocast("float16")(attend)(value, value, value), f16(known)
+
+
 @row("Float8", "ScaledFloat16")
 def recipes(x):
     wide = jnp.tile(x, (8, 8))

@@ -22,6 +22,7 @@ from jax.extend.core import Primitive
 import jamp
 from jamp import _compat, _jaxprs
 from jamp._autocast import sampling, traits
+from jamp._autocast.attention import PRODUCTS_IN
 from jamp._autocast.ops import PRIMITIVES
 from jamp._autocast.trace import DIFFERENTIATION, RULES
 
@@ -37,7 +38,11 @@ FROM = {
     "vary_unreduced_cast": (0, 12, 0),
 }
 BEFORE = {"call": (0, 11, 1), "closed_call": (0, 11, 1)}
-ELSEWHERE = {"reverse_mode", "triton_kernel_call"}  # in jamp, and in jax_triton
+ELSEWHERE = {
+    "reverse_mode",
+    "triton_kernel_call",
+    *PRODUCTS_IN,
+}  # in jamp or jax_triton
 
 
 @jax.custom_jvp
@@ -96,7 +101,7 @@ PROGRAMS = {
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (0, x[0, 0].astype(int)), (2, 2)),
     "gather": lambda x: x[jnp.array([0, 1])],
     "integer_pow": lambda x: lax.integer_pow(x, 3),
-    "iota": lambda x: x + lax.iota(x.dtype, 4),
+    "iota": lambda x: lax.iota(x.dtype, 4),
     "jit": lambda x: jax.jit(jnp.sin)(x),
     "name": lambda x: jax.ad_checkpoint.checkpoint_name(x, "x"),
     "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([4])),
@@ -277,6 +282,7 @@ COMPAT = {
     ),
     "reference_of": (reference, True),
     "is_eager": (lambda: _compat.is_eager(_compat.current_trace()), True),
+    "requires_devices": (lambda: _compat.requires_devices(_compat.NOTHING), None),
     "cotangent_sharding": (explicit_sharding, jax.P(None, None)),
     "explicit": (lambda: _compat.explicit(jax.typeof(X).sharding), None),
     "equation_context": (

@@ -58,6 +58,10 @@ def run_inside(
     """The result of an op of such a function, which has run."""
     if op.is_baked or _compat.is_eager(trace.parent):
         return out
+    if trace.settings.tells_weights:
+        # In float8, XLA (in JAX 0.10) takes product and gelu for one kernel of cuBLAS's
+        # that does not exist, and does not compile the program.
+        return out
     is_result = op.primitive.multiple_results or is_last(op.name, args)
     made = Made(op.primitive, params, args, is_result)
     if is_result:
@@ -166,8 +170,8 @@ def saved_once(steps: tuple[Step, ...]) -> Any:
 def anew(x: jax.Array) -> jax.Array:
     """A value from which XLA computes what it has computed from it before.
 
-    Only for GPUs. Elsewhere XLA chooses what to store: on a TPU, it is not worth more
-    cycles.
+    Only for GPUs. Elsewhere XLA merges both, and chooses what to store: on a TPU, to
+    compute them again would cost more cycles.
     """
     again = lax.optimization_barrier
     same = lambda x: x

@@ -138,6 +138,11 @@ class Recipe:
     # Whether all results are float32, and what is computed from them stays float32.
     is_wide: ClassVar[bool]
 
+    @property
+    def _takes_activations(self) -> bool:
+        """Whether a product of two activations runs in it too."""
+        return self.is_wide
+
     def _note(self, op: Op) -> str:
         """What reports say of a product that runs in it."""
         return self.name

@@ -105,6 +105,10 @@ class Float8(Recipe):
             allowed = f"{names} or {RECIPES[-1]!r}"
             raise ValueError(BAD_RECIPE.format(brief(self.recipe), allowed))
 
+    @property
+    def _takes_activations(self) -> bool:
+        return self.activations
+
     def __repr__(self) -> str:
         more = ", activations=True" if self.activations else ""
         return f"Float8(recipe={self.recipe!r}{more})"

@@ -14,10 +14,22 @@ from jax.extend.core import set_current_trace
 
 from .._compat import array_dtype
 from .._jaxprs import param
+from . import attention
 from .activations import MADE, SAVED_ONCE, run_gated, run_inside
 from .bias import mark_results, with_bias
 from .conversion import convert, is_filled
-from .decision import FLOAT32_DTYPE, Action, Kind, Op, Params, Result, Value, Values
+from .decision import (
+    FLOAT32_DTYPE,
+    Action,
+    Kind,
+    Op,
+    Params,
+    Reason,
+    Result,
+    Source,
+    Value,
+    Values,
+)
 from .input_casts import as_without, prepared, widens
 from .notes import Note, is_float, passed_on, product_sides
 from .ops import PRIMITIVES
@@ -209,6 +221,34 @@ def scatter(trace: AutocastTrace, op: Op, action: Action) -> Result:
         op = op._replace(args=trace.as_traced(op.args, op.avals))
         action = KEPT
     return by_row(trace, op, action)
+
+
+@register(*attention.PRODUCTS_IN)
+def attend(trace: AutocastTrace, op: Op) -> Result:
+    """Attention as one op, or op by op where its products have more than a dtype."""
+    recipe = trace.settings.recipe
+    has_recipe = recipe is not None and recipe._takes_activations
+    is_watched = trace.settings.probe is not None
+    if (has_recipe or is_watched) and op.name == "jamp_attention" and not op.is_baked:
+        with trace.current():
+            return attention.attention(attention.OP_BY_OP, *op.args, **op.params)
+    why = Reason("lower", Source.PRIMITIVE, op.name)
+    action = op.action or Action(Kind.LOWER, why=why)
+    if trace.settings.observed:
+        args, _ = prepared(trace, op, action)
+        note = attention.chosen(args, op.params)
+        action = action._replace(why=action.why._replace(note=note))
+    return as_one_op(trace, op._replace(action=action))
+
+
+@with_row
+def as_one_op(trace: AutocastTrace, op: Op, action: Action) -> Result:
+    def run(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
+        if op.name == "jamp_attention":  # JAX adds a bias to float32 scores
+            args = [*args[:3], *op.args[3:]]
+        return trace.bind(op.primitive, args, params)
+
+    return by_row(trace, op, action, run)
 
 
 @register("iota")

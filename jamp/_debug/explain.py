@@ -174,7 +174,7 @@ def is_helper(op: WalkedOp) -> bool:
     """Whether autocast adds an op only to run another one, such as a layer's bias."""
     reason, primitive = Reason.read(op.site.rule), op.site.primitive
     if reason.note:
-        return primitive not in PRODUCTS
+        return primitive not in (*PRODUCTS, reason.name)
     return reason.name in PRIMITIVES and reason.name != primitive
 
 
@@ -245,7 +245,7 @@ def matmul_flops(ops: Iterable[WalkedOp]) -> dict[str, int]:
     """Floating-point operations of matrix products and convolutions, by dtype."""
     total = Counter()
     for op in ops:
-        if op.eqn.primitive.name in PRODUCTS:
+        if op.eqn.primitive.name in PRODUCTS or flops(op.eqn):
             dtype = next(iter(float_dtypes(op.eqn.invars)), "int")
             total[dtype] += op.times * flops(op.eqn)
     return dict(total.most_common())

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
+from .._autocast.attention import PRODUCTS_IN as ATTENTION
 from .._autocast.traits import LEFT_ALONE, MOVES, PRODUCTS
 from .._jaxprs import Atom, branches, held, param, read, variables
 from .op_location import OUTERMOST, Around, Site, is_backward, site_of
@@ -139,7 +140,10 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Floating-point operations of a matrix product or convolution, 0 for others."""
+    """Floating-point operations of matrix products and convolutions, 0 for others."""
+    if count := ATTENTION.get(eqn.primitive.name):
+        query, key = array(eqn.invars[0]).shape, array(eqn.invars[2]).shape
+        return 2 * count * math.prod(query) * key[1]
     if eqn.primitive.name not in PRODUCTS:
         return 0
     left, right = (array(v).shape for v in eqn.invars[:2])

@@ -8,10 +8,14 @@ the stored parameters. `linen_call.py` describes what happens in a call.
 """
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
+import jax
 from flax import linen as nn
+from jax.typing import DTypeLike
 
+from .attention import in_flax
 from .float32_for import FLOAT32_FOR
 from .linen_call import ACTIVE, CALLER, RootCall, Seen
 from .overrides import Plan, make_plan
@@ -122,3 +126,83 @@ def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
     rebuild = (policied_linen, (base, plan))
     made = subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
     return made
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: Any = None,
+    module: nn.Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., jax.Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """`flax.linen.dot_product_attention`, by the kernel that suits the device.
+
+    It is what `nn.MultiHeadDotProductAttention` takes as `attention_fn=`, and is
+    `jamp.dot_product_attention` with the arguments of Flax's function. Where there is
+    dropout, or the weights are asked for (`sow_weights`), or `precision` or an einsum
+    of the user's own is given, Flax's own function runs.
+
+    Args:
+      query: floating [batch..., length, heads, size].
+      key: [batch..., other length, key heads, size].
+      value: of the shape of `key`.
+      bias: added to the scores; broadcast to [batch..., heads, length, other length].
+      mask: bool, broadcast to the same shape.
+      broadcast_dropout: of dropout, as in Flax.
+      dropout_rng: of dropout.
+      dropout_rate: of dropout.
+      deterministic: whether there is no dropout.
+      dtype: to cast the inputs to, by default their widest one.
+      precision: of the products.
+      module: where the weights are stored, if they are asked for.
+      force_fp32_for_softmax: without effect: the softmax always is.
+      einsum_dot_general: a product of the user's own.
+      qk_attn_weights_einsum: the same, of queries and keys.
+      attn_weights_value_einsum: the same, of weights and values.
+
+    Returns:
+      An array of the query's shape, [batch..., length, heads, size].
+
+    Raises:
+      ValueError: shapes do not fit.
+
+    Examples:
+      >>> import jamp, jax, jax.numpy as jnp
+      >>> import flax.linen as nn
+      >>> layer = nn.MultiHeadDotProductAttention(
+      ...     4, attention_fn=jamp.linen.dot_product_attention
+      ... )
+      >>> x = jnp.ones((2, 8, 32))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> with jamp.autocast(dtype=jnp.float16):
+      ...     layer.apply(variables, x).dtype
+      dtype('float16')
+
+    PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
+    """
+    options = {
+        "broadcast_dropout": broadcast_dropout,
+        "dropout_rng": dropout_rng,
+        "dropout_rate": dropout_rate,
+        "deterministic": deterministic,
+        "dtype": dtype,
+        "precision": precision,
+        "module": module,
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    del force_fp32_for_softmax  # it always is
+    own = nn.dot_product_attention
+    return in_flax(own, (query, key, value), bias, mask, options)

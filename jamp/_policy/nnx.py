@@ -8,14 +8,16 @@ Attributes, paths and metadata do not change, and `isinstance` and NNX's filters
 import functools
 import threading
 from collections.abc import Collection, Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from .._autocast.notes import Memory
 from .._tree import PyTree, cast_floating
+from .attention import in_flax
 from .compute_dtype import COMPUTE_DTYPE
 from .float32_for import FLOAT32_FOR
 from .module_call import ModuleCall
@@ -262,3 +264,72 @@ def rounded_write(variable: nnx.Variable) -> str:
     stored = variable.get_raw_value().dtype
     read = COMPUTE_DTYPE.value
     return ROUNDED_WRITE.format(CALLER, kind, name, read, stored, kind)
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: Any = None,
+    module: nnx.Module | None = None,
+    is_causal: bool = False,
+) -> jax.Array:
+    """`flax.nnx.dot_product_attention`, by the kernel that suits the device.
+
+    It is what `nnx.MultiHeadAttention` takes as `attention_fn=`, and is
+    `jamp.dot_product_attention` with the arguments of Flax's function. Where there is
+    dropout, or the weights are asked for (`sow_weights`), or `precision` is given,
+    Flax's own function runs.
+
+    Args:
+      query: floating [batch..., length, heads, size].
+      key: [batch..., other length, key heads, size].
+      value: of the shape of `key`.
+      bias: added to the scores; broadcast to [batch..., heads, length, other length].
+      mask: bool, broadcast to the same shape.
+      broadcast_dropout: of dropout, as in Flax.
+      dropout_rng: of dropout.
+      dropout_rate: of dropout.
+      deterministic: whether there is no dropout.
+      dtype: to cast the inputs to, by default their widest one.
+      precision: of the products.
+      module: where the weights are stored, if they are asked for.
+      is_causal: whether no place attends to later ones.
+
+    Returns:
+      An array of the query's shape, [batch..., length, heads, size].
+
+    Raises:
+      ValueError: shapes do not fit.
+
+    Examples:
+      >>> import jamp, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> layer = nnx.MultiHeadAttention(
+      ...     4, 32, decode=False, rngs=nnx.Rngs(0),
+      ...     attention_fn=jamp.nnx.dot_product_attention,
+      ... )
+      >>> with jamp.autocast(dtype=jnp.float16):
+      ...     layer(jnp.ones((2, 8, 32))).dtype
+      dtype('float16')
+
+    PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
+    """
+    options = {
+        "broadcast_dropout": broadcast_dropout,
+        "dropout_rng": dropout_rng,
+        "dropout_rate": dropout_rate,
+        "deterministic": deterministic,
+        "dtype": dtype,
+        "precision": precision,
+        "module": module,
+    }
+    own = nnx.dot_product_attention
+    return in_flax(own, (query, key, value), bias, mask, options, is_causal)

@@ -139,6 +139,15 @@ def test_a_gpu_computes_it_anew_and_others_as_they_like():
         assert text.count("optimization_barrier") == expected, platform
 
 
+@pytest.mark.parametrize(
+    "dtype", ["float8", jamp.Float8("rowwise"), jamp.ScaledFloat16()]
+)
+def test_beside_a_recipe_it_is_kept_as_jax_does(as_jax_keeps, dtype):
+    act = jamp.autocast(dtype)(jax.nn.gelu)
+    h = jnp.ones((16, 64))
+    assert kept(act, h) == as_jax_keeps(kept, act, h)
+
+
 def test_a_rule_of_the_users_decides_about_it():
     act = jamp.autocast("float16", rules={jax.nn.gelu: jnp.float32})(jax.nn.gelu)
     assert act(jnp.ones((16, 64), jnp.float16)).dtype == jnp.float32

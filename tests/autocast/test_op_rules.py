@@ -15,6 +15,7 @@ from jax import lax
 
 import jamp
 from jamp._autocast import ops, traits
+from jamp._autocast.attention import PRODUCTS_IN
 from jamp._autocast.call_stack import resolve
 from jamp._autocast.ops import (
     DIFFERENCES,
@@ -158,7 +159,7 @@ def test_a_trait_is_of_primitives_that_jamp_knows():
     promoting = {n for n, row in PRIMITIVES.items() if row.kind is Kind.PROMOTE}
     mixing = promoting & traits.ELEMENTWISE
     assert traits.MIXING == mixing - {"clamp", "nextafter"}
-    others = RULES.keys() - PRIMITIVES.keys() - {"iota", "random_bits"}
+    others = RULES.keys() - PRIMITIVES.keys() - {"iota", "random_bits", *PRODUCTS_IN}
     assert STANDS_FOR == others - traits.PASSED_THROUGH
     assert traits.PASSED_THROUGH < others
     assert others - traits.REF_WRITES - {"cond", "scan", "while"} == CALLS

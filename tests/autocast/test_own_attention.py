@@ -1,0 +1,297 @@
+"""`jamp.dot_product_attention`: JAX's numbers, in every mode and place."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jamp
+from jamp._autocast import attention
+from tests.bits import check_near, check_same_bits, nudged
+from tests.marks import mostly_slow
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+keys = jax.random.split(jax.random.key(0), 5)
+query = jax.random.normal(keys[0], (2, 8, 4, 16))
+key, value = (jax.random.normal(k, (2, 6, 2, 16)) for k in keys[1:3])
+bias = jax.random.normal(keys[3], (1, 4, 8, 6))
+mask = jax.random.bernoulli(keys[4], 0.7, (2, 1, 8, 6))
+lengths = jnp.array([3, 8], jnp.int32)
+JAXS, OWN = jax.nn.dot_product_attention, jamp.dot_product_attention
+ALSO = {
+    "nothing": {},
+    "bias": {"bias": bias},
+    "mask": {"mask": mask},
+    "bias and mask": {"bias": bias, "mask": mask},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "lengths": {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths - 2},
+    "window": {"local_window_size": 2},
+    "sides of a window": {"local_window_size": (2, 1), "is_causal": True},
+}
+
+
+def loss_of(attend, also):
+    """A loss of all inputs with gradients, and these."""
+    rest = {name: x for name, x in also.items() if name != "bias"}
+    given = query, key, value, *([also["bias"]] if "bias" in also else [])
+
+    def loss(*args):
+        out = attend(*args, **rest)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    return loss, given
+
+
+def every(loss, count):
+    grad = jax.grad(loss, range(count))
+    squares = lambda *args: sum(jnp.sum(g**2) for g in grad(*args))
+    again = jax.checkpoint(loss)
+
+    def looped(*args):
+        step = lambda total, c: (total + again(args[0] * c, *args[1:]), None)
+        return lax.scan(step, 0.0, jnp.arange(1.0, 3.0))[0]
+
+    pairs = lambda f: lambda *args: jax.vmap(f)(*[jnp.stack([x, 2 * x]) for x in args])
+    return {
+        "value": loss,
+        "gradient": grad,
+        "forward": lambda *args: jax.jvp(loss, args, args),
+        "reverse of reverse": jax.grad(squares, range(count)),
+        "forward of reverse": lambda *args: jax.jvp(squares, args, args),
+        "reverse of forward": jax.grad(lambda *a: jax.jvp(loss, a, a)[1], range(count)),
+        "loop": jax.grad(looped, range(count)),
+        "vmap": pairs(grad),
+        "vmap of one": lambda q, *rest: jax.vmap(grad, (1, *[None] * len(rest)))(
+            jnp.stack([q, 2 * q], 1), *rest
+        ),
+    }
+
+
+CASES = [(name, mode) for name in ALSO for mode in every(jnp.sum, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), mostly_slow(CASES, ("bias", "gradient"), ("mask", "vmap"))
+)
+def test_the_numbers_are_those_of_jax(name, mode):
+    """In one program: alone, JAX runs its own op by op."""
+
+    def found(attend):
+        loss, args = loss_of(attend, ALSO[name])
+        return jax.jit(every(loss, len(args))[mode]), args
+
+    (own, args), (jaxs, _) = found(OWN), found(JAXS)
+    check_near(own(*args), jaxs(*args), [jaxs(*moved) for moved in nudged(args)])
+
+
+RECIPES = ["float16", "bfloat16", "float8", jamp.ScaledFloat16()]
+RECIPES += [jamp.Float8(activations=True)]
+
+
+@pytest.mark.parametrize("dtype", RECIPES, ids=str)
+@pytest.mark.parametrize("name", mostly_slow(ALSO, "nothing", "causal"))
+def test_a_region_runs_it_as_jaxs(name, dtype):
+    """The inputs are the results of products, as in a model."""
+    w = jnp.eye(16)
+
+    def of(attend):
+        loss, args = loss_of(attend, ALSO[name])
+        f = lambda w: loss(*(x @ w for x in args[:3]), *args[3:])
+        return jax.jit(jax.value_and_grad(jamp.autocast(dtype)(f)))
+
+    check_same_bits(of(OWN)(w), of(JAXS)(w))
+
+
+def test_its_dtype_is_that_of_the_region_and_of_the_rules():
+    for dtype in ("float16", "bfloat16"):
+        with jamp.autocast(dtype):
+            assert OWN(query, key, value).dtype == dtype
+            assert OWN(query.astype(dtype), key, value).dtype == dtype
+            assert jax.jit(OWN)(query, key, value).dtype == dtype
+    with jamp.autocast("float16", rules={"head": jnp.float32}):
+        with jax.named_scope("head"):
+            assert OWN(query, key, value).dtype == jnp.float32
+    assert OWN(query[0], key[0], value[0]).shape == query.shape[1:]
+    half = [x.astype(jnp.float16) for x in (query, key, value)]
+    assert OWN(*half).dtype == jnp.float16
+
+
+def test_it_is_compiled_once():
+    params = {"scale": 0.123, "is_causal": True}
+    for i in range(3):
+        OWN(query + i, key, value, **params)
+    function = attention.jitted(attention.attention_p, ARGUMENTS)
+    assert function._cache_size() == 1
+
+
+ARGUMENTS = (
+    ("names", ()),
+    ("scale", 0.123),
+    ("is_causal", True),
+    ("local_window_size", None),
+    ("trains", False),
+)
+
+
+def test_wrong_inputs_are_errors():
+    with pytest.raises(ValueError, match="key/value heads"):
+        OWN(query[:, :, :3], key, value)
+    with pytest.raises(ValueError, match="mask dtype should be bool"):
+        OWN(query, key, value, mask=bias)
+    with pytest.raises(ValueError, match="value dtype should be float32"):
+        OWN(query, key, value.astype(jnp.float16))
+
+
+def text_for(platform, *args):
+    loss, _ = loss_of(jamp.autocast("float16")(OWN), {})
+    traced = jax.jit(jax.grad(loss)).trace(*args)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_without_its_gpu_xlas_form_is_lowered():
+    for platform in ("cpu", "tpu", "cuda", "rocm"):
+        text = text_for(platform, query, key, value)
+        assert "dot_general" in text and "cudnn" not in text
+
+
+def test_jax_is_asked_what_cudnn_takes(monkeypatch):
+    """Where JAX takes the inputs, its kernel is called, forward and backward."""
+    asked = []
+
+    def kernel(q, k, v, *args, implementation, **options):
+        if implementation == "cudnn":
+            asked.append(q.dtype)
+            if q.shape[1] % 2:
+                raise NotImplementedError("an odd length")
+            return jnp.cbrt(q)
+        return JAXS(q, k, v, *args, implementation=implementation, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    assert "cbrt" in text_for("cuda", query, key, value)
+    assert "cbrt" not in text_for("cpu", query, key, value)
+    assert "cbrt" not in text_for("cuda", query[:, 1:], key, value)
+    assert jnp.float16 in asked
+    half = [x.astype(jnp.float16) for x in (query[:, 1:], key, value)]
+    params = {"names": (), "scale": None, "is_causal": False, "local_window_size": None}
+    assert attention.refused(half, params) == "an odd length"
+
+
+def test_explain_says_which_form_it_took():
+    report = jamp.debug.explain(lambda q: OWN(q, key, value), "float16")(query)
+    (row,) = [row for row in report.rows if row.op == "jamp_attention"]
+    assert row.dtypes == "float16 -> float16" and "XLA's form" in row.note
+    assert row.flops == 2 * 2 * query.size * key.shape[1]
+
+
+@pytest.mark.parametrize("place", ["layer", "scan", "remat"])
+def test_reports_and_searches_look_past_it(place):
+    wrap = {
+        "layer": lambda f: f,
+        "remat": jax.checkpoint,
+        "scan": lambda f: (
+            lambda w, x: lax.scan(
+                lambda c, _: (c + f(w, x), None), jnp.zeros(x.shape), None, 2
+            )[0]
+        ),
+    }[place]
+    x = query
+
+    def layer(w, x):
+        h = x @ w
+        return OWN(h, h, h, is_causal=True).astype(jnp.float32)
+
+    def loss(w, x):
+        with jamp.autocast("float16"):
+            return jnp.mean(wrap(layer)(w, x) ** 2)
+
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def step(state, x):
+        w, opt_state = state
+        value, grads = jamp.value_and_grad(loss, opt_state)(w, x)
+        return jamp.step(tx, grads, opt_state, w), value
+
+    state = jnp.eye(16), tx.init(jnp.eye(16))
+    found = jamp.find_loss_scale(jax.jit(step), state, x)
+    assert np.isfinite(float(jamp.loss_scale(found[1])))
+    bad = x.at[0, 0, 0, 0].set(1e30)
+    report = jamp.debug.find_nonfinite(step)(state, bad)
+    assert "no inf or nan" not in str(report)
+    assert "no inf or nan" in str(jamp.debug.find_nonfinite(loss)(state[0], x))
+
+
+@pytest.mark.parametrize("way", ["jit", "shard_map"])
+def test_it_is_divided_over_devices(way):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    loss, args = loss_of(jamp.autocast("float16")(OWN), {})
+    expected = jax.jit(jax.grad(loss))(*args)
+    if way == "jit":
+        sharding = jax.sharding.NamedSharding(mesh, P("data"))
+        args = [jax.device_put(x, sharding) for x in args]
+        found = jax.jit(jax.grad(loss))(*args)
+    else:
+        grad = jax.shard_map(
+            jax.grad(loss), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+        )
+        found = jax.jit(grad)(*args)
+    check_near(found, expected, [expected + 1e-3, expected - 1e-3])
+
+
+# Flax's modules.
+
+
+def same_layer(mine, own, x, **options):
+    for dtype in (None, "float16"):
+        region = jamp.autocast(dtype or "float16", enabled=dtype is not None)
+        got, expected = region(mine)(x, **options), region(own)(x, **options)
+        assert got.dtype == expected.dtype
+        rtol = 1e-5 if dtype is None else 1e-2
+        np.testing.assert_allclose(got, expected, rtol, rtol)
+
+
+x = jax.random.normal(keys[0], (2, 8, 32))
+causal = nn.make_causal_mask(jnp.ones((2, 8)))
+
+
+@pytest.mark.parametrize("inputs", [x, x[0], x[None, :, None].repeat(3, 0)[:, :, 0]])
+def test_it_is_an_attention_of_nnx(inputs):
+    make = lambda **more: nnx.MultiHeadAttention(
+        4, 32, decode=False, rngs=nnx.Rngs(0), **more
+    )
+    mine = make(attention_fn=jamp.nnx.dot_product_attention)
+    same_layer(mine, make(), inputs)
+    if inputs is x:
+        same_layer(mine, make(), inputs, mask=causal)
+
+
+def test_it_is_an_attention_of_linen():
+    make = lambda **more: nn.MultiHeadDotProductAttention(4, **more)
+    mine, own = make(attention_fn=jamp.linen.dot_product_attention), make()
+    variables = own.init(jax.random.key(0), x)
+    applied = lambda layer: lambda x, **more: layer.apply(variables, x, **more)
+    same_layer(applied(mine), applied(own), x)
+    same_layer(applied(mine), applied(own), x, mask=causal)
+    same_layer(applied(mine), applied(own), x, sow_weights=True)
+
+
+def test_dropout_is_flaxs():
+    make = lambda **more: nn.MultiHeadDotProductAttention(
+        4, dropout_rate=0.5, deterministic=False, **more
+    )
+    mine, own = make(attention_fn=jamp.linen.dot_product_attention), make()
+    variables = own.init({"params": keys[0], "dropout": keys[1]}, x)
+    got, expected = (
+        layer.apply(variables, x, rngs={"dropout": keys[2]}) for layer in (mine, own)
+    )
+    check_same_bits(got, expected)
+    bias = nnx.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None])
+    assert bias.shape == (2, 8, 1, 32)

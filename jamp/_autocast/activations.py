@@ -37,6 +37,8 @@ class Made(NamedTuple):
 
 
 class Literal(NamedTuple):
+    """A number."""
+
     dtype: np.dtype
     content: bytes
 
@@ -107,10 +109,10 @@ def run_again(
 
 def steps_of(
     trace: AutocastTrace, made: Made, is_gated: bool
-) -> tuple[list[Step], list[jax.Array]]:
+) -> tuple[list[Step], list[Value]]:
     """How a value is made of its sources, which are not of the function."""
     steps: list[Step] = []
-    sources: list[jax.Array] = []
+    sources: list[Value] = []
     places: dict[int, int] = {}
 
     def add(made: Made, opens: bool) -> int:
@@ -120,7 +122,7 @@ def steps_of(
         return len(steps) - 1
 
     def place(x: Value, opens: bool) -> Literal | int:
-        if not isinstance(x, jax.Array):
+        if np.ndim(x) == 0 and not isinstance(x, jax.Array):
             return Literal(np.asarray(x).dtype, np.asarray(x).tobytes())
         if id(x) not in places:
             inner = trace.notes.copy(x, MADE)
@@ -141,16 +143,14 @@ def saved_once(steps: tuple[Step, ...]) -> Any:
 
     def plain(*sources: jax.Array) -> jax.Array:
         values: list[Any] = []
+
+        def input_at(place: Literal | int) -> Any:
+            if isinstance(place, Literal):
+                return place.value()
+            return values[place] if place >= 0 else sources[-place - 1]
+
         for primitive, params, inputs in steps:
-            args = [
-                x.value()
-                if isinstance(x, Literal)
-                else values[x]
-                if x >= 0
-                else sources[-x - 1]
-                for x in inputs
-            ]
-            out: Any = primitive.bind(*args, **dict(params))
+            out: Any = primitive.bind(*map(input_at, inputs), **dict(params))
             values.append(out[0] if primitive.multiple_results else out)
         return values[-1]
 

@@ -271,11 +271,16 @@ PRODUCTS_IN = {attention_p.name: 2, tangent_p.name: 6, gradients_p.name: 5}
 
 @attention_p.def_abstract_eval
 def _(*avals, trains, **params):
-    # JAX's function says what does not fit.
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-    checked = jax.jit(functools.partial(attention, XLA, trains=False, **params))
-    dtype = jax.eval_shape(checked, *shapes).dtype
+    shapes = tuple((x.shape, x.dtype) for x in avals)
+    dtype = result_dtype(shapes, tuple(params.items()))
     return avals[0].update(dtype=dtype, weak_type=False)
+
+
+@functools.lru_cache(maxsize=256)
+def result_dtype(shapes: tuple[tuple, ...], params: tuple[tuple, ...]) -> np.dtype:
+    """The dtype of the result; JAX's function says what does not fit."""
+    run = functools.partial(attention, XLA, trains=False, **dict(params))
+    return jax.eval_shape(run, *(jax.ShapeDtypeStruct(*x) for x in shapes)).dtype
 
 
 @tangent_p.def_abstract_eval

@@ -97,7 +97,7 @@ def convert(trace: AutocastTrace, op: Op, action: Action) -> Value:
             asked = action is not ACTIONS[op.name] or is_explicit() or asks_for_dtype()
             trace.notes[out] = Note(counted=not asked)
         elif not is_float(x):
-            trace.notes[out] = index_note(op, op.args, trace.notes)
+            trace.notes[out] = index_note(op, out, trace.notes)
         return out
     explicit = is_explicit()
     if not op.is_baked:

@@ -238,7 +238,9 @@ def product_sides(op: Op) -> Sides:
 def passed_on(op: Op, notes: Notes) -> Note:
     """The note of the result of an op that moves elements."""
     x, name = op.args[0], op.primitive.name
-    note, old = notes[x]._replace(columns=()), np.shape(x)
+    note, old = notes[x], np.shape(x)
+    if note.columns:
+        note = note._replace(columns=())
     if name == "transpose":
         return with_dimensions(note, param(op, "permutation"))
     if name == "squeeze":
@@ -257,7 +259,7 @@ def passed_on(op: Op, notes: Notes) -> Note:
         varies = frozenset(map(to.__getitem__, varies))
         raised = note.raised + len(new) - len(old)
         made = Note(note.constant, sides, varies, raised, counted=note.counted)
-        return made._replace(arange=arange)
+        return made._replace(arange=True) if arange else made
     if name == "reshape":
         new = param(op, "new_sizes")
         raised = max(0, len(new) - len(old))
@@ -267,12 +269,12 @@ def passed_on(op: Op, notes: Notes) -> Note:
         varies = varies if is_same and raised else None
         sides = sides and reshaped(sides, old, new)
         made = Note(note.constant, sides, varies, raised, counted=note.counted)
-        return made._replace(arange=note.arange and varies is not None)
+        return made._replace(arange=True) if note.arange and varies else made
     if name in ("slice", "copy"):
         if sides is not None and name == "slice":
             sides = tuple(None if isinstance(side, tuple) else side for side in sides)
-        note = note._replace(constant=None, sides=sides, varies=None, raised=0)
-        return note._replace(arange=False)
+        gone = {"constant": None, "varies": None, "raised": 0, "arange": False}
+        return note._replace(sides=sides, **gone)
     return NOTHING
 
 

@@ -130,14 +130,18 @@ def by_mask(x: jax.Array, indices: jax.Array, pick: Pick, shape: Any) -> jax.Arr
 # Arrays of integers that count the rows, on their way into an index.
 
 
-def index_note(op: Op, args: Values, notes: Notes) -> Note:
+def index_note(op: Op, out: Any, notes: Notes) -> Note:
     """The note of the result of an op of integers.
 
     JAX writes `i < 0`, `i + n` and a choice between the last and `i` around each index
     of a user, and then concatenates the indices of all dimensions.
     """
+    args = op.args
     if op.name == "iota":
-        return Note(arange=True, varies=frozenset([param(op, "dimension")]))
+        dimension = param(op, "dimension")
+        if not is_held(np.shape(out)[dimension], out.dtype):
+            return NOTHING
+        return Note(arange=True, varies=frozenset([dimension]))
     known = [notes[x] if isinstance(x, NOTED) else note_of(np.asarray(x)) for x in args]
     match op.name:
         case "lt" if known[0].arange and known[1].constant == 0:
@@ -145,8 +149,8 @@ def index_note(op: Op, args: Values, notes: Notes) -> Note:
         case "select_n" if known[0].constant == 0:
             return known[1]
         case "convert_element_type" if known[0].arange:
-            size = np.shape(args[0])[known[0].along or 0]
-            return known[0] if is_held(size, param(op, "new_dtype")) else NOTHING
+            size = np.shape(out)[known[0].along or 0]
+            return known[0] if is_held(size, out.dtype) else NOTHING
         case "concatenate" if any(note.arange for note in known):
             last = param(op, "dimension") == np.ndim(args[0]) - 1
             if last and all(np.shape(x)[-1] == 1 for x in args):

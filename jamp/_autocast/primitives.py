@@ -26,6 +26,7 @@ from .decision import (
     Params,
     Reason,
     Result,
+    Settings,
     Source,
     Value,
     Values,
@@ -225,15 +226,14 @@ def scatter(trace: AutocastTrace, op: Op, action: Action) -> Result:
 
 @register(*attention.PRODUCTS_IN)
 def attend(trace: AutocastTrace, op: Op) -> Result:
-    """Attention as one op, or op by op where its products have more than a dtype."""
-    recipe = trace.settings.recipe
-    has_recipe = recipe is not None and recipe._takes_activations
-    is_watched = trace.settings.probe is not None
-    if (has_recipe or is_watched) and op.name == "jamp_attention" and not op.is_baked:
-        with trace.current():
-            return attention.attention(attention.OP_BY_OP, *op.args, **op.params)
+    """Attention as one op, or op by op where its products are decided about."""
     why = Reason("lower", Source.PRIMITIVE, op.name)
     action = op.action or Action(Kind.LOWER, why=why)
+    if op.name != attention.attention_p.name or op.is_baked:
+        return as_one_op(trace, op._replace(action=action))
+    if decides_products(trace.settings) or action.precision is not None:
+        with trace.current():
+            return attention.attention(attention.OP_BY_OP, *op.args, **op.params)
     if trace.settings.observed:
         args, _ = prepared(trace, op, action)
         note = attention.chosen(args, op.params)
@@ -241,10 +241,19 @@ def attend(trace: AutocastTrace, op: Op) -> Result:
     return as_one_op(trace, op._replace(action=action))
 
 
+def decides_products(settings: Settings) -> bool:
+    """Whether a region may run the products of an attention in different ways."""
+    if settings.probe is not None:
+        return True
+    if settings.recipe is not None and settings.recipe._takes_activations:
+        return True
+    return any(rule.test is lax.dot_general_p for rule in settings.rules)
+
+
 @with_row
 def as_one_op(trace: AutocastTrace, op: Op, action: Action) -> Result:
     def run(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
-        if op.name == "jamp_attention":  # JAX adds a bias to float32 scores
+        if op.name == attention.attention_p.name:  # JAX adds a bias to float32 scores
             args = [*args[:3], *op.args[3:]]
         return trace.bind(op.primitive, args, params)
 
@@ -254,7 +263,7 @@ def as_one_op(trace: AutocastTrace, op: Op, action: Action) -> Result:
 @register("iota")
 def count(trace: AutocastTrace, op: Op) -> Result:
     out = trace.left_alone(op)
-    trace.notes[out] = index_note(op, op.args, trace.notes)
+    trace.notes[out] = index_note(op, out, trace.notes)
     return out
 
 
@@ -264,7 +273,7 @@ def maybe_of_indices(trace: AutocastTrace, op: Op, action: Action) -> Result:
     """Runs an op by its row, of which an index may be made."""
     out = by_row(trace, op, action)
     if not is_float(op.args[-1]):
-        trace.notes[out] = index_note(op, op.args, trace.notes)
+        trace.notes[out] = index_note(op, out, trace.notes)
     return out
 
 

@@ -1,7 +1,7 @@
 """Attention in the form that Flax's attention modules take."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,15 +9,13 @@ import jax.numpy as jnp
 
 from .._autocast.attention import dot_product_attention
 
+HANDLED = (
+    "query key value bias mask is_causal dtype broadcast_dropout dropout_rng "
+    "dropout_rate deterministic"
+).split()
 
-def in_flax(
-    own: Callable[..., jax.Array],
-    inputs: Sequence[jax.Array],
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    options: Mapping[str, Any],
-    is_causal: bool = False,
-) -> jax.Array:
+
+def in_flax(own: Callable[..., jax.Array], given: dict[str, Any]) -> jax.Array:
     """`jamp.dot_product_attention` of inputs with any number of batch dimensions.
 
     Flax's own function runs where the weights are asked for, or there is dropout, or
@@ -25,31 +23,31 @@ def in_flax(
 
     Args:
       own: Flax's function.
-      options: its other arguments. None is one that was not given.
+      given: its arguments. None is one that was not given.
     """
-    drops = options["dropout_rate"] > 0 and not options["deterministic"]
-    plain = "dtype", "broadcast_dropout", "dropout_rng", "dropout_rate", "deterministic"
-    if drops or any(x is not None for n, x in options.items() if n not in plain):
-        given = {name: x for name, x in options.items() if x is not None}
-        causal = {"is_causal": True} if is_causal else {}
-        return own(*inputs, bias, mask, **given, **causal)
-    dtype = options["dtype"] or jnp.result_type(*inputs)
+    given = {name: x for name, x in given.items() if x is not None}
+    if not given.get("is_causal"):  # which Flax's function may not have
+        given.pop("is_causal", None)
+    drops = given["dropout_rate"] > 0 and not given["deterministic"]
+    if drops or not given.keys() <= {*HANDLED}:
+        return own(**given)
+    inputs = given["query"], given["key"], given["value"]
+    dtype = given.get("dtype") or jnp.result_type(*inputs)
     shape, batch = inputs[0].shape, inputs[0].shape[:-3]
 
     def with_one_batch(x: jax.Array | None) -> jax.Array | None:
         if x is None:
             return None
-        own_batch = x.shape[:-3]
-        if all(n == 1 for n in own_batch):
+        if all(n == 1 for n in x.shape[:-3]):
             return x.reshape(1, *x.shape[-3:])
         x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
         return x.reshape(math.prod(batch), *x.shape[-3:])
 
-    if mask is not None:
-        mask = mask.astype(bool)
+    bias, mask = with_one_batch(given.get("bias")), with_one_batch(given.get("mask"))
     query, key, value = (
         x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in inputs
     )
-    bias, mask = with_one_batch(bias), with_one_batch(mask)
+    mask = None if mask is None else mask.astype(bool)
+    is_causal = given.get("is_causal", False)
     out = dot_product_attention(query, key, value, bias, mask, is_causal=is_causal)
     return out.reshape(shape)

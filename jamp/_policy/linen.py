@@ -191,18 +191,6 @@ def dot_product_attention(
 
     PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
     """
-    options = {
-        "broadcast_dropout": broadcast_dropout,
-        "dropout_rng": dropout_rng,
-        "dropout_rate": dropout_rate,
-        "deterministic": deterministic,
-        "dtype": dtype,
-        "precision": precision,
-        "module": module,
-        "einsum_dot_general": einsum_dot_general,
-        "qk_attn_weights_einsum": qk_attn_weights_einsum,
-        "attn_weights_value_einsum": attn_weights_value_einsum,
-    }
-    del force_fp32_for_softmax  # it always is
-    own = nn.dot_product_attention
-    return in_flax(own, (query, key, value), bias, mask, options)
+    given = locals()
+    del given["force_fp32_for_softmax"]  # it always is
+    return in_flax(nn.dot_product_attention, given)

@@ -322,14 +322,4 @@ def dot_product_attention(
 
     PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
     """
-    options = {
-        "broadcast_dropout": broadcast_dropout,
-        "dropout_rng": dropout_rng,
-        "dropout_rate": dropout_rate,
-        "deterministic": deterministic,
-        "dtype": dtype,
-        "precision": precision,
-        "module": module,
-    }
-    own = nnx.dot_product_attention
-    return in_flax(own, (query, key, value), bias, mask, options, is_causal)
+    return in_flax(nnx.dot_product_attention, locals())

@@ -5,6 +5,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -20,6 +21,7 @@ keys = jax.random.split(jax.random.key(0), 4)
 x = jax.random.normal(keys[0], (16, 32))
 up, gate = (0.3 * jax.random.normal(key, (32, 64)) for key in keys[1:3])
 down = 0.1 * jax.random.normal(keys[3], (64, 8))
+ROW = np.linspace(0.5, 1.5, 16 * 64, dtype=np.float16).reshape(16, 64)
 exact = functools.partial(jax.nn.gelu, approximate=False)
 SAVED = {
     "gelu": jax.nn.gelu,
@@ -37,6 +39,9 @@ LAYERS = {
     "gated": lambda act: lambda up, gate: jnp.sum((act(x @ gate) * (x @ up)) @ down),
     "gated by it": lambda act: (
         lambda up, gate: jnp.sum(((x @ up) * act(x @ gate)) @ down)
+    ),
+    "gated by NumPy's": lambda act: (
+        lambda up, gate: jnp.sum((act(x @ up) * ROW) @ down * gate[0, 0])
     ),
     "of one value": lambda act: (
         lambda up, gate: jnp.sum((act(x @ up) * (x @ up)) @ down)
@@ -65,7 +70,12 @@ def as_jax_keeps(monkeypatch):
 
 
 CASES = [(name, layer) for name in SAVED for layer in LAYERS]
-QUICK = [("gelu", "alone"), ("exact gelu", "gated"), ("mish", "two")]
+QUICK = [
+    ("gelu", "alone"),
+    ("gelu", "gated by NumPy's"),
+    ("exact gelu", "gated"),
+    ("mish", "two"),
+]
 DTYPES = ["float16", "bfloat16", "float8"]
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 from jamp._autocast import attention
+from jamp._jaxprs import equations
 from tests.bits import check_near, check_same_bits, nudged
 from tests.marks import mostly_slow
 
@@ -121,6 +122,38 @@ def test_its_dtype_is_that_of_the_region_and_of_the_rules():
     assert OWN(query[0], key[0], value[0]).shape == query.shape[1:]
     half = [x.astype(jnp.float16) for x in (query, key, value)]
     assert OWN(*half).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("key", ["head", lax.dot_general_p, jamp.dot_product_attention])
+def test_a_rule_for_its_products_decides_about_them(key):
+    """Of what runs as one op, the digits of float32 would be lost."""
+    region = jamp.autocast("float16", rules={key: lax.Precision.HIGHEST})
+
+    def attend(x):
+        with jax.named_scope("head"):
+            return OWN(x, x, x)
+
+    jaxpr = jax.make_jaxpr(region(attend))(query)
+    found = [e for e in equations(jaxpr) if e.primitive is lax.dot_general_p]
+    highest = (lax.Precision.HIGHEST,) * 2
+    assert [e.params["precision"] for e in found] == [highest] * 2
+    assert not [e for e in equations(jaxpr) if e.primitive is attention.attention_p]
+
+
+def test_a_derivative_in_the_region_is_jaxs():
+    """The second derivative too, as a gradient penalty takes it."""
+
+    def of(attend):
+        loss, args = loss_of(attend, {})
+        squares = lambda *args: sum(
+            jnp.sum(g**2) for g in jax.grad(loss, (0, 1))(*args)
+        )
+        region = jamp.autocast("float16")
+        return jax.jit(region(squares)), jax.jit(jax.grad(region(squares))), args
+
+    for own, jaxs in zip(of(OWN)[:2], of(JAXS)[:2], strict=True):
+        near = [jaxs(*moved) for moved in nudged(of(OWN)[2], jnp.float16)]
+        check_near(own(query, key, value), jaxs(query, key, value), near)
 
 
 def test_it_is_compiled_once():
@@ -293,5 +326,3 @@ def test_dropout_is_flaxs():
         layer.apply(variables, x, rngs={"dropout": keys[2]}) for layer in (mine, own)
     )
     check_same_bits(got, expected)
-    bias = nnx.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None])
-    assert bias.shape == (2, 8, 1, 32)

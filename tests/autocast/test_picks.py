@@ -62,6 +62,9 @@ OTHERS = {
     "an arange that is cut": lambda x, y: x[jnp.arange(ROWS + 3)[3:][:, None][:, 0], y],
     "an arange that is moved": lambda x, y: x[jnp.arange(ROWS) + 1, y],
     "an arange in turn": lambda x, y: x[jnp.arange(ROWS)[::-1], y],
+    "an arange that wraps": lambda x, y: jnp.tile(x, (25, 1))[
+        lax.iota(jnp.uint8, 300), jnp.tile(y, 25)
+    ],
     "another arange": lambda x, y: x.repeat(2, 0)[jnp.arange(ROWS), y],
     "an arange that is too long": lambda x, y: x[jnp.arange(2 * ROWS), y.repeat(2)],
     "a few": lambda x, y: jnp.take_along_axis(x[:3], y[:3, None], 1),

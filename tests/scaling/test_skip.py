@@ -229,3 +229,11 @@ def test_grad_scaler_by_both_ways(monkeypatch):
         monkeypatch.setattr(skip, "branches", lambda branch=branch: branch)
         runs.append(train())
     assert runs[0] == runs[1]
+
+
+def test_the_zeros_of_a_skipped_step_are_negative():
+    """XLA shares positive ones with those of a scatter, and writes them for both."""
+    grads = {"w": jnp.full(3, jnp.inf), "n": jnp.arange(3)}
+    given = jax.jit(skip.harmless)(False, grads)
+    assert bool((given["w"] == 0).all() & jnp.signbit(given["w"]).all())
+    assert (given["n"] == grads["n"]).all()

@@ -5,7 +5,10 @@ The checks are for numbers, their ranges, dtypes, flags and names of axes.
 
 import math
 import operator
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeGuard
 
@@ -123,6 +126,29 @@ def brief(value: object) -> str:
     """The `repr` of a value in one line, or the beginning of it."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 72 else f"{text[:69]}..."
+
+
+JAMP = os.path.dirname(__file__) + os.sep
+LIBRARIES = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
+    | {os.path.dirname(os.path.dirname(jax.__file__)) + os.sep}
+    | {JAMP}
+)
+
+
+def called_at() -> str:
+    """The innermost line outside of all installed libraries, as " at a.py:1 in f"."""
+    for frame, line in traceback.walk_stack(None):
+        code = frame.f_code
+        if not code.co_filename.startswith(LIBRARIES):
+            return f" at {described((code.co_filename, line, code.co_qualname))}"
+    return ""
+
+
+def described(frame: tuple[str, int, str]) -> str:
+    """A frame (file, line, function) for messages."""
+    file, line, function = frame
+    return f"{os.path.basename(file)}:{line} in {function.split('.')[-1]}"
 
 
 MOVED = """{name} does not run on JAX {jax}: the JAX internals that jamp {jamp} needs \

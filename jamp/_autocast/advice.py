@@ -7,7 +7,8 @@ import traceback
 import jax
 import numpy as np
 
-from .call_stack import JAMP, raised_in
+from .._checks import JAMP
+from .call_stack import raised_in
 
 HALF_CARRY = """In an autocast region one of these is in half precision and the other \
 in float32. JAX compares them before autocast sees the function. Start from float32 \

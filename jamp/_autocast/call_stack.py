@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
+from .._checks import JAMP
+
 JAX = os.path.dirname(jax.__file__) + os.sep
 PLUMBING = os.path.join(os.path.dirname(jax.__file__), "_src")  # jit, tracebacks
-JAMP = os.path.dirname(os.path.dirname(__file__)) + os.sep
 LAYER_LIBRARIES = ("equinox", "flax", "haiku", "keras")
 
 

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Container, Iterable
 from types import CodeType
 
-from .call_stack import JAMP, JAX, is_library
+from .._checks import JAMP
+from .call_stack import JAX, is_library
 from .decision import FLOAT32_DTYPE, Action, Kind, Reason, Source
 
 # "jax.scipy" stands for the private module of that name, too.

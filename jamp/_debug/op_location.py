@@ -2,8 +2,6 @@
 
 import inspect
 import itertools
-import os
-import sysconfig
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,14 +9,8 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .. import _compat
-from .._autocast.call_stack import JAMP, JAX, is_jamps, is_library, marks_in, reason_in
-
-LIBRARIES = tuple(
-    {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
-    | {os.path.dirname(os.path.dirname(jax.__file__)) + os.sep}
-    | {JAMP}
-)
-
+from .._autocast.call_stack import JAX, is_jamps, is_library, marks_in, reason_in
+from .._checks import JAMP, LIBRARIES, described
 
 class Site(NamedTuple):
     """One op of a traced function, as it is printed."""
@@ -156,11 +148,6 @@ def innermost_own(frames: Iterable[tuple[str, int, str]]) -> str:
     own = (frame for frame in frames if not frame[0].startswith(LIBRARIES))
     frame = next(own, None)
     return "" if frame is None else described(frame)
-
-
-def described(frame: tuple[str, int, str]) -> str:
-    file, line, function = frame
-    return f"{os.path.basename(file)}:{line} in {function.split('.')[-1]}"
 
 
 def in_custom_vjp(eqn: JaxprEqn) -> bool:

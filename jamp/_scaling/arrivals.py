@@ -14,8 +14,9 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from .._checks import called_at
 from .._jaxprs import follow, inside, param
-from .._tree import PyTree, dtype_of, is_inexact, path_text
+from .._tree import PyTree, T, dtype_of, is_inexact, path_text
 from .traced import NEEDS_VALUES, Traced
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
@@ -33,15 +34,24 @@ optax.multi_transform."""
 # update would be taken from a cache, with the marks or without them.
 MARKED = jax.make_user_context(False)
 GIVEN, RETURNED = "jamp: to a loss scale", "jamp: from a loss scale"
+# What these functions return, with the line that calls them, for `proof`.
+SCALED, UNSCALED, UNSCALED_ = "jamp: scaled", "jamp: unscaled", "jamp: by unscale_"
+MARKS = (GIVEN, RETURNED, SCALED, UNSCALED, UNSCALED_)
 
 
-def marked(what: str, tree: optax.Updates) -> optax.Updates:
-    """The same gradients or updates, recognizable if a program is read for them."""
+def marked(what: str, tree: T) -> T:
+    """The same gradients or updates, recognizable if a program is read for them.
+
+    Args:
+      what: one of `MARKS`, which the path of a leaf follows, or the line of the call.
+    """
     if not MARKED.value:
         return tree
+    is_of_leaf = what in (GIVEN, RETURNED)
+    line = "" if is_of_leaf else called_at()
 
     def mark(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
-        name = what + path_text(path)
+        name = what + (path_text(path) if is_of_leaf else line)
         return checkpoint_name(leaf, name) if is_inexact(leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(mark, tree)
@@ -114,7 +124,8 @@ def origins_of(
             what, at = of
             if what == GIVEN:
                 arrived.append((at, sources[0]))
-            return [Origin.OTHER if what == GIVEN else Origin.OF_LOSS_SCALE]
+            ends = {GIVEN: Origin.OTHER, RETURNED: Origin.OF_LOSS_SCALE}
+            return [ends.get(what, sources[0])]
         if name == "convert_element_type" and not narrows(eqn):
             return sources  # master weights widen, as a loss scale does
         if any(map(mark_of, inside(eqn))):  # in a loop: nothing is known
@@ -141,5 +152,5 @@ def narrows(eqn: JaxprEqn) -> bool:
 def mark_of(eqn: JaxprEqn) -> tuple[str, str] | None:
     """Which mark a value gets, and the path it was made at."""
     name = param(eqn, "name") or ""
-    found = [mark for mark in (GIVEN, RETURNED) if name.startswith(mark)]
+    found = [mark for mark in MARKS if name.startswith(mark)]
     return (found[0], name.removeprefix(found[0])) if found else None

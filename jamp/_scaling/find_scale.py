@@ -1,27 +1,21 @@
 """`find_loss_scale`: finds a first scale without losing batches."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from .._checks import is_traced, shown
-from .._tree import PyTree, partition
+from .._checks import shown
 from .arithmetic import power_of_two
-from .calls import Call, attempt, scales_of, with_scales
-from .mesh import on_every_replica, varying_like
+from .calls import Call, with_scales
+from .proof import proof_of
 from .retry import call_of
 from .rule import LossScaleState
 from .scale_flow import Flow, flow_of
-from .state import find_states
 from .traced import Traced
-
-LOWEST, HIGHEST = -126, 32  # exponents
-NOT_STEPPED = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
+from .trials import LOWEST, Exponents, Trials
 
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
 there is an inf or nan in the batch, the parameters or the loss. \
@@ -109,83 +103,46 @@ def search(call: Call) -> list[LossScaleState]:
     """The loss scales of a state, with the largest at which its step is finite.
 
     Raises:
-      ValueError: the step does not scale its loss, or is not finite at any scale (the
-        latter only outside a trace).
+      ValueError: the step does not scale its loss. And outside a trace: it is not
+        finite at any scale, or it is wrong (`proof`).
     """
-    # Other leaves, such as `train=True`, do not change.
-    is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
-    arrays, rebuilt = partition(call.inputs, is_array)
-
-    def run(state: PyTree, arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
-        return bisect(call, state, rebuilt(arrays))
-
-    is_inside = any(map(is_traced, jax.tree.leaves((call.state, call.inputs))))
-    exponents, asked = (run if is_inside else jax.jit(run))(call.state, arrays)
-    never = asked & (exponents < LOWEST)
-    if not is_traced(never) and np.any(np.asarray(never)):
-        raise ValueError(NEVER_FINITE.format(caller=call.caller))
-    old = scales_of(call.state)
-    found = asked & (exponents >= LOWEST)
-    kept = [
-        jnp.where(is_found, power_of_two(exponent), scale.loss_scale)
-        for is_found, exponent, scale in zip(found, exponents, old, strict=True)
-    ]
-    return [o._replace(loss_scale=k) for o, k in zip(old, kept, strict=True)]
+    trials = Trials(call)
+    check_scales_its_loss(trials.once, call.caller, trials.paths)
+    exponents, asked = trials.highest()
+    if not trials.is_inside:
+        check_finite(call.caller, exponents, asked)
+        proof = proof_of(trials, exponents, asked)
+        if proof.problems:
+            raise ValueError("\n".join(proof.problems))
+    return found_scales(trials, exponents, asked)
 
 
-def bisect(call: Call, state: PyTree, inputs: PyTree) -> tuple[jax.Array, jax.Array]:
-    """The largest exponent at which the step is finite, and whether the scale is used.
-
-    Returns:
-      For each scale, int32 [scales]: the exponent, or `LOWEST - 1` if there is none.
-      And bool [scales]: whether the step checked for an overflow, which it does not do
-      if the scale is disabled, or if its optimizer does not step.
-    """
-
-    def step_at(tried: list[LossScaleState]) -> list[LossScaleState]:
-        return attempt(call, with_scales(state, tried), inputs)[2]
-
-    old, mark = scales_of(state), jnp.uint32(NOT_STEPPED)
-    scales_after = Traced(step_at, old)
-    check_scales_its_loss(scales_after, call.caller, [*find_states(state)])
-
-    def halve(
-        _: object, between: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        finite, infinite, _ = between
-        middle = jnp.maximum((finite + infinite) // 2, LOWEST)
-        tried = [
-            scale._replace(
-                loss_scale=varying_like(power_of_two(exponent), scale.loss_scale),
-                recent_skips=varying_like(mark, scale.recent_skips),
-            )
-            for scale, exponent in zip(old, middle, strict=True)
-        ]
-        new = scales_after(tried)
-        too_high = on_every_replica(jnp.stack(list(map(is_too_high, tried, new))))
-        asked = jnp.stack([scale.recent_skips != mark for scale in new])
-        finite = jnp.where(too_high, finite, middle)
-        infinite = jnp.where(too_high, middle, infinite)
-        return finite, infinite, on_every_replica(asked)
-
-    count = (len(old),)
-    start = (
-        jnp.full(count, LOWEST - 1, jnp.int32),
-        jnp.full(count, HIGHEST + 1, jnp.int32),
-        jnp.zeros(count, bool),
-    )
-    times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
-    exponents, _, asked = lax.fori_loop(0, times, halve, start)
-    return exponents, asked
+def check_finite(
+    caller: str, exponents: Exponents, asked: Sequence[jax.Array]
+) -> None:
+    """Raises ValueError if a scale that the step asks is never low enough."""
+    never = lambda exponent, asked: np.any(np.asarray(asked & (exponent < LOWEST)))
+    if any(map(never, exponents, asked)):
+        raise ValueError(NEVER_FINITE.format(caller=caller))
 
 
-def is_too_high(tried: LossScaleState, new: LossScaleState) -> jax.Array:
-    """Whether a step overflowed, or lowered the scale because of `max_scale`."""
-    return new.found_inf | (new.loss_scale < tried.loss_scale)
+def found_scales(
+    trials: Trials, exponents: Exponents, asked: Sequence[jax.Array]
+) -> list[LossScaleState]:
+    """The scales of a state, with those that were found."""
+
+    def kept(
+        scale: LossScaleState, exponent: jax.Array, asked: jax.Array
+    ) -> LossScaleState:
+        is_found = asked & (exponent >= LOWEST)
+        value = jnp.where(is_found, power_of_two(exponent), scale.loss_scale)
+        return scale._replace(loss_scale=value)
+
+    return [*map(kept, trials.scales, exponents, asked)]
 
 
 def check_scales_its_loss(
-    once: Traced[[list[LossScaleState]], list[LossScaleState]],
+    once: Traced[..., Any],
     caller: str,
     paths: Sequence[str],
 ) -> None:
@@ -194,15 +151,17 @@ def check_scales_its_loss(
     A step that does not use a scale returns the `found_inf` that it was given.
 
     Args:
-      once: from loss scales to those after a step.
+      once: from loss scales, and what else there is, to what a step returns, and the
+        loss scales after it.
       caller: the function that a user called.
       paths: where the loss scales are.
     """
     program, count = once.closed, len(LossScaleState._fields)
+    after = len(program.jaxpr.outvars) - count * len(paths)
     flag, scale = map(LossScaleState._fields.index, ("found_inf", "loss_scale"))
     for start, path in zip(range(0, count * len(paths), count), paths, strict=True):
         inputs = [Flow.OTHER] * len(program.in_avals)
         inputs[start + flag], inputs[start + scale] = Flow.GIVEN, Flow.SCALED
-        if flow_of(program, inputs)[start + flag] is Flow.OTHER:
+        if flow_of(program, inputs)[after + start + flag] is Flow.OTHER:
             where = f" at {path}" if len(paths) > 1 else ""
             raise ValueError(NOT_SCALED.format(caller=caller, where=where))

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from .._checks import axis_names, check_count, flag, is_traced, shown
 from .._tree import PyTree, T
 from . import arithmetic, rule, skip
+from .arrivals import GIVEN, SCALED, UNSCALED_, marked
 from .nnx_grads import (
     Update,
     check_own_gradients,
@@ -146,7 +147,7 @@ class GradScaler(nnx.Pytree):
                 raise ValueError(
                     f"outputs must be an array or a nest of arrays; got {shown(leaf)}."
                 )
-            return arithmetic.scale(leaf, loss_scale)
+            return marked(SCALED, arithmetic.scale(leaf, loss_scale))
 
         return jax.tree.map(scale_leaf, outputs, is_leaf=lambda leaf: leaf is None)
 
@@ -189,7 +190,8 @@ class GradScaler(nnx.Pytree):
         own = own_gradients(optimizer, grads)
         finite = arithmetic.all_finite(own, self._axis_name)
         inverse = arithmetic.invert(self.loss_scale[...])
-        unscaled = with_own(grads, arithmetic.unscale_as_before(own, inverse))
+        new = marked(UNSCALED_, arithmetic.unscale_as_before(own, inverse))
+        unscaled = with_own(grads, new)
         went_in, came_out = references(own), references(unscaled)
         self._iteration.add(
             Record(optimizer, Stage.UNSCALED, finite, went_in, came_out)
@@ -239,6 +241,7 @@ class GradScaler(nnx.Pytree):
             update = Update(optimizer, model, grads, kwargs)
             run = update.run
             if record is None:
+                own = marked(GIVEN, own)
                 inverse = arithmetic.invert(self.loss_scale[...])
                 finite, run = check_read(
                     lambda scaled: update.run(

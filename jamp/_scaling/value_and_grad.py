@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
+from .arrivals import SCALED, UNSCALED, marked
 from .metrics import is_scaler, loss_scale
 from .state import STACKED
 
@@ -87,7 +88,7 @@ def value_and_grad(
                 )
             loss = loss[0]
         _check_loss(loss)
-        return arithmetic.scale(loss, current), result
+        return marked(SCALED, arithmetic.scale(loss, current)), result
 
     grad_fn: Callable[..., tuple[PyTree, T]] = jax.grad(
         scaled, argnums, has_aux=True, allow_int=allow_int
@@ -157,7 +158,7 @@ def scale_loss(loss: ArrayLike, opt_state: PyTree) -> jax.Array:
     current = _one_scale(opt_state)
     if not arithmetic.is_scalable(loss):
         raise TypeError(f"loss must be an array or a number; got {shown(loss)}.")
-    return arithmetic.scale(loss, current)
+    return marked(SCALED, arithmetic.scale(loss, current))
 
 
 def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
@@ -183,7 +184,7 @@ def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
     """
     current = _one_scale(opt_state)
     check_leaves(grads, "jamp.unscale: the gradient")
-    return arithmetic.unscale(grads, arithmetic.invert(current))
+    return marked(UNSCALED, arithmetic.unscale(grads, arithmetic.invert(current)))
 
 
 def _one_scale(opt_state: PyTree) -> jax.Array:

@@ -216,15 +216,13 @@ class LossScaled:
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Step:
         caller = "dynamic_loss_scale's update"
-        if is_scaled := self.kind is not ScaleKind.OFF:
-            updates = marked(GIVEN, updates)
         scaled = ScaledGradients(self, caller, updates, state, params, extra_args)
 
         def hold(like: Callable[[], Step]) -> Step:
             return jax.tree.map(no_update, like()[0]), scaled.old
 
         updates, inner_state = skip.run_or_hold(scaled.finite, scaled.run, hold)
-        if is_scaled:
+        if self.kind is not ScaleKind.OFF:
             updates = marked(RETURNED, updates)
         return updates, scaled.advanced(inner_state)
 
@@ -270,6 +268,7 @@ class ScaledGradients:
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         if by.kind is not ScaleKind.OFF:
             check_no_closures(extra_args, caller)
+            grads = marked(GIVEN, grads)
         self.extra_args = extra_args
         self.old = as_made(state.inner_state, by.init_inner, params)
         update = lambda grads: self.update(grads, self.old)

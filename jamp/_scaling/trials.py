@@ -1,0 +1,147 @@
+"""Runs of one training step from one state, at other loss scales.
+
+Outside of a trace, the step is traced and compiled once for all of them. Inside of one
+it is a part of the program, and runs in a loop.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._checks import is_traced
+from .._tree import PyTree, partition
+from .arithmetic import power_of_two
+from .arrivals import MARKED
+from .calls import Call, attempt, scales_of, with_scales
+from .mesh import on_every_replica, varying_like
+from .rule import LossScaleState
+from .state import find_states
+from .traced import Traced
+
+LOWEST, HIGHEST = -126, 32  # exponents that are searched
+NOT_STEPPED = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
+
+
+class Outcome(NamedTuple):
+    """What a run did with each scale of the state, in the shape of the scale."""
+
+    too_high: list[jax.Array]  # bool: it overflowed, or lowered the scale (`max_scale`)
+    found_inf: list[jax.Array]  # bool
+    skipped: list[jax.Array]  # int32: how many steps it skipped
+    asked: list[jax.Array]  # bool: whether it checked for an overflow
+
+
+class Run(NamedTuple):
+    """The state after a step, what else it returned, and what the scales found."""
+
+    state: PyTree
+    aux: PyTree
+    outcome: Outcome
+
+
+Exponents = list[jax.Array]  # int32, one for each scale, in its shape
+
+
+class Trials:
+    """A step that can be run again and again.
+
+    Attributes:
+      call: the call of the step.
+      scales: those of its state.
+      once: the program of the step: of the loss scales, the state and the arrays among
+        the other arguments. It is marked (`MARKED`).
+    """
+
+    def __init__(self, call: Call):
+        self.call, self.scales = call, scales_of(call.state)
+        self.is_inside = any(
+            map(is_traced, jax.tree.leaves((call.state, call.inputs)))
+        )
+        # Other leaves, such as `train=True`, do not change.
+        is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
+        self.arrays, rebuilt = partition(call.inputs, is_array)
+
+        def step_at(
+            tried: list[LossScaleState], state: PyTree, arrays: list[jax.Array]
+        ) -> tuple[PyTree, PyTree, list[LossScaleState]]:
+            return attempt(call, with_scales(state, tried), rebuilt(arrays))
+
+        with MARKED(True):
+            self.once = Traced(step_at, self.scales, call.state, self.arrays)
+
+        def run(exponents: Exponents, state: PyTree, arrays: list[jax.Array]) -> Run:
+            tried = [*map(_at, scales_of(state), exponents)]
+            new, aux, scales = self.once(tried, state, arrays)
+            return Run(new, aux, Outcome(*zip(*map(_found, tried, scales))))
+
+        self._run = run if self.is_inside else jax.jit(run)
+
+    def __call__(self, exponents: Exponents) -> Run:
+        """A run at these powers of two, from the state that was given."""
+        return self._run(exponents, self.call.state, self.arrays)
+
+    @property
+    def paths(self) -> list[str]:
+        """Where the loss scales are."""
+        return [*find_states(self.call.state)]
+
+    def highest(self) -> tuple[Exponents, list[jax.Array]]:
+        """The largest exponents at which the step is finite, and which are asked.
+
+        Returns:
+          For each scale, the exponent, or `LOWEST - 1` if there is none. And whether
+          the step checked for an overflow, which it does not do if the scale is
+          disabled, or if its optimizer does not step.
+        """
+        full = lambda value: [
+            jnp.full(jnp.shape(s.loss_scale), value, jnp.int32) for s in self.scales
+        ]
+        none = [jnp.zeros(jnp.shape(s.loss_scale), bool) for s in self.scales]
+        between = full(LOWEST - 1), full(HIGHEST + 1), none
+        times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
+        if self.is_inside:
+            halve = lambda _, between: self._halve(*between)
+            finite, _, asked = lax.fori_loop(0, times, halve, between)
+            return finite, asked
+        for _ in range(times):
+            between = self._halve(*between)
+        return between[0], between[2]
+
+    def _halve(
+        self, finite: Exponents, infinite: Exponents, _: object
+    ) -> tuple[Exponents, Exponents, list[jax.Array]]:
+        half = lambda low, high: jnp.maximum((low + high) // 2, LOWEST)
+        middle = [*map(half, finite, infinite)]
+        outcome = self(middle).outcome
+        too_high = [*map(on_every_replica, outcome.too_high)]
+        asked = [*map(on_every_replica, outcome.asked)]
+        return (
+            [*map(jnp.where, too_high, finite, middle)],
+            [*map(jnp.where, too_high, middle, infinite)],
+            asked,
+        )
+
+
+def _at(scale: LossScaleState, exponent: jax.Array) -> LossScaleState:
+    """A scale with another value, and no record of steps."""
+    mark = jnp.full(jnp.shape(scale.recent_skips), NOT_STEPPED)
+    return scale._replace(
+        loss_scale=varying_like(power_of_two(exponent), scale.loss_scale),
+        recent_skips=varying_like(mark, scale.recent_skips),
+    )
+
+
+def _found(
+    tried: LossScaleState, new: LossScaleState
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The fields of an `Outcome`, of one scale."""
+    return (
+        new.found_inf | (new.loss_scale < tried.loss_scale),
+        new.found_inf,
+        new.skipped_steps - tried.skipped_steps,
+        new.recent_skips != NOT_STEPPED,
+    )

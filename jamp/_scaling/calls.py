@@ -6,17 +6,17 @@ them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._checks import shown
-from .._tree import PyTree, T, check_leaves
+from .._tree import PyTree, T, check_leaves, partition
 from .rule import LossScaleState
 from .skip import check_same
 from .state import (
     DynamicLossScaleState,
-    check_not_stacked,
     describe,
     find_states,
     scalars_of,
@@ -26,13 +26,48 @@ ARRAYS_OF_THE_STATE = """ Keep arrays alone in the state; for an Equinox model, 
 write params, static = eqx.partition(model, eqx.is_inexact_array), put params into the \
 state, and call eqx.combine(params, static) in the step."""
 
-NO_SCALE = """{}: the state holds no loss scale; found {}. The first argument of the \
-step must hold the state of an optimizer in jamp.dynamic_loss_scale, or an argument \
-must be a GradScaler."""
+NO_SCALE = """{}: the state holds no loss scale; found {}. An argument of the step \
+must hold the state of an optimizer in jamp.dynamic_loss_scale, or be a GradScaler."""
+
+NOT_RETURNED = """{}: step must return the state that it got, and perhaps something \
+else: step(state, *batch) -> (state, aux). Of several arguments (params, opt_state) or \
+(actor, critic), it returns each, in their order. It got {}, and returned {}."""
+
+
+class Form(NamedTuple):
+    """Where a step has its state: in which arguments, and where in its result."""
+
+    places: tuple[int, ...]  # of the arguments; if one, the state is that argument
+    is_nested: bool = True  # the state is one item of the result, and not one for each
+    is_alone: bool = False  # the state is the whole result
+
+    def state_of(self, args: Sequence[PyTree]) -> PyTree:
+        if len(self.places) == 1:
+            return args[self.places[0]]
+        return tuple(args[place] for place in self.places)
+
+    def split(self, result: Any) -> tuple[PyTree, PyTree]:
+        """The state, and what else there is, of a result of this form."""
+        if self.is_alone:
+            return result, None
+        if self.is_nested:
+            state, *aux = result
+            return state, aux
+        count = len(self.places)
+        return tuple(result[:count]), list(result[count:])
+
+    def joined(self, state: PyTree, aux: Any) -> Any:
+        """The reverse."""
+        if self.is_alone:
+            return state
+        return (state, *aux) if self.is_nested else (*state, *aux)
 
 
 class Call:
     """One call in the style of optax: `step(state, *batch) -> (state, aux)`.
+
+    The state may be several arguments, which the step returns in their order, and the
+    step may return nothing else.
 
     Attributes:
       caller: the function of jamp that a user called, for messages.
@@ -41,8 +76,8 @@ class Call:
       donating: how to write the wrapped step if it is to donate its state.
 
     Raises:
-      TypeError: a leaf of the state is not an array.
-      ValueError: there is not one loss scale per optimizer, which is one number.
+      TypeError: a leaf of the state is not an array, or the step does not return it.
+      ValueError: no argument holds a loss scale.
     """
 
     donating = "jax.jit(jamp.retry(step), donate_argnums=0)"
@@ -55,29 +90,84 @@ class Call:
         kwargs: dict[str, PyTree],
     ):
         self.caller, self.step = caller, step
-        self.state: PyTree = args[0] if args else None
-        self.inputs: PyTree = (args[1:], kwargs)
-        found = find_states(self.state)
-        if not found:
-            raise ValueError(NO_SCALE.format(caller, describe(self.state)))
+        holders = [place for place, arg in enumerate(args) if find_states(arg)]
+        if not holders:
+            found = describe(args[0] if args else None)
+            raise ValueError(NO_SCALE.format(caller, found))
+        self.form = Form((0,))
+        if holders != [0]:
+            self.form = form_of(caller, step, args, kwargs, holders)
+        self.state: PyTree = self.form.state_of(args)
+        rest = enumerate(args)
+        batch = {place: arg for place, arg in rest if place not in self.form.places}
+        self.inputs: PyTree = (batch, kwargs)
         check_leaves(self.state, f"{caller}: the state", ARRAYS_OF_THE_STATE)
-        for node in found.values():
-            check_not_stacked(scalars_of(node)._asdict(), caller)
 
     def run(self, state: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         """The state after the step, and what else it returned."""
         batch, kwargs = inputs
-        result: Any = self.step(state, *batch, **kwargs)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(
-                f"{self.caller}: step must return (state, aux), with None for aux if "
-                f"there is nothing else; got {shown(result)}."
-            )
-        return result
+        places = self.form.places
+        given = dict(zip(places, (state,) if len(places) == 1 else state, strict=True))
+        args = given | batch
+        result: Any = self.step(*(args[place] for place in sorted(args)), **kwargs)
+        if places == (0,):
+            is_state = jax.tree.structure(result) == jax.tree.structure(state)
+            self.form = Form((0,), is_alone=is_state)
+            if not (is_state or (isinstance(result, tuple) and len(result) > 1)):
+                raise TypeError(
+                    f"{self.caller}: step must return (state, aux), or the state "
+                    f"alone; got {shown(result)}."
+                )
+        return self.form.split(result)
 
     def returned(self, state: PyTree, *aux: PyTree) -> Any:
         """What the user's call returns: a state, and what else the step returned."""
-        return (state, *aux) if aux else state
+        return self.form.joined(state, *aux) if aux else state
+
+
+def form_of(
+    caller: str,
+    step: Callable[..., Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    holders: Sequence[int],
+) -> Form:
+    """Which arguments a step returns: those up to the last loss scale, or `holders`.
+
+    Raises:
+      TypeError: neither.
+    """
+    is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
+    arrays, rebuilt = partition((args, kwargs), is_array)
+
+    def run(arrays: list[Any]) -> Any:
+        args, kwargs = rebuilt(arrays)
+        return step(*args, **kwargs)
+
+    result: Any = jax.eval_shape(run, arrays)
+    structures = [*map(jax.tree.structure, args)]
+    begins = lambda items, kinds: (
+        isinstance(items, tuple)
+        and [*map(jax.tree.structure, items[: len(kinds)])] == kinds
+    )
+    for places in (tuple(range(holders[-1] + 1)), tuple(holders)):
+        kinds = [structures[place] for place in places]
+        if len(kinds) == 1 and jax.tree.structure(result) == kinds[0]:
+            return Form(places, is_alone=True)
+        if begins(result, kinds):
+            return Form(places, is_nested=len(kinds) == 1)
+        if len(kinds) > 1 and isinstance(result, tuple) and result:
+            if len(result[0]) == len(kinds) and begins(tuple(result[0]), kinds):
+                return Form(places)
+    got = ", ".join(type(arg).__name__ for arg in args)
+    raise TypeError(NOT_RETURNED.format(caller, got, kinds_of(result)))
+
+
+def kinds_of(result: Any) -> str:
+    """A result of a step, for messages: of a tuple, the types of its items."""
+    if type(result) is tuple:
+        return f"({', '.join(type(item).__name__ for item in result)})"
+    return f"a {type(result).__name__}"
 
 
 def scales_of(state: PyTree) -> list[LossScaleState]:

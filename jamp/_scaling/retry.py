@@ -19,7 +19,7 @@ from .calls import Call, attempt, scales_of, with_scales
 from .mesh import on_every_replica, varying_axes
 from .rule import LossScaleState
 from .skip import select
-from .state import DynamicLossScaleState
+from .state import DynamicLossScaleState, check_not_stacked
 from .traced import Traced
 
 P = ParamSpec("P")
@@ -129,6 +129,8 @@ def retry(step: Callable[P, R], attempts: int = 8) -> Callable[P, R]:
     @functools.wraps(step)
     def retried(*args: P.args, **kwargs: P.kwargs) -> Any:
         call = call_of("jamp.retry", step, args, kwargs)
+        for scale in scales_of(call.state):
+            check_not_stacked(scale._asdict(), call.caller)
         return call.returned(*run_attempts(call, at_most))
 
     return retried

@@ -33,6 +33,7 @@ PARAMETERS = {
         "concatenate iota": "dimension",
         "gather": "dimension_numbers mode slice_sizes unique_indices",
         "integer_pow": "y",
+        "jit": "donated_invars",
         "name": "name",
         "ragged_dot_general": "",  # and of each product what follows below
         "random_bits": "bit_width",

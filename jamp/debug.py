@@ -33,6 +33,10 @@ from ._debug.grad_reports import underflow_report as underflow_report
 from ._debug.histogram import GradHistogram as GradHistogram
 from ._debug.histogram import grad_histogram as grad_histogram
 
+# Whether a training step uses its loss scale rightly
+from ._debug.check_step import StepReport as StepReport
+from ._debug.check_step import check_step as check_step
+
 # How a run goes
 from ._scaling.metrics import check as check
 from ._debug.history import History as History

@@ -16,6 +16,7 @@ from .report import only_when
 FLOAT16_MAX = 65504.0
 # Half of float16's smallest number: this number and smaller ones round to zero.
 FLUSHED = 2.0**-25
+SMALLEST_NORMAL = 2.0**-14
 GET_SCALE = "jamp.loss_scale(opt_state) and scaler.get_scale() return it."
 BIAS = 127  # of an exponent in the bits: 2**0 has 127
 
@@ -114,6 +115,12 @@ def flushed(x: jax.Array, scale: ArrayLike = 1.0) -> jax.Array:
     return many((bits > 0) & (bits <= bits_of(limit)))
 
 
+def subnormal(x: jax.Array) -> jax.Array:
+    """How many elements float16 rounds to a subnormal number."""
+    magnitude = magnitude_of(x)
+    return many((magnitude > FLUSHED) & (magnitude < SMALLEST_NORMAL))
+
+
 def largest(x: jax.Array) -> jax.Array:
     """The largest finite magnitude."""
     magnitude = magnitude_of(x)
@@ -144,6 +151,7 @@ COUNTED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "zeros": lambda x, _: many(exponent_of(x) < 0),
     "flushed": lambda x, _: flushed(x),
     "flushed_unscaled": flushed,
+    "subnormal": lambda x, _: subnormal(x),
     "largest": lambda x, _: largest(x),
     "exponents": lambda x, _: by_exponent(x),
 }

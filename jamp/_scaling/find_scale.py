@@ -1,7 +1,7 @@
 """`find_loss_scale`: finds a first scale without losing batches."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ import numpy as np
 
 from .._checks import shown
 from .arithmetic import power_of_two
-from .calls import Call, with_scales
-from .proof import proof_of
+from .calls import with_scales
+from .proof import Proof, proof_of
 from .retry import call_of
 from .rule import LossScaleState
 from .scale_flow import Flow, flow_of
@@ -96,25 +96,34 @@ def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not callable(step):
         raise TypeError(f"step must be a function of a state; got {shown(step)}.")
     call = call_of("jamp.find_loss_scale", step, args, kwargs)
-    return call.returned(with_scales(call.state, search(call)))
+    trials = Trials(call)
+    found = find(trials)
+    if found.proof.problems:
+        raise ValueError("\n".join(found.proof.problems))
+    return call.returned(with_scales(call.state, found_scales(trials, found)))
 
 
-def search(call: Call) -> list[LossScaleState]:
-    """The loss scales of a state, with the largest at which its step is finite.
+class Found(NamedTuple):
+    """What was found of a step."""
+
+    exponents: Exponents  # the largest at which it is finite
+    asked: Sequence[jax.Array]  # bool: whether it asks each scale
+    proof: Proof
+
+
+def find(trials: Trials) -> Found:
+    """The largest scales at which a step is finite, and whether it is right.
 
     Raises:
       ValueError: the step does not scale its loss. And outside a trace: it is not
-        finite at any scale, or it is wrong (`proof`).
+        finite at any scale.
     """
-    trials = Trials(call)
-    check_scales_its_loss(trials.once, call.caller, trials.paths)
+    check_scales_its_loss(trials.once, trials.call.caller, trials.paths)
     exponents, asked = trials.highest()
-    if not trials.is_inside:
-        check_finite(call.caller, exponents, asked)
-        proof = proof_of(trials, exponents, asked)
-        if proof.problems:
-            raise ValueError("\n".join(proof.problems))
-    return found_scales(trials, exponents, asked)
+    if trials.is_inside:
+        return Found(exponents, asked, Proof())
+    check_finite(trials.call.caller, exponents, asked)
+    return Found(exponents, asked, proof_of(trials, exponents, asked))
 
 
 def check_finite(
@@ -126,9 +135,7 @@ def check_finite(
         raise ValueError(NEVER_FINITE.format(caller=caller))
 
 
-def found_scales(
-    trials: Trials, exponents: Exponents, asked: Sequence[jax.Array]
-) -> list[LossScaleState]:
+def found_scales(trials: Trials, found: Found) -> list[LossScaleState]:
     """The scales of a state, with those that were found."""
 
     def kept(
@@ -138,7 +145,7 @@ def found_scales(
         value = jnp.where(is_found, power_of_two(exponent), scale.loss_scale)
         return scale._replace(loss_scale=value)
 
-    return [*map(kept, trials.scales, exponents, asked)]
+    return [*map(kept, trials.scales, found.exponents, found.asked)]
 
 
 def check_scales_its_loss(

@@ -46,6 +46,7 @@ from .transformation import (
     no_update,
     without_float0,
 )
+from .watched import watch
 
 Step = tuple[optax.Updates, optax.OptState]
 
@@ -268,6 +269,7 @@ class ScaledGradients:
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         if by.kind is not ScaleKind.OFF:
             check_no_closures(extra_args, caller)
+            watch(grads, self.scalars.loss_scale)
             grads = marked(GIVEN, grads)
         self.extra_args = extra_args
         self.old = as_made(state.inner_state, by.init_inner, params)

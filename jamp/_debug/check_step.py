@@ -1,0 +1,261 @@
+"""`check_step`: what a training step does with its loss scale, before a long run."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._checks import shown
+from .._jaxprs import param
+from .._scaling.find_scale import find
+from .._scaling.retry import call_of
+from .._scaling.trials import Trials
+from .._scaling.watched import WATCHER
+from .._tree import NUMBERS, PyTree, dtype_of, path_text
+from .grad_numbers import numbers
+from .report import SHOWN, Report, Table, percent
+
+INSIDE = """jamp.debug.check_step reads what the step computes, and got arrays inside \
+a trace. Call it outside of jit, with a whole step, which may be jitted or mapped."""
+
+COUNTED = "zeros", "flushed", "subnormal"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class StepReport(Report):
+    """What a step does with its loss scale. From `check_step`.
+
+    Attributes:
+      problems: what is wrong, in words; empty if nothing was found.
+      scale: float32: the largest power of two at which the step is finite. Of several
+        states, or devices, a list. None if there is no such scale.
+      gradients: by path, the shares of elements that are zero before float16 sees
+        them, that float16 flushes to zero at this scale, and that are subnormal in it:
+        `{"zeros": 0.0, "flushed": 0.0, "subnormal": 0.0}`.
+      no_gradient: paths of the gradients that are zero, all of them.
+      still: paths of the floating leaves of the state that do not move.
+      moved_by_skip: paths of the leaves that a skipped step moves; None if no scale
+        skips.
+      scaled_results: paths of what else the step returns that depends on the scale.
+      compiles_again: paths of the leaves of the state whose type the step changes, so
+        that a second call compiles again.
+      kept: paths of the leaves of the state that the step does not donate; None if the
+        step is not jitted.
+
+    Raises:
+      TypeError: it was read as a bool; ask for `problems`.
+
+    Examples:
+      >>> StepReport(problems=(), scale=65536.0, moved_by_skip=()).problems
+      ()
+    """
+
+    problems: tuple[str, ...]
+    scale: float | list[Any] | None = None
+    gradients: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    no_gradient: tuple[str, ...] = ()
+    still: tuple[str, ...] = ()
+    moved_by_skip: tuple[str, ...] | None = None
+    scaled_results: tuple[str, ...] = ()
+    compiles_again: tuple[str, ...] = ()
+    kept: tuple[str, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it."""
+        return dataclasses.asdict(self)
+
+    def share(self, kind: str) -> float:
+        """The mean share of a kind over all gradients: "zeros", "flushed" or
+        "subnormal"."""
+        shares = [row[kind] for row in self.gradients.values()]
+        return float(np.mean(shares)) if shares else 0.0
+
+    def _parts(self, table: Table) -> list[str]:
+        count = len(self.problems)
+        first = f"{count} problem{'s' * (count > 1)} found" if count else "nothing wrong"
+        parts = [f"check_step: {first}", *self.problems]
+        if self.scale is None:
+            return parts
+        half = [f"{percent(self.share(k))} {k}" for k in ("flushed", "subnormal")]
+        skip = "none was seen" if self.moved_by_skip is None else "holds everything"
+        if self.moved_by_skip:
+            skip = f"moves {_listed(self.moved_by_skip)}"
+        donated = "the step is not jitted" if self.kept is None else "all"
+        if self.kept:
+            donated = f"all but {_listed(self.kept)}"
+        rows = [
+            ("loss scale", _powers(self.scale)),
+            ("gradients in float16 there", ", ".join(half)),
+            ("gradients that are zero", _listed(self.no_gradient)),
+            ("leaves that do not move", _listed(self.still)),
+            ("a skipped step", skip),
+            ("results that depend on the scale", _listed(self.scaled_results)),
+            ("types that a second call finds changed", _listed(self.compiles_again)),
+            ("donated", donated),
+        ]
+        return [*parts, table(("of the step", "found"), rows)]
+
+
+def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepReport:
+    """Whether a training step uses its loss scale rightly, and what it does with it.
+
+    It runs the step at some twenty scales, on the same state and batch, compiled once,
+    and discards the results. Two facts tell: what a right step computes does not depend
+    on a power-of-two loss scale, and a scale that overflows skips. `find_loss_scale`
+    runs the same checks, and raises an error for a step that is wrong.
+
+    What is smaller than half precision's rounding does not show: a penalty or noise
+    that is added to scaled gradients, if it is small beside them.
+
+    Args:
+      step: as for `find_loss_scale`, jitted or not. Nothing is donated, and nothing
+        changes.
+      *args: the step's arguments: a state that holds a loss scale and a batch, or NNX
+        objects and a batch.
+      **kwargs: the step's keyword arguments.
+
+    Returns:
+      A `StepReport`, which prints as a table. `report.problems` is empty if nothing is
+      wrong.
+
+    Raises:
+      TypeError, ValueError: as `find_loss_scale`, for arguments that are no step. A
+        step that is wrong does not raise, and is in the report.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.5))
+      >>> def step(state, x):
+      ...     params, opt_state = state
+      ...     loss_fn = lambda params: jnp.sum((params * x).astype(jnp.float16))
+      ...     loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
+      ...     return jamp.step(tx, grads, opt_state, params), loss
+      >>> params = jnp.ones(2)
+      >>> state = params, tx.init(params)
+      >>> jamp.debug.check_step(step, state, jnp.full(2, 1e-3))
+      check_step: nothing wrong
+      of the step                             found
+      loss scale                              2**15
+      gradients in float16 there              0 % flushed, 0 % subnormal
+      gradients that are zero                 none
+      leaves that do not move                 none
+      a skipped step                          holds everything
+      results that depend on the scale        none
+      types that a second call finds changed  none
+      donated                                 the step is not jitted
+
+    PyTorch: no counterpart.
+    """
+    if not callable(step):
+        raise TypeError(f"step must be a function of a state; got {shown(step)}.")
+    call = call_of("jamp.debug.check_step", step, args, kwargs)
+    watcher = Watcher()
+    with WATCHER(watcher):
+        trials = Trials(call)
+    if trials.is_inside:
+        raise TypeError(INSIDE)
+    types = {
+        "compiles_again": compiles_again(trials),
+        "kept": kept(trials),
+    }
+    try:
+        found = find(trials)
+    except ValueError as error:
+        return StepReport((str(error),), **types)
+    watcher.start()
+    trials(found.exponents)
+    gradients = watcher.stop()
+    scales = [np.exp2(np.float32(e)).tolist() for e in found.exponents]
+    proof = found.proof
+    return StepReport(
+        problems=proof.problems,
+        scale=scales[0] if len(scales) == 1 else scales,
+        gradients=gradients,
+        no_gradient=tuple(p for p, row in gradients.items() if row["zeros"] == 1),
+        still=proof.still,
+        moved_by_skip=proof.moved_by_skip,
+        scaled_results=proof.scaled_results,
+        **types,
+    )
+
+
+class Watcher:
+    """Counts what float16 loses of the gradients that reach loss scales."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, np.ndarray] | None = None
+
+    def start(self) -> None:
+        jax.effects_barrier()
+        self.counts = {}
+
+    def stop(self) -> dict[str, dict[str, float]]:
+        """The shares by path. Those of several devices, and steps, are added."""
+        jax.effects_barrier()
+        counts, self.counts = self.counts or {}, None
+        return {
+            path: dict(zip(COUNTED, (count[:-1] / count[-1]).tolist(), strict=True))
+            for path, count in counts.items()
+        }
+
+    def __call__(self, grads: PyTree, scale: jax.Array) -> None:
+        """Called where a step is traced, with scaled gradients."""
+        of = numbers("jamp.debug.check_step", grads, scale, None, *COUNTED)
+
+        def add(*columns: jax.Array) -> None:
+            if self.counts is not None:
+                rows = np.stack([*map(np.asarray, columns), np.array(of.real_sizes)])
+                for path, row in zip(of.paths, rows.T, strict=True):
+                    self.counts[path] = self.counts.get(path, 0) + row
+
+        jax.debug.callback(add, *of.columns)
+
+
+def compiles_again(trials: Trials) -> tuple[str, ...]:
+    """The leaves of the state that come back with another type."""
+    given = jax.tree_util.tree_leaves_with_path(trials.call.state)
+    program = trials.once.closed
+    made = program.jaxpr.outvars[: len(given)]
+    is_weak = lambda x: isinstance(x, NUMBERS) or getattr(x, "weak_type", False)
+    return tuple(
+        path_text(path)
+        for (path, leaf), atom in zip(given, made, strict=True)
+        if is_weak(leaf) != is_weak(atom.aval)
+    )
+
+
+def kept(trials: Trials) -> tuple[str, ...] | None:
+    """The leaves of the state that a jitted step does not donate."""
+    program = trials.once.closed.jaxpr
+    donated, is_jitted = set(), False
+    for eqn in program.eqns:
+        flags = param(eqn, "donated_invars")
+        if flags is not None:
+            is_jitted |= len(eqn.outvars) > len(program.outvars) // 2
+            donated |= {v for v, flag in zip(eqn.invars, flags, strict=True) if flag}
+    if not is_jitted:
+        return None
+    scales = jax.tree.leaves(trials.scales)
+    given = jax.tree_util.tree_leaves_with_path(trials.call.state)
+    places = program.invars[len(scales) :][: len(given)]
+    used = {v for eqn in program.eqns for v in eqn.invars if hasattr(v, "aval")}
+    return tuple(
+        path_text(path)
+        for (path, _), v in zip(given, places, strict=True)
+        if v in used and v not in donated
+    )
+
+
+def _powers(scale: Any) -> str:
+    """Powers of two, as they are written: "2**16"."""
+    if isinstance(scale, list):
+        return ", ".join(dict.fromkeys(map(_powers, scale)))
+    return f"2**{round(math.log2(scale))}"
+
+
+def _listed(paths: tuple[str, ...]) -> str:
+    more = f", and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    return ", ".join(paths[:SHOWN]) + more if paths else "none"

@@ -30,13 +30,19 @@ out. Put the loss scale outside: jamp.dynamic_loss_scale(optax.masked(...)). To 
 a parameter, give it optax.set_to_zero(), as one of the optimizers of \
 optax.multi_transform."""
 
+BEHIND = """{}: the update at {} was changed after jamp.master_weights made it. It \
+takes the parameter to its master, rounded: what stands behind that in a chain (a scale, \
+decayed weights, a mask) parts them. Put it inside: \
+jamp.master_weights(optax.chain(optimizer, optax.scale(0.5)))."""
+
 # Whether loss scales mark what they get. JAX keys its caches by it: without, a jitted
 # update would be taken from a cache, with the marks or without them.
 MARKED = jax.make_user_context(False)
 GIVEN, RETURNED = "jamp: to a loss scale", "jamp: from a loss scale"
 # What these functions return, with the line that calls them, for `proof`.
 SCALED, UNSCALED, UNSCALED_ = "jamp: scaled", "jamp: unscaled", "jamp: by unscale_"
-MARKS = (GIVEN, RETURNED, SCALED, UNSCALED, UNSCALED_)
+OF_MASTERS = "jamp: from master weights"
+MARKS = (GIVEN, RETURNED, SCALED, UNSCALED, UNSCALED_, OF_MASTERS)
 
 
 def marked(what: str, tree: T) -> T:
@@ -47,7 +53,7 @@ def marked(what: str, tree: T) -> T:
     """
     if not MARKED.value:
         return tree
-    is_of_leaf = what in (GIVEN, RETURNED)
+    is_of_leaf = what in (GIVEN, RETURNED, OF_MASTERS)
     line = "" if is_of_leaf else called_at()
 
     def mark(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
@@ -142,6 +148,61 @@ def joined(origins: Sequence[Origin | int]) -> Origin | int:
         return origins[0]
     used = any(map(is_of_gradients, origins))
     return Origin.OF_GRADIENTS if used else Origin.OTHER
+
+
+class Master(enum.Enum):
+    """What a value is to the updates that `master_weights` makes."""
+
+    NO_UPDATE = enum.auto()
+    FLAG = enum.auto()  # a bool as a number, such as whether MultiSteps updates
+    UPDATE = enum.auto()  # one of them, or perhaps zero
+    CHANGED = enum.auto()
+
+
+def check_last(
+    caller: str, update: Callable[[optax.Updates], optax.Updates], grads: optax.Updates
+) -> None:
+    """Raises ValueError if an optimizer changes the updates of master weights in it."""
+    try:
+        with MARKED(True):
+            program = Traced(update, grads)
+    except NEEDS_VALUES:
+        return
+
+    def results(eqn: JaxprEqn, given: list[Master]) -> list[Master]:
+        avals: list[Any] = [variable.aval for variable in eqn.outvars]
+        found = made(eqn, eqn.primitive.name, given)
+        return [found if is_inexact(aval) else Master.NO_UPDATE for aval in avals]
+
+    def made(eqn: JaxprEqn, name: str, given: list[Master]) -> Master:
+        mark, kinds = mark_of(eqn), set(given)
+        if mark is not None and mark[0] == OF_MASTERS:
+            return Master.UPDATE
+        if mark is not None or name == "select_n":
+            return joined(given[name == "select_n" :])
+        if name == "convert_element_type" and dtype_of(eqn.invars[0].aval) == bool:
+            return Master.FLAG
+        if name in ("broadcast_in_dim", "reshape") or (
+            name == "convert_element_type" and not narrows(eqn)
+        ):
+            return given[0]
+        if name == "mul" and kinds == {Master.FLAG, Master.UPDATE}:
+            return Master.UPDATE
+        used = kinds - {Master.NO_UPDATE, Master.FLAG}
+        return Master.CHANGED if used else Master.NO_UPDATE
+
+    def joined(given: Sequence[Master]) -> Master:
+        several = set(given) - {Master.NO_UPDATE, Master.FLAG}
+        if len(several) > 1:
+            return Master.CHANGED
+        return several.pop() if several else Master.NO_UPDATE
+
+    start = [Master.NO_UPDATE] * len(program.closed.in_avals)
+    found = follow(program.closed, start, results, joined, Master.NO_UPDATE)
+    updates = jax.tree_util.tree_leaves_with_path(program.shapes)
+    for value, (path, _) in zip(found, updates, strict=True):
+        if value is Master.CHANGED:
+            raise ValueError(BEHIND.format(caller, path_text(path)))
 
 
 def narrows(eqn: JaxprEqn) -> bool:

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from .._checks import flag
 from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_half, path_text, widen
+from .arrivals import OF_MASTERS, marked
 from .master_form import REMAINDER, keep, master_of, rounded
 from .state import (
     MasterWeightsState,
@@ -172,7 +173,10 @@ def master_weights(
         leaves, tree = jax.tree.flatten(updates, is_leaf=is_hole)
         masters, held = tree.flatten_up_to(known), tree.flatten_up_to(params)
         pairs = [move(*row) for row in zip(leaves, masters, held, strict=True)]
-        updates = tree.unflatten(update for update, _ in pairs)
+        updates = tree.unflatten(
+            update if is_hole(master) else marked(OF_MASTERS, update)
+            for (update, _), master in zip(pairs, masters, strict=True)
+        )
         moved = tree.unflatten(master for _, master in pairs)
         return updates, MasterWeightsState(kept(moved), inner_state)
 

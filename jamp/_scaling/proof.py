@@ -127,10 +127,9 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
       asked: whether the step checks for an overflow, for each scale.
     """
     caller, old = trials.call.caller, trials.call.state
+    # A scale that the step does not ask may be one that it uses wrongly.
+    found = [jnp.where(flag, e, 0) for flag, e in zip(asked, found, strict=True)]
     dropped = tuple(DROPPED.format(caller=caller, line=x) for x in unused(trials))
-    if not any(np.any(flag) for flag in asked):
-        return Proof(dropped)
-
     def below(times: int) -> Run:
         lower = lambda e: jnp.clip(e - times, LOWEST, OVERFLOWS)
         return trials([*map(lower, found)])
@@ -142,7 +141,7 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
         return first, [*moves(old, first.state, second.state)]
 
     def depends(leaf: Moved, factor: float) -> str:
-        cause = cause_of(trials, leaf.factor)
+        cause = cause_of(trials, leaf.factor, asked)
         given = {"caller": caller, "leaf": leaf.path, "cause": cause}
         return DEPENDS.format(factor=factor, **given)
 
@@ -317,7 +316,9 @@ Marks = frozenset[tuple[str, str]]  # each a kind of mark, and the line that mad
 NONE: Marks = frozenset()
 
 
-def cause_of(trials: Trials, factor: float) -> str:
+def cause_of(
+    trials: Trials, factor: float, asked: Sequence[jax.Array]
+) -> str:
     """What makes a change `factor` times as large at half the scale."""
     power = math.log2(factor)
     met = meetings(trials.once.closed)
@@ -330,6 +331,8 @@ def cause_of(trials: Trials, factor: float) -> str:
     if power < -0.9:
         lines = [line for at, (kind, line) in met if at == kind == SCALED]
         found = f"the loss is scaled{lines[0]}, and again" if lines else "scaled twice"
+        if not any(np.any(flag) for flag in asked):
+            found = "no optimizer with a loss scale gets the gradients"
         return MULTIPLIED.format(found=found)
     return OF_A_SIZE.format(found="")
 

@@ -220,7 +220,7 @@ def check_moved(
     old: PyTree,
     params: PyTree,
 ) -> None:
-    """Raises ValueError if an optimizer drops or hands on a state of jamp.
+    """Raises ValueError if an optimizer drops or hands on a state that is not its own.
 
     A stateless optimizer takes any state, and may return it as it is.
     """
@@ -229,6 +229,9 @@ def check_moved(
     nodes_of = lambda tree: filter(is_own, jax.tree.leaves(tree, is_leaf=is_own))
     given, got = list(nodes_of(old)), list(nodes_of(new))
     moved = len(got) == len(given) and all(map(operator.is_not, got, given))
+    leaves, kept = jax.tree.leaves(old), jax.tree.leaves(new)
+    if leaves and len(leaves) == len(kept):
+        moved &= not all(map(operator.is_, leaves, kept))
     if not moved and (problem := _not_its_own(caller, init, old, params)):
         raise problem
 

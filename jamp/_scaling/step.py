@@ -14,16 +14,18 @@ import optax
 
 from .._tree import Flag, PyTree, check_leaves, dtype_of
 from . import skip
-from .arrivals import arrivals
+from .arrivals import arrivals, check_last
 from .state import (
     DynamicLossScaleState,
     as_made,
     check_moved,
     explained,
     find_states,
+    is_master,
     keeps_master_weights,
 )
 from .transformation import apply_updates, as_transformation, check_gradients_match
+from .watched import check_no_gradients, check_not_scaled
 from .wrapper import loss_scaled
 
 
@@ -76,9 +78,14 @@ def step(
     tx = as_transformation(tx, "tx")
     check_leaves(grads, "jamp.step: the gradient")
     check_gradients_match(grads, params, "jamp.step", wrapped=True)
+    check_no_gradients(params, "jamp.step")
+    if not find_states(opt_state):
+        check_not_scaled(grads, "jamp.step")
+    update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
     if keeps_master_weights(opt_state):
         opt_state = as_made(opt_state, tx.init, params)
-    update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
+        if not is_master(opt_state):
+            check_last("jamp.step", lambda grads: update(grads)[0], grads)
     with explained("jamp.step", tx.init, opt_state, params):
         updates, new_state = update(grads)
     check_moved("jamp.step", tx.init, new_state, opt_state, params)

@@ -15,6 +15,7 @@ from . import arithmetic
 from .arrivals import SCALED, UNSCALED, marked
 from .metrics import is_scaler, loss_scale
 from .state import STACKED
+from .watched import remember
 
 ARRAYS_AND_REST = """ Differentiate arrays alone; for an Equinox model, write \
 params, static = eqx.partition(model, eqx.is_inexact_array), pass params, and call \
@@ -107,6 +108,7 @@ def value_and_grad(
         except TypeError:
             _check_differentiated(args, argnums)
             raise
+        remember(grads)
         return result, grads
 
     return value_and_grad_fn

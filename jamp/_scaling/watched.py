@@ -1,15 +1,53 @@
-"""The gradients that reach a loss scale, shown to who asks: `jamp.debug.check_step`."""
+"""Gradients on their way from `value_and_grad` to a loss scale.
 
+Arrays are recognized while they live, so that those that go where they should not are
+refused. And those that reach a loss scale are shown to who asks for them
+(`jamp.debug.check_step`).
+"""
+
+import weakref
 from collections.abc import Callable
 
 import jax
 
-from .._tree import PyTree
+from .._tree import PyTree, is_inexact, path_text
 
 # Called where a step is traced, with its scaled gradients and the scale; or None. JAX
 # keys its caches by it, so that a jitted step is traced anew.
 WATCHER = jax.make_user_context(None)
 Watch = Callable[[PyTree, jax.Array], None]
+
+NOT_SCALED = """{}: the gradient at {} is one that jamp.value_and_grad returned, and is \
+scaled, but the optimizer has no loss scale that divides it again. Wrap the optimizer, \
+jamp.dynamic_loss_scale(optimizer), and take the gradient with the state of that."""
+
+SWAPPED = """{}: the parameter at {} is a gradient that jamp.value_and_grad returned. \
+Pass jamp.step(tx, grads, opt_state, params), or tx.update(grads, opt_state, params)."""
+
+_scaled: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
+def remember(grads: PyTree) -> None:
+    """Makes scaled gradients recognizable, while they live."""
+    for leaf in jax.tree.leaves(grads):
+        if isinstance(leaf, jax.Array) and is_inexact(leaf):
+            _scaled[id(leaf)] = leaf
+
+
+def check_not_scaled(grads: PyTree, caller: str) -> None:
+    """Raises ValueError if a gradient for a plain optimizer is known to be scaled."""
+    _refuse(grads, caller, NOT_SCALED)
+
+
+def check_no_gradients(params: PyTree, caller: str) -> None:
+    """Raises ValueError if a parameter is known to be a gradient."""
+    _refuse(params, caller, SWAPPED)
+
+
+def _refuse(tree: PyTree, caller: str, problem: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if _scaled.get(id(leaf)) is leaf:
+            raise ValueError(problem.format(caller, path_text(path)))
 
 
 def watch(grads: PyTree, loss_scale: jax.Array) -> None:

@@ -17,7 +17,7 @@ import optax
 from .._checks import axis_names, flag
 from .._tree import Flag, PyTree, check_leaves, widen
 from . import arithmetic, rule, skip
-from .arrivals import GIVEN, RETURNED, marked
+from .arrivals import GIVEN, RETURNED, check_last, marked
 from .mesh import is_mapped
 from .rule import LossScaleConfig, ScaleKind
 from .skip import check_same
@@ -30,6 +30,7 @@ from .state import (
     check_not_stacked,
     check_state,
     explained,
+    is_master,
     keeps_master_weights,
     made_wide,
     scalars_of,
@@ -46,7 +47,7 @@ from .transformation import (
     no_update,
     without_float0,
 )
-from .watched import watch
+from .watched import check_no_gradients, watch
 
 Step = tuple[optax.Updates, optax.OptState]
 
@@ -266,6 +267,7 @@ class ScaledGradients:
         if params is not None:
             check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
+            check_no_gradients(params, caller)
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         if by.kind is not ScaleKind.OFF:
             check_no_closures(extra_args, caller)
@@ -274,6 +276,8 @@ class ScaledGradients:
         self.extra_args = extra_args
         self.old = as_made(state.inner_state, by.init_inner, params)
         update = lambda grads: self.update(grads, self.old)
+        if keeps_master_weights(self.old) and not is_master(self.old):
+            check_last(caller, lambda grads: update(grads)[0], grads)
         self.finite, update = check_read(update, grads, self.all_finite)
         self.run = functools.partial(update, skip.harmless(self.finite, grads))
 

@@ -59,7 +59,8 @@ def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
     For GPUs XLA drops a cast to a narrower type and back. `reduce_precision` it keeps,
     but that makes float16's subnormals 0: they are multiples of one number. A tangent
-    has to be rounded by linear ops, so there a barrier stands between two casts.
+    has to be rounded by linear ops, so for float16 a barrier stands between two casts.
+    On a TPU that is a kernel.
     """
     info = jnp.finfo(dtype)
     normal = lax.reduce_precision(x, info.nexp, info.nmant)
@@ -72,7 +73,9 @@ def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @rounded.defjvp
 def _(dtype, primals, tangents):
-    (x,), (tangent,) = primals, tangents
+    (x,), (tangent,), info = primals, tangents, jnp.finfo(dtype)
+    if dtype != jnp.float16:
+        return rounded(x, dtype), lax.reduce_precision(tangent, info.nexp, info.nmant)
     narrow = lax.optimization_barrier(lax.convert_element_type(tangent, dtype))
     return rounded(x, dtype), lax.convert_element_type(narrow, jnp.float32)
 

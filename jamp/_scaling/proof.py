@@ -348,7 +348,8 @@ def meetings(program: ClosedJaxpr) -> list[tuple[str, tuple[str, str]]]:
         if (mark := mark_of(eqn)) is not None:
             met.extend((mark[0], of) for of in sorted(marks))
             marks = frozenset({mark})
-        return [marks] * len(eqn.outvars)
+        # A flag, such as whether all are finite, is not scaled.
+        return [marks if is_inexact(v.aval) else NONE for v in eqn.outvars]
 
     def looped(eqn: JaxprEqn, given: list[Marks]) -> list[Marks]:
         inside = loop(eqn)

@@ -1,14 +1,33 @@
 """`find_loss_scale` and `check_step` prove a step: wrong ones are named, right ones pass."""
 
+import functools
 import itertools
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
+from jax.experimental import io_callback
 
 import jamp
 
-from ..marks import mostly_nightly
-from .wrong_steps import RIGHT, STYLES, WAYS, WRONG, call
+from ..marks import mostly_nightly, mostly_slow
+from .wrong_steps import (
+    DIVIDED,
+    RIGHT,
+    STYLES,
+    WAYS,
+    WRONG,
+    Model,
+    call,
+    clipped,
+    loss_of,
+    make_batch,
+    make_params,
+)
 
 CASES = list(itertools.product(STYLES, WAYS))
 QUICK = [("pair", "jit"), ("TrainState", "pmap"), ("NNX", "scan")]
@@ -39,3 +58,383 @@ def test_a_right_step_passes(name, style, way):
     if (made := call(style, RIGHT[name], way)) is None:
         pytest.skip("no such step")
     jamp.find_loss_scale(*made)
+
+
+# Steps whose state is in several arguments, or is all that they return.
+
+X, Y = make_batch()
+TX = jamp.dynamic_loss_scale(optax.adamw(1e-3))
+PARAMS = make_params()
+STATE = PARAMS, TX.init(PARAMS)
+
+
+def moved(params, opt_state, x, y, is_wrong):
+    loss, grads = jamp.value_and_grad(loss_of, opt_state)(params, x, y)
+    grads = clipped(grads, params, 1.0) if is_wrong else grads
+    return *jamp.step(TX, grads, opt_state, params), loss
+
+
+def of_params(params, opt_state, x, y, is_wrong):
+    return moved(params, opt_state, x, y, is_wrong)
+
+
+def of_params_alone(params, opt_state, x, y, is_wrong):
+    return moved(params, opt_state, x, y, is_wrong)[:2]
+
+
+def behind_a_key(key, state, x, y, is_wrong):
+    noise = jax.random.normal(key, x.shape) / 100
+    *state, loss = moved(*state, x + noise, y, is_wrong)
+    return tuple(state), loss
+
+
+def of_two(actor, critic, x, y, is_wrong):
+    new = [moved(*state, x, y, is_wrong) for state in (actor, critic)]
+    return *(state[:2] for state in new), new[0][2]
+
+
+def of_a_pair(actor, critic, x, y, is_wrong):
+    actor, critic, loss = of_two(actor, critic, x, y, is_wrong)
+    return (actor, critic), loss
+
+
+def alone(state, x, y, is_wrong):
+    return moved(*state, x, y, is_wrong)[:2]
+
+
+def with_two_results(state, x, y, is_wrong):
+    *state, loss = moved(*state, x, y, is_wrong)
+    return tuple(state), loss, {"loss": loss}
+
+
+def with_a_buffer(state, x, y, is_wrong):
+    """A replay buffer, a count and a key, as reinforcement learning has them."""
+    key, draw = jax.random.split(state["key"])
+    rows = jax.random.randint(draw, (32,), 0, len(X))
+    batch = state["buffer"][rows].astype(jnp.float32) / 16, y[rows]
+    *pair, loss = moved(*state["agent"], *batch, is_wrong)
+    buffer = state["buffer"].at[state["count"]].set(x[0].astype(jnp.int8))
+    new = {"key": key, "agent": tuple(pair), "count": state["count"] + 1}
+    return new | {"buffer": buffer}, loss
+
+
+def delayed(state, x, y, is_wrong):
+    """TD3's actor, which steps every second time; this one is such a step."""
+    critic, actor, count = state
+    *critic, loss = moved(*critic, x, y, is_wrong=False)
+    step = lambda actor: tuple(moved(*actor, x, y, is_wrong)[:2])
+    actor = jax.lax.cond(count % 2 == 0, step, lambda actor: actor, actor)
+    return (tuple(critic), actor, count + 1), loss
+
+
+BUFFER = {"key": jax.random.key(2), "agent": STATE, "count": jnp.int32(0)}
+BUFFER["buffer"] = (16 * X).astype(jnp.int8)
+FORMS = {
+    of_params: STATE,
+    of_params_alone: STATE,
+    behind_a_key: (jax.random.key(0), STATE),
+    of_two: (STATE, STATE),
+    of_a_pair: (STATE, STATE),
+    alone: (STATE,),
+    with_two_results: (STATE,),
+    with_a_buffer: (BUFFER,),
+    delayed: ((STATE, STATE, jnp.int32(0)),),
+}
+
+
+@pytest.mark.parametrize("step", mostly_slow(FORMS, of_params, of_two, delayed))
+@pytest.mark.parametrize("jit", mostly_slow([False, True], True))
+def test_the_state_is_what_a_step_returns(step, jit):
+    given = FORMS[step]
+    right, wrong = (functools.partial(step, is_wrong=flag) for flag in (False, True))
+    if jit:
+        count = len(given)
+        right, wrong = (jax.jit(f, donate_argnums=range(count)) for f in (right, wrong))
+    found = jamp.find_loss_scale(right, *given, X, Y)
+    expected = [node for node in given if not isinstance(node, jax.Array) or node is None]
+    kept = expected[0] if len(expected) == 1 else tuple(expected)
+    assert jax.tree.structure(found) == jax.tree.structure(kept)
+    with pytest.raises(ValueError, match=DIVIDED):
+        jamp.find_loss_scale(wrong, *given, X, Y)
+
+
+def test_a_step_retries_in_each_form():
+    high = jax.tree.map(lambda a: a, STATE)
+    high = high[0], optax.tree.set(high[1], loss_scale=jnp.float32(2.0**24))
+    step = jax.jit(jamp.retry(functools.partial(of_params, is_wrong=False), 20))
+    params, opt_state, loss = step(*high, X, Y)
+    assert not jamp.metrics(opt_state)["found_inf"] and loss > 0
+    assert jamp.metrics(opt_state)["retried_steps"] > 0
+    step = jax.jit(jamp.retry(functools.partial(of_two, is_wrong=False), 20))
+    actor, critic, _ = step(high, STATE, X, Y)
+    for state in (actor, critic):
+        assert not jamp.metrics(state)["found_inf"]
+
+
+def test_states_that_a_step_does_not_return_are_told():
+    step = lambda params, opt_state, x, y: moved(params, opt_state, x, y, False)[2]
+    with pytest.raises(TypeError, match=r"got dict, .*State.*, and returned"):
+        jamp.find_loss_scale(step, *STATE, X, Y)
+
+
+# What is refused in a step, where it is traced.
+
+
+def to_a_plain_optimizer(params, opt_state):
+    _, grads = jamp.value_and_grad(loss_of, opt_state)(params, X, Y)
+    plain = optax.adamw(1e-3)
+    return jamp.step(plain, grads, plain.init(params), params)
+
+
+def swapped(params, opt_state):
+    _, grads = jamp.value_and_grad(loss_of, opt_state)(params, X, Y)
+    return jamp.step(TX, params, opt_state, grads)
+
+
+def swapped_in_update(params, opt_state):
+    _, grads = jamp.value_and_grad(loss_of, opt_state)(params, X, Y)
+    return TX.update(params, opt_state, grads)
+
+
+def of_another_optimizer(params, opt_state):
+    sgd = jamp.dynamic_loss_scale(optax.sgd(0.1))
+    _, grads = jamp.value_and_grad(loss_of, opt_state)(params, X, Y)
+    return jamp.step(sgd, grads, opt_state, params)
+
+
+REFUSED = {
+    to_a_plain_optimizer: r"the optimizer has no loss scale",
+    swapped: r"the parameter at .* is a gradient",
+    swapped_in_update: r"the parameter at .* is a gradient",
+    of_another_optimizer: r"the state belongs to another optimizer",
+}
+
+
+@pytest.mark.parametrize("step", REFUSED)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_what_is_refused_where_it_is_traced(step, wrap):
+    with pytest.raises(ValueError, match=REFUSED[step]):
+        wrap(step)(*STATE)
+
+
+def test_a_plain_optimizer_called_by_hand_is_named():
+    plain = optax.adamw(1e-3)
+
+    def step(state, x, y):
+        params, opt_state, plain_state = state
+        _, grads = jamp.value_and_grad(loss_of, opt_state)(params, x, y)
+        updates, plain_state = plain.update(grads, plain_state, params)
+        return (optax.apply_updates(params, updates), opt_state, plain_state), None
+
+    with pytest.raises(ValueError, match="no optimizer with a loss scale gets"):
+        jamp.find_loss_scale(step, (*STATE, plain.init(PARAMS)), X, Y)
+
+
+HALF = jax.tree.map(lambda a: a.astype(jnp.bfloat16), PARAMS)
+BEHIND = {  # what stands behind master weights, and whether it may
+    "scale": (optax.scale(0.5), False),
+    "decay": (optax.add_decayed_weights(0.1), False),
+    "schedule": (optax.scale_by_schedule(lambda count: 0.5), False),
+    "clip": (optax.clip(1e-3), False),
+    "masked": (optax.masked(optax.scale(0.5), {"w1": True, "b": 0, "w2": 0}), False),
+    "identity": (optax.identity(), True),
+    "zero_nans": (optax.zero_nans(), True),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+@pytest.mark.parametrize("remainder", mostly_slow([False, True], True))
+@pytest.mark.parametrize("scaled", mostly_slow([False, True], True))
+def test_nothing_that_changes_updates_stands_behind_master_weights(
+    name, remainder, scaled
+):
+    behind, may = BEHIND[name]
+    tx = optax.chain(jamp.master_weights(optax.sgd(0.1), remainder=remainder), behind)
+    tx = jamp.dynamic_loss_scale(tx) if scaled else tx
+    state, grads = tx.init(HALF), jax.tree.map(jnp.ones_like, HALF)
+    step = jax.jit(functools.partial(jamp.step, tx))
+    if may:
+        step(grads, state, HALF)
+        return
+    with pytest.raises(ValueError, match="was changed after jamp.master_weights"):
+        step(grads, state, HALF)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_master_weights_stand_in_multi_steps_and_transforms(every):
+    masters = jamp.master_weights(optax.adam(0.1), remainder=True)
+    labels = {"w1": "a", "b": "b", "w2": "a"}
+    parts = {"a": masters, "b": jamp.master_weights(optax.set_to_zero())}
+    for inner in (optax.MultiSteps(masters, every), optax.multi_transform(parts, labels)):
+        tx = jamp.dynamic_loss_scale(inner)
+        grads = jax.tree.map(jnp.ones_like, HALF)
+        jamp.step(tx, grads, tx.init(HALF), HALF)
+
+
+# GradScaler: what torch does in place.
+
+
+def scaler_step(model, optimizer, scaler, x, y, *, dropped=False, twice=False):
+    def loss_fn(model):
+        loss = loss_of(nnx.as_pure(nnx.state(model, nnx.Param)), x, y)
+        return scaler.scale(scaler.scale(loss) if twice else loss)
+
+    grads = nnx.grad(loss_fn)(model)
+    if not twice:  # of a clip, all results have the same size
+        unscaled = scaler.unscale_(optimizer, grads)
+        grads = clipped(grads if dropped else unscaled, None, None)
+    scaler.step(optimizer, model, grads)
+    scaler.update()
+
+
+def make_objects():
+    model = Model()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    return model, optimizer, jamp.GradScaler()
+
+
+@pytest.mark.parametrize("wrap", mostly_slow([lambda f: f, nnx.jit], nnx.jit))
+def test_a_scaler_used_as_in_torch_is_named(wrap):
+    objects = make_objects()
+    jamp.find_loss_scale(wrap(scaler_step), *objects, X, Y)
+    drops = functools.partial(scaler_step, dropped=True)
+    message = r"nothing uses what scaler\.unscale_ returned at test_proof\.py:\d+"
+    with pytest.raises(ValueError, match=message):
+        jamp.find_loss_scale(wrap(drops), *objects, X, Y)
+    twice = functools.partial(scaler_step, twice=True)
+    message = r"the loss is scaled at test_proof\.py:\d+ in loss_fn, and again"
+    with pytest.raises(ValueError, match=message):
+        jamp.find_loss_scale(wrap(twice), *objects, X, Y)
+
+
+def test_what_jamp_unscale_returned_is_named_with_its_line():
+    def step(state, x, y):
+        params, opt_state = state
+        _, grads = jamp.value_and_grad(loss_of, opt_state)(params, x, y)
+        grads = jamp.unscale(grads, opt_state)
+        return jamp.step(TX, grads, opt_state, params), None
+
+    message = r"jamp\.unscale divides at test_proof\.py:\d+ in step, and the loss scale"
+    with pytest.raises(ValueError, match=message):
+        jamp.find_loss_scale(step, STATE, X, Y)
+
+
+# Steps that cannot be proved, or have nothing to prove.
+
+
+def test_a_step_that_draws_from_outside_is_refused():
+    rng = np.random.default_rng(0)
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    draw = lambda: rng.standard_normal(X.shape).astype(X.dtype)
+
+    def step(state, y):
+        x = io_callback(draw, shape, ordered=True)
+        *state, loss = moved(*state, x, y, False)
+        return tuple(state), loss
+
+    with pytest.raises(ValueError, match="run twice with the same arguments"):
+        jamp.find_loss_scale(step, STATE, Y)
+
+
+def test_a_skip_that_breaks_the_state_is_named():
+    def step(state, x, y):
+        params, opt_state, average = state
+        loss, grads = jamp.value_and_grad(loss_of, opt_state)(params, x, y)
+        mean = jax.tree.map(lambda a, g: 0.9 * a + 0.0 * g, average, grads)
+        return (*jamp.step(TX, grads, opt_state, params), mean), loss
+
+    with pytest.raises(ValueError, match=r"a skipped step writes inf or nan into \[2\]"):
+        jamp.find_loss_scale(step, (*STATE, PARAMS), X, Y)
+
+
+# `check_step`.
+
+
+def test_the_report_of_a_right_step():
+    def step(state, x, y):
+        params, opt_state, average, count = state
+        loss, grads = jamp.value_and_grad(loss_of, opt_state)(params, x, y)
+        grads = {**grads, "b": jnp.zeros_like(grads["b"])}
+        params, opt_state = jamp.step(TX, grads, opt_state, params)
+        average = optax.incremental_update(params, average, 0.1)
+        norm = optax.tree.norm(grads)
+        return (params, opt_state, average, count + 1), {"loss": loss, "norm": norm}
+
+    state = (*STATE, make_params(), 0)
+    report = jamp.debug.check_step(jax.jit(step), state, X, Y)
+    found = jamp.find_loss_scale(step, state, X, Y)
+    assert report.problems == () and report.scale == jamp.loss_scale(found)
+    assert report.no_gradient == ("b",) and report.gradients["b"]["zeros"] == 1
+    assert report.still == (
+        "[0]['b']",
+        "[1].inner_state[0].mu['b']",
+        "[1].inner_state[0].nu['b']",
+        "[2]['b']",
+    )
+    assert report.moved_by_skip == ("[3]",)  # the average of equal numbers stays
+    assert report.scaled_results == ("['norm']",)
+    assert report.compiles_again == ("[3]",)  # a Python number
+    assert len(report.kept) > 10
+    donating = jax.jit(step, donate_argnums=0)
+    assert jamp.debug.check_step(donating, state, X, Y).kept == ()
+    assert jamp.debug.check_step(step, state, X, Y).kept is None
+    assert report.to_dict()["scale"] == report.scale
+    assert "nothing wrong" in str(report) and "2**1" in report.to_markdown()
+
+
+def test_the_report_counts_what_float16_loses():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def step(state, x):
+        params, opt_state = state
+        loss_fn = lambda p: jnp.sum(p * x) + jnp.sum((p[:1] * 2.0**-20).astype("f2"))
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
+        return jamp.step(tx, grads, opt_state, params), loss
+
+    small = jnp.float32([2.0**-30, 2.0**-18, 1.0, 1.0]) * 2.0**-22
+    state = jnp.ones(4), tx.init(jnp.ones(4))
+    report = jamp.debug.check_step(step, state, small)
+    assert not report.problems
+    of = report.gradients["the root"]
+    scale = np.float32(report.scale)
+    lost = [0, *(small[1:] * scale)]
+    flushed = [0 < abs(g) <= 2.0**-25 for g in lost]
+    assert of["flushed"] == sum(flushed) / 4
+    assert of["subnormal"] == sum(2.0**-25 < g < 2.0**-14 for g in lost) / 4
+
+
+def test_the_report_of_a_wrong_step_does_not_raise():
+    wrong = jax.jit(functools.partial(alone, is_wrong=True))
+    report = jamp.debug.check_step(wrong, STATE, X, Y)
+    assert re.search(DIVIDED, report.problems[0], re.DOTALL) and report.scale
+    assert "1 problem" in str(report) and report.problems[0] in str(report)
+    never = jamp.debug.check_step(wrong, STATE, X * jnp.nan, Y)
+    assert "overflows at every loss scale" in never.problems[0] and never.scale is None
+
+
+def test_a_report_needs_values():
+    step = functools.partial(alone, is_wrong=False)
+    inside = jax.jit(lambda state: jamp.debug.check_step(step, state, X, Y))
+    with pytest.raises(TypeError, match="outside of jit"):
+        inside(STATE)
+    with pytest.raises(TypeError, match="step must be a function"):
+        jamp.debug.check_step(STATE, X, Y)
+
+
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "pmap"))
+def test_the_report_of_a_step_on_devices_and_in_loops(way):
+    report = jamp.debug.check_step(*call("TrainState", RIGHT["as it is"], way))
+    assert report.problems == () and report.moved_by_skip == (".step",)
+    assert set(report.gradients) == {"b", "w1", "w2"}
+
+
+def test_a_step_is_traced_and_compiled_once():
+    traces = []
+
+    @jax.jit
+    def step(state, x, y):
+        traces.append(1)
+        return moved(*state, x, y, False)[:2]
+
+    jamp.find_loss_scale(step, STATE, X, Y)
+    assert len(traces) == 1

@@ -99,6 +99,24 @@ def plain_step(state, x):
     return jamp.step(tx, grads, opt_state, params), loss
 
 
+def scaled_grads(x):
+    return jamp.value_and_grad(loss_fn, opt_state)(params, x)[1]
+
+
+def changing_step(change):
+    def step(state, x):
+        params, opt_state = state
+        half_loss = lambda params, x: loss_fn(params, x).astype(jnp.float16)
+        loss, grads = jamp.value_and_grad(half_loss, opt_state)(params, x)
+        return jamp.step(tx, change(grads), opt_state, params), loss
+
+    return step
+
+
+clipping_step = changing_step(lambda g: jax.tree.map(lambda g: jnp.clip(g, -1, 1), g))
+hiding_step = changing_step(lambda g: jax.tree.map(jnp.nan_to_num, g))
+
+
 def nnx_step(model, optimizer, x):
     optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x)))(model))
 
@@ -572,6 +590,12 @@ jamp.step
   jamp.step(tx, (1.0, grads), opt_state, params)
     ValueError: gradients
     > Unpack the pair: `value_and_grad` returns the loss first.
+  jamp.step(sgd := optax.sgd(0.1), scaled_grads(x), sgd.init(params), params)
+    ValueError: the optimizer has no loss scale
+  jamp.step(tx, params, opt_state, scaled_grads(x))
+    ValueError: the parameter at ['b'] is a gradient
+  jamp.step(tx, grads, adam_tx.init(params), params)
+    ValueError: the state belongs to another optimizer
   jamp.step(optax.sgd(0.1), {"w": x}, optax.sgd(0.1).init(params), params)
     ValueError: gradients
   jamp.step(tx, {**grads, "b": jnp.ones((5, 3))}, opt_state, params)
@@ -612,9 +636,10 @@ jamp.retry
     TypeError: the state at [0]['act']
   jamp.retry(lambda state, x: [*state])((params, opt_state), x)
     TypeError: (state, aux)
-  jamp.retry(lambda state, x: state)((params, opt_state), x)
-    TypeError: structure
-    > Write `return state, None`.
+  jamp.retry(lambda state, x: 0.0)((params, opt_state), x)
+    TypeError: (state, aux), or the state alone
+  jamp.retry(lambda p, s, x: x)(params, opt_state, x)
+    TypeError: step must return the state that it got
   jamp.retry(lambda state, x: (state[1], None))((params, opt_state), x)
     TypeError: structure
   jamp.retry(lambda state, x: ((half, state[1]), None))((params, opt_state), x)
@@ -643,9 +668,13 @@ jamp.find_loss_scale
     ValueError: the step overflows
   jamp.find_loss_scale(plain_step, (params, opt_state), x)
     ValueError: a loss scale that they do not depend on
-  jamp.find_loss_scale(lambda state, x: state, (params, opt_state), x)
+  jamp.find_loss_scale(lambda state, x: (x, state), (params, opt_state), x)
     TypeError: structure
-    > Write `return state, None`.
+    > Write `return state, x`.
+  jamp.find_loss_scale(clipping_step, (params, opt_state), x)
+    ValueError: what the step computes depends on the loss scale
+  jamp.find_loss_scale(hiding_step, (params, opt_state), x)
+    ValueError: hides an inf or nan from the loss scale
   jamp.find_loss_scale(nnx_step, model, optimizer, x)
     ValueError: loss scale
 
@@ -1021,6 +1050,18 @@ jamp.debug.Explanation
   bool(jamp.debug.explain(loss_fn)(params, x))
     TypeError: report.found
     > Read `.found`, which is empty if nothing was found.
+
+jamp.debug.check_step
+  jamp.debug.check_step(params, opt_state, x)
+    TypeError: step
+  jamp.debug.check_step(retry_step, params, x)
+    ValueError: the state holds no loss scale
+  jax.jit(lambda x: jamp.debug.check_step(retry_step, (params, opt_state), x).scale)(x)
+    TypeError: Call it outside of jit
+
+jamp.debug.StepReport
+  bool(jamp.debug.check_step(retry_step, (params, opt_state), x))
+    TypeError: report.problems
 
 jamp.debug.find_nonfinite
   jamp.debug.find_nonfinite(loss_fn(params, x))(params, x)

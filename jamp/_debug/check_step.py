@@ -14,7 +14,7 @@ from .._scaling.find_scale import find
 from .._scaling.retry import call_of
 from .._scaling.trials import Trials
 from .._scaling.watched import WATCHER
-from .._tree import NUMBERS, PyTree, dtype_of, path_text
+from .._tree import NUMBERS, PyTree, path_text
 from .grad_numbers import numbers
 from .report import SHOWN, Report, Table, percent
 
@@ -40,6 +40,8 @@ class StepReport(Report):
       moved_by_skip: paths of the leaves that a skipped step moves; None if no scale
         skips.
       scaled_results: paths of what else the step returns that depends on the scale.
+      not_asked: paths of the loss scales that the step does not ask: disabled ones, and
+        those of an optimizer that does not step.
       compiles_again: paths of the leaves of the state whose type the step changes, so
         that a second call compiles again.
       kept: paths of the leaves of the state that the step does not donate; None if the
@@ -53,6 +55,8 @@ class StepReport(Report):
       ()
     """
 
+    _ask_for = "problems"
+
     problems: tuple[str, ...]
     scale: float | list[Any] | None = None
     gradients: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
@@ -60,6 +64,7 @@ class StepReport(Report):
     still: tuple[str, ...] = ()
     moved_by_skip: tuple[str, ...] | None = None
     scaled_results: tuple[str, ...] = ()
+    not_asked: tuple[str, ...] = ()
     compiles_again: tuple[str, ...] = ()
     kept: tuple[str, ...] | None = None
 
@@ -75,7 +80,9 @@ class StepReport(Report):
 
     def _parts(self, table: Table) -> list[str]:
         count = len(self.problems)
-        first = f"{count} problem{'s' * (count > 1)} found" if count else "nothing wrong"
+        first = (
+            f"{count} problem{'s' * (count > 1)} found" if count else "nothing wrong"
+        )
         parts = [f"check_step: {first}", *self.problems]
         if self.scale is None:
             return parts
@@ -93,6 +100,7 @@ class StepReport(Report):
             ("leaves that do not move", _listed(self.still)),
             ("a skipped step", skip),
             ("results that depend on the scale", _listed(self.scaled_results)),
+            ("loss scales that it does not ask", _listed(self.not_asked)),
             ("types that a second call finds changed", _listed(self.compiles_again)),
             ("donated", donated),
         ]
@@ -144,6 +152,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
       leaves that do not move                 none
       a skipped step                          holds everything
       results that depend on the scale        none
+      loss scales that it does not ask        none
       types that a second call finds changed  none
       donated                                 the step is not jitted
 
@@ -178,6 +187,11 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
         still=proof.still,
         moved_by_skip=proof.moved_by_skip,
         scaled_results=proof.scaled_results,
+        not_asked=tuple(
+            path
+            for path, flag in zip(trials.paths, found.asked, strict=True)
+            if not np.any(flag)
+        ),
         **types,
     )
 

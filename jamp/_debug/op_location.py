@@ -12,6 +12,7 @@ from .. import _compat
 from .._autocast.call_stack import JAX, is_jamps, is_library, marks_in, reason_in
 from .._checks import JAMP, LIBRARIES, described
 
+
 class Site(NamedTuple):
     """One op of a traced function, as it is printed."""
 

@@ -93,6 +93,8 @@ def shortened(text: str, width: int) -> str:
 class Report:
     """What the reports have in common: they print as tables."""
 
+    _ask_for = "found"
+
     def __str__(self) -> str:
         if any(map(is_traced, jax.tree.leaves(self))):
             return f"{type(self).__name__}, inside a trace"
@@ -146,7 +148,9 @@ class Report:
         return jax.tree.map(pick, self)
 
     def __bool__(self) -> bool:
-        raise TypeError("a report is neither true nor false; ask for report.found.")
+        raise TypeError(
+            f"a report is neither true nor false; ask for report.{self._ask_for}."
+        )
 
 
 def static() -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -31,8 +32,8 @@ a parameter, give it optax.set_to_zero(), as one of the optimizers of \
 optax.multi_transform."""
 
 BEHIND = """{}: the update at {} was changed after jamp.master_weights made it. It \
-takes the parameter to its master, rounded: what stands behind that in a chain (a scale, \
-decayed weights, a mask) parts them. Put it inside: \
+takes the parameter to its master, rounded: what stands behind that in a chain (a \
+scale, decayed weights, a mask) parts them. Put it inside: \
 jamp.master_weights(optax.chain(optimizer, optax.scale(0.5)))."""
 
 # Whether loss scales mark what they get. JAX keys its caches by it: without, a jitted
@@ -180,7 +181,7 @@ def check_last(
             return Master.UPDATE
         if mark is not None or name == "select_n":
             return joined(given[name == "select_n" :])
-        if name == "convert_element_type" and dtype_of(eqn.invars[0].aval) == bool:
+        if name == "convert_element_type" and dtype_of(eqn.invars[0].aval) == jnp.bool_:
             return Master.FLAG
         if name in ("broadcast_in_dim", "reshape") or (
             name == "convert_element_type" and not narrows(eqn)

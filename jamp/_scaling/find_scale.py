@@ -1,4 +1,4 @@
-"""`find_loss_scale`: finds a first scale without losing batches."""
+"""`find_loss_scale`: finds a first scale without losing batches. It proves the step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,10 +32,13 @@ function return jamp.scale_loss(loss, opt_state)."""
 def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Sets the largest power-of-two loss scale at which a step is finite.
 
-    It runs the step at eight scales, on the same state and batch, in one jitted
-    program, and discards the results. Only the scale of the state, or of the NNX
-    objects, changes. Later batches may need a lower scale: leave some room, or use
-    `retry`.
+    It runs the step at eight scales, on the same state and batch, compiled once, and
+    discards the results. Only the scale of the state, or of the NNX objects, changes.
+    Later batches may need a lower scale: leave some room, or use `retry`.
+
+    Then it proves the step at a few more scales: what a right step computes does not
+    depend on a power-of-two loss scale, and a scale that overflows skips.
+    `jamp.debug.check_step` reports more of it, and raises nothing.
 
     If the state holds several loss scales, each is found for its own gradients. A scale
     that the step does not use (disabled, or of an optimizer that does not step) does
@@ -44,21 +47,25 @@ def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     finite at any scale, and the search ends at 2^32.
 
     Args:
-      step: in the style of optax or of NNX, as for `retry`. Nothing is donated.
+      step: in the style of optax or of NNX, as for `retry`. It may be jitted, mapped by
+        `jax.pmap` or `jax.vmap`, or a loop over steps. Nothing is donated.
       *args: the step's arguments: a state that holds a loss scale and a batch, or NNX
-        objects and a batch.
+        objects and a batch. The state may be several arguments that the step returns
+        in their order, such as `params, opt_state`.
       **kwargs: the step's keyword arguments.
 
     Returns:
-      In the style of optax, the state with a scale between 2^-126 and 2^32. In the
-      style of NNX, None: the scale is set in the objects. Inside a trace, which cannot
-      raise an error, a step that is never finite keeps the scale that was there.
+      In the style of optax, the state with a scale between 2^-126 and 2^32, or the
+      arguments that are the state. In the style of NNX, None: the scale is set in the
+      objects. Inside a trace, which cannot raise an error, nothing is proved, and a
+      step that is never finite keeps the scale that was there.
 
     Raises:
       TypeError: `step` is not a function, does not return a pair (in the style of
         optax), or returns another state than it got.
-      ValueError: no argument holds a loss scale, or one inside `optax.MultiSteps`, or
-        the step is not finite at any scale, or it does not scale its loss.
+      ValueError: no argument holds a loss scale, or one inside `optax.MultiSteps`; the
+        step is not finite at any scale, or does not scale its loss; or it is wrong: the
+        message names what depends on the scale, and what is likely.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -126,9 +133,7 @@ def find(trials: Trials) -> Found:
     return Found(exponents, asked, proof_of(trials, exponents, asked))
 
 
-def check_finite(
-    caller: str, exponents: Exponents, asked: Sequence[jax.Array]
-) -> None:
+def check_finite(caller: str, exponents: Exponents, asked: Sequence[jax.Array]) -> None:
     """Raises ValueError if a scale that the step asks is never low enough."""
     never = lambda exponent, asked: np.any(np.asarray(asked & (exponent < LOWEST)))
     if any(map(never, exponents, asked)):

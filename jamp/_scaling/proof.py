@@ -16,8 +16,8 @@ smallest number in it, and eight times below that, nothing.
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +130,7 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
     # A scale that the step does not ask may be one that it uses wrongly.
     found = [jnp.where(flag, e, 0) for flag, e in zip(asked, found, strict=True)]
     dropped = tuple(DROPPED.format(caller=caller, line=x) for x in unused(trials))
+
     def below(times: int) -> Run:
         lower = lambda e: jnp.clip(e - times, LOWEST, OVERFLOWS)
         return trials([*map(lower, found)])
@@ -316,9 +317,7 @@ Marks = frozenset[tuple[str, str]]  # each a kind of mark, and the line that mad
 NONE: Marks = frozenset()
 
 
-def cause_of(
-    trials: Trials, factor: float, asked: Sequence[jax.Array]
-) -> str:
+def cause_of(trials: Trials, factor: float, asked: Sequence[jax.Array]) -> str:
     """What makes a change `factor` times as large at half the scale."""
     power = math.log2(factor)
     met = meetings(trials.once.closed)
@@ -349,7 +348,8 @@ def meetings(program: ClosedJaxpr) -> list[tuple[str, tuple[str, str]]]:
             met.extend((mark[0], of) for of in sorted(marks))
             marks = frozenset({mark})
         # A flag, such as whether all are finite, is not scaled.
-        return [marks if is_inexact(v.aval) else NONE for v in eqn.outvars]
+        avals: list[Any] = [variable.aval for variable in eqn.outvars]
+        return [marks if is_inexact(aval) else NONE for aval in avals]
 
     def looped(eqn: JaxprEqn, given: list[Marks]) -> list[Marks]:
         inside = loop(eqn)

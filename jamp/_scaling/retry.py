@@ -61,12 +61,13 @@ def retry(step: Callable[P, R], attempts: int = 8) -> Callable[P, R]:
     Args:
       step: in the style of optax, `step(state, *batch) -> (state, aux)`. The state is
         any pytree that holds a loss scale: a tuple, a dict, a `TrainState`. It comes
-        back with the structure, shapes and dtypes that it had. In the style of NNX, a
-        function of NNX objects and a batch, in any order and by name too. One of the
-        objects is the `GradScaler`, or an `nnx.Optimizer` of `dynamic_loss_scale`. An
-        iteration of the scaler ends in the step, with `update`. `aux` is any pytree of
-        arrays, and the last attempt's is returned. If a step updates one optimizer
-        several times, the last update decides.
+        back with the structure, shapes and dtypes that it had. It may be several
+        arguments (`params, opt_state`), and nothing else need come back. In the style
+        of NNX, a function of NNX objects and a batch, in any order and by name too. One
+        of the objects is the `GradScaler`, or an `nnx.Optimizer` of
+        `dynamic_loss_scale`. An iteration of the scaler ends in the step, with
+        `update`. `aux` is any pytree of arrays, and the last attempt's is returned. If
+        a step updates one optimizer several times, the last update decides.
       attempts: the most attempts for one batch, >= 1. From the usual 2^16, the
         eighth runs at 2^9; to start from a scale that fits, see `find_loss_scale`.
 

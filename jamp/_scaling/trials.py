@@ -58,9 +58,7 @@ class Trials:
 
     def __init__(self, call: Call):
         self.call, self.scales = call, scales_of(call.state)
-        self.is_inside = any(
-            map(is_traced, jax.tree.leaves((call.state, call.inputs)))
-        )
+        self.is_inside = any(map(is_traced, jax.tree.leaves((call.state, call.inputs))))
         # Other leaves, such as `train=True`, do not change.
         is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
         self.arrays, rebuilt = partition(call.inputs, is_array)
@@ -76,7 +74,8 @@ class Trials:
         def run(exponents: Exponents, state: PyTree, arrays: list[jax.Array]) -> Run:
             tried = [*map(_at, scales_of(state), exponents)]
             new, aux, scales = self.once(tried, state, arrays)
-            return Run(new, aux, Outcome(*zip(*map(_found, tried, scales))))
+            rows = zip(*map(_found, tried, scales), strict=True)
+            return Run(new, aux, Outcome(*map(list, rows)))
 
         self._run = run if self.is_inside else jax.jit(run)
 

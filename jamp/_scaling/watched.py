@@ -17,8 +17,8 @@ from .._tree import PyTree, is_inexact, path_text
 WATCHER = jax.make_user_context(None)
 Watch = Callable[[PyTree, jax.Array], None]
 
-NOT_SCALED = """{}: the gradient at {} is one that jamp.value_and_grad returned, and is \
-scaled, but the optimizer has no loss scale that divides it again. Wrap the optimizer, \
+NOT_SCALED = """{}: the gradient at {} is one that jamp.value_and_grad returned, and \
+is scaled, but the optimizer has no loss scale that divides it again. Wrap it, \
 jamp.dynamic_loss_scale(optimizer), and take the gradient with the state of that."""
 
 SWAPPED = """{}: the parameter at {} is a gradient that jamp.value_and_grad returned. \

@@ -1,10 +1,11 @@
 """Training steps that use their loss scale wrongly, and right ones beside them.
 
-Each is a change of one right step, in three styles (a pair of parameters and a state, a
-`TrainState`, NNX objects with a `GradScaler`), alone or in a loop or on several devices.
+Each is a change of one right step, in three styles (a pair of parameters and a state,
+a `TrainState`, NNX objects with a `GradScaler`), alone or in a loop or on several
+devices.
 
-A penalty or noise that is added to scaled gradients is not among them: it changes a step
-by its size over the scale, which is less than what rounding may do.
+A penalty or noise that is added to scaled gradients is not among them: it changes a
+step by its size over the scale, which is less than what rounding may do.
 """
 
 import functools
@@ -45,7 +46,9 @@ def by_leaf(function):
 
 def clipped(grads, params, scale, most=1.0):
     norm = optax.tree.norm(grads)
-    return jax.tree.map(lambda g: g * jnp.minimum(1, most / norm).astype(g.dtype), grads)
+    return jax.tree.map(
+        lambda g: g * jnp.minimum(1, most / norm).astype(g.dtype), grads
+    )
 
 
 def adaptively_clipped(grads, params, scale):
@@ -104,9 +107,7 @@ WRONG = {
     "a loss that is not scaled": Change(
         loss=lambda loss, scale: loss, message=NOT_SCALED
     ),
-    "an old scale": Change(
-        loss=lambda loss, scale: 2.0**16 * loss, message=NOT_SCALED
-    ),
+    "an old scale": Change(loss=lambda loss, scale: 2.0**16 * loss, message=NOT_SCALED),
     "nan_to_num": Change(grads=by_leaf(jnp.nan_to_num), message=HIDDEN),
     "where isfinite": Change(
         grads=by_leaf(lambda g: jnp.where(jnp.isfinite(g), g, 0)), message=HIDDEN
@@ -288,7 +289,7 @@ def call_nnx(made, way, x, y):
         return looped, *made.state, jnp.stack([x] * 3), jnp.stack([y] * 3)
     if way == "shard_map":
         return None
-    graph, state = nnx.split(made.state)
+    graph, _ = nnx.split(made.state)
 
     def on_each(state, x, y):
         objects = nnx.merge(graph, state)

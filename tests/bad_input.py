@@ -672,7 +672,7 @@ jamp.find_loss_scale
     TypeError: structure
     > Write `return state, x`.
   jamp.find_loss_scale(clipping_step, (params, opt_state), x)
-    ValueError: what the step computes depends on the loss scale
+    ValueError: What the step computes depends on the loss scale
   jamp.find_loss_scale(hiding_step, (params, opt_state), x)
     ValueError: hides an inf or nan from the loss scale
   jamp.find_loss_scale(nnx_step, model, optimizer, x)

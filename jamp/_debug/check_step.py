@@ -9,18 +9,19 @@ import jax
 import numpy as np
 
 from .._checks import shown
-from .._jaxprs import param
+from .._jaxprs import param, variables
 from .._scaling.find_scale import find
 from .._scaling.retry import call_of
 from .._scaling.trials import Trials
 from .._scaling.watched import WATCHER
 from .._tree import NUMBERS, PyTree, path_text
 from .grad_numbers import numbers
-from .report import SHOWN, Report, Table, percent
+from .report import Report, Table, percent
 
 INSIDE = """jamp.debug.check_step reads what the step computes, and got arrays inside \
 a trace. Call it outside of jit, with a whole step, which may be jitted or mapped."""
 
+LISTED = 5
 COUNTED = "zeros", "flushed", "subnormal"
 
 
@@ -46,6 +47,7 @@ class StepReport(Report):
         that a second call compiles again.
       kept: paths of the leaves of the state that the step does not donate; None if the
         step is not jitted.
+      donates: whether it donates others.
 
     Raises:
       TypeError: it was read as a bool; ask for `problems`.
@@ -67,6 +69,7 @@ class StepReport(Report):
     not_asked: tuple[str, ...] = ()
     compiles_again: tuple[str, ...] = ()
     kept: tuple[str, ...] | None = None
+    donates: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """All of it."""
@@ -92,7 +95,7 @@ class StepReport(Report):
             skip = f"moves {_listed(self.moved_by_skip)}"
         donated = "the step is not jitted" if self.kept is None else "all"
         if self.kept:
-            donated = f"all but {_listed(self.kept)}"
+            donated = f"all but {_listed(self.kept)}" if self.donates else "nothing"
         rows = [
             ("loss scale", _powers(self.scale)),
             ("gradients in float16 there", ", ".join(half)),
@@ -166,9 +169,11 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
         trials = Trials(call)
     if trials.is_inside:
         raise TypeError(INSIDE)
-    types = {
+    donated, not_donated = donations(trials)
+    types: dict[str, Any] = {
         "compiles_again": compiles_again(trials),
-        "kept": kept(trials),
+        "kept": not_donated,
+        "donates": bool(donated),
     }
     try:
         found = find(trials)
@@ -241,25 +246,28 @@ def compiles_again(trials: Trials) -> tuple[str, ...]:
     )
 
 
-def kept(trials: Trials) -> tuple[str, ...] | None:
-    """The leaves of the state that a jitted step does not donate."""
+def donations(trials: Trials) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """The leaves of the state that a jitted step donates, and those that it does not.
+
+    The latter are None if the step is not jitted.
+    """
     program = trials.once.closed.jaxpr
-    donated, is_jitted = set(), False
+    donated: set[Any] = set()
+    used: set[Any] = set()
+    is_jitted = False
     for eqn in program.eqns:
+        used.update(variables(eqn.invars))
         flags = param(eqn, "donated_invars")
-        if flags is not None:
-            is_jitted |= len(eqn.outvars) > len(program.outvars) // 2
+        if flags is not None and len(eqn.outvars) > len(program.outvars) // 2:
+            is_jitted = True
             donated |= {v for v, flag in zip(eqn.invars, flags, strict=True) if flag}
-    if not is_jitted:
-        return None
-    scales = jax.tree.leaves(trials.scales)
     given = jax.tree_util.tree_leaves_with_path(trials.call.state)
-    places = program.invars[len(scales) :][: len(given)]
-    used = {v for eqn in program.eqns for v in eqn.invars if hasattr(v, "aval")}
-    return tuple(
-        path_text(path)
-        for (path, _), v in zip(given, places, strict=True)
-        if v in used and v not in donated
+    places = program.invars[len(jax.tree.leaves(trials.scales)) :][: len(given)]
+    rows = [(path_text(p), v) for (p, _), v in zip(given, places, strict=True)]
+    kept = tuple(path for path, v in rows if v in used and v not in donated)
+    return (
+        tuple(path for path, v in rows if v in donated),
+        kept if is_jitted else None,
     )
 
 
@@ -271,5 +279,5 @@ def _powers(scale: Any) -> str:
 
 
 def _listed(paths: tuple[str, ...]) -> str:
-    more = f", and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-    return ", ".join(paths[:SHOWN]) + more if paths else "none"
+    more = f", and {len(paths) - LISTED} more" if len(paths) > LISTED else ""
+    return ", ".join(paths[:LISTED]) + more if paths else "none"

@@ -92,7 +92,7 @@ class Call:
         self.caller, self.step = caller, step
         holders = [place for place, arg in enumerate(args) if find_states(arg)]
         if not holders:
-            found = describe(args[0] if args else None)
+            found = ", ".join(map(describe, args)) or "nothing"
             raise ValueError(NO_SCALE.format(caller, found))
         self.form = Form((0,))
         if holders != [0]:

@@ -26,7 +26,8 @@ NOT_SCALED = """{caller}: the step divides its gradients by a loss scale{where} 
 they do not depend on. Multiply the loss by the scale of the state that the step is \
 given. With a GradScaler, let the loss function return scaler.scale(loss). With the \
 state of an optimizer, use jamp.value_and_grad(loss_fn, opt_state), or let the loss \
-function return jamp.scale_loss(loss, opt_state)."""
+function return jamp.scale_loss(loss, opt_state). Or another loss scale takes the \
+gradient, such as a DynamicScale: turn it off."""
 
 
 def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

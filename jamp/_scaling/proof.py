@@ -5,19 +5,25 @@ multiplied in and divided out, without rounding. And **a scale that overflows sk
 a step that does not skip must still compute the same.
 
 Half precision rounds otherwise below its normal range, so a right step may depend on
-the scale a little. A mistake differs in kind: what depends on the scale is a power of
-it, the same for all elements and at each scale, while rounding acts on single elements,
-and less at a higher scale. So the change of a leaf must have another size at half the
-scale, twice: near the largest scale, and eight times below that. At the largest scale,
-rounding that changes the size of a leaf by `FACTOR` leaves at most a few units of the
-smallest number in it, and eight times below that, nothing.
+the scale: a leaf whose gradient is nothing but rounding, such as the bias of an
+attention's keys, may be twice as large at half the scale. A mistake differs in kind:
+it changes the size of a leaf and not its direction, and rounding changes both. Of a
+gradient and something of a size of its own, the sum at one scale and that at half of it
+have a cosine of at least 2 sqrt(2) / 3 = 0.943, wherever they point. So two pairs of
+runs convict a leaf, one near the largest scale and one eight times below, where
+rounding is coarser: the changes of each pair must be parallel, and the first have
+different sizes, either both pairs in the same way, or by a power of two, which a clip
+makes that does not act below.
+
+What a step writes over, such as a log in the state, is no evidence.
 """
 
 import dataclasses
+import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,31 +34,37 @@ from jax.typing import ArrayLike
 from .._jaxprs import follow, held, is_loop, loop, variables
 from .._tree import PyTree, dtype_of, is_inexact, path_text, widened
 from .arrivals import GIVEN, SCALED, UNSCALED, UNSCALED_, mark_of
+from .calls import Call
 from .state import DynamicLossScaleState
 from .trials import LOWEST, Exponents, Outcome, Run, Trials
 
+V = TypeVar("V")
+
 FACTOR = 2.0**0.25  # between the sizes of a change at one scale and at half of it
-ALONG = 2.0**-3  # the largest part of a change that is not a multiple of the other
+PARALLEL = 0.94  # the least cosine of two changes of a step that is wrong
+APART = 2.0**-3  # the largest difference of a step that does not skip
 SAME = 2.0**-6  # the largest difference of two runs with the same arguments
 OVERFLOWS = 126  # the exponent of a scale at which no half precision is finite
-ULP = 2.0**-20  # of the largest element: what is smaller may be rounding
 
-DEPENDS = """{caller}: what the step computes depends on the loss scale. At half the \
-scale, {leaf} moves {factor:.4g} times as far. A right step computes the same at each \
-power of two. {cause}"""
+DEPENDS = """{caller}: {cause} What the step computes depends on the loss scale: at \
+half the scale, {leaf} moves {factor:.4g} times as far. A right step computes the same \
+at each power of two."""
 
-DIVIDED = """It divides by the scale once too often, or what it divides was cut to a \
-size of its own before: {found}. Clip, normalize and penalize in the chain inside: \
+DIVIDED = """the gradients are divided by the scale once too often, or were cut to a \
+size of their own before: {found}. {cure}"""
+
+IN_CHAIN = """Clip, normalize and penalize in the chain inside: \
 jamp.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optimizer)). What \
-jamp.unscale returns is for logs. With a GradScaler, clip what scaler.unscale_ \
-returns."""
+jamp.unscale returns is for logs."""
 
-MULTIPLIED = """It multiplies by the scale once too often: {found}. \
+BY_SCALER = """Clip what scaler.unscale_ returns, or in the optimizer's chain."""
+
+MULTIPLIED = """the gradients are multiplied by the scale once too often: {found}. \
 jamp.value_and_grad scales the loss itself. Take one of jamp.value_and_grad, \
 jamp.scale_loss and scaler.scale, once."""
 
-OF_A_SIZE = """Something of a size of its own (a clip, a penalty, noise, an epsilon) \
-meets scaled gradients{found}. Put it into the chain inside of the loss scale."""
+OF_A_SIZE = """something of a size of its own (a clip, a penalty, noise, an epsilon) \
+meets scaled gradients. {cure}"""
 
 HIDDEN = """{caller}: a loss scale of 2**126 does not skip the step{at}, and the step \
 computes something else there: {leaf} {what}. Something hides an inf or nan from the \
@@ -80,8 +92,7 @@ class Moved(NamedTuple):
     a: float
     b: float
     apart: float  # of a - b
-    along: float  # how much of a is a multiple of b: the cosine of their angle
-    largest: float  # of the elements of the change in a, beside that of the leaf
+    cosine: float  # of the angle between a and b; 0 if it did not move in one of them
     broken: bool  # whether b has an inf or nan where there was none
 
     @property
@@ -96,9 +107,13 @@ class Moved(NamedTuple):
     def is_scaled(self) -> bool:
         return not 1 / FACTOR < self.factor < FACTOR
 
-    def is_multiple(self) -> bool:
-        """Whether the one change is a multiple of the other, but for rounding."""
-        return self.size > 1 and self.along > 1 - ALONG**2 / 2
+    def is_parallel(self) -> bool:
+        return self.cosine > PARALLEL
+
+    def is_power(self) -> bool:
+        """Whether the factor is a power of two other than 1, but for rounding."""
+        power = math.log2(self.factor)
+        return abs(power - round(power)) < 2.0**-6 and round(power) != 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,8 +165,11 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
         return Proof(dropped)
     first, high = near
     still = tuple(leaf.path for leaf in high if not leaf.a and not leaf.b)
-    results = (zeros_of(first.aux), first.aux, below(2).aux)
-    scaled_results = tuple(m.path for m in moves(*results) if m.is_scaled())
+    kept = kept_leaves(trials)
+    one, two = (only(run.aux) for run in (first, below(2)))
+    results = [*moves(zeros_of(one), one, two)]
+    results += [leaf for leaf in high if leaf.path not in kept]
+    scaled_results = tuple(leaf.path for leaf in results if leaf.is_scaled())
     proof = Proof(dropped, still, None, scaled_results)
     again = below(1)
     changes = moves(old, first.state, again.state)
@@ -159,50 +177,57 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
     if other is not None and other.difference > SAME:
         text = NOT_REPEATED.format(caller=caller, leaf=other.path)
         return dataclasses.replace(proof, problems=(*dropped, text))
-    if any(leaf.is_scaled() for leaf in high):
-        far = pair(4)
-        low = far[1] if far else high
+    evidence = [leaf for leaf in high if leaf.path in kept and leaf.cosine]
+    if any(leaf.is_scaled() for leaf in evidence) and (far := pair(4)):
+        low = {leaf.path: leaf for leaf in far[1]}
+        some = any(leaf.size > 1 for leaf in evidence)  # of one number, all is parallel
         wrong = [
             leaf
-            for leaf, lower in zip(high, low, strict=True)
-            if leaf.is_scaled()
-            and (leaf.is_multiple() or same_way(leaf.factor, lower.factor))
+            for leaf in evidence
+            if (leaf.size > 1 or not some) and convicts(leaf, low[leaf.path])
         ]
         if wrong:
             worst = max(wrong, key=lambda leaf: abs(math.log(leaf.factor)))
             text = depends(worst, worst.factor)
             return dataclasses.replace(proof, problems=(*dropped, text))
-    skipped, problems = overflown(trials, first, found, asked)
-    if still and not problems and (leaf := woken(trials, first.state, found)):
-        if skipped is None:
+    skipped, problems = overflown(trials, first, found, asked, kept)
+    if not problems and (leaf := woken(trials, found, still)) and leaf.path in kept:
+        if leaf.is_scaled():
+            problems = [depends(leaf, leaf.factor)]
+        elif skipped is None:
             given = {"at": "", "leaf": leaf.path, "what": "moves otherwise"}
             problems = [HIDDEN.format(caller=caller, **given)]
-        else:
-            problems = [depends(leaf._replace(a=1.0, b=2.0), math.inf)]
     return dataclasses.replace(
         proof, problems=(*dropped, *problems), moved_by_skip=skipped
     )
 
 
-def same_way(one: float, other: float) -> bool:
-    """Whether two factors are both well above 1, or both well below."""
-    return min(one, other) > FACTOR or max(one, other) < 1 / FACTOR
+def convicts(high: Moved, low: Moved) -> bool:
+    """Whether a leaf moves otherwise at half the scale because of a mistake."""
+    if not (high.is_scaled() and high.is_parallel() and low.is_parallel()):
+        return False
+    same_way = (high.factor > 1) is (low.factor > 1)
+    return high.is_power() or (same_way and low.is_scaled())
 
 
-def woken(trials: Trials, old: PyTree, found: Exponents) -> Moved | None:
-    """A leaf that stands still at the highest scale, and moves at a scale of 1."""
-    low = trials([jnp.minimum(exponent - 1, 0) for exponent in found])
-    if skips(low.outcome):
+def woken(trials: Trials, found: Exponents, still: Sequence[str]) -> Moved | None:
+    """A leaf that stands still at the highest scale, and moves at scales of 2 and 1."""
+    if not still:
         return None
-    start = trials.call.state
-    for leaf in moves(start, low.state, old):
-        if leaf.a and not leaf.b and leaf.largest > ULP:
-            return leaf
-    return None
+    runs = [trials([jnp.minimum(e - 1, n) for e in found]) for n in (1, 0)]
+    if any(skips(run.outcome) for run in runs):
+        return None
+    changes = moves(trials.call.state, *(run.state for run in runs))
+    awake = (leaf for leaf in changes if leaf.path in still and leaf.is_parallel())
+    return next((leaf for leaf in awake if leaf.size > 1), None)
 
 
 def overflown(
-    trials: Trials, first: Run, found: Exponents, asked: Sequence[jax.Array]
+    trials: Trials,
+    first: Run,
+    found: Exponents,
+    asked: Sequence[jax.Array],
+    kept: Set[str],
 ) -> tuple[tuple[str, ...] | None, list[str]]:
     """What a skipped step moves, and what is wrong with it.
 
@@ -211,8 +236,7 @@ def overflown(
     """
     caller, start = trials.call.caller, trials.call.state
     problems: list[str] = []
-    moved: list[str] = []
-    skipped = False
+    moved: tuple[str, ...] | None = None
     for place, path in enumerate(trials.paths):
         if not np.any(asked[place]):
             continue
@@ -220,23 +244,24 @@ def overflown(
         tried[place] = jnp.full_like(found[place], OVERFLOWS)
         run = trials(tried)
         changes = [*moves(first.state, start, run.state)]
-        broken = [leaf.path for leaf in changes if leaf.broken]
+        broken = [leaf.path for leaf in changes if leaf.broken and leaf.path in kept]
         if np.any(run.outcome.skipped[place]):
-            skipped = True
             if broken:
                 problems.append(BROKEN.format(caller=caller, leaf=broken[0]))
-            if len(trials.paths) == 1:
-                moved += changed(start, run.state)
             continue
-        again = [*moves(start, first.state, run.state)]
+        again = [m for m in moves(start, first.state, run.state) if m.path in kept]
         worst = max(again, key=operator.attrgetter("difference"), default=None)
         leaf = broken[0] if broken else worst.path if worst else ""
-        if broken or (worst is not None and worst.difference > ALONG):
+        if broken or (worst is not None and worst.difference > APART):
             what = "becomes inf or nan" if broken else "moves otherwise"
             at = f" at {path}" if len(trials.paths) > 1 else ""
             given = {"caller": caller, "at": at, "leaf": leaf, "what": what}
             problems.append(HIDDEN.format(**given))
-    return (tuple(moved) if skipped else None), problems
+    high = zip(asked, found, strict=True)
+    run = trials([jnp.where(flag, OVERFLOWS, e) for flag, e in high])
+    if all(map(np.all, run.outcome.skipped)):
+        moved = tuple(changed(start, run.state))
+    return moved, problems
 
 
 def skips(outcome: Outcome) -> bool:
@@ -268,9 +293,9 @@ def moves(old: PyTree, a: PyTree, b: PyTree) -> Iterator[Moved]:
         if is_inexact(start) and jnp.size(start)
     ]
     for path, size, numbers in jax.device_get(floating):
-        one, two, apart, inner, largest, broken = map(float, numbers)
-        along = inner / (one * two) if one and two else 0.0
-        yield Moved(path, size, one, two, apart, along, largest, bool(broken))
+        one, two, apart, inner, broken = map(float, numbers)
+        cosine = inner / (one * two) if one and two else 0.0
+        yield Moved(path, size, one, two, apart, cosine, bool(broken))
 
 
 @jax.jit
@@ -288,10 +313,8 @@ def measured(old: jax.Array, a: jax.Array, b: jax.Array) -> list[jax.Array]:
     one, two = one / unit, two / unit
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
     inner = jnp.sum(jnp.real(jnp.conj(one) * two))
-    finite = jnp.where(jnp.isfinite(old), jnp.abs(old), 0)
-    largest = jnp.max(jnp.abs(one)) * unit / (jnp.max(finite) + unit)
     broken = jnp.any(~jnp.isfinite(b) & jnp.isfinite(old))
-    return [norm(one), norm(two), norm(one - two), inner, largest, broken]
+    return [norm(one), norm(two), norm(one - two), inner, broken]
 
 
 def changed(old: PyTree, new: PyTree) -> list[str]:
@@ -306,34 +329,86 @@ def same(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.all((a == b) | is_nan)
 
 
+def only(aux: PyTree) -> PyTree:
+    """What a step returns beside its state; the item itself, if it is one."""
+    return aux[0] if isinstance(aux, list) and len(aux) == 1 else aux
+
+
 def zeros_of(tree: PyTree) -> PyTree:
     """Arrays of zeros, so that a result counts as a change."""
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-# Why: what is scaled and unscaled in the program, and reaches a loss scale.
+# What the program of the step says: what depends on what, and why.
 
 Marks = frozenset[tuple[str, str]]  # each a kind of mark, and the line that made it
 NONE: Marks = frozenset()
 
 
+def spread(
+    program: ClosedJaxpr,
+    inputs: Sequence[V],
+    results: Callable[[JaxprEqn, list[V]], list[V]],
+    joined: Callable[[Sequence[V]], V],
+    nothing: V,
+) -> list[V]:
+    """`follow`, also through loops: what is known only grows."""
+
+    def found(eqn: JaxprEqn, given: list[V]) -> list[V]:
+        if not is_loop(eqn):
+            return results(eqn, given)
+        inside = loop(eqn)
+        before, consts, carry, slices = inside.split(given)
+        more = joined([*before, *consts]) if inside.condition else nothing
+        while True:
+            made = outputs(inside.body, [*consts, *carry, *slices])
+            pairs = zip(carry, made, strict=False)
+            new = [joined([old, new, more]) for old, new in pairs]
+            if new == carry:
+                return [*new, *made[len(new) :]]
+            carry = new
+
+    def outputs(jaxpr: ClosedJaxpr, inputs: Sequence[V]) -> list[V]:
+        return follow(jaxpr, inputs, found, joined, nothing)
+
+    return outputs(program, inputs)
+
+
+def kept_leaves(trials: Trials) -> Set[str]:
+    """The leaves of the state whose new value depends on the old one.
+
+    Parameters, moments and averages do, and what is written over does not.
+    """
+    program, state = trials.once.closed, trials.call.state
+    first = len(jax.tree.leaves(trials.scales))  # the place of the state's first leaf
+    leaves, structure = jax.tree.flatten(state)
+    inputs = [1 << place for place in range(len(program.in_avals))]
+    both = lambda sets: functools.reduce(operator.or_, sets, 0)
+    results = lambda eqn, given: [both(given)] * len(eqn.outvars)
+    found = spread(program, inputs, results, both, 0)
+    kept = [bool(found[place] >> (first + place) & 1) for place in range(len(leaves))]
+    return {path for path, flag in leaves_of(structure.unflatten(kept)) if flag}
+
+
 def cause_of(trials: Trials, factor: float, asked: Sequence[jax.Array]) -> str:
     """What makes a change `factor` times as large at half the scale."""
-    power = math.log2(factor)
+    power, cure = math.log2(factor), IN_CHAIN
+    if type(trials.call) is not Call:
+        cure = BY_SCALER
     met = meetings(trials.once.closed)
     if power > 0.9:
         lines = [line for at, (kind, line) in met if (at, kind) == (GIVEN, UNSCALED)]
         found = "clipped or normalized before it was unscaled"
         if lines:
             found = f"jamp.unscale divides{lines[0]}, and the loss scale divides again"
-        return DIVIDED.format(found=found)
+        return DIVIDED.format(found=found, cure=cure)
     if power < -0.9:
         lines = [line for at, (kind, line) in met if at == kind == SCALED]
         found = f"the loss is scaled{lines[0]}, and again" if lines else "scaled twice"
         if not any(np.any(flag) for flag in asked):
             found = "no optimizer with a loss scale gets the gradients"
         return MULTIPLIED.format(found=found)
-    return OF_A_SIZE.format(found="")
+    return OF_A_SIZE.format(cure=cure)
 
 
 def meetings(program: ClosedJaxpr) -> list[tuple[str, tuple[str, str]]]:
@@ -341,8 +416,6 @@ def meetings(program: ClosedJaxpr) -> list[tuple[str, tuple[str, str]]]:
     met: list[tuple[str, tuple[str, str]]] = []
 
     def results(eqn: JaxprEqn, given: list[Marks]) -> list[Marks]:
-        if is_loop(eqn):
-            return looped(eqn, given)
         marks = joined(given)
         if (mark := mark_of(eqn)) is not None:
             met.extend((mark[0], of) for of in sorted(marks))
@@ -351,20 +424,7 @@ def meetings(program: ClosedJaxpr) -> list[tuple[str, tuple[str, str]]]:
         avals: list[Any] = [variable.aval for variable in eqn.outvars]
         return [marks if is_inexact(aval) else NONE for aval in avals]
 
-    def looped(eqn: JaxprEqn, given: list[Marks]) -> list[Marks]:
-        inside = loop(eqn)
-        _, consts, carry, slices = inside.split(given)
-        while True:
-            found = outputs(inside.body, [*consts, *carry, *slices])
-            new = [*map(operator.or_, carry, found)]
-            if new == carry:
-                return found
-            carry = new
-
-    def outputs(jaxpr: ClosedJaxpr, inputs: Sequence[Marks]) -> list[Marks]:
-        return follow(jaxpr, inputs, results, joined, NONE)
-
-    outputs(program, [NONE] * len(program.in_avals))
+    spread(program, [NONE] * len(program.in_avals), results, joined, NONE)
     return met
 
 

@@ -365,9 +365,10 @@ def test_the_report_of_a_right_step():
         params, opt_state = jamp.step(TX, grads, opt_state, params)
         average = optax.incremental_update(params, average, 0.1)
         norm = optax.tree.norm(grads)
-        return (params, opt_state, average, count + 1), {"loss": loss, "norm": norm}
+        count = count + jnp.float32(1)
+        return (params, opt_state, average, count), {"loss": loss, "norm": norm}
 
-    state = (*STATE, make_params(), 0)
+    state = (*STATE, make_params(), 0.0)
     report = jamp.debug.check_step(jax.jit(step), state, X, Y)
     found = jamp.find_loss_scale(step, state, X, Y)
     assert report.problems == () and report.scale == jamp.loss_scale(found)

@@ -22,9 +22,9 @@ import jamp
 
 PyTree = Any
 DEVICES = 4
-DEPENDS = "what the step computes depends on the loss scale"
-DIVIDED = f"{DEPENDS}.*divides by the scale once too often"
-MULTIPLIED = f"{DEPENDS}.*multiplies by the scale once too often"
+DEPENDS = "What the step computes depends on the loss scale"
+DIVIDED = f"divided by the scale once too often.*{DEPENDS}"
+MULTIPLIED = f"multiplied by the scale once too often.*{DEPENDS}"
 HIDDEN = "hides an inf or nan from the loss scale"
 NOT_SCALED = "divides its gradients by a loss scale that they do not depend on"
 

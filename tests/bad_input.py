@@ -672,9 +672,9 @@ jamp.find_loss_scale
     TypeError: structure
     > Write `return state, x`.
   jamp.find_loss_scale(clipping_step, (params, opt_state), x)
-    ValueError: What the step computes depends on the loss scale
+    ValueError: cut to a size of their own
   jamp.find_loss_scale(hiding_step, (params, opt_state), x)
-    ValueError: hides an inf or nan from the loss scale
+    ValueError: jnp.nan_to_num
   jamp.find_loss_scale(nnx_step, model, optimizer, x)
     ValueError: loss scale
 
@@ -1057,7 +1057,7 @@ jamp.debug.check_step
   jamp.debug.check_step(retry_step, params, x)
     ValueError: the state holds no loss scale
   jax.jit(lambda x: jamp.debug.check_step(retry_step, (params, opt_state), x).scale)(x)
-    TypeError: Call it outside of jit
+    TypeError: a trace
 
 jamp.debug.StepReport
   bool(jamp.debug.check_step(retry_step, (params, opt_state), x))

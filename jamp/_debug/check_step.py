@@ -113,7 +113,7 @@ class StepReport(Report):
 def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepReport:
     """Whether a training step uses its loss scale rightly, and what it does with it.
 
-    It runs the step at some twenty scales, on the same state and batch, compiled once,
+    It runs the step at some fifteen scales, on the same state and batch, compiled once,
     and discards the results. Two facts tell: what a right step computes does not depend
     on a power-of-two loss scale, and a scale that overflows skips. `find_loss_scale`
     runs the same checks, and raises an error for a step that is wrong.
@@ -133,8 +133,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
       wrong.
 
     Raises:
-      TypeError, ValueError: as `find_loss_scale`, for arguments that are no step. A
-        step that is wrong does not raise, and is in the report.
+      TypeError, ValueError: as `find_loss_scale`, for arguments that do not fit. A step
+        that is wrong does not raise, and is in the report.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp

@@ -1,5 +1,6 @@
 """`find_loss_scale`: finds a first scale without losing batches. It proves the step."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,11 @@ function return jamp.scale_loss(loss, opt_state). Or another loss scale takes th
 gradient, such as a DynamicScale: turn it off."""
 
 
+UNPROVED = """jamp.find_loss_scale proves nothing inside of a trace, and finds a scale \
+alone. Call it outside, with the whole step: jamp.find_loss_scale(jax.pmap(step, ...), \
+state, *batch)."""
+
+
 def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Sets the largest power-of-two loss scale at which a step is finite.
 
@@ -58,15 +64,15 @@ def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Returns:
       In the style of optax, the state with a scale between 2^-126 and 2^32, or the
       arguments that are the state. In the style of NNX, None: the scale is set in the
-      objects. Inside a trace, which cannot raise an error, nothing is proved, and a
-      step that is never finite keeps the scale that was there.
+      objects. Inside a trace, which cannot raise an error, nothing is proved, which a
+      warning says, and a step that is never finite keeps the scale that was there.
 
     Raises:
       TypeError: `step` is not a function, does not return a pair (in the style of
         optax), or returns another state than it got.
-      ValueError: no argument holds a loss scale, or one inside `optax.MultiSteps`; the
-        step is not finite at any scale, or does not scale its loss; or it is wrong: the
-        message names what depends on the scale, and what is likely.
+      ValueError: no argument holds a loss scale, or one inside `optax.MultiSteps`, or
+        the step is not finite at any scale, does not scale its loss, or uses the scale
+        wrongly: the message names what is likely, and what depends on the scale.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -106,6 +112,8 @@ def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = call_of("jamp.find_loss_scale", step, args, kwargs)
     trials = Trials(call)
     found = find(trials)
+    if trials.is_inside:
+        warnings.warn(UNPROVED, stacklevel=2)
     if found.proof.problems:
         raise ValueError("\n".join(found.proof.problems))
     return call.returned(with_scales(call.state, found_scales(trials, found)))

@@ -15,7 +15,7 @@ rounding is coarser: the changes of each pair must be parallel, and the first ha
 different sizes, either both pairs in the same way, or by a power of two, which a clip
 makes that does not act below.
 
-What a step writes over, such as a log in the state, is no evidence.
+What a step writes over, such as a log in the state, does not count.
 """
 
 import dataclasses
@@ -398,7 +398,7 @@ def cause_of(trials: Trials, factor: float, asked: Sequence[jax.Array]) -> str:
     met = meetings(trials.once.closed)
     if power > 0.9:
         lines = [line for at, (kind, line) in met if (at, kind) == (GIVEN, UNSCALED)]
-        found = "clipped or normalized before it was unscaled"
+        found = "clipped, normalized or given to jnp.nan_to_num before the loss scale"
         if lines:
             found = f"jamp.unscale divides{lines[0]}, and the loss scale divides again"
         return DIVIDED.format(found=found, cure=cure)

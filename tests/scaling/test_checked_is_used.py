@@ -756,6 +756,7 @@ def test_zero_gradients_have_a_sane_scale():
         assert scaler.get_scale() == expected
 
 
+@pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
 @pytest.mark.devices(4)
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_scale_is_found_where_the_state_varies(checks):

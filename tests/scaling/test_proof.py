@@ -420,6 +420,12 @@ def test_the_report_of_a_wrong_step_does_not_raise():
     assert "overflows at every loss scale" in never.problems[0] and never.scale is None
 
 
+def test_inside_of_a_trace_nothing_is_proved_and_a_warning_says_so():
+    find = functools.partial(jamp.find_loss_scale, functools.partial(alone, is_wrong=1))
+    with pytest.warns(UserWarning, match=r"jamp\.find_loss_scale proves nothing"):
+        jax.jit(find)(STATE, X, Y)
+
+
 def test_a_report_needs_values():
     step = functools.partial(alone, is_wrong=False)
     inside = jax.jit(lambda state: jamp.debug.check_step(step, state, X, Y))

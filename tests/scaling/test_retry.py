@@ -556,6 +556,7 @@ def test_a_flag_that_differs_is_raised_on_all():
     assert scales[5] == 2.0**15 and np.all(np.delete(scales, 5) == 2.0**20)
 
 
+@pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
 def test_the_starting_scale_is_found_and_nothing_else_is_changed():
     training = Training()
     start = training.start()
@@ -630,6 +631,7 @@ def test_a_scale_that_is_not_asked_stays():
     assert 2.0**10 < jamp.loss_scale(found["used"]) < START
 
 
+@pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
 def test_a_step_that_is_never_finite_has_no_scale():
     training = Training()
     x, y = batches()[0]
@@ -831,6 +833,7 @@ def test_a_scaler_that_never_scaled_is_told():
     assert scaler.get_scale() == 2.0**16
 
 
+@pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
 @pytest.mark.parametrize("wrap", [lambda find: find, nnx.jit], ids=["host", "program"])
 def test_the_scale_of_nnx_objects_is_found_and_nothing_else_is_changed(wrap):
     """What was tried in a trace, numbers of the search, does not stay in them."""

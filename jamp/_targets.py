@@ -60,7 +60,7 @@ def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     For GPUs XLA drops a cast to a narrower type and back. `reduce_precision` it keeps,
     but that makes float16's subnormals 0: they are multiples of one number. A tangent
     has to be rounded by linear ops, so for float16 a barrier stands between two casts.
-    On a TPU that is a kernel.
+    For a TPU, where it would be a kernel, XLA keeps both casts without it.
     """
     info = jnp.finfo(dtype)
     normal = lax.reduce_precision(x, info.nexp, info.nmant)
@@ -76,8 +76,15 @@ def _(dtype, primals, tangents):
     (x,), (tangent,), info = primals, tangents, jnp.finfo(dtype)
     if dtype != jnp.float16:
         return rounded(x, dtype), lax.reduce_precision(tangent, info.nexp, info.nmant)
-    narrow = lax.optimization_barrier(lax.convert_element_type(tangent, dtype))
+    narrow = kept_apart(lax.convert_element_type(tangent, dtype))
     return rounded(x, dtype), lax.convert_element_type(narrow, jnp.float32)
+
+
+@functools.partial(jax.jit, inline=True)  # traced once for each shape
+def kept_apart(x: jax.Array) -> jax.Array:
+    """`x`, so that XLA does not drop the casts before and after it."""
+    same = lambda x: x
+    return lax.platform_dependent(x, tpu=same, default=lax.optimization_barrier)
 
 
 def units(device: Device) -> frozenset[str] | None:

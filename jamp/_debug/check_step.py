@@ -179,9 +179,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
         found = find(trials)
     except ValueError as error:
         return StepReport((str(error),), **types)
-    watcher.start()
-    trials(found.exponents)
-    gradients = watcher.stop()
+    trials(found.exponents, counts=True)
+    gradients = watcher.shares()
     scales = [np.exp2(np.float32(e)).tolist() for e in found.exponents]
     proof = found.proof
     return StepReport(
@@ -205,32 +204,27 @@ class Watcher:
     """Counts what float16 loses of the gradients that reach loss scales."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, np.ndarray] | None = None
+        self.counts: dict[str, Any] = {}
 
-    def start(self) -> None:
+    def shares(self) -> dict[str, dict[str, float]]:
+        """The shares by path. The counts of several devices are added."""
         jax.effects_barrier()
-        self.counts = {}
-
-    def stop(self) -> dict[str, dict[str, float]]:
-        """The shares by path. Those of several devices, and steps, are added."""
-        jax.effects_barrier()
-        counts, self.counts = self.counts or {}, None
         return {
             path: dict(zip(COUNTED, (count[:-1] / count[-1]).tolist(), strict=True))
-            for path, count in counts.items()
+            for path, count in self.counts.items()
         }
 
-    def __call__(self, grads: PyTree, scale: jax.Array) -> None:
+    def __call__(self, grads: PyTree, scale: jax.Array, when: jax.Array) -> None:
         """Called where a step is traced, with scaled gradients."""
-        of = numbers("jamp.debug.check_step", grads, scale, None, *COUNTED)
+        of = numbers("jamp.debug.check_step", grads, scale, when, *COUNTED)
 
-        def add(*columns: jax.Array) -> None:
-            if self.counts is not None:
+        def add(when: jax.Array, *columns: jax.Array) -> None:
+            if when:
                 rows = np.stack([*map(np.asarray, columns), np.array(of.real_sizes)])
                 for path, row in zip(of.paths, rows.T, strict=True):
                     self.counts[path] = self.counts.get(path, 0) + row
 
-        jax.debug.callback(add, *of.columns)
+        jax.debug.callback(add, when, *of.columns)
 
 
 def compiles_again(trials: Trials) -> tuple[str, ...]:

@@ -191,7 +191,7 @@ class GradScaler(nnx.Pytree):
         own = own_gradients(optimizer, grads)
         finite = arithmetic.all_finite(own, self._axis_name)
         inverse = arithmetic.invert(self.loss_scale[...])
-        watch(own, self.loss_scale[...])
+        watch(own, self._scalars())
         new = marked(UNSCALED_, arithmetic.unscale_as_before(own, inverse))
         unscaled = with_own(grads, new)
         went_in, came_out = references(own), references(unscaled)
@@ -243,7 +243,7 @@ class GradScaler(nnx.Pytree):
             update = Update(optimizer, model, grads, kwargs)
             run = update.run
             if record is None:
-                watch(own, self.loss_scale[...])
+                watch(own, self._scalars())
                 own = marked(GIVEN, own)
                 inverse = arithmetic.invert(self.loss_scale[...])
                 finite, run = check_read(

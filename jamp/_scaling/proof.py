@@ -31,7 +31,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
-from .._jaxprs import follow, held, is_loop, loop, variables
+from .._jaxprs import equations, follow, held, is_loop, loop, variables
 from .._tree import PyTree, dtype_of, is_inexact, path_text, widened
 from .arrivals import GIVEN, SCALED, UNSCALED, UNSCALED_, mark_of
 from .calls import Call
@@ -150,11 +150,11 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
         lower = lambda e: jnp.clip(e - times, LOWEST, OVERFLOWS)
         return trials([*map(lower, found)])
 
-    def pair(times: int) -> tuple[Run, list[Moved]] | None:
+    def pair(times: int) -> tuple[Run, Run, list[Moved]] | None:
         first, second = below(times), below(times + 1)
         if skips(first.outcome) or skips(second.outcome):
             return None  # of several steps, or not in the order of the scales
-        return first, [*moves(old, first.state, second.state)]
+        return first, second, [*moves(old, first.state, second.state)]
 
     def depends(leaf: Moved, factor: float) -> str:
         cause = cause_of(trials, leaf.factor, asked)
@@ -163,23 +163,24 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
 
     if (near := pair(1)) is None:
         return Proof(dropped)
-    first, high = near
+    first, second, high = near
     still = tuple(leaf.path for leaf in high if not leaf.a and not leaf.b)
     kept = kept_leaves(trials)
-    one, two = (only(run.aux) for run in (first, below(2)))
+    one, two = only(first.aux), only(second.aux)
+    del second, near
     results = [*moves(zeros_of(one), one, two)]
     results += [leaf for leaf in high if leaf.path not in kept]
     scaled_results = tuple(leaf.path for leaf in results if leaf.is_scaled())
     proof = Proof(dropped, still, None, scaled_results)
-    again = below(1)
-    changes = moves(old, first.state, again.state)
-    other = max(changes, key=operator.attrgetter("difference"), default=None)
-    if other is not None and other.difference > SAME:
-        text = NOT_REPEATED.format(caller=caller, leaf=other.path)
-        return dataclasses.replace(proof, problems=(*dropped, text))
+    if calls_host(trials.once.closed):
+        changes = moves(old, first.state, below(1).state)
+        other = max(changes, key=operator.attrgetter("difference"), default=None)
+        if other is not None and other.difference > SAME:
+            text = NOT_REPEATED.format(caller=caller, leaf=other.path)
+            return dataclasses.replace(proof, problems=(*dropped, text))
     evidence = [leaf for leaf in high if leaf.path in kept and leaf.cosine]
     if any(leaf.is_scaled() for leaf in evidence) and (far := pair(4)):
-        low = {leaf.path: leaf for leaf in far[1]}
+        low = {leaf.path: leaf for leaf in far[2]}
         some = any(leaf.size > 1 for leaf in evidence)  # of one number, all is parallel
         wrong = [
             leaf
@@ -237,6 +238,7 @@ def overflown(
     caller, start = trials.call.caller, trials.call.state
     problems: list[str] = []
     moved: tuple[str, ...] | None = None
+    several, run = len(trials.paths) > 1, None
     for place, path in enumerate(trials.paths):
         if not np.any(asked[place]):
             continue
@@ -254,12 +256,13 @@ def overflown(
         leaf = broken[0] if broken else worst.path if worst else ""
         if broken or (worst is not None and worst.difference > APART):
             what = "becomes inf or nan" if broken else "moves otherwise"
-            at = f" at {path}" if len(trials.paths) > 1 else ""
+            at = f" at {path}" if several else ""
             given = {"caller": caller, "at": at, "leaf": leaf, "what": what}
             problems.append(HIDDEN.format(**given))
-    high = zip(asked, found, strict=True)
-    run = trials([jnp.where(flag, OVERFLOWS, e) for flag, e in high])
-    if all(map(np.all, run.outcome.skipped)):
+    if several:
+        rows = zip(asked, found, strict=True)
+        run = trials([jnp.where(flag, OVERFLOWS, e) for flag, e in rows])
+    if run is not None and all(map(np.all, run.outcome.skipped)):
         moved = tuple(changed(start, run.state))
     return moved, problems
 
@@ -409,6 +412,11 @@ def cause_of(trials: Trials, factor: float, asked: Sequence[jax.Array]) -> str:
             found = "no optimizer with a loss scale gets the gradients"
         return MULTIPLIED.format(found=found)
     return OF_A_SIZE.format(cure=cure)
+
+
+def calls_host(program: ClosedJaxpr) -> bool:
+    """Whether a program asks the host for what may not be the same twice."""
+    return any("callback" in eqn.primitive.name for eqn in equations(program))
 
 
 def meetings(program: ClosedJaxpr) -> list[tuple[str, tuple[str, str]]]:

@@ -5,6 +5,7 @@ it is a part of the program, and runs in a loop.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,9 +22,9 @@ from .mesh import on_every_replica, varying_like
 from .rule import LossScaleState
 from .state import find_states
 from .traced import Traced
+from .watched import COUNTED, NOT_STEPPED
 
 LOWEST, HIGHEST = -126, 32  # exponents that are searched
-NOT_STEPPED = np.uint32(1)  # `recent_skips` before a step; using the scale shifts it
 
 
 class Outcome(NamedTuple):
@@ -71,17 +72,29 @@ class Trials:
         with MARKED(True):
             self.once = Traced(step_at, self.scales, call.state, self.arrays)
 
-        def run(exponents: Exponents, state: PyTree, arrays: list[jax.Array]) -> Run:
-            tried = [*map(_at, scales_of(state), exponents)]
+        def run(
+            exponents: Exponents,
+            mark: np.uint32,
+            state: PyTree,
+            arrays: list[jax.Array],
+        ) -> Run:
+            tried = [
+                _at(*of, mark) for of in zip(scales_of(state), exponents, strict=True)
+            ]
             new, aux, scales = self.once(tried, state, arrays)
             rows = zip(*map(_found, tried, scales), strict=True)
             return Run(new, aux, Outcome(*map(list, rows)))
 
         self._run = run if self.is_inside else jax.jit(run)
 
-    def __call__(self, exponents: Exponents) -> Run:
-        """A run at these powers of two, from the state that was given."""
-        return self._run(exponents, self.call.state, self.arrays)
+    def __call__(self, exponents: Exponents, counts: bool = False) -> Run:
+        """A run at these powers of two, from the state that was given.
+
+        Args:
+          counts: whether who watches the step counts its gradients.
+        """
+        mark = COUNTED if counts else NOT_STEPPED
+        return self._run(exponents, mark, self.call.state, self.arrays)
 
     @property
     def paths(self) -> list[str]:
@@ -101,20 +114,24 @@ class Trials:
         ]
         none = [jnp.zeros(jnp.shape(s.loss_scale), bool) for s in self.scales]
         between = full(LOWEST - 1), full(HIGHEST + 1), none
-        times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
         if self.is_inside:
-            halve = lambda _, between: self._halve(*between)
+            times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
+            halve = lambda _, between: self._halve(_middle, *between)
             finite, _, asked = lax.fori_loop(0, times, halve, between)
             return finite, asked
-        for _ in range(times):
-            between = self._halve(*between)
+        is_open = lambda low, high: np.any(np.asarray(high - low) > 1)
+        while any(map(is_open, *between[:2])):
+            between = self._halve(_likely, *between)
         return between[0], between[2]
 
     def _halve(
-        self, finite: Exponents, infinite: Exponents, _: object
+        self,
+        choose: Callable[[jax.Array, jax.Array], jax.Array],
+        finite: Exponents,
+        infinite: Exponents,
+        _: object,
     ) -> tuple[Exponents, Exponents, list[jax.Array]]:
-        half = lambda low, high: jnp.maximum((low + high) // 2, LOWEST)
-        middle = [*map(half, finite, infinite)]
+        middle = [*map(choose, finite, infinite)]
         outcome = self(middle).outcome
         too_high = [*map(on_every_replica, outcome.too_high)]
         asked = [*map(on_every_replica, outcome.asked)]
@@ -125,12 +142,22 @@ class Trials:
         )
 
 
-def _at(scale: LossScaleState, exponent: jax.Array) -> LossScaleState:
+def _middle(low: jax.Array, high: jax.Array) -> jax.Array:
+    return jnp.maximum((low + high) // 2, LOWEST)
+
+
+def _likely(low: jax.Array, high: jax.Array) -> jax.Array:
+    """The same, but scales below 1, which few steps need, only if no other is left."""
+    is_above = (low < LOWEST) & (high > 0)
+    return jnp.where(is_above, (high - 1) // 2, _middle(low, high))
+
+
+def _at(scale: LossScaleState, exponent: jax.Array, mark: np.uint32) -> LossScaleState:
     """A scale with another value, and no record of steps."""
-    mark = jnp.full(jnp.shape(scale.recent_skips), NOT_STEPPED)
+    marks = jnp.full(jnp.shape(scale.recent_skips), mark, jnp.uint32)
     return scale._replace(
         loss_scale=varying_like(power_of_two(exponent), scale.loss_scale),
-        recent_skips=varying_like(mark, scale.recent_skips),
+        recent_skips=varying_like(marks, scale.recent_skips),
     )
 
 
@@ -142,5 +169,5 @@ def _found(
         new.found_inf | (new.loss_scale < tried.loss_scale),
         new.found_inf,
         new.skipped_steps - tried.skipped_steps,
-        new.recent_skips != NOT_STEPPED,
+        new.recent_skips != tried.recent_skips,
     )

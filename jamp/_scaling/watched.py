@@ -9,13 +9,17 @@ import weakref
 from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from .._tree import PyTree, is_inexact, path_text
+from .rule import LossScaleState
 
-# Called where a step is traced, with its scaled gradients and the scale; or None. JAX
-# keys its caches by it, so that a jitted step is traced anew.
+# Called where a step is traced, with its scaled gradients, the scale, and whether it is
+# to count them; or None. JAX keys its caches by it: a jitted step is traced anew.
 WATCHER = jax.make_user_context(None)
-Watch = Callable[[PyTree, jax.Array], None]
+Watch = Callable[[PyTree, jax.Array, jax.Array], None]
+# `recent_skips` before a step, which shifts it if it uses the scale.
+NOT_STEPPED, COUNTED = np.uint32(1), np.uint32(3)
 
 NOT_SCALED = """{}: the gradient at {} is one that jamp.value_and_grad returned, and \
 is scaled, but the optimizer has no loss scale that divides it again. Wrap it, \
@@ -50,6 +54,6 @@ def _refuse(tree: PyTree, caller: str, problem: str) -> None:
             raise ValueError(problem.format(caller, path_text(path)))
 
 
-def watch(grads: PyTree, loss_scale: jax.Array) -> None:
+def watch(grads: PyTree, scalars: LossScaleState) -> None:
     if (watcher := WATCHER.value) is not None:
-        watcher(grads, loss_scale)
+        watcher(grads, scalars.loss_scale, scalars.recent_skips == COUNTED)

@@ -271,7 +271,7 @@ class ScaledGradients:
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         if by.kind is not ScaleKind.OFF:
             check_no_closures(extra_args, caller)
-            watch(grads, self.scalars.loss_scale)
+            watch(grads, self.scalars)
             grads = marked(GIVEN, grads)
         self.extra_args = extra_args
         self.old = as_made(state.inner_state, by.init_inner, params)

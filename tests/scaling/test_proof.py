@@ -15,6 +15,7 @@ from jax.experimental import io_callback
 import jamp
 
 from ..marks import mostly_nightly, mostly_slow
+from .optimizers import NEEDS_VALUE, OPTIMIZERS
 from .wrong_steps import (
     DIVIDED,
     RIGHT,
@@ -452,3 +453,116 @@ def test_a_step_is_traced_and_compiled_once():
 
     jamp.find_loss_scale(step, STATE, X, Y)
     assert len(traces) == 1
+
+
+# Right steps whose rounding depends on the scale, and states that hold logs.
+
+
+def step_of(loss_fn, inner, params, *, log=None, **scale):
+    """A step `(params, opt_state, log)`, and its state."""
+    tx = jamp.dynamic_loss_scale(inner, **scale)
+    log = log or (lambda grads, opt_state: jnp.float32(0))
+
+    def step(state, *batch):
+        params, opt_state, _ = state
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, *batch)
+        logged = log(grads, opt_state)
+        return (*jamp.step(tx, grads, opt_state, params), logged), loss
+
+    opt_state = tx.init(params)
+    return step, (
+        params,
+        opt_state,
+        jax.tree.map(jnp.zeros_like, log(params, opt_state)),
+    )
+
+
+def attention_loss(params, x, y):
+    """The gradient of the bias of the keys is 0: here it is nothing but rounding."""
+    with jamp.autocast(jnp.float16):
+        keys = x @ params["k"] + params["bias"]
+        weights = jax.nn.softmax((x @ params["q"]) @ keys.swapaxes(1, 2) / 4)
+        hidden = x + params["gamma"] * (weights @ (x @ params["v"]))
+        logits = (hidden.mean(1) @ params["out"]).astype(jnp.float32)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return loss.mean()
+
+
+def make_attention(seed, gamma):
+    keys = iter(jax.random.split(jax.random.key(seed), 5))
+    draw = lambda *shape: jax.random.normal(next(keys), shape) / 4
+    params = {"q": draw(16, 16), "k": draw(16, 16), "v": draw(16, 16)}
+    params |= {"bias": jnp.zeros(16), "gamma": jnp.full(16, gamma), "out": draw(16, 3)}
+    return params, 4 * draw(8, 12, 16), jnp.arange(8) % 3
+
+
+INNER = {
+    "sgd": optax.sgd(0.1),
+    "adam": optax.adam(1e-3),
+    "lion": optax.lion(1e-3),
+    "rmsprop": optax.rmsprop(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(INNER, "sgd"))
+@pytest.mark.parametrize("gamma", mostly_slow([1e-4, 1e-6, 1e-8], 1e-6))
+def test_a_gradient_that_is_nothing_but_rounding_passes(name, gamma):
+    for seed in range(4):
+        params, x, y = make_attention(seed, gamma)
+        step, state = step_of(attention_loss, INNER[name], params)
+        jamp.find_loss_scale(step, state, x, y)
+
+
+@pytest.mark.parametrize("name", mostly_slow(INNER, "lion"))
+def test_a_scale_that_cannot_rise_passes(name):
+    small = lambda params, x, y: 1e-5 * loss_of(params, x, y)
+    step, state = step_of(small, INNER[name], PARAMS, init_scale=1.0, max_scale=1.0)
+    assert jamp.loss_scale(jamp.find_loss_scale(step, state, X, Y)[1]) == 1
+
+
+LOGS = {
+    "scale": lambda grads, opt_state: jamp.loss_scale(opt_state),
+    "scaled norm": lambda grads, opt_state: optax.tree.norm(grads),
+    "norm": lambda grads, opt_state: optax.tree.norm(jamp.unscale(grads, opt_state)),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_in_the_state_is_reported_and_not_refused(name):
+    step, state = step_of(loss_of, INNER["adam"], PARAMS, log=LOGS[name])
+    jamp.find_loss_scale(step, state, X, Y)
+    report = jamp.debug.check_step(step, state, X, Y)
+    assert not report.problems and "[2]" in report.moved_by_skip
+    assert report.scaled_results == (() if name == "norm" else ("[2]",))
+
+
+WRAPPED = {
+    "alone": lambda tx: tx,
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "masters": jamp.master_weights,
+    "remainder": functools.partial(jamp.master_weights, remainder=True),
+}
+NOT_TAKEN = {("masters", "float32"), ("remainder", "float32"), ("remainder", "float16")}
+NAMES = [name for name in OPTIMIZERS if name not in NEEDS_VALUE]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("wrap", WRAPPED)
+@pytest.mark.parametrize("name", mostly_nightly(NAMES, "adam", "lion"))
+def test_optimizers_pass(name, wrap, dtype):
+    """With parameters in each dtype, and in each wrapper that takes it."""
+    if (wrap, dtype) in NOT_TAKEN:
+        pytest.skip("masters are of half-precision parameters, rests of bfloat16")
+    params = jax.tree.map(lambda a: a.astype(dtype), PARAMS)
+    step, state = step_of(loss_of, WRAPPED[wrap](OPTIMIZERS[name]()), params)
+    jamp.find_loss_scale(step, state, X, Y)
+
+
+def test_hyperparameters_that_are_injected_pass():
+    inner = optax.inject_hyperparams(optax.adamw)(
+        learning_rate=optax.linear_schedule(0.0, 1e-3, 10)
+    )
+    step, state = step_of(loss_of, inner, PARAMS)
+    jamp.find_loss_scale(step, state, X, Y)
+    report = jamp.debug.check_step(step, state, X, Y)
+    assert {"[0]['b']", "[0]['w1']", "[0]['w2']"} <= {*report.still}  # a rate of 0

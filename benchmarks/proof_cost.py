@@ -21,8 +21,13 @@ def seconds(function, *args):
     """How long a call takes, from an empty cache."""
     jax.clear_caches()
     start = time.perf_counter()
-    result = jax.block_until_ready(function(*args))
+    result = function(*args)
+    jax.block_until_ready(result)
     return time.perf_counter() - start, result
+
+
+def compiled_for(step, *args):
+    return jax.jit(step).lower(*args).compile()
 
 
 def main():
@@ -31,8 +36,7 @@ def main():
     for name, size in SIZES["cpu"].items():
         step, state = with_dynamic_loss_scale(models.make(size, False), autocast)
         call = state, *models.make_batch(size)
-        lowered = lambda *args: jax.jit(step).lower(*args).compile()
-        once, compiled = seconds(lowered, *call)
+        once, compiled = seconds(compiled_for, step, *call)
         run, _ = seconds(compiled, *call)
         cells = [f"{once:.1f} s", f"{run:.2f} s"]
         for function in (jamp.find_loss_scale, jamp.debug.check_step):

@@ -79,6 +79,11 @@ DROPPED = """{caller}: nothing uses what scaler.unscale_ returned{line}, and so 
 scaler.step applies scaled gradients, or what was made of them. In torch it writes \
 into the gradients. Here, write grads = scaler.unscale_(optimizer, grads)."""
 
+GUARDED = """{caller}: whether the step moves {leaf} depends on the size of scaled \
+gradients: it does at loss scales of 1 and 2, and not at the largest. A threshold on \
+their norm meets them. Put it into the chain inside of the loss scale, or compare \
+jamp.unscale(grads, opt_state)."""
+
 NOT_REPEATED = """{caller}: the step cannot be proved: run twice with the same \
 arguments, it moves {leaf} otherwise. Keep what it draws or reads (a random key, a \
 batch, an environment) in its arguments."""
@@ -164,6 +169,10 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
     if (near := pair(1)) is None:
         return Proof(dropped)
     first, second, high = near
+    rows = zip(asked, first.outcome.asked, strict=True)
+    if any(np.any(np.asarray(now) & ~np.asarray(flag)) for flag, now in rows):
+        text = GUARDED.format(caller=caller, leaf="its state")
+        return Proof((*dropped, text))
     still = tuple(leaf.path for leaf in high if not leaf.a and not leaf.b)
     kept = kept_leaves(trials)
     one, two = only(first.aux), only(second.aux)
@@ -195,7 +204,9 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
     if not problems and (leaf := woken(trials, found, still)) and leaf.path in kept:
         if leaf.is_scaled():
             problems = [depends(leaf, leaf.factor)]
-        elif skipped is None:
+        elif skipped is not None:
+            problems = [GUARDED.format(caller=caller, leaf=leaf.path)]
+        else:
             given = {"at": "", "leaf": leaf.path, "what": "moves otherwise"}
             problems = [HIDDEN.format(caller=caller, **given)]
     return dataclasses.replace(
@@ -291,7 +302,8 @@ def moves(old: PyTree, a: PyTree, b: PyTree) -> Iterator[Moved]:
     """How far the floating leaves of a state moved in two runs."""
     rows = zip(leaves_of(old), leaves_of(a), leaves_of(b), strict=True)
     floating = [
-        (path, jnp.size(start), measured(start, first, second))
+        # One after the other: several CPU devices may wait for each other's sums.
+        (path, jnp.size(start), jax.block_until_ready(measured(start, first, second)))
         for (path, start), (_, first), (_, second) in rows
         if is_inexact(start) and jnp.size(start)
     ]
@@ -316,7 +328,8 @@ def measured(old: jax.Array, a: jax.Array, b: jax.Array) -> list[jax.Array]:
     one, two = one / unit, two / unit
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
     inner = jnp.sum(jnp.real(jnp.conj(one) * two))
-    broken = jnp.any(~jnp.isfinite(b) & jnp.isfinite(old))
+    is_same = (a == b) | ((a != a) & (b != b))  # it may have been inf before
+    broken = jnp.any(~jnp.isfinite(b) & jnp.isfinite(old) & ~is_same)
     return [norm(one), norm(two), norm(one - two), inner, broken]
 
 
@@ -407,9 +420,14 @@ def cause_of(trials: Trials, factor: float, asked: Sequence[jax.Array]) -> str:
         return DIVIDED.format(found=found, cure=cure)
     if power < -0.9:
         lines = [line for at, (kind, line) in met if at == kind == SCALED]
-        found = f"the loss is scaled{lines[0]}, and again" if lines else "scaled twice"
+        found = "scaled twice, or kept in the state before they are unscaled"
+        if lines:
+            found = f"the loss is scaled{lines[0]}, and again"
         if not any(np.any(flag) for flag in asked):
-            found = "no optimizer with a loss scale gets the gradients"
+            found = (
+                "this call gives them to no optimizer with a loss scale (if it only "
+            )
+            found += "accumulates them, give a call that steps)"
         return MULTIPLIED.format(found=found)
     return OF_A_SIZE.format(cure=cure)
 

@@ -94,7 +94,8 @@ class Trials:
           counts: whether who watches the step counts its gradients.
         """
         mark = COUNTED if counts else NOT_STEPPED
-        return self._run(exponents, mark, self.call.state, self.arrays)
+        run = self._run(exponents, mark, self.call.state, self.arrays)
+        return run if self.is_inside else jax.block_until_ready(run)
 
     @property
     def paths(self) -> list[str]:

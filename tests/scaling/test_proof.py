@@ -229,7 +229,7 @@ def test_a_plain_optimizer_called_by_hand_is_named():
         updates, plain_state = plain.update(grads, plain_state, params)
         return (optax.apply_updates(params, updates), opt_state, plain_state), None
 
-    with pytest.raises(ValueError, match="no optimizer with a loss scale gets"):
+    with pytest.raises(ValueError, match="to no optimizer with a loss scale"):
         jamp.find_loss_scale(step, (*STATE, plain.init(PARAMS)), X, Y)
 
 
@@ -353,6 +353,48 @@ def test_a_skip_that_breaks_the_state_is_named():
         ValueError, match=r"a skipped step writes inf or nan into \[2\]"
     ):
         jamp.find_loss_scale(step, (*STATE, PARAMS), X, Y)
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_guard_by_the_size_of_scaled_gradients_is_named(of_all):
+    """Their norm is 1, and 1e5 when it is scaled: no step would ever be taken."""
+
+    def step(state, x, y):
+        loss, grads = jamp.value_and_grad(loss_of, state[1])(state[0], x, y)
+        new = jamp.step(TX, grads, state[1], state[0])
+        small = optax.tree.norm(grads) < 100
+        choose = lambda new, old: jnp.where(small, new, old)
+        params = jax.tree.map(choose, new[0], state[0])
+        kept = jax.tree.map(choose, new[1], state[1]) if of_all else new[1]
+        return (params, kept), loss
+
+    with pytest.raises(ValueError, match="depends on the size of scaled"):
+        jamp.find_loss_scale(step, STATE, X, Y)
+
+
+def test_a_state_that_starts_at_inf_passes():
+    plateau = optax.contrib.reduce_on_plateau(patience=5)
+    tx = jamp.dynamic_loss_scale(optax.chain(optax.adam(1e-3), plateau))
+
+    def step(state, x, y):
+        params, opt_state, best = state
+        loss, grads = jamp.value_and_grad(loss_of, opt_state)(params, x, y)
+        new = jamp.step(tx, grads, opt_state, params, value=loss)
+        return (*new, jnp.minimum(best, loss)), loss
+
+    jamp.find_loss_scale(step, (PARAMS, tx.init(PARAMS), jnp.float32(jnp.inf)), X, Y)
+
+
+def test_a_step_that_divides_by_what_is_flushed_at_tiny_scales_passes():
+    def step(state, x, y):
+        params, opt_state = state
+        _, first = jamp.value_and_grad(loss_of, opt_state)(params, x, y)
+        loss, grads = jamp.value_and_grad(loss_of, opt_state)(params, x, y)
+        cosine = optax.tree.vdot(first, grads) / optax.tree.norm(first) ** 2
+        grads = jax.tree.map(lambda g: g * cosine, grads)
+        return jamp.step(TX, grads, opt_state, params), loss
+
+    jamp.find_loss_scale(step, STATE, X, Y)
 
 
 # `check_step`.

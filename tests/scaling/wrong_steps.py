@@ -126,6 +126,12 @@ WRONG = {
         ),
         message=HIDDEN,
     ),
+    "dropped if its norm is large": Change(
+        grads=lambda g, p, s: jax.tree.map(
+            lambda a: jnp.where(optax.tree.norm(g) < 10, a, 0), g
+        ),
+        message=f"{DIVIDED}|{HIDDEN}|depends on the size of scaled gradients",
+    ),
     "clipped to what is finite": Change(
         grads=by_leaf(lambda g: jnp.where(jnp.isnan(g), 0, jnp.clip(g, -1e30, 1e30))),
         message=HIDDEN,

@@ -84,10 +84,10 @@ def step(
     update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
     if keeps_master_weights(opt_state):
         opt_state = as_made(opt_state, tx.init, params)
-        if not is_master(opt_state):
-            check_last("jamp.step", lambda grads: update(grads)[0], grads)
     with explained("jamp.step", tx.init, opt_state, params):
         updates, new_state = update(grads)
+    if keeps_master_weights(opt_state) and not is_master(opt_state):
+        check_last("jamp.step", lambda grads: update(grads)[0], grads)
     check_moved("jamp.step", tx.init, new_state, opt_state, params)
     new_params = apply_updates(params, updates)
     scales = list(find_states(new_state).values())

@@ -412,9 +412,6 @@ NESTS = {
     "before": lambda tx: jamp.dynamic_loss_scale(
         optax.chain(tx, jamp.master_weights(SGD))
     ),
-    "after": lambda tx: jamp.dynamic_loss_scale(
-        optax.chain(jamp.master_weights(SGD), tx)
-    ),
     "mixed": lambda tx: jamp.dynamic_loss_scale(
         optax.multi_transform(
             {"own": jamp.master_weights(SGD), "plain": tx}, {"w": "own", "b": "plain"}

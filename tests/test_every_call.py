@@ -475,6 +475,7 @@ def histories(x):
 QUICK = [name for name in ROWS if name.endswith("-scan") or name.endswith("-eager")]
 
 
+@pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
 @pytest.mark.parametrize("name", mostly_slow(ROWS, *QUICK))
 def test_a_call_gives_the_known_result(name):
     function, way = ROWS[name]

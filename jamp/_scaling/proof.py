@@ -166,7 +166,12 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
         given = {"caller": caller, "leaf": leaf.path, "cause": cause}
         return DEPENDS.format(factor=factor, **given)
 
-    if (near := pair(1)) is None:
+    near = pair(1)
+    for _ in range(3):  # several steps in a loop may need a lower scale than the first
+        if near is None:
+            found = [jnp.maximum(e - 4, LOWEST) for e in found]
+            near = pair(1)
+    if near is None:
         return Proof(dropped)
     first, second, high = near
     rows = zip(asked, first.outcome.asked, strict=True)

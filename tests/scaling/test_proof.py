@@ -17,6 +17,7 @@ import jamp
 from ..marks import mostly_nightly, mostly_slow
 from .optimizers import NEEDS_VALUE, OPTIMIZERS
 from .wrong_steps import (
+    DEPENDS,
     DIVIDED,
     RIGHT,
     STYLES,
@@ -608,3 +609,22 @@ def test_hyperparameters_that_are_injected_pass():
     jamp.find_loss_scale(step, state, X, Y)
     report = jamp.debug.check_step(step, state, X, Y)
     assert {"[0]['b']", "[0]['w1']", "[0]['w2']"} <= {*report.still}  # a rate of 0
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_later_steps_of_a_loop_may_need_a_lower_scale(is_wrong):
+    """The last batch overflows at a scale at which the others do not."""
+
+    def steps(state, xs, ys):
+        def body(state, batch):
+            *state, loss = moved(*state, *batch, is_wrong)
+            return tuple(state), loss
+
+        return jax.lax.scan(body, state, (xs, ys))
+
+    xs, ys = jnp.stack([4 * X, X]), jnp.stack([16 * Y, Y])
+    if is_wrong:
+        with pytest.raises(ValueError, match=DEPENDS):
+            jamp.find_loss_scale(steps, STATE, xs, ys)
+    else:
+        jamp.find_loss_scale(steps, STATE, xs, ys)

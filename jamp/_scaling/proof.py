@@ -84,6 +84,10 @@ gradients: it does at loss scales of 1 and 2, and not at the largest. A threshol
 their norm meets them. Put it into the chain inside of the loss scale, or compare \
 jamp.unscale(grads, opt_state)."""
 
+SKIPS_BELOW = """{caller}: the step cannot be proved: it is finite at the largest loss \
+scale, and skips at half of that or at a quarter. Something divides by gradients that \
+half precision flushes to zero: add an epsilon."""
+
 NOT_REPEATED = """{caller}: the step cannot be proved: run twice with the same \
 arguments, it moves {leaf} otherwise. Keep what it draws or reads (a random key, a \
 batch, an environment) in its arguments."""
@@ -158,7 +162,7 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
     def pair(times: int) -> tuple[Run, Run, list[Moved]] | None:
         first, second = below(times), below(times + 1)
         if skips(first.outcome) or skips(second.outcome):
-            return None  # of several steps, or not in the order of the scales
+            return None
         return first, second, [*moves(old, first.state, second.state)]
 
     def depends(leaf: Moved, factor: float) -> str:
@@ -166,13 +170,8 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
         given = {"caller": caller, "leaf": leaf.path, "cause": cause}
         return DEPENDS.format(factor=factor, **given)
 
-    near = pair(1)
-    for _ in range(3):  # several steps in a loop may need a lower scale than the first
-        if near is None:
-            found = [jnp.maximum(e - 4, LOWEST) for e in found]
-            near = pair(1)
-    if near is None:
-        return Proof(dropped)
+    if (near := pair(1)) is None:
+        return Proof((*dropped, SKIPS_BELOW.format(caller=caller)))
     first, second, high = near
     rows = zip(asked, first.outcome.asked, strict=True)
     if any(np.any(np.asarray(now) & ~np.asarray(flag)) for flag, now in rows):

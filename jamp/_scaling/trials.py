@@ -166,9 +166,10 @@ def _found(
     tried: LossScaleState, new: LossScaleState
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The fields of an `Outcome`, of one scale."""
+    skipped = new.skipped_steps - tried.skipped_steps
     return (
-        new.found_inf | (new.loss_scale < tried.loss_scale),
+        new.found_inf | (skipped > 0) | (new.loss_scale < tried.loss_scale),
         new.found_inf,
-        new.skipped_steps - tried.skipped_steps,
+        skipped,
         new.recent_skips != tried.recent_skips,
     )

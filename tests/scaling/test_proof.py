@@ -17,8 +17,8 @@ import jamp
 from ..marks import mostly_nightly, mostly_slow
 from .optimizers import NEEDS_VALUE, OPTIMIZERS
 from .wrong_steps import (
-    DEPENDS,
     DIVIDED,
+    HIDDEN,
     RIGHT,
     STYLES,
     WAYS,
@@ -201,7 +201,9 @@ def swapped_in_update(params, opt_state):
 
 
 def of_another_optimizer(params, opt_state):
+    """SGD keeps nothing, and would hand on what Adam keeps."""
     sgd = jamp.dynamic_loss_scale(optax.sgd(0.1))
+    opt_state = jamp.dynamic_loss_scale(optax.adam(0.1)).init(params)
     _, grads = jamp.value_and_grad(loss_of, opt_state)(params, X, Y)
     return jamp.step(sgd, grads, opt_state, params)
 
@@ -371,6 +373,49 @@ def test_a_guard_by_the_size_of_scaled_gradients_is_named(of_all):
 
     with pytest.raises(ValueError, match="depends on the size of scaled"):
         jamp.find_loss_scale(step, STATE, X, Y)
+
+
+def test_a_hidden_nan_is_named_where_the_scale_cannot_rise_to_it():
+    tx = jamp.dynamic_loss_scale(optax.adamw(1e-3), 8.0, max_scale=2.0**10)
+
+    def step(state, x, y):
+        loss, grads = jamp.value_and_grad(loss_of, state[1])(state[0], x, y)
+        grads = jax.tree.map(jnp.nan_to_num, grads)
+        return jamp.step(tx, grads, state[1], state[0]), loss
+
+    with pytest.raises(ValueError, match=HIDDEN):
+        jamp.find_loss_scale(step, (PARAMS, tx.init(PARAMS)), X, Y)
+
+
+def test_a_step_that_skips_below_the_largest_scale_is_named():
+    def step(state, x, y, bad):
+        loss, grads = jamp.value_and_grad(loss_of, state[1])(state[0], x, y)
+        is_bad = jamp.loss_scale(state[1]) == bad
+        grads = jax.tree.map(lambda g: jnp.where(is_bad, jnp.nan, g), grads)
+        return jamp.step(TX, grads, state[1], state[0]), loss
+
+    largest = jamp.loss_scale(jamp.find_loss_scale(step, STATE, X, Y, 0.0)[1])
+    bad = largest / 2 if largest != 2.0**17 else largest / 4  # the search tries 2**16
+    with pytest.raises(ValueError, match=r"skips at half of that or at a quarter"):
+        jamp.find_loss_scale(step, STATE, X, Y, bad)
+
+
+def test_a_skip_in_a_loop_that_the_next_step_makes_good_counts():
+    """With `growth_interval=1` the scale after the loop is the one before it."""
+    tx = jamp.dynamic_loss_scale(optax.adamw(1e-3), growth_interval=1)
+
+    def steps(state, xs, ys):
+        def body(state, batch):
+            loss, grads = jamp.value_and_grad(loss_of, state[1])(state[0], *batch)
+            return jamp.step(tx, grads, state[1], state[0]), loss
+
+        return jax.lax.scan(body, state, (xs, ys))
+
+    xs, ys = jnp.stack([4 * X, X]), jnp.stack([16 * Y, Y])
+    state = PARAMS, tx.init(PARAMS)
+    found = jamp.find_loss_scale(steps, state, xs, ys)
+    (_, opt_state), _ = steps(found, xs, ys)
+    assert opt_state.skipped_steps == 0
 
 
 def test_a_state_that_starts_at_inf_passes():
@@ -609,22 +654,3 @@ def test_hyperparameters_that_are_injected_pass():
     jamp.find_loss_scale(step, state, X, Y)
     report = jamp.debug.check_step(step, state, X, Y)
     assert {"[0]['b']", "[0]['w1']", "[0]['w2']"} <= {*report.still}  # a rate of 0
-
-
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_later_steps_of_a_loop_may_need_a_lower_scale(is_wrong):
-    """The last batch overflows at a scale at which the others do not."""
-
-    def steps(state, xs, ys):
-        def body(state, batch):
-            *state, loss = moved(*state, *batch, is_wrong)
-            return tuple(state), loss
-
-        return jax.lax.scan(body, state, (xs, ys))
-
-    xs, ys = jnp.stack([4 * X, X]), jnp.stack([16 * Y, Y])
-    if is_wrong:
-        with pytest.raises(ValueError, match=DEPENDS):
-            jamp.find_loss_scale(steps, STATE, xs, ys)
-    else:
-        jamp.find_loss_scale(steps, STATE, xs, ys)

@@ -269,3 +269,32 @@ def follow(
         return read(jaxpr, inputs, found, lambda value: other, literal)
 
     return below(jaxpr, inputs)
+
+
+def follow_loops(
+    program: ClosedJaxpr,
+    inputs: Sequence[V],
+    results: Callable[[JaxprEqn, list[V]], list[V]],
+    joined: Callable[[Sequence[V]], V],
+    nothing: V,
+) -> list[V]:
+    """`follow`, also through loops: what is known only grows."""
+
+    def found(eqn: JaxprEqn, given: list[V]) -> list[V]:
+        if not is_loop(eqn):
+            return results(eqn, given)
+        inside = loop(eqn)
+        before, consts, carry, slices = inside.split(given)
+        more = joined([*before, *consts]) if inside.condition else nothing
+        while True:
+            made = outputs(inside.body, [*consts, *carry, *slices])
+            pairs = zip(carry, made, strict=False)
+            new = [joined([old, new, more]) for old, new in pairs]
+            if new == carry:
+                return [*new, *made[len(new) :]]
+            carry = new
+
+    def outputs(jaxpr: ClosedJaxpr, inputs: Sequence[V]) -> list[V]:
+        return follow(jaxpr, inputs, found, joined, nothing)
+
+    return outputs(program, inputs)

@@ -169,11 +169,11 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
         trials = Trials(call)
     if trials.is_inside:
         raise TypeError(INSIDE)
-    donated, not_donated = donations(trials)
+    left, donates = kept(trials)
     types: dict[str, Any] = {
         "compiles_again": compiles_again(trials),
-        "kept": not_donated,
-        "donates": bool(donated),
+        "kept": left,
+        "donates": donates,
     }
     try:
         found = find(trials)
@@ -240,29 +240,28 @@ def compiles_again(trials: Trials) -> tuple[str, ...]:
     )
 
 
-def donations(trials: Trials) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """The leaves of the state that a jitted step donates, and those that it does not.
+def kept(trials: Trials) -> tuple[tuple[str, ...] | None, bool]:
+    """The leaves of the state that a jitted step keeps, and whether it donates others.
 
-    The latter are None if the step is not jitted.
+    They are None if the step is not jitted. A leaf that it does not use is neither.
     """
     program = trials.once.closed.jaxpr
+    given = jax.tree_util.tree_leaves_with_path(trials.call.state)
+    first = len(jax.tree.leaves(trials.scales))  # the place of the state's first leaf
+    places = {
+        v: path_text(path)
+        for (path, _), v in zip(given, program.invars[first:], strict=False)
+    }
     donated: set[Any] = set()
-    used: set[Any] = set()
     is_jitted = False
     for eqn in program.eqns:
-        used.update(variables(eqn.invars))
         flags = param(eqn, "donated_invars")
         if flags is not None and len(eqn.outvars) > len(program.outvars) // 2:
             is_jitted = True
             donated |= {v for v, flag in zip(eqn.invars, flags, strict=True) if flag}
-    given = jax.tree_util.tree_leaves_with_path(trials.call.state)
-    places = program.invars[len(jax.tree.leaves(trials.scales)) :][: len(given)]
-    rows = [(path_text(p), v) for (p, _), v in zip(given, places, strict=True)]
-    kept = tuple(path for path, v in rows if v in used and v not in donated)
-    return (
-        tuple(path for path, v in rows if v in donated),
-        kept if is_jitted else None,
-    )
+    used = {v for eqn in program.eqns for v in variables(eqn.invars)}
+    left = tuple(path for v, path in places.items() if v in used - donated)
+    return left if is_jitted else None, not donated.isdisjoint(places)
 
 
 def _powers(scale: Any) -> str:

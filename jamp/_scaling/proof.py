@@ -22,8 +22,8 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
-from .._jaxprs import equations, follow, held, is_loop, loop, variables
+from .._jaxprs import equations, follow_loops, held, variables
 from .._tree import PyTree, dtype_of, is_inexact, path_text, widened
 from .arrivals import GIVEN, SCALED, UNSCALED, UNSCALED_, mark_of
 from .calls import Call
 from .state import DynamicLossScaleState
 from .trials import LOWEST, Exponents, Outcome, Run, Trials
-
-V = TypeVar("V")
 
 FACTOR = 2.0**0.25  # between the sizes of a change at one scale and at half of it
 PARALLEL = 0.94  # the least cosine of two changes of a step that is wrong
@@ -365,35 +363,6 @@ Marks = frozenset[tuple[str, str]]  # each a kind of mark, and the line that mad
 NONE: Marks = frozenset()
 
 
-def spread(
-    program: ClosedJaxpr,
-    inputs: Sequence[V],
-    results: Callable[[JaxprEqn, list[V]], list[V]],
-    joined: Callable[[Sequence[V]], V],
-    nothing: V,
-) -> list[V]:
-    """`follow`, also through loops: what is known only grows."""
-
-    def found(eqn: JaxprEqn, given: list[V]) -> list[V]:
-        if not is_loop(eqn):
-            return results(eqn, given)
-        inside = loop(eqn)
-        before, consts, carry, slices = inside.split(given)
-        more = joined([*before, *consts]) if inside.condition else nothing
-        while True:
-            made = outputs(inside.body, [*consts, *carry, *slices])
-            pairs = zip(carry, made, strict=False)
-            new = [joined([old, new, more]) for old, new in pairs]
-            if new == carry:
-                return [*new, *made[len(new) :]]
-            carry = new
-
-    def outputs(jaxpr: ClosedJaxpr, inputs: Sequence[V]) -> list[V]:
-        return follow(jaxpr, inputs, found, joined, nothing)
-
-    return outputs(program, inputs)
-
-
 def kept_leaves(trials: Trials) -> Set[str]:
     """The leaves of the state whose new value depends on the old one.
 
@@ -405,7 +374,7 @@ def kept_leaves(trials: Trials) -> Set[str]:
     inputs = [1 << place for place in range(len(program.in_avals))]
     both = lambda sets: functools.reduce(operator.or_, sets, 0)
     results = lambda eqn, given: [both(given)] * len(eqn.outvars)
-    found = spread(program, inputs, results, both, 0)
+    found = follow_loops(program, inputs, results, both, 0)
     kept = [bool(found[place] >> (first + place) & 1) for place in range(len(leaves))]
     return {path for path, flag in leaves_of(structure.unflatten(kept)) if flag}
 
@@ -454,7 +423,7 @@ def meetings(program: ClosedJaxpr) -> list[tuple[str, tuple[str, str]]]:
         avals: list[Any] = [variable.aval for variable in eqn.outvars]
         return [marks if is_inexact(aval) else NONE for aval in avals]
 
-    spread(program, [NONE] * len(program.in_avals), results, joined, NONE)
+    follow_loops(program, [NONE] * len(program.in_avals), results, joined, NONE)
     return met
 
 

@@ -31,7 +31,6 @@ class Outcome(NamedTuple):
     """What a run did with each scale of the state, in the shape of the scale."""
 
     too_high: list[jax.Array]  # bool: it overflowed, or lowered the scale (`max_scale`)
-    found_inf: list[jax.Array]  # bool
     skipped: list[jax.Array]  # int32: how many steps it skipped
     asked: list[jax.Array]  # bool: whether it checked for an overflow
 
@@ -164,12 +163,11 @@ def _at(scale: LossScaleState, exponent: jax.Array, mark: np.uint32) -> LossScal
 
 def _found(
     tried: LossScaleState, new: LossScaleState
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The fields of an `Outcome`, of one scale."""
     skipped = new.skipped_steps - tried.skipped_steps
     return (
         new.found_inf | (skipped > 0) | (new.loss_scale < tried.loss_scale),
-        new.found_inf,
         skipped,
         new.recent_skips != tried.recent_skips,
     )

@@ -13,10 +13,11 @@ of two. So there a dimension of size 1 counts as one of any size.
 The bias is broadcast in float32 and then cast, so that its gradient is summed in
 float32. Then the sum is rounded to half precision, and overflows, as torch's does.
 
-A user's own `x @ w + mask` may hold numbers such as -1e9, which are out of float16's
-range, or the least float32, which is out of bfloat16's too. They become a quarter of
-the largest number, so that the sum stays finite, and so does what a temperature makes
-of it. They keep their gradients; inf and nan do not change.
+A user's own `x @ w + mask` may hold -1e9, which is out of float16's range, or the least
+float32, which is out of bfloat16's too. Such numbers become a quarter of the largest
+number, so that the sum stays finite, and so does what a temperature makes of it. They
+keep their gradients. A bias overflows as in a layer: it may be positive, a scalar, or a
+negative number that nobody writes for a mask.
 
 A BatchNorm computes in float32. Whether a value is its result, and not some value
 inside, shows only when an op outside uses it. That op gets it in half precision. The
@@ -41,10 +42,11 @@ from .notes import Sides, fits
 from .trace import AutocastTrace
 from .traits import OVER_AXES
 
-# Parts of the range. Numbers down to minus the first, and positive ones that fit, are
-# biases. Those beyond are masks, which become the second: there is room for logits, and
-# for a temperature.
-NEAR, MASK = 7 / 8, 1 / 4
+# What is out of range is a mask up to the first number, and if it is one of the others,
+# which people write. No bias is as low.
+LOWEST_BIAS, WRITTEN = -1e8, (-65504.0, -1e5, -1e6, -1e7)
+# Part of the range that a mask becomes: there is room for logits, and a temperature.
+MASK = 1 / 4
 
 
 def with_bias(trace: AutocastTrace, op: Op) -> Value | None:
@@ -85,20 +87,22 @@ def prepared(bias: jax.Array, *, dtype: np.dtype, masks: bool) -> jax.Array:
     """Rounds a bias, and its gradient, to half precision; both stay float32.
 
     Args:
-      masks: whether finite numbers that are too large become ones that are not.
+      masks: whether a number that is out of range, as masks are, becomes one that is not.
     """
-    if masks:
+    if masks and bias.ndim:
         bias = within_range(bias, float(jnp.finfo(dtype).max))
     return rounded(bias, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def within_range(bias: jax.Array, largest: float) -> jax.Array:
-    """Brings finite numbers beyond a range well into it; the identity's gradient."""
-    number = np.float32(largest * MASK)
-    is_beyond = (bias <= np.float32(-largest * NEAR)) | (bias > np.float32(largest))
-    is_mask = lax.is_finite(bias) & is_beyond
-    return lax.select(is_mask, lax.clamp(-number, bias, number), bias)
+    """Brings the numbers of a mask well into a range; the identity's gradient."""
+    is_mask = bias <= np.float32(min(LOWEST_BIAS, -largest))
+    for number in WRITTEN:
+        if number <= -largest:
+            is_mask |= bias == np.float32(number)
+    is_mask &= lax.is_finite(bias)
+    return lax.select(is_mask, lax.full_like(bias, -largest * MASK), bias)
 
 
 @within_range.defjvp

@@ -15,6 +15,7 @@ from . import ways
 N, SIZE = 16, 32  # of rows, and of what is contracted: enough for float8
 MASKED = jnp.arange(16) % 3 == 1
 NUMBERS = {
+    "-1e5": -1e5,
     "-1e9": -1e9,
     "least float32": float(jnp.finfo(jnp.float32).min),
     "least bfloat16": float(jnp.finfo(jnp.bfloat16).min),
@@ -123,12 +124,85 @@ def test_a_finite_mask_stays_finite(place, region, standard_promotion):
                 assert all(np.isfinite(grad).all() for grad in grads), row
 
 
-def test_a_bias_that_fits_is_not_a_mask(standard_promotion):
-    """Numbers down to -7/8 of the range are kept, and positive ones that fit."""
-    bias = jnp.array([57000.0, -57000.0, 60000.0, -58000.0, 65504.0, 70000.0])
-    expected = [56992.0, -56992.0, 60000.0, -16376.0, 65504.0, 16376.0]
+SIZES = (1.0, 5e4, 6e4, 7e4, 1e9, float(jnp.finfo(jnp.float32).max), np.inf)
+VALUES = [sign * size for size in SIZES for sign in (1, -1)]
+MASKS = {-1e9, float(jnp.finfo(jnp.float32).min)}
+rows, cube = jnp.full((2, 4), 0.5), jnp.full((3, 2, 4), 0.5)
+kernel, kernels = jnp.full((4, 6), 0.5), jnp.full((3, 4, 6), 0.5)
+image, window = jnp.full((1, 2, 2, 4), 0.5), jnp.full((1, 1, 4, 6), 0.5)
+
+
+def convolved(x, window):
+    return jax.lax.conv_general_dilated(
+        x, window, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+# Sums of a product of ones and a number, by the shape that the number has.
+SUMS = {
+    "vector": lambda b: rows @ kernel + b,
+    "vector on the left": lambda b: b + rows @ kernel,
+    "row": lambda b: rows @ kernel + b[None],
+    "each row": lambda b: jax.vmap(lambda row: row @ kernel + b)(rows),
+    "scan": lambda b: jax.lax.scan(lambda c, x: (c, x @ kernel + b), 0, cube)[1],
+    "batched": lambda b: cube @ kernel + b,
+    "each kernel": lambda b: jnp.einsum("bij,bjk->bik", cube, kernels) + b,
+    "column": lambda b: (kernel.T @ rows.T + b[:, None]).T,
+    "convolution": lambda b: convolved(image, window) + b,
+    "channel": lambda b: jnp.moveaxis(
+        jnp.moveaxis(convolved(image, window), -1, 1) + b[:, None, None], 1, -1
+    ),
+    "scalar": lambda b: rows @ kernel + b,
+    "scalar, batched": lambda b: cube @ kernel + b,
+    "scalar, convolution": lambda b: convolved(image, window) + b,
+}
+
+
+def with_bias(numbers, dtype):
+    """The results of a layer whose products are ones: the bias is cast, as in torch."""
+    with np.errstate(over="ignore"):
+        biases = np.asarray(numbers, np.float32).astype(dtype).astype(np.float32)
+        return (1 + biases).astype(dtype).astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("sum_", SUMS)
+def test_a_number_beyond_the_range_is_a_mask_or_overflows_as_in_torch(
+    sum_, dtype, standard_promotion
+):
+    """A positive number is no mask, nor is a scalar, nor -7e4: they become inf."""
+    largest = float(jnp.finfo(dtype).max)
+    is_scalar = sum_.startswith("scalar")
+    if is_scalar:
+        calls = [jnp.float32(number) for number in VALUES]
+    else:
+        calls = [jnp.full(6, number, jnp.float32) for number in VALUES]
+    expected = with_bias(VALUES, jnp.dtype(dtype))
+    for i, number in enumerate(VALUES):
+        if number in MASKS and number < -largest and not is_scalar:
+            expected[i] = jnp.asarray(1 - largest / 4, dtype)
+    for name in ("live", "jit around", "jit inside"):
+        way = ways.WAYS[name](jamp.autocast(dtype), SUMS[sum_])
+        for call, value in zip(calls, expected, strict=True):
+            y = way(call)
+            assert y.dtype == dtype, name
+            np.testing.assert_array_equal(np.asarray(y, np.float64), value, name)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_torch_overflows_likewise(dtype):
+    torch = pytest.importorskip("torch")
+    layer, x = torch.nn.functional.linear, torch.full((2, 4), 0.5)
+    with torch.autocast("cpu", getattr(torch, dtype)):
+        y = layer(x, torch.full((len(VALUES), 4), 0.5), torch.tensor(VALUES))
+    expected = with_bias(VALUES, jnp.dtype(dtype))
+    np.testing.assert_array_equal(y[0].to(torch.float64).numpy(), expected)
+
+
+def test_masks_that_people_write(standard_promotion):
+    """Beside -1e9: powers of ten, and the least number of float16. -6e4 fits."""
+    mask = jnp.array([-65504.0, -1e5, -1e6, -1e7, -1e8, -6e4, -65500.0, -7e4, 7e4])
+    expected = [-16376.0] * 5 + [-6e4, -65504.0, -np.inf, np.inf]
     with jamp.autocast(jnp.float16):
-        found = jnp.zeros((2, 4)) @ jnp.zeros((4, 6)) + bias
-        number = jnp.zeros((2, 4)) @ jnp.zeros((4, 6)) + jnp.float32(60000.0)
-    np.testing.assert_array_equal(found[0], expected)
-    np.testing.assert_array_equal(number, np.full((2, 6), 60000.0))
+        y = jnp.zeros((2, 4)) @ jnp.zeros((4, 9)) + mask
+    np.testing.assert_array_equal(y[0], expected)

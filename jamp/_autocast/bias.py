@@ -87,7 +87,7 @@ def prepared(bias: jax.Array, *, dtype: np.dtype, masks: bool) -> jax.Array:
     """Rounds a bias, and its gradient, to half precision; both stay float32.
 
     Args:
-      masks: whether a number that is out of range, as masks are, becomes one that is not.
+      masks: whether the numbers of a mask that are out of range become one that is not.
     """
     if masks and bias.ndim:
         bias = within_range(bias, float(jnp.finfo(dtype).max))

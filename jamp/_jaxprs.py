@@ -26,7 +26,7 @@ PARAMETERS = {
         "cond": "branches",
         "conv_general_dilated dot_general": "dimension_numbers",
         "convert_element_type": "new_dtype sharding",
-        "cumprod cumsum": "axis",
+        "cumprod cumsum stack": "axis",
         "custom_jvp_call": "jvp_jaxpr_fun num_consts symbolic_zeros",
         "custom_vmap_call": "rule",
         "dynamic_slice": "slice_sizes",

@@ -95,9 +95,10 @@ def convert(trace: AutocastTrace, op: Op, action: Action) -> Value:
         if dtype == FLOAT32_DTYPE and op.avals is not None and not is_float(x):
             # In code that sees half precision, JAX would have promoted to that.
             asked = action is not ACTIONS[op.name] or is_explicit() or asks_for_dtype()
-            trace.notes[out] = Note(counted=not asked)
+            trace.notes[out] = Note(counted=not asked, added=trace.notes[x].added)
         elif not is_float(x):
-            trace.notes[out] = index_note(op, out, trace.notes)
+            note = index_note(op, out, trace.notes)
+            trace.notes[out] = note._replace(added=trace.notes[x].added)
         return out
     explicit = is_explicit()
     if not op.is_baked:

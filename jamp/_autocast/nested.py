@@ -67,7 +67,7 @@ def rewritten(trace: AutocastTrace, op: Op) -> Values:
 def known_of(trace: AutocastTrace, args: Values) -> list[Note]:
     """What is known about a function's arguments, inside it too."""
     notes = map(trace.notes.__getitem__, args)
-    known = [Note(sides=n.sides, varies=n.varies, raised=n.raised) for n in notes]
+    known = [Note(None, n.sides, n.varies, n.raised, n.added) for n in notes]
     pairs = zip(known, trace.activations_in(args) or known, strict=True)
     return [n._replace(activation=other.activation) for n, other in pairs]
 

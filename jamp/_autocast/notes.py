@@ -14,6 +14,8 @@ kept by the identity of the value, for as long as the value lives:
                one side only
     raised     how many dimensions it has more than before: 1 for `b[None]`, and 0 for a
                (1, n) array
+    added      the dimensions that it did not have before, and that ops of each element
+               left as they were
     widened    float32 only because JAX promoted a half-precision value
     counted    float32 only because JAX promoted integers or bools
     result     float32, and half precision for ops outside of the function it is from
@@ -27,7 +29,7 @@ kept by the identity of the value, for as long as the value lives:
 import functools
 import itertools
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -51,6 +53,7 @@ class Note(NamedTuple):
     sides: Sides | None = None
     varies: frozenset[int] | None = None  # the dimensions that it had before
     raised: int = 0
+    added: frozenset[int] = frozenset()
     widened: bool = False
     counted: bool = False
     result: bool = False
@@ -258,7 +261,9 @@ def passed_on(op: Op, notes: Notes) -> Note:
         arange = note.arange and all(old[d] == new[to[d]] for d in varies)
         varies = frozenset(map(to.__getitem__, varies))
         raised = note.raised + len(new) - len(old)
-        made = Note(note.constant, sides, varies, raised, counted=note.counted)
+        held = {d for before, d in enumerate(to) if before not in note.added}
+        added = frozenset(range(len(new))) - held
+        made = Note(note.constant, sides, varies, raised, added, counted=note.counted)
         return made._replace(arange=True) if arange else made
     if name == "reshape":
         new = param(op, "new_sizes")
@@ -268,7 +273,8 @@ def passed_on(op: Op, notes: Notes) -> Note:
         varies = frozenset(d for d, mark in enumerate(marks) if mark is True)
         varies = varies if is_same and raised else None
         sides = sides and reshaped(sides, old, new)
-        made = Note(note.constant, sides, varies, raised, counted=note.counted)
+        added = added_by_reshape(note.added, old, new)
+        made = Note(note.constant, sides, varies, raised, added, counted=note.counted)
         return made._replace(arange=True) if note.arange and varies else made
     if name in ("slice", "copy"):
         if sides is not None and name == "slice":
@@ -280,10 +286,39 @@ def passed_on(op: Op, notes: Notes) -> Note:
 
 def with_dimensions(note: Note, kept: Sequence[int]) -> Note:
     """The note of a value with these dimensions of the noted one, in this order."""
-    sides, varies = note.sides, note.varies
-    if varies is not None:
-        varies = frozenset(new for new, d in enumerate(kept) if d in varies)
-    return note._replace(sides=sides and tuple(sides[d] for d in kept), varies=varies)
+    sides = note.sides and tuple(note.sides[d] for d in kept)
+    moved = lambda dims: frozenset(new for new, d in enumerate(kept) if d in dims)
+    varies = None if note.varies is None else moved(note.varies)
+    return note._replace(sides=sides, varies=varies, added=moved(note.added))
+
+
+def added_by_reshape(added: Collection[int], old: Shape, new: Shape) -> frozenset[int]:
+    """The dimensions that were added to a value, after a reshape.
+
+    Where one of size 1 is new, those of size 1 beside it may be the new one too.
+
+    >>> sorted(added_by_reshape((), (6,), (2, 3, 1)))
+    [2]
+    >>> sorted(added_by_reshape((), (1,), (1, 1)))
+    [0, 1]
+    """
+    marks = reshaped(["added" if d in added else "" for d in range(len(old))], old, new)
+    found = {d for d, mark in enumerate(marks) if mark in ("added", EITHER)}
+    for order in (range(len(new)), reversed(range(len(new)))):
+        for d in order:
+            if new[d] == 1 and found & {d - 1, d + 1}:
+                found.add(d)
+    return frozenset(found)
+
+
+def added_to_all(op: Op, notes: Notes) -> frozenset[int]:
+    """The dimensions that were added to all inputs of an op, apart from numbers."""
+    each = [notes[x].added for x in op.args if np.ndim(x)]
+    added = frozenset.intersection(*each) if each else frozenset()
+    if op.name == "stack":
+        axis = param(op, "axis")
+        return frozenset(d + (d >= axis) for d in added)
+    return added
 
 
 def reshaped(sides: Sides, old: Shape, new: Shape) -> Sides:

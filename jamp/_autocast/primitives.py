@@ -32,14 +32,16 @@ from .decision import (
     Values,
 )
 from .input_casts import as_without, prepared, widens
-from .notes import Note, is_float, passed_on, product_sides
+from .notes import Note, added_to_all, is_float, passed_on, product_sides
 from .ops import PRIMITIVES
 from .picks import index_note
 from .products import for_product, is_wide
 from .scatters import SCATTERS, looked_up, scattered, summed
 from .trace import RULES, AutocastTrace, Rule, register
-from .traits import FOLLOWED, GATHERING, PRODUCTS, UNMOVED
+from .traits import ELEMENTWISE, FOLLOWED, GATHERING, PRODUCTS, UNMOVED
 
+# Their results have the dimensions of their inputs.
+WITH_DIMENSIONS = ELEMENTWISE | {"concatenate", "stack"}
 PROMOTED, KEPT = Action(Kind.PROMOTE), Action(Kind.KEEP)
 
 
@@ -80,6 +82,8 @@ def by_row(
     out = run(trace, op, args, params)
     if op.is_baked:
         return as_without(trace, op, args, out)
+    if op.name in WITH_DIMENSIONS and (added := added_to_all(op, trace.notes)):
+        trace.notes[out] = trace.notes[out]._replace(added=added)
     if action.why.name in SAVED_ONCE:
         return run_inside(trace, op, args, params, out)
     return run_gated(trace, op, args, out) if op.name == "mul" else out
@@ -142,7 +146,7 @@ def product(trace: AutocastTrace, op: Op) -> Result:
     """Multiplies matrices, perhaps by a recipe."""
     activations = tuple(map(trace.is_activation, op.args[:2]))
     op = op._replace(activations=activations)
-    action = for_product(op, op.action, trace.settings)
+    action = for_product(op, op.action, trace.settings, trace.notes)
     return multiply(trace, op._replace(action=action))
 
 

@@ -2,13 +2,14 @@
 
 Four kinds of product are not among those that torch lowers:
 
-    dot       of two vectors: torch promotes its inputs
+    dot       of two vectors: torch promotes its inputs. So are those of a batch, which
+              `vmap` makes of them
     outer     contracts nothing, as in `einsum("t,k->tk")`: a multiplication, which half
               precision does not speed up. Rotary angles are outer products, and float16
               cannot represent position 2049. If both inputs are float32, as positions
-              are, it may also contract one element with one: `t[:, None] @ k[None]`.
-              In the code of a layer library that is a layer with one feature, which
-              torch's `linear` lowers
+              are, it may also contract dimensions that were added to both, of size 1:
+              `t[:, None] @ k[None]`. Other sums over one element happen to be short, as
+              over the one key of a first step of decoding
     library   written by a library that has no layers: see `libraries.py`
     highest   its own call says `precision=HIGHEST`, or names an algorithm of float32,
               so the user wants float32. The default of `jax.default_matmul_precision`
@@ -20,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._compat import array_dtype, source_codes
+from .._compat import array_dtype
 from .._jaxprs import param
 from .._tree import HALVES
-from .call_stack import is_in_layer
+from .contraction import Contraction
 from .decision import (
     FLOAT32_DTYPE,
     Action,
@@ -32,20 +33,23 @@ from .decision import (
     Settings,
     Source,
 )
+from .notes import Notes
 from .ops import LOWER, PROMOTE
 
 OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
 HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
 
 
-def for_product(op: Op, action: Action | None, settings: Settings) -> Action | None:
+def for_product(
+    op: Op, action: Action | None, settings: Settings, notes: Notes
+) -> Action | None:
     """The action for a product, which may have a recipe, or not be lowered."""
     if action is not None and action.precision is not None:
         note = f"precision {action.precision.name}"
         return action._replace(why=action.why._replace(note=note))
     if action is None or LOWER not in (action.kind, action.table):
         return action
-    if op.name == "dot_general" and is_outer(op):
+    if op.name == "dot_general" and is_outer(op, notes):
         return OUTER
     wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
     if wide and is_highest(param(op, "precision")):
@@ -74,19 +78,17 @@ def with_recipe(op: Op, action: Action, settings: Settings) -> Action:
     return action._replace(recipe=found, why=why)
 
 
-def is_outer(op: Op) -> bool:
-    """Whether a product multiplies, and sums over nothing.
-
-    In a derivative it sums over a batch, which may be one of one.
-    """
-    (contracting, _), _ = param(op, "dimension_numbers")
-    if not contracting:
+def is_outer(op: Op, notes: Notes) -> bool:
+    """Whether a product multiplies, and sums over nothing."""
+    contracting, _ = param(op, "dimension_numbers")
+    if not contracting[0]:
         return True
-    sizes = [np.shape(op.args[0])[d] for d in contracting]
-    if op.is_derived or any(size != 1 for size in sizes):
+    if op.is_derived or any(array_dtype(x) != jnp.float32 for x in op.args):
         return False
-    in_float32 = all(array_dtype(x) == jnp.float32 for x in op.args)
-    return in_float32 and not is_in_layer(source_codes())
+    if any(np.shape(op.args[0])[d] != 1 for d in contracting[0]):
+        return False
+    pairs = zip(op.args, contracting, strict=True)
+    return all(notes[x].added.issuperset(dims) for x, dims in pairs)
 
 
 def is_highest(precision: object) -> bool:
@@ -123,8 +125,15 @@ def is_wide(op: Op) -> bool:
 
 
 def is_dot(op: Op) -> bool:
-    """Whether an op is a contraction of two vectors, torch's `dot`."""
+    """Whether an op is torch's `dot` of two vectors, or of those of each batch entry.
+
+    A `vmap` over one of the two makes a product with a matrix of it.
+    """
     if op.name != "dot_general":
         return False
-    (contracting, _), _ = param(op, "dimension_numbers")
-    return all(np.ndim(x) == len(contracting) == 1 for x in op.args)
+    return not any(dims.free for dims in Contraction.of_op(op))
+
+
+def is_of_vectors(op: Op) -> bool:
+    """Whether an op is a contraction of two vectors."""
+    return op.name == "dot_general" and all(np.ndim(x) == 1 for x in op.args)

@@ -28,7 +28,7 @@ from .contraction import Contraction
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
 from .derivatives import Given, Inputs, Product, copied, run
 from .low_precision import FLOAT16, Scaled, inverses, quantized, sharded_as
-from .products import is_dot
+from .products import is_of_vectors
 from .trace import AutocastTrace
 from .traits import PRODUCTS
 
@@ -62,7 +62,7 @@ class ScaledFloat16(Recipe):
         for dtype in map(array_dtype, op.args[:2]):
             if dtype not in CASTABLE:
                 return f"{dtype} input"
-        return "a product of two vectors" if is_dot(op) else ""
+        return "a product of two vectors" if is_of_vectors(op) else ""
 
     def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
         # A derivative's product may be the gradient of a weight, without the weight.

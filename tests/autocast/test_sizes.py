@@ -1,0 +1,196 @@
+"""The dtype of a product depends on how it is written, and on no size.
+
+A first step of decoding has one key, a batch may have one entry, and a layer one
+feature. `vmap`, `jit` and a region may stand around each other in any order.
+"""
+
+import functools
+import itertools
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+import jamp
+from tests.marks import mostly_slow
+
+half = jamp.autocast(jnp.float16)
+SIZES = 1, 2
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def attention_by_hand(q, k):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), k)
+
+
+def linen_attention(q, k):
+    layer = nn.MultiHeadDotProductAttention(num_heads=1, qkv_features=2)
+    return layer.init_with_output(jax.random.key(0), q[:, :, 0], k[:, :, 0])[0]
+
+
+def linen_dense(x, w):
+    layer = nn.Dense(w.shape[1], use_bias=False)
+    return layer.apply({"params": {"kernel": w}}, x)
+
+
+def nnx_linear(x, w):
+    layer = nnx.Linear(*w.shape, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    return layer(x)
+
+
+def equinox_linear(x, w):
+    layer = eqx.nn.Linear(*w.shape, use_bias=False, key=jax.random.key(0))
+    return jax.vmap(eqx.tree_at(lambda m: m.weight, layer, w.T))(x)
+
+
+def haiku_linear(x, w):
+    layer = hk.without_apply_rng(
+        hk.transform(lambda x: hk.Linear(w.shape[1], with_bias=False)(x))
+    )
+    return layer.apply({"linear": {"w": w}}, x)
+
+
+def channels_last(x, w):
+    layout = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=layout)
+
+
+# The dimensions of both inputs, in letters of which each has a size, and the dtype.
+LOWERED, PROMOTED = jnp.float16, jnp.float32
+FORMS = {
+    "@": ("ij", "jk", jnp.matmul, LOWERED),
+    "dot": ("ij", "jk", jnp.dot, LOWERED),
+    "inner": ("ij", "kj", jnp.inner, LOWERED),
+    "tensordot": ("ij", "jk", lambda a, b: jnp.tensordot(a, b, 1), LOWERED),
+    "einsum": ("ij", "jk", lambda a, b: jnp.einsum("ij,jk->ik", a, b), LOWERED),
+    "dot_general": (
+        "ij",
+        "jk",
+        lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ()))),
+        LOWERED,
+    ),
+    "matrix @ vector": ("ij", "j", jnp.matmul, LOWERED),
+    "vector @ matrix": ("j", "jk", jnp.matmul, LOWERED),
+    "dot of a matrix and a vector": ("ij", "j", jnp.dot, LOWERED),
+    "matvec": ("ij", "j", jnp.matvec, LOWERED),
+    "batched @": ("bij", "bjk", jnp.matmul, LOWERED),
+    "batched einsum": (
+        "bij",
+        "bjk",
+        lambda a, b: jnp.einsum("bij,bjk->bik", a, b),
+        LOWERED,
+    ),
+    "convolution": ("bic", "kco", channels_last, LOWERED),
+    "linen": ("ij", "jk", linen_dense, LOWERED),
+    "nnx": ("ij", "jk", nnx_linear, LOWERED),
+    "equinox": ("ij", "jk", equinox_linear, LOWERED),
+    "haiku": ("ij", "jk", haiku_linear, LOWERED),
+    "attention": (
+        "bqhd",
+        "bkhd",
+        lambda q, k: jax.nn.dot_product_attention(q, k, k),
+        LOWERED,
+    ),
+    "jamp's attention": (
+        "bqhd",
+        "bkhd",
+        lambda q, k: jamp.dot_product_attention(q, k, k),
+        LOWERED,
+    ),
+    "linen's attention": ("bqhd", "bkhd", linen_attention, LOWERED),
+    "attention by hand": ("bqhd", "bkhd", attention_by_hand, LOWERED),
+    "vecdot": ("i", "i", jnp.vecdot, LOWERED),
+    "tensordot of vectors": ("i", "i", lambda a, b: jnp.tensordot(a, b, 1), LOWERED),
+    "dot of vectors": ("i", "i", jnp.dot, PROMOTED),
+    "vdot": ("i", "i", jnp.vdot, PROMOTED),
+    "vdot of matrices": ("ij", "ij", jnp.vdot, PROMOTED),
+    "inner of vectors": ("i", "i", jnp.inner, PROMOTED),
+    "vector @ vector": ("i", "i", jnp.matmul, PROMOTED),
+    "einsum of vectors": ("i", "i", lambda a, b: jnp.einsum("i,i->", a, b), PROMOTED),
+    "dots of a batch": (
+        "bi",
+        "bi",
+        lambda a, b: jnp.einsum("bi,bi->b", a, b),
+        PROMOTED,
+    ),
+    "outer": ("i", "j", jnp.outer, PROMOTED),
+    "outer einsum": ("i", "j", lambda a, b: jnp.einsum("i,j->ij", a, b), PROMOTED),
+    "outer @": ("i", "j", lambda a, b: a[:, None] @ b[None], PROMOTED),
+    "outer @, of a batch": (
+        "bi",
+        "bj",
+        lambda a, b: a[..., None] @ b[:, None],
+        PROMOTED,
+    ),
+    "outer @, after other ops": (
+        "i",
+        "j",
+        lambda a, b: (2 * a[:, None] + 1) @ jnp.cos(b.reshape(1, -1)),
+        PROMOTED,
+    ),
+    "outer @, stacked": (
+        "i",
+        "j",
+        lambda a, b: a[:, None] @ jnp.stack([b[None]] * 2),
+        PROMOTED,
+    ),
+}
+FAST = "@", "batched einsum", "attention", "dot of vectors", "outer @", "linen"
+
+
+def ways(function):
+    """Regions around `jit` and `vmap` and inside of them; both inputs are mapped."""
+    over_two = lambda f: lambda a, b: jax.vmap(f)(jnp.stack([a, a]), jnp.stack([b, b]))
+    yield "live", half(function)
+    for name, way in {
+        "jit inside": half(jax.jit(function)),
+        "jit around": jax.jit(half(function)),
+        "vmap around": over_two(half(function)),
+        "vmap inside": half(over_two(function)),
+        "vmap of jit inside": half(over_two(jax.jit(function))),
+        "jit of vmap inside": half(jax.jit(over_two(function))),
+    }.items():
+        yield name, functools.partial(jax.eval_shape, way)  # nothing is compiled
+
+
+@pytest.mark.parametrize("form", mostly_slow(list(FORMS), *FAST))
+def test_a_dtype_depends_on_no_size(form):
+    left, right, function, expected = FORMS[form]
+    letters = sorted({*left, *right})
+    for sizes in itertools.product(SIZES, repeat=len(letters)):
+        size = dict(zip(letters, sizes, strict=True))
+        a, b = (jnp.ones([size[d] for d in dims]) for dims in (left, right))
+        found = {name: way(a, b).dtype for name, way in ways(function)}
+        assert set(found.values()) == {jnp.dtype(expected)}, (size, found)
+
+
+def test_a_growing_cache_keeps_its_dtype():
+    """The first step of decoding has one key, and a scan's carry fits."""
+
+    @half
+    def decode(x):
+        keys = x[:, :1]
+        dtypes = []
+        for t in range(1, 4):
+            y = jax.nn.dot_product_attention(x[:, t - 1 : t], keys, keys)
+            dtypes.append(y.dtype)
+            keys = jnp.concatenate([keys, x[:, t : t + 1]], axis=1)
+        return dtypes
+
+    assert decode(jnp.ones((1, 4, 2, 8))) == [jnp.float16] * 3
+    carry, _ = half(
+        lambda x: lax.scan(
+            lambda c, _: (jax.nn.dot_product_attention(c, c, c), None),
+            x,
+            None,
+            length=2,
+        )
+    )(jnp.ones((1, 1, 2, 8), jnp.float16))
+    assert carry.dtype == jnp.float16

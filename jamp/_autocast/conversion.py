@@ -12,6 +12,7 @@ from .._compat import array_dtype
 from .._jaxprs import param
 from .call_stack import called_function, code_of
 from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op, Value
+from .input_casts import in_attention
 from .notes import Note, holds, is_float
 from .picks import index_note
 from .rules import ACTIONS
@@ -101,6 +102,9 @@ def convert(trace: AutocastTrace, op: Op, action: Action) -> Value:
             trace.notes[out] = note._replace(added=trace.notes[x].added)
         return out
     explicit = is_explicit()
+    narrows = given == FLOAT32_DTYPE and dtype == trace.settings.dtype
+    if narrows and trace.settings.listed and in_attention():
+        return x  # its log-sum-exp merges blocks; the product casts the probabilities
     if not op.is_baked:
         # Under a policy, a norm's own cast of its result to half precision is kept.
         kept = explicit and action.marks and dtype == trace.settings.dtype

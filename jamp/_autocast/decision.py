@@ -82,6 +82,7 @@ class Kind(enum.Enum):
     DRAW = "draw"
     REFUSED = "refused"
     COUNTED = "counted"
+    LABELS = "labels"
 
 
 class Action(NamedTuple):

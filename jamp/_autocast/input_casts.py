@@ -131,5 +131,10 @@ def is_attention(op: Op) -> bool:
     last = [(len(shape) - 1,) for shape in shapes]
     if [*map(tuple, contracting)] != last:  # as in the product with the values
         return False
+    return in_attention()
+
+
+def in_attention() -> bool:
+    """Whether the current op is part of JAX's attention."""
     attention = codes_at(ATTENTION, loaded())
     return not attention.keys().isdisjoint(map(id, _compat.source_codes()))

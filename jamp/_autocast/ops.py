@@ -17,6 +17,7 @@ and for functions that torch does not list, but that lose too much in half preci
     DRAW            FLOAT32, and random numbers are drawn in float32
     REFUSED         FLOAT32, and half precision that Python hands to it is an error
     COUNTED         the same for so many elements that half precision cannot count them
+    LABELS          FLOAT32, and labels that Python has rounded already are an error
 
 `PRIMITIVES` maps the names of JAX's primitives, `FUNCTIONS` the Python functions of JAX
 and the libraries around it that torch treats as one op. A function's row applies to all
@@ -46,6 +47,7 @@ INTO = Kind.INTO
 STATISTIC, FLOAT32_INSIDE = Kind.STATISTIC, Kind.FLOAT32_INSIDE
 FLOAT32_NORM = Kind.FLOAT32_NORM
 DRAW, REFUSED, COUNTED = Kind.DRAW, Kind.REFUSED, Kind.COUNTED
+LABELS = Kind.LABELS
 
 # A contraction of two vectors is torch's `dot`, which promotes; see `input_casts.py`.
 PRIMITIVES: dict[str, Row] = {
@@ -227,7 +229,7 @@ FUNCTIONS |= dict.fromkeys(  # sums, squares and counts of many, filters, losses
     keras.layers.MelSpectrogram.call
     keras.layers.RandomPerspective._get_transformed_coordinates
     keras.layers.STFTSpectrogram.call
-    keras.layers.SpectralNormalization.normalized_weights keras.losses.circle
+    keras.layers.SpectralNormalization.normalized_weights
     keras.ops.var keras.optimizers.Muon.zeropower_via_newtonschulz5
     keras.regularizers.OrthogonalRegularizer.__call__ keras.src.backend.jax.nn.ctc_loss
     keras.src.ops.image._ssim keras.utils.bounding_boxes.affine_transform
@@ -240,6 +242,22 @@ FUNCTIONS |= dict.fromkeys(  # sums, squares and counts of many, filters, losses
     tensorflow_probability.substrates.jax.stats.variance
     """.split(),
     Row(FLOAT32),
+)
+FUNCTIONS |= dict.fromkeys(  # they cast the labels to the dtype of the predictions
+    """
+    keras.losses.binary_crossentropy keras.losses.binary_focal_crossentropy
+    keras.losses.categorical_crossentropy keras.losses.categorical_focal_crossentropy
+    keras.losses.categorical_generalized_cross_entropy keras.losses.categorical_hinge
+    keras.losses.circle keras.losses.cosine_similarity keras.losses.ctc
+    keras.losses.dice keras.losses.hinge keras.losses.huber keras.losses.kl_divergence
+    keras.losses.log_cosh keras.losses.mean_absolute_error
+    keras.losses.mean_absolute_percentage_error keras.losses.mean_squared_error
+    keras.losses.mean_squared_logarithmic_error keras.losses.poisson
+    keras.losses.sparse_categorical_crossentropy keras.losses.squared_hinge
+    keras.losses.tversky keras.metrics.concordance_correlation
+    keras.metrics.pearson_correlation
+    """.split(),
+    Row(LABELS),
 )
 FUNCTIONS |= dict.fromkeys(  # products with zeros and ones, which move elements
     """

@@ -64,7 +64,7 @@ def master_weights(
     goes to the one further from zero, where `astype` takes the even one. So the updates
     must reach the parameters unchanged: nothing may come after `master_weights` in an
     `optax.chain`. A float32 parameter has no master, and neither has one that `inner`
-    freezes with `optax.set_to_zero`.
+    freezes with `optax.set_to_zero`, which `inner` sees in float32 too.
 
     With loss scaling, write `dynamic_loss_scale(master_weights(inner))`: a skipped step
     holds the masters. `master_weights(dynamic_loss_scale(inner))` gives the same
@@ -222,14 +222,14 @@ def master_params(params: optax.Params, opt_state: optax.OptState) -> optax.Para
     leaves = itertools.chain(*map(jax.tree_util.tree_leaves_with_path, trees))
     kept = {path_text(path): leaf for path, leaf in leaves}
 
-    def master(path: KeyPath, param: ArrayLike) -> ArrayLike:
+    def master(path: KeyPath, param: ArrayLike) -> optax.Params:
         of = kept.pop(path_text(path), optax.MaskedNode())
         if not is_hole(of) and jnp.shape(of) != jnp.shape(param):
             raise ValueError(
                 f"master_params: the master at {path_text(path)} has shape "
                 f"{jnp.shape(of)} and the parameter has shape {jnp.shape(param)}."
             )
-        return widen(in_float32(master_of(of, param), param))
+        return in_float32(master_of(of, param), param)
 
     masters = jax.tree_util.tree_map_with_path(master, params)
     if kept:
@@ -241,10 +241,10 @@ def master_params(params: optax.Params, opt_state: optax.OptState) -> optax.Para
 
 
 def in_float32(masters: optax.Params, params: optax.Params) -> optax.Params:
-    """The parameters, with masters in place of those that have one."""
+    """The masters, and parameters without one in float32, as their gradients are."""
 
     def chosen(master: PyTree, param: PyTree) -> PyTree:
-        return param if is_hole(master) else master
+        return widen(param) if is_hole(master) else master
 
     return jax.tree.map(chosen, masters, params, is_leaf=is_hole)
 

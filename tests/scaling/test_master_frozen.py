@@ -1,0 +1,183 @@
+"""Masters of parameters, some of which the optimizer freezes.
+
+A frozen parameter has no master, but what stands in front of the freeze still keeps
+numbers for it. The state that init makes has the dtypes that update returns.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+from shared.master_weights import nearest
+from tests.bits import check_same_bits
+from tests.marks import mostly_slow
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+SCALE, STEPS = 8.0, 4
+FROZEN = {"w": False, "b": True}
+LABELS = {"w": "train", "b": "freeze"}
+
+
+def parts(train):
+    return {"train": train, "freeze": optax.set_to_zero()}
+
+
+FREEZES = {
+    "freeze": lambda tx: optax.chain(tx, optax.freeze(FROZEN)),
+    "masked": lambda tx: optax.chain(tx, optax.masked(optax.set_to_zero(), FROZEN)),
+    "behind": lambda tx: optax.chain(
+        tx, optax.multi_transform(parts(optax.identity()), LABELS)
+    ),
+    "before": lambda tx: optax.chain(optax.freeze(FROZEN), tx),
+    "multi_transform": lambda tx: optax.multi_transform(parts(tx), LABELS),
+    "partition": lambda tx: optax.partition(parts(tx), LABELS),
+    "selective": lambda tx: optax.selective_transform(tx, freeze_mask=FROZEN),
+}
+OPTIMIZERS = {
+    "momentum": lambda: optax.sgd(0.5, momentum=0.5),
+    "adam": lambda: optax.adam(0.1),
+    "adamw": lambda: optax.adamw(0.1),
+    "lion": lambda: optax.lion(0.1),
+    "ema": lambda: optax.chain(optax.ema(0.5, debias=False), optax.sgd(0.5)),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(0.1),
+    "half moments": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
+}
+# wrap, a loss scale, an optimizer -> the whole transformation
+NESTS = {
+    "alone": lambda wrap, scale, tx: wrap(tx),
+    "scaled": lambda wrap, scale, tx: scale(wrap(tx)),
+    "scaled inside": lambda wrap, scale, tx: wrap(scale(tx)),
+    "MultiSteps": lambda wrap, scale, tx: wrap(several(tx)),
+    "MultiSteps, scaled": lambda wrap, scale, tx: scale(wrap(several(tx))),
+    "MultiSteps around": lambda wrap, scale, tx: several(wrap(tx)),
+    "MultiSteps around, scaled": lambda wrap, scale, tx: scale(several(wrap(tx))),
+    "injected": lambda wrap, scale, tx: wrap(
+        optax.inject_hyperparams(lambda lr: optax.chain(tx, optax.scale(lr)))(lr=0.3)
+    ),
+}
+FORMS = [(jnp.float16, False), (jnp.bfloat16, False), (jnp.bfloat16, True)]
+CASES = list(itertools.product(FREEZES, OPTIMIZERS, NESTS))
+QUICK = [
+    ("freeze", "adam", "alone"),
+    ("freeze", "adam", "scaled"),
+    ("masked", "momentum", "MultiSteps around, scaled"),
+    ("behind", "injected", "scaled"),
+    ("multi_transform", "schedule_free", "alone"),
+    ("partition", "ema", "scaled inside"),
+]
+
+
+def several(tx):
+    return optax.MultiSteps(tx, 2).gradient_transformation()
+
+
+def make(freeze, optimizer, nest, remainder):
+    return NESTS[nest](
+        functools.partial(jamp.master_weights, remainder=remainder),
+        lambda tx: jamp.dynamic_loss_scale(tx, SCALE),
+        FREEZES[freeze](OPTIMIZERS[optimizer]()),
+    )
+
+
+def make_plain(freeze, optimizer, nest):
+    """The same without masters and without a loss scale."""
+    same = lambda tx: tx
+    return NESTS[nest](same, same, FREEZES[freeze](OPTIMIZERS[optimizer]()))
+
+
+# Numbers of few bits, whose sums and products with powers of two are not rounded.
+def make_params(dtype):
+    return {"w": jnp.asarray([[1, 2, 3], [4, 5, 6]], dtype), "b": -jnp.ones(3, dtype)}
+
+
+def make_grads(params, number, scale=1.0):
+    grad = lambda p: (p * number * scale / 4).astype(p.dtype)
+    return jax.tree.map(grad, make_params(params["w"].dtype))
+
+
+def types(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): (x.shape, x.dtype) for path, x in leaves}
+
+
+@pytest.mark.parametrize("freeze, optimizer, nest", mostly_slow(CASES, *QUICK))
+def test_init_makes_the_state_that_update_returns(freeze, optimizer, nest):
+    for dtype, remainder in FORMS:
+        tx, params = make(freeze, optimizer, nest, remainder), make_params(dtype)
+        state = jax.eval_shape(tx.init, params)
+        for step in (
+            lambda state, params, tx=tx: tx.update(params, state, params)[1],
+            lambda state, params, tx=tx: jamp.step(tx, params, state, params)[1],
+        ):
+            after = jax.eval_shape(step, state, params)
+            assert types(after) == types(state), (dtype, remainder)
+            assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("freeze, optimizer, nest", mostly_slow(CASES, *QUICK))
+def test_what_is_trained_follows_float32_and_the_rest_stays(freeze, optimizer, nest):
+    for dtype, remainder in FORMS:
+        plain, tx = (
+            make_plain(freeze, optimizer, nest),
+            make(freeze, optimizer, nest, remainder),
+        )
+        params = make_params(dtype)
+        full = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        state, full_state = tx.init(params), plain.init(full)
+        scale = SCALE if "scaled" in nest else 1.0
+        for number in range(1, STEPS + 1):
+            grads = make_grads(params, number, scale)
+            params, state = jamp.step(tx, grads, state, params)
+            updates, full_state = plain.update(
+                make_grads(full, number), full_state, full
+            )
+            full = optax.apply_updates(full, updates)
+        masters = jamp.master_params(params, state)
+        check_same_bits(masters["w"], full["w"])  # op by op
+        check_same_bits(params["w"], nearest(np.asarray(full["w"]), dtype))
+        check_same_bits(params["b"], make_params(dtype)["b"])
+        assert np.any(params["w"] != make_params(dtype)["w"])
+
+
+@pytest.mark.parametrize("freeze, optimizer, nest", mostly_slow(CASES, *QUICK))
+@pytest.mark.parametrize("how", ["step", "update"])
+def test_three_steps_are_traced_once_and_scan(how, freeze, optimizer, nest):
+    is_exact = optimizer in ("momentum", "ema")
+    for dtype, remainder in FORMS if is_exact else FORMS[-1:]:
+        tx, traced = make(freeze, optimizer, nest, remainder), []
+        scale = SCALE if "scaled" in nest else 1.0
+
+        def step(carry, number, tx=tx, traced=traced, scale=scale):
+            traced.append(number)
+            params, state = carry
+            grads = make_grads(params, number, scale)
+            if how == "step":
+                return jamp.step(tx, grads, state, params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        numbers = jnp.arange(1, 4, dtype=dtype)
+        start = make_params(dtype), tx.init(make_params(dtype))
+        jitted, run = jax.jit(step), start
+        for number in numbers:
+            run = jitted(run, number)
+        assert len(traced) == 1
+        body = lambda carry, number, step=step: (step(carry, number), None)
+        scanned, _ = jax.jit(functools.partial(jax.lax.scan, body))(start, numbers)
+        assert types(run) == types(scanned) == types(start)
+        for params, _ in (run, scanned):
+            check_same_bits(params["b"], start[0]["b"])
+            assert np.any(params["w"] != start[0]["w"])
+        if is_exact:
+            eager = functools.reduce(step, numbers, start)
+            check_same_bits(run, eager)
+            check_same_bits(scanned, eager)

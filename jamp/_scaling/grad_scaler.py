@@ -20,6 +20,7 @@ from .._tree import PyTree, T
 from . import arithmetic, rule, skip
 from .arrivals import GIVEN, SCALED, UNSCALED_, marked
 from .nnx_grads import (
+    CONTEXT,
     Update,
     check_own_gradients,
     own_gradients,
@@ -238,15 +239,15 @@ class GradScaler(nnx.Pytree):
             )
         own = own_gradients(optimizer, grads)
         iteration = self._iteration
-        with iteration.set_aside():  # the model may hold the scaler
+        # The model may hold the scaler.
+        with iteration.set_aside(), nnx.update_context(CONTEXT):
             check_own_gradients(optimizer, model, grads, own)
             update = Update(optimizer, model, grads, kwargs)
-            run = update.run
             if record is None:
                 watch(own, self._scalars())
                 own = marked(GIVEN, own)
                 inverse = arithmetic.invert(self.loss_scale[...])
-                finite, run = check_read(
+                finite, run, shapes = check_read(
                     lambda scaled: update.run(
                         arithmetic.unscale_as_before(scaled, inverse)
                     ),
@@ -255,9 +256,11 @@ class GradScaler(nnx.Pytree):
                 )
             else:
                 record.check_unscaled(own)
-                finite = record.finite
+                found = record.finite
+                finite, run, shapes = check_read(update.run, own, lambda _: found)
+            held = skip.grown(update.old, shapes)
             given = skip.harmless(finite, own)
-            new = skip.run_or_hold(finite, lambda: run(given), lambda _: update.old)
+            new = skip.run_or_hold(finite, lambda: run(given), lambda _: held)
             update.write(new)
             self._iteration = iteration  # NNX puts a new one into a scaler it updates
         iteration.add(Record(optimizer, Stage.STEPPED, finite))

@@ -80,6 +80,13 @@ def varying_like(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Ar
     return lax.pcast(x, more, to="varying") if more else x
 
 
+def zeros_like(like: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
+    if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None:
+        # In `shard_map` over a part of the axes, JAX does not take it for an array.
+        return varying_like(jnp.zeros(like.shape, like.dtype), like)
+    return jnp.zeros_like(like)
+
+
 def everywhere(
     check: Callable[[Sequence[ArrayLike]], Flag], arrays: Sequence[ArrayLike]
 ) -> Flag:

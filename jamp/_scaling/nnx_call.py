@@ -18,7 +18,8 @@ GradScaler as an argument."""
 
 STATIC = """{}: step must change nothing in its objects but the values of Variables. \
 It changed an attribute, or added or removed Variables: call model.train(), \
-model.eval() and the setters of a scaler outside of the step."""
+model.eval() and the setters of a scaler outside of the step. If the first step of an \
+optimizer adds Variables, take that step on its own before this one."""
 
 
 class NNXCall(Call):

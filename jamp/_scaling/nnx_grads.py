@@ -85,10 +85,14 @@ def with_own(grads: PyTree, own: Own) -> PyTree:
     return result
 
 
+CONTEXT = "jamp"  # of an `nnx.update_context`
+
+
 class Update:
     """`optimizer.update(model, grads, **kwargs)` as a function of its gradients.
 
-    NNX refuses to write into objects of an outer trace, so copies are updated.
+    NNX refuses to write into objects of an outer trace, so copies are updated. What an
+    update adds to them, such as a Variable, `write` adds to the objects.
     """
 
     def __init__(
@@ -99,14 +103,20 @@ class Update:
         kwargs: dict[str, Any],
     ):
         self._objects, self._grads, self._kwargs = (optimizer, model), grads, kwargs
-        self._graph, state = nnx.split(self._objects)
+        with nnx.split_context(CONTEXT) as context:
+            self._graph, state = context.split(self._objects)
+        self._after = self._graph
         self.old = nnx.as_pure(state)
 
     def run(self, own: Own) -> PyTree:
         """The state of the objects after the update."""
-        optimizer, model = nnx.merge(self._graph, self.old)
+        with nnx.merge_context(CONTEXT, inner=True) as context:
+            optimizer, model = context.merge(self._graph, self.old)
         optimizer.update(model, with_own(self._grads, own), **self._kwargs)
-        return nnx.as_pure(nnx.state((optimizer, model)))
+        with nnx.split_context(CONTEXT) as context:
+            self._after, state = context.split((optimizer, model))
+        return nnx.as_pure(state)
 
     def write(self, state: PyTree) -> None:
-        nnx.update(self._objects, state)
+        with nnx.merge_context(CONTEXT, inner=False) as context:
+            context.merge(self._after, state)

@@ -24,10 +24,13 @@ from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
 from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_half, is_inexact, path_text
+from .mesh import zeros_like
 
 _DONOR = ("tf.aliasing_output", "jax.buffer_donor")  # attributes of a donated argument
 OTHER_RUN = """ If the state is of another run, cast it first: jax.tree.map(\
 lambda old, new: jnp.asarray(old, new.dtype), opt_state, tx.init(params))."""
+FIRST_STEP = """ If the first step of an optimizer adds to its state, take that step \
+on its own before this one."""
 
 
 def branches() -> Flag:
@@ -134,6 +137,7 @@ def check_same(new: PyTree, old: PyTree, step: str) -> None:
             f"{step} must return a state of the structure that it was given; the state "
             f"it returned lacks {', '.join(lacks[:3]) or 'nothing'} and adds "
             f"{', '.join(adds[:3]) or 'nothing'}, as {brief(jax.tree.structure(new))}."
+            f"{'' if lacks else FIRST_STEP}"
         )
 
     def check_leaf(path: KeyPath, old: ArrayLike, new: ArrayLike) -> None:
@@ -151,9 +155,45 @@ def check_same(new: PyTree, old: PyTree, step: str) -> None:
     jax.tree_util.tree_map_with_path(check_leaf, old, new)
 
 
-def _paths(tree: PyTree) -> list[str]:
+def _paths(tree: PyTree) -> dict[str, ArrayLike]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [path_text(path) for path, _ in leaves]
+    return {path_text(path): leaf for path, leaf in leaves}
+
+
+def grown(old: T, new: T | None) -> T:
+    """The state before a step, in the types of the one after it: for a skip of it.
+
+    A step may add to its state, as the first one of `optax.monitor` does, or widen a
+    leaf. What it adds is zero here. What it drops or narrows is as it was.
+
+    Args:
+      new: the state after it, or its shapes; None if they are not known.
+    """
+
+    def widened(old: ArrayLike, new: ArrayLike) -> ArrayLike:
+        dtypes = of, dtype = dtype_of(old), dtype_of(new)
+        is_plain = of != dtype and all(isinstance(x, np.dtype) for x in dtypes)
+        return jnp.asarray(old, dtype) if is_plain and np.can_cast(*dtypes) else old
+
+    if new is None:
+        return old
+    old = extended(old, new)
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        return old
+    return jax.tree.map(widened, old, new)
+
+
+def extended(old: T, new: T) -> T:
+    """`old` with zeros for the leaves that `new` adds; `old` if it also drops some."""
+    given = _paths(old)
+    if not given.keys() <= _paths(new).keys():
+        return old
+
+    def of(path: KeyPath, new: ArrayLike) -> ArrayLike:
+        name = path_text(path)
+        return given[name] if name in given else zeros_like(new)
+
+    return jax.tree_util.tree_map_with_path(of, new)
 
 
 def harmless(finite: Flag, grads: T) -> T:

@@ -15,6 +15,7 @@ from .._checks import shown
 from .._tree import NUMBERS, PyTree, T, dtype_of, is_half, path_text, widen
 from .master_form import keep, master_of
 from .rule import SCALAR_DTYPES, LossScaleState
+from .skip import extended
 from .traced import NEEDS_VALUES
 from .transformation import is_hole
 
@@ -325,6 +326,7 @@ def as_made(
         like = jax.eval_shape(init, params)
     except NEEDS_VALUES:
         return state
+    like = extended(like, state)
     return _in_form_of(like, as_wide_as(like, state), params)
 
 
@@ -351,8 +353,10 @@ def _in_form_of(like: PyTree, state: T, params: optax.Params) -> T:
 def as_wide_as(like: PyTree, state: T) -> T:
     """A state whose half-precision leaves have the wider dtypes of another one.
 
-    If the two have other structures, it does not change, and is refused elsewhere.
+    It may have leaves that the other one lacks. If it lacks some, it does not change,
+    and is refused elsewhere.
     """
+    like = extended(like, state)
 
     def cast(leaf: PyTree, like: Any) -> PyTree:
         if not (_is_half_array(leaf) and jnp.issubdtype(like.dtype, jnp.floating)):

@@ -111,6 +111,7 @@ def held(finite: Flag, new: PyTree, old: PyTree) -> PyTree:
             return new
         return skip.choose(finite, new, jnp.asarray(old, dtype_of(new)))
 
+    old = skip.extended(old, new)
     if jax.tree.structure(new) != jax.tree.structure(old):
         return new
     return jax.tree.map(chosen, new, old, is_leaf=is_scale)

@@ -60,26 +60,28 @@ class Traced(Generic[P, T]):
 
 def reads_and_run(
     function: Callable[[PyTree], T], tree: PyTree
-) -> tuple[PyTree, Callable[[PyTree], T]]:
+) -> tuple[PyTree, Callable[[PyTree], T], T | None]:
     """For each leaf, whether a result of a pure function depends on it.
 
-    And the function, which is not traced again when it is called. A leaf that is not
-    floating or complex counts as read, and keeps the value that it has here. All count
-    as read if the function needs values, as an optimizer with a Python `if` may.
+    And the function, which is not traced again when it is called, with the shapes of
+    its results. A leaf that is not floating or complex counts as read, and keeps the
+    value that it has here. All count as read, and no shapes are known, if the function
+    needs values, as an optimizer with a Python `if` may.
     """
     inexact, rebuilt = partition(tree, is_inexact)
     try:
         once = Traced(lambda *inexact: function(rebuilt(inexact)), *inexact)
     except NEEDS_VALUES:
-        return jax.tree.map(lambda _: True, tree), function
+        return jax.tree.map(lambda _: True, tree), function, None
     used = iter(once.used_inputs())
     reads = jax.tree.map(lambda leaf: not is_inexact(leaf) or next(used), tree)
-    return reads, lambda tree: once(*filter(is_inexact, jax.tree.leaves(tree)))
+    run = lambda tree: once(*filter(is_inexact, jax.tree.leaves(tree)))
+    return reads, run, once.shapes
 
 
 def check_read(
     run: Callable[[PyTree], T], grads: PyTree, all_finite: Callable[[PyTree], Flag]
-) -> tuple[Flag, Callable[[PyTree], T]]:
+) -> tuple[Flag, Callable[[PyTree], T], T | None]:
     """Whether the gradients that a step reads are finite.
 
     Args:
@@ -88,15 +90,16 @@ def check_read(
       all_finite: checks a tree.
 
     Returns:
-      The flag, and the step, which is not traced again.
+      The flag, the step, which is not traced again, and the shapes of its results, if
+      it was traced.
     """
     if not any(map(is_traced, jax.tree.leaves(grads))):
         finite = all_finite(grads)
         if not is_traced(finite) and finite:
-            return finite, run
-    used, run = reads_and_run(run, grads)
+            return finite, run, None
+    used, run, shapes = reads_and_run(run, grads)
     leaves = itertools.compress(jax.tree.leaves(grads), jax.tree.leaves(used))
-    return all_finite(list(leaves)), run
+    return all_finite(list(leaves)), run, shapes
 
 
 def never_moved(

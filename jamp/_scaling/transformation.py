@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from .._checks import shown
 from .._tree import KeyPath, PyTree, dtype_of, is_half, is_inexact, path_text
-from .mesh import varying_like
+from .mesh import zeros_like
 
 FROZEN = "or None for a frozen one, with optax.masked inside the wrapper, not around it"
 NOT_OWN = "or make the optimizer with a filter (wrt) that leaves this one out"
@@ -178,9 +178,5 @@ def cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
 
 def no_update(like: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
     """An update that keeps a parameter's bits: adding 0 would turn -0 into 0."""
-    if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None:
-        # In `shard_map` over a part of the axes, JAX does not take it for an array.
-        zeros = varying_like(jnp.zeros(like.shape, like.dtype), like)
-    else:
-        zeros = jnp.zeros_like(like)
+    zeros = zeros_like(like)
     return -zeros if is_inexact(zeros) else zeros

@@ -221,7 +221,7 @@ class LossScaled:
         scaled = ScaledGradients(self, caller, updates, state, params, extra_args)
 
         def hold(like: Callable[[], Step]) -> Step:
-            return jax.tree.map(no_update, like()[0]), scaled.old
+            return jax.tree.map(no_update, like()[0]), scaled.held
 
         updates, inner_state = skip.run_or_hold(scaled.finite, scaled.run, hold)
         if self.kind is not ScaleKind.OFF:
@@ -238,7 +238,7 @@ class LossScaled:
             updates, inner_state = scaled.run()
             return apply_updates(params, updates), inner_state
 
-        hold = lambda _: (params, scaled.old)
+        hold = lambda _: (params, scaled.held)
         moved, inner_state = skip.run_or_hold(scaled.finite, run, hold)
         return moved, scaled.advanced(inner_state)
 
@@ -278,7 +278,8 @@ class ScaledGradients:
         update = lambda grads: self.update(grads, self.old)
         if keeps_master_weights(self.old) and not is_master(self.old):
             check_last(caller, lambda grads: update(grads)[0], grads)
-        self.finite, update = check_read(update, grads, self.all_finite)
+        self.finite, update, shapes = check_read(update, grads, self.all_finite)
+        self.held = skip.grown(self.old, shapes and shapes[1])
         self.run = functools.partial(update, skip.harmless(self.finite, grads))
 
     def all_finite(self, grads: PyTree) -> Flag:
@@ -295,7 +296,7 @@ class ScaledGradients:
 
         Raises:
           ValueError: the state belongs to another optimizer.
-          TypeError: the optimizer changes the type of its state.
+          TypeError: the optimizer drops a part of its state, or changes its type.
         """
         params, init = self.params, self.by.init_inner
         is_off = self.by.kind is ScaleKind.OFF  # it does what the optimizer does alone
@@ -319,7 +320,8 @@ class ScaledGradients:
         if as_they_are:  # it may have put half parameters into the state
             new = as_wide_as(inner_state, new)
         with explained(self.caller, init, inner_state, params):
-            check_same(new, inner_state, f"{self.caller}: the optimizer")
+            before = skip.grown(inner_state, new)
+            check_same(new, before, f"{self.caller}: the optimizer")
         return updates, new
 
     def advanced(self, inner_state: optax.OptState) -> DynamicLossScaleState:

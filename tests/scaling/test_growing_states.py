@@ -1,0 +1,388 @@
+"""Optimizers whose first step adds to their state, or widens it.
+
+They run as they do without a loss scale. A skipped step returns the structure of a
+step that runs, with zeros for what that adds.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jamp
+from tests.bits import check_same_bits
+from tests.marks import mostly_slow
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+INF, START = float("inf"), 8.0
+
+
+def norm(updates):
+    """Of numbers of few bits, which no order of a sum rounds."""
+    return sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(updates))
+
+
+def momentum(first, of, given):
+    """A momentum that its first step makes: `of(m)` is the state, `given` reads it."""
+
+    def update(grads, state, params=None):
+        trace = given(state)
+        if trace is not None:
+            grads = jax.tree.map(lambda g, m: g + 0.5 * m, grads, trace)
+        return jax.tree.map(lambda g: -0.5 * g, grads), of(grads)
+
+    return optax.GradientTransformation(lambda params: first(params), update)
+
+
+def halved(params):
+    return {"m": jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)}
+
+
+SGD = optax.sgd(0.5, momentum=0.5)
+OPTIMIZERS = {
+    "monitor": lambda: optax.chain(optax.monitor({"norm": norm}), SGD),
+    "monitor behind": lambda: optax.chain(SGD, optax.monitor({"norm": norm})),
+    "two monitors": lambda: optax.chain(
+        optax.monitor({"a": norm, "b": lambda g: {"max": jnp.max(g["w"])}}),
+        SGD,
+        optax.monitor({"ema": optax.measure_with_ema(norm, 0.5, debias=False)}),
+    ),
+    "none": lambda: momentum(
+        lambda p: {"m": None}, lambda m: {"m": m}, lambda state: state["m"]
+    ),
+    "empty": lambda: momentum(
+        lambda p: (), lambda m: (m,), lambda state: state[0] if state else None
+    ),
+    "more keys": lambda: momentum(
+        lambda p: {"z": jnp.zeros(())},
+        lambda m: {"a": m, "z": jnp.ones(())},
+        lambda state: state.get("a"),
+    ),
+    "wider": lambda: momentum(halved, lambda m: {"m": m}, lambda state: state["m"]),
+}
+SCALES = {
+    "dynamic": lambda tx: jamp.dynamic_loss_scale(tx, START),
+    "static": lambda tx: jamp.static_loss_scale(tx, START),
+    "disabled": lambda tx: jamp.dynamic_loss_scale(tx, enabled=False),
+}
+WRAPS = {"eager": lambda function: function, "jit": jax.jit}
+RUNS = {
+    "runs": (1, 2, 3),
+    "skips": (INF, 1, 2),
+    "skips twice": (INF, INF, 1, 2),
+    "skips later": (1, INF, 2),
+}
+
+
+def by_step(tx):
+    return lambda grads, state, params: jamp.step(tx, grads, state, params)
+
+
+def by_update(tx):
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+HOWS = {"step": by_step, "update": by_update}
+
+
+def make_params(dtype=jnp.float32):
+    return {"w": jnp.asarray([1, 2, 3], dtype), "b": jnp.ones((2, 2), dtype)}
+
+
+def make_grads(number, params):
+    return jax.tree.map(lambda p: jnp.full_like(p, 0.25 * number), params)
+
+
+def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def types(tree):
+    return {path: (leaf.shape, leaf.dtype) for path, leaf in by_path(tree).items()}
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrap", mostly_slow(WRAPS, "jit"))
+@pytest.mark.parametrize("scale", mostly_slow(SCALES, "dynamic"))
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "monitor", "none", "wider"))
+def test_the_first_step_adds_to_the_state(name, scale, wrap, how):
+    bare, tx = OPTIMIZERS[name](), SCALES[scale](OPTIMIZERS[name]())
+    step = WRAPS[wrap](HOWS[how](tx))
+    for numbers in RUNS.values():
+        if scale == "disabled" and INF in numbers:
+            continue
+        params = plain = make_params()
+        state, plain_state = tx.init(params), bare.init(params)
+        first = jax.eval_shape(bare.update, params, plain_state, params)[1]
+        for number in numbers:
+            before = params, state.inner_state
+            grads = make_grads(number * float(state.loss_scale), params)
+            params, state = step(grads, state, params)
+            if number < INF:
+                grads = make_grads(number, plain)
+                updates, plain_state = bare.update(grads, plain_state, plain)
+                plain = optax.apply_updates(plain, updates)
+                check_same_bits((params, state.inner_state), (plain, plain_state))
+                continue
+            assert state.found_inf
+            check_same_bits(params, before[0])
+            assert types(state.inner_state) == types(first)
+            assert jax.tree.structure(state.inner_state) == jax.tree.structure(first)
+            old, new = map(by_path, (before[1], state.inner_state))
+            for path, leaf in new.items():
+                np.testing.assert_array_equal(leaf, old.get(path, 0.0 * leaf))
+
+
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "monitor", "none"))
+def test_a_scan_begins_with_the_state_of_a_step(name):
+    """Without a loss scale JAX refuses the first step in a scan too."""
+    params = make_params()
+    numbers = jnp.asarray([1.0, INF, 2.0])
+
+    def scanned(tx, state):
+        step = by_update(tx)
+        body = lambda carry, number: (
+            step(make_grads(number, params), carry[1], carry[0]),
+            None,
+        )
+        return jax.lax.scan(body, (params, state), numbers)[0]
+
+    bare, tx = OPTIMIZERS[name](), jamp.dynamic_loss_scale(OPTIMIZERS[name](), 1.0)
+    for either in (bare, tx):
+        with pytest.raises(TypeError, match="carry"):
+            scanned(either, either.init(params))
+    _, state = tx.update(params, tx.init(params), params)
+    _, after = scanned(tx, state)
+    assert types(after) == types(state) and after.skipped_steps == 1
+
+
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "monitor", "wider"))
+def test_multi_steps_is_as_without_a_loss_scale(name):
+    params = make_params()
+    bare = optax.MultiSteps(OPTIMIZERS[name](), 2).gradient_transformation()
+    found = []
+    for tx in (bare, jamp.dynamic_loss_scale(bare, 1.0)):
+        try:
+            state = tx.init(params)
+            for _ in range(4):
+                _, state = tx.update(params, state, params)
+            found.append(getattr(state, "inner_state", state))
+        except (TypeError, ValueError) as error:
+            found.append((type(error), str(error)))
+    check = (
+        check_same_bits if hasattr(found[0], "acc_grads") else np.testing.assert_equal
+    )
+    check(found[1], found[0])
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "monitor", "wider"))
+def test_retry_says_to_take_the_first_step_before(name, wrap):
+    tx = jamp.dynamic_loss_scale(OPTIMIZERS[name](), 4.0)
+
+    def step(state, number):
+        params, opt_state = state
+        grads = make_grads(number * jamp.loss_scale(opt_state), params)
+        return jamp.step(tx, grads, opt_state, params), number
+
+    retried = WRAPS[wrap](jamp.retry(step))
+    state = make_params(), tx.init(make_params())
+    message = "must keep the dtype" if name == "wider" else "take that step on its own"
+    with pytest.raises(TypeError, match=rf"jamp\.retry: step .*{message}"):
+        retried(state, 1.0)
+    first, _ = WRAPS[wrap](step)(state, 1.0)
+    (_, state), _ = retried(first, 2.0**126)  # at a scale of 4 this overflows
+    assert jamp.metrics(state)["retried_steps"] > 0
+    assert types(state) == types(first[1])
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("remainder", [False, True])
+def test_masters_beside_a_monitor(remainder, how):
+    masters = functools.partial(jamp.master_weights, SGD, remainder=remainder)
+    other = jamp.master_weights(SGD, remainder=not remainder)
+    monitor = optax.monitor({"norm": norm})
+    inside = jamp.master_weights(optax.chain(monitor, SGD), remainder=remainder)
+    params = make_params(jnp.bfloat16)
+    for inner in (optax.chain(monitor, masters()), inside):
+        tx = jamp.dynamic_loss_scale(inner, START)
+        state, moved = tx.init(params), params
+        step = jax.jit(HOWS[how](tx))
+        for number in (INF, 1, INF, 2):
+            grads = make_grads(number * float(state.loss_scale), params)
+            moved, state = step(grads, state, moved)
+        assert state.skipped_steps == 2 and optax.tree.get(state, "norm") > 0
+        check_same_bits(moved, trained_alone(params))
+    # The other form of the masters goes on, although the state has grown.
+    tx = jamp.dynamic_loss_scale(optax.chain(monitor, other), START)
+    same = jamp.dynamic_loss_scale(optax.chain(monitor, masters()), START)
+    _, state = jamp.step(same, params, same.init(params), params)
+    _, after = jamp.step(tx, params, state, params)
+    assert types(after) == types(jamp.step(tx, params, tx.init(params), params)[1])
+
+
+def trained_alone(params):
+    tx = jamp.master_weights(SGD)
+    state = tx.init(params)
+    for number in (1, 2):
+        params, state = jamp.step(tx, make_grads(number, params), state, params)
+    return params
+
+
+def test_what_stands_around_a_loss_scale_is_held():
+    """A monitor in front of it, and momentum behind it."""
+    tx = optax.chain(
+        optax.monitor({"norm": norm}),
+        jamp.dynamic_loss_scale(optax.sgd(1.0), START),
+        optax.trace(0.5),
+    )
+    for wrap in WRAPS.values():
+        params, state = make_params(), tx.init(make_params())
+        grads = make_grads(INF, params)
+        held, after = wrap(by_step(tx))(grads, state, params)
+        check_same_bits(held, params)
+        check_same_bits(after[2], state[2])
+        assert after[0].measurements["norm"] == 0
+
+
+@pytest.mark.devices(2)
+def test_in_shard_map():
+    tx = jamp.dynamic_loss_scale(OPTIMIZERS["monitor"](), START, axis_name="d")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    params = {"w": jnp.ones(4)}
+    state = tx.init(params)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=P("d")
+    )
+    def step(grads, scale, params):
+        state = jax.tree.map(lambda x: x, tx.init(params))
+        state = state._replace(loss_scale=scale)
+        params, state = jamp.step(tx, grads, state, params)
+        return params, optax.tree.get(state, "norm")[None]
+
+    for last, expected in ((8.0, [2.0, 2.0]), (INF, [0.0, 0.0])):
+        grads = {"w": jnp.asarray([8.0, 8.0, 8.0, last])}
+        moved, found = step(grads, state.loss_scale, params)
+        assert found.tolist() == expected
+        assert moved["w"].tolist() == ([0.5] * 4 if last < INF else [1.0] * 4)
+
+
+# Flax NNX.
+
+
+class Logs(nnx.Optimizer):
+    """It makes a Variable, another object and a number in its first update."""
+
+    def update(self, model, grads, /, **kwargs):
+        found = norm(nnx.as_pure(grads))
+        if hasattr(self, "norm"):
+            self.norm[...] = found
+            self.more.last[...] = found
+        else:
+            self.norm = nnx.Variable(found)
+            self.more = More(found)
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().update(model, grads, **kwargs)
+
+
+class More(nnx.Pytree):
+    def __init__(self, found):
+        self.last = nnx.Variable(found)
+
+
+class Weights(nnx.Module):
+    def __init__(self):
+        self.w, self.b = map(nnx.Param, make_params().values())
+
+
+# NNX itself cannot write into None or an empty tuple.
+NNX = {
+    name: (nnx.Optimizer, of)
+    for name, of in OPTIMIZERS.items()
+    if name not in ("none", "empty")
+} | {"subclass": (Logs, lambda: SGD)}
+NNX_WRAPS = {"eager": lambda function: function, "jit": nnx.jit}
+
+
+def grads_of(model, number):
+    return jax.tree.map(lambda p: jnp.full_like(p, 0.25 * number), nnx.state(model))
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("wrap", NNX_WRAPS)
+@pytest.mark.parametrize("enabled", mostly_slow([True, False], True))
+@pytest.mark.parametrize("name", mostly_slow(NNX, "monitor", "subclass"))
+def test_the_first_step_of_an_nnx_optimizer_adds_to_it(name, enabled, wrap, unscales):
+    cls, of = NNX[name]
+
+    def step(model, optimizer, scaler, number):
+        grads = grads_of(model, number * scaler.loss_scale[...] ** enabled)
+        if unscales:
+            grads = scaler.unscale_(optimizer, grads)
+        skipped = scaler.step(optimizer, model, grads)
+        scaler.update()
+        return skipped
+
+    for numbers in RUNS.values():
+        if not enabled and INF in numbers:
+            continue
+        run = NNX_WRAPS[wrap](step)
+        (model, plain), scaler = (
+            (Weights(), Weights()),
+            jamp.GradScaler(START, enabled=enabled),
+        )
+        optimizer, bare = (cls(m, of(), wrt=nnx.Param) for m in (model, plain))
+        known = model.w, optimizer.step
+        for number in numbers:
+            skipped = run(model, optimizer, scaler, jnp.float32(number))
+            assert bool(skipped) == (number == INF)
+            if number < INF:
+                bare.update(plain, grads_of(plain, number))
+                check_same_bits(*(nnx.as_pure(nnx.state(x)) for x in (model, plain)))
+                check_same_bits(*(nnx.as_pure(nnx.state(x)) for x in (optimizer, bare)))
+        assert model.w is known[0] and optimizer.step is known[1]
+        if cls is Logs:
+            assert isinstance(optimizer.norm, nnx.Variable)
+            assert isinstance(optimizer.more, More)
+        assert optimizer.step[...] == sum(number < INF for number in numbers)
+
+
+@pytest.mark.parametrize("wrap", NNX_WRAPS)
+@pytest.mark.parametrize("name", ["monitor", "subclass"])
+def test_retry_of_an_nnx_step_says_to_take_the_first_step_before(name, wrap):
+    def step(model, optimizer, scaler, number):
+        scaler.step(optimizer, model, grads_of(model, number * scaler.loss_scale[...]))
+        scaler.update()
+
+    (cls, of), model, scaler = NNX[name], Weights(), jamp.GradScaler(4.0)
+    optimizer = cls(model, of(), wrt=nnx.Param)
+    retried = NNX_WRAPS[wrap](jamp.retry(step))
+    with pytest.raises(TypeError, match=r"jamp\.retry: step .*first step"):
+        retried(model, optimizer, scaler, 1.0)
+
+
+@pytest.mark.parametrize("wrap", NNX_WRAPS)
+def test_a_skipped_first_step_makes_zeros(wrap):
+    def step(model, optimizer, scaler):
+        scaler.step(optimizer, model, grads_of(model, INF))
+        scaler.update()
+
+    model, scaler = Weights(), jamp.GradScaler(START)
+    optimizer = Logs(model, SGD, wrt=nnx.Param)
+    NNX_WRAPS[wrap](step)(model, optimizer, scaler)
+    assert optimizer.norm[...] == 0 == optimizer.more.last[...]
+    check_same_bits(nnx.as_pure(nnx.state(model)), nnx.as_pure(nnx.state(Weights())))

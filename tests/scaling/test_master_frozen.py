@@ -15,8 +15,8 @@ import pytest
 
 import jamp
 from shared.master_weights import nearest
-from tests.bits import check_same_bits
-from tests.marks import mostly_slow
+from tests.bits import check_rounded, check_same_bits
+from tests.marks import mostly_nightly, mostly_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -51,6 +51,7 @@ OPTIMIZERS = {
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(0.1),
     "half moments": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
 }
+EXACT = ("momentum", "ema")
 # wrap, a loss scale, an optimizer -> the whole transformation
 NESTS = {
     "alone": lambda wrap, scale, tx: wrap(tx),
@@ -73,6 +74,13 @@ QUICK = [
     ("behind", "injected", "scaled"),
     ("multi_transform", "schedule_free", "alone"),
     ("partition", "ema", "scaled inside"),
+]
+FEWER = [
+    case
+    for case in CASES
+    if case[2] in ("alone", "scaled", "MultiSteps around, scaled")
+    or case[:2] == ("freeze", "adam")
+    or case in QUICK
 ]
 
 
@@ -123,7 +131,7 @@ def test_init_makes_the_state_that_update_returns(freeze, optimizer, nest):
             assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("freeze, optimizer, nest", mostly_slow(CASES, *QUICK))
+@pytest.mark.parametrize("freeze, optimizer, nest", mostly_nightly(FEWER, *QUICK))
 def test_what_is_trained_follows_float32_and_the_rest_stays(freeze, optimizer, nest):
     for dtype, remainder in FORMS:
         plain, tx = (
@@ -142,16 +150,20 @@ def test_what_is_trained_follows_float32_and_the_rest_stays(freeze, optimizer, n
             )
             full = optax.apply_updates(full, updates)
         masters = jamp.master_params(params, state)
-        check_same_bits(masters["w"], full["w"])  # op by op
-        check_same_bits(params["w"], nearest(np.asarray(full["w"]), dtype))
+        if "around" in nest and optimizer not in EXACT:
+            # In the branch of MultiSteps, XLA may fuse each step's product and sum.
+            check_rounded(masters["w"], full["w"], 2 * STEPS)
+        else:
+            check_same_bits(masters["w"], full["w"])  # op by op
+        check_same_bits(params["w"], nearest(np.asarray(masters["w"]), dtype))
         check_same_bits(params["b"], make_params(dtype)["b"])
         assert np.any(params["w"] != make_params(dtype)["w"])
 
 
-@pytest.mark.parametrize("freeze, optimizer, nest", mostly_slow(CASES, *QUICK))
+@pytest.mark.parametrize("freeze, optimizer, nest", mostly_nightly(FEWER, *QUICK))
 @pytest.mark.parametrize("how", ["step", "update"])
 def test_three_steps_are_traced_once_and_scan(how, freeze, optimizer, nest):
-    is_exact = optimizer in ("momentum", "ema")
+    is_exact = optimizer in EXACT
     for dtype, remainder in FORMS if is_exact else FORMS[-1:]:
         tx, traced = make(freeze, optimizer, nest, remainder), []
         scale = SCALE if "scaled" in nest else 1.0

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from .._checks import called_at
 from .._jaxprs import follow, inside, param
 from .._tree import PyTree, T, dtype_of, is_inexact, path_text
-from .traced import NEEDS_VALUES, Traced
+from .traced import NEEDS_VALUES, PLACES, Traced
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
 scale. What stands in front of it, such as optax.clip_by_global_norm, sees scaled \
@@ -133,7 +133,7 @@ def origins_of(
                 arrived.append((at, sources[0]))
             ends = {GIVEN: Origin.OTHER, RETURNED: Origin.OF_LOSS_SCALE}
             return [ends.get(what, sources[0])]
-        if name == "convert_element_type" and not narrows(eqn):
+        if name in PLACES or (name == "convert_element_type" and not narrows(eqn)):
             return sources  # master weights widen, as a loss scale does
         if any(map(mark_of, inside(eqn))):  # in a loop: nothing is known
             return [Origin.OTHER] * len(eqn.outvars)
@@ -179,7 +179,7 @@ def check_last(
         mark, kinds = mark_of(eqn), set(given)
         if mark is not None and mark[0] == OF_MASTERS:
             return Master.UPDATE
-        if mark is not None or name == "select_n":
+        if mark is not None or name == "select_n" or name in PLACES:
             return joined(given[name == "select_n" :])
         if name == "convert_element_type" and dtype_of(eqn.invars[0].aval) == jnp.bool_:
             return Master.FLAG

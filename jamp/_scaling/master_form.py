@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._tree import PyTree, dtype_of
+from .mesh import typed_as
 from .transformation import is_hole
 
 REMAINDER = jnp.dtype(jnp.int16)
@@ -55,7 +56,8 @@ def joined(param: ArrayLike, remainder: ArrayLike) -> jax.Array:
     high = lax.convert_element_type(pattern, jnp.int32) << np.int32(16)
     both = high + lax.convert_element_type(remainder, jnp.int32)
     x = lax.bitcast_convert_type(both, jnp.float32)
-    return lax.select(jnp.isnan(x), lax.bitcast_convert_type(high, jnp.float32), x)
+    alone = typed_as(lax.bitcast_convert_type(high, jnp.float32), x)
+    return lax.select(jnp.isnan(x), alone, x)
 
 
 def master_of(kept: PyTree, param: PyTree) -> PyTree:
@@ -83,7 +85,8 @@ def master_of(kept: PyTree, param: PyTree) -> PyTree:
         )
     limits, wide = jnp.finfo(given), lax.convert_element_type(param, jnp.float32)
     step = jnp.maximum(abs(wide) * float(limits.eps), float(limits.smallest_subnormal))
-    return jnp.where(abs(kept - wide) <= step, kept, wide)
+    off = abs(kept - wide)
+    return jnp.where(off <= step, *(typed_as(x, off) for x in (kept, wide)))
 
 
 def keep(master: PyTree, dtype: np.dtype) -> PyTree:

@@ -20,6 +20,7 @@ from .._checks import flag
 from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_half, path_text, widen
 from .arrivals import OF_MASTERS, marked
 from .master_form import REMAINDER, keep, master_of, rounded
+from .mesh import typed_as
 from .state import (
     MasterWeightsState,
     check_state,
@@ -299,7 +300,7 @@ def move(update: PyTree, master: PyTree, param: PyTree) -> tuple[PyTree, PyTree]
     if is_hole(update) or is_hole(master):
         return update, master
     moved = computed_once(master + lax.convert_element_type(update, jnp.float32))
-    wide = lax.convert_element_type(param, jnp.float32)
+    wide = typed_as(lax.convert_element_type(param, jnp.float32), moved)
     nearest = rounded(moved, dtype_of(param))
     target = lax.convert_element_type(nearest, jnp.float32)
     target = jnp.where(target == 0, moved, target)

@@ -6,10 +6,12 @@ sharded (explicit sharding), each device can check its own parts first.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -64,27 +66,38 @@ def on_every_replica(flag: jax.Array) -> jax.Array:
     return lax.pmax(jnp.int32(flag), axes) == 1 if axes else flag
 
 
-def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> tuple[str, ...]:
+def varying_axes(x: Any) -> tuple[str, ...]:
     """The axes of a `shard_map` over which a value may differ, as its type says."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    manual = aval.manual_axis_type  # None if `shard_map` does not check
+    manual = type_of(x).manual_axis_type  # None if `shard_map` does not check
     return () if manual is None else tuple(manual.varying)
 
 
-def varying_like(x: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """The same value, of a type that varies over the axes that another one varies over.
+def typed_as(x: jax.Array, like: Any) -> jax.Array:
+    """The same value in the type of another one of its shape.
 
-    Only the types change, and only in a `shard_map` that checks them.
+    On a mesh of explicit axes it is split in the same way, and in a `shard_map` that
+    checks types it varies over the same axes. In other programs it is `x`.
+
+    Args:
+      like: an array, or the type of one.
     """
     more = tuple(set(varying_axes(like)) - set(varying_axes(x)))
-    return lax.pcast(x, more, to="varying") if more else x
+    x = lax.pcast(x, more, to="varying") if more else x
+    wanted, given = type_of(like).sharding, type_of(x).sharding
+    if wanted is None or wanted.mesh.empty:  # it is not on the mesh, as if it is whole
+        wanted = given.update(spec=PartitionSpec(*[None] * jnp.ndim(x)))
+    is_explicit = AxisType.Explicit in wanted.mesh.axis_types
+    return jax.sharding.reshard(x, wanted) if is_explicit and wanted != given else x
+
+
+def type_of(x: Any) -> Any:
+    """The type of an array, with its sharding and varying axes, or a type itself."""
+    is_type = isinstance(x, jax.ShapeDtypeStruct | ShapedArray)
+    return x if is_type else jax.typeof(x)
 
 
 def zeros_like(like: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
-    if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None:
-        # In `shard_map` over a part of the axes, JAX does not take it for an array.
-        return varying_like(jnp.zeros(like.shape, like.dtype), like)
-    return jnp.zeros_like(like)
+    return typed_as(jnp.zeros(jnp.shape(like), type_of(like).dtype), like)
 
 
 def everywhere(

@@ -18,7 +18,7 @@ from .._tree import Flag, PyTree, T
 from .calls import Call, attempt, scales_of, with_scales
 from .mesh import on_every_replica, varying_axes
 from .rule import LossScaleState
-from .skip import select
+from .skip import as_types, select
 from .state import DynamicLossScaleState, check_not_stacked
 from .traced import Traced
 
@@ -229,13 +229,19 @@ def run_in_one_program(call: Call, state: T, at_most: int) -> tuple[T, PyTree]:
     def body(
         carry: tuple[jax.Array, jax.Array, T, PyTree],
     ) -> tuple[jax.Array, jax.Array, T, PyTree]:
-        count, _, state, _ = carry
-        new, aux, scales = once(state)
-        again = is_worth_another(state, scales) & (count + 1 < at_most)
-        held = with_scales(state, next_scales(state, scales))
-        return count + 1, again, select(again, held, new), aux
+        count, _, carried, _ = carry
+        held = jax.tree.map(restored, carried, first, state)
+        held = with_scales(held, scales_of(carried))
+        new, aux, scales = once(held)
+        again = is_worth_another(held, scales) & (count + 1 < at_most)
+        held = with_scales(held, next_scales(held, scales))
+        return count + 1, again, select(again, as_types(new, held), new), aux
 
-    start = zero, zero == 0, state, aux
+    # The loop carries what the step returns. Where that has another type, such as a
+    # split array for a whole one, each attempt gets the array that was given.
+    first = as_types(once.shapes[0], state)
+    restored = lambda carried, first, given: carried if first is given else given
+    start = zero, zero == 0, first, aux
     _, _, state, aux = lax.while_loop(lambda carry: carry[1], body, start)
     return state, aux
 

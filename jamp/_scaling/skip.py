@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
 from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_half, is_inexact, path_text
-from .mesh import zeros_like
+from .mesh import typed_as, zeros_like
 
 _DONOR = ("tf.aliasing_output", "jax.buffer_donor")  # attributes of a donated argument
 OTHER_RUN = """ If the state is of another run, cast it first: jax.tree.map(\
@@ -89,24 +89,35 @@ def run_or_hold(
     """`run()` if finite, otherwise `hold(like)`, of the same structure and dtypes.
 
     Outside a trace the flag is read, as in torch, whose `step` reads it too. Inside
-    one, `run` may run either way: see `harmless`.
+    one, `run` may run either way, see `harmless`, and the result has the types of
+    `run()`: a whole parameter that the step would return split is split if it is held.
 
     Args:
       finite: bool [].
       run: the step.
-      hold: the result without it. `like()` has the shapes and dtypes of `run()`.
+      hold: the result without it. `like()` has the types of `run()`.
     """
-    shapes = lambda: jax.eval_shape(run)
     if not is_traced(finite):
-        return run() if finite else hold(shapes)
+        return run() if finite else hold(lambda: jax.eval_shape(run))
+    types: list[T] = []
+
+    def running() -> T:
+        new = run()
+        types.append(jax.tree.map(jax.typeof, new))
+        return new
+
+    def holding() -> T:
+        (like,) = types  # JAX traces the other branch first
+        return as_types(like, hold(lambda: like))
+
     runs = jnp.logical_or(finite, jnp.logical_not(branches()))
     # XLA copies far more with the branches the other way round.
-    new = lax.cond(runs, run, lambda: hold(shapes))
+    new = lax.cond(runs, running, holding)
     return select(keeps(finite), new, hold(lambda: new))
 
 
 def select(finite: Flag, new: T, old: T) -> T:
-    """Each leaf of `new` if finite, otherwise that of `old`.
+    """Each leaf of `new` if finite, otherwise that of `old`, in the types of `new`.
 
     Raises:
       TypeError: the trees differ in structure, or a leaf in shape or dtype.
@@ -115,12 +126,25 @@ def select(finite: Flag, new: T, old: T) -> T:
     return jax.tree.map(lambda new, old: choose(finite, new, old), new, old)
 
 
+def as_types(like: PyTree, old: T) -> T:
+    """Each leaf of `old` in the type of that of `like`: see `typed_as`.
+
+    Raises:
+      TypeError: as `select`.
+    """
+    check_same(like, old, "a step")
+    return jax.tree.map(typed_as, old, like)
+
+
 def choose(flag: Flag, a: ArrayLike, b: ArrayLike) -> ArrayLike:
-    """`a` if the flag is true, otherwise `b`; for `float0`, which is empty, `b`."""
+    """`a` if the flag is true, otherwise `b`; for `float0`, which is empty, `b`.
+
+    The type is that of `a`, the new value.
+    """
     if dtype_of(b) == jax.dtypes.float0:
         return b
     # Not jnp.where, a jitted function: JAX would lower a call and a broadcast.
-    return lax.select_n(flag, jnp.asarray(b), jnp.asarray(a))
+    return lax.select_n(flag, typed_as(jnp.asarray(b), a), jnp.asarray(a))
 
 
 def check_same(new: PyTree, old: PyTree, step: str) -> None:
@@ -208,6 +232,6 @@ def harmless(finite: Flag, grads: T) -> T:
     kept = keeps(finite)
 
     def zeroed(g: ArrayLike) -> ArrayLike:
-        return lax.select_n(kept, lax.full_like(g, -0.0), g) if is_inexact(g) else g
+        return choose(kept, g, lax.full_like(g, -0.0)) if is_inexact(g) else g
 
     return jax.tree.map(zeroed, grads)

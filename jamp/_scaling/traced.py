@@ -26,6 +26,8 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 
+# Primitives whose result is their operand, on other devices.
+PLACES = "reshard sharding_constraint".split()
 # Primitives whose result is zero if their operands are.
 KEEP_ZERO = "add broadcast_in_dim convert_element_type name neg reshape sub".split()
 
@@ -120,7 +122,7 @@ def _zeros(jaxpr: ClosedJaxpr) -> list[bool]:
 
     def results(eqn: JaxprEqn, given: list[bool]) -> list[bool]:
         name = eqn.primitive.name
-        if name in KEEP_ZERO:
+        if name in KEEP_ZERO or name in PLACES:
             return [all(given)]
         if name == "select_n":
             return [all(given[1:])]

@@ -176,7 +176,7 @@ def cast_update(path: KeyPath, update: PyTree, param: PyTree) -> PyTree:
     return lax.convert_element_type(update, dtype)
 
 
-def no_update(like: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
+def no_update(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """An update that keeps a parameter's bits: adding 0 would turn -0 into 0."""
     zeros = zeros_like(like)
     return -zeros if is_inexact(zeros) else zeros

@@ -18,7 +18,7 @@ from .._tree import PyTree, partition
 from .arithmetic import power_of_two
 from .arrivals import MARKED
 from .calls import Call, attempt, scales_of, with_scales
-from .mesh import on_every_replica, varying_like
+from .mesh import on_every_replica, typed_as
 from .rule import LossScaleState
 from .state import find_states
 from .traced import Traced
@@ -156,8 +156,8 @@ def _at(scale: LossScaleState, exponent: jax.Array, mark: np.uint32) -> LossScal
     """A scale with another value, and no record of steps."""
     marks = jnp.full(jnp.shape(scale.recent_skips), mark, jnp.uint32)
     return scale._replace(
-        loss_scale=varying_like(power_of_two(exponent), scale.loss_scale),
-        recent_skips=varying_like(marks, scale.recent_skips),
+        loss_scale=typed_as(power_of_two(exponent), scale.loss_scale),
+        recent_skips=typed_as(marks, scale.recent_skips),
     )
 
 

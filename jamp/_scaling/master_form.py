@@ -56,8 +56,9 @@ def joined(param: ArrayLike, remainder: ArrayLike) -> jax.Array:
     high = lax.convert_element_type(pattern, jnp.int32) << np.int32(16)
     both = high + lax.convert_element_type(remainder, jnp.int32)
     x = lax.bitcast_convert_type(both, jnp.float32)
+    is_nan = jnp.isnan(x)
     alone = typed_as(lax.bitcast_convert_type(high, jnp.float32), x)
-    return lax.select(jnp.isnan(x), alone, x)
+    return lax.select(is_nan, alone, x)
 
 
 def master_of(kept: PyTree, param: PyTree) -> PyTree:

@@ -156,7 +156,9 @@ REASONS["tensorflow_probability.substrates.jax"] = {
 }
 NEWER = {"_src.numpy.hijax.Einsum.transpose"}  # than the oldest JAX
 OTHERS = """
-    blackjax diffrax distrax jaxopt jraph lineax optimistix quax tinygp
+    augmax blackjax brax cola diffrax dinosaur distrax dm_pix dynamax dynamiqs jax_cosmo
+    jax_fem jax_md jaxlie jaxns jaxopt jaxsim jraph kfac_jax lineax matfree mujoco.mjx
+    optimistix ott pennylane quax rlax tinygp
     """.split()
 REASONS |= {root: {} for root in OTHERS}
 

@@ -1,0 +1,99 @@
+"""A package that nobody has looked at: its products are lowered, with a warning."""
+
+import importlib
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jamp
+from jamp._autocast import libraries
+
+from . import ways
+
+half = jamp.autocast(jnp.float16)
+x = jnp.full((4, 4), 1003.0)
+SOURCES = {
+    "geometry": "import jax.numpy as jnp\ndef turned(x):\n    return inner(x)\n"
+    "def solve(function, x):\n    return function(x)\n"
+    "def inner(x):\n    return x @ x\n"
+    "class Frame:\n    def __call__(self, x):\n        return jnp.dot(x, x)",
+    "linen_layers": "import flax.linen as nn\n"
+    "class Layer(nn.Module):\n    pass\ndef turned(x):\n    return x @ x\n",
+    "nnx_layers": "from flax import nnx\nfrom . import geometry\n"
+    "weight = nnx.Param\ndef turned(x):\n    return geometry.inner(x)\n",
+    "equinox_layers": "import equinox as eqx\ndef turned(x):\n    eqx.nn.Linear\n"
+    "    return x @ x\n",
+}
+
+
+@pytest.fixture(params=("site-packages", "dist-packages", "projects"))
+def folder(request):
+    return request.param
+
+
+@pytest.fixture
+def package(folder, tmp_path, monkeypatch):
+    """A package that no row names, in a folder of installed ones or of projects."""
+    root = tmp_path / folder / "unheard_of"
+    root.mkdir(parents=True)
+    (root / "__init__.py").touch()
+    for name, text in SOURCES.items():
+        (root / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(root.parent)
+    monkeypatch.setattr(libraries, "WARNED", set())
+    yield lambda name: importlib.import_module(f"unheard_of.{name}")
+    for name in [name for name in sys.modules if name.startswith("unheard_of")]:
+        del sys.modules[name]
+
+
+def warned(function, *args):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        function(*args)
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize("way", ways.WAYS)
+def test_a_product_of_an_unknown_package_is_named_once(way, package, folder):
+    geometry = package("geometry")
+    found = warned(ways.WAYS[way](half, geometry.turned), x)
+    if folder == "projects":  # the user's own code
+        assert found == []
+        return
+    (text,) = found
+    assert "products of unheard_of" in text and "does not know this package" in text
+    assert "geometry.py" in text and "rules={unheard_of.turned: jnp.float32}" in text
+    assert warned(ways.WAYS[way](half, geometry.Frame()), x) == []
+
+
+@pytest.mark.parametrize("name", ("linen_layers", "nnx_layers", "equinox_layers"))
+def test_a_product_of_a_package_that_holds_layers_is_not(name, package):
+    assert warned(half(package(name).turned), x) == []
+
+
+def test_a_rule_and_a_region_without_casts_say_enough(package):
+    turned = package("geometry").turned
+    for region in (
+        jamp.autocast(jnp.float16, rules={turned: jnp.float32}),
+        jamp.autocast(jnp.float16, rules={turned: jnp.float16}),
+        jamp.autocast(jnp.float16, enabled=False),
+    ):
+        assert warned(region(turned), x) == []
+
+
+def test_what_the_package_is_given_is_not_of_it(package):
+    """A solver that multiplies nothing itself calls the user's function."""
+    solve = package("geometry").solve
+    assert warned(half(lambda x: solve(lambda x: x @ x, x)), x) == []
+
+
+def test_a_warning_that_is_an_error_is_raised_each_time(package, folder):
+    if folder == "projects":
+        pytest.skip("the user's own code")
+    turned = package("geometry").turned
+    for _ in range(2):
+        with pytest.raises(UserWarning, match="unheard_of"):
+            half(jax.jit(turned))(x)

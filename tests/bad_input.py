@@ -241,7 +241,7 @@ jamp.autocast
     > Pass the class, `Net`, or its path, `"head"`.
   jamp.autocast(rules={lambda x: x: None})
     ValueError: rules
-  jamp.autocast(rules={nn.Conv: None})
+  jamp.autocast(rules={nn.Module: None})
     ValueError: rules
   with jamp.autocast(jnp.float16, rules={"decoder": None}): loss_fn(params, x)
     ValueError: rules

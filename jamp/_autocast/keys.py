@@ -1,11 +1,14 @@
-"""What a key of a rule stands for: a function, and what tells it apart from others.
+"""What a key of a rule stands for: a function or a module class, known by its code.
 
-JAX records for each op which code ran, and not on which object. So a module class is
-known by the code of the `__call__` that is written in it, and a function by its own
-code. A key whose code others run too would match them as well, and is refused.
+JAX records for each op which code ran, and not on which object. A function is known by
+its own code, and a key whose code others run too is refused. A module class is known by
+the code of its `__call__`. If it inherits that, as `nn.Conv` does, or shares it with
+other classes, it is given one that calls it and that runs for this class alone. So it
+is known wherever JAX traces it, also in `jit`, `scan` and `checkpoint`.
 """
 
 import functools
+import threading
 import weakref
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
@@ -17,10 +20,9 @@ SHARED_CODE = """a function is known by its code, and {}. Put the ops into `with
 jax.named_scope("name"):` and make "name" the key, or define a separate function with \
 `def` that gets everything it needs as arguments."""
 
-SHARED_CALL = """a module class is known by the code of its `__call__`, and {}. Make \
-a module path the key, or the class that the code is written in if all modules that \
-run it are meant. A class of your own can have one that it alone runs: `def \
-__call__(self, x): return super().__call__(x)`."""
+NO_CALL = """a module class is known by the code of its `__call__`, and {0} has none. \
+Make the method that computes the key ({0}.method), or a module path, or a class that \
+is called."""
 
 CALL = "__call__"
 
@@ -33,16 +35,43 @@ class Function:
     """
 
     def __init__(self, code: CodeType):
-        self.code, self.id = code, id(code)  # an op has many codes: compared by id
+        self.codes = {id(code): code}  # an op has many codes: compared by id
         self.source = source_of(code)
 
+    def look(self) -> None:
+        """Adds the code that was made since."""
 
-_functions = weakref.WeakValueDictionary[int, Function]()
+    def comes_before(self, other: object) -> bool:
+        """Whether this key decides before another, in whatever order they are."""
+        return False
 
 
-def function_of(code: CodeType) -> Function:
-    known = _functions.get(id(code))
-    return _functions.setdefault(id(code), known or Function(code))
+class ModuleClass(Function):
+    """A module class that is a key, with all classes that are derived from it."""
+
+    def __init__(self, cls: type):
+        self.cls, self.codes, self.source = cls, {}, ""
+        self.look()
+
+    def look(self) -> None:
+        for cls in below(self.cls):
+            if cls is self.cls or is_function(vars(cls).get(CALL)):
+                code = own_call(cls)
+                self.codes[id(code)] = code  # kept: a jaxpr may outlive the class
+
+    def comes_before(self, other: object) -> bool:
+        is_class = isinstance(other, ModuleClass) and other is not self
+        return is_class and issubclass(self.cls, other.cls)
+
+
+_keys = weakref.WeakValueDictionary[int, Function]()
+
+
+def function_of(key: Any) -> Function:
+    """What a key without a problem stands for."""
+    kind: Any = ModuleClass if isinstance(key, type) else Function
+    known = key if isinstance(key, type) else code_of(key)
+    return _keys.setdefault(id(known), _keys.get(id(known)) or kind(known))
 
 
 def source_of(code: CodeType) -> str:
@@ -51,45 +80,66 @@ def source_of(code: CodeType) -> str:
 
 
 def problem_with(key: Any) -> str:
-    """What prevents a key from being a function that can be told apart, or ""."""
-    function = key.__call__ if isinstance(key, type) else key
-    is_function = isinstance(unwrapped(function)[-1], FunctionType)
+    """What prevents a key from being one that can be told apart, or ""."""
     if isinstance(key, type):
-        shared = call_shared_by(key) if is_function else f"{key.__name__} has none"
-        return SHARED_CALL.format(shared) if shared else ""
-    if not is_function:
-        return f"a key of type {type(key).__name__} is not one of the three kinds."
+        # Without one, what `key.__call__` finds is of the metaclass.
+        owners = (base for base in key.__mro__ if CALL in vars(base))
+        has_call = is_function(getattr(next(owners, None), CALL, None))
+        return "" if has_call else NO_CALL.format(key.__name__)
+    if not is_function(key):
+        return f"a key of type {type(key).__name__} is not one of these."
     shared = shared_by(key)
     return SHARED_CODE.format(shared) if shared else ""
 
 
-def call_shared_by(cls: type) -> str:
-    """How a module class shares the code of its `__call__` with others, or ""."""
-    name = cls.__name__
-    owner = next((base for base in cls.__mro__ if CALL in vars(base)), None)
-    if owner is None:
-        return f"{name} has none"  # what `cls.__call__` finds is of the metaclass
-    if owner is not cls:
-        return f"{name} inherits that of {owner.__name__}"
-    own = unwrapped(cls.__call__)[-1]
-    scope, _, written = own.__code__.co_qualname.rpartition(".")
-    if scope != cls.__qualname__ or written not in vars(cls):
-        return f"that of {name} is the function {own.__code__.co_qualname}"
-    if "<locals>" in cls.__qualname__:
-        methods = [unwrapped(value)[-1] for value in vars(cls).values()]
-        holds = any(held_by(f) for f in methods if isinstance(f, FunctionType))
-        if holds or has_twin(cls, own.__code__):
-            return f"each class that `class {name}` makes here has the same code"
-    return ""
+def is_function(value: object) -> bool:
+    """Whether a value is a Python function, perhaps in wrappers."""
+    return isinstance(unwrapped(value)[-1], FunctionType)
 
 
-def has_twin(cls: type, code: CodeType) -> bool:
-    """Whether the same statement made a class with other bases."""
-    for other in below(object):
-        if CALL in vars(other) and other.__bases__ != cls.__bases__:
-            if code_of(getattr(other, CALL, None)) is code:
-                return True
-    return False
+_own = weakref.WeakKeyDictionary[type, CodeType]()
+_writing = threading.RLock()
+
+
+def own_call(cls: type) -> CodeType:
+    """The code that runs if an object of this class is called, and for no other class.
+
+    Those derived from it may inherit it. A class without such a `__call__` gets one.
+    """
+    with _writing:
+        functions = [f for f in unwrapped(getattr(cls, CALL)) if hasattr(f, "__code__")]
+        known = _own.get(cls)
+        if CALL in vars(cls) and any(f.__code__ is known for f in functions):
+            return _own[cls]
+        function = functions[-1]
+        if not is_written_in(cls, function):
+            function = forwarding(cls)
+            setattr(cls, CALL, function)
+        return _own.setdefault(cls, function.__code__)
+
+
+def is_written_in(cls: type, function: FunctionType) -> bool:
+    """Whether a function is a method in the text of one class.
+
+    A class statement in a function may make many classes, which share their code.
+    """
+    scope, _, name = function.__code__.co_qualname.rpartition(".")
+    return scope == cls.__qualname__ and name in vars(cls) and "<" not in scope
+
+
+def forwarding(cls: type) -> FunctionType:
+    """A `__call__` for a class that does what the one that it has or inherits does."""
+    own = vars(cls).get(CALL)
+
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        inherited: Any = super(cls, self)
+        forward = own.__get__(self, type(self)) if own else inherited.__call__
+        return forward(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=CALL)  # another object each time
+    function = FunctionType(code, globals(), CALL, None, call.__closure__)
+    functools.update_wrapper(function, getattr(cls, CALL))
+    return function
 
 
 def below(cls: type) -> Iterator[type]:

@@ -157,7 +157,7 @@ class autocast:
       enabled: with False, nothing is cast, even inside another region.
       rules: the user's own table, looked up before jamp's. A key is a JAX primitive, a
         Python function (no closure, lambda or partial, which share their code with
-        others), a module class with its own `__call__`, or a regular expression that
+        others), a module class, also for its subclasses, or a regular expression that
         is searched for in the module path (the name stack that Flax Linen, Haiku and
         `jax.named_scope` write; a number at an end is whole, so that "block_1" does not
         match "block_10"). A value is the dtype that its ops run in (float16, bfloat16,

@@ -88,8 +88,10 @@ class Decider:
         by_path = any(isinstance(r.test, PathPattern) for r in settings.rules)
         self.uses_paths = by_path or settings.probe is not None
         # Those of a policy are for functions of libraries: nothing is traced apart.
-        keys = (rule.test for rule in settings.rules if settings.listed)
-        self.has_functions = any(isinstance(key, Function) for key in keys)
+        keys = [rule.test for rule in settings.rules if settings.listed]
+        self.called = [(i, k) for i, k in enumerate(keys) if isinstance(k, Function)]
+        for _, key in self.called:
+            key.look()
 
     def look(self) -> None:
         """Adds the functions of libraries that were imported since."""
@@ -168,11 +170,10 @@ class Decider:
         JAX traces a function of `scan` or `checkpoint` apart from its callers, and
         does not record them for the ops inside.
         """
-        if not self.has_functions:
+        if not self.called:
             return self.around
-        ids = {id(code) for code in codes()}
-        keys = enumerate(rule.test for rule in self.settings.rules)
-        found = [i for i, key in keys if isinstance(key, Function) and key.id in ids]
+        ids = list(map(id, codes()))
+        found = (i for i, key in self.called if not key.codes.keys().isdisjoint(ids))
         return self.around.union(found)
 
     def matching(
@@ -185,8 +186,8 @@ class Decider:
         """The places of the user's rules that match an op."""
         for index, (_, test, _) in enumerate(self.settings.rules):
             if isinstance(test, Function):
-                called = test.id in ids or test.source == source
-                matches = called or index in self.around
+                called = not test.codes.keys().isdisjoint(ids)
+                matches = called or test.source == source or index in self.around
             elif isinstance(test, PathPattern):
                 matches = test.search(path())
             else:

@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from .._checks import as_dtype, shown
-from .call_stack import code_of
+from .call_stack import unwrapped
 from .decision import (
     CASTABLE,
     FLOAT32_DTYPE,
@@ -21,23 +21,25 @@ from .decision import (
     UserRule,
 )
 from .float8 import as_recipe
-from .keys import function_of, problem_with
+from .keys import Function, function_of, problem_with
 from .ops import KEEP
 from .paths import PathPattern
 
 BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
-A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), or a \
-regular expression that is searched for in the module path ("lm_head"). A value is the \
-dtype to run in: float16, bfloat16 or float32; jax.lax.Precision.HIGHEST for float32 \
-with all digits; "float8", a jamp.Float8 or a jamp.ScaledFloat16 for the matrix \
-products that qualify; or None to leave the op unchanged."""
+A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), a module \
+class (nn.LayerNorm), or a regular expression that is searched for in the module path \
+("lm_head"). A value is the dtype to run in: float16, bfloat16 or float32; \
+jax.lax.Precision.HIGHEST for float32 with all digits; "float8", a jamp.Float8 or a \
+jamp.ScaledFloat16 for the matrix products that qualify; or None to leave the op \
+unchanged."""
 
 UNMATCHED = """no op matched {}. A module path is searched for in the name stack, \
 which Flax Linen, Haiku, jax.named_scope and the layers of eqx.nn write (as \
 "eqx.nn.Linear"). For NNX and your own Equinox modules, use the class. \
 jamp.nnx.named_scopes(model) makes an NNX model that writes paths. A function matches \
 while it runs in the region."""
-SHADOWED = "{} only matches ops that the earlier rule {} decides about: put it first."
+SHADOWED = "{} only matches ops that the earlier rule {} decides about: {}."
+REMOVE = "remove it, or the rule for the subclass"
 NO_PRODUCT = "{} asks for {}, but does not match any matrix product."
 
 Rules = Mapping[Any, DTypeLike | lax.Precision | Recipe | None]
@@ -49,7 +51,16 @@ def compile_rules(rules: Rules | None) -> tuple[UserRule, ...]:
         return ()
     if not isinstance(rules, Mapping):
         raise TypeError(f"autocast(rules=...) must be a dict; got {shown(rules)}.")
-    return tuple(compile_rule(key, value) for key, value in rules.items())
+    compiled: list[UserRule] = []
+    for rule in (compile_rule(key, value) for key, value in rules.items()):
+        bases = (i for i, other in enumerate(compiled) if comes_before(rule, other))
+        compiled.insert(next(bases, len(compiled)), rule)
+    return tuple(compiled)
+
+
+def comes_before(rule: UserRule, other: UserRule) -> bool:
+    """Whether a rule is for a class derived from that of another: it decides first."""
+    return isinstance(rule.test, Function) and rule.test.comes_before(other.test)
 
 
 def check_all_used(rules: tuple[UserRule, ...], hits: set[Hit]) -> None:
@@ -59,12 +70,17 @@ def check_all_used(rules: tuple[UserRule, ...], hits: set[Hit]) -> None:
     for index in sorted({*range(len(rules))} - used):
         name = repr(rules[index].name)
         deciding = {hit.by for hit in hits if hit.rule == index}
-        earlier = [repr(r.name) for i, r in enumerate(rules) if i in deciding]
+        earlier = [rule for i, rule in enumerate(rules) if i in deciding]
         recipe = rules[index].action.recipe
         if None in deciding and recipe is not None:
             problems.append(NO_PRODUCT.format(name, recipe.name))
         elif earlier:
-            problems.append(SHADOWED.format(name, " or ".join(earlier)))
+            names = " or ".join(repr(rule.name) for rule in earlier)
+            is_base = any(comes_before(rule, rules[index]) for rule in earlier)
+            cure = (
+                "remove it, or the rule for the subclass" if is_base else "put it first"
+            )
+            problems.append(SHADOWED.format(name, names, cure))
         else:
             unmatched.append(name)
     if unmatched:
@@ -102,7 +118,5 @@ def compile_rule(key: object, value: object) -> UserRule:
             raise bad(f"the key is not a regular expression: {error}.") from None
     if problem := problem_with(key):
         raise bad(problem)
-    code = code_of(key.__call__ if isinstance(key, type) else key)
-    assert code is not None  # or there is a problem
-    name = getattr(key, "__qualname__", code.co_name)
-    return UserRule(name, function_of(code), action)
+    name = getattr(key, "__qualname__", None) or unwrapped(key)[-1].__qualname__
+    return UserRule(name, function_of(key), action)

@@ -4,6 +4,9 @@ A key that cannot be told apart from its look-alike is refused.
 """
 
 import functools
+import inspect
+import itertools
+import pickle
 import types
 
 import equinox as eqx
@@ -17,7 +20,9 @@ from jax import lax
 
 import jamp
 from shared.jaxprs import equations
+from shared.keras_on_jax import import_keras
 
+keras = import_keras()
 HALF, FLOAT32 = jnp.float16, jnp.float32
 X = jnp.ones((4, 4))
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -83,12 +88,16 @@ def product(x):
     return x @ x
 
 
+def method(self, x):
+    return x @ x
+
+
 class Assigned:
-    __call__ = product
+    __call__ = method
 
 
 class Twin:
-    __call__ = product
+    __call__ = method
 
 
 class Named:
@@ -98,6 +107,10 @@ class Named:
         return x @ x
 
     __call__ = forward
+
+
+class NoFunction:
+    __call__ = len
 
 
 class Silent:
@@ -178,6 +191,20 @@ def image(make):
     return lambda x: layer(jnp.ones(shape, x.dtype))
 
 
+def linen_image(make):
+    """A convolution of Linen on a sequence."""
+    layer, images = make(4, (3,), use_bias=False), jnp.ones((2, 4, 4))
+    variables = layer.init(jax.random.key(0), images)
+    return lambda x: layer.apply(variables, images.astype(x.dtype))
+
+
+def haiku_image(make):
+    images = jnp.ones((2,) + (4,) * (3 if make is hk.Conv2D else 2))
+    model = hk.transform(lambda x: make(4, 3, with_bias=False)(x))
+    params = model.init(jax.random.key(0), images)
+    return lambda x: model.apply(params, None, images.astype(x.dtype))
+
+
 def scoped(name):
     def run(x):
         with jax.named_scope(name):
@@ -198,33 +225,34 @@ def multiplying_by(n):
 
 LAMBDAS = [lambda x: x @ x, lambda x: x @ x]
 CLASSES = made_for(1), made_for(2)
-MIXED = normed(Assigned), normed(Silent)
+MIXED = normed(Assigned), normed(Twin)
 FILES = in_file("one"), in_file("two")
 CLASS_FILES = [in_file(name, CLASS_TEXT, "Head") for name in ("one", "two")]
 # A key, what it is for, and its look-alike. None: the key is refused.
 PAIRS = {
     "nnx, own call": (OwnNnxHead, of_nnx(OwnNnxHead), of_nnx(nnx.Linear)),
-    "nnx, inherited call": (NnxHead, None, of_nnx(nnx.Linear)),
+    "nnx, inherited call": (NnxHead, of_nnx(NnxHead), of_nnx(nnx.Linear)),
     "nnx, child with a call": (Calls, Calls(nnx.Rngs(0)), Part(nnx.Rngs(0))),
-    "nnx, child without": (Inherits, None, Part(nnx.Rngs(0))),
+    "nnx, child without": (Inherits, Inherits(nnx.Rngs(0)), Part(nnx.Rngs(0))),
     "linen, own call": (OwnLinenHead, of_linen(OwnLinenHead), of_linen(nn.Dense)),
-    "linen, inherited call": (LinenHead, None, of_linen(nn.Dense)),
-    "linen, a library's": (nn.ConvLocal, None, None),
+    "linen, inherited call": (LinenHead, of_linen(LinenHead), of_linen(nn.Dense)),
+    "linen, a library's": (nn.Conv, linen_image(nn.Conv), linen_image(nn.ConvLocal)),
     "equinox, own call": (
         OwnEqxHead,
         of_eqx(OwnEqxHead),
         of_eqx(eqx.nn.Linear),
     ),
-    "equinox, inherited call": (EqxHead, None, of_eqx(eqx.nn.Linear)),
-    "equinox, a library's": (eqx.nn.Conv2d, None, image(eqx.nn.Conv1d)),
+    "equinox, inherited call": (EqxHead, of_eqx(EqxHead), of_eqx(eqx.nn.Linear)),
+    "equinox, a library's": (eqx.nn.Conv2d, image(eqx.nn.Conv2d), image(eqx.nn.Conv1d)),
     "haiku, own call": (OwnHaikuHead, of_haiku(OwnHaikuHead), of_haiku(hk.Linear)),
-    "haiku, inherited call": (HaikuHead, None, of_haiku(hk.Linear)),
-    "haiku, a library's": (hk.Conv2D, None, None),
+    "haiku, inherited call": (HaikuHead, of_haiku(HaikuHead), of_haiku(hk.Linear)),
+    "haiku, a library's": (hk.Conv2D, haiku_image(hk.Conv2D), haiku_image(hk.Conv1D)),
     "class without a call": (Silent, None, None),
     "haiku class without a call": (hk.Module, None, None),
-    "class with a function's": (Assigned, None, Twin()),
-    "classes of one function": (CLASSES[0], None, CLASSES[1]()),
-    "classes with other bases": (MIXED[0], None, MIXED[1]()),
+    "class without a function": (NoFunction, None, None),
+    "class with a function's": (Assigned, Assigned(), Twin()),
+    "classes of one function": (CLASSES[0], CLASSES[0](), CLASSES[1]()),
+    "classes with other bases": (MIXED[0], MIXED[0](), MIXED[1]()),
     "classes of two files": (CLASS_FILES[0], CLASS_FILES[0](), CLASS_FILES[1]()),
     "functions of two files": (FILES[0], *FILES),
     "jitted functions of two files": (FILES[0], *map(jax.jit, FILES)),
@@ -273,10 +301,114 @@ def test_regions_with_look_alikes_share_no_cache():
         assert (dtypes[i], dtypes[1 - i]) == (FLOAT32, HALF)
 
 
-def test_a_class_stands_for_those_derived_from_it():
-    for module in (OwnNnxHead, NnxHead):
-        with jamp.autocast(HALF, rules={nnx.Linear: FLOAT32}):
-            assert of_nnx(module)(X).dtype == FLOAT32
+# Classes, and those derived from them with a `__call__` that calls no other.
+class Base:
+    def __call__(self, x):
+        return x @ x
+
+
+class Derived(Base):
+    def __call__(self, x):
+        return x @ x + 1
+
+
+class MoreDerived(Derived):
+    pass
+
+
+class Left(Base):
+    pass
+
+
+class Right(Base):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Both(Left, Right):
+    pass
+
+
+class LinenConv(nn.Conv):
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("w", nn.initializers.ones, (4, 4))
+
+
+class LinenStep(nn.Module):
+    """A convolution in the body of a loop over layers."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Conv(4, (3,), use_bias=False)(x), None
+
+
+def linen_layers():
+    layers = nn.scan(LinenStep, {"params": 0}, split_rngs={"params": True}, length=2)()
+    variables = layers.init(jax.random.key(0), X, None)
+    return lambda x: layers.apply(variables, x, None)[0]
+
+
+class EqxConv(eqx.nn.Conv1d):
+    def __call__(self, x, *, key=None):
+        return self.weight[:, :, 0] @ x
+
+
+class HaikuConv(hk.Conv1D):
+    def __call__(self, x):
+        return x @ hk.get_parameter("w", (4, 4), init=jnp.ones)
+
+
+class KerasHead(keras.layers.Dense):
+    pass
+
+
+class OwnKerasHead(keras.layers.Dense):
+    def call(self, x):
+        return keras.ops.matmul(x, self.kernel)
+
+
+def of_keras(make):
+    layer = keras.Sequential([make(4, use_bias=False)])
+    layer.build((4, 4))
+    values = [variable.value for variable in layer.variables]
+    return lambda x: layer.stateless_call(values, [], x)[0]
+
+
+# A class as key, and an object of one that is derived from it.
+DERIVED = {
+    "plain": (Base, Derived()),
+    "nnx": (nnx.Linear, of_nnx(OwnNnxHead)),
+    "nnx, inherited call": (nnx.Linear, of_nnx(NnxHead)),
+    "linen": (nn.Conv, linen_image(LinenConv)),
+    "linen, remat": (nn.Conv, linen_image(nn.remat(nn.Conv))),
+    "linen, remat of a subclass": (nn.Conv, linen_image(nn.remat(LinenConv))),
+    "linen, scan": (nn.Conv, linen_layers()),
+    "equinox": (eqx.nn.Conv1d, image(EqxConv)),
+    "haiku": (hk.Conv1D, haiku_image(HaikuConv)),
+    "keras": (keras.layers.Dense, of_keras(OwnKerasHead)),
+    "keras, inherited call": (keras.layers.Dense, of_keras(KerasHead)),
+}
+
+
+def test_the_key_of_a_subclass_comes_first():
+    value = {Base: FLOAT32, Derived: HALF, MoreDerived: jnp.bfloat16, "": HALF}
+    for order in itertools.permutations((Base, Derived, MoreDerived)):
+        rules = {key: value[key] for key in (*order, "")}
+        with jamp.autocast(HALF, rules=rules):
+            dtypes = [make()(X).dtype for make in (Base, Derived, MoreDerived)]
+            product(X)
+        assert dtypes == [FLOAT32, HALF, jnp.bfloat16]
+
+
+def test_a_class_that_gets_a_call_is_used_as_before():
+    signature = inspect.signature(hk.Conv2D.__call__)
+    for _ in range(2):
+        region = jamp.autocast(HALF, rules={hk.Conv2D: FLOAT32, Left: None})
+        copied = pickle.loads(pickle.dumps(region))
+        assert copied.settings == region.settings
+    assert inspect.signature(hk.Conv2D.__call__) == signature
+    assert float(Both()(X)[0, 0]) == 2 * 4  # `Right` comes after `Left`
 
 
 def test_a_class_that_a_test_makes_is_a_key():
@@ -330,6 +462,11 @@ UNUSED = {
         {exp_in_scope: FLOAT32, "head": HALF},
         exp_in_scope,
         "'head' only matches ops that the earlier rule 'exp_in_scope' decides about",
+    ),
+    "after a subclass": (
+        {Base: FLOAT32, Derived: HALF},
+        Derived(),
+        "'Base' only matches .* 'Derived' decides about: remove it, or the rule for",
     ),
     "inside a function of the tables": (
         {jax.nn.softmax: HALF, lax.exp_p: FLOAT32},
@@ -397,6 +534,44 @@ CALLED = {
     "while": repeated,
     "vmap of jit": lambda f: lambda x: jax.vmap(jax.jit(f))(x[None])[0],
 }
+
+
+CLASS_KEYS = DERIVED | {
+    name: (key, run)
+    for name, (key, run, _) in PAIRS.items()
+    if isinstance(key, type) and run is not None
+}
+AROUND = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "grad": jax.grad,
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None]),
+    "checkpoint": jax.checkpoint,
+    "scan": scanned,
+}
+
+
+@pytest.mark.parametrize("name", CLASS_KEYS)
+def test_a_class_is_known_wherever_jax_traces_it(name):
+    """Also where a loop, a `jit` or a `checkpoint` in the region traces it apart."""
+    key, run = CLASS_KEYS[name]
+    total = lambda x: jnp.sum(x) + jnp.sum(jnp.float32(run(X + jnp.sum(x))))
+    failed = []
+    for inside, outside in itertools.product(CALLED, AROUND):
+        if (inside, outside) == ("while", "grad"):  # JAX has no such derivative
+            continue
+        inner = CALLED[inside](lambda x: x + total(x))
+        region = jamp.autocast(jnp.bfloat16, rules={key: FLOAT32})
+        program = AROUND[outside](region(lambda x, inner=inner: jnp.sum(inner(x))))
+        products = [e for e in equations(jax.make_jaxpr(program)(X)) if is_product(e)]
+        dtypes = {str(e.invars[0].aval.dtype) for e in products}
+        if dtypes != {"float32"}:
+            failed.append((inside, outside, dtypes))
+    assert not failed
+
+
+def is_product(eqn):
+    return eqn.primitive.name in ("dot_general", "conv_general_dilated")
 
 
 def keyed(called, x):

@@ -46,7 +46,7 @@ from ._policy.policy import Policy as Policy
 from ._policy.policy import get_policy as get_policy
 from ._policy.policy import cast_to_full as cast_to_full
 from ._policy.policy import cast_to_half as cast_to_half
-from ._policy.policy import half_dtype as half_dtype
+from ._targets import half_dtype as half_dtype
 
 # Namespaces
 from . import sharding as sharding

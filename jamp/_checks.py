@@ -3,19 +3,34 @@
 The checks are for numbers, their ranges, dtypes, flags and names of axes.
 """
 
+import difflib
 import math
 import operator
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+
+from ._targets import half_dtype
+
+# The first name of a dtype is the one that `str` of a policy shows, as in jmp. NumPy
+# reads some of them otherwise: "f16" has sixteen bytes there.
+DTYPE_NAMES = {
+    "bfloat16": ("bf16", "bfloat16"),
+    "float16": ("f16", "fp16", "float16"),
+    "float32": ("full", "f32", "fp32", "float32"),
+    "float64": ("f64", "fp64", "float64"),
+}
+DTYPES = {name: dtype for dtype, names in DTYPE_NAMES.items() for name in names}
+FLOAT8_NAMES = "float8", "fp8", "f8"  # of a recipe, and of no dtype
+HALF = "half"
 
 
 def check_count(name: str, value: object) -> int:
@@ -85,18 +100,56 @@ def is_traced(value: object) -> TypeGuard[Any]:
 
 
 def as_dtype(value: Any) -> np.dtype:
-    """`jnp.dtype(value)`, but TypeError for an array, which has a dtype."""
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        raise TypeError(f"{shown(value)} is not a dtype")
-    return jnp.dtype(value)
+    """The dtype that a value is or names, or TypeError.
+
+    A name is one of this list, or JAX's own ("int8"). An array is refused.
+    """
+    name = value if isinstance(value, str) else None
+    if name == HALF:
+        return half_dtype()
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if not is_array and value is not None:  # which NumPy reads as float64
+        dtype = jnp.dtype(DTYPES.get(name, value) if name else value)
+        if name is None or name in DTYPES or dtype.name == name:
+            return dtype
+    raise TypeError(f"{shown(value)} is not a dtype")
 
 
 def dtype_or_none(value: object) -> np.dtype | None:
     """`as_dtype(value)`, or None if the value is not a dtype."""
     try:
         return as_dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):
         return None
+
+
+def similar(value: object, dtypes: Iterable[object] = DTYPE_NAMES) -> list[str]:
+    """The names of some dtypes, or of a recipe, that a user may have meant.
+
+    The best comes first. A name may have a library in front, and be a dtype of torch.
+    """
+    known = [n for dtype in map(str, dtypes) for n in DTYPE_NAMES.get(dtype, (dtype,))]
+    name = str(value).lower().rpartition(".")[2]
+    return difflib.get_close_matches(name, [*known, HALF], n=4, cutoff=0.6)
+
+
+def did_you_mean(value: object, dtypes: Iterable[object] = DTYPE_NAMES) -> str:
+    """These names, for the end of a message, or "" where a dtype is the wrong one."""
+    near = [] if dtype_or_none(value) is not None else similar(value, dtypes)
+    return f" Did you mean {' or '.join(map(repr, near[:2]))}?" if near else ""
+
+
+def floating(name: str, dtype: Any) -> np.dtype | None:
+    """A floating dtype or None, or TypeError naming the argument."""
+    if dtype is None:
+        return None
+    known = dtype_or_none(dtype)
+    if known is None or not jnp.issubdtype(known, jnp.floating):
+        raise TypeError(
+            f"{name} must be a floating dtype or None; got {shown(dtype)}."
+            f"{did_you_mean(dtype)}"
+        )
+    return known
 
 
 def flag(name: str, value: object) -> bool:

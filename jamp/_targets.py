@@ -45,6 +45,23 @@ def default_dtype() -> np.dtype:
     return jnp.dtype("float16" if jax.default_backend() == "gpu" else "bfloat16")
 
 
+def half_dtype() -> np.dtype:
+    """The default device's half-precision dtype: bfloat16 on TPU, otherwise float16.
+
+    Returns:
+      A NumPy dtype.
+
+    Examples:
+      >>> import jamp
+      >>> jamp.half_dtype()
+      dtype('float16')
+
+    PyTorch: no counterpart. Source: jmp.
+    """
+    on_tpu = default_device().platform == "tpu"
+    return jnp.dtype("bfloat16" if on_tpu else "float16")
+
+
 def default_device() -> Device:
     """The device on which JAX runs a program that names none."""
     chosen: Any = jax.config.jax_default_device  # pyright: ignore

@@ -210,6 +210,8 @@ jamp.autocast
     TypeError: cache_enabled
   jamp.autocast(jnp.float32)
     ValueError: dtype
+  jamp.autocast("flaot16")
+    ValueError: dtype
   jamp.autocast(True)
     ValueError: dtype
     > Pass it by name: `enabled=True`.
@@ -985,7 +987,7 @@ jamp.Float8
 jamp.calibrate
   jamp.calibrate(loss_fn(params, x))(params, x)
     TypeError: fn
-  jamp.calibrate(loss_fn, dtype="fp8")
+  jamp.calibrate(loss_fn, dtype="fp6")
     ValueError: dtype
   jamp.calibrate(loss_fn, jnp.float32)
     ValueError: dtype

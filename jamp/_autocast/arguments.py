@@ -1,13 +1,13 @@
 """The arguments of `autocast`, and the errors that wrong ones raise."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, brief
+from .._checks import FLOAT8_NAMES, as_dtype, brief, did_you_mean
 from .._targets import default_dtype
 from .._tree import HALVES
 from .decision import CASTABLE, Dtypes, Recipe
@@ -50,15 +50,22 @@ def region_dtype(
         return recipe.dtype, recipe
     allowed = CASTABLE if enabled is False else HALVES
     dtype = default_dtype() if value is None else value
-    return dtype_argument(dtype, allowed, BAD_DTYPE), None
+    return dtype_argument(dtype, allowed, BAD_DTYPE, FLOAT8_NAMES), None
 
 
-def dtype_argument(value: object, allowed: Dtypes, message: str) -> np.dtype:
-    """The dtype that a user gave, or ValueError with the message."""
+def dtype_argument(
+    value: object, allowed: Dtypes, message: str, recipes: Sequence[str] = ()
+) -> np.dtype:
+    """The dtype that a user gave, or ValueError with the message.
+
+    Args:
+      recipes: the names of recipes that the argument takes too.
+    """
     try:
         dtype = as_dtype(value)
     except (TypeError, ValueError):
-        raise ValueError(message.format(brief(value))) from None
+        hint = did_you_mean(value, [*allowed, *recipes])
+        raise ValueError(message.format(brief(value)) + hint) from None
     if dtype not in allowed:
         raise ValueError(message.format(repr(str(dtype))))
     return dtype

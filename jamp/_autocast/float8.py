@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from .. import _compat
-from .._checks import brief, flag
+from .._checks import FLOAT8_NAMES, brief, flag
 from .._compat import array_dtype
 from .._jaxprs import param
 from .._targets import warn_if_missing
@@ -93,7 +93,7 @@ class Float8(Recipe):
     recipe: str = "tensorwise"
     activations: bool = False
 
-    name = "float8"
+    name = FLOAT8_NAMES[0]
     dtype = jnp.dtype("bfloat16")
     products = frozenset({"dot_general"})
     is_wide = False
@@ -139,7 +139,7 @@ class Float8(Recipe):
 
 def as_recipe(value: object) -> Recipe | None:
     """The recipe that a user's value stands for, or None if it is something else."""
-    if isinstance(value, str) and value == Float8.name:
+    if isinstance(value, str) and value in FLOAT8_NAMES:
         return Float8()
     return value if isinstance(value, Recipe) else None
 

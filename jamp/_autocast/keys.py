@@ -60,8 +60,9 @@ class ModuleClass(Function):
                 self.codes[id(code)] = code  # kept: a jaxpr may outlive the class
 
     def comes_before(self, other: object) -> bool:
-        is_class = isinstance(other, ModuleClass) and other is not self
-        return is_class and issubclass(self.cls, other.cls)
+        if not isinstance(other, ModuleClass) or other is self:
+            return False
+        return issubclass(self.cls, other.cls)
 
 
 _keys = weakref.WeakValueDictionary[int, Function]()

@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, shown
+from .._checks import FLOAT8_NAMES, as_dtype, did_you_mean, shown
 from .call_stack import unwrapped
 from .decision import (
     CASTABLE,
@@ -105,7 +105,8 @@ def compile_rule(key: object, value: object) -> UserRule:
         try:
             dtype = as_dtype(value)
         except (TypeError, ValueError):
-            raise bad(f"{value!r} is not a dtype.") from None
+            hint = did_you_mean(value, [*CASTABLE, *FLOAT8_NAMES])
+            raise bad(f"{value!r} is not a dtype.{hint}") from None
         if dtype not in CASTABLE:
             raise bad(f"ops cannot run in {dtype}.")
         action = Action(None, dtype, why=why)

@@ -18,7 +18,7 @@ from .._autocast.float8 import RECIPES, Float8, as_recipe
 from .._autocast.paths import PathPattern
 from .._autocast.region import enter
 from .._autocast.trace import PROBE
-from .._checks import brief, flag, is_traced, number
+from .._checks import FLOAT8_NAMES, brief, flag, is_traced, number
 from .._tree import HALF_NAMES, HALVES, PyTree
 from .calibration import FLOAT8_NAME, TENSORWISE, Calibration, ProductRow, called
 from .call import FlatCall, open_call, with_params
@@ -156,7 +156,7 @@ def candidates_of(dtype: object) -> list[str]:
     if not isinstance(float8, Float8):
         recipes = ", ".join(map(repr, RECIPES))
         message = BAD_CHOICE.format("{}", recipes)
-        return [dtype_argument(dtype, HALVES, message).name]
+        return [dtype_argument(dtype, HALVES, message, FLOAT8_NAMES).name]
     second = ["rowwise"] if float8.recipe == "tensorwise" else []
     return [float8.recipe, *second, "bfloat16"]
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._autocast.attention import dot_product_attention
+from .._checks import floating
 
 HANDLED = (
     "query key value bias mask is_causal dtype broadcast_dropout dropout_rng "
@@ -26,13 +27,15 @@ def in_flax(own: Callable[..., jax.Array], given: dict[str, Any]) -> jax.Array:
       given: its arguments. None is one that was not given.
     """
     given = {name: x for name, x in given.items() if x is not None}
+    if "dtype" in given:
+        given["dtype"] = floating("dtype", given["dtype"])
     if not given.get("is_causal"):  # which Flax's function may not have
         given.pop("is_causal", None)
     drops = given["dropout_rate"] > 0 and not given["deterministic"]
     if drops or not given.keys() <= {*HANDLED}:
         return own(**given)
     inputs = given["query"], given["key"], given["value"]
-    dtype = given.get("dtype") or jnp.result_type(*inputs)
+    dtype = given.get("dtype", jnp.result_type(*inputs))
     shape, batch = inputs[0].shape, inputs[0].shape[:-3]
 
     def with_one_batch(x: jax.Array | None) -> jax.Array | None:

@@ -1,7 +1,6 @@
 """Policy: which dtypes parameters, computation and outputs have. jmp's names."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,21 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import as_dtype, brief, unavailable
-from .._targets import default_device
+from .._checks import (
+    DTYPE_NAMES,
+    DTYPES,
+    HALF,
+    brief,
+    dtype_or_none,
+    similar,
+    unavailable,
+)
+from .._targets import half_dtype
 from .._tree import cast_floating
 from .float32_for import FLOAT32_FOR
 
 Tree = TypeVar("Tree")
 
-# The first name of a dtype is the one that `str` shows, as in jmp.
-DTYPE_NAMES = {
-    "bfloat16": ("bf16", "bfloat16"),
-    "float16": ("f16", "float16"),
-    "float32": ("full", "f32", "float32"),
-    "float64": ("f64", "float64"),
-}
-DTYPES = {name: dtype for dtype, names in DTYPE_NAMES.items() for name in names}
 KEYS = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
 KEYS |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
 NAMED = {
@@ -34,23 +33,6 @@ NAMED = {
 BAD_STRING = """get_policy({!r}): {}
 Write "params=float32,compute=float16,output=float32", or in short "c=float16,o=full", \
 or one dtype for all three ("half"), or "mixed_float16"."""
-
-
-def half_dtype() -> np.dtype:
-    """The default device's half-precision dtype: bfloat16 on TPU, otherwise float16.
-
-    Returns:
-      A NumPy dtype.
-
-    Examples:
-      >>> import jamp
-      >>> jamp.half_dtype()
-      dtype('float16')
-
-    PyTorch: no counterpart. Source: jmp.
-    """
-    on_tpu = default_device().platform == "tpu"
-    return jnp.dtype("bfloat16" if on_tpu else "float16")
 
 
 def cast_to_full(tree: Tree) -> Tree:
@@ -258,29 +240,14 @@ def _short_name(dtype: np.dtype) -> str:
     return DTYPE_NAMES.get(dtype.name, (dtype.name,))[0]
 
 
-def _dtype_named(value: DTypeLike | None) -> np.dtype | None:
-    """The dtype that a name or a dtype means, or None."""
-    known = DTYPES.get(value, value) if isinstance(value, str) else value
-    if known is None or isinstance(known, bool | int | float):
-        return None  # NumPy reads None as float64
-    try:
-        dtype = as_dtype(known)
-    except (TypeError, ValueError):
-        return None
-    is_other = isinstance(known, str) and dtype.name != known
-    return None if is_other else dtype  # "f16" is sixteen bytes, "float" float64
-
-
 def _dtype(value: DTypeLike | None, where: str) -> np.dtype:
     """The floating dtype that a user means. Raises ValueError for anything else."""
-    if isinstance(value, str) and value == "half":
-        return half_dtype()
-    dtype = _dtype_named(value)
+    dtype = dtype_or_none(value)
     if isinstance(value, str) and value in NAMED:
         problem = f"{value!r} is a policy, not a dtype; write get_policy({value!r})."
     elif dtype is None:
-        names = [*DTYPES, "half", *(NAMED if where == "Policy" else ())]
-        near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.4)
+        names = [*DTYPES, HALF, *(NAMED if where == "Policy" else ())]
+        near = similar(value, [*DTYPE_NAMES, *(NAMED if where == "Policy" else ())])
         there_are = "similar names:" if near else "the names are"
         there_are = f"{there_are} {', '.join(near or names)}."
         problem = f"Unknown dtype {brief(value)}; {there_are}"

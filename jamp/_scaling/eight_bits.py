@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import dtype_or_none, shown
+from .._checks import DTYPE_NAMES, did_you_mean, dtype_or_none, shown
 from .arithmetic import power_of_two
 
 EIGHT_BITS = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
@@ -52,12 +52,12 @@ def reduction_dtype(name: str, dtype: DTypeLike | None) -> np.dtype | None:
     """A dtype to average in, or None, or TypeError naming the argument."""
     if dtype is None:
         return None
-    known = dtype_or_none(dtype)
+    known, names = dtype_or_none(dtype), [*DTYPE_NAMES, *EIGHT_BITS]
     wide = known is not None and jnp.issubdtype(known, jnp.floating)
     if not is_eight_bits(known) and not (wide and jnp.finfo(known).bits >= 16):
         raise TypeError(
             f"{name} must be a floating dtype of 16 bits or more, int8, float8_e4m3fn, "
-            f"or None; got {shown(dtype)}."
+            f"or None; got {shown(dtype)}.{did_you_mean(dtype, names)}"
         )
     return known
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from .._checks import dtype_or_none, positive, shown
+from .._checks import floating, positive
 from .._tree import KeyPath, PyTree, T, dtype_of, is_inexact
 from . import eight_bits
 from .mesh import Entry, mapped, names
@@ -159,16 +159,6 @@ def last_of(entry: Entry, axes: tuple[str, ...], where: str) -> tuple[str, ...]:
             "over the last ones first."
         )
     return chosen
-
-
-def floating(name: str, dtype: DTypeLike | None) -> np.dtype | None:
-    """A floating dtype or None, or TypeError naming the argument."""
-    if dtype is None:
-        return None
-    known = dtype_or_none(dtype)
-    if known is None or not jnp.issubdtype(known, jnp.floating):
-        raise TypeError(f"{name} must be a floating dtype or None; got {shown(dtype)}.")
-    return known
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

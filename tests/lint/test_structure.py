@@ -20,7 +20,10 @@ FLOORS = (
     {"_measure"},
     {"__main__"},
 )
-SHARED = {"_tree": {"_checks"}} | {name: set() for name in FLOORS[0] - {"_tree"}}
+SHARED = {name: set() for name in FLOORS[0]} | {
+    "_tree": {"_checks"},
+    "_checks": {"_targets"},
+}
 USES_COMPAT = {"_autocast", "_debug"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 WINGS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))

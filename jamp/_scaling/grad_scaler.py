@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
@@ -38,6 +39,11 @@ NO_STEP = (
     "grads) first. It replaces optimizer.update(model, grads), which would apply "
     "gradients that are still scaled."
 )
+
+
+def outside(x: jax.Array) -> Any:
+    """A number as Python's, and numbers of a stacked scaler as NumPy's."""
+    return x.item() if x.ndim == 0 else np.asarray(x)
 
 
 class GradScaler(nnx.Pytree):
@@ -282,7 +288,8 @@ class GradScaler(nnx.Pytree):
             return
         self._iteration.check_trace()
         if new_scale is not None:
-            self.loss_scale[...] = rule.as_scale("new_scale", new_scale)
+            shape = self.loss_scale[...].shape
+            self.loss_scale[...] = rule.as_scale("new_scale", new_scale, shape)
         else:
             flags = [record.finite for record in self._iteration.records.values()]
             if not flags:
@@ -300,13 +307,13 @@ class GradScaler(nnx.Pytree):
     def __str__(self) -> str:
         return repr(self)
 
-    def get_scale(self) -> float | jax.Array:
+    def get_scale(self) -> float | np.ndarray | jax.Array:
         """The scale: a Python float outside a trace, the traced array inside, 1.0 if
-        disabled."""
+        disabled. A NumPy array if the scaler is stacked, as `nnx.vmap` makes it."""
         if not self._enabled:
             return 1.0
         loss_scale = self.loss_scale[...]
-        return loss_scale if is_traced(loss_scale) else float(loss_scale)
+        return loss_scale if is_traced(loss_scale) else outside(loss_scale)
 
     def get_growth_factor(self) -> float:
         """The factor by which the scale grows."""
@@ -341,12 +348,13 @@ class GradScaler(nnx.Pytree):
         """Whether scaling is enabled."""
         return self._enabled
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """The state as Python scalars, with torch's five keys; `{}` if disabled.
 
-        `torch.amp.GradScaler.load_state_dict` accepts it. With `hysteresis` above 1 it
-        has a sixth key, `_hysteresis_tracker`, which torch ignores: overflows left
-        before the scale backs off.
+        Of a stacked scaler, as `nnx.vmap` makes it, the scale and its tracker are NumPy
+        arrays. `torch.amp.GradScaler.load_state_dict` accepts it. With `hysteresis`
+        above 1 it has a sixth key, `_hysteresis_tracker`, which torch ignores:
+        overflows left before the scale backs off.
 
         Raises:
           RuntimeError: it was called inside a trace, or in the middle of an iteration.
@@ -361,16 +369,16 @@ class GradScaler(nnx.Pytree):
                 "trace; call it outside the jitted function."
             )
         result = {
-            "scale": float(state.loss_scale),
+            "scale": outside(state.loss_scale),
             "growth_factor": self._config.growth_factor,
             "backoff_factor": self._config.backoff_factor,
             "growth_interval": self._config.growth_interval,
-            "_growth_tracker": int(state.growth_tracker),
+            "_growth_tracker": outside(state.growth_tracker),
         }
         if self._config.hysteresis > 1:
             tracker = rule.adopted(state, self._config).hysteresis_tracker
-            left = self._config.hysteresis - rule.NONE_FORGIVEN + int(tracker)
-            result["_hysteresis_tracker"] = left
+            left = self._config.hysteresis - rule.NONE_FORGIVEN + tracker
+            result["_hysteresis_tracker"] = outside(left)
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> None:
@@ -401,10 +409,12 @@ class GradScaler(nnx.Pytree):
                 f"state_dict lacks {', '.join(sorted(missing))}; it has "
                 f"{', '.join(map(str, state_dict))}. Pass what state_dict() returned."
             )
-        scale = rule.as_scale("scale", state_dict["scale"])
-        tracker = check_count("_growth_tracker", state_dict["_growth_tracker"])
-        left = state_dict.get("_hysteresis_tracker", self._config.hysteresis)
-        left = check_count("_hysteresis_tracker", left)
+        shape = self.loss_scale[...].shape
+        scale = rule.as_scale("scale", state_dict["scale"], shape)
+        key, value = "_growth_tracker", state_dict["_growth_tracker"]
+        tracker = rule.in_shape(key, value, shape, check_count)
+        key, default = "_hysteresis_tracker", self._config.hysteresis
+        left = rule.in_shape(key, state_dict.get(key, default), shape, check_count)
         self._configure(**{key: state_dict[key] for key in keys[1:]})
         self.loss_scale[...] = scale
         self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)

@@ -272,7 +272,8 @@ def check(
     if stacked := [name for name, value in row.items() if np.ndim(value)]:
         raise ValueError(
             f"check: {stacked[0]} must be one number; got shape "
-            f"{np.shape(row[stacked[0]])}. Check stacked states one at a time."
+            f"{np.shape(row[stacked[0]])}. Check stacked states one at a time: "
+            "jax.tree.map(lambda x: x[0], jamp.metrics(opt_state))."
         )
     alarms: list[str] = []
     if row.get("scale_below_one"):

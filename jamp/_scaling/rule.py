@@ -13,7 +13,8 @@ import dataclasses
 import enum
 import math
 import operator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -140,13 +141,39 @@ def check_scale(name: str, value: object) -> float:
     return scale
 
 
-def as_scale(name: str, value: object) -> jax.Array:
-    """A scale from a user, a number or an array of one element, as float32 []."""
+def as_scale(name: str, value: object, shape: tuple[int, ...] = ()) -> jax.Array:
+    """A scale from a user as float32, checked: see `in_shape`."""
+    return jnp.asarray(in_shape(name, value, shape, check_scale), jnp.float32)
+
+
+def in_shape(
+    name: str,
+    value: Any,
+    shape: tuple[int, ...],
+    check: Callable[[str, object], float],
+) -> Any:
+    """A number from a user, or an array of one, in the shape that a state has.
+
+    A state that is stacked also takes as many numbers as it has.
+
+    Args:
+      check: raises an error for a number that is wrong.
+    """
+    if isinstance(value, list) and shape:
+        value = np.asarray(value)
     if isinstance(value, jax.Array | np.ndarray | np.generic):
-        if value.size != 1:
-            raise ValueError(f"{name} must be one number; got shape {value.shape}.")
-        value = jnp.reshape(value, []) if is_traced(value) else value.item()
-    return jnp.asarray(check_scale(name, value), jnp.float32)
+        if value.size != 1 and value.shape != shape:
+            more = f", or an array of shape {shape}" if shape else ""
+            got = f"got shape {value.shape}"
+            raise ValueError(f"{name} must be one number{more}; {got}.")
+        if value.size == 1:
+            value = jnp.reshape(value, []) if is_traced(value) else value.item()
+        elif is_traced(value):
+            return value
+        else:
+            return np.reshape([check(name, x) for x in value.ravel()], shape)
+    checked = check(name, value)
+    return jnp.broadcast_to(checked, shape) if shape else checked
 
 
 def init(

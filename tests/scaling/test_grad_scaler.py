@@ -1,6 +1,7 @@
 """GradScaler: torch's methods and errors, eagerly and under nnx.jit."""
 
 import copy
+import json
 import pickle
 
 import chex
@@ -572,3 +573,72 @@ def test_a_module_that_is_no_pytree_is_trained():
     loss_fn = lambda model: scaler.scale(jnp.sum(model.w[...] ** 2))
     assert not scaler.step(optimizer, model, nnx.grad(loss_fn)(model))
     np.testing.assert_array_equal(model.w[...], 0.5)
+
+
+def stacked(shape):
+    """A scaler for each of some models, as `nnx.vmap` makes them."""
+    make = lambda scale: jamp.GradScaler(1024.0, hysteresis=3)
+    for _ in shape:
+        make = nnx.vmap(make)
+    return make(jnp.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 3)])
+def test_a_stacked_scaler_is_logged_and_saved(shape):
+    """A third of the scalers overflow, and each has its own numbers afterwards."""
+    scaler, other = stacked(shape), stacked(shape)
+    found_inf = np.arange(np.prod(shape)).reshape(shape) % 3 == 1
+
+    def overflow(scaler, found_inf):
+        model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        grad = jnp.where(found_inf, jnp.inf, 1.0)
+        grads = jax.tree.map(lambda x: jnp.full_like(x, grad), nnx.state(model))
+        scaler.step(optimizer, model, grads)
+        scaler.update()
+
+    for _ in shape:
+        overflow = nnx.vmap(overflow)
+    for _ in range(3):
+        overflow(scaler, jnp.asarray(found_inf))
+    expected = np.where(found_inf, 512.0, 1024.0)
+    assert np.array_equal(scaler.get_scale(), expected)
+    assert "512" in repr(scaler) if found_inf.any() else "1024" in str(scaler)
+    saved = scaler.state_dict()
+    assert np.array_equal(saved["scale"], expected)
+    assert np.array_equal(saved["_growth_tracker"], np.where(found_inf, 0, 3))
+    assert np.array_equal(saved["_hysteresis_tracker"], np.where(found_inf, 1, 3))
+    assert np.array_equal(jamp.metrics(scaler)["skipped_steps"], 3 * found_inf)
+    as_lists = {k: np.asarray(value).tolist() for k, value in saved.items()}
+    for copied in (saved, json.loads(json.dumps(as_lists))):
+        other.load_state_dict(copied)
+        again = other.state_dict()
+        assert again.keys() == saved.keys()
+        assert all(np.array_equal(again[key], saved[key]) for key in saved)
+        other.load_state_dict(stacked(shape).state_dict())
+    for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert np.array_equal(copied.get_scale(), expected)
+
+
+def test_a_stacked_scaler_takes_one_number_or_its_own():
+    scaler = stacked((3,))
+    scaler.load_state_dict(jamp.GradScaler(8.0).state_dict())
+    assert scaler.get_scale().tolist() == [8.0] * 3
+    for new_scale, expected in [
+        (4.0, [4.0] * 3),
+        (jnp.arange(1.0, 4), [1.0, 2.0, 3.0]),
+    ]:
+        scaler.update(new_scale)
+        assert scaler.get_scale().tolist() == expected
+    before = scaler.state_dict()
+    for wrong in (jnp.ones(2), jnp.ones((3, 1)), jnp.array([1.0, jnp.inf, 1.0])):
+        with pytest.raises(ValueError, match="new_scale must be"):
+            scaler.update(wrong)
+        with pytest.raises(ValueError, match="scale must be"):
+            scaler.load_state_dict(before | {"scale": np.asarray(wrong)})
+    with pytest.raises(ValueError, match="scale must be one number; got"):
+        jamp.GradScaler().load_state_dict(before)
+    with pytest.raises(ValueError, match=r"check: .*jax\.tree\.map"):
+        jamp.debug.check(scaler)
+    one = jax.tree.map(lambda x: x[0], jamp.metrics(scaler))
+    jamp.debug.check(one)

@@ -27,6 +27,35 @@ def path_text(path: KeyPath) -> str:
     return jax.tree_util.keystr(path) or "the root"
 
 
+def other_node(
+    given: PyTree, made: PyTree, path: KeyPath = ()
+) -> tuple[str, str, str] | None:
+    """The first node that has another type in one of two trees.
+
+    Returns:
+      Its path and the names of both types, or None.
+
+    >>> other_node({"a": [1, (2,)]}, {"a": [1, [2]]})
+    ("['a'][1]", 'tuple', 'list')
+    """
+    if jax.tree_util.all_leaves([given]) or jax.tree_util.all_leaves([made]):
+        return None
+    if type(given) is not type(made):
+        names = type(given).__name__, type(made).__name__
+        return jax.tree_util.keystr(path), *names
+    left, right = children(given), children(made)
+    for key in (key for key in left if key in right):
+        if found := other_node(left[key], right[key], (*path, *key)):
+            return found
+    return None
+
+
+def children(node: PyTree) -> dict[KeyPath, Any]:
+    """What a node holds, by its keys."""
+    is_child = lambda x: x is not node
+    return dict(jax.tree_util.tree_leaves_with_path(node, is_leaf=is_child))
+
+
 def dtype_of(leaf: Any) -> np.dtype:
     """Dtype of an array, NumPy array or Python scalar, `float0` included."""
     if isinstance(leaf, np.ndarray | np.generic):

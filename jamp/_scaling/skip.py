@@ -23,7 +23,17 @@ from jax.interpreters import mlir
 from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
-from .._tree import Flag, KeyPath, PyTree, T, dtype_of, is_half, is_inexact, path_text
+from .._tree import (
+    Flag,
+    KeyPath,
+    PyTree,
+    T,
+    dtype_of,
+    is_half,
+    is_inexact,
+    other_node,
+    path_text,
+)
 from .mesh import typed_as, zeros_like
 
 _DONOR = ("tf.aliasing_output", "jax.buffer_donor")  # attributes of a donated argument
@@ -154,6 +164,13 @@ def check_same(new: PyTree, old: PyTree, step: str) -> None:
       step: the step's name in the message.
     """
     if jax.tree.structure(new) != jax.tree.structure(old):
+        if node := other_node(new, old):
+            path, has, had = node
+            raise TypeError(
+                f"{step} must return a state of the structure that it was given; at "
+                f"{path or 'the root'} it returned a node of type {has}, and was given "
+                f"one of type {had}."
+            )
         given, got = _paths(old), _paths(new)
         lacks = [path for path in given if path not in got]
         adds = [path for path in got if path not in given]

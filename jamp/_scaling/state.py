@@ -12,7 +12,16 @@ import optax
 from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import NUMBERS, PyTree, T, dtype_of, is_half, path_text, widen
+from .._tree import (
+    NUMBERS,
+    PyTree,
+    T,
+    dtype_of,
+    is_half,
+    other_node,
+    path_text,
+    widen,
+)
 from .master_form import keep, master_of
 from .rule import SCALAR_DTYPES, LossScaleState
 from .skip import extended
@@ -202,13 +211,21 @@ def check_state(state: object, cls: type, caller: str) -> None:
 
 @contextlib.contextmanager
 def explained(
-    caller: str, init: Callable[..., PyTree], state: PyTree, params: PyTree
+    caller: str,
+    init: Callable[..., PyTree],
+    state: PyTree,
+    params: PyTree,
+    at: str = "",
 ) -> Generator[None]:
-    """Raises ValueError if an optimizer fails because its state is another one's."""
+    """Raises ValueError if an optimizer fails because its state is another one's.
+
+    Args:
+      at: where the state is in the one that the user passed.
+    """
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:
-        problem = _not_its_own(caller, init, state, params)
+        problem = _not_its_own(caller, init, state, params, at)
         if problem is None:
             raise
         raise problem from error
@@ -220,6 +237,7 @@ def check_moved(
     new: PyTree,
     old: PyTree,
     params: PyTree,
+    at: str = "",
 ) -> None:
     """Raises ValueError if an optimizer drops or hands on a state that is not its own.
 
@@ -233,17 +251,21 @@ def check_moved(
     leaves, kept = jax.tree.leaves(old), jax.tree.leaves(new)
     if leaves and len(leaves) == len(kept):
         moved &= not all(map(operator.is_, leaves, kept))
-    if not moved and (problem := _not_its_own(caller, init, old, params)):
+    if not moved and (problem := _not_its_own(caller, init, old, params, at)):
         raise problem
 
 
 def _not_its_own(
-    caller: str, init: Callable[..., PyTree], state: PyTree, params: PyTree
+    caller: str,
+    init: Callable[..., PyTree],
+    state: PyTree,
+    params: PyTree,
+    at: str,
 ) -> ValueError | None:
     """The error for a state that differs from what `init` makes, or None."""
     if params is None:
         return None
-    difference = _difference(state, jax.eval_shape(init, params))
+    difference = _difference(state, jax.eval_shape(init, params), at)
     if difference is None:
         return None
     return ValueError(
@@ -252,8 +274,9 @@ def _not_its_own(
     )
 
 
-def _difference(given: PyTree, made: PyTree) -> str | None:
+def _difference(given: PyTree, made: PyTree, at: str) -> str | None:
     """How a state differs from what `init` makes."""
+    place = lambda path: f"{at}{path}" if path or at else "the root"
 
     def shape(leaf: Any) -> str:
         is_array = hasattr(leaf, "shape") or isinstance(leaf, NUMBERS)
@@ -263,11 +286,15 @@ def _difference(given: PyTree, made: PyTree) -> str | None:
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return {jax.tree_util.keystr(path): shape(leaf) for path, leaf in leaves}
 
+    if node := other_node(given, made):
+        path, has, wants = node
+        types = f"of type {has}, but init makes one of type {wants}"
+        return f"at {place(path)} it has a node {types}"
     found, expected = shapes(given), shapes(made)
     for path in expected | found:
         has, wants = found.get(path, "nothing"), expected.get(path, "nothing")
         if has != wants:
-            return f"at {path or 'the root'} it has {has}, but init makes {wants}"
+            return f"at {place(path)} it has {has}, but init makes {wants}"
     same = jax.tree.structure(given) == jax.tree.structure(made)
     return None if same else "its tree differs from the one that init makes"
 

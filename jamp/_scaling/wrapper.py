@@ -51,6 +51,8 @@ from .watched import check_no_gradients, watch
 
 Step = tuple[optax.Updates, optax.OptState]
 
+INNER = ".inner_state"  # where the optimizer's own state is
+
 
 def dynamic_loss_scale(
     inner: optax.GradientTransformation | optax.MultiSteps,
@@ -304,7 +306,7 @@ class ScaledGradients:
         grads = unscale(grads, self.inverse)
         # Master weights must see the dtypes of the parameters, and be added unrounded.
         as_they_are = is_off or keeps_master_weights(inner_state)
-        with explained(self.caller, init, inner_state, params):
+        with explained(self.caller, init, inner_state, params, INNER):
             updates, new = self.by.inner.update(
                 grads,
                 inner_state,
@@ -316,10 +318,10 @@ class ScaledGradients:
             updates = jax.tree_util.tree_map_with_path(
                 cast, updates, params, is_leaf=is_hole
             )
-        check_moved(self.caller, init, new, inner_state, params)
+        check_moved(self.caller, init, new, inner_state, params, INNER)
         if as_they_are:  # it may have put half parameters into the state
             new = as_wide_as(inner_state, new)
-        with explained(self.caller, init, inner_state, params):
+        with explained(self.caller, init, inner_state, params, INNER):
             before = skip.grown(inner_state, new)
             check_same(new, before, f"{self.caller}: the optimizer")
         return updates, new

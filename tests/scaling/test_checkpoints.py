@@ -4,6 +4,7 @@ Checkpoints are saved by orbax, msgpack or pickle, on one device or many, and re
 onto the same mesh or another.
 """
 
+import itertools
 import json
 import pickle
 
@@ -345,3 +346,57 @@ def test_without_a_target_there_is_no_state_to_be_found(tmp_path):
     tx = jamp.dynamic_loss_scale(optax.adam(0.01))
     with pytest.raises(ValueError, match=r"must be a DynamicLossScaleState.* a dict"):
         jamp.step(tx, params, restored, params)
+
+
+def rebuilt(tree, at, kind):
+    """A tree with another container at a path, as a checkpoint may restore it."""
+    if not at:
+        fields = getattr(tree, "_fields", range(len(tree)))
+        return dict(zip(fields, tree, strict=True)) if kind is dict else kind(tree)
+    name, *rest = at
+    if isinstance(tree, dict):
+        return tree | {name: rebuilt(tree[name], rest, kind)}
+    if isinstance(name, str):
+        return tree._replace(**{name: rebuilt(getattr(tree, name), rest, kind)})
+    return (*tree[:name], rebuilt(tree[name], rest, kind), *tree[name + 1 :])
+
+
+ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+LABELLED = optax.multi_transform({"a": optax.adam(1e-3)}, {"w": "a"})
+SCALED = jamp.dynamic_loss_scale
+RESTORED = {
+    "chain": (SCALED(ADAM), ["inner_state"], ".inner_state"),
+    "in a chain": (SCALED(ADAM), ["inner_state", 1], ".inner_state[1]"),
+    "of adam": (SCALED(ADAM), ["inner_state", 1, 0], ".inner_state[1][0]"),
+    "labels": (
+        SCALED(LABELLED),
+        ["inner_state", "inner_states", "a", "inner_state"],
+        ".inner_state.inner_states['a'].inner_state",
+    ),
+    "around": (optax.chain(SCALED(ADAM), optax.scale(1.0)), [0, "inner_state"], None),
+    "masters": (jamp.master_weights(ADAM), ["inner_state", 1], ".inner_state[1]"),
+    "both": (
+        SCALED(jamp.master_weights(ADAM)),
+        ["inner_state", "inner_state", 1],
+        ".inner_state.inner_state[1]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESTORED)
+def test_a_container_of_another_kind_is_named_with_its_path(name):
+    tx, at, path = RESTORED[name]
+    params = {"w": jnp.ones((2, 3), jnp.bfloat16)}
+    state, grads = tx.init(params), jax.tree.map(jnp.ones_like, params)
+    steps = {
+        "step": lambda state: jamp.step(tx, grads, state, params),
+        "update": lambda state: tx.update(grads, state, params),
+    }
+    kinds = (dict,) if name == "masters" else (dict, list)  # optax takes a list itself
+    for (called, step), kind in itertools.product(steps.items(), kinds):
+        with pytest.raises(ValueError) as caught:
+            step(rebuilt(state, at, kind))
+        text = str(caught.value)
+        assert f"at {path or ''}" in text and f"of type {kind.__name__}," in text, (
+            called
+        )

@@ -15,7 +15,10 @@ from .mesh import mapped, varying_axes
 
 NOT_VARYING = """{caller}: the gradient at {at} does not vary over {axes}: JAX has \
 already summed it there, in its own dtype. Take the gradient of parameters that vary: \
-jax.lax.pcast(params, {axes!r}, to="varying"), before jax.grad."""
+jax.lax.pcast(params, {axes!r}, to="varying"), before jax.grad. If they vary, the \
+gradient comes from a state that is whole on each device, as acc_grads of \
+optax.MultiSteps: give it a first axis of devices, jax.P({axes!r}) in in_specs and \
+out_specs, and pass x[0] of it to the optimizer."""
 
 
 def mean(

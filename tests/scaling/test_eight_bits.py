@@ -795,6 +795,55 @@ def test_a_gradient_that_jax_has_summed_is_refused():
             jax.jit(mapped)(w, x)
 
 
+ACCUMULATED = {
+    "feedback": lambda: optax.chain(
+        jamp.sharding.error_feedback("data", DEVICES), optax.sgd(1.0)
+    ),
+    "mean": lambda: optax.chain(
+        optax.stateless(lambda g, _: jamp.sharding.mean(g, "data", dtype=INT8)),
+        optax.sgd(1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATED)
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "whole"])
+def test_sums_of_multi_steps_are_split_over_devices(name, is_split):
+    tx = optax.MultiSteps(ACCUMULATED[name](), every_k_schedule=2)
+    params, x = {"w": jnp.zeros(40), "b": jnp.zeros([])}, normal(2, DEVICES, 40)
+    state = tx.init(params)
+    is_feedback = lambda node: isinstance(node, jamp.sharding.ErrorFeedbackState)
+    place = lambda node: P("data") if is_feedback(node) else P()
+    places = jax.tree.map(place, state, is_leaf=is_feedback)
+    first = lambda state: state
+    if is_split:
+        of_all = lambda leaf: jnp.zeros((DEVICES, *leaf.shape))
+        state = state._replace(acc_grads=jax.tree.map(of_all, params))
+        places = places._replace(acc_grads=P("data"))
+        first = lambda state: jax.tree.map(lambda leaf: leaf[0], state)
+
+    def local(params, state, x):
+        own = jax.lax.pcast(params, "data", to="varying")
+        grads = jax.grad(lambda p: jnp.sum(p["w"] * x[0]) + p["b"] * x[0, 0])(own)
+        given = state._replace(acc_grads=first(state.acc_grads))
+        updates, new = tx.update(grads, given, params)
+        if is_split:
+            kept = jax.tree.map(lambda leaf: leaf[None], new.acc_grads)
+            new = new._replace(acc_grads=kept)
+        return optax.apply_updates(params, updates), new
+
+    specs = {"in_specs": (P(), places, P("data")), "out_specs": (P(), places)}
+    step = jax.jit(jax.shard_map(local, mesh=make_mesh(), **specs))
+    if not is_split:
+        with pytest.raises(ValueError, match="MultiSteps: give it a first axis"):
+            step(params, state, x[0])
+        return
+    for batch in x:
+        params, state = step(params, state, batch)
+    np.testing.assert_allclose(params["w"], -x.mean((0, 1)), atol=0.02)
+    np.testing.assert_allclose(params["b"], -x.mean((0, 1))[0], atol=0.02)
+
+
 @walk("dtype", ["float8_e5m2", "float8_e4m3b11fnuz", "int16", "uint8", "int4", "bool"])
 @walk("name", ["gather", "mean", "error_feedback"])
 def test_other_dtypes_are_refused_and_never_added_up_in_silence(dtype, name):

@@ -20,6 +20,7 @@ from jax._src import core, dispatch, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.lax import linalg
+from jax._src.lax.control_flow import conditionals, loops
 from jax._src.state import discharge
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
@@ -136,6 +137,30 @@ def trace_linalg_in(dtypes: Collection[np.dtype], is_cast: Callable[[], bool]) -
         if isinstance(primitive, Primitive):
             evaluate = functools.partial(in_half, primitive.abstract_eval)
             primitive.def_effectful_abstract_eval(evaluate)
+
+
+def on_refused_carry(told: Callable[[Exception], None]) -> None:
+    """Tells of each error for a loop or branches whose dtypes do not fit together.
+
+    JAX finds it after the function has been traced, and no region is open by then.
+    """
+
+    def telling(check: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(check)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return check(*args, **kwargs)
+            except TypeError as error:
+                told(error)
+                raise
+
+        return checked
+
+    for module, name in (
+        (loops, "_check_carry_type"),
+        (conditionals, "_check_branch_outputs"),
+    ):
+        setattr(module, name, telling(getattr(module, name)))
 
 
 def current_traceback() -> Any:

@@ -221,6 +221,11 @@ jamp.autocast
   jamp.autocast(loss_fn)
     ValueError: dtype
     > Write `jamp.autocast(jnp.float16)(loss_fn)`.
+  jamp.autocast(Net)
+    ValueError: dtype
+    > Decorate `__call__`.
+  jamp.autocast(jnp.float16).__exit__(None, None, None)
+    RuntimeError: thread
   jamp.autocast("rowwise")
     ValueError: dtype
     > Write `jamp.autocast(jamp.Float8("rowwise"))`.
@@ -783,6 +788,11 @@ jamp.DynamicLossScaleState
   jamp.DynamicLossScaleState(8.0)
     TypeError: positional arguments: 'growth_tracker'
     > Let `tx.init(params)` make it.
+  adam_tx.init(params).hyperparams
+    AttributeError: hyperparams
+    > Only a state of `optax.inject_hyperparams` has it.
+  jamp.dynamic_loss_scale(optax.inject_hyperparams(optax.sgd)(0.1)).init(params).hyperparams
+    AttributeError: hyperparams
 
 jamp.master_weights
   jamp.master_weights(optax.adam)
@@ -987,6 +997,8 @@ jamp.Float8
 jamp.calibrate
   jamp.calibrate(loss_fn(params, x))(params, x)
     TypeError: fn
+  jamp.calibrate(loss_fn, params, x)
+    TypeError: the function alone
   jamp.calibrate(loss_fn, dtype="fp6")
     ValueError: dtype
   jamp.calibrate(loss_fn, jnp.float32)
@@ -1038,8 +1050,7 @@ jamp.debug.explain
   jamp.debug.explain(loss_fn(params, x))(params, x)
     TypeError: fn
   jamp.debug.explain(loss_fn, params)
-    ValueError: dtype
-    > Write `jamp.debug.explain(loss_fn)(params, x)`.
+    TypeError: the function alone
   jamp.debug.explain(loss_fn, jnp.float32)
     ValueError: dtype
     > Leave it out to explain the function without a new region.
@@ -1069,8 +1080,7 @@ jamp.debug.find_nonfinite
   jamp.debug.find_nonfinite(loss_fn(params, x))(params, x)
     TypeError: fn
   jamp.debug.find_nonfinite(loss_fn, params, x)
-    TypeError: 1 positional argument
-    > Write `jamp.debug.find_nonfinite(loss_fn)(params, x)`.
+    TypeError: the function alone
   jamp.debug.find_nonfinite(loss_fn, when=jnp.ones(3, bool))(params, x)
     TypeError: when
   jamp.debug.find_nonfinite(loss_fn)(params, jax.eval_shape(lambda: x))

@@ -248,6 +248,25 @@ def explicit_sharding():
         return _compat.cotangent_sharding(X).spec
 
 
+def told_of_carries():
+    """How many errors of a loop and of branches a function is told of."""
+    told, half = [], lambda x: x.astype(jnp.float16)
+    modules = _compat.loops, _compat.conditionals
+    before = [vars(module).copy() for module in modules]
+    try:
+        _compat.on_refused_carry(told.append)
+        for refused in (
+            lambda: lax.scan(lambda c, _: (half(c), None), X, None, length=2),
+            lambda: lax.cond(True, half, lambda c: c, X),
+        ):
+            with pytest.raises(TypeError):
+                refused()
+    finally:
+        for module, names in zip(modules, before, strict=True):
+            vars(module).update(names)
+    return len(told)
+
+
 def linalg_of_half():
     with jamp.autocast(jnp.float16):
         return jax.eval_shape(jnp.linalg.eigh, X.astype(jnp.float16))[0].dtype
@@ -290,6 +309,7 @@ COMPAT = {
         True,
     ),
     "trace_linalg_in": (linalg_of_half, jnp.float16),
+    "on_refused_carry": (told_of_carries, 2),
     "current_traceback": (lambda: _compat.current_traceback() is None, False),
     "source_codes": (
         lambda: COMPAT["source_codes"][0].__code__ in _compat.source_codes(),

@@ -2,11 +2,14 @@
 
 import contextlib
 import re
+import threading
 import traceback
+import weakref
 
 import jax
 import numpy as np
 
+from .. import _compat
 from .._checks import JAMP
 from .call_stack import raised_in
 
@@ -20,14 +23,49 @@ This function does not accept {dtype}, or does not mix it with float32. Cast its
 input: `x.astype(jnp.float32)`. Inside a function that `jax.jit`, `jax.checkpoint` or \
 `scan` traces in float32, matrix products still run in {dtype}."""
 
+IN_BODY = """An autocast region inside of this function returns {dtype}. Return \
+`y.astype(x.dtype)`, or put the region around the loop or the branches: it keeps the \
+dtype of what they carry."""
+
 MESH = """JAX treats an autocast region as a trace, like `jax.jit`. Set the mesh \
 first: `with jax.set_mesh(mesh), jamp.autocast(...):`."""
 
+FLOAT16 = r"(?<!b)f16", r"(?<!b)float16"
 BEGIN_AND_END = re.compile(r"carry|branches|same structure")
 # Libraries that compare dtypes themselves may not say which: lineax calls structures
 # what has shapes and dtypes.
 MISFIT = re.compile(r"\bd-?types?\b|operator structures", re.IGNORECASE)
 FRAMES = 4  # of the library, from where the error was raised
+
+
+class Left(threading.local):
+    """The dtype of the region that a thread has left last, and the trace around it."""
+
+    last: tuple[np.dtype, weakref.ReferenceType[_compat.Trace]] | None = None
+
+
+LEFT = Left()
+
+
+def note_left(dtype: np.dtype, around: _compat.Trace) -> None:
+    """Remembers a region that ends, for `advise_after`."""
+    LEFT.last = None if _compat.is_eager(around) else (dtype, weakref.ref(around))
+
+
+def advise_after(error: Exception) -> None:
+    """Adds a note to an error about a function that a region has been left in."""
+    if LEFT.last is None:
+        return
+    dtype, around = LEFT.last
+    is_inside = around() is not _compat.current_trace()
+    if is_inside and re.search(named(dtype), str(error)):
+        error.add_note(IN_BODY.format(dtype=dtype.name))
+
+
+def named(dtype: np.dtype) -> str:
+    """A regular expression for the names of a dtype of half precision in messages."""
+    short, long = ("bf16", "bfloat16") if dtype.name == "bfloat16" else FLOAT16
+    return rf"{long}|{short}\b"
 
 
 def advise(error: Exception, dtype: np.dtype) -> None:
@@ -44,14 +82,12 @@ def add_note(error: Exception, dtype: np.dtype) -> None:
     text = str(error)
     if text.startswith("autocast(") or raised_in(JAMP, error):
         return
-    short = "bf16" if dtype.name == "bfloat16" else r"(?<!b)f16"
-    long = "bfloat16" if dtype.name == "bfloat16" else r"(?<!b)float16"
     if not text and isinstance(error, AssertionError):
         text = traceback.extract_tb(error.__traceback__)[-1].line or ""
     note = None
     if "set_mesh" in text:
         note = MESH
-    elif re.search(rf"{long}|{short}\b", text) and known_to_name(error, dtype):
+    elif re.search(named(dtype), text) and known_to_name(error, dtype):
         note = HALF_CARRY if BEGIN_AND_END.search(text) else HALF
     elif "same structure" in text:
         note = HALF_CARRY

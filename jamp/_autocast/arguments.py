@@ -7,7 +7,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import FLOAT8_NAMES, as_dtype, brief, did_you_mean
+from .._checks import FLOAT8_NAMES, as_dtype, brief, did_you_mean, dtype_or_none
 from .._targets import default_dtype
 from .._tree import HALVES
 from .decision import CASTABLE, Dtypes, Recipe
@@ -20,6 +20,9 @@ float32, write `enabled=False`."""
 
 NO_DEVICE = """autocast takes no device: write `with \
 jamp.autocast(dtype=jnp.float16):`. It works wherever JAX runs."""
+
+NO_PARENTHESES = """autocast(dtype={0}): the dtype is a {1}. To decorate it, write \
+`@jamp.autocast()` with parentheses, or `@jamp.autocast(jnp.float16)`."""
 
 BAD_INPUTS = """autocast(cast_inputs={}): the dtype must be float16, bfloat16 or \
 float32."""
@@ -48,6 +51,10 @@ def region_dtype(
     """The dtype of a region, and the recipe of its products."""
     if (recipe := as_recipe(value)) is not None:
         return recipe.dtype, recipe
+    given = dtype_or_none(value)
+    if callable(value) and (given is None or given.kind == "O"):
+        kind = "class" if isinstance(value, type) else "function"
+        raise ValueError(NO_PARENTHESES.format(brief(value), kind))
     allowed = CASTABLE if enabled is False else HALVES
     dtype = default_dtype() if value is None else value
     return dtype_argument(dtype, allowed, BAD_DTYPE, FLOAT8_NAMES), None

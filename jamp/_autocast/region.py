@@ -26,7 +26,7 @@ from .._checks import flag, shown
 from .._targets import default_dtype, warn_if_missing
 from .._tree import HALVES, cast_floating
 from . import custom, nested, primitives  # noqa: F401 - they register their rules
-from .advice import advise
+from .advice import advise, advise_after, note_left
 from .arguments import (
     BAD_INPUTS,
     Given,
@@ -48,6 +48,10 @@ RUNS_LATER = (
 
 NOT_A_DECORATOR = """autocast(cast_inputs=...) decorates a function and casts its \
 inputs; it cannot be entered with `with`."""
+
+NOT_ENTERED = """autocast: this thread closes a region that it has not entered. A \
+region belongs to one thread: write the whole `with jamp.autocast(...):` in the \
+function that the thread runs."""
 
 NOT_A_FUNCTION = """autocast(...) decorates a function; got {}. For a class, decorate \
 the method that computes. A generator or coroutine would leave the region open while \
@@ -72,6 +76,15 @@ def is_autocast_enabled() -> bool:
 
 
 _compat.trace_linalg_in(HALVES, is_autocast_enabled)
+
+
+def advise_outside(error: Exception) -> None:
+    """An open region adds its own note."""
+    if REGION.value is None:
+        advise_after(error)
+
+
+_compat.on_refused_carry(advise_outside)
 
 
 def get_autocast_dtype() -> np.dtype:
@@ -120,6 +133,8 @@ def enter(
             raise
         finally:
             trace.notes.clear()
+            if settings.listed:
+                note_left(settings.dtype, trace.parent)
 
 
 def ambient() -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -253,6 +268,8 @@ class autocast:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if not self._entered.stack:
+            raise RuntimeError(NOT_ENTERED)
         region, trace = self._entered.stack.pop()
         region.__exit__(error_type, error, traceback)
         if trace is not None and error_type is None:

@@ -21,7 +21,7 @@ from .._autocast.trace import PROBE
 from .._checks import FLOAT8_NAMES, brief, flag, is_traced, number
 from .._tree import HALF_NAMES, HALVES, PyTree
 from .calibration import FLOAT8_NAME, TENSORWISE, Calibration, ProductRow, called
-from .call import FlatCall, open_call, with_params
+from .call import FlatCall, open_call, takes_a_function, with_params
 from .probe import Probe, SeenProduct
 from .product_errors import DIRECTIONS
 from .report import percent
@@ -61,6 +61,7 @@ class Choice(NamedTuple):
     why: str = ""
 
 
+@takes_a_function("calibrate", others=1)
 def calibrate(
     loss_fn: Callable[..., object],
     dtype: DTypeLike | Float8 = "float8",

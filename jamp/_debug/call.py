@@ -6,10 +6,11 @@ function's signature ("params/encoder/kernel"). Everything else is unchanged, so
 `train=True` means the same as in the user's own call.
 """
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,37 @@ from .._checks import imported
 from .._tree import PyTree, partition
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+ALONE = """{0}: pass the function alone, and its arguments to the function that this \
+returns: {0}({1})(*args)."""
+
+Given = ParamSpec("Given")
+Out = TypeVar("Out")
+
+
+def takes_a_function(
+    caller: str, others: int = 0
+) -> Callable[[Callable[Given, Out]], Callable[Given, Out]]:
+    """For a report of a call: an error if it gets that call's arguments itself.
+
+    Args:
+      others: how many more arguments it takes by position, none of them an array.
+    """
+
+    def decorated(report: Callable[Given, Out]) -> Callable[Given, Out]:
+        @functools.wraps(report)
+        def checked(*args: Given.args, **kwargs: Given.kwargs) -> Out:
+            more = args[1:]
+            leaves = jax.tree.leaves(more)
+            if len(more) > others or any(isinstance(x, ARRAYS) for x in leaves):
+                name = getattr(args[0], "__name__", "fn")
+                raise TypeError(ALONE.format(caller, name))
+            return report(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 class FlatCall(NamedTuple):

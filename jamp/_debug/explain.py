@@ -21,7 +21,7 @@ from .._autocast.trace import OBSERVED
 from .._autocast.traits import MIXING, MOVES, PRODUCTS
 from .._jaxprs import Atom, is_loop, param, read, variables
 from .._tree import HALF_NAMES, PyTree
-from .call import is_array, open_call, path_name, with_params
+from .call import is_array, open_call, path_name, takes_a_function, with_params
 from .explanation import Explanation, OpRow, Promotion, Saved
 from .half_ops import half_results, reductions, squares
 from .op_location import OUTERMOST, Around, Location, float_dtypes, rule_of, site_of
@@ -52,6 +52,7 @@ class RowKey(NamedTuple):
     dtypes: tuple[tuple[str, ...], ...] = ()  # in and out; not for a function's ops
 
 
+@takes_a_function("explain", others=1)
 def explain(
     fn: Callable[..., object],
     dtype: DTypeLike | Recipe | None = None,

@@ -17,7 +17,7 @@ from .. import _compat
 from .._autocast.region import ambient
 from .._checks import is_traced
 from .._jaxprs import equations
-from .call import is_array, open_call, path_name
+from .call import is_array, open_call, path_name, takes_a_function
 from .marks import BAD, SWALLOWED, Marks, Program, holds
 from .record import run_marked
 from .report import (
@@ -219,6 +219,7 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
+@takes_a_function("find_nonfinite")
 def find_nonfinite(
     fn: Callable[..., object], *, when: ArrayLike | None = None
 ) -> Callable[..., NonfiniteReport]:

@@ -75,6 +75,10 @@ class DynamicLossScaleState(NamedTuple):
       inner_state: of the wrapped optimizer, held on a skipped step.
       retried_steps: int32 []: attempts that `retry` ran again so far.
 
+    Raises:
+      AttributeError: what is asked for is not a field. If the optimizer's own state has
+        it, the message says where.
+
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
@@ -98,6 +102,9 @@ class DynamicLossScaleState(NamedTuple):
     inner_state: optax.OptState
     retried_steps: ArrayLike = np.int32(0)  # last: older states are made without it
 
+    def __getattr__(self, name: str) -> Any:
+        raise of_inner(self, name)
+
 
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`."""
@@ -105,6 +112,23 @@ class MasterWeightsState(NamedTuple):
     # float32 copies or int16 remainders of half leaves; MaskedNode for others
     master: optax.Params
     inner_state: optax.OptState  # of the wrapped optimizer, for float32 parameters
+
+    def __getattr__(self, name: str) -> Any:
+        raise of_inner(self, name)
+
+
+def of_inner(state: Any, name: str) -> AttributeError:
+    """The error for an attribute that a state lacks: it may be the optimizer's own."""
+    text = f"{type(state).__name__!r} object has no attribute {name!r}"
+    if name.startswith("_"):  # JAX and copy ask for many
+        return AttributeError(text, name=name, obj=state)
+    has_it = lambda node: name in getattr(type(node), "_fields", ())
+    inner = jax.tree_util.tree_leaves_with_path(state.inner_state, is_leaf=has_it)
+    found = [jax.tree_util.keystr(path) for path, node in inner if has_it(node)]
+    if found:
+        at = " or ".join(f".inner_state{path}.{name}" for path in found[:3])
+        text += f". The optimizer's own state has it: {at} of this state."
+    return AttributeError(text, name=name, obj=state)
 
 
 def scalars_of(state: object) -> LossScaleState:

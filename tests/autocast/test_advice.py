@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 import weakref
 
 import equinox as eqx
@@ -289,3 +290,61 @@ def test_an_error_keeps_no_array_alive():
         return alive()
 
     assert loop() is None
+
+
+W = jnp.ones((4, 4))
+LOOPS = {
+    "scan": lambda f: lax.scan(lambda c, _: (f(c), None), W, None, length=2),
+    "fori": lambda f: lax.fori_loop(0, 2, lambda _, c: f(c), W),
+    "while": lambda f: lax.while_loop(lambda c: c[0, 0] < 9, f, W),
+    "cond": lambda f: lax.cond(W[0, 0] > 0, f, lambda c: c, W),
+    "switch": lambda f: lax.switch(0, [f, lambda c: c], W),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_region_in_a_function_that_changes_what_is_carried(name, dtype):
+    """JAX compares the dtypes when the region has been left."""
+    loop = LOOPS[name]
+    in_half = jamp.autocast(dtype)(lambda c: c @ W)
+
+    def notes_of(run):
+        with pytest.raises(TypeError, match="types") as caught:
+            run()
+        notes = "".join(getattr(caught.value, "__notes__", ()))
+        return [part for part in ("inside of this", "In an autocast") if part in notes]
+
+    run = lambda: loop(lambda c: in_half(c))  # JAX keeps what it has traced
+    within = lambda: jamp.autocast(dtype)(loop)(lambda c: in_half(c))
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        assert notes_of(wrap(run)) == ["inside of this"]
+        assert notes_of(wrap(within)) == ["In an autocast"]
+    # What the note says to write.
+    loop(lambda c: in_half(c).astype(c.dtype))
+    jamp.autocast(dtype)(loop)(lambda c: c @ W)
+    # A region elsewhere is not the cause.
+    in_half(W)
+    other = lambda: loop(lambda c: c.astype(dtype))
+    assert notes_of(other) == []
+
+    def after_a_region():
+        in_half(W)
+        return other()
+
+    assert notes_of(jax.jit(after_a_region)) == []
+
+
+def test_a_region_is_closed_by_its_own_thread():
+    region, raised = jamp.autocast(jnp.float16), []
+
+    def close():
+        with pytest.raises(RuntimeError, match="belongs to one thread"):
+            region.__exit__(None, None, None)
+        raised.append(True)
+
+    with region:
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join()
+        assert raised and jamp.get_autocast_dtype() == jnp.float16

@@ -78,6 +78,7 @@ class Recorder:
         self.program = Program()
         self.values: list[Any] = []  # the marks so far
         self.inner: list[Marks | Loop | Branches] = []
+        self.fixed: set[int] = set()  # values that are made of constants alone
 
     def whole(
         self, jaxpr: ClosedJaxpr, args: Sequence[RunValue], around: Around
@@ -106,8 +107,14 @@ class Recorder:
         by: str = "",
     ) -> None:
         if can_hold_nan(value) or (inputs and by):
+            value = self.unfolded(value, number)
             self.program.slots[number] = len(self.values)
             self.values.append(mark_of(value, *inputs, by=by))
+
+    def unfolded(self, value: RunValue, number: int) -> RunValue:
+        """A value for the marks. XLA takes seconds to fold the mark of a constant."""
+        is_folded = number in self.fixed and is_traced(value)
+        return lax.optimization_barrier(value) if is_folded else value
 
     def run(
         self,
@@ -132,6 +139,7 @@ class Recorder:
     def constant(self, value: RunValue) -> int:
         number = self.program.number()
         self.program.constants.add(number)
+        self.fixed.add(number)
         if isinstance(value, jax.Array):
             self.mark(number, value)
         elif can_hold_nan(value) and (known := known_mark(value)) != FINE:
@@ -198,10 +206,11 @@ class Recorder:
             if not can_hold_nan(case):
                 yield from self.add(at, [(case, number)], [case], False)
             else:
+                shown = self.unfolded(case, number)
                 with jax.enable_x64(True):  # scalars of a loss scale are float64
                     place = jnp.asarray(index, jnp.result_type(selector))
                     is_taken = jnp.equal(selector, place)
-                    taken = jnp.where(is_taken, case, jnp.zeros([], case.dtype))
+                    taken = jnp.where(is_taken, shown, jnp.zeros([], case.dtype))
                 yield from self.add(at, [(case, number)], [taken], False)
                 self.values[-1] |= jnp.any(is_taken).astype(jnp.uint8) * TAKEN
 
@@ -221,9 +230,12 @@ class Recorder:
           of: its inputs, if it is elementwise; what it ranks, if it does.
         """
         program, numbers, by = self.program, [], swallowing(at.eqn)
+        is_fixed = self.fixed.issuperset(number for _, number in inputs)
         for place, value in enumerate(outs):
             number = program.number()
             numbers.append(number)
+            if is_fixed:
+                self.fixed.add(number)
             source = inputs[0][1] if inputs else None
             if preserves and source in program.slots:
                 program.slots[number] = program.slots[source]

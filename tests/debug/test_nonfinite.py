@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 import jamp
@@ -807,3 +808,41 @@ def test_what_runs_on_several_devices_is_compiled_at_once(by, caplog):
         assert debug.find_nonfinite(mapped[by])(x).to_dict() == {}
     compiled = [r for r in caplog.records if "Finished XLA" in r.getMessage()]
     assert 0 < len(compiled) < 7  # fewer than there are kinds of op
+
+
+def of_inputs(jaxpr, given):
+    """Whether each result depends on an input, or is hidden from XLA; and the sums."""
+    known = dict(zip(jaxpr.invars, given, strict=True))
+    folded = []
+    for eqn in jaxpr.eqns:
+        inputs = [
+            not isinstance(v, Literal) and known.get(v, False) for v in eqn.invars
+        ]
+        depends = any(inputs) or eqn.primitive.name == "optimization_barrier"
+        if eqn.primitive.name == "jit":
+            inner = eqn.params["jaxpr"].jaxpr
+            outs, more = of_inputs(inner, inputs)
+            folded += more
+        else:
+            outs = [depends] * len(eqn.outvars)
+            if eqn.primitive.name.startswith("reduce") and not depends:
+                folded.append(eqn)
+        known |= zip(eqn.outvars, outs, strict=True)
+    outs = [not isinstance(v, Literal) and known.get(v, False) for v in jaxpr.outvars]
+    return outs, folded
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
+def test_xla_folds_no_mark_of_a_constant(wrap):
+    """Each would take it seconds: a mark of the zeros of a relu is a large sum."""
+
+    def loss(w, x):
+        steps = jnp.linspace(0.0, 1.0, 8)[:, None] * jnp.ones((8, 4))
+        hidden = jax.nn.relu(wrap(lambda x: jax.nn.relu(x @ w))(x + steps))
+        return jnp.sum(jnp.where(hidden > 1, hidden, 0.0) ** 2)
+
+    find = debug.find_nonfinite(jax.value_and_grad(loss))
+    jaxpr = jax.make_jaxpr(find)(jnp.ones((4, 4)), jnp.ones((8, 4)))
+    _, folded = of_inputs(jaxpr.jaxpr, [True, True])
+    assert not folded
+    assert "reduce" in str(jaxpr)

@@ -160,7 +160,8 @@ def on_refused_carry(told: Callable[[Exception], None]) -> None:
         (loops, "_check_carry_type"),
         (conditionals, "_check_branch_outputs"),
     ):
-        setattr(module, name, telling(getattr(module, name)))
+        if check := getattr(module, name, None):
+            setattr(module, name, telling(check))
 
 
 def current_traceback() -> Any:

@@ -66,7 +66,7 @@ PLACES = {
 # Those that take only half precision, and those that take no float64.
 HALF_ALONE = {"autocast, a region", "explain", "calibrate"}
 TO_FLOAT32 = {"autocast", "rules", "cast_inputs"}
-TAKES_FLOAT8 = {"autocast, a region", "rules", "explain", "calibrate"}
+TAKES_FLOAT8 = ("autocast, a region", "rules", "explain", "calibrate")
 NAMES = [(name, dtype) for dtype, names in DTYPE_NAMES.items() for name in names]
 
 

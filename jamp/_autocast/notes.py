@@ -313,12 +313,16 @@ def added_by_reshape(added: Collection[int], old: Shape, new: Shape) -> frozense
 
 def added_to_all(op: Op, notes: Notes) -> frozenset[int]:
     """The dimensions that were added to all inputs of an op, apart from numbers."""
-    each = [notes[x].added for x in op.args if np.ndim(x)]
-    added = frozenset.intersection(*each) if each else frozenset()
+    added = None
+    for x in op.args:
+        if dims := notes[x].added:
+            added = dims if added is None else added & dims
+        elif np.ndim(x):
+            return frozenset()
     if op.name == "stack":
         axis = param(op, "axis")
-        return frozenset(d + (d >= axis) for d in added)
-    return added
+        return frozenset(d + (d >= axis) for d in added or ())
+    return added or frozenset()
 
 
 def reshaped(sides: Sides, old: Shape, new: Shape) -> Sides:

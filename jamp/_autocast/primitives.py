@@ -82,8 +82,9 @@ def by_row(
     out = run(trace, op, args, params)
     if op.is_baked:
         return as_without(trace, op, args, out)
-    if op.name in WITH_DIMENSIONS and (added := added_to_all(op, trace.notes)):
-        trace.notes[out] = trace.notes[out]._replace(added=added)
+    if op.name in WITH_DIMENSIONS and trace.settings.listed:
+        if added := added_to_all(op, trace.notes):
+            trace.notes[out] = trace.notes[out]._replace(added=added)
     if action.why.name in SAVED_ONCE:
         return run_inside(trace, op, args, params, out)
     return run_gated(trace, op, args, out) if op.name == "mul" else out

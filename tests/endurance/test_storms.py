@@ -32,7 +32,6 @@ RULE = {
 @pytest.mark.parametrize(
     "kind, seed, count, cases",
     [
-        ("rule", 0, 4, 600),
         pytest.param("trees", 0, 4, 110, marks=pytest.mark.nightly),
         pytest.param("trees", 1, 4, 110, marks=pytest.mark.nightly),
         pytest.param("calls", 0, 5, 25, marks=pytest.mark.nightly),

@@ -1,9 +1,8 @@
 """Storms: random trees, optimizers, overflows and calls, against plain models.
 
-Five kinds, each a generator and an oracle. A storm is drawn from (kind, seed, number)
+Four kinds, each a generator and an oracle. A storm is drawn from (kind, seed, number)
 and holds many cases; a failure prints the command that draws it again.
 
-* `rule`: the scale with random numbers, against torch's rule in NumPy and float64;
 * `trees`: random trees, optimizers, nestings and settings, against the bare optimizer
   on gradients that NumPy unscaled;
 * `calls`: random calls of a `GradScaler`, against a state machine of torch's;
@@ -17,11 +16,9 @@ and holds many cases; a failure prints the command that draws it again.
 from .calls import call_storm
 from .garbage import garbage_storm
 from .programs import program_storm
-from .rule import rule_storm
 from .trees import tree_storm
 
 STORMS = {
-    "rule": rule_storm,
     "trees": tree_storm,
     "calls": call_storm,
     "garbage": garbage_storm,

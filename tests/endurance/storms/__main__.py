@@ -11,13 +11,12 @@ import jax
 from . import STORMS, rage
 
 CASES = {
-    "rule": 500,
     "trees": 400,
     "calls": 25,
     "garbage": 100,
     "programs": 50,
 }  # in one storm
-SHARES = {"rule": 0.5, "trees": 0.36, "calls": 0.03, "garbage": 0.07, "programs": 0.04}
+SHARES = {"trees": 0.72, "calls": 0.06, "garbage": 0.14, "programs": 0.08}
 
 
 def main() -> None:

@@ -58,3 +58,19 @@ def test_its_gradient_is_finite(way, standard_promotion):
     loss = lambda w: jnp.sum(function(x, w, bias).astype(jnp.float32))
     grad = jax.grad(loss)(w)
     assert grad.dtype == jnp.float32 and np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("way", ways.WAYS)
+def test_the_log_sum_exp_of_attention_is_float32(way, standard_promotion):
+    """By it ring attention merges blocks; torch's flash attention gives float32."""
+    x = 4 * jax.random.normal(jax.random.key(0), (2, 5, 2, 8))
+
+    def with_residual(x):
+        q = x @ jnp.eye(8)
+        return jax.nn.dot_product_attention(q, q, q, return_residual=True)
+
+    rounded = x.astype(jnp.float16).astype(jnp.float32)
+    expected = with_residual(rounded)
+    out, residual = ways.WAYS[way](jamp.autocast(jnp.float16), with_residual)(x)
+    assert (out.dtype, residual.dtype) == (jnp.float16, jnp.float32)
+    np.testing.assert_allclose(residual, expected[1], 1e-5)

@@ -96,7 +96,6 @@ versions: ## every public call and op on each release of JAX that is promised; p
 nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
 	$(CACHED) -m pytest -n auto -m nightly $(TESTS)
 	$(CACHED) -m parity --nightly
-	$(CACHED) -m pytest -n auto parity/test_peers_suite.py
 	$(CACHED) -m benchmarks.gpu --dry-run
 
 endurance: $(VENV)/.test ## long storms, and a training that is killed again and again

@@ -5,7 +5,7 @@ from types import ModuleType
 
 # The parts' names, in the order of the report and of the one that is made each night.
 NAMES = ("training", "scale", "behaviors", "ops", "float8")
-NIGHTLY = ("faults", "peers", "spread")
+NIGHTLY = ("faults", "spread")
 
 
 def part_named(name: str) -> ModuleType:

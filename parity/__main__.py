@@ -23,8 +23,7 @@ from . import (
 )
 from .result import Result
 
-LIBRARIES = ("torch", "torchao", "jax", "jaxlib", "flax", "optax", "numpy", "jmp")
-LIBRARIES += ("keras", "mixed-precision-for-JAX", "grampax")
+LIBRARIES = ("torch", "torchao", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def _versions() -> str:

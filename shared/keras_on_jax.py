@@ -1,4 +1,4 @@
-"""Keras with JAX as its backend, for the peers of parity/ and for the tests."""
+"""Keras with JAX as its backend, for the tests."""
 
 import contextlib
 import os

@@ -2,7 +2,7 @@
 
 Tests of the scale's rule and of skipped steps hold the others: growth that is a step
 late, a scale that reaches 0 or inf, a floor that is lost under jit, and a selection by
-hand. `parity/peers_defects.py` runs the libraries themselves.
+hand. `docs/parity/peers.md` says what the libraries themselves gave.
 """
 
 import jax

@@ -123,6 +123,7 @@ PROGRAMS = {
     "shard_map": mapped,
     "sort": lambda x: lax.sort([x, x], num_keys=1),
     "squeeze": lambda x: lax.squeeze(x[None], (0,)),
+    "stack": lambda x: jnp.stack([x, x]),
     "top_k": lambda x: lax.top_k(x, 2),
     "transpose": lambda x: lax.transpose(x, (1, 0)),
     "while": lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x),
@@ -152,6 +153,8 @@ def primitives():
 
 @pytest.mark.parametrize("name", _jaxprs.PARAMETERS)
 def test_a_primitive_has_the_parameters_that_are_read(name):
+    if name == "stack" and jax.__version_info__ < (0, 10, 1):
+        pytest.skip("jnp.stack concatenates in JAX 0.10.0")
     eqn = equation(name)
     for parameter in _jaxprs.PARAMETERS[name]:
         _jaxprs.param(eqn, parameter)  # raises if it is missing

@@ -225,9 +225,12 @@ def grown(old: T, new: T | None) -> T:
 
 
 def extended(old: T, new: T) -> T:
-    """`old` with zeros for the leaves that `new` adds; `old` if it also drops some."""
+    """`old` with zeros for the leaves that `new` adds.
+
+    If `new` also drops some, or has a node of another type, it is `old`.
+    """
     given = _paths(old)
-    if not given.keys() <= _paths(new).keys():
+    if not given.keys() <= _paths(new).keys() or other_node(new, old):
         return old
 
     def of(path: KeyPath, new: ArrayLike) -> ArrayLike:

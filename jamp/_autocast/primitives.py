@@ -41,7 +41,11 @@ from .trace import RULES, AutocastTrace, Rule, register
 from .traits import ELEMENTWISE, FOLLOWED, GATHERING, PRODUCTS, UNMOVED
 
 # Their results have the dimensions of their inputs.
-WITH_DIMENSIONS = ELEMENTWISE | {"concatenate", "stack"}
+WITH_DIMENSIONS = frozenset(
+    """
+    abs ceil concatenate eq floor ge gt le lt ne neg round sign stack
+    """.split()
+).union(ELEMENTWISE)
 PROMOTED, KEPT = Action(Kind.PROMOTE), Action(Kind.KEEP)
 
 
@@ -81,10 +85,12 @@ def by_row(
     args, params = prepared(trace, op, action)
     out = run(trace, op, args, params)
     if op.is_baked:
-        return as_without(trace, op, args, out)
+        out = as_without(trace, op, args, out)
     if op.name in WITH_DIMENSIONS and trace.settings.listed:
         if added := added_to_all(op, trace.notes):
             trace.notes[out] = trace.notes[out]._replace(added=added)
+    if op.is_baked:
+        return out
     if action.why.name in SAVED_ONCE:
         return run_inside(trace, op, args, params, out)
     return run_gated(trace, op, args, out) if op.name == "mul" else out
@@ -109,10 +115,14 @@ def move(trace: AutocastTrace, op: Op, action: Action) -> Result:
     args, params = prepared(trace, op, action)
     out = trace.bind(op.primitive, args, params)
     if op.is_baked:
-        return as_without(trace, op, args, out)
+        out = as_without(trace, op, args, out)
     if op.name == "broadcast_in_dim" and is_filled(args[0]):
         return out  # the user's array, not a number
-    trace.notes[out] = passed_on(op._replace(args=args), trace.notes)
+    note = passed_on(op._replace(args=args), trace.notes)
+    if op.is_baked:  # no layer ends here
+        trace.notes[out] = Note(added=note.added)
+        return out
+    trace.notes[out] = note
     if op.name == "copy":  # the last op of an exact gelu
         trace.notes.remember(out, MADE, trace.notes.copy(args[0], MADE))
     return out

@@ -83,7 +83,7 @@ def is_outer(op: Op, notes: Notes) -> bool:
     contracting, _ = param(op, "dimension_numbers")
     if not contracting[0]:
         return True
-    if op.is_derived or any(array_dtype(x) != jnp.float32 for x in op.args):
+    if any(array_dtype(x) != jnp.float32 for x in op.args):
         return False
     if any(np.shape(op.args[0])[d] != 1 for d in contracting[0]):
         return False

@@ -479,3 +479,40 @@ def test_explain_names_the_module_whose_product_it_is():
 
     rows = jamp.debug.explain(loss_fn, jnp.float16)(SPD).rows
     assert {"float32", "lower"} <= {r.rule for r in rows if r.op == "dot_general"}
+
+
+DERIVATIVES = {
+    "value_and_grad": lambda f: (
+        lambda t, k: jax.value_and_grad(
+            lambda t: (jnp.sum(f(t, k)), f(t, k)), has_aux=True
+        )(t)[0][1]
+    ),
+    "grad of another": lambda f: (
+        lambda t, k: jax.grad(lambda z: (jnp.sum(f(t, k)) * z, f(t, k)), has_aux=True)(
+            1.0
+        )[1]
+    ),
+    "jvp": lambda f: lambda t, k: jax.jvp(f, (t, k), (t, k))[0],
+    "linearize": lambda f: lambda t, k: jax.linearize(f, t, k)[0],
+}
+OF_EACH_ELEMENT = {
+    "abs": jnp.abs,
+    "where": lambda t: jnp.where(t > 0, t, 0.0),
+    "rounded": lambda t: jnp.floor(jnp.round(t)),
+    "negative twice": lambda t: -(-t),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("name", ANGLES)
+def test_angles_are_exact_in_a_derivative_that_is_taken_in_the_region(name, derivative):
+    angles = DERIVATIVES[derivative](ANGLES[name])
+    assert not wrong(angles, (POSITIONS, FREQUENCIES))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", OF_EACH_ELEMENT)
+def test_an_op_of_each_element_leaves_an_outer_product_one(name):
+    each = OF_EACH_ELEMENT[name]
+    assert not wrong(lambda t, k: each(t[:, None]) @ k[None], (POSITIONS, FREQUENCIES))

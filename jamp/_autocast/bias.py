@@ -68,12 +68,14 @@ def with_bias(trace: AutocastTrace, op: Op) -> Value | None:
         if any(np.shape(product)[d] != np.shape(bias)[d] for d in varies):
             continue
         trace.effects.touched = True
+        # What a layer adds to the scores of attention, which have a batch, is a mask.
+        masks = not in_layer or None in sides
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
-            bias = trace.call(prepared, [bias], {"dtype": dtype, "masks": not in_layer})
+            bias = trace.call(prepared, [bias], {"dtype": dtype, "masks": masks})
             wide = trace.cast(product, FLOAT32_DTYPE)
             sum_ = trace.bind(op.primitive, [wide, bias], op.params)
             return trace.cast(sum_, dtype)
-        return trace.call(biased, [product, bias], {"masks": not in_layer})
+        return trace.call(biased, [product, bias], {"masks": masks})
     return None
 
 

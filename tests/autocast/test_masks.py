@@ -206,3 +206,15 @@ def test_masks_that_people_write(standard_promotion):
     with jamp.autocast(jnp.float16):
         y = jnp.zeros((2, 4)) @ jnp.zeros((4, 9)) + mask
     np.testing.assert_array_equal(y[0], expected)
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("number", ("-1e9", "least float32"))
+def test_a_row_that_a_layer_masks_as_a_whole_is_no_nan(
+    number, batch, standard_promotion
+):
+    """Linen adds the mask itself, which has as many dimensions as the scores."""
+    q, k = jnp.ones((batch, 2, 2, 4)), jnp.ones((batch, 3, 2, 4))
+    mask = jnp.full((batch, 1, 1, 3), NUMBERS[number])
+    y = jamp.autocast(jnp.float16)(nn.dot_product_attention)(q, k, k, bias=mask)
+    np.testing.assert_allclose(np.asarray(y, np.float32), 1, 1e-3)

@@ -119,12 +119,9 @@ def of_library(
     if source is not None and not is_library(source):
         return None  # its ops say whose they are
     nearest = None
-    codes = list(codes)
-    for at, code in enumerate(codes):
+    for code in codes:
         name = places[code.co_filename]
         if name is None or name in LAYERS:
-            if name is None and not nearest and is_product:
-                warn_of_unknown(codes[at:])
             break
         if name in ALL_OPS:
             return ACTIONS[name]
@@ -175,11 +172,14 @@ def warn_of_unknown(codes: Sequence[CodeType]) -> None:
     """Warns, once for each package, if nothing says that a product is a layer's.
 
     Args:
-      codes: of the package that wrote the product, innermost first, and outward.
+      codes: the functions that the product comes from, innermost first.
     """
-    package, called = unknown(codes[0].co_filename), codes[0]
+    own = (i for i, c in enumerate(codes) if not c.co_filename.startswith((JAX, JAMP)))
+    codes = codes[next(own, len(codes)) :]
+    package = unknown(codes[0].co_filename) if codes else None
     if package is None or package in WARNED:
         return
+    called = codes[0]
     for code in codes:
         file = code.co_filename
         if unknown(file) == package:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import set_current_trace
 
+from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
 from . import attention
@@ -32,10 +34,11 @@ from .decision import (
     Values,
 )
 from .input_casts import as_without, prepared, widens
+from .libraries import warn_of_unknown
 from .notes import Note, added_to_all, is_float, passed_on, product_sides
 from .ops import PRIMITIVES
 from .picks import index_note
-from .products import for_product, is_wide
+from .products import for_product, is_dot, is_wide
 from .scatters import SCATTERS, looked_up, scattered, summed
 from .trace import RULES, AutocastTrace, Rule, register
 from .traits import ELEMENTWISE, FOLLOWED, GATHERING, PRODUCTS, UNMOVED
@@ -152,12 +155,19 @@ def add(trace: AutocastTrace, op: Op, action: Action) -> Result:
     return by_row(trace, op, action)
 
 
+def lowers(op: Op) -> bool:
+    """Whether a product that may be lowered has float32 inputs, and is no `dot`."""
+    return any(array_dtype(x) == jnp.float32 for x in op.args) and not is_dot(op)
+
+
 @register(*PRODUCTS)
 def product(trace: AutocastTrace, op: Op) -> Result:
     """Multiplies matrices, perhaps by a recipe."""
     activations = tuple(map(trace.is_activation, op.args[:2]))
     op = op._replace(activations=activations)
     action = for_product(op, op.action, trace.settings, trace.notes)
+    if action is not None and Kind.LOWER in (action.kind, action.table) and lowers(op):
+        warn_of_unknown(_compat.source_codes())
     return multiply(trace, op._replace(action=action))
 
 

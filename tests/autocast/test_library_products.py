@@ -499,7 +499,7 @@ OF_EACH_ELEMENT = {
     "abs": jnp.abs,
     "where": lambda t: jnp.where(t > 0, t, 0.0),
     "rounded": lambda t: jnp.floor(jnp.round(t)),
-    "negative twice": lambda t: -(-t),
+    "negative": lambda t: -t,
 }
 
 

@@ -20,6 +20,12 @@ SOURCES = {
     "def solve(function, x):\n    return function(x)\n"
     "def inner(x):\n    return x @ x\n"
     "class Frame:\n    def __call__(self, x):\n        return jnp.dot(x, x)",
+    "exact": "import jax.numpy as jnp\ndef highest(x):\n"
+    "    return jnp.matmul(x, x, precision='highest')\n"
+    "def dot(x):\n    return x[0] @ x[0]\n"
+    "def outer(x):\n    return x[0][:, None] @ x[0][None]\n"
+    "def integers(x):\n    return (x > 0).astype(int) @ (x > 0).astype(int)\n"
+    "def halves(x):\n    return x.astype(jnp.float16) @ x.astype(jnp.float16)\n",
     "linen_layers": "import flax.linen as nn\n"
     "class Layer(nn.Module):\n    pass\ndef turned(x):\n    return x @ x\n",
     "nnx_layers": "from flax import nnx\nfrom . import geometry\n"
@@ -72,6 +78,13 @@ def test_a_product_of_an_unknown_package_is_named_once(way, package, folder):
 @pytest.mark.parametrize("name", ("linen_layers", "nnx_layers", "equinox_layers"))
 def test_a_product_of_a_package_that_holds_layers_is_not(name, package):
     assert warned(half(package(name).turned), x) == []
+
+
+@pytest.mark.parametrize("name", ("highest", "dot", "outer", "integers", "halves"))
+def test_a_product_that_a_region_leaves_as_it_is_is_not(name, package):
+    function = getattr(package("exact"), name)
+    for run in (half(function), half(jax.jit(function)), jax.jit(half(function))):
+        assert warned(run, x) == []
 
 
 def test_a_rule_and_a_region_without_casts_say_enough(package):

@@ -140,6 +140,8 @@ def forwarding(cls: type) -> FunctionType:
     code = call.__code__.replace(co_name=CALL)  # another object each time
     function = FunctionType(code, globals(), CALL, None, call.__closure__)
     functools.update_wrapper(function, getattr(cls, CALL))
+    function.__module__ = cls.__module__  # where pickle looks for it
+    function.__qualname__ = f"{cls.__qualname__}.{CALL}"
     return function
 
 

@@ -156,7 +156,7 @@ def add(trace: AutocastTrace, op: Op, action: Action) -> Result:
 
 
 def lowers(op: Op) -> bool:
-    """Whether a product that may be lowered has float32 inputs, and is no `dot`."""
+    """Whether a product that may be lowered has float32 inputs, and is not a `dot`."""
     return any(array_dtype(x) == jnp.float32 for x in op.args) and not is_dot(op)
 
 

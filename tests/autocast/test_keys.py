@@ -619,3 +619,9 @@ def test_a_call_that_is_a_method_of_its_own_class():
     with jamp.autocast(HALF, rules={Named: FLOAT32}):
         assert Named()(X).dtype == FLOAT32
         assert product(X).dtype == HALF
+
+
+@pytest.mark.parametrize("cls", (nn.Conv, nnx.LoRALinear, hk.Conv2D, eqx.nn.Conv2d))
+def test_a_call_of_a_class_that_is_a_key_can_be_pickled(cls):
+    jamp.autocast(HALF, rules={cls: FLOAT32})
+    assert pickle.loads(pickle.dumps(cls.__call__)) is cls.__call__

@@ -6,7 +6,8 @@ return half precision.
 
 A sum of a half-precision product and a float32 value is a layer with a bias, if the
 value was broadcast from fewer dimensions and these are of one operand of the product
-only. In the code of a layer library it may also have as many dimensions as the product.
+only. In the code of a layer library it may also have as many dimensions as the product,
+and under `vmap` also vary along all that are of both operands.
 Elsewhere that may be a batch of one, whose dtype must not differ from that of a batch
 of two. So there a dimension of size 1 counts as one of any size.
 
@@ -38,7 +39,7 @@ from .._targets import rounded
 from .._tree import HALVES
 from .call_stack import is_in_layer
 from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value
-from .notes import Sides, fits
+from .notes import BATCH, Sides, fits
 from .trace import AutocastTrace
 from .traits import OVER_AXES
 
@@ -63,13 +64,19 @@ def with_bias(trace: AutocastTrace, op: Op) -> Value | None:
             continue
         in_layer = is_in_layer(_compat.source_codes())
         varies = dimensions(trace, bias, product, in_layer)
-        if varies is None or not is_one_side([sides[d] for d in varies]):
+        if varies is None:
+            continue
+        batch = {
+            d for d, s in enumerate(sides) if s == BATCH and np.shape(product)[d] != 1
+        }
+        of_each = in_layer and batch <= set(varies)  # a layer's, under `vmap`
+        if not is_one_side([sides[d] for d in varies if not (of_each and d in batch)]):
             continue
         if any(np.shape(product)[d] != np.shape(bias)[d] for d in varies):
             continue
         trace.effects.touched = True
         # What a layer adds to the scores of attention, which have a batch, is a mask.
-        masks = not in_layer or None in sides
+        masks = not in_layer or BATCH in sides
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
             bias = trace.call(prepared, [bias], {"dtype": dtype, "masks": masks})
             wide = trace.cast(product, FLOAT32_DTYPE)
@@ -129,7 +136,7 @@ def dimensions(
 def is_one_side(sides: Sides) -> bool:
     """Whether dimensions with these sides are all of one operand, or there are none."""
     known = [set(side) if isinstance(side, str) else set() for side in sides]
-    return not sides or bool(set.intersection(*known))
+    return not sides or bool(set.intersection(*known) - {BATCH})
 
 
 def mark_results(trace: AutocastTrace, op: Op, action: Action, out: Result) -> None:

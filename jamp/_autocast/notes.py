@@ -43,8 +43,8 @@ from .._jaxprs import param
 from .._tree import HALVES
 from .decision import Op
 
-# For each dimension "l" or "r", or "lr" for a new one of size 1. A merged one has the
-# sizes and sides of its parts, and None is a dimension of both operands or of neither.
+# For each dimension "l" or "r", or "lr" for a new one of size 1, or BATCH for one of
+# both operands. A merged one has the sizes and sides of its parts, and None is unknown.
 Sides = Sequence[Any]
 
 
@@ -222,7 +222,7 @@ def unrounded(number: ArrayLike) -> np.ndarray:
 # Facts about products and biases, carried through the ops that move elements.
 
 Shape = tuple[int, ...]
-EITHER = "lr"
+EITHER, BATCH = "lr", "b"
 
 
 def product_sides(op: Op) -> Sides:
@@ -235,7 +235,7 @@ def product_sides(op: Op) -> Sides:
     gone = map(len, contracting)
     shared = len(batch[0])
     left, right = (np.ndim(x) - n - shared for x, n in zip(op.args, gone, strict=True))
-    return (None,) * shared + ("l",) * left + ("r",) * right
+    return (BATCH,) * shared + ("l",) * left + ("r",) * right
 
 
 def passed_on(op: Op, notes: Notes) -> Note:

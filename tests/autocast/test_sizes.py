@@ -39,22 +39,26 @@ def linen_dense(x, w):
     return layer.apply({"params": {"kernel": w}}, x)
 
 
+def linen_with_bias(x, w):
+    layer = nn.Dense(w.shape[1])
+    return layer.apply({"params": {"kernel": w, "bias": w[0]}}, x)
+
+
 def nnx_linear(x, w):
-    layer = nnx.Linear(*w.shape, use_bias=False, rngs=nnx.Rngs(0))
-    layer.kernel[...] = w
+    layer = nnx.Linear(*w.shape, rngs=nnx.Rngs(0))
+    layer.kernel[...], layer.bias[...] = w, w[0]
     return layer(x)
 
 
 def equinox_linear(x, w):
-    layer = eqx.nn.Linear(*w.shape, use_bias=False, key=jax.random.key(0))
-    return jax.vmap(eqx.tree_at(lambda m: m.weight, layer, w.T))(x)
+    layer = eqx.nn.Linear(*w.shape, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (w.T, w[0]))
+    return jax.vmap(layer)(x)
 
 
 def haiku_linear(x, w):
-    layer = hk.without_apply_rng(
-        hk.transform(lambda x: hk.Linear(w.shape[1], with_bias=False)(x))
-    )
-    return layer.apply({"linear": {"w": w}}, x)
+    layer = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(w.shape[1])(x)))
+    return layer.apply({"linear": {"w": w, "b": w[0]}}, x)
 
 
 def channels_last(x, w):
@@ -89,6 +93,7 @@ FORMS = {
     ),
     "convolution": ("bic", "kco", channels_last, LOWERED),
     "linen": ("ij", "jk", linen_dense, LOWERED),
+    "linen with a bias": ("ij", "jk", linen_with_bias, LOWERED),
     "nnx": ("ij", "jk", nnx_linear, LOWERED),
     "equinox": ("ij", "jk", equinox_linear, LOWERED),
     "haiku": ("ij", "jk", haiku_linear, LOWERED),

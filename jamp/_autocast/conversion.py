@@ -11,7 +11,7 @@ from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
 from .call_stack import called_function, code_of
-from .decision import CASTABLE, FLOAT32_DTYPE, Action, Op, Value
+from .decision import CASTABLE, FLOAT32_DTYPE, Action, Kind, Op, Value
 from .input_casts import in_attention
 from .notes import Note, holds, is_float
 from .picks import index_note
@@ -108,7 +108,11 @@ def convert(trace: AutocastTrace, op: Op, action: Action) -> Value:
     if not op.is_baked:
         # Under a policy, a norm's own cast of its result to half precision is kept.
         kept = explicit and action.marks and dtype == trace.settings.dtype
-        if action.dtype is not None and not (kept and not trace.settings.listed):
+        # In a function whose products are lowered, one that is not stays float32.
+        kept = (kept and not trace.settings.listed) or (
+            action.table is Kind.LOWER and given == dtype
+        )
+        if action.dtype is not None and not kept:
             trace.effects.touched |= dtype != action.dtype
             dtype = action.dtype
         elif op.avals is not None and dtypes_of(op.avals)[0] == dtype != given:

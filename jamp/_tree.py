@@ -30,7 +30,7 @@ def path_text(path: KeyPath) -> str:
 def other_node(
     given: PyTree, made: PyTree, path: KeyPath = ()
 ) -> tuple[str, str, str] | None:
-    """The first node that has another type in one of two trees, and leaves in both.
+    """The first node that has another type in one of two trees.
 
     Returns:
       Its path and the names of both types, or None.
@@ -38,9 +38,8 @@ def other_node(
     >>> other_node({"a": [1, (2,)]}, {"a": [1, [2]]})
     ("['a'][1]", 'tuple', 'list')
     """
-    for node in (given, made):
-        if jax.tree_util.all_leaves([node]) or not jax.tree.leaves(node):
-            return None
+    if jax.tree_util.all_leaves([given]) or jax.tree_util.all_leaves([made]):
+        return None
     if type(given) is not type(made):
         names = type(given).__name__, type(made).__name__
         return jax.tree_util.keystr(path), *names

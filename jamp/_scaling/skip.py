@@ -164,7 +164,7 @@ def check_same(new: PyTree, old: PyTree, step: str) -> None:
       step: the step's name in the message.
     """
     if jax.tree.structure(new) != jax.tree.structure(old):
-        if node := other_node(new, old):
+        if node := _other_node(new, old):
             path, has, had = node
             raise TypeError(
                 f"{step} must return a state of the structure that it was given; at "
@@ -201,6 +201,12 @@ def _paths(tree: PyTree) -> dict[str, ArrayLike]:
     return {path_text(path): leaf for path, leaf in leaves}
 
 
+def _other_node(new: PyTree, old: PyTree) -> tuple[str, str, str] | None:
+    """`other_node`, but a node without leaves may become any other in a step."""
+    is_empty = lambda node: not jax.tree.leaves(node)
+    return other_node(new, jax.tree.map(lambda _: 0, old, is_leaf=is_empty))
+
+
 def grown(old: T, new: T | None) -> T:
     """The state before a step, in the types of the one after it: for a skip of it.
 
@@ -230,7 +236,7 @@ def extended(old: T, new: T) -> T:
     If `new` also drops some, or has a node of another type, it is `old`.
     """
     given = _paths(old)
-    if not given.keys() <= _paths(new).keys() or other_node(new, old):
+    if not given.keys() <= _paths(new).keys() or _other_node(new, old):
         return old
 
     def of(path: KeyPath, new: ArrayLike) -> ArrayLike:

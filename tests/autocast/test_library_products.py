@@ -512,7 +512,7 @@ def test_angles_are_exact_in_a_derivative(name, derivative):
     assert not wrong(differentiated(angles), (POSITIONS, FREQUENCIES))
     expected = angles(POSITIONS, FREQUENCIES)
     found = differentiated(jamp.autocast(jnp.float16)(angles))(POSITIONS, FREQUENCIES)
-    np.testing.assert_allclose(found, expected, 1e-6)
+    np.testing.assert_allclose(found, expected, 2e-5)
 
 
 @pytest.mark.usefixtures("standard_promotion")

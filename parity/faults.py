@@ -92,8 +92,8 @@ FAULTS = (
     Fault(
         "a key of the state dict has another name",
         "_scaling/grad_scaler.py",
-        '"_growth_tracker": int(',
-        '"growth_tracker": int(',
+        '"_growth_tracker": outside(',
+        '"growth_tracker": outside(',
         "behaviors",
         "save",
         raises="KeyError: '_growth_tracker'",
@@ -141,8 +141,8 @@ FAULTS = (
     Fault(
         "a skipped step takes the momentum away",
         "_scaling/wrapper.py",
-        "lambda _: (params, scaled.old)",
-        "lambda _: (params, jax.tree.map(jnp.zeros_like, scaled.old))",
+        "lambda _: (params, scaled.held)",
+        "lambda _: (params, jax.tree.map(jnp.zeros_like, scaled.held))",
         "scale",
         "interval: growth_interval=2, seed=10",
     ),

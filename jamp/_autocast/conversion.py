@@ -103,8 +103,9 @@ def convert(trace: AutocastTrace, op: Op, action: Action) -> Value:
         return out
     explicit = is_explicit()
     narrows = given == FLOAT32_DTYPE and dtype == trace.settings.dtype
-    if narrows and trace.settings.listed and in_attention():
-        return x  # its log-sum-exp merges blocks; the product casts the probabilities
+    if explicit and narrows and trace.settings.listed:
+        if in_attention(trace.decide.modules):
+            return x  # its log-sum-exp merges blocks; its product casts the rest
     if not op.is_baked:
         # Under a policy, a norm's own cast of its result to half precision is kept.
         kept = explicit and action.marks and dtype == trace.settings.dtype

@@ -131,10 +131,14 @@ def is_attention(op: Op) -> bool:
     last = [(len(shape) - 1,) for shape in shapes]
     if [*map(tuple, contracting)] != last:  # as in the product with the values
         return False
-    return in_attention()
+    return in_attention(loaded())
 
 
-def in_attention() -> bool:
-    """Whether the current op is part of JAX's attention."""
-    attention = codes_at(ATTENTION, loaded())
+def in_attention(modules: frozenset[str]) -> bool:
+    """Whether the current op is part of JAX's attention.
+
+    Args:
+      modules: those of the table's libraries that are imported.
+    """
+    attention = codes_at(ATTENTION, modules)
     return not attention.keys().isdisjoint(map(id, _compat.source_codes()))

@@ -41,14 +41,8 @@ from .picks import index_note
 from .products import for_product, is_dot, is_wide
 from .scatters import SCATTERS, looked_up, scattered, summed
 from .trace import RULES, AutocastTrace, Rule, register
-from .traits import ELEMENTWISE, FOLLOWED, GATHERING, PRODUCTS, UNMOVED
+from .traits import ALIGNED, FOLLOWED, GATHERING, PRODUCTS, UNMOVED
 
-# Their results have the dimensions of their inputs.
-WITH_DIMENSIONS = frozenset(
-    """
-    abs ceil concatenate eq floor ge gt le lt ne neg round sign stack
-    """.split()
-).union(ELEMENTWISE)
 PROMOTED, KEPT = Action(Kind.PROMOTE), Action(Kind.KEEP)
 
 
@@ -89,7 +83,7 @@ def by_row(
     out = run(trace, op, args, params)
     if op.is_baked:
         out = as_without(trace, op, args, out)
-    if op.name in WITH_DIMENSIONS and trace.settings.listed:
+    if op.name in ALIGNED and trace.settings.listed:
         if added := added_to_all(op, trace.notes):
             trace.notes[out] = trace.notes[out]._replace(added=added)
     if op.is_baked:

@@ -38,6 +38,10 @@ ELEMENTWISE = _names("""
     log2 logistic max min mul nextafter pow reduce_precision rem rsqrt select_n sin sinh
     sqrt square sub tan tanh
 """)
+# Their results have the dimensions of their inputs; `stack` has one more.
+ALIGNED = ELEMENTWISE | _names("""
+    abs ceil concatenate eq floor ge gt le lt ne neg round sign stack
+""")
 # Two inputs, of which the wider one decides the dtype of the result.
 MIXING = _names("add add_any atan2 div max min mul rem select_n sub")
 # They make an inf of finite numbers where the result is too large for its dtype: not

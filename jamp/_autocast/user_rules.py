@@ -77,9 +77,7 @@ def check_all_used(rules: tuple[UserRule, ...], hits: set[Hit]) -> None:
         elif earlier:
             names = " or ".join(repr(rule.name) for rule in earlier)
             is_base = any(comes_before(rule, rules[index]) for rule in earlier)
-            cure = (
-                "remove it, or the rule for the subclass" if is_base else "put it first"
-            )
+            cure = REMOVE if is_base else "put it first"
             problems.append(SHADOWED.format(name, names, cure))
         else:
             unmatched.append(name)

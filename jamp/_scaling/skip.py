@@ -235,6 +235,8 @@ def extended(old: T, new: T) -> T:
 
     If `new` also drops some, or has a node of another type, it is `old`.
     """
+    if jax.tree.structure(old) == jax.tree.structure(new):
+        return old
     given = _paths(old)
     if not given.keys() <= _paths(new).keys() or _other_node(new, old):
         return old

@@ -23,8 +23,9 @@ import jamp
 from jamp import _compat, _jaxprs
 from jamp._autocast import sampling, traits
 from jamp._autocast.attention import PRODUCTS_IN
+from jamp._autocast.name_stack import DIFFERENTIATION
 from jamp._autocast.ops import PRIMITIVES
-from jamp._autocast.trace import DIFFERENTIATION, RULES
+from jamp._autocast.trace import RULES
 
 RELEASE = jax.__version_info__
 X, KEY = jnp.ones((4, 4)), jax.random.key(0)

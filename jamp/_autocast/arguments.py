@@ -1,17 +1,41 @@
-"""The arguments of `autocast`, and the errors that wrong ones raise."""
+"""The arguments of `autocast`, with its `rules`, and the errors of wrong ones."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
-from .._checks import FLOAT8_NAMES, as_dtype, brief, did_you_mean, dtype_or_none
+from .._checks import (
+    FLOAT8_NAMES,
+    as_dtype,
+    brief,
+    did_you_mean,
+    dtype_or_none,
+    shown,
+)
 from .._targets import default_dtype
 from .._tree import HALVES
-from .decision import CASTABLE, Dtypes, Recipe
+from .call_stack import unwrapped
+from .decision import (
+    CASTABLE,
+    FLOAT32_DTYPE,
+    Decision,
+    Dtypes,
+    Hit,
+    Reason,
+    Recipe,
+    Source,
+    UserRule,
+)
 from .float8 import as_recipe
+from .keys import Function, function_of, problem_with
+from .ops import KEEP
+from .paths import PathPattern
 
 BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16 (or \
 "float8", a jamp.Float8 or a jamp.ScaledFloat16).
@@ -26,6 +50,23 @@ NO_PARENTHESES = """autocast(dtype={0}): the dtype is a {1}. To decorate it, wri
 
 BAD_INPUTS = """autocast(cast_inputs={}): the dtype must be float16, bfloat16 or \
 float32."""
+
+BAD_RULE = """autocast(rules={{{key!r}: ...}}): {problem}
+A key is a JAX primitive (jax.lax.exp_p), a Python function (jax.nn.softmax), a module \
+class (nn.LayerNorm), or a regular expression that is searched for in the module path \
+("lm_head"). A value is the dtype to run in: float16, bfloat16 or float32; \
+jax.lax.Precision.HIGHEST for float32 with all digits; "float8", a jamp.Float8 or a \
+jamp.ScaledFloat16 for the matrix products that qualify; or None to leave the op \
+unchanged."""
+
+UNMATCHED = """no op matched {}. A module path is searched for in the name stack, \
+which Flax Linen, Haiku, jax.named_scope and the layers of eqx.nn write (as \
+"eqx.nn.Linear"). For NNX and your own Equinox modules, use the class. \
+jamp.nnx.named_scopes(model) makes an NNX model that writes paths. A function matches \
+while it runs in the region."""
+SHADOWED = "{} only matches ops that the earlier rule {} decides about: {}."
+REMOVE = "remove it, or the rule for the subclass"
+NO_PRODUCT = "{} asks for {}, but does not match any matrix product."
 
 Of = TypeVar("Of")
 Given = ParamSpec("Given")
@@ -48,7 +89,6 @@ def without_device(
 def region_dtype(
     value: DTypeLike | Recipe | None, enabled: bool
 ) -> tuple[np.dtype, Recipe | None]:
-    """The dtype of a region, and the recipe of its products."""
     if (recipe := as_recipe(value)) is not None:
         return recipe.dtype, recipe
     given = dtype_or_none(value)
@@ -76,3 +116,83 @@ def dtype_argument(
     if dtype not in allowed:
         raise ValueError(message.format(repr(str(dtype))))
     return dtype
+
+
+# The table of rules.
+
+Rules = Mapping[Any, DTypeLike | lax.Precision | Recipe | None]
+
+
+def compile_rules(rules: Rules | None) -> tuple[UserRule, ...]:
+    if rules is None:
+        return ()
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"autocast(rules=...) must be a dict; got {shown(rules)}.")
+    compiled: list[UserRule] = []
+    for rule in (compile_rule(key, value) for key, value in rules.items()):
+        bases = (i for i, other in enumerate(compiled) if comes_before(rule, other))
+        compiled.insert(next(bases, len(compiled)), rule)
+    return tuple(compiled)
+
+
+def comes_before(rule: UserRule, other: UserRule) -> bool:
+    """Whether a rule is for a class derived from that of another: it decides first."""
+    return isinstance(rule.test, Function) and rule.test.comes_before(other.test)
+
+
+def check_all_used(rules: tuple[UserRule, ...], hits: set[Hit]) -> None:
+    """Raises ValueError for rules that decided about no op, and says why."""
+    used = {hit.rule for hit in hits if hit.by == hit.rule}
+    unmatched, problems = [], []
+    for index in sorted({*range(len(rules))} - used):
+        name = repr(rules[index].name)
+        deciding = {hit.by for hit in hits if hit.rule == index}
+        earlier = [rule for i, rule in enumerate(rules) if i in deciding]
+        recipe = rules[index].decision.recipe
+        if None in deciding and recipe is not None:
+            problems.append(NO_PRODUCT.format(name, recipe.name))
+        elif earlier:
+            names = " or ".join(repr(rule.name) for rule in earlier)
+            is_base = any(comes_before(rule, rules[index]) for rule in earlier)
+            cure = REMOVE if is_base else "put it first"
+            problems.append(SHADOWED.format(name, names, cure))
+        else:
+            unmatched.append(name)
+    if unmatched:
+        problems.insert(0, UNMATCHED.format(", ".join(unmatched)))
+    if problems:
+        raise ValueError(" ".join(["autocast(rules=...):", *problems]))
+
+
+def compile_rule(key: object, value: object) -> UserRule:
+    def bad(problem: str) -> ValueError:
+        return ValueError(BAD_RULE.format(key=key, problem=problem))
+
+    name = getattr(key, "__name__", None) or key
+    why = Reason("rules", Source.USER, repr(name))
+    if value is None:
+        decision = Decision(KEEP, why=why)
+    elif (recipe := as_recipe(value)) is not None:
+        decision = Decision(None, why=why, recipe=recipe)
+    elif isinstance(value, lax.Precision):
+        decision = Decision(None, FLOAT32_DTYPE, why=why, precision=value)
+    else:
+        try:
+            dtype = as_dtype(value)
+        except (TypeError, ValueError):
+            hint = did_you_mean(value, [*CASTABLE, *FLOAT8_NAMES])
+            raise bad(f"{value!r} is not a dtype.{hint}") from None
+        if dtype not in CASTABLE:
+            raise bad(f"ops cannot run in {dtype}.")
+        decision = Decision(None, dtype, why=why)
+    if isinstance(key, Primitive):
+        return UserRule(key.name, key, decision)
+    if isinstance(key, str):
+        try:
+            return UserRule(key, PathPattern(key), decision)
+        except re.error as error:
+            raise bad(f"the key is not a regular expression: {error}.") from None
+    if problem := problem_with(key):
+        raise bad(problem)
+    name = getattr(key, "__qualname__", None) or unwrapped(key)[-1].__qualname__
+    return UserRule(name, function_of(key), decision)

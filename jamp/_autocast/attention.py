@@ -26,8 +26,9 @@ from .. import _compat
 from .._checks import flag, is_traced, number, shown
 from .._targets import default_device
 from .._tree import HALVES
+from .casting import Effects
 from .decision import Settings, Values
-from .trace import AutocastTrace, Effects
+from .trace import AutocastTrace
 
 OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 CUDNN, XLA, OP_BY_OP = "cudnn", "xla", "op by op"
@@ -160,7 +161,6 @@ def attention(form: str, *arrays: Any, trains: bool, **params: Any) -> jax.Array
 
 
 def tangent(form: str, *args: jax.Array, **params: Any) -> jax.Array:
-    """The tangent, of tangents of all that have gradients, and of the inputs."""
     count = 3 + ("bias" in params["names"])
     attend, floats = of_floats(form, args[count:], params)
     return jax.jvp(attend, (*floats,), (*args[:count],))[1]

@@ -38,8 +38,9 @@ from .._compat import array_dtype
 from .._targets import rounded
 from .._tree import HALVES
 from .call_stack import is_in_layer
-from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value
-from .notes import BATCH, Sides, fits
+from .decision import FLOAT32_DTYPE, Decision, Kind, Op, Result, Value
+from .notes import BATCH, Sides
+from .numbers import fits
 from .trace import AutocastTrace
 from .traits import OVER_AXES
 
@@ -139,13 +140,13 @@ def is_one_side(sides: Sides) -> bool:
     return not sides or bool(set.intersection(*known) - {BATCH})
 
 
-def mark_results(trace: AutocastTrace, op: Op, action: Action, out: Result) -> None:
+def mark_results(trace: AutocastTrace, op: Op, decision: Decision, out: Result) -> None:
     """Remembers what may be a function's result, which is half precision outside.
 
     The result of a norm has the shape of its input. Its statistics have another shape,
     or are reduced over a mapped axis: they are the module's state, and stay float32.
     """
-    is_norm = action.table is Kind.FLOAT32_NORM
+    is_norm = decision.row is Kind.FLOAT32_NORM
     if is_norm and op.name in OVER_AXES:
         return
     shapes = [np.shape(x) for x in op.args if is_or_was_half(trace, x)]

@@ -1,16 +1,10 @@
-"""Where an op comes from: the Python functions that called it, and the regions around.
-
-JAX records both with each op: the functions in a traceback, and a region's marks in the
-name stack.
-"""
+"""Which Python functions called an op, as JAX's traceback records them."""
 
 import functools
 import inspect
 import os
-import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -91,38 +85,3 @@ def raised_in(folder: str, error: BaseException) -> bool:
     """Whether an error was raised by code in a folder: JAX or JAMP."""
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and frames[-1][0].f_code.co_filename.startswith(folder)
-
-
-# Each region leaves its mark in the name stack, so that an outer one knows what an
-# inner one has decided. A region that is observed adds why each op runs as it does.
-
-# A region's mark, with its depth if it is in another one.
-MARK = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\((\w+)\)")
-REASON = "jamp.rule "
-
-
-def mark(dtype: str, depth: int) -> str:
-    """The mark of a region: its depth, and a dtype's name or "off"."""
-    return f"jamp.autocast[{depth}]({dtype})" if depth else f"jamp.autocast({dtype})"
-
-
-def marks_in(names: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Depth and dtype of the regions in a name stack, the outermost first."""
-    for found in filter(None, map(MARK.fullmatch, names)):
-        yield int(found[1] or 0), found[2]
-
-
-def written(reason: object) -> str:
-    """A `Reason` as an entry of a name stack."""
-    return f"{REASON}{reason}"
-
-
-def reason_in(names: Iterable[str]) -> str:
-    """The innermost reason in a name stack, as text, or ""."""
-    found = [name for name in names if name.startswith(REASON)]
-    return found[-1].removeprefix(REASON) if found else ""
-
-
-def is_jamps(name: str) -> bool:
-    """Whether a region wrote an entry of a name stack."""
-    return MARK.fullmatch(name) is not None or name.startswith(REASON)

@@ -55,7 +55,6 @@ class Contraction(NamedTuple):
 
     @classmethod
     def of_op(cls, op: Op) -> Self:
-        """The dimensions of a `dot_general`."""
         return cls.of(param(op, "dimension_numbers"), map(np.ndim, op.args))
 
     @property
@@ -78,7 +77,6 @@ class Contraction(NamedTuple):
         return range(len(self.left.batch))
 
     def result(self, left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the result, of those of both operands."""
         rows = [left[d] for d in (*self.left.batch, *self.left.free)]
         return *rows, *(right[d] for d in self.right.free)
 

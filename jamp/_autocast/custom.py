@@ -26,9 +26,11 @@ from .._jaxprs import bound, called, param, with_functions
 from .._tree import HALVES
 from .advice import advise
 from .call_stack import JAX, raised_in
-from .decision import FLOAT32_DTYPE, Action, Dtypes, Op, Params, Result, Value, Values
+from .casting import avals_of, dtypes_of
+from .decision import FLOAT32_DTYPE, Decision, Dtypes, Op, Params, Result, Value, Values
 from .rewriting import evaluate
-from .trace import AutocastTrace, avals_of, dtypes_of, register
+from .trace import AutocastTrace, register
+from .weights import activations_in, are_activations, note_activations
 
 
 class Function:
@@ -42,7 +44,7 @@ class Function:
         of_tangents: bool = False,
         args: Values = (),
     ):
-        self.function, self.known = function, trace.activations_in(args)
+        self.function, self.known = function, activations_in(trace, args)
         self.child = trace.spawner(baked, of_tangents=of_tangents)
 
     def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
@@ -57,7 +59,7 @@ class Function:
             with child.current():
                 return list(self.function.call_wrapped(*args)), child
         except Exception as error:
-            if child.settings.listed:  # a policy has a note of its own
+            if not child.settings.is_policy:  # which has a note of its own
                 advise(error, child.settings.dtype)
             raise
 
@@ -74,7 +76,7 @@ class JaxprFunction(Function):
         self,
         trace: AutocastTrace,
         jaxpr: ClosedJaxpr | None,
-        within: Action | None,
+        within: Decision | None,
         baked: bool = False,
         args: Values = (),
     ):
@@ -102,7 +104,7 @@ class WideRule(JaxprFunction):
         trace: AutocastTrace,
         make_jvp: "_compat.lu.WrappedFun",
         n_consts: int,
-        within: Action,
+        within: Decision,
         baked: bool,
     ):
         super().__init__(trace, None, within, baked)
@@ -131,7 +133,7 @@ class Contract:
 
     def primal(self, *args: Value) -> list[Value]:
         outs, child = self.run(*args)
-        self.activations = [*map(child.is_activation, outs)]
+        self.activations = are_activations(child, outs)
         self.known = [_compat.array_dtype(x) for x in outs]
         return outs
 
@@ -203,7 +205,7 @@ def bind_jvp(
         _compat.wrap(autocast_jvp, jvp.debug_info),
     )
     outs = trace.bind(primitive, args, with_functions(params, *functions))
-    trace.note_activations(outs, contract.activations)
+    note_activations(trace, outs, contract.activations)
     return outs
 
 
@@ -243,7 +245,7 @@ def bind_vjp(trace: AutocastTrace, op: Op, args: Values, run: Function) -> Resul
     outs = trace.bind(op.primitive, args, with_functions(params, *functions))
     if trace.tells_weights:
         contract.dtypes()  # the rules have run, and perhaps not the primal code
-    trace.note_activations(outs, contract.activations)
+    note_activations(trace, outs, contract.activations)
     return outs
 
 
@@ -252,13 +254,13 @@ def bind_vjp(trace: AutocastTrace, op: Op, args: Values, run: Function) -> Resul
 
 @register("custom_jvp_call", is_function=True)
 def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
-    args, action, jaxpr = op.args, op.action, called(op)
+    args, decision, jaxpr = op.args, op.decision, called(op)
     if jaxpr is not None:
         return custom_jvp_of_jaxpr(trace, op, jaxpr)
-    if action is not None:
-        if action.dtype is not None and not op.is_baked:
-            args = [trace.cast(x, action.dtype) for x in args]
-        with trace.noted(action):
+    if decision is not None:
+        if decision.cast is not None and not op.is_baked:
+            args = [trace.cast(x, decision.cast) for x in args]
+        with trace.noted(decision):
             return trace.bind(op.primitive, args, op.params)
     _, (fun, jvp) = bound(op)
     run = Function(trace, fun, op.is_baked, args=args)
@@ -268,13 +270,13 @@ def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
 
 
 def custom_jvp_of_jaxpr(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Result:
-    action, (params, (fun, jvp)) = op.action, bound(op)
+    decision, (params, (fun, jvp)) = op.decision, bound(op)
     run = JaxprFunction(trace, jaxpr, op.within, op.is_baked, op.args)
     contract = Contract(run, op.args, fun.debug_info)
-    in_float32 = action is not None and action.dtype == FLOAT32_DTYPE
-    if action is not None and in_float32 and not param(op, "symbolic_zeros"):
+    in_float32 = decision is not None and decision.cast == FLOAT32_DTYPE
+    if decision is not None and in_float32 and not param(op, "symbolic_zeros"):
         make_jvp, n_consts = param(op, "jvp_jaxpr_fun"), param(op, "num_consts")
-        rule = WideRule(trace, make_jvp, n_consts, action, op.is_baked)
+        rule = WideRule(trace, make_jvp, n_consts, decision, op.is_baked)
         traced = None
     else:
         rule = Function(trace, jvp, baked=True, of_tangents=True)
@@ -302,16 +304,16 @@ def shard_map(trace: AutocastTrace, op: Op) -> Result:
         typed = trace.is_typed() or not op.is_baked
         make_child = trace.spawner(baked=True, typed=typed)
     params, (fun,) = bound(op)
-    known = trace.activations_in(args)
+    known = activations_in(trace, args)
 
     def autocast_fun(*args):
         with make_child().current() as child:
             child.follow(args, known)
             outs = fun(*args)
-            made[:] = map(child.is_activation, outs)
+            made[:] = are_activations(child, outs)
             return outs
 
     made: list[bool] = []
     outs = trace.bind(op.primitive, args, with_functions(params, autocast_fun))
-    trace.note_activations(outs, made)
+    note_activations(trace, outs, made)
     return outs

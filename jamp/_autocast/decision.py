@@ -85,14 +85,17 @@ class Kind(enum.Enum):
     LABELS = "labels"
 
 
-class Action(NamedTuple):
-    """What to do with an op: what its row says, or one dtype for all of a function."""
+class Decision(NamedTuple):
+    """What a region does with an op, and why.
 
-    kind: Kind | None
-    dtype: np.dtype | None = None
-    marks: bool = False  # its results are half precision outside of the function
+    The row decides that is looked up first: that of the user's rule, of the function
+    that the op is part of, of the library that wrote it, or of its primitive.
+    """
+
+    row: Kind | None  # what the row says; None: the user's, which says it by itself
+    cast: np.dtype | None = None  # what all inputs are cast to; None: as the row says
+    inside: bool = False  # results are half precision outside of the function
     why: Reason = Reason("", Source.JAMP)  # empty: no reason is given
-    table: Kind | None = None  # what the row of a function says, for all ops inside
     recipe: "Recipe | None" = None  # of a product that is lowered, if it qualifies
     precision: lax.Precision | None = None  # of a product, instead of its own
 
@@ -110,8 +113,8 @@ class Op(NamedTuple):
     params: Params
     avals: Sequence[AbstractValue] | None = None
     # For all ops of a function that it is part of, or that it stands for.
-    within: Action | None = None
-    action: Action | None = None  # the answer to which rule it is under; None: to none
+    within: Decision | None = None
+    decision: Decision | None = None  # None: it has no row
     is_baked: bool = False  # of code whose dtypes are fixed: a derivative, its function
     is_derived: bool = False  # part of a derivative, and perhaps given a cotangent
     activations: tuple[bool, ...] = ()  # of each input of a product, if it is one
@@ -162,7 +165,7 @@ class UserRule(NamedTuple):
 
     name: str  # what the user wrote, for messages
     test: Hashable  # a primitive, a PathPattern, or a Function
-    action: Action
+    decision: Decision
 
 
 class Hit(NamedTuple):
@@ -192,7 +195,7 @@ class Settings(NamedTuple):
     recipe: Recipe | None = None
     rules: tuple[UserRule, ...] = ()
     depth: int = 0  # how many other regions it is in
-    listed: bool = True  # False under a policy: only the rules decide
+    is_policy: bool = False  # only the rules decide
     observed: bool = False  # each op's reason is written into its name stack
     # Called with the trace, each op and its result; its return value replaces the
     # result. The region then runs in float32.
@@ -203,5 +206,5 @@ class Settings(NamedTuple):
     @property
     def tells_weights(self) -> bool:
         """Whether it matters what is a weight, and what an activation."""
-        recipes = self.recipe, *(rule.action.recipe for rule in self.rules)
+        recipes = self.recipe, *(rule.decision.recipe for rule in self.rules)
         return self.probe is not None or any(recipes)

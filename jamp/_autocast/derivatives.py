@@ -101,7 +101,6 @@ class Product:
 
 
 def run(trace: AutocastTrace, op: Op, product: Product, inputs: Inputs) -> jax.Array:
-    """Runs a product on the trace below."""
     if _compat.is_differentiated_once(trace.parent):
         function = in_reverse_mode(product)
     else:

@@ -19,6 +19,7 @@ from .._checks import FLOAT8_NAMES, brief, flag
 from .._compat import array_dtype
 from .._jaxprs import param
 from .._targets import warn_if_missing
+from .casting import dtypes_of
 from .contraction import Contraction, Dims
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
 from .derivatives import Given, Inputs, Product, copied, run
@@ -36,7 +37,7 @@ from .low_precision import (
 )
 from .products import is_own
 from .rules import codes_at, loaded
-from .trace import AutocastTrace, dtypes_of
+from .trace import AutocastTrace
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # Layers whose weight is the left operand; in other layers it is the right one.
@@ -138,7 +139,6 @@ class Float8(Recipe):
 
 
 def as_recipe(value: object) -> Recipe | None:
-    """The recipe that a user's value stands for, or None if it is something else."""
     if isinstance(value, str) and value in FLOAT8_NAMES:
         return Float8()
     return value if isinstance(value, Recipe) else None
@@ -192,7 +192,6 @@ def asked_for(op: Op, half: np.dtype) -> np.dtype:
 
 
 def product_for(op: Op, half: np.dtype, recipe: str) -> "Float8Product":
-    """The float8 form of a product that qualifies."""
     weight = weight_of(op) if recipe == "rowwise_with_gw_hp" else 1
     out = asked_for(op, half)
     return Float8Product.of(op, out, half, Contraction.of_op(op), recipe, weight)

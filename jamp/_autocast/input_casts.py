@@ -8,27 +8,37 @@ import numpy as np
 from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
-from .decision import CASTABLE, FLOAT32_DTYPE, Action, Kind, Op, Params, Result, Values
-from .notes import fits, is_inexact
+from .casting import dtypes_of
+from .decision import (
+    CASTABLE,
+    FLOAT32_DTYPE,
+    Decision,
+    Kind,
+    Op,
+    Params,
+    Result,
+    Values,
+)
+from .numbers import fits, is_inexact
 from .products import is_dot
 from .rules import codes_at, loaded
-from .trace import AutocastTrace, dtypes_of
+from .trace import AutocastTrace
 from .traits import PRODUCTS
 
 ATTENTION = ("jax.nn.dot_product_attention",)
 
 
-def prepared(trace: AutocastTrace, op: Op, action: Action) -> tuple[Values, Params]:
+def prepared(trace: AutocastTrace, op: Op, decision: Decision) -> tuple[Values, Params]:
     """The inputs and parameters in the dtypes that an op is to run in."""
     args, params = op.args, op.params
     given = [array_dtype(x) for x in args]
-    if (dtype := dtype_for(trace, op, action, given)) is None:
+    if (dtype := dtype_for(trace, op, decision, given)) is None:
         return args, params
     is_product = op.primitive.name in PRODUCTS
     preferred = param(op, "preferred_element_type") if is_product else None
     if preferred in CASTABLE:
         dtypes = [*given, *dtypes_of(op.avals or ())]
-        wholly = action.dtype is not None
+        wholly = decision.cast is not None
         if wholly or (FLOAT32_DTYPE in dtypes and not is_attention(op)):
             # Recorded for float32 inputs; for half-precision ones, the user's wish.
             trace.effects.touched |= preferred != dtype
@@ -38,16 +48,16 @@ def prepared(trace: AutocastTrace, op: Op, action: Action) -> tuple[Values, Para
 
 
 def dtype_for(
-    trace: AutocastTrace, op: Op, action: Action, given: Sequence[np.dtype]
+    trace: AutocastTrace, op: Op, decision: Decision, given: Sequence[np.dtype]
 ) -> np.dtype | None:
     """What the floating inputs of an op are cast to, or None if they are not.
 
     Args:
       given: the dtypes of all inputs.
     """
-    if action.dtype is not None:
-        return action.dtype
-    match action.kind:
+    if decision.cast is not None:
+        return decision.cast
+    match decision.row:
         case Kind.FLOAT32:
             return FLOAT32_DTYPE
         case Kind.INTO if is_inexact(given[0]):
@@ -55,7 +65,7 @@ def dtype_for(
         case Kind.LOWER if not is_dot(op):
             if all(d in CASTABLE for d in given if is_inexact(d)):
                 return trace.settings.dtype
-        case Kind.LOWER | Kind.PROMOTE:
+        case Kind.LOWER | Kind.PROMOTE | Kind.STATISTIC:
             pass
         case Kind.KEEP if op.avals is not None:  # dtypes may be mixed by now
             pass

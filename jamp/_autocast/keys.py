@@ -69,7 +69,6 @@ _keys = weakref.WeakValueDictionary[int, Function]()
 
 
 def function_of(key: Any) -> Function:
-    """What a key without a problem stands for."""
     kind: Any = ModuleClass if isinstance(key, type) else Function
     known = key if isinstance(key, type) else code_of(key)
     return _keys.setdefault(id(known), _keys.get(id(known)) or kind(known))
@@ -94,7 +93,6 @@ def problem_with(key: Any) -> str:
 
 
 def is_function(value: object) -> bool:
-    """Whether a value is a Python function, perhaps in wrappers."""
     return isinstance(unwrapped(value)[-1], FunctionType)
 
 

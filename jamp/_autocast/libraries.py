@@ -22,7 +22,7 @@ from types import CodeType
 
 from .._checks import JAMP
 from .call_stack import JAX, LAYER_LIBRARIES, is_library
-from .decision import FLOAT32_DTYPE, Action, Kind, Reason, Source
+from .decision import FLOAT32_DTYPE, Decision, Kind, Reason, Source
 
 # "jax.scipy" stands for the private module of that name, too.
 ALL_OPS = dict.fromkeys(  # losses and log-densities
@@ -65,14 +65,14 @@ ROWS = PRODUCTS_ALONE | ALL_OPS
 MODULES = (*ROWS, *LAYERS)
 
 
-def action_for(module: str, kind: Kind) -> Action:
-    why = Reason(kind.value, Source.FUNCTION, module)
-    if kind is Kind.FLOAT32:
-        return Action(None, FLOAT32_DTYPE, why=why)
-    return Action(kind, why=why)
-
-
-ACTIONS = {name: action_for(name, kind) for name, kind in ROWS.items()}
+BY_MODULE = {
+    name: Decision(
+        kind,
+        FLOAT32_DTYPE if kind is Kind.FLOAT32 else None,
+        why=Reason(kind.value, Source.FUNCTION, name),
+    )
+    for name, kind in ROWS.items()
+}
 
 
 class Places(dict[str, str | None]):
@@ -106,8 +106,8 @@ def is_part(file: str, module: str) -> bool:
 
 def of_library(
     codes: Iterable[CodeType], places: Places, source: str | None, is_product: bool
-) -> Action | None:
-    """The action for an op that the code of one of the modules calls, or None.
+) -> Decision | None:
+    """The decision for an op that the code of one of the modules calls, or None.
 
     The search goes outward, through JAX and the modules, up to any other code. What a
     log-density calls in another module is part of it.
@@ -124,9 +124,9 @@ def of_library(
         if name is None or name in LAYERS:
             break
         if name in ALL_OPS:
-            return ACTIONS[name]
+            return BY_MODULE[name]
         nearest = nearest or name
-    return ACTIONS[nearest] if nearest and is_product else None
+    return BY_MODULE[nearest] if nearest and is_product else None
 
 
 # Packages that nobody has looked at.

@@ -21,14 +21,17 @@ from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
 from .._jaxprs import branches, called, calling, loop, param
-from .activations import SAVED_ONCE, run_inside
 from .call_stack import is_library
+from .casting import avals_of
 from .decision import CASTABLE, Op, Result, Value, Values
-from .notes import Note, holds
+from .notes import Note
+from .numbers import holds
 from .rewriting import Rewritten, annotate, in_place, rewrite
 from .sampling import half_noise, redrawn
-from .trace import AutocastTrace, avals_of, register
+from .saved_once import SAVED_ONCE, run_inside
+from .trace import AutocastTrace, register
 from .traits import REF_WRITES
+from .weights import activations_in, are_activations, note_activations
 
 
 @register("jit", is_function=True)
@@ -59,7 +62,8 @@ def rewritten(trace: AutocastTrace, op: Op) -> Values:
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
     args, params = [*consts, *op.args], calling(op, jaxpr)
     outs: Any = trace.bind(op.primitive, args, params)
-    if op.name == "jit" and op.action is not None and op.action.why.name in SAVED_ONCE:
+    why = op.decision and op.decision.why
+    if op.name == "jit" and why and why.name in SAVED_ONCE:
         outs = run_inside(trace, op, args, params, outs)
     return annotate(trace, outs, new)
 
@@ -68,7 +72,7 @@ def known_of(trace: AutocastTrace, args: Values) -> list[Note]:
     """What is known about a function's arguments, inside it too."""
     notes = map(trace.notes.__getitem__, args)
     known = [Note(None, n.sides, n.varies, n.raised, n.added) for n in notes]
-    pairs = zip(known, trace.activations_in(args) or known, strict=True)
+    pairs = zip(known, activations_in(trace, args) or known, strict=True)
     return [n._replace(activation=other.activation) for n, other in pairs]
 
 
@@ -93,7 +97,7 @@ def repeated(trace: AutocastTrace, op: Op) -> Values:
     outs = [a.dtype for a in carried]
     outs += [None] * (len(body.out_avals) - n_carry)
     changed = [False] * n_consts + changes(body, n_consts, n_carry)
-    known = trace.activations_in(inputs, changed)
+    known = activations_in(trace, inputs, changed)
     avals = [*map(with_dtype, body.in_avals, inputs)]
     new = rewrite(trace, op, body, avals, outs, known)
     params = op.params | {"jaxpr": new.jaxpr}
@@ -118,7 +122,7 @@ def note_made(trace: AutocastTrace, outs: Values, *functions: Rewritten) -> None
     """Notes which results are activations in any of some functions."""
     each = zip(*(new.notes for new in functions), strict=True)
     made = [any(note.activation for note in notes) for notes in each]
-    trace.note_activations(outs, made)
+    note_activations(trace, outs, made)
 
 
 def with_dtype(aval: Any, value: Value) -> AbstractValue:
@@ -157,7 +161,7 @@ def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
     jaxpr, rule = called(op), param(op, "rule")
     dtypes = [a.dtype for a in jaxpr.out_avals]
     args = trace.as_traced(op.args, jaxpr.in_avals)
-    known = trace.activations_in(args)
+    known = activations_in(trace, args)
     new = rewrite(trace, op, jaxpr, jaxpr.in_avals, dtypes, known)
     make_child = trace.spawner(op.is_baked)
 
@@ -185,5 +189,5 @@ def write(trace: AutocastTrace, op: Op) -> Result:
     dtype = getattr(jax.typeof(place), "dtype", None)
     if dtype is not None and dtype in CASTABLE:
         values = [trace.cast(value, dtype) for value in values]
-    trace.note_activations([place], [any(map(trace.is_activation, values))])
+    note_activations(trace, [place], [any(are_activations(trace, values))])
     return trace.bind(op.primitive, [place, *values], op.params)

@@ -26,22 +26,19 @@ kept by the identity of the value, for as long as the value lives:
     columns    for integers that were concatenated, the dimension of each that is such
 """
 
-import functools
 import itertools
 import weakref
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._compat import array_dtype
 from .._jaxprs import param
-from .._tree import HALVES
 from .decision import Op
+from .numbers import scalar
 
 # For each dimension "l" or "r", or "lr" for a new one of size 1, or BATCH for one of
 # both operands. A merged one has the sizes and sides of its parts, and None is unknown.
@@ -64,7 +61,6 @@ class Note(NamedTuple):
 
     @property
     def along(self) -> int | None:
-        """The dimension of an `arange`."""
         return next(iter(self.varies or ()), None) if self.arange else None
 
 
@@ -155,70 +151,6 @@ class Notes:
         self._notes, self._copies = Memory(), Memory()
 
 
-# Numbers that an op meets: Python's, and the literals of a jaxpr.
-
-
-@functools.cache
-def is_inexact(dtype: np.dtype | None) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def is_float(x: ArrayLike) -> bool:
-    return is_inexact(array_dtype(x))
-
-
-def scalar(value: Any) -> float | None:
-    """The number in a literal; arrays are not read, because that would block."""
-    if isinstance(value, jax.Array) or not hasattr(value, "dtype"):
-        return None
-    if array_dtype(value) is None or np.ndim(value):  # None for a reference or a token
-        return None
-    return float(value) if jnp.issubdtype(value.dtype, np.floating) else None
-
-
-def fits(number: float, dtype: np.dtype) -> bool:
-    """Whether the number survives in `dtype`: a literal such as -1e10 or 1e-9 may not.
-
-    >>> fits(0.5, jnp.float16), fits(-1e10, jnp.float16), fits(1e-9, jnp.float16)
-    (True, False, False)
-    """
-    limits = jnp.finfo(dtype)
-    usual = float(limits.tiny) <= abs(number) <= float(limits.max)
-    return usual or number == 0 or not np.isfinite(number)
-
-
-def holds(dtype: np.dtype, number: Any) -> bool:
-    """Whether a number stays finite in half precision, as a mask of -1e10 does not.
-
-    >>> number = np.float32(-1e10)
-    >>> holds(jnp.float16, number), holds(jnp.bfloat16, number)
-    (False, True)
-    """
-    if dtype not in HALVES or scalar(number) is None or not np.isfinite(number):
-        return True
-    return abs(float(number)) <= float(jnp.finfo(dtype).max)
-
-
-# Numbers in JAX's log10, and in its norms whose order is not a power of 2, by what they
-# are rounded to.
-NUMBERS = (1 / np.log(10), *(1 / n for n in (3, 5, 6, 7, 9, 10)))
-EXACT = {
-    jnp.dtype(half): {float(np.asarray(x, half)): x for x in NUMBERS} for half in HALVES
-}
-
-
-def unrounded(number: ArrayLike) -> np.ndarray:
-    """A number of a jaxpr in float32, as it was before JAX rounded it for its array.
-
-    >>> bool(unrounded(np.float16(1 / 3)) == np.float32(1 / 3))
-    True
-    """
-    number = np.asarray(number)
-    if number.ndim == 0:
-        number = EXACT.get(number.dtype, {}).get(float(number), number)
-    return np.asarray(number, np.float32)
-
-
 # Facts about products and biases, carried through the ops that move elements.
 
 Shape = tuple[int, ...]
@@ -226,7 +158,6 @@ EITHER, BATCH = "lr", "b"
 
 
 def product_sides(op: Op) -> Sides:
-    """The sides of a matrix product's or convolution's result."""
     numbers = param(op, "dimension_numbers")
     if op.name == "conv_general_dilated":
         feature = numbers.out_spec[1]

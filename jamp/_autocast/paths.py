@@ -37,7 +37,6 @@ class PathPattern:
         object.__setattr__(self, "whole", whole)
 
     def search(self, path: str) -> bool:
-        """Whether the expression is found in a path."""
         found = self.plain.finditer(path)
         whole = self.whole.search(path) is not None
         return whole or any(map(self._takes_any_digit, found))
@@ -57,5 +56,4 @@ class PathPattern:
 
 
 def is_in_number(path: str, at: int) -> bool:
-    """Whether a place of a text is between two digits."""
     return path[:at][-1:].isdigit() and path[at:][:1].isdigit()

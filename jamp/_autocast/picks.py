@@ -40,7 +40,6 @@ class Pick(NamedTuple):
 
 
 def pick_of(op: Op, args: Values, notes: Notes) -> Pick | None:
-    """The pick that a gather is, or None if it is something else."""
     x, indices = args
     numbers, mode = param(op, "dimension_numbers"), param(op, "mode")
     if mode not in MODES or array_dtype(x) not in CASTABLE:

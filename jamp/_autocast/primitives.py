@@ -17,12 +17,10 @@ from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
 from . import attention
-from .activations import MADE, SAVED_ONCE, run_gated, run_inside
 from .bias import mark_results, with_bias
-from .conversion import convert, is_filled
 from .decision import (
     FLOAT32_DTYPE,
-    Action,
+    Decision,
     Kind,
     Op,
     Params,
@@ -35,31 +33,35 @@ from .decision import (
 )
 from .input_casts import as_without, prepared, widens
 from .libraries import warn_of_unknown
-from .notes import Note, added_to_all, is_float, passed_on, product_sides
+from .notes import Note, added_to_all, passed_on, product_sides
+from .numbers import is_filled, is_float
 from .ops import PRIMITIVES
 from .picks import index_note
 from .products import for_product, is_dot, is_wide
+from .saved_once import MADE, SAVED_ONCE, run_gated, run_inside
 from .scatters import SCATTERS, looked_up, scattered, summed
 from .trace import RULES, AutocastTrace, Rule, register
 from .traits import ALIGNED, FOLLOWED, GATHERING, PRODUCTS, UNMOVED
+from .weights import are_activations
+from .written_casts import convert
 
-PROMOTED, KEPT = Action(Kind.PROMOTE), Action(Kind.KEEP)
+KEPT = Decision(Kind.KEEP)
 
 
-def with_row(rule: Callable[[AutocastTrace, Op, Action], Result]) -> Rule:
+def with_row(rule: Callable[[AutocastTrace, Op, Decision], Result]) -> Rule:
     """What is done around the rule of each primitive that has a row."""
 
     @functools.wraps(rule)
     def reported(trace: AutocastTrace, op: Op) -> Result:
-        action = op.action
-        assert action is not None  # or it has no row
-        with trace.noted(action):
-            widened = action.kind is Kind.STATISTIC and widens(trace, op)
-            if action.kind is Kind.STATISTIC:
-                action = Action(None, FLOAT32_DTYPE) if widened else PROMOTED
-            out = rule(trace, op, action)
-            if action.marks and not op.is_baked:
-                mark_results(trace, op, action, out)
+        decision = op.decision
+        assert decision is not None  # or it has no row
+        with trace.noted(decision):
+            widened = decision.row is Kind.STATISTIC and widens(trace, op)
+            if widened:
+                decision = decision._replace(cast=FLOAT32_DTYPE)
+            out = rule(trace, op, decision)
+            if decision.inside and not op.is_baked:
+                mark_results(trace, op, decision, out)
             if widened and not op.is_baked:
                 trace.notes[out] = trace.notes[out]._replace(statistic=True)
             probe: Any = trace.settings.probe
@@ -75,20 +77,20 @@ def bound(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
 def by_row(
     trace: AutocastTrace,
     op: Op,
-    action: Action,
+    decision: Decision,
     run: Callable[[AutocastTrace, Op, Values, Params], Result] = bound,
 ) -> Result:
     """Casts the inputs as the row says. Where dtypes are fixed, so is the result's."""
-    args, params = prepared(trace, op, action)
+    args, params = prepared(trace, op, decision)
     out = run(trace, op, args, params)
     if op.is_baked:
         out = as_without(trace, op, args, out)
-    if op.name in ALIGNED and trace.settings.listed:
+    if op.name in ALIGNED and not trace.settings.is_policy:
         if added := added_to_all(op, trace.notes):
             trace.notes[out] = trace.notes[out]._replace(added=added)
     if op.is_baked:
         return out
-    if action.why.name in SAVED_ONCE:
+    if decision.why.name in SAVED_ONCE:
         return run_inside(trace, op, args, params, out)
     return run_gated(trace, op, args, out) if op.name == "mul" else out
 
@@ -98,18 +100,18 @@ register("convert_element_type")(with_row(convert))
 
 @register(*FOLLOWED)
 @with_row
-def move(trace: AutocastTrace, op: Op, action: Action) -> Result:
+def move(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     """Moves elements, about which something may be known."""
     # Under a policy, the casts around a module settle what is a layer's result.
-    is_in_layer = trace.settings.listed and not op.is_baked and action.dtype is None
-    if is_in_layer and trace.notes[op.args[0]].sides is not None:
+    is_free = not (op.is_baked or trace.settings.is_policy) and decision.cast is None
+    if is_free and trace.notes[op.args[0]].sides is not None:
         narrow = trace.notes.copy(op.args[0], trace.settings.dtype)
         if narrow is not None:
             # Moved before it is widened, a product is still known as one.
             moved = [narrow, *op.args[1:]]
             out: Any = trace.apply(Op(op.primitive, moved, op.params))
             return trace.cast(out, array_dtype(op.args[0]))
-    args, params = prepared(trace, op, action)
+    args, params = prepared(trace, op, decision)
     out = trace.bind(op.primitive, args, params)
     if op.is_baked:
         out = as_without(trace, op, args, out)
@@ -127,9 +129,8 @@ def move(trace: AutocastTrace, op: Op, action: Action) -> Result:
 
 @register(*UNMOVED)
 @with_row
-def same(trace: AutocastTrace, op: Op, action: Action) -> Result:
-    """Returns its inputs."""
-    args, params = prepared(trace, op, action)
+def same(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
+    args, params = prepared(trace, op, decision)
     out = trace.bind(op.primitive, args, params)
     if op.is_baked:
         return as_without(trace, op, args, out)
@@ -140,13 +141,13 @@ def same(trace: AutocastTrace, op: Op, action: Action) -> Result:
 
 @register("add")
 @with_row
-def add(trace: AutocastTrace, op: Op, action: Action) -> Result:
+def add(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     """Adds, perhaps a bias to the product of a layer."""
-    is_alone = op.within is None and action.dtype is None and not op.is_baked
-    if trace.settings.listed and is_alone:
+    is_free = not (op.is_baked or trace.settings.is_policy) and decision.cast is None
+    if is_free and op.within is None:
         if (out := with_bias(trace, op)) is not None:
             return out
-    return by_row(trace, op, action)
+    return by_row(trace, op, decision)
 
 
 def lowers(op: Op) -> bool:
@@ -157,26 +158,26 @@ def lowers(op: Op) -> bool:
 @register(*PRODUCTS)
 def product(trace: AutocastTrace, op: Op) -> Result:
     """Multiplies matrices, perhaps by a recipe."""
-    activations = tuple(map(trace.is_activation, op.args[:2]))
+    activations = tuple(are_activations(trace, op.args[:2]))
     op = op._replace(activations=activations)
-    action = for_product(op, op.action, trace.settings, trace.notes)
-    if action is not None and Kind.LOWER in (action.kind, action.table) and lowers(op):
+    decision = for_product(op, op.decision, trace.settings, trace.notes)
+    if decision is not None and decision.row is Kind.LOWER and lowers(op):
         warn_of_unknown(_compat.source_codes())
-    return multiply(trace, op._replace(action=action))
+    return multiply(trace, op._replace(decision=decision))
 
 
 @with_row
-def multiply(trace: AutocastTrace, op: Op, action: Action) -> Result:
-    if action.recipe is not None:
-        out = action.recipe._run(trace, op)
+def multiply(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
+    if decision.recipe is not None:
+        out = decision.recipe._run(trace, op)
         if op.is_baked:
             return as_without(trace, op, None, out)
     else:
-        args, params = prepared(trace, op, action)
-        if action.precision is not None:
+        args, params = prepared(trace, op, decision)
+        if decision.precision is not None:
             trace.effects.touched = True
-            params = params | {"precision": (action.precision, action.precision)}
-        lowers = action.kind is Kind.LOWER or not trace.settings.listed
+            params = params | {"precision": (decision.precision, decision.precision)}
+        lowers = decision.row is Kind.LOWER or trace.settings.is_policy
         prepared_op = op._replace(args=args, params=params)
         if lowers and not op.is_baked and is_wide(prepared_op):
             return wide_product(trace, prepared_op)
@@ -222,42 +223,42 @@ def wide_product(trace: AutocastTrace, op: Op) -> Value:
 
 @register("gather")
 @with_row
-def gather(trace: AutocastTrace, op: Op, action: Action) -> Result:
-    return by_row(trace, op, action, looked_up)
+def gather(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
+    return by_row(trace, op, decision, looked_up)
 
 
 @register(*SCATTERS)
 @with_row
-def scatter_together(trace: AutocastTrace, op: Op, action: Action) -> Result:
+def scatter_together(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     """Combines numbers that are written into one place."""
-    return by_row(trace, op, action, summed if op.name in GATHERING else scattered)
+    return by_row(trace, op, decision, summed if op.name in GATHERING else scattered)
 
 
 @register("scatter")
 @with_row
-def scatter(trace: AutocastTrace, op: Op, action: Action) -> Result:
+def scatter(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     """Writes numbers into an array, or what a function (`lax.scatter_apply`) makes."""
     if param(op, "update_jaxpr") is not None:
         op = op._replace(args=trace.as_traced(op.args, op.avals))
-        action = KEPT
-    return by_row(trace, op, action)
+        decision = KEPT
+    return by_row(trace, op, decision)
 
 
 @register(*attention.PRODUCTS_IN)
 def attend(trace: AutocastTrace, op: Op) -> Result:
     """Attention as one op, or op by op where its products are decided about."""
     why = Reason("lower", Source.PRIMITIVE, op.name)
-    action = op.action or Action(Kind.LOWER, why=why)
+    decision = op.decision or Decision(Kind.LOWER, why=why)
     if op.name != attention.attention_p.name or op.is_baked:
-        return as_one_op(trace, op._replace(action=action))
-    if decides_products(trace.settings) or action.precision is not None:
+        return as_one_op(trace, op._replace(decision=decision))
+    if decides_products(trace.settings) or decision.precision is not None:
         with trace.current():
             return attention.attention(attention.OP_BY_OP, *op.args, **op.params)
     if trace.settings.observed:
-        args, _ = prepared(trace, op, action)
+        args, _ = prepared(trace, op, decision)
         note = attention.chosen(args, op.params)
-        action = action._replace(why=action.why._replace(note=note))
-    return as_one_op(trace, op._replace(action=action))
+        decision = decision._replace(why=decision.why._replace(note=note))
+    return as_one_op(trace, op._replace(decision=decision))
 
 
 def decides_products(settings: Settings) -> bool:
@@ -270,13 +271,13 @@ def decides_products(settings: Settings) -> bool:
 
 
 @with_row
-def as_one_op(trace: AutocastTrace, op: Op, action: Action) -> Result:
+def as_one_op(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     def run(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
         if op.name == attention.attention_p.name:  # JAX adds a bias to float32 scores
             args = [*args[:3], *op.args[3:]]
         return trace.bind(op.primitive, args, params)
 
-    return by_row(trace, op, action, run)
+    return by_row(trace, op, decision, run)
 
 
 @register("iota")
@@ -288,9 +289,9 @@ def count(trace: AutocastTrace, op: Op) -> Result:
 
 @register("concatenate", "lt", "select_n")
 @with_row
-def maybe_of_indices(trace: AutocastTrace, op: Op, action: Action) -> Result:
+def maybe_of_indices(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     """Runs an op by its row, of which an index may be made."""
-    out = by_row(trace, op, action)
+    out = by_row(trace, op, decision)
     if not is_float(op.args[-1]):
         trace.notes[out] = index_note(op, out, trace.notes)
     return out

@@ -27,55 +27,55 @@ from .._tree import HALVES
 from .contraction import Contraction
 from .decision import (
     FLOAT32_DTYPE,
-    Action,
+    Decision,
     Op,
     Reason,
     Settings,
     Source,
 )
 from .notes import Notes
-from .ops import LOWER, PROMOTE
+from .ops import FLOAT32, LOWER, PROMOTE
 
-OUTER = Action(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
-HIGHEST = Action(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
+OUTER = Decision(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
+HIGHEST = Decision(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
 
 
 def for_product(
-    op: Op, action: Action | None, settings: Settings, notes: Notes
-) -> Action | None:
-    """The action for a product, which may have a recipe, or not be lowered."""
-    if action is not None and action.precision is not None:
-        note = f"precision {action.precision.name}"
-        return action._replace(why=action.why._replace(note=note))
-    if action is None or LOWER not in (action.kind, action.table):
-        return action
+    op: Op, decision: Decision | None, settings: Settings, notes: Notes
+) -> Decision | None:
+    """The decision for a product, which may have a recipe, or not be lowered."""
+    if decision is not None and decision.precision is not None:
+        note = f"precision {decision.precision.name}"
+        return decision._replace(why=decision.why._replace(note=note))
+    if decision is None or decision.row is not LOWER:
+        return decision
     if op.name == "dot_general" and is_outer(op, notes):
         return OUTER
     wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
     if wide and is_highest(param(op, "precision")):
         return HIGHEST
-    return with_recipe(op, action, settings)
+    return with_recipe(op, decision, settings)
 
 
-def with_recipe(op: Op, action: Action, settings: Settings) -> Action:
-    """The action with the first recipe for which a product qualifies, or with none.
+def with_recipe(op: Op, decision: Decision, settings: Settings) -> Decision:
+    """The decision with the first recipe for which a product qualifies, or with none.
 
     That of a rule is tried before that of the region. Its reason notes both.
     """
-    recipes = [*filter(None, dict.fromkeys((action.recipe, settings.recipe)))]
+    recipes = [*filter(None, dict.fromkeys((decision.recipe, settings.recipe)))]
     if not recipes or settings.probe is not None:
-        return action._replace(recipe=None)
+        return decision._replace(recipe=None)
     notes, found = [], None
     for recipe in recipes:
         if recipe.is_wide and settings.linear:
-            return action._replace(kind=None, dtype=FLOAT32_DTYPE, recipe=None)
+            return decision._replace(row=FLOAT32, cast=FLOAT32_DTYPE, recipe=None)
         problem = recipe._problem(op)
         notes.append(f"no {recipe.name}: {problem}" if problem else recipe._note(op))
         if not problem:
             found = recipe
             break
-    why = action.why._replace(note=", ".join(notes))
-    return action._replace(recipe=found, why=why)
+    why = decision.why._replace(note=", ".join(notes))
+    return decision._replace(recipe=found, why=why)
 
 
 def is_outer(op: Op, notes: Notes) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import AbstractValue
 
 from .._tree import HALVES
-from .decision import Action, Kind
+from .decision import Decision, Kind
 
 READS_DTYPE = """{function} got a {dtype} value in an autocast region. It takes {what} \
 from the dtype of its input, and {dtype} is too coarse for that. Cast the input: \
@@ -29,29 +29,30 @@ from the dtype of its input, and {dtype} is too coarse for that. Cast the input:
 ROUNDED = """{function} cast y_true to the dtype of y_pred, {dtype}, before the \
 autocast region saw it, and {what}. Pass y_true as a JAX array, `jnp.asarray(y_true)`, \
 or cast the predictions: `y_pred.astype(jnp.float32)`."""
+READING = Kind.REFUSED, Kind.COUNTED, Kind.LABELS
 EXACT = 256  # integers up to here are exact in each dtype
 
 
-def check_precision(action: Action | None, given: Sequence[Any]) -> None:
+def check_precision(decision: Decision | None, given: Sequence[Any]) -> None:
     """Raises TypeError if an op of one of these functions gets half precision.
 
     Args:
-      action: what the region does with the op, or None.
+      decision: what the region does with the op, or None.
       given: the inputs of the op, as Python saw them.
     """
-    if action is None or action.table not in (Kind.REFUSED, Kind.COUNTED, Kind.LABELS):
+    if decision is None or decision.row not in READING:
         return
-    if action.table is Kind.LABELS:
-        return check_labels(action.why.name, given)
+    if decision.row is Kind.LABELS:
+        return check_labels(decision.why.name, given)
     for value in given:
         dtype = getattr(value, "dtype", None)
         if dtype not in HALVES:
             continue
         exact = 2 ** (jnp.finfo(dtype).nmant + 1)  # the dtype counts up to here
-        if action.table is Kind.COUNTED and math.prod(value.shape) <= exact:
+        if decision.row is Kind.COUNTED and math.prod(value.shape) <= exact:
             continue
-        what = "indices" if action.table is Kind.COUNTED else "a tolerance"
-        function = action.why.name
+        what = "indices" if decision.row is Kind.COUNTED else "a tolerance"
+        function = decision.why.name
         raise TypeError(READS_DTYPE.format(function=function, dtype=dtype, what=what))
 
 

@@ -30,14 +30,17 @@ from .advice import advise, advise_after, note_left
 from .arguments import (
     BAD_INPUTS,
     Given,
+    Rules,
+    check_all_used,
+    compile_rules,
     dtype_argument,
     region_dtype,
     without_device,
 )
-from .call_stack import mark
+from .casting import Effects
 from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
-from .trace import OBSERVED, PROBE, REGION, AutocastTrace, Effects
-from .user_rules import Rules, check_all_used, compile_rules
+from .name_stack import mark
+from .trace import OBSERVED, PROBE, REGION, AutocastTrace
 
 # Functions whose body runs after the region has ended.
 RUNS_LATER = (
@@ -72,7 +75,7 @@ def is_autocast_enabled() -> bool:
 
     PyTorch: `torch.is_autocast_enabled(device_type)`.
     """
-    return REGION.value is not None and REGION.value.listed
+    return REGION.value is not None and not REGION.value.is_policy
 
 
 _compat.trace_linalg_in(HALVES, is_autocast_enabled)
@@ -115,7 +118,7 @@ def enter(
     if settings is not None:
         warn_if_missing((settings.recipe or settings.dtype).name)
         settings = settings._replace(depth=depth, observed=OBSERVED.value)
-        if PROBE.value is not None and settings.listed:
+        if PROBE.value is not None and not settings.is_policy:
             settings = settings._replace(dtype=FLOAT32_DTYPE, probe=PROBE.value)
             name = settings.dtype.name
     with REGION(settings), jax.named_scope(mark(name, depth)):
@@ -128,12 +131,12 @@ def enter(
             with set_current_trace(trace):
                 yield trace
         except Exception as error:
-            if settings.listed:  # a policy has a note of its own
+            if not settings.is_policy:  # which has a note of its own
                 advise(error, settings.dtype)
             raise
         finally:
             trace.notes.clear()
-            if settings.listed:
+            if not settings.is_policy:
                 note_left(settings.dtype, trace.parent)
 
 

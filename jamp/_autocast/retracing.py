@@ -66,7 +66,6 @@ def run(
 def jitted(
     function: Callable[..., Out], params: tuple[tuple[str, object], ...]
 ) -> Callable[..., Out]:
-    """The function with these parameters."""
     bound = functools.partial(function, **dict(params))
     return jax.jit(bound, inline=_compat.INLINE)
 

@@ -17,10 +17,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, set_current_trace
 
 from .. import _compat
 from .._jaxprs import read
-from .decision import Action, Dtypes, Op, Value, Values
+from .casting import Effects
+from .decision import Decision, Dtypes, Op, Value, Values
 from .notes import Note
 from .retracing import CACHED
-from .trace import AutocastTrace, Effects
+from .trace import AutocastTrace
 
 NO_CONTEXT: Any = contextlib.nullcontext()
 
@@ -29,7 +30,7 @@ def evaluate(
     trace: AutocastTrace,
     jaxpr: ClosedJaxpr,
     args: Values,
-    within: Action | None = None,
+    within: Decision | None = None,
     own_sources: bool = False,
 ) -> list[Value]:
     """Runs a jaxpr op by op on an autocast trace.
@@ -59,7 +60,7 @@ def in_place(
     trace: AutocastTrace,
     jaxpr: ClosedJaxpr,
     args: Values,
-    within: Action | None,
+    within: Decision | None,
     own_sources: bool = False,
 ) -> list[Value]:
     """Evaluates a function whose results Python may see: they are arrays."""
@@ -115,7 +116,7 @@ def rewrite(
       outs: for each result the dtype that it must have, or None.
       known: for each input what is known about it, if anything is.
     """
-    place = trace.path(), trace.around()
+    place = trace.place.path(), trace.around()
     outs = tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
     baked, typed = op.is_baked or trace.baked, trace.is_typed()
     given = tuple(avals), tuple(known)
@@ -149,7 +150,6 @@ def rewrite(
 
 
 def annotate(trace: AutocastTrace, outs: Values, new: Rewritten) -> Values:
-    """The results of a rewritten jaxpr, with what is known about them."""
     for value, note in zip(outs, new.notes, strict=True):
         trace.notes[value] = note
     return outs

@@ -4,11 +4,12 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
+from typing import NamedTuple
 
 from jax.extend.core import Primitive
 
 from .call_stack import resolve
-from .decision import FLOAT32_DTYPE, Action, Hit, Reason, Recipe, Settings, Source
+from .decision import FLOAT32_DTYPE, Decision, Hit, Reason, Recipe, Settings, Source
 from .keys import Function, source_of
 from .libraries import MODULES, Places, of_library
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
@@ -17,17 +18,17 @@ from .traits import PASSED_THROUGH, PRODUCTS, UPDATES
 
 
 @functools.lru_cache
-def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Action]]:
+def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Decision]]:
     """`FUNCTIONS` by the code's id and by source, for the libraries that are imported.
 
     By id, because hashing a code reads all of it, and an op comes from a hundred codes.
     """
-    table: dict[int | str, tuple[CodeType, Action]] = {}
+    table: dict[int | str, tuple[CodeType, Decision]] = {}
     for path, row in FUNCTIONS.items():
         if (code := resolve(path, modules)) is not None:
             why = Reason(row.kind.value, Source.FUNCTION, path)
-            action = Action(row.kind, why=why)
-            table[id(code)] = table[source_of(code)] = code, action
+            decision = Decision(row.kind, why=why)
+            table[id(code)] = table[source_of(code)] = code, decision
     return table
 
 
@@ -64,19 +65,35 @@ def loaded() -> frozenset[str]:
     return frozenset(found & COMPLETE)
 
 
-ACTIONS = {
-    name: Action(row.kind, why=Reason(row.kind.value, Source.PRIMITIVE, name))
+BY_PRIMITIVE = {
+    name: Decision(row.kind, why=Reason(row.kind.value, Source.PRIMITIVE, name))
     for name, row in PRIMITIVES.items()
 }
 BY_POLICY = Reason("policy", Source.JAMP)
-EXEMPTED = Action(KEEP, why=Reason("keep", Source.JAMP, "parameter"))
-POLICY = Action(KEEP, why=BY_POLICY)
+EXEMPTED = Decision(KEEP, why=Reason("keep", Source.JAMP, "parameter"))
+POLICY = Decision(KEEP, why=BY_POLICY)
 # Half precision that is written into a float32 cache, which JAX refuses.
-POLICY_WRITE = Action(INTO, why=BY_POLICY)
+POLICY_WRITE = Decision(INTO, why=BY_POLICY)
+
+
+class Asked(NamedTuple):
+    """What an op is looked up by."""
+
+    primitive: Primitive
+    codes: tuple[CodeType, ...]  # of the functions around it, innermost first
+    path: Callable[[], str]  # makes the module path
+    source: (
+        str | None
+    )  # "name at file:line" of the function that a jitted op stands for
+    ids: Sequence[int]  # of the codes
 
 
 class Decider:
-    """Finds the rule for an op, and notes which of the user's rules were used."""
+    """Decides about an op, and notes which of the user's rules were used.
+
+    The first table that knows the op decides: code that makes parameters, the user's
+    rules, the functions, the libraries, the primitives. A policy has rules alone.
+    """
 
     def __init__(
         self, settings: Settings, hits: set[Hit], around: frozenset[int] = frozenset()
@@ -85,13 +102,12 @@ class Decider:
         self.around = around  # rules for functions that called what runs here
         self.count = 0  # of the modules at the last `look`
         self.look()
-        by_path = any(isinstance(r.test, PathPattern) for r in settings.rules)
-        self.uses_paths = by_path or settings.probe is not None
         # Those of a policy are for functions of libraries: nothing is traced apart.
-        keys = [rule.test for rule in settings.rules if settings.listed]
-        self.called = [(i, k) for i, k in enumerate(keys) if isinstance(k, Function)]
-        for _, key in self.called:
-            key.look()
+        rules = () if settings.is_policy else settings.rules
+        tests = ((i, rule.test) for i, rule in enumerate(rules))
+        self.called = [(i, test) for i, test in tests if isinstance(test, Function)]
+        for _, function in self.called:
+            function.look()
 
     def look(self) -> None:
         """Adds the functions of libraries that were imported since."""
@@ -108,61 +124,53 @@ class Decider:
         codes: tuple[CodeType, ...],
         path: Callable[[], str],
         source: str | None,
-        within: Action | None,
-    ) -> Action | None:
-        """The action for an op, or None if no table knows it.
+        within: Decision | None,
+    ) -> Decision | None:
+        """The decision about an op, or None if no table knows it.
 
         Args:
-          codes: the functions that the op comes from, innermost first.
-          path: makes the module path.
-          source: "name at file:line" of the function that a jitted op stands for.
-          within: the action of a function that counts as one op, for each op inside:
-            it stands, unless a rule of the user's comes first.
+          within: the decision about a function that counts as one op, for each op
+            inside: it stands, unless a rule of the user's comes first.
         """
-        rules, ids = self.settings.rules, list(map(id, codes))
-        own = None
+        asked = Asked(primitive, codes, path, source, list(map(id, codes)))
         if within is None:
             self.look()
-            if not self.exempt.keys().isdisjoint(ids):
+            if not self.exempt.keys().isdisjoint(asked.ids):
                 return EXEMPTED
-        else:
-            places = (i for i, rule in enumerate(rules) if rule.action is within)
-            own = next(places, None)
-        index = self.first(primitive, ids, path, source, own) if rules else None
-        if within is not None and index in (None, own):
+        place = self.first_rule(asked, within) if self.settings.rules else None
+        if place is None:
+            return within or self.by_tables(asked)
+        rule = self.settings.rules[place].decision
+        if rule is within:
             return within
-        recipe = None
-        if index is not None and (recipe := rules[index].action.recipe) is None:
-            self.hits.add(Hit(index, index))
-            return rules[index].action
-        action = within or self.listed(primitive, codes, ids, source, recipe)
-        return self.with_recipe(primitive, index, action)
+        if rule.recipe is None:
+            self.hits.add(Hit(place, place))
+            return rule
+        # It is for products that are lowered, and for functions around them.
+        decision = within or self.by_tables(asked, rule.recipe)
+        may_run = primitive.name in (*rule.recipe.products, "jit")
+        if decision is None or decision.row is not LOWER or not may_run:
+            self.hits.add(Hit(place, None))
+            return decision
+        self.hits.add(Hit(place, place))
+        return decision._replace(recipe=rule.recipe, why=rule.why)
 
-    def first(
-        self,
-        primitive: Primitive,
-        ids: Sequence[int],
-        path: Callable[[], str],
-        source: str | None,
-        own: int | None,
-    ) -> int | None:
+    def first_rule(self, asked: Asked, within: Decision | None) -> int | None:
         """The place of the first of the user's rules that matches an op.
 
         Notes which later ones match it too, for the message about unused rules.
-
-        Args:
-          own: the place of a rule that matches, as is known already.
         """
-        places = self.matching(primitive, ids, path, source)
-        found = next(places, None)
-        first = own if found is None or (own is not None and own < found) else found
-        if first is None or not self.settings.listed:  # a policy's may be unused
-            return first
+        rules, matching = self.settings.rules, self.matching(asked)
+        around = (i for i, rule in enumerate(rules) if rule.decision is within)
+        matched = next(matching, None)
+        places = [i for i in (next(around, None), matched) if i is not None]
+        if not places or self.settings.is_policy:  # a policy's may be unused
+            return min(places, default=None)
         known = {hit.rule for hit in self.hits}
-        if len(known) < len(self.settings.rules):
-            later = {found, *places} - known - {None, first}
-            self.hits |= {Hit(index, first) for index in later if index > first}
-        return first
+        if len(known) < len(rules):
+            later = {*places, *matching} - known
+            self.hits |= {Hit(i, min(places)) for i in later if i > min(places)}
+        return min(places)
 
     def calling(self, codes: Callable[[], tuple[CodeType, ...]]) -> frozenset[int]:
         """The rules for functions that are running here, for what is called here.
@@ -176,88 +184,54 @@ class Decider:
         found = (i for i, key in self.called if not key.codes.keys().isdisjoint(ids))
         return self.around.union(found)
 
-    def matching(
-        self,
-        primitive: Primitive,
-        ids: Sequence[int],
-        path: Callable[[], str],
-        source: str | None,
-    ) -> Iterator[int]:
-        """The places of the user's rules that match an op."""
+    def matching(self, asked: Asked) -> Iterator[int]:
         for index, (_, test, _) in enumerate(self.settings.rules):
             if isinstance(test, Function):
-                called = not test.codes.keys().isdisjoint(ids)
-                matches = called or test.source == source or index in self.around
+                called = not test.codes.keys().isdisjoint(asked.ids)
+                matches = called or test.source == asked.source or index in self.around
             elif isinstance(test, PathPattern):
-                matches = test.search(path())
+                matches = test.search(asked.path())
             else:
-                matches = test is primitive and primitive.name not in PASSED_THROUGH
+                is_asked = test is asked.primitive
+                matches = is_asked and asked.primitive.name not in PASSED_THROUGH
             if matches:
                 yield index
 
-    def with_recipe(
-        self, primitive: Primitive, index: int | None, action: Action | None
-    ) -> Action | None:
-        """An action with the recipe that the user's rule at a place asks for, if any.
-
-        It is for products that the action lowers, or for functions around them.
-        """
-        if index is None:
-            return action
-        rule = self.settings.rules[index].action
-        if (
-            action is None
-            or rule.recipe is None
-            or not (
-                LOWER in (action.kind, action.table)
-                and primitive.name in (*rule.recipe.products, "jit")
-            )
-        ):
-            self.hits.add(Hit(index, None))
-            return action
-        self.hits.add(Hit(index, index))
-        return action._replace(recipe=rule.recipe, why=rule.why)
-
-    def listed(
-        self,
-        primitive: Primitive,
-        codes: tuple[CodeType, ...],
-        ids: Sequence[int],
-        source: str | None,
-        recipe: Recipe | None,
-    ) -> Action | None:
-        """What the tables of functions and of primitives say.
+    def by_tables(self, asked: Asked, recipe: Recipe | None = None) -> Decision | None:
+        """What the tables of functions, libraries and primitives say.
 
         Args:
           recipe: of a user's rule for the op.
         """
-        if not self.settings.listed:
-            return POLICY_WRITE if primitive.name in UPDATES else POLICY
-        functions, action = self.functions, None
-        if not functions.keys().isdisjoint(ids):  # the outermost decides for all inside
-            _, action = next(functions[i] for i in reversed(ids) if i in functions)
-        elif source is not None:
-            _, action = functions.get(source, (None, None))
-        if action is None or action.kind is LOWER:
-            is_product = action is not None or primitive.name in PRODUCTS
-            own = of_library(codes, self.places, source, is_product)
-            if own is not None:
-                return own
-        action = action and self.for_all_inside(action, recipe)
-        return ACTIONS.get(primitive.name) if action is None else action
+        name = asked.primitive.name
+        if self.settings.is_policy:
+            return POLICY_WRITE if name in UPDATES else POLICY
+        rows = self.functions
+        # The outermost function decides for all inside.
+        key = next((i for i in reversed(asked.ids) if i in rows), asked.source)
+        _, decision = rows.get(key or "", (None, None))
+        if decision is None or decision.row is LOWER:
+            is_product = decision is not None or name in PRODUCTS
+            place = asked.codes, self.places, asked.source
+            if (of_module := of_library(*place, is_product)) is not None:
+                return of_module
+        decision = decision and self.for_all_inside(decision, recipe)
+        return BY_PRIMITIVE.get(name) if decision is None else decision
 
-    def for_all_inside(self, action: Action, recipe: Recipe | None) -> Action | None:
-        """A function's row as an action for each op inside the function.
+    def for_all_inside(
+        self, decision: Decision, recipe: Recipe | None
+    ) -> Decision | None:
+        """The decision about a function, for each op inside the function.
 
         None where only the products of a function are lowered, and not its other ops.
         """
-        kind, recipes = action.kind, (recipe, self.settings.recipe)
+        row, recipes = decision.row, (recipe, self.settings.recipe)
         is_wide = any(recipe.is_wide for recipe in recipes if recipe is not None)
-        if kind in (KEEP, Kind.STATISTIC):
-            return action
-        if is_wide and kind is LOWER:
+        if row in (KEEP, Kind.STATISTIC):
+            return decision
+        if is_wide and row is LOWER:
             return None
-        dtype = self.settings.dtype if kind is LOWER else FLOAT32_DTYPE
-        # A marked result becomes half precision, and so does its cotangent.
-        marks = kind in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM) and not is_wide
-        return Action(None, dtype, marks, action.why, kind)
+        dtype = self.settings.dtype if row is LOWER else FLOAT32_DTYPE
+        # Such a result becomes half precision, and so does its cotangent.
+        inside = row in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM) and not is_wide
+        return decision._replace(cast=dtype, inside=inside)

@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, set_current_trace
 from .._jaxprs import equations, param
 from .._tree import HALVES
 from .call_stack import is_library
-from .decision import FLOAT32_DTYPE, Action, Kind, Op, Result, Value
+from .decision import FLOAT32_DTYPE, Decision, Kind, Op, Result, Value
 from .trace import AutocastTrace, register
 
 Shape = tuple[int, ...]
@@ -42,8 +42,8 @@ def redrawn(
 
     None if it is another function, or does not draw in half precision.
     """
-    name, action = source.partition(" at ")[0], op.action
-    if action is None or action.table is not Kind.DRAW or not is_library(source):
+    name, decision = source.partition(" at ")[0], op.decision
+    if decision is None or decision.row is not Kind.DRAW or not is_library(source):
         return None
     avals = [*jaxpr.in_avals, *jaxpr.out_avals]
     if name not in DRAWN or not any(_dtype(aval) in HALVES for aval in avals):
@@ -58,44 +58,44 @@ def redrawn(
     draw = functools.partial(DRAWN[name], shape=shape[n_batched:], twice=twice)
     is_known = shape[:n_batched] == np.shape(key) and not (n_batched and rest and twice)
     if not is_known or (name == "_uniform" and any(map(np.ndim, rest))):
-        raise NotImplementedError(unknown(action))
+        raise NotImplementedError(unknown(decision))
     for _ in range(n_batched):
         draw = jax.vmap(draw, in_axes=(0, *[None] * len(rest)))
     wide = [trace.cast(x, FLOAT32_DTYPE) for x in rest]
     trace.effects.touched = True
-    with trace.noted(action), set_current_trace(trace.parent):
+    with trace.noted(decision), set_current_trace(trace.parent):
         return [draw(key, *wide)]
 
 
 def half_noise(
     trace: AutocastTrace, source: str, op: Op, jaxpr: ClosedJaxpr
-) -> Action | None:
+) -> Decision | None:
     """How `debug.explain` names a call that draws half precision; None: it does not.
 
     A function that is asked for a dtype gives it: `normal(key, h.shape, h.dtype)` has a
     thousand values in float16, and none beyond 3.5.
     """
-    action = op.action
-    if action is None or not trace.settings.observed or not is_library(source):
+    decision = op.decision
+    if decision is None or not trace.settings.observed or not is_library(source):
         return None
-    is_drawn = action.why.name.startswith("jax.random.") and action.kind is Kind.KEEP
+    is_drawn = decision.why.name.startswith("jax.random.") and decision.row is Kind.KEEP
     if not is_drawn or not any(_dtype(aval) in HALVES for aval in jaxpr.out_avals):
         return None
-    return action._replace(why=action.why._replace(kind=HALF_NOISE))
+    return decision._replace(why=decision.why._replace(kind=HALF_NOISE))
 
 
 @register("random_bits")
 def random_bits(trace: AutocastTrace, op: Op) -> Result:
     """Raises NotImplementedError for half-precision bits in a function that draws."""
-    action = op.action
-    if action is not None and action.table is Kind.DRAW:
+    decision = op.decision
+    if decision is not None and decision.row is Kind.DRAW:
         if param(op, "bit_width") < 32:
-            raise NotImplementedError(unknown(action))
+            raise NotImplementedError(unknown(decision))
     return trace.left_alone(op)
 
 
-def unknown(action: Action) -> str:
-    return UNKNOWN.format(function=action.why.name)
+def unknown(decision: Decision) -> str:
+    return UNKNOWN.format(function=decision.why.name)
 
 
 def _uniform(

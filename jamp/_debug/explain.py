@@ -11,7 +11,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
 from .. import _compat
-from .._autocast.conversion import EXPLICIT
 from .._autocast.decision import Kind, Reason, Recipe, Source
 from .._autocast.low_precision import FLOAT8
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
@@ -19,6 +18,7 @@ from .._autocast.region import ambient, autocast
 from .._autocast.scaled_float16 import ScaledFloat16
 from .._autocast.trace import OBSERVED
 from .._autocast.traits import MIXING, MOVES, PRODUCTS
+from .._autocast.written_casts import EXPLICIT
 from .._jaxprs import Atom, is_loop, param, read, variables
 from .._tree import HALF_NAMES, PyTree
 from .call import is_array, open_call, path_name, takes_a_function, with_params

@@ -9,7 +9,8 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .. import _compat
-from .._autocast.call_stack import JAX, is_jamps, is_library, marks_in, reason_in
+from .._autocast.call_stack import JAX, is_library
+from .._autocast.name_stack import is_jamps, marks_in, reason_in
 from .._checks import JAMP, LIBRARIES, described
 
 

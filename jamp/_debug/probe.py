@@ -61,17 +61,15 @@ class Probe:
         self._lock = threading.Lock()  # callbacks come from several threads
 
     def __call__(self, trace: AutocastTrace, op: Op, out: Any) -> Any:
-        action = op.action
-        if action is None:
+        if (decision := op.decision) is None:
             return out
-        if not {action.kind, action.table}.isdisjoint(IN_FLOAT32):
-            self.in_float32.add(trace.path())
-        is_lowered = Kind.LOWER in (action.kind, action.table)
-        if not is_lowered or op.name not in PRODUCTS:
+        if decision.row in IN_FLOAT32:
+            self.in_float32.add(trace.place.path())
+        if decision.row is not Kind.LOWER or op.name not in PRODUCTS:
             return out
         if any(_compat.array_dtype(x) not in CASTABLE for x in op.args[:2]):
             return out
-        product = seen_at(trace.path(), op)
+        product = seen_at(trace.place.path(), op)
         self.found.setdefault(product, {})
         if op.is_baked or op.name not in MEASURED:
             return out

@@ -12,13 +12,20 @@ import functools
 import re
 from collections.abc import Iterator
 
-import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.call_stack import find, resolve
-from .._autocast.decision import Action, Reason, Settings, Source, UserRule, UserRules
+from .._autocast.decision import (
+    FLOAT32_DTYPE,
+    Decision,
+    Reason,
+    Settings,
+    Source,
+    UserRule,
+    UserRules,
+)
 from .._autocast.keys import Function
-from .._autocast.ops import DRAW, FLOAT32_NORM, FUNCTIONS, KEPT
+from .._autocast.ops import DRAW, FLOAT32, FLOAT32_NORM, FUNCTIONS, KEPT
 from .._autocast.region import enter
 from .._autocast.rules import loaded
 from .._autocast.trace import REGION
@@ -40,7 +47,7 @@ def float32_region(
     """The region for a computation in `dtype` that keeps some functions."""
     rules = rules_for(names, loaded()) if dtype in HALVES else ()
     if rules:
-        return enter(Settings(dtype, rules=rules, listed=False))
+        return enter(Settings(dtype, rules=rules, is_policy=True))
     return contextlib.nullcontext() if REGION.value is None else enter(None)
 
 
@@ -51,14 +58,14 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
         if (code := resolve(path, modules)) is not None:
             # Ops after a norm or softmax get half precision, if its input was.
             inside = name == "norms" or path == "jax.nn.softmax"
-            table = FLOAT32_NORM if name == "norms" else None
-            action = Action(None, jnp.dtype("float32"), marks=inside, table=table)
-            rules.append(UserRule(path, Function(code), action))
+            row = FLOAT32_NORM if name == "norms" else FLOAT32
+            decision = Decision(row, FLOAT32_DTYPE, inside)
+            rules.append(UserRule(path, Function(code), decision))
     for path in (path for path, row in FUNCTIONS.items() if row.kind is DRAW):
         if (code := resolve(path, modules)) is not None:
             why = Reason("draw", Source.FUNCTION, path)
-            action = Action(None, jnp.dtype("float32"), why=why, table=DRAW)
-            rules.append(UserRule(path, Function(code), action))
+            decision = Decision(DRAW, FLOAT32_DTYPE, why=why)
+            rules.append(UserRule(path, Function(code), decision))
     return UserRules(rules)
 
 

@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 
 from .. import _compat
 from .decision import Op, Params, Value, Values
-from .notes import is_float
+from .numbers import is_float
 from .trace import AutocastTrace
 
 SAVED_ONCE = frozenset({"jax.nn.gelu", "jax.nn.mish"})

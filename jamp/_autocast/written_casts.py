@@ -1,0 +1,84 @@
+"""Casts in the code itself, JAX's own and the user's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _compat
+from .._compat import array_dtype
+from .._jaxprs import param
+from .call_stack import code_of
+from .casting import dtypes_of
+from .decision import CASTABLE, FLOAT32_DTYPE, Decision, Kind, Op, Source, Value
+from .input_casts import in_attention
+from .notes import Note
+from .numbers import asks_for_dtype, holds, is_float, is_weak_array
+from .picks import index_note
+from .trace import AutocastTrace
+
+# A user who calls one of these on a product wants its dtype: see `with_bias`.
+
+EXPLICIT = frozenset(
+    map(code_of, (jnp.astype, jnp.asarray, jnp.array, lax.convert_element_type))
+)
+
+
+def is_explicit() -> bool:
+    return not EXPLICIT.isdisjoint(_compat.source_codes())
+
+
+def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
+    """Runs a cast. If JAX only promoted, the result follows the arrays it meets."""
+    (x,), dtype = op.args, jnp.dtype(param(op, "new_dtype"))
+    is_array = isinstance(x, jax.Array)
+    is_plain = decision.why.source is Source.PRIMITIVE  # nothing but JAX's cast
+    if op.avals is not None and not is_array:  # stays a known number
+        return np.asarray(x).astype(dtype) if holds(dtype, x) else x
+    given = array_dtype(x)
+    if given not in CASTABLE or dtype not in CASTABLE:
+        params = op.params
+        if decision.cast is not None and dtype in CASTABLE and not op.is_baked:
+            trace.effects.touched |= dtype != decision.cast
+            params = params | {"new_dtype": decision.cast}
+        out = trace.bind(op.primitive, op.args, params)
+        if dtype == FLOAT32_DTYPE and op.avals is not None and not is_float(x):
+            # In code that sees half precision, JAX would have promoted to that.
+            asked = not is_plain or is_explicit() or asks_for_dtype()
+            trace.notes[out] = Note(counted=not asked, added=trace.notes[x].added)
+        elif not is_float(x):
+            note = index_note(op, out, trace.notes)
+            trace.notes[out] = note._replace(added=trace.notes[x].added)
+        return out
+    explicit = is_explicit()
+    narrows = given == FLOAT32_DTYPE and dtype == trace.settings.dtype
+    if explicit and narrows and not trace.settings.is_policy:
+        if in_attention(trace.decide.modules):
+            return x  # its log-sum-exp merges blocks; its product casts the rest
+    if not op.is_baked:
+        # Under a policy, a norm's own cast of its result to half precision is kept.
+        kept = explicit and decision.inside and dtype == trace.settings.dtype
+        # In a function whose products are lowered, one that is not stays float32.
+        kept = (kept and trace.settings.is_policy) or (
+            decision.row is Kind.LOWER and given == dtype
+        )
+        if decision.cast is not None and not kept:
+            trace.effects.touched |= dtype != decision.cast
+            dtype = decision.cast
+        elif op.avals is not None and dtypes_of(op.avals)[0] == dtype != given:
+            return x  # nothing was converted when this was traced
+    promotes = is_plain and not (explicit or op.is_baked)
+    if promotes and dtype == trace.settings.dtype and is_weak_array(x):
+        trace.effects.touched = True
+        out = trace.call(lax.convert_element_type, [x], {"new_dtype": x.dtype})
+        trace.notes[out] = trace.notes[x]._replace(constant=None)  # but may be a bias
+        return out
+    if is_array and param(op, "sharding") is None and not explicit:
+        if dtype != given:
+            return trace.cast(x, dtype)
+    out = trace.bind(op.primitive, op.args, op.params | {"new_dtype": dtype})
+    note = trace.notes[x]
+    trace.notes[out] = note._replace(sides=None) if explicit else note
+    if dtype == FLOAT32_DTYPE:
+        trace.notes.remember_widened(out, x)
+    return out

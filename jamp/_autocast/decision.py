@@ -92,8 +92,8 @@ class Decision(NamedTuple):
     that the op is part of, of the library that wrote it, or of its primitive.
     """
 
-    row: Kind | None  # what the row says; None: the user's, which says it by itself
-    cast: np.dtype | None = None  # what all inputs are cast to; None: as the row says
+    row: Kind | None  # None: the user's, which says by itself what is done
+    cast: np.dtype | None = None  # of all inputs; None: as the row says
     inside: bool = False  # results are half precision outside of the function
     why: Reason = Reason("", Source.JAMP)  # empty: no reason is given
     recipe: "Recipe | None" = None  # of a product that is lowered, if it qualifies

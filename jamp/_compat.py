@@ -182,8 +182,8 @@ def frames(source_info: "source_info_util.SourceInfo") -> list[tuple[str, int, s
 
     Frames in JAX and in the casting modules of jamp are left out.
     """
-    found = source_info_util.user_frames(source_info.traceback)
-    return [(f.file_name, f.start_line, f.function_name) for f in found]
+    user_frames = source_info_util.user_frames(source_info.traceback)
+    return [(f.file_name, f.start_line, f.function_name) for f in user_frames]
 
 
 def current_frames() -> list[tuple[str, int, str]]:

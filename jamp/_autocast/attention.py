@@ -211,12 +211,12 @@ def primitive(name: str, function: Callable, first: int | None) -> Primitive:
         return args[3 + ("bias" in params["names"]) if first is None else first :]
 
     def on_cuda(ctx, *args, **params):
-        own = {k: v for k, v in params.items() if k != "trains"}
+        options = {k: v for k, v in params.items() if k != "trains"}
         context = ctx.module_context.axis_context
         # It is not known in a program that is exported, and JAX's kernel asks for it.
         has_devices = getattr(context, "device_assignment", ()) is not None
         given = inputs(ctx.avals_in, params)
-        form = CUDNN if has_devices and not refused(given, own) else XLA
+        form = CUDNN if has_devices and not refused(given, options) else XLA
         run = functools.partial(function, form)
         return mlir.lower_fun(run, p.multiple_results)(ctx, *args, **params)
 
@@ -326,8 +326,8 @@ def _transpose(cotangent, *args, **params):
     arrays = args[count:]
     if type(cotangent) is ad.Zero:
         return [None] * len(args)
-    found = gradients_p.bind(cotangent, *arrays, **params)
-    return [*found, *[None] * len(arrays)]
+    grads = gradients_p.bind(cotangent, *arrays, **params)
+    return [*grads, *[None] * len(arrays)]
 
 
 ad.primitive_jvps[attention_p] = _jvp

@@ -69,11 +69,11 @@ def called_function(codes: tuple[CodeType, ...]) -> CodeType | None:
 def is_in_layer(codes: tuple[CodeType, ...]) -> bool:
     """Whether the current op comes from a library's layer, and not from a user's."""
     modules = (sys.modules.get(name) for name in LAYER_LIBRARIES)
-    found = (getattr(module, "__file__", None) for module in modules)
-    roots = tuple(os.path.dirname(file) + os.sep for file in found if file)
+    places = (getattr(module, "__file__", None) for module in modules)
+    roots = tuple(os.path.dirname(file) + os.sep for file in places if file)
     files = (code.co_filename for code in codes)
-    own = next((file for file in files if not file.startswith((JAX, JAMP))), "")
-    return own.startswith(roots)
+    nearest = next((file for file in files if not file.startswith((JAX, JAMP))), "")
+    return nearest.startswith(roots)
 
 
 def is_library(source: str) -> bool:

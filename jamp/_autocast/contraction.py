@@ -88,17 +88,17 @@ class Contraction(NamedTuple):
         Returns:
           Its dimensions, and the order into which those of its result are transposed.
         """
-        own, other = self[side], self[1 - side]
-        n_batch, n_left = len(own.batch), len(own.batch) + len(self.left.free)
+        this, other = self[side], self[1 - side]
+        n_batch, n_left = len(this.batch), len(this.batch) + len(self.left.free)
         rows = tuple(range(n_batch, n_left))
         columns = tuple(range(n_left, n_left + len(self.right.free)))
         kept, summed = (rows, columns) if side == 0 else (columns, rows)
         cotangent = Dims(tuple(range(n_batch)), kept, summed)
         # The result has the contracted dimensions in the order of the other operand.
         given = Dims(other.batch, tuple(sorted(other.contracted)), other.free)
-        matching = [own.contracted[other.contracted.index(d)] for d in given.free]
+        matching = [this.contracted[other.contracted.index(d)] for d in given.free]
         if side == 0:
-            pair, made = (cotangent, given), (*own.batch, *own.free, *matching)
+            pair, made = (cotangent, given), (*this.batch, *this.free, *matching)
         else:
-            pair, made = (given, cotangent), (*own.batch, *matching, *own.free)
+            pair, made = (given, cotangent), (*this.batch, *matching, *this.free)
         return Contraction(*pair), np.argsort(made)

@@ -128,11 +128,11 @@ def is_written_in(cls: type, function: FunctionType) -> bool:
 
 def forwarding(cls: type) -> FunctionType:
     """A `__call__` for a class that does what the one that it has or inherits does."""
-    own = vars(cls).get(CALL)
+    defined = vars(cls).get(CALL)
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         inherited: Any = super(cls, self)
-        forward = own.__get__(self, type(self)) if own else inherited.__call__
+        forward = defined.__get__(self, type(self)) if defined else inherited.__call__
         return forward(*args, **kwargs)
 
     code = call.__code__.replace(co_name=CALL)  # another object each time
@@ -153,22 +153,22 @@ def below(cls: type) -> Iterator[type]:
 def shared_by(function: Any) -> str:
     """How a function shares its code with others, or ""."""
     chain = unwrapped(function)
-    own = chain[-1]
+    last = chain[-1]
     for wrapper in chain:
         if isinstance(wrapper, functools.partial):
-            return f"a partial shares that of {own.__qualname__}"
+            return f"a partial shares that of {last.__qualname__}"
         owner = getattr(wrapper, "__self__", None)
         if not isinstance(wrapper, MethodType) or owner is None:
             continue
         if not isinstance(owner, type):
-            return f"the method of an object shares that of {own.__qualname__}"
-        if own.__name__ not in vars(owner):
-            return f"that of {owner.__name__} is that of {own.__qualname__}"
-    if own.__name__ == "<lambda>":
+            return f"the method of an object shares that of {last.__qualname__}"
+        if last.__name__ not in vars(owner):
+            return f"that of {owner.__name__} is that of {last.__qualname__}"
+    if last.__name__ == "<lambda>":
         return "a lambda may share that of another one on its line"
-    is_local = own.__qualname__.rpartition(".")[0].endswith("<locals>")
-    if held_by(own) or (is_local and (own.__defaults__ or own.__kwdefaults__)):
-        return f"each function that `def {own.__name__}` makes here has the same code"
+    is_local = last.__qualname__.rpartition(".")[0].endswith("<locals>")
+    if held_by(last) or (is_local and (last.__defaults__ or last.__kwdefaults__)):
+        return f"each function that `def {last.__name__}` makes here has the same code"
     return ""
 
 

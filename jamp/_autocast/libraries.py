@@ -97,9 +97,9 @@ class Places(dict[str, str | None]):
 
 def is_part(file: str, module: str) -> bool:
     root, *parts = module.split(".")
-    if (own := getattr(sys.modules.get(root), "__file__", None)) is None:
+    if (init := getattr(sys.modules.get(root), "__file__", None)) is None:
         return False
-    folder = os.path.dirname(own)
+    folder = os.path.dirname(init)
     places = os.path.join(folder, *parts), os.path.join(folder, "_src", *parts)
     return file.startswith(tuple(p + end for p in places for end in (os.sep, ".py")))
 
@@ -155,8 +155,8 @@ WARNED: set[str] = set()  # of these packages
 @functools.cache
 def unknown(file: str) -> str | None:
     """The installed package that a file is part of; None if its products are known."""
-    found = INSTALLED.match(file)
-    return found[1] if found and found[1] not in KNOWN else None
+    match = INSTALLED.match(file)
+    return match[1] if match and match[1] not in KNOWN else None
 
 
 @functools.cache
@@ -174,8 +174,10 @@ def warn_of_unknown(codes: Sequence[CodeType]) -> None:
     Args:
       codes: the functions that the product comes from, innermost first.
     """
-    own = (i for i, c in enumerate(codes) if not c.co_filename.startswith((JAX, JAMP)))
-    codes = codes[next(own, len(codes)) :]
+    places = (
+        i for i, c in enumerate(codes) if not c.co_filename.startswith((JAX, JAMP))
+    )
+    codes = codes[next(places, len(codes)) :]
     package = unknown(codes[0].co_filename) if codes else None
     if package is None or package in WARNED:
         return

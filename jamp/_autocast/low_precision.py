@@ -112,8 +112,8 @@ def padded(x: Scaled, dims: Dims) -> Scaled:
     values = lax.pad(x.values, zero, [(0, n, 0) for n in ends])
     inverse: Any = x.inverse
     sizes = zip(ends, inverse.shape, strict=False)
-    own = [(0, n if size > 1 else 0, 0) for n, size in sizes]
-    return Scaled(values, lax.pad(inverse, one, own))
+    padding = [(0, n if size > 1 else 0, 0) for n, size in sizes]
+    return Scaled(values, lax.pad(inverse, one, padding))
 
 
 def is_fit(size: Any) -> bool:
@@ -129,8 +129,11 @@ def is_padded(size: Any) -> bool:
 def inverses(left: Scaled, right: Scaled, over: Contraction) -> list[jax.Array]:
     """The inverse scales of those operands that have any, fit for the result."""
     n_left, n_right = len(over.left.free), len(over.right.free)
-    found = rows(left, over.left, after=n_right), rows(right, over.right, before=n_left)
-    return [inverse for inverse in found if inverse is not None]
+    both = (
+        rows(left, over.left, after=n_right),
+        rows(right, over.right, before=n_left),
+    )
+    return [inverse for inverse in both if inverse is not None]
 
 
 def rows(x: Scaled, dims: Dims, *, before: int = 0, after: int = 0) -> jax.Array | None:

@@ -25,8 +25,8 @@ def mark(dtype: str, depth: int) -> str:
 
 def marks_in(names: Iterable[str]) -> Iterator[tuple[int, str]]:
     """Depth and dtype of the regions in a name stack, the outermost first."""
-    for found in filter(None, map(MARK.fullmatch, names)):
-        yield int(found[1] or 0), found[2]
+    for match in filter(None, map(MARK.fullmatch, names)):
+        yield int(match[1] or 0), match[2]
 
 
 def written(reason: object) -> str:
@@ -36,8 +36,8 @@ def written(reason: object) -> str:
 
 def reason_in(names: Iterable[str]) -> str:
     """The innermost reason in a name stack, as text, or ""."""
-    found = [name for name in names if name.startswith(REASON)]
-    return found[-1].removeprefix(REASON) if found else ""
+    reasons = [name for name in names if name.startswith(REASON)]
+    return reasons[-1].removeprefix(REASON) if reasons else ""
 
 
 def is_jamps(name: str) -> bool:

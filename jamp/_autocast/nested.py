@@ -89,10 +89,10 @@ def call(trace: AutocastTrace, op: Op) -> Values:
 @register("scan", "while")
 def repeated(trace: AutocastTrace, op: Op) -> Values:
     """A loop keeps the dtypes of what it carries."""
-    found = loop(op)
-    body, n_consts, n_carry, condition, _ = found
+    parts = loop(op)
+    body, n_consts, n_carry, condition, _ = parts
     carried = body.in_avals[n_consts : n_consts + n_carry]
-    before, consts, carry, slices = found.split([*op.args])
+    before, consts, carry, slices = parts.split([*op.args])
     inputs = [*consts, *trace.as_traced(carry, carried), *slices]
     outs = [a.dtype for a in carried]
     outs += [None] * (len(body.out_avals) - n_carry)

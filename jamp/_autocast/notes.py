@@ -86,9 +86,9 @@ class Memory(Generic[Fact]):
         memory = weakref.ref(self)
 
         def forget(reference: Reference) -> None:  # one for all: few objects to collect
-            if (found := memory()) is not None:
-                if found.facts.get(reference.key, (None,))[0] is reference:
-                    del found.facts[reference.key]
+            if (known := memory()) is not None:
+                if known.facts.get(reference.key, (None,))[0] is reference:
+                    del known.facts[reference.key]
 
         self.forget = forget
 
@@ -200,8 +200,8 @@ def passed_on(op: Op, notes: Notes) -> Note:
         new = param(op, "new_sizes")
         raised = max(0, len(new) - len(old))
         is_same = [n for n in old if n != 1] == [n for n in new if n != 1]
-        marks = reshaped(tuple(map(varies.__contains__, range(len(old)))), old, new)
-        varies = frozenset(d for d, mark in enumerate(marks) if mark is True)
+        vary = reshaped(tuple(map(varies.__contains__, range(len(old)))), old, new)
+        varies = frozenset(d for d, is_varying in enumerate(vary) if is_varying is True)
         varies = varies if is_same and raised else None
         sides = sides and reshaped(sides, old, new)
         added = added_by_reshape(note.added, old, new)
@@ -233,13 +233,13 @@ def added_by_reshape(added: Collection[int], old: Shape, new: Shape) -> frozense
     >>> sorted(added_by_reshape((), (1,), (1, 1)))
     [0, 1]
     """
-    marks = reshaped(["added" if d in added else "" for d in range(len(old))], old, new)
-    found = {d for d, mark in enumerate(marks) if mark in ("added", EITHER)}
+    names = reshaped(["added" if d in added else "" for d in range(len(old))], old, new)
+    result = {d for d, name in enumerate(names) if name in ("added", EITHER)}
     for order in (range(len(new)), reversed(range(len(new)))):
         for d in order:
-            if new[d] == 1 and found & {d - 1, d + 1}:
-                found.add(d)
-    return frozenset(found)
+            if new[d] == 1 and result & {d - 1, d + 1}:
+                result.add(d)
+    return frozenset(result)
 
 
 def added_to_all(op: Op, notes: Notes) -> frozenset[int]:

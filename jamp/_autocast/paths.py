@@ -8,7 +8,7 @@ import re
 class PathPattern:
     """A regular expression whose numbers at its ends match whole numbers only.
 
-    "block_1" is found in "Model/block_1/Dense_0" and not in "Model/block_10", and
+    "block_1" is match in "Model/block_1/Dense_0" and not in "Model/block_10", and
     "1/mlp" not in "blocks/11/mlp". An expression that takes any digit there ("block_.",
     "[0-9]/mlp") names no number, and matches as usual.
 
@@ -37,13 +37,13 @@ class PathPattern:
         object.__setattr__(self, "whole", whole)
 
     def search(self, path: str) -> bool:
-        found = self.plain.finditer(path)
+        matches = self.plain.finditer(path)
         whole = self.whole.search(path) is not None
-        return whole or any(map(self._takes_any_digit, found))
+        return whole or any(map(self._takes_any_digit, matches))
 
-    def _takes_any_digit(self, found: re.Match[str]) -> bool:
+    def _takes_any_digit(self, match: re.Match[str]) -> bool:
         """Whether a match that cuts a number in two would do so for any digit."""
-        path, (start, end) = found.string, found.span()
+        path, (start, end) = match.string, match.span()
         cuts = [at for at in (start, end) if is_in_number(path, at)]
         places = [at if at == start else at - 1 for at in cuts]
         others = [

@@ -117,13 +117,13 @@ def by_mask(x: jax.Array, indices: jax.Array, pick: Pick, shape: Any) -> jax.Arr
     at = lax.transpose(at, order)
     at = lax.broadcast_in_dim(at, x.shape, sorted(rows))
     mask = lax.broadcasted_iota(at.dtype, x.shape, pick.axis) == at
-    found = jnp.where(mask, x, jnp.zeros((), x.dtype))
+    left = jnp.where(mask, x, jnp.zeros((), x.dtype))
     gone = [d for d in range(x.ndim) if d not in rows]
-    found = lax.squeeze(
-        lax.reduce_sum(found, [pick.axis]),
+    left = lax.squeeze(
+        lax.reduce_sum(left, [pick.axis]),
         [d - (d > pick.axis) for d in gone if d != pick.axis],
     )
-    return lax.transpose(found, np.argsort(order)).reshape(shape)
+    return lax.transpose(left, np.argsort(order)).reshape(shape)
 
 
 # Arrays of integers that count the rows, on their way into an index.

@@ -158,8 +158,9 @@ def lowers(op: Op) -> bool:
 @register(*PRODUCTS)
 def product(trace: AutocastTrace, op: Op) -> Result:
     """Multiplies matrices, perhaps by a recipe."""
-    activations = tuple(are_activations(trace, op.args[:2]))
-    op = op._replace(activations=activations)
+    if trace.tells_weights:
+        activations = tuple(are_activations(trace, op.args[:2]))
+        op = op._replace(activations=activations)
     decision = for_product(op, op.decision, trace.settings, trace.notes)
     if decision is not None and decision.row is Kind.LOWER and lowers(op):
         warn_of_unknown(_compat.source_codes())

@@ -65,17 +65,17 @@ def with_recipe(op: Op, decision: Decision, settings: Settings) -> Decision:
     recipes = [*filter(None, dict.fromkeys((decision.recipe, settings.recipe)))]
     if not recipes or settings.probe is not None:
         return decision._replace(recipe=None)
-    notes, found = [], None
+    notes, chosen = [], None
     for recipe in recipes:
         if recipe.is_wide and settings.linear:
             return decision._replace(row=FLOAT32, cast=FLOAT32_DTYPE, recipe=None)
         problem = recipe._problem(op)
         notes.append(f"no {recipe.name}: {problem}" if problem else recipe._note(op))
         if not problem:
-            found = recipe
+            chosen = recipe
             break
     why = decision.why._replace(note=", ".join(notes))
-    return decision._replace(recipe=found, why=why)
+    return decision._replace(recipe=chosen, why=why)
 
 
 def is_outer(op: Op, notes: Notes) -> bool:
@@ -93,7 +93,7 @@ def is_outer(op: Op, notes: Notes) -> bool:
 
 def is_highest(precision: object) -> bool:
     """Whether a call asks for a product of float32 numbers without rounding."""
-    if not is_own(precision):
+    if not says_precision(precision):
         return False
     if isinstance(precision, lax.DotAlgorithmPreset):
         name = precision.name
@@ -101,7 +101,7 @@ def is_highest(precision: object) -> bool:
     return lax.Precision.HIGHEST in both(precision)
 
 
-def is_own(precision: object) -> bool:
+def says_precision(precision: object) -> bool:
     """Whether a call says how exactly it multiplies."""
     usual = None, lax.Precision.DEFAULT, default_precision()
     return any(p not in usual for p in both(precision))

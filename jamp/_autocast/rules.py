@@ -57,12 +57,12 @@ COMPLETE: set[str] = set()
 
 def loaded() -> frozenset[str]:
     """Which of them are fully imported: another thread may be importing one."""
-    found = PREFIXES & sys.modules.keys()
-    for name in found - COMPLETE:
+    here = PREFIXES & sys.modules.keys()
+    for name in here - COMPLETE:
         spec = getattr(sys.modules[name], "__spec__", None)
         if not getattr(spec, "_initializing", False):
             COMPLETE.add(name)
-    return frozenset(found & COMPLETE)
+    return frozenset(here & COMPLETE)
 
 
 BY_PRIMITIVE = {
@@ -181,8 +181,8 @@ class Decider:
         if not self.called:
             return self.around
         ids = list(map(id, codes()))
-        found = (i for i, key in self.called if not key.codes.keys().isdisjoint(ids))
-        return self.around.union(found)
+        running = (i for i, key in self.called if not key.codes.keys().isdisjoint(ids))
+        return self.around.union(running)
 
     def matching(self, asked: Asked) -> Iterator[int]:
         for index, (_, test, _) in enumerate(self.settings.rules):

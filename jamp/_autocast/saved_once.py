@@ -78,8 +78,8 @@ def run_inside(
 
 def run_gated(trace: AutocastTrace, op: Op, args: Values, out: Any) -> Any:
     """A product, perhaps of the result of such a function and a gate."""
-    found = [trace.notes.copy(x, MADE) for x in args]
-    if not any(made is not None and made.is_result for made in found):
+    inputs = [trace.notes.copy(x, MADE) for x in args]
+    if not any(made is not None and made.is_result for made in inputs):
         return out
     if op.is_baked or np.shape(args[0]) != np.shape(args[1]):
         return out

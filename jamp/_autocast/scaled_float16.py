@@ -141,8 +141,8 @@ class ScaledProduct(Product):
         if of is None:
             return inverses(left, right, self.over)
         over, order = self.over.gradient(of)
-        found = inverses(left, right, over)
-        return [lax.transpose(x, order) if x.ndim else x for x in found]
+        undone = inverses(left, right, over)
+        return [lax.transpose(x, order) if x.ndim else x for x in undone]
 
 
 def unscaled(out: jax.Array, inverses: list[jax.Array]) -> jax.Array:

@@ -20,7 +20,7 @@ from tests.bits import check_near, nudged
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
 REGIONS = {
-    "nothing": lambda: enter(Settings(jnp.dtype("float16"), listed=False)),
+    "nothing": lambda: enter(Settings(jnp.dtype("float16"), is_policy=True)),
     "float16": lambda: jamp.autocast(jnp.float16),
 }
 

@@ -6,6 +6,7 @@ name stack.
 
 import functools
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 
 from .._checks import JAMP
+from .decision import NO_REASON, Reason
 
 JAX = os.path.dirname(jax.__file__) + os.sep
 PLUMBING = os.path.join(os.path.dirname(jax.__file__), "_src")  # jit, tracebacks
@@ -94,11 +96,14 @@ def raised_in(folder: str, error: BaseException) -> bool:
 
 
 # Each region leaves its mark in the name stack, so that an outer one knows what an
-# inner one has decided. A region that is observed adds why each op runs as it does.
+# inner one has decided. A region that is observed adds why each op runs as it does, by
+# a number that stays valid: JAX keeps the programs that it is in.
 
 # A region's mark, with its depth if it is in another one.
 MARK = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\((\w+)\)")
 REASON = "jamp.rule "
+REASONS: dict[str, Reason] = {}  # by their entries
+NUMBERS = itertools.count()
 
 
 def mark(dtype: str, depth: int) -> str:
@@ -112,15 +117,17 @@ def marks_in(names: Iterable[str]) -> Iterator[tuple[int, str]]:
         yield int(found[1] or 0), found[2]
 
 
-def written(reason: object) -> str:
-    """A `Reason` as an entry of a name stack."""
-    return f"{REASON}{reason}"
+@functools.cache
+def written(reason: Reason) -> str:
+    """The entry of a reason in a name stack."""
+    entry = f"{REASON}{next(NUMBERS)}"
+    REASONS[entry] = reason
+    return entry
 
 
-def reason_in(names: Iterable[str]) -> str:
-    """The innermost reason in a name stack, as text, or ""."""
-    found = [name for name in names if name.startswith(REASON)]
-    return found[-1].removeprefix(REASON) if found else ""
+def reason_in(names: Iterable[str]) -> Reason:
+    """The innermost reason in a name stack."""
+    return next(filter(None, map(REASONS.get, reversed([*names]))), NO_REASON)
 
 
 def is_jamps(name: str) -> bool:

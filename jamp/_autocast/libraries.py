@@ -66,7 +66,9 @@ MODULES = (*ROWS, *LAYERS)
 
 
 def action_for(module: str, kind: Kind) -> Action:
-    why = Reason(kind.value, Source.FUNCTION, module)
+    # Reports count what a module does as one op, and not what a whole library does.
+    source = Source.FUNCTION if "." in module else Source.PRIMITIVE
+    why = Reason(kind.value, source, module)
     if kind is Kind.FLOAT32:
         return Action(None, FLOAT32_DTYPE, why=why)
     return Action(kind, why=why)

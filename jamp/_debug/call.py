@@ -187,11 +187,22 @@ def _has_modules(value: PyTree) -> bool:
     return any(map(is_module, jax.tree.leaves(value, is_leaf=is_module)))
 
 
+def named_results(result: PyTree) -> tuple[list[str], list[Any]]:
+    """The paths of the arrays and numbers that a call returned, and these.
+
+    An Equinox model that a step returns also holds functions, for example.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(result)
+    leaves = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
+    names = [path_name(path) or "the result" for path, _ in leaves]
+    return names, [leaf for _, leaf in leaves]
+
+
 def is_values(leaf: object) -> bool:
     """Whether a leaf of an argument becomes an argument of its own."""
     return isinstance(leaf, ARRAYS)
 
 
 def is_array(value: object) -> bool:
-    """Whether a leaf of a result is an array or a number."""
+    """Whether a leaf is an array or a number."""
     return isinstance(value, (*ARRAYS, float, int, complex))

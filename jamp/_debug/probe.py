@@ -21,7 +21,7 @@ from .._autocast.decision import CASTABLE, Kind, Op
 from .._autocast.float8 import RECIPES, unfit, weight_of
 from .._autocast.trace import AutocastTrace
 from .._autocast.traits import PRODUCTS
-from .op_location import innermost_own, is_module
+from .op_location import innermost_line, is_module
 from .product_errors import Measured, measures
 
 IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATISTIC)
@@ -119,7 +119,7 @@ def seen_at(scope: str, op: Op) -> SeenProduct:
     if op.name == "dot_general":
         batch, *sizes = Contraction.of_op(op).sizes(*shapes)
     sizes = tuple(sizes) if weight else tuple(sizes[::-1])
-    line = innermost_own(_compat.current_frames())
+    line = innermost_line(_compat.current_frames())
     return SeenProduct(scope, line, op.name, shapes, batch, sizes, problem, weight)
 
 

@@ -54,13 +54,6 @@ class Wanted(NamedTuple):
     qualifies: bool  # for float8, if that is asked for; if not, the region decides
 
 
-class Choice(NamedTuple):
-    """A dtype or recipe, and why it is not an earlier one."""
-
-    name: str
-    why: str = ""
-
-
 @takes_a_function("calibrate", others=1)
 def calibrate(
     loss_fn: Callable[..., object],
@@ -218,13 +211,13 @@ def judged(
     rows, wanted = [], []
     for product, numbers in probe.found.items():
         errors, entries = errors_in(numbers, names)
-        choice = choose_dtype(errors, product.sizes, tolerance, skip_small)
+        choice, why = choose_dtype(errors, product.sizes, tolerance, skip_small)
         if not errors:  # ragged, or in a derivative: it runs as it was traced
-            choice = Choice(names[-1], "not measured")
+            choice, why = names[-1], "not measured"
         qualifies = names[0] in RECIPES and not product.problem
-        wanted.append(Wanted(product.scope, choice.name, qualifies))
+        wanted.append(Wanted(product.scope, choice, qualifies))
         few = outstanding(entries, names[0], tolerance)
-        rows.append(product_row(product, numbers, errors, choice, few))
+        rows.append(product_row(product, numbers, errors, choice, why, few))
     by_scope = agreed_dtypes(wanted)
     for place, (scope, name, qualifies) in enumerate(wanted):
         together = by_scope.get(scope, name)
@@ -243,11 +236,11 @@ def errors_in(
     Returns:
       The largest ones, and those of each product of a batch.
     """
-    found: dict[str, np.ndarray] = {}
+    measured: dict[str, np.ndarray] = {}
     for name in names:  # forward, and what was differentiated: [directions, entries, 2]
         both = [numbers[n] for n in (f"{name} 1", f"{name} 2") if n in numbers]
         if both:
-            found[name] = np.concatenate(both)
+            measured[name] = np.concatenate(both)
 
     def errors(of: Callable[[np.ndarray], np.ndarray]) -> ErrorsIn:
         return {
@@ -255,10 +248,10 @@ def errors_in(
                 at: (float(whole), float(worst))
                 for at, (whole, worst) in zip(DIRECTIONS, of(pairs), strict=False)
             }
-            for name, pairs in found.items()
+            for name, pairs in measured.items()
         }
 
-    n_entries = max((pairs.shape[1] for pairs in found.values()), default=0)
+    n_entries = max((pairs.shape[1] for pairs in measured.values()), default=0)
     entries = [errors(operator.itemgetter((slice(None), i))) for i in range(n_entries)]
     return errors(lambda pairs: pairs.max(axis=1)), entries
 
@@ -279,7 +272,8 @@ def product_row(
     product: SeenProduct,
     numbers: Mapping[str, np.ndarray],
     errors: ErrorsIn,
-    choice: Choice,
+    choice: str,
+    why: str,
     entries: dict[str, ErrorsIn],
 ) -> ProductRow:
     spread = {at: numbers.get(f"spread {at}") for at in "xwg"}
@@ -295,8 +289,8 @@ def product_row(
         {at: float(n) for at, n in spread.items() if n is not None},
         errors,
         product.problem,
-        choice.name,
-        choice.why,
+        choice,
+        why,
         entries,
     )
 
@@ -319,8 +313,8 @@ def choose_dtype(
     sizes: Sequence[int],
     tolerance: float,
     skip_small: bool,
-) -> Choice:
-    """The first dtype or recipe whose errors are within the tolerance.
+) -> tuple[str, str]:
+    """The first dtype or recipe whose errors are tolerated, and why no earlier one.
 
     Args:
       errors: by dtype or recipe, beginning with the one that is asked for. The last one
@@ -328,14 +322,14 @@ def choose_dtype(
       sizes: rows, contracted numbers, columns.
     """
     why = []
-    for name, found in errors.items():
+    for name, of_name in errors.items():
         if name in RECIPES and skip_small and not pays(name, *sizes[1:]):
             why.append(f"{called(name)}: too small to pay")
-        elif problem := beyond(found, tolerance):
+        elif problem := beyond(of_name, tolerance):
             why.append(f"{called(name)}: {problem}")
         else:
-            return Choice(called(name), "; ".join(why))
-    return Choice("float32", "; ".join(why))
+            return called(name), "; ".join(why)
+    return "float32", "; ".join(why)
 
 
 def beyond(errors: Errors, tolerance: float) -> str:

@@ -139,8 +139,8 @@ def by_exponent(x: jax.Array) -> jax.Array:
     return jnp.zeros(256, jnp.uint32).at[exponent].add(counted, out_sharding=out)
 
 
-def many(found: jax.Array) -> jax.Array:
-    return jnp.sum(found, dtype=jnp.uint32)
+def many(flags: jax.Array) -> jax.Array:
+    return jnp.sum(flags, dtype=jnp.uint32)
 
 
 # Of the parts of a gradient, and the loss scale. Only "inf" and "nan" count elements.

@@ -198,9 +198,9 @@ def grad_histogram(
       Micikevicius et al. 2018, arXiv 1710.03740.
     """
     kinds = ("exponents", "zeros", "nonfinite")
-    found = numbers("grad_histogram", grads, scale, when, *kinds)
-    counts, zeros, nonfinite = map(total, found.columns)
-    return GradHistogram(counts, zeros, nonfinite, found.scale)
+    counted = numbers("grad_histogram", grads, scale, when, *kinds)
+    counts, zeros, nonfinite = map(total, counted.columns)
+    return GradHistogram(counts, zeros, nonfinite, counted.scale)
 
 
 def _fetched(histogram: GradHistogram) -> tuple[np.ndarray, int, int, float]:

@@ -64,8 +64,8 @@ def mark_of(x: jax.Array, *inputs: jax.Array, by: str = "") -> jax.Array:
     bits = [bit for bit, _ in flags]
     several = [jnp.broadcast_to(flag, x.shape) for _, flag in flags]
     # One reduction of all: XLA compiles it faster than several.
-    found = lax.reduce(several, [False] * len(bits), either, range(x.ndim))
-    pairs = zip(found, bits, strict=True)
+    anywhere = lax.reduce(several, [False] * len(bits), either, range(x.ndim))
+    pairs = zip(anywhere, bits, strict=True)
     set_bits = (flag.astype(jnp.uint8) * np.uint8(bit) for flag, bit in pairs)
     return functools.reduce(jnp.bitwise_or, set_bits)
 

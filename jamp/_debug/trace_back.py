@@ -104,18 +104,18 @@ def trace_back(
 
 def read_as(program: Program, mark: Callable[[int], int], node: Node) -> list[int]:
     """The bad values whose bits a value is made from, as a float8 scale is."""
-    found, seen, waiting = [], set(), [*node.inputs]
+    bad, seen, waiting = [], set(), [*node.inputs]
     while waiting:
         number = waiting.pop()
         if number in seen:
             continue
         seen.add(number)
         if mark(number) & (INF | NAN):
-            found.append(number)
+            bad.append(number)
         maker = program.made_by.get(number)
         if number not in program.slots and maker is not None:  # not a floating number
             waiting.extend(maker.inputs)
-    return found
+    return bad
 
 
 def inside(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
@@ -224,8 +224,8 @@ def arguments(program: Program, numbers: Iterable[int]) -> frozenset[int]:
     These are the inputs that the values are, moved or cast. If there are none, they are
     the inputs of the ops before, and so on.
     """
-    found, seen, waiting, later = set(), set(), list(numbers), []
-    while waiting or (later and not found):
+    places, seen, waiting, later = set(), set(), list(numbers), []
+    while waiting or (later and not places):
         if not waiting:
             waiting, later = later, []
         number = waiting.pop()
@@ -233,9 +233,9 @@ def arguments(program: Program, numbers: Iterable[int]) -> frozenset[int]:
             continue
         seen.add(number)
         if number in program.inputs:
-            found.add(program.inputs.index(number))
+            places.add(program.inputs.index(number))
         node = program.made_by.get(number)
         if node is not None:
             moved = node.primitive in MOVES
             (waiting if moved else later).extend(node.inputs)
-    return frozenset(found)
+    return frozenset(places)

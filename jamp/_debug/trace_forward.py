@@ -82,12 +82,12 @@ def swallowed(program: Program, marks: Marks) -> list[Swallowed]:
     Args:
       marks: of this program, as NumPy arrays.
     """
-    found = trace_forward(program, marks, {})
-    reached = found.reached.union(*found.outputs)
+    flow = trace_forward(program, marks, {})
+    reached = flow.reached.union(*flow.outputs)
     return [
-        Swallowed(origins, found.by[key])
-        for key, origins in found.origins.items()
-        if key in found.by and key not in reached
+        Swallowed(origins, flow.by[key])
+        for key, origins in flow.origins.items()
+        if key in flow.by and key not in reached
     ]
 
 
@@ -103,11 +103,11 @@ def trace_forward(
     for place, number in enumerate(program.inputs):
         if program.mark(marks, number) & BAD and (known := given.get(place)):
             stands[number] = dict(known)
-    found, useful = Forward([]), leading(program, marks)
+    flow, useful = Forward([]), leading(program, marks)
     for node in program.nodes:
         into = merged(stands.get(n, {}) for n in node.inputs)
         if node.is_check:
-            found.reached |= into.keys()
+            flow.reached |= into.keys()
         is_useful = node.is_check or not useful.isdisjoint(node.outputs)
         if node.inner is not None:
             skipped = node.inner.skipped
@@ -119,7 +119,7 @@ def trace_forward(
                     lifted(o, program, node, skipped) for o in origins
                 ]
             inside.by = inside.by if is_useful else {}
-            found.add(inside)
+            flow.add(inside)
             for number, out in zip(node.outputs, inside.outputs, strict=True):
                 if out and program.mark(marks, number) & BAD:
                     stands[number] = out
@@ -130,7 +130,7 @@ def trace_forward(
             large = stands.get(node.inputs[-1], {}) if node.primitive == "div" else into
             for key, what in large.items():
                 if is_fault(node.primitive, key, what, bits):
-                    found.by.setdefault(key, node.at.site)
+                    flow.by.setdefault(key, node.at.site)
         if not any(mark & BAD for mark in made):
             continue
         shrunk = SHRINKING.get(node.primitive, LARGE)
@@ -140,23 +140,22 @@ def trace_forward(
             if fed_by:  # not of constants, which are as the user wants them
                 key = node.at.site
                 origin = Origin(node.at, "inf", (), fed_by, False)
-                found.origins.setdefault(key, []).append(origin)
+                flow.origins.setdefault(key, []).append(origin)
                 out[key] = LARGE
         for number, mark in zip(node.outputs, made, strict=True):
             if mark & BAD and out:
                 stands[number] = out
-    found.outputs = [stands.get(n, {}) for n in program.outputs]
-    return found
+    flow.outputs = [stands.get(n, {}) for n in program.outputs]
+    return flow
 
 
 def is_fresh(program: Program, marks: Marks, node: Node) -> bool:
     """Whether an op made an inf of finite numbers."""
+    slots = set(map(program.slots.get, node.outputs))
+    if not slots.isdisjoint(map(program.slots.get, node.inputs)):
+        return False  # it passes its input on
     made = [program.mark(marks, n) for n in node.outputs]
     given = [program.mark(marks, n) for n in node.inputs]
-    if {program.slots.get(n) for n in node.outputs} & {
-        *map(program.slots.get, node.inputs)
-    }:
-        return False  # it passes its input on
     is_inf = any(mark & INF for mark in made)
     return is_inf and (
         any(mark & FRESH for mark in made) or not any(mark & BAD for mark in given)
@@ -217,7 +216,7 @@ def through(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
 def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
     """From the first iteration to the last."""
     body, first, n_carry = inner.programs[0], inner.n_consts, inner.n_carry
-    found, given = Forward([{} for _ in body.outputs]), dict(given)
+    flow, given = Forward([{} for _ in body.outputs]), dict(given)
     places = range(len(marks.values))
     for place in reversed(places) if inner.reverse else places:
         here = at(marks, place)
@@ -225,20 +224,20 @@ def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> For
             outputs = [{} for _ in body.outputs]
         else:
             inside = trace_forward(body, here, given)
-            found.add(in_iteration(inside, inner, place))
+            flow.add(in_iteration(inside, inner, place))
             outputs = inside.outputs
         given.update({first + i: outputs[i] for i in range(n_carry)})
         for i, out in enumerate(outputs):
             is_last = i < n_carry
-            found.outputs[i] = out if is_last else merged([found.outputs[i], out])
-    return found
+            flow.outputs[i] = out if is_last else merged([flow.outputs[i], out])
+    return flow
 
 
 def through_while(inner: Inner, loop: Loop, given: Mapping[int, Stands]) -> Forward:
     """The iterations whose marks are kept."""
     body, first = inner.programs[0], inner.n_consts
     carry = [given.get(first + i, {}) for i in range(inner.n_carry)]
-    found = Forward(carry)
+    flow = Forward(carry)
     kept = [
         (int(iteration), at(at(loop.marks, kind), place))
         for (kind, place), iteration in np.ndenumerate(loop.iteration)
@@ -253,10 +252,10 @@ def through_while(inner: Inner, loop: Loop, given: Mapping[int, Stands]) -> Forw
             continue
         seen.add(iteration)
         inside = trace_forward(body, marks, given)
-        found.add(in_iteration(inside, inner, iteration))
-        pairs = zip(found.outputs, inside.outputs, strict=True)
-        found.outputs = [merged(pair) for pair in pairs]
-    return found
+        flow.add(in_iteration(inside, inner, iteration))
+        pairs = zip(flow.outputs, inside.outputs, strict=True)
+        flow.outputs = [merged(pair) for pair in pairs]
+    return flow
 
 
 def in_iteration(inside: Forward, inner: Inner, place: int) -> Forward:

@@ -216,16 +216,35 @@ def judged(
             choice, why = names[-1], "not measured"
         qualifies = names[0] in RECIPES and not product.problem
         wanted.append(Wanted(product.scope, choice, qualifies))
-        few = outstanding(entries, names[0], tolerance)
-        rows.append(product_row(product, numbers, errors, choice, why, few))
+        spread = {at: numbers.get(f"spread {at}") for at in "xwg"}
+        rows.append(
+            ProductRow(
+                product.path,
+                product.line,
+                product.primitive,
+                spelled_sizes(product),
+                {at: float(n) for at, n in spread.items() if n is not None},
+                errors,
+                product.problem,
+                choice,
+                why,
+                outstanding(entries, names[0], tolerance),
+            )
+        )
     by_scope = agreed_dtypes(wanted)
     for place, (scope, name, qualifies) in enumerate(wanted):
         together = by_scope.get(scope, name)
         if together != name and (qualifies or together == "float32"):
             why = "as another product of this module"
             rows[place] = rows[place]._replace(choice=together, why=why)
-    scopes = [product.scope for product in probe.found]
-    return rows, rules_of(by_scope, scopes, probe.in_float32)
+    scopes = sorted({product.scope for product in probe.found})
+    patterns = {
+        scope_pattern(scope, scopes): name
+        for scope, name in sorted(by_scope.items())
+        # It would bring other ops there, which belong in float32, to half precision.
+        if not (name in HALF_NAMES and scope in probe.in_float32)
+    }
+    return rows, patterns
 
 
 def errors_in(
@@ -268,30 +287,11 @@ def outstanding(
     return bad if 2 * len(bad) < len(entries) else {}
 
 
-def product_row(
-    product: SeenProduct,
-    numbers: Mapping[str, np.ndarray],
-    errors: ErrorsIn,
-    choice: str,
-    why: str,
-    entries: dict[str, ErrorsIn],
-) -> ProductRow:
-    spread = {at: numbers.get(f"spread {at}") for at in "xwg"}
+def spelled_sizes(product: SeenProduct) -> str:
     sizes = f"{product.batch} of " if product.batch > 1 else ""
-    sizes += "x".join(map(str, product.sizes)) or " ".join(
-        f"[{','.join(map(str, shape))}]" for shape in product.shapes
-    )
-    return ProductRow(
-        product.path,
-        product.line,
-        product.primitive,
-        sizes,
-        {at: float(n) for at, n in spread.items() if n is not None},
-        errors,
-        product.problem,
-        choice,
-        why,
-        entries,
+    return sizes + (
+        "x".join(map(str, product.sizes))
+        or " ".join(f"[{','.join(map(str, shape))}]" for shape in product.shapes)
     )
 
 
@@ -359,25 +359,6 @@ def agreed_dtypes(wanted: Iterable[Wanted]) -> dict[str, str]:
         if scope and (qualifies or name == "float32"):
             names[scope] = max(names.get(scope, name), name, key=CAREFUL.index)
     return names
-
-
-def rules_of(
-    names: Mapping[str, str], scopes: Iterable[str], mixed: set[str]
-) -> dict[str, str]:
-    """Regular expressions for scopes, with what runs there.
-
-    Args:
-      names: by scope, from `agreed_dtypes`.
-      scopes: of all products.
-      mixed: scopes with other ops that belong in float32. No rule brings these scopes
-        into half precision.
-    """
-    scopes = sorted(set(scopes))
-    return {
-        scope_pattern(scope, scopes): name
-        for scope, name in sorted(names.items())
-        if not (name in HALF_NAMES and scope in mixed)
-    }
 
 
 def scope_pattern(scope: str, scopes: Sequence[str]) -> str:

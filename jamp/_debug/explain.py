@@ -3,7 +3,7 @@
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,18 +46,6 @@ from .walk import (
 
 REDUCING = ("arg", "reduce_max", "reduce_min", "reduce_sum")
 ONE_LOOP = MIXING | MOVES | {"abs", "neg", "sign"}  # with the sum that takes them
-
-
-class RowKey(NamedTuple):
-    """What the ops of one row have in common."""
-
-    op: str
-    rule: str
-    line: str
-    path: str
-    backward: bool
-    note: str = ""
-    dtypes: tuple[tuple[str, ...], ...] = ()  # in and out; not for a function's ops
 
 
 @takes_a_function("explain", others=1)
@@ -167,11 +155,11 @@ def explain(
 
 def rows_of(ops: Iterable[WalkedOp]) -> list[OpRow]:
     """Ops of one kind as one row, those with the most work first."""
-    groups: dict[RowKey, list[WalkedOp]] = {}
+    groups: dict[OpRow, list[WalkedOp]] = {}
     for op in ops:
         if not op.is_cast and not is_helper(op) and op.site.dtypes_out:
-            groups.setdefault(key_of(op), []).append(op)
-    rows = [op_row(key, group) for key, group in groups.items()]
+            groups.setdefault(kind_of(op), []).append(op)
+    rows = [counted(kind, group) for kind, group in groups.items()]
     return sorted(rows, key=lambda row: (-row.flops, -row.bytes))
 
 
@@ -183,38 +171,42 @@ def is_helper(op: WalkedOp) -> bool:
     return reason.name in PRIMITIVES and reason.name != primitive
 
 
-def key_of(op: WalkedOp) -> RowKey:
+def kind_of(op: WalkedOp) -> OpRow:
+    """The row that an op belongs to, with nothing counted."""
     site, reason = op.site, op.reason
-    rule, name = reason.kind, reason.name
-    place = site.line, op.path, site.backward
-    if reason.source is Source.FUNCTION:  # as one op
-        return RowKey(name, rule, *place)
-    if not rule:
-        rule = {"": "no region", "off": "off"}.get(site.region, "no rule")
+    is_function = reason.source is Source.FUNCTION  # as one op
+    rule = reason.kind or {"": "no region", "off": "off"}.get(site.region, "no rule")
     rule = str(reason._replace(note="")) if reason.source is Source.USER else rule
-    dtypes = site.dtypes_in, site.dtypes_out
-    return RowKey(site.primitive, rule, *place, reason.note, dtypes)
+    return OpRow(
+        op=reason.name if is_function else site.primitive,
+        times=0,
+        dtypes="" if is_function else f"{site.dtypes_in} -> {site.dtypes_out}",
+        runs_in="",
+        rule=rule,
+        torch=(),
+        line=site.line,
+        path=op.path,
+        backward=site.backward,
+        flops=0,
+        bytes=0,
+        note="" if is_function else reason.note,
+    )
 
 
-def op_row(key: RowKey, group: list[WalkedOp]) -> OpRow:
+def counted(kind: OpRow, group: list[WalkedOp]) -> OpRow:
     inputs = dict.fromkeys(d for op in group for d in given_dtypes(op))
     inputs = inputs or dict.fromkeys(group[0].site.dtypes_in)
     outputs = returned_dtypes(group[-1])
     counts = Counter()
     for op in group:
         counts[op.site.primitive] += op.times
-    row = FUNCTIONS.get(key.op) or PRIMITIVES.get(key.op)
-    listed = key.rule in ("lower", "float32", "promote")
-    return OpRow(
-        op=key.op,
+    row = FUNCTIONS.get(kind.op) or PRIMITIVES.get(kind.op)
+    is_listed = kind.rule in ("lower", "float32", "promote")
+    return kind._replace(
         times=min(counts.values()),  # a function's rarest op runs once per call
         dtypes=f"{', '.join(inputs)} -> {', '.join(outputs)}",
         runs_in=next(iter(group[0].site.dtypes_in), ""),
-        rule=key.rule,
-        torch=tuple(row.torch.split()) if row and listed else (),
-        line=key.line,
-        path=key.path,
-        backward=key.backward,
+        torch=tuple(row.torch.split()) if row and is_listed else (),
         flops=sum(op.times * flops(op.eqn) for op in group),
         bytes=sum(op.times * sum(map(nbytes, op.results)) for op in group),
         since=widened_at(group[0]) if flops(group[0].eqn) else "",

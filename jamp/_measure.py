@@ -27,8 +27,6 @@ FLOAT32 = "float32"
 
 
 class Precision(NamedTuple):
-    """What a row runs in."""
-
     unit: str  # the dtype that the device's units need
     region: jamp.autocast
     write: str  # what a user writes for it
@@ -207,7 +205,6 @@ def measure(device: _targets.Device) -> Iterator[Row]:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, for a cell of the table."""
     said = str(error).partition("\n")[0] or "no message"
     return f"{type(error).__name__}: {said[:200]}".replace("|", "/")
 
@@ -267,7 +264,7 @@ def fitting(model: Model, rate: float, memory: float) -> tuple[int, int]:
 def flops_per_second(
     device: _targets.Device, size: int = 2048, rounds: int = 3
 ) -> float:
-    """The rate of float32 products."""
+    """Of float32 products."""
     x = jax.device_put(jnp.ones((size, size)), device)
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
@@ -277,7 +274,6 @@ def flops_per_second(
 
 
 def advise(device: _targets.Device, rows: Sequence[Row]) -> str:
-    """Which precision to choose on this device, and what to write."""
     if device.platform == "cpu" and not _targets.units(device):
         return CPU
     means: dict[str, float] = {}

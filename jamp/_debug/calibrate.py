@@ -21,7 +21,7 @@ from .._autocast.trace import PROBE
 from .._checks import FLOAT8_NAMES, brief, flag, is_traced, number
 from .._tree import HALF_NAMES, HALVES, PyTree
 from .calibration import FLOAT8_NAME, TENSORWISE, Calibration, ProductRow, called
-from .call import FlatCall, open_call, takes_a_function, with_params
+from .flat_call import FlatCall, open_call, takes_a_function, with_params
 from .probe import Probe, SeenProduct
 from .product_errors import DIRECTIONS
 from .report import percent
@@ -145,7 +145,7 @@ def calibrate(
 
 
 def candidates_of(dtype: object) -> list[str]:
-    """The dtypes and recipes to try, beginning with the one that is asked for."""
+    """What to try, beginning with the dtype or recipe that is asked for."""
     float8 = as_recipe(dtype)
     if not isinstance(float8, Float8):
         recipes = ", ".join(map(repr, RECIPES))
@@ -166,7 +166,6 @@ def tolerance_argument(tolerance: object) -> float:
 
 
 def run_probed(call: FlatCall, probe: Probe) -> None:
-    """Runs a loss and its gradient in a region with the probe."""
     params = call.params()
     if not params:
         raise ValueError(NO_PARAMS)
@@ -182,7 +181,6 @@ def run_probed(call: FlatCall, probe: Probe) -> None:
 
 
 def loss_of(function: str, result: PyTree) -> jax.Array:
-    """The loss that a function returned, perhaps with other values."""
     loss: Any = result[0] if isinstance(result, tuple) and result else result
     is_array = isinstance(loss, jax.Array) and loss.shape == ()
     if not is_array or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -207,7 +205,7 @@ def loss_scale_for(found: Iterable[Mapping[str, np.ndarray]]) -> float:
 def judged(
     probe: Probe, names: Sequence[str], tolerance: float, skip_small: bool
 ) -> tuple[list[ProductRow], dict[str, str]]:
-    """The rows of a report, and its rules as text."""
+    """The rows of a report, and its rules: regular expressions, and what runs there."""
     rows, wanted = [], []
     for product, numbers in probe.found.items():
         errors, entries = errors_in(numbers, names)
@@ -250,11 +248,7 @@ def judged(
 def errors_in(
     numbers: Mapping[str, np.ndarray], names: Iterable[str]
 ) -> tuple[ErrorsIn, list[ErrorsIn]]:
-    """The errors of the measured candidates, by candidate and direction.
-
-    Returns:
-      The largest ones, and those of each product of a batch.
-    """
+    """The largest errors by candidate and direction, and those of each of a batch."""
     measured: dict[str, np.ndarray] = {}
     for name in names:  # forward, and what was differentiated: [directions, entries, 2]
         both = [numbers[n] for n in (f"{name} 1", f"{name} 2") if n in numbers]

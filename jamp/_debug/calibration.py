@@ -220,7 +220,6 @@ def called(recipe: str) -> str:
 
 
 def as_rule(name: str) -> Any:
-    """The value for `autocast(rules=...)` that a name stands for."""
     if name == FLOAT8_NAME:
         return FLOAT8_NAME
     return Float8(name) if name in RECIPES else jnp.dtype(name)

@@ -215,7 +215,7 @@ class Watcher:
         }
 
     def __call__(self, grads: PyTree, scale: jax.Array, when: jax.Array) -> None:
-        """Called where a step is traced, with scaled gradients."""
+        """Called with scaled gradients where a step is traced."""
         of = numbers("jamp.debug.check_step", grads, scale, when, *COUNTED)
 
         def add(when: jax.Array, *columns: jax.Array) -> None:
@@ -265,7 +265,6 @@ def kept(trials: Trials) -> tuple[tuple[str, ...] | None, bool]:
 
 
 def _powers(scale: Any) -> str:
-    """Powers of two, as they are written: "2**16"."""
     if isinstance(scale, list):
         return ", ".join(dict.fromkeys(map(_powers, scale)))
     return f"2**{round(math.log2(scale))}"

@@ -21,9 +21,9 @@ from .._autocast.trace import OBSERVED
 from .._autocast.traits import MIXING, MOVES, PRODUCTS
 from .._jaxprs import Atom, is_loop, param, read, variables
 from .._tree import HALF_NAMES, PyTree
-from .call import named_results, open_call, takes_a_function, with_params
 from .explanation import Explanation, OpRow, Promotion, Saved
-from .half_ops import half_results, reductions, squares
+from .flat_call import named_results, open_call, takes_a_function, with_params
+from .half_risks import half_results, reductions, squares
 from .op_location import (
     OUTERMOST,
     Around,
@@ -154,7 +154,6 @@ def explain(
 
 
 def rows_of(ops: Iterable[WalkedOp]) -> list[OpRow]:
-    """Ops of one kind as one row, those with the most work first."""
     groups: dict[OpRow, list[WalkedOp]] = {}
     for op in ops:
         if not op.is_cast and not is_helper(op) and op.site.dtypes_out:
@@ -352,11 +351,7 @@ def given_dtypes(op: WalkedOp) -> tuple[str, ...]:
 
 
 def returned_dtypes(last: WalkedOp) -> tuple[str, ...]:
-    """The dtypes of an op's results, after the cast with which `jnp.mean` ends.
-
-    Args:
-      last: the last primitive of the op.
-    """
+    """The dtypes of an op's results, after the cast with which `jnp.mean` ends."""
     casts = casts_after(last.eqn, last.used_by)
     made = float_dtypes(v for user in casts for v in user.outvars)
     return made if casts else last.site.dtypes_out

@@ -21,7 +21,7 @@ RESULTS = """results in half precision; where a region ends, cast with \
 
 
 class OpRow(NamedTuple):
-    """Ops of one kind."""
+    """Ops of one kind: the same op, dtypes, rule and line."""
 
     op: str  # a primitive, or a function that counts as one op
     times: int

@@ -36,8 +36,6 @@ OnHost = np.ndarray | Scalar
 
 
 class Group(NamedTuple):
-    """The values of one dtype on one device."""
-
     device: Hashable
     dtype: np.dtype
     names: tuple[str, ...]
@@ -52,7 +50,6 @@ class Block(NamedTuple):
     steps: int = 1
 
     def send(self) -> None:
-        """Begins the copy."""
         # An intended transfer: a user's guard against implicit ones must allow it.
         with jax.transfer_guard_device_to_host("allow"):
             for array in (array for group in self.arrays for array in group):
@@ -278,7 +275,6 @@ class History:
         self._call_on_row()
 
     def _take(self) -> None:
-        """Moves the oldest block to the host."""
         block = self._pending[0]
         columns = block.columns()
         chunk = {name: columns[name] for name in self._names}
@@ -321,14 +317,7 @@ def on_devices(
     """Checks the values, and copies those on devices: one call for each device.
 
     Args:
-      caller: the beginning of a message.
-      metrics: name -> value [], or [steps].
-      names: which of them, in this order.
       steps: their number, or None for the scalars of one step.
-
-    Raises:
-      ValueError: a value has another number of axes, was donated, or is sharded.
-      TypeError: a value is not a number or an array of numbers, or is traced.
     """
     found: dict[tuple[Hashable, np.dtype], dict[str, jax.Array]] = {}
     host, ndim = {}, 0 if steps is None else 1

@@ -16,9 +16,8 @@ from .. import _compat
 from .._autocast.region import ambient
 from .._checks import is_traced
 from .._jaxprs import equations
-from .call import named_results, open_call, takes_a_function
+from .flat_call import named_results, open_call, takes_a_function
 from .marks import BAD, SWALLOWED, Marks, Program, holds
-from .record import run_marked
 from .report import (
     Report,
     Table,
@@ -29,8 +28,9 @@ from .report import (
     stacked_text,
     static,
 )
-from .trace_back import Origin, trace_back
-from .trace_forward import swallowed
+from .run_marked import run_marked
+from .sources import Origin, find_sources
+from .swallowed import swallowed
 
 LISTED = 5
 OTHERS = "bad_arguments", "bad_constants", "results"  # of a report, beside its ops
@@ -122,9 +122,9 @@ class NonfiniteReport(Report):
         is_bad = [program.mark(marks, number) & BAD > 0 for number in program.outputs]
         results = list(itertools.compress(self.layout.results, is_bad))
         bad = dict.fromkeys(itertools.compress(program.outputs, is_bad), BAD)
-        ops, inputs, constants = trace_back(program, marks, bad)
+        ops, inputs, constants = find_sources(program, marks, bad)
         if all(o.from_inf for o in ops):  # nothing, or the inf was in the input
-            checks = trace_back(program, marks, {}, checked=True)
+            checks = find_sources(program, marks, {}, checked=True)
             ops, inputs = [*ops, *checks.origins], inputs | checks.inputs
             constants += checks.constants
         hidden = swallowed(program, marks)
@@ -320,6 +320,5 @@ def find_nonfinite(
 
 
 def is_spread(arrays: Sequence[object]) -> bool:
-    """Whether an array is on several devices."""
     concrete = [a for a in arrays if isinstance(a, jax.Array) and not is_traced(a)]
     return any(len(array.sharding.device_set) > 1 for array in concrete)

@@ -1,4 +1,4 @@
-"""Where an op of a jaxpr comes from: line, module, forward or backward."""
+"""Where an op of a jaxpr is from, and its rule: line, module, forward or backward."""
 
 import inspect
 import itertools

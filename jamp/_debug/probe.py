@@ -47,12 +47,7 @@ class SeenProduct(NamedTuple):
 
 
 class Probe:
-    """A function that a region calls with each op. It is hashed by its identity.
-
-    Args:
-      names: the dtypes and recipes of float8 in which products are tried.
-      scale: a loss scale.
-    """
+    """A function that a region calls with each op. It is hashed by its identity."""
 
     def __init__(self, names: Sequence[str], scale: float = 1.0):
         self.names, self.scale = names, scale
@@ -102,7 +97,6 @@ class Probe:
         return tapped
 
     def add(self, product: SeenProduct, numbers: Measured) -> None:
-        """Adds the measurements of one run of a product."""
         if product.weight == 0:
             numbers = swapped(numbers)
         with self._lock:

@@ -52,11 +52,6 @@ class Measures(NamedTuple):
 
 
 def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
-    """Measures of the product that an op is, in the named dtypes and recipes.
-
-    Args:
-      scale: a loss scale.
-    """
     params = tuple(sorted(op.params.items()))
     products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
     if op.name == "dot_general":

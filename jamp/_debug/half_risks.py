@@ -1,4 +1,4 @@
-"""Float16 sums and squares that may overflow, and results in half precision."""
+"""What `explain` warns of: float16 sums and squares that may overflow, half results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

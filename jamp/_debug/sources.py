@@ -1,4 +1,4 @@
-"""From a nan in a result back to the op that made the first inf: on the host, by marks.
+"""The ops that made the infs and nans of a result: back from it, by marks, on the host.
 
 Only values that lead to a result count. A mask of -inf that a softmax turns into zeros
 is not a fault, and neither is log(0) in the branch that `where` does not take. From
@@ -42,7 +42,7 @@ class Trail(NamedTuple):
     constants: list[Location | Site]  # the ops that got a bad constant
 
 
-def trace_back(
+def find_sources(
     program: Program, marks: Marks, wanted: Mapping[int, int], checked: bool = False
 ) -> Trail:
     """Follows bad values back.
@@ -135,7 +135,7 @@ def inside(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
     chosen = int(kept.chosen)
     body = inner.programs[chosen]
     wanted = {body.outputs[i]: kind for i, kind in outputs.items()}
-    trail = trace_back(body, kept.marks[chosen], wanted, checked)
+    trail = find_sources(body, kept.marks[chosen], wanted, checked)
     inputs = Counter({i + inner.skipped: kind for i, kind in trail.inputs.items()})
     return trail._replace(inputs=inputs)
 
@@ -147,7 +147,7 @@ def through_while(inner: Inner, loop: Loop, outputs: Sought, checked: bool) -> T
     origins, inputs, constants = [], Counter(), []
 
     def search(iteration, here, wanted):
-        trail = trace_back(body, here, wanted, checked)
+        trail = find_sources(body, here, wanted, checked)
         loops = ((inner.kind, iteration),)
         origins.extend(o._replace(loops=loops + o.loops) for o in trail.origins)
         constants.extend(trail.constants)
@@ -180,7 +180,6 @@ def split(kind: int) -> list[int]:
 
 
 def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
-    """From the last iteration to the first."""
     body, first = inner.programs[0], inner.n_consts
     last = first + inner.n_carry
     carry = {i: kind for i, kind in outputs.items() if i < inner.n_carry}
@@ -195,7 +194,7 @@ def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> 
         wanted = Counter()
         for i, kind in (stacked | carry).items():  # a result may be both
             wanted[body.outputs[i]] |= kind
-        trail = trace_back(body, here, wanted, checked)
+        trail = find_sources(body, here, wanted, checked)
         loops = ((inner.kind, place),)
         origins[:0] = [o._replace(loops=loops + o.loops) for o in trail.origins]
         constants[:0] = trail.constants
@@ -208,7 +207,6 @@ def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> 
 
 
 def at(marks: Marks, place: int) -> Marks:
-    """The marks of one iteration."""
     return jax.tree.map(lambda array: array[place], marks)
 
 

@@ -1,4 +1,4 @@
-"""From an overflow forward to the op that swallows it: on the host, by marks.
+"""The overflows that end in finite numbers: forward from each, by marks, on the host.
 
 An inf is a fault if it stands for a number that is too large for its dtype, and an op
 makes another finite number of it than of that number: `rsqrt` gives 0, and a norm's
@@ -41,7 +41,7 @@ from .marks import (
     holds,
 )
 from .op_location import Site
-from .trace_back import Origin, arguments, at, lifted
+from .sources import Origin, arguments, at, lifted
 
 LARGE, ROOT, LOGARITHM = range(3)  # what an inf stands for, the largest first
 SHRINKING = {
@@ -82,7 +82,7 @@ def swallowed(program: Program, marks: Marks) -> list[Swallowed]:
     Args:
       marks: of this program, as NumPy arrays.
     """
-    flow = trace_forward(program, marks, {})
+    flow = follow_infs(program, marks, {})
     reached = flow.reached.union(*flow.outputs)
     return [
         Swallowed(origins, flow.by[key])
@@ -91,9 +91,7 @@ def swallowed(program: Program, marks: Marks) -> list[Swallowed]:
     ]
 
 
-def trace_forward(
-    program: Program, marks: Marks, given: Mapping[int, Stands]
-) -> Forward:
+def follow_infs(program: Program, marks: Marks, given: Mapping[int, Stands]) -> Forward:
     """Follows each overflow.
 
     Args:
@@ -210,11 +208,10 @@ def through(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
     if isinstance(kept, Loop):
         return through_while(inner, kept, given)
     chosen = int(kept.chosen)
-    return trace_forward(inner.programs[chosen], kept.marks[chosen], given)
+    return follow_infs(inner.programs[chosen], kept.marks[chosen], given)
 
 
 def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
-    """From the first iteration to the last."""
     body, first, n_carry = inner.programs[0], inner.n_consts, inner.n_carry
     flow, given = Forward([{} for _ in body.outputs]), dict(given)
     places = range(len(marks.values))
@@ -223,7 +220,7 @@ def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> For
         if not holds(here, BAD | SWALLOWED):
             outputs = [{} for _ in body.outputs]
         else:
-            inside = trace_forward(body, here, given)
+            inside = follow_infs(body, here, given)
             flow.add(in_iteration(inside, inner, place))
             outputs = inside.outputs
         given.update({first + i: outputs[i] for i in range(n_carry)})
@@ -251,7 +248,7 @@ def through_while(inner: Inner, loop: Loop, given: Mapping[int, Stands]) -> Forw
         if iteration < 0 or iteration in seen:
             continue
         seen.add(iteration)
-        inside = trace_forward(body, marks, given)
+        inside = follow_infs(body, marks, given)
         flow.add(in_iteration(inside, inner, iteration))
         pairs = zip(flow.outputs, inside.outputs, strict=True)
         flow.outputs = [merged(pair) for pair in pairs]

@@ -1,4 +1,4 @@
-"""Runs a jaxpr and notes for each value whether it holds an inf or a nan.
+"""Runs a jaxpr, and marks each value that holds an inf or a nan.
 
 jit, remat, shard_map and custom derivatives are run in place. Each body of scan, while
 and cond is a Program of its own, and a while loop keeps only the marks of iterations

@@ -68,8 +68,7 @@ def find_sources(
             trail = inside(node.inner, marks, places, checked)
             for place, kind in trail.inputs.items():
                 seek([node.inputs[place]], kind)
-            skipped = node.inner.skipped
-            origins[:0] = [lifted(o, program, node, skipped) for o in trail.origins]
+            origins[:0] = [lifted(o, program, node) for o in trail.origins]
             constants[:0] = trail.constants
             if any(trail):
                 continue
@@ -148,8 +147,7 @@ def through_while(inner: Inner, loop: Loop, outputs: Sought, checked: bool) -> T
 
     def search(iteration, here, wanted):
         trail = find_sources(body, here, wanted, checked)
-        loops = ((inner.kind, iteration),)
-        origins.extend(o._replace(loops=loops + o.loops) for o in trail.origins)
+        origins.extend(in_iteration(o, inner, iteration) for o in trail.origins)
         constants.extend(trail.constants)
         for i, kind in trail.inputs.items():
             if i < first:
@@ -195,8 +193,7 @@ def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> 
         for i, kind in (stacked | carry).items():  # a result may be both
             wanted[body.outputs[i]] |= kind
         trail = find_sources(body, here, wanted, checked)
-        loops = ((inner.kind, place),)
-        origins[:0] = [o._replace(loops=loops + o.loops) for o in trail.origins]
+        origins[:0] = [in_iteration(o, inner, place) for o in trail.origins]
         constants[:0] = trail.constants
         carry = {i - first: k for i, k in trail.inputs.items() if first <= i < last}
         for i, kind in trail.inputs.items():
@@ -210,8 +207,14 @@ def at(marks: Marks, place: int) -> Marks:
     return jax.tree.map(lambda array: array[place], marks)
 
 
-def lifted(origin: Origin, program: Program, node: Node, skipped: int) -> Origin:
-    """An origin in a body, as seen from the Program around it."""
+def in_iteration(origin: Origin, inner: Inner, place: int) -> Origin:
+    """An origin in one iteration of a loop, as an origin in the loop."""
+    return origin._replace(loops=((inner.kind, place), *origin.loops))
+
+
+def lifted(origin: Origin, program: Program, node: Node) -> Origin:
+    """An origin in a body of an op, as seen from the Program around it."""
+    skipped = node.inner.skipped if node.inner else 0
     inputs = [node.inputs[i + skipped] for i in origin.fed_by]
     return origin._replace(fed_by=arguments(program, inputs))
 

@@ -19,7 +19,7 @@ Nothing is a fault that a select does not take, or that does not lead to a resul
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ from .marks import (
     holds,
 )
 from .op_location import Site
-from .sources import Origin, arguments, at, lifted
+from .sources import Origin, arguments, at, in_iteration, lifted
 
 LARGE, ROOT, LOGARITHM = range(3)  # what an inf stands for, the largest first
 SHRINKING = {
@@ -69,11 +69,12 @@ class Forward:
     by: dict[Site, Site] = dataclasses.field(default_factory=dict)
     reached: set[Site] = dataclasses.field(default_factory=set)  # a check
 
-    def add(self, other: "Forward") -> None:
-        for key, origins in other.origins.items():
-            self.origins.setdefault(key, []).extend(origins)
-        self.by = other.by | self.by
-        self.reached |= other.reached
+    def add(self, inside: "Forward", seen: Callable[[Origin], Origin]) -> None:
+        """Adds what became of those in a body: `seen` takes an origin out of it."""
+        for key, origins in inside.origins.items():
+            self.origins.setdefault(key, []).extend(map(seen, origins))
+        self.by = inside.by | self.by
+        self.reached |= inside.reached
 
 
 def swallowed(program: Program, marks: Marks) -> list[Swallowed]:
@@ -108,16 +109,11 @@ def follow_infs(program: Program, marks: Marks, given: Mapping[int, Stands]) -> 
             flow.reached |= into.keys()
         is_useful = node.is_check or not useful.isdisjoint(node.outputs)
         if node.inner is not None:
-            skipped = node.inner.skipped
-            inputs = enumerate(node.inputs[skipped:])
+            inputs = enumerate(node.inputs[node.inner.skipped :])
             known = {i: stands[n] for i, n in inputs if n in stands}
             inside = through(node.inner, marks, known)
-            for key, origins in inside.origins.items():
-                inside.origins[key] = [
-                    lifted(o, program, node, skipped) for o in origins
-                ]
             inside.by = inside.by if is_useful else {}
-            flow.add(inside)
+            flow.add(inside, functools.partial(lifted, program=program, node=node))
             for number, out in zip(node.outputs, inside.outputs, strict=True):
                 if out and program.mark(marks, number) & BAD:
                     stands[number] = out
@@ -221,7 +217,7 @@ def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> For
             outputs = [{} for _ in body.outputs]
         else:
             inside = follow_infs(body, here, given)
-            flow.add(in_iteration(inside, inner, place))
+            flow.add(inside, functools.partial(in_iteration, inner=inner, place=place))
             outputs = inside.outputs
         given.update({first + i: outputs[i] for i in range(n_carry)})
         for i, out in enumerate(outputs):
@@ -249,16 +245,7 @@ def through_while(inner: Inner, loop: Loop, given: Mapping[int, Stands]) -> Forw
             continue
         seen.add(iteration)
         inside = follow_infs(body, marks, given)
-        flow.add(in_iteration(inside, inner, iteration))
+        flow.add(inside, functools.partial(in_iteration, inner=inner, place=iteration))
         pairs = zip(flow.outputs, inside.outputs, strict=True)
         flow.outputs = [merged(pair) for pair in pairs]
     return flow
-
-
-def in_iteration(inside: Forward, inner: Inner, place: int) -> Forward:
-    loops = ((inner.kind, place),)
-    origins = {
-        key: [o._replace(loops=loops + o.loops) for o in origins]
-        for key, origins in inside.origins.items()
-    }
-    return dataclasses.replace(inside, origins=origins)

@@ -194,8 +194,8 @@ class Explanation(Report):
         groups: dict[tuple, list[Saved]] = {}
         for array in self.saved or ():
             site = array.site
-            place = site.primitive, site.line, starred(site.path)
-            key = array.dtype, array.shape, *place
+            made_by = site.primitive, site.line, starred(site.path)
+            key = array.dtype, array.shape, *made_by
             groups.setdefault(key, []).append(array)
         names = ("dtype", "shape", "op", "line", "path")
         rows = [
@@ -302,8 +302,8 @@ def described_product(row: OpRow) -> str:
     return f"{row.op} {place(row)}: {row.rule}{since}"
 
 
-def place(found: OpRow | Promotion | Reduction | Square | HalfResult) -> str:
-    return f"at {found.line}" + (f" in {found.path}" if found.path else "")
+def place(row: OpRow | Promotion | Reduction | Square | HalfResult) -> str:
+    return f"at {row.line}" + (f" in {row.path}" if row.path else "")
 
 
 def size(n: int) -> str:

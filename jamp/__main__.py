@@ -82,11 +82,7 @@ def devices() -> list[str]:
 
 
 def autocast_step() -> str:
-    """Trains two jitted steps in float16, the second of which overflows: what came out.
-
-    Raises:
-      RuntimeError: it is not what should come out.
-    """
+    """Trains two jitted steps in float16, the second of which overflows."""
     tx = jamp.dynamic_loss_scale(optax.sgd(RATE))
 
     @jax.jit
@@ -123,11 +119,7 @@ def autocast_step() -> str:
 
 
 def float8_step() -> str:
-    """Differentiates a jitted function with products in float8: what came out.
-
-    Raises:
-      RuntimeError: it is not what should come out.
-    """
+    """Differentiates a jitted function with products in float8."""
     x, params = batch()
     grad_fn = gradients_in("float8")
     expect("f8_e4m3" in str(jax.make_jaxpr(grad_fn)(params, x)), "nothing is in float8")
@@ -154,7 +146,6 @@ def loss_in(
 def gradients_in(
     dtype: DTypeLike | None,
 ) -> Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]]:
-    """The jitted gradients of that loss, beside the product."""
     return jax.jit(jax.grad(loss_in(dtype), has_aux=True))
 
 

@@ -174,14 +174,10 @@ def inside(eqn: Equation) -> Iterator[JaxprEqn]:
 
 def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """The equations of a jaxpr and of all functions in it, at any depth."""
-    for eqn in opened(jaxpr).eqns:
+    # From JAX 0.11.0 on, there is one class.
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         yield from inside(eqn)
-
-
-def opened(jaxpr: Any) -> Jaxpr:
-    """A jaxpr without its constants; from JAX 0.11.0 on, there is one class."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
@@ -232,8 +228,8 @@ def read(
         return number(atom.val) if isinstance(atom, Literal) else known[atom]
 
     for place, eqn in enumerate(program.eqns):
-        found = results(eqn, [*map(of, eqn.invars)])
-        known.update(zip(eqn.outvars, found, strict=True))
+        made = results(eqn, [*map(of, eqn.invars)])
+        known.update(zip(eqn.outvars, made, strict=True))
         for atom in eqn.invars:
             if isinstance(atom, Var) and last[atom] == place:
                 known.pop(atom, None)
@@ -257,7 +253,7 @@ def follow(
       literal: of a number in the program; without it, `other`.
     """
 
-    def found(eqn: JaxprEqn, given: list[V]) -> Sequence[V]:
+    def through(eqn: JaxprEqn, given: list[V]) -> Sequence[V]:
         if (function := called(eqn)) is not None:
             return below(function, given)
         if several := branches(eqn):
@@ -266,7 +262,7 @@ def follow(
         return results(eqn, given)
 
     def below(jaxpr: ClosedJaxpr, inputs: Iterable[V]) -> list[V]:
-        return read(jaxpr, inputs, found, lambda value: other, literal)
+        return read(jaxpr, inputs, through, lambda value: other, literal)
 
     return below(jaxpr, inputs)
 
@@ -280,7 +276,7 @@ def follow_loops(
 ) -> list[V]:
     """`follow`, also through loops: what is known only grows."""
 
-    def found(eqn: JaxprEqn, given: list[V]) -> list[V]:
+    def through(eqn: JaxprEqn, given: list[V]) -> list[V]:
         if not is_loop(eqn):
             return results(eqn, given)
         inside = loop(eqn)
@@ -295,6 +291,6 @@ def follow_loops(
             carry = new
 
     def outputs(jaxpr: ClosedJaxpr, inputs: Sequence[V]) -> list[V]:
-        return follow(jaxpr, inputs, found, joined, nothing)
+        return follow(jaxpr, inputs, through, joined, nothing)
 
     return outputs(program, inputs)

@@ -27,8 +27,6 @@ FLOAT32 = "float32"
 
 
 class Precision(NamedTuple):
-    """What a row runs in."""
-
     unit: str  # the dtype that the device's units need
     region: jamp.autocast
     write: str  # what a user writes for it
@@ -170,9 +168,9 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         pass
     if as_json:
-        found = {"jamp": jamp.__version__, "jax": jax.__version__, "device": here}
+        head = {"jamp": jamp.__version__, "jax": jax.__version__, "device": here}
         measured = [row._asdict() for row in rows]
-        print(json.dumps({**found, "rows": measured, "advice": advice}, indent=2))
+        print(json.dumps({**head, "rows": measured, "advice": advice}, indent=2))
     else:
         print(f"\n{advice}")
     return status
@@ -207,7 +205,6 @@ def measure(device: _targets.Device) -> Iterator[Row]:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, for a cell of the table."""
     said = str(error).partition("\n")[0] or "no message"
     return f"{type(error).__name__}: {said[:200]}".replace("|", "/")
 
@@ -247,9 +244,9 @@ def measure_row(model: str, precision: str, width: int, batch: int) -> Row:
 
 def peak(program: jax.stages.Compiled) -> int:
     """Bytes that a program holds at most, by its compiler's own account."""
-    found: Any = program.memory_analysis()
-    held = found.argument_size_in_bytes + found.output_size_in_bytes
-    return held + found.temp_size_in_bytes - found.alias_size_in_bytes
+    sizes: Any = program.memory_analysis()
+    held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    return held + sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
 
 
 def fitting(model: Model, rate: float, memory: float) -> tuple[int, int]:
@@ -267,7 +264,7 @@ def fitting(model: Model, rate: float, memory: float) -> tuple[int, int]:
 def flops_per_second(
     device: _targets.Device, size: int = 2048, rounds: int = 3
 ) -> float:
-    """The rate of float32 products."""
+    """Of float32 products."""
     x = jax.device_put(jnp.ones((size, size)), device)
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
@@ -277,18 +274,13 @@ def flops_per_second(
 
 
 def advise(device: _targets.Device, rows: Sequence[Row]) -> str:
-    """Which precision to choose on this device, and what to write."""
     if device.platform == "cpu" and not _targets.units(device):
         return CPU
-    ratios = {
-        name: [r.ratio for r in rows if r.precision == name and r.ratio is not None]
-        for name in PRECISIONS
-    }
-    means = {
-        name: statistics.geometric_mean(found)
-        for name, found in ratios.items()
-        if len(found) == len(MODELS)
-    }
+    means: dict[str, float] = {}
+    for name in PRECISIONS:
+        ratios = [row.ratio for row in rows if row.precision == name and row.ratio]
+        if len(ratios) == len(MODELS):
+            means[name] = statistics.geometric_mean(ratios)
     if len(means) < 2:
         return TOO_LITTLE
     best = min(means, key=means.__getitem__)

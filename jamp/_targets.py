@@ -135,15 +135,15 @@ def warn_if_missing(name: str) -> None:
     if name not in ("bfloat16", "float8") or name in _warned:
         return
     device = default_device()
-    found = None if device.platform == "cpu" else units(device)
-    if found is None or name in found:
+    has = None if device.platform == "cpu" else units(device)
+    if has is None or name in has:
         return
     _warned.add(name)
     text = MISSING.format(
         asked='"float8"' if name == "float8" else "jnp.bfloat16",
         device=described(device),
         name=name,
-        instead=BFLOAT16 if "bfloat16" in found else FLOAT16,
+        instead=BFLOAT16 if "bfloat16" in has else FLOAT16,
     )
     warnings.warn(text, stacklevel=2)
 
@@ -157,8 +157,8 @@ def described(device: Device) -> str:
 
 def said_of_units(device: Device) -> str:
     """Which of the three dtypes a device's units multiply in, in words."""
-    found = units(device)
-    if found is None:
+    has = units(device)
+    if has is None:
         return "it is not known here which dtypes its units multiply in"
-    names = [name for name in TENSOR_CORES if name in found]
+    names = [name for name in TENSOR_CORES if name in has]
     return f"its units multiply in {', '.join(names) or 'float32 alone'}"

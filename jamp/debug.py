@@ -30,8 +30,8 @@ from ._debug.grad_reports import OverflowReport as OverflowReport
 from ._debug.grad_reports import overflow_report as overflow_report
 from ._debug.grad_reports import UnderflowReport as UnderflowReport
 from ._debug.grad_reports import underflow_report as underflow_report
-from ._debug.histogram import GradHistogram as GradHistogram
-from ._debug.histogram import grad_histogram as grad_histogram
+from ._debug.grad_histogram import GradHistogram as GradHistogram
+from ._debug.grad_histogram import grad_histogram as grad_histogram
 
 # Whether a training step uses its loss scale rightly
 from ._debug.check_step import StepReport as StepReport

@@ -35,9 +35,6 @@ class Source(enum.Enum):
     JAMP = "jamp"
 
 
-NOTE = "; "
-
-
 class Reason(NamedTuple):
     """Why an op runs as it does."""
 
@@ -49,23 +46,10 @@ class Reason(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.kind} {self.name}" if self.name else self.kind
         text = f"rules[{self.name}]" if self.source is Source.USER else text
-        return f"{text}{NOTE}{self.note}" if self.note else text
+        return f"{text}; {self.note}" if self.note else text
 
-    @classmethod
-    def read(cls, text: str) -> "Reason":
-        """The reason that `str` wrote.
 
-        >>> Reason.read("float32 jax.nn.softmax").name
-        'jax.nn.softmax'
-        >>> Reason.read("rules['a b']").kind
-        'rules'
-        """
-        text, _, note = text.partition(NOTE)
-        if text.startswith("rules["):
-            return cls("rules", Source.USER, text[len("rules[") : -1], note)
-        kind, _, name = text.partition(" ")
-        sources = {True: Source.FUNCTION, False: Source.PRIMITIVE}
-        return cls(kind, sources["." in name] if name else Source.JAMP, name, note)
+NO_REASON = Reason("", Source.JAMP)
 
 
 class Kind(enum.Enum):
@@ -95,7 +79,7 @@ class Decision(NamedTuple):
     row: Kind | None  # None: the user's, which says by itself what is done
     cast: np.dtype | None = None  # of all inputs; None: as the row says
     inside: bool = False  # results are half precision outside of the function
-    why: Reason = Reason("", Source.JAMP)  # empty: no reason is given
+    why: Reason = NO_REASON
     recipe: "Recipe | None" = None  # of a product that is lowered, if it qualifies
     precision: lax.Precision | None = None  # of a product, instead of its own
 
@@ -196,7 +180,7 @@ class Settings(NamedTuple):
     rules: tuple[UserRule, ...] = ()
     depth: int = 0  # how many other regions it is in
     is_policy: bool = False  # only the rules decide
-    observed: bool = False  # each op's reason is written into its name stack
+    observed: bool = False  # each op's name stack has its reason, by number
     # Called with the trace, each op and its result; its return value replaces the
     # result. The region then runs in float32.
     probe: Hashable | None = None

@@ -65,11 +65,14 @@ ROWS = PRODUCTS_ALONE | ALL_OPS
 MODULES = (*ROWS, *LAYERS)
 
 
+# Reports count what a module does as one op, and not what a whole library does.
 BY_MODULE = {
     name: Decision(
         kind,
         FLOAT32_DTYPE if kind is Kind.FLOAT32 else None,
-        why=Reason(kind.value, Source.FUNCTION, name),
+        why=Reason(
+            kind.value, Source.FUNCTION if "." in name else Source.PRIMITIVE, name
+        ),
     )
     for name, kind in ROWS.items()
 }

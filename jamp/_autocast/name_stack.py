@@ -1,21 +1,26 @@
 """What the name stack says of an op: regions around it, module path, derivatives.
 
 Each region leaves its mark there, so that an outer one knows what an inner one has
-decided. A region that is observed adds why each op runs as it does.
+decided. A region that is observed adds why each op runs as it does, by a number that
+stays valid: JAX keeps the programs that it is in.
 """
 
+import functools
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from .. import _compat
 from .._tree import HALVES
-from .decision import Settings
+from .decision import NO_REASON, Reason, Settings
 from .paths import PathPattern
 
 # A region's mark, with its depth if it is in another one.
 MARK = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\((\w+)\)")
 REASON = "jamp.rule "
+REASONS: dict[str, Reason] = {}  # by their entries
+NUMBERS = itertools.count()
 
 
 def mark(dtype: str, depth: int) -> str:
@@ -29,15 +34,17 @@ def marks_in(names: Iterable[str]) -> Iterator[tuple[int, str]]:
         yield int(match[1] or 0), match[2]
 
 
-def written(reason: object) -> str:
-    """A `Reason` as an entry of a name stack."""
-    return f"{REASON}{reason}"
+@functools.cache
+def written(reason: Reason) -> str:
+    """The entry of a reason in a name stack."""
+    entry = f"{REASON}{next(NUMBERS)}"
+    REASONS[entry] = reason
+    return entry
 
 
-def reason_in(names: Iterable[str]) -> str:
-    """The innermost reason in a name stack, as text, or ""."""
-    reasons = [name for name in names if name.startswith(REASON)]
-    return reasons[-1].removeprefix(REASON) if reasons else ""
+def reason_in(names: Iterable[str]) -> Reason:
+    """The innermost reason in a name stack."""
+    return next(filter(None, map(REASONS.get, reversed([*names]))), NO_REASON)
 
 
 def is_jamps(name: str) -> bool:

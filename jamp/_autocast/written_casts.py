@@ -10,7 +10,7 @@ from .._compat import array_dtype
 from .._jaxprs import param
 from .call_stack import code_of
 from .casting import dtypes_of
-from .decision import CASTABLE, FLOAT32_DTYPE, Decision, Kind, Op, Source, Value
+from .decision import CASTABLE, FLOAT32_DTYPE, Decision, Kind, Op, Value
 from .input_casts import in_attention
 from .notes import Note
 from .numbers import asks_for_dtype, holds, is_float, is_weak_array
@@ -32,7 +32,7 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
     """Runs a cast. If JAX only promoted, the result follows the arrays it meets."""
     (x,), dtype = op.args, jnp.dtype(param(op, "new_dtype"))
     is_array = isinstance(x, jax.Array)
-    is_plain = decision.why.source is Source.PRIMITIVE  # nothing but JAX's cast
+    is_plain = decision.why.name == op.name  # no function or rule decides
     if op.avals is not None and not is_array:  # stays a known number
         return np.asarray(x).astype(dtype) if holds(dtype, x) else x
     given = array_dtype(x)

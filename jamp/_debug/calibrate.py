@@ -21,7 +21,7 @@ from .._autocast.trace import PROBE
 from .._checks import FLOAT8_NAMES, brief, flag, is_traced, number
 from .._tree import HALF_NAMES, HALVES, PyTree
 from .calibration import FLOAT8_NAME, TENSORWISE, Calibration, ProductRow, called
-from .call import FlatCall, open_call, takes_a_function, with_params
+from .flat_call import FlatCall, open_call, takes_a_function, with_params
 from .probe import Probe, SeenProduct
 from .product_errors import DIRECTIONS
 from .report import percent
@@ -52,13 +52,6 @@ class Wanted(NamedTuple):
     scope: str  # the module path as rules see it
     name: str
     qualifies: bool  # for float8, if that is asked for; if not, the region decides
-
-
-class Choice(NamedTuple):
-    """A dtype or recipe, and why it is not an earlier one."""
-
-    name: str
-    why: str = ""
 
 
 @takes_a_function("calibrate", others=1)
@@ -152,7 +145,7 @@ def calibrate(
 
 
 def candidates_of(dtype: object) -> list[str]:
-    """The dtypes and recipes to try, beginning with the one that is asked for."""
+    """What to try, beginning with the dtype or recipe that is asked for."""
     float8 = as_recipe(dtype)
     if not isinstance(float8, Float8):
         recipes = ", ".join(map(repr, RECIPES))
@@ -173,7 +166,6 @@ def tolerance_argument(tolerance: object) -> float:
 
 
 def run_probed(call: FlatCall, probe: Probe) -> None:
-    """Runs a loss and its gradient in a region with the probe."""
     params = call.params()
     if not params:
         raise ValueError(NO_PARAMS)
@@ -189,7 +181,6 @@ def run_probed(call: FlatCall, probe: Probe) -> None:
 
 
 def loss_of(function: str, result: PyTree) -> jax.Array:
-    """The loss that a function returned, perhaps with other values."""
     loss: Any = result[0] if isinstance(result, tuple) and result else result
     is_array = isinstance(loss, jax.Array) and loss.shape == ()
     if not is_array or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -214,40 +205,55 @@ def loss_scale_for(found: Iterable[Mapping[str, np.ndarray]]) -> float:
 def judged(
     probe: Probe, names: Sequence[str], tolerance: float, skip_small: bool
 ) -> tuple[list[ProductRow], dict[str, str]]:
-    """The rows of a report, and its rules as text."""
+    """The rows of a report, and its rules: regular expressions, and what runs there."""
     rows, wanted = [], []
     for product, numbers in probe.found.items():
         errors, entries = errors_in(numbers, names)
-        choice = choose_dtype(errors, product.sizes, tolerance, skip_small)
+        choice, why = choose_dtype(errors, product.sizes, tolerance, skip_small)
         if not errors:  # ragged, or in a derivative: it runs as it was traced
-            choice = Choice(names[-1], "not measured")
+            choice, why = names[-1], "not measured"
         qualifies = names[0] in RECIPES and not product.problem
-        wanted.append(Wanted(product.scope, choice.name, qualifies))
-        few = outstanding(entries, names[0], tolerance)
-        rows.append(product_row(product, numbers, errors, choice, few))
+        wanted.append(Wanted(product.scope, choice, qualifies))
+        spread = {at: numbers.get(f"spread {at}") for at in "xwg"}
+        rows.append(
+            ProductRow(
+                product.path,
+                product.line,
+                product.primitive,
+                spelled_sizes(product),
+                {at: float(n) for at, n in spread.items() if n is not None},
+                errors,
+                product.problem,
+                choice,
+                why,
+                outstanding(entries, names[0], tolerance),
+            )
+        )
     by_scope = agreed_dtypes(wanted)
     for place, (scope, name, qualifies) in enumerate(wanted):
         together = by_scope.get(scope, name)
         if together != name and (qualifies or together == "float32"):
             why = "as another product of this module"
             rows[place] = rows[place]._replace(choice=together, why=why)
-    scopes = [product.scope for product in probe.found]
-    return rows, rules_of(by_scope, scopes, probe.in_float32)
+    scopes = sorted({product.scope for product in probe.found})
+    patterns = {
+        scope_pattern(scope, scopes): name
+        for scope, name in sorted(by_scope.items())
+        # It would bring other ops there, which belong in float32, to half precision.
+        if not (name in HALF_NAMES and scope in probe.in_float32)
+    }
+    return rows, patterns
 
 
 def errors_in(
     numbers: Mapping[str, np.ndarray], names: Iterable[str]
 ) -> tuple[ErrorsIn, list[ErrorsIn]]:
-    """The errors of the measured candidates, by candidate and direction.
-
-    Returns:
-      The largest ones, and those of each product of a batch.
-    """
-    found: dict[str, np.ndarray] = {}
+    """The largest errors by candidate and direction, and those of each of a batch."""
+    measured: dict[str, np.ndarray] = {}
     for name in names:  # forward, and what was differentiated: [directions, entries, 2]
         both = [numbers[n] for n in (f"{name} 1", f"{name} 2") if n in numbers]
         if both:
-            found[name] = np.concatenate(both)
+            measured[name] = np.concatenate(both)
 
     def errors(of: Callable[[np.ndarray], np.ndarray]) -> ErrorsIn:
         return {
@@ -255,10 +261,10 @@ def errors_in(
                 at: (float(whole), float(worst))
                 for at, (whole, worst) in zip(DIRECTIONS, of(pairs), strict=False)
             }
-            for name, pairs in found.items()
+            for name, pairs in measured.items()
         }
 
-    n_entries = max((pairs.shape[1] for pairs in found.values()), default=0)
+    n_entries = max((pairs.shape[1] for pairs in measured.values()), default=0)
     entries = [errors(operator.itemgetter((slice(None), i))) for i in range(n_entries)]
     return errors(lambda pairs: pairs.max(axis=1)), entries
 
@@ -275,29 +281,11 @@ def outstanding(
     return bad if 2 * len(bad) < len(entries) else {}
 
 
-def product_row(
-    product: SeenProduct,
-    numbers: Mapping[str, np.ndarray],
-    errors: ErrorsIn,
-    choice: Choice,
-    entries: dict[str, ErrorsIn],
-) -> ProductRow:
-    spread = {at: numbers.get(f"spread {at}") for at in "xwg"}
+def spelled_sizes(product: SeenProduct) -> str:
     sizes = f"{product.batch} of " if product.batch > 1 else ""
-    sizes += "x".join(map(str, product.sizes)) or " ".join(
-        f"[{','.join(map(str, shape))}]" for shape in product.shapes
-    )
-    return ProductRow(
-        product.path,
-        product.line,
-        product.primitive,
-        sizes,
-        {at: float(n) for at, n in spread.items() if n is not None},
-        errors,
-        product.problem,
-        choice.name,
-        choice.why,
-        entries,
+    return sizes + (
+        "x".join(map(str, product.sizes))
+        or " ".join(f"[{','.join(map(str, shape))}]" for shape in product.shapes)
     )
 
 
@@ -319,8 +307,8 @@ def choose_dtype(
     sizes: Sequence[int],
     tolerance: float,
     skip_small: bool,
-) -> Choice:
-    """The first dtype or recipe whose errors are within the tolerance.
+) -> tuple[str, str]:
+    """The first dtype or recipe whose errors are tolerated, and why no earlier one.
 
     Args:
       errors: by dtype or recipe, beginning with the one that is asked for. The last one
@@ -328,14 +316,14 @@ def choose_dtype(
       sizes: rows, contracted numbers, columns.
     """
     why = []
-    for name, found in errors.items():
+    for name, of_name in errors.items():
         if name in RECIPES and skip_small and not pays(name, *sizes[1:]):
             why.append(f"{called(name)}: too small to pay")
-        elif problem := beyond(found, tolerance):
+        elif problem := beyond(of_name, tolerance):
             why.append(f"{called(name)}: {problem}")
         else:
-            return Choice(called(name), "; ".join(why))
-    return Choice("float32", "; ".join(why))
+            return called(name), "; ".join(why)
+    return "float32", "; ".join(why)
 
 
 def beyond(errors: Errors, tolerance: float) -> str:
@@ -365,25 +353,6 @@ def agreed_dtypes(wanted: Iterable[Wanted]) -> dict[str, str]:
         if scope and (qualifies or name == "float32"):
             names[scope] = max(names.get(scope, name), name, key=CAREFUL.index)
     return names
-
-
-def rules_of(
-    names: Mapping[str, str], scopes: Iterable[str], mixed: set[str]
-) -> dict[str, str]:
-    """Regular expressions for scopes, with what runs there.
-
-    Args:
-      names: by scope, from `agreed_dtypes`.
-      scopes: of all products.
-      mixed: scopes with other ops that belong in float32. No rule brings these scopes
-        into half precision.
-    """
-    scopes = sorted(set(scopes))
-    return {
-        scope_pattern(scope, scopes): name
-        for scope, name in sorted(names.items())
-        if not (name in HALF_NAMES and scope in mixed)
-    }
 
 
 def scope_pattern(scope: str, scopes: Sequence[str]) -> str:

@@ -53,8 +53,8 @@ class ProductRow(NamedTuple):
 
     def worst(self, name: str) -> float | None:
         """The largest error in a dtype or recipe, None if it was not measured."""
-        found = self.errors.get(name, {}).values()
-        return max((max(pair) for pair in found), default=None)
+        pairs = self.errors.get(name, {}).values()
+        return max(map(max, pairs), default=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -220,7 +220,6 @@ def called(recipe: str) -> str:
 
 
 def as_rule(name: str) -> Any:
-    """The value for `autocast(rules=...)` that a name stands for."""
     if name == FLOAT8_NAME:
         return FLOAT8_NAME
     return Float8(name) if name in RECIPES else jnp.dtype(name)
@@ -236,16 +235,16 @@ def rows_table(rows: list[ProductRow], table: Table) -> str:
         errors = (errors_text(row.errors.get(name, {})) for name in names)
         place, why = shortened(row.path, 32) or "-", row.why or row.problem
         cells.append((place, row.sizes, " ".join(spread), *errors, row.choice, why))
-        for entry, found in row.entries.items():
-            errors = (errors_text(found.get(name, {})) for name in names)
+        for entry, by_name in row.entries.items():
+            errors = (errors_text(by_name.get(name, {})) for name in names)
             cells.append((f"  number {entry} of them", "", "", *errors, "", ""))
     return table([*header, "choice", "why"], cells)
 
 
-def errors_text(found: dict[str, tuple[float, float]]) -> str:
+def errors_text(errors: dict[str, tuple[float, float]]) -> str:
     """The worst row's error forward, in dgrad and in wgrad, in percent."""
-    tops = [max(found[at]) if at in found else None for at in DIRECTIONS]
-    if not found:
+    tops = [max(errors[at]) if at in errors else None for at in DIRECTIONS]
+    if not errors:
         return "-"
     return "/".join("-" if top is None else f"{100 * top:.2g}" for top in tops)
 
@@ -270,6 +269,6 @@ def row_from_json(fields: dict[str, Any]) -> ProductRow:
 
 def errors_from_json(errors: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: {at: (float(whole), float(worst)) for at, (whole, worst) in found.items()}
-        for name, found in errors.items()
+        name: {at: (float(whole), float(worst)) for at, (whole, worst) in pairs.items()}
+        for name, pairs in errors.items()
     }

@@ -176,16 +176,15 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
         "donates": donates,
     }
     try:
-        found = find(trials)
+        scales = find(trials)
     except ValueError as error:
         return StepReport((str(error),), **types)
-    trials(found.exponents, counts=True)
-    gradients = watcher.shares()
-    scales = [np.exp2(np.float32(e)).tolist() for e in found.exponents]
-    proof = found.proof
+    trials(scales.exponents, counts=True)
+    gradients, proof = watcher.shares(), scales.proof
+    factors = [np.exp2(np.float32(e)).tolist() for e in scales.exponents]
     return StepReport(
         problems=proof.problems,
-        scale=scales[0] if len(scales) == 1 else scales,
+        scale=factors[0] if len(factors) == 1 else factors,
         gradients=gradients,
         no_gradient=tuple(p for p, row in gradients.items() if row["zeros"] == 1),
         still=proof.still,
@@ -193,7 +192,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
         scaled_results=proof.scaled_results,
         not_asked=tuple(
             path
-            for path, flag in zip(trials.paths, found.asked, strict=True)
+            for path, flag in zip(trials.paths, scales.asked, strict=True)
             if not np.any(flag)
         ),
         **types,
@@ -215,7 +214,7 @@ class Watcher:
         }
 
     def __call__(self, grads: PyTree, scale: jax.Array, when: jax.Array) -> None:
-        """Called where a step is traced, with scaled gradients."""
+        """Called with scaled gradients where a step is traced."""
         of = numbers("jamp.debug.check_step", grads, scale, when, *COUNTED)
 
         def add(when: jax.Array, *columns: jax.Array) -> None:
@@ -265,7 +264,6 @@ def kept(trials: Trials) -> tuple[tuple[str, ...] | None, bool]:
 
 
 def _powers(scale: Any) -> str:
-    """Powers of two, as they are written: "2**16"."""
     if isinstance(scale, list):
         return ", ".join(dict.fromkeys(map(_powers, scale)))
     return f"2**{round(math.log2(scale))}"

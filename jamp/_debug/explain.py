@@ -3,7 +3,7 @@
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,18 @@ from .._autocast.traits import MIXING, MOVES, PRODUCTS
 from .._autocast.written_casts import EXPLICIT
 from .._jaxprs import Atom, is_loop, param, read, variables
 from .._tree import HALF_NAMES, PyTree
-from .call import is_array, open_call, path_name, takes_a_function, with_params
 from .explanation import Explanation, OpRow, Promotion, Saved
-from .half_ops import half_results, reductions, squares
-from .op_location import OUTERMOST, Around, Location, float_dtypes, rule_of, site_of
+from .flat_call import named_results, open_call, takes_a_function, with_params
+from .half_risks import half_results, reductions, squares
+from .op_location import (
+    OUTERMOST,
+    Around,
+    Location,
+    float_dtypes,
+    name_of,
+    reason_of,
+    site_of,
+)
 from .walk import (
     CAST,
     NO_VALUE,
@@ -38,18 +46,6 @@ from .walk import (
 
 REDUCING = ("arg", "reduce_max", "reduce_min", "reduce_sum")
 ONE_LOOP = MIXING | MOVES | {"abs", "neg", "sign"}  # with the sum that takes them
-
-
-class RowKey(NamedTuple):
-    """What the ops of one row have in common."""
-
-    op: str
-    rule: str
-    line: str
-    path: str
-    backward: bool
-    note: str = ""
-    dtypes: tuple[tuple[str, ...], ...] = ()  # in and out; not for a function's ops
 
 
 @takes_a_function("explain", others=1)
@@ -114,21 +110,17 @@ def explain(
     @functools.wraps(fn, updated=())
     def explained(*args, **kwargs):
         call = open_call("explain", fn, args, kwargs)
-        around, results = ambient(), []
+        around, names = ambient(), []
 
         def run(arrays):
             with OBSERVED(True), region or around():
-                result = call.run(arrays)
-            # An Equinox model that a step returns also holds functions, for example.
-            leaves = jax.tree_util.tree_leaves_with_path(result)
-            leaves = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
-            results[:] = [path_name(path) or "the result" for path, _ in leaves]
-            return [leaf for _, leaf in leaves]
+                names[:], results = named_results(call.run(arrays))
+                return results
 
         closed = jax.make_jaxpr(run)(call.arrays)
         ops, outs = walk(closed, call.names)
         made_by = {value: op for op in ops for value in op.writes}
-        triples = zip(results, outs, closed.out_avals, strict=True)
+        triples = zip(names, outs, closed.out_avals, strict=True)
         made = [(name, v, aval) for name, v, aval in triples if v != NO_VALUE]
         # What has the shape and dtype of an argument is what becomes of it: a parameter
         # that is kept in half precision, or a cache.
@@ -162,60 +154,62 @@ def explain(
 
 
 def rows_of(ops: Iterable[WalkedOp]) -> list[OpRow]:
-    """Ops of one kind as one row, those with the most work first."""
-    groups: dict[RowKey, list[WalkedOp]] = {}
+    groups: dict[OpRow, list[WalkedOp]] = {}
     for op in ops:
         if not op.is_cast and not is_helper(op) and op.site.dtypes_out:
-            groups.setdefault(key_of(op), []).append(op)
-    rows = [op_row(key, group) for key, group in groups.items()]
+            groups.setdefault(kind_of(op), []).append(op)
+    rows = [counted(kind, group) for kind, group in groups.items()]
     return sorted(rows, key=lambda row: (-row.flops, -row.bytes))
 
 
 def is_helper(op: WalkedOp) -> bool:
     """Whether autocast adds an op only to run another one, such as a layer's bias."""
-    reason, primitive = Reason.read(op.site.rule), op.site.primitive
+    reason, primitive = op.reason, op.site.primitive
     if reason.note:
         return primitive not in (*PRODUCTS, reason.name)
     return reason.name in PRIMITIVES and reason.name != primitive
 
 
-def key_of(op: WalkedOp) -> RowKey:
-    site = op.site
-    reason = Reason.read(site.rule)
-    rule, name = reason.kind, reason.name
-    place = site.line, op.path, site.backward
-    if reason.source is Source.FUNCTION:  # as one op
-        return RowKey(name, rule, *place)
-    if not site.rule:
-        rule = {"": "no region", "off": "off"}.get(site.region, "no rule")
+def kind_of(op: WalkedOp) -> OpRow:
+    """The row that an op belongs to, with nothing counted."""
+    site, reason = op.site, op.reason
+    is_function = reason.source is Source.FUNCTION  # as one op
+    rule = reason.kind or {"": "no region", "off": "off"}.get(site.region, "no rule")
     rule = str(reason._replace(note="")) if reason.source is Source.USER else rule
-    dtypes = site.dtypes_in, site.dtypes_out
-    return RowKey(site.primitive, rule, *place, reason.note, dtypes)
+    return OpRow(
+        op=reason.name if is_function else site.primitive,
+        times=0,
+        dtypes="" if is_function else f"{site.dtypes_in} -> {site.dtypes_out}",
+        runs_in="",
+        rule=rule,
+        torch=(),
+        line=site.line,
+        path=op.path,
+        backward=site.backward,
+        flops=0,
+        bytes=0,
+        note="" if is_function else reason.note,
+    )
 
 
-def op_row(key: RowKey, group: list[WalkedOp]) -> OpRow:
+def counted(kind: OpRow, group: list[WalkedOp]) -> OpRow:
     inputs = dict.fromkeys(d for op in group for d in given_dtypes(op))
     inputs = inputs or dict.fromkeys(group[0].site.dtypes_in)
     outputs = returned_dtypes(group[-1])
     counts = Counter()
     for op in group:
         counts[op.site.primitive] += op.times
-    row = FUNCTIONS.get(key.op) or PRIMITIVES.get(key.op)
-    listed = key.rule in ("lower", "float32", "promote")
-    return OpRow(
-        op=key.op,
+    row = FUNCTIONS.get(kind.op) or PRIMITIVES.get(kind.op)
+    is_listed = kind.rule in ("lower", "float32", "promote")
+    return kind._replace(
         times=min(counts.values()),  # a function's rarest op runs once per call
         dtypes=f"{', '.join(inputs)} -> {', '.join(outputs)}",
         runs_in=next(iter(group[0].site.dtypes_in), ""),
-        rule=key.rule,
-        torch=tuple(row.torch.split()) if row and listed else (),
-        line=key.line,
-        path=key.path,
-        backward=key.backward,
+        torch=tuple(row.torch.split()) if row and is_listed else (),
         flops=sum(op.times * flops(op.eqn) for op in group),
         bytes=sum(op.times * sum(map(nbytes, op.results)) for op in group),
         since=widened_at(group[0]) if flops(group[0].eqn) else "",
-        note=next(filter(None, (Reason.read(op.site.rule).note for op in group)), ""),
+        note=next(filter(None, (op.reason.note for op in group)), ""),
     )
 
 
@@ -255,18 +249,18 @@ def matmul_flops(ops: Iterable[WalkedOp]) -> dict[str, int]:
 def promotions(ops: Iterable[WalkedOp], returned: set[int]) -> list[Promotion]:
     """Where a float32 operand implicitly made a half-precision one float32, and where
     this costs something."""
-    found: dict[tuple[str, str, str], Promotion] = {}
+    rows: dict[tuple[str, str, str], Promotion] = {}
     readers: dict[int, list[WalkedOp]] = {}
     for op in ops:
         for value in op.reads:
             readers.setdefault(value, []).append(op)
     for op in ops:
-        if not (op.is_cast and is_widening(op)) or op.is_backward:
+        if not (op.is_cast and is_widening(op.eqn)) or op.is_backward:
             continue
-        explicit = not EXPLICIT.isdisjoint(_compat.codes_of(op.eqn.source_info))
-        kind = Reason.read(op.site.rule).kind
-        ruled = kind.startswith("float32") or kind in ("rules", "statistic")
-        if explicit or ruled:
+        kind = op.reason.kind
+        if kind.startswith("float32") or kind in ("rules", "statistic"):
+            continue
+        if not EXPLICIT.isdisjoint(_compat.codes_of(op.eqn.source_info)):
             continue
         out = op.eqn.outvars[0]
         for reader in readers.get(op.writes[0], ()):
@@ -275,17 +269,17 @@ def promotions(ops: Iterable[WalkedOp], returned: set[int]) -> list[Promotion]:
                 user.primitive.name in MIXING
                 and reader.made_by is op.made_by
                 and any(is_float32(v, op) for v in user.invars if v is not out)
-                and not own_casts(user, op.used_by)  # a region casts it back
+                and not casts_after(user, op.used_by)  # a region casts it back
                 and not is_for_float32(reader, readers, returned)
             ):
                 key = user.primitive.name, op.site.line, op.path
-                before = found.get(key, Promotion(*key, 0, 0))
-                found[key] = before._replace(
+                before = rows.get(key, Promotion(*key, 0, 0))
+                rows[key] = before._replace(
                     times=before.times + op.times,
                     bytes=before.bytes + op.times * nbytes(array(out)) // 2,
                 )
                 break
-    return sorted(found.values(), key=lambda p: -p.bytes)
+    return sorted(rows.values(), key=lambda p: -p.bytes)
 
 
 def is_for_float32(
@@ -305,7 +299,7 @@ def is_for_float32(
         if value in returned or not readers.get(value):
             return False
         for reader in readers[value]:
-            reason, name = Reason.read(reader.site.rule), reader.eqn.primitive.name
+            reason, name = reader.reason, reader.eqn.primitive.name
             if reader.is_backward:
                 continue
             if reader.times != op.times or reason.name.endswith(".__call__"):
@@ -321,8 +315,8 @@ def is_for_float32(
     return True
 
 
-def is_widening(op: WalkedOp) -> bool:
-    given, made = map(float_dtypes, (op.eqn.invars, op.eqn.outvars))
+def is_widening(cast: JaxprEqn) -> bool:
+    given, made = map(float_dtypes, (cast.invars, cast.outvars))
     return given in (("float16",), ("bfloat16",)) and made == ("float32",)
 
 
@@ -344,56 +338,45 @@ def given_dtypes(op: WalkedOp) -> tuple[str, ...]:
 
     For a function that counts as one op, these are the inputs from outside of it.
     """
-    rule, given = op.site.rule, []
-    is_function = Reason.read(rule).source is Source.FUNCTION
+    reason, given = op.reason, []
     for variable in variables(op.eqn.invars):
         maker = op.made_by.get(variable)
-        if maker is None or not rule:
+        if maker is None or not reason.kind:
             given.append(variable)
-        elif rule_of(maker) != rule:
-            given.append(maker.invars[0] if is_shared_cast(maker) else variable)
-        elif is_cast_of_its_own(maker):
+        elif is_cast_for(maker, reason):
             given.append(maker.invars[0])
-        elif not is_function:
+        elif reason_of(maker) != reason or reason.source is not Source.FUNCTION:
             given.append(variable)
     return float_dtypes(given)
 
 
 def returned_dtypes(last: WalkedOp) -> tuple[str, ...]:
-    """The dtypes of an op's results, after the cast with which `jnp.mean` ends.
-
-    Args:
-      last: the last primitive of the op.
-    """
-    casts = own_casts(last.eqn, last.used_by)
+    """The dtypes of an op's results, after the cast with which `jnp.mean` ends."""
+    casts = casts_after(last.eqn, last.used_by)
     made = float_dtypes(v for user in casts for v in user.outvars)
     return made if casts else last.site.dtypes_out
 
 
-def own_casts(eqn: JaxprEqn, used_by: Mapping[Var, list[JaxprEqn]]) -> list[JaxprEqn]:
+def casts_after(eqn: JaxprEqn, used_by: Mapping[Var, list[JaxprEqn]]) -> list[JaxprEqn]:
     """The casts that belong to an op and take its results, if nothing else does."""
+    reason = reason_of(eqn)
     users = [user for v in eqn.outvars for user in used_by.get(v, ())]
-    is_own = lambda user: user.primitive.name == CAST and rule_of(user) == rule
-    rule = rule_of(eqn)
-    return users if rule and all(map(is_own, users)) else []
+    belongs = lambda user: user.primitive.name == CAST and reason_of(user) == reason
+    return users if reason.kind and all(map(belongs, users)) else []
 
 
-def is_cast_of_its_own(maker: JaxprEqn) -> bool:
-    """Whether an equation only casts an input of an op, and does not scale it."""
-    is_scaled = Reason.read(rule_of(maker)).note.endswith(ScaledFloat16.name)
-    is_cast = maker.primitive.name == CAST
-    return is_cast and not (is_scaled or param(maker, "new_dtype") in FLOAT8)
-
-
-def is_shared_cast(maker: JaxprEqn) -> bool:
-    """Whether a region made a float32 copy of an array for an op, and other ops use it.
+def is_cast_for(maker: JaxprEqn, reason: Reason) -> bool:
+    """Whether a region cast an input for an op, or a float32 one for an op before it.
 
     A cast in the user's code has its own name as its reason.
     """
-    if not is_cast_of_its_own(maker) or not maker.outvars:
+    its = reason_of(maker)
+    scales = its.note.endswith(ScaledFloat16.name) or (
+        param(maker, "new_dtype") in FLOAT8
+    )
+    if maker.primitive.name != CAST or scales:
         return False
-    widens = nbytes(array(maker.outvars[0])) > nbytes(array(maker.invars[0]))
-    return widens and Reason.read(rule_of(maker)).name not in ("", CAST)
+    return its == reason or (its.name not in ("", CAST) and is_widening(maker))
 
 
 def saved_for_backward(
@@ -419,14 +402,15 @@ def saved_for_backward(
 
     jaxpr = jax.make_jaxpr(residuals)(list(arrays))
     made = origins(jaxpr, [None] * len(arrays))
-    found = {}
+    saved = {}
     for variable, origin in zip(jaxpr.jaxpr.outvars, made, strict=True):
         aval = array(variable)
         if origin is not None and jnp.issubdtype(aval.dtype, jnp.floating):
-            found[variable] = Saved(
-                str(aval.dtype), tuple(aval.shape), nbytes(aval), origin.site
+            site = origin.site._replace(primitive=name_of(*origin))
+            saved[variable] = Saved(
+                str(aval.dtype), tuple(aval.shape), nbytes(aval), site
             )
-    return list(found.values())
+    return list(saved.values())
 
 
 def origins(

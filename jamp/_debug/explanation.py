@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._autocast.decision import Kind, Reason, Source
+from .._autocast.decision import Kind
 from .._autocast.low_precision import FLOAT8
 from .._autocast.products import OUTER
 from .._autocast.traits import UNPRINTED
@@ -21,7 +21,7 @@ RESULTS = """results in half precision; where a region ends, cast with \
 
 
 class OpRow(NamedTuple):
-    """Ops of one kind."""
+    """Ops of one kind: the same op, dtypes, rule and line."""
 
     op: str  # a primitive, or a function that counts as one op
     times: int
@@ -84,7 +84,7 @@ class Saved(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    site: Site  # the op that made it
+    site: Site  # of what made it: a primitive, or a function that counts as one op
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -194,10 +194,8 @@ class Explanation(Report):
         groups: dict[tuple, list[Saved]] = {}
         for array in self.saved or ():
             site = array.site
-            reason = Reason.read(site.rule)
-            is_function = reason.source is Source.FUNCTION
-            op = reason.name if is_function else site.primitive
-            key = array.dtype, array.shape, op, site.line, starred(site.path)
+            made_by = site.primitive, site.line, starred(site.path)
+            key = array.dtype, array.shape, *made_by
             groups.setdefault(key, []).append(array)
         names = ("dtype", "shape", "op", "line", "path")
         rows = [
@@ -304,8 +302,8 @@ def described_product(row: OpRow) -> str:
     return f"{row.op} {place(row)}: {row.rule}{since}"
 
 
-def place(found: OpRow | Promotion | Reduction | Square | HalfResult) -> str:
-    return f"at {found.line}" + (f" in {found.path}" if found.path else "")
+def place(row: OpRow | Promotion | Reduction | Square | HalfResult) -> str:
+    return f"at {row.line}" + (f" in {row.path}" if row.path else "")
 
 
 def size(n: int) -> str:

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from .._scaling.rule import as_scale
 from .._tree import PyTree
-from .call import is_array, path_name
+from .flat_call import is_array, path_name
 from .report import only_when
 
 FLOAT16_MAX = 65504.0
@@ -22,8 +22,6 @@ BIAS = 127  # of an exponent in the bits: 2**0 has 127
 
 
 class Numbers(NamedTuple):
-    """The numbers that a report asked for, of each gradient."""
-
     columns: list[jax.Array]  # [leaves, ...], one for each kind of number
     scale: jax.Array  # float32 []
     paths: tuple[str, ...]
@@ -38,14 +36,9 @@ def numbers(
     when: ArrayLike | None,
     *kinds: str,
 ) -> Numbers:
-    """Takes the arguments of a report, and counts.
+    """Checks the arguments of a report, and counts kinds of `COUNTED`.
 
-    Args:
-      caller: the name of the report, for messages.
-      grads: pytree of arrays.
-      scale: the loss scale of the gradients.
-      when: bool [], or None; the numbers are 0 where it is false.
-      kinds: of numbers, from `COUNTED`.
+    Where `when` is false, all numbers are 0.
     """
     try:
         factor = as_scale(f"{caller}: scale", scale)
@@ -71,7 +64,6 @@ def real_parts(leaf: ArrayLike) -> jax.Array:
 
 
 def magnitude_of(x: jax.Array) -> jax.Array:
-    """|x| in float32 at least."""
     return jnp.abs(x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x)
 
 
@@ -122,7 +114,6 @@ def subnormal(x: jax.Array) -> jax.Array:
 
 
 def largest(x: jax.Array) -> jax.Array:
-    """The largest finite magnitude."""
     magnitude = magnitude_of(x)
     finite = jnp.where(jnp.isfinite(magnitude), magnitude, 0)
     return jnp.max(finite, initial=0).astype(jnp.float32)
@@ -139,8 +130,8 @@ def by_exponent(x: jax.Array) -> jax.Array:
     return jnp.zeros(256, jnp.uint32).at[exponent].add(counted, out_sharding=out)
 
 
-def many(found: jax.Array) -> jax.Array:
-    return jnp.sum(found, dtype=jnp.uint32)
+def many(flags: jax.Array) -> jax.Array:
+    return jnp.sum(flags, dtype=jnp.uint32)
 
 
 # Of the parts of a gradient, and the loss scale. Only "inf" and "nan" count elements.
@@ -167,11 +158,7 @@ def total(column: jax.Array) -> jax.Array:
 
 
 def named_leaves(caller: str, tree: PyTree) -> list[tuple[str, ArrayLike]]:
-    """The floating and complex leaves of a tree of gradients, each with its path.
-
-    Raises:
-      TypeError: a leaf is not an array.
-    """
+    """The floating and complex leaves of a tree of gradients, each with its path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = []
     for path, leaf in leaves:

@@ -64,8 +64,8 @@ class OverflowReport(Report):
         if self._stacked_shape():
             is_found = (np.asarray(self.inf) > 0) | (np.asarray(self.nan) > 0)
             return [stacked_text(self, is_found)]
-        found = self.to_dict().items()
-        rows = [(path, row["inf"], row["nan"], row["size"]) for path, row in found]
+        by_path = self.to_dict().items()
+        rows = [(path, row["inf"], row["nan"], row["size"]) for path, row in by_path]
         at = f", with a scale of {self.scale:g}" if self.scale != 1 else ""
         first = f"{len(rows)} of {len(self.paths)} gradients hold an inf or nan{at}"
         if not rows:
@@ -113,9 +113,9 @@ def overflow_report(
 
     PyTorch: no counterpart; `torch.amp.GradScaler` keeps one flag for all gradients.
     """
-    found = numbers("overflow_report", grads, scale, when, "inf", "nan")
-    inf, nan = found.columns
-    return OverflowReport(inf, nan, found.scale, found.paths, found.sizes)
+    counted = numbers("overflow_report", grads, scale, when, "inf", "nan")
+    inf, nan = counted.columns
+    return OverflowReport(inf, nan, counted.scale, counted.paths, counted.sizes)
 
 
 @report
@@ -240,10 +240,10 @@ def underflow_report(
     PyTorch: no counterpart.
     """
     kinds = ("flushed", "flushed_unscaled", "zeros", "largest")
-    found = numbers("underflow_report", grads, scale, when, *kinds)
-    scaled, unscaled, zeros, top = found.columns
+    counted = numbers("underflow_report", grads, scale, when, *kinds)
+    scaled, unscaled, zeros, top = counted.columns
     return UnderflowReport(
-        scaled, unscaled, zeros, top, found.scale, found.paths, found.real_sizes
+        scaled, unscaled, zeros, top, counted.scale, counted.paths, counted.real_sizes
     )
 
 

@@ -36,8 +36,6 @@ OnHost = np.ndarray | Scalar
 
 
 class Group(NamedTuple):
-    """The values of one dtype on one device."""
-
     device: Hashable
     dtype: np.dtype
     names: tuple[str, ...]
@@ -52,7 +50,6 @@ class Block(NamedTuple):
     steps: int = 1
 
     def send(self) -> None:
-        """Begins the copy."""
         # An intended transfer: a user's guard against implicit ones must allow it.
         with jax.transfer_guard_device_to_host("allow"):
             for array in (array for group in self.arrays for array in group):
@@ -278,7 +275,6 @@ class History:
         self._call_on_row()
 
     def _take(self) -> None:
-        """Moves the oldest block to the host."""
         block = self._pending[0]
         columns = block.columns()
         chunk = {name: columns[name] for name in self._names}
@@ -321,16 +317,9 @@ def on_devices(
     """Checks the values, and copies those on devices: one call for each device.
 
     Args:
-      caller: the beginning of a message.
-      metrics: name -> value [], or [steps].
-      names: which of them, in this order.
       steps: their number, or None for the scalars of one step.
-
-    Raises:
-      ValueError: a value has another number of axes, was donated, or is sharded.
-      TypeError: a value is not a number or an array of numbers, or is traced.
     """
-    found: dict[tuple[Hashable, np.dtype], dict[str, jax.Array]] = {}
+    given: dict[Hashable, dict[np.dtype, dict[str, jax.Array]]] = {}  # by device
     host, ndim = {}, 0 if steps is None else 1
     for name in names:
         value: Any = metrics[name]
@@ -339,17 +328,16 @@ def on_devices(
         if isinstance(value, jax.Array):
             value = _of_device(caller, name, value, ndim)
             (device,) = value.sharding.device_set
-            found.setdefault((device, value.dtype), {})[name] = value
+            given.setdefault(device, {}).setdefault(value.dtype, {})[name] = value
         else:
             host[name] = _of_host(caller, name, value, ndim)
-    groups = tuple(Group(*at, tuple(values)) for at, values in found.items())
-    arrays: list[list[Any]] = [[] for _ in groups]
-    for device in dict.fromkeys(group.device for group in groups):
-        here = [i for i, group in enumerate(groups) if group.device == device]
-        given = [list(found[groups[i][:2]].values()) for i in here]
-        for i, array in zip(here, _stacked(given, -1), strict=True):
-            arrays[i].append(array)
-    return Block(groups, arrays, host, 1 if steps is None else steps)
+    groups: list[Group] = []
+    arrays: list[list[Any]] = []
+    for device, by_dtype in given.items():
+        groups += [Group(device, d, tuple(values)) for d, values in by_dtype.items()]
+        several = [list(values.values()) for values in by_dtype.values()]
+        arrays += [[array] for array in _stacked(several, -1)]
+    return Block(tuple(groups), arrays, host, 1 if steps is None else steps)
 
 
 def block_of(rows: Sequence[Block], stacked: bool) -> Block:

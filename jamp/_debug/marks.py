@@ -1,8 +1,8 @@
-"""Which values of a run hold an inf or a nan: small arrays, and what each belongs to.
+"""Marks of values that hold an inf or a nan: small arrays, and what each belongs to.
 
 The arrays (`Marks`) are computed with everything else, eagerly or inside a trace. The
-value that each belongs to is recorded once, in a `Program`. `record.py` makes both, and
-`trace_back.py` reads them.
+value that each belongs to is recorded once, in a `Program`. `run_marked.py` makes both,
+and `sources.py` and `swallowed.py` read them.
 """
 
 import functools
@@ -36,7 +36,6 @@ BAD = INF | NAN
 
 
 def can_hold_nan(value: ArrayLike) -> bool:
-    """Whether a value is floating or complex."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return isinstance(value, float)
@@ -60,12 +59,12 @@ def mark_of(x: jax.Array, *inputs: jax.Array, by: str = "") -> jax.Array:
             flags.append((FRESH, is_bad & ~functools.reduce(jnp.logical_or, given)))
     if inputs and by and not jnp.iscomplexobj(x):
         with jax.enable_x64(True):  # scalars of a loss scale are float64
-            flags += swallowed(by, x, inputs)
+            flags += swallows(by, x, inputs)
     bits = [bit for bit, _ in flags]
     several = [jnp.broadcast_to(flag, x.shape) for _, flag in flags]
     # One reduction of all: XLA compiles it faster than several.
-    found = lax.reduce(several, [False] * len(bits), either, range(x.ndim))
-    pairs = zip(found, bits, strict=True)
+    anywhere = lax.reduce(several, [False] * len(bits), either, range(x.ndim))
+    pairs = zip(anywhere, bits, strict=True)
     set_bits = (flag.astype(jnp.uint8) * np.uint8(bit) for flag, bit in pairs)
     return functools.reduce(jnp.bitwise_or, set_bits)
 
@@ -74,7 +73,7 @@ def either(some: Sequence[jax.Array], more: Sequence[jax.Array]) -> list[jax.Arr
     return [a | b for a, b in zip(some, more, strict=True)]
 
 
-def swallowed(
+def swallows(
     by: str, x: jax.Array, inputs: Sequence[jax.Array]
 ) -> list[tuple[int, jax.Array]]:
     """Where an inf became a finite number, and where that is another number than that

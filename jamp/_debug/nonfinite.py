@@ -10,16 +10,14 @@ import jax
 import jax.numpy as jnp
 import jax.ref
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike
 
 from .. import _compat
 from .._autocast.region import ambient
 from .._checks import is_traced
 from .._jaxprs import equations
-from .call import is_array, open_call, path_name, takes_a_function
+from .flat_call import named_results, open_call, takes_a_function
 from .marks import BAD, SWALLOWED, Marks, Program, holds
-from .record import run_marked
 from .report import (
     Report,
     Table,
@@ -30,8 +28,9 @@ from .report import (
     stacked_text,
     static,
 )
-from .trace_back import Origin, trace_back
-from .trace_forward import swallowed
+from .run_marked import run_marked
+from .sources import Origin, find_sources
+from .swallowed import swallowed
 
 LISTED = 5
 OTHERS = "bad_arguments", "bad_constants", "results"  # of a report, beside its ops
@@ -123,9 +122,9 @@ class NonfiniteReport(Report):
         is_bad = [program.mark(marks, number) & BAD > 0 for number in program.outputs]
         results = list(itertools.compress(self.layout.results, is_bad))
         bad = dict.fromkeys(itertools.compress(program.outputs, is_bad), BAD)
-        ops, inputs, constants = trace_back(program, marks, bad)
+        ops, inputs, constants = find_sources(program, marks, bad)
         if all(o.from_inf for o in ops):  # nothing, or the inf was in the input
-            checks = trace_back(program, marks, {}, checked=True)
+            checks = find_sources(program, marks, {}, checked=True)
             ops, inputs = [*ops, *checks.origins], inputs | checks.inputs
             constants += checks.constants
         hidden = swallowed(program, marks)
@@ -288,14 +287,12 @@ def find_nonfinite(
 
         def flat(*arrays):
             with around():
-                result = call.run(arrays)
-            leaves = jax.tree_util.tree_leaves_with_path(result)
-            leaves = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
-            names[:] = [path_name(path) or "the result" for path, _ in leaves]
-            return [leaf for _, leaf in leaves]
+                names[:], results = named_results(call.run(arrays))
+                return results
 
         traced = jax.make_jaxpr(flat)(*call.arrays)
-        if any(is_reference(value) for value in (*call.arrays, *traced.consts)):
+        inputs = map(jax.typeof, (*call.arrays, *traced.consts))
+        if any(isinstance(aval, jax.ref.AbstractRef) for aval in inputs):
             raise TypeError(FOREIGN_REF)
         jaxpr = _compat.without_refs(traced)
         programs = []
@@ -311,7 +308,9 @@ def find_nonfinite(
 
         # Op by op, JAX does not move constants to the devices of a sharded array, and
         # compiles a program for each op in a shard_map.
-        at_once = is_spread(call.arrays) or has_shard_map(jaxpr)
+        at_once = is_spread(call.arrays) or any(
+            eqn.primitive.name == "shard_map" for eqn in equations(jaxpr)
+        )
         runs = jax.jit(run) if at_once else run
         marks, skipped = only_when(when, runs)
         layout = Layout(programs[0], call.function, call.names, tuple(names))
@@ -321,14 +320,5 @@ def find_nonfinite(
 
 
 def is_spread(arrays: Sequence[object]) -> bool:
-    """Whether an array is on several devices."""
     concrete = [a for a in arrays if isinstance(a, jax.Array) and not is_traced(a)]
     return any(len(array.sharding.device_set) > 1 for array in concrete)
-
-
-def has_shard_map(jaxpr: ClosedJaxpr) -> bool:
-    return any(eqn.primitive.name == "shard_map" for eqn in equations(jaxpr))
-
-
-def is_reference(value: object) -> bool:
-    return isinstance(jax.typeof(value), jax.ref.AbstractRef)

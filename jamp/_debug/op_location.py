@@ -1,4 +1,4 @@
-"""Where an op of a jaxpr comes from: line, module, forward or backward."""
+"""Where an op of a jaxpr is from, and its rule: line, module, forward or backward."""
 
 import inspect
 import itertools
@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .. import _compat
 from .._autocast.call_stack import JAX, is_library
+from .._autocast.decision import Reason, Source
 from .._autocast.name_stack import is_jamps, marks_in, reason_in
 from .._checks import JAMP, LIBRARIES, described
 
@@ -59,7 +60,7 @@ class Around(NamedTuple):
         is_cached = is_library(_compat.source_name(jaxpr.debug_info))
         if call is None and name == "jit" and is_cached:
             call = eqn
-        line = own_line(call or eqn) or self.line
+        line = users_line(call or eqn) or self.line
         return Around(self.entries_of(eqn), call, line)
 
     def entries_of(self, eqn: JaxprEqn) -> tuple[tuple[bool, str], ...]:
@@ -85,20 +86,19 @@ class Location(NamedTuple):
 
 
 def site_of(eqn: JaxprEqn, around: Around = OUTERMOST) -> Site:
-    """Describes an equation."""
     entries = around.entries_of(eqn)
     names = [name for is_transform, name in entries if not is_transform]
     regions = [dtype for _, dtype in marks_in(names)]
-    own = [n.removesuffix(".inside") for n in names if is_module(n)]
+    modules = [n.removesuffix(".inside") for n in names if is_module(n)]
     return Site(
         primitive=eqn.primitive.name,
         dtypes_in=float_dtypes(eqn.invars),
         dtypes_out=float_dtypes(eqn.outvars),
         line=line_of(around.call or eqn, around.line),
-        path="/".join(own),
+        path="/".join(modules),
         backward=is_backward(entries),
         region=regions[-1] if regions else "",
-        rule=reason_in(names),
+        rule=str(reason_in(names)),
     )
 
 
@@ -107,10 +107,15 @@ def is_backward(entries: Iterable[tuple[bool, str]]) -> bool:
     return any(is_one and name == "transpose" for is_one, name in entries)
 
 
-def rule_of(eqn: JaxprEqn) -> str:
-    """The rule that decided about an equation, as noted in its own jaxpr."""
-    entries = _compat.stack_entries(eqn.source_info.name_stack)
-    return reason_in([name for _, name in entries])
+def reason_of(eqn: JaxprEqn, around: Around = OUTERMOST) -> Reason:
+    """Why an op runs as it does, as its own jaxpr and what is around it note."""
+    return reason_in(name for _, name in around.entries_of(eqn))
+
+
+def name_of(eqn: JaxprEqn, around: Around) -> str:
+    """A primitive, or the function that counts as one op and that an op is part of."""
+    reason = reason_of(eqn, around)
+    return reason.name if reason.source is Source.FUNCTION else eqn.primitive.name
 
 
 def float_dtypes(atoms: Iterable[Var | Literal]) -> tuple[str, ...]:
@@ -131,25 +136,21 @@ def is_module(name: str) -> bool:
 
 def line_of(eqn: JaxprEqn, called_at: str) -> str:
     """The line of an op: its own, that of the call around it, or a library's."""
-    if line := own_line(eqn):
+    if line := users_line(eqn) or called_at:
         return line
-    if called_at:
-        return called_at
     frames = [f for f in _compat.frames(eqn.source_info) if not f[0].startswith(JAMP)]
     return described(frames[0]) if frames else ""
 
 
-def own_line(eqn: JaxprEqn) -> str:
-    """The innermost line outside of all installed libraries, or ""."""
-    line = innermost_own(_compat.frames(eqn.source_info))
+def users_line(eqn: JaxprEqn) -> str:
+    line = innermost_line(_compat.frames(eqn.source_info))
     return line + (", its custom_vjp" if line and in_custom_vjp(eqn) else "")
 
 
-def innermost_own(frames: Iterable[tuple[str, int, str]]) -> str:
-    """The first of some frames outside of all installed libraries, or ""."""
-    own = (frame for frame in frames if not frame[0].startswith(LIBRARIES))
-    frame = next(own, None)
-    return "" if frame is None else described(frame)
+def innermost_line(frames: Iterable[tuple[str, int, str]]) -> str:
+    """The innermost line outside of all installed libraries, or ""."""
+    outside = (frame for frame in frames if not frame[0].startswith(LIBRARIES))
+    return next(map(described, outside), "")
 
 
 def in_custom_vjp(eqn: JaxprEqn) -> bool:
@@ -158,5 +159,5 @@ def in_custom_vjp(eqn: JaxprEqn) -> bool:
     JAX does not record a line of the rule, only the line that called the function.
     """
     codes = _compat.codes_of(eqn.source_info)
-    own = itertools.takewhile(lambda code: code.co_filename.startswith(JAX), codes)
-    return inspect.unwrap(jax.custom_vjp.__call__).__code__ in own
+    inner = itertools.takewhile(lambda code: code.co_filename.startswith(JAX), codes)
+    return inspect.unwrap(jax.custom_vjp.__call__).__code__ in inner

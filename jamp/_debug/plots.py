@@ -53,13 +53,13 @@ def plot_scale(history: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
             "jamp.metrics; it has "
             f"{', '.join(map(str, history.keys())) or 'nothing'}."
         )
-    scale, found = np.asarray(history["loss_scale"]), np.asarray(history["found_inf"])
-    if scale.ndim != 1 or scale.shape != found.shape:
+    scale, flags = np.asarray(history["loss_scale"]), np.asarray(history["found_inf"])
+    if scale.ndim != 1 or scale.shape != flags.shape:
         raise ValueError(
             'plot_scale: "loss_scale" and "found_inf" must be sequences of one length, '
-            f"with a value for each step; got shapes {scale.shape} and {found.shape}."
+            f"with a value for each step; got shapes {scale.shape} and {flags.shape}."
         )
-    scale, skipped = scale.astype(np.float64), np.flatnonzero(found)
+    scale, skipped = scale.astype(np.float64), np.flatnonzero(flags)
     steps = getattr(history, "steps", np.arange(len(scale)))
 
     ax = axes("plot_scale", ax, (8, 3.5))

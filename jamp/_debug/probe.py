@@ -21,7 +21,7 @@ from .._autocast.decision import CASTABLE, Kind, Op
 from .._autocast.float8 import RECIPES, unfit, weight_of
 from .._autocast.trace import AutocastTrace
 from .._autocast.traits import PRODUCTS
-from .op_location import innermost_own, is_module
+from .op_location import innermost_line, is_module
 from .product_errors import Measured, measures
 
 IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATISTIC)
@@ -47,12 +47,7 @@ class SeenProduct(NamedTuple):
 
 
 class Probe:
-    """A function that a region calls with each op. It is hashed by its identity.
-
-    Args:
-      names: the dtypes and recipes of float8 in which products are tried.
-      scale: a loss scale.
-    """
+    """A function that a region calls with each op. It is hashed by its identity."""
 
     def __init__(self, names: Sequence[str], scale: float = 1.0):
         self.names, self.scale = names, scale
@@ -100,7 +95,6 @@ class Probe:
         return tapped
 
     def add(self, product: SeenProduct, numbers: Measured) -> None:
-        """Adds the measurements of one run of a product."""
         if product.weight == 0:
             numbers = swapped(numbers)
         with self._lock:
@@ -117,7 +111,7 @@ def seen_at(scope: str, op: Op) -> SeenProduct:
     if op.name == "dot_general":
         batch, *sizes = Contraction.of_op(op).sizes(*shapes)
     sizes = tuple(sizes) if weight else tuple(sizes[::-1])
-    line = innermost_own(_compat.current_frames())
+    line = innermost_line(_compat.current_frames())
     return SeenProduct(scope, line, op.name, shapes, batch, sizes, problem, weight)
 
 

@@ -52,11 +52,6 @@ class Measures(NamedTuple):
 
 
 def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
-    """Measures of the product that an op is, in the named dtypes and recipes.
-
-    Args:
-      scale: a loss scale.
-    """
     params = tuple(sorted(op.params.items()))
     products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
     if op.name == "dot_general":
@@ -196,9 +191,9 @@ def errors(got: jax.Array, exact: jax.Array, size: jax.Array) -> jax.Array:
         if int(np.prod([exact.shape[axis] for axis in axes])) < LEAST or last < 1:
             continue
         lost = norm(got - exact, axes)
-        own = jnp.maximum(norm(exact, axes), norm(size, axes))
-        matters = ~(own < NEGLIGIBLE * jnp.max(own))
-        slices = jnp.where(matters, ratio(lost, own), jnp.zeros_like(own))
+        sizes = jnp.maximum(norm(exact, axes), norm(size, axes))
+        matters = ~(sizes < NEGLIGIBLE * jnp.max(sizes))
+        slices = jnp.where(matters, ratio(lost, sizes), jnp.zeros_like(sizes))
         worst = jnp.maximum(worst, jnp.max(slices))
     both = jnp.stack([whole, worst])
     return jnp.where(jnp.isnan(both), jnp.full_like(both, jnp.inf), both)

@@ -202,5 +202,5 @@ def stacked_text(report: Report, is_found: np.ndarray) -> str:
     shape = report._stacked_shape()
     steps = np.flatnonzero(np.asarray(is_found).reshape(shape[0], -1).any(axis=1))
     shown = ", ".join(map(str, steps[:SHOWN])) + (", ..." if len(steps) > SHOWN else "")
-    found = f"something found in {len(steps)}: {shown}" if len(steps) else "all clean"
-    return f"{type(report).__name__} of {shape[0]} steps, {found}. Index it: report[i]."
+    text = f"something found in {len(steps)}: {shown}" if len(steps) else "all clean"
+    return f"{type(report).__name__} of {shape[0]} steps, {text}. Index it: report[i]."

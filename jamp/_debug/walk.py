@@ -1,4 +1,4 @@
-"""The equations of a traced function, and what each of them holds."""
+"""The ops of a traced function in the order in which they run, with lines and FLOPs."""
 
 import dataclasses
 import functools
@@ -12,9 +12,10 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from .._autocast.attention import PRODUCTS_IN as ATTENTION
+from .._autocast.decision import Reason
 from .._autocast.traits import LEFT_ALONE, MOVES, PRODUCTS
 from .._jaxprs import Atom, branches, held, param, read, variables
-from .op_location import OUTERMOST, Around, Site, is_backward, site_of
+from .op_location import OUTERMOST, Around, Site, is_backward, reason_of, site_of
 
 CAST = "convert_element_type"
 NO_VALUE = -1  # the number of a literal
@@ -36,6 +37,10 @@ class WalkedOp:
     @functools.cached_property
     def site(self) -> Site:
         return site_of(self.eqn, self.around)
+
+    @functools.cached_property
+    def reason(self) -> Reason:
+        return reason_of(self.eqn, self.around)
 
     @property
     def is_backward(self) -> bool:

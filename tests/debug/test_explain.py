@@ -1,5 +1,7 @@
 """`explain`: ops with their dtypes, rules and lines, kept arrays, and odd casts."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -290,6 +292,15 @@ def test_nothing_of_it_is_left_behind():
     after = jax.jit(f).lower(x)
     assert after.as_text() == before
     assert "jamp.rule" not in after.as_text(debug_info=True)
+
+
+def test_a_program_that_jax_keeps_is_read_with_its_own_reasons():
+    block = jax.jit(lambda x: jax.nn.softmax(x @ x.T))
+    explained = lambda rules=None: debug.explain(block, HALF, rules=rules)(X).to_dict()
+    first = explained()
+    assert explained({jax.nn.softmax: HALF})["rows"] != first["rows"]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(again == first for again in pool.map(explained, [None] * 4))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Float16 sums and squares that may overflow, and results in half precision."""
+"""What `explain` warns of: float16 sums and squares that may overflow, half results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .._autocast.decision import Reason, Source
 from .._autocast.traits import MOVES
 from .._jaxprs import param
 from .._tree import HALF_NAMES
 from .explanation import HalfResult, Reduction, Square
+from .op_location import name_of
 from .walk import CAST, NO_VALUE, WalkedOp, array, reduced
 
 MANY = 1024
@@ -21,7 +21,7 @@ ADDED = frozenset({"add", "add_any", "div", "mul", "select_n", "sub"})
 
 def reductions(ops: Iterable[WalkedOp]) -> list[Reduction]:
     """Sums in float16 that have so many elements that they may overflow."""
-    found: dict[tuple[str, str, str], Reduction] = {}
+    rows: dict[tuple[str, str, str], Reduction] = {}
     for op in ops:
         n = reduced(op.eqn)
         if n < MANY or op.is_backward:
@@ -35,11 +35,11 @@ def reductions(ops: Iterable[WalkedOp]) -> list[Reduction]:
         )
         if (given, made) == ("float16", "float16") or narrowed:
             key = op.eqn.primitive.name, op.site.line, op.path
-            before = found.get(key, Reduction(*key, 0, n))
-            found[key] = before._replace(
+            before = rows.get(key, Reduction(*key, 0, n))
+            rows[key] = before._replace(
                 times=before.times + op.times, elements=max(before.elements, n)
             )
-    return sorted(found.values(), key=lambda r: -r.elements)
+    return sorted(rows.values(), key=lambda r: -r.elements)
 
 
 def squares(ops: Iterable[WalkedOp], made_by: Mapping[int, WalkedOp]) -> list[Square]:
@@ -48,7 +48,7 @@ def squares(ops: Iterable[WalkedOp], made_by: Mapping[int, WalkedOp]) -> list[Sq
     They overflow from 256 on, where what is made of the sum (a norm, a loss) is far
     from it. bfloat16 has the range of float32.
     """
-    found: dict[tuple[str, str, str], Square] = {}
+    rows: dict[tuple[str, str, str], Square] = {}
     for op in ops:
         if op.is_backward:
             continue
@@ -60,16 +60,16 @@ def squares(ops: Iterable[WalkedOp], made_by: Mapping[int, WalkedOp]) -> list[Sq
             key = square.eqn.primitive.name, square.site.line, square.path
             power = square_power(square, made_by) or 2
             limit = float(jnp.finfo(jnp.float16).max) ** (1 / power)
-            before = found.get(key, Square(*key, 0, limit))
-            found[key] = before._replace(times=before.times + square.times)
-    return list(found.values())
+            before = rows.get(key, Square(*key, 0, limit))
+            rows[key] = before._replace(times=before.times + square.times)
+    return list(rows.values())
 
 
 def squares_in(
     values: Iterable[int], made_by: Mapping[int, WalkedOp]
 ) -> list[WalkedOp]:
     """The float16 squares among what a sum adds, maybe scaled, masked or cast."""
-    waiting, seen, found = list(values), set(), []
+    waiting, seen, several = list(values), set(), []
     while waiting:
         value = waiting.pop()
         if value in seen or value not in made_by:
@@ -77,10 +77,10 @@ def squares_in(
         seen.add(value)
         op = made_by[value]
         if op.site.dtypes_out == ("float16",) and square_power(op, made_by):
-            found.append(op)
+            several.append(op)
         elif op.eqn.primitive.name in MOVES | ADDED:
             waiting.extend(op.reads)
-    return found
+    return several
 
 
 def square_power(op: WalkedOp, made_by: Mapping[int, WalkedOp]) -> float:
@@ -135,15 +135,13 @@ def half_results(
     returned: Iterable[tuple[str, WalkedOp | None]], made_by: Mapping[int, WalkedOp]
 ) -> list[HalfResult]:
     """The results in half precision that an op made, and not an argument."""
-    found = []
+    rows = []
     for name, op in returned:
         if op is None or set(HALF_NAMES).isdisjoint(op.site.dtypes_out):
             continue
         dtype = op.site.dtypes_out[-1]
         while op.eqn.primitive.name in MOVES and op.reads[0] in made_by:
             op = made_by[op.reads[0]]
-        reason = Reason.read(op.site.rule)
-        is_function = reason.source is Source.FUNCTION
-        made = reason.name if is_function else op.eqn.primitive.name
-        found.append(HalfResult(made, op.site.line, op.path, name, dtype))
-    return found
+        made = name_of(op.eqn, op.around)
+        rows.append(HalfResult(made, op.site.line, op.path, name, dtype))
+    return rows

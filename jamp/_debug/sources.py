@@ -1,4 +1,4 @@
-"""From a nan in a result back to the op that made the first inf: on the host, by marks.
+"""The ops that made the infs and nans of a result: back from it, by marks, on the host.
 
 Only values that lead to a result count. A mask of -inf that a softmax turns into zeros
 is not a fault, and neither is log(0) in the branch that `where` does not take. From
@@ -42,7 +42,7 @@ class Trail(NamedTuple):
     constants: list[Location | Site]  # the ops that got a bad constant
 
 
-def trace_back(
+def find_sources(
     program: Program, marks: Marks, wanted: Mapping[int, int], checked: bool = False
 ) -> Trail:
     """Follows bad values back.
@@ -68,8 +68,7 @@ def trace_back(
             trail = inside(node.inner, marks, places, checked)
             for place, kind in trail.inputs.items():
                 seek([node.inputs[place]], kind)
-            skipped = node.inner.skipped
-            origins[:0] = [lifted(o, program, node, skipped) for o in trail.origins]
+            origins[:0] = [lifted(o, program, node) for o in trail.origins]
             constants[:0] = trail.constants
             if any(trail):
                 continue
@@ -104,18 +103,18 @@ def trace_back(
 
 def read_as(program: Program, mark: Callable[[int], int], node: Node) -> list[int]:
     """The bad values whose bits a value is made from, as a float8 scale is."""
-    found, seen, waiting = [], set(), [*node.inputs]
+    bad, seen, waiting = [], set(), [*node.inputs]
     while waiting:
         number = waiting.pop()
         if number in seen:
             continue
         seen.add(number)
         if mark(number) & (INF | NAN):
-            found.append(number)
+            bad.append(number)
         maker = program.made_by.get(number)
         if number not in program.slots and maker is not None:  # not a floating number
             waiting.extend(maker.inputs)
-    return found
+    return bad
 
 
 def inside(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
@@ -135,7 +134,7 @@ def inside(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
     chosen = int(kept.chosen)
     body = inner.programs[chosen]
     wanted = {body.outputs[i]: kind for i, kind in outputs.items()}
-    trail = trace_back(body, kept.marks[chosen], wanted, checked)
+    trail = find_sources(body, kept.marks[chosen], wanted, checked)
     inputs = Counter({i + inner.skipped: kind for i, kind in trail.inputs.items()})
     return trail._replace(inputs=inputs)
 
@@ -147,9 +146,8 @@ def through_while(inner: Inner, loop: Loop, outputs: Sought, checked: bool) -> T
     origins, inputs, constants = [], Counter(), []
 
     def search(iteration, here, wanted):
-        trail = trace_back(body, here, wanted, checked)
-        loops = ((inner.kind, iteration),)
-        origins.extend(o._replace(loops=loops + o.loops) for o in trail.origins)
+        trail = find_sources(body, here, wanted, checked)
+        origins.extend(in_iteration(o, inner, iteration) for o in trail.origins)
         constants.extend(trail.constants)
         for i, kind in trail.inputs.items():
             if i < first:
@@ -180,7 +178,6 @@ def split(kind: int) -> list[int]:
 
 
 def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
-    """From the last iteration to the first."""
     body, first = inner.programs[0], inner.n_consts
     last = first + inner.n_carry
     carry = {i: kind for i, kind in outputs.items() if i < inner.n_carry}
@@ -195,9 +192,8 @@ def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> 
         wanted = Counter()
         for i, kind in (stacked | carry).items():  # a result may be both
             wanted[body.outputs[i]] |= kind
-        trail = trace_back(body, here, wanted, checked)
-        loops = ((inner.kind, place),)
-        origins[:0] = [o._replace(loops=loops + o.loops) for o in trail.origins]
+        trail = find_sources(body, here, wanted, checked)
+        origins[:0] = [in_iteration(o, inner, place) for o in trail.origins]
         constants[:0] = trail.constants
         carry = {i - first: k for i, k in trail.inputs.items() if first <= i < last}
         for i, kind in trail.inputs.items():
@@ -208,12 +204,17 @@ def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> 
 
 
 def at(marks: Marks, place: int) -> Marks:
-    """The marks of one iteration."""
     return jax.tree.map(lambda array: array[place], marks)
 
 
-def lifted(origin: Origin, program: Program, node: Node, skipped: int) -> Origin:
-    """An origin in a body, as seen from the Program around it."""
+def in_iteration(origin: Origin, inner: Inner, place: int) -> Origin:
+    """An origin in one iteration of a loop, as an origin in the loop."""
+    return origin._replace(loops=((inner.kind, place), *origin.loops))
+
+
+def lifted(origin: Origin, program: Program, node: Node) -> Origin:
+    """An origin in a body of an op, as seen from the Program around it."""
+    skipped = node.inner.skipped if node.inner else 0
     inputs = [node.inputs[i + skipped] for i in origin.fed_by]
     return origin._replace(fed_by=arguments(program, inputs))
 
@@ -224,8 +225,8 @@ def arguments(program: Program, numbers: Iterable[int]) -> frozenset[int]:
     These are the inputs that the values are, moved or cast. If there are none, they are
     the inputs of the ops before, and so on.
     """
-    found, seen, waiting, later = set(), set(), list(numbers), []
-    while waiting or (later and not found):
+    places, seen, waiting, later = set(), set(), list(numbers), []
+    while waiting or (later and not places):
         if not waiting:
             waiting, later = later, []
         number = waiting.pop()
@@ -233,9 +234,9 @@ def arguments(program: Program, numbers: Iterable[int]) -> frozenset[int]:
             continue
         seen.add(number)
         if number in program.inputs:
-            found.add(program.inputs.index(number))
+            places.add(program.inputs.index(number))
         node = program.made_by.get(number)
         if node is not None:
             moved = node.primitive in MOVES
             (waiting if moved else later).extend(node.inputs)
-    return frozenset(found)
+    return frozenset(places)

@@ -1,4 +1,4 @@
-"""From an overflow forward to the op that swallows it: on the host, by marks.
+"""The overflows that end in finite numbers: forward from each, by marks, on the host.
 
 An inf is a fault if it stands for a number that is too large for its dtype, and an op
 makes another finite number of it than of that number: `rsqrt` gives 0, and a norm's
@@ -19,7 +19,7 @@ Nothing is a fault that a select does not take, or that does not lead to a resul
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ from .marks import (
     holds,
 )
 from .op_location import Site
-from .trace_back import Origin, arguments, at, lifted
+from .sources import Origin, arguments, at, in_iteration, lifted
 
 LARGE, ROOT, LOGARITHM = range(3)  # what an inf stands for, the largest first
 SHRINKING = {
@@ -69,11 +69,12 @@ class Forward:
     by: dict[Site, Site] = dataclasses.field(default_factory=dict)
     reached: set[Site] = dataclasses.field(default_factory=set)  # a check
 
-    def add(self, other: "Forward") -> None:
-        for key, origins in other.origins.items():
-            self.origins.setdefault(key, []).extend(origins)
-        self.by = other.by | self.by
-        self.reached |= other.reached
+    def add(self, inside: "Forward", seen: Callable[[Origin], Origin]) -> None:
+        """Adds what became of those in a body: `seen` takes an origin out of it."""
+        for key, origins in inside.origins.items():
+            self.origins.setdefault(key, []).extend(map(seen, origins))
+        self.by = inside.by | self.by
+        self.reached |= inside.reached
 
 
 def swallowed(program: Program, marks: Marks) -> list[Swallowed]:
@@ -82,18 +83,16 @@ def swallowed(program: Program, marks: Marks) -> list[Swallowed]:
     Args:
       marks: of this program, as NumPy arrays.
     """
-    found = trace_forward(program, marks, {})
-    reached = found.reached.union(*found.outputs)
+    flow = follow_infs(program, marks, {})
+    reached = flow.reached.union(*flow.outputs)
     return [
-        Swallowed(origins, found.by[key])
-        for key, origins in found.origins.items()
-        if key in found.by and key not in reached
+        Swallowed(origins, flow.by[key])
+        for key, origins in flow.origins.items()
+        if key in flow.by and key not in reached
     ]
 
 
-def trace_forward(
-    program: Program, marks: Marks, given: Mapping[int, Stands]
-) -> Forward:
+def follow_infs(program: Program, marks: Marks, given: Mapping[int, Stands]) -> Forward:
     """Follows each overflow.
 
     Args:
@@ -103,23 +102,18 @@ def trace_forward(
     for place, number in enumerate(program.inputs):
         if program.mark(marks, number) & BAD and (known := given.get(place)):
             stands[number] = dict(known)
-    found, useful = Forward([]), leading(program, marks)
+    flow, useful = Forward([]), leading(program, marks)
     for node in program.nodes:
         into = merged(stands.get(n, {}) for n in node.inputs)
         if node.is_check:
-            found.reached |= into.keys()
+            flow.reached |= into.keys()
         is_useful = node.is_check or not useful.isdisjoint(node.outputs)
         if node.inner is not None:
-            skipped = node.inner.skipped
-            inputs = enumerate(node.inputs[skipped:])
+            inputs = enumerate(node.inputs[node.inner.skipped :])
             known = {i: stands[n] for i, n in inputs if n in stands}
             inside = through(node.inner, marks, known)
-            for key, origins in inside.origins.items():
-                inside.origins[key] = [
-                    lifted(o, program, node, skipped) for o in origins
-                ]
             inside.by = inside.by if is_useful else {}
-            found.add(inside)
+            flow.add(inside, functools.partial(lifted, program=program, node=node))
             for number, out in zip(node.outputs, inside.outputs, strict=True):
                 if out and program.mark(marks, number) & BAD:
                     stands[number] = out
@@ -130,7 +124,7 @@ def trace_forward(
             large = stands.get(node.inputs[-1], {}) if node.primitive == "div" else into
             for key, what in large.items():
                 if is_fault(node.primitive, key, what, bits):
-                    found.by.setdefault(key, node.at.site)
+                    flow.by.setdefault(key, node.at.site)
         if not any(mark & BAD for mark in made):
             continue
         shrunk = SHRINKING.get(node.primitive, LARGE)
@@ -140,23 +134,22 @@ def trace_forward(
             if fed_by:  # not of constants, which are as the user wants them
                 key = node.at.site
                 origin = Origin(node.at, "inf", (), fed_by, False)
-                found.origins.setdefault(key, []).append(origin)
+                flow.origins.setdefault(key, []).append(origin)
                 out[key] = LARGE
         for number, mark in zip(node.outputs, made, strict=True):
             if mark & BAD and out:
                 stands[number] = out
-    found.outputs = [stands.get(n, {}) for n in program.outputs]
-    return found
+    flow.outputs = [stands.get(n, {}) for n in program.outputs]
+    return flow
 
 
 def is_fresh(program: Program, marks: Marks, node: Node) -> bool:
     """Whether an op made an inf of finite numbers."""
+    slots = set(map(program.slots.get, node.outputs))
+    if not slots.isdisjoint(map(program.slots.get, node.inputs)):
+        return False  # it passes its input on
     made = [program.mark(marks, n) for n in node.outputs]
     given = [program.mark(marks, n) for n in node.inputs]
-    if {program.slots.get(n) for n in node.outputs} & {
-        *map(program.slots.get, node.inputs)
-    }:
-        return False  # it passes its input on
     is_inf = any(mark & INF for mark in made)
     return is_inf and (
         any(mark & FRESH for mark in made) or not any(mark & BAD for mark in given)
@@ -211,34 +204,33 @@ def through(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
     if isinstance(kept, Loop):
         return through_while(inner, kept, given)
     chosen = int(kept.chosen)
-    return trace_forward(inner.programs[chosen], kept.marks[chosen], given)
+    return follow_infs(inner.programs[chosen], kept.marks[chosen], given)
 
 
 def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
-    """From the first iteration to the last."""
     body, first, n_carry = inner.programs[0], inner.n_consts, inner.n_carry
-    found, given = Forward([{} for _ in body.outputs]), dict(given)
+    flow, given = Forward([{} for _ in body.outputs]), dict(given)
     places = range(len(marks.values))
     for place in reversed(places) if inner.reverse else places:
         here = at(marks, place)
         if not holds(here, BAD | SWALLOWED):
             outputs = [{} for _ in body.outputs]
         else:
-            inside = trace_forward(body, here, given)
-            found.add(in_iteration(inside, inner, place))
+            inside = follow_infs(body, here, given)
+            flow.add(inside, functools.partial(in_iteration, inner=inner, place=place))
             outputs = inside.outputs
         given.update({first + i: outputs[i] for i in range(n_carry)})
         for i, out in enumerate(outputs):
             is_last = i < n_carry
-            found.outputs[i] = out if is_last else merged([found.outputs[i], out])
-    return found
+            flow.outputs[i] = out if is_last else merged([flow.outputs[i], out])
+    return flow
 
 
 def through_while(inner: Inner, loop: Loop, given: Mapping[int, Stands]) -> Forward:
     """The iterations whose marks are kept."""
     body, first = inner.programs[0], inner.n_consts
     carry = [given.get(first + i, {}) for i in range(inner.n_carry)]
-    found = Forward(carry)
+    flow = Forward(carry)
     kept = [
         (int(iteration), at(at(loop.marks, kind), place))
         for (kind, place), iteration in np.ndenumerate(loop.iteration)
@@ -252,17 +244,8 @@ def through_while(inner: Inner, loop: Loop, given: Mapping[int, Stands]) -> Forw
         if iteration < 0 or iteration in seen:
             continue
         seen.add(iteration)
-        inside = trace_forward(body, marks, given)
-        found.add(in_iteration(inside, inner, iteration))
-        pairs = zip(found.outputs, inside.outputs, strict=True)
-        found.outputs = [merged(pair) for pair in pairs]
-    return found
-
-
-def in_iteration(inside: Forward, inner: Inner, place: int) -> Forward:
-    loops = ((inner.kind, place),)
-    origins = {
-        key: [o._replace(loops=loops + o.loops) for o in origins]
-        for key, origins in inside.origins.items()
-    }
-    return dataclasses.replace(inside, origins=origins)
+        inside = follow_infs(body, marks, given)
+        flow.add(inside, functools.partial(in_iteration, inner=inner, place=iteration))
+        pairs = zip(flow.outputs, inside.outputs, strict=True)
+        flow.outputs = [merged(pair) for pair in pairs]
+    return flow

@@ -1,9 +1,7 @@
-"""A call with modules, pytrees and numbers as a function of a flat list of arrays.
+"""A user's call with modules and pytrees as a function of a flat list of named arrays.
 
-`jamp.debug` gets a call as the user writes it: a loss over Flax, Equinox or plain
-parameters, or a whole train step with a `GradScaler`. Arrays get names from the
-function's signature ("params/encoder/kernel"). Everything else is unchanged, so that
-`train=True` means the same as in the user's own call.
+Names come from the function's signature ("params/encoder/kernel"). What is not an array
+is unchanged, so that `train=True` means the same as in the user's call.
 """
 
 import functools
@@ -21,7 +19,6 @@ from .._checks import imported
 from .._tree import PyTree, partition
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-
 
 ALONE = """{0}: pass the function alone, and its arguments to the function that this \
 returns: {0}({1})(*args)."""
@@ -55,8 +52,6 @@ def takes_a_function(
 
 
 class FlatCall(NamedTuple):
-    """What to run, on which arrays."""
-
     run: Callable[[Iterable[jax.Array]], PyTree]  # arrays -> what the function returns
     arrays: list[Any]
     names: tuple[str, ...]  # one for each array
@@ -70,22 +65,13 @@ class FlatCall(NamedTuple):
 
 
 def with_params(arrays: Sequence[Any], params: Mapping[int, Any]) -> list[Any]:
-    """The arrays of a call, with others in some places."""
     return [params.get(i, array) for i, array in enumerate(arrays)]
 
 
 def open_call(
     caller: str, fn: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> FlatCall:
-    """Flattens a call.
-
-    Args:
-      caller: the beginning of a message.
-      fn: a function, or a module, whose own arrays are then arguments too.
-
-    Raises:
-      TypeError: `fn` cannot be called.
-    """
+    """Flattens a call. The arrays of a module that is called are arguments too."""
     if not callable(fn):
         raise TypeError(
             f"{caller}(fn)(*args): fn must be a function; got {fn!r} of type "
@@ -187,11 +173,22 @@ def _has_modules(value: PyTree) -> bool:
     return any(map(is_module, jax.tree.leaves(value, is_leaf=is_module)))
 
 
+def named_results(result: PyTree) -> tuple[list[str], list[Any]]:
+    """The paths of the arrays and numbers that a call returned, and these.
+
+    An Equinox model that a step returns also holds functions, for example.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(result)
+    leaves = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
+    names = [path_name(path) or "the result" for path, _ in leaves]
+    return names, [leaf for _, leaf in leaves]
+
+
 def is_values(leaf: object) -> bool:
     """Whether a leaf of an argument becomes an argument of its own."""
     return isinstance(leaf, ARRAYS)
 
 
 def is_array(value: object) -> bool:
-    """Whether a leaf of a result is an array or a number."""
+    """Whether a leaf is an array or a number."""
     return isinstance(value, (*ARRAYS, float, int, complex))

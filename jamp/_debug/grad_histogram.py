@@ -1,5 +1,6 @@
 """How small gradients are: a histogram by powers of two, printed or drawn."""
 
+import bisect
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 # What float16 does to a magnitude between two powers of two. Up to 2**-25, it rounds to
 # zero. From 2**-14 on, it keeps all its bits. From 65520 on, it rounds to inf.
-ZERO, NORMAL, OVERFLOW = -25, -14, 16
+LIMITS = ZERO, NORMAL, OVERFLOW = -25, -14, 16
 REGIONS = {  # a color, and names from long to short
     "zero": ("#d9485f", "becomes zero", "zero"),
     "subnormal": ("#e8912b", "subnormal: fewer bits", "subnormal"),
@@ -108,7 +109,7 @@ class GradHistogram(Report):
         rulers = {"float16 without a scale": 0.0}
         if shift:
             rulers[f"with a scale of {_power(shift)}"] = shift
-            for limit in (ZERO, NORMAL, OVERFLOW):
+            for limit in LIMITS:
                 ax.axvline(limit - shift, color="#444444", ls="--", lw=0.9, zorder=3)
         for row, (label, moved) in enumerate(reversed(rulers.items())):
             _ruler(ax, 1.02 + 0.075 * row, label, left, right, moved)
@@ -198,9 +199,9 @@ def grad_histogram(
       Micikevicius et al. 2018, arXiv 1710.03740.
     """
     kinds = ("exponents", "zeros", "nonfinite")
-    found = numbers("grad_histogram", grads, scale, when, *kinds)
-    counts, zeros, nonfinite = map(total, found.columns)
-    return GradHistogram(counts, zeros, nonfinite, found.scale)
+    counted = numbers("grad_histogram", grads, scale, when, *kinds)
+    counts, zeros, nonfinite = map(total, counted.columns)
+    return GradHistogram(counts, zeros, nonfinite, counted.scale)
 
 
 def _fetched(histogram: GradHistogram) -> tuple[np.ndarray, int, int, float]:
@@ -211,16 +212,12 @@ def _fetched(histogram: GradHistogram) -> tuple[np.ndarray, int, int, float]:
 
 def _region(exponent: int) -> str:
     """What float16 does to magnitudes from 2**exponent to its double."""
-    if exponent < ZERO:
-        return "zero"
-    return (
-        "subnormal" if exponent < NORMAL else "normal" if exponent < OVERFLOW else "inf"
-    )
+    return tuple(REGIONS)[bisect.bisect(LIMITS, exponent)]
 
 
 def _regions(left: float, right: float, shift: float) -> list[tuple[str, float, float]]:
     """Name, start and end of each region, within the limits of the plot."""
-    limits = [left, ZERO - shift, NORMAL - shift, OVERFLOW - shift, right]
+    limits = [left, *(limit - shift for limit in LIMITS), right]
     limits = np.clip(limits, left, right)
     return [
         (name, start, end)

@@ -1,4 +1,4 @@
-"""Runs a jaxpr and notes for each value whether it holds an inf or a nan.
+"""Runs a jaxpr, and marks each value that holds an inf or a nan.
 
 jit, remat, shard_map and custom derivatives are run in place. Each body of scan, while
 and cond is a Program of its own, and a while loop keeps only the marks of iterations
@@ -67,8 +67,15 @@ def run_marked(
 ) -> tuple[list[RunValue], Marks, Program]:
     """Runs a closed jaxpr. Returns its results, the marks, and what they belong to."""
     recorder = Recorder()
-    results = recorder.whole(jaxpr, args, around)
-    return results, recorder.marks(), recorder.program
+    program = recorder.program
+    for value in args:
+        number = program.number()
+        program.inputs.append(number)
+        recorder.mark(number, value)
+    given = list(zip(args, program.inputs, strict=True))
+    outs = recorder.run(jaxpr, given, around)
+    program.outputs = [number for _, number in outs]
+    return [value for value, _ in outs], recorder.marks(), program
 
 
 class Recorder:
@@ -80,22 +87,10 @@ class Recorder:
         self.inner: list[Marks | Loop | Branches] = []
         self.fixed: set[int] = set()  # values that are made of constants alone
 
-    def whole(
-        self, jaxpr: ClosedJaxpr, args: Sequence[RunValue], around: Around
-    ) -> list[RunValue]:
-        """Runs a whole Program; returns its results."""
-        for value in args:
-            number = self.program.number()
-            self.program.inputs.append(number)
-            self.mark(number, value)
-        given = list(zip(args, self.program.inputs, strict=True))
-        outs = self.run(jaxpr, given, around)
-        self.program.outputs = [number for _, number in outs]
-        return [value for value, _ in outs]
-
     def marks(self) -> Marks:
         size = 256  # one op with thousands of operands compiles slowly
-        blocks = [jnp.stack(block) for block in _chunks(self.values, size)]
+        starts = range(0, len(self.values), size)
+        blocks = [jnp.stack(self.values[start : start + size]) for start in starts]
         values = jnp.concatenate(blocks) if blocks else jnp.zeros(0, jnp.uint8)
         return Marks(values, tuple(self.inner))
 
@@ -244,17 +239,9 @@ class Recorder:
                 self.mark(number, value, () if is_key else of, "" if is_key else by)
         given = tuple(number for _, number in inputs)
         is_single = all(np.size(value) == 1 for value in outs)
-        name = at.eqn.primitive.name
-        node = Node(
-            name,
-            at,
-            given,
-            tuple(numbers),
-            is_check,
-            is_single,
-            inner,
-            overflows(at.eqn),
-        )
+        flows = at, given, tuple(numbers)
+        flags = is_check, is_single, inner, overflows(at.eqn)
+        node = Node(at.eqn.primitive.name, *flows, *flags)
         program.nodes.append(node)
         program.made_by.update(dict.fromkeys(numbers, node))
         return list(zip(outs, numbers, strict=True))
@@ -314,31 +301,31 @@ def preserves(eqn: JaxprEqn) -> bool:
 
 
 def run_scan(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
-    found = _jaxprs.loop(eqn)
-    _, consts, carry, xs = found.split(values)
-    inside = around.inside(eqn, found.body.jaxpr)
+    loop = _jaxprs.loop(eqn)
+    _, consts, carry, xs = loop.split(values)
+    inside = around.inside(eqn, loop.body.jaxpr)
     programs = []
 
     def body(carry, xs):
-        outs, marks, program = run_marked(found.body, [*consts, *carry, *xs], inside)
+        outs, marks, program = run_marked(loop.body, [*consts, *carry, *xs], inside)
         programs[:] = [program]
-        return outs[: found.n_carry], (outs[found.n_carry :], marks)
+        return outs[: loop.n_carry], (outs[loop.n_carry :], marks)
 
     length, reverse, unroll = (param(eqn, p) for p in ("length", "reverse", "unroll"))
     carry, (ys, marks) = lax.scan(body, carry, xs, length, reverse, unroll)
-    inner = Inner.of(found, "scan", programs)
+    inner = Inner.of(loop, "scan", programs)
     return [*carry, *ys], marks, inner._replace(reverse=reverse)
 
 
 def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
-    found, programs = _jaxprs.loop(eqn), []
-    cond_consts, body_consts, carry, _ = found.split(values)
-    condition, n_body = found.condition, found.n_consts
+    loop, programs = _jaxprs.loop(eqn), []
+    cond_consts, body_consts, carry, _ = loop.split(values)
+    condition, n_body = loop.condition, loop.n_consts
     assert condition is not None
-    inside = around.inside(eqn, found.body.jaxpr)
+    inside = around.inside(eqn, loop.body.jaxpr)
 
     def body(carry):
-        outs, marks, program = run_marked(found.body, [*body_consts, *carry], inside)
+        outs, marks, program = run_marked(loop.body, [*body_consts, *carry], inside)
         programs[:] = [program]
         return outs, marks, program
 
@@ -350,7 +337,7 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
     )
 
     def step(state):
-        count, loop, carry = state
+        count, kept, carry = state
         outs, marks, program = body(carry)
         before = marks_of(program, marks, program.inputs[n_body:])
         after = marks_of(program, marks, program.outputs)
@@ -364,10 +351,10 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
             return jax.tree.map(choose, new, old)
 
         kept = Loop(
-            latest(worse, count, loop.iteration),
-            latest(worse, marks, loop.marks),
-            latest(noted, count, loop.noted),
-            latest(noted, marks, loop.noted_marks),
+            latest(worse, count, kept.iteration),
+            latest(worse, marks, kept.marks),
+            latest(noted, count, kept.noted),
+            latest(noted, marks, kept.noted_marks),
         )
         return count + 1, kept, outs
 
@@ -376,10 +363,9 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
         return jaxpr_as_fun(condition)(*args)[0]
 
     never = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
-    loop = Loop(never(shape), zeros(*shape), never(NOTED), zeros(NOTED))
-    start = jnp.int32(0), loop, carry
-    _, loop, outs = lax.while_loop(goes_on, step, start)
-    return outs, loop, Inner.of(found, "while", programs)
+    none = Loop(never(shape), zeros(*shape), never(NOTED), zeros(NOTED))
+    _, kept, outs = lax.while_loop(goes_on, step, (jnp.int32(0), none, carry))
+    return outs, kept, Inner.of(loop, "while", programs)
 
 
 def noted_in(program: Program, marks: Marks) -> jax.Array:
@@ -390,23 +376,23 @@ def noted_in(program: Program, marks: Marks) -> jax.Array:
     checked = [n for node in program.nodes if node.is_check for n in node.inputs]
     slots = sorted({program.slots[n] for n in checked if n in program.slots})
     met = jnp.any(marks.values[..., slots] & np.uint8(BAD))
-    found = [jnp.array([met, is_any(SWALLOWED), is_any(MATTERS | ROOT_MATTERS)])]
+    flags = [jnp.array([met, is_any(SWALLOWED), is_any(MATTERS | ROOT_MATTERS)])]
     for node in program.nodes:
         if node.inner is None:
             continue
         kept = marks.inner[node.inner.place]
         if isinstance(kept, Loop):
             assert kept.noted is not None  # it has just been made
-            found.append(jnp.any(kept.noted.reshape(-1, NOTED) >= 0, axis=0))
+            flags.append(jnp.any(kept.noted.reshape(-1, NOTED) >= 0, axis=0))
         elif isinstance(kept, Marks):
-            found.append(noted_in(node.inner.programs[0], kept))
+            flags.append(noted_in(node.inner.programs[0], kept))
         else:
             for place, (body, part) in enumerate(
                 zip(node.inner.programs, kept.marks, strict=True)
             ):
                 is_chosen = jnp.any(kept.chosen == place)
-                found.append(noted_in(body, part) & is_chosen)
-    return functools.reduce(jnp.logical_or, found)
+                flags.append(noted_in(body, part) & is_chosen)
+    return functools.reduce(jnp.logical_or, flags)
 
 
 def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
@@ -451,7 +437,3 @@ def on_any_device(marks: jax.Array) -> jax.Array:
 
 
 LOOPS = {"scan": run_scan, "while": run_while, "cond": run_cond}
-
-
-def _chunks(values: list[Any], size: int) -> list[list[Any]]:
-    return [values[i : i + size] for i in range(0, len(values), size)]

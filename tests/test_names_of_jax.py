@@ -26,6 +26,7 @@ from jamp._autocast.attention import PRODUCTS_IN
 from jamp._autocast.name_stack import DIFFERENTIATION
 from jamp._autocast.ops import PRIMITIVES
 from jamp._autocast.trace import RULES
+from jamp._debug import traits as of_reports
 
 RELEASE = jax.__version_info__
 X, KEY = jnp.ones((4, 4)), jax.random.key(0)
@@ -171,7 +172,9 @@ def test_a_parameter_that_is_missing_is_an_error():
 
 def test_jax_has_each_primitive_that_is_named():
     traits_of = [
-        names for names in vars(traits).values() if isinstance(names, frozenset)
+        names
+        for names in (vars(traits) | vars(of_reports)).values()
+        if isinstance(names, frozenset)
     ]
     known = RULES.keys() | PRIMITIVES | _jaxprs.CALLS | _jaxprs.PARAMETERS.keys()
     named = known.union(*traits_of) - ELSEWHERE

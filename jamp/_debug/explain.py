@@ -17,7 +17,7 @@ from .._autocast.ops import FUNCTIONS, PRIMITIVES
 from .._autocast.region import ambient, autocast
 from .._autocast.scaled_float16 import ScaledFloat16
 from .._autocast.trace import OBSERVED
-from .._autocast.traits import MIXING, MOVES, PRODUCTS
+from .._autocast.traits import PRODUCTS
 from .._autocast.written_casts import EXPLICIT
 from .._jaxprs import Atom, is_loop, param, read, variables
 from .._tree import HALF_NAMES, PyTree
@@ -33,6 +33,7 @@ from .op_location import (
     reason_of,
     site_of,
 )
+from .traits import MIXING, MOVES
 from .walk import (
     CAST,
     NO_VALUE,

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from .._autocast.decision import Kind
 from .._autocast.low_precision import FLOAT8
 from .._autocast.products import OUTER
-from .._autocast.traits import UNPRINTED
 from .op_location import Site
 from .report import Report, Table, percent, shortened
+from .traits import UNPRINTED
 from .walk import starred
 
 ROWS, LARGEST, FEW = 20, 10, 4

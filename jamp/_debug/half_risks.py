@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .._autocast.traits import MOVES
 from .._jaxprs import param
 from .._tree import HALF_NAMES
 from .explanation import HalfResult, Reduction, Square
 from .op_location import name_of
+from .traits import MOVES
 from .walk import CAST, NO_VALUE, WalkedOp, array, reduced
 
 MANY = 1024

@@ -17,8 +17,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .. import _jaxprs
-from .._autocast.traits import COMPARING, RANKING
 from .op_location import Location, Site
+from .traits import COMPARING, RANKING
 
 RunValue = jax.Array | np.ndarray  # of a run; constants may be NumPy's
 

@@ -16,15 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from .. import _compat, _jaxprs
-from .._autocast.traits import (
-    COMPARING,
-    ELEMENTWISE,
-    KERNELS,
-    OVERFLOWING,
-    PRESERVING,
-    RANKING,
-    SWALLOWING,
-)
+from .._autocast.traits import ELEMENTWISE, KERNELS
 from .._checks import is_traced
 from .._jaxprs import branches, called, param, read
 from .._scaling import arithmetic
@@ -52,6 +44,7 @@ from .marks import (
     marks_of,
 )
 from .op_location import OUTERMOST, Around, Location
+from .traits import COMPARING, OVERFLOWING, PRESERVING, RANKING, SWALLOWING
 from .walk import array
 
 CHECK = arithmetic.all_finite.__code__

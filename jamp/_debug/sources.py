@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import jax
 
-from .._autocast.traits import CHOOSING, MOVES
 from .marks import BAD, FRESH, INF, NAN, Inner, Loop, Marks, Node, Program, holds
 from .op_location import Location, Site
+from .traits import CHOOSING, MOVES
 
 BITCAST = "bitcast_convert_type"
 

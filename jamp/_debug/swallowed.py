@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._autocast.traits import SWALLOWING
 from .marks import (
     BAD,
     FRESH,
@@ -42,6 +41,7 @@ from .marks import (
 )
 from .op_location import Site
 from .sources import Origin, arguments, at, in_iteration, lifted
+from .traits import SWALLOWING
 
 LARGE, ROOT, LOGARITHM = range(3)  # what an inf stands for, the largest first
 SHRINKING = {

@@ -13,9 +13,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from .._autocast.attention import PRODUCTS_IN as ATTENTION
 from .._autocast.decision import Reason
-from .._autocast.traits import LEFT_ALONE, MOVES, PRODUCTS
+from .._autocast.traits import LEFT_ALONE, PRODUCTS
 from .._jaxprs import Atom, branches, held, param, read, variables
 from .op_location import OUTERMOST, Around, Site, is_backward, reason_of, site_of
+from .traits import MOVES
 
 CAST = "convert_element_type"
 NO_VALUE = -1  # the number of a literal

@@ -26,6 +26,7 @@ from jamp._autocast.ops import (
     Kind,
 )
 from jamp._autocast.trace import RULES, STANDS_FOR
+from jamp._debug import traits as of_reports
 from jamp._jaxprs import CALLS
 from shared.keras_on_jax import import_keras
 from tests.marks import mostly_slow, walk
@@ -148,17 +149,18 @@ def test_no_key_is_written_twice():
 
 def test_a_trait_is_of_primitives_that_jamp_knows():
     assert PRIMITIVES.keys() <= RULES.keys()
-    known = RULES.keys() | traits.LEFT_ALONE | traits.NO_RULE
-    lists = {k: v for k, v in vars(traits).items() if isinstance(v, frozenset)}
+    known = RULES.keys() | traits.LEFT_ALONE | traits.AS_TRACED
+    both = vars(of_reports) | vars(traits)
+    lists = {k: v for k, v in both.items() if isinstance(v, frozenset)}
     assert len(lists) >= 12
     for name, primitives in lists.items():
         assert primitives and primitives <= known, name
     lowered = {n for n, row in PRIMITIVES.items() if row.kind is Kind.LOWER}
     assert traits.PRODUCTS == lowered
-    assert traits.FOLLOWED <= traits.MOVES
+    assert traits.FOLLOWED <= of_reports.MOVES
     promoting = {n for n, row in PRIMITIVES.items() if row.kind is Kind.PROMOTE}
     mixing = promoting & traits.ELEMENTWISE
-    assert traits.MIXING == mixing - {"clamp", "nextafter"}
+    assert of_reports.MIXING == mixing - {"clamp", "nextafter"}
     others = RULES.keys() - PRIMITIVES.keys() - {"iota", "random_bits", *PRODUCTS_IN}
     assert STANDS_FOR == others - traits.PASSED_THROUGH
     assert traits.PASSED_THROUGH < others

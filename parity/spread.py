@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import devices
+from . import golden as file
 from .result import Result
 from .training_data import SEEDS, TASKS, Run, Task, Variant
 
@@ -62,11 +63,6 @@ def recorded(golden: Mapping[str, np.ndarray], task: Task, seed: int) -> Spread:
     return Spread(*(golden[f"{_key(task, seed)}/{name}"] for name in Spread._fields))
 
 
-def kept(golden: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of the golden file that this part made."""
-    return {name: value for name, value in golden.items() if "/spread/" in name}
-
-
 def widened(
     golden: Mapping[str, np.ndarray], results: Sequence[Result]
 ) -> dict[str, np.ndarray]:
@@ -86,8 +82,6 @@ def widened(
 
 def run(task: Task, device: str) -> Result:
     """Measures a task, and holds the golden file's noise against it."""
-    from . import golden as file
-
     found = [measure(task, seed, device) for seed in SEEDS]
     arrays = file.load()
     known = f"{_key(task, SEEDS[0])}/noise" in arrays

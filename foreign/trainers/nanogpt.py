@@ -41,7 +41,7 @@ HARNESS = (
     Edit(
         MODEL,
         "import optax",
-        ["import optax", "from parity.trainers.record import recorded"],
+        ["import optax", "from foreign.trainers.record import recorded"],
     ),
     Edit(
         MODEL,

@@ -16,7 +16,7 @@ HARNESS = (
     Edit(
         FILE,
         "import gymnax",
-        ["import gymnax", "from parity.trainers.record import recorded"],
+        ["import gymnax", "from foreign.trainers.record import recorded"],
     ),
     Edit(
         FILE,

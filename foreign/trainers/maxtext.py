@@ -46,7 +46,7 @@ HARNESS = (
     Edit(
         TOOLS,
         "import optax",
-        ["import optax", "from parity.trainers.record import recorded"],
+        ["import optax", "from foreign.trainers.record import recorded"],
     ),
     Edit(TOOLS, OPTIMIZER, [OPTIMIZER, "tx = recorded(tx)"]),
 )

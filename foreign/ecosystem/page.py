@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..report import cell, replace
+from ..suites.report import cell, replace
 from .compare import DTYPES, WAYS, Result, Row
 from .programs import Outcome
 from .reasons import NO_REASON, REASONS, unexplained

@@ -85,7 +85,7 @@ def run(name: str, way: str, source: Path) -> Record:
     flags = f"--xla_force_host_platform_device_count={devices}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "record")
-        command = [sys.executable, "-m", "parity.trainers", name, way]
+        command = [sys.executable, "-m", "foreign.trainers", name, way]
         command += ["--source", str(source), "--to", str(file)]
         environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)

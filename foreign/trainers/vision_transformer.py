@@ -21,7 +21,7 @@ HARNESS = (
     Edit(
         FILE,
         "import optax",
-        ["import optax", "from parity.trainers.record import recorded"],
+        ["import optax", "from foreign.trainers.record import recorded"],
     ),
     Edit(
         FILE,

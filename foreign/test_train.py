@@ -1,4 +1,4 @@
-"""The edits and the verdicts of `parity.foreign_models`, without any checkout."""
+"""The edits and the verdicts of `foreign.train`, without any checkout."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -109,7 +109,7 @@ TOY = Trainer(
     "toy",
     (
         Edit("loop.py", "import optax", [
-            "import optax", "from parity.trainers.record import recorded",
+            "import optax", "from foreign.trainers.record import recorded",
         ]),
         Edit("loop.py", "tx = optax.sgd(0.1)", ["tx = recorded(optax.sgd(0.1))"]),
     ),

@@ -1,4 +1,4 @@
-"""`python -m parity.foreign_models --source DIR`: other projects' models and trainers.
+"""`python -m foreign.train --source DIR`: other projects' models and trainers.
 
 Trains each model in float32, in a float16 region and with a float16 policy, 20 steps
 each, and compares the runs. Then it does the same with copies of whole trainers, which
@@ -45,7 +45,7 @@ or, where that is not possible, to float32.
   done in float16.
 - *skipped* is the number of steps that were skipped and repeated on the same batch.
 
-`python -m parity.foreign_models --source DIR` made the table on {date}, with
+`python -m foreign.train --source DIR` made the table on {date}, with
 {versions}. The checkouts are:
 
 {checkouts}
@@ -123,7 +123,7 @@ def page(results: dict[str, Any], checkouts: Checkouts) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what does not have a result yet. 1 if something is outside the bounds."""
-    parser = argparse.ArgumentParser(prog="python -m parity.foreign_models")
+    parser = argparse.ArgumentParser(prog="python -m foreign.train")
     parser.add_argument("--source", type=Path, required=True, help="of the checkouts")
     known = (*MODELS, *TRAINERS)
     parser.add_argument("--only", nargs="+", choices=known, metavar="NAME")

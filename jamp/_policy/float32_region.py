@@ -1,10 +1,13 @@
-"""Keeps norms, softmax, losses and random draws in float32 under a policy.
+"""What code under a policy reads and keeps: the dtype of parameters, and float32.
 
 A norm of Flax is recognized by its class, and gets other casts than the modules around
 it. A function (softmax, a loss, a norm of Equinox or Haiku) is recognized by an
 autocast region whose table holds only these functions, so that all other ops run in the
 dtypes that the policy's casts give them. As the inner region, it also turns off an
 autocast region around the model.
+
+`import jamp` imports this file: JAX keys its caches by `COMPUTE_DTYPE`, and a context
+that is made later makes JAX trace every jitted function again.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import functools
 import re
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,6 +27,9 @@ from .._autocast.region import enter
 from .._autocast.rules import loaded
 from .._autocast.trace import REGION
 from .._tree import HALVES
+
+# The dtype that a module under a policy reads parameters in, or None.
+COMPUTE_DTYPE = jax.make_user_context(None)
 
 NORMS = tuple(path.removesuffix(".__call__") for path in KEPT["norms"])
 NORMS += ("flax.linen.InstanceNorm", "flax.nnx.InstanceNorm")  # not in torch's lists

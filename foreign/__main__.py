@@ -78,7 +78,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def forget(folder: Path, task: projects.Task, ways: Sequence[str], which: str) -> None:
-    """Removes outcomes, so that these tests run again."""
     for way in ways:
         path = running.output(folder, task, way)
         tests = [

@@ -78,7 +78,6 @@ def compared(runs: dict[str, Run | Failed]) -> dict[str, Any]:
 
 
 def lines(name: str, result: dict[str, Any]) -> str:
-    """The rows of a model in the table."""
     project = MODELS[name].project
     text, plain = "", result["float32"]
     for way in WAYS:
@@ -104,7 +103,6 @@ def lines(name: str, result: dict[str, Any]) -> str:
 
 
 def page(results: dict[str, Any], checkouts: Checkouts) -> str:
-    """The page of the site."""
     names = ("jax", "flax", "optax", "equinox")
     versions = ", ".join(f"{n} {version(n)}" for n in names)
     commits = "\n".join(
@@ -159,7 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def file_of(name: str) -> Path:
-    """The file of a model's or a trainer's result."""
     return RESULTS / f"{name.replace(' ', '_')}.json"
 
 

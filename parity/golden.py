@@ -77,11 +77,9 @@ def differences(
 
 
 def load() -> dict[str, np.ndarray]:
-    """The committed file."""
     with np.load(PATH) as file:
         return dict(file)
 
 
 def save(arrays: Mapping[str, Any]) -> None:
-    """Replaces the committed file."""
     np.savez_compressed(PATH, **arrays)

@@ -44,7 +44,6 @@ class Spread(NamedTuple):
 
 
 def measure(task: Task, seed: int, device: str) -> Spread:
-    """Trains a task with torch in every variant."""
     from . import training_torch
 
     place = devices.of_torch(device)
@@ -59,7 +58,6 @@ def measure(task: Task, seed: int, device: str) -> Spread:
 
 
 def recorded(golden: Mapping[str, np.ndarray], task: Task, seed: int) -> Spread:
-    """The measurement in the golden file."""
     return Spread(*(golden[f"{_key(task, seed)}/{name}"] for name in Spread._fields))
 
 
@@ -94,7 +92,6 @@ def run(task: Task, device: str) -> Result:
 
 
 def section(results: Sequence[Result]) -> str:
-    """A row for each task."""
     rows = [
         f"| {result.case} | {noise(result.data):.1g} |"
         for result in results

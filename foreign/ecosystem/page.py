@@ -30,7 +30,6 @@ class Section(NamedTuple):
 
 
 def write(path: Path, sections: Sequence[Section]) -> None:
-    """Replaces what is between the two marks of the page."""
     found = [summary(sections)]
     outcomes = [x for each in sections for x in each.outcomes]
     if outcomes:

@@ -26,7 +26,6 @@ class Limits(NamedTuple):
 
 
 def output(folder: Path, task: Task, way: str) -> Path:
-    """The file with the outcomes of a task."""
     return folder / task.file.removesuffix(".py") / f"{way}.jsonl"
 
 

@@ -60,7 +60,6 @@ class Trainer(NamedTuple):
     devices: int = 1
 
     def edits(self, way: Way) -> list[Edit]:
-        """Those of the conversion."""
         chosen = [
             *(self.region if way.dtype else ()),
             *(self.scaling if way.scale else ()),

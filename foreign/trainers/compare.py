@@ -65,7 +65,6 @@ cosine | skipped | last loss | |
 
 
 def results(name: str, checkouts: Checkouts) -> dict[str, Any]:
-    """The results of a trainer in all ways, for its file."""
     records = {way: run(name, way, checkouts.folder) for way in WAYS}
     rows = {way: row(way, records["float32"], records[way]) for way in WAYS}
     names = ("jax", "flax", "optax")
@@ -148,12 +147,10 @@ def norm(run: Record) -> float:
 
 
 def wrong(result: dict[str, Any]) -> list[str]:
-    """What is outside of the bounds, in all ways."""
     return [f"{way}: {w}" for way, r in result["ways"].items() for w in r["wrong"]]
 
 
 def lines(name: str, result: dict[str, Any]) -> str:
-    """The rows of a trainer in the table."""
     text = ""
     for way, r in result["ways"].items():
         added, removed = r["lines"]
@@ -172,7 +169,6 @@ def lines(name: str, result: dict[str, Any]) -> str:
 
 
 def part(results: dict[str, Any]) -> str:
-    """The part of the page, below its title."""
     bounds = [
         f"| {way} | {first:g} | {apart:g} | {cosine:g} |"
         for way, (first, apart, cosine) in BOUNDS.items()

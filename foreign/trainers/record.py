@@ -14,8 +14,6 @@ STEPS = 20
 
 
 class RecordedState(NamedTuple):
-    """The state of `recorded`."""
-
     start: Any  # the parameters that `init` was given
     first: Any  # the gradients of the first update, as `start`
     applied: jax.Array  # int32 scalar: how many updates were made
@@ -93,7 +91,6 @@ class Record(NamedTuple):
 
 
 def record(outcome: Outcome, lines: tuple[int, int]) -> Record:
-    """The record of an outcome."""
     found = [
         leaf
         for leaf in jax.tree.leaves(outcome.opt_state, is_leaf=is_recorded)
@@ -121,5 +118,4 @@ def record(outcome: Outcome, lines: tuple[int, int]) -> Record:
 
 
 def is_recorded(leaf: Any) -> bool:
-    """Whether it is the state of `recorded`."""
     return isinstance(leaf, RecordedState)

@@ -49,23 +49,18 @@ class Tokenizer:
     """Words separated by spaces."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """The numbers of the words."""
         return [WORDS.index(word) for word in text.split()]
 
     def decode(self, ids: Any, **_: Any) -> str:
-        """The words with these numbers."""
         return " ".join(WORDS[int(n)] for n in ids)
 
     def pad_id(self) -> int:
-        """The number of `<pad>`."""
         return 0
 
     def bos_id(self) -> int:
-        """The number of `<s>`."""
         return 1
 
     def eos_id(self) -> int:
-        """The number of `</s>`."""
         return 2
 
 

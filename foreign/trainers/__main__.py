@@ -29,8 +29,8 @@ def main() -> None:
         target = Path(folder, trainer.project)
         way = WAYS[options.way]
         lines = convert(source, target, trainer.harness, trainer.edits(way))
-        outcome = trainer.run(Checkouts(Path(folder)), bool(way.scale))
-        result = record(outcome, lines)
+        outcome = trainer.run(Checkouts(Path(folder)))
+        result = record(outcome, lines, bool(way.scale))
     options.to.write_bytes(pickle.dumps(result))
 
 

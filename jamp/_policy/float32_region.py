@@ -53,20 +53,23 @@ def float32_region(
 
 @functools.lru_cache
 def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
-    rules = []
+    actions, full = [], jnp.dtype("float32")
     for path, name in ((path, n) for n in sorted(names) for path in KEPT[n]):
-        if (code := resolve(path, modules)) is not None:
-            # Ops after a norm or softmax get half precision, if its input was.
-            inside = name == "norms" or path == "jax.nn.softmax"
-            table = FLOAT32_NORM if name == "norms" else None
-            action = Action(None, jnp.dtype("float32"), marks=inside, table=table)
-            rules.append(UserRule(path, Function(code), action))
-    for path in (path for path, row in FUNCTIONS.items() if row.kind is DRAW):
-        if (code := resolve(path, modules)) is not None:
+        # Ops after a norm or softmax get half precision, if its input was.
+        inside = name == "norms" or path == "jax.nn.softmax"
+        table = FLOAT32_NORM if name == "norms" else None
+        actions.append((path, Action(None, full, marks=inside, table=table)))
+    for path, row in FUNCTIONS.items():
+        if row.kind is DRAW:
             why = Reason("draw", Source.FUNCTION, path)
-            action = Action(None, jnp.dtype("float32"), why=why, table=DRAW)
-            rules.append(UserRule(path, Function(code), action))
-    return UserRules(rules)
+            actions.append((path, Action(None, full, why=why, table=DRAW)))
+    return UserRules(
+        [
+            UserRule(path, Function(code), action)
+            for path, action in actions
+            if (code := resolve(path, modules)) is not None
+        ]
+    )
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """`jamp.nnx.with_policy`: casts by module, paths, NNX's transformations."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,7 +146,7 @@ def test_norms_of_weights_store_what_the_plain_model_stores(norm):
     for _ in range(3):
         expected, out = plain(x), mixed(x)
     stored = [nnx.as_pure(nnx.state(model)) for model in (plain, mixed)]
-    chex.assert_trees_all_equal(*stored)
+    jax.tree.map(np.testing.assert_array_equal, *stored)
     np.testing.assert_allclose(out, expected, atol=5e-3)
     assert {"float16"} in model_products(mixed, x)
 

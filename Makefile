@@ -39,7 +39,7 @@ processors: $(VENV)/.test ## what compares two programs, on processors of two ki
 
 parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
 	$(CACHED) -m parity
-	$(CACHED) -m pytest -n auto -m "not suite" parity
+	$(CACHED) -m pytest -n auto -m "not suite" parity foreign
 
 lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## style, types, and tests of files
 	$(BIN)/ruff check .
@@ -106,8 +106,8 @@ endurance: $(VENV)/.test ## long storms, and a training that is killed again and
 foreign: $(VENV)/.test ## functions and, with SOURCES=DIR, tests of other libraries
 	test -x .venv-ecosystem/bin/python || $(BIN)/python -m venv .venv-ecosystem
 	scripts/install .venv-ecosystem ecosystem,test
-	scripts/cached-python .venv-ecosystem -m parity.foreign --suite ecosystem
-	for suite in $(notdir $(wildcard $(SOURCES)/*)); do $(CACHED) -m parity.foreign \
+	scripts/cached-python .venv-ecosystem -m foreign --suite ecosystem
+	for suite in $(notdir $(wildcard $(SOURCES)/*)); do $(CACHED) -m foreign \
 	  --suite $$suite --source $(SOURCES)/$$suite --sample 20 || exit 1; done
 
 wheel: ## build wheel and sdist, and try each alone in clean environments

@@ -20,7 +20,7 @@ try:
     # Attention by the kernel that suits the device
     from ._autocast.attention import dot_product_attention as dot_product_attention
 
-    _import("._policy.compute_dtype", __name__)  # a context of JAX
+    _import("._policy.float32_region", __name__)  # a context of JAX
 except Exception as _error:  # JAX's internals moved; the rest of jamp works without
     _names = "autocast", "get_autocast_dtype", "is_autocast_enabled"
     _recipes = "Float8", "ScaledFloat16", "dot_product_attention"

@@ -69,7 +69,6 @@ CASES = {
 
 
 def run(case: Case, device: str) -> Result:
-    """Runs a case in torch and in jamp."""
     behavior, side = case
     from . import behaviors_torch
 
@@ -150,7 +149,6 @@ def _refused(case: Case, run: Callable[[], Reference]) -> Result:
 
 
 def compare(case: Case, torch: Reference, found: Record) -> Result:
-    """Compares every value of two runs."""
     behavior = case.behavior
     assert isinstance(behavior, Behavior)
     differ, where = differences(behavior, torch, found)
@@ -169,7 +167,6 @@ def compare(case: Case, torch: Reference, found: Record) -> Result:
 
 
 def compare_answers(case: Case, torch: Answers, found: Answers) -> Result:
-    """Compares the answers to all questions."""
     wrong = [
         name
         for name in dict.fromkeys((*torch, *found))
@@ -264,7 +261,6 @@ def unpack(behavior: Behavior, golden: Mapping[str, np.ndarray]) -> Reference:
 
 
 def golden(results: Iterable[Result]) -> dict[str, np.ndarray]:
-    """torch's side of the cases, for the golden file."""
     arrays = {}
     for result in results:
         arrays |= result.data.arrays

@@ -129,8 +129,6 @@ def add(trees: list[Any]) -> Any:
 
 
 class Model(nnx.Module):
-    """The parameters of one model."""
-
     def __init__(self, behavior: Behavior, flat: Any):
         for name, value in unflatten(behavior, flat).items():
             setattr(self, name, nnx.Param(value))

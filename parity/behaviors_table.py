@@ -111,12 +111,10 @@ class Behavior(Config):
 
     @property
     def unscales(self) -> bool:
-        """Whether `unscale_` is called."""
         return self.unscale_first or self.clip == "unscaled" or self.overwrite
 
     @property
     def resumed(self) -> bool:
-        """Whether the run is saved and resumed."""
         return TORCH_TO_JAMP in self.sides
 
     @property
@@ -179,7 +177,6 @@ class Reference(NamedTuple):
 
 
 def record(steps: list[tuple[Any, ...]]) -> Record:
-    """The record of a run, from the fields of each step."""
     dtypes = (np.float32, np.int32, np.bool_, np.float32, np.float32)
     fields = zip(*steps, strict=True)
     return Record(*(np.array(f, d) for f, d in zip(fields, dtypes, strict=True)))
@@ -222,8 +219,6 @@ class Trainer(abc.ABC):
 
 
 class Data(NamedTuple):
-    """What goes into a run."""
-
     params: np.ndarray  # float32 [models, SIZE]: initial
     x: np.ndarray  # float32 [STEPS, accumulate, BATCH, WIDTH]
     y: np.ndarray  # the same

@@ -87,8 +87,6 @@ def make_optimizer(behavior: Behavior, model: Model) -> torch.optim.Optimizer:
 
 
 class Run(Trainer):
-    """A training run with torch's scaler."""
-
     def __init__(self, behavior: Behavior, saved: Saved | None, device: str):
         self.behavior, self.device = behavior, device
         tensors: Any = [torch.tensor(a, device=device) for a in data(behavior)]

@@ -238,7 +238,6 @@ def run(fault: Fault, device: str) -> Result:
 
 
 def section(results: Sequence[Result]) -> str:
-    """A row for each fault."""
     text = "Each fault is planted in a copy of jamp, and the suite runs on the copy."
     rows = (
         [r.case, f"`jamp/{CASES[r.case].file}`", "no" if r.differs else "yes", r.data]

@@ -32,7 +32,6 @@ def cast(
 
 
 def casts(case: Casts) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """All arrays of a case, cast."""
     return {
         name: cast(x, case.format, case.axes(x.ndim))
         for name, x in case.arrays().items()

@@ -108,7 +108,6 @@ class Edge(NamedTuple):
 
 
 def section(results: Sequence[Result]) -> str:
-    """The section of the report."""
     from importlib.metadata import version
 
     shown = [r.data for r in results if isinstance(r.data, Shown)]

@@ -22,8 +22,6 @@ SGD = optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
 
 
 class Model(nnx.Module):
-    """One vector of parameters."""
-
     def __init__(self, dtype: Any = jnp.float32):
         self.w = nnx.Param(jnp.zeros(SIZE, dtype))
 

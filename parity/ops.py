@@ -158,7 +158,6 @@ def _names(arrays: Sequence[np.ndarray]) -> list[str]:
 
 
 def run(case: Case, device: str) -> Result:
-    """Runs an op in torch and in jamp with each choice of input dtypes."""
     return run_together([case], device)[0]
 
 

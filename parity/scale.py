@@ -29,8 +29,6 @@ PANELS = {  # of the picture; title: name of the case
 
 
 class Streamed(NamedTuple):
-    """What a case produced."""
-
     comparisons: list[Comparison]
     torch: Trajectory
     jamp: Trajectory | None  # if the case is drawn
@@ -44,7 +42,6 @@ class LongRun(NamedTuple):
 
 
 def run(case: Case, device: str) -> Result:
-    """Runs a case on every side of jamp that can run it."""
     from . import torch_side
 
     if case == LONG_RUN:

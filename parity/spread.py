@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import devices
+from . import golden as file
 from .result import Result
 from .training_data import SEEDS, TASKS, Run, Task, Variant
 
@@ -43,7 +44,6 @@ class Spread(NamedTuple):
 
 
 def measure(task: Task, seed: int, device: str) -> Spread:
-    """Trains a task with torch in every variant."""
     from . import training_torch
 
     place = devices.of_torch(device)
@@ -58,13 +58,7 @@ def measure(task: Task, seed: int, device: str) -> Spread:
 
 
 def recorded(golden: Mapping[str, np.ndarray], task: Task, seed: int) -> Spread:
-    """The measurement in the golden file."""
     return Spread(*(golden[f"{_key(task, seed)}/{name}"] for name in Spread._fields))
-
-
-def kept(golden: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of the golden file that this part made."""
-    return {name: value for name, value in golden.items() if "/spread/" in name}
 
 
 def widened(
@@ -86,8 +80,6 @@ def widened(
 
 def run(task: Task, device: str) -> Result:
     """Measures a task, and holds the golden file's noise against it."""
-    from . import golden as file
-
     found = [measure(task, seed, device) for seed in SEEDS]
     arrays = file.load()
     known = f"{_key(task, SEEDS[0])}/noise" in arrays
@@ -100,7 +92,6 @@ def run(task: Task, device: str) -> Result:
 
 
 def section(results: Sequence[Result]) -> str:
-    """A row for each task."""
     rows = [
         f"| {result.case} | {noise(result.data):.1g} |"
         for result in results

@@ -155,7 +155,6 @@ def _apart(left: Any, right: Any, tolerance: float) -> str:
 
 
 def recipes(blocks: list[Block]) -> Iterator[tuple[str, list[Block]]]:
-    """The blocks below each heading."""
     for heading in dict.fromkeys(block.recipe for block in blocks):
         yield heading, [block for block in blocks if block.recipe == heading]
 

@@ -95,7 +95,6 @@ def replay(run: Run) -> int:
 
 
 def run(task: Task, device: str) -> Result:
-    """Trains a task with each seed, in torch and in jamp."""
     from . import golden, training_jamp, training_torch
 
     kept, trained = golden.load(), []
@@ -180,7 +179,6 @@ scales' base-2 logarithms."""
 
 
 def section(results: Sequence[Result]) -> str:
-    """A row for each run."""
     head = ["run", "seed", "skips: torch:", "torch, other orders:", "jamp:"]
     head += ["final loss: torch:", "jamp:", "apart:", "torch from itself:"]
     head += ["parameters apart:", "torch from itself:", "steps with equal scale:"]

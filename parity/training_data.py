@@ -61,8 +61,6 @@ class Variant(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The record of a training run."""
-
     loss: np.ndarray  # float32 [steps]; for a GAN, the discriminator's
     scale: np.ndarray  # float32 [steps]: after the step
     tracker: np.ndarray  # int32 [steps]

@@ -84,8 +84,6 @@ class CNN(nnx.Module):
 
 
 class Critic(nnx.Module):
-    """A generator or a discriminator."""
-
     def __init__(self, n_out: int, rngs: nnx.Rngs):
         self.fc1 = nnx.Linear(8, 32, rngs=rngs)
         self.fc2 = nnx.Linear(32, 32, rngs=rngs)
@@ -256,6 +254,5 @@ def _run_nnx(task: Task, seed: int) -> Run:
 
 
 def run(task: Task, seed: int) -> Run:
-    """Trains with jamp."""
     run = _run_nnx if task.model in ("cnn", "gan") else _run_linen
     return run(task, seed)

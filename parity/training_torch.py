@@ -100,8 +100,6 @@ class Transformer(nn.Module):
 
 
 class Critic(nn.Module):
-    """A generator or a discriminator."""
-
     def __init__(self, n_out: int):
         super().__init__()
         self.fc1, self.fc2 = Linear(8, 32), Linear(32, 32)
@@ -141,7 +139,6 @@ def _target(logits: Tensor, value: float) -> Tensor:
 def run(
     task: Task, seed: int, variant: Variant, device: str, steps: int = STEPS
 ) -> Run:
-    """Trains with torch."""
     model = MODELS[task.model]()
     initial = {k: torch.from_numpy(v) for k, v in weights(task.model, seed).items()}
     averages = model.state_dict().keys() - initial.keys()  # BatchNorm's

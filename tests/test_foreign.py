@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 import jamp
-from parity.foreign import __main__ as command
-from parity.foreign import edges, inside, records, report, result, running, suites
-from parity.foreign.ecosystem import (
+from foreign import __main__ as command
+from foreign.ecosystem import (
     compare,
     jax_numpy,
     libraries,
@@ -23,9 +22,10 @@ from parity.foreign.ecosystem import (
     programs,
     reasons,
 )
-from parity.foreign.ecosystem import run as ecosystem
-from parity.foreign.ecosystem.call import Table
-from parity.foreign.records import (
+from foreign.ecosystem import run as ecosystem
+from foreign.ecosystem.call import Table
+from foreign.suites import edges, inside, projects, records, report, result, running
+from foreign.suites.records import (
     DIED,
     FAILED,
     FLOAT16,
@@ -70,10 +70,10 @@ class Project:
 def project(tmp_path_factory):
     """The project, after all its tests ran all three ways."""
     patch = pytest.MonkeyPatch()
-    made = suites.Suite("tests", ("version.py", "version"), {"*_test.py": None})
-    patch.setitem(suites.SUITES, "made", made)
+    made = projects.Suite("tests", ("version.py", "version"), {"*_test.py": None})
+    patch.setitem(projects.SUITES, "made", made)
     patch.setitem(inside.INSIDE, "made", {})
-    patch.setattr(suites, "version", lambda name: "1.2")
+    patch.setattr(projects, "version", lambda name: "1.2")
     patch.setattr(report, "version", lambda name: "1.2")
     made = Project(tmp_path_factory.mktemp("project"))
     made.status = made()
@@ -129,7 +129,7 @@ def test_a_difference_makes_the_command_fail(project, monkeypatch):
 def test_it_goes_on_where_it_stopped(project):
     ran = project.source / "tests" / "ran"
     assert ran.read_text() == "xxx"
-    path = running.output(project.kept / "made", suites.Task("a_test.py"), KEPT)
+    path = running.output(project.kept / "made", projects.Task("a_test.py"), KEPT)
     records.append(path, Outcome("test_passes", records.BEGUN))  # stopped by force
     assert project("--way", "kept") == 1
     assert ran.read_text() == "xxx"
@@ -175,9 +175,9 @@ def test_a_file_that_cannot_be_run_makes_the_command_fail(project, tmp_path, cap
 @pytest.mark.nightly
 def test_another_release_is_refused(project):
     with pytest.raises(ValueError, match=r"made 1\.2, and 1\.3 is installed"):
-        suites.check_release("made", project.source, "1.3")
+        projects.check_release("made", project.source, "1.3")
     with pytest.raises(ValueError, match=r"no version\.py with a version"):
-        suites.check_release("made", project.source / "tests", "1.2")
+        projects.check_release("made", project.source / "tests", "1.2")
 
 
 @pytest.mark.nightly
@@ -196,7 +196,7 @@ def test_what_is_not_there_is_refused(capsys, tmp_path):
 def test_a_test_that_hangs_is_ended(tmp_path, limit, deadline):
     text = "import time\ndef test_hangs(): time.sleep(60)\ndef test_after_it(): pass\n"
     (tmp_path / "a_test.py").write_text(text)
-    task, start = suites.Task("a_test.py"), time.time()
+    task, start = projects.Task("a_test.py"), time.time()
     limits = running.Limits(limit, start + deadline)
     environment = os.environ | {"PYTHONPATH": str(running.ROOT)}
     running.run(tmp_path, tmp_path / "kept", task, PLAIN, limits, environment, None)

@@ -1,10 +1,13 @@
-"""Keeps norms, softmax, losses and random draws in float32 under a policy.
+"""What code under a policy reads and keeps: the dtype of parameters, and float32.
 
 A norm of Flax is recognized by its class, and gets other casts than the modules around
 it. A function (softmax, a loss, a norm of Equinox or Haiku) is recognized by an
 autocast region whose table holds only these functions, so that all other ops run in the
 dtypes that the policy's casts give them. As the inner region, it also turns off an
 autocast region around the model.
+
+`import jamp` imports this file: JAX keys its caches by `COMPUTE_DTYPE`, and a context
+that is made later makes JAX trace every jitted function again.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import functools
 import re
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 
 from .._autocast.call_stack import find, resolve
@@ -30,6 +34,9 @@ from .._autocast.region import enter
 from .._autocast.rules import loaded
 from .._autocast.trace import REGION
 from .._tree import HALVES
+
+# The dtype that a module under a policy reads parameters in, or None.
+COMPUTE_DTYPE = jax.make_user_context(None)
 
 NORMS = tuple(path.removesuffix(".__call__") for path in KEPT["norms"])
 NORMS += ("flax.linen.InstanceNorm", "flax.nnx.InstanceNorm")  # not in torch's lists
@@ -53,20 +60,23 @@ def float32_region(
 
 @functools.lru_cache
 def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
-    rules = []
+    decisions = []
     for path, name in ((path, n) for n in sorted(names) for path in KEPT[n]):
-        if (code := resolve(path, modules)) is not None:
-            # Ops after a norm or softmax get half precision, if its input was.
-            inside = name == "norms" or path == "jax.nn.softmax"
-            row = FLOAT32_NORM if name == "norms" else FLOAT32
-            decision = Decision(row, FLOAT32_DTYPE, inside)
-            rules.append(UserRule(path, Function(code), decision))
-    for path in (path for path, row in FUNCTIONS.items() if row.kind is DRAW):
-        if (code := resolve(path, modules)) is not None:
+        # Ops after a norm or softmax get half precision, if its input was.
+        inside = name == "norms" or path == "jax.nn.softmax"
+        row = FLOAT32_NORM if name == "norms" else FLOAT32
+        decisions.append((path, Decision(row, FLOAT32_DTYPE, inside)))
+    for path, row in FUNCTIONS.items():
+        if row.kind is DRAW:
             why = Reason("draw", Source.FUNCTION, path)
-            decision = Decision(DRAW, FLOAT32_DTYPE, why=why)
-            rules.append(UserRule(path, Function(code), decision))
-    return UserRules(rules)
+            decisions.append((path, Decision(DRAW, FLOAT32_DTYPE, why=why)))
+    return UserRules(
+        [
+            UserRule(path, Function(code), decision)
+            for path, decision in decisions
+            if (code := resolve(path, modules)) is not None
+        ]
+    )
 
 
 @contextlib.contextmanager

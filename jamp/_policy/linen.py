@@ -16,10 +16,9 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from .attention import in_flax
-from .float32_for import FLOAT32_FOR
 from .linen_call import ACTIVE, CALLER, RootCall, Seen
 from .overrides import Plan, make_plan
-from .policy import Policy
+from .policy import FLOAT32_FOR, Policy
 from .surgery import change_class, methods_of, replaced, subclass
 
 WAYS_IN = ("apply", "init", "init_with_output")
@@ -93,24 +92,17 @@ def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
     seen: Seen = set()
 
     def call(module, name, function, args, kwargs):
-        """Calls a method; a call from outside opens the call of a root."""
         top = ACTIVE.innermost
         if module.scope is None or (top is not None and top.is_of(module)):
             return function(module, *args, **kwargs)
         return RootCall(plan, seen, module, name, function).run(module, args, kwargs)
 
     def governed(name, function):
-        """A method that runs the function under the policy.
-
-        Without `nn.nowrap` Flax would run setup with the parameters as stored.
-        """
+        # Without nowrap Flax would run setup with the parameters as stored.
         return nn.nowrap(replaced(name, function, call))
 
     def enter(module, name, function, args, kwargs):
-        """Calls `apply` or `init` with a `method=` that is under the policy.
-
-        It may be `Model.encode`, a private method, or a function of the module.
-        """
+        """`apply` or `init`: `method=` may be any function, and is governed too."""
         given = kwargs.get("method")
         if isinstance(given, str):
             given = getattr(made, given, given)

@@ -10,7 +10,7 @@ import jax
 from flax.core import meta
 
 from .._tree import PyTree, cast_floating
-from .compute_dtype import COMPUTE_DTYPE
+from .float32_region import COMPUTE_DTYPE
 
 
 @jax.tree_util.register_dataclass
@@ -52,17 +52,15 @@ def is_box(x: object) -> bool:
     return isinstance(x, CastOnUse)
 
 
-def without_boxes(variables: PyTree) -> PyTree:
-    """The parameters as they are stored."""
-    return jax.tree.map(
-        lambda x: x.value if is_box(x) else x, variables, is_leaf=is_box
-    )
-
-
 def boxed(variables: PyTree) -> PyTree:
-    """The parameters in boxes, each with its sharding annotation inside."""
     return jax.tree.map(
         lambda x: x if is_box(x) else CastOnUse(x),
         variables,
-        is_leaf=lambda x: isinstance(x, meta.AxisMetadata),
+        is_leaf=lambda x: isinstance(x, meta.AxisMetadata),  # a sharding annotation
+    )
+
+
+def without_boxes(variables: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda x: x.value if is_box(x) else x, variables, is_leaf=is_box
     )

@@ -28,7 +28,7 @@ from flax import linen as nn
 from flax.core import lift
 
 from .._tree import PyTree, cast_floating
-from .compute_dtype import COMPUTE_DTYPE
+from .float32_region import COMPUTE_DTYPE
 from .linen_box import boxed, without_boxes
 from .module_call import ModuleCall
 from .overrides import ROOT, Place, Plan, check_all_used, has_policy, place_of
@@ -56,8 +56,6 @@ class Active(NamedTuple):
 
 
 class Calls(threading.local):
-    """The innermost module that is being called in one thread."""
-
     innermost: Active | None = None
 
 
@@ -93,7 +91,6 @@ class RootCall:
         self.around = None if top is None else top.place
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> PyTree:
-        """Calls the method on the root, from the outside."""
         lifted = nn.map_variables(
             self.inside,
             "params",
@@ -106,8 +103,8 @@ class RootCall:
             if self.around is None:  # otherwise the interceptor is already there
                 contexts.enter_context(nn.intercept_methods(intercept))
             contexts.enter_context(self.active(module, self.place))
-            for_setup = self.place.policy.compute_dtype
-            contexts.enter_context(COMPUTE_DTYPE(for_setup))
+            compute_dtype = self.place.policy.compute_dtype  # for setup
+            contexts.enter_context(COMPUTE_DTYPE(compute_dtype))
             out = lifted(module, *args, **kwargs)
         if self.method == "__call__":
             self.check_used(module)
@@ -134,7 +131,6 @@ class RootCall:
         args: tuple,
         kwargs: dict,
     ) -> PyTree:
-        """Calls a method of a module inside, with the casts of its place's policy."""
         outer = self.outer_place(module.path, caller)
         place = place_of(self.plan, self.name_of(module.path), module, outer)
         with self.active(module, place):
@@ -154,7 +150,6 @@ class RootCall:
 
     @contextlib.contextmanager
     def active(self, module: nn.Module, place: Place) -> Iterator[None]:
-        """Makes a module the innermost one, and notes its place."""
         outer, name = ACTIVE.innermost, self.name_of(module.path)
         shared = outer is not None and outer.module.path == module.path
         if shared or name not in self.places:  # nn.share_scope: the inner one's
@@ -191,7 +186,6 @@ class RootCall:
         )
 
     def param_dtype(self, path: jax.tree_util.KeyPath) -> np.dtype:
-        """The param dtype of the module that a parameter belongs to."""
         names = names_in(path)[1:]
         for depth in range(len(names), -1, -1):
             if (place := self.places.get("/".join(names[:depth]))) is not None:
@@ -225,7 +219,6 @@ def intercept(
     kwargs: dict,
     context: nn.module.InterceptorContext,
 ) -> PyTree:
-    """Flax calls this for each method of each module."""
     module, method, top = context.module, context.method_name, ACTIVE.innermost
     if module.scope is None or top is None:
         return function(*args, **kwargs)
@@ -244,10 +237,13 @@ def with_open_boxes(module: nn.Module, *args, **kwargs) -> PyTree:
     def run(module, *args, **kwargs):
         return module(*args, **kwargs)
 
-    initializing = module.is_initializing()
-    unbox = nn.meta.unbox
-    run = nn.map_variables(run, "params", trans_in_fn=unbox, mutable=initializing)
-    return run(module, *args, **kwargs)
+    lifted = nn.map_variables(
+        run,
+        "params",
+        trans_in_fn=nn.meta.unbox,
+        mutable=module.is_initializing(),
+    )
+    return lifted(module, *args, **kwargs)
 
 
 def is_scanned(module: nn.Module, parent: nn.Module) -> bool:

@@ -14,8 +14,7 @@ from flax import linen as nn
 from flax import nnx
 
 from .._tree import PyTree, cast_floating
-from .compute_dtype import COMPUTE_DTYPE
-from .float32_region import advised, float32_region
+from .float32_region import COMPUTE_DTYPE, advised, float32_region
 from .overrides import Place, Plan
 
 # They read the parameters of the layer inside, and write them.
@@ -25,8 +24,6 @@ STATEFUL = (nnx.Pytree, nnx.Variable)  # a cast copy of these would lose its sta
 
 
 class ModuleCall(NamedTuple):
-    """A call of a module's method under a policy."""
-
     plan: Plan
     module: nn.Module | nnx.Module
     method: str
@@ -36,9 +33,10 @@ class ModuleCall(NamedTuple):
     loops: bool = False  # whether this is a step of a loop over the module
 
     def run(self, function: Callable, args: tuple, kwargs: dict) -> PyTree:
-        """Calls the function with the policy's casts."""
         dtype = self.place.policy.compute_dtype
-        carry, inputs = self.split_carry(args)
+        is_cell = isinstance(self.module, nn.RNNCellBase | nnx.RNNCellBase)
+        split = 1 if is_cell and self.method == "__call__" else 0
+        carry, inputs = args[:split], args[split:]  # a carry keeps its dtype
         inputs, kwargs = cast_floating((inputs, kwargs), dtype, STATEFUL)
         with contextlib.ExitStack() as contexts:
             reads = None if isinstance(self.module, WRITERS) else dtype
@@ -53,13 +51,6 @@ class ModuleCall(NamedTuple):
             out = cast_floating(out, self.place.policy.output_dtype, STATEFUL)
         return as_carried(out, args[0]) if carry or self.loops else out
 
-    def split_carry(self, args: tuple) -> tuple[tuple, tuple]:
-        """A recurrent cell's carry, which keeps its dtype, and the other inputs."""
-        is_cell = isinstance(self.module, nn.RNNCellBase | nnx.RNNCellBase)
-        if is_cell and self.method == "__call__":
-            return args[:1], args[1:]
-        return (), args
-
 
 def as_carried(out: PyTree, carry: PyTree) -> PyTree:
     """The result of a step of a loop, with the carry in the dtypes that came in."""
@@ -72,5 +63,4 @@ def as_carried(out: PyTree, carry: PyTree) -> PyTree:
 
 
 def in_dtypes_of(like: PyTree, tree: PyTree) -> PyTree:
-    """The arrays of a tree in the dtypes of another tree's arrays."""
     return jax.tree.map(lambda x, y: cast_floating(x, jnp.result_type(y)), tree, like)

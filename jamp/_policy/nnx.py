@@ -18,8 +18,7 @@ from jax.typing import DTypeLike
 from .._autocast.notes import Memory
 from .._tree import PyTree, cast_floating
 from .attention import in_flax
-from .compute_dtype import COMPUTE_DTYPE
-from .float32_for import FLOAT32_FOR
+from .float32_region import COMPUTE_DTYPE
 from .module_call import ModuleCall
 from .overrides import (
     ROOT,
@@ -30,14 +29,8 @@ from .overrides import (
     make_plan,
     place_of,
 )
-from .policy import Policy
-from .surgery import (
-    change_class,
-    is_changed,
-    methods_of,
-    replaced,
-    subclass,
-)
+from .policy import FLOAT32_FOR, Policy
+from .surgery import change_class, is_changed, methods_of, replaced, subclass
 
 M = TypeVar("M", bound=nnx.Module)
 CALLER = "jamp.nnx.with_policy"
@@ -122,8 +115,7 @@ def with_policy(
                 module.dtype = None  # by default it is the stored parameter's dtype
     for path, variable in list(nnx.iter_graph(model)):
         if is_param(variable) and (place := nearest(path, places)):
-            raw = variable.get_raw_value()
-            raw = cast_floating(raw, place.policy.param_dtype)
+            raw = cast_floating(variable.get_raw_value(), place.policy.param_dtype)
             variable.set_raw_value(raw)
     cast_parameters_on_use(model)
     return model
@@ -232,7 +224,6 @@ def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
 
 
 def as_read(variable: nnx.Variable, value: PyTree) -> PyTree:
-    """The value that a module reads; notes values that a write would round."""
     dtype = COMPUTE_DTYPE.value
     if dtype is None:
         return value
@@ -243,27 +234,22 @@ def as_read(variable: nnx.Variable, value: PyTree) -> PyTree:
 
 
 def as_stored(variable: nnx.Variable, value: PyTree) -> PyTree:
-    """The value that is stored when a module writes one."""
     stored = variable.get_raw_value()
     if COMPUTE_DTYPE.value is None or not is_floating(stored):
         return value
     if ACTIVE.rounded.get(stored, False):
-        raise ValueError(rounded_write(variable))
+        module = ACTIVE.module
+        found = (path for path, node in nnx.iter_graph(module) if node is variable)
+        name, kind = joined(next(found, ("?",))), type(module).__name__
+        read = COMPUTE_DTYPE.value
+        raise ValueError(
+            ROUNDED_WRITE.format(CALLER, kind, name, read, stored.dtype, kind)
+        )
     return cast_floating(value, stored.dtype)
 
 
 def is_floating(value: object) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
-
-
-def rounded_write(variable: nnx.Variable) -> str:
-    """The message about a parameter that is written after a read in fewer bits."""
-    module = ACTIVE.module
-    found = (path for path, node in nnx.iter_graph(module) if node is variable)
-    name, kind = joined(next(found, ("?",))), type(module).__name__
-    stored = variable.get_raw_value().dtype
-    read = COMPUTE_DTYPE.value
-    return ROUNDED_WRITE.format(CALLER, kind, name, read, stored, kind)
 
 
 def dot_product_attention(

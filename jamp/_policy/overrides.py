@@ -16,9 +16,8 @@ import jax.numpy as jnp
 
 from .._autocast.paths import PathPattern
 from .._checks import shown
-from .float32_for import check_float32_for
 from .float32_region import norm_classes
-from .policy import Policy, get_policy
+from .policy import Policy, check_float32_for, get_policy
 
 ROOT, NORM = -1, -2
 
@@ -57,7 +56,6 @@ def make_plan(
     overrides: Mapping[str | type, Policy | str] | None,
     float32_for: Collection[str],
 ) -> Plan:
-    """Checks the arguments of `with_policy` for modules that derive from `base`."""
     if not isinstance(module, base):
         raise TypeError(NO_MODULE.format(caller, shown(module)))
     if has_policy(module):
@@ -77,18 +75,17 @@ def make_plan(
         )
     rows = []
     for key, value in (overrides or {}).items():
+        bad_key = functools.partial(BAD_KEY.format, caller, key)
         if not isinstance(value, Policy | str):
-            raise TypeError(BAD_KEY.format(caller, key, f"{value!r} is not a policy."))
+            raise TypeError(bad_key(f"{value!r} is not a policy."))
         if not isinstance(key, str | type):
-            raise TypeError(
-                BAD_KEY.format(caller, key, "the key is neither a string nor a class.")
-            )
+            raise TypeError(bad_key("the key is neither a string nor a class."))
         if isinstance(key, str):
             try:
-                PathPattern(key)
+                pattern_of(key)
             except re.error as error:
                 problem = f"the key is not a regular expression: {error}."
-                raise ValueError(BAD_KEY.format(caller, key, problem)) from None
+                raise ValueError(bad_key(problem)) from None
         rows.append((key, get_policy(value)))
     return Plan(get_policy(policy), tuple(rows), check_float32_for(float32_for))
 

@@ -1,13 +1,15 @@
 """Policy: which dtypes parameters, computation and outputs have. jmp's names."""
 
 import dataclasses
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from .._autocast.ops import KEPT
 from .._checks import (
     DTYPE_NAMES,
     DTYPES,
@@ -19,9 +21,10 @@ from .._checks import (
 )
 from .._targets import half_dtype
 from .._tree import cast_floating
-from .float32_for import FLOAT32_FOR
 
 Tree = TypeVar("Tree")
+
+FLOAT32_FOR = tuple(KEPT)  # norms, softmax, losses
 
 KEYS = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
 KEYS |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
@@ -171,10 +174,12 @@ class Policy:
             from .wrap import wrap  # its region needs JAX's private parts; casts do not
         except Exception as error:
             raise unavailable("jamp.Policy.wrap", error) from error
-        return wrap(function, self.compute_dtype, self.output_dtype, float32_for)
+        kept = check_float32_for(float32_for)
+        return wrap(function, self.compute_dtype, self.output_dtype, kept)
 
     def __str__(self):
-        names = [_short_name(dtype) for dtype in dataclasses.astuple(self)]
+        dtypes = dataclasses.astuple(self)
+        names = (DTYPE_NAMES.get(dtype.name, (dtype.name,))[0] for dtype in dtypes)
         return "p={},c={},o={}".format(*names)
 
     def __repr__(self):
@@ -236,10 +241,6 @@ def _parsed(text: str) -> Policy:
     return Policy(param, compute, found.get("output_dtype", compute))
 
 
-def _short_name(dtype: np.dtype) -> str:
-    return DTYPE_NAMES.get(dtype.name, (dtype.name,))[0]
-
-
 def _dtype(value: DTypeLike | None, where: str) -> np.dtype:
     """The floating dtype that a user means. Raises ValueError for anything else."""
     dtype = dtype_or_none(value)
@@ -257,3 +258,20 @@ def _dtype(value: DTypeLike | None, where: str) -> np.dtype:
     else:
         return dtype
     raise ValueError(f"{where}: {problem}")
+
+
+def check_float32_for(names: Collection[str]) -> frozenset[str]:
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise TypeError(
+            f"float32_for must be a tuple of names, such as {FLOAT32_FOR}; got "
+            f"{names!r}."
+        )
+    for name in names:
+        if not isinstance(name, str) or name not in KEPT:
+            near = difflib.get_close_matches(str(name), KEPT, n=1)
+            raise ValueError(
+                f"float32_for: unknown name {name!r}"
+                + (f", did you mean {near[0]!r}?" if near else ".")
+                + f" The names are {', '.join(map(repr, KEPT))}."
+            )
+    return frozenset(names)

@@ -8,12 +8,11 @@ attributes and other paths. With a subclass,
 - `isinstance` stays true, and NNX's filters and overrides by class still match;
 - attributes, dataclass fields, the paths of the state and the metadata of Variables are
   the same, because the object is the same;
-- messages, `repr`, Flax's tables and name stacks show the user's class: the subclass
-  has its name, qualified name, module and docstring;
-- modules with equal policies are equal, because equal arguments give the same class:
-  the functions that make classes are cached;
+- messages, `repr`, Flax's tables and name stacks show the user's class, by its name;
+- modules with equal policies are equal, because the functions that make classes are
+  cached;
 - `pickle` works, although no module holds the class under its name: the metaclass
-  pickles it as the call that made it. `deepcopy` works too: it does not copy classes.
+  pickles it as the call that made it. `deepcopy` does not copy classes.
 
 Only `type(module) is Model` becomes false.
 """
@@ -36,7 +35,6 @@ def change_class(thing: C, cls: type[C]) -> None:
 
 
 def is_changed(thing: object) -> bool:
-    """Whether the class of an object was made here."""
     return hasattr(type(thing), "_jamp_rebuild")
 
 

@@ -1,14 +1,13 @@
 """A policy around a function of arrays: `Policy.wrap`."""
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from .._checks import imported
 from .._tree import cast_floating
-from .float32_for import check_float32_for
 from .float32_region import advised, float32_region, norm_classes, state_classes
 
 
@@ -16,9 +15,8 @@ def wrap(
     function: Callable,
     compute_dtype: np.dtype,
     output_dtype: np.dtype,
-    float32_for: Collection[str],
+    kept: frozenset[str],
 ) -> Callable:
-    """The function with casts of its arguments and results. See `Policy.wrap`."""
     if isinstance(function, functools.partial):  # a leaf to JAX, with its arrays
         function = jax.tree_util.Partial(
             function.func, *function.args, **function.keywords
@@ -29,7 +27,6 @@ def wrap(
             f"policy.wrap: {kind.__name__} is not a function of arrays; "
             "for Flax, use jamp.linen.with_policy or jamp.nnx.with_policy."
         )
-    kept = check_float32_for(float32_for)
 
     @functools.wraps(function, updated=())
     def wrapped(*args, **kwargs):

@@ -1,6 +1,6 @@
 """What other projects' own tests found: programs that ran outside of regions alone.
 
-`python -m parity.foreign` runs those tests. Each function here does what one of them
+`python -m foreign` runs those tests. Each function here does what one of them
 does, with arrays of its own; all failed in any region.
 """
 

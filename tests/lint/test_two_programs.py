@@ -11,7 +11,11 @@ from pathlib import Path
 from tests.marks import walk
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted({*ROOT.glob("tests/**/*.py"), *ROOT.glob("parity/test_*.py")})
+FILES = sorted(
+    path
+    for glob in ("tests/**/*.py", "parity/test_*.py", "foreign/test_*.py")
+    for path in ROOT.glob(glob)
+)
 LISTED = (ROOT / "tests/two_programs.txt").read_text().split()
 CHECKS = {"check_near", "check_rounded"}
 # Comparisons, and where a tolerance stands that has no name.

@@ -21,7 +21,7 @@ PAGES = [
 ]
 MODULES = [
     file
-    for folder in ("jamp", "examples", "parity", "benchmarks", "shared")
+    for folder in ("jamp", "examples", "parity", "foreign", "benchmarks", "shared")
     for file in (ROOT / folder).glob("**/*.py")
 ]
 

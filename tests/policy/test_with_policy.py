@@ -1,129 +1,42 @@
-"""What `with_policy` does alike for Linen and for NNX: overrides, norms, carries."""
+"""What `with_policy` does alike for Linen and for NNX: a test a claim.
 
-import flax.linen as nn
+What the two have of their own is in `test_linen` and `test_nnx`.
+"""
+
+import copy
+import pickle
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from flax import nnx
 
 import jamp
 from shared.jaxprs import equations
-from tests.jaxprs import products_of
+from tests.jaxprs import products, products_of
 from tests.marks import mostly_slow, walk
+
+from . import linen_models, nnx_models
+from .linen_models import Block, Compact, Own, Parent, Setup, SetupParent, X
+from .nnx_models import PRODUCTS, TOKENS, Model
 
 MIXED = jamp.get_policy("mixed_float16")
 HALF, FULL, OTHER = {"float16"}, {"float32"}, {"bfloat16"}
-KEY = jax.random.key(0)
-X = jnp.ones((2, 4))
-OPTIONS = {"GroupNorm": {"num_groups": 2}, "BatchNorm": {"use_running_average": False}}
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-class Linen:
-    package, layer = nn, nn.Dense
-    with_policy = staticmethod(jamp.linen.with_policy)
-
-    class Layers(nn.Module):
-        numbers: tuple = (1, 2, 10)
-        dtype: jnp.dtype | None = None
-        policy: str | None = None
-
-        @nn.compact
-        def __call__(self, x):
-            for i in self.numbers:
-                own = self.dtype if i == 1 else None
-                layer = nn.Dense(4, name=f"layer_{i}", dtype=own)
-                if self.policy and i == 1:
-                    layer = jamp.linen.with_policy(layer, self.policy)
-                x = layer(inputs=x)
-            return x
-
-    class Model(nn.Module):
-        part: nn.Module
-
-        def __call__(self, x):
-            return self.part(x)
-
-    @staticmethod
-    def model(**arguments):
-        return Linen.Model(Linen.Layers(**arguments))
-
-    class Normed(nn.Module):
-        norm: str
-
-        @nn.compact
-        def __call__(self, x):
-            norm = getattr(nn, self.norm)
-            h = norm(**OPTIONS.get(self.norm, {}), name="norm")(x)
-            return jax.nn.softmax(nn.Dense(4, name="layer")(h)), 1 * h
-
-    @staticmethod
-    def rnn(cell):
-        return nn.RNN(getattr(nn, cell)(4), return_carry=True)
-
-    @staticmethod
-    def traced(model, x=X):
-        """The jaxpr of a call, and the parameters."""
-        variables = jax.eval_shape(model.init, KEY, x)
-        run = lambda variables: model.apply(variables, x, mutable="batch_stats")[0]
-        return jax.make_jaxpr(run)(variables), variables["params"]
+both = pytest.mark.parametrize("flax", [linen_models, nnx_models], ids=["linen", "nnx"])
 
 
-class NNX:
-    package, layer = nnx, nnx.Linear
-    with_policy = staticmethod(jamp.nnx.with_policy)
+def traced(flax, model, x=X):
+    """The jaxpr of a call, and the parameters."""
+    params, state, predict = flax.functional(model, x, abstract=True)
+    run = lambda params, state: predict(params, state, x)[0]
+    return jax.make_jaxpr(run)(params, state), params
 
-    class Layers(nnx.Module):
-        def __init__(self, numbers=(1, 2, 10), dtype=None, policy=None):
-            self.numbers = numbers
-            for i in numbers:
-                own = dtype if i == 1 else None
-                layer = nnx.Linear(4, 4, dtype=own, rngs=nnx.Rngs(0))
-                if policy and i == 1:
-                    layer = jamp.nnx.with_policy(layer, policy)
-                setattr(self, f"layer_{i}", layer)
-
-        def __call__(self, x):
-            for i in self.numbers:
-                x = getattr(self, f"layer_{i}")(inputs=x)
-            return x
-
-    class Model(nnx.Module):
-        def __init__(self, part):
-            self.part = part
-
-        def __call__(self, x):
-            return self.part(x)
-
-    @staticmethod
-    def model(**arguments):
-        return NNX.Model(NNX.Layers(**arguments))
-
-    class Normed(nnx.Module):
-        def __init__(self, norm):
-            rngs, options = nnx.Rngs(0), OPTIONS.get(norm, {})
-            self.norm = getattr(nnx, norm)(4, **options, rngs=rngs)
-            self.layer = nnx.Linear(4, 4, rngs=rngs)
-
-        def __call__(self, x):
-            h = self.norm(x)
-            return jax.nn.softmax(self.layer(h)), 1 * h
-
-    @staticmethod
-    def rnn(cell):
-        cell = getattr(nnx, cell)(4, 4, rngs=nnx.Rngs(0))
-        return nnx.RNN(cell, return_carry=True)
-
-    @staticmethod
-    def traced(model, x=X):
-        """The jaxpr of a call, and the parameters."""
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-        run = lambda params: nnx.merge(graphdef, params, rest, copy=True)(x)
-        return jax.make_jaxpr(run)(params), nnx.to_pure_dict(params)
-
-
-both = pytest.mark.parametrize("flax", [Linen, NNX], ids=["linen", "nnx"])
 
 LAYER = object()  # stands for the library's class
 
@@ -146,19 +59,19 @@ DECIDED = [
 def test_the_innermost_override_decides_then_the_first(flax, overrides, expected):
     overrides = {flax.layer if k is LAYER else k: v for k, v in overrides.items()}
     model = flax.with_policy(flax.model(), MIXED, overrides)
-    assert products_of(flax.traced(model)[0]) == expected
+    assert products_of(traced(flax, model)[0]) == expected
 
 
 @both
 def test_a_layers_own_dtype_wins(flax):
     model = flax.with_policy(flax.model(dtype=jnp.float32), MIXED)
-    assert products_of(flax.traced(model)[0]) == [FULL, HALF, HALF]
+    assert products_of(traced(flax, model)[0]) == [FULL, HALF, HALF]
 
 
 @both
 def test_a_policy_in_a_policy_wins(flax):
     model = flax.with_policy(flax.model(policy="bf16"), MIXED)
-    assert products_of(flax.traced(model)[0]) == [OTHER, HALF, HALF]
+    assert products_of(traced(flax, model)[0]) == [OTHER, HALF, HALF]
 
 
 @both
@@ -167,7 +80,7 @@ def test_norms_and_softmax_are_in_float32_unless_they_are_not_named(flax, norm):
     kept = [("norms", "softmax", "losses"), ("softmax",), ("norms",), ()]
     for names in kept:
         model = flax.with_policy(flax.Normed(norm), "half", float32_for=names)
-        jaxpr, params = flax.traced(model)
+        jaxpr, params = traced(flax, model)
         dtypes = {name: set() for name in ("rsqrt", "exp")}
         for eqn in equations(jaxpr):
             if eqn.primitive.name in dtypes:
@@ -191,7 +104,7 @@ def test_norms_stay_in_float32_in_what_an_override_names(flax):
         ({norm: "half"}, jnp.float16),
     ):
         model = flax.with_policy(flax.Normed("LayerNorm"), MIXED, overrides)
-        assert flax.traced(model)[1]["norm"]["scale"].dtype == dtype, overrides
+        assert traced(flax, model)[1]["norm"]["scale"].dtype == dtype, overrides
 
 
 @both
@@ -202,10 +115,115 @@ def test_a_recurrent_carry_keeps_its_dtype(flax, cell):
     for own in (None, "c=bf16,o=f16"):
         overrides = {getattr(flax.package, cell): own} if own else None
         model = flax.with_policy(flax.rnn(cell), MIXED, overrides)
-        jaxpr, _ = flax.traced(model, X[None])
+        jaxpr, _ = traced(flax, model, X[None])
         assert {aval.dtype.name for aval in jaxpr.out_avals} == FULL
         inside = OTHER if own else HALF
-        if flax.package is nnx and cell == "SimpleCell":
+        if flax is nnx_models and cell == "SimpleCell":
             inside = FULL  # its own dtype, unless it is told another one
         products = products_of(jaxpr)
         assert products and all(dtypes == inside for dtypes in products)
+
+
+@both
+def test_it_is_still_the_model(flax):
+    plain = flax.model()
+    model = flax.with_policy(plain, MIXED)
+    assert type(plain) is flax.Around
+    assert isinstance(model, flax.Around)
+    assert type(flax.with_policy(plain, "mixed_float16")) is type(model)
+    assert type(flax.with_policy(plain, "half")) is not type(model)
+    for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        assert type(other) is type(model)
+        assert products_of(traced(flax, other)[0]) == [HALF] * 3
+
+
+# Models with all that a library has: lifted transformations, shared and stacked parts.
+
+WIDE = jax.random.normal(jax.random.key(2), (4, 8))
+CASES = {  # and how many products are in float16 and in float32
+    "compact": (linen_models, Compact, WIDE, 7, 0),
+    "setup": (linen_models, Setup, WIDE, 3, 0),
+    "nnx": (nnx_models, Model, TOKENS, PRODUCTS, 0),
+    "part, compact": (linen_models, Parent, WIDE, 7, 1),
+    "part, setup": (linen_models, SetupParent, WIDE, 7, 1),
+    "part with setup": (linen_models, partial(Parent, Setup), WIDE, 3, 1),
+    "part with setup in setup": (linen_models, partial(SetupParent, Setup), WIDE, 3, 1),
+}
+
+
+def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_plain_model_with_casts(name):
+    """Same variables bit for bit, products in float16, values near float32's."""
+    flax, make, x, half, full = CASES[name]
+    model = make(policy=MIXED) if full else flax.with_policy(make(), MIXED)
+    params, state, predict = flax.functional(model, x)
+    plain_params, plain_state, plain = flax.functional(make(), x)
+    expected, ours = by_path(plain_params), by_path(params)
+    assert expected.keys() == ours.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(ours[path], value)
+    y, plain_state = plain(plain_params, plain_state, x)
+    out, new = predict(params, state, x)
+    assert out.dtype == jnp.float32
+    size = max(1, float(jnp.abs(y).max()))
+    np.testing.assert_allclose(out, y, rtol=1e-2, atol=2e-3 * size)
+    assert jax.tree.structure(plain_state) == jax.tree.structure(new)
+    for path, value in by_path(plain_state).items():
+        if path.endswith(("['mean']", "['var']")):
+            assert by_path(new)[path].dtype == jnp.float32
+            np.testing.assert_allclose(by_path(new)[path], value, atol=1e-4)
+
+    def loss(params):
+        return jnp.sum(predict(params, state, x)[0] ** 2)
+
+    found = products(loss, params)
+    assert found.count(HALF) == half
+    assert found.count(FULL) == full == len(found) - half
+    grads = jax.grad(loss)(params)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    backward = products(jax.grad(loss), params)
+    assert backward.count(HALF) >= 3 * half - 1
+    assert backward.count(FULL) == 3 * full == len(backward) - backward.count(HALF)
+
+
+OVERRIDDEN = [
+    (
+        (linen_models, Compact, WIDE),
+        {
+            "jitted/Dense": "p=bf16,c=f16",
+            "^Dense_1$": "full",
+            Own: "c=bf16",
+            Block: jamp.get_policy("full"),
+        },
+        [HALF, FULL, FULL, HALF, HALF, OTHER, FULL],  # the fourth is the jitted one
+        {"jitted.*Dense": "bfloat16", "Norm|Own|Block|Dense_1": "float32"},
+    ),
+    (
+        (nnx_models, Model, TOKENS),
+        {
+            "^head$": "full",
+            "blocks/1": "p=bf16,c=bf16,o=f16",
+            "stack": "p=bf16,c=f16",
+            nnx_models.package.MultiHeadAttention: "c=bf16,o=f16",
+        },
+        [HALF, OTHER, HALF, *[OTHER] * 6, HALF, HALF, FULL, HALF],
+        {"norm|head|attention": "float32", "1.*linear|stack": "bfloat16"},
+    ),
+]
+
+
+@pytest.mark.parametrize("case, overrides, expected, stored", OVERRIDDEN)
+def test_overrides_reach_into_transformations(case, overrides, expected, stored):
+    flax, make, x = case
+    jaxpr, params = traced(flax, flax.with_policy(make(), "half", overrides), x)
+    assert products_of(jaxpr) == expected
+    assert {aval.dtype.name for aval in jaxpr.out_avals} == HALF
+    for path, leaf in by_path(params).items():
+        found = (d for pattern, d in stored.items() if re.search(pattern, path))
+        assert leaf.dtype == next(found, "float16"), path

@@ -12,7 +12,7 @@ import numpy as np
 import jamp
 
 from ..models.source import Checkouts, imports_from
-from .conversion import Edit
+from .conversion import AUTOCAST, RECORDED, Edit, above
 from .record import STEPS, Outcome
 
 SCRIPT, MODEL = "train.py", "model.py"
@@ -37,17 +37,9 @@ CREATE = (
     "return train_state.TrainState.create(apply_fn=self.apply, params=params, tx={})"
 )
 HARNESS = (
-    Edit(SCRIPT, "iter_num += 1", ["LOSSES.append(float(loss))", "iter_num += 1"]),
-    Edit(
-        MODEL,
-        "import optax",
-        ["import optax", "from parity.trainers.record import recorded"],
-    ),
-    Edit(
-        MODEL,
-        CREATE.format("tx"),
-        ["tx = recorded(tx)", CREATE.format("tx")],
-    ),
+    above(SCRIPT, "iter_num += 1", "LOSSES.append(float(loss))"),
+    above(MODEL, "import optax", RECORDED),
+    above(MODEL, CREATE.format("tx"), "tx = recorded(tx)"),
     Edit(  # Flax's parameters are dictionaries now
         MODEL,
         "param_partitions = freeze(path_aware_map(partition_fn, params))",
@@ -60,12 +52,8 @@ HARNESS = (
     ),
 )
 REGION = (
-    Edit(SCRIPT, "import jax", ["import jamp", "import jax"]),
-    Edit(
-        SCRIPT,
-        "def loss_fn(params):",
-        ["@jamp.autocast(DTYPE)", "def loss_fn(params):"],
-    ),
+    above(SCRIPT, "import jax", "import jamp"),
+    above(SCRIPT, "def loss_fn(params):", AUTOCAST),
 )
 SCALING = (
     Edit(
@@ -73,7 +61,7 @@ SCALING = (
         "grad_fn = jax.value_and_grad(loss_fn)",
         ["grad_fn = jamp.value_and_grad(loss_fn, state.opt_state)"],
     ),
-    Edit(MODEL, "import jax", ["import jamp", "import jax"]),
+    above(MODEL, "import jax", "import jamp"),
     Edit(
         MODEL,
         CREATE.format("tx"),
@@ -82,7 +70,7 @@ SCALING = (
 )
 
 
-def run(checkouts: Checkouts, scaled: bool) -> Outcome:
+def run(checkouts: Checkouts) -> Outcome:
     """The script, with its options on the command line, and a text of random bytes."""
     folder = checkouts.folder / "nanoGPT-jax"
     rng = np.random.default_rng(0)
@@ -102,5 +90,4 @@ def run(checkouts: Checkouts, scaled: bool) -> Outcome:
         script: dict[str, Any] = runpy.run_path("train.py", {"LOSSES": losses})
         state, batch = script["state"], script["get_batch"]("train")
         products = jamp.debug.explain(script["train_step"])(state, batch).matmul_flops
-    skipped = jamp.metrics(state.opt_state)["skipped_steps"] if scaled else 0
-    return Outcome(losses, state.params, state.opt_state, products, int(skipped))
+    return Outcome(losses, state.params, state.opt_state, products)

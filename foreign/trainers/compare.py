@@ -65,7 +65,6 @@ cosine | skipped | last loss | |
 
 
 def results(name: str, checkouts: Checkouts) -> dict[str, Any]:
-    """The results of a trainer in all ways, for its file."""
     records = {way: run(name, way, checkouts.folder) for way in WAYS}
     rows = {way: row(way, records["float32"], records[way]) for way in WAYS}
     names = ("jax", "flax", "optax")
@@ -85,7 +84,7 @@ def run(name: str, way: str, source: Path) -> Record:
     flags = f"--xla_force_host_platform_device_count={devices}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "record")
-        command = [sys.executable, "-m", "parity.trainers", name, way]
+        command = [sys.executable, "-m", "foreign.trainers", name, way]
         command += ["--source", str(source), "--to", str(file)]
         environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -148,12 +147,10 @@ def norm(run: Record) -> float:
 
 
 def wrong(result: dict[str, Any]) -> list[str]:
-    """What is outside of the bounds, in all ways."""
     return [f"{way}: {w}" for way, r in result["ways"].items() for w in r["wrong"]]
 
 
 def lines(name: str, result: dict[str, Any]) -> str:
-    """The rows of a trainer in the table."""
     text = ""
     for way, r in result["ways"].items():
         added, removed = r["lines"]
@@ -172,7 +169,6 @@ def lines(name: str, result: dict[str, Any]) -> str:
 
 
 def part(results: dict[str, Any]) -> str:
-    """The part of the page, below its title."""
     bounds = [
         f"| {way} | {first:g} | {apart:g} | {cosine:g} |"
         for way, (first, apart, cosine) in BOUNDS.items()

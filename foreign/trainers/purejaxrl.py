@@ -8,30 +8,18 @@ import numpy as np
 import jamp
 
 from ..models.source import Checkouts
-from .conversion import Edit
+from .conversion import AUTOCAST, RECORDED, Edit, above
 from .record import Outcome
 
 FILE = "purejaxrl/ppo.py"
 HARNESS = (
-    Edit(
-        FILE,
-        "import gymnax",
-        ["import gymnax", "from parity.trainers.record import recorded"],
-    ),
-    Edit(
-        FILE,
-        "train_state = TrainState.create(",
-        ["tx = recorded(tx)", "train_state = TrainState.create("],
-    ),
+    above(FILE, "import gymnax", RECORDED),
+    above(FILE, "train_state = TrainState.create(", "tx = recorded(tx)"),
     Edit(FILE, "return runner_state, metric", ["return runner_state, loss_info"]),
 )
 REGION = (
-    Edit(FILE, "import optax", ["import optax", "import jamp"]),
-    Edit(
-        FILE,
-        "def _loss_fn(params, traj_batch, gae, targets):",
-        ["@jamp.autocast(DTYPE)", "def _loss_fn(params, traj_batch, gae, targets):"],
-    ),
+    above(FILE, "import optax", "import jamp"),
+    above(FILE, "def _loss_fn(params, traj_batch, gae, targets):", AUTOCAST),
 )
 SCALING = (
     Edit(
@@ -68,7 +56,7 @@ CONFIG = {
 }
 
 
-def run(checkouts: Checkouts, scaled: bool) -> Outcome:
+def run(checkouts: Checkouts) -> Outcome:
     """5 rollouts, and 4 updates after each."""
     importlib.import_module("distrax")  # before stand-ins for what it asks after
     (ppo,) = checkouts.modules("purejaxrl/purejaxrl", "ppo")
@@ -76,6 +64,5 @@ def run(checkouts: Checkouts, scaled: bool) -> Outcome:
     products = jamp.debug.explain(train)(rng).matmul_flops
     out = jax.jit(train)(rng)
     state, (total, _) = out["runner_state"][0], out["metrics"]
-    skipped = jamp.metrics(state.opt_state)["skipped_steps"] if scaled else 0
     losses = np.asarray(total).ravel().tolist()
-    return Outcome(losses, state.params, state.opt_state, products, int(skipped))
+    return Outcome(losses, state.params, state.opt_state, products)

@@ -58,13 +58,11 @@ def uncovered(file: File) -> list[Outcome]:
 
 
 def file(folder: Path, name: str) -> File:
-    """The records of one file of a suite."""
     path = folder / name.removesuffix(".py")
     ways = {way: records.read(path / f"{way}.jsonl") for way in WAYS}
     return File(folder.name, name, ways, records.total(path))
 
 
 def files(folder: Path) -> Iterator[File]:
-    """The records of a suite, file by file."""
     for path in sorted(folder.rglob(f"{PLAIN}.jsonl")):
         yield file(folder, f"{path.parent.relative_to(folder)}.py")

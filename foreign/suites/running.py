@@ -10,8 +10,8 @@ from typing import NamedTuple
 from shared.processes import run_group
 
 from . import plugin, records
+from .projects import Task
 from .records import PLAIN, Outcome
-from .suites import Task
 
 ROOT = Path(__file__).parents[2]
 FINISHED = (0, 1, 5)  # pytest's exit statuses: passed, failed, no tests
@@ -26,7 +26,6 @@ class Limits(NamedTuple):
 
 
 def output(folder: Path, task: Task, way: str) -> Path:
-    """The file with the outcomes of a task."""
     return folder / task.file.removesuffix(".py") / f"{way}.jsonl"
 
 
@@ -52,7 +51,7 @@ def run(
     seconds = limits.test * (1 if way == PLAIN else FACTOR)
     wanted |= {"size": task.size, "plain": plain, "seconds": seconds}
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--no-header"]
-    command += ["-p", "parity.foreign.plugin", "-p", "no:cacheprovider"]
+    command += ["-p", "foreign.suites.plugin", "-p", "no:cacheprovider"]
     if configuration is not None:
         command += ["-c", str(configuration)]
     command += ["--rootdir", str(tests.parent), str(tests / task.file)]

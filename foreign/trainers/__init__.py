@@ -9,7 +9,7 @@ sympy tokamax==0.0.12` (later versions of tokamax need JAX 0.11).
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..models.source import Checkouts
 from . import maxtext, nanogpt, purejaxrl, tunix, vision_transformer
@@ -47,8 +47,7 @@ class Trainer(NamedTuple):
       region: the edits for bfloat16 and float8. DTYPE stands for the dtype.
       scaling: those that float16 needs besides. SCALE stands for
         the first scale, as an argument.
-      run: runs the project's own loop from the edited copy. Its second argument says
-        whether there is a loss scale.
+      run: runs the project's own loop from the edited copy.
       devices: on how many devices of the CPU.
     """
 
@@ -56,11 +55,10 @@ class Trainer(NamedTuple):
     harness: Sequence[Edit]
     region: Sequence[Edit]
     scaling: Sequence[Edit]
-    run: Callable[[Checkouts, bool], Outcome]
+    run: Callable[[Checkouts], Outcome]
     devices: int = 1
 
     def edits(self, way: Way) -> list[Edit]:
-        """Those of the conversion."""
         chosen = [
             *(self.region if way.dtype else ()),
             *(self.scaling if way.scale else ()),
@@ -75,44 +73,17 @@ class Trainer(NamedTuple):
         ]
 
 
-TRAINERS: dict[str, Trainer] = {
-    "purejaxrl PPO": Trainer(
-        "purejaxrl",
-        purejaxrl.HARNESS,
-        purejaxrl.REGION,
-        purejaxrl.SCALING,
-        purejaxrl.run,
-    ),
-    "vision_transformer": Trainer(
-        "vision_transformer",
-        vision_transformer.HARNESS,
-        vision_transformer.REGION,
-        vision_transformer.SCALING,
-        vision_transformer.run,
-        devices=2,
-    ),
-    "nanoGPT": Trainer(
-        "nanoGPT-jax",
-        nanogpt.HARNESS,
-        nanogpt.REGION,
-        nanogpt.SCALING,
-        nanogpt.run,
-    ),
-    "tunix GRPO": Trainer(
-        "tunix",
-        tunix.HARNESS,
-        tunix.REGION,
-        tunix.SCALING,
-        tunix.run,
-    ),
-    "MaxText": Trainer(
-        "maxtext",
-        maxtext.HARNESS,
-        maxtext.REGION,
-        maxtext.SCALING,
-        maxtext.run,
-        devices=2,
-    ),
+def trainer(project: str, module: Any, devices: int = 1) -> Trainer:
+    parts = module.HARNESS, module.REGION, module.SCALING, module.run
+    return Trainer(project, *parts, devices)
+
+
+TRAINERS = {
+    "purejaxrl PPO": trainer("purejaxrl", purejaxrl),
+    "vision_transformer": trainer("vision_transformer", vision_transformer, 2),
+    "nanoGPT": trainer("nanoGPT-jax", nanogpt),
+    "tunix GRPO": trainer("tunix", tunix),
+    "MaxText": trainer("maxtext", maxtext, 2),
 }
 
 SOURCES = {

@@ -47,15 +47,12 @@ class Run(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """An exception, its notes, and its traceback."""
-
     error: str
     notes: list[str]
     trace: str
 
 
 def region(way: str) -> AbstractContextManager[Any]:
-    """The context in which the forward pass runs."""
     return jamp.autocast(jnp.float16) if way == "autocast" else nullcontext()
 
 
@@ -124,7 +121,6 @@ def share_of(loss: Callable[..., Any], *args: Any) -> float | None:
 
 
 def of_linen(model: Linen, way: str):
-    """A step of a Linen model, with what its `apply` changes."""
     module = model.module
     if way == "policy":
         module = jamp.linen.with_policy(module, POLICY)
@@ -181,7 +177,6 @@ def functional(loss_fn, params: Any, state: Any, way: str):
 
 
 def check_dtypes(before: Any, after: Any) -> None:
-    """Raises if a step has changed the dtype of parameters or state."""
     old, new = (dict(dtypes(tree)) for tree in (before, after))
     changed = [f"{k} from {old.get(k)} to {d}" for k, d in new.items() if old[k] != d]
     if changed:
@@ -189,7 +184,6 @@ def check_dtypes(before: Any, after: Any) -> None:
 
 
 def dtypes(tree: Any) -> Iterator[tuple[str, str]]:
-    """The dtype of each leaf, by its path."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield jax.tree_util.keystr(path), str(leaf.dtype)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..report import cell, replace
+from ..suites.report import cell, replace
 from .compare import DTYPES, WAYS, Result, Row
 from .programs import Outcome
 from .reasons import NO_REASON, REASONS, unexplained
@@ -30,7 +30,6 @@ class Section(NamedTuple):
 
 
 def write(path: Path, sections: Sequence[Section]) -> None:
-    """Replaces what is between the two marks of the page."""
     found = [summary(sections)]
     outcomes = [x for each in sections for x in each.outcomes]
     if outcomes:

@@ -1,4 +1,4 @@
-"""`python -m parity.foreign --suite ecosystem`: calls and programs, and the page."""
+"""`python -m foreign --suite ecosystem`: calls and programs, and the page."""
 
 import argparse
 import os

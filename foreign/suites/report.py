@@ -19,7 +19,6 @@ HEAD = """| file | tests | pass plain | same in the region | listed | values | c
 
 
 def line(file: File) -> str:
-    """Returns one line about a file, to print."""
     found = [f"{file.suite} {file.name}: {len(file.passed())} pass plain"]
     if file.ways[KEPT]:
         found.append(
@@ -48,7 +47,6 @@ def details(files: Iterable[File]) -> list[str]:
 
 
 def write(path: Path, folder: Path) -> None:
-    """Replaces the text between the two marks of the page."""
     suites = [list(result.files(folder / name)) for name in inside.INSIDE]
     replace(path, "\n\n".join(section(files) for files in suites if files))
 

@@ -14,7 +14,6 @@ VOCABULARY, LENGTH = 64, 16
 
 
 def modeling(checkouts: Checkouts, name: str):
-    """The file that has a model's classes."""
     return checkouts.modules("bonsai", f"bonsai.models.{name}.modeling")[0]
 
 

@@ -20,7 +20,6 @@ COMPARISONS = (AssertionError, pytest.fail.Exception)
 
 @contextlib.contextmanager
 def region(way: str):
-    """The region that a test runs in, if it does not run plain."""
     import jax
     import jax.numpy as jnp
 

@@ -1,6 +1,6 @@
-"""`python -m parity.trainers NAME WAY --source DIR --to FILE`: one run, in a process.
+"""`python -m foreign.trainers NAME WAY --source DIR --to FILE`: one run, in a process.
 
-`parity.foreign_models` starts it: trainers set flags of XLA, the working folder and
+`foreign.train` starts it: trainers set flags of XLA, the working folder and
 `sys.argv`.
 """
 
@@ -17,7 +17,7 @@ from .record import record
 
 def main() -> None:
     """Edits a copy, runs it, and pickles the `Record`."""
-    parser = argparse.ArgumentParser(prog="python -m parity.trainers")
+    parser = argparse.ArgumentParser(prog="python -m foreign.trainers")
     parser.add_argument("name", choices=tuple(TRAINERS))
     parser.add_argument("way", choices=tuple(WAYS))
     parser.add_argument("--source", type=Path, required=True)
@@ -29,8 +29,8 @@ def main() -> None:
         target = Path(folder, trainer.project)
         way = WAYS[options.way]
         lines = convert(source, target, trainer.harness, trainer.edits(way))
-        outcome = trainer.run(Checkouts(Path(folder)), bool(way.scale))
-        result = record(outcome, lines)
+        outcome = trainer.run(Checkouts(Path(folder)))
+        result = record(outcome, lines, bool(way.scale))
     options.to.write_bytes(pickle.dumps(result))
 
 

@@ -24,6 +24,16 @@ class Edit(NamedTuple):
     above: Sequence[str] = ()
 
 
+# Lines of an edit. DTYPE stands for the region's dtype.
+RECORDED = "from foreign.trainers.record import recorded"
+AUTOCAST = "@jamp.autocast(DTYPE)"
+
+
+def above(file: str, line: str, *new: str) -> Edit:
+    """An edit that keeps the line and puts others above it."""
+    return Edit(file, line, [*new, line])
+
+
 def edited(text: str, edits: Iterable[Edit]) -> str:
     """The text after the edits. The line of each is looked for in the original text.
 

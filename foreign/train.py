@@ -1,4 +1,4 @@
-"""`python -m parity.foreign_models --source DIR`: other projects' models and trainers.
+"""`python -m foreign.train --source DIR`: other projects' models and trainers.
 
 Trains each model in float32, in a float16 region and with a float16 policy, 20 steps
 each, and compares the runs. Then it does the same with copies of whole trainers, which
@@ -45,7 +45,7 @@ or, where that is not possible, to float32.
   done in float16.
 - *skipped* is the number of steps that were skipped and repeated on the same batch.
 
-`python -m parity.foreign_models --source DIR` made the table on {date}, with
+`python -m foreign.train --source DIR` made the table on {date}, with
 {versions}. The checkouts are:
 
 {checkouts}
@@ -78,7 +78,6 @@ def compared(runs: dict[str, Run | Failed]) -> dict[str, Any]:
 
 
 def lines(name: str, result: dict[str, Any]) -> str:
-    """The rows of a model in the table."""
     project = MODELS[name].project
     text, plain = "", result["float32"]
     for way in WAYS:
@@ -104,7 +103,6 @@ def lines(name: str, result: dict[str, Any]) -> str:
 
 
 def page(results: dict[str, Any], checkouts: Checkouts) -> str:
-    """The page of the site."""
     names = ("jax", "flax", "optax", "equinox")
     versions = ", ".join(f"{n} {version(n)}" for n in names)
     commits = "\n".join(
@@ -123,7 +121,7 @@ def page(results: dict[str, Any], checkouts: Checkouts) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what does not have a result yet. 1 if something is outside the bounds."""
-    parser = argparse.ArgumentParser(prog="python -m parity.foreign_models")
+    parser = argparse.ArgumentParser(prog="python -m foreign.train")
     parser.add_argument("--source", type=Path, required=True, help="of the checkouts")
     known = (*MODELS, *TRAINERS)
     parser.add_argument("--only", nargs="+", choices=known, metavar="NAME")
@@ -159,7 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def file_of(name: str) -> Path:
-    """The file of a model's or a trainer's result."""
     return RESULTS / f"{name.replace(' ', '_')}.json"
 
 

@@ -11,28 +11,21 @@ from flax import nnx
 import jamp
 
 from ..models.source import Checkouts
-from .conversion import Edit
+from .conversion import AUTOCAST, Edit, above
 from .record import STEPS, Outcome, recorded
 
 FILE = "tunix/sft/peft_trainer.py"
 WORDS = ["<pad>", "<s>", "</s>", *(f"w{n}" for n in range(61))]
 HARNESS = ()
 REGION = (
-    Edit(FILE, "import jax", ["import jamp", "import jax"]),
-    Edit(
-        FILE,
-        "def diff_fn(model, *args, **kwargs):",
-        ["@jamp.autocast(DTYPE)", "def diff_fn(model, *args, **kwargs):"],
-    ),
+    above(FILE, "import jax", "import jamp"),
+    above(FILE, "def diff_fn(model, *args, **kwargs):", AUTOCAST),
 )
 SCALING = (
-    Edit(
+    above(
         FILE,
         "self.optimizer = nnx.Optimizer(self.model, optimizer, wrt=wrt_target)",
-        [
-            "optimizer = jamp.dynamic_loss_scale(optimizer, SCALE)",
-            "self.optimizer = nnx.Optimizer(self.model, optimizer, wrt=wrt_target)",
-        ],
+        "optimizer = jamp.dynamic_loss_scale(optimizer, SCALE)",
     ),
     Edit(
         FILE,
@@ -49,23 +42,18 @@ class Tokenizer:
     """Words separated by spaces."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """The numbers of the words."""
         return [WORDS.index(word) for word in text.split()]
 
     def decode(self, ids: Any, **_: Any) -> str:
-        """The words with these numbers."""
         return " ".join(WORDS[int(n)] for n in ids)
 
     def pad_id(self) -> int:
-        """The number of `<pad>`."""
         return 0
 
     def bos_id(self) -> int:
-        """The number of `<s>`."""
         return 1
 
     def eos_id(self) -> int:
-        """The number of `</s>`."""
         return 2
 
 
@@ -77,7 +65,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     ]
 
 
-def run(checkouts: Checkouts, scaled: bool) -> Outcome:
+def run(checkouts: Checkouts) -> Outcome:
     """`GRPOLearner.train`, whose steps are `PeftTrainer._train_step`."""
     qwen3, engine, grpo, rollout, adapter = checkouts.modules(
         "tunix",
@@ -149,5 +137,4 @@ def run(checkouts: Checkouts, scaled: bool) -> Outcome:
     )
     products = explained.matmul_flops
     params = nnx.to_pure_dict(nnx.state(peft.model, nnx.Param))
-    skipped = jamp.metrics(optimizer.opt_state)["skipped_steps"] if scaled else 0
-    return Outcome(losses, params, optimizer.opt_state, products, int(skipped))
+    return Outcome(losses, params, optimizer.opt_state, products)

@@ -15,7 +15,7 @@ from flax import nnx
 import jamp
 
 from ..models.source import Checkouts, imports_from
-from .conversion import Edit
+from .conversion import AUTOCAST, RECORDED, Edit, above
 from .record import STEPS, Outcome
 
 STEP = "src/maxtext/trainers/pre_train/train.py"
@@ -43,24 +43,16 @@ OPTIONS = {
 }
 OPTIMIZER = "tx = optimizers.get_optimizer(config, learning_rate_schedule, model)"
 HARNESS = (
-    Edit(
-        TOOLS,
-        "import optax",
-        ["import optax", "from parity.trainers.record import recorded"],
-    ),
+    above(TOOLS, "import optax", RECORDED),
     Edit(TOOLS, OPTIMIZER, [OPTIMIZER, "tx = recorded(tx)"]),
 )
 REGION = (
-    Edit(STEP, "import jax", ["import jamp", "import jax"]),
-    Edit(
+    above(STEP, "import jax", "import jamp"),
+    above(
         STEP,
         "def loss_fn(model, config, data, dropout_rng, params, sparsity_state=None, "
         "is_train=True):",
-        [
-            "@jamp.autocast(DTYPE)",
-            "def loss_fn(model, config, data, dropout_rng, params, "
-            "sparsity_state=None, is_train=True):",
-        ],
+        AUTOCAST,
     ),
 )
 SCALING = (
@@ -78,15 +70,12 @@ SCALING = (
         "config.gradient_clipping_threshold)",
         ["grads = raw_grads"],
     ),
-    Edit(TOOLS, "import jax", ["import jamp", "import jax"]),
-    Edit(
+    above(TOOLS, "import jax", "import jamp"),
+    above(
         TOOLS,
         "return learning_rate_schedule, tx",
-        [
-            "clip = optax.clip_by_global_norm(config.gradient_clipping_threshold)",
-            "tx = jamp.dynamic_loss_scale(optax.chain(clip, tx), SCALE)",
-            "return learning_rate_schedule, tx",
-        ],
+        "clip = optax.clip_by_global_norm(config.gradient_clipping_threshold)",
+        "tx = jamp.dynamic_loss_scale(optax.chain(clip, tx), SCALE)",
     ),
 )
 
@@ -109,7 +98,7 @@ def batches():
         }
 
 
-def run(checkouts: Checkouts, scaled: bool) -> Outcome:
+def run(checkouts: Checkouts) -> Outcome:
     """`train_loop`, with its own compiled step, meshes and file of metrics."""
     folder = checkouts.folder / "maxtext"
     metrics = folder / "metrics.json"
@@ -143,5 +132,4 @@ def run(checkouts: Checkouts, scaled: bool) -> Outcome:
     losses = [line["learning/loss"] for line in logged]
     opt_state = state.optimizer.opt_state
     params = nnx.to_pure_dict(nnx.state(state.model, nnx.Param))
-    skipped = jamp.metrics(opt_state)["skipped_steps"] if scaled else 0
-    return Outcome(losses, params, opt_state, products, int(skipped))
+    return Outcome(losses, params, opt_state, products)

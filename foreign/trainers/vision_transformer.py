@@ -12,30 +12,18 @@ import numpy as np
 import jamp
 
 from ..models.source import Checkouts
-from .conversion import Edit
+from .conversion import AUTOCAST, RECORDED, Edit, above
 from .record import STEPS, Outcome
 
 FILE = "vit_jax/train.py"
 CLASSES, BATCH = 16, 16
 HARNESS = (
-    Edit(
-        FILE,
-        "import optax",
-        ["import optax", "from parity.trainers.record import recorded"],
-    ),
-    Edit(
-        FILE,
-        "update_fn_repl = make_update_fn(",
-        ["tx = recorded(tx)", "update_fn_repl = make_update_fn("],
-    ),
+    above(FILE, "import optax", RECORDED),
+    above(FILE, "update_fn_repl = make_update_fn(", "tx = recorded(tx)"),
 )
 REGION = (
-    Edit(FILE, "import jax", ["import jamp", "import jax"]),
-    Edit(
-        FILE,
-        "def loss_fn(params, images, labels):",
-        ["@jamp.autocast(DTYPE)", "def loss_fn(params, images, labels):"],
-    ),
+    above(FILE, "import jax", "import jamp"),
+    above(FILE, "def loss_fn(params, images, labels):", AUTOCAST),
 )
 SCALING = (
     Edit(
@@ -52,10 +40,10 @@ SCALING = (
         ["params, opt_state = jamp.step(tx, g, opt_state, params)"],
     ),
     Edit(FILE, "params = optax.apply_updates(params, updates)", []),
-    Edit(
+    above(
         FILE,
         "update_fn_repl = make_update_fn(",
-        ["tx = jamp.dynamic_loss_scale(tx, SCALE)", "update_fn_repl = make_update_fn("],
+        "tx = jamp.dynamic_loss_scale(tx, SCALE)",
     ),
 )
 
@@ -126,7 +114,7 @@ class Images:
         return SimpleNamespace(numpy=lambda: len(self.images))
 
 
-def run(checkouts: Checkouts, scaled: bool) -> Outcome:
+def run(checkouts: Checkouts) -> Outcome:
     """`train_and_evaluate`, with all that it does but reading and writing files."""
     sys.modules["vit_jax.models_lit"] = mock.MagicMock()  # needs flaxformer
     (train,) = checkouts.modules("vision_transformer", "vit_jax.train")
@@ -163,5 +151,4 @@ def run(checkouts: Checkouts, scaled: bool) -> Outcome:
     train.make_update_fn = make_update_fn
     train.train_and_evaluate(config(), "")
     ((params, opt_state, _),) = saved
-    skipped = jamp.metrics(opt_state)["skipped_steps"] if scaled else 0
-    return Outcome(writer.losses, params, opt_state, products, int(skipped))
+    return Outcome(writer.losses, params, opt_state, products)

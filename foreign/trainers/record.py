@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jamp
+
 from ..models.training import by_path
 
 STEPS = 20
 
 
 class RecordedState(NamedTuple):
-    """The state of `recorded`."""
-
     start: Any  # the parameters that `init` was given
     first: Any  # the gradients of the first update, as `start`
     applied: jax.Array  # int32 scalar: how many updates were made
@@ -58,14 +58,12 @@ class Outcome(NamedTuple):
       params: the last parameters.
       opt_state: the last optimizer state, with a `RecordedState` in it.
       products: the work in matrix products of the compiled step, by dtype.
-      skipped: how many steps it skipped, by `jamp.metrics`; 0 without a loss scale.
     """
 
     losses: list[float]
     params: Any
     opt_state: Any
     products: Mapping[str, float]
-    skipped: int = 0
 
 
 class Record(NamedTuple):
@@ -92,8 +90,7 @@ class Record(NamedTuple):
     lines: tuple[int, int]
 
 
-def record(outcome: Outcome, lines: tuple[int, int]) -> Record:
-    """The record of an outcome."""
+def record(outcome: Outcome, lines: tuple[int, int], scaled: bool) -> Record:
     found = [
         leaf
         for leaf in jax.tree.leaves(outcome.opt_state, is_leaf=is_recorded)
@@ -114,12 +111,11 @@ def record(outcome: Outcome, lines: tuple[int, int]) -> Record:
         (moved / norm) ** 0.5,
         all(np.array_equal(a, b) for a, b in pairs),
         int(state.applied),
-        int(outcome.skipped),
+        int(jamp.metrics(outcome.opt_state)["skipped_steps"]) if scaled else 0,
         dict(outcome.products),
         lines,
     )
 
 
 def is_recorded(leaf: Any) -> bool:
-    """Whether it is the state of `recorded`."""
     return isinstance(leaf, RecordedState)

@@ -45,7 +45,6 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(fullname, self, is_package=True)
 
     def create_module(self, spec):
-        """A module that has every attribute."""
         module = ModuleType(spec.name)
         module.__dict__["__version__"] = "0"
         module.__dict__["__getattr__"] = anything

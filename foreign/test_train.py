@@ -1,4 +1,4 @@
-"""The edits and the verdicts of `parity.foreign_models`, without any checkout."""
+"""The edits and the verdicts of `foreign.train`, without any checkout."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -90,7 +90,7 @@ REGION = (
 )
 
 
-def run_loop(checkouts: Checkouts, scaled: bool) -> Outcome:
+def run_loop(checkouts: Checkouts) -> Outcome:
     import jamp
 
     spec = importlib.util.spec_from_file_location("loop", checkouts.folder / "loop.py")
@@ -101,15 +101,14 @@ def run_loop(checkouts: Checkouts, scaled: bool) -> Outcome:
     x, y = (rng.normal(size=(32, 16)).astype("f4") for _ in range(2))
     losses, params, state, loss_fn = loop.train(x, y)
     products = jamp.debug.explain(loss_fn)(params).matmul_flops
-    skipped = jamp.metrics(state)["skipped_steps"] if scaled else 0
-    return Outcome(losses, params, state, products, int(skipped))
+    return Outcome(losses, params, state, products)
 
 
 TOY = Trainer(
     "toy",
     (
         Edit("loop.py", "import optax", [
-            "import optax", "from parity.trainers.record import recorded",
+            "import optax", "from foreign.trainers.record import recorded",
         ]),
         Edit("loop.py", "tx = optax.sgd(0.1)", ["tx = recorded(optax.sgd(0.1))"]),
     ),
@@ -125,7 +124,7 @@ def toy(folder: Path, way: str, trainer: Trainer = TOY) -> Record:
     (source / "loop.py").write_text(PROJECT)
     target = folder / way.replace(" ", "_")
     added = convert(source, target, trainer.harness, trainer.edits(WAYS[way]))
-    return record(trainer.run(Checkouts(target), bool(WAYS[way].scale)), added)
+    return record(trainer.run(Checkouts(target)), added, bool(WAYS[way].scale))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,4 +1,4 @@
-"""`python -m parity.foreign`: other projects' tests and calls, in jamp's regions."""
+"""`python -m foreign`: other projects' tests and calls, in jamp's regions."""
 
 import argparse
 import sys
@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import records, report, result, running, suites
-from .records import PASSED, PLAIN, WAYS
+from .suites import projects, records, report, result, running
+from .suites.records import PASSED, PLAIN, WAYS
 
 KEPT_IN = running.ROOT / "runs" / "foreign"
 PAGE = running.ROOT / "docs" / "parity" / "foreign.md"
@@ -22,14 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .ecosystem import run  # which imports JAX: the other suites do not
 
         return run.main(options)
-    suite = suites.SUITES[options.suite]
+    suite = projects.SUITES[options.suite]
     folder = options.folder / options.suite
-    suites.check_release(options.suite, options.source)
-    tests = suites.stage(suite, options.source, folder)
-    tasks = list(suites.tasks(suite, tests, options.select, options.sample))
+    projects.check_release(options.suite, options.source)
+    tests = projects.stage(suite, options.source, folder)
+    tasks = list(projects.tasks(suite, tests, options.select, options.sample))
     deadline = time.time() + options.limit_seconds
     limits = running.Limits(options.test_seconds, deadline)
-    environment = suites.environment(suite, running.ROOT)
+    environment = projects.environment(suite, running.ROOT)
     configuration = options.source.resolve() / "pyproject.toml"
     broken = []
     for task in tasks:
@@ -52,11 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m parity.foreign", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m foreign", description=__doc__)
     add = parser.add_argument
-    add("--suite", choices=[*suites.SUITES, ECOSYSTEM], required=True)
+    add("--suite", choices=[*projects.SUITES, ECOSYSTEM], required=True)
     add("--source", type=Path, help="a checkout of the installed tag")
     add("--select", nargs="+", default=[], metavar="FILE[::PATTERN] or LIBRARY")
     add("--sample", type=int, help="number of tests of each file, always the same ones")
@@ -79,8 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def forget(folder: Path, task: suites.Task, ways: Sequence[str], which: str) -> None:
-    """Removes outcomes, so that these tests run again."""
+def forget(folder: Path, task: projects.Task, ways: Sequence[str], which: str) -> None:
     for way in ways:
         path = running.output(folder, task, way)
         tests = [

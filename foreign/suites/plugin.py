@@ -28,7 +28,7 @@ def region(way: str):
     from jamp._autocast.region import enter
 
     if way == KEPT:
-        with enter(Settings(jnp.dtype("float16"), listed=False)):
+        with enter(Settings(jnp.dtype("float16"), is_policy=True)):
             yield
     else:
         with jax.numpy_dtype_promotion("standard"), jamp.autocast(jnp.float16):

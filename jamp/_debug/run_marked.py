@@ -159,7 +159,7 @@ class Recorder:
         same = [x for x in values if can_hold_nan(x) and fits(np.shape(x), shape)]
         is_elementwise = name in ELEMENTWISE | COMPARING and len(same) == len(values)
         of = same if is_elementwise else ranked(eqn, values)
-        return self.add(at, inputs, outs, is_check, None, preserves(eqn), of)
+        return self.add(at, inputs, outs, is_check, of=of)
 
     def on_devices(
         self,
@@ -209,7 +209,6 @@ class Recorder:
         outs: Sequence[RunValue],
         is_check: bool,
         inner: Inner | None = None,
-        preserves: bool = False,
         of: Sequence[RunValue] = (),
     ) -> list[Numbered]:
         """Adds an op.
@@ -219,13 +218,13 @@ class Recorder:
         """
         program, numbers, by = self.program, [], swallowing(at.eqn)
         is_fixed = self.fixed.issuperset(number for _, number in inputs)
+        source = inputs[0][1] if inputs and preserves(at.eqn) else None
         for place, value in enumerate(outs):
             number = program.number()
             numbers.append(number)
             if is_fixed:
                 self.fixed.add(number)
-            source = inputs[0][1] if inputs else None
-            if preserves and source in program.slots:
+            if source in program.slots:
                 program.slots[number] = program.slots[source]
             else:
                 is_key = by in RANKING and place < keys_among_results(at.eqn)
@@ -285,12 +284,14 @@ def overflows(eqn: JaxprEqn) -> bool:
 
 
 def preserves(eqn: JaxprEqn) -> bool:
+    """Whether the result of an op has the mark of its first input."""
     if eqn.primitive.name == "convert_element_type":
         old, new = array(eqn.invars[0]).dtype, array(eqn.outvars[0]).dtype
         floats = all(jnp.issubdtype(d, jnp.floating) for d in (old, new))
         return floats and bool(jnp.finfo(new).max >= jnp.finfo(old).max)
-    is_single = len(eqn.outvars) == 1 and 0 not in array(eqn.outvars[0]).shape
-    return eqn.primitive.name in PRESERVING and is_single
+    if eqn.primitive.name not in PRESERVING or len(eqn.outvars) > 1:
+        return False
+    return 0 not in array(eqn.outvars[0]).shape
 
 
 def run_scan(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:

@@ -83,6 +83,7 @@ class RootCall:
         self.method, self.function = method, function
         self.initializing = module.is_initializing()
         self.casts = not self.initializing
+        self.made: list[PyTree] = []  # the parameters that `init` makes without casts
         self.places: dict[str, Place] = {}  # the modules that were called
         if self.initializing and method == "__call__":
             seen.clear()  # of other models of the class
@@ -94,7 +95,7 @@ class RootCall:
         lifted = nn.map_variables(
             self.inside,
             "params",
-            trans_in_fn=boxed,
+            trans_in_fn=self.boxed,
             trans_out_fn=self.stored,
             mutable=module.is_mutable_collection("params"),
             init=self.initializing,  # then it runs `inside` twice
@@ -178,8 +179,15 @@ class RootCall:
             place = found or place_of(self.plan, name, None, place)
         return place
 
+    def boxed(self, variables: PyTree) -> PyTree:
+        if self.initializing:
+            self.made.append(variables)
+        return boxed(variables)
+
     def stored(self, variables: PyTree) -> PyTree:
         """Parameters out of their boxes, in the dtypes that they are stored in."""
+        if self.made:  # a weight norm writes again, with casts, the second time
+            return self.made.pop(0)
         return jax.tree_util.tree_map_with_path(
             lambda path, x: cast_floating(x, self.param_dtype(path)),
             without_boxes(variables),

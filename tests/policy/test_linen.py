@@ -190,6 +190,24 @@ def test_weight_norm_and_map_variables():
     )
 
 
+@pytest.mark.parametrize("norm", [nn.WeightNorm, nn.SpectralNorm])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_init_makes_the_parameters_of_the_plain_module(norm, jit):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            more = {"update_stats": True} if norm is nn.SpectralNorm else {}
+            return nn.Dense(2)(norm(nn.Dense(8))(x, **more))
+
+    plain = jit(Model().init)(RNGS, X)["params"]
+    made = jit(jamp.linen.with_policy(Model(), MIXED).init)(RNGS, X)["params"]
+    jax.tree.map(np.testing.assert_array_equal, made, plain)
+    half = jit(jamp.linen.with_policy(Model(), "half").init)(RNGS, X)["params"]
+    dtype = jax.tree.leaves(half)[0].dtype
+    rounded = jax.tree.map(lambda x: x.astype(dtype), plain)
+    jax.tree.map(np.testing.assert_array_equal, half, rounded)
+
+
 # Overrides.
 
 

@@ -8,6 +8,10 @@ decides is known when the program is lowered: one trace may be compiled for a CP
 exported for a GPU, and `jax.jit(step)` and `jax.jit(step, donate_argnums=0)` trace
 alike. So a trace binds a primitive without arguments, which lowers to a constant, true
 or false. XLA folds what depends on it, and drops the conditional or the selection.
+
+`lax.platform_dependent` would need no primitive, but cannot see donation: a conditional
+that hands on what it holds takes 1.17 of a plain step on a CPU without donation (this
+way 1.07), and one that writes it 1.20 with donation (this way 0.99).
 """
 
 from collections.abc import Callable

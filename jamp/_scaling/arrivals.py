@@ -1,8 +1,8 @@
-"""What of the gradients that `jamp.step` gives to an optimizer arrives at a loss scale.
+"""What a chain does around a loss scale to its gradients, or behind master weights.
 
-The loss scale may be one member of a chain. What stands in front of it sees scaled
-gradients, and so does what a mask or a condition leaves to others. No value shows this;
-the program of the update does, in which a loss scale marks what it gets and returns.
+What stands in front of a loss scale sees scaled gradients, and so does what a mask or a
+condition leaves to others. No value shows this; the program of the update does, in
+which a loss scale marks what it gets and returns, and master weights what they make.
 """
 
 import enum
@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._checks import called_at
-from .._jaxprs import follow, inside, param
-from .._tree import PyTree, T, dtype_of, is_inexact, path_text
+from .._jaxprs import follow, inside
+from .._tree import dtype_of, is_inexact, path_text
+from .marked import GIVEN, MARKED, OF_MASTERS, RETURNED, mark_of
 from .traced import NEEDS_VALUES, PLACES, Traced
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
@@ -35,33 +34,6 @@ BEHIND = """{}: the update at {} was changed after jamp.master_weights made it. 
 takes the parameter to its master, rounded: what stands behind that in a chain (a \
 scale, decayed weights, a mask) parts them. Put it inside: \
 jamp.master_weights(optax.chain(optimizer, optax.scale(0.5)))."""
-
-# Whether loss scales mark what they get. JAX keys its caches by it: without, a jitted
-# update would be taken from a cache, with the marks or without them.
-MARKED = jax.make_user_context(False)
-GIVEN, RETURNED = "jamp: to a loss scale", "jamp: from a loss scale"
-# What these functions return, with the line that calls them, for `proof`.
-SCALED, UNSCALED, UNSCALED_ = "jamp: scaled", "jamp: unscaled", "jamp: by unscale_"
-OF_MASTERS = "jamp: from master weights"
-MARKS = (GIVEN, RETURNED, SCALED, UNSCALED, UNSCALED_, OF_MASTERS)
-
-
-def marked(what: str, tree: T) -> T:
-    """The same gradients or updates, recognizable if a program is read for them.
-
-    Args:
-      what: one of `MARKS`, which the path of a leaf follows, or the line of the call.
-    """
-    if not MARKED.value:
-        return tree
-    is_of_leaf = what in (GIVEN, RETURNED, OF_MASTERS)
-    line = "" if is_of_leaf else called_at()
-
-    def mark(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
-        name = what + (path_text(path) if is_of_leaf else line)
-        return checkpoint_name(leaf, name) if is_inexact(leaf) else leaf
-
-    return jax.tree_util.tree_map_with_path(mark, tree)
 
 
 class Origin(enum.Enum):
@@ -209,10 +181,3 @@ def check_last(
 def narrows(eqn: JaxprEqn) -> bool:
     given, made = (dtype_of(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
     return given.itemsize > made.itemsize
-
-
-def mark_of(eqn: JaxprEqn) -> tuple[str, str] | None:
-    """Which mark a value gets, and the path it was made at."""
-    name = param(eqn, "name") or ""
-    found = [mark for mark in MARKS if name.startswith(mark)]
-    return (found[0], name.removeprefix(found[0])) if found else None

@@ -11,16 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._checks import shown
+from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves, partition
 from .rule import LossScaleState
-from .skip import check_same
-from .state import (
-    DynamicLossScaleState,
-    describe,
-    find_states,
-    scalars_of,
-)
+from .state import DynamicLossScaleState, describe, find_states, is_scale, scalars_of
+from .state_types import check_same
 
 ARRAYS_OF_THE_STATE = """ Keep arrays alone in the state; for an Equinox model, \
 write params, static = eqx.partition(model, eqx.is_inexact_array), put params into the \
@@ -125,6 +120,28 @@ class Call:
         return self.form.joined(state, *aux) if aux else state
 
 
+def call_of(
+    caller: str,
+    step: Callable[..., Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+) -> Call:
+    """The call of a step in the style that its arguments show.
+
+    NNX objects are arguments of the NNX style, unless the first argument holds a loss
+    scale beside them, as a pair of a module and an optax state does.
+    """
+    objects = imported("flax.nnx", "Pytree")
+    kinds = (DynamicLossScaleState, *objects)
+    nodes = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    has_objects = any(isinstance(node, objects) for node in nodes((args, kwargs)))
+    if not has_objects or any(map(is_scale, nodes(args[:1]))):
+        return Call(caller, step, args, kwargs)
+    from .nnx_call import NNXCall  # imports Flax
+
+    return NNXCall(caller, step, args, kwargs)
+
+
 def form_of(
     caller: str,
     step: Callable[..., Any],
@@ -171,14 +188,11 @@ def kinds_of(result: Any) -> str:
 
 
 def scales_of(state: PyTree) -> list[LossScaleState]:
-    """The loss scales in a state."""
     return [scalars_of(node) for node in find_states(state).values()]
 
 
 def with_scales(state: T, scales: Sequence[LossScaleState]) -> T:
-    """The state with other loss scales."""
     remaining = iter(scales)
-    is_scale = lambda node: isinstance(node, DynamicLossScaleState)
 
     def replaced(node: PyTree) -> PyTree:
         return node._replace(**next(remaining)._asdict()) if is_scale(node) else node

@@ -13,9 +13,9 @@ from jax.typing import ArrayLike, DTypeLike
 from .._checks import axis_names, positive, shown
 from .._tree import PyTree, check_leaves, dtype_of, path_text
 from . import eight_bits
+from .foreign_state import check_state
 from .mean import check_varying, is_sent, pmean
 from .mesh import is_mapped, mapped
-from .state import check_state
 from .transformation import is_hole
 
 UPDATE = "error_feedback's update"

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from .._checks import axis_names, check_count, flag, is_traced, shown
 from .._tree import PyTree, T
 from . import arithmetic, rule, skip
-from .arrivals import GIVEN, SCALED, UNSCALED_, marked
+from .marked import GIVEN, SCALED, UNSCALED_, marked
 from .nnx_grads import (
     CONTEXT,
     Update,
@@ -30,6 +30,7 @@ from .nnx_grads import (
 from .optimizer_stages import Iteration, Record, Stage, references
 from .rule import LossScaleConfig, LossScaleState
 from .state import scalars_of
+from .state_types import grown
 from .traced import check_read
 from .transformation import CLOSURES
 from .watched import watch
@@ -264,7 +265,7 @@ class GradScaler(nnx.Pytree):
                 record.check_unscaled(own)
                 found = record.finite
                 finite, run, shapes = check_read(update.run, own, lambda _: found)
-            held = skip.grown(update.old, shapes)
+            held = grown(update.old, shapes)
             given = skip.harmless(finite, own)
             new = skip.run_or_hold(finite, lambda: run(given), lambda _: held)
             update.write(new)

@@ -18,16 +18,11 @@ from jax.typing import ArrayLike
 
 from .._checks import flag
 from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_half, path_text, widen
-from .arrivals import OF_MASTERS, marked
+from .foreign_state import Owner, check_state
+from .marked import OF_MASTERS, marked
 from .master_form import REMAINDER, keep, master_of, rounded
 from .mesh import typed_as
-from .state import (
-    MasterWeightsState,
-    check_state,
-    explained,
-    is_master,
-    keeps_master_weights,
-)
+from .state import MasterWeightsState, is_master, keeps_master_weights
 from .traced import never_moved
 from .transformation import as_transformation, check_gradients_match, is_hole
 
@@ -162,7 +157,7 @@ def master_weights(
         check_form(state.master)
         if "grad" in extra_args:  # of line searches
             extra_args = {**extra_args, "grad": widen(extra_args["grad"])}
-        with explained(caller, init_fn, state, params):
+        with Owner(caller, init_fn, params).explained(state):
             known = jax.tree.map(master_of, state.master, params, is_leaf=is_hole)
             full = in_float32(known, params)
             wide = widen(updates)

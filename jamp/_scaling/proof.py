@@ -33,8 +33,8 @@ from jax.typing import ArrayLike
 
 from .._jaxprs import equations, follow_loops, held, variables
 from .._tree import PyTree, dtype_of, is_inexact, path_text, widened
-from .arrivals import GIVEN, SCALED, UNSCALED, UNSCALED_, mark_of
 from .calls import Call
+from .marked import GIVEN, SCALED, UNSCALED, UNSCALED_, mark_of
 from .state import DynamicLossScaleState
 from .trials import LOWEST, Exponents, Outcome, Run, Trials
 

@@ -6,20 +6,20 @@ whatever it does to that state.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import dtypes, lax
 
-from .._checks import imported, is_traced, positive, shown
+from .._checks import is_traced, positive, shown
 from .._tree import Flag, PyTree, T
-from .calls import Call, attempt, scales_of, with_scales
+from .calls import Call, attempt, call_of, scales_of, with_scales
 from .mesh import on_every_replica, varying_axes
 from .rule import LossScaleState
 from .skip import as_types, select
-from .state import DynamicLossScaleState, check_not_stacked
+from .state import check_not_stacked
 from .traced import Traced
 
 P = ParamSpec("P")
@@ -135,29 +135,6 @@ def retry(step: Callable[P, R], attempts: int = 8) -> Callable[P, R]:
         return call.returned(*run_attempts(call, at_most))
 
     return retried
-
-
-def call_of(
-    caller: str,
-    step: Callable[..., Any],
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-) -> Call:
-    """The call of a step in the style that its arguments show.
-
-    NNX objects are arguments of the NNX style, unless the first argument holds a loss
-    scale beside them, as a pair of a module and an optax state does.
-    """
-    objects = imported("flax.nnx", "Pytree")
-    kinds = (DynamicLossScaleState, *objects)
-    nodes = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    has_objects = any(isinstance(node, objects) for node in nodes((args, kwargs)))
-    is_scale = lambda node: isinstance(node, DynamicLossScaleState)
-    if not has_objects or any(map(is_scale, nodes(args[:1]))):
-        return Call(caller, step, args, kwargs)
-    from .nnx_call import NNXCall  # imports Flax
-
-    return NNXCall(caller, step, args, kwargs)
 
 
 def run_attempts(call: Call, at_most: int) -> tuple[PyTree, PyTree]:

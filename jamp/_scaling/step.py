@@ -15,16 +15,11 @@ import optax
 from .._tree import Flag, PyTree, check_leaves, dtype_of
 from . import skip
 from .arrivals import arrivals, check_last
-from .state import (
-    DynamicLossScaleState,
-    as_made,
-    check_moved,
-    explained,
-    find_states,
-    is_master,
-    keeps_master_weights,
-)
-from .transformation import apply_updates, as_transformation, check_gradients_match
+from .foreign_state import Owner
+from .state import find_states, is_master, is_scale, keeps_master_weights
+from .state_types import as_made, extended
+from .transformation import as_transformation, check_gradients_match
+from .updates import apply_updates
 from .watched import check_no_gradients, check_not_scaled
 from .wrapper import loss_scaled
 
@@ -84,11 +79,12 @@ def step(
     update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
     if keeps_master_weights(opt_state):
         opt_state = as_made(opt_state, tx.init, params)
-    with explained("jamp.step", tx.init, opt_state, params):
+    owner = Owner("jamp.step", tx.init, params)
+    with owner.explained(opt_state):
         updates, new_state = update(grads)
     if keeps_master_weights(opt_state) and not is_master(opt_state):
         check_last("jamp.step", lambda grads: update(grads)[0], grads)
-    check_moved("jamp.step", tx.init, new_state, opt_state, params)
+    owner.check_moved(new_state, opt_state)
     new_params = apply_updates(params, updates)
     scales = list(find_states(new_state).values())
     if not scales:
@@ -104,14 +100,12 @@ def step(
 
 def held(finite: Flag, new: PyTree, old: PyTree) -> PyTree:
     """The new leaves if finite, otherwise the old ones. A loss scale always moves."""
-    is_scale = lambda node: isinstance(node, DynamicLossScaleState)
 
     def chosen(new: PyTree, old: PyTree) -> PyTree:
         if new is old or is_scale(new) or jnp.shape(new) != jnp.shape(old):
             return new
         return skip.choose(finite, new, jnp.asarray(old, dtype_of(new)))
 
-    old = skip.extended(old, new)
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        return new
-    return jax.tree.map(chosen, new, old, is_leaf=is_scale)
+    old = extended(old, new)
+    is_alike = jax.tree.structure(new) == jax.tree.structure(old)
+    return jax.tree.map(chosen, new, old, is_leaf=is_scale) if is_alike else new

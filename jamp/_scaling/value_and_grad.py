@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
-from .arrivals import SCALED, UNSCALED, marked
+from .marked import SCALED, UNSCALED, marked
 from .metrics import is_scaler, loss_scale
 from .state import STACKED
 from .watched import remember

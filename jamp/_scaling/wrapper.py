@@ -17,41 +17,32 @@ import optax
 from .._checks import axis_names, flag
 from .._tree import Flag, PyTree, check_leaves, widen
 from . import arithmetic, rule, skip
-from .arrivals import GIVEN, RETURNED, check_last, marked
+from .arrivals import check_last
+from .foreign_state import Owner, check_state
+from .marked import GIVEN, RETURNED, marked
 from .mesh import is_mapped
 from .rule import LossScaleConfig, ScaleKind
-from .skip import check_same
 from .state import (
     DynamicLossScaleState,
-    as_made,
-    as_wide_as,
-    check_moved,
     check_not_scaled_yet,
     check_not_stacked,
-    check_state,
-    explained,
     is_master,
     keeps_master_weights,
-    made_wide,
     scalars_of,
     state_of,
 )
+from .state_types import as_made, as_wide_as, check_same, grown, made_wide
 from .traced import check_read
 from .transformation import (
-    apply_updates,
     as_transformation,
-    cast_update,
     check_gradients_match,
     check_no_closures,
     is_hole,
-    no_update,
-    without_float0,
 )
+from .updates import apply_updates, cast_update, no_update, without_float0
 from .watched import check_no_gradients, watch
 
 Step = tuple[optax.Updates, optax.OptState]
-
-INNER = ".inner_state"  # where the optimizer's own state is
 
 
 def dynamic_loss_scale(
@@ -281,7 +272,7 @@ class ScaledGradients:
         if keeps_master_weights(self.old) and not is_master(self.old):
             check_last(caller, lambda grads: update(grads)[0], grads)
         self.finite, update, shapes = check_read(update, grads, self.all_finite)
-        self.held = skip.grown(self.old, shapes and shapes[1])
+        self.held = grown(self.old, shapes and shapes[1])
         self.run = functools.partial(update, skip.harmless(self.finite, grads))
 
     def all_finite(self, grads: PyTree) -> Flag:
@@ -300,13 +291,14 @@ class ScaledGradients:
           ValueError: the state belongs to another optimizer.
           TypeError: the optimizer drops a part of its state, or changes its type.
         """
-        params, init = self.params, self.by.init_inner
+        params = self.params
+        owner = Owner(self.caller, self.by.init_inner, params, ".inner_state")
         is_off = self.by.kind is ScaleKind.OFF  # it does what the optimizer does alone
         unscale = arithmetic.unscale_as_before if is_off else arithmetic.unscale
         grads = unscale(grads, self.inverse)
         # Master weights must see the dtypes of the parameters, and be added unrounded.
         as_they_are = is_off or keeps_master_weights(inner_state)
-        with explained(self.caller, init, inner_state, params, INNER):
+        with owner.explained(inner_state):
             updates, new = self.by.inner.update(
                 grads,
                 inner_state,
@@ -318,11 +310,11 @@ class ScaledGradients:
             updates = jax.tree_util.tree_map_with_path(
                 cast, updates, params, is_leaf=is_hole
             )
-        check_moved(self.caller, init, new, inner_state, params, INNER)
+        owner.check_moved(new, inner_state)
         if as_they_are:  # it may have put half parameters into the state
             new = as_wide_as(inner_state, new)
-        with explained(self.caller, init, inner_state, params, INNER):
-            before = skip.grown(inner_state, new)
+        with owner.explained(inner_state):
+            before = grown(inner_state, new)
             check_same(new, before, f"{self.caller}: the optimizer")
         return updates, new
 

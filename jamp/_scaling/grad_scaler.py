@@ -23,9 +23,9 @@ from .marked import GIVEN, SCALED, UNSCALED_, marked
 from .nnx_grads import (
     CONTEXT,
     Update,
-    check_own_gradients,
-    own_gradients,
-    with_own,
+    check_selected,
+    select_gradients,
+    with_selected,
 )
 from .optimizer_stages import Iteration, Record, Stage, references
 from .rule import LossScaleConfig, LossScaleState
@@ -196,13 +196,13 @@ class GradScaler(nnx.Pytree):
             )
         if record is not None:
             raise RuntimeError("unscale_() is being called after step().")
-        own = own_gradients(optimizer, grads)
-        finite = arithmetic.all_finite(own, self._axis_name)
+        selected = select_gradients(optimizer, grads)
+        finite = arithmetic.all_finite(selected, self._axis_name)
         inverse = arithmetic.invert(self.loss_scale[...])
-        watch(own, self._scalars())
-        new = marked(UNSCALED_, arithmetic.unscale_as_before(own, inverse))
-        unscaled = with_own(grads, new)
-        went_in, came_out = references(own), references(unscaled)
+        watch(selected, self._scalars())
+        new = marked(UNSCALED_, arithmetic.unscale_as_before(selected, inverse))
+        unscaled = with_selected(grads, new)
+        went_in, came_out = references(selected), references(unscaled)
         self._iteration.add(
             Record(optimizer, Stage.UNSCALED, finite, went_in, came_out)
         )
@@ -244,29 +244,29 @@ class GradScaler(nnx.Pytree):
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
-        own = own_gradients(optimizer, grads)
+        selected = select_gradients(optimizer, grads)
         iteration = self._iteration
         # The model may hold the scaler.
         with iteration.set_aside(), nnx.update_context(CONTEXT):
-            check_own_gradients(optimizer, model, grads, own)
+            check_selected(optimizer, model, grads, selected)
             update = Update(optimizer, model, grads, kwargs)
             if record is None:
-                watch(own, self._scalars())
-                own = marked(GIVEN, own)
+                watch(selected, self._scalars())
+                selected = marked(GIVEN, selected)
                 inverse = arithmetic.invert(self.loss_scale[...])
                 finite, run, shapes = check_read(
                     lambda scaled: update.run(
                         arithmetic.unscale_as_before(scaled, inverse)
                     ),
-                    own,
+                    selected,
                     functools.partial(arithmetic.all_finite, axis_name=self._axis_name),
                 )
             else:
-                record.check_unscaled(own)
+                record.check_unscaled(selected)
                 found = record.finite
-                finite, run, shapes = check_read(update.run, own, lambda _: found)
+                finite, run, shapes = check_read(update.run, selected, lambda _: found)
             held = grown(update.old, shapes)
-            given = skip.harmless(finite, own)
+            given = skip.harmless(finite, selected)
             new = skip.run_or_hold(finite, lambda: run(given), lambda _: held)
             update.write(new)
             self._iteration = iteration  # NNX puts a new one into a scaler it updates

@@ -52,10 +52,8 @@ def arrivals(
 ) -> tuple[bool, bool]:
     """Whether a loss scale runs, and whether all updates are as it returned them.
 
-    Of an update that JAX cannot trace, nothing is known.
-
-    Raises:
-      ValueError: a gradient is changed before it arrives, or used without arriving.
+    It raises ValueError if a gradient is changed before it arrives, or used without
+    arriving. Of an update that JAX cannot trace, nothing is known.
     """
     try:
         with MARKED(True):
@@ -116,7 +114,6 @@ def origins_of(
 
 
 def joined(origins: Sequence[Origin | int]) -> Origin | int:
-    """The origin of one of several values."""
     if len(set(origins)) == 1:
         return origins[0]
     used = any(map(is_of_gradients, origins))

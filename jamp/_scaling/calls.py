@@ -1,8 +1,7 @@
-"""One call of a training step as a pure function of its state.
+"""One call of a training step as a pure function of its state: in the style of optax.
 
-In the style of optax, the state is the first argument and the first result. In the
-style of NNX (`nnx_call.py`), the arguments hold the state, and the step writes into
-them.
+The state is the first argument and the first result. `nnx_call.py` is for steps in the
+style of NNX, which write into objects among their arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +41,6 @@ class Form(NamedTuple):
         return tuple(args[place] for place in self.places)
 
     def split(self, result: Any) -> tuple[PyTree, PyTree]:
-        """The state, and what else there is, of a result of this form."""
         if self.is_alone:
             return result, None
         if self.is_nested:
@@ -52,14 +50,13 @@ class Form(NamedTuple):
         return tuple(result[:count]), list(result[count:])
 
     def joined(self, state: PyTree, aux: Any) -> Any:
-        """The reverse."""
         if self.is_alone:
             return state
         return (state, *aux) if self.is_nested else (*state, *aux)
 
 
 class Call:
-    """One call in the style of optax: `step(state, *batch) -> (state, aux)`.
+    """One call of `step(state, *batch) -> (state, aux)`.
 
     The state may be several arguments, which the step returns in their order, and the
     step may return nothing else.
@@ -68,13 +65,9 @@ class Call:
       caller: the function of jamp that a user called, for messages.
       state: a pytree that holds the loss scales in `DynamicLossScaleState`s.
       inputs: a pytree of the other arguments.
-      donating: how to write the wrapped step if it is to donate its state.
-
-    Raises:
-      TypeError: a leaf of the state is not an array, or the step does not return it.
-      ValueError: no argument holds a loss scale.
     """
 
+    # How to write the wrapped step if it is to donate its state.
     donating = "jax.jit(jamp.retry(step), donate_argnums=0)"
 
     def __init__(
@@ -93,13 +86,12 @@ class Call:
         if holders != [0]:
             self.form = form_of(caller, step, args, kwargs, holders)
         self.state: PyTree = self.form.state_of(args)
-        rest = enumerate(args)
-        batch = {place: arg for place, arg in rest if place not in self.form.places}
+        places = self.form.places
+        batch = {i: arg for i, arg in enumerate(args) if i not in places}
         self.inputs: PyTree = (batch, kwargs)
         check_leaves(self.state, f"{caller}: the state", ARRAYS_OF_THE_STATE)
 
     def run(self, state: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        """The state after the step, and what else it returned."""
         batch, kwargs = inputs
         places = self.form.places
         given = dict(zip(places, (state,) if len(places) == 1 else state, strict=True))
@@ -116,7 +108,7 @@ class Call:
         return self.form.split(result)
 
     def returned(self, state: PyTree, *aux: PyTree) -> Any:
-        """What the user's call returns: a state, and what else the step returned."""
+        """What the user's call returns."""
         return self.form.joined(state, *aux) if aux else state
 
 
@@ -149,11 +141,7 @@ def form_of(
     kwargs: dict[str, PyTree],
     holders: Sequence[int],
 ) -> Form:
-    """Which arguments a step returns: those up to the last loss scale, or `holders`.
-
-    Raises:
-      TypeError: neither.
-    """
+    """Which arguments a step returns: those up to the last loss scale, or `holders`."""
     is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
     arrays, rebuilt = partition((args, kwargs), is_array)
 
@@ -177,14 +165,10 @@ def form_of(
             if len(result[0]) == len(kinds) and begins(tuple(result[0]), kinds):
                 return Form(places)
     got = ", ".join(type(arg).__name__ for arg in args)
-    raise TypeError(NOT_RETURNED.format(caller, got, kinds_of(result)))
-
-
-def kinds_of(result: Any) -> str:
-    """A result of a step, for messages: of a tuple, the types of its items."""
+    returned = f"a {type(result).__name__}"
     if type(result) is tuple:
-        return f"({', '.join(type(item).__name__ for item in result)})"
-    return f"a {type(result).__name__}"
+        returned = f"({', '.join(type(item).__name__ for item in result)})"
+    raise TypeError(NOT_RETURNED.format(caller, got, returned))
 
 
 def scales_of(state: PyTree) -> list[LossScaleState]:
@@ -203,7 +187,6 @@ def with_scales(state: T, scales: Sequence[LossScaleState]) -> T:
 def attempt(
     call: Call, state: T, inputs: PyTree
 ) -> tuple[T, PyTree, list[LossScaleState]]:
-    """One run of a step: the state after it, its other results, the loss scales."""
     # New containers: changes that a step makes in place do not reach the next one.
     new, aux = call.run(*jax.tree.map(lambda leaf: leaf, (state, inputs)))
     check_same(new, state, f"{call.caller}: step")

@@ -133,11 +133,6 @@ def master_weights(
             )
         return MasterWeightsState(kept(masters), inner_state)
 
-    def check_form(master: PyTree) -> None:
-        other = jnp.dtype(jnp.float32) if dtype == REMAINDER else REMAINDER
-        if any(dtype_of(leaf) == other for leaf in jax.tree.leaves(master)):
-            raise ValueError(OTHER_FORM.format(other, dtype))
-
     def kept(masters: optax.Params) -> optax.Params:
         return jax.tree.map(partial(keep, dtype=dtype), masters, is_leaf=is_hole)
 
@@ -154,7 +149,9 @@ def master_weights(
         check_leaves(updates, f"{caller}: the gradient")
         check_leaves(params, f"{caller}: the parameter")
         check_gradients_match(updates, params, caller, wrapped=True)
-        check_form(state.master)
+        other = jnp.dtype(jnp.float32) if dtype == REMAINDER else REMAINDER
+        if any(dtype_of(leaf) == other for leaf in jax.tree.leaves(state.master)):
+            raise ValueError(OTHER_FORM.format(other, dtype))
         if "grad" in extra_args:  # of line searches
             extra_args = {**extra_args, "grad": widen(extra_args["grad"])}
         with Owner(caller, init_fn, params).explained(state):
@@ -267,7 +264,6 @@ def frozen_by(
 
 
 def check_copied(masters: optax.Params, params: optax.Params, *update: Any) -> None:
-    """Raises ValueError if a half-precision parameter that moves has no master."""
 
     def lacks(master: PyTree, param: PyTree) -> bool:
         return is_hole(master) and not is_hole(param) and is_half(param)

@@ -1,8 +1,7 @@
 """What the state says: the loss scale, the scalars worth logging, and alarms.
 
-Each function finds the one `DynamicLossScaleState` in any nest of optax, Flax or user
-states, so that it works the same in a chain and in a `TrainState`. Alarms stay on the
-device: an alarm is a flag, which `check` turns into an exception on the host.
+Each function finds the one loss scale in any nest of optax, Flax or user states. An
+alarm is a flag on the device, which `check` turns into an exception on the host.
 """
 
 import functools

@@ -23,13 +23,10 @@ optimizer adds Variables, take that step on its own before this one."""
 
 
 class NNXCall(Call):
-    """One call in the style of NNX: the step writes into objects among its arguments.
+    """One call of a step that writes into objects among its arguments.
 
     The state is that of the objects, with a `DynamicLossScaleState` in each place where
     a `GradScaler` or an optimizer's state has a loss scale.
-
-    Raises:
-      ValueError: no argument holds a loss scale.
     """
 
     def __init__(
@@ -79,7 +76,6 @@ class NNXCall(Call):
         return self._in_places(marked, nnx.as_pure(state))
 
     def of_nnx(self, state: PyTree) -> PyTree:
-        """The reverse."""
 
         def unmarked(node: DynamicLossScaleState) -> nnx.State[str, PyTree]:
             fields = node._asdict()
@@ -99,6 +95,5 @@ class NNXCall(Call):
 
 
 def holds_variables(arg: PyTree) -> bool:
-    """Whether an argument is, or holds, an NNX object with state."""
     is_object = lambda node: isinstance(node, nnx.Variable | nnx.Pytree)
     return any(map(is_object, jax.tree.leaves(arg, is_leaf=is_object)))

@@ -21,14 +21,6 @@ Selected = nnx.State[Hashable, PyTree]
 
 
 def select_gradients(optimizer: nnx.Optimizer[Any], grads: PyTree) -> Selected:
-    """The gradients that an optimizer will apply.
-
-    Raises:
-      TypeError: `optimizer` is not an `nnx.Optimizer`, or `grads` is not a tree.
-      ValueError: a gradient is float16, none is a Variable as NNX makes them, or the
-        optimizer unscales gradients itself.
-      RuntimeError: there is no gradient at all.
-    """
     is_pair = isinstance(optimizer, nnx.ModelAndOptimizer)
     if not isinstance(optimizer, nnx.Optimizer) or is_pair:
         raise TypeError(
@@ -61,10 +53,7 @@ def select_gradients(optimizer: nnx.Optimizer[Any], grads: PyTree) -> Selected:
 def check_selected(
     optimizer: nnx.Optimizer[T], model: T, grads: PyTree, selected: Selected
 ) -> None:
-    """Raises ValueError if gradients do not match the model's parameters.
-
-    It raises TypeError if there is no model.
-    """
+    """Raises ValueError if gradients do not match the model's parameters."""
     swapped = isinstance(model, nnx.State) and isinstance(grads, nnx.Module)
     is_module = isinstance(model, nnx.Module)
     is_leaf = model is None or jax.tree_util.all_leaves([model])

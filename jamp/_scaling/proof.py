@@ -128,15 +128,7 @@ class Moved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What the runs of a step at several loss scales showed.
-
-    Attributes:
-      problems: what is wrong, in words; empty if nothing is.
-      still: paths of the floating leaves of the state that do not move in a step.
-      moved_by_skip: paths of the leaves that a skipped step moves, without the loss
-        scale; None if no scale skips.
-      scaled_results: paths of what else the step returns that depends on the scale.
-    """
+    """What the runs of a step at several loss scales showed: see `StepReport`."""
 
     problems: tuple[str, ...] = ()
     still: tuple[str, ...] = ()
@@ -299,7 +291,6 @@ def leaves_of(tree: PyTree) -> Iterator[tuple[str, ArrayLike]]:
 
 
 def moves(old: PyTree, a: PyTree, b: PyTree) -> Iterator[Moved]:
-    """How far the floating leaves of a state moved in two runs."""
     rows = zip(leaves_of(old), leaves_of(a), leaves_of(b), strict=True)
     floating = [
         # One after the other: several CPU devices may wait for each other's sums.
@@ -362,7 +353,6 @@ def kept_leaves(trials: Trials) -> Set[str]:
 
 
 def cause_of(trials: Trials, factor: float, asked: Sequence[jax.Array]) -> str:
-    """What makes a change `factor` times as large at half the scale."""
     power = math.log2(factor)
     cure = IN_CHAIN if type(trials.call) is Call else BY_SCALER
     met = meetings(trials.once.closed)

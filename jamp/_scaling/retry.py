@@ -24,6 +24,7 @@ from .traced import Traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Carry = tuple[jax.Array, jax.Array, T, PyTree]  # attempts, whether to go on, results
 
 DELETED = """{caller}: step donated the buffers of its state (donate_argnums), so it \
 cannot run again after an overflow. Jit and donate around {caller}: {cure}."""
@@ -138,11 +139,6 @@ def retry(step: Callable[P, R], attempts: int = 8) -> Callable[P, R]:
 
 
 def run_attempts(call: Call, at_most: int) -> tuple[PyTree, PyTree]:
-    """The state after the last attempt, and what else the attempt returned.
-
-    Args:
-      at_most: attempts, >= 1.
-    """
     state = call.state
     if any(map(is_traced, jax.tree.leaves((state, call.inputs)))):
         return run_in_one_program(call, state, at_most)
@@ -150,7 +146,8 @@ def run_attempts(call: Call, at_most: int) -> tuple[PyTree, PyTree]:
     while True:
         count += 1
         new, aux, scales = attempt(call, state, call.inputs)
-        if any(map(_is_deleted, jax.tree.leaves(state))):
+        arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+        if any(not is_traced(x) and x.is_deleted() for x in arrays):
             raise ValueError(DELETED.format(caller=call.caller, cure=call.donating))
         again = is_worth_another(state, scales)
         if is_traced(again):  # the step reads a traced value that it closes over
@@ -203,9 +200,7 @@ def run_in_one_program(call: Call, state: T, at_most: int) -> tuple[T, PyTree]:
     once = Traced(lambda state: attempt(call, state, call.inputs), state)
     aux = jax.tree.map(functools.partial(_placeholder, zero), once.shapes[1])
 
-    def body(
-        carry: tuple[jax.Array, jax.Array, T, PyTree],
-    ) -> tuple[jax.Array, jax.Array, T, PyTree]:
+    def body(carry: Carry[T]) -> Carry[T]:
         count, _, carried, _ = carry
         held = jax.tree.map(restored, carried, first, state)
         held = with_scales(held, scales_of(carried))
@@ -241,7 +236,3 @@ def _placeholder(zero: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     if shape.shape or is_key or varying_axes(shape):
         return jnp.zeros_like(shape)
     return zero.astype(shape.dtype)
-
-
-def _is_deleted(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()

@@ -23,8 +23,6 @@ gradient, such as a DynamicScale: turn it off."""
 
 
 class Flow(enum.Enum):
-    """What a value in a step's program is."""
-
     GIVEN = enum.auto()  # the flag that the step was given, passed on
     SCALED = enum.auto()  # it depends on the loss scale
     OTHER = enum.auto()

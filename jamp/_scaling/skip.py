@@ -56,7 +56,6 @@ def _lower(ctx: mlir.LoweringRuleContext) -> list[mlir.ir.Value]:
 
 
 def _may_write() -> bool:
-    """Whether the function that is lowered now may write over arrays."""
     here: Any = mlir.ir.InsertionPoint.current
     function = here.block.owner.operation
     is_main = (
@@ -94,9 +93,7 @@ def run_or_hold(
     `run()`: a whole parameter that the step would return split is split if it is held.
 
     Args:
-      finite: bool [].
-      run: the step.
-      hold: the result without it. `like()` has the types of `run()`.
+      hold: the result without the step. `like()` has the types of `run()`.
     """
     if not is_traced(finite):
         return run() if finite else hold(lambda: jax.eval_shape(run))
@@ -118,21 +115,12 @@ def run_or_hold(
 
 
 def select(finite: Flag, new: T, old: T) -> T:
-    """Each leaf of `new` if finite, otherwise that of `old`, in the types of `new`.
-
-    Raises:
-      TypeError: the trees differ in structure, or a leaf in shape or dtype.
-    """
+    """Each leaf of `new` if finite, otherwise that of `old`, in the types of `new`."""
     check_same(new, old, "a step")
     return jax.tree.map(lambda new, old: choose(finite, new, old), new, old)
 
 
 def as_types(like: PyTree, old: T) -> T:
-    """Each leaf of `old` in the type of that of `like`: see `typed_as`.
-
-    Raises:
-      TypeError: as `select`.
-    """
     check_same(like, old, "a step")
     return jax.tree.map(typed_as, old, like)
 

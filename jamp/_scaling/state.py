@@ -118,9 +118,6 @@ def scalars_of(state: object) -> LossScaleState:
 
     Numbers from elsewhere (NumPy, JSON) get the dtypes that init makes. NNX wraps each
     array of a state in a Variable with one leaf.
-
-    Raises:
-      ValueError: one is missing, or cannot have the dtype that init makes.
     """
     names = LossScaleState._fields
     return LossScaleState(*(_number(name, getattr(state, name)) for name in names))
@@ -164,11 +161,9 @@ def is_scale(node: object) -> TypeGuard[DynamicLossScaleState]:
 
 
 def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
-    """The loss-scale states in a pytree, by path; those inside others are not searched.
+    """The loss-scale states in a pytree, by path, except those inside others.
 
-    Raises:
-      ValueError: a transformation around one hides overflows from it, adds up what it
-        has not checked, or passes scaled gradients on.
+    It raises ValueError for one in a transformation that misuses gradients (`REFUSED`).
     """
     kinds = DynamicLossScaleState, *REFUSED
     nodes = jax.tree_util.tree_leaves_with_path(

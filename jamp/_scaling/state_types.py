@@ -33,11 +33,7 @@ on its own before this one."""
 
 
 def check_same(new: PyTree, old: PyTree, step: str) -> None:
-    """Raises TypeError unless a step returned a state like the one it was given.
-
-    Args:
-      step: the step's name in the message.
-    """
+    """Raises TypeError unless a step returned a state like the one it was given."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         problem = f"{step} must return a state of the structure that it was given; "
         if node := _other_node(new, old):

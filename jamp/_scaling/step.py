@@ -20,7 +20,7 @@ from .state import find_states, is_master, is_scale, keeps_master_weights
 from .state_types import as_made, extended
 from .transformation import as_transformation, check_gradients_match
 from .updates import apply_updates
-from .watched import check_no_gradients, check_not_scaled
+from .watched import NOT_SCALED, SWAPPED, refuse_scaled
 from .wrapper import loss_scaled
 
 
@@ -73,9 +73,9 @@ def step(
     tx = as_transformation(tx, "tx")
     check_leaves(grads, "jamp.step: the gradient")
     check_gradients_match(grads, params, "jamp.step", wrapped=True)
-    check_no_gradients(params, "jamp.step")
+    refuse_scaled(params, "jamp.step", SWAPPED)
     if not find_states(opt_state):
-        check_not_scaled(grads, "jamp.step")
+        refuse_scaled(grads, "jamp.step", NOT_SCALED)
     update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
     if keeps_master_weights(opt_state):
         opt_state = as_made(opt_state, tx.init, params)

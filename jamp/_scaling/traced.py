@@ -1,4 +1,4 @@
-"""A function that is traced once: what its results depend on, and how to run it.
+"""A function traced once: which gradients it reads, which updates are always zero.
 
 torch makes no gradient for a frozen parameter. JAX makes one, and an optimizer throws
 it away (`optax.set_to_zero`). No value shows this; the program of its update does.
@@ -86,14 +86,8 @@ def check_read(
 ) -> tuple[Flag, Callable[[PyTree], T], T | None]:
     """Whether the gradients that a step reads are finite.
 
-    Args:
-      run: the step, a pure function of its gradients.
-      grads: a pytree.
-      all_finite: checks a tree.
-
-    Returns:
-      The flag, the step, which is not traced again, and the shapes of its results, if
-      it was traced.
+    And the step, a pure function of them, which is not traced again, with the shapes of
+    its results, if it was traced.
     """
     if not any(map(is_traced, jax.tree.leaves(grads))):
         finite = all_finite(grads)
@@ -115,7 +109,6 @@ def never_moved(
 
 
 def _zeros(jaxpr: ClosedJaxpr) -> list[bool]:
-    """Whether each output is zero, whatever the inputs are."""
 
     def is_finite(atom: Var | Literal) -> bool:
         return isinstance(atom, Literal) and bool(np.all(np.isfinite(atom.val)))

@@ -31,7 +31,6 @@ def is_hole(node: object) -> bool:
 def as_transformation(
     inner: optax.GradientTransformation | optax.MultiSteps, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer for a wrapper, with `**extra_args`."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     has_both = hasattr(inner, "init") and hasattr(inner, "update")
@@ -56,9 +55,7 @@ def check_gradients_match(
     """Raises ValueError naming the first path where gradients and parameters differ.
 
     Args:
-      grads: pytree of gradients.
-      params: pytree of parameters. `None` and `optax.MaskedNode` in it match anything.
-      caller: the beginning of the message.
+      params: `None` and `optax.MaskedNode` in it match anything.
       wrapped: whether an optax transformation in between may accept gradients unlike
         parameters: `None` or `optax.MaskedNode` for "no gradient here", and a leading
         axis of examples (differential privacy).

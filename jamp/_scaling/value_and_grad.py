@@ -117,7 +117,6 @@ def value_and_grad(
 def _check_differentiated(
     args: tuple[PyTree, ...], argnums: int | Sequence[int]
 ) -> None:
-    """Raises TypeError naming what is not an array in the differentiated arguments."""
     for index in np.atleast_1d(argnums):
         if -len(args) <= index < len(args):
             what = f"jamp.value_and_grad: argument {index}"
@@ -125,8 +124,7 @@ def _check_differentiated(
 
 
 def _check_loss(loss: object) -> None:
-    is_array = isinstance(loss, (jax.Array, np.ndarray, np.generic, float))
-    if not is_array:
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float)):
         raise TypeError(f"fun must return a floating scalar loss; got {shown(loss)}.")
     if not jnp.issubdtype(dtype_of(loss), jnp.floating):
         raise TypeError(
@@ -190,7 +188,6 @@ def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _one_scale(opt_state: PyTree) -> jax.Array:
-    """The scale; ValueError if states are stacked."""
     current = loss_scale(opt_state)
     if jnp.shape(current) != ():
         raise ValueError(

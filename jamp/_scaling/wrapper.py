@@ -40,7 +40,7 @@ from .transformation import (
     is_hole,
 )
 from .updates import apply_updates, cast_update, no_update, without_float0
-from .watched import check_no_gradients, watch
+from .watched import SWAPPED, refuse_scaled, watch
 
 Step = tuple[optax.Updates, optax.OptState]
 
@@ -187,8 +187,6 @@ def static_loss_scale(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossScaled:
-    """An optimizer behind a loss scale: `init_fn`, `update_fn`, and `step`."""
-
     inner: optax.GradientTransformationExtraArgs
     config: LossScaleConfig
     kind: ScaleKind
@@ -237,11 +235,7 @@ class LossScaled:
 
 
 class ScaledGradients:
-    """One step's scaled gradients, checked, with everything needed to use them.
-
-    As torch never sees the gradient of a frozen parameter, a gradient that the
-    optimizer does not read is not checked: the program of its update says which.
-    """
+    """One step's scaled gradients, checked, with everything needed to use them."""
 
     def __init__(
         self,
@@ -260,7 +254,7 @@ class ScaledGradients:
         if params is not None:
             check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
-            check_no_gradients(params, caller)
+            refuse_scaled(params, caller, SWAPPED)
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         if by.kind is not ScaleKind.OFF:
             check_no_closures(extra_args, caller)
@@ -285,12 +279,7 @@ class ScaledGradients:
         return jnp.logical_or(finite, self.scalars.loss_scale == 1)
 
     def update(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
-        """The inner optimizer's step, on gradients that this unscales first.
-
-        Raises:
-          ValueError: the state belongs to another optimizer.
-          TypeError: the optimizer drops a part of its state, or changes its type.
-        """
+        """The inner optimizer's step, on gradients that this unscales first."""
         params = self.params
         owner = Owner(self.caller, self.by.init_inner, params, ".inner_state")
         is_off = self.by.kind is ScaleKind.OFF  # it does what the optimizer does alone
@@ -319,13 +308,11 @@ class ScaledGradients:
         return updates, new
 
     def advanced(self, inner_state: optax.OptState) -> DynamicLossScaleState:
-        """The next state."""
         found_inf, by = jnp.logical_not(self.finite), self.by
         scalars = rule.advance(self.scalars, found_inf, by.config, by.kind)
         return state_of(scalars, inner_state)
 
 
 def loss_scaled(tx: object) -> LossScaled | None:
-    """The loss scale that a transformation belongs to, or None."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     return owner if isinstance(owner, LossScaled) else None

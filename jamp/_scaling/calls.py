@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._checks import imported, shown
+from .._checks import shown
 from .._tree import PyTree, T, check_leaves, partition
 from .rule import LossScaleState
-from .state import DynamicLossScaleState, describe, find_states, is_scale, scalars_of
+from .state import describe, find_states, is_scale, scalars_of
 from .state_types import check_same
 
 ARRAYS_OF_THE_STATE = """ Keep arrays alone in the state; for an Equinox model, \
@@ -110,28 +110,6 @@ class Call:
     def returned(self, state: PyTree, *aux: PyTree) -> Any:
         """What the user's call returns."""
         return self.form.joined(state, *aux) if aux else state
-
-
-def call_of(
-    caller: str,
-    step: Callable[..., Any],
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-) -> Call:
-    """The call of a step in the style that its arguments show.
-
-    NNX objects are arguments of the NNX style, unless the first argument holds a loss
-    scale beside them, as a pair of a module and an optax state does.
-    """
-    objects = imported("flax.nnx", "Pytree")
-    kinds = (DynamicLossScaleState, *objects)
-    nodes = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    has_objects = any(isinstance(node, objects) for node in nodes((args, kwargs)))
-    if not has_objects or any(map(is_scale, nodes(args[:1]))):
-        return Call(caller, step, args, kwargs)
-    from .nnx_call import NNXCall  # imports Flax
-
-    return NNXCall(caller, step, args, kwargs)
 
 
 def form_of(

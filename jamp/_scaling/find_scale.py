@@ -10,10 +10,11 @@ import numpy as np
 
 from .._checks import shown
 from .arithmetic import power_of_two
-from .calls import call_of, with_scales
+from .calls import with_scales
 from .proof import Proof, proof_of
 from .rule import LossScaleState
 from .scale_flow import check_scales_its_loss
+from .styles import call_of
 from .trials import LOWEST, Exponents, Trials
 
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \

@@ -15,11 +15,12 @@ from jax import dtypes, lax
 
 from .._checks import is_traced, positive, shown
 from .._tree import Flag, PyTree, T
-from .calls import Call, attempt, call_of, scales_of, with_scales
+from .calls import Call, attempt, scales_of, with_scales
 from .mesh import on_every_replica, varying_axes
 from .rule import LossScaleState
 from .skip import as_types, select
 from .state import check_not_stacked
+from .styles import call_of
 from .traced import Traced
 
 P = ParamSpec("P")

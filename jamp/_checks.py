@@ -30,10 +30,10 @@ FLOAT8_NAMES = "float8", "fp8", "f8"  # of a recipe, and of no dtype
 HALF = "half"
 
 
-def check_count(name: str, value: object) -> int:
-    """The value as a Python integer; ValueError if it is negative or not an int32."""
+def check_count(name: str, value: object, lowest: int = 0) -> int:
+    """The value as a Python integer; ValueError if it is too low, or not an int32."""
     count = number(name, value, operator.index)
-    check_range(name, count, ">= 0 and < 2**31", 0, 2**31 - 1)
+    check_range(name, count, f">= {lowest} and < 2**31", lowest, 2**31 - 1)
     return count
 
 
@@ -41,9 +41,7 @@ def positive(name: str, value: object) -> int:
     """The value as a Python integer of at least 1, or an error naming the argument."""
     if is_traced(value):
         raise TypeError(f"{name} must be a Python integer; got {shown(value)}.")
-    count = number(name, value, operator.index)
-    check_range(name, count, ">= 1 and < 2**31", 1, 2**31 - 1)
-    return count
+    return check_count(name, value, 1)
 
 
 def check_range(

@@ -47,18 +47,25 @@ class Origin(enum.Enum):
 Origins = list[Origin | int]
 
 
-def arrivals(
-    update: Callable[[optax.Updates], optax.Updates], grads: optax.Updates
-) -> tuple[bool, bool]:
+Update = Callable[[optax.Updates], optax.Updates]
+
+
+def marked_program(update: Update, grads: optax.Updates) -> Traced | None:
+    """The program of an update, or None if JAX cannot trace it."""
+    try:
+        with MARKED(True):
+            return Traced(update, grads)
+    except NEEDS_VALUES:
+        return None
+
+
+def arrivals(update: Update, grads: optax.Updates) -> tuple[bool, bool]:
     """Whether a loss scale runs, and whether all updates are as it returned them.
 
     It raises ValueError if a gradient is changed before it arrives, or used without
     arriving. Of an update that JAX cannot trace, nothing is known.
     """
-    try:
-        with MARKED(True):
-            program = Traced(update, grads)
-    except NEEDS_VALUES:
+    if (program := marked_program(update, grads)) is None:
         return True, False
     given = jax.tree_util.tree_leaves_with_path(grads)
     start: Origins = [
@@ -129,14 +136,9 @@ class Master(enum.Enum):
     CHANGED = enum.auto()
 
 
-def check_last(
-    caller: str, update: Callable[[optax.Updates], optax.Updates], grads: optax.Updates
-) -> None:
+def check_last(caller: str, update: Update, grads: optax.Updates) -> None:
     """Raises ValueError if an optimizer changes the updates of master weights in it."""
-    try:
-        with MARKED(True):
-            program = Traced(update, grads)
-    except NEEDS_VALUES:
+    if (program := marked_program(update, grads)) is None:
         return
 
     def results(eqn: JaxprEqn, given: list[Master]) -> list[Master]:
@@ -152,9 +154,8 @@ def check_last(
             return joined(given[name == "select_n" :])
         if name == "convert_element_type" and dtype_of(eqn.invars[0].aval) == jnp.bool_:
             return Master.FLAG
-        if name in ("broadcast_in_dim", "reshape") or (
-            name == "convert_element_type" and not narrows(eqn)
-        ):
+        is_widened = name == "convert_element_type" and not narrows(eqn)
+        if is_widened or name in ("broadcast_in_dim", "reshape"):
             return given[0]
         if name == "mul" and kinds == {Master.FLAG, Master.UPDATE}:
             return Master.UPDATE

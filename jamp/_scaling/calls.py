@@ -28,6 +28,11 @@ else: step(state, *batch) -> (state, aux). Of several arguments (params, opt_sta
 (actor, critic), it returns each, in their order. It got {}, and returned {}."""
 
 
+Step = Callable[..., Any]
+Args = Sequence[PyTree]
+Kwargs = dict[str, PyTree]
+
+
 class Form(NamedTuple):
     """Where a step has its state: in which arguments, and where in its result."""
 
@@ -70,13 +75,7 @@ class Call:
     # How to write the wrapped step if it is to donate its state.
     donating = "jax.jit(jamp.retry(step), donate_argnums=0)"
 
-    def __init__(
-        self,
-        caller: str,
-        step: Callable[..., Any],
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-    ):
+    def __init__(self, caller: str, step: Step, args: Args, kwargs: Kwargs):
         self.caller, self.step = caller, step
         holders = [place for place, arg in enumerate(args) if find_states(arg)]
         if not holders:
@@ -84,12 +83,42 @@ class Call:
             raise ValueError(NO_SCALE.format(caller, found))
         self.form = Form((0,))
         if holders != [0]:
-            self.form = form_of(caller, step, args, kwargs, holders)
+            self.form = self._form_of(args, kwargs, holders)
         self.state: PyTree = self.form.state_of(args)
         places = self.form.places
         batch = {i: arg for i, arg in enumerate(args) if i not in places}
         self.inputs: PyTree = (batch, kwargs)
         check_leaves(self.state, f"{caller}: the state", ARRAYS_OF_THE_STATE)
+
+    def _form_of(self, args: Args, kwargs: Kwargs, holders: list[int]) -> Form:
+        """Of the arguments that a step returns: up to the last scale, or `holders`."""
+        is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
+        arrays, rebuilt = partition((args, kwargs), is_array)
+
+        def run(arrays: list[Any]) -> Any:
+            args, kwargs = rebuilt(arrays)
+            return self.step(*args, **kwargs)
+
+        result: Any = jax.eval_shape(run, arrays)
+        structures = [*map(jax.tree.structure, args)]
+        begins = lambda items, kinds: (
+            isinstance(items, tuple)
+            and [*map(jax.tree.structure, items[: len(kinds)])] == kinds
+        )
+        for places in (tuple(range(holders[-1] + 1)), tuple(holders)):
+            kinds = [structures[place] for place in places]
+            if len(kinds) == 1 and jax.tree.structure(result) == kinds[0]:
+                return Form(places, is_alone=True)
+            if begins(result, kinds):
+                return Form(places, is_nested=len(kinds) == 1)
+            if len(kinds) > 1 and isinstance(result, tuple) and result:
+                if len(result[0]) == len(kinds) and begins(tuple(result[0]), kinds):
+                    return Form(places)
+        got = ", ".join(type(arg).__name__ for arg in args)
+        returned = f"a {type(result).__name__}"
+        if type(result) is tuple:
+            returned = f"({', '.join(type(item).__name__ for item in result)})"
+        raise TypeError(NOT_RETURNED.format(self.caller, got, returned))
 
     def run(self, state: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         batch, kwargs = inputs
@@ -110,43 +139,6 @@ class Call:
     def returned(self, state: PyTree, *aux: PyTree) -> Any:
         """What the user's call returns."""
         return self.form.joined(state, *aux) if aux else state
-
-
-def form_of(
-    caller: str,
-    step: Callable[..., Any],
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-    holders: Sequence[int],
-) -> Form:
-    """Which arguments a step returns: those up to the last loss scale, or `holders`."""
-    is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
-    arrays, rebuilt = partition((args, kwargs), is_array)
-
-    def run(arrays: list[Any]) -> Any:
-        args, kwargs = rebuilt(arrays)
-        return step(*args, **kwargs)
-
-    result: Any = jax.eval_shape(run, arrays)
-    structures = [*map(jax.tree.structure, args)]
-    begins = lambda items, kinds: (
-        isinstance(items, tuple)
-        and [*map(jax.tree.structure, items[: len(kinds)])] == kinds
-    )
-    for places in (tuple(range(holders[-1] + 1)), tuple(holders)):
-        kinds = [structures[place] for place in places]
-        if len(kinds) == 1 and jax.tree.structure(result) == kinds[0]:
-            return Form(places, is_alone=True)
-        if begins(result, kinds):
-            return Form(places, is_nested=len(kinds) == 1)
-        if len(kinds) > 1 and isinstance(result, tuple) and result:
-            if len(result[0]) == len(kinds) and begins(tuple(result[0]), kinds):
-                return Form(places)
-    got = ", ".join(type(arg).__name__ for arg in args)
-    returned = f"a {type(result).__name__}"
-    if type(result) is tuple:
-        returned = f"({', '.join(type(item).__name__ for item in result)})"
-    raise TypeError(NOT_RETURNED.format(caller, got, returned))
 
 
 def scales_of(state: PyTree) -> list[LossScaleState]:

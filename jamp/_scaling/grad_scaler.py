@@ -199,7 +199,7 @@ class GradScaler(nnx.Pytree):
         selected = select_gradients(optimizer, grads)
         finite = arithmetic.all_finite(selected, self._axis_name)
         inverse = arithmetic.invert(self.loss_scale[...])
-        watch(selected, self._scalars())
+        watch(selected, scalars_of(self))
         new = marked(UNSCALED_, arithmetic.unscale_as_before(selected, inverse))
         unscaled = with_selected(grads, new)
         went_in, came_out = references(selected), references(unscaled)
@@ -251,7 +251,7 @@ class GradScaler(nnx.Pytree):
             check_selected(optimizer, model, grads, selected)
             update = Update(optimizer, model, grads, kwargs)
             if record is None:
-                watch(selected, self._scalars())
+                watch(selected, scalars_of(self))
                 selected = marked(GIVEN, selected)
                 inverse = arithmetic.invert(self.loss_scale[...])
                 finite, run, shapes = check_read(
@@ -296,7 +296,7 @@ class GradScaler(nnx.Pytree):
             if not flags:
                 raise RuntimeError(NO_STEP)
             found_inf = jnp.logical_not(functools.reduce(jnp.logical_and, flags))
-            state = rule.advance(self._scalars(), found_inf, self._config)
+            state = rule.advance(scalars_of(self), found_inf, self._config)
             self._set_scalars(state)
         self._iteration.records.clear()
 
@@ -363,7 +363,7 @@ class GradScaler(nnx.Pytree):
         if not self._enabled:
             return {}
         self._iteration.check_whole()
-        state = self._scalars()
+        state = scalars_of(self)
         if is_traced(state.loss_scale):
             raise RuntimeError(
                 "state_dict() needs the values of the scale and was called inside a "
@@ -420,7 +420,7 @@ class GradScaler(nnx.Pytree):
         self.loss_scale[...] = scale
         self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)
         self.hysteresis_tracker[...] = jnp.asarray(left, jnp.int32)
-        self._set_scalars(rule.adopted(self._scalars(), self._config))
+        self._set_scalars(rule.adopted(scalars_of(self), self._config))
 
     def _configure(self, **changes: ArrayLike) -> None:
         for name, value in changes.items():
@@ -430,9 +430,6 @@ class GradScaler(nnx.Pytree):
                     "outside the jitted function, to a Python number."
                 )
         self._config = dataclasses.replace(self._config, **changes)
-
-    def _scalars(self) -> LossScaleState:
-        return scalars_of(self)
 
     def _set_scalars(self, state: LossScaleState) -> None:
         for name, value in state._asdict().items():

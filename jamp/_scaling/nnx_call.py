@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from flax import nnx
 
 from .._checks import imported
 from .._tree import PyTree
-from .calls import Call
+from .calls import Args, Call, Kwargs, Step
 from .state import DynamicLossScaleState
 
 NO_OBJECT = """{}: no argument of the step holds a loss scale; got {}. Pass the \
@@ -29,13 +29,7 @@ class NNXCall(Call):
     a `GradScaler` or an optimizer's state has a loss scale.
     """
 
-    def __init__(
-        self,
-        caller: str,
-        step: Callable[..., PyTree],
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-    ):
+    def __init__(self, caller: str, step: Step, args: Args, kwargs: Kwargs):
         self.caller, self.step, self.count = caller, step, len(args)
         given: dict[str, object] = {str(i): arg for i, arg in enumerate(args)} | kwargs
         self.names = [name for name, arg in given.items() if holds_variables(arg)]

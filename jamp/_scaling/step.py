@@ -77,19 +77,20 @@ def step(
     if not find_states(opt_state):
         refuse_scaled(grads, "jamp.step", NOT_SCALED)
     update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
+    updates_of = lambda grads: update(grads)[0]
     if keeps_master_weights(opt_state):
         opt_state = as_made(opt_state, tx.init, params)
     owner = Owner("jamp.step", tx.init, params)
     with owner.explained(opt_state):
         updates, new_state = update(grads)
     if keeps_master_weights(opt_state) and not is_master(opt_state):
-        check_last("jamp.step", lambda grads: update(grads)[0], grads)
+        check_last("jamp.step", updates_of, grads)
     owner.check_moved(new_state, opt_state)
     new_params = apply_updates(params, updates)
     scales = list(find_states(new_state).values())
     if not scales:
         return new_params, new_state
-    runs, is_as_returned = arrivals(lambda grads: update(grads)[0], grads)
+    runs, is_as_returned = arrivals(updates_of, grads)
     if not runs or len(scales) != 1:
         return new_params, new_state
     finite = jnp.logical_not(scales[0].found_inf)

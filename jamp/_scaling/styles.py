@@ -1,22 +1,13 @@
 """The style of a step, optax's or NNX's, which its arguments show."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import jax
 
 from .._checks import imported
-from .._tree import PyTree
-from .calls import Call
+from .calls import Args, Call, Kwargs, Step
 from .state import DynamicLossScaleState, is_scale
 
 
-def call_of(
-    caller: str,
-    step: Callable[..., Any],
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-) -> Call:
+def call_of(caller: str, step: Step, args: Args, kwargs: Kwargs) -> Call:
     """The call of a step in the style that its arguments show.
 
     NNX objects are arguments of the NNX style, unless the first argument holds a loss

@@ -27,7 +27,7 @@ from .nnx_grads import (
     select_gradients,
     with_selected,
 )
-from .optimizer_stages import Iteration, Record, Stage, references
+from .optimizer_stages import Iteration, Record, references
 from .rule import LossScaleConfig, LossScaleState
 from .state import scalars_of
 from .state_types import grown
@@ -189,23 +189,22 @@ class GradScaler(nnx.Pytree):
         if not self._enabled:
             return grads
         record = self._iteration.record_of(optimizer)
-        if record is not None and record.stage is Stage.UNSCALED:
+        if record is not None and record.has_stepped:
+            raise RuntimeError("unscale_() is being called after step().")
+        if record is not None:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last "
                 "update()."
             )
-        if record is not None:
-            raise RuntimeError("unscale_() is being called after step().")
         selected = select_gradients(optimizer, grads)
         finite = arithmetic.all_finite(selected, self._axis_name)
         inverse = arithmetic.invert(self.loss_scale[...])
         watch(selected, scalars_of(self))
         new = marked(UNSCALED_, arithmetic.unscale_as_before(selected, inverse))
         unscaled = with_selected(grads, new)
-        went_in, came_out = references(selected), references(unscaled)
-        self._iteration.add(
-            Record(optimizer, Stage.UNSCALED, finite, went_in, came_out)
-        )
+        record = Record(optimizer, finite)
+        record.scaled, record.unscaled = references(selected), references(unscaled)
+        self._iteration.add(record)
         return unscaled
 
     def step(
@@ -240,7 +239,7 @@ class GradScaler(nnx.Pytree):
                 "Closure use is not currently supported if GradScaler is enabled."
             )
         record = self._iteration.record_of(optimizer)
-        if record is not None and record.stage is Stage.STEPPED:
+        if record is not None and record.has_stepped:
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
@@ -270,7 +269,7 @@ class GradScaler(nnx.Pytree):
             new = skip.run_or_hold(finite, lambda: run(given), lambda _: held)
             update.write(new)
             self._iteration = iteration  # NNX puts a new one into a scaler it updates
-        iteration.add(Record(optimizer, Stage.STEPPED, finite))
+        iteration.add(Record(optimizer, finite, has_stepped=True))
         return jnp.logical_not(finite)
 
     def update(self, new_scale: ArrayLike | None = None) -> None:

@@ -13,7 +13,6 @@ next backward pass would count as unscaled. So a record knows the gradients that
 
 import contextlib
 import dataclasses
-import enum
 import warnings
 import weakref
 from collections.abc import Generator
@@ -45,11 +44,6 @@ OTHER_GRADIENTS = (
 )
 
 
-class Stage(enum.Enum):
-    UNSCALED = enum.auto()
-    STEPPED = enum.auto()
-
-
 References = tuple[weakref.ref[jax.Array | np.ndarray], ...]
 
 
@@ -67,8 +61,8 @@ def holds_one_of(known: References, tree: PyTree) -> bool:
 @dataclasses.dataclass
 class Record:
     optimizer: object  # kept alive, so that no other object gets its id
-    stage: Stage
     finite: Flag
+    has_stepped: bool = False  # and otherwise unscaled
     scaled: References = ()  # the gradients that went into `unscale_`
     unscaled: References = ()  # and what came out
     is_old: bool = False  # whether something was scaled since

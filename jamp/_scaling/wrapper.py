@@ -1,9 +1,4 @@
-"""Loss scaling as an optax wrapper.
-
-The wrapper gets scaled gradients, checks them, and passes unscaled ones to the
-optimizer inside it. If a gradient is not finite, nothing inside moves: the updates are
-zero and `inner_state` is the one that came in.
-"""
+"""Loss scaling as an optax wrapper: `dynamic_loss_scale` and `static_loss_scale`."""
 
 import dataclasses
 import functools

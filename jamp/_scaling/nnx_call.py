@@ -32,7 +32,9 @@ class NNXCall(Call):
     def __init__(self, caller: str, step: Step, args: Args, kwargs: Kwargs):
         self.caller, self.step, self.count = caller, step, len(args)
         given: dict[str, object] = {str(i): arg for i, arg in enumerate(args)} | kwargs
-        self.names = [name for name, arg in given.items() if holds_variables(arg)]
+        is_object = lambda node: isinstance(node, nnx.Variable | nnx.Pytree)
+        holds = lambda arg: any(map(is_object, jax.tree.leaves(arg, is_leaf=is_object)))
+        self.names = [name for name, arg in given.items() if holds(arg)]
         self.objects = [given[name] for name in self.names]
         self.inputs = {n: arg for n, arg in given.items() if n not in self.names}
         places = ", ".join(map(str, range(len(self.objects))))
@@ -86,8 +88,3 @@ class NNXCall(Call):
             holder: Any = functools.reduce(operator.getitem, above, new)
             holder[name] = change(holder[name])
         return new[0]
-
-
-def holds_variables(arg: PyTree) -> bool:
-    is_object = lambda node: isinstance(node, nnx.Variable | nnx.Pytree)
-    return any(map(is_object, jax.tree.leaves(arg, is_leaf=is_object)))

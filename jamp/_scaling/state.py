@@ -142,12 +142,6 @@ def _number(name: str, value: object) -> jax.Array:
     )
 
 
-def state_of(
-    scalars: LossScaleState, inner_state: optax.OptState
-) -> DynamicLossScaleState:
-    return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)
-
-
 def keeps_master_weights(opt_state: PyTree) -> bool:
     return any(map(is_master, jax.tree.leaves(opt_state, is_leaf=is_master)))
 

@@ -21,7 +21,7 @@ from .state_types import as_made, extended
 from .transformation import as_transformation, check_gradients_match
 from .updates import apply_updates
 from .watched import NOT_SCALED, SWAPPED, refuse_scaled
-from .wrapper import loss_scaled
+from .wrapper import LossScaled
 
 
 def step(
@@ -68,7 +68,8 @@ def step(
     """
     if params is None:
         raise ValueError("params must be the parameters to step; got None.")
-    if (scaled := loss_scaled(tx)) is not None:
+    scaled = getattr(getattr(tx, "update", None), "__self__", None)
+    if isinstance(scaled, LossScaled):
         return scaled.step(grads, opt_state, params, **extra_args)
     tx = as_transformation(tx, "tx")
     check_leaves(grads, "jamp.step: the gradient")

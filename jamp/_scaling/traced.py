@@ -54,11 +54,6 @@ class Traced(Generic[P, T]):
         results = jaxpr_as_fun(self.closed)(*jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
 
-    def used_inputs(self) -> list[bool]:
-        """Whether an output or an effect needs each input: leaves, in order."""
-        jaxpr = self.closed.jaxpr
-        return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
-
 
 def reads_and_run(
     function: Callable[[PyTree], T], tree: PyTree
@@ -75,7 +70,8 @@ def reads_and_run(
         once = Traced(lambda *inexact: function(rebuilt(inexact)), *inexact)
     except NEEDS_VALUES:
         return jax.tree.map(lambda _: True, tree), function, None
-    used = iter(once.used_inputs())
+    jaxpr = once.closed.jaxpr
+    used = iter(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
     reads = jax.tree.map(lambda leaf: not is_inexact(leaf) or next(used), tree)
     run = lambda tree: once(*filter(is_inexact, jax.tree.leaves(tree)))
     return reads, run, once.shapes

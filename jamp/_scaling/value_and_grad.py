@@ -106,21 +106,15 @@ def value_and_grad(
         try:
             grads, result = grad_fn(*args, **kwargs)
         except TypeError:
-            _check_differentiated(args, argnums)
+            for index in np.atleast_1d(argnums):
+                if -len(args) <= index < len(args):
+                    what = f"jamp.value_and_grad: argument {index}"
+                    check_leaves(args[index], what, ARRAYS_AND_REST)
             raise
         remember(grads)
         return result, grads
 
     return value_and_grad_fn
-
-
-def _check_differentiated(
-    args: tuple[PyTree, ...], argnums: int | Sequence[int]
-) -> None:
-    for index in np.atleast_1d(argnums):
-        if -len(args) <= index < len(args):
-            what = f"jamp.value_and_grad: argument {index}"
-            check_leaves(args[index], what, ARRAYS_AND_REST)
 
 
 def _check_loss(loss: object) -> None:

@@ -24,7 +24,6 @@ from .state import (
     is_master,
     keeps_master_weights,
     scalars_of,
-    state_of,
 )
 from .state_types import as_made, as_wide_as, check_same, grown, made_wide
 from .traced import check_read
@@ -194,7 +193,8 @@ class LossScaled:
         check_leaves(params, "dynamic_loss_scale's init: the parameter")
         inner_state = self.init_inner(params)
         check_not_scaled_yet(inner_state, "inner")
-        return state_of(rule.init(self.config, self.kind), inner_state)
+        scalars = rule.init(self.config, self.kind)
+        return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)
 
     def init_inner(self, params: optax.Params) -> optax.OptState:
         bare = self.kind is ScaleKind.OFF
@@ -305,9 +305,4 @@ class ScaledGradients:
     def advanced(self, inner_state: optax.OptState) -> DynamicLossScaleState:
         found_inf, by = jnp.logical_not(self.finite), self.by
         scalars = rule.advance(self.scalars, found_inf, by.config, by.kind)
-        return state_of(scalars, inner_state)
-
-
-def loss_scaled(tx: object) -> LossScaled | None:
-    owner = getattr(getattr(tx, "update", None), "__self__", None)
-    return owner if isinstance(owner, LossScaled) else None
+        return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)

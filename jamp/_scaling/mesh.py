@@ -1,7 +1,7 @@
-"""One flag for all devices, for mapped axes (`shard_map`) and for sharded arrays.
+"""Mapped axes and sharded arrays: types that match, and one flag for all devices.
 
-Under plain jit, XLA does this: it reduces each array over the devices that hold its
-parts, and may or may not combine those reductions. If the types say how an array is
+Under plain jit, XLA makes the flag: it reduces each array over the devices that hold
+its parts, and may or may not combine those reductions. If the types say how an array is
 sharded (explicit sharding), each device can check its own parts first.
 """
 

@@ -223,15 +223,15 @@ def advance(
 
     What a step found at a scale that is not adopted does not move the adopted one.
     """
-    own = adopted(state, config, kind)
+    start = adopted(state, config, kind)
     if kind is ScaleKind.OFF:  # it counts nothing, only what it skips at another scale
         skipped = state.skipped_steps + found_inf.astype(jnp.int32)
-        return own._replace(found_inf=found_inf, skipped_steps=skipped)
+        return start._replace(found_inf=found_inf, skipped_steps=skipped)
     if kind is ScaleKind.DYNAMIC:
-        is_own = own.loss_scale == state.loss_scale
-        choose = lambda moved, own: jnp.where(is_own, moved, own)
-        own = LossScaleState(*map(choose, update(own, found_inf, config), own))
-    return record(own, found_inf, config)
+        is_same = start.loss_scale == state.loss_scale
+        choose = lambda moved, start: jnp.where(is_same, moved, start)
+        start = LossScaleState(*map(choose, update(start, found_inf, config), start))
+    return record(start, found_inf, config)
 
 
 def update(

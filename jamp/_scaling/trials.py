@@ -42,6 +42,7 @@ class Run(NamedTuple):
 
 
 Exponents = list[jax.Array]  # int32, one for each scale, in its shape
+Between = tuple[Exponents, Exponents, list[jax.Array]]  # finite, infinite, asked
 
 
 class Trials:
@@ -111,21 +112,18 @@ class Trials:
         between = full(LOWEST - 1), full(HIGHEST + 1), none
         if self.is_inside:
             times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
-            halve = lambda _, between: self._halve(_middle, *between)
+            halve = lambda _, between: self._halve(_middle, between)
             finite, _, asked = lax.fori_loop(0, times, halve, between)
             return finite, asked
         is_open = lambda low, high: np.any(np.asarray(high - low) > 1)
         while any(map(is_open, *between[:2])):
-            between = self._halve(_likely, *between)
+            between = self._halve(_likely, between)
         return between[0], between[2]
 
     def _halve(
-        self,
-        choose: Callable[[jax.Array, jax.Array], jax.Array],
-        finite: Exponents,
-        infinite: Exponents,
-        _: object,
-    ) -> tuple[Exponents, Exponents, list[jax.Array]]:
+        self, choose: Callable[[jax.Array, jax.Array], jax.Array], between: Between
+    ) -> Between:
+        finite, infinite, _ = between
         middle = [*map(choose, finite, infinite)]
         outcome = self(middle).outcome
         too_high = [*map(on_every_replica, outcome.too_high)]

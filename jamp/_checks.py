@@ -1,7 +1,4 @@
-"""Checks of arguments, how messages show a value, and what this JAX does not have.
-
-The checks are for numbers, their ranges, dtypes, flags and names of axes.
-"""
+"""Checks of arguments, how messages show a value, and what this JAX does not have."""
 
 import difflib
 import math
@@ -33,10 +30,10 @@ FLOAT8_NAMES = "float8", "fp8", "f8"  # of a recipe, and of no dtype
 HALF = "half"
 
 
-def check_count(name: str, value: object) -> int:
-    """The value as a Python integer; ValueError if it is negative or not an int32."""
+def check_count(name: str, value: object, lowest: int = 0) -> int:
+    """The value as a Python integer; ValueError if it is too low, or not an int32."""
     count = number(name, value, operator.index)
-    check_range(name, count, ">= 0 and < 2**31", 0, 2**31 - 1)
+    check_range(name, count, f">= {lowest} and < 2**31", lowest, 2**31 - 1)
     return count
 
 
@@ -44,9 +41,7 @@ def positive(name: str, value: object) -> int:
     """The value as a Python integer of at least 1, or an error naming the argument."""
     if is_traced(value):
         raise TypeError(f"{name} must be a Python integer; got {shown(value)}.")
-    count = number(name, value, operator.index)
-    check_range(name, count, ">= 1 and < 2**31", 1, 2**31 - 1)
-    return count
+    return check_count(name, value, 1)
 
 
 def check_range(
@@ -82,7 +77,6 @@ def _is_scalar(value: object) -> bool:
 
 
 def axis_names(axis_name: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """The axes as a tuple, or an error naming `axis_name`."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     is_sequence = isinstance(names, Sequence) and all(isinstance(n, str) for n in names)
     if names is not None and not is_sequence:
@@ -161,17 +155,13 @@ def flag(name: str, value: object) -> bool:
 
 
 def imported(module: str, *names: str) -> tuple[type, ...]:
-    """Classes of a library for `isinstance`, if the library is imported.
-
-    Args:
-      module: its name. Another thread may be importing it.
-    """
+    """Classes of a library for `isinstance`, if the library is imported."""
+    # Another thread may be importing it.
     found = (getattr(sys.modules.get(module), name, None) for name in names)
     return tuple(cls for cls in found if isinstance(cls, type))
 
 
 def shown(value: object) -> str:
-    """A value and its type, for messages."""
     return f"{brief(value)} of type {type(value).__name__}"
 
 
@@ -199,7 +189,6 @@ def called_at() -> str:
 
 
 def described(frame: tuple[str, int, str]) -> str:
-    """A frame (file, line, function) for messages."""
     file, line, function = frame
     return f"{os.path.basename(file)}:{line} in {function.split('.')[-1]}"
 
@@ -210,7 +199,6 @@ a JAX that this jamp knows (0.10 to 0.12), or a newer jamp."""
 
 
 def unavailable(name: str, error: Exception) -> ImportError:
-    """The error for a public name whose module could not be imported."""
     version = sys.modules["jamp"].__version__
     problem = f"{type(error).__name__}: {error}"
     text = MOVED.format(name=name, jax=jax.__version__, jamp=version, error=problem)
@@ -233,5 +221,4 @@ class Unavailable:
 
 
 def stand_ins(namespace: str, error: Exception, *names: str) -> dict[str, Unavailable]:
-    """Stand-ins for the names of a namespace that could not be imported."""
     return {name: Unavailable(f"{namespace}.{name}", error) for name in names}

@@ -23,7 +23,6 @@ ARRAYS_ALONE = (
 
 
 def path_text(path: KeyPath) -> str:
-    """The path of a leaf, for messages."""
     return jax.tree_util.keystr(path) or "the root"
 
 
@@ -51,7 +50,6 @@ def other_node(
 
 
 def children(node: PyTree) -> dict[KeyPath, Any]:
-    """What a node holds, by its keys."""
     is_child = lambda x: x is not node
     return dict(jax.tree_util.tree_leaves_with_path(node, is_leaf=is_child))
 
@@ -93,9 +91,7 @@ def cast_floating(
       kept: classes of nodes that pass with everything inside.
       of: the dtypes that are cast, or None for all floating ones.
     """
-
-    def is_kept(x: object) -> bool:
-        return isinstance(x, kept)
+    is_kept = lambda x: isinstance(x, kept)
 
     def cast(x: PyTree) -> PyTree:
         is_array = isinstance(
@@ -150,9 +146,5 @@ def is_half(leaf: ArrayLike) -> bool:
 
 def widen(tree: PyTree) -> PyTree:
     """Casts the half-precision leaves of a tree to float32."""
-
-    def widen_leaf(leaf: ArrayLike) -> ArrayLike:
-        wide = widened(dtype_of(leaf))
-        return leaf if dtype_of(leaf) == wide else jnp.asarray(leaf, wide)
-
-    return jax.tree.map(widen_leaf, tree)
+    wide = lambda leaf: jnp.asarray(leaf, jnp.float32) if is_half(leaf) else leaf
+    return jax.tree.map(wide, tree)

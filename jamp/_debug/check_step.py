@@ -11,7 +11,7 @@ import numpy as np
 from .._checks import shown
 from .._jaxprs import param, variables
 from .._scaling.find_scale import find
-from .._scaling.retry import call_of
+from .._scaling.styles import call_of
 from .._scaling.trials import Trials
 from .._scaling.watched import WATCHER
 from .._tree import NUMBERS, PyTree, path_text

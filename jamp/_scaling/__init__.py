@@ -4,11 +4,13 @@
 and unscales. `value_and_grad` scales the loss. `wrapper` (for optax, with `step`,
 `transformation`, `train_state`) and `grad_scaler` (for NNX, with `optimizer_stages`,
 `nnx_grads`) check the gradients that an optimizer reads (`traced`), unscale them, step
-or hold (`skip`), and move the scale. `state` is what a step leaves behind, and
-`metrics` says what that means. `retry` and `find_scale` run a step again: `calls` (and
-`nnx_call`, for NNX) makes it a function of its state. `gather` and `mesh` are for
-sharded arrays, `mean`, `error_feedback` and `eight_bits` for gradients that devices
-exchange, and `master_weights` for half-precision parameters.
+or hold (`skip`), and move the scale. `state` is what a step leaves behind (see also
+`state_types` and `foreign_state`), and `metrics` says what that means. `retry` and
+`find_scale` run a step again: `calls` or `nnx_call`, by its style (`styles`), makes it
+a function of its state. `arrivals`, `scale_flow` and `proof` read the program of a
+step, in which values are `marked`. `gather` and `mesh` are for sharded arrays, `mean`,
+`error_feedback` and `eight_bits` for gradients that devices exchange, and
+`master_weights` for half-precision parameters.
 
 May import: `_checks`, `_tree`, `_jaxprs`. Nothing here uses JAX's private parts.
 """

@@ -20,9 +20,7 @@ from .rule import SMALLEST_SCALE
 
 
 def is_scalable(x: object) -> bool:
-    """Whether `scale` accepts a value."""
-    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
-    if not is_array:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
         return isinstance(x, int | float | complex) and not isinstance(x, bool)
     return x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)
 
@@ -73,7 +71,6 @@ class InverseScale(NamedTuple):
 
 
 def invert(loss_scale: jax.Array) -> InverseScale:
-    """The inverse of a scale, as torch rounds it."""
     with jax.enable_x64(True):
         exact = 1.0 / lax.convert_element_type(loss_scale, jnp.float64)
         # Below 2**-126 float32 has a fixed spacing of 2**-149: round in the same way.
@@ -90,8 +87,7 @@ def unscale(tree: PyTree, inverse: InverseScale) -> PyTree:
     """Multiplies gradients by the inverse scale, as torch does.
 
     Half-precision leaves come out in float32: in float16, the product would flush to
-    zero what the scale has saved. Complex leaves are multiplied part by part. Integer,
-    bool, `float0` and missing leaves do not change.
+    zero what the scale has saved. Integer, bool, `float0` and missing leaves stay.
 
     Call `invert` outside a `skip.run_or_hold`, so that the scalar arithmetic is not
     repeated for every element inside.

@@ -1,8 +1,8 @@
-"""What of the gradients that `jamp.step` gives to an optimizer arrives at a loss scale.
+"""What a chain does around a loss scale to its gradients, or behind master weights.
 
-The loss scale may be one member of a chain. What stands in front of it sees scaled
-gradients, and so does what a mask or a condition leaves to others. No value shows this;
-the program of the update does, in which a loss scale marks what it gets and returns.
+What stands in front of a loss scale sees scaled gradients, and so does what a mask or a
+condition leaves to others. No value shows this; the program of the update does, in
+which a loss scale marks what it gets and returns, and master weights what they make.
 """
 
 import enum
@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._checks import called_at
-from .._jaxprs import follow, inside, param
-from .._tree import PyTree, T, dtype_of, is_inexact, path_text
+from .._jaxprs import follow, inside
+from .._tree import dtype_of, is_inexact, path_text
+from .marked import GIVEN, MARKED, OF_MASTERS, RETURNED, mark_of
 from .traced import NEEDS_VALUES, PLACES, Traced
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
@@ -36,33 +35,6 @@ takes the parameter to its master, rounded: what stands behind that in a chain (
 scale, decayed weights, a mask) parts them. Put it inside: \
 jamp.master_weights(optax.chain(optimizer, optax.scale(0.5)))."""
 
-# Whether loss scales mark what they get. JAX keys its caches by it: without, a jitted
-# update would be taken from a cache, with the marks or without them.
-MARKED = jax.make_user_context(False)
-GIVEN, RETURNED = "jamp: to a loss scale", "jamp: from a loss scale"
-# What these functions return, with the line that calls them, for `proof`.
-SCALED, UNSCALED, UNSCALED_ = "jamp: scaled", "jamp: unscaled", "jamp: by unscale_"
-OF_MASTERS = "jamp: from master weights"
-MARKS = (GIVEN, RETURNED, SCALED, UNSCALED, UNSCALED_, OF_MASTERS)
-
-
-def marked(what: str, tree: T) -> T:
-    """The same gradients or updates, recognizable if a program is read for them.
-
-    Args:
-      what: one of `MARKS`, which the path of a leaf follows, or the line of the call.
-    """
-    if not MARKED.value:
-        return tree
-    is_of_leaf = what in (GIVEN, RETURNED, OF_MASTERS)
-    line = "" if is_of_leaf else called_at()
-
-    def mark(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
-        name = what + (path_text(path) if is_of_leaf else line)
-        return checkpoint_name(leaf, name) if is_inexact(leaf) else leaf
-
-    return jax.tree_util.tree_map_with_path(mark, tree)
-
 
 class Origin(enum.Enum):
     """What a value in a program is, unless it is a gradient: then, its place."""
@@ -75,20 +47,25 @@ class Origin(enum.Enum):
 Origins = list[Origin | int]
 
 
-def arrivals(
-    update: Callable[[optax.Updates], optax.Updates], grads: optax.Updates
-) -> tuple[bool, bool]:
-    """Whether a loss scale runs, and whether all updates are as it returned them.
+Update = Callable[[optax.Updates], optax.Updates]
 
-    Of an update that JAX cannot trace, nothing is known.
 
-    Raises:
-      ValueError: a gradient is changed before it arrives, or used without arriving.
-    """
+def marked_program(update: Update, grads: optax.Updates) -> Traced | None:
+    """The program of an update, or None if JAX cannot trace it."""
     try:
         with MARKED(True):
-            program = Traced(update, grads)
+            return Traced(update, grads)
     except NEEDS_VALUES:
+        return None
+
+
+def arrivals(update: Update, grads: optax.Updates) -> tuple[bool, bool]:
+    """Whether a loss scale runs, and whether all updates are as it returned them.
+
+    It raises ValueError if a gradient is changed before it arrives, or used without
+    arriving. Of an update that JAX cannot trace, nothing is known.
+    """
+    if (program := marked_program(update, grads)) is None:
         return True, False
     given = jax.tree_util.tree_leaves_with_path(grads)
     start: Origins = [
@@ -144,7 +121,6 @@ def origins_of(
 
 
 def joined(origins: Sequence[Origin | int]) -> Origin | int:
-    """The origin of one of several values."""
     if len(set(origins)) == 1:
         return origins[0]
     used = any(map(is_of_gradients, origins))
@@ -160,14 +136,9 @@ class Master(enum.Enum):
     CHANGED = enum.auto()
 
 
-def check_last(
-    caller: str, update: Callable[[optax.Updates], optax.Updates], grads: optax.Updates
-) -> None:
+def check_last(caller: str, update: Update, grads: optax.Updates) -> None:
     """Raises ValueError if an optimizer changes the updates of master weights in it."""
-    try:
-        with MARKED(True):
-            program = Traced(update, grads)
-    except NEEDS_VALUES:
+    if (program := marked_program(update, grads)) is None:
         return
 
     def results(eqn: JaxprEqn, given: list[Master]) -> list[Master]:
@@ -183,9 +154,8 @@ def check_last(
             return joined(given[name == "select_n" :])
         if name == "convert_element_type" and dtype_of(eqn.invars[0].aval) == jnp.bool_:
             return Master.FLAG
-        if name in ("broadcast_in_dim", "reshape") or (
-            name == "convert_element_type" and not narrows(eqn)
-        ):
+        is_widened = name == "convert_element_type" and not narrows(eqn)
+        if is_widened or name in ("broadcast_in_dim", "reshape"):
             return given[0]
         if name == "mul" and kinds == {Master.FLAG, Master.UPDATE}:
             return Master.UPDATE
@@ -209,10 +179,3 @@ def check_last(
 def narrows(eqn: JaxprEqn) -> bool:
     given, made = (dtype_of(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
     return given.itemsize > made.itemsize
-
-
-def mark_of(eqn: JaxprEqn) -> tuple[str, str] | None:
-    """Which mark a value gets, and the path it was made at."""
-    name = param(eqn, "name") or ""
-    found = [mark for mark in MARKS if name.startswith(mark)]
-    return (found[0], name.removeprefix(found[0])) if found else None

@@ -1,8 +1,7 @@
-"""One call of a training step as a pure function of its state.
+"""One call of a training step as a pure function of its state: in the style of optax.
 
-In the style of optax, the state is the first argument and the first result. In the
-style of NNX (`nnx_call.py`), the arguments hold the state, and the step writes into
-them.
+The state is the first argument and the first result. `nnx_call.py` is for steps in the
+style of NNX, which write into objects among their arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +13,8 @@ import numpy as np
 from .._checks import shown
 from .._tree import PyTree, T, check_leaves, partition
 from .rule import LossScaleState
-from .skip import check_same
-from .state import (
-    DynamicLossScaleState,
-    describe,
-    find_states,
-    scalars_of,
-)
+from .state import describe, find_states, is_scale, scalars_of
+from .state_types import check_same
 
 ARRAYS_OF_THE_STATE = """ Keep arrays alone in the state; for an Equinox model, \
 write params, static = eqx.partition(model, eqx.is_inexact_array), put params into the \
@@ -32,6 +26,11 @@ must hold the state of an optimizer in jamp.dynamic_loss_scale, or be a GradScal
 NOT_RETURNED = """{}: step must return the state that it got, and perhaps something \
 else: step(state, *batch) -> (state, aux). Of several arguments (params, opt_state) or \
 (actor, critic), it returns each, in their order. It got {}, and returned {}."""
+
+
+Step = Callable[..., Any]
+Args = Sequence[PyTree]
+Kwargs = dict[str, PyTree]
 
 
 class Form(NamedTuple):
@@ -47,7 +46,6 @@ class Form(NamedTuple):
         return tuple(args[place] for place in self.places)
 
     def split(self, result: Any) -> tuple[PyTree, PyTree]:
-        """The state, and what else there is, of a result of this form."""
         if self.is_alone:
             return result, None
         if self.is_nested:
@@ -57,14 +55,13 @@ class Form(NamedTuple):
         return tuple(result[:count]), list(result[count:])
 
     def joined(self, state: PyTree, aux: Any) -> Any:
-        """The reverse."""
         if self.is_alone:
             return state
         return (state, *aux) if self.is_nested else (*state, *aux)
 
 
 class Call:
-    """One call in the style of optax: `step(state, *batch) -> (state, aux)`.
+    """One call of `step(state, *batch) -> (state, aux)`.
 
     The state may be several arguments, which the step returns in their order, and the
     step may return nothing else.
@@ -73,22 +70,12 @@ class Call:
       caller: the function of jamp that a user called, for messages.
       state: a pytree that holds the loss scales in `DynamicLossScaleState`s.
       inputs: a pytree of the other arguments.
-      donating: how to write the wrapped step if it is to donate its state.
-
-    Raises:
-      TypeError: a leaf of the state is not an array, or the step does not return it.
-      ValueError: no argument holds a loss scale.
     """
 
+    # How to write the wrapped step if it is to donate its state.
     donating = "jax.jit(jamp.retry(step), donate_argnums=0)"
 
-    def __init__(
-        self,
-        caller: str,
-        step: Callable[..., Any],
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-    ):
+    def __init__(self, caller: str, step: Step, args: Args, kwargs: Kwargs):
         self.caller, self.step = caller, step
         holders = [place for place, arg in enumerate(args) if find_states(arg)]
         if not holders:
@@ -96,15 +83,44 @@ class Call:
             raise ValueError(NO_SCALE.format(caller, found))
         self.form = Form((0,))
         if holders != [0]:
-            self.form = form_of(caller, step, args, kwargs, holders)
+            self.form = self._form_of(args, kwargs, holders)
         self.state: PyTree = self.form.state_of(args)
-        rest = enumerate(args)
-        batch = {place: arg for place, arg in rest if place not in self.form.places}
+        places = self.form.places
+        batch = {i: arg for i, arg in enumerate(args) if i not in places}
         self.inputs: PyTree = (batch, kwargs)
         check_leaves(self.state, f"{caller}: the state", ARRAYS_OF_THE_STATE)
 
+    def _form_of(self, args: Args, kwargs: Kwargs, holders: list[int]) -> Form:
+        """Of the arguments that a step returns: up to the last scale, or `holders`."""
+        is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
+        arrays, rebuilt = partition((args, kwargs), is_array)
+
+        def run(arrays: list[Any]) -> Any:
+            args, kwargs = rebuilt(arrays)
+            return self.step(*args, **kwargs)
+
+        result: Any = jax.eval_shape(run, arrays)
+        structures = [*map(jax.tree.structure, args)]
+        begins = lambda items, kinds: (
+            isinstance(items, tuple)
+            and [*map(jax.tree.structure, items[: len(kinds)])] == kinds
+        )
+        for places in (tuple(range(holders[-1] + 1)), tuple(holders)):
+            kinds = [structures[place] for place in places]
+            if len(kinds) == 1 and jax.tree.structure(result) == kinds[0]:
+                return Form(places, is_alone=True)
+            if begins(result, kinds):
+                return Form(places, is_nested=len(kinds) == 1)
+            if len(kinds) > 1 and isinstance(result, tuple) and result:
+                if len(result[0]) == len(kinds) and begins(tuple(result[0]), kinds):
+                    return Form(places)
+        got = ", ".join(type(arg).__name__ for arg in args)
+        returned = f"a {type(result).__name__}"
+        if type(result) is tuple:
+            returned = f"({', '.join(type(item).__name__ for item in result)})"
+        raise TypeError(NOT_RETURNED.format(self.caller, got, returned))
+
     def run(self, state: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        """The state after the step, and what else it returned."""
         batch, kwargs = inputs
         places = self.form.places
         given = dict(zip(places, (state,) if len(places) == 1 else state, strict=True))
@@ -121,64 +137,16 @@ class Call:
         return self.form.split(result)
 
     def returned(self, state: PyTree, *aux: PyTree) -> Any:
-        """What the user's call returns: a state, and what else the step returned."""
+        """What the user's call returns."""
         return self.form.joined(state, *aux) if aux else state
 
 
-def form_of(
-    caller: str,
-    step: Callable[..., Any],
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-    holders: Sequence[int],
-) -> Form:
-    """Which arguments a step returns: those up to the last loss scale, or `holders`.
-
-    Raises:
-      TypeError: neither.
-    """
-    is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
-    arrays, rebuilt = partition((args, kwargs), is_array)
-
-    def run(arrays: list[Any]) -> Any:
-        args, kwargs = rebuilt(arrays)
-        return step(*args, **kwargs)
-
-    result: Any = jax.eval_shape(run, arrays)
-    structures = [*map(jax.tree.structure, args)]
-    begins = lambda items, kinds: (
-        isinstance(items, tuple)
-        and [*map(jax.tree.structure, items[: len(kinds)])] == kinds
-    )
-    for places in (tuple(range(holders[-1] + 1)), tuple(holders)):
-        kinds = [structures[place] for place in places]
-        if len(kinds) == 1 and jax.tree.structure(result) == kinds[0]:
-            return Form(places, is_alone=True)
-        if begins(result, kinds):
-            return Form(places, is_nested=len(kinds) == 1)
-        if len(kinds) > 1 and isinstance(result, tuple) and result:
-            if len(result[0]) == len(kinds) and begins(tuple(result[0]), kinds):
-                return Form(places)
-    got = ", ".join(type(arg).__name__ for arg in args)
-    raise TypeError(NOT_RETURNED.format(caller, got, kinds_of(result)))
-
-
-def kinds_of(result: Any) -> str:
-    """A result of a step, for messages: of a tuple, the types of its items."""
-    if type(result) is tuple:
-        return f"({', '.join(type(item).__name__ for item in result)})"
-    return f"a {type(result).__name__}"
-
-
 def scales_of(state: PyTree) -> list[LossScaleState]:
-    """The loss scales in a state."""
     return [scalars_of(node) for node in find_states(state).values()]
 
 
 def with_scales(state: T, scales: Sequence[LossScaleState]) -> T:
-    """The state with other loss scales."""
     remaining = iter(scales)
-    is_scale = lambda node: isinstance(node, DynamicLossScaleState)
 
     def replaced(node: PyTree) -> PyTree:
         return node._replace(**next(remaining)._asdict()) if is_scale(node) else node
@@ -189,7 +157,6 @@ def with_scales(state: T, scales: Sequence[LossScaleState]) -> T:
 def attempt(
     call: Call, state: T, inputs: PyTree
 ) -> tuple[T, PyTree, list[LossScaleState]]:
-    """One run of a step: the state after it, its other results, the loss scales."""
     # New containers: changes that a step makes in place do not reach the next one.
     new, aux = call.run(*jax.tree.map(lambda leaf: leaf, (state, inputs)))
     check_same(new, state, f"{call.caller}: step")

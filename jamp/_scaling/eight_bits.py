@@ -130,7 +130,6 @@ def to_rows(x: jax.Array, devices: int, block: int) -> jax.Array:
 
 
 def from_rows(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array of this shape that `to_rows` divided."""
     devices, size = len(rows), int(np.prod(shape))
     flat = rows.reshape(devices, -1)[:, : -(-size // devices)]
     return flat.reshape(-1)[:size].reshape(shape)
@@ -180,7 +179,6 @@ def scatter(sent: Sequence[jax.Array], axes: Names, dtype: np.dtype) -> list[jax
 def scatter_along(
     x: jax.Array, dim: int, axes: Names, dtype: np.dtype, block: int
 ) -> jax.Array:
-    """This device's part of the mean of an array that is sharded along a dimension."""
     devices = lax.axis_size(axes)
     front = jnp.moveaxis(lax.convert_element_type(x, jnp.float32), dim, 0)
     shape = front.shape[0] // devices, *front.shape[1:]

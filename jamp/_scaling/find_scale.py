@@ -12,23 +12,14 @@ from .._checks import shown
 from .arithmetic import power_of_two
 from .calls import with_scales
 from .proof import Proof, proof_of
-from .retry import call_of
 from .rule import LossScaleState
-from .scale_flow import Flow, flow_of
-from .traced import Traced
+from .scale_flow import check_scales_its_loss
+from .styles import call_of
 from .trials import LOWEST, Exponents, Trials
 
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
 there is an inf or nan in the batch, the parameters or the loss. \
 jamp.debug.find_nonfinite names the op that makes it."""
-
-
-NOT_SCALED = """{caller}: the step divides its gradients by a loss scale{where} that \
-they do not depend on. Multiply the loss by the scale of the state that the step is \
-given. With a GradScaler, let the loss function return scaler.scale(loss). With the \
-state of an optimizer, use jamp.value_and_grad(loss_fn, opt_state), or let the loss \
-function return jamp.scale_loss(loss, opt_state). Or another loss scale takes the \
-gradient, such as a DynamicScale: turn it off."""
 
 
 UNPROVED = """jamp.find_loss_scale proves nothing inside of a trace, and finds a scale \
@@ -120,8 +111,6 @@ def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class Found(NamedTuple):
-    """What was found of a step."""
-
     exponents: Exponents  # the largest at which it is finite
     asked: Sequence[jax.Array]  # bool: whether it asks each scale
     proof: Proof
@@ -134,23 +123,17 @@ def find(trials: Trials) -> Found:
       ValueError: the step does not scale its loss. And outside a trace: it is not
         finite at any scale.
     """
-    check_scales_its_loss(trials.once, trials.call.caller, trials.paths)
+    check_scales_its_loss(trials)
     exponents, asked = trials.highest()
     if trials.is_inside:
         return Found(exponents, asked, Proof())
-    check_finite(trials.call.caller, exponents, asked)
+    never = lambda exponent, asked: np.any(np.asarray(asked & (exponent < LOWEST)))
+    if any(map(never, exponents, asked)):
+        raise ValueError(NEVER_FINITE.format(caller=trials.call.caller))
     return Found(exponents, asked, proof_of(trials, exponents, asked))
 
 
-def check_finite(caller: str, exponents: Exponents, asked: Sequence[jax.Array]) -> None:
-    """Raises ValueError if a scale that the step asks is never low enough."""
-    never = lambda exponent, asked: np.any(np.asarray(asked & (exponent < LOWEST)))
-    if any(map(never, exponents, asked)):
-        raise ValueError(NEVER_FINITE.format(caller=caller))
-
-
 def found_scales(trials: Trials, found: Found) -> list[LossScaleState]:
-    """The scales of a state, with those that were found."""
 
     def kept(
         scale: LossScaleState, exponent: jax.Array, asked: jax.Array
@@ -160,29 +143,3 @@ def found_scales(trials: Trials, found: Found) -> list[LossScaleState]:
         return scale._replace(loss_scale=value)
 
     return [*map(kept, trials.scales, found.exponents, found.asked)]
-
-
-def check_scales_its_loss(
-    once: Traced[..., Any],
-    caller: str,
-    paths: Sequence[str],
-) -> None:
-    """Raises ValueError if `found_inf` cannot depend on the scale of its state.
-
-    A step that does not use a scale returns the `found_inf` that it was given.
-
-    Args:
-      once: from loss scales, and what else there is, to what a step returns, and the
-        loss scales after it.
-      caller: the function that a user called.
-      paths: where the loss scales are.
-    """
-    program, count = once.closed, len(LossScaleState._fields)
-    after = len(program.jaxpr.outvars) - count * len(paths)
-    flag, scale = map(LossScaleState._fields.index, ("found_inf", "loss_scale"))
-    for start, path in zip(range(0, count * len(paths), count), paths, strict=True):
-        inputs = [Flow.OTHER] * len(program.in_avals)
-        inputs[start + flag], inputs[start + scale] = Flow.GIVEN, Flow.SCALED
-        if flow_of(program, inputs)[after + start + flag] is Flow.OTHER:
-            where = f" at {path}" if len(paths) > 1 else ""
-            raise ValueError(NOT_SCALED.format(caller=caller, where=where))

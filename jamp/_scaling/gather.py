@@ -23,8 +23,6 @@ from .mesh import Entry, mapped, names
 
 
 class How(NamedTuple):
-    """What is known about a parameter when it is traced."""
-
     dims: tuple[tuple[str, ...], ...]  # of each dimension: the axes to gather over
     axes: tuple[str, ...]
     param_dtype: np.dtype | None
@@ -146,10 +144,7 @@ def gather(
 
 
 def last_of(entry: Entry, axes: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """The axes of a spec's entry to gather over; ValueError unless they come last.
-
-    The first axis of an entry splits into large blocks, the last one splits those.
-    """
+    # The first axis of an entry splits into large blocks, the last one splits those.
     own = names(entry)
     chosen = tuple(name for name in own if name in axes)
     if chosen != own[len(own) - len(chosen) :]:

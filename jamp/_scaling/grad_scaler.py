@@ -19,17 +19,18 @@ from jax.typing import ArrayLike
 from .._checks import axis_names, check_count, flag, is_traced, shown
 from .._tree import PyTree, T
 from . import arithmetic, rule, skip
-from .arrivals import GIVEN, SCALED, UNSCALED_, marked
+from .marked import GIVEN, SCALED, UNSCALED_, marked
 from .nnx_grads import (
     CONTEXT,
     Update,
-    check_own_gradients,
-    own_gradients,
-    with_own,
+    check_selected,
+    select_gradients,
+    with_selected,
 )
-from .optimizer_stages import Iteration, Record, Stage, references
+from .optimizer_stages import Iteration, Record, references
 from .rule import LossScaleConfig, LossScaleState
 from .state import scalars_of
+from .state_types import grown
 from .traced import check_read
 from .transformation import CLOSURES
 from .watched import watch
@@ -188,23 +189,22 @@ class GradScaler(nnx.Pytree):
         if not self._enabled:
             return grads
         record = self._iteration.record_of(optimizer)
-        if record is not None and record.stage is Stage.UNSCALED:
+        if record is not None and record.has_stepped:
+            raise RuntimeError("unscale_() is being called after step().")
+        if record is not None:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last "
                 "update()."
             )
-        if record is not None:
-            raise RuntimeError("unscale_() is being called after step().")
-        own = own_gradients(optimizer, grads)
-        finite = arithmetic.all_finite(own, self._axis_name)
+        selected = select_gradients(optimizer, grads)
+        finite = arithmetic.all_finite(selected, self._axis_name)
         inverse = arithmetic.invert(self.loss_scale[...])
-        watch(own, self._scalars())
-        new = marked(UNSCALED_, arithmetic.unscale_as_before(own, inverse))
-        unscaled = with_own(grads, new)
-        went_in, came_out = references(own), references(unscaled)
-        self._iteration.add(
-            Record(optimizer, Stage.UNSCALED, finite, went_in, came_out)
-        )
+        watch(selected, scalars_of(self))
+        new = marked(UNSCALED_, arithmetic.unscale_as_before(selected, inverse))
+        unscaled = with_selected(grads, new)
+        record = Record(optimizer, finite)
+        record.scaled, record.unscaled = references(selected), references(unscaled)
+        self._iteration.add(record)
         return unscaled
 
     def step(
@@ -239,37 +239,37 @@ class GradScaler(nnx.Pytree):
                 "Closure use is not currently supported if GradScaler is enabled."
             )
         record = self._iteration.record_of(optimizer)
-        if record is not None and record.stage is Stage.STEPPED:
+        if record is not None and record.has_stepped:
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
-        own = own_gradients(optimizer, grads)
+        selected = select_gradients(optimizer, grads)
         iteration = self._iteration
         # The model may hold the scaler.
         with iteration.set_aside(), nnx.update_context(CONTEXT):
-            check_own_gradients(optimizer, model, grads, own)
+            check_selected(optimizer, model, grads, selected)
             update = Update(optimizer, model, grads, kwargs)
             if record is None:
-                watch(own, self._scalars())
-                own = marked(GIVEN, own)
+                watch(selected, scalars_of(self))
+                selected = marked(GIVEN, selected)
                 inverse = arithmetic.invert(self.loss_scale[...])
                 finite, run, shapes = check_read(
                     lambda scaled: update.run(
                         arithmetic.unscale_as_before(scaled, inverse)
                     ),
-                    own,
+                    selected,
                     functools.partial(arithmetic.all_finite, axis_name=self._axis_name),
                 )
             else:
-                record.check_unscaled(own)
+                record.check_unscaled(selected)
                 found = record.finite
-                finite, run, shapes = check_read(update.run, own, lambda _: found)
-            held = skip.grown(update.old, shapes)
-            given = skip.harmless(finite, own)
+                finite, run, shapes = check_read(update.run, selected, lambda _: found)
+            held = grown(update.old, shapes)
+            given = skip.harmless(finite, selected)
             new = skip.run_or_hold(finite, lambda: run(given), lambda _: held)
             update.write(new)
             self._iteration = iteration  # NNX puts a new one into a scaler it updates
-        iteration.add(Record(optimizer, Stage.STEPPED, finite))
+        iteration.add(Record(optimizer, finite, has_stepped=True))
         return jnp.logical_not(finite)
 
     def update(self, new_scale: ArrayLike | None = None) -> None:
@@ -295,7 +295,7 @@ class GradScaler(nnx.Pytree):
             if not flags:
                 raise RuntimeError(NO_STEP)
             found_inf = jnp.logical_not(functools.reduce(jnp.logical_and, flags))
-            state = rule.advance(self._scalars(), found_inf, self._config)
+            state = rule.advance(scalars_of(self), found_inf, self._config)
             self._set_scalars(state)
         self._iteration.records.clear()
 
@@ -362,7 +362,7 @@ class GradScaler(nnx.Pytree):
         if not self._enabled:
             return {}
         self._iteration.check_whole()
-        state = self._scalars()
+        state = scalars_of(self)
         if is_traced(state.loss_scale):
             raise RuntimeError(
                 "state_dict() needs the values of the scale and was called inside a "
@@ -419,7 +419,7 @@ class GradScaler(nnx.Pytree):
         self.loss_scale[...] = scale
         self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)
         self.hysteresis_tracker[...] = jnp.asarray(left, jnp.int32)
-        self._set_scalars(rule.adopted(self._scalars(), self._config))
+        self._set_scalars(rule.adopted(scalars_of(self), self._config))
 
     def _configure(self, **changes: ArrayLike) -> None:
         for name, value in changes.items():
@@ -429,9 +429,6 @@ class GradScaler(nnx.Pytree):
                     "outside the jitted function, to a Python number."
                 )
         self._config = dataclasses.replace(self._config, **changes)
-
-    def _scalars(self) -> LossScaleState:
-        return scalars_of(self)
 
     def _set_scalars(self, state: LossScaleState) -> None:
         for name, value in state._asdict().items():

@@ -27,7 +27,6 @@ QUIET = np.int32(0x0040)  # the bit of a bfloat16 that keeps a nan from being an
 
 
 def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The nearest number in a half-precision dtype of each float32 number."""
     if dtype != jnp.bfloat16:
         return lax.convert_element_type(x, dtype)
     pattern = lax.bitcast_convert_type(x, jnp.int32)
@@ -39,7 +38,6 @@ def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def remainder_of(x: jax.Array) -> jax.Array:
-    """The sixteen bits of each float32 number that its bfloat16 lacks: int16."""
     pattern = lax.bitcast_convert_type(x, jnp.int32)
     low = (pattern << np.int32(16)) >> np.int32(16)  # with its sign
     return lax.convert_element_type(low, REMAINDER)
@@ -66,9 +64,6 @@ def master_of(kept: PyTree, param: PyTree) -> PyTree:
 
     A copy that the parameter was not rounded from is out of date, because other code
     has changed the parameter since: the master is then the parameter.
-
-    Raises:
-      ValueError: there is no such master.
     """
     if is_hole(kept):
         return kept
@@ -92,6 +87,5 @@ def master_of(kept: PyTree, param: PyTree) -> PyTree:
 
 def keep(master: PyTree, dtype: np.dtype) -> PyTree:
     """What a state keeps of a master: float32, or int16 for a remainder."""
-    if is_hole(master) or dtype == jnp.float32:
-        return master
-    return remainder_of(master)
+    is_whole = is_hole(master) or dtype == jnp.float32
+    return master if is_whole else remainder_of(master)

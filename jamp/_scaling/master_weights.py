@@ -18,16 +18,11 @@ from jax.typing import ArrayLike
 
 from .._checks import flag
 from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_half, path_text, widen
-from .arrivals import OF_MASTERS, marked
+from .foreign_state import Owner, check_state
+from .marked import OF_MASTERS, marked
 from .master_form import REMAINDER, keep, master_of, rounded
 from .mesh import typed_as
-from .state import (
-    MasterWeightsState,
-    check_state,
-    explained,
-    is_master,
-    keeps_master_weights,
-)
+from .state import MasterWeightsState, is_master, keeps_master_weights
 from .traced import never_moved
 from .transformation import as_transformation, check_gradients_match, is_hole
 
@@ -138,11 +133,6 @@ def master_weights(
             )
         return MasterWeightsState(kept(masters), inner_state)
 
-    def check_form(master: PyTree) -> None:
-        other = jnp.dtype(jnp.float32) if dtype == REMAINDER else REMAINDER
-        if any(dtype_of(leaf) == other for leaf in jax.tree.leaves(master)):
-            raise ValueError(OTHER_FORM.format(other, dtype))
-
     def kept(masters: optax.Params) -> optax.Params:
         return jax.tree.map(partial(keep, dtype=dtype), masters, is_leaf=is_hole)
 
@@ -159,10 +149,12 @@ def master_weights(
         check_leaves(updates, f"{caller}: the gradient")
         check_leaves(params, f"{caller}: the parameter")
         check_gradients_match(updates, params, caller, wrapped=True)
-        check_form(state.master)
+        other = jnp.dtype(jnp.float32) if dtype == REMAINDER else REMAINDER
+        if any(dtype_of(leaf) == other for leaf in jax.tree.leaves(state.master)):
+            raise ValueError(OTHER_FORM.format(other, dtype))
         if "grad" in extra_args:  # of line searches
             extra_args = {**extra_args, "grad": widen(extra_args["grad"])}
-        with explained(caller, init_fn, state, params):
+        with Owner(caller, init_fn, params).explained(state):
             known = jax.tree.map(master_of, state.master, params, is_leaf=is_hole)
             full = in_float32(known, params)
             wide = widen(updates)
@@ -272,7 +264,6 @@ def frozen_by(
 
 
 def check_copied(masters: optax.Params, params: optax.Params, *update: Any) -> None:
-    """Raises ValueError if a half-precision parameter that moves has no master."""
 
     def lacks(master: PyTree, param: PyTree) -> bool:
         return is_hole(master) and not is_hole(param) and is_half(param)

@@ -106,14 +106,12 @@ def mean(
 
 
 def is_sent(leaf: ArrayLike) -> bool:
-    """Whether a gradient can be sent in eight bits."""
     return jnp.issubdtype(dtype_of(leaf), jnp.floating) and jnp.size(leaf) > 0
 
 
 def pmean(
     leaf: ArrayLike, axes: tuple[str, ...], dtype: np.dtype | None = None
 ) -> ArrayLike:
-    """The mean over devices in a floating dtype, or in its own."""
     if not is_inexact(leaf):
         return leaf
     own = dtype_of(leaf)

@@ -1,7 +1,7 @@
-"""One flag for all devices, for mapped axes (`shard_map`) and for sharded arrays.
+"""Mapped axes and sharded arrays: types that match, and one flag for all devices.
 
-Under plain jit, XLA does this: it reduces each array over the devices that hold its
-parts, and may or may not combine those reductions. If the types say how an array is
+Under plain jit, XLA makes the flag: it reduces each array over the devices that hold
+its parts, and may or may not combine those reductions. If the types say how an array is
 sharded (explicit sharding), each device can check its own parts first.
 """
 
@@ -24,7 +24,6 @@ Entry = str | tuple[str, ...] | None  # of a PartitionSpec
 def mapped(
     axis_name: str | Sequence[str], caller: str, where: str = ""
 ) -> tuple[str, ...]:
-    """The axes as a tuple, or an error if one of them is not mapped here."""
     axes = axis_names(axis_name)
     if not axes:
         raise TypeError(f"axis_name must name a mapped axis; got {axis_name!r}.")
@@ -73,13 +72,10 @@ def varying_axes(x: Any) -> tuple[str, ...]:
 
 
 def typed_as(x: jax.Array, like: Any) -> jax.Array:
-    """The same value in the type of another one of its shape.
+    """The same value in the type of another one of its shape: an array, or a type.
 
     On a mesh of explicit axes it is split in the same way, and in a `shard_map` that
     checks types it varies over the same axes. In other programs it is `x`.
-
-    Args:
-      like: an array, or the type of one.
     """
     more = tuple(set(varying_axes(like)) - set(varying_axes(x)))
     x = lax.pcast(x, more, to="varying") if more else x
@@ -126,10 +122,7 @@ def everywhere(
 
 
 def may_be_split(array: ArrayLike) -> bool:
-    """Whether devices may hold parts of an array, as far as is known here.
-
-    Two arrays that are not sharded can be combined without moving anything.
-    """
+    """Whether devices may hold parts of an array, as far as is known here."""
     sharding = jax.typeof(array).sharding
     if sharding.mesh.empty:  # `jit(in_shardings=...)` leaves it empty
         return jax.device_count() > 1
@@ -139,10 +132,8 @@ def may_be_split(array: ArrayLike) -> bool:
 
 
 def axes_of(array: ArrayLike) -> tuple[str, ...]:
-    """The explicit axes that a traced array is sharded over."""
     return tuple(n for entry in jax.typeof(array).sharding.spec for n in names(entry))
 
 
 def names(entry: Entry) -> tuple[str, ...]:
-    """The axes in one entry of a `PartitionSpec`."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

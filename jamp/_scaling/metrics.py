@@ -1,8 +1,7 @@
 """What the state says: the loss scale, the scalars worth logging, and alarms.
 
-Each function finds the one `DynamicLossScaleState` in any nest of optax, Flax or user
-states, so that it works the same in a chain and in a `TrainState`. Alarms stay on the
-device: an alarm is a flag, which `check` turns into an exception on the host.
+Each function finds the one loss scale in any nest of optax, Flax or user states. An
+alarm is a flag on the device, which `check` turns into an exception on the host.
 """
 
 import functools
@@ -21,6 +20,7 @@ from .rule import LossScaleState
 from .state import describe, find_states, scalars_of
 
 WINDOW = 32  # steps that `recent_skips` remembers
+FLAGS = ("scale_at_floor", "scale_below_one", "many_skips")
 
 TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \
 one must not be divided by the other. In one optimizer there must be one, around the \
@@ -37,7 +37,6 @@ Likely causes, and how to find the one:
 - parameters that have grown: the learning rate is too high, or clipping or warm-up is
   missing. overflow_report(grads) names the gradients."""
 
-FLAGS = ("scale_at_floor", "scale_below_one", "many_skips")
 BACKWARD = """\
 - gradients that are too large for float16 even without scaling: check whether the loss
   is a sum over the batch instead of a mean."""
@@ -120,13 +119,15 @@ def metrics(
     skipped (pytorch#67590).
     """
     state = _only_scalars(opt_state)
+    limits = check_limits(floor_steps, window, skipped_share)
+    alarms = _alarms(state.loss_scale, state.recent_skips, state.floor_steps, *limits)
     return {
         "loss_scale": state.loss_scale,
         "growth_tracker": state.growth_tracker,
         "found_inf": state.found_inf,
         "skipped_steps": state.skipped_steps,
         "retried_steps": state.retried_steps,
-        **alarms(state, floor_steps, window, skipped_share),
+        **dict(zip(FLAGS, alarms, strict=True)),
     }
 
 
@@ -135,7 +136,6 @@ def is_scaler(opt_state: PyTree) -> bool:
 
 
 def _only_scalars(opt_state: PyTree) -> LossScaleState:
-    """Those of the loss-scale state, or the `GradScaler`, in what a user passed."""
     if is_scaler(opt_state):
         scalars = scalars_of(opt_state)
         if opt_state.is_enabled():
@@ -151,24 +151,6 @@ def _only_scalars(opt_state: PyTree) -> LossScaleState:
         "optimizer in jamp.dynamic_loss_scale and pass the state from its init, or "
         "pass the GradScaler."
     )
-
-
-def alarms(
-    state: LossScaleState, floor_steps: int, window: int, skipped_share: float
-) -> dict[str, jax.Array]:
-    """Flags that say that something is wrong with the run: each bool [].
-
-    Raises:
-      ValueError: a limit is out of its range.
-      TypeError: a limit is not a number.
-    """
-    limits = check_limits(floor_steps, window, skipped_share)
-    floor_steps, window, skipped_share = limits
-    few = fewest(window, skipped_share)
-    read = state.loss_scale, state.recent_skips, state.floor_steps
-    flags = _alarms(*read, floor_steps, window, few)
-    names = ("scale_at_floor", "scale_below_one", "many_skips")
-    return dict(zip(names, flags, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))  # one call for a loop on the host
@@ -196,15 +178,15 @@ def fewest(window: int, skipped_share: float) -> int:
 
 def check_limits(
     floor_steps: int, window: int, skipped_share: float
-) -> tuple[int, int, float]:
-    """The limits as Python numbers."""
+) -> tuple[int, int, int]:
+    """`floor_steps`, `window`, and `fewest` of the last two, or an error for one."""
     floor_steps = _static("floor_steps", floor_steps, operator.index)
     check_range("floor_steps", floor_steps, ">= 1", 1, 2**31 - 1)
     window = _static("window", window, operator.index)
     check_range("window", window, f"in [1, {WINDOW}]", 1, WINDOW)
     skipped_share = _static("skipped_share", skipped_share, float)
     check_range("skipped_share", skipped_share, "in [0, 1)", 0.0, 1 - 2**-53)
-    return floor_steps, window, skipped_share
+    return floor_steps, window, fewest(window, skipped_share)
 
 
 def _static(name: str, value: object, convert: Callable[[Any], float]) -> Any:
@@ -293,9 +275,8 @@ def check(
 
 def _last_of(history: Any, window: int, skipped_share: float) -> dict[str, Any]:
     """The last row of a History, with the share of skips in its last rows."""
-    check_limits(
-        1, min(window, 32) if isinstance(window, int) else window, skipped_share
-    )
+    at_most = min(window, WINDOW) if isinstance(window, int) else window
+    check_limits(1, at_most, skipped_share)
     keys = set(history.keys())
     if len(history) and keys.isdisjoint({"found_inf", *FLAGS}):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from flax import nnx
 
 from .._checks import imported
 from .._tree import PyTree
-from .calls import Call
+from .calls import Args, Call, Kwargs, Step
 from .state import DynamicLossScaleState
 
 NO_OBJECT = """{}: no argument of the step holds a loss scale; got {}. Pass the \
@@ -23,25 +23,18 @@ optimizer adds Variables, take that step on its own before this one."""
 
 
 class NNXCall(Call):
-    """One call in the style of NNX: the step writes into objects among its arguments.
+    """One call of a step that writes into objects among its arguments.
 
     The state is that of the objects, with a `DynamicLossScaleState` in each place where
     a `GradScaler` or an optimizer's state has a loss scale.
-
-    Raises:
-      ValueError: no argument holds a loss scale.
     """
 
-    def __init__(
-        self,
-        caller: str,
-        step: Callable[..., PyTree],
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-    ):
+    def __init__(self, caller: str, step: Step, args: Args, kwargs: Kwargs):
         self.caller, self.step, self.count = caller, step, len(args)
         given: dict[str, object] = {str(i): arg for i, arg in enumerate(args)} | kwargs
-        self.names = [name for name, arg in given.items() if holds_variables(arg)]
+        is_object = lambda node: isinstance(node, nnx.Variable | nnx.Pytree)
+        holds = lambda arg: any(map(is_object, jax.tree.leaves(arg, is_leaf=is_object)))
+        self.names = [name for name, arg in given.items() if holds(arg)]
         self.objects = [given[name] for name in self.names]
         self.inputs = {n: arg for n, arg in given.items() if n not in self.names}
         places = ", ".join(map(str, range(len(self.objects))))
@@ -79,7 +72,6 @@ class NNXCall(Call):
         return self._in_places(marked, nnx.as_pure(state))
 
     def of_nnx(self, state: PyTree) -> PyTree:
-        """The reverse."""
 
         def unmarked(node: DynamicLossScaleState) -> nnx.State[str, PyTree]:
             fields = node._asdict()
@@ -96,9 +88,3 @@ class NNXCall(Call):
             holder: Any = functools.reduce(operator.getitem, above, new)
             holder[name] = change(holder[name])
         return new[0]
-
-
-def holds_variables(arg: PyTree) -> bool:
-    """Whether an argument is, or holds, an NNX object with state."""
-    is_object = lambda node: isinstance(node, nnx.Variable | nnx.Pytree)
-    return any(map(is_object, jax.tree.leaves(arg, is_leaf=is_object)))

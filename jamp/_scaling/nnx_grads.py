@@ -1,8 +1,8 @@
-"""The gradients of an NNX optimizer: select its own, check them, update with them.
+"""The gradients that an NNX optimizer selects: check them, and update with them.
 
-An optimizer owns the parameters that its `wrt` filter selects. As in torch, only their
-gradients are checked and unscaled for it. So two optimizers may share one model and one
-tree of gradients.
+They are those of the parameters that its `wrt` filter selects. As in torch, no others
+are checked and unscaled for it, so two optimizers may share one model and one tree of
+gradients.
 """
 
 from collections.abc import Hashable
@@ -17,18 +17,10 @@ from .._tree import PyTree, T, check_leaves, dtype_of, is_inexact, path_text
 from .state import check_not_scaled_yet
 from .transformation import check_gradients_match
 
-Own = nnx.State[Hashable, PyTree]
+Selected = nnx.State[Hashable, PyTree]
 
 
-def own_gradients(optimizer: nnx.Optimizer[Any], grads: PyTree) -> Own:
-    """The gradients that an optimizer will apply.
-
-    Raises:
-      TypeError: `optimizer` is not an `nnx.Optimizer`, or `grads` is not a tree.
-      ValueError: a gradient is float16, none is a Variable as NNX makes them, or the
-        optimizer unscales gradients itself.
-      RuntimeError: there is no gradient at all.
-    """
+def select_gradients(optimizer: nnx.Optimizer[Any], grads: PyTree) -> Selected:
     is_pair = isinstance(optimizer, nnx.ModelAndOptimizer)
     if not isinstance(optimizer, nnx.Optimizer) or is_pair:
         raise TypeError(
@@ -38,8 +30,8 @@ def own_gradients(optimizer: nnx.Optimizer[Any], grads: PyTree) -> Own:
     if grads is None or jax.tree_util.all_leaves([grads]):
         raise TypeError(f"grads must be what nnx.grad returned; got {shown(grads)}.")
     check_not_scaled_yet(optimizer.opt_state, "optimizer")
-    own: Own = nnx.state(grads, optimizer.wrt)
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(own))
+    selected: Selected = nnx.state(grads, optimizer.wrt)
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(selected))
     for path, leaf in leaves:
         if dtype_of(leaf) == jnp.float16:
             raise ValueError(
@@ -55,16 +47,13 @@ def own_gradients(optimizer: nnx.Optimizer[Any], grads: PyTree) -> Own:
         )
     if not any(is_inexact(leaf) for _, leaf in leaves):
         raise RuntimeError("No inf checks were recorded for this optimizer.")
-    return own
+    return selected
 
 
-def check_own_gradients(
-    optimizer: nnx.Optimizer[T], model: T, grads: PyTree, own: Own
+def check_selected(
+    optimizer: nnx.Optimizer[T], model: T, grads: PyTree, selected: Selected
 ) -> None:
-    """Raises ValueError if gradients do not match the model's parameters.
-
-    It raises TypeError if there is no model.
-    """
+    """Raises ValueError if gradients do not match the model's parameters."""
     swapped = isinstance(model, nnx.State) and isinstance(grads, nnx.Module)
     is_module = isinstance(model, nnx.Module)
     is_leaf = model is None or jax.tree_util.all_leaves([model])
@@ -75,13 +64,12 @@ def check_own_gradients(
         )
     params = nnx.as_pure(nnx.state(model, optimizer.wrt))
     check_leaves(params, "GradScaler.step: the parameter")
-    check_gradients_match(nnx.as_pure(own), params, "GradScaler.step")
+    check_gradients_match(nnx.as_pure(selected), params, "GradScaler.step")
 
 
-def with_own(grads: PyTree, own: Own) -> PyTree:
-    """The gradients with other ones for the optimizer's own."""
+def with_selected(grads: PyTree, selected: Selected) -> PyTree:
     result = jax.tree.map(lambda leaf: leaf, grads)  # new Variables
-    nnx.update(result, own)
+    nnx.update(result, selected)
     return result
 
 
@@ -108,11 +96,10 @@ class Update:
         self._after = self._graph
         self.old = nnx.as_pure(state)
 
-    def run(self, own: Own) -> PyTree:
-        """The state of the objects after the update."""
+    def run(self, selected: Selected) -> PyTree:
         with nnx.merge_context(CONTEXT, inner=True) as context:
             optimizer, model = context.merge(self._graph, self.old)
-        optimizer.update(model, with_own(self._grads, own), **self._kwargs)
+        optimizer.update(model, with_selected(self._grads, selected), **self._kwargs)
         with nnx.split_context(CONTEXT) as context:
             self._after, state = context.split((optimizer, model))
         return nnx.as_pure(state)

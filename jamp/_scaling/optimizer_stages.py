@@ -13,7 +13,6 @@ next backward pass would count as unscaled. So a record knows the gradients that
 
 import contextlib
 import dataclasses
-import enum
 import warnings
 import weakref
 from collections.abc import Generator
@@ -45,21 +44,12 @@ OTHER_GRADIENTS = (
 )
 
 
-class Stage(enum.Enum):
-    UNSCALED = enum.auto()
-    STEPPED = enum.auto()
-
-
 References = tuple[weakref.ref[jax.Array | np.ndarray], ...]
 
 
 def references(tree: PyTree) -> References:
-    """References that recognize the floating arrays of a tree while they live."""
-    leaves = jax.tree.leaves(tree)
-    arrays = (jax.Array, np.ndarray)
-    return tuple(
-        weakref.ref(x) for x in leaves if isinstance(x, arrays) and is_inexact(x)
-    )
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray) and is_inexact(x)
+    return tuple(map(weakref.ref, filter(is_array, jax.tree.leaves(tree))))
 
 
 def holds_one_of(known: References, tree: PyTree) -> bool:
@@ -70,11 +60,9 @@ def holds_one_of(known: References, tree: PyTree) -> bool:
 
 @dataclasses.dataclass
 class Record:
-    """What one optimizer did in this iteration."""
-
     optimizer: object  # kept alive, so that no other object gets its id
-    stage: Stage
     finite: Flag
+    has_stepped: bool = False  # and otherwise unscaled
     scaled: References = ()  # the gradients that went into `unscale_`
     unscaled: References = ()  # and what came out
     is_old: bool = False  # whether something was scaled since
@@ -116,13 +104,12 @@ class Iteration:
         return type(self), ()
 
     def check_whole(self) -> None:
-        """Raises RuntimeError in the middle of an iteration."""
         if self.records:
             raise RuntimeError(HALF_WAY)
 
     def check_trace(self) -> None:
         """Raises RuntimeError if the records are from another trace, and drops them."""
-        if self.records and self.trace != trace_state():
+        if self.records and self.trace != get_opaque_trace_state(convention="nnx"):
             self.records.clear()
             raise RuntimeError(HALF_WAY)
 
@@ -136,7 +123,7 @@ class Iteration:
             record.is_old = True
 
     def add(self, record: Record) -> None:
-        self.trace = trace_state()
+        self.trace = get_opaque_trace_state(convention="nnx")
         self.records[id(record.optimizer)] = record
 
     @contextlib.contextmanager
@@ -147,7 +134,3 @@ class Iteration:
             yield
         finally:
             self.records = records
-
-
-def trace_state() -> object:
-    return get_opaque_trace_state(convention="nnx")

@@ -18,28 +18,24 @@ makes that does not act below.
 What a step writes over, such as a log in the state, does not count.
 """
 
-import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jax.typing import ArrayLike
 
 from .._jaxprs import equations, follow_loops, held, variables
-from .._tree import PyTree, dtype_of, is_inexact, path_text, widened
-from .arrivals import GIVEN, SCALED, UNSCALED, UNSCALED_, mark_of
+from .._tree import is_inexact
 from .calls import Call
-from .state import DynamicLossScaleState
+from .marked import GIVEN, SCALED, UNSCALED, UNSCALED_, mark_of
+from .moved import Moved, leaves_of, moves, same
 from .trials import LOWEST, Exponents, Outcome, Run, Trials
 
-FACTOR = 2.0**0.25  # between the sizes of a change at one scale and at half of it
-PARALLEL = 0.94  # the least cosine of two changes of a step that is wrong
 APART = 2.0**-3  # the largest difference of a step that does not skip
 SAME = 2.0**-6  # the largest difference of two runs with the same arguments
 OVERFLOWS = 126  # the exponent of a scale at which no half precision is finite
@@ -60,6 +56,9 @@ BY_SCALER = """Clip what scaler.unscale_ returns, or in the optimizer's chain.""
 MULTIPLIED = """the gradients are multiplied by the scale once too often: {found}. \
 jamp.value_and_grad scales the loss itself. Take one of jamp.value_and_grad, \
 jamp.scale_loss and scaler.scale, once."""
+
+NO_OPTIMIZER = """this call gives them to no optimizer with a loss scale (if it only \
+accumulates them, give a call that steps)"""
 
 OF_A_SIZE = """something of a size of its own (a clip, a penalty, noise, an epsilon) \
 meets scaled gradients. {cure}"""
@@ -91,49 +90,8 @@ arguments, it moves {leaf} otherwise. Keep what it draws or reads (a random key,
 batch, an environment) in its arguments."""
 
 
-class Moved(NamedTuple):
-    """How far one leaf of a state moved in two runs, a and b. Sizes are norms."""
-
-    path: str
-    size: int  # in elements
-    a: float
-    b: float
-    apart: float  # of a - b
-    cosine: float  # of the angle between a and b; 0 if it did not move in one of them
-    broken: bool  # whether b has an inf or nan where there was none
-
-    @property
-    def factor(self) -> float:
-        """How much farther it moved in b; 1 if it did not move in one of them."""
-        return self.b / self.a if self.a and self.b else 1.0
-
-    @property
-    def difference(self) -> float:
-        return self.apart / max(self.a, self.b) if self.apart else 0.0
-
-    def is_scaled(self) -> bool:
-        return not 1 / FACTOR < self.factor < FACTOR
-
-    def is_parallel(self) -> bool:
-        return self.cosine > PARALLEL
-
-    def is_power(self) -> bool:
-        """Whether the factor is a power of two other than 1, but for rounding."""
-        power = math.log2(self.factor)
-        return abs(power - round(power)) < 2.0**-6 and round(power) != 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Proof:
-    """What the runs of a step at several loss scales showed.
-
-    Attributes:
-      problems: what is wrong, in words; empty if nothing is.
-      still: paths of the floating leaves of the state that do not move in a step.
-      moved_by_skip: paths of the leaves that a skipped step moves, without the loss
-        scale; None if no scale skips.
-      scaled_results: paths of what else the step returns that depends on the scale.
-    """
+class Proof(NamedTuple):
+    """What the runs of a step at several loss scales showed: see `StepReport`."""
 
     problems: tuple[str, ...] = ()
     still: tuple[str, ...] = ()
@@ -141,21 +99,21 @@ class Proof:
     scaled_results: tuple[str, ...] = ()
 
 
-def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Proof:
+def proof_of(trials: Trials, highest: Exponents, asked: Sequence[jax.Array]) -> Proof:
     """Runs the step at other scales, and judges.
 
     Args:
-      found: the largest exponents at which the step is finite.
+      highest: the largest exponents at which the step is finite.
       asked: whether the step checks for an overflow, for each scale.
     """
     caller, old = trials.call.caller, trials.call.state
     # A scale that the step does not ask may be one that it uses wrongly.
-    found = [jnp.where(flag, e, 0) for flag, e in zip(asked, found, strict=True)]
+    highest = [jnp.where(flag, e, 0) for flag, e in zip(asked, highest, strict=True)]
     dropped = tuple(DROPPED.format(caller=caller, line=x) for x in unused(trials))
 
     def below(times: int) -> Run:
         lower = lambda e: jnp.clip(e - times, LOWEST, OVERFLOWS)
-        return trials([*map(lower, found)])
+        return trials([*map(lower, highest)])
 
     def pair(times: int) -> tuple[Run, Run, list[Moved]] | None:
         first, second = below(times), below(times + 1)
@@ -163,32 +121,33 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
             return None
         return first, second, [*moves(old, first.state, second.state)]
 
-    def depends(leaf: Moved, factor: float) -> str:
-        cause = cause_of(trials, leaf.factor, asked)
-        given = {"caller": caller, "leaf": leaf.path, "cause": cause}
-        return DEPENDS.format(factor=factor, **given)
+    def depends(leaf: Moved) -> str:
+        factor, cause = leaf.factor, cause_of(trials, leaf.factor, asked)
+        return DEPENDS.format(caller=caller, cause=cause, leaf=leaf.path, factor=factor)
 
     if (near := pair(1)) is None:
         return Proof((*dropped, SKIPS_BELOW.format(caller=caller)))
     first, second, high = near
     rows = zip(asked, first.outcome.asked, strict=True)
     if any(np.any(np.asarray(now) & ~np.asarray(flag)) for flag, now in rows):
-        text = GUARDED.format(caller=caller, leaf="its state")
-        return Proof((*dropped, text))
+        return Proof((*dropped, GUARDED.format(caller=caller, leaf="its state")))
     still = tuple(leaf.path for leaf in high if not leaf.a and not leaf.b)
     kept = kept_leaves(trials)
+    only = lambda aux: aux[0] if isinstance(aux, list) and len(aux) == 1 else aux
     one, two = only(first.aux), only(second.aux)
     del second, near
-    results = [*moves(zeros_of(one), one, two)]
+    results = [*moves(jax.tree.map(jnp.zeros_like, one), one, two)]
     results += [leaf for leaf in high if leaf.path not in kept]
     scaled_results = tuple(leaf.path for leaf in results if leaf.is_scaled())
-    proof = Proof(dropped, still, None, scaled_results)
-    if calls_host(trials.once.closed):
+
+    def proof(*problems: str, skipped: tuple[str, ...] | None = None) -> Proof:
+        return Proof((*dropped, *problems), still, skipped, scaled_results)
+
+    if any("callback" in eqn.primitive.name for eqn in equations(trials.once.closed)):
         changes = moves(old, first.state, below(1).state)
         other = max(changes, key=operator.attrgetter("difference"), default=None)
         if other is not None and other.difference > SAME:
-            text = NOT_REPEATED.format(caller=caller, leaf=other.path)
-            return dataclasses.replace(proof, problems=(*dropped, text))
+            return proof(NOT_REPEATED.format(caller=caller, leaf=other.path))
     evidence = [leaf for leaf in high if leaf.path in kept and leaf.cosine]
     if any(leaf.is_scaled() for leaf in evidence) and (far := pair(4)):
         low = {leaf.path: leaf for leaf in far[2]}
@@ -199,36 +158,31 @@ def proof_of(trials: Trials, found: Exponents, asked: Sequence[jax.Array]) -> Pr
             if (leaf.size > 1 or not some) and convicts(leaf, low[leaf.path])
         ]
         if wrong:
-            worst = max(wrong, key=lambda leaf: abs(math.log(leaf.factor)))
-            text = depends(worst, worst.factor)
-            return dataclasses.replace(proof, problems=(*dropped, text))
-    skipped, problems = overflown(trials, first, found, asked, kept)
-    if not problems and (leaf := woken(trials, found, still)) and leaf.path in kept:
+            return proof(depends(max(wrong, key=lambda m: abs(math.log(m.factor)))))
+    skipped, problems = overflown(trials, first, highest, asked, kept)
+    if not problems and (leaf := woken(trials, highest, still)) and leaf.path in kept:
         if leaf.is_scaled():
-            problems = [depends(leaf, leaf.factor)]
+            problems = [depends(leaf)]
         elif skipped is not None:
             problems = [GUARDED.format(caller=caller, leaf=leaf.path)]
         else:
-            given = {"at": "", "leaf": leaf.path, "what": "moves otherwise"}
-            problems = [HIDDEN.format(caller=caller, **given)]
-    return dataclasses.replace(
-        proof, problems=(*dropped, *problems), moved_by_skip=skipped
-    )
+            of = {"caller": caller, "at": "", "leaf": leaf.path}
+            problems = [HIDDEN.format(what="moves otherwise", **of)]
+    return proof(*problems, skipped=skipped)
 
 
 def convicts(high: Moved, low: Moved) -> bool:
-    """Whether a leaf moves otherwise at half the scale because of a mistake."""
     if not (high.is_scaled() and high.is_parallel() and low.is_parallel()):
         return False
     same_way = (high.factor > 1) is (low.factor > 1)
     return high.is_power() or (same_way and low.is_scaled())
 
 
-def woken(trials: Trials, found: Exponents, still: Sequence[str]) -> Moved | None:
+def woken(trials: Trials, highest: Exponents, still: Sequence[str]) -> Moved | None:
     """A leaf that stands still at the highest scale, and moves at scales of 2 and 1."""
     if not still:
         return None
-    runs = [trials([jnp.minimum(e - 1, n) for e in found]) for n in (1, 0)]
+    runs = [trials([jnp.minimum(e - 1, n) for e in highest]) for n in (1, 0)]
     if any(skips(run.outcome) for run in runs):
         return None
     changes = moves(trials.call.state, *(run.state for run in runs))
@@ -239,7 +193,7 @@ def woken(trials: Trials, found: Exponents, still: Sequence[str]) -> Moved | Non
 def overflown(
     trials: Trials,
     first: Run,
-    found: Exponents,
+    highest: Exponents,
     asked: Sequence[jax.Array],
     kept: Set[str],
 ) -> tuple[tuple[str, ...] | None, list[str]]:
@@ -255,8 +209,8 @@ def overflown(
     for place, path in enumerate(trials.paths):
         if not np.any(asked[place]):
             continue
-        tried = [jnp.maximum(exponent - 1, LOWEST) for exponent in found]
-        tried[place] = jnp.full_like(found[place], OVERFLOWS)
+        tried = [jnp.maximum(exponent - 1, LOWEST) for exponent in highest]
+        tried[place] = jnp.full_like(highest[place], OVERFLOWS)
         run = trials(tried)
         changes = [*moves(first.state, start, run.state)]
         broken = [leaf.path for leaf in changes if leaf.broken and leaf.path in kept]
@@ -270,94 +224,19 @@ def overflown(
         if broken or (worst is not None and worst.difference > APART):
             what = "becomes inf or nan" if broken else "moves otherwise"
             at = f" at {path}" if several else ""
-            given = {"caller": caller, "at": at, "leaf": leaf, "what": what}
-            problems.append(HIDDEN.format(**given))
+            problems.append(HIDDEN.format(caller=caller, at=at, leaf=leaf, what=what))
     if several:
-        rows = zip(asked, found, strict=True)
+        rows = zip(asked, highest, strict=True)
         run = trials([jnp.where(flag, OVERFLOWS, e) for flag, e in rows])
     if run is not None and all(map(np.all, run.outcome.skipped)):
-        moved = tuple(changed(start, run.state))
+        rows = zip(leaves_of(start), leaves_of(run.state), strict=True)
+        moved = tuple(path for (path, a), (_, b) in rows if not bool(same(a, b)))
     return moved, problems
 
 
 def skips(outcome: Outcome) -> bool:
     return any(np.any(np.asarray(count)) for count in outcome.skipped)
 
-
-# What moved.
-
-
-def leaves_of(tree: PyTree) -> Iterator[tuple[str, ArrayLike]]:
-    """The leaves of a state, with their paths, without those of loss scales."""
-    is_scale = lambda node: isinstance(node, DynamicLossScaleState)
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scale)
-    for path, node in nodes:
-        if is_scale(node):
-            for inner, leaf in leaves_of(node.inner_state):
-                at = path_text(path) if path else ""
-                yield f"{at}.inner_state{'' if inner == 'the root' else inner}", leaf
-        else:
-            yield path_text(path), node
-
-
-def moves(old: PyTree, a: PyTree, b: PyTree) -> Iterator[Moved]:
-    """How far the floating leaves of a state moved in two runs."""
-    rows = zip(leaves_of(old), leaves_of(a), leaves_of(b), strict=True)
-    floating = [
-        # One after the other: several CPU devices may wait for each other's sums.
-        (path, jnp.size(start), jax.block_until_ready(measured(start, first, second)))
-        for (path, start), (_, first), (_, second) in rows
-        if is_inexact(start) and jnp.size(start)
-    ]
-    for path, size, numbers in jax.device_get(floating):
-        one, two, apart, inner, broken = map(float, numbers)
-        cosine = inner / (one * two) if one and two else 0.0
-        yield Moved(path, size, one, two, apart, cosine, bool(broken))
-
-
-@jax.jit
-def measured(old: jax.Array, a: jax.Array, b: jax.Array) -> list[jax.Array]:
-    """The numbers of a `Moved`, in units of the largest element of both changes."""
-
-    def change(new: jax.Array) -> jax.Array:
-        is_known = jnp.isfinite(new) & jnp.isfinite(old)
-        wide = widened(dtype_of(old))
-        return jnp.where(is_known, new.astype(wide) - old.astype(wide), 0)
-
-    one, two = change(a), change(b)
-    top = jnp.maximum(jnp.max(jnp.abs(one)), jnp.max(jnp.abs(two)))
-    unit = jnp.where(top > 0, top, 1)
-    one, two = one / unit, two / unit
-    norm = lambda x: jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
-    inner = jnp.sum(jnp.real(jnp.conj(one) * two))
-    is_same = (a == b) | ((a != a) & (b != b))  # it may have been inf before
-    broken = jnp.any(~jnp.isfinite(b) & jnp.isfinite(old) & ~is_same)
-    return [norm(one), norm(two), norm(one - two), inner, broken]
-
-
-def changed(old: PyTree, new: PyTree) -> list[str]:
-    """The paths of the leaves that differ."""
-    rows = zip(leaves_of(old), leaves_of(new), strict=True)
-    return [path for (path, a), (_, b) in rows if not bool(same(a, b))]
-
-
-@jax.jit
-def same(a: jax.Array, b: jax.Array) -> jax.Array:
-    is_nan = (a != a) & (b != b) if is_inexact(a) else False
-    return jnp.all((a == b) | is_nan)
-
-
-def only(aux: PyTree) -> PyTree:
-    """What a step returns beside its state; the item itself, if it is one."""
-    return aux[0] if isinstance(aux, list) and len(aux) == 1 else aux
-
-
-def zeros_of(tree: PyTree) -> PyTree:
-    """Arrays of zeros, so that a result counts as a change."""
-    return jax.tree.map(jnp.zeros_like, tree)
-
-
-# What the program of the step says: what depends on what, and why.
 
 Marks = frozenset[tuple[str, str]]  # each a kind of mark, and the line that made it
 NONE: Marks = frozenset()
@@ -380,10 +259,8 @@ def kept_leaves(trials: Trials) -> Set[str]:
 
 
 def cause_of(trials: Trials, factor: float, asked: Sequence[jax.Array]) -> str:
-    """What makes a change `factor` times as large at half the scale."""
-    power, cure = math.log2(factor), IN_CHAIN
-    if type(trials.call) is not Call:
-        cure = BY_SCALER
+    power = math.log2(factor)
+    cure = IN_CHAIN if type(trials.call) is Call else BY_SCALER
     met = meetings(trials.once.closed)
     if power > 0.9:
         lines = [line for at, (kind, line) in met if (at, kind) == (GIVEN, UNSCALED)]
@@ -397,17 +274,9 @@ def cause_of(trials: Trials, factor: float, asked: Sequence[jax.Array]) -> str:
         if lines:
             found = f"the loss is scaled{lines[0]}, and again"
         if not any(np.any(flag) for flag in asked):
-            found = (
-                "this call gives them to no optimizer with a loss scale (if it only "
-            )
-            found += "accumulates them, give a call that steps)"
+            found = NO_OPTIMIZER
         return MULTIPLIED.format(found=found)
     return OF_A_SIZE.format(cure=cure)
-
-
-def calls_host(program: ClosedJaxpr) -> bool:
-    """Whether a program asks the host for what may not be the same twice."""
-    return any("callback" in eqn.primitive.name for eqn in equations(program))
 
 
 def meetings(program: ClosedJaxpr) -> list[tuple[str, tuple[str, str]]]:

@@ -6,24 +6,26 @@ whatever it does to that state.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import dtypes, lax
 
-from .._checks import imported, is_traced, positive, shown
+from .._checks import is_traced, positive, shown
 from .._tree import Flag, PyTree, T
 from .calls import Call, attempt, scales_of, with_scales
 from .mesh import on_every_replica, varying_axes
 from .rule import LossScaleState
 from .skip import as_types, select
-from .state import DynamicLossScaleState, check_not_stacked
+from .state import check_not_stacked
+from .styles import call_of
 from .traced import Traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Carry = tuple[jax.Array, jax.Array, T, PyTree]  # attempts, whether to go on, results
 
 DELETED = """{caller}: step donated the buffers of its state (donate_argnums), so it \
 cannot run again after an overflow. Jit and donate around {caller}: {cure}."""
@@ -137,35 +139,7 @@ def retry(step: Callable[P, R], attempts: int = 8) -> Callable[P, R]:
     return retried
 
 
-def call_of(
-    caller: str,
-    step: Callable[..., Any],
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-) -> Call:
-    """The call of a step in the style that its arguments show.
-
-    NNX objects are arguments of the NNX style, unless the first argument holds a loss
-    scale beside them, as a pair of a module and an optax state does.
-    """
-    objects = imported("flax.nnx", "Pytree")
-    kinds = (DynamicLossScaleState, *objects)
-    nodes = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    has_objects = any(isinstance(node, objects) for node in nodes((args, kwargs)))
-    is_scale = lambda node: isinstance(node, DynamicLossScaleState)
-    if not has_objects or any(map(is_scale, nodes(args[:1]))):
-        return Call(caller, step, args, kwargs)
-    from .nnx_call import NNXCall  # imports Flax
-
-    return NNXCall(caller, step, args, kwargs)
-
-
 def run_attempts(call: Call, at_most: int) -> tuple[PyTree, PyTree]:
-    """The state after the last attempt, and what else the attempt returned.
-
-    Args:
-      at_most: attempts, >= 1.
-    """
     state = call.state
     if any(map(is_traced, jax.tree.leaves((state, call.inputs)))):
         return run_in_one_program(call, state, at_most)
@@ -173,7 +147,8 @@ def run_attempts(call: Call, at_most: int) -> tuple[PyTree, PyTree]:
     while True:
         count += 1
         new, aux, scales = attempt(call, state, call.inputs)
-        if any(map(_is_deleted, jax.tree.leaves(state))):
+        arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+        if any(not is_traced(x) and x.is_deleted() for x in arrays):
             raise ValueError(DELETED.format(caller=call.caller, cure=call.donating))
         again = is_worth_another(state, scales)
         if is_traced(again):  # the step reads a traced value that it closes over
@@ -226,9 +201,7 @@ def run_in_one_program(call: Call, state: T, at_most: int) -> tuple[T, PyTree]:
     once = Traced(lambda state: attempt(call, state, call.inputs), state)
     aux = jax.tree.map(functools.partial(_placeholder, zero), once.shapes[1])
 
-    def body(
-        carry: tuple[jax.Array, jax.Array, T, PyTree],
-    ) -> tuple[jax.Array, jax.Array, T, PyTree]:
+    def body(carry: Carry[T]) -> Carry[T]:
         count, _, carried, _ = carry
         held = jax.tree.map(restored, carried, first, state)
         held = with_scales(held, scales_of(carried))
@@ -264,7 +237,3 @@ def _placeholder(zero: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     if shape.shape or is_key or varying_axes(shape):
         return jnp.zeros_like(shape)
     return zero.astype(shape.dtype)
-
-
-def _is_deleted(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()

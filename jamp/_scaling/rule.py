@@ -31,8 +31,6 @@ SWITCHED_OFF, NONE_FORGIVEN = -1, -2
 
 
 class ScaleKind(enum.Enum):
-    """What a step does to its scale."""
-
     DYNAMIC = enum.auto()
     STATIC = enum.auto()  # it is always the argument
     OFF = enum.auto()  # it is always 1
@@ -100,16 +98,10 @@ class LossScaleConfig:
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
-        for name, convert in (
-            ("init_scale", float),
-            ("growth_factor", float),
-            ("backoff_factor", float),
-            ("growth_interval", operator.index),
-            ("min_scale", float),
-            ("max_scale", float),
-            ("hysteresis", operator.index),
-        ):
-            object.__setattr__(self, name, number(name, getattr(self, name), convert))
+        counts = ("growth_interval", "hysteresis")
+        for name, value in vars(self).items():
+            convert = operator.index if name in counts else float
+            object.__setattr__(self, name, number(name, value, convert))
         huge = LARGEST_SCALE
         check_range("min_scale", self.min_scale, "in [0, 3.4e38]", 0.0, huge)
         if not is_traced(self.max_scale) and self.max_scale > huge:
@@ -129,12 +121,11 @@ class LossScaleConfig:
         check_range(
             "backoff_factor", self.backoff_factor, "in (0, 1)", 5e-324, below_one
         )
-        for name in ("growth_interval", "hysteresis"):
+        for name in counts:
             check_range(name, getattr(self, name), ">= 1 and < 2**31", 1, 2**31 - 1)
 
 
 def check_scale(name: str, value: object) -> float:
-    """The value as a Python number; ValueError if float32 cannot hold it."""
     scale = number(name, value, float)
     allowed = "finite and > 0, in float32's normal range [2**-126, 3.4e38]"
     check_range(name, scale, allowed, SMALLEST_SCALE, LARGEST_SCALE)
@@ -142,7 +133,6 @@ def check_scale(name: str, value: object) -> float:
 
 
 def as_scale(name: str, value: object, shape: tuple[int, ...] = ()) -> jax.Array:
-    """A scale from a user as float32, checked: see `in_shape`."""
     return jnp.asarray(in_shape(name, value, shape, check_scale), jnp.float32)
 
 
@@ -155,9 +145,6 @@ def in_shape(
     """A number from a user, or an array of one, in the shape that a state has.
 
     A state that is stacked also takes as many numbers as it has.
-
-    Args:
-      check: raises an error for a number that is wrong.
     """
     if isinstance(value, list) and shape:
         value = np.asarray(value)
@@ -179,7 +166,6 @@ def in_shape(
 def init(
     config: LossScaleConfig, kind: ScaleKind = ScaleKind.DYNAMIC
 ) -> LossScaleState:
-    """The state before the first step."""
     zeros = LossScaleState(*(jnp.zeros([], dtype) for dtype in SCALAR_DTYPES.values()))
     off = zeros._replace(
         loss_scale=jnp.ones([], jnp.float32),
@@ -237,15 +223,15 @@ def advance(
 
     What a step found at a scale that is not adopted does not move the adopted one.
     """
-    own = adopted(state, config, kind)
+    start = adopted(state, config, kind)
     if kind is ScaleKind.OFF:  # it counts nothing, only what it skips at another scale
         skipped = state.skipped_steps + found_inf.astype(jnp.int32)
-        return own._replace(found_inf=found_inf, skipped_steps=skipped)
+        return start._replace(found_inf=found_inf, skipped_steps=skipped)
     if kind is ScaleKind.DYNAMIC:
-        is_own = own.loss_scale == state.loss_scale
-        choose = lambda moved, own: jnp.where(is_own, moved, own)
-        own = LossScaleState(*map(choose, update(own, found_inf, config), own))
-    return record(own, found_inf, config)
+        is_same = start.loss_scale == state.loss_scale
+        choose = lambda moved, start: jnp.where(is_same, moved, start)
+        start = LossScaleState(*map(choose, update(start, found_inf, config), start))
+    return record(start, found_inf, config)
 
 
 def update(
@@ -276,11 +262,8 @@ def update(
 def record(
     state: LossScaleState, found_inf: jax.Array, config: LossScaleConfig
 ) -> LossScaleState:
-    """Adds a step to the scalars that report; the scale is the one the step left.
-
-    A scale may start at its floor without harm, so steps are counted from the first
-    overflow on.
-    """
+    """Adds a step to the scalars that report; the scale is the one the step left."""
+    # A scale may start at its floor without harm: counted from the first overflow on.
     skipped, at_floor = jnp.asarray(found_inf), state.loss_scale <= floor(config)
     stuck = at_floor & (skipped | (state.floor_steps > 0))
     return state._replace(
@@ -292,7 +275,6 @@ def record(
 
 
 def floor(config: LossScaleConfig) -> jax.Array:
-    """The scale at which backing off ends: float32 []."""
     return jnp.maximum(_float32(config.min_scale), np.float32(SMALLEST_SCALE))
 
 

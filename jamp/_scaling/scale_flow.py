@@ -11,18 +11,24 @@ from collections.abc import Sequence
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jaxprs import Loop, follow, is_loop, loop
+from .rule import LossScaleState
+from .trials import Trials
+
+NOT_SCALED = """{caller}: the step divides its gradients by a loss scale{where} that \
+they do not depend on. Multiply the loss by the scale of the state that the step is \
+given. With a GradScaler, let the loss function return scaler.scale(loss). With the \
+state of an optimizer, use jamp.value_and_grad(loss_fn, opt_state), or let the loss \
+function return jamp.scale_loss(loss, opt_state). Or another loss scale takes the \
+gradient, such as a DynamicScale: turn it off."""
 
 
 class Flow(enum.Enum):
-    """What a value in a step's program is."""
-
     GIVEN = enum.auto()  # the flag that the step was given, passed on
     SCALED = enum.auto()  # it depends on the loss scale
     OTHER = enum.auto()
 
 
 def flow_of(jaxpr: ClosedJaxpr, inputs: Sequence[Flow]) -> list[Flow]:
-    """What the outputs of a program are, from what its inputs are."""
     leaked = False  # whether an effect, such as a write to a Ref, got the scale
 
     def results(eqn: JaxprEqn, given: list[Flow]) -> Sequence[Flow]:
@@ -54,7 +60,23 @@ def flow_of(jaxpr: ClosedJaxpr, inputs: Sequence[Flow]) -> list[Flow]:
 
 
 def joined(flows: Sequence[Flow]) -> Flow:
-    """What is made of these, or is one of them."""
     if Flow.SCALED in flows:
         return Flow.SCALED
     return Flow.GIVEN if flows and set(flows) == {Flow.GIVEN} else Flow.OTHER
+
+
+def check_scales_its_loss(trials: Trials) -> None:
+    """Raises ValueError if `found_inf` cannot depend on the scale of its state.
+
+    A step that does not use a scale returns the `found_inf` that it was given.
+    """
+    program, paths = trials.once.closed, trials.paths
+    count = len(LossScaleState._fields)
+    after = len(program.jaxpr.outvars) - count * len(paths)
+    flag, scale = map(LossScaleState._fields.index, ("found_inf", "loss_scale"))
+    for start, path in zip(range(0, count * len(paths), count), paths, strict=True):
+        inputs = [Flow.OTHER] * len(program.in_avals)
+        inputs[start + flag], inputs[start + scale] = Flow.GIVEN, Flow.SCALED
+        if flow_of(program, inputs)[after + start + flag] is Flow.OTHER:
+            where = f" at {path}" if len(paths) > 1 else ""
+            raise ValueError(NOT_SCALED.format(caller=trials.call.caller, where=where))

@@ -1,9 +1,8 @@
-"""The states of the optax wrappers: how to find them in a nest, and their dtypes."""
+"""The states of the optax wrappers, and how to find them in a nest."""
 
 import contextlib
-import operator
-from collections.abc import Callable, Generator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +11,8 @@ import optax
 from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import (
-    NUMBERS,
-    PyTree,
-    T,
-    dtype_of,
-    is_half,
-    other_node,
-    path_text,
-    widen,
-)
-from .master_form import keep, master_of
+from .._tree import NUMBERS, PyTree, dtype_of, path_text
 from .rule import SCALAR_DTYPES, LossScaleState
-from .skip import extended
-from .traced import NEEDS_VALUES
-from .transformation import is_hole
 
 HIDDEN = """optax.apply_if_finite around a loss scale hides overflows from it, so that \
 it cannot back off. Leave apply_if_finite out: jamp.dynamic_loss_scale itself skips \
@@ -41,16 +27,12 @@ gradients on as updates, in each step in which its condition is false. Put the l
 scale around it: jamp.dynamic_loss_scale(optax.conditionally_transform(...)). To move \
 nothing in these steps, use optax.conditionally_mask."""
 
-CONTINUE = """ To continue with the state of the optimizer inside it, pass \
-init(params)._replace(inner_state=state)."""
-
 # Around a loss scale: where a state has the inner one, and what goes wrong.
 REFUSED = {
     optax.ApplyIfFiniteState: ("inner_state", HIDDEN),
     optax.MultiStepsState: ("inner_opt_state", SUMMED),
     optax.ConditionallyTransformState: ("inner_state", PASSED_ON),
 }
-
 
 STACKED = """Of stacked states, and of one that is replicated for jax.pmap, call it \
 inside the function that jax.vmap or jax.pmap maps."""
@@ -136,9 +118,6 @@ def scalars_of(state: object) -> LossScaleState:
 
     Numbers from elsewhere (NumPy, JSON) get the dtypes that init makes. NNX wraps each
     array of a state in a Variable with one leaf.
-
-    Raises:
-      ValueError: one is missing, or cannot have the dtype that init makes.
     """
     names = LossScaleState._fields
     return LossScaleState(*(_number(name, getattr(state, name)) for name in names))
@@ -163,15 +142,7 @@ def _number(name: str, value: object) -> jax.Array:
     )
 
 
-def state_of(
-    scalars: LossScaleState, inner_state: optax.OptState
-) -> DynamicLossScaleState:
-    """The state of a wrapper from its parts."""
-    return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)
-
-
 def keeps_master_weights(opt_state: PyTree) -> bool:
-    """Whether there is a `MasterWeightsState` anywhere in an optimizer state."""
     return any(map(is_master, jax.tree.leaves(opt_state, is_leaf=is_master)))
 
 
@@ -179,12 +150,14 @@ def is_master(node: object) -> bool:
     return isinstance(node, MasterWeightsState)
 
 
-def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
-    """The loss-scale states in a pytree, by path; those inside others are not searched.
+def is_scale(node: object) -> TypeGuard[DynamicLossScaleState]:
+    return isinstance(node, DynamicLossScaleState)
 
-    Raises:
-      ValueError: a transformation around one hides overflows from it, adds up what it
-        has not checked, or passes scaled gradients on.
+
+def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
+    """The loss-scale states in a pytree, by path, except those inside others.
+
+    It raises ValueError for one in a transformation that misuses gradients (`REFUSED`).
     """
     kinds = DynamicLossScaleState, *REFUSED
     nodes = jax.tree_util.tree_leaves_with_path(
@@ -194,17 +167,11 @@ def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
         field, problem = REFUSED.get(type(node), ("", ""))
         if field and find_states(getattr(node, field)):
             raise ValueError(problem)
-    return {
-        path_text(path): node
-        for path, node in nodes
-        if isinstance(node, DynamicLossScaleState)
-    }
+    return {path_text(path): node for path, node in nodes if is_scale(node)}
 
 
 def check_not_scaled_yet(opt_state: PyTree, argument: str) -> None:
-    """Raises ValueError if an optimizer state already scales gradients."""
-    found = find_states(opt_state)
-    if found:
+    if found := find_states(opt_state):
         raise ValueError(
             f"{argument} already holds a loss scale, at {', '.join(found)}, and would "
             "divide the gradients twice; use one of the two."
@@ -212,7 +179,6 @@ def check_not_scaled_yet(opt_state: PyTree, argument: str) -> None:
 
 
 def check_not_stacked(numbers: Mapping[str, jax.Array], caller: str) -> None:
-    """Raises ValueError if one of the numbers of a state has dimensions."""
     for name, value in numbers.items():
         if shape := jnp.shape(value):
             raise ValueError(
@@ -221,115 +187,13 @@ def check_not_stacked(numbers: Mapping[str, jax.Array], caller: str) -> None:
             )
 
 
-def check_state(state: object, cls: type, caller: str) -> None:
-    """Raises ValueError unless an optimizer state is of a class of this module."""
-    if not isinstance(state, cls):
-        is_own = lambda node: isinstance(node, DynamicLossScaleState | cls)
-        has_own = any(map(is_own, jax.tree.leaves(state, is_leaf=is_own)))
-        advice = CONTINUE if _states(state) and not has_own else ""
-        raise ValueError(
-            f"{caller}: the state must be a {cls.__name__}, as made by this "
-            f"transformation's init; got {describe(state)}.{advice}"
-        )
-
-
-@contextlib.contextmanager
-def explained(
-    caller: str,
-    init: Callable[..., PyTree],
-    state: PyTree,
-    params: PyTree,
-    at: str = "",
-) -> Generator[None]:
-    """Raises ValueError if an optimizer fails because its state is another one's.
-
-    Args:
-      at: where the state is in the one that the user passed.
-    """
-    try:
-        yield
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
-        problem = _not_its_own(caller, init, state, params, at)
-        if problem is None:
-            raise
-        raise problem from error
-
-
-def check_moved(
-    caller: str,
-    init: Callable[..., PyTree],
-    new: PyTree,
-    old: PyTree,
-    params: PyTree,
-    at: str = "",
-) -> None:
-    """Raises ValueError if an optimizer drops or hands on a state that is not its own.
-
-    A stateless optimizer takes any state, and may return it as it is.
-    """
-    kinds = DynamicLossScaleState, MasterWeightsState
-    is_own = lambda node: isinstance(node, kinds)
-    nodes_of = lambda tree: filter(is_own, jax.tree.leaves(tree, is_leaf=is_own))
-    given, got = list(nodes_of(old)), list(nodes_of(new))
-    moved = len(got) == len(given) and all(map(operator.is_not, got, given))
-    leaves, kept = jax.tree.leaves(old), jax.tree.leaves(new)
-    if leaves and len(leaves) == len(kept):
-        moved &= not all(map(operator.is_, leaves, kept))
-    if not moved and (problem := _not_its_own(caller, init, old, params, at)):
-        raise problem
-
-
-def _not_its_own(
-    caller: str,
-    init: Callable[..., PyTree],
-    state: PyTree,
-    params: PyTree,
-    at: str,
-) -> ValueError | None:
-    """The error for a state that differs from what `init` makes, or None."""
-    if params is None:
-        return None
-    difference = _difference(state, jax.eval_shape(init, params), at)
-    if difference is None:
-        return None
-    return ValueError(
-        f"{caller}: the state belongs to another optimizer or to other parameters: "
-        f"{difference}. Pass the state that this transformation's init made."
-    )
-
-
-def _difference(given: PyTree, made: PyTree, at: str) -> str | None:
-    """How a state differs from what `init` makes."""
-    place = lambda path: f"{at}{path}" if path or at else "the root"
-
-    def shape(leaf: Any) -> str:
-        is_array = hasattr(leaf, "shape") or isinstance(leaf, NUMBERS)
-        return f"shape {jnp.shape(leaf)}" if is_array else f"a {type(leaf).__name__}"
-
-    def shapes(state: PyTree) -> dict[str, str]:
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        return {jax.tree_util.keystr(path): shape(leaf) for path, leaf in leaves}
-
-    if node := other_node(given, made):
-        path, has, wants = node
-        types = f"of type {has}, but init makes one of type {wants}"
-        return f"at {place(path)} it has a node {types}"
-    found, expected = shapes(given), shapes(made)
-    for path in expected | found:
-        has, wants = found.get(path, "nothing"), expected.get(path, "nothing")
-        if has != wants:
-            return f"at {place(path)} it has {has}, but init makes {wants}"
-    same = jax.tree.structure(given) == jax.tree.structure(made)
-    return None if same else "its tree differs from the one that init makes"
-
-
 def describe(tree: PyTree) -> str:
     """The named states in a pytree, for messages."""
-    return ", ".join(dict.fromkeys(_states(tree))) or f"a {type(tree).__name__}"
+    names = dict.fromkeys(classes_of_states(tree))
+    return ", ".join(names) or f"a {type(tree).__name__}"
 
 
-def _states(tree: PyTree) -> list[str]:
-    """The names of the classes of states in a pytree."""
+def classes_of_states(tree: PyTree) -> list[str]:
     states: list[str] = []
 
     def note(node: object) -> bool:
@@ -339,86 +203,3 @@ def _states(tree: PyTree) -> list[str]:
 
     jax.tree.leaves(tree, is_leaf=note)
     return states
-
-
-def made_wide(init: Callable[[optax.Params], PyTree], params: optax.Params) -> PyTree:
-    """`init(params)` with float32 in place of half precision.
-
-    A loss scale gives its optimizer float32 gradients, so that a state in the dtypes of
-    half-precision parameters would change its dtypes in the first step. A conditional,
-    a scan and a donated buffer need a state that does not. Master weights must see the
-    parameters themselves. What stands beside them gets float32 gradients too.
-    """
-    if not any(map(is_half, jax.tree.leaves(params))):
-        return init(params)
-    shapes = jax.eval_shape(init, params)
-    if not keeps_master_weights(shapes):
-        return init(widen(params))
-    own = init(params)
-    beside = jax.tree.leaves(shapes, is_leaf=is_master)
-    if not any(is_half(leaf) for leaf in beside if not is_master(leaf)):
-        return own
-    choose = lambda own, wide: own if is_master(own) else wide
-    return jax.tree.map(choose, own, init(widen(params)), is_leaf=is_master)
-
-
-def as_made(
-    state: T, init: Callable[[optax.Params], PyTree], params: optax.Params | None
-) -> T:
-    """A state of any run in the dtypes that `init` makes, as far as these are wider.
-
-    Master weights take the form that `init` makes.
-    """
-    may_differ = lambda node: is_master(node) or _is_half_array(node)
-    nodes = jax.tree.leaves(state, is_leaf=is_master)
-    if params is None or not any(map(may_differ, nodes)):
-        return state
-    try:
-        like = jax.eval_shape(init, params)
-    except NEEDS_VALUES:
-        return state
-    like = extended(like, state)
-    return _in_form_of(like, as_wide_as(like, state), params)
-
-
-def _in_form_of(like: PyTree, state: T, params: optax.Params) -> T:
-    """A state whose master weights have the form of those in another one."""
-
-    def converted(kept: PyTree, like: Any, param: PyTree) -> PyTree:
-        same = is_hole(kept) or dtype_of(kept) == like.dtype
-        return kept if same else keep(master_of(kept, param), like.dtype)
-
-    def node_of(node: PyTree, like: PyTree) -> PyTree:
-        if not is_master(node):
-            return node
-        master = jax.tree.map(
-            converted, node.master, like.master, params, is_leaf=is_hole
-        )
-        return node._replace(master=master)
-
-    if jax.tree.structure(like) != jax.tree.structure(state):
-        return state
-    return jax.tree.map(node_of, state, like, is_leaf=is_master)
-
-
-def as_wide_as(like: PyTree, state: T) -> T:
-    """A state whose half-precision leaves have the wider dtypes of another one.
-
-    It may have leaves that the other one lacks. If it lacks some, it does not change,
-    and is refused elsewhere.
-    """
-    like = extended(like, state)
-
-    def cast(leaf: PyTree, like: Any) -> PyTree:
-        if not (_is_half_array(leaf) and jnp.issubdtype(like.dtype, jnp.floating)):
-            return leaf
-        dtype = jnp.promote_types(dtype_of(leaf), like.dtype)
-        return leaf if dtype == dtype_of(leaf) else jnp.asarray(leaf, dtype)
-
-    if jax.tree.structure(like) != jax.tree.structure(state):
-        return state
-    return jax.tree.map(cast, state, like)
-
-
-def _is_half_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and is_half(leaf)

@@ -15,18 +15,13 @@ import optax
 from .._tree import Flag, PyTree, check_leaves, dtype_of
 from . import skip
 from .arrivals import arrivals, check_last
-from .state import (
-    DynamicLossScaleState,
-    as_made,
-    check_moved,
-    explained,
-    find_states,
-    is_master,
-    keeps_master_weights,
-)
-from .transformation import apply_updates, as_transformation, check_gradients_match
-from .watched import check_no_gradients, check_not_scaled
-from .wrapper import loss_scaled
+from .foreign_state import Owner
+from .state import find_states, is_master, is_scale, keeps_master_weights
+from .state_types import as_made, extended
+from .transformation import as_transformation, check_gradients_match
+from .updates import apply_updates
+from .watched import NOT_SCALED, SWAPPED, refuse_scaled
+from .wrapper import LossScaled
 
 
 def step(
@@ -73,27 +68,30 @@ def step(
     """
     if params is None:
         raise ValueError("params must be the parameters to step; got None.")
-    if (scaled := loss_scaled(tx)) is not None:
+    scaled = getattr(getattr(tx, "update", None), "__self__", None)
+    if isinstance(scaled, LossScaled):
         return scaled.step(grads, opt_state, params, **extra_args)
     tx = as_transformation(tx, "tx")
     check_leaves(grads, "jamp.step: the gradient")
     check_gradients_match(grads, params, "jamp.step", wrapped=True)
-    check_no_gradients(params, "jamp.step")
+    refuse_scaled(params, "jamp.step", SWAPPED)
     if not find_states(opt_state):
-        check_not_scaled(grads, "jamp.step")
+        refuse_scaled(grads, "jamp.step", NOT_SCALED)
     update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
+    updates_of = lambda grads: update(grads)[0]
     if keeps_master_weights(opt_state):
         opt_state = as_made(opt_state, tx.init, params)
-    with explained("jamp.step", tx.init, opt_state, params):
+    owner = Owner("jamp.step", tx.init, params)
+    with owner.explained(opt_state):
         updates, new_state = update(grads)
     if keeps_master_weights(opt_state) and not is_master(opt_state):
-        check_last("jamp.step", lambda grads: update(grads)[0], grads)
-    check_moved("jamp.step", tx.init, new_state, opt_state, params)
+        check_last("jamp.step", updates_of, grads)
+    owner.check_moved(new_state, opt_state)
     new_params = apply_updates(params, updates)
     scales = list(find_states(new_state).values())
     if not scales:
         return new_params, new_state
-    runs, is_as_returned = arrivals(lambda grads: update(grads)[0], grads)
+    runs, is_as_returned = arrivals(updates_of, grads)
     if not runs or len(scales) != 1:
         return new_params, new_state
     finite = jnp.logical_not(scales[0].found_inf)
@@ -104,14 +102,12 @@ def step(
 
 def held(finite: Flag, new: PyTree, old: PyTree) -> PyTree:
     """The new leaves if finite, otherwise the old ones. A loss scale always moves."""
-    is_scale = lambda node: isinstance(node, DynamicLossScaleState)
 
     def chosen(new: PyTree, old: PyTree) -> PyTree:
         if new is old or is_scale(new) or jnp.shape(new) != jnp.shape(old):
             return new
         return skip.choose(finite, new, jnp.asarray(old, dtype_of(new)))
 
-    old = skip.extended(old, new)
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        return new
-    return jax.tree.map(chosen, new, old, is_leaf=is_scale)
+    old = extended(old, new)
+    is_alike = jax.tree.structure(new) == jax.tree.structure(old)
+    return jax.tree.map(chosen, new, old, is_leaf=is_scale) if is_alike else new

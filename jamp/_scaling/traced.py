@@ -1,4 +1,4 @@
-"""A function that is traced once: what its results depend on, and how to run it.
+"""A function traced once: which gradients it reads, which updates are always zero.
 
 torch makes no gradient for a frozen parameter. JAX makes one, and an optimizer throws
 it away (`optax.set_to_zero`). No value shows this; the program of its update does.
@@ -54,11 +54,6 @@ class Traced(Generic[P, T]):
         results = jaxpr_as_fun(self.closed)(*jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
 
-    def used_inputs(self) -> list[bool]:
-        """Whether an output or an effect needs each input: leaves, in order."""
-        jaxpr = self.closed.jaxpr
-        return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
-
 
 def reads_and_run(
     function: Callable[[PyTree], T], tree: PyTree
@@ -75,7 +70,8 @@ def reads_and_run(
         once = Traced(lambda *inexact: function(rebuilt(inexact)), *inexact)
     except NEEDS_VALUES:
         return jax.tree.map(lambda _: True, tree), function, None
-    used = iter(once.used_inputs())
+    jaxpr = once.closed.jaxpr
+    used = iter(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
     reads = jax.tree.map(lambda leaf: not is_inexact(leaf) or next(used), tree)
     run = lambda tree: once(*filter(is_inexact, jax.tree.leaves(tree)))
     return reads, run, once.shapes
@@ -86,14 +82,8 @@ def check_read(
 ) -> tuple[Flag, Callable[[PyTree], T], T | None]:
     """Whether the gradients that a step reads are finite.
 
-    Args:
-      run: the step, a pure function of its gradients.
-      grads: a pytree.
-      all_finite: checks a tree.
-
-    Returns:
-      The flag, the step, which is not traced again, and the shapes of its results, if
-      it was traced.
+    And the step, a pure function of them, which is not traced again, with the shapes of
+    its results, if it was traced.
     """
     if not any(map(is_traced, jax.tree.leaves(grads))):
         finite = all_finite(grads)
@@ -115,7 +105,6 @@ def never_moved(
 
 
 def _zeros(jaxpr: ClosedJaxpr) -> list[bool]:
-    """Whether each output is zero, whatever the inputs are."""
 
     def is_finite(atom: Var | Literal) -> bool:
         return isinstance(atom, Literal) and bool(np.all(np.isfinite(atom.val)))

@@ -16,8 +16,8 @@ from jax import lax
 from .._checks import is_traced
 from .._tree import PyTree, partition
 from .arithmetic import power_of_two
-from .arrivals import MARKED
 from .calls import Call, attempt, scales_of, with_scales
+from .marked import MARKED
 from .mesh import on_every_replica, typed_as
 from .rule import LossScaleState
 from .state import find_states
@@ -36,22 +36,19 @@ class Outcome(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The state after a step, what else it returned, and what the scales found."""
-
     state: PyTree
     aux: PyTree
     outcome: Outcome
 
 
 Exponents = list[jax.Array]  # int32, one for each scale, in its shape
+Between = tuple[Exponents, Exponents, list[jax.Array]]  # finite, infinite, asked
 
 
 class Trials:
     """A step that can be run again and again.
 
     Attributes:
-      call: the call of the step.
-      scales: those of its state.
       once: the program of the step: of the loss scales, the state and the arrays among
         the other arguments. It is marked (`MARKED`).
     """
@@ -81,7 +78,7 @@ class Trials:
                 _at(*of, mark) for of in zip(scales_of(state), exponents, strict=True)
             ]
             new, aux, scales = self.once(tried, state, arrays)
-            rows = zip(*map(_found, tried, scales), strict=True)
+            rows = zip(*map(_outcome, tried, scales), strict=True)
             return Run(new, aux, Outcome(*map(list, rows)))
 
         self._run = run if self.is_inside else jax.jit(run)
@@ -98,7 +95,6 @@ class Trials:
 
     @property
     def paths(self) -> list[str]:
-        """Where the loss scales are."""
         return [*find_states(self.call.state)]
 
     def highest(self) -> tuple[Exponents, list[jax.Array]]:
@@ -116,21 +112,18 @@ class Trials:
         between = full(LOWEST - 1), full(HIGHEST + 1), none
         if self.is_inside:
             times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
-            halve = lambda _, between: self._halve(_middle, *between)
+            halve = lambda _, between: self._halve(_middle, between)
             finite, _, asked = lax.fori_loop(0, times, halve, between)
             return finite, asked
         is_open = lambda low, high: np.any(np.asarray(high - low) > 1)
         while any(map(is_open, *between[:2])):
-            between = self._halve(_likely, *between)
+            between = self._halve(_likely, between)
         return between[0], between[2]
 
     def _halve(
-        self,
-        choose: Callable[[jax.Array, jax.Array], jax.Array],
-        finite: Exponents,
-        infinite: Exponents,
-        _: object,
-    ) -> tuple[Exponents, Exponents, list[jax.Array]]:
+        self, choose: Callable[[jax.Array, jax.Array], jax.Array], between: Between
+    ) -> Between:
+        finite, infinite, _ = between
         middle = [*map(choose, finite, infinite)]
         outcome = self(middle).outcome
         too_high = [*map(on_every_replica, outcome.too_high)]
@@ -161,10 +154,9 @@ def _at(scale: LossScaleState, exponent: jax.Array, mark: np.uint32) -> LossScal
     )
 
 
-def _found(
+def _outcome(
     tried: LossScaleState, new: LossScaleState
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The fields of an `Outcome`, of one scale."""
     skipped = new.skipped_steps - tried.skipped_steps
     return (
         new.found_inf | (skipped > 0) | (new.loss_scale < tried.loss_scale),

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
-from .arrivals import SCALED, UNSCALED, marked
+from .marked import SCALED, UNSCALED, marked
 from .metrics import is_scaler, loss_scale
 from .state import STACKED
 from .watched import remember
@@ -106,7 +106,10 @@ def value_and_grad(
         try:
             grads, result = grad_fn(*args, **kwargs)
         except TypeError:
-            _check_differentiated(args, argnums)
+            for index in np.atleast_1d(argnums):
+                if -len(args) <= index < len(args):
+                    what = f"jamp.value_and_grad: argument {index}"
+                    check_leaves(args[index], what, ARRAYS_AND_REST)
             raise
         remember(grads)
         return result, grads
@@ -114,19 +117,8 @@ def value_and_grad(
     return value_and_grad_fn
 
 
-def _check_differentiated(
-    args: tuple[PyTree, ...], argnums: int | Sequence[int]
-) -> None:
-    """Raises TypeError naming what is not an array in the differentiated arguments."""
-    for index in np.atleast_1d(argnums):
-        if -len(args) <= index < len(args):
-            what = f"jamp.value_and_grad: argument {index}"
-            check_leaves(args[index], what, ARRAYS_AND_REST)
-
-
 def _check_loss(loss: object) -> None:
-    is_array = isinstance(loss, (jax.Array, np.ndarray, np.generic, float))
-    if not is_array:
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float)):
         raise TypeError(f"fun must return a floating scalar loss; got {shown(loss)}.")
     if not jnp.issubdtype(dtype_of(loss), jnp.floating):
         raise TypeError(
@@ -190,7 +182,6 @@ def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _one_scale(opt_state: PyTree) -> jax.Array:
-    """The scale; ValueError if states are stacked."""
     current = loss_scale(opt_state)
     if jnp.shape(current) != ():
         raise ValueError(

@@ -1,8 +1,7 @@
-"""Gradients on their way from `value_and_grad` to a loss scale.
+"""Scaled gradients: refused where they should not go, shown to `debug.check_step`.
 
-Arrays are recognized while they live, so that those that go where they should not are
-refused. And those that reach a loss scale are shown to who asks for them
-(`jamp.debug.check_step`).
+Those of `value_and_grad` are recognized while they live. Those that reach a loss scale
+are shown to who asks for them.
 """
 
 import weakref
@@ -38,17 +37,8 @@ def remember(grads: PyTree) -> None:
             _scaled[id(leaf)] = leaf
 
 
-def check_not_scaled(grads: PyTree, caller: str) -> None:
-    """Raises ValueError if a gradient for a plain optimizer is known to be scaled."""
-    _refuse(grads, caller, NOT_SCALED)
-
-
-def check_no_gradients(params: PyTree, caller: str) -> None:
-    """Raises ValueError if a parameter is known to be a gradient."""
-    _refuse(params, caller, SWAPPED)
-
-
-def _refuse(tree: PyTree, caller: str, problem: str) -> None:
+def refuse_scaled(tree: PyTree, caller: str, problem: str) -> None:
+    """Raises ValueError if a leaf is known to be a scaled gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if _scaled.get(id(leaf)) is leaf:
             raise ValueError(problem.format(caller, path_text(path)))

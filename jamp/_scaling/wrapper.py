@@ -1,9 +1,4 @@
-"""Loss scaling as an optax wrapper.
-
-The wrapper gets scaled gradients, checks them, and passes unscaled ones to the
-optimizer inside it. If a gradient is not finite, nothing inside moves: the updates are
-zero and `inner_state` is the one that came in.
-"""
+"""Loss scaling as an optax wrapper: `dynamic_loss_scale` and `static_loss_scale`."""
 
 import dataclasses
 import functools
@@ -17,41 +12,31 @@ import optax
 from .._checks import axis_names, flag
 from .._tree import Flag, PyTree, check_leaves, widen
 from . import arithmetic, rule, skip
-from .arrivals import GIVEN, RETURNED, check_last, marked
+from .arrivals import check_last
+from .foreign_state import Owner, check_state
+from .marked import GIVEN, RETURNED, marked
 from .mesh import is_mapped
 from .rule import LossScaleConfig, ScaleKind
-from .skip import check_same
 from .state import (
     DynamicLossScaleState,
-    as_made,
-    as_wide_as,
-    check_moved,
     check_not_scaled_yet,
     check_not_stacked,
-    check_state,
-    explained,
     is_master,
     keeps_master_weights,
-    made_wide,
     scalars_of,
-    state_of,
 )
+from .state_types import as_made, as_wide_as, check_same, grown, made_wide
 from .traced import check_read
 from .transformation import (
-    apply_updates,
     as_transformation,
-    cast_update,
     check_gradients_match,
     check_no_closures,
     is_hole,
-    no_update,
-    without_float0,
 )
-from .watched import check_no_gradients, watch
+from .updates import apply_updates, cast_update, no_update, without_float0
+from .watched import SWAPPED, refuse_scaled, watch
 
 Step = tuple[optax.Updates, optax.OptState]
-
-INNER = ".inner_state"  # where the optimizer's own state is
 
 
 def dynamic_loss_scale(
@@ -196,8 +181,6 @@ def static_loss_scale(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossScaled:
-    """An optimizer behind a loss scale: `init_fn`, `update_fn`, and `step`."""
-
     inner: optax.GradientTransformationExtraArgs
     config: LossScaleConfig
     kind: ScaleKind
@@ -210,7 +193,8 @@ class LossScaled:
         check_leaves(params, "dynamic_loss_scale's init: the parameter")
         inner_state = self.init_inner(params)
         check_not_scaled_yet(inner_state, "inner")
-        return state_of(rule.init(self.config, self.kind), inner_state)
+        scalars = rule.init(self.config, self.kind)
+        return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)
 
     def init_inner(self, params: optax.Params) -> optax.OptState:
         bare = self.kind is ScaleKind.OFF
@@ -246,11 +230,7 @@ class LossScaled:
 
 
 class ScaledGradients:
-    """One step's scaled gradients, checked, with everything needed to use them.
-
-    As torch never sees the gradient of a frozen parameter, a gradient that the
-    optimizer does not read is not checked: the program of its update says which.
-    """
+    """One step's scaled gradients, checked, with everything needed to use them."""
 
     def __init__(
         self,
@@ -269,7 +249,7 @@ class ScaledGradients:
         if params is not None:
             check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
-            check_no_gradients(params, caller)
+            refuse_scaled(params, caller, SWAPPED)
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         if by.kind is not ScaleKind.OFF:
             check_no_closures(extra_args, caller)
@@ -281,7 +261,7 @@ class ScaledGradients:
         if keeps_master_weights(self.old) and not is_master(self.old):
             check_last(caller, lambda grads: update(grads)[0], grads)
         self.finite, update, shapes = check_read(update, grads, self.all_finite)
-        self.held = skip.grown(self.old, shapes and shapes[1])
+        self.held = grown(self.old, shapes and shapes[1])
         self.run = functools.partial(update, skip.harmless(self.finite, grads))
 
     def all_finite(self, grads: PyTree) -> Flag:
@@ -294,19 +274,15 @@ class ScaledGradients:
         return jnp.logical_or(finite, self.scalars.loss_scale == 1)
 
     def update(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
-        """The inner optimizer's step, on gradients that this unscales first.
-
-        Raises:
-          ValueError: the state belongs to another optimizer.
-          TypeError: the optimizer drops a part of its state, or changes its type.
-        """
-        params, init = self.params, self.by.init_inner
+        """The inner optimizer's step, on gradients that this unscales first."""
+        params = self.params
+        owner = Owner(self.caller, self.by.init_inner, params, ".inner_state")
         is_off = self.by.kind is ScaleKind.OFF  # it does what the optimizer does alone
         unscale = arithmetic.unscale_as_before if is_off else arithmetic.unscale
         grads = unscale(grads, self.inverse)
         # Master weights must see the dtypes of the parameters, and be added unrounded.
         as_they_are = is_off or keeps_master_weights(inner_state)
-        with explained(self.caller, init, inner_state, params, INNER):
+        with owner.explained(inner_state):
             updates, new = self.by.inner.update(
                 grads,
                 inner_state,
@@ -318,22 +294,15 @@ class ScaledGradients:
             updates = jax.tree_util.tree_map_with_path(
                 cast, updates, params, is_leaf=is_hole
             )
-        check_moved(self.caller, init, new, inner_state, params, INNER)
+        owner.check_moved(new, inner_state)
         if as_they_are:  # it may have put half parameters into the state
             new = as_wide_as(inner_state, new)
-        with explained(self.caller, init, inner_state, params, INNER):
-            before = skip.grown(inner_state, new)
+        with owner.explained(inner_state):
+            before = grown(inner_state, new)
             check_same(new, before, f"{self.caller}: the optimizer")
         return updates, new
 
     def advanced(self, inner_state: optax.OptState) -> DynamicLossScaleState:
-        """The next state."""
         found_inf, by = jnp.logical_not(self.finite), self.by
         scalars = rule.advance(self.scalars, found_inf, by.config, by.kind)
-        return state_of(scalars, inner_state)
-
-
-def loss_scaled(tx: object) -> LossScaled | None:
-    """The loss scale that a transformation belongs to, or None."""
-    owner = getattr(getattr(tx, "update", None), "__self__", None)
-    return owner if isinstance(owner, LossScaled) else None
+        return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)

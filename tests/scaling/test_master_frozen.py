@@ -18,9 +18,11 @@ from shared.master_weights import nearest
 from tests.bits import check_rounded, check_same_bits
 from tests.marks import mostly_nightly, mostly_slow
 
+from .masters import NESTINGS, SCALE
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-SCALE, STEPS = 8.0, 4
+STEPS = 4
 FROZEN = {"w": False, "b": True}
 LABELS = {"w": "train", "b": "freeze"}
 
@@ -52,19 +54,16 @@ OPTIMIZERS = {
     "half moments": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
 }
 EXACT = ("momentum", "ema")
-# wrap, a loss scale, an optimizer -> the whole transformation
-NESTS = {
-    "alone": lambda wrap, scale, tx: wrap(tx),
-    "scaled": lambda wrap, scale, tx: scale(wrap(tx)),
-    "scaled inside": lambda wrap, scale, tx: wrap(scale(tx)),
-    "MultiSteps": lambda wrap, scale, tx: wrap(several(tx)),
-    "MultiSteps, scaled": lambda wrap, scale, tx: scale(wrap(several(tx))),
-    "MultiSteps around": lambda wrap, scale, tx: several(wrap(tx)),
-    "MultiSteps around, scaled": lambda wrap, scale, tx: scale(several(wrap(tx))),
-    "injected": lambda wrap, scale, tx: wrap(
-        optax.inject_hyperparams(lambda lr: optax.chain(tx, optax.scale(lr)))(lr=0.3)
-    ),
-}
+NESTS = [
+    "alone",
+    "scaled",
+    "scaled inside",
+    "MultiSteps inside",
+    "MultiSteps inside, scaled",
+    "MultiSteps around",
+    "MultiSteps around, scaled",
+    "injected",
+]
 FORMS = [(jnp.float16, False), (jnp.bfloat16, False), (jnp.bfloat16, True)]
 CASES = list(itertools.product(FREEZES, OPTIMIZERS, NESTS))
 QUICK = [
@@ -84,12 +83,8 @@ FEWER = [
 ]
 
 
-def several(tx):
-    return optax.MultiSteps(tx, 2).gradient_transformation()
-
-
 def make(freeze, optimizer, nest, remainder):
-    return NESTS[nest](
+    return NESTINGS[nest](
         functools.partial(jamp.master_weights, remainder=remainder),
         lambda tx: jamp.dynamic_loss_scale(tx, SCALE),
         FREEZES[freeze](OPTIMIZERS[optimizer]()),
@@ -99,7 +94,7 @@ def make(freeze, optimizer, nest, remainder):
 def make_plain(freeze, optimizer, nest):
     """The same without masters and without a loss scale."""
     same = lambda tx: tx
-    return NESTS[nest](same, same, FREEZES[freeze](OPTIMIZERS[optimizer]()))
+    return NESTINGS[nest](same, same, FREEZES[freeze](OPTIMIZERS[optimizer]()))
 
 
 # Numbers of few bits, whose sums and products with powers of two are not rounded.

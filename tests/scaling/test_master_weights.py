@@ -9,67 +9,30 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx, serialization
 from flax.training import train_state
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jamp
-from jamp._scaling.state import DynamicLossScaleState, MasterWeightsState
+from jamp._scaling.state import DynamicLossScaleState
 from shared.master_weights import STEPS, TRAINED, curves, nearest, worst_difference
-from tests.bits import check_rounded
+from tests.bits import check_rounded, check_same_bits
 from tests.marks import mostly_slow, slow
 
-pytestmark = [
-    pytest.mark.usefixtures("standard_promotion"),
-]
+from .masters import (
+    NESTINGS,
+    SCALE,
+    bits,
+    check_nearest,
+    masters_in,
+    stepped,
+    updated,
+)
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 HALVES = {"half": jnp.float16, "brain": jnp.bfloat16}
 SHAPE = (128, 128)  # adafactor factors it
-SCALE = 8.0
-
-
-def is_masked(node):
-    return isinstance(node, optax.MaskedNode)
-
-
-def nodes_of(kind, state):
-    """The states of one kind in an optimizer state, without those nested in them."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
-    return [node for node in nodes if isinstance(node, kind)]
-
-
-def by_path(tree):
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
-def bits(x):
-    x = np.asarray(x)
-    return x.view(f"uint{8 * x.dtype.itemsize}")
-
-
-def assert_same_bits(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(bits(a), bits(b))
-
-
-def assert_rounded(params, state):
-    """Every half-precision parameter is its copy, rounded: all 16 bits."""
-    params = by_path(params)
-    copied = set()
-    for node in nodes_of(MasterWeightsState, state):
-        for path, copy in by_path(node.master).items():
-            if is_masked(copy):
-                continue
-            copied.add(path)
-            assert copy.dtype == jnp.float32
-            rounded = nearest(copy, params[path].dtype)
-            np.testing.assert_array_equal(bits(params[path]), bits(rounded), path)
-    assert copied == {path for path, p in params.items() if p.dtype.itemsize == 2}
 
 
 def make_params(seed=0, zeros=(0.0, -0.0)):
@@ -98,18 +61,6 @@ def make_grads(seed, params):
         return jnp.asarray(np.clip(g, -6e4, 6e4), p.dtype)
 
     return jax.tree.map(leaf, params)
-
-
-def updated(tx):
-    def run(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return run
-
-
-def stepped(tx):
-    return lambda params, state, grads: jamp.step(tx, grads, state, params)
 
 
 def updated_in_two_jits(tx):
@@ -179,88 +130,44 @@ def test_parameters_are_the_rounded_copies(name, way):
     tx = jamp.master_weights(OPTIMIZERS[name]())
     start = params = make_params()
     state = tx.init(params)
-    assert_rounded(params, state)
+    check_nearest(params, state)
     step = WAYS[way](tx)
     for i in range(20):
         params, state = step(params, state, make_grads(i, params))
-        assert_rounded(params, state)
+        check_nearest(params, state)
     chex.assert_trees_all_equal_shapes_and_dtypes(params, start)
     for path, leaf in params.items():
         assert np.isfinite(np.asarray(leaf, np.float32)).all()
         assert np.any(bits(leaf) != bits(start[path])), "the control"
 
 
-def labelled(tx):
-    labels = {"half": "a", "brain": "a", "full": "b"}
-    return optax.multi_transform({"a": tx, "b": optax.sgd(0.1)}, labels)
-
-
-def two_labels(tx):
-    labels = {"half": "a", "brain": "b", "full": "b"}
-    return optax.multi_transform({"a": tx, "b": tx}, labels)
-
-
 wrap, scale = jamp.master_weights, partial(jamp.dynamic_loss_scale, init_scale=SCALE)
-NESTINGS = {
-    "scaled": lambda x: scale(wrap(x)),
-    "scaled, clipped": lambda x: scale(
-        optax.chain(optax.clip_by_global_norm(1.0), wrap(x))
-    ),
-    "scaled statically": lambda x: jamp.static_loss_scale(wrap(x), SCALE),
-    "scaled, off": lambda x: scale(wrap(x), enabled=False),
-    "scaled inside": lambda x: wrap(scale(x)),
-    "multi steps inside": lambda x: wrap(optax.MultiSteps(x, 2)),
-    "multi steps inside, scaled": lambda x: scale(wrap(optax.MultiSteps(x, 2))),
-    "masked": lambda x: optax.masked(
-        wrap(x), {"half": True, "brain": True, "full": False}
-    ),
-    "multi transform": lambda x: labelled(wrap(x)),
-    "two of them": lambda x: two_labels(wrap(x)),
-    "scaled, two of them": lambda x: scale(two_labels(wrap(x))),
-    "masked inside": lambda x: wrap(
-        optax.masked(x, {"half": True, "brain": False, "full": True})
-    ),
-    "hyperparameters outside": lambda x: optax.inject_hyperparams(
-        lambda rate: wrap(optax.chain(x, optax.scale(rate)))
-    )(rate=0.5),
-    "hyperparameters inside": lambda x: scale(
-        wrap(
-            optax.inject_hyperparams(lambda rate: optax.chain(x, optax.scale(rate)))(
-                rate=0.5
-            )
-        )
-    ),
-    "named chain": lambda x: optax.named_chain(
-        ("clip", optax.clip(1.0)), ("m", wrap(x))
-    ),
-    "if finite inside": lambda x: wrap(optax.apply_if_finite(x, 100)),
-}
-
-
+NOT_ROUNDED = "half frozen", "MultiSteps around", "MultiSteps around, scaled"
+ROUNDED = [name for name in NESTINGS if name not in (*NOT_ROUNDED, "alone")]
 SCALED = ["scaled", "scaled, clipped", "scaled statically", "scaled inside"]
 
 
 @pytest.mark.parametrize(
     "name, way",
     mostly_slow(
-        [(name, "jit") for name in NESTINGS]
+        [(name, "jit") for name in ROUNDED]
         + [(name, way) for name in SCALED for way in ("two jits", "step")],
         ("scaled", "step"),
         ("scaled inside", "jit"),
         ("masked", "jit"),
-        ("multi steps inside, scaled", "jit"),
-        ("two of them", "jit"),
+        ("MultiSteps inside, scaled", "jit"),
+        ("multi_transform", "jit"),
     ),
 )
 def test_nesting_keeps_parameters_rounded(name, way):
-    tx = NESTINGS[name](OPTIMIZERS["adamw"]())
+    tx = NESTINGS[name](wrap, scale, OPTIMIZERS["adamw"]())
     start = params = make_params()
     state = tx.init(params)
     structure = jax.eval_shape(lambda: state)
     step = WAYS[way](tx)
     for i in range(8):
         params, state = step(params, state, make_grads(i, params))
-        assert_rounded(params, state)
+        check_nearest(params, state)
     chex.assert_trees_all_equal_shapes_and_dtypes(params, start)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, structure)
     for path, leaf in params.items():
@@ -274,9 +181,9 @@ def test_multi_steps_around_it():
     state = tx.init(params)
     for i in range(4):
         params, state = jax.jit(updated(tx))(params, state, make_grads(i, params))
-        [node] = nodes_of(MasterWeightsState, state)
+        [masters] = masters_in(state)
         for name, dtype in HALVES.items():
-            rounded = nearest(node.master[name], dtype)
+            rounded = nearest(masters[name], dtype)
             np.testing.assert_array_equal(params[name], rounded)
             assert np.any(params[name] != start[name]) == (i > 0)
 
@@ -294,7 +201,7 @@ def test_parameters_that_collapse(dtype, way):
     step = WAYS[way](tx)
     for _ in range(3):
         params, state = step(params, state, grads)
-        assert_rounded(params, state)
+        check_nearest(params, state)
         grads = {"w": state.master["w"] * (1 - part)}
 
 
@@ -309,7 +216,7 @@ def test_where_no_update_reaches_the_rounded_copy(dtype, way):
     params, state = step(params, state, {"w": power * 2.0**-24})
     np.testing.assert_array_equal(state.master["w"], power * (1 - 2.0**-24))
     params, state = step(params, state, {"w": power})
-    assert_rounded(params, state)
+    check_nearest(params, state)
     assert np.all(np.abs(state.master["w"]) <= power * 2.0**-24)
 
 
@@ -340,7 +247,7 @@ def test_any_parameters_and_gradients(halves, brains, grads, exponent, way):
     for row in grads:
         row = jnp.asarray(row, jnp.float32) * 2.0**exponent
         params, state = SGD_STEPS[way](params, state, {"half": row, "brain": row})
-        assert_rounded(params, state)
+        check_nearest(params, state)
 
 
 # The copies move as float32 parameters do.
@@ -365,8 +272,8 @@ def test_the_copies_move_as_float32_parameters_do(name, way):
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         params, state = WAYS[way](tx)(params, state, grads)
         full, full_state = updated(inner)(full, full_state, wide)
-        assert_same_bits(state.master, full)
-        assert_same_bits(state.inner_state, full_state)
+        check_same_bits(state.master, full)
+        check_same_bits(state.inner_state, full_state)
         assert i or np.any(bits(full["half"][0]) != 0), "the control"
 
 
@@ -385,7 +292,7 @@ def test_steps_smaller_than_any_float16_add_up(way):
     state, step = tx.init(params), WAYS[way](tx)
     for _ in range(40):
         params, state = step(params, state, grads)
-        assert_rounded(params, state)
+        check_nearest(params, state)
     for name, (start, sign) in cases.items():
         end = start - sign * 4e-7
         np.testing.assert_allclose(state.master[name], end, rtol=1e-4, err_msg=name)
@@ -443,12 +350,12 @@ def test_a_skipped_step_holds_every_bit(order, way):
         assert new_scaling.skipped_steps == scaling.skipped_steps + (leaf is not None)
         assert new_scaling.loss_scale == scaling.loss_scale / (2 if leaf else 1)
         if leaf:
-            assert_same_bits(new_params, params)
-            assert_same_bits((new_copies, new_inner), (copies, inner))
+            check_same_bits(new_params, params)
+            check_same_bits((new_copies, new_inner), (copies, inner))
         else:
             assert np.any(bits(new_copies["half"]) != bits(copies["half"]))
         params, state = new_params, new_state
-        assert_rounded(params, state)
+        check_nearest(params, state)
 
 
 @pytest.mark.parametrize("way", ["jit", "step"])
@@ -459,8 +366,8 @@ def test_a_skipped_step_holds_negative_zeros(order, way):
     state = tx.init(params)
     grads = {"w": jnp.full(3, jnp.inf, jnp.float16)}
     new_params, new_state = WAYS[way](tx)(params, state, grads)
-    assert_same_bits(new_params, params)
-    assert_same_bits(parts(new_state)[0], parts(state)[0])
+    check_same_bits(new_params, params)
+    check_same_bits(parts(new_state)[0], parts(state)[0])
 
 
 def run_with_overflows(order, name, way):
@@ -479,7 +386,7 @@ def run_with_overflows(order, name, way):
     history = []
     for these in grads:
         params, state = step(params, state, these)
-        assert_rounded(params, state)
+        check_nearest(params, state)
         history.append((params, *parts(state)[:2], jamp.metrics(state)))
     assert jamp.metrics(state)["skipped_steps"] == 4
     scales = [float(metrics["loss_scale"]) for *_, metrics in history]
@@ -492,7 +399,7 @@ def run_with_overflows(order, name, way):
 def test_both_orders_give_the_same_bits(name):
     runs = [run_with_overflows(order, name, "eager") for order in ORDERS]
     for outside, inside in zip(*runs, strict=True):
-        assert_same_bits(outside, inside)
+        check_same_bits(outside, inside)
 
 
 @pytest.mark.slow
@@ -502,19 +409,7 @@ def test_both_orders_agree_when_compiled(way):
     runs = [run_with_overflows(order, "adamw", way) for order in ORDERS]
     for outside, inside in zip(*runs, strict=True):
         check_rounded(outside[1:3], inside[1:3], 2 * len(runs[0]))
-        assert_same_bits(outside[3], inside[3])
-
-
-def test_a_static_scale_skips_and_holds():
-    tx = jamp.static_loss_scale(wrap(optax.adam(1e-2)), SCALE)
-    params = make_params(zeros=(0.0,))
-    state = tx.init(params)
-    grads = make_grads(0, params)
-    grads["brain"] = grads["brain"].at[0, 0].set(jnp.nan)
-    new_params, new_state = jax.jit(stepped(tx))(params, state, grads)
-    assert_same_bits(new_params, params)
-    assert_same_bits(new_state.inner_state, state.inner_state)
-    assert new_state.skipped_steps == 1 and new_state.loss_scale == SCALE
+        check_same_bits(outside[3], inside[3])
 
 
 # The state.
@@ -533,17 +428,6 @@ def test_the_optimizer_inside_sees_float32():
     updates, _ = tx.update(grads, tx.init(params), params, grad=grads)
     assert seen == [[jnp.float32] * 9]
     assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
-
-
-@pytest.mark.parametrize("order", ["alone", *ORDERS])
-def test_moments_are_float32(order):
-    tx = (ORDERS | {"alone": wrap})[order](optax.adamw(1e-3))
-    params = make_params()
-    state = tx.init(params)
-    _, state = jax.jit(stepped(tx))(params, state, make_grads(0, params))
-    for name in ("mu", "nu"):
-        moments = optax.tree.get(state, name)
-        assert {m.dtype for m in jax.tree.leaves(moments)} == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize("way", ["eager", "jit", "step"])
@@ -613,7 +497,7 @@ def test_float32_parameters_behave_as_with_the_bare_optimizer(name, way):
         grads = {"w": jnp.asarray(rng.normal(size=SHAPE), jnp.float32)}
         params, state = WAYS[way](tx)(params, state, grads)
         bare, bare_state = WAYS[way](inner)(bare, bare_state, grads)
-        assert_same_bits((params, state.inner_state), (bare, bare_state))
+        check_same_bits((params, state.inner_state), (bare, bare_state))
 
 
 def test_eval_shape_and_jit_of_init():
@@ -622,30 +506,14 @@ def test_eval_shape_and_jit_of_init():
     state = tx.init(params)
     shapes = jax.eval_shape(tx.init, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
-    assert_same_bits(jax.jit(tx.init)(params), state)
+    check_same_bits(jax.jit(tx.init)(params), state)
     structs = jax.eval_shape(lambda: params)
     chex.assert_trees_all_equal_shapes_and_dtypes(
         jax.eval_shape(tx.init, structs), state
     )
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_checkpoint_goes_on_with_the_same_bits(order):
-    tx = ORDERS[order](optax.adamw(1e-2), init_scale=SCALE)
-    params = make_params()
-    state, step = tx.init(params), jax.jit(stepped(tx))
-    params, state = step(params, state, make_grads(0, params))
-    saved = serialization.to_bytes((params, state))
-    template = (make_params(1), tx.init(make_params(1)))
-    restored = serialization.from_bytes(template, saved)
-    assert_same_bits(restored, (params, state))
-    grads = make_grads(1, params)
-    assert_same_bits(step(*restored, grads), step(params, state, grads))
-    leaves, tree = jax.tree.flatten(state)
-    assert_same_bits(jax.tree.unflatten(tree, leaves), state)
-
-
-# Compilation, donation, devices.
+# Compilation and donation.
 
 
 @pytest.mark.parametrize(
@@ -680,18 +548,11 @@ def test_a_jitted_step_traces_once_and_transfers_nothing(
         for i in range(20):
             params, state = jitted(params, state, grads[i % 2])
     chex.assert_trees_all_equal_shapes_and_dtypes((params, state), shapes)
+    moments = jax.tree.leaves([optax.tree.get(state, name) for name in ("mu", "nu")])
+    assert {m.dtype for m in moments} == {jnp.dtype("float32")}
     deleted = [x.is_deleted() for x in jax.tree.leaves(first)]
     assert any(deleted) == donate
-    assert_rounded(params, state)
-
-
-def test_the_state_shares_no_buffer_with_the_parameters():
-    """Both are donated: one buffer donated twice is an error."""
-    params = make_params()
-    state = wrap(optax.sgd(0.1)).init(params)
-    assert not any(
-        leaf is p for leaf in jax.tree.leaves(state) for p in params.values()
-    )
+    check_nearest(params, state)
 
 
 def test_a_step_mixes_no_dtypes():
@@ -701,115 +562,16 @@ def test_a_step_mixes_no_dtypes():
         state = tx.init(params)
         for wrapper in (lambda f: f, jax.jit):
             params, state = wrapper(stepped(tx))(params, state, make_grads(0, params))
-    assert_rounded(params, state)
+    check_nearest(params, state)
 
 
-def test_vmap_over_models():
-    tx = wrap(optax.adam(1e-2))
-    models = [make_params(seed) for seed in range(3)]
-    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-    grads = stack([make_grads(seed, models[0]) for seed in range(3)])
-    params = stack(models)
-    state = jax.vmap(tx.init)(params)
-    for _ in range(3):
-        params, state = jax.jit(jax.vmap(updated(tx)))(params, state, grads)
-        assert_rounded(params, state)
-
-
-@pytest.mark.devices(8)
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["alone", "scale outside"])
-def test_copies_have_the_sharding_of_their_parameters(order):
-    mesh = jax.make_mesh(
-        (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
-    specs = {
-        "half": PartitionSpec("a", "b"),
-        "brain": PartitionSpec(None, "a"),
-        "full": PartitionSpec(),
-    }
-    place = lambda tree: {
-        name: jax.device_put(leaf, NamedSharding(mesh, specs[name]))
-        for name, leaf in tree.items()
-    }
-    tx = (ORDERS | {"alone": wrap})[order](optax.adamw(1e-2))
-    params, local = place(make_params()), make_params()
-    states = tx.init(params), jax.jit(tx.init)(params)
-    local_state, step = tx.init(local), jax.jit(updated(tx))
-
-    def assert_placed(state):
-        [node] = nodes_of(MasterWeightsState, state)
-        for name in HALVES:
-            want = NamedSharding(mesh, specs[name])
-            assert node.master[name].sharding.is_equivalent_to(want, 2), name
-            assert params[name].sharding.is_equivalent_to(want, 2), name
-
-    for state in states:
-        assert_placed(state)
-    for i in range(3):
-        grads = make_grads(i, local)
-        params, state = step(params, state, place(grads))
-        local, local_state = step(local, local_state, grads)
-        assert_placed(state)
-        assert_rounded(params, state)
-        chex.assert_trees_all_close(
-            *(
-                jax.tree.map(lambda x: np.asarray(x, np.float32), t)
-                for t in (params, local)
-            ),
-            rtol=2.0**-7,
-        )
-
-
-# Train states and NNX.
+# Train states.
 
 
 def regression(seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(64, 8)).astype(np.float16)
     return jnp.asarray(x), jnp.asarray(x[:, :1] * x[:, 1:2])
-
-
-@pytest.mark.parametrize("order", mostly_slow(ORDERS, "scale outside"))
-def test_nnx_optimizer(order):
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            kinds = dict(param_dtype=jnp.float16, dtype=jnp.float16, rngs=rngs)
-            self.hidden = nnx.Linear(8, 64, **kinds)
-            self.norm = nnx.LayerNorm(64, rngs=rngs)  # float32
-            self.out = nnx.Linear(64, 1, **kinds)
-
-        def __call__(self, x):
-            return self.out(nnx.relu(self.norm(self.hidden(x))))
-
-    model = Model(nnx.Rngs(0))
-    tx = ORDERS[order](optax.adam(1e-2), init_scale=2.0**10)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    x, y = regression()
-
-    @nnx.jit
-    def train_step(model, optimizer, x):
-        scaled = lambda model: jamp.scale_loss(
-            jnp.mean((model(x) - y).astype(jnp.float32) ** 2), optimizer.opt_state
-        )
-        loss, grads = nnx.value_and_grad(scaled)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    losses = []
-    for i in range(60):
-        bad = i == 30
-        before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, nnx.Param)))
-        scaled = jamp.loss_scale(optimizer.opt_state)
-        losses.append(train_step(model, optimizer, x * jnp.inf if bad else x) / scaled)
-        params = nnx.as_pure(nnx.state(model, nnx.Param))
-        assert_rounded(params, nnx.as_pure(optimizer.opt_state))
-        if bad:
-            assert_same_bits(jax.tree.map(np.asarray, params), before)
-    assert params["hidden"]["kernel"].dtype == jnp.float16
-    assert params["norm"]["scale"].dtype == jnp.float32
-    assert losses[-1] < losses[0] / 10
-    assert jamp.metrics(optimizer.opt_state)["skipped_steps"] == 1
 
 
 class Model(nn.Module):
@@ -841,72 +603,17 @@ def test_train_states(cls, order):
         before = state.params
         state, loss = train_step(state, x * jnp.inf if i == 30 else x)
         losses.append(loss)
-        assert_rounded(state.params, state.opt_state)
+        check_nearest(state.params, state.opt_state)
         if i == 30:
             chex.assert_trees_all_equal(state.params, before)
     assert losses[-1] < losses[0] / 10
     assert jamp.metrics(state)["skipped_steps"] == 1 and state.step == 60
 
 
-# Errors.
-
-
-@pytest.mark.parametrize("inner", [3.0, optax.adam, None])
-def test_inner_that_is_no_transformation(inner):
-    with pytest.raises(TypeError, match=r"inner must be an optax\.GradientTransform"):
-        jamp.master_weights(inner)
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        wrap(optax.sgd(0.1)),
-        optax.chain(wrap(optax.sgd(0.1))),
-        scale(wrap(optax.sgd(1))),
-    ],
-)
-def test_wrapping_twice_is_refused(inner):
+@pytest.mark.parametrize("around", [lambda tx: optax.chain(tx), scale])
+def test_master_weights_deeper_inside_are_refused(around):
     with pytest.raises(ValueError, match="already keeps master weights; wrap it once"):
-        jamp.master_weights(inner).init(make_params())
-
-
-def test_parameters_are_needed():
-    params = make_params()
-    tx = wrap(optax.sgd(0.1))
-    state = tx.init(params)
-    with pytest.raises(ValueError, match=r"params must .* got None.*grads, opt_state"):
-        tx.update(params, state)
-    tx = jamp.dynamic_loss_scale(tx)
-    with pytest.raises(ValueError, match=r"params must be the parameters to step"):
-        tx.update(params, tx.init(params))
-
-
-@pytest.mark.parametrize("wrapper", [lambda f: f, jax.jit])
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"half": jnp.ones((2, 3))}, r"at \['half'\] .* \(2, 3\) .* \(128, 128\)"),
-        ({"more": jnp.ones(1)}, r"gradients have a leaf at \['more'\]"),
-    ],
-)
-def test_gradients_that_do_not_match_name_the_path(change, message, wrapper):
-    params = make_params()
-    tx = wrap(optax.sgd(0.1))
-    state = tx.init(params)
-    with pytest.raises(ValueError, match="master_weights.*" + message):
-        wrapper(tx.update)(params | change, state, params)
-    with pytest.raises(ValueError, match=r"parameters have a leaf at \['brain'\]"):
-        wrapper(tx.update)({"half": params["half"]}, state, params)
-
-
-def test_a_state_of_something_else_is_named():
-    params, tx = make_params(), wrap(optax.sgd(0.1))
-    wrong = optax.adam(0.1).init(params)
-    with pytest.raises(ValueError, match=r"a MasterWeightsState.*got ScaleByAdamState"):
-        tx.update(params, wrong, params)
-    outside = jamp.dynamic_loss_scale(tx)
-    with pytest.raises(ValueError, match="got DynamicLossScaleState, MasterWeights"):
-        tx.update(params, outside.init(params), params)
+        wrap(around(wrap(optax.sgd(0.1)))).init(make_params())
 
 
 # Training follows float32.

@@ -1,4 +1,4 @@
-"""Which rule decides about an op: the user's table, then functions, then primitives."""
+"""Which table decides about an op: rules, functions, libraries, primitives."""
 
 import functools
 import sys

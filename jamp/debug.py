@@ -38,7 +38,7 @@ from ._debug.check_step import StepReport as StepReport
 from ._debug.check_step import check_step as check_step
 
 # How a run goes
-from ._scaling.metrics import check as check
+from ._debug.health import check as check
 from ._debug.history import History as History
 from ._debug.plots import plot_scale as plot_scale
 

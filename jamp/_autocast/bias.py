@@ -140,7 +140,7 @@ def is_one_side(sides: Sides) -> bool:
     return not sides or bool(set.intersection(*known) - {BATCH})
 
 
-def mark_results(trace: AutocastTrace, op: Op, decision: Decision, out: Result) -> None:
+def note_results(trace: AutocastTrace, op: Op, decision: Decision, out: Result) -> None:
     """Remembers what may be a function's result, which is half precision outside.
 
     The result of a norm has the shape of its input. Its statistics have another shape,

@@ -1,6 +1,6 @@
 """What the name stack says of an op: regions around it, module path, derivatives.
 
-Each region leaves its mark there, so that an outer one knows what an inner one has
+Each region leaves an entry there, so that an outer one knows what an inner one has
 decided. A region that is observed adds why each op runs as it does, by a number that
 stays valid: JAX keeps the programs that it is in.
 """
@@ -16,21 +16,21 @@ from .._tree import HALVES
 from .decision import NO_REASON, Reason, Settings
 from .paths import PathPattern
 
-# A region's mark, with its depth if it is in another one.
-MARK = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\((\w+)\)")
+# A region, with its depth if it is in another one.
+REGION = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\((\w+)\)")
 REASON = "jamp.rule "
 REASONS: dict[str, Reason] = {}  # by their entries
 NUMBERS = itertools.count()
 
 
-def mark(dtype: str, depth: int) -> str:
-    """The mark of a region: its depth, and a dtype's name or "off"."""
+def region_entry(dtype: str, depth: int) -> str:
+    """A region in the name stack: its depth, and a dtype's name or "off"."""
     return f"jamp.autocast[{depth}]({dtype})" if depth else f"jamp.autocast({dtype})"
 
 
-def marks_in(names: Iterable[str]) -> Iterator[tuple[int, str]]:
+def regions_in(names: Iterable[str]) -> Iterator[tuple[int, str]]:
     """Depth and dtype of the regions in a name stack, the outermost first."""
-    for match in filter(None, map(MARK.fullmatch, names)):
+    for match in filter(None, map(REGION.fullmatch, names)):
         yield int(match[1] or 0), match[2]
 
 
@@ -49,7 +49,7 @@ def reason_in(names: Iterable[str]) -> Reason:
 
 def is_jamps(name: str) -> bool:
     """Whether a region wrote an entry of a name stack."""
-    return MARK.fullmatch(name) is not None or name.startswith(REASON)
+    return REGION.fullmatch(name) is not None or name.startswith(REASON)
 
 
 DIFFERENTIATION = ("jvp", "transpose", "linearize")
@@ -97,7 +97,7 @@ class Place:
         is_part = entries[:depth] != self.scopes  # of what JAX differentiates
         if not is_part:
             entries = entries[depth:]
-        regions = marks_in(name for transform, name in entries if not transform)
+        regions = regions_in(name for transform, name in entries if not transform)
         # At the same depth and with another dtype: the region has ended, and what it
         # has left, such as its backward pass, is called here.
         ended, dtype = self.dtype in HALVES, self.dtype.name

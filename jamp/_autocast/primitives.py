@@ -17,7 +17,7 @@ from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
 from . import attention
-from .bias import mark_results, with_bias
+from .bias import note_results, with_bias
 from .decision import (
     FLOAT32_DTYPE,
     Decision,
@@ -61,7 +61,7 @@ def with_row(rule: Callable[[AutocastTrace, Op, Decision], Result]) -> Rule:
                 decision = decision._replace(cast=FLOAT32_DTYPE)
             out = rule(trace, op, decision)
             if decision.inside and not op.is_baked:
-                mark_results(trace, op, decision, out)
+                note_results(trace, op, decision, out)
             if widened and not op.is_baked:
                 trace.notes[out] = trace.notes[out]._replace(statistic=True)
             probe: Any = trace.settings.probe

@@ -39,7 +39,7 @@ from .arguments import (
 )
 from .casting import Effects
 from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
-from .name_stack import mark
+from .name_stack import region_entry
 from .trace import OBSERVED, PROBE, REGION, AutocastTrace
 
 # Functions whose body runs after the region has ended.
@@ -121,7 +121,7 @@ def enter(
         if PROBE.value is not None and not settings.is_policy:
             settings = settings._replace(dtype=FLOAT32_DTYPE, probe=PROBE.value)
             name = settings.dtype.name
-    with REGION(settings), jax.named_scope(mark(name, depth)):
+    with REGION(settings), jax.named_scope(region_entry(name, depth)):
         if settings is None:
             yield None
             return

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from .. import _compat
 from .._autocast.call_stack import JAX, is_library
 from .._autocast.decision import Reason, Source
-from .._autocast.name_stack import is_jamps, marks_in, reason_in
+from .._autocast.name_stack import is_jamps, reason_in, regions_in
 from .._checks import JAMP, LIBRARIES, described
 
 
@@ -88,7 +88,7 @@ class Location(NamedTuple):
 def site_of(eqn: JaxprEqn, around: Around = OUTERMOST) -> Site:
     entries = around.entries_of(eqn)
     names = [name for is_transform, name in entries if not is_transform]
-    regions = [dtype for _, dtype in marks_in(names)]
+    regions = [dtype for _, dtype in regions_in(names)]
     modules = [n.removesuffix(".inside") for n in names if is_module(n)]
     return Site(
         primitive=eqn.primitive.name,

@@ -8,7 +8,7 @@ or hold (`skip`), and move the scale. `state` is what a step leaves behind (see 
 `state_types` and `foreign_state`), and `metrics` says what that means. `retry` and
 `find_scale` run a step again: `calls` or `nnx_call`, by its style (`styles`), makes it
 a function of its state. `arrivals`, `scale_flow` and `proof` read the program of a
-step, in which values are `marked`. `gather` and `mesh` are for sharded arrays, `mean`,
+step, in which values have `labels`. `gather` and `mesh` are for sharded arrays, `mean`,
 `error_feedback` and `eight_bits` for gradients that devices exchange, and
 `master_weights` for half-precision parameters.
 

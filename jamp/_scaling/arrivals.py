@@ -2,7 +2,7 @@
 
 What stands in front of a loss scale sees scaled gradients, and so does what a mask or a
 condition leaves to others. No value shows this; the program of the update does, in
-which a loss scale marks what it gets and returns, and master weights what they make.
+which a loss scale labels what it gets and returns, and master weights what they make.
 """
 
 import enum
@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jaxprs import follow, inside
 from .._tree import dtype_of, is_inexact, path_text
-from .marked import GIVEN, MARKED, OF_MASTERS, RETURNED, mark_of
+from .labels import GIVEN, LABELLED, OF_MASTERS, RETURNED, label_of
 from .traced import NEEDS_VALUES, PLACES, Traced
 
 CHANGED = """jamp.step: the gradient at {} was changed before it reached the loss \
@@ -50,10 +50,10 @@ Origins = list[Origin | int]
 Update = Callable[[optax.Updates], optax.Updates]
 
 
-def marked_program(update: Update, grads: optax.Updates) -> Traced | None:
+def labelled_program(update: Update, grads: optax.Updates) -> Traced | None:
     """The program of an update, or None if JAX cannot trace it."""
     try:
-        with MARKED(True):
+        with LABELLED(True):
             return Traced(update, grads)
     except NEEDS_VALUES:
         return None
@@ -65,7 +65,7 @@ def arrivals(update: Update, grads: optax.Updates) -> tuple[bool, bool]:
     It raises ValueError if a gradient is changed before it arrives, or used without
     arriving. Of an update that JAX cannot trace, nothing is known.
     """
-    if (program := marked_program(update, grads)) is None:
+    if (program := labelled_program(update, grads)) is None:
         return True, False
     given = jax.tree_util.tree_leaves_with_path(grads)
     start: Origins = [
@@ -104,7 +104,7 @@ def origins_of(
 
     def ends_of(eqn: JaxprEqn, sources: Origins) -> Origins:
         name = eqn.primitive.name
-        if (of := mark_of(eqn)) is not None:
+        if (of := label_of(eqn)) is not None:
             what, at = of
             if what == GIVEN:
                 arrived.append((at, sources[0]))
@@ -112,7 +112,7 @@ def origins_of(
             return [ends.get(what, sources[0])]
         if name in PLACES or (name == "convert_element_type" and not narrows(eqn)):
             return sources  # master weights widen, as a loss scale does
-        if any(map(mark_of, inside(eqn))):  # in a loop: nothing is known
+        if any(map(label_of, inside(eqn))):  # in a loop: nothing is known
             return [Origin.OTHER] * len(eqn.outvars)
         used = any(map(is_of_gradients, sources[name == "select_n" :]))
         return [Origin.OF_GRADIENTS if used else Origin.OTHER] * len(eqn.outvars)
@@ -138,7 +138,7 @@ class Master(enum.Enum):
 
 def check_last(caller: str, update: Update, grads: optax.Updates) -> None:
     """Raises ValueError if an optimizer changes the updates of master weights in it."""
-    if (program := marked_program(update, grads)) is None:
+    if (program := labelled_program(update, grads)) is None:
         return
 
     def results(eqn: JaxprEqn, given: list[Master]) -> list[Master]:
@@ -147,10 +147,10 @@ def check_last(caller: str, update: Update, grads: optax.Updates) -> None:
         return [found if is_inexact(aval) else Master.NO_UPDATE for aval in avals]
 
     def made(eqn: JaxprEqn, name: str, given: list[Master]) -> Master:
-        mark, kinds = mark_of(eqn), set(given)
-        if mark is not None and mark[0] == OF_MASTERS:
+        label, kinds = label_of(eqn), set(given)
+        if label is not None and label[0] == OF_MASTERS:
             return Master.UPDATE
-        if mark is not None or name == "select_n" or name in PLACES:
+        if label is not None or name == "select_n" or name in PLACES:
             return joined(given[name == "select_n" :])
         if name == "convert_element_type" and dtype_of(eqn.invars[0].aval) == jnp.bool_:
             return Master.FLAG

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from .._checks import axis_names, check_count, flag, is_traced, shown
 from .._tree import PyTree, T
 from . import arithmetic, rule, skip
-from .marked import GIVEN, SCALED, UNSCALED_, marked
+from .labels import GIVEN, SCALED, UNSCALED_, labelled
 from .nnx_grads import (
     CONTEXT,
     Update,
@@ -156,7 +156,7 @@ class GradScaler(nnx.Pytree):
                 raise ValueError(
                     f"outputs must be an array or a nest of arrays; got {shown(leaf)}."
                 )
-            return marked(SCALED, arithmetic.scale(leaf, loss_scale))
+            return labelled(SCALED, arithmetic.scale(leaf, loss_scale))
 
         return jax.tree.map(scale_leaf, outputs, is_leaf=lambda leaf: leaf is None)
 
@@ -200,7 +200,7 @@ class GradScaler(nnx.Pytree):
         finite = arithmetic.all_finite(selected, self._axis_name)
         inverse = arithmetic.invert(self.loss_scale[...])
         watch(selected, scalars_of(self))
-        new = marked(UNSCALED_, arithmetic.unscale_as_before(selected, inverse))
+        new = labelled(UNSCALED_, arithmetic.unscale_as_before(selected, inverse))
         unscaled = with_selected(grads, new)
         record = Record(optimizer, finite)
         record.scaled, record.unscaled = references(selected), references(unscaled)
@@ -251,7 +251,7 @@ class GradScaler(nnx.Pytree):
             update = Update(optimizer, model, grads, kwargs)
             if record is None:
                 watch(selected, scalars_of(self))
-                selected = marked(GIVEN, selected)
+                selected = labelled(GIVEN, selected)
                 inverse = arithmetic.invert(self.loss_scale[...])
                 finite, run, shapes = check_read(
                     lambda scaled: update.run(

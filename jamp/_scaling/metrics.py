@@ -1,13 +1,13 @@
 """What the state says: the loss scale, the scalars worth logging, and alarms.
 
 Each function finds the one loss scale in any nest of optax, Flax or user states. An
-alarm is a flag on the device, which `check` turns into an exception on the host.
+alarm is a flag on the device, which `jamp.debug.check` turns into an exception.
 """
 
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,20 +26,6 @@ TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled
 one must not be divided by the other. In one optimizer there must be one, around the \
 whole: jamp.dynamic_loss_scale(optax.multi_transform(...)). If these are several \
 optimizers, pass only the state of the one that these gradients are for."""
-
-CAUSES = """\
-Likely causes, and how to find the one:
-- an inf or nan in the data, or a loss that is inf or nan at any scale (log of 0, 0/0):
-  the scale then keeps falling. find_nonfinite(grad_fn)(params, batch) names the line.
-- an op that overflows float16 in the forward pass (attention logits, a long sum):
-  find_nonfinite names it. Keep it in float32 with autocast(rules={...}) or
-  autocast(enabled=False), or make its result smaller: divide before the product.
-- parameters that have grown: the learning rate is too high, or clipping or warm-up is
-  missing. overflow_report(grads) names the gradients."""
-
-BACKWARD = """\
-- gradients that are too large for float16 even without scaling: check whether the loss
-  is a sum over the batch instead of a mean."""
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array:
@@ -193,98 +179,3 @@ def _static(name: str, value: object, convert: Callable[[Any], float]) -> Any:
     if is_traced(value):
         raise TypeError(f"{name} must be a Python number; got a traced value.")
     return number(name, value, convert)
-
-
-def check(
-    source: Any, *, floor_steps: int = 32, window: int = 32, skipped_share: float = 0.5
-) -> None:
-    """Raises if the loss scale says that something is wrong with the run.
-
-    Call it on the host, between steps: it waits for the values. The alarms are those of
-    `jamp.metrics`, which are flags and do not wait.
-
-    Args:
-      source: an optimizer state or `GradScaler`, what `jamp.metrics` returned, or a
-        `jamp.debug.History` of that.
-      floor_steps: limit, as in `jamp.metrics`, for states and scalers. Metrics carry
-        flags that were made with the limits given there.
-      window: the same. In a `History`, the last `window` rows count, however many.
-      skipped_share: the same.
-
-    Raises:
-      FloatingPointError: an alarm is on. The message has the numbers and likely causes.
-      TypeError: `source` is traced.
-      ValueError: `source` is none of these, metrics lack the alarms, or a limit is out
-        of its range.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax, jamp
-      >>> tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0)
-      >>> params = jnp.ones(3)
-      >>> opt_state = tx.init(params)
-      >>> jamp.debug.check(opt_state)
-      >>> for _ in range(2):
-      ...     params, opt_state = jamp.step(tx, params * jnp.inf, opt_state, params)
-      >>> try:
-      ...     jamp.debug.check(opt_state)
-      ... except FloatingPointError as error:
-      ...     print(str(error).splitlines()[0])
-      the loss scale is below 1, at 0.5 (2 steps skipped so far).
-
-    PyTorch: no counterpart.
-    """
-    history = getattr(source, "rows", None)
-    if callable(history):
-        row: dict[str, Any] = _last_of(source, window, skipped_share)
-    elif isinstance(source, Mapping) and "loss_scale" in source:
-        row = dict(source)
-        if missing := [flag for flag in FLAGS if flag not in row]:
-            raise ValueError(
-                f"check: the metrics lack {', '.join(missing)}; pass what "
-                "jamp.metrics(opt_state) returned, an optimizer state or a GradScaler."
-            )
-    else:
-        limits: dict[str, Any] = {"window": window, "skipped_share": skipped_share}
-        row = metrics(source, floor_steps=floor_steps, **limits)
-    if any(map(is_traced, row.values())):
-        raise TypeError(
-            "jamp.debug.check needs values, and was called inside a trace; return "
-            "jamp.metrics(opt_state) from the jitted function and check that."
-        )
-    if stacked := [name for name, value in row.items() if np.ndim(value)]:
-        raise ValueError(
-            f"check: {stacked[0]} must be one number; got shape "
-            f"{np.shape(row[stacked[0]])}. Check stacked states one at a time: "
-            "jax.tree.map(lambda x: x[0], jamp.metrics(opt_state))."
-        )
-    alarms: list[str] = []
-    if row.get("scale_below_one"):
-        alarms.append(f"is below 1, at {float(row['loss_scale']):g}")
-    if row.get("scale_at_floor"):
-        alarms.append(f"is stuck at its floor, {float(row['loss_scale']):g}")
-    if row.get("many_skips"):
-        alarms.append("makes the optimizer skip too many of the last steps")
-    if alarms:
-        skipped = row.get("skipped_steps")
-        total = "" if skipped is None else f" ({int(skipped)} steps skipped so far)"
-        causes = CAUSES + ("\n" + BACKWARD if row.get("scale_below_one") else "")
-        raise FloatingPointError(
-            f"the loss scale {'; it '.join(alarms)}{total}.\n{causes}"
-        )
-
-
-def _last_of(history: Any, window: int, skipped_share: float) -> dict[str, Any]:
-    """The last row of a History, with the share of skips in its last rows."""
-    at_most = min(window, WINDOW) if isinstance(window, int) else window
-    check_limits(1, at_most, skipped_share)
-    keys = set(history.keys())
-    if len(history) and keys.isdisjoint({"found_inf", *FLAGS}):
-        raise ValueError(
-            f"check: the history has neither found_inf nor {', '.join(FLAGS)}; append "
-            "what jamp.metrics(opt_state) returned."
-        )
-    row = {key: np.asarray(history[key])[-1] for key in keys if len(history)}
-    if "found_inf" in keys and len(history):
-        skips = np.asarray(history["found_inf"])[-window:]
-        row["many_skips"] = np.sum(skips) >= fewest(window, skipped_share)
-    return row

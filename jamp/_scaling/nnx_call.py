@@ -65,11 +65,11 @@ class NNXCall(Call):
     def pure(self, state: nnx.State[Hashable, PyTree]) -> PyTree:
         """A state of NNX as a pytree, with the loss scales as in optax."""
 
-        def marked(node: Any) -> DynamicLossScaleState:
+        def as_in_optax(node: Any) -> DynamicLossScaleState:
             fields: dict[str, Any] = {"inner_state": None}  # of a `GradScaler`
             return DynamicLossScaleState(**(fields | dict(node)))
 
-        return self._in_places(marked, nnx.as_pure(state))
+        return self._in_places(as_in_optax, nnx.as_pure(state))
 
     def of_nnx(self, state: PyTree) -> PyTree:
 

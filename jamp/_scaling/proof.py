@@ -32,7 +32,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from .._jaxprs import equations, follow_loops, held, variables
 from .._tree import is_inexact
 from .calls import Call
-from .marked import GIVEN, SCALED, UNSCALED, UNSCALED_, mark_of
+from .labels import GIVEN, SCALED, UNSCALED, UNSCALED_, label_of
 from .moved import Moved, leaves_of, moves, same
 from .trials import LOWEST, Exponents, Outcome, Run, Trials
 
@@ -238,8 +238,8 @@ def skips(outcome: Outcome) -> bool:
     return any(np.any(np.asarray(count)) for count in outcome.skipped)
 
 
-Marks = frozenset[tuple[str, str]]  # each a kind of mark, and the line that made it
-NONE: Marks = frozenset()
+Labels = frozenset[tuple[str, str]]  # each a kind of label, and the line that made it
+NONE: Labels = frozenset()
 
 
 def kept_leaves(trials: Trials) -> Set[str]:
@@ -280,24 +280,24 @@ def cause_of(trials: Trials, factor: float, asked: Sequence[jax.Array]) -> str:
 
 
 def meetings(program: ClosedJaxpr) -> list[tuple[str, tuple[str, str]]]:
-    """Which marked values reach which marks: the kind of the latter, and the former."""
+    """Which values with a label reach which other label: its kind, and theirs."""
     met: list[tuple[str, tuple[str, str]]] = []
 
-    def results(eqn: JaxprEqn, given: list[Marks]) -> list[Marks]:
-        marks = joined(given)
-        if (mark := mark_of(eqn)) is not None:
-            met.extend((mark[0], of) for of in sorted(marks))
-            marks = frozenset({mark})
+    def results(eqn: JaxprEqn, given: list[Labels]) -> list[Labels]:
+        labels = joined(given)
+        if (label := label_of(eqn)) is not None:
+            met.extend((label[0], of) for of in sorted(labels))
+            labels = frozenset({label})
         # A flag, such as whether all are finite, is not scaled.
         avals: list[Any] = [variable.aval for variable in eqn.outvars]
-        return [marks if is_inexact(aval) else NONE for aval in avals]
+        return [labels if is_inexact(aval) else NONE for aval in avals]
 
     follow_loops(program, [NONE] * len(program.in_avals), results, joined, NONE)
     return met
 
 
-def joined(marks: Sequence[Marks]) -> Marks:
-    return frozenset().union(*marks)
+def joined(labels: Sequence[Labels]) -> Labels:
+    return frozenset().union(*labels)
 
 
 def unused(trials: Trials) -> list[str]:
@@ -310,10 +310,10 @@ def unused(trials: Trials) -> list[str]:
         for eqn in jaxpr.eqns:
             for _, inner in held(eqn):
                 look(inner.jaxpr)
-            mark = mark_of(eqn)
-            if mark is not None and mark[0] == UNSCALED_:
+            label = label_of(eqn)
+            if label is not None and label[0] == UNSCALED_:
                 is_used = not used.isdisjoint(eqn.outvars)
-                lines[mark[1]] = lines.get(mark[1], False) or is_used
+                lines[label[1]] = lines.get(label[1], False) or is_used
 
     look(trials.once.closed.jaxpr)
     return [line for line, is_used in lines.items() if not is_used]

@@ -17,7 +17,7 @@ from .._checks import is_traced
 from .._tree import PyTree, partition
 from .arithmetic import power_of_two
 from .calls import Call, attempt, scales_of, with_scales
-from .marked import MARKED
+from .labels import LABELLED
 from .mesh import on_every_replica, typed_as
 from .rule import LossScaleState
 from .state import find_states
@@ -50,7 +50,7 @@ class Trials:
 
     Attributes:
       once: the program of the step: of the loss scales, the state and the arrays among
-        the other arguments. It is marked (`MARKED`).
+        the other arguments. It has labels (`LABELLED`).
     """
 
     def __init__(self, call: Call):
@@ -65,17 +65,17 @@ class Trials:
         ) -> tuple[PyTree, PyTree, list[LossScaleState]]:
             return attempt(call, with_scales(state, tried), rebuilt(arrays))
 
-        with MARKED(True):
+        with LABELLED(True):
             self.once = Traced(step_at, self.scales, call.state, self.arrays)
 
         def run(
             exponents: Exponents,
-            mark: np.uint32,
+            code: np.uint32,
             state: PyTree,
             arrays: list[jax.Array],
         ) -> Run:
             tried = [
-                _at(*of, mark) for of in zip(scales_of(state), exponents, strict=True)
+                _at(*of, code) for of in zip(scales_of(state), exponents, strict=True)
             ]
             new, aux, scales = self.once(tried, state, arrays)
             rows = zip(*map(_outcome, tried, scales), strict=True)
@@ -89,8 +89,8 @@ class Trials:
         Args:
           counts: whether who watches the step counts its gradients.
         """
-        mark = COUNTED if counts else NOT_STEPPED
-        run = self._run(exponents, mark, self.call.state, self.arrays)
+        code = COUNTED if counts else NOT_STEPPED
+        run = self._run(exponents, code, self.call.state, self.arrays)
         return run if self.is_inside else jax.block_until_ready(run)
 
     @property
@@ -145,12 +145,12 @@ def _likely(low: jax.Array, high: jax.Array) -> jax.Array:
     return jnp.where(is_above, (high - 1) // 2, _middle(low, high))
 
 
-def _at(scale: LossScaleState, exponent: jax.Array, mark: np.uint32) -> LossScaleState:
+def _at(scale: LossScaleState, exponent: jax.Array, code: np.uint32) -> LossScaleState:
     """A scale with another value, and no record of steps."""
-    marks = jnp.full(jnp.shape(scale.recent_skips), mark, jnp.uint32)
+    codes = jnp.full(jnp.shape(scale.recent_skips), code, jnp.uint32)
     return scale._replace(
         loss_scale=typed_as(power_of_two(exponent), scale.loss_scale),
-        recent_skips=typed_as(marks, scale.recent_skips),
+        recent_skips=typed_as(codes, scale.recent_skips),
     )
 
 

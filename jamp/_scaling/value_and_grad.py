@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
-from .marked import SCALED, UNSCALED, marked
+from .labels import SCALED, UNSCALED, labelled
 from .metrics import is_scaler, loss_scale
 from .state import STACKED
 from .watched import remember
@@ -89,7 +89,7 @@ def value_and_grad(
                 )
             loss = loss[0]
         _check_loss(loss)
-        return marked(SCALED, arithmetic.scale(loss, current)), result
+        return labelled(SCALED, arithmetic.scale(loss, current)), result
 
     grad_fn: Callable[..., tuple[PyTree, T]] = jax.grad(
         scaled, argnums, has_aux=True, allow_int=allow_int
@@ -152,7 +152,7 @@ def scale_loss(loss: ArrayLike, opt_state: PyTree) -> jax.Array:
     current = _one_scale(opt_state)
     if not arithmetic.is_scalable(loss):
         raise TypeError(f"loss must be an array or a number; got {shown(loss)}.")
-    return marked(SCALED, arithmetic.scale(loss, current))
+    return labelled(SCALED, arithmetic.scale(loss, current))
 
 
 def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
@@ -178,7 +178,7 @@ def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
     """
     current = _one_scale(opt_state)
     check_leaves(grads, "jamp.unscale: the gradient")
-    return marked(UNSCALED, arithmetic.unscale(grads, arithmetic.invert(current)))
+    return labelled(UNSCALED, arithmetic.unscale(grads, arithmetic.invert(current)))
 
 
 def _one_scale(opt_state: PyTree) -> jax.Array:

@@ -14,7 +14,7 @@ from .._tree import Flag, PyTree, check_leaves, widen
 from . import arithmetic, rule, skip
 from .arrivals import check_last
 from .foreign_state import Owner, check_state
-from .marked import GIVEN, RETURNED, marked
+from .labels import GIVEN, RETURNED, labelled
 from .mesh import is_mapped
 from .rule import LossScaleConfig, ScaleKind
 from .state import (
@@ -211,7 +211,7 @@ class LossScaled:
 
         updates, inner_state = skip.run_or_hold(scaled.finite, scaled.run, hold)
         if self.kind is not ScaleKind.OFF:
-            updates = marked(RETURNED, updates)
+            updates = labelled(RETURNED, updates)
         return updates, scaled.advanced(inner_state)
 
     def step(
@@ -254,7 +254,7 @@ class ScaledGradients:
         if by.kind is not ScaleKind.OFF:
             check_no_closures(extra_args, caller)
             watch(grads, self.scalars)
-            grads = marked(GIVEN, grads)
+            grads = labelled(GIVEN, grads)
         self.extra_args = extra_args
         self.old = as_made(state.inner_state, by.init_inner, params)
         update = lambda grads: self.update(grads, self.old)

@@ -8,36 +8,36 @@ from .._checks import called_at
 from .._jaxprs import param
 from .._tree import PyTree, T, is_inexact, path_text
 
-# Whether loss scales mark what they get. JAX keys its caches by it: without, a jitted
-# update would be taken from a cache, with the marks or without them.
-MARKED = jax.make_user_context(False)
+# Whether loss scales label what they get. JAX keys its caches by it: without, a jitted
+# update would be taken from a cache, with the labels or without them.
+LABELLED = jax.make_user_context(False)
 GIVEN, RETURNED = "jamp: to a loss scale", "jamp: from a loss scale"
 # What these functions return, with the line that calls them, for `proof`.
 SCALED, UNSCALED, UNSCALED_ = "jamp: scaled", "jamp: unscaled", "jamp: by unscale_"
 OF_MASTERS = "jamp: from master weights"
-MARKS = (GIVEN, RETURNED, SCALED, UNSCALED, UNSCALED_, OF_MASTERS)
+LABELS = (GIVEN, RETURNED, SCALED, UNSCALED, UNSCALED_, OF_MASTERS)
 
 
-def marked(what: str, tree: T) -> T:
-    """The same gradients or updates, with a name that `mark_of` finds.
+def labelled(what: str, tree: T) -> T:
+    """The same gradients or updates, with a name that `label_of` finds.
 
     Args:
-      what: one of `MARKS`. The path of a leaf follows, or the line of the call.
+      what: one of `LABELS`. The path of a leaf follows, or the line of the call.
     """
-    if not MARKED.value:
+    if not LABELLED.value:
         return tree
     is_of_leaf = what in (GIVEN, RETURNED, OF_MASTERS)
     line = "" if is_of_leaf else called_at()
 
-    def mark(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+    def label(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         name = what + (path_text(path) if is_of_leaf else line)
         return checkpoint_name(leaf, name) if is_inexact(leaf) else leaf
 
-    return jax.tree_util.tree_map_with_path(mark, tree)
+    return jax.tree_util.tree_map_with_path(label, tree)
 
 
-def mark_of(eqn: JaxprEqn) -> tuple[str, str] | None:
-    """Which mark a value gets, and the path it was made at."""
+def label_of(eqn: JaxprEqn) -> tuple[str, str] | None:
+    """Which label a value gets, and the path it was made at."""
     name = param(eqn, "name") or ""
-    found = [mark for mark in MARKS if name.startswith(mark)]
+    found = [label for label in LABELS if name.startswith(label)]
     return (found[0], name.removeprefix(found[0])) if found else None

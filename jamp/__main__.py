@@ -1,4 +1,4 @@
-"""`python -m jamp`: versions, devices, and whether autocast works here.
+"""`python -m jamp`: versions, devices, and one training step in each precision.
 
 The exit status is 1 if autocast does not work. `python -m jamp measure` measures what
 each precision brings on this device.
@@ -9,7 +9,8 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ import jamp
 from jamp import _measure, _targets
 from jamp._tree import PyTree
 
-NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy")
+# The table of docs/libraries.md, which a run of all tests writes.
+TESTED = "0.10.0 0.10.1 0.10.2 0.11.0 0.11.1 0.11.2 0.12.0 0.12.0.1".split()
+NEEDED = ("jaxlib", "flax", "optax", "numpy")
 OPTIONAL = ("equinox", "dm-haiku")
 USAGE = "usage: python -m jamp [measure [--json]]; got {}"
 # What `pip install jamp` installs; it overwrites the files of jmp.
@@ -28,10 +31,16 @@ OTHER = (
     "warning: jamp {} from PyPI is installed too. It is another project, a fork of "
     "jmp, and is imported as jmp. To remove it: pip uninstall jamp"
 )
+SHADOWED = "warning: pip installed another jamp, in {}, which this one hides"
 RATE = 0.1
 SIZE = 16  # float8 takes sizes that are multiples of 16
 CLOSE = 0.01  # float16 rounds to 0.1%; products in float8 differ by more
-CLOSE_IN_FLOAT8 = 0.2
+# Besides float16, with a loss scale: what a program has, and how far its step may be.
+PRECISIONS = {
+    "bfloat16": (jnp.bfloat16, "bf16", 0.05),
+    "scaled float16": (jamp.ScaledFloat16(), "f16", CLOSE),
+    "float8": ("float8", "f8_e4m3", 0.2),
+}
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -43,29 +52,41 @@ def main(arguments: Sequence[str] = ()) -> int:
     print("\n".join(versions()))
     try:
         print("\n".join(devices()))
-        print(f"autocast: works; {autocast_step()}")
+        print(f"float16: works; {float16_step()}")
     except Exception as error:
         print(f"autocast: does not work here; {said(error)}")
         return 1
-    try:
-        print(f"float8: works; {float8_step()}")
-    except Exception as error:
-        print(f"float8: does not work here; {said(error)}")
+    for name, row in PRECISIONS.items():
+        try:
+            print(f"{name}: works; {step_in(*row)}")
+        except Exception as error:
+            print(f"{name}: does not work here; {said(error)}")
     return 0
 
 
 def versions() -> list[str]:
     """Versions of jamp, Python, what jamp needs, and other libraries that are here."""
-    lines = [f"jamp {jamp.__version__}"]
-    lines.append(f"Python {platform.python_version()} on {platform.platform()}")
+    here = Path(jamp.__file__).parent
+    is_tested = "a tested" if jax.__version__ in TESTED else "not a tested"
+    lines = [
+        f"jamp {jamp.__version__}, in {here}",
+        f"Python {platform.python_version()} on {platform.platform()}",
+        f"jax {jax.__version__}, {is_tested} release ({TESTED[0]} to {TESTED[-1]})",
+    ]
+    others = []
     for name in (*NEEDED, *OPTIONAL):
         try:
-            lines.append(f"{name} {version(name)}")
+            others.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             if name in NEEDED:
-                lines.append(f"{name}: not installed")
+                others.append(f"{name}: not installed")
+    lines.append(", ".join(others))
     with contextlib.suppress(PackageNotFoundError):
         lines.append(OTHER.format(version("jamp")))  # this one is jamp-jax
+    with contextlib.suppress(PackageNotFoundError):
+        installed = Path(str(distribution("jamp-jax").locate_file("jamp")))
+        if installed.is_dir() and installed.resolve() != here.resolve():
+            lines.append(SHADOWED.format(installed))
     return lines
 
 
@@ -81,7 +102,7 @@ def devices() -> list[str]:
     ]
 
 
-def autocast_step() -> str:
+def float16_step() -> str:
     """Trains two jitted steps in float16, the second of which overflows."""
     tx = jamp.dynamic_loss_scale(optax.sgd(RATE))
 
@@ -118,20 +139,29 @@ def autocast_step() -> str:
     )
 
 
-def float8_step() -> str:
-    """Differentiates a jitted function with products in float8."""
+def step_in(dtype: DTypeLike | jamp.ScaledFloat16, text: str, close: float) -> str:
+    """Takes a training step without a loss scale: what came out.
+
+    Args:
+      text: what the step's program has, if products run in the precision.
+      close: how far the step may be from float32's.
+
+    Raises:
+      RuntimeError: it is not what should come out.
+    """
     x, params = batch()
-    grad_fn = gradients_in("float8")
-    expect("f8_e4m3" in str(jax.make_jaxpr(grad_fn)(params, x)), "nothing is in float8")
+    grad_fn = gradients_in(dtype)
+    has_text = f":{text}" in str(jax.make_jaxpr(grad_fn)(params, x))
+    expect(has_text, f"nothing is in {text}")
     grads, _ = grad_fn(params, x)
     expected, _ = gradients_in(None)(params, x)
     off = distance(grads["w"], expected["w"])
-    expect(off < CLOSE_IN_FLOAT8, f"the gradients differ from float32's by {off:.2g}")
-    return f"products ran in float8 (gradients {off:.2%} from float32's)"
+    expect(off < close, f"the step differs from float32's by {off:.2g}")
+    return f"its step differs by {off:.2%} from float32's"
 
 
 def loss_in(
-    dtype: DTypeLike | None,
+    dtype: DTypeLike | jamp.ScaledFloat16 | None,
 ) -> Callable[[PyTree, jax.Array], tuple[jax.Array, jax.Array]]:
     """A loss whose product runs in a dtype, beside that product; None: no autocast."""
 
@@ -144,7 +174,7 @@ def loss_in(
 
 
 def gradients_in(
-    dtype: DTypeLike | None,
+    dtype: DTypeLike | jamp.ScaledFloat16 | None,
 ) -> Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]]:
     return jax.jit(jax.grad(loss_in(dtype), has_aux=True))
 

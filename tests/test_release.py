@@ -38,15 +38,35 @@ def refuses(*args, **kwargs):
 def test_the_command_says_what_runs_here(capsys):
     status, lines = run(capsys)
     assert status == 0
-    assert lines[0] == f"jamp {jamp.__version__}"
+    assert lines[0] == f"jamp {jamp.__version__}, in {Path(jamp.__file__).parent}"
     assert lines[1].startswith(f"Python {platform.python_version()} on ")
-    assert {f"jax {jax.__version__}", f"numpy {np.__version__}"} <= {*lines}
+    assert re.match(rf"jax {jax.__version__}, (not )?a tested release", lines[2])
+    assert f"numpy {np.__version__}" in lines[3].split(", ")
     assert f"backend: {jax.default_backend()}" in lines
     count = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     assert f"devices: {count}" in lines
-    autocast, float8 = lines[-2:]
-    assert autocast.startswith("autocast: works; ") and "65536 to 32768" in autocast
-    assert float8.startswith("float8: works; ")
+    steps = dict(line.split(": ", 1) for line in lines[-4:])
+    assert list(steps) == ["float16", "bfloat16", "scaled float16", "float8"]
+    assert all(said.startswith("works; ") for said in steps.values())
+    assert "65536 to 32768" in steps["float16"]
+
+
+def test_the_tested_releases_are_those_of_the_table():
+    page = (ROOT / "docs/libraries.md").read_text()
+    table = page.partition("<!-- releases: begin -->")[2]
+    tested = re.findall(r"^\| (\d[\d.]+) \|", table, re.MULTILINE)
+    assert list(dict.fromkeys(tested)) == command.TESTED
+
+
+def test_the_command_names_a_jamp_that_it_hides(monkeypatch, tmp_path, capsys):
+    metadata = tmp_path / "jamp_jax-0.1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.3\nName: jamp-jax\nVersion: 0.1.0\n")
+    (tmp_path / "jamp").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    status, lines = run(capsys)
+    warned = [line for line in lines if line.startswith("warning: ")]
+    assert status == 0 and warned == [command.SHADOWED.format(tmp_path / "jamp")]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -89,16 +109,18 @@ def test_the_command_fails_if_a_part_does(
         assert lines[-1].startswith("autocast: does not work here; ")
 
 
-def test_the_command_looks_for_float8(monkeypatch, capsys):
-    loss_in = command.loss_in
-    without = lambda dtype: loss_in(None if dtype == "float8" else dtype)
+@pytest.mark.parametrize("name", command.PRECISIONS)
+def test_the_command_looks_for_each_precision(name, monkeypatch, capsys):
+    loss_in, (broken, text, _) = command.loss_in, command.PRECISIONS[name]
+    without = lambda dtype: loss_in(None if dtype is broken else dtype)
     monkeypatch.setattr(command, "loss_in", without)
     status, lines = run(capsys)
-    assert status == 0 and lines[-1].endswith("RuntimeError: nothing is in float8")
+    said = f"{name}: does not work here; RuntimeError: nothing is in {text}"
+    assert status == 0 and said in lines
 
 
-def test_the_command_does_without_float8(monkeypatch, capsys):
-    monkeypatch.setattr(command, "float8_step", refuses)
+def test_the_command_does_without_a_precision(monkeypatch, capsys):
+    monkeypatch.setattr(command, "step_in", refuses)
     status, lines = run(capsys)
     assert status == 0
     assert lines[-1].startswith("float8: does not work here; ImportError")
@@ -113,7 +135,7 @@ def test_the_command_runs():
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "autocast: works" in done.stdout
+    assert "float16: works" in done.stdout
 
 
 def test_the_citation_has_the_version():

@@ -145,8 +145,8 @@ PAGE_TEXT = """\
 # Errors
 
 The errors that people meet first, with why they come and what to write instead, and
-wrong calls of `jamp.GradScaler`. Other messages say all of this themselves: they name the
-argument, what came, and what to do.
+wrong calls of `jamp.GradScaler`. Other messages say all of this themselves: they name
+the argument, what came, and what to do.
 
 <details markdown>
 <summary>The names that the code uses: the tests run it after these lines</summary>

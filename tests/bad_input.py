@@ -1,8 +1,8 @@
 """Bad input of every public function: the call, what it raises, and what to do.
 
-`python -m tests.bad_input --write` runs the calls and writes docs/errors.md, with the
-messages of the run: a better sentence in jamp is one edit. The page leads with the ten
-errors of `first_errors.py`.
+`python -m tests.bad_input --write` runs the calls and writes their messages into
+tests/errors.md: a better sentence in jamp is one edit. It also writes docs/errors.md,
+which has the ten errors of `first_errors.py`, and those of some methods.
 """
 
 import copy
@@ -20,16 +20,15 @@ from flax import nnx
 from .first_errors import FIRST, First
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
+RECORD = Path(__file__).with_name("errors.md")
 
 # Other versions of JAX have other messages, and jamp's messages quote some.
-WRITES_THE_PAGE = jax.__version__.startswith("0.10.")
+WRITES_THE_PAGES = jax.__version__.startswith("0.10.")
 
-# The names that the calls may use; it is the first block of the page.
-SETUP = """\
-import flax.linen as nn
+# The names that the first ten use; it is the first block of the page.
+FIRST_SETUP = """\
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
@@ -37,9 +36,6 @@ import jamp
 
 x = jnp.ones((4, 2))
 params = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
-grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
-half = jamp.cast_to_half(params)
-brain = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
 
 
 def loss_fn(params, x):
@@ -50,12 +46,27 @@ def batches():
     yield x
 
 
+tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+opt_state = tx.init(params)
+model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+scaler = jamp.GradScaler()
+nnx_grads = nnx.grad(lambda model: scaler.scale(jnp.mean(model(x))))(model)
+"""
+
+# The names that the calls may use besides these.
+SETUP = """\
+import flax.linen as nn
+import numpy as np
+
+
 def as_type(dtype, tree):
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
 
-tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
-opt_state = tx.init(params)
+grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+half = jamp.cast_to_half(params)
+brain = as_type(jnp.bfloat16, params)
 adam_tx = jamp.dynamic_loss_scale(optax.adam(0.1))
 heads = jnp.ones((2, 8, 4, 16))
 axis_tx = jamp.dynamic_loss_scale(optax.sgd(0.1), axis_name="data")
@@ -78,12 +89,6 @@ class Net(nn.Module):
 
 net = Net()
 state = jamp.linen.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-scaler = jamp.GradScaler()
-nnx_grads = nnx.grad(lambda model: scaler.scale(jnp.mean(model(x))))(model)
-
 history = jamp.debug.History()
 
 
@@ -136,32 +141,53 @@ def copied(tree):
     return jax.tree.map(jnp.copy, tree)
 """
 
-INTRO = """\
+PAGE_TEXT = """\
 # Errors
 
-Look up a message here, with why it came and what to write instead. The ten errors that
-people meet first lead the page, and wrong calls of every public name follow. The tests
-run all code of the page after these lines:
+The errors that people meet first, with why they come and what to write instead, and
+wrong calls of `jamp.GradScaler`. Other messages say all of this themselves: they name
+the argument, what came, and what to do.
 
 <details markdown>
-<summary>The names that the code uses</summary>
-"""
+<summary>The names that the code uses: the tests run it after these lines</summary>
 
-FIRST_TEN = """\
+```python
+{setup}
+```
 
 </details>
 
 ## The ten that people meet first
+
+{first}
+
+## jamp.GradScaler
+
+A call, the message that it raises, and what to do if the message does not say it. "..."
+stands for text that differs from call to call, and for the rest of a long message.
+
+{methods}
 """
 
-ALL_NAMES = """\
+# The methods whose messages are on the page.
+ON_THE_PAGE = tuple(
+    f"jamp.GradScaler.{name}"
+    for name in ("unscale_", "step", "update", "load_state_dict")
+)
 
-## By public name
+RECORD_TEXT = """\
+# What wrong calls raise
+
+Written by `python -m tests.bad_input --write`, and compared by `test_bad_input.py`: a
+change of a message shows as a difference of this file. The names of the calls are those
+of `SETUP` in `bad_input.py`.
 
 A message stands at the first name that raises it, with a wrong call, or with several
 and what to do if the message does not say it. In a message, "..." stands for text that
 differs from call to call or from run to run, for the rest of a long message, and for
 sentences that stand further up.
+
+{names}
 """
 
 MODULES = ("model", "optimizer", "scaler", "nnx_grads")  # which calls change
@@ -1312,7 +1338,7 @@ CASES = read(TABLE)
 def after_setup() -> dict[str, Any]:
     """The names that the calls may use."""
     names = {"__name__": "setup"}
-    exec(compile(SETUP, "setup", "exec"), names)
+    exec(compile(FIRST_SETUP + SETUP, "setup", "exec"), names)
     return names
 
 
@@ -1390,15 +1416,28 @@ def section(first: First, message: str) -> str:
 
 
 def page(first: Sequence[str], messages: Sequence[str]) -> str:
-    """The page of the documentation, with the messages of all calls."""
-    lines = [INTRO, "```python", SETUP.rstrip(), "```", FIRST_TEN]
-    lines += ["\n\n".join(map(section, FIRST, first)), ALL_NAMES.rstrip()]
-    above = {x for message in first for x in sentences(message.replace("`", ""))}
-    rows = zip(CASES, messages, strict=True)
-    for name, group in itertools.groupby(rows, lambda pair: pair[0].name):
+    """The page of the documentation."""
+    said = zip(CASES, messages, strict=True)
+    return PAGE_TEXT.format(
+        setup=FIRST_SETUP.rstrip(),
+        first="\n\n".join(map(section, FIRST, first)),
+        methods=by_name([row for row in said if row[0].name in ON_THE_PAGE]),
+    )
+
+
+def record(messages: Sequence[str]) -> str:
+    """The messages of all calls."""
+    return RECORD_TEXT.format(names=by_name(list(zip(CASES, messages, strict=True))))
+
+
+def by_name(rows: Sequence[tuple[Case, str]]) -> str:
+    """The messages of calls, below the public names that they are about."""
+    above: set[str] = set()
+    parts = []
+    for name, group in itertools.groupby(rows, lambda row: row[0].name):
         if found := list(by_message(list(group), above)):
-            lines += ["", f"## {name}", "", *found]
-    return "\n".join([*lines, ""])
+            parts.append("\n".join([f"## {name}", "", *found]))
+    return "\n\n".join(parts)
 
 
 def by_message(rows: Sequence[tuple[Case, str]], above: set[str]) -> Iterator[str]:
@@ -1443,9 +1482,10 @@ def code(text: str) -> str:
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python -m tests.bad_input --write")
-    if not WRITES_THE_PAGE:
+    if not WRITES_THE_PAGES:
         sys.exit(f"The page is written with JAX 0.10; this is {jax.__version__}.")
     names = after_setup()
     said_first = [first_message(first, copies(names)) for first in FIRST]
     said_by_all = [message_of(case, copies(names)) for case in CASES]
     PAGE.write_text(page(said_first, said_by_all))
+    RECORD.write_text(record(said_by_all))

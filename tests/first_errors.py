@@ -1,7 +1,7 @@
 """The ten errors that people meet first: wrong code, why, and right code.
 
-`bad_input.py` writes them at the head of docs/errors.md, with the messages of the run,
-and `test_bad_input.py` runs both codes after the set-up of all wrong calls.
+`bad_input.py` writes them into docs/errors.md, with the messages of the run, and
+`test_bad_input.py` runs both codes after the set-up of all wrong calls.
 """
 
 from typing import NamedTuple

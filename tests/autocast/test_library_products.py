@@ -382,6 +382,10 @@ CASES = {
         lambda x: optax.projections.projection_hyperplane(x, jnp.ones(40), 1.0),
         (LONG,),
     ),
+    "per_example_layer_norm_clip": (  # by `jnp.tensordot`, which has a row of its own
+        lambda x: optax.per_example_layer_norm_clip([x], 1003.0)[0],
+        (1003 * SPD,),
+    ),
     "muon": (
         lambda g: (lambda tx: tx.update({"w": g}, tx.init({"w": g}), {"w": g})[0]["w"])(
             optax.contrib.muon(1.0)

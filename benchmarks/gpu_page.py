@@ -103,8 +103,8 @@ def resolved(rows, again):
     notes = [f"{said} rounds." if said else "The rounds were not kept."]
     if again not in rows:
         notes.append(
-            "The baseline ran once, so what two copies of one program differ by is not "
-            "known."
+            "The baseline has one row, so how far two rows of one program lie apart is "
+            "not known."
         )
     return notes
 

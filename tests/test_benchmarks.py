@@ -362,7 +362,7 @@ def test_tables_are_made_from_a_folder(tmp_path, monkeypatch):
     for line in (
         "| jmp | 4.00 | 0.400 ± 0.000 |  |  |",
         "| torch AMP | 20.0 | 2.000 ± 0.000 |  |  |",
-        "G, D, Python 3, JAX 1, Flax 2, optax 4. 6 rounds. The baseline ran once",
+        "G, D, Python 3, JAX 1, Flax 2, optax 4. 6 rounds. The baseline has one row",
         "torch 5 ran in a process of its own.",
     ):
         assert line in made

@@ -20,6 +20,7 @@ from benchmarks import (
     gpu_page,
     gpu_parts,
     master_weights,
+    sentences,
     targets_page,
     train_rows,
 )
@@ -410,6 +411,10 @@ def test_what_starts_the_parts_does_not_take_the_gpu():
 def test_a_page_has_the_figures_that_were_measured(page):
     text = (ROOT / page).read_text()
     assert gpu_page.written(text) == text, "run `python -m benchmarks.gpu_page`"
+
+
+def test_sentences_have_the_figures_that_were_measured():
+    assert list(sentences.missing()) == []
 
 
 def test_what_does_not_compile_shows_where_it_stands(tmp_path):

@@ -64,8 +64,8 @@ def sentences():
         "docs/performance.md",
         f"takes {scaled('jamp.step'):.2f} times as long as without it with `jamp.step` "
         f"and `GradScaler`, and {scaled('jamp, tx.update'):.2f} with `tx.update`. "
-        f"Keras takes {scaled('Keras LossScaleOptimizer'):.2f}, Flax {scaled('flax DynamicScale'):.2f}, "
-        f"mpx {scaled('mpx'):.2f} and jmp {scaled('jmp'):.2f}. "
+        f"Keras takes {scaled('Keras LossScaleOptimizer'):.2f}, "
+        f"Flax {scaled('flax DynamicScale'):.2f}, mpx {scaled('mpx'):.2f} and jmp {scaled('jmp'):.2f}. "
         f"Not donated, `jamp.step` takes {scaled('jamp.step', False):.2f}, "
         f"`GradScaler` {scaled('jamp.GradScaler', False):.2f} and `tx.update` "
         f"{scaled('jamp, tx.update', False):.2f}, and Flax "

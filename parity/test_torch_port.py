@@ -218,10 +218,7 @@ FAULTS = {
     ("trainer.n_averaged[...] == 0", "False"): "final",
     ("jnp.clip(g, -0.1, 0.1)", "g"): "loss",
     ("b1=one_cycle(0.95, 0.85, 0.95, steps)", "b1=0.9"): "loss",
-    (
-        "pct_start * total_steps - 1, total_steps - 1",
-        "pct_start * total_steps, total_steps",
-    ): "lr",
+    ("top = pct_start * total_steps - 1", "top = pct_start * total_steps"): "lr",
 }
 
 

@@ -108,15 +108,16 @@ def load_torch(model, state_dict):
         )
 
 
-def one_cycle(start, peak, end, total_steps, pct_start=0.3):
+def one_cycle(low, peak, final, total_steps, pct_start=0.3):
     """`OneCycleLR` of torch, for its learning rate and for its beta1."""
-    top, last = pct_start * total_steps - 1, total_steps - 1
+    top = pct_start * total_steps - 1
+    fall = total_steps - 1 - top
 
     def schedule(count):
-        rises = count <= top
-        edge = jnp.where(rises, start, end)
-        away = jnp.where(rises, (top - count) / top, (count - top) / (last - top))
-        return edge + (peak - edge) * jnp.cos(jnp.pi / 2 * away) ** 2
+        up = count <= top
+        far = (count - top) / jnp.where(up, top, fall)
+        edge = jnp.where(up, low, final)
+        return edge + (peak - edge) * jnp.cos(jnp.pi / 2 * far) ** 2
 
     return schedule
 

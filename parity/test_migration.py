@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -45,6 +47,7 @@ COMPARED = {
     ("Typical training", JAMP): (*RUN, "skips", "scales", "loss"),
     ("Typical training", OPTAX): ("params", "log"),
     ("Accumulate, clip, log", JAMP): (*RUN, "losses", "norms"),
+    ("Schedules, groups, averages", JAMP): ("model", "optimizer"),
     ("Which dtype", JAMP): ("output", "loss", "mixed"),
     ("Parts in float32", JAMP): ("half", "full", "again"),
     ("Inference and evaluation", JAMP): ("output",),
@@ -273,6 +276,46 @@ def test_differences_are_seen():
     ):
         assert difference(left, right, 1e-3), (left, right)
         assert difference([{"x": left}], [{"x": right}], 1e-3)
+
+
+CYCLES = [  # total_steps, pct_start: the peak is between two steps, or on one
+    (8, 0.3),
+    (20, 0.25),
+    (101, 0.4),
+    (2000, 0.3),
+]
+
+
+@pytest.mark.parametrize(("steps", "pct_start"), CYCLES)
+def test_the_cycle_is_torchs_at_every_step(steps, pct_start):
+    """Its rate and its beta1, while optax's schedule ends a step later."""
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    cycle = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1e-2, steps, pct_start=pct_start
+    )
+    seen = []
+    for step in range(steps):
+        seen.append((cycle.get_last_lr()[0], optimizer.param_groups[0]["betas"][0]))
+        optimizer.step()
+        if step < steps - 1:
+            cycle.step()
+    rates, betas = np.array(seen).T
+
+    (code,) = (block.code for block in BLOCKS if "def one_cycle" in block.code)
+    page: dict[str, Any] = {"jnp": jnp}
+    exec(code.partition("def adamw")[0], page)
+    low, count = 1e-2 / 25, jnp.arange(steps)
+    rate = page["one_cycle"](low, 1e-2, low / 1e4, steps, pct_start)
+    beta = page["one_cycle"](0.95, 0.85, 0.95, steps, pct_start)
+    for schedule, expected in ((rate, rates), (beta, betas)):
+        found = np.asarray(jax.jit(schedule)(count), np.float64)
+        # A dozen operations round, and so does each number on the way to them.
+        bound = 12 * np.finfo(np.float32).eps * expected.max()
+        assert np.abs(found - expected).max() <= bound
+    optaxs = optax.cosine_onecycle_schedule(steps, 1e-2, pct_start)
+    bound = 12 * np.finfo(np.float32).eps * rates.max()
+    assert np.abs(jax.vmap(optaxs)(count) - rates).max() > bound
+    assert np.abs(np.asarray(optaxs(steps)) - rates[-1]) <= bound
 
 
 def test_each_public_member_has_a_row():

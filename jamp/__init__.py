@@ -90,6 +90,6 @@ else:
 
     __all__ = [name for name in __dir__() if not name.startswith("_")]
 
-__version__ = "0.2.0"  # the one place; pyproject.toml reads it
+__version__ = "0.3.0"  # the one place; pyproject.toml reads it
 
 _stable.publish(__name__)

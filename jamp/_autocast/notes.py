@@ -1,4 +1,4 @@
-"""What an autocast trace remembers about the values that it has seen.
+"""What an autocast trace remembers about values: what they are made of, and copies.
 
 Some facts are carried through reshapes, transposes and slices (`passed_on`). All are
 kept by the identity of the value, for as long as the value lives:

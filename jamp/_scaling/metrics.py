@@ -1,4 +1,4 @@
-"""What the state says: the loss scale, the scalars worth logging, and alarms.
+"""What the state says: the loss scale, the scalars worth logging, flags for alarms.
 
 Each function finds the one loss scale in any nest of optax, Flax or user states. An
 alarm is a flag on the device, which `jamp.debug.check` turns into an exception.

@@ -1,6 +1,7 @@
 """Checks of arguments, how messages show a value, and what this JAX does not have."""
 
 import difflib
+import functools
 import math
 import operator
 import os
@@ -8,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, ParamSpec, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ import numpy as np
 from jax.core import Tracer
 
 from ._targets import half_dtype
+
+Given = ParamSpec("Given")
 
 # The first name of a dtype is the one that `str` of a policy shows, as in jmp. NumPy
 # reads some of them otherwise: "f16" has sixteen bytes there.
@@ -222,3 +225,25 @@ class Unavailable:
 
 def stand_ins(namespace: str, error: Exception, *names: str) -> dict[str, Unavailable]:
     return {name: Unavailable(f"{namespace}.{name}", error) for name in names}
+
+
+def without_device(
+    first: str, message: str
+) -> Callable[[Callable[Given, None]], Callable[Given, None]]:
+    """Explains an `__init__` with torch's device better than Python's error does.
+
+    Args:
+      first: the name of the first argument.
+    """
+
+    def wrapped(init: Callable[Given, None]) -> Callable[Given, None]:
+        @functools.wraps(init)
+        def checked(*args: Given.args, **kwargs: Given.kwargs) -> None:
+            has_device = not {"device", "device_type"}.isdisjoint(kwargs)
+            if has_device or (args[1:] and first in kwargs):
+                raise TypeError(message)
+            init(*args, **kwargs)
+
+        return checked
+
+    return wrapped

@@ -316,6 +316,9 @@ jamp.GradScaler
   jamp.GradScaler("cuda")
     TypeError: init_scale
     > Write `jamp.GradScaler()`.
+  jamp.GradScaler("cuda", init_scale=2.0**10)
+    TypeError: device
+    > Write `jamp.GradScaler(init_scale=2.0**10)`.
   jamp.GradScaler(device="cuda")
     TypeError: device
     > Leave it out.
@@ -1093,6 +1096,9 @@ jamp.debug.Explanation
 jamp.debug.check_step
   jamp.debug.check_step(params, opt_state, x)
     TypeError: step
+  jamp.debug.check_step(retry_step, (params, opt_state, x))
+    TypeError: arguments
+    > Write `check_step(step, state, x)`.
   jamp.debug.check_step(retry_step, params, x)
     ValueError: the state holds no loss scale
   jax.jit(lambda x: jamp.debug.check_step(retry_step, (params, opt_state), x).scale)(x)

@@ -1,9 +1,8 @@
 """The arguments of `autocast`, with its `rules`, and the errors of wrong ones."""
 
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax import lax
@@ -67,23 +66,6 @@ while it runs in the region."""
 SHADOWED = "{} only matches ops that the earlier rule {} decides about: {}."
 REMOVE = "remove it, or the rule for the subclass"
 NO_PRODUCT = "{} asks for {}, but does not match any matrix product."
-
-Of = TypeVar("Of")
-Given = ParamSpec("Given")
-
-
-def without_device(
-    init: Callable[Concatenate[Of, Given], None],
-) -> Callable[Concatenate[Of, Given], None]:
-    """Explains a call with torch's arguments better than Python's error does."""
-
-    @functools.wraps(init)
-    def checked(self: Of, *args: Given.args, **kwargs: Given.kwargs) -> None:
-        if (args and "dtype" in kwargs) or "device_type" in kwargs:
-            raise TypeError(NO_DEVICE)
-        init(self, *args, **kwargs)
-
-    return checked
 
 
 def region_dtype(

@@ -22,20 +22,19 @@ from jax.extend.core import set_current_trace
 from jax.typing import DTypeLike
 
 from .. import _compat
-from .._checks import flag, shown
+from .._checks import Given, flag, shown, without_device
 from .._targets import default_dtype, warn_if_missing
 from .._tree import HALVES, cast_floating
 from . import custom, nested, primitives  # noqa: F401 - they register their rules
 from .advice import advise, advise_after, note_left
 from .arguments import (
     BAD_INPUTS,
-    Given,
+    NO_DEVICE,
     Rules,
     check_all_used,
     compile_rules,
     dtype_argument,
     region_dtype,
-    without_device,
 )
 from .casting import Effects
 from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
@@ -226,7 +225,7 @@ class autocast:
     `parity/report.md` compares them op by op.
     """
 
-    @without_device
+    @without_device("dtype", NO_DEVICE)
     def __init__(
         self,
         dtype: DTypeLike | Recipe | None = None,

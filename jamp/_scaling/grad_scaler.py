@@ -16,7 +16,14 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from .._checks import axis_names, check_count, flag, is_traced, shown
+from .._checks import (
+    axis_names,
+    check_count,
+    flag,
+    is_traced,
+    shown,
+    without_device,
+)
 from .._tree import PyTree, T
 from . import arithmetic, rule, skip
 from .labels import GIVEN, SCALED, UNSCALED_, labelled
@@ -34,6 +41,11 @@ from .state_types import grown
 from .traced import check_read
 from .transformation import CLOSURES
 from .watched import watch
+
+NO_DEVICE = (
+    "GradScaler takes no device, as torch.amp.GradScaler does first: leave it out. It "
+    "works wherever JAX runs."
+)
 
 NO_STEP = (
     "No inf checks were recorded prior to update. Call scaler.step(optimizer, model, "
@@ -101,6 +113,7 @@ class GradScaler(nnx.Pytree):
     growth_tracker: nnx.Variable[jax.Array]
     hysteresis_tracker: nnx.Variable[jax.Array]
 
+    @without_device("init_scale", NO_DEVICE)
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -116,8 +129,7 @@ class GradScaler(nnx.Pytree):
     ):
         if isinstance(init_scale, str):
             raise TypeError(
-                f"init_scale must be a number; got {init_scale!r}. The device that "
-                "torch.amp.GradScaler takes first has no counterpart: leave it out."
+                f"init_scale must be a number; got {init_scale!r}. {NO_DEVICE}"
             )
         self._config = LossScaleConfig(init_scale=init_scale)
         self._configure(

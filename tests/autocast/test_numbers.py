@@ -1,5 +1,6 @@
 """Numbers that half precision does not hold, in functions that JAX jits."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,3 +43,19 @@ def test_a_number_stays_what_it_is(name):
                 if not close:
                     wrong.append((number, half, way, np.asarray(found)[0].tolist()))
     assert wrong == []
+
+
+@pytest.mark.parametrize("way", ["live", "jit outside"])
+def test_an_array_inside_of_a_function_is_as_it_is_cast_there(way):
+    """Outside it is float32, as a weak array of the user's."""
+
+    def slopes(h):
+        weak = jnp.arange(h.shape[-1]) * 0.1
+        with jamp.autocast(dtype=jnp.float16):
+            product = h @ jnp.ones((4, 4))
+            return jax.nn.leaky_relu(product, weak), product * weak
+
+    run = jax.jit(slopes) if way == "jit outside" else slopes
+    with jax.numpy_rank_promotion("allow"):
+        inside, outside = run(jnp.ones((2, 4)))
+    assert (inside.dtype, outside.dtype) == (jnp.float16, jnp.float32)

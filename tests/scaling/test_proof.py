@@ -162,6 +162,20 @@ def test_the_state_is_what_a_step_returns(step, jit):
         jamp.find_loss_scale(wrong, *given, X, Y)
 
 
+@pytest.mark.parametrize("jit", [lambda step: step, jax.jit], ids=["plain", "jit"])
+def test_a_step_that_wraps_another_has_its_own_arguments(jit):
+    right = functools.partial(of_params, is_wrong=False)
+
+    @functools.wraps(of_params)
+    def step(state, x, y):
+        params, opt_state, _ = right(*state, x, y)
+        return params, opt_state
+
+    assert jamp.debug.check_step(jit(step), STATE, X, Y).problems == ()
+    with pytest.raises(TypeError, match=r"missing .* 'y'. .* step\(state, x, y\)"):
+        jamp.debug.check_step(jit(step), STATE, X)
+
+
 def test_a_step_retries_in_each_form():
     high = jax.tree.map(lambda a: a, STATE)
     high = high[0], optax.tree.set(high[1], loss_scale=jnp.float32(2.0**24))

@@ -67,11 +67,11 @@ def main(arguments: Sequence[str] = ()) -> int:
 def versions() -> list[str]:
     """Versions of jamp, Python, what jamp needs, and other libraries that are here."""
     here = Path(jamp.__file__).parent
-    is_tested = "a tested" if jax.__version__ in TESTED else "not a tested"
+    kind = "a tested" if jax.__version__ in TESTED else "not a tested"
     lines = [
         f"jamp {jamp.__version__}, in {here}",
         f"Python {platform.python_version()} on {platform.platform()}",
-        f"jax {jax.__version__}, {is_tested} release ({TESTED[0]} to {TESTED[-1]})",
+        f"jax {jax.__version__}, {kind} release ({TESTED[0]} to {TESTED[-1]})",
     ]
     others = []
     for name in (*NEEDED, *OPTIONAL):

@@ -19,7 +19,7 @@ from .paths import PathPattern
 # A region, with its depth if it is in another one.
 REGION = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\((\w+)\)")
 REASON = "jamp.rule "
-REASONS: dict[str, Reason] = {}  # by their entries
+REASONS: dict[str, Reason] = {}  # by their entries: as many as differ in a process
 NUMBERS = itertools.count()
 
 

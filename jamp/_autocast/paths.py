@@ -8,7 +8,7 @@ import re
 class PathPattern:
     """A regular expression whose numbers at its ends match whole numbers only.
 
-    "block_1" is match in "Model/block_1/Dense_0" and not in "Model/block_10", and
+    "block_1" is found in "Model/block_1/Dense_0" and not in "Model/block_10", and
     "1/mlp" not in "blocks/11/mlp". An expression that takes any digit there ("block_.",
     "[0-9]/mlp") names no number, and matches as usual.
 

@@ -82,9 +82,7 @@ class Asked(NamedTuple):
     primitive: Primitive
     codes: tuple[CodeType, ...]  # of the functions around it, innermost first
     path: Callable[[], str]  # makes the module path
-    source: (
-        str | None
-    )  # "name at file:line" of the function that a jitted op stands for
+    source: str | None  # of a jitted function: its "name at file:line"
     ids: Sequence[int]  # of the codes
 
 
@@ -92,7 +90,9 @@ class Decider:
     """Decides about an op, and notes which of the user's rules were used.
 
     The first table that knows the op decides: code that makes parameters, the user's
-    rules, the functions, the libraries, the primitives. A policy has rules alone.
+    rules, the functions, the libraries, the primitives. Of a function whose products
+    are lowered, a library's own are not. A decision about a function stands for all
+    inside of it, but for rules that come first. A policy has rules alone.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from .input_casts import in_attention
 from .notes import Note
 from .numbers import asks_for_dtype, holds, is_float, is_weak_array
 from .picks import index_note
+from .rules import BY_PRIMITIVE
 from .trace import AutocastTrace
 
 # A user who calls one of these on a product wants its dtype: see `with_bias`.
@@ -32,7 +33,7 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
     """Runs a cast. If JAX only promoted, the result follows the arrays it meets."""
     (x,), dtype = op.args, jnp.dtype(param(op, "new_dtype"))
     is_array = isinstance(x, jax.Array)
-    is_plain = decision.why.name == op.name  # no function or rule decides
+    is_plain = decision is BY_PRIMITIVE[op.name]  # no function or rule decides
     if op.avals is not None and not is_array:  # stays a known number
         return np.asarray(x).astype(dtype) if holds(dtype, x) else x
     given = array_dtype(x)

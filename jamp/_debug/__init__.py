@@ -7,7 +7,8 @@ source (`sources`), and from an overflow to the op that swallows it (`swallowed`
 three reports on gradients (`grad_reports`, `grad_histogram`) have one measuring pass
 (`grad_numbers`). `calibrate` runs a loss in a region with a `probe` that measures each
 product (`product_errors`), and chooses a dtype for it (`calibration`). `history`
-collects the scalars of a run. `flat_call`, `report` and `plots` serve all.
+collects the scalars of a run, `health` raises its alarms, and `check_step` says what a
+step does. `flat_call`, `report`, `traits` and `plots` serve all.
 
 May import: `_checks`, `_tree`, `_compat`, `_jaxprs`, `_autocast`, `_scaling`.
 """

@@ -407,9 +407,9 @@ def saved_for_backward(
     for variable, origin in zip(jaxpr.jaxpr.outvars, made, strict=True):
         aval = array(variable)
         if origin is not None and jnp.issubdtype(aval.dtype, jnp.floating):
-            site = origin.site._replace(primitive=name_of(*origin))
+            shape, op = tuple(aval.shape), name_of(*origin)
             saved[variable] = Saved(
-                str(aval.dtype), tuple(aval.shape), nbytes(aval), site
+                str(aval.dtype), shape, nbytes(aval), origin.site, op
             )
     return list(saved.values())
 

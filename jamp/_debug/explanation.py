@@ -84,7 +84,8 @@ class Saved(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    site: Site  # of what made it: a primitive, or a function that counts as one op
+    site: Site  # of what made it
+    op: str = ""  # what made it: a primitive, or a function that counts as one op
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -194,7 +195,7 @@ class Explanation(Report):
         groups: dict[tuple, list[Saved]] = {}
         for array in self.saved or ():
             site = array.site
-            made_by = site.primitive, site.line, starred(site.path)
+            made_by = array.op or site.primitive, site.line, starred(site.path)
             key = array.dtype, array.shape, *made_by
             groups.setdefault(key, []).append(array)
         names = ("dtype", "shape", "op", "line", "path")

@@ -186,7 +186,9 @@ class RootCall:
 
     def stored(self, variables: PyTree) -> PyTree:
         """Parameters out of their boxes, in the dtypes that they are stored in."""
-        if self.made:  # a weight norm writes again, with casts, the second time
+        # Flax comes here after the first time, with each scope, and after the second,
+        # in which a weight norm has written again, with casts.
+        if self.made:
             return self.made.pop(0)
         return jax.tree_util.tree_map_with_path(
             lambda path, x: cast_floating(x, self.param_dtype(path)),

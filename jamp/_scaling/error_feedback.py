@@ -1,10 +1,11 @@
 """Means in eight bits whose rounding errors are added to the next step's gradients."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
@@ -132,42 +133,57 @@ def error_feedback(
     if not names:
         raise TypeError(f"axis_name must name a mapped axis; got {axis_name!r}.")
 
-    def init_fn(params: optax.Params) -> ErrorFeedbackState:
+    feedback = Feedback(names, count, known, block)
+    return optax.GradientTransformation(feedback.init, feedback.update)
+
+
+class Feedback(NamedTuple):
+    """The arguments of `error_feedback`, and its two functions."""
+
+    names: tuple[str, ...]
+    devices: int
+    dtype: np.dtype
+    block: int
+
+    def init(self, params: optax.Params) -> ErrorFeedbackState:
         check_leaves(params, "error_feedback's init: the parameter")
-        here = tuple(axis for axis in names if is_mapped(axis))
+        here = tuple(axis for axis in self.names if is_mapped(axis))
 
         def zeros(param: ArrayLike, shape: tuple[int, ...]) -> PyTree:
             if not is_sent(param):
                 return optax.MaskedNode()
-            made = jnp.zeros((1 if here else count, *shape), jnp.float32)
+            made = jnp.zeros((1 if here else self.devices, *shape), jnp.float32)
             return lax.pcast(made, here, to="varying") if here else made
+
+        def of_means(param: ArrayLike) -> PyTree:
+            return zeros(param, (-(-jnp.size(param) // self.devices),))
 
         return ErrorFeedbackState(
             jax.tree.map(lambda p: zeros(p, jnp.shape(p)), params),
-            jax.tree.map(lambda p: zeros(p, (-(-jnp.size(p) // count),)), params),
+            jax.tree.map(of_means, params),
         )
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree = None
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None
     ) -> tuple[optax.Updates, ErrorFeedbackState]:
         del params
-        axes = mapped(names, UPDATE)
-        if lax.axis_size(axes) != count:
+        axes = mapped(self.names, UPDATE)
+        if lax.axis_size(axes) != self.devices:
             raise ValueError(
                 f"{UPDATE}: devices must be {lax.axis_size(axes)}, the number of "
-                f"devices along {axes}; got {count}."
+                f"devices along {axes}; got {self.devices}."
             )
         check_varying(updates, axes, UPDATE)
         leaves, tree = jax.tree.flatten(updates, is_leaf=is_hole)
-        own, means = arrays_of(state, updates, count)
+        own, means = arrays_of(state, updates, leaves, tree, self.devices)
         sent = [i for i, x in enumerate(leaves) if not is_hole(x) and is_sent(x)]
         rows, carried = [], []
         for i in sent:
             wide = lax.convert_element_type(leaves[i], jnp.float32) + own[i][0]
-            rows.append(eight_bits.to_rows(wide, count, block))
-            carried.append(eight_bits.blocked(means[i], block)[0])
+            rows.append(eight_bits.to_rows(wide, self.devices, self.block))
+            carried.append(eight_bits.blocked(means[i], self.block)[0])
         new = [x if is_hole(x) or is_sent(x) else pmean(x, axes) for x in leaves]
-        found = eight_bits.average(rows, axes, known, carried) if sent else ()
+        found = eight_bits.average(rows, axes, self.dtype, carried) if sent else ()
         for i, whole, lost_here, lost_of_mean in zip(sent, *found, strict=True):
             shape, dtype = jnp.shape(leaves[i]), dtype_of(leaves[i])
             new[i] = eight_bits.clipped_to(eight_bits.from_rows(whole, shape), dtype)
@@ -176,27 +192,28 @@ def error_feedback(
         kept = ErrorFeedbackState(tree.unflatten(own), tree.unflatten(means))
         return tree.unflatten(new), kept
 
-    return optax.GradientTransformation(init_fn, update_fn)
 
-
-def arrays_of(state: PyTree, grads: PyTree, devices: int) -> tuple[list, list]:
+def arrays_of(
+    state: PyTree, grads: PyTree, leaves: list, tree: Any, devices: int
+) -> tuple[list, list]:
     """The state's arrays in the order of the gradients' leaves.
 
-    It raises ValueError if the state is not that of one device, for these gradients.
+    Raises:
+      ValueError: the state is not that of one device, for these gradients.
     """
     check_state(state, ErrorFeedbackState, UPDATE)
-    tree = jax.tree.structure(grads, is_leaf=is_hole)
     try:
         parts = tree.flatten_up_to(state.own), tree.flatten_up_to(state.means)
     except ValueError as error:
         raise ValueError(OTHER.format(UPDATE, f"another tree: {error}")) from error
-    leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_hole)
-    for (path, leaf), *found in zip(leaves, *parts, strict=True):
+    paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_hole)
+    for (path, _), leaf, *found in zip(paths, leaves, *parts, strict=True):
         if is_hole(leaf) or not is_sent(leaf):
             continue
         expected = (1, *jnp.shape(leaf)), (1, -(-jnp.size(leaf) // devices))
         shapes = tuple(None if is_hole(x) else jnp.shape(x) for x in found)
         if shapes != expected:
-            told = f"shapes {shapes} at {path_text(path)}, not {expected}"
+            at = path_text(path)
+            told = f"shapes {shapes} at {at}, not {expected}"
             raise ValueError(OTHER.format(UPDATE, told))
     return parts

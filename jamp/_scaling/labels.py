@@ -37,7 +37,7 @@ def labelled(what: str, tree: T) -> T:
 
 
 def label_of(eqn: JaxprEqn) -> tuple[str, str] | None:
-    """Which label a value gets, and the path it was made at."""
+    """Which label a value gets, and the path or the line of the call after it."""
     name = param(eqn, "name") or ""
     found = [label for label in LABELS if name.startswith(label)]
     return (found[0], name.removeprefix(found[0])) if found else None

@@ -20,6 +20,7 @@ from .rule import LossScaleState
 from .state import describe, find_states, scalars_of
 
 WINDOW = 32  # steps that `recent_skips` remembers
+# In the order of `_alarms`.
 FLAGS = ("scale_at_floor", "scale_below_one", "many_skips")
 
 TWO_SCALES = """opt_state holds {} loss scales, at {}; gradients that are scaled by \

@@ -73,13 +73,13 @@ class NNXCall(Call):
 
     def of_nnx(self, state: PyTree) -> PyTree:
 
-        def unmarked(node: DynamicLossScaleState) -> nnx.State[str, PyTree]:
+        def as_in_nnx(node: DynamicLossScaleState) -> nnx.State[str, PyTree]:
             fields = node._asdict()
             if node.inner_state is None:
                 del fields["inner_state"]
             return nnx.State(fields)
 
-        return self._in_places(unmarked, state)
+        return self._in_places(as_in_nnx, state)
 
     def _in_places(self, change: Callable[[Any], Any], state: PyTree) -> PyTree:
         new = [jax.tree.map(lambda leaf: leaf, state)]

@@ -5,7 +5,6 @@ are shown to who asks for them.
 """
 
 import weakref
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -16,7 +15,6 @@ from .rule import LossScaleState
 # Called where a step is traced, with its scaled gradients, the scale, and whether it is
 # to count them; or None. JAX keys its caches by it: a jitted step is traced anew.
 WATCHER = jax.make_user_context(None)
-Watch = Callable[[PyTree, jax.Array, jax.Array], None]
 # `recent_skips` before a step, which shifts it if it uses the scale.
 NOT_STEPPED, COUNTED = np.uint32(1), np.uint32(3)
 

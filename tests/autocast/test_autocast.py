@@ -520,6 +520,11 @@ def test_rules_by_primitive_function_and_path():
         assert jax.nn.relu(x @ w).dtype == f32
     with half(rules={lax.dot_general_p: None}):
         assert (x @ w).dtype == f32
+    for value, dtype in ((f16, f16), (None, f16), (f32, f32)):
+        with half(rules={lax.convert_element_type_p: value}):
+            h, count = x @ w, jnp.arange(len(x))[:, None]
+            assert (h * jnp.full(h.shape, 2.0)).dtype == dtype  # not a weak array
+            assert jax.jit(lambda h, n: h * n)(h, count).dtype == dtype
 
     def head(x, w):
         return x @ w

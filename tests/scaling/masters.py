@@ -48,10 +48,12 @@ NESTINGS = {
     "scaled, clipped": lambda wrap, scale, tx: scale(clipped(wrap(tx))),
     "MultiSteps inside": lambda wrap, scale, tx: wrap(several(tx)),
     "MultiSteps around": lambda wrap, scale, tx: several(wrap(tx)),
-    "MultiSteps inside, scaled": lambda wrap, scale, tx: scale(wrap(several(tx))),
+    "MultiSteps inside, scaled": lambda wrap, scale, tx: scale(
+        wrap(optax.MultiSteps(tx, 2))
+    ),
     "MultiSteps around, scaled": lambda wrap, scale, tx: scale(several(wrap(tx))),
     "multi_transform": lambda wrap, scale, tx: by_name(
-        rest=wrap(tx), b=wrap(tx), full=wrap(tx)
+        rest=wrap(tx), b=wrap(tx), full=optax.sgd(0.1)
     ),
     "multi_transform, scaled": lambda wrap, scale, tx: scale(
         by_name(rest=wrap(tx), b=wrap(tx), full=wrap(tx))

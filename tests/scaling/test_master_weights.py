@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from flax.training import train_state
 from hypothesis import given
 from hypothesis import strategies as st
@@ -415,6 +416,18 @@ def test_both_orders_agree_when_compiled(way):
 # The state.
 
 
+def test_a_static_scale_skips_and_holds():
+    tx = jamp.static_loss_scale(wrap(optax.adam(1e-2)), SCALE)
+    params = make_params(zeros=(0.0,))
+    state = tx.init(params)
+    grads = make_grads(0, params)
+    grads["brain"] = grads["brain"].at[0, 0].set(jnp.nan)
+    new_params, new_state = jax.jit(stepped(tx))(params, state, grads)
+    check_same_bits(new_params, params)
+    check_same_bits(new_state.inner_state, state.inner_state)
+    assert new_state.skipped_steps == 1 and new_state.loss_scale == SCALE
+
+
 def test_the_optimizer_inside_sees_float32():
     seen = []
 
@@ -555,6 +568,18 @@ def test_a_jitted_step_traces_once_and_transfers_nothing(
     check_nearest(params, state)
 
 
+def test_vmap_over_models():
+    tx = wrap(optax.adam(1e-2))
+    models = [make_params(seed) for seed in range(3)]
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+    grads = stack([make_grads(seed, models[0]) for seed in range(3)])
+    params = stack(models)
+    state = jax.vmap(tx.init)(params)
+    for _ in range(3):
+        params, state = jax.jit(jax.vmap(updated(tx)))(params, state, grads)
+        check_nearest(params, state)
+
+
 def test_a_step_mixes_no_dtypes():
     tx = jamp.dynamic_loss_scale(wrap(optax.sgd(1e-3, momentum=0.9)))
     params = make_params()
@@ -572,6 +597,48 @@ def regression(seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(64, 8)).astype(np.float16)
     return jnp.asarray(x), jnp.asarray(x[:, :1] * x[:, 1:2])
+
+
+@pytest.mark.parametrize("order", mostly_slow(ORDERS, "scale outside"))
+def test_an_nnx_model_learns_in_float16(order):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            kinds = dict(param_dtype=jnp.float16, dtype=jnp.float16, rngs=rngs)
+            self.hidden = nnx.Linear(8, 64, **kinds)
+            self.norm = nnx.LayerNorm(64, rngs=rngs)  # float32
+            self.out = nnx.Linear(64, 1, **kinds)
+
+        def __call__(self, x):
+            return self.out(nnx.relu(self.norm(self.hidden(x))))
+
+    model = Model(nnx.Rngs(0))
+    tx = ORDERS[order](optax.adam(1e-2), init_scale=2.0**10)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    x, y = regression()
+
+    @nnx.jit
+    def train_step(model, optimizer, x):
+        scaled = lambda model: jamp.scale_loss(
+            jnp.mean((model(x) - y).astype(jnp.float32) ** 2), optimizer.opt_state
+        )
+        loss, grads = nnx.value_and_grad(scaled)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = []
+    for i in range(60):
+        bad = i == 30
+        before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, nnx.Param)))
+        scaled = jamp.loss_scale(optimizer.opt_state)
+        losses.append(train_step(model, optimizer, x * jnp.inf if bad else x) / scaled)
+        params = nnx.as_pure(nnx.state(model, nnx.Param))
+        check_nearest(params, nnx.as_pure(optimizer.opt_state))
+        if bad:
+            check_same_bits(jax.tree.map(np.asarray, params), before)
+    assert params["hidden"]["kernel"].dtype == jnp.float16
+    assert params["norm"]["scale"].dtype == jnp.float32
+    assert losses[-1] < losses[0] / 10
+    assert jamp.metrics(optimizer.opt_state)["skipped_steps"] == 1
 
 
 class Model(nn.Module):
@@ -608,6 +675,51 @@ def test_train_states(cls, order):
             chex.assert_trees_all_equal(state.params, before)
     assert losses[-1] < losses[0] / 10
     assert jamp.metrics(state)["skipped_steps"] == 1 and state.step == 60
+
+
+@pytest.mark.parametrize("inner", [3.0, optax.adam, None])
+def test_inner_that_is_no_transformation(inner):
+    with pytest.raises(TypeError, match=r"inner must be an optax\.GradientTransform"):
+        jamp.master_weights(inner)
+
+
+def test_parameters_are_needed():
+    params = make_params()
+    tx = wrap(optax.sgd(0.1))
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"params must .* got None.*grads, opt_state"):
+        tx.update(params, state)
+    tx = jamp.dynamic_loss_scale(tx)
+    with pytest.raises(ValueError, match=r"params must be the parameters to step"):
+        tx.update(params, tx.init(params))
+
+
+@pytest.mark.parametrize("wrapper", [lambda f: f, jax.jit])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"half": jnp.ones((2, 3))}, r"at \['half'\] .* \(2, 3\) .* \(128, 128\)"),
+        ({"more": jnp.ones(1)}, r"gradients have a leaf at \['more'\]"),
+    ],
+)
+def test_gradients_that_do_not_match_name_the_path(change, message, wrapper):
+    params = make_params()
+    tx = wrap(optax.sgd(0.1))
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="master_weights.*" + message):
+        wrapper(tx.update)(params | change, state, params)
+    with pytest.raises(ValueError, match=r"parameters have a leaf at \['brain'\]"):
+        wrapper(tx.update)({"half": params["half"]}, state, params)
+
+
+def test_a_state_of_something_else_is_named():
+    params, tx = make_params(), wrap(optax.sgd(0.1))
+    wrong = optax.adam(0.1).init(params)
+    with pytest.raises(ValueError, match=r"a MasterWeightsState.*got ScaleByAdamState"):
+        tx.update(params, wrong, params)
+    outside = jamp.dynamic_loss_scale(tx)
+    with pytest.raises(ValueError, match="got DynamicLossScaleState, MasterWeights"):
+        tx.update(params, outside.init(params), params)
 
 
 @pytest.mark.parametrize("around", [lambda tx: optax.chain(tx), scale])

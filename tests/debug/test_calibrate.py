@@ -539,6 +539,16 @@ def test_no_rule_brings_a_softmax_into_bfloat16():
     assert report.rules == {"(^|/)head$": jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow
+def test_no_rule_brings_the_ops_of_a_library_into_bfloat16():
+    def loss(w, x):
+        with jax.named_scope("head"):
+            return -jnp.mean(jax.scipy.stats.norm.logpdf(x @ w))
+
+    report = calibrated(loss, W[:32], X, tolerance=0.02)
+    assert [row.choice for row in report.rows] == ["bfloat16"] and report.rules == {}
+
+
 # The report.
 
 

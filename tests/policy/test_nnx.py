@@ -1,5 +1,8 @@
 """`jamp.nnx.with_policy`: casts by module, paths, NNX's transformations."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +29,39 @@ def pure(model, *kinds):
 def model_products(model, *args):
     graphdef, state = nnx.split(model)
     return products(lambda state: nnx.merge(graphdef, state)(*args), state)
+
+
+def test_overrides():
+    overrides = {
+        "^head$": "full",
+        "blocks/1": "p=bf16,c=bf16,o=f16",
+        nnx.MultiHeadAttention: "c=bf16,o=f16",
+    }
+    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED, overrides)
+    half, other, full = {"float16"}, {"bfloat16"}, {"float32"}
+    found = model_products(mixed, TOKENS)
+    assert found == [half, other, half, *[other] * 6, half, half, full, half]
+    assert mixed.blocks[1].linear.kernel.dtype == jnp.bfloat16
+    assert mixed.blocks[1].norm.scale.dtype == FULL
+    assert mixed.attention.query.kernel.dtype == FULL
+
+
+def test_it_is_still_the_model():
+    plain = Model(nnx.Rngs(0))
+    mixed = jamp.nnx.with_policy(plain, MIXED)
+    assert isinstance(mixed, Model)
+    assert isinstance(mixed.head, nnx.Linear)
+    assert type(plain) is Model
+    assert type(plain.head.kernel) is nnx.Param
+    assert plain.embed.dtype == FULL
+    assert mixed.w is not plain.w
+    assert mixed.w.get_raw_value() is plain.w.get_raw_value()
+    copies = nnx.clone(mixed), copy.deepcopy(mixed), pickle.loads(pickle.dumps(mixed))
+    for other in copies:
+        assert type(other) is type(mixed)
+        assert model_products(other, TOKENS) == [{"float16"}] * PRODUCTS
+    again = jamp.nnx.with_policy(plain, "mixed_float16")
+    assert nnx.graphdef(again) == nnx.graphdef(mixed)
 
 
 @pytest.mark.slow

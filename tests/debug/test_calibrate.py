@@ -543,7 +543,8 @@ def test_no_rule_brings_a_softmax_into_bfloat16():
 def test_no_rule_brings_the_ops_of_a_library_into_bfloat16():
     def loss(w, x):
         with jax.named_scope("head"):
-            return -jnp.mean(jax.scipy.stats.norm.logpdf(x @ w))
+            log_density = jax.scipy.stats.norm.logpdf(x @ w)
+        return -jnp.mean(log_density)
 
     report = calibrated(loss, W[:32], X, tolerance=0.02)
     assert [row.choice for row in report.rows] == ["bfloat16"] and report.rules == {}

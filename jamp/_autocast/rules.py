@@ -81,9 +81,9 @@ class Asked(NamedTuple):
 
     primitive: Primitive
     codes: tuple[CodeType, ...]  # of the functions around it, innermost first
+    ids: Sequence[int]  # of the codes
     path: Callable[[], str]  # makes the module path
     source: str | None  # of a jitted function: its "name at file:line"
-    ids: Sequence[int]  # of the codes
 
 
 class Decider:
@@ -118,21 +118,13 @@ class Decider:
         self.places = places_of(modules)
         self.count = count if modules == PREFIXES & sys.modules.keys() else 0
 
-    def __call__(
-        self,
-        primitive: Primitive,
-        codes: tuple[CodeType, ...],
-        path: Callable[[], str],
-        source: str | None,
-        within: Decision | None,
-    ) -> Decision | None:
+    def __call__(self, asked: Asked, within: Decision | None) -> Decision | None:
         """The decision about an op, or None if no table knows it.
 
         Args:
           within: the decision about a function that counts as one op, for each op
             inside: it stands, unless a rule of the user's comes first.
         """
-        asked = Asked(primitive, codes, path, source, list(map(id, codes)))
         if within is None:
             self.look()
             if not self.exempt.keys().isdisjoint(asked.ids):
@@ -144,10 +136,9 @@ class Decider:
         if rule.recipe is None:
             self.hits.add(Hit(place, place))
             return rule
-        # It is for products that are lowered, and for functions around them.
         decision = within or self.by_tables(asked, rule.recipe)
-        may_run = primitive.name in (*rule.recipe.products, "jit")
-        if decision is None or decision.row is not LOWER or not may_run:
+        is_product = asked.primitive.name in rule.recipe.products
+        if decision is None or decision.row is not LOWER or not is_product:
             self.hits.add(Hit(place, None))
             return decision
         self.hits.add(Hit(place, place))

@@ -16,7 +16,7 @@ from .name_stack import Place, Scope, written
 from .notes import Note
 from .products import is_wide
 from .refused import check_precision
-from .rules import Decider
+from .rules import Asked, Decider
 from .traits import LEFT_ALONE
 from .weights import makes_activations, note_activations
 
@@ -126,9 +126,9 @@ class AutocastTrace(CastingTrace):
         primitive, args, params, avals, within, *_ = op
         if within is not None and not self.settings.rules:
             return Op(primitive, args, params, avals, within, within)
-        source = source_of(op)
-        place = _compat.source_codes(), self.place.path, source
-        decision = self.decide(primitive, *place, within)
+        source, codes = source_of(op), _compat.source_codes()
+        asked = Asked(primitive, codes, [*map(id, codes)], self.place.path, source)
+        decision = self.decide(asked, within)
         if within is not None or source is not None:
             within = decision
         return Op(primitive, args, params, avals, within, decision)

@@ -8,11 +8,13 @@ printed as level: the figures do not tell the two rows apart.
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import math
 import os
+import platform
 import random
 import statistics
 import sys
@@ -90,6 +92,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def processor() -> str:
+    """The model of the CPU, as Linux names it; elsewhere the kind of machine."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [line for line in lines if line.startswith("model name")]
+        if models:
+            return models[0].partition(":")[2].strip()
+    return platform.machine()
+
+
 def describe(device: str = "") -> dict[str, str]:
     """The machine and the versions that this runs on; without a device, JAX's."""
     if not device:
@@ -99,6 +111,7 @@ def describe(device: str = "") -> dict[str, str]:
     return {
         "date": datetime.date.today().isoformat(),
         "device": device,
+        "processor": processor(),
         "cpus": str(os.cpu_count()),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
         **versions(),
@@ -243,13 +256,16 @@ def ratio_cell(row: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
     return Ratio(row["ratio"], row.get("error")).text(floor)
 
 
-def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """A Markdown table: a column of text, then columns of figures."""
+def markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table: a column of text, then columns of figures."""
     columns = list(columns)
-    print(f"\n| {' | '.join(columns)} |")
-    print("|---" + "|---:" * (len(columns) - 1) + "|")
-    for row in rows:
-        print(f"| {' | '.join(row)} |", flush=True)
+    rule = "|---" + "|---:" * (len(columns) - 1) + "|"
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    print(f"\n{markdown(columns, rows)}", flush=True)
 
 
 def save(path: Path | None, results: Any, device: str = "") -> None:

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _harness, gpu_page
+from benchmarks import _harness, tables
 from benchmarks.gpu_parts import (
     CALLS,
     CARD,
@@ -173,7 +173,7 @@ def run_all(runner: Runner, parts: Sequence[Part], again: bool = False) -> int:
     for part in parts:
         if runner.status(part) == "passed":
             print_tables(part.name, runner.log(part))
-    (runner.out / "tables.md").write_text(gpu_page.every(runner.out) + "\n")
+    (runner.out / "tables.md").write_text(tables.every(runner.out) + "\n")
     print_summary(runner, parts)
     left = [runner.is_left(part) for part in parts]
     passed = [runner.status(part) == "passed" for part in parts]

@@ -122,7 +122,11 @@ def main():
             rows = [r for r in rows if sum(r["by hand"]) != sum(r["autocast"])]
         if rows := [r for r in rows if is_large(r)]:
             print_break_down(name, rows)
-    _harness.save(args.json, table)
+    totals = {
+        name: {key: row[key] for key in row if key != "groups"}
+        for name, row in table.items()
+    }
+    _harness.save(args.json, totals)
 
 
 if __name__ == "__main__":

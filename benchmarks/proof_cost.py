@@ -12,7 +12,7 @@ import jax
 
 import jamp
 
-from . import models
+from . import _harness, models
 from .model_sizes import SIZES
 from .train_rows import autocast, with_dynamic_loss_scale
 
@@ -31,21 +31,23 @@ def compiled_for(step, *args):
 
 
 def main():
-    print("| model | compile | run | find_loss_scale | check_step |")
-    print("|---|---:|---:|---:|---:|")
-    for name, size in SIZES["cpu"].items():
+    args = _harness.parser(__doc__).parse_args()
+    _harness.prepare(args, "benchmarks.proof_cost")
+    results = {}
+    for name, size in SIZES["small" if args.small else args.device].items():
         step, state = with_dynamic_loss_scale(models.make(size, False), autocast)
         call = state, *models.make_batch(size)
-        once, compiled = seconds(compiled_for, step, *call)
-        run, _ = seconds(compiled, *call)
-        cells = [f"{once:.1f} s", f"{run:.2f} s"]
+        row = results[name] = {}
+        row["compile"], compiled = seconds(compiled_for, step, *call)
+        row["run"], _ = seconds(compiled, *call)
         for function in (jamp.find_loss_scale, jamp.debug.check_step):
-            start = time.perf_counter()
-            jax.clear_caches()
-            function(jax.jit(step), *call)
-            spent = time.perf_counter() - start
-            cells.append(f"{spent:.1f} s, {spent / once:.2f} times")
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+            row[function.__name__], _ = seconds(function, jax.jit(step), *call)
+        _harness.save(args.json, results)
+    _harness.print_heading()
+    _harness.print_table(
+        ("seconds", *row),
+        [(name, *(f"{x:.2f}" for x in row.values())) for name, row in results.items()],
+    )
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
     python -m benchmarks.sentences
 
 prints the sentences that the pages do not have, with the figures as they are. Tables
-are made by `benchmarks.gpu_page` and `benchmarks.targets_page`.
+are made by `benchmarks.tables` and `benchmarks.targets_page`.
 """
 
 import functools
 import json
+import statistics
 from pathlib import Path
+
+from benchmarks.tables import over_seeds
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -44,14 +47,32 @@ def update(form):
     return results("nvidia-h200/masters")[form]["milliseconds"]
 
 
+def on_cpu(benchmark, part="donated", size="4.2"):
+    """Row -> its ratio to the step without jamp, on a CPU."""
+    found = results(f"cpu/{benchmark}")
+    titles = [t for t in found if t.startswith(size) and t.endswith(f", {part}")]
+    rows = found[titles[0] if titles else part]
+    return {name: row["ratio"] for name, row in rows.items()}
+
+
+def full(name):
+    """Row -> what its step of GPT-2 becomes when it is compiled for an H100."""
+    return results(name)["h100 gpt2"]["rows"]
+
+
 def compiled(row):
     """Peak and bytes moved, in GB, of a step of GPT-2 that is compiled for an H100."""
-    figures = results("full-h100-gpt2-triton")["h100 gpt2"]["rows"][row]
+    figures = full("full-h100-gpt2-triton")[row]
     return figures["peak_bytes"] / 1e9, figures["bytes"] / 1e9
 
 
-def sentences():
-    """(page, sentence) for each sentence that has measured figures."""
+def span(ratios, digits=2):
+    """The least and the largest of some ratios."""
+    least, largest = (f"{end(ratios):.{digits}f}" for end in (min, max))
+    return least if least == largest else f"{least} to {largest}"
+
+
+def on_an_h200():
     ms = steps()
     costs = [ms[row] - ms[BY_HAND] for row in (AUTOCAST, SCALER)]
     yield (
@@ -79,9 +100,49 @@ def sentences():
         f"{scaled('jamp, tx.update', False):.2f}, and Flax "
         f"{scaled('flax DynamicScale', False):.2f}.",
     )
+    yield (
+        "docs/policy.md",
+        f"takes {update('float32'):.2f} ms in float32, {update('master_weights'):.2f} "
+        f"with `master_weights`, {update('remainder'):.2f} with remainders, and under "
+        f"a loss scale {update('scaled float32'):.2f}, "
+        f"{update('scaled master_weights'):.2f} and {update('scaled remainder'):.2f}",
+    )
+    yield (
+        "docs/policy.md",
+        f"parameters without masters take {update('bfloat16 alone'):.2f} ms",
+    )
+    forms = results("nvidia-h200/masters")
+    for said, form in {
+        "float32 parameters, autocast": "float32",
+        "`master_weights`": "master_weights",
+        "`master_weights`, `remainder=True`": "remainder",
+    }.items():
+        held = forms[form]["held"]
+        moved = [forms[f]["bytes_per_parameter"] for f in (form, f"scaled {form}")]
+        yield (
+            "docs/policy.md",
+            f"| {said} | {held:.0f} | {7 * held:.0f} GB | "
+            f"{moved[0]:.0f} | {moved[1]:.0f} |",
+        )
+    kernels = forms["float32"]["kernels"], forms["scaled float32"]["kernels"]
+    yield "docs/policy.md", "There are {} kernels, and {} under a loss".format(*kernels)
+    tried = results("nvidia-h200/float8-compile")["rows"]
+    outcome = tried["float8"]["outcome"].replace("not", "not compiled in float8")
+    half = tried["bfloat16"]["seconds"]
+    yield (
+        "docs/float8.md",
+        f"had {outcome}, beside other programs, where bfloat16 took {half:.0f} s",
+    )
+
+
+def for_an_h100():
+    """What is compiled, and not run."""
     rows = {
-        "and gelu saved once: autocast": AUTOCAST,
+        "autocast": AUTOCAST,
         "float16 by hand": BY_HAND,
+        "the same, with autocast's float32 residual stream": (
+            "float16 by hand, float32 residual"
+        ),
         "float16 by hand, with a masked loss and a checkpoint around each gelu": (
             "float16 by hand, saving as torch"
         ),
@@ -97,17 +158,105 @@ def sentences():
         f"in place of {kept:.2f}; a [policy](policy.md), whose loss is outside of a "
         f"region, moves {policy:.1f} GB.",
     )
+    yield "docs/performance.md", f"the step moves {moved / plain:.2f} of the bytes"
+    own = full("full-h100-gpt2")
+    assert (
+        own["float16 + loss scale, jamp.dot_product_attention"]["bytes"]
+        == (own[AUTOCAST]["bytes"])
+    )
+    gradients = results("full-h100-gpt2")["h100 gpt2"]["gradient_bytes"]
+    reads = (own[AUTOCAST]["bytes"] - own["float16"]["bytes"]) / gradients
+    assert own[AUTOCAST]["conditionals"] == own[AUTOCAST]["host"] == 0
+    yield "docs/performance.md", f"adds {reads:.2f} reads of the gradients in GPT-2"
+    kernels = own[AUTOCAST]["kernels"] - own["float16"]["kernels"]
+    yield "docs/performance.md", f"adds {kernels} kernels to GPT-2's step"
+    flax = full("full-h100-gpt2-triton")["flax DynamicScale, by hand"]["kernels"]
+    flax -= full("full-h100-gpt2-triton")[BY_HAND]["kernels"]
+    yield "docs/performance.md", f"which reduces each array, {flax}"
+    rows = results("full-h100-llama")["h100 llama"]["rows"]
+    seconds = [rows[row]["seconds"] for row in ("float8", "rowwise")]
+    yield "docs/float8.md", f"it compiles in {min(seconds):.0f} to {max(seconds):.0f} s"
+
+
+def on_a_cpu():
+    donated = on_cpu("loss-scale")
+    jamp_step = [donated["jamp.step"], on_cpu("loss-scale", size="100.0")["jamp.step"]]
     yield (
-        "docs/policy.md",
-        f"takes {update('float32'):.2f} ms in float32, {update('master_weights'):.2f} "
-        f"with `master_weights`, {update('remainder'):.2f} with remainders, and under "
-        f"a loss scale {update('scaled float32'):.2f}, "
-        f"{update('scaled master_weights'):.2f} and {update('scaled remainder'):.2f}",
+        "docs/performance.md",
+        f"| `jamp.step`, donated, optimizer-bound | {span(jamp_step)} |",
     )
     yield (
-        "docs/policy.md",
-        f"parameters without masters take {update('bfloat16 alone'):.2f} ms",
+        "docs/performance.md",
+        f"takes {donated['jamp.step']:.2f} times as long with a loss scale and "
+        "`jamp.step`, which applies the updates inside of the conditional, "
+        f"{donated['jamp.GradScaler']:.2f} with `GradScaler`, and "
+        f"{donated['jamp, tx.update']:.2f} with `tx.update`",
     )
+    parts = {"gpt2": "train", "resnet50": "train-resnet50", "vit": "train"}
+    whole = {model: on_cpu(part, model) for model, part in parts.items()}
+    policy, region = (
+        ", ".join(f"{rows[row]:.2f}" for rows in whole.values())
+        for row in ("jamp Policy + dynamic_loss_scale", AUTOCAST)
+    )
+    yield (
+        "docs/performance.md",
+        f"by a policy: GPT-2, ResNet, ViT | {policy} |",
+    )
+    yield "docs/performance.md", f"| whole steps, under autocast | {region} |"
+    built = results("cpu/compile-time")["ratio"]["total"]["value"]
+    yield "docs/performance.md", f"| [trace](#tracing) and compile | {built:.2f} |"
+    ops = results("cpu/eager")["eager"]
+    ops = [
+        row["inside"] / row["outside"]
+        for name, row in ops.items()
+        if name not in ("nn.Dense", "the region")
+    ]
+    yield (
+        "docs/performance.md",
+        f"| an [eager op](#eager-ops) in a region, against outside | {span(ops, 0)} |",
+    )
+    logged = results("cpu/logging")["rows"]
+    report, search = (
+        logged[f"{name}(when=skipped)"]["ratio"]
+        for name in ("overflow_report", "find_nonfinite")
+    )
+    yield (
+        "docs/debugging.md",
+        f"takes {report:.2f} times as long with `overflow_report`, and {search:.2f} "
+        "times with `find_nonfinite`",
+    )
+    yield (
+        "docs/retry.md",
+        f"takes {donated['jamp.retry']:.2f} times as long as without a loss scale, and "
+        f"{donated['jamp.step']:.2f} without `retry`",
+    )
+
+
+def of_the_examples():
+    names = "gpt-experts", "rl", "fsdp"
+    experts, rl, fsdp = (results(f"examples/{name}") for name in names)
+    half, eighth = (
+        over_seeds(experts[name]["test loss"], 3) for name in ("bfloat16", "float8")
+    )
+    yield "docs/examples.md", f"gave {half} in bfloat16 and {eighth} in float8"
+    apart = [statistics.mean(rl[name]["mismatch"]) for name in ("bfloat16", "float16")]
+    yield (
+        "docs/examples.md",
+        f"In bfloat16 the two disagree {apart[0] / apart[1]:.1f} times as much",
+    )
+    whole, part = (fsdp["float32"][f"MB {of}"][0] for of in ("of state", "a device"))
+    yield (
+        "docs/examples.md",
+        f"each device holds {part:.2f} MB of the {whole:.2f} MB of parameters",
+    )
+
+
+def sentences():
+    """(page, sentence) for each sentence that has measured figures."""
+    yield from on_an_h200()
+    yield from for_an_h100()
+    yield from on_a_cpu()
+    yield from of_the_examples()
 
 
 def missing():

@@ -9,6 +9,7 @@ It reads `benchmarks/results/targets-*.json`, which `benchmarks.targets` writes,
 import json
 from pathlib import Path
 
+from benchmarks._harness import markdown
 from benchmarks.devices import GPUS
 from benchmarks.targets import TARGETS
 
@@ -53,11 +54,6 @@ def targets_with(models, model):
     return [target for target in TARGETS if f"{target} {model}" in models]
 
 
-def table(columns, rows):
-    lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
 def others(figures):
     """The products that did not get a dtype that was asked for."""
     return {d: n for d, n in figures["compiled"].items() if d not in figures["asked"]}
@@ -84,7 +80,7 @@ def by_target(models, model, value, among):
         for t in there
     ]
     size = next(iter(found.values()))["size"]
-    return f"`{size}`\n\n" + table([TITLES[model], *columns], rows)
+    return f"`{size}`\n\n" + markdown([TITLES[model], *columns], rows)
 
 
 def reads(models):
@@ -95,7 +91,7 @@ def reads(models):
         found = [models.get(f"{target} {model}") for model in columns]
         if any(found):
             rows.append([name_of(target), *(added(f) if f else "" for f in found)])
-    return table(["reads", *(TITLES[m] for m in columns)], rows)
+    return markdown(["reads", *(TITLES[m] for m in columns)], rows)
 
 
 def added(found):
@@ -133,7 +129,7 @@ def meshes_table(meshes):
         alike.setdefault((layout, *cells), []).append((way, scaleds))
     rows = [[*cells, *steps(ways)] for cells, ways in alike.items()]
     columns = ("collectives", "MB", "scaling adds", "bytes", "instructions", "CPU s")
-    return table([" / ".join(by_count), *columns], rows)
+    return markdown([" / ".join(by_count), *columns], rows)
 
 
 def megabytes(dtype, plains):
@@ -187,7 +183,7 @@ def newest(runs, models):
         f"With Flax {newer_runs[0]['flax']} and optax {newer_runs[0]['optax']}, of "
         f"{len(pairs)} rows, {len(changed)} move other bytes, by more than 1 %, or "
         "have other products:",
-        table(["GB", "model", "precision", old, new], rows),
+        markdown(["GB", "model", "precision", old, new], rows),
         meshes_tables(newer_meshes),
     ]
     return "\n\n".join(filter(None, parts))
@@ -205,7 +201,7 @@ def small_gpt2(models):
         for title, key in (("memory at its peak", "peak_bytes"), ("moved", "bytes")):
             cells = [f"{figures[key] / 1e9:.1f} GB" for figures in found]
             rows.append([f"{name_of(target)}, {title}", *cells])
-    return table(["a training step of a small GPT-2", *DRAWN[:3]], rows)
+    return markdown(["a training step of a small GPT-2", *DRAWN[:3]], rows)
 
 
 def text(runs, models, meshes):

@@ -2,15 +2,18 @@
 
 An example gives `compare` a function that makes a `Training` for a precision and seed.
 `compare` trains one for each, with a progress bar, checkpoints and TensorBoard logs in
-`<out>/<precision>-seed<seed>/`. `report` shows the results side by side.
+`<out>/<precision>-seed<seed>/`. `report` shows the results side by side, and writes
+them to `<out>/results.json`.
 """
 
 import argparse
+import datetime
 import functools
 import itertools
 import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -219,20 +222,35 @@ def joined(earlier, history):
 
 def report(args, runs, metric="loss", title="Training loss", log_scale=False):
     """Prints a table, mean ± standard deviation over the seeds, and draws a picture."""
-    some = next(iter(runs.values()))
+    results = {precision: by_seed(runs, precision) for precision in args.precisions}
     table = Table(caption="Times include compilation.")
-    for column in ("run", *some.results, "skipped steps", "seconds"):
+    for column in ("run", *next(iter(results.values())), "seconds"):
         table.add_column(column, justify="right")
-    for precision in args.precisions:
-        group = [run for (name, _), run in runs.items() if name == precision]
-        cells = [[run.results[key] for run in group] for key in some.results]
-        cells.append([run.history["found_inf"].sum() for run in group])
-        cells.append([run.seconds for run in group])
-        table.add_row(precision, *map(mean_and_deviation, cells))
+    for precision, row in results.items():
+        seconds = [run.seconds for (name, _), run in runs.items() if name == precision]
+        table.add_row(precision, *map(mean_and_deviation, [*row.values(), seconds]))
     rich.print(table)
     path = args.out / "training.png"
     draw(runs, path, metric, title, log_scale)
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "jax": jax.__version__,
+        "steps": args.steps,
+    }
+    document = json.dumps({"run": about, "results": results}, indent=2)
+    (args.out / "results.json").write_text(document + "\n")
     print(f"Curves: {path}. Logs: tensorboard --logdir {args.out}")
+
+
+def by_seed(runs, precision):
+    """Column -> the value of each seed."""
+    group = [run for (name, _), run in runs.items() if name == precision]
+    columns = {
+        key: [float(run.results[key]) for run in group] for key in group[0].results
+    }
+    skipped = [int(run.history["found_inf"].sum()) for run in group]
+    return columns | {"skipped steps": skipped}
 
 
 def mean_and_deviation(values):

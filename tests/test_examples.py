@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -51,6 +52,11 @@ def test_float16_trains_beside_float32(name, load, tmp_path, capsys):
     assert losses[0][:3] == pytest.approx(losses[1][:3], rel=0.01)
     assert full.results.keys() == half.results.keys()
     assert (tmp_path / "training.png").stat().st_size > 10_000
+    written = json.loads((tmp_path / "results.json").read_text())["results"]
+    for (precision, _), run in runs.items():
+        assert {key: written[precision][key] for key in run.results} == {
+            key: [value] for key, value in run.results.items()
+        }
     (events,) = (tmp_path / "float16-seed0").glob("events.*")
     for tag in (b"train/grad_norm", b"train/loss_scale", b"train/skipped_steps"):
         assert tag in events.read_bytes()

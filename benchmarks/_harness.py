@@ -256,10 +256,12 @@ def ratio_cell(row: Mapping[str, Any], again: Mapping[str, Any] | None = None) -
     return Ratio(row["ratio"], row.get("error")).text(floor)
 
 
-def markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table: a column of text, then columns of figures."""
+def markdown(
+    columns: Iterable[str], rows: Iterable[Iterable[str]], text: int = 1
+) -> str:
+    """A table: some columns of text, then columns of figures."""
     columns = list(columns)
-    rule = "|---" + "|---:" * (len(columns) - 1) + "|"
+    rule = "|---" * text + "|---:" * (len(columns) - text) + "|"
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
     return "\n".join([lines[0], rule, *lines[1:]])
 
@@ -272,5 +274,15 @@ def save(path: Path | None, results: Any, device: str = "") -> None:
     """If a path was given, writes the figures and where they were measured."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        document = {"run": describe(device), "results": results}
-        path.write_text(json.dumps(document, indent=2) + "\n")
+        document = {"run": describe(device), "results": finite(results)}
+        path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def finite(results: Any) -> Any:
+    """The figures with None for what is not a finite number, as JSON has it."""
+    if isinstance(results, Mapping):
+        return {key: finite(value) for key, value in results.items()}
+    if isinstance(results, list | tuple):
+        return [finite(value) for value in results]
+    is_number = isinstance(results, float)
+    return None if is_number and not math.isfinite(results) else results

@@ -14,7 +14,6 @@ A ratio is called level where the rounds do not tell the row from the baseline
 import functools
 import itertools
 import json
-import math
 import re
 import statistics
 from pathlib import Path
@@ -119,22 +118,37 @@ def percent(value, digits):
 
 def about(document, *notes):
     """Where and when the figures were measured, with which versions."""
-    run = document["run"]
+    return " ".join([where_and_when(document["run"]), *notes])
+
+
+def about_all(documents):
+    """The same of several files, whose dates may differ."""
+    said = dict.fromkeys(where_and_when(document["run"]) for document in documents)
+    return " ".join(said)
+
+
+def where_and_when(run):
     versions = [f"{said} {run[name]}" for name, said in VERSIONS.items()]
     where = run["device"]
     if "benchmarks.targets" in run.get("command", ""):
         where = "Compiled, not run"
     elif where == "cpu":
         where = f"{run['cpus']} cores of an {run['processor']}"
-    return " ".join([", ".join([where, run["date"], *versions]) + ".", *notes])
+    return ", ".join([where, run["date"], *versions]) + "."
 
 
-def resolved(rows, again):
-    """What a table's text says of its rounds and its baseline's second row."""
-    rounds = {len(row["seconds"]) for row in rows.values() if "seconds" in row}
-    said = " or ".join(map(str, sorted(rounds)))
+def resolved(made, again):
+    """What the text of tables says of their rounds and the baseline's second row.
+
+    Args:
+      made: the rows of each table.
+    """
+    kept = (
+        row["seconds"] for rows in made for row in rows.values() if "seconds" in row
+    )
+    said = " or ".join(map(str, sorted(set(map(len, kept)))))
     notes = [f"{said} rounds." if said else "The rounds were not kept."]
-    if again not in rows:
+    if not all(again in rows for rows in made):
         notes.append(
             "The baseline has one row, so how far two rows of one program lie apart is "
             "not known."
@@ -177,7 +191,7 @@ def training(name, documents, shown=None):
         columns["kernels"] = number("kernels", ".0f")
     title = f"{MODELS[name]}, {parameters(size) / 1e6:.0f} M, {items} {unit}"
     made = table(title, rows | torch_rows, columns, BY_HAND, AGAIN, torch_rows, shown)
-    notes = resolved(rows, AGAIN)
+    notes = resolved([rows], AGAIN)
     if torch_rows:
         notes.append(f"torch {apart['run']['torch']} ran in a process of its own.")
     return f"{made}\n\n{about(document, *notes)}"
@@ -197,10 +211,7 @@ def loss_scale(documents):
             found = documents[part]["results"]
             for title, rows in found.items():
                 made.append(table(title, rows, columns, plain, again))
-            every = {
-                (title, n): row for title in found for n, row in found[title].items()
-            }
-            made.append(about(documents[part], *resolved(every | rows, again)))
+            made.append(about(documents[part], *resolved(found.values(), again)))
     return "\n\n".join(made)
 
 
@@ -216,7 +227,7 @@ def masters(documents):
     }
     title = f"AdamW alone, {ARRAYS} x {WIDTHS[kind_of(documents['masters'])]}^2"
     made = table(title, rows, columns, FORM, FORM_AGAIN)
-    return f"{made}\n\n{about(documents['masters'], *resolved(rows, FORM_AGAIN))}"
+    return f"{made}\n\n{about(documents['masters'], *resolved([rows], FORM_AGAIN))}"
 
 
 def float8(documents):
@@ -227,19 +238,19 @@ def float8(documents):
     }
     made = []
     if document := documents.get("float8"):
-        for title, rows in document["results"].items():
+        found = document["results"]
+        for title, rows in found.items():
             made.append(table(title, rows, columns, FLOAT8_ROWS[0], FLOAT8_AGAIN))
-        made.append(about(document, *resolved(rows, FLOAT8_AGAIN)))
+        made.append(about(document, *resolved(found.values(), FLOAT8_AGAIN)))
     compiled = [d for part, d in documents.items() if part.startswith("float8-compile")]
     for document in compiled:
         found = document["results"]
-        lines = [f"| compiled with {found['flags']} | seconds |", "|---|---:|"]
+        lines = []
         for name, row in found["rows"].items():
             took = row["seconds"]
-            lines.append(
-                f"| {name} | {row['outcome'] if took is None else f'{took:.1f}'} |"
-            )
-        made += ["\n".join(lines), about(document)]
+            lines.append([name, row["outcome"] if took is None else f"{took:.1f}"])
+        title = f"compiled with {found['flags']}"
+        made += [markdown([title, "seconds"], lines), about(document)]
     return "\n\n".join(made)
 
 
@@ -266,7 +277,7 @@ def logging(documents):
         return ""
     rows = documents["logging"]["results"]["rows"]
     made = table("a step", rows, {}, next(iter(rows)))
-    return f"{made}\n\n{about(documents['logging'], *resolved(rows, None))}"
+    return f"{made}\n\n{about(documents['logging'], *resolved([rows], None))}"
 
 
 def compile_time(documents):
@@ -324,9 +335,9 @@ def trained(documents):
             [
                 name,
                 f"{row['first']:.4f}",
-                f"{row['last']:.4f}",
+                "nan" if row["last"] is None else f"{row['last']:.4f}",
                 "not finite"
-                if math.isnan(row["worst difference"])
+                if row["worst difference"] is None
                 else percent(row["worst difference"], 2),
             ]
             for name, row in rows.items()
@@ -368,7 +379,7 @@ def collectives(documents):
             ]
         )
     sizes = ("MB in float16", "in float32", "jamp adds", "bytes")
-    made = markdown(["layout", "mode", "collectives", *sizes], rows)
+    made = markdown(["layout", "mode", "collectives", *sizes], rows, text=2)
     return f"{made}\n\n{about(documents['collectives'])}"
 
 
@@ -426,7 +437,8 @@ def summary(documents):
         for said, row, key, base in wanted
     ]
     head = "compiled for an H100, against float16 by hand"
-    return f"{markdown([head, *models], rows)}\n\n{about(documents['full-h100-vit'])}"
+    made = markdown([head, *models], rows)
+    return f"{made}\n\n{about_all(documents[f'full-h100-{n}'] for n in MODELS)}"
 
 
 def scaled(documents):
@@ -453,15 +465,13 @@ def scaled(documents):
             lines.append([*cells[:1], str(found[row]["ops"]), *cells[1:]])
     sizes = ("GB moved", "ratio", "temporaries, GB", "ratio")
     made = markdown(["compiled for an H100", "StableHLO ops", *sizes], lines)
-    return f"{made}\n\n{about(documents['full-h100-gpt2'])}"
+    return f"{made}\n\n{about_all(documents[f'full-h100-{n}'] for n in wanted)}"
 
 
 def examples(documents):
     """What the examples reach in float16 and float32."""
     rows = []
-    for name, measured in EXAMPLES.items():
-        if name not in documents:
-            continue
+    for name, measured in EXAMPLES.items() if "gpt" in documents else ():
         document = documents[name]
         full, half = (document["results"][key] for key in ("float32", "float16"))
         skipped = statistics.mean(half["skipped steps"])
@@ -469,7 +479,11 @@ def examples(documents):
         for key, (said, digits) in measured.items():
             cells = [over_seeds(row[key], digits) for row in (full, half)]
             rows.append([f"`{name}.py`", said, *cells, steps])
-    return seeds_table(["example", "measured", "float32", "float16", "skipped"], rows)
+    if not rows:
+        return ""
+    columns = ("measured", "float32", "float16", "skipped")
+    made = markdown(["example", *columns], rows, text=2)
+    return f"{made}\n\n{about_all(documents[name] for name in EXAMPLES)}"
 
 
 def by_precision(documents):
@@ -486,7 +500,7 @@ def by_precision(documents):
         ]
         for name, row in results.items()
     ]
-    return seeds_table(["test loss", "", "as a multiple of bfloat16's"], rows)
+    return markdown(["", "test loss", "as a multiple of bfloat16's"], rows)
 
 
 def mismatch(documents):
@@ -507,13 +521,14 @@ def mismatch(documents):
         "largest ratio of the two p",
         "test reward",
     )
-    return seeds_table(["", *columns], rows)
+    return markdown(["", *columns], rows)
 
 
 def reduced(documents):
     """A fully sharded model whose gradients are exchanged in other dtypes."""
-    columns = [name for name in REDUCED if name in documents]
-    results = {name: documents[name]["results"] for name in columns}
+    if "fsdp" not in documents:
+        return ""
+    results = {name: documents[name]["results"] for name in REDUCED}
     rows = [
         [
             f"computed in {precision}",
@@ -523,9 +538,8 @@ def reduced(documents):
             ),
         ]
         for precision in ("float32", "float16")
-        if results
     ]
-    return seeds_table(["`--reduce`", *(REDUCED[name] for name in columns)], rows)
+    return markdown(["`--reduce`", *REDUCED.values()], rows)
 
 
 def over_seeds(values, digits):
@@ -534,10 +548,6 @@ def over_seeds(values, digits):
     values = [100 * x if unit else x for x in values]
     mean, deviation = statistics.mean(values), statistics.stdev(values)
     return f"{mean:.{abs(digits)}f}{unit} ± {deviation:.{abs(digits)}f}"
-
-
-def seeds_table(columns, rows):
-    return markdown(columns, rows) if rows else ""
 
 
 def rows_of(documents, part):
@@ -591,7 +601,10 @@ def written(text):
 
     def fill(match):
         start, folder, name, end = match.groups()
-        return f"{start}\n{TABLES[name](load(RESULTS / folder))}\n\n{end}"
+        made = TABLES[name](load(RESULTS / folder))
+        if not made:
+            raise ValueError(f"{RESULTS / folder} has no figures for the table {name}")
+        return f"{start}\n{made}\n\n{end}"
 
     return MARK.sub(fill, text)
 

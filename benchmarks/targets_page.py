@@ -183,7 +183,7 @@ def newest(runs, models):
         f"With Flax {newer_runs[0]['flax']} and optax {newer_runs[0]['optax']}, of "
         f"{len(pairs)} rows, {len(changed)} move other bytes, by more than 1 %, or "
         "have other products:",
-        markdown(["GB", "model", "precision", old, new], rows),
+        markdown(["GB", "model", "precision", old, new], rows, text=3),
         meshes_tables(newer_meshes),
     ]
     return "\n\n".join(filter(None, parts))

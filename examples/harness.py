@@ -9,9 +9,12 @@ them to `<out>/results.json`.
 import argparse
 import datetime
 import functools
+import importlib.metadata
 import itertools
 import json
 import math
+import os
+import platform
 import shutil
 import sys
 import time
@@ -234,8 +237,12 @@ def report(args, runs, metric="loss", title="Training loss", log_scale=False):
     draw(runs, path, metric, title, log_scale)
     about = {
         "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "processor": platform.processor() or platform.machine(),
+        "cpus": str(os.cpu_count()),
         "command": " ".join(["python", *sys.argv]),
-        "jax": jax.__version__,
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
         "steps": args.steps,
     }
     document = json.dumps({"run": about, "results": results}, indent=2)

@@ -50,8 +50,8 @@ or, where that is not possible, to float32.
 
 {checkouts}
 
-| model | from | way | half | first loss, apart | cosine | skipped | last loss | |
-|---|---|---|---|---|---|---|---|---|
+| model | from | way | half | first loss, apart | cosine | skipped | last loss | note |
+|---|---|---|---:|---:|---:|---:|---:|---|
 """
 
 

@@ -254,11 +254,19 @@ def float8(documents):
     return "\n\n".join(made)
 
 
-def eager(documents, ways=()):
+def of_file(part, make, **how):
+    """A table of one file: what `make` says of its results, and where they are from."""
+
+    def made(documents):
+        if part not in documents:
+            return ""
+        return f"{make(documents[part]['results'], **how)}\n\n{about(documents[part])}"
+
+    return made
+
+
+def eager(results, ways=()):
     """Microseconds of an op, outside and inside of a region."""
-    if "eager" not in documents:
-        return ""
-    results = documents["eager"]["results"]
     ways = ways or results
     one = len(ways) == 1
     columns = [w if one else f"{way}, {w}" for way in ways for w in WHERE]
@@ -267,8 +275,7 @@ def eager(documents, ways=()):
         found = [results[way].get(name) for way in ways]
         cells = [[rounded(f[where]) if f else "" for where in WHERE] for f in found]
         rows.append([name, *itertools.chain(*cells)])
-    made = markdown(["microseconds an op", *columns], rows)
-    return f"{made}\n\n{about(documents['eager'])}"
+    return markdown(["microseconds an op", *columns], rows)
 
 
 def logging(documents):
@@ -280,57 +287,45 @@ def logging(documents):
     return f"{made}\n\n{about(documents['logging'], *resolved([rows], None))}"
 
 
-def compile_time(documents):
+def compile_time(results):
     """Tracing, lowering and compiling under autocast, beside a model cast by hand."""
-    if "compile-time" not in documents:
-        return ""
-    found = documents["compile-time"]["results"]
     rows = [
         [
             phase,
             *(f"{seconds:.2f} s" for seconds in row.values()),
-            _harness.Ratio(**found["ratio"][phase]).text(),
+            _harness.Ratio(**results["ratio"][phase]).text(),
         ]
-        for phase, row in found["seconds"].items()
+        for phase, row in results["seconds"].items()
     ]
-    made = markdown(["phase", *found["seconds"]["total"], "ratio"], rows)
-    return f"{made}\n\n{about(documents['compile-time'])}"
+    return markdown(["phase", *results["seconds"]["total"], "ratio"], rows)
 
 
-def proof_cost(documents):
+def proof_cost(results):
     """Seconds of the calls that prove a step, and their ratio to one compilation."""
-    if "proof-cost" not in documents:
-        return ""
     rows = []
-    for name, row in documents["proof-cost"]["results"].items():
+    for name, row in results.items():
         calls = [f"{row[key]:.1f} s" for key in ("compile", "run")]
         for key in ("find_loss_scale", "check_step"):
             calls.append(f"{row[key]:.1f} s, {row[key] / row['compile']:.2f}")
         rows.append([MODELS[name], *calls])
     columns = ("compile", "run", "find_loss_scale", "check_step")
-    made = markdown(["a step", *columns], rows)
-    return f"{made}\n\n{about(documents['proof-cost'])}"
+    return markdown(["a step", *columns], rows)
 
 
-def kept(documents):
+def kept(results):
     """Bytes that a model keeps for the backward pass, as JAX traces it."""
-    if "memory" not in documents:
-        return ""
     ways = ("float32", "by hand", "autocast")
     rows = [
         [name, *(f"{row[way] / 1e6:.1f} MB" for way in ways), f"{row['ratio']:.3f}"]
-        for name, row in documents["memory"]["results"].items()
+        for name, row in results.items()
     ]
-    made = markdown(["kept for the backward pass", *ways, "ratio"], rows)
-    return f"{made}\n\n{about(documents['memory'])}"
+    return markdown(["kept for the backward pass", *ways, "ratio"], rows)
 
 
-def trained(documents):
+def trained(results):
     """Losses of float16 parameters with and without master weights."""
-    if "master-weights" not in documents:
-        return ""
     made = []
-    for optimizer, rows in documents["master-weights"]["results"].items():
+    for optimizer, rows in results.items():
         cells = [
             [
                 name,
@@ -344,29 +339,24 @@ def trained(documents):
         ]
         columns = ("first loss", "after 100 steps", "worst difference")
         made.append(markdown([optimizer, *columns], cells))
-    return "\n\n".join([*made, about(documents["master-weights"])])
+    return "\n\n".join(made)
 
 
-def forms(documents):
+def forms(results):
     """Masters of both forms, compared bit for bit."""
-    if "master-forms" not in documents:
-        return ""
-    document = documents["master-forms"]
     keys = ("numbers", "differ", "skipped", "ties")
     rows = [
         [name, *(f"{row[key]:,}" for key in keys), f"{row['lost']:.3f}"]
-        for name, row in document["results"].items()
+        for name, row in results.items()
     ]
     columns = ("numbers", "differ", "skipped steps", "ties", "lost without masters")
-    return f"{markdown(['', *columns], rows)}\n\n{about(document)}"
+    return markdown(["", *columns], rows)
 
 
-def collectives(documents):
+def collectives(results):
     """What a step exchanges, and what loss scaling adds to it."""
-    if "collectives" not in documents:
-        return ""
     rows = []
-    for row in documents["collectives"]["results"]:
+    for row in results:
         megabytes = row["plain"]["by_dtype"]
         rows.append(
             [
@@ -379,29 +369,22 @@ def collectives(documents):
             ]
         )
     sizes = ("MB in float16", "in float32", "jamp adds", "bytes")
-    made = markdown(["layout", "mode", "collectives", *sizes], rows, text=2)
-    return f"{made}\n\n{about(documents['collectives'])}"
+    return markdown(["layout", "mode", "collectives", *sizes], rows, text=2)
 
 
-def scaled_errors(documents):
+def scaled_errors(results):
     """The least and the largest error of the gradients of twelve layers."""
-    if "scaled-error" not in documents:
-        return ""
-    found = documents["scaled-error"]["results"]
     rows = [
         [name, percent(min(errors), 3), percent(max(errors), 3)]
-        for name, errors in found.items()
+        for name, errors in results.items()
         if not name.startswith("log2")
     ]
-    made = markdown(["error to float64", "least", "largest"], rows)
-    return f"{made}\n\n{about(documents['scaled-error'])}"
+    return markdown(["error to float64", "least", "largest"], rows)
 
 
-def compiled(part, base, documents):
+def compiled(results, base):
     """What a step of a full size becomes for an H100."""
-    if part not in documents:
-        return ""
-    (found,) = documents[part]["results"].values()
+    (found,) = results.values()
     first, cells = found["rows"][base], []
     for name, row in found["rows"].items():
         sizes = [f"{row['bytes'] / 1e9:.2f}", f"{row['bytes'] / first['bytes']:.3f}"]
@@ -411,8 +394,7 @@ def compiled(part, base, documents):
     columns = ["kernels"]
     for column in ("GB moved", "temporaries, GB", "peak, GB"):
         columns += [column, "ratio"]
-    made = markdown([f"`{found['size']}`", *columns], cells)
-    return f"{made}\n\n{about(documents[part])}"
+    return markdown([f"`{found['size']}`", *columns], cells)
 
 
 def summary(documents):
@@ -566,16 +548,16 @@ TABLES = {
     "loss-scale": loss_scale,
     "masters": masters,
     "float8": float8,
-    "eager": functools.partial(eager, ways=("eager",)),
-    "ops": eager,
+    "eager": of_file("eager", eager, ways=("eager",)),
+    "ops": of_file("eager", eager),
     "logging": logging,
-    "compile-time": compile_time,
-    "proof-cost": proof_cost,
-    "memory": kept,
-    "master-weights": trained,
-    "master-forms": forms,
-    "collectives": collectives,
-    "scaled-error": scaled_errors,
+    "compile-time": of_file("compile-time", compile_time),
+    "proof-cost": of_file("proof-cost", proof_cost),
+    "memory": of_file("memory", kept),
+    "master-weights": of_file("master-weights", trained),
+    "master-forms": of_file("master-forms", forms),
+    "collectives": of_file("collectives", collectives),
+    "scaled-error": of_file("scaled-error", scaled_errors),
     "examples": examples,
     "precisions": by_precision,
     "mismatch": mismatch,
@@ -583,7 +565,7 @@ TABLES = {
     "summary": summary,
     "scaled": scaled,
     **{
-        f"h100-{part}": functools.partial(compiled, f"full-h100-{part}", base)
+        f"h100-{part}": of_file(f"full-h100-{part}", compiled, base=base)
         for part, base in COMPILED.items()
     },
 }

@@ -468,11 +468,8 @@ def examples(documents):
     return f"{made}\n\n{about_all(documents[name] for name in EXAMPLES)}"
 
 
-def by_precision(documents):
+def by_precision(results):
     """The language model in each precision."""
-    if "gpt" not in documents:
-        return ""
-    results = documents["gpt"]["results"]
     means = {name: statistics.mean(row["test loss"]) for name, row in results.items()}
     rows = [
         [
@@ -485,10 +482,8 @@ def by_precision(documents):
     return markdown(["", "test loss", "as a multiple of bfloat16's"], rows)
 
 
-def mismatch(documents):
+def mismatch(results):
     """How far a sampler and a trainer of the same weights are apart."""
-    if "rl" not in documents:
-        return ""
     rows = [
         [
             name,
@@ -496,7 +491,7 @@ def mismatch(documents):
             over_seeds(row["largest ratio"], 3),
             over_seeds(row["test reward"], 3),
         ]
-        for name, row in documents["rl"]["results"].items()
+        for name, row in results.items()
     ]
     columns = (
         "mean \\|log p of trainer - log p of sampler\\|, 1e-3",
@@ -521,7 +516,8 @@ def reduced(documents):
         ]
         for precision in ("float32", "float16")
     ]
-    return markdown(["`--reduce`", *REDUCED.values()], rows)
+    made = markdown(["`--reduce`", *REDUCED.values()], rows)
+    return f"{made}\n\n{about_all(documents[name] for name in REDUCED)}"
 
 
 def over_seeds(values, digits):
@@ -559,8 +555,8 @@ TABLES = {
     "collectives": of_file("collectives", collectives),
     "scaled-error": of_file("scaled-error", scaled_errors),
     "examples": examples,
-    "precisions": by_precision,
-    "mismatch": mismatch,
+    "precisions": of_file("gpt", by_precision),
+    "mismatch": of_file("rl", mismatch),
     "reduced": reduced,
     "summary": summary,
     "scaled": scaled,

@@ -12,7 +12,7 @@ import os
 import jax
 import pytest
 
-from . import at_once, mlir_contexts, time_limit
+from . import at_once, marks, mlir_contexts, time_limit
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -94,6 +94,7 @@ def for_several(pmap):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config, items):
+    marks.mark_covers(items)
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker("slow")

@@ -33,9 +33,13 @@ test: $(VENV)/.test ## the quick tests, in minutes, without torch
 test-all: $(VENV)/.test ## all tests but the nightly ones
 	$(CACHED) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not nightly" $(TESTS)
 
-processors: $(VENV)/.test ## what compares two programs, on processors of two kinds
-	for isa in AVX AVX2; do XLA_FLAGS=--xla_cpu_max_isa=$$isa \
-	  $(CACHED) -m pytest -n auto -m "not slow" @tests/two_programs.txt || exit 1; done
+# The tests of two programs in files that changed since the commit SINCE, or all.
+PAIRS := tests/two_programs.txt
+TOUCHED = $(if $(SINCE),$(shell git diff --name-only $(SINCE) -- tests | grep -Ff - $(PAIRS)),@$(PAIRS))
+
+processors: $(VENV)/.test ## what compares two programs, for an older processor; SINCE=COMMIT: what changed
+	$(if $(TOUCHED),XLA_FLAGS=--xla_cpu_max_isa=AVX $(CACHED) -m pytest -n auto \
+	  -m "not slow" $(TOUCHED),@echo "No file of $(PAIRS) changed.")
 
 parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
 	$(CACHED) -m parity
@@ -71,9 +75,9 @@ FIGURES := benchmarks/results/targets
 ifdef DRY
 targets: .venv-targets/.targets
 	JAX_PLATFORMS=cpu $(subst $(VENV),.venv-targets,$(CACHED)) -m pytest \
-	  tests/test_compiled_targets.py
+	  $(if $(filter night,$(DRY)),,-m "not nightly") tests/test_compiled_targets.py
 else
-targets: .venv-targets/.targets ## compile steps for GPUs and TPUs, for docs/targets.md; DRY=1: small ones
+targets: .venv-targets/.targets ## compile steps for GPUs and TPUs, for docs/targets.md; DRY=1 or DRY=night: small ones
 	for target in t4 l4 a100 h100 b200 v5e v6e tpu7x; do \
 	  $(COMPILE) --for $$target --json $(FIGURES)-$$target.json || exit 1; done
 	for chips in 8 256 4096; do \
@@ -90,8 +94,8 @@ gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1: small, on
 	$(GPU_PYTHON) -m benchmarks.gpu
 endif
 
-versions: ## every public call and op on each release of JAX that is promised; prints a table
-	$(PYTHON) scripts/versions.py $(if $(WITHOUT),--without $(WITHOUT))
+versions: ## every public call and op on the releases of JAX that are promised, or on ONLY some
+	$(PYTHON) scripts/versions.py $(ONLY)
 
 nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
 	$(CACHED) -m pytest -n auto -m nightly $(TESTS)

@@ -1,19 +1,20 @@
 """Runs the tests of `tests/versions.txt` on each release of JAX that jamp promises.
 
+CI runs the lowest and the newest one, the night and a new version of jamp all.
+
 Each release has an environment in `.venv-versions` and one process, and as many run at
 a time as there are cores. The table at the end counts tests and failures by release. A
 test that ends the process is a failure, after which the others go on.
 
 Usage: python scripts/versions.py [--write] [--all] [--optimized] [--pre]
-  [--without RELEASE] [RELEASE ...]
+  [RELEASE ...]
 
-  RELEASE: as in the table, such as 0.11.1, or "newest", or 3.12 for all that run on
-    this Python. A Python that is not on this machine is skipped with a word, and is an
-    error if it was asked for.
+  RELEASE: as in the table, such as 0.11.1, or "lowest" or "newest", or 3.12 for all
+    that run on this Python. A Python that is not on this machine is skipped with a
+    word, and is an error if it was asked for.
   --write: write the table into the documentation.
   --all: all tests but those of files.
   --optimized: compile with XLA's default optimizations.
-  --without: a release that has been tested elsewhere.
   --pre: with pre-releases of JAX and of its dependencies.
 """
 
@@ -126,9 +127,7 @@ def newest(python: str, flags: Sequence[str]) -> str:
     return found.strip().removeprefix("jax==")
 
 
-def releases(
-    names: Sequence[str], flags: Sequence[str], without: str = ""
-) -> list[Release]:
+def releases(names: Sequence[str], flags: Sequence[str]) -> list[Release]:
     """The releases of these names, or all, with the newest of the day."""
     rows, of_the_day = [], set()
     for python, versions in RELEASES.items():
@@ -142,13 +141,14 @@ def releases(
         row._replace(is_newest=row.jax in of_the_day, is_again=row != first[row.jax])
         for row in rows
     ]
-    called = {row: {row.python, row.jax} for row in rows}
-    for row in rows:
-        called[row] |= {NEWEST} if row.jax in of_the_day else set()
+    others = {NEWEST: of_the_day, "lowest": {LOWEST}}
+    called = {
+        row: {row.python, row.jax, *(n for n, found in others.items() if row.jax in found)}
+        for row in rows
+    }
     if unknown := {*names}.difference(*called.values()):
         sys.exit(f"There is no release {', '.join(unknown)}; see RELEASES.")
-    rows = [row for row in rows if not names or called[row] & {*names}]
-    return [row for row in rows if row.jax != without]
+    return [row for row in rows if not names or called[row] & {*names}]
 
 
 def lowest_bounds() -> list[str]:
@@ -256,13 +256,12 @@ def main() -> int:
     parser.add_argument("release", nargs="*")
     for option in ("write", "all", "optimized", "pre"):
         parser.add_argument(f"--{option}", action="store_true")
-    parser.add_argument("--without", metavar="RELEASE", default="")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     flags = ["--prerelease", "allow"] if args.pre else []
     try:
         make_tools()
-        chosen = releases(args.release, flags, args.without)
+        chosen = releases(args.release, flags)
     except Failed as failure:
         if not NO_NETWORK.search(str(failure)):
             raise

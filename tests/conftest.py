@@ -35,7 +35,7 @@ except ImportError:  # `make gpu` runs without it
 
 
 def pytest_addoption(parser):
-    said = "fail the tests that are not marked slow and take more than five seconds"
+    said = "fail the tests that are not marked slow and take more than a second"
     parser.addoption("--time-limit", action="store_true", help=said)
     said = "compile with XLA's default optimizations, which take longer"
     parser.addoption("--optimized", action="store_true", help=said)

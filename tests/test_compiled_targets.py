@@ -1,7 +1,7 @@
 """What the compilers for GPUs and TPUs make of training steps, products and retries.
 
 The tests need JAX's CUDA plugin or libtpu, but neither a GPU nor a TPU. Without one of
-the two, its tests are skipped.
+the two, its tests are skipped. CI compiles a small step for two GPUs, the night all.
 """
 
 import functools
@@ -33,6 +33,7 @@ from tests.autocast.test_float8_hlo import (
     plain,
     wide,
 )
+from tests.marks import cover
 
 
 def with_bias(x, w, bias):
@@ -80,6 +81,7 @@ compiles_for_a_gpu = needs("h100")
 GEMMS = {"cuBLAS": False, "Triton": True}
 
 
+@pytest.mark.nightly
 @compiles_for_a_gpu
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("name", FLOAT8)
@@ -97,6 +99,7 @@ def compiled(function, *args, gemm, **options):
     return lowered.compile(compiler_options={targets.TRITON: GEMMS[gemm]}).as_text()
 
 
+@pytest.mark.nightly
 @compiles_for_a_gpu
 def test_scaled_products_are_cublas_products_of_float16_with_float32_results():
     within = functools.partial(jamp.autocast, jamp.ScaledFloat16())
@@ -111,6 +114,7 @@ def test_scaled_products_are_cublas_products_of_float16_with_float32_results():
         assert all(shapes[name].startswith("f16[") for name in call.operands)
 
 
+@pytest.mark.nightly
 @compiles_for_a_gpu
 @pytest.mark.usefixtures("standard_promotion")
 def test_retry_copies_nothing_more_than_the_step_does():
@@ -176,7 +180,10 @@ NARROW = {
 }
 EVERYWHERE = [
     "cpu",
-    *(pytest.param(t, marks=needs(t)) for t in ("t4", "a100", "h100", "v5e")),
+    *(
+        pytest.param(t, marks=[needs(t), pytest.mark.nightly])
+        for t in ("t4", "a100", "h100", "v5e")
+    ),
 ]
 
 
@@ -216,6 +223,7 @@ def test_products_are_of_float8_numbers_where_there_are_units(target):
         assert set(products.compiled(text)) == {without or "f8"}
 
 
+@pytest.mark.nightly
 @compiles_for_a_gpu
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_error_feedback_sends_and_keeps_on_eight_gpus(dtype):
@@ -240,26 +248,23 @@ def test_error_feedback_sends_and_keeps_on_eight_gpus(dtype):
 
 # The dtypes of the compiled products, where those are not the ones asked for.
 INSTEAD = {("t4", "bfloat16"): {"f32"}, ("t4", "float8"): {"f16"}}
-TARGETS = [
-    pytest.param(name, marks=[needs(name), pytest.mark.slow])
-    for name in ("t4", "h100", "v5e")
-]
+TARGETS = [pytest.param(name, marks=needs(name)) for name in ("t4", "h100", "v5e")]
 
 
 @pytest.mark.usefixtures("standard_promotion")
+@cover(quick=0, ci=2)
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_step_traced_on_a_cpu_is_the_targets_own(target):
+@pytest.mark.parametrize("row", [SCALED, "bfloat16", "float8"])
+def test_a_step_traced_on_a_cpu_is_the_targets_own(target, row):
     """Products in the dtype asked for, no conditional, and no call of the host."""
-    size = COMPILED["small"]["mlp"]
-    for row in ("bfloat16", SCALED, "float8"):
-        figures = targets.measure(row, size, target)
-        assert "error" not in figures, (row, figures)
-        asked, compiled = set(figures["asked"]), set(figures["compiled"])
-        assert compiled == INSTEAD.get((target, row), asked), row
-        assert figures["conditionals"] == figures["host"] == 0, row
+    figures = targets.measure(row, COMPILED["small"]["mlp"], target)
+    assert "error" not in figures
+    asked, compiled = set(figures["asked"]), set(figures["compiled"])
+    assert compiled == INSTEAD.get((target, row), asked)
+    assert figures["conditionals"] == figures["host"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(

@@ -35,13 +35,10 @@ def test_nothing_is_newer(monkeypatch):
     assert rows == [Release("3.12", known, is_newest=True), again]
 
 
-def test_a_release_that_has_been_tested_is_left_out(newest):
-    rows, left = versions.releases([], []), versions.releases([], [], "0.10.2")
-    assert [row.jax for row in rows if row not in left] == ["0.10.2"]
-
-
 def test_some_releases_are_named(newest):
     assert versions.releases(["0.11.1"], []) == [Release("3.12", "0.11.1")]
+    rows = versions.releases(["lowest", "newest"], [])
+    assert [row.jax for row in rows] == [versions.LOWEST, "0.99.1", "0.99.1"]
     rows = versions.releases(["newest", "3.11"], [])
     assert [row.python for row in rows] == ["3.11"] * 3 + ["3.12", "3.13"]
     with pytest.raises(SystemExit, match=r"no release 0\.9"):

@@ -1,4 +1,4 @@
-"""A pytest plugin of `make test`: a test that is not marked slow may take five seconds.
+"""A pytest plugin of `make test`: a test that is not marked slow may take a second.
 
 These are CPU seconds of the test and of the processes that it waits for, without its
 fixtures, so that other programs on the machine do not fail a test. The limit is longer
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-LIMIT = 5.0
+LIMIT = 1.0
 CALIBRATION = 0.015  # seconds that the calculation takes on a fast processor
 SAID = (
     "{test} took {seconds:.1f} s of CPU time; the limit is {limit:.1f} s. "

@@ -500,7 +500,7 @@ def test_numbers_of_a_state_may_come_from_elsewhere(jit):
         {"growth_tracker": 1.5},
         {"growth_tracker": 2**40},
         {"found_inf": 3},
-        {"recent_skips": jnp.ones(2, jnp.float16)},
+        {"recent_skips": np.ones(2, np.float16)},
     ],
     ids=str,
 )

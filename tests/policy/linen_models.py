@@ -5,13 +5,15 @@ from functools import partial, partialmethod
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jamp
 
 package, layer = nn, nn.Dense
 with_policy = jamp.linen.with_policy
-RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-X = jnp.ones((2, 4))
+# What `jax.random.key` makes of 0 and 1, without a program to run on import.
+RNGS = {"params": np.array([0, 0], np.uint32), "dropout": np.array([0, 1], np.uint32)}
+X = np.ones((2, 4), np.float32)
 MUTABLE = ["batch_stats", "intermediates"]
 OPTIONS = {"GroupNorm": {"num_groups": 2}, "BatchNorm": {"use_running_average": False}}
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jamp
@@ -10,7 +11,7 @@ from .linen_models import OPTIONS, X
 
 package, layer = nnx, nnx.Linear
 with_policy = jamp.nnx.with_policy
-TOKENS = jnp.arange(8)[None]
+TOKENS = np.arange(8, dtype=np.int32)[None]
 
 
 def functional(model, x=X, abstract=False):

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import sys
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -17,12 +18,12 @@ from flax.training import train_state
 import jamp
 from shared.jaxprs import equations
 from tests.jaxprs import products
-from tests.marks import mostly_slow, slow
+from tests.marks import cover
 
 from .linen_models import MUTABLE, RNGS, Block, Compact, Own, Setup
 
 MIXED = jamp.get_policy("mixed_float16")
-X = jax.random.normal(jax.random.key(2), (4, 8))
+X = np.random.default_rng(2).normal(size=(4, 8)).astype(np.float32)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -92,9 +93,9 @@ def test_the_override_of_the_root_is_for_its_own_parameters():
 )
 def test_other_methods(method):
     model = jamp.linen.with_policy(Setup(), MIXED)
-    params = jax.jit(model.init)(RNGS, X)
+    params = jax.eval_shape(model.init, RNGS, X)
     run = lambda params: model.apply(params, X, method=method)
-    assert run(params).dtype == jnp.float32
+    assert jax.eval_shape(run, params).dtype == jnp.float32
     assert products(run, params) == [{"float16"}]
     assert model.describe() == "a model"
 
@@ -124,7 +125,7 @@ def test_names_of_a_module_stay():
 
 def test_tied_parameters_are_cast_by_their_reader():
     model = jamp.linen.with_policy(Tied(), MIXED)
-    params = jax.jit(model.init)(RNGS, X)
+    params = jax.eval_shape(model.init, RNGS, X)
     assert products(lambda p: model.apply(p, X), params) == [{"float16"}]
 
 
@@ -140,7 +141,7 @@ def test_parameters_read_as_variables_are_cast():
             return jnp.dot(x, kernel) + kernel[0] + jnp.asarray(kernel).sum()
 
     model = jamp.linen.with_policy(Model(), MIXED)
-    params = jax.jit(nn.Dense(8).init)(RNGS, X)
+    params = jax.eval_shape(nn.Dense(8).init, RNGS, X)
     params = {"params": {"Dense_0": params["params"]}}
     assert products(lambda p: model.apply(p, X), params) == [{"float16"}] * 2
 
@@ -148,12 +149,12 @@ def test_parameters_read_as_variables_are_cast():
 def test_decoding_caches_have_the_compute_dtype():
     plain = nn.MultiHeadDotProductAttention(2, decode=True)
     model, x = jamp.linen.with_policy(plain, MIXED), X[None]
-    variables = jax.jit(model.init)(RNGS, x)
-    expected = jax.jit(plain.init)(RNGS, x)
+    inits = jax.jit(lambda: (model.init(RNGS, x), plain.init(RNGS, x)))
+    variables, expected = inits()
     jax.tree.map(np.testing.assert_array_equal, variables["params"], expected["params"])
     for name in ("cached_key", "cached_value"):
         assert variables["cache"][name].dtype == jnp.float16
-    y, state = model.apply(variables, x[:, :1], mutable=["cache"])
+    y, state = jax.jit(partial(model.apply, mutable="cache"))(variables, x[:, :1])
     assert y.dtype == jnp.float32
     assert state["cache"]["cache_index"] == 1
 
@@ -185,13 +186,13 @@ def test_weight_norm_and_map_variables():
     model = jamp.linen.with_policy(Model(), MIXED)
     variables = jax.jit(Model().init)(RNGS, X)
     assert products(lambda v: model.apply(v, X), variables) == [{"float16"}]
-    np.testing.assert_allclose(
-        model.apply(variables, X), Model().apply(variables, X), atol=5e-3
-    )
+    both = jax.jit(lambda v: (model.apply(v, X), Model().apply(v, X)))
+    np.testing.assert_allclose(*both(variables), atol=5e-3)
 
 
+@cover()
 @pytest.mark.parametrize("norm", [nn.WeightNorm, nn.SpectralNorm])
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_init_makes_the_parameters_of_the_plain_module(norm, jit):
     class Model(nn.Module):
         @nn.compact
@@ -199,24 +200,22 @@ def test_init_makes_the_parameters_of_the_plain_module(norm, jit):
             more = {"update_stats": True} if norm is nn.SpectralNorm else {}
             return nn.Dense(2)(norm(nn.Dense(8))(x, **more))
 
-    plain = jit(Model().init)(RNGS, X)["params"]
-    made = jit(jamp.linen.with_policy(Model(), MIXED).init)(RNGS, X)["params"]
+    models = [jamp.linen.with_policy(Model(), policy) for policy in (MIXED, "half")]
+    inits = jit(lambda: [m.init(RNGS, X)["params"] for m in (Model(), *models)])
+    plain, made, half = inits()
     jax.tree.map(np.testing.assert_array_equal, made, plain)
-    half = jit(jamp.linen.with_policy(Model(), "half").init)(RNGS, X)["params"]
     dtype = jax.tree.leaves(half)[0].dtype
-    rounded = jax.tree.map(lambda x: x.astype(dtype), plain)
+    rounded = jax.tree.map(lambda x: np.asarray(x).astype(dtype), plain)
     jax.tree.map(np.testing.assert_array_equal, half, rounded)
 
 
 # Overrides.
 
 
-@pytest.mark.slow
 def test_param_dtypes_by_module():
     overrides = {"jitted/Dense": "p=bf16,c=f16", "ScanBlock": "c=full,o=half"}
-    params = jamp.linen.with_policy(Compact(), "half", overrides).init(RNGS, X)[
-        "params"
-    ]
+    model = jamp.linen.with_policy(Compact(), "half", overrides)
+    params = jax.eval_shape(model.init, RNGS, X)["params"]
     assert params["jitted"]["Dense_0"]["kernel"].dtype == jnp.bfloat16
     assert params["jitted"]["LayerNorm_0"]["scale"].dtype == jnp.float32
     assert params["ScanBlock_0"]["Dense_0"]["kernel"].dtype == jnp.float32
@@ -229,7 +228,7 @@ def test_param_dtypes_by_module():
 def test_overrides_by_path_and_class():
     overrides = {"^Dense_1$": "full", Own: "c=bf16", Block: jamp.get_policy("full")}
     model = jamp.linen.with_policy(Compact(), MIXED, overrides)
-    variables = jax.jit(model.init)(RNGS, X)
+    variables = jax.eval_shape(model.init, RNGS, X)
     run = lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0]
     found = products(run, variables)
     # Dense_0, remat, scan, jit, vmap, Own, Dense_1
@@ -255,7 +254,8 @@ def test_an_override_of_the_output():
     seen = {}
     overrides = {"logits": "c=f16,o=f32", "hidden": "p=f32,c=f32,o=bf16"}
     model = jamp.linen.with_policy(Model(), "half", overrides)
-    assert model.init_with_output(RNGS, X)[0].dtype == jnp.float16
+    out, _ = jax.eval_shape(model.init_with_output, RNGS, X)
+    assert out.dtype == jnp.float16
     assert seen == {"hidden": jnp.bfloat16, "logits": jnp.float32}
 
 
@@ -290,8 +290,9 @@ class Chain(nn.Module):
         return x + nn.Dense(8)(nn.LayerNorm()(x))
 
 
-@pytest.mark.parametrize("policy", [MIXED, slow("half"), slow("c=bf16,o=bf16")])
-@pytest.mark.parametrize("body", [Cell, slow(nn.remat(Cell))])
+@cover()
+@pytest.mark.parametrize("policy", [MIXED, "half", "c=bf16,o=bf16"])
+@pytest.mark.parametrize("body", [Cell, nn.remat(Cell)])
 @pytest.mark.parametrize("overrides", [None, {Cell: "full"}, {Cell: "c=bf16,o=f16"}])
 def test_a_scanned_module_gives_back_the_carry_as_it_came(policy, body, overrides):
     class Model(nn.Module):
@@ -304,14 +305,14 @@ def test_a_scanned_module_gives_back_the_carry_as_it_came(policy, body, override
             assert carry["h"].dtype == jnp.float32
             return out
 
-    x = jnp.ones((4, 3, 8))
+    x = np.ones((4, 3, 8), np.float32)
     plain, model = Model(), jamp.linen.with_policy(Model(), policy, overrides)
     variables = jax.jit(plain.init)(RNGS, x)
     jax.eval_shape(model.init, RNGS, x)
     dtype = "float32" if overrides == {Cell: "full"} else str(model_dtype(model, Cell))
     assert all({dtype} == found for found in products(model.apply, variables, x))
-    out = model.apply(variables, x).astype(jnp.float32)
-    np.testing.assert_allclose(out, plain.apply(variables, x), atol=0.05)
+    out, expected = jax.jit(lambda v: (model.apply(v, x), plain.apply(v, x)))(variables)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.05)
 
 
 def model_dtype(model, cls):
@@ -358,12 +359,13 @@ def test_what_a_scanned_cell_draws_under_a_policy():
     np.testing.assert_allclose(logits, plain, atol=2e-3)
 
 
-@pytest.mark.parametrize("lift", mostly_slow(["scan", "remat_scan"], "remat_scan"))
+@cover()
+@pytest.mark.parametrize("lift", ["remat_scan", "scan"])
 def test_scanned_layers_take_a_float32_residual_stream(lift):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.Dense(8)(x) + jnp.ones(8, jnp.float32)  # float32
+            x = nn.Dense(8)(x) + np.ones(8, np.float32)  # float32
             if lift == "scan":
                 axes, split = {"params": 0}, {"params": True}
                 layers = nn.scan(Block, axes, split_rngs=split, length=3)
@@ -374,11 +376,11 @@ def test_scanned_layers_take_a_float32_residual_stream(lift):
     variables = jax.jit(model.init)(RNGS, X)
     found = products(model.apply, variables, X)
     assert found and all(dtypes == {"float16"} for dtypes in found)
-    np.testing.assert_allclose(
-        model.apply(variables, X), Model().apply(variables, X), atol=0.05
-    )
+    both = jax.jit(lambda v: (model.apply(v, X), Model().apply(v, X)))
+    np.testing.assert_allclose(*both(variables), atol=0.05)
 
 
+@cover()
 @pytest.mark.parametrize("policy", [MIXED, "half"])
 def test_a_float32_cache_takes_half_precision(policy):
     class Cached(nn.Module):
@@ -413,23 +415,25 @@ def test_a_carry_that_stays_unequal_is_explained():
     assert any("under a policy returns half" in n for n in caught.value.__notes__)
 
 
+@cover()
 @pytest.mark.parametrize(
     "overrides, message",
     [
         ({"Dens_0": "full"}, r"'Dens_0'.*\n.*'Dense_0'"),
-        slow(({"^Dense$": "full"}, r"'Dense_0'|'Dense_1'")),
+        ({"^Dense$": "full"}, r"'Dense_0'|'Dense_1'"),
         ({"Dense_0": "full", "encoder": "full"}, "no module: 'encoder'"),
-        slow(({nn.Conv: "full"}, "Conv")),
+        ({nn.Conv: "full"}, "Conv"),
     ],
 )
 def test_overrides_that_match_nothing(overrides, message):
     model = jamp.linen.with_policy(Compact(), MIXED, overrides)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(model.init, RNGS, X)
-    variables = jax.jit(Compact().init)(RNGS, X)
+    run = dict(rngs=RNGS, mutable=MUTABLE)
+    variables = jax.eval_shape(Compact().init, RNGS, X)
     if nn.Conv not in overrides:  # a path is checked against those of the variables
         with pytest.raises(ValueError, match=message):
-            model.apply(variables, X, rngs=RNGS, mutable=MUTABLE)
+            jax.eval_shape(lambda v: model.apply(v, X, **run), variables)
 
 
 def test_overrides_of_what_one_call_leaves_out():
@@ -446,17 +450,16 @@ def test_overrides_of_what_one_call_leaves_out():
 
     overrides = {"auxiliary": "full", "drop": "full", nn.Dropout: "full"}
     model = jamp.linen.with_policy(Model(), MIXED, overrides)
-    variables = jax.jit(model.init)(RNGS, X)
-    model.apply(variables, X, train=False)
-    model.apply(variables, X, method="other")
+    variables = jax.eval_shape(model.init, RNGS, X)
+    for how in ({"train": False}, {"method": "other"}):
+        jax.eval_shape(lambda v, how=how: model.apply(v, X, **how), variables)
 
 
 # Training.
 
 
-@pytest.mark.parametrize(
-    "text", mostly_slow(["mixed_float16", "half"], "mixed_float16")
-)
+@cover()
+@pytest.mark.parametrize("text", ["mixed_float16", "half"])
 def test_training_is_traced_once_and_donates(text):
     model = jamp.linen.with_policy(Setup(), text)
     inner = jamp.master_weights(optax.adam(1e-2))
@@ -490,11 +493,14 @@ def test_training_is_traced_once_and_donates(text):
 
 def test_flax_train_state_and_checkpoints():
     plain, mixed = Compact(), jamp.linen.with_policy(Compact(), MIXED)
-    variables = jax.jit(plain.init)(RNGS, X)
+    rng, shapes = np.random.default_rng(0), jax.eval_shape(plain.init, RNGS, X)
+    draw = lambda x: rng.normal(size=x.shape).astype(x.dtype)
+    variables = jax.tree.map(draw, shapes)
     saved = serialization.to_bytes(variables)
-    restored = serialization.from_bytes(jax.jit(mixed.init)(RNGS, X), saved)
+    restored = serialization.from_bytes(jax.eval_shape(mixed.init, RNGS, X), saved)
     jax.tree.map(np.testing.assert_array_equal, restored, variables)
-    mixed.apply(restored, X, rngs=RNGS, mutable=MUTABLE)
+    run = lambda v: mixed.apply(v, X, rngs=RNGS, mutable=MUTABLE)
+    jax.eval_shape(run, restored)
     train_state.TrainState.create(
         apply_fn=mixed.apply, params=restored["params"], tx=optax.sgd(0.1)
     )
@@ -554,7 +560,7 @@ class Outer(nn.Module):
 
 def test_a_module_called_from_elsewhere_keeps_the_policy_of_its_path():
     model = jamp.linen.with_policy(Outer(), MIXED, {"encoder": "full"})
-    params = jax.jit(model.init)(RNGS, X)
+    params = jax.eval_shape(model.init, RNGS, X)
     found = products(lambda p: model.apply(p, X), params)
     assert found == [{"float16"}, *[{"float32"}] * 3]
 
@@ -575,7 +581,9 @@ def test_a_module_handed_on_keeps_the_policy_of_its_path():
 
     def found(overrides):
         model = jamp.linen.with_policy(Model(), MIXED, overrides)
-        return products(lambda p: model.apply(p, X), jax.jit(model.init)(RNGS, X))
+        return products(
+            lambda p: model.apply(p, X), jax.eval_shape(model.init, RNGS, X)
+        )
 
     assert found({"decoder": "full"}) == [{"float32"}, {"float16"}]
     assert found({"embed": "full"}) == [{"float16"}, {"float32"}]
@@ -591,7 +599,7 @@ def test_a_model_applied_in_a_model_has_its_own_policy():
             return nn.Dense(8)(inner.apply(variables, x))
 
     model = jamp.linen.with_policy(Model(), MIXED)
-    params = jax.jit(model.init)(RNGS, X)
+    params = jax.eval_shape(model.init, RNGS, X)
     found = products(lambda p: model.apply(p, X), params)
     assert found == [{"bfloat16"}, {"float16"}]
 
@@ -608,7 +616,7 @@ def test_modules_that_share_a_scope():
 
     seen = []
     model = jamp.linen.with_policy(nn.Sequential([nn.Dense(8), Norm()]), "half")
-    params = jax.jit(model.init)(RNGS, X)["params"]
+    params = jax.eval_shape(model.init, RNGS, X)["params"]
     assert params["layers_1"]["scale"].dtype == jnp.float32
     assert params["layers_0"]["kernel"].dtype == jnp.float16
     assert norm_dtypes(model, {"params": params}) == {"float32"}
@@ -626,7 +634,7 @@ def test_init_forgets_what_matched_in_other_models():
             return x
 
     overrides = {"block_1": "full"}
-    jamp.linen.with_policy(Model(2), MIXED, overrides).init(RNGS, X)
+    jax.eval_shape(jamp.linen.with_policy(Model(2), MIXED, overrides).init, RNGS, X)
     with pytest.raises(ValueError, match="'block_0'"):
         jax.eval_shape(jamp.linen.with_policy(Model(1), MIXED, overrides).init, RNGS, X)
 
@@ -635,8 +643,8 @@ def calls_of_a_trace(n_layers):
     """Python calls in jamp's files, and of hash functions, while a model is traced."""
     layers = [nn.Dense(4) for _ in range(n_layers)]
     model = jamp.linen.with_policy(nn.Sequential(layers), "mixed_float16")
-    x = jnp.ones((1, 4))
-    params = model.init(jax.random.key(0), x)
+    x = np.ones((1, 4), np.float32)
+    params = jax.eval_shape(model.init, RNGS, x)
     jax.jit(model.apply).trace(params, x)
     own, hashes = 0, 0
 

@@ -15,7 +15,7 @@ import jamp
 from shared.jaxprs import equations, is_jaxpr
 from shared.residuals import saved_bytes
 from tests.jaxprs import products_of
-from tests.marks import mostly_nightly
+from tests.marks import cover
 
 from .models import CASES, POLICY, build
 
@@ -26,9 +26,7 @@ pytestmark = [
 ]
 
 FEW = "linen transformer", "nnx ResNet-50"
-MODELS = mostly_nightly(CASES, *FEW)
-WAYS = [(name, way) for name, case in CASES.items() for way in case.by_hand]
-WAYS = mostly_nightly(WAYS, *(case for case in WAYS if case[0] in FEW))
+MODELS = [*FEW, *(name for name in CASES if name not in FEW)]
 LEAN = "norms give float16"
 
 
@@ -48,6 +46,7 @@ def dtypes_of(tree):
 # 1. Products.
 
 
+@cover(ci=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_float16_parameters_and_gradients_float32(name):
     jaxpr, model, grads = traced(name, "policy")
@@ -109,6 +108,7 @@ def is_norms(path):
     return any(word in path for word in ("BatchNorm_", "LayerNorm_", "norm"))
 
 
+@cover(ci=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_compute_in_float32(name):
     jaxpr, model, _ = traced(name, "policy")
@@ -121,6 +121,7 @@ def test_norms_compute_in_float32(name):
     assert "float16" in floating(in_norms(traced(name, LEAN)[0]))  # the control
 
 
+@cover(ci=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_cast_once_and_those_of_norms_never(name):
     jaxpr, model, _ = traced(name, "policy")
@@ -128,6 +129,7 @@ def test_parameters_are_cast_once_and_those_of_norms_never(name):
         assert dtypes == ([] if is_norms(path) else ["float16"]), path
 
 
+@cover(ci=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_of_norms_are_cast_if_asked_for(name):
     jaxpr, model, _ = traced(name, "policy", float32_for=("softmax", "losses"))
@@ -144,7 +146,9 @@ def saved(name, style, **policy):
     return saved_bytes(model.loss, *model.args)
 
 
-@pytest.mark.parametrize("name, way", WAYS)
+@cover(ci=2)
+@pytest.mark.parametrize("way", CASES[FEW[0]].by_hand)
+@pytest.mark.parametrize("name", MODELS)
 def test_saved_bytes(name, way):
     assert saved(name, "policy") <= 1.02 * saved(name, way)
 
@@ -167,6 +171,7 @@ def test_saved_bytes_with_softmax_in_float16(library):
 STABLEHLO = re.compile(r"stablehlo\.(dot_general|convolution)\W.* : \((.*)\) -> (.*)")
 
 
+@cover(ci=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_lowered_products_are_those_by_hand(name):
     found = {}
@@ -215,6 +220,7 @@ def outputs(name, style):
     return jax.jit(apply)(plain_variables(name), x)[0]
 
 
+@cover(ci=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_are_those_by_hand_and_near_float32(name):
     full, by_hand, policy = (

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jamp
 from tests.jaxprs import products
-from tests.marks import slow
+from tests.marks import cover
 
 from .nnx_models import PRODUCTS, TOKENS, Block, Model
 
@@ -37,7 +37,8 @@ def test_overrides():
         "blocks/1": "p=bf16,c=bf16,o=f16",
         nnx.MultiHeadAttention: "c=bf16,o=f16",
     }
-    mixed = jamp.nnx.with_policy(Model(nnx.Rngs(0)), MIXED, overrides)
+    abstract = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    mixed = jamp.nnx.with_policy(abstract, MIXED, overrides)
     half, other, full = {"float16"}, {"bfloat16"}, {"float32"}
     found = model_products(mixed, TOKENS)
     assert found == [half, other, half, *[other] * 6, half, half, full, half]
@@ -108,15 +109,18 @@ def test_parameters_are_cast_in_calls_alone():
     assert mixed.w.tag == "mine"
 
 
-@pytest.mark.parametrize("cache_dtype", [slow(jnp.float32), jnp.float16])
+@cover()
+@pytest.mark.parametrize("cache_dtype", [jnp.float16, jnp.float32])
 def test_a_decoding_cache_keeps_its_dtype(cache_dtype):
-    attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+    make = lambda: nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+    attention = nnx.jit(make)()
     mixed = jamp.nnx.with_policy(attention, MIXED)
     for model, dtype in ((attention, FULL), (mixed, cache_dtype)):
         model.init_cache((2, 3, 4), dtype=dtype)
-    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
-    for token in jnp.split(x, 3, axis=1):
-        out, expected = nnx.jit(lambda m, x: m(x))(mixed, token), attention(token)
+    x = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+    run = nnx.jit(lambda models, x: [model(x) for model in models])
+    for token in np.split(x, 3, axis=1):
+        out, expected = run([mixed, attention], token)
         np.testing.assert_allclose(out, expected, atol=2e-3)
     assert mixed.cached_key[...].dtype == cache_dtype
 
@@ -171,6 +175,7 @@ def test_a_parameter_that_is_written_keeps_the_dtype_that_it_is_stored_in():
     np.testing.assert_array_equal(last.part[...][2:], np.float32(1) / 3)  # unrounded
 
 
+@cover()
 @pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
 def test_norms_of_weights_store_what_the_plain_model_stores(norm):
     def make():

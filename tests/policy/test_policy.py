@@ -6,7 +6,6 @@ import itertools
 import pickle
 
 import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +19,7 @@ from jamp._policy import float32_region
 from jamp._targets import default_dtype
 from shared.jaxprs import equations
 from tests.jaxprs import products
-from tests.marks import SLOW, slow, walk
+from tests.marks import cover, walk
 
 from ..around import forget
 
@@ -241,22 +240,22 @@ def layer(params, x):
     return jax.nn.softmax(x @ params["w"] + params["b"]) @ params["w"]
 
 
-PARAMS = {"w": jnp.eye(4), "b": jnp.zeros(4)}
-X = jnp.linspace(-1, 1, 8).reshape(2, 4)
+PARAMS = {"w": np.eye(4, dtype=np.float32), "b": np.zeros(4, np.float32)}
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 
 
 def test_wrap_casts_in_and_out(standard_promotion):
     wrapped = jamp.get_policy("mixed_float16").wrap(layer)
     assert wrapped.__name__ == "layer"
-    out = wrapped(PARAMS, x=X)
+    out = jax.jit(wrapped)(PARAMS, x=X)
     assert out.dtype == jnp.float32
-    np.testing.assert_allclose(out, layer(PARAMS, X), atol=2e-3)
+    np.testing.assert_allclose(out, jax.jit(layer)(PARAMS, X), atol=2e-3)
     assert products(wrapped, PARAMS, X) == [{"float16"}] * 2
 
     def loss(params):
         return jnp.sum(wrapped(params, X) ** 2)
 
-    grads = jax.grad(loss)(PARAMS)
+    grads = jax.eval_shape(jax.grad(loss), PARAMS)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     assert products(jax.grad(loss), PARAMS) == [{"float16"}] * 5
 
@@ -331,25 +330,24 @@ def test_losses_of_a_library_that_is_imported_late_stay_in_float32(
     assert seen() == {"float32"}
 
 
-@pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
-@pytest.mark.parametrize(
-    "float32_for", [pytest.param(("norms", "softmax", "losses"), marks=SLOW), ()]
-)
+@cover()
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("float32_for", [(), ("norms", "softmax", "losses")])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_draws_under_a_policy_are_those_of_float32(
-    dtype, float32_for, standard_promotion
+    dtype, float32_for, wrap, standard_promotion
 ):
     """Noise in half precision has ties, which go to the first tokens."""
     policy = jamp.Policy("float32", dtype, "float32")
     key = jax.random.key(0)
-    logits = 0.01 * jax.random.normal(jax.random.key(1), (1000,))
+    logits = 0.01 * np.random.default_rng(1).normal(size=1000).astype(np.float32)
 
     def draw(logits):
         return jax.random.categorical(key, logits, shape=(2000,))
 
     wrapped = policy.wrap(draw, float32_for=float32_for)
-    rounded = logits.astype(dtype).astype(jnp.float32)
-    np.testing.assert_array_equal(wrapped(logits), draw(rounded))
-    np.testing.assert_array_equal(jax.jit(wrapped)(logits), draw(rounded))
+    rounded = logits.astype(jnp.dtype(dtype)).astype(np.float32)
+    np.testing.assert_array_equal(wrap(wrapped)(logits), jax.jit(draw)(rounded))
 
 
 def test_a_policy_wins_over_a_region_around_it():
@@ -430,14 +428,17 @@ def test_equinox_module_as_argument_and_as_function(standard_promotion):
         (as_argument, lambda m, x: policy.wrap(lambda m, x: m(x))(m, x)),
         (as_function, lambda m, x: policy.wrap(m)(x)),
     ):
-        out = run(model, X[0])
+        out = eqx.filter_jit(run)(model, X[0])
         assert out.dtype == full
         assert model.seen == [(half, full)]
         found = equations(jax.make_jaxpr(lambda x, m=model, r=run: r(m, x))(X[0]))
         kinds = {(e.primitive.name, e.outvars[0].aval.dtype) for e in found}
         assert {("rsqrt", full), ("mul", half)} <= kinds
-        np.testing.assert_allclose(out, equinox_block()(X[0]), atol=1e-2)
-        grads = eqx.filter_grad(lambda m, run=run: jnp.sum(run(m, X[0]) ** 2))(model)
+        np.testing.assert_allclose(
+            out, eqx.filter_jit(equinox_block())(X[0]), atol=1e-2
+        )
+        loss = lambda m, run=run: jnp.sum(run(m, X[0]) ** 2)
+        grads = eqx.filter_eval_shape(eqx.filter_grad(loss), model)
         assert {g.dtype for g in jax.tree.leaves(grads)} == {full}
 
 
@@ -520,6 +521,8 @@ def test_equinox_state_is_not_cast(standard_promotion):
 
 def test_haiku_takes_the_policy(standard_promotion):
     """Haiku has policies by module class, designed for jmp's policies."""
+    import haiku as hk
+
     policy = jamp.get_policy("mixed_float16")
     hk.mixed_precision.set_policy(hk.Linear, policy)
     try:

@@ -1,6 +1,7 @@
 """`jamp.nnx.named_scopes`: NNX modules write their paths into the name stack."""
 
 import copy
+import functools
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,17 @@ class Net(nnx.Module):
         return self.head(x)
 
 
-X = jnp.ones((2, 8))
+@functools.cache
+def made():
+    return nnx.split(nnx.jit(Net)())
+
+
+def net():
+    """A new model, which one program has initialized for all tests."""
+    return nnx.merge(*made(), copy=True)
+
+
+X = np.ones((2, 8), np.float32)
 
 
 def paths_of(function, *args):
@@ -55,7 +66,7 @@ PATHS = {"blocks/*/up", "blocks/*/down", "head"}
 
 
 def test_modules_have_the_paths_of_their_attributes():
-    model = jamp.nnx.named_scopes(Net())
+    model = jamp.nnx.named_scopes(net())
     # As an argument, parameters would name ops too.
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
@@ -67,17 +78,22 @@ def test_modules_have_the_paths_of_their_attributes():
 
 
 def test_the_head_stays_in_bfloat16():
-    model = jamp.nnx.named_scopes(Net())
-    with jamp.autocast(jnp.float16, rules={"^head$": jnp.bfloat16}):
-        assert model(X).dtype == jnp.bfloat16
-        assert model.blocks[0](X).dtype == jnp.float16
+    model = jamp.nnx.named_scopes(net())
+
+    def run(module):
+        with jamp.autocast(jnp.float16, rules={"^head$": jnp.bfloat16}):
+            return module(X)
+
+    assert jax.eval_shape(lambda: run(model)).dtype == jnp.bfloat16
+    part = lambda model: run(lambda x: (model(x), model.blocks[0](x))[1])
+    assert jax.eval_shape(lambda: part(model)).dtype == jnp.float16
     with pytest.raises(ValueError, match="no op matched 'head'"):
         with jamp.autocast(jnp.float16, rules={"head": jnp.bfloat16}):
-            Net()(X)
+            net()(X)
 
 
 def test_numbers_and_state_are_those_of_the_model():
-    plain = Net()
+    plain = net()
     model = jamp.nnx.named_scopes(plain)
     np.testing.assert_array_equal(model(X), plain(X))
     paths = lambda m: jax.tree_util.tree_structure(nnx.to_pure_dict(nnx.state(m)))
@@ -90,7 +106,7 @@ def test_numbers_and_state_are_those_of_the_model():
 
 
 def test_it_trains_under_jit():
-    model = jamp.nnx.named_scopes(Net())
+    model = jamp.nnx.named_scopes(net())
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     @nnx.jit
@@ -110,17 +126,17 @@ def test_it_trains_under_jit():
     "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )
 def test_copies_keep_their_scopes(again):
-    model = again(jamp.nnx.named_scopes(Net()))
+    model = again(jamp.nnx.named_scopes(net()))
     with jamp.autocast(jnp.float16, rules={"^head$": jnp.float32}):
         assert model(X).dtype == jnp.float32
 
 
 def test_scopes_and_policies_go_together():
-    part = jamp.nnx.named_scopes(Net()).head  # its class is a subclass already
+    part = jamp.nnx.named_scopes(net()).head  # its class is a subclass already
     assert jamp.nnx.with_policy(part, "c=float16")(X).dtype == jnp.float16
     for model in (
-        jamp.nnx.with_policy(jamp.nnx.named_scopes(Net()), "c=float16"),
-        jamp.nnx.named_scopes(jamp.nnx.with_policy(Net(), "c=float16")),
+        jamp.nnx.with_policy(jamp.nnx.named_scopes(net()), "c=float16"),
+        jamp.nnx.named_scopes(jamp.nnx.with_policy(net(), "c=float16")),
     ):
         assert model(X).dtype == jnp.float16
         text = jax.make_jaxpr(model)(X).pretty_print(name_stack=True)
@@ -128,7 +144,7 @@ def test_scopes_and_policies_go_together():
 
 
 def test_scopes_that_are_named_again_keep_a_policy():
-    scoped = jamp.nnx.named_scopes(Net())
+    scoped = jamp.nnx.named_scopes(net())
     policied = jamp.nnx.with_policy(scoped, "c=float16", {"head": "c=float32"})
 
     class Outer(nnx.Module):
@@ -151,7 +167,7 @@ def test_scopes_that_are_named_again_keep_a_policy():
 def test_a_part_gets_the_paths_of_the_whole():
     class Outer(nnx.Module):
         def __init__(self):
-            self.net = jamp.nnx.named_scopes(Net())
+            self.net = jamp.nnx.named_scopes(net())
 
         def __call__(self, x):
             return self.net(x)
@@ -166,7 +182,7 @@ def traced(function, *args):
 
 
 def test_a_call_that_fails_leaves_no_path_behind():
-    model = jamp.nnx.named_scopes(Net())
+    model = jamp.nnx.named_scopes(net())
     with pytest.raises(TypeError):
         model.head(jnp.ones((2, 3)))
     assert "[head]" in traced(model.head, X)

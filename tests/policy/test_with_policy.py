@@ -16,7 +16,7 @@ import pytest
 import jamp
 from shared.jaxprs import equations
 from tests.jaxprs import products, products_of
-from tests.marks import mostly_slow, walk
+from tests.marks import cover, walk
 
 from . import linen_models, nnx_models
 from .linen_models import Block, Compact, Own, Parent, Setup, SetupParent, X
@@ -74,8 +74,11 @@ def test_a_policy_in_a_policy_wins(flax):
     assert products_of(traced(flax, model)[0]) == [OTHER, HALF, HALF]
 
 
+@cover(quick=2, ci=10)
 @both
-@walk("norm", ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "InstanceNorm"])
+@pytest.mark.parametrize(
+    "norm", ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "InstanceNorm"]
+)
 def test_norms_and_softmax_are_in_float32_unless_they_are_not_named(flax, norm):
     kept = [("norms", "softmax", "losses"), ("softmax",), ("norms",), ()]
     for names in kept:
@@ -107,10 +110,9 @@ def test_norms_stay_in_float32_in_what_an_override_names(flax):
         assert traced(flax, model)[1]["norm"]["scale"].dtype == dtype, overrides
 
 
+@cover(quick=2)
 @both
-@pytest.mark.parametrize(
-    "cell", mostly_slow(["LSTMCell", "GRUCell", "SimpleCell"], "GRUCell")
-)
+@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "SimpleCell"])
 def test_a_recurrent_carry_keeps_its_dtype(flax, cell):
     for own in (None, "c=bf16,o=f16"):
         overrides = {getattr(flax.package, cell): own} if own else None
@@ -139,7 +141,7 @@ def test_it_is_still_the_model(flax):
 
 # Models with all that a library has: lifted transformations, shared and stacked parts.
 
-WIDE = jax.random.normal(jax.random.key(2), (4, 8))
+WIDE = np.random.default_rng(2).normal(size=(4, 8)).astype(np.float32)
 CASES = {  # and how many products are in float16 and in float32
     "compact": (linen_models, Compact, WIDE, 7, 0),
     "setup": (linen_models, Setup, WIDE, 3, 0),
@@ -168,8 +170,8 @@ def test_the_plain_model_with_casts(name):
     assert expected.keys() == ours.keys()
     for path, value in expected.items():
         np.testing.assert_array_equal(ours[path], value)
-    y, plain_state = plain(plain_params, plain_state, x)
-    out, new = predict(params, state, x)
+    y, plain_state = jax.jit(plain)(plain_params, plain_state, x)
+    out, new = jax.jit(predict)(params, state, x)
     assert out.dtype == jnp.float32
     size = max(1, float(jnp.abs(y).max()))
     np.testing.assert_allclose(out, y, rtol=1e-2, atol=2e-3 * size)
@@ -185,7 +187,7 @@ def test_the_plain_model_with_casts(name):
     found = products(loss, params)
     assert found.count(HALF) == half
     assert found.count(FULL) == full == len(found) - half
-    grads = jax.grad(loss)(params)
+    grads = jax.jit(jax.grad(loss))(params)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     backward = products(jax.grad(loss), params)
     assert backward.count(HALF) >= 3 * half - 1

@@ -5,7 +5,6 @@ numbers for it. The state that init makes has the dtypes that update returns.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import pytest
 import jamp
 from shared.master_weights import nearest
 from tests.bits import check_rounded, check_same_bits
-from tests.marks import mostly_nightly, mostly_slow
+from tests.marks import cover
 
 from .masters import NESTINGS, SCALE
 
@@ -65,22 +64,6 @@ NESTS = [
     "injected",
 ]
 FORMS = [(jnp.float16, False), (jnp.bfloat16, False), (jnp.bfloat16, True)]
-CASES = list(itertools.product(FREEZES, OPTIMIZERS, NESTS))
-QUICK = [
-    ("freeze", "adam", "alone"),
-    ("freeze", "adam", "scaled"),
-    ("masked", "momentum", "MultiSteps around, scaled"),
-    ("behind", "injected", "scaled"),
-    ("multi_transform", "schedule_free", "alone"),
-    ("partition", "ema", "scaled inside"),
-]
-FEWER = [
-    case
-    for case in CASES
-    if case[2] in ("alone", "scaled", "MultiSteps around, scaled")
-    or case[:2] == ("freeze", "adam")
-    or case in QUICK
-]
 
 
 def make(freeze, optimizer, nest, remainder):
@@ -99,7 +82,7 @@ def make_plain(freeze, optimizer, nest):
 
 # Numbers of few bits, whose sums and products with powers of two are not rounded.
 def make_params(dtype):
-    return {"w": jnp.asarray([[1, 2, 3], [4, 5, 6]], dtype), "b": -jnp.ones(3, dtype)}
+    return {"w": np.array([[1, 2, 3], [4, 5, 6]], dtype), "b": -np.ones(3, dtype)}
 
 
 def make_grads(params, number, scale=1.0):
@@ -112,7 +95,10 @@ def types(tree):
     return {jax.tree_util.keystr(path): (x.shape, x.dtype) for path, x in leaves}
 
 
-@pytest.mark.parametrize("freeze, optimizer, nest", mostly_slow(CASES, *QUICK))
+@cover(quick=3)
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("freeze", FREEZES)
 def test_init_makes_the_state_that_update_returns(freeze, optimizer, nest):
     for dtype, remainder in FORMS:
         tx, params = make(freeze, optimizer, nest, remainder), make_params(dtype)
@@ -126,23 +112,24 @@ def test_init_makes_the_state_that_update_returns(freeze, optimizer, nest):
             assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("freeze, optimizer, nest", mostly_nightly(FEWER, *QUICK))
+@cover(ci=12)
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("freeze", FREEZES)
 def test_what_is_trained_follows_float32_and_the_rest_stays(freeze, optimizer, nest):
     for dtype, remainder in FORMS:
         plain, tx = (
             make_plain(freeze, optimizer, nest),
             make(freeze, optimizer, nest, remainder),
         )
-        params = make_params(dtype)
-        full = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        params, full = jax.device_put((make_params(dtype), make_params(jnp.float32)))
         state, full_state = tx.init(params), plain.init(full)
         scale = SCALE if "scaled" in nest else 1.0
         for number in range(1, STEPS + 1):
-            grads = make_grads(params, number, scale)
+            grads = jax.device_put(make_grads(params, number, scale))
             params, state = jamp.step(tx, grads, state, params)
-            updates, full_state = plain.update(
-                make_grads(full, number), full_state, full
-            )
+            grads = jax.device_put(make_grads(full, number))
+            updates, full_state = plain.update(grads, full_state, full)
             full = optax.apply_updates(full, updates)
         masters = jamp.master_params(params, state)
         if "around" in nest and optimizer not in EXACT:
@@ -155,8 +142,11 @@ def test_what_is_trained_follows_float32_and_the_rest_stays(freeze, optimizer, n
         assert np.any(params["w"] != make_params(dtype)["w"])
 
 
-@pytest.mark.parametrize("freeze, optimizer, nest", mostly_nightly(FEWER, *QUICK))
+@cover(ci=12)
 @pytest.mark.parametrize("how", ["step", "update"])
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("freeze", FREEZES)
 def test_three_steps_are_traced_once_and_scan(how, freeze, optimizer, nest):
     is_exact = optimizer in EXACT
     for dtype, remainder in FORMS if is_exact else FORMS[-1:]:
@@ -172,8 +162,8 @@ def test_three_steps_are_traced_once_and_scan(how, freeze, optimizer, nest):
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        numbers = jnp.arange(1, 4, dtype=dtype)
-        start = make_params(dtype), tx.init(make_params(dtype))
+        numbers, params = np.array([1, 2, 3], dtype), jax.device_put(make_params(dtype))
+        start = params, jax.jit(tx.init)(params)
         jitted, run = jax.jit(step), start
         for number in numbers:
             run = jitted(run, number)

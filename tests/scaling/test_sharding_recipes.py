@@ -22,7 +22,7 @@ from shared.collectives import (
     training,
 )
 from tests.bits import check_near, nudged
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 pytestmark = [
     pytest.mark.devices(8),
@@ -30,15 +30,12 @@ pytestmark = [
 ]
 SIZES = {"layers": 2, "width": 32, "rows": 32}
 BAD_STEP, STEPS = 2, 5
-QUICK = {("data parallel", "jit"), ("FSDP", "jit"), ("FSDP", "shard_map")}
-CASES = [
-    pytest.param(
-        row,
-        marks=[] if row[:2] in QUICK and row[2] != ALL_HALF else [pytest.mark.slow],
-        id=" ".join([*row[:2], *row[2]]),
-    )
-    for row in ROWS
-]
+FIRST = [("FSDP", "shard_map"), ("data parallel", "jit")]
+CASES = sorted(ROWS, key=lambda row: FIRST.index(row[:2]) if row[:2] in FIRST else 2)
+
+
+def name_of(row):
+    return " ".join([*row[:2], *row[2]])
 
 
 def run(training):
@@ -68,7 +65,8 @@ def one_device():
         return run(sgd_training(LAYOUTS["data parallel"]._replace(shape=(1,))))
 
 
-@pytest.mark.parametrize("row", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", CASES, ids=name_of)
 def test_a_sharded_training_is_that_of_one_device(row, one_device):
     name, mode, options = row
     sharded = sgd_training(LAYOUTS[name], mode, **options)
@@ -116,7 +114,8 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("row", CASES)
+@cover()
+@pytest.mark.parametrize("row", CASES, ids=name_of)
 def test_loss_scaling_adds_one_scalar_to_what_devices_exchange(row):
     measured = measure(*row, **BLOCK)
     count, size = MORE.get(row[:2], (1, 4))
@@ -126,17 +125,19 @@ def test_loss_scaling_adds_one_scalar_to_what_devices_exchange(row):
 
 
 SHARDED = [
+    ("FSDP", "shard_map"),
     ("data parallel", "jit"),
     ("FSDP", "jit"),
     ("FSDP", "explicit"),
-    ("FSDP", "shard_map"),
     ("2-D, FSDP x tensor", "shard_map"),
 ]
 
 
+@cover()
 @pytest.mark.parametrize("api", APIS[1:])
-@pytest.mark.parametrize("name, mode", mostly_slow(SHARDED, *SHARDED[3:]))
-def test_each_api_adds_as_many_collectives(name, mode, api):
+@pytest.mark.parametrize("layout", SHARDED, ids=" ".join)
+def test_each_api_adds_as_many_collectives(layout, api):
+    name, mode = layout
     options = ALL_HALF if mode == "shard_map" else {}
     found = measure(name, mode, options, api, **BLOCK)
     count, size = MORE.get((name, mode), (1, 4))
@@ -150,15 +151,25 @@ def reduced(mode, **options):
     return collectives_of(plain).by_dtype
 
 
-def test_gradients_are_reduced_in_the_dtype_asked_for():
-    kernels, biases, loss = 2 * 32 * 64, 32 + 64, 4
-    size = kernels + biases
-    assert reduced("shard_map") == {"f32": 4 * size + loss}
-    assert reduced("shard_map", **HALF) == {"f16": 2 * size, "f32": loss}
-    # Under jit a kernel's gradient is reduced as its matrix product comes: in float16.
-    assert reduced("jit") == {"f16": 2 * kernels, "f32": 4 * biases + loss}
+KERNELS, BIASES, LOSS = 2 * 32 * 64, 32 + 64, 4
 
 
+@cover()
+@pytest.mark.parametrize(
+    "mode, options, expected",
+    [
+        ("shard_map", HALF, {"f16": 2 * (KERNELS + BIASES), "f32": LOSS}),
+        ("shard_map", {}, {"f32": 4 * (KERNELS + BIASES) + LOSS}),
+        # A kernel's gradient is reduced as its matrix product comes: in float16.
+        ("jit", {}, {"f16": 2 * KERNELS, "f32": 4 * BIASES + LOSS}),
+    ],
+    ids=["float16", "float32", "under jit"],
+)
+def test_gradients_are_reduced_in_the_dtype_asked_for(mode, options, expected):
+    assert reduced(mode, **options) == expected
+
+
+@cover()
 @pytest.mark.parametrize("dtype, overflows", [("float16", True), ("float32", False)])
 @pytest.mark.parametrize("spec", [P(), P("data")], ids=["whole", "split"])
 def test_an_overflow_in_the_reduction_skips_the_step_everywhere(dtype, overflows, spec):
@@ -177,8 +188,8 @@ def test_an_overflow_in_the_reduction_skips_the_step_everywhere(dtype, overflows
     step = jax.shard_map(
         local_step, mesh=mesh, in_specs=(spec, P(), P()), out_specs=(spec, P())
     )
-    w = jnp.ones(8)
-    moved, opt_state = jax.jit(step)(w, tx.init(w), jnp.full(8, 40000.0))
+    w = np.ones(8, np.float32)
+    moved, opt_state = jax.jit(step)(w, tx.init(w), np.full(8, 4e4, np.float32))
     assert opt_state.found_inf == overflows
     np.testing.assert_array_equal(moved, 1.0 if overflows else 1.0 - 40000.0)
 
@@ -187,7 +198,7 @@ def test_an_overflow_in_a_reduction_that_xla_placed_is_caught():
     # Parts of the sum are finite in float16, the sum is not.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     tx = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=1.0)
-    w = {"w": jnp.zeros((4, 4))}
+    w = {"w": np.zeros((4, 4), np.float32)}
 
     def loss_fn(params, x):
         with jamp.autocast(dtype=jnp.float16):
@@ -198,7 +209,8 @@ def test_an_overflow_in_a_reduction_that_xla_placed_is_caught():
         _, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
         return *jamp.step(tx, grads, opt_state, params), grads
 
-    x = jax.device_put(jnp.full((8, 4), 10000.0), NamedSharding(mesh, P("data")))
+    x = np.full((8, 4), 10000.0, np.float32)
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
     hlo = step.lower(w, tx.init(w), x).compile().as_text()
     assert "f16[4,4]{1,0} all-reduce" in hlo
     params, opt_state, grads = step(w, tx.init(w), x)
@@ -319,7 +331,8 @@ def test_explicit_sharding_keeps_what_update_returns():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     split = NamedSharding(mesh, P("data"))
     tx = jamp.dynamic_loss_scale(optax.adam(0.1))
-    params = {"w": jax.device_put(jnp.ones((16, 2)), split), "b": jnp.ones(2)}
+    ones = lambda *shape: np.ones(shape, np.float32)
+    params = {"w": jax.device_put(ones(16, 2), split), "b": jax.device_put(ones(2))}
     state = tx.init(params)
 
     @jax.jit
@@ -327,7 +340,7 @@ def test_explicit_sharding_keeps_what_update_returns():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    grads = {"w": jax.device_put(jnp.ones((16, 2)), split), "b": jnp.ones(2)}
+    grads = dict(params)
     for bad in (False, True):
         if bad:
             one_inf = np.ones((16, 2), np.float32)
@@ -344,13 +357,13 @@ def test_explicit_sharding_keeps_what_update_returns():
 def gathered(params, in_specs, *args, **kwargs):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     gather = lambda params: jamp.sharding.gather(params, "data", *args, **kwargs)
-    return jax.shard_map(gather, mesh=mesh, in_specs=(in_specs,), out_specs=P("data"))(
-        params
-    )
+    mapped = jax.shard_map(gather, mesh=mesh, in_specs=(in_specs,), out_specs=P("data"))
+    return jax.jit(mapped)(params)
 
 
 def test_gather_leaves_integers_and_takes_a_tree_of_specs():
-    params = {"w": jnp.arange(16.0).reshape(8, 2), "n": jnp.arange(8), "none": None}
+    w, n = np.arange(16, dtype=np.float32).reshape(8, 2), np.arange(8, dtype=np.int32)
+    params = {"w": w, "n": n, "none": None}
     specs = {"w": P("data"), "n": P("data"), "none": None}
     whole = gathered(params, specs, specs, param_dtype=jnp.float16)
     assert whole["w"].shape == (64, 2) and whole["w"].dtype == jnp.float16
@@ -368,12 +381,13 @@ def test_gather_refuses_specs_that_are_not_those_of_the_parameters():
         gathered(params, P("data"), P("data", "data"))
 
 
+@cover()
 @pytest.mark.parametrize("spec", [P(None, "inner"), P()], ids=["split", "whole"])
 def test_gather_averages_over_two_axes(spec):
     mesh = jax.make_mesh((4, 2), ("inner", "outer"), axis_types=(AxisType.Auto,) * 2)
     axes = ("inner", "outer")
-    x = jax.random.normal(jax.random.key(0), (16, 4))
-    w = jax.random.normal(jax.random.key(1), (2, 4))
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=(n, 4)).astype(np.float32) for n in (16, 2))
 
     def loss_fn(w, x):
         return jnp.mean(jnp.tanh(x * w[:1] + w[1:]))
@@ -391,7 +405,8 @@ def test_gather_averages_over_two_axes(spec):
             check_vma=check_vma,
         )
         gradient = jax.jit(mapped)(w, x)
-        expected, *nearby = (jax.grad(loss_fn)(*a) for a in [(w, x), *nudged((w, x))])
+        plain = jax.jit(jax.grad(loss_fn))
+        expected, *nearby = (plain(*a) for a in [(w, x), *nudged((w, x))])
         check_near(gradient, expected, nearby)
 
 
@@ -411,23 +426,26 @@ def test_two_calls_reduce_first_in_float16_and_then_in_float32():
         jax.shard_map(local_gradient, mesh=mesh, in_specs=(P(), P(both)), out_specs=P())
     )
     # Exact in float16 on each host; their mean, 1 + 2**-12, is not.
-    x = jnp.repeat(1.0 + jnp.array([0.0, 0.0, 1.0, 3.0]) * 2.0**-10, 2)
-    assert step(jnp.ones([1]), x)[0] == 1.0 + 2.0**-10
-    x = jnp.repeat(1.0 + jnp.array([0.0, 0.0, 0.0, 1.0]) * 2.0**-10, 2)
-    assert step(jnp.ones([1]), x)[0] == 1.0 + 2.0**-12
-    hlo = step.lower(jnp.ones([1]), x).compile().as_text()
+    one, steps = np.ones(1, np.float32), lambda *n: np.repeat(1 + np.array(n) / 1024, 2)
+    x = steps(0, 0, 1, 3).astype(np.float32)
+    assert step(one, x)[0] == 1.0 + 2.0**-10
+    x = steps(0, 0, 0, 1).astype(np.float32)
+    assert step(one, x)[0] == 1.0 + 2.0**-12
+    hlo = step.lower(one, x).compile().as_text()
     assert "f16[1]{0} all-reduce" in hlo and "f32[1]{0} all-reduce" in hlo
 
 
+@cover()
 @pytest.mark.parametrize("spec", [P(("a", "b")), P(("b", "a")), P("b", "a")])
 def test_gather_undoes_a_split_over_two_axes_in_one_call_and_in_two(spec):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    w, gather = jnp.arange(64.0).reshape(8, 8), jamp.sharding.gather
+    w, gather = np.arange(64, dtype=np.float32).reshape(8, 8), jamp.sharding.gather
 
     def run(f):
-        return jax.shard_map(
+        mapped = jax.shard_map(
             lambda w: f(w)[None], mesh=mesh, in_specs=spec, out_specs=P(("a", "b"))
-        )(w)
+        )
+        return jax.jit(mapped)(w)
 
     whole = np.broadcast_to(w, (8, 8, 8))
     np.testing.assert_array_equal(run(lambda w: gather(w, ("a", "b"), spec)), whole)
@@ -445,8 +463,8 @@ def test_gather_undoes_a_split_over_two_axes_in_one_call_and_in_two(spec):
 
 def test_gather_inside_the_region_and_under_checkpoint():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    w = jax.random.normal(jax.random.key(0), (8, 8))
-    x = jax.random.normal(jax.random.key(1), (16, 8))
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=(n, 8)).astype(np.float32) for n in (8, 16))
 
     def local_gradient(w, x, inside):
         @jax.checkpoint
@@ -477,7 +495,7 @@ def test_gather_inside_the_region_and_under_checkpoint():
     )
     assert inside.dtype == jnp.float32
     np.testing.assert_allclose(
-        inside, outside, atol=2**-10 * float(jnp.max(abs(outside)))
+        inside, outside, atol=2**-10 * float(np.max(abs(np.asarray(outside))))
     )
 
 

@@ -94,7 +94,7 @@ master-near-zero _scaling/master_weights.py scaling/test_master_weights.py
 - target = jnp.where(target == 0, moved, target)
 + target = jnp.where(moved == 0, moved, target)
 
-master-frozen _scaling/master_weights.py scaling/test_master_frozen.py
+master-frozen _scaling/master_weights.py scaling/test_remainder.py
 - if is_frozen or not is_half(param):
 + if not is_half(param):
 
@@ -138,7 +138,7 @@ norm-in-a-branch _autocast/nested.py autocast/test_batch_statistics.py
 - trace.notes[value] = Note(result=all(note.result for note in notes))
 + trace.notes[value] = Note(result=any(note.result for note in notes))
 
-rewriting-key _autocast/rewriting.py autocast/test_caches.py
+rewriting-key _autocast/rewriting.py autocast/test_around.py
 - key = (*given, outs, op.within, baked, typed, trace.settings, place)
 + key = (*given, outs, op.within, baked, typed, place)
 

@@ -13,7 +13,7 @@ TESTS := tests --ignore tests/lint
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-all processors parity lint docs bench targets gpu versions nightly \
-	endurance foreign wheel clean
+	endurance planted foreign wheel clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -105,6 +105,9 @@ nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
 endurance: $(VENV)/.test ## long storms, and a training that is killed again and again
 	$(CACHED) -m tests.endurance.storms --cases 2000
 	$(CACHED) -m tests.endurance.kill_and_resume --kills 10
+
+planted: $(VENV)/.test ## plant forty errors in copies of jamp, and count what the quick tests catch
+	$(CACHED) scripts/planted.py $(ROWS)
 
 # Folders of SOURCES are checkouts of the installed releases of jax, flax, equinox, optax.
 foreign: $(VENV)/.test ## functions and, with SOURCES=DIR, tests of other libraries

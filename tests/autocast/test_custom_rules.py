@@ -188,7 +188,7 @@ AROUND = {  # what is around the call
     "jit of jit": lambda f: jax.jit(jax.jit(f)),
     "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
 }
-WAYS = {"grad around": plainly, "grad inside": inside, "later": later}
+WAYS = {"grad around": plainly, "later": later, "grad inside": inside}
 
 
 def recorded(rule, around, way, region):

@@ -2,18 +2,25 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 import jamp
+from tests.marks import cover, walk
 
 from . import ways
 
 half = jamp.autocast(jnp.float16)
-x, w = jnp.full((4, 8), 0.25), jnp.full((8, 4), 0.5)
+x, w = np.full((4, 8), 0.25, np.float32), np.full((8, 4), 0.5, np.float32)
+WAYS = {name: ways.WAYS[name] for name in ("jit inside", "live", "jit around")}
 
 
-WAYS = ways.given(region=half)
+def run(way, function, x=x):
+    """What a function returns, in a shape if it is jitted."""
+    function = WAYS[way](half, function)
+    return function(jnp.asarray(x)) if way == "live" else jax.eval_shape(function, x)
+
 
 MADE_IN_FLOAT32 = {
     "zeros": lambda h: jnp.zeros((4, 4)) + h,
@@ -33,14 +40,16 @@ MADE_IN_FLOAT32 = {
 }
 
 
-@WAYS
-@pytest.mark.parametrize("name", MADE_IN_FLOAT32)
+@cover()
+@pytest.mark.parametrize("way", WAYS)
+@walk("name", MADE_IN_FLOAT32)
 def test_an_array_of_one_number_is_an_array(name, way, standard_promotion):
     function = MADE_IN_FLOAT32[name]
-    y = way(lambda x: function(x @ w))(x)
+    y = run(way, lambda x: function(x @ w))
     assert y.dtype == jnp.float32
-    assert (y + y.astype(jnp.float16)).dtype == jnp.float32  # after the region too
-    assert way(lambda x: function(jnp.tanh(x @ w)))(x).dtype == jnp.float32
+    # After the region too.
+    assert jax.eval_shape(lambda y: y + y.astype(jnp.float16), y).dtype == jnp.float32
+    assert run(way, lambda x: function(jnp.tanh(x @ w))).dtype == jnp.float32
 
 
 def test_a_loop_does_not_change_the_type_of_its_carry(standard_promotion):
@@ -66,14 +75,16 @@ FOLLOWS = {
 }
 
 
-@WAYS
-@pytest.mark.parametrize("name", FOLLOWS)
+@cover()
+@pytest.mark.parametrize("way", WAYS)
+@walk("name", FOLLOWS)
 def test_what_follows_half_precision_still_does(name, way, standard_promotion):
     function = FOLLOWS[name]
-    assert way(lambda x: function(x @ w))(x).dtype == jnp.float16
+    assert run(way, lambda x: function(x @ w)).dtype == jnp.float16
 
 
-@WAYS
+@cover(quick=2)
+@pytest.mark.parametrize("way", WAYS)
 def test_an_array_that_asks_for_half_precision_gets_it(way, standard_promotion):
     asks = [
         lambda x: jnp.linspace(0.0, 1.0, 5, dtype=jnp.float16) * x[0, 0],
@@ -82,10 +93,11 @@ def test_an_array_that_asks_for_half_precision_gets_it(way, standard_promotion):
         lambda x: jnp.asarray(jnp.arange(4) * 0.1, jnp.float16),
     ]
     for ask in asks:
-        assert way(ask)(jnp.ones((1, 1), jnp.float16)).dtype == jnp.float16
+        assert run(way, ask, np.ones((1, 1), np.float16)).dtype == jnp.float16
 
 
-@WAYS
+@cover(quick=2)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_loop_keeps_its_small_terms(way, standard_promotion):
     def total(x):
         acc = jnp.zeros((4, 4))
@@ -94,4 +106,4 @@ def test_a_loop_keeps_its_small_terms(way, standard_promotion):
             acc = acc + 512 * (x @ w)
         return acc + 0.25 * (x @ w)
 
-    assert float(way(total)(x)[0, 0]) == 8 + 8 * 512 + 0.25  # float16: 4104
+    assert float(WAYS[way](half, total)(x)[0, 0]) == 8 + 8 * 512 + 0.25  # float16: 4104

@@ -10,20 +10,26 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jax.scipy.optimize
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.ode import odeint
 
 import jamp
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
 half = functools.partial(jamp.autocast, dtype=jnp.float16)
-x, w = jnp.full((4, 4), 0.1, jnp.float32), jnp.full((4, 4), 0.2, jnp.float32)
-times = jnp.array([0.0, 1.0])
+x, w = np.full((4, 4), 0.1, np.float32), np.full((4, 4), 0.2, np.float32)
+times = np.float32([0, 1])
 cg = jax.scipy.sparse.linalg.cg
 gmres = jax.scipy.sparse.linalg.gmres
+
+
+def product():
+    """Of arrays of JAX: what NumPy multiplies is not in a region."""
+    return jnp.asarray(x) @ w
 
 
 def conv(x):
@@ -98,21 +104,21 @@ BEGIN_AND_END = [
     lambda h: cg(lambda v: v + w @ v, h[0])[0],
 ]
 REFUSED = [
-    jax.checkpoint(conv),
     jax.jit(conv),
-    jax.grad(lambda h: jnp.sum(jax.checkpoint(conv)(h))),
     jax.checkpoint(update),
-    jax.jit(update),
-    module,
-    jitted_module,
-    jnp.fft.rfft,
-    jax.scipy.linalg.expm,
     # Errors of any type, of which one names no dtype.
     compares_structures,
     has_an_error_of_its_own,
+    jnp.fft.rfft,
     asserts,
     has_no_kernel,
     jax.jit(compares_structures),
+    jax.checkpoint(conv),
+    jax.grad(lambda h: jnp.sum(jax.checkpoint(conv)(h))),
+    jax.jit(update),
+    module,
+    jitted_module,
+    jax.scipy.linalg.expm,
 ]
 
 
@@ -121,7 +127,7 @@ def note_of(function, *regions):
 
     def run():
         if not rest:
-            return function(x @ w)
+            return function(product())
         with rest.pop():
             return run()
 
@@ -132,24 +138,26 @@ def note_of(function, *regions):
     return note
 
 
-@pytest.mark.parametrize("function", mostly_slow(BEGIN_AND_END, *BEGIN_AND_END[:3]))
+@cover(quick=2)
+@pytest.mark.parametrize("function", BEGIN_AND_END)
 def test_dtypes_that_differ_where_a_function_begins_and_ends(function):
     assert "Start from float32" in note_of(function, half())
     with half():
-        found = function((x @ w).astype(jnp.float32))
-    expected = function(x @ w)
+        found = function(product().astype(jnp.float32))
+    expected = function(product())
     assert jnp.allclose(found, expected, rtol=0.01, atol=0.01)
     with half():  # the other cure
-        assert jnp.allclose(jax.jit(lambda: function(x @ w))(), expected, atol=0.01)
+        assert jnp.allclose(jax.jit(lambda: function(product()))(), expected, atol=0.01)
 
 
+@cover(quick=5)
 @pytest.mark.parametrize("function", REFUSED)
 def test_a_function_that_refuses_half_precision(function):
     note = note_of(function, half())
     assert "return float16" in note and "`x.astype(jnp.float32)`" in note
     with half():
-        found = function((x @ w).astype(jnp.float32))
-    assert jnp.allclose(found, function(x @ w), rtol=0.01, atol=0.02)
+        found = function(product().astype(jnp.float32))
+    assert jnp.allclose(found, function(product()), rtol=0.01, atol=0.02)
 
 
 @jax.custom_vjp
@@ -188,7 +196,7 @@ def test_other_errors_get_no_note():
 
     def fail(error):
         with pytest.raises(type(error)) as raised, half():
-            raises(error, x @ w if "float16" in str(error) else jnp.float32(1))
+            raises(error, product() if "float16" in str(error) else jnp.float32(1))
         return getattr(raised.value, "__notes__", [])
 
     assert fail(ValueError("float16 is no word of mine")) != []
@@ -221,7 +229,7 @@ def test_a_mesh_is_set_around_the_region():
             pass
     assert any("Set the mesh first" in note for note in raised.value.__notes__)
     with jax.set_mesh(mesh), half():
-        assert (x @ w).dtype == jnp.float16
+        assert product().dtype == jnp.float16
 
 
 @pytest.mark.slow
@@ -273,7 +281,7 @@ def test_the_search_for_a_note_never_replaces_the_error():
 
     for held in (cyclic, NotBuilt(), {1: 3, "a": 2}):
         with pytest.raises(ValueError, match="unlike dtypes"):
-            half()(lambda x, held=held: fails(x @ w, held))(x)
+            half()(lambda held=held: fails(product(), held))()
 
 
 def test_an_error_keeps_no_array_alive():
@@ -292,7 +300,7 @@ def test_an_error_keeps_no_array_alive():
     assert loop() is None
 
 
-W = jnp.ones((4, 4))
+W = np.ones((4, 4), np.float32)
 LOOPS = {
     "scan": lambda f: lax.scan(lambda c, _: (f(c), None), W, None, length=2),
     "fori": lambda f: lax.fori_loop(0, 2, lambda _, c: f(c), W),
@@ -302,6 +310,7 @@ LOOPS = {
 }
 
 
+@cover(quick=2)
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_region_in_a_function_that_changes_what_is_carried(name, dtype):
@@ -324,12 +333,12 @@ def test_a_region_in_a_function_that_changes_what_is_carried(name, dtype):
     loop(lambda c: in_half(c).astype(c.dtype))
     jamp.autocast(dtype)(loop)(lambda c: c @ W)
     # A region elsewhere is not the cause.
-    in_half(W)
+    in_half(jnp.asarray(W))
     other = lambda: loop(lambda c: c.astype(dtype))
     assert notes_of(other) == []
 
     def after_a_region():
-        in_half(W)
+        in_half(jnp.asarray(W))
         return other()
 
     assert notes_of(jax.jit(after_a_region)) == []

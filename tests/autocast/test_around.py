@@ -18,7 +18,7 @@ from jamp._autocast.retracing import without_caches
 from jamp._autocast.trace import PROBE
 
 from ..around import alike, alone, one_after_another, program, side_by_side
-from ..marks import mostly_slow
+from ..marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "default_precision")
 
@@ -140,8 +140,12 @@ BEFORE = "jaxpr of "
 MADE_BEFORE = [BEFORE + form for form in FORMS]
 
 
-def case(form):
-    """Calls of one function that differ in each thing that decides about an op."""
+def case(form, few=()):
+    """Calls of one function that differ in each thing that decides about an op.
+
+    Args:
+      few: the names of the calls, if they are not all.
+    """
 
     def make(pause):
         def body(x, w):
@@ -157,7 +161,8 @@ def case(form):
         if "shard_map" in form:
             left_out |= ON_A_DEVICE
         calls = calls_of(run)
-        return {name: calls[name] for name in calls if name not in left_out}
+        names = [name for name in few or calls if name not in left_out]
+        return {name: calls[name] for name in names}
 
     return make
 
@@ -344,14 +349,9 @@ def expected_of(form):
     return alone(case(form))
 
 
-@pytest.mark.parametrize(
-    "form",
-    mostly_slow(
-        [*FORMS, *MADE_BEFORE],
-        *FORMS,
-        *(BEFORE + form for form in ("jit", "cond", "custom_vjp")),
-    ),
-)
+@pytest.mark.slow
+@cover(ci=len(FORMS) + 3)
+@pytest.mark.parametrize("form", [*FORMS, *MADE_BEFORE])
 def test_a_call_is_the_same_after_others(form):
     expected = expected_of(form)
     refused = {name for name, found in expected.items() if isinstance(found, tuple)}
@@ -359,6 +359,30 @@ def test_a_call_is_the_same_after_others(form):
     assert one_after_another(case(form), expected) == []
 
 
+KINDS = [  # one call of each
+    "no region",
+    "float16",
+    "float8",
+    "in head",
+    "called by a function with a rule",
+    "rule for products",
+    "differentiated inside",
+    "in another region",
+    "failing",
+]
+
+
+@pytest.mark.parametrize(
+    "form", ["jit", "scan", "cond", "custom_vjp", "shard_map", BEFORE + "jit"]
+)
+def test_a_call_is_the_same_after_one_of_each_kind(form):
+    few = case(form, KINDS)
+    expected = alone(few)
+    assert alike(expected) == [["float16", "in another region"]]
+    assert one_after_another(few, expected) == []
+
+
+@pytest.mark.slow
 def test_only_these_calls_are_alike():
     """A cache that confuses two calls may do so whenever they are made."""
     assert alike(expected_of("jit")) == [
@@ -376,10 +400,16 @@ def test_only_these_calls_are_alike():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["jit", "scan", "cond", "custom_vjp"])
 def test_a_call_is_the_same_beside_another(form):
     expected = expected_of(form)
     assert side_by_side(case(form), expected, [7]) == []
+
+
+def test_a_call_is_the_same_beside_one_of_another_kind():
+    few = case("jit", KINDS[:6])
+    assert side_by_side(few, alone(few), [1]) == []
 
 
 def objects(pause):
@@ -435,12 +465,23 @@ def objects(pause):
     }
 
 
-def test_one_region_serves_many_calls_and_threads():
-    expected = alone(objects)
+@functools.cache
+def expected_of_objects():
+    return alone(objects)
+
+
+def test_one_region_serves_many_calls():
+    expected = expected_of_objects()
     assert expected["failing"][0] == "ZeroDivisionError"
     assert one_after_another(objects, expected) == []
-    every = range(1, len(expected))
-    assert side_by_side(objects, expected, every, shared=True) == []
+
+
+@cover()
+@pytest.mark.parametrize("distance", range(1, 14))
+def test_one_region_serves_many_threads(distance):
+    expected = expected_of_objects()
+    assert len(expected) == 14
+    assert side_by_side(objects, expected, [distance], shared=True) == []
 
 
 def scoped(*scopes):
@@ -512,7 +553,7 @@ RECIPES = {
 }
 
 
-def uses_of(x, w):
+def uses_of(recipes, x, w):
     """Products of one value with another one, each by the rule of its scope."""
 
     def use(name, derivative, turned):
@@ -523,22 +564,25 @@ def uses_of(x, w):
         return derivative(loss)(x)
 
     derivatives = (lambda f: f), jax.grad
-    for options in itertools.product(RECIPES, derivatives, (False, True)):
+    for options in itertools.product(recipes, derivatives, (False, True)):
         yield functools.partial(use, *options)
 
 
-def test_a_value_is_kept_in_each_format_apart():
+@cover()
+@pytest.mark.parametrize("recipes", [("half", "rowwise"), tuple(RECIPES)], ids=len)
+def test_a_value_is_kept_in_each_format_apart(recipes):
     """A region makes each copy of a value once: in one dtype, along some axes."""
-    x, w = jax.random.normal(jax.random.key(0), (2, 32, 32))
+    x, w = np.random.default_rng(0).normal(size=(2, 32, 32)).astype(np.float32)
+    of = functools.partial(uses_of, recipes)
 
     def run(*uses):
         rules = {use.args[0]: RECIPES[use.args[0]] for use in uses}
         with jamp.autocast(BFLOAT16, rules=rules):
             return [use() for use in uses]
 
-    expected = jax.jit(lambda *args: [run(use)[0] for use in uses_of(*args)])(x, w)
+    expected = jax.jit(lambda *args: [run(use)[0] for use in of(*args)])(x, w)
     for order in (1, -1):
-        together = jax.jit(lambda *args, n=order: run(*[*uses_of(*args)][::n])[::n])
-        rows = zip(uses_of(x, w), together(x, w), expected, strict=True)
+        together = jax.jit(lambda *args, n=order: run(*[*of(*args)][::n])[::n])
+        rows = zip(of(x, w), together(x, w), expected, strict=True)
         for use, found, wanted in rows:
             np.testing.assert_array_equal(found, wanted, str(use.args))

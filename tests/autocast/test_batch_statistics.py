@@ -4,7 +4,6 @@ import functools
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +12,14 @@ from flax import nnx
 from jax import lax
 
 import jamp
+from tests.marks import cover
 
 from . import ways
 
 half = jamp.autocast(jnp.float16)
-x = 3 * jax.random.normal(jax.random.key(0), (16, 4))
-eye = jnp.eye(4)
-by_way = ways.given(region=half)
+x = 3 * np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+eye = np.eye(4, dtype=np.float32)
+WAYS = ("jit inside", "jit around", "live")
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -40,8 +40,9 @@ def linen(stats, x, axis_name=None, fast=True):
     return y, new["batch_stats"]
 
 
-LINEN = jax.jit(nn.BatchNorm(use_running_average=False).init)(jax.random.key(0), x)
-STATS = LINEN["batch_stats"]
+STATS = {"mean": np.zeros(4, np.float32), "var": np.ones(4, np.float32)}
+PARAMS = {"bias": np.zeros(4, np.float32), "scale": np.ones(4, np.float32)}
+LINEN = {"params": PARAMS, "batch_stats": STATS}
 
 
 def linen_in_vmap(stats, x, fast=True):
@@ -49,36 +50,49 @@ def linen_in_vmap(stats, x, fast=True):
     return jax.vmap(run, axis_name="batch")(x)
 
 
-NNX = nnx.split(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Param, ...)
+def of_nnx():
+    parts = nnx.split(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+    def run(stats, x):
+        layer = nnx.merge(*parts[:2], stats, copy=True)
+        return layer(x @ eye), nnx.state(layer, nnx.BatchStat)
+
+    return run, parts[2]
 
 
-def of_nnx(stats, x):
-    layer = nnx.merge(*NNX[:2], stats, copy=True)
-    return layer(x @ eye), nnx.state(layer, nnx.BatchStat)
+def of_haiku():
+    import haiku as hk
+
+    norm = lambda x: hk.BatchNorm(True, True, 0.9)(x @ eye, True)
+    made = hk.without_apply_rng(hk.transform_with_state(norm))
+    params, state = jax.jit(made.init)(None, x)
+    return lambda s, x: made.apply(params, s, x), state
 
 
-HAIKU = hk.without_apply_rng(
-    hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x @ eye, True))
-)
-HAIKU_PARAMS, HAIKU_STATE = HAIKU.init(None, x)
-EQX, EQX_STATE = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+def of_equinox():
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+
+    def run(state, x):
+        mapped = jax.vmap(
+            lambda x, state: norm(x @ eye, state),
+            axis_name="batch", in_axes=(0, None), out_axes=(0, None),
+        )  # fmt: skip
+        return mapped(x, state)
+
+    return run, state
 
 
-def of_equinox(state, x):
-    run = jax.vmap(
-        lambda x, state: EQX(x @ eye, state),
-        axis_name="batch", in_axes=(0, None), out_axes=(0, None),
-    )  # fmt: skip
-    return run(x, state)
-
-
+# Each makes a function, and the statistics that it begins with.
 NORMS = {
-    "linen": (linen, STATS),
-    "linen in vmap": (linen_in_vmap, STATS),
-    "linen in vmap, slow": (functools.partial(linen_in_vmap, fast=False), STATS),
-    "nnx": (of_nnx, NNX[2]),
-    "haiku": (lambda s, x: HAIKU.apply(HAIKU_PARAMS, s, x), HAIKU_STATE),
-    "equinox": (of_equinox, EQX_STATE),
+    "linen": lambda: (linen, STATS),
+    "linen in vmap": lambda: (linen_in_vmap, STATS),
+    "linen in vmap, slow": lambda: (
+        functools.partial(linen_in_vmap, fast=False),
+        STATS,
+    ),
+    "nnx": of_nnx,
+    "haiku": of_haiku,
+    "equinox": of_equinox,
 }
 
 
@@ -90,10 +104,11 @@ def double(y):
 double.defvjp(lambda y: (2 * y, None), lambda _, g: (2 * g,))
 
 
-@by_way
+@cover(quick=2)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norm_of_any_library(name, way):
-    norm, stats = NORMS[name]
+    norm, stats = NORMS[name]()
 
     def block(stats, x):
         y, new = norm(stats, x)
@@ -101,10 +116,10 @@ def test_a_norm_of_any_library(name, way):
         new = jax.tree.map(lambda s: s * 1 if eqx.is_inexact_array(s) else s, new)
         return after, x + y, new
 
-    after, residual, new = way(block)(stats, x)
+    after, residual, new = ways.WAYS[way](half, block)(stats, jnp.asarray(x))
     assert [y.dtype for y in after] == [jnp.float16] * 3
     assert residual.dtype == jnp.float32
-    expected_after, _, expected = block(stats, x)
+    expected_after, _, expected = jax.jit(block)(stats, x)
     for y, wanted in zip(after, expected_after, strict=True):
         np.testing.assert_allclose(y.astype(jnp.float32), wanted, atol=0.02, rtol=0.01)
     for found, wanted in zip(*map(jax.tree.leaves, (new, expected)), strict=True):
@@ -119,7 +134,7 @@ def test_linen_with_the_region_inside_vmap(fast):
     def run(x):
         return touched(linen(STATS, x, "batch", fast)[1])
 
-    stats = jax.vmap(half(run), axis_name="batch")(x)
+    stats = jax.eval_shape(jax.vmap(half(run), axis_name="batch"), x)
     assert {s.dtype for s in jax.tree.leaves(stats)} == {jnp.dtype("float32")}
 
 
@@ -153,12 +168,14 @@ def test_a_branch_beside_a_norm_keeps_its_float32():
 
 
 def test_a_custom_vjp_that_follows_gets_half_precision():
-    assert half(lambda x: double(linen(STATS, x)[0]))(x).dtype == jnp.float16
+    found = half(lambda x: double(linen(STATS, x)[0]))(jnp.asarray(x))
+    assert found.dtype == jnp.float16
 
 
 def test_a_norm_of_float32_gives_float32():
     norm = nn.BatchNorm(use_running_average=True)
-    assert half(lambda x: jax.nn.relu(norm.apply(LINEN, x)))(x).dtype == jnp.float32
+    found = half(lambda x: jax.nn.relu(norm.apply(LINEN, x)))(jnp.asarray(x))
+    assert found.dtype == jnp.float32
 
 
 def test_many_steps_reach_the_variance():
@@ -197,7 +214,8 @@ def with_averages(x):
     return nn.BatchNorm(use_running_average=True).apply(LINEN, x @ jnp.eye(4))
 
 
-@by_way
+@cover()
+@pytest.mark.parametrize("way", WAYS)
 def test_a_map_in_batches_has_one_dtype(way):
     """`lax.map` scans over whole batches, and gives the other rows to `vmap`."""
 
@@ -212,7 +230,9 @@ def test_a_map_in_batches_has_one_dtype(way):
     found = {}
     for n in (2, 3, 4):
         for function in (after, inside):
-            for name, y in jax.eval_shape(way(function), x[:n]).items():
+            for name, y in jax.eval_shape(
+                ways.WAYS[way](half, function), x[:n]
+            ).items():
                 found.setdefault(name, set()).add(y.dtype.name)
     means = {n: found.pop(n) for n in ("mean", "centered")}  # float32 in jitted code
     assert all(len(dtypes) == 1 for dtypes in means.values()), means

@@ -8,52 +8,63 @@ import numpy as np
 import pytest
 
 import jamp
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-USES = 300  # a sum of ones stops at 256 in bfloat16
-X, W, B = jnp.ones((1, 4)), jnp.eye(4), jnp.zeros(4)
+# The gradient is the sum of the factors. In bfloat16 it stops at 256.
+USES = {"two uses": [256, 1], "300 uses": [1] * 300}
+X, W, B = (np.float32(x) for x in (np.ones((1, 4)), np.eye(4), np.zeros(4)))
 
 
-def unrolled(x, w, b):
-    return sum(jnp.sum((x @ w + b).astype(jnp.float32)) for _ in range(USES))
+def layer(x, w, b):
+    return jnp.sum((x @ w + b).astype(jnp.float32))
 
 
-def called(x, w, b):
-    layer = jax.jit(lambda x, w, b: jnp.sum((x @ w + b).astype(jnp.float32)))
-    return sum(layer(x, w, b) for _ in range(USES))
+def unrolled(factors):
+    return lambda *args: sum(layer(*args) * n for n in factors)
 
 
-MODELS = {"unrolled": unrolled, "called": called}
+def called(factors):
+    jitted = jax.jit(layer)
+    return lambda *args: sum(jitted(*args) * n for n in factors)
+
+
+MODELS = {"called": called, "unrolled": unrolled}
 WAYS = {
-    "grad": lambda f: jax.grad(f, (1, 2)),
-    "jit of grad": lambda f: jax.jit(jax.grad(f, (1, 2))),
     "grad of jit": lambda f: jax.grad(jax.jit(f), (1, 2)),
+    "jit of grad": lambda f: jax.jit(jax.grad(f, (1, 2))),
+    "grad": lambda f: jax.grad(f, (1, 2)),
     "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f), (1, 2)),
 }
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, "grad", "grad of jit"))
+@cover()
+@pytest.mark.parametrize("uses", USES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_without_the_cache_a_gradient_is_summed_in_float32(name, way):
-    loss = jamp.autocast(jnp.bfloat16, cache_enabled=False)(MODELS[name])
-    expected = jax.jit(jax.grad(MODELS[name], (1, 2)))(X, W, B)
-    for found, exact in zip(WAYS[way](loss)(X, W, B), expected, strict=True):
-        assert found.dtype == jnp.float32
-        np.testing.assert_array_equal(found, exact)
+def test_without_the_cache_a_gradient_is_summed_in_float32(name, way, uses):
+    model = MODELS[name](USES[uses])
+    loss = jamp.autocast(jnp.bfloat16, cache_enabled=False)(model)
+    for found, of in zip(WAYS[way](loss)(X, W, B), (W, B), strict=True):
+        assert (found.dtype, found.shape) == (jnp.float32, of.shape)
+        np.testing.assert_array_equal(found, sum(USES[uses]))
 
 
-def test_with_the_cache_it_is_summed_as_in_torch():
-    grad = jax.grad(jamp.autocast(jnp.bfloat16)(unrolled), 1)(X, W, B)
+@cover()
+@pytest.mark.parametrize("uses", USES)
+def test_with_the_cache_it_is_summed_as_in_torch(uses):
+    grad = jax.grad(jamp.autocast(jnp.bfloat16)(unrolled(USES[uses])), 1)(X, W, B)
     np.testing.assert_array_equal(grad, 256)
 
 
-def test_the_program_casts_once_either_way():
+@cover()
+@pytest.mark.parametrize("uses", USES)
+def test_the_program_casts_once_either_way(uses):
     """XLA finds that the casts are equal."""
 
     def casts(**wishes):
-        run = jax.jit(jamp.autocast(jnp.bfloat16, **wishes)(unrolled))
+        run = jax.jit(jamp.autocast(jnp.bfloat16, **wishes)(unrolled(USES[uses])))
         text = run.lower(X, W, B).compile().as_text()
         return text.count("bf16[4,4]{1,0} convert(")
 

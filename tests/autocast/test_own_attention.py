@@ -14,16 +14,20 @@ import jamp
 from jamp._autocast import attention
 from jamp._jaxprs import equations
 from tests.bits import check_near, check_same_bits, nudged
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-keys = jax.random.split(jax.random.key(0), 5)
-query = jax.random.normal(keys[0], (2, 8, 4, 16))
-key, value = (jax.random.normal(k, (2, 6, 2, 16)) for k in keys[1:3])
-bias = jax.random.normal(keys[3], (1, 4, 8, 6))
-mask = jax.random.bernoulli(keys[4], 0.7, (2, 1, 8, 6))
-lengths = jnp.array([3, 8], jnp.int32)
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+query, key, value = normal(2, 8, 4, 16), normal(2, 6, 2, 16), normal(2, 6, 2, 16)
+bias, mask = normal(1, 4, 8, 6), rng.random((2, 1, 8, 6)) < 0.7
+lengths, EYE = np.int32([3, 8]), np.eye(16, dtype=np.float32)
 JAXS, OWN = jax.nn.dot_product_attention, jamp.dot_product_attention
 ALSO = {
     "nothing": {},
@@ -75,12 +79,9 @@ def every(loss, count):
     }
 
 
-CASES = [(name, mode) for name in ALSO for mode in every(jnp.sum, 3)]
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"), mostly_slow(CASES, ("bias", "gradient"), ("mask", "vmap"))
-)
+@cover(quick=2)
+@pytest.mark.parametrize("mode", every(jnp.sum, 3))
+@pytest.mark.parametrize("name", ALSO)
 def test_the_numbers_are_those_of_jax(name, mode):
     """In one program: alone, JAX runs its own op by op."""
 
@@ -96,32 +97,36 @@ RECIPES = ["float16", "bfloat16", "float8", jamp.ScaledFloat16()]
 RECIPES += [jamp.Float8(activations=True)]
 
 
+@cover(quick=2)
 @pytest.mark.parametrize("dtype", RECIPES, ids=str)
-@pytest.mark.parametrize("name", mostly_slow(ALSO, "nothing", "causal"))
+@pytest.mark.parametrize("name", ALSO)
 def test_a_region_runs_it_as_jaxs(name, dtype):
     """The inputs are the results of products, as in a model."""
-    w = jnp.eye(16)
 
     def of(attend):
         loss, args = loss_of(attend, ALSO[name])
         f = lambda w: loss(*(x @ w for x in args[:3]), *args[3:])
         return jax.jit(jax.value_and_grad(jamp.autocast(dtype)(f)))
 
-    check_same_bits(of(OWN)(w), of(JAXS)(w))
+    check_same_bits(of(OWN)(EYE), of(JAXS)(EYE))
 
 
 def test_its_dtype_is_that_of_the_region_and_of_the_rules():
     for dtype in ("float16", "bfloat16"):
-        with jamp.autocast(dtype):
-            assert OWN(query, key, value).dtype == dtype
-            assert OWN(query.astype(dtype), key, value).dtype == dtype
-            assert jax.jit(OWN)(query, key, value).dtype == dtype
+        own, region = (query, key, value), jamp.autocast(dtype)
+        for function, args in (
+            (OWN, own),
+            (OWN, (query.astype(dtype), key, value)),
+            (jax.jit(OWN), own),
+        ):
+            assert jax.eval_shape(region(function), *args).dtype == dtype
     with jamp.autocast("float16", rules={"head": jnp.float32}):
+        assert OWN(query, key, value).dtype == jnp.float16
         with jax.named_scope("head"):
             assert OWN(query, key, value).dtype == jnp.float32
     assert OWN(query[0], key[0], value[0]).shape == query.shape[1:]
     half = [x.astype(jnp.float16) for x in (query, key, value)]
-    assert OWN(*half).dtype == jnp.float16
+    assert jax.eval_shape(OWN, *half).dtype == jnp.float16
 
 
 @pytest.mark.parametrize("key", ["head", lax.dot_general_p, jamp.dot_product_attention])
@@ -140,7 +145,9 @@ def test_a_rule_for_its_products_decides_about_them(key):
     assert not [e for e in equations(jaxpr) if e.primitive is attention.attention_p]
 
 
-def test_a_derivative_in_the_region_is_jaxs():
+@cover()
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_a_derivative_in_the_region_is_jaxs(order):
     """The second derivative too, as a gradient penalty takes it."""
 
     def of(attend):
@@ -148,12 +155,12 @@ def test_a_derivative_in_the_region_is_jaxs():
         squares = lambda *args: sum(
             jnp.sum(g**2) for g in jax.grad(loss, (0, 1))(*args)
         )
-        region = jamp.autocast("float16")
-        return jax.jit(region(squares)), jax.jit(jax.grad(region(squares))), args
+        penalty = jamp.autocast("float16")(squares)
+        return jax.jit(penalty if order == "first" else jax.grad(penalty)), args
 
-    for own, jaxs in zip(of(OWN)[:2], of(JAXS)[:2], strict=True):
-        near = [jaxs(*moved) for moved in nudged(of(OWN)[2], jnp.float16)]
-        check_near(own(query, key, value), jaxs(query, key, value), near)
+    (own, args), (jaxs, _) = of(OWN), of(JAXS)
+    near = [jaxs(*moved) for moved in nudged(args, jnp.float16)]
+    check_near(own(*args), jaxs(*args), near)
 
 
 def test_it_is_compiled_once():
@@ -223,18 +230,21 @@ def test_explain_says_which_form_it_took():
     assert row.flops == 2 * 2 * query.size * key.shape[1]
 
 
-@pytest.mark.parametrize("place", ["layer", "scan", "remat"])
-def test_reports_and_searches_look_past_it(place):
-    wrap = {
-        "layer": lambda f: f,
-        "remat": jax.checkpoint,
-        "scan": lambda f: (
-            lambda w, x: lax.scan(
-                lambda c, _: (c + f(w, x), None), jnp.zeros(x.shape), None, 2
-            )[0]
-        ),
-    }[place]
-    x = query
+AROUND = {
+    "layer": lambda f: f,
+    "scan": lambda f: (
+        lambda w, x: lax.scan(
+            lambda c, _: (c + f(w, x), None), jnp.zeros(x.shape), None, 2
+        )[0]
+    ),
+    "remat": jax.checkpoint,
+}
+BAD = query.copy()
+BAD[0, 0, 0, 0] = 1e30
+
+
+def loss_around(place):
+    """The loss of a model whose inputs are `query`."""
 
     def layer(w, x):
         h = x @ w
@@ -242,8 +252,12 @@ def test_reports_and_searches_look_past_it(place):
 
     def loss(w, x):
         with jamp.autocast("float16"):
-            return jnp.mean(wrap(layer)(w, x) ** 2)
+            return jnp.mean(AROUND[place](layer)(w, x) ** 2)
 
+    return loss
+
+
+def training_of(loss):
     tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
 
     def step(state, x):
@@ -251,13 +265,31 @@ def test_reports_and_searches_look_past_it(place):
         value, grads = jamp.value_and_grad(loss, opt_state)(w, x)
         return jamp.step(tx, grads, opt_state, w), value
 
-    state = jnp.eye(16), tx.init(jnp.eye(16))
-    found = jamp.find_loss_scale(jax.jit(step), state, x)
+    return step, (jnp.asarray(EYE), jax.jit(tx.init)(EYE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", AROUND)
+def test_searches_look_past_it(place):
+    step, state = training_of(loss_around(place))
+    found = jamp.find_loss_scale(jax.jit(step), state, jnp.asarray(query))
     assert np.isfinite(float(jamp.loss_scale(found[1])))
-    bad = x.at[0, 0, 0, 0].set(1e30)
-    report = jamp.debug.find_nonfinite(step)(state, bad)
+
+
+@cover()
+@pytest.mark.parametrize("place", AROUND)
+def test_reports_look_past_it(place):
+    find = jamp.debug.find_nonfinite(loss_around(place))
+    assert "no inf or nan" not in str(find(EYE, BAD))
+    assert "no inf or nan" in str(find(EYE, query))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", AROUND)
+def test_reports_of_a_step_look_past_it(place):
+    step, state = training_of(loss_around(place))
+    report = jamp.debug.find_nonfinite(step)(state, jnp.asarray(BAD))
     assert "no inf or nan" not in str(report)
-    assert "no inf or nan" in str(jamp.debug.find_nonfinite(loss)(state[0], x))
 
 
 @pytest.mark.parametrize("way", ["jit", "shard_map"])
@@ -283,37 +315,50 @@ def test_it_is_divided_over_devices(way):
 
 
 def same_layer(mine, own, x, **options):
-    for dtype in (None, "float16"):
-        region = jamp.autocast(dtype or "float16", enabled=dtype is not None)
-        got, expected = region(mine)(x, **options), region(own)(x, **options)
+    @jax.jit
+    def both(x):
+        regions = [jamp.autocast("float16", enabled=on) for on in (False, True)]
+        return [[of(f)(x, **options) for f in (mine, own)] for of in regions]
+
+    for (got, expected), rtol in zip(both(x), (1e-5, 1e-2), strict=True):
         assert got.dtype == expected.dtype
-        rtol = 1e-5 if dtype is None else 1e-2
         np.testing.assert_allclose(got, expected, rtol, rtol)
 
 
-x = jax.random.normal(keys[0], (2, 8, 32))
-causal = nn.make_causal_mask(jnp.ones((2, 8)))
+x = normal(2, 8, 32)
+MASKED = {"mask": np.tril(np.ones((2, 1, 8, 8), np.float32))}
+CALLS = {
+    "a batch": (x, {}),
+    "one": (x[0], {}),
+    "three": (np.repeat(x[None], 3, 0), {}),
+    "masked": (x, MASKED),
+}
 
 
-@pytest.mark.parametrize("inputs", [x, x[0], x[None, :, None].repeat(3, 0)[:, :, 0]])
-def test_it_is_an_attention_of_nnx(inputs):
+@pytest.fixture(scope="module")
+def nnx_layers():
+    """jamp's and Flax's, with the same parameters."""
     make = lambda **more: nnx.MultiHeadAttention(
         4, 32, decode=False, rngs=nnx.Rngs(0), **more
     )
-    mine = make(attention_fn=jamp.nnx.dot_product_attention)
-    same_layer(mine, make(), inputs)
-    if inputs is x:
-        same_layer(mine, make(), inputs, mask=causal)
+    return make(attention_fn=jamp.nnx.dot_product_attention), make()
 
 
-def test_it_is_an_attention_of_linen():
+@cover()
+@pytest.mark.parametrize("call", CALLS)
+def test_it_is_an_attention_of_nnx(call, nnx_layers):
+    inputs, options = CALLS[call]
+    same_layer(*nnx_layers, inputs, **options)
+
+
+@cover()
+@pytest.mark.parametrize("options", [{}, MASKED, {"sow_weights": True}], ids=list)
+def test_it_is_an_attention_of_linen(options):
     make = lambda **more: nn.MultiHeadDotProductAttention(4, **more)
     mine, own = make(attention_fn=jamp.linen.dot_product_attention), make()
-    variables = own.init(jax.random.key(0), x)
+    variables = jax.jit(own.init)(jax.random.key(0), x)
     applied = lambda layer: lambda x, **more: layer.apply(variables, x, **more)
-    same_layer(applied(mine), applied(own), x)
-    same_layer(applied(mine), applied(own), x, mask=causal)
-    same_layer(applied(mine), applied(own), x, sow_weights=True)
+    same_layer(applied(mine), applied(own), x, **options)
 
 
 def test_dropout_is_flaxs():
@@ -321,8 +366,10 @@ def test_dropout_is_flaxs():
         4, dropout_rate=0.5, deterministic=False, **more
     )
     mine, own = make(attention_fn=jamp.linen.dot_product_attention), make()
-    variables = own.init({"params": keys[0], "dropout": keys[1]}, x)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.jit(own.init)(keys, x)
     got, expected = (
-        layer.apply(variables, x, rngs={"dropout": keys[2]}) for layer in (mine, own)
+        jax.jit(layer.apply)(variables, x, rngs={"dropout": jax.random.key(2)})
+        for layer in (mine, own)
     )
     check_same_bits(got, expected)

@@ -2,17 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 import jamp
 from shared.jaxprs import equations
 from tests.jaxprs import PRODUCTS
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "default_precision")
 
-X, W = jnp.ones((4, 8)), jnp.ones((8, 8))
-IMAGES, FILTERS = jnp.ones((1, 8, 8, 2)), jnp.ones((3, 3, 2, 2))
+X, W, IMAGES, FILTERS = (
+    np.ones(shape, np.float32) for shape in ((4, 8), (8, 8), (1, 8, 8, 2), (3, 3, 2, 2))
+)
 HIGHEST = lax.Precision.HIGHEST
 
 
@@ -44,6 +47,7 @@ WAYS = {
 }
 
 
+@cover(quick=5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [jnp.float16, "float8", jamp.ScaledFloat16()])
 def test_all_products_of_the_rule_have_the_precision(dtype, way):

@@ -5,23 +5,28 @@ the product and adds it again, and a reshape of one row is another one than of t
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jamp
 from jamp import _compat
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 from . import ways
 
 half = jamp.autocast(jnp.float16)
-SIZES = tuple(itertools.product((1, 3), (1, 3)))  # of the rows and of the columns
+SIZES = (1, 3), (3, 1), (1, 1), (3, 3)  # of the rows and of the columns
 K = 5
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
 
 PRODUCTS = {
     "@": lambda x, w: x @ w,
@@ -109,25 +114,35 @@ def dtype_of_moved(move):
     return jnp.dtype("float16" if move in KNOWN_AFTER else "float32")
 
 
-def sums(x, w, b):
-    pairs = itertools.product(PRODUCTS, MOVES)
-    return {(p, m): MOVES[m](PRODUCTS[p](x, w)) + b for p, m in pairs}
+def sums_of(product, moves=tuple(MOVES)):
+    def sums(x, w, b):
+        return {name: MOVES[name](PRODUCTS[product](x, w)) + b for name in moves}
+
+    return sums
 
 
+@cover(quick=6)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n, m", mostly_slow(SIZES, (1, 3), (3, 1)))
-def test_the_dtype_of_a_product_and_a_bias(n, m, way, standard_promotion):
-    args = jnp.ones((n, K)), jnp.ones((K, m)), jnp.ones(m)
-    found = jax.eval_shape(WAYS[way](sums), *args)
-    for (product, move), y in found.items():
-        assert y.dtype == dtype_of_moved(move), (product, move)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_the_dtype_of_a_product_and_a_bias(product, sizes, way, standard_promotion):
+    n, m = sizes
+    args = ones(n, K), ones(K, m), ones(m)
+    found = jax.eval_shape(WAYS[way](sums_of(product)), *args)
+    for move, y in found.items():
+        assert y.dtype == dtype_of_moved(move), move
 
 
-@pytest.mark.parametrize("n, m", SIZES)
-def test_eagerly_it_is_the_same(n, m, standard_promotion):
-    args = jnp.ones((n, K)), jnp.ones((K, m)), jnp.ones(m)
-    for (product, move), y in half(sums)(*args).items():
-        assert y.dtype == dtype_of_moved(move), (product, move)
+@cover()
+@pytest.mark.parametrize("part", range(12))
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_eagerly_it_is_the_same(product, sizes, part, standard_promotion):
+    n, m = sizes
+    args = map(jnp.asarray, (ones(n, K), ones(K, m), ones(m)))
+    found = half(sums_of(product, [*MOVES][part::12]))(*args)
+    for move, y in found.items():
+        assert y.dtype == dtype_of_moved(move), move
 
 
 # What is added, and the shapes of the three arrays for a batch of `n` with `t` rows.
@@ -166,6 +181,7 @@ NO_BIASES = {
 }
 
 
+@cover(quick=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_a_bias_does_not_depend_on_sizes(way, standard_promotion):
     for name, (view, shapes) in (BIASES | NO_BIASES).items():
@@ -183,13 +199,14 @@ CALLED = {
 }
 
 
+@cover(quick=2)
 @pytest.mark.parametrize("way", CALLED)
 def test_a_function_of_a_bias_and_one_of_a_residual_share_no_cache(
     way, standard_promotion
 ):
     """The arguments have the same types: the region knows more of one of them."""
     add = CALLED[way](lambda x, y: x + y)
-    x, w, b = jnp.ones((3, K)), jnp.ones((K, 4)), jnp.ones(4)
+    x, w, b = map(jnp.asarray, (ones(3, K), ones(K, 4), ones(4)))
     for turn in (1, -1, 1):
         with half:
             h, bias = x @ w, jnp.broadcast_to(b, (3, 4))
@@ -216,7 +233,7 @@ def test_what_is_promoted_does_not_depend_on_the_users_setting():
     _compat.widest.cache_clear()
     residual = half(jax.jit(lambda x, w: x @ w + x))
     with jax.numpy_dtype_promotion("strict"):
-        out = jax.eval_shape(residual, jnp.ones((K, K)), jnp.ones((K, K)))
+        out = jax.eval_shape(residual, ones(K, K), ones(K, K))
     assert out.dtype == jnp.float32
 
 
@@ -239,10 +256,11 @@ PROMOTED = {
 }
 
 
+@cover(quick=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_product_that_is_promoted_follows_what_it_gets(way, standard_promotion):
     """Where it was traced for float32, too. Under `vmap`, float32 may be lowered."""
-    args = jnp.ones((3, K)), jnp.ones((K, 3)), jnp.ones(3)
+    args = ones(3, K), ones(K, 3), ones(3)
     for name, product in PROMOTED.items():
         for of, value in {
             "half": lambda x, w, b: x @ w,
@@ -259,8 +277,8 @@ def test_a_product_that_is_promoted_follows_what_it_gets(way, standard_promotion
 def test_a_pair_of_rows_is_no_bias(standard_promotion):
     """`s[:, None] + t`: numbers along a dimension that the product does not have."""
     for n, t in SIZES:
-        args = jnp.ones((n, K)), jnp.ones(K), jnp.ones(t)
-        found = half(lambda x, w, b: (x @ w)[:, None] + b)(*args)
+        args = ones(n, K), ones(K), ones(t)
+        found = jax.eval_shape(half(lambda x, w, b: (x @ w)[:, None] + b), *args)
         assert found.dtype == jnp.float32 and found.shape == (n, t)
 
 
@@ -320,19 +338,19 @@ def test_one_number_is_added_on_one_device(monkeypatch, standard_promotion):
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_scan_starts_from_a_product(n, standard_promotion):
     """Its carry comes back in the dtype that it had, whatever the batch."""
-    w, b = jnp.ones((K, K)), jnp.ones(K)
+    w, b = ones(K, K), ones(K)
 
     def steps(x):
         step = lambda h, _: ((jnp.matvec(w, h) + b).astype(jnp.float16), None)
         return lax.scan(step, jnp.matvec(w, x) + b, length=3)[0]
 
-    assert jax.eval_shape(half(steps), jnp.ones((n, K))).dtype == jnp.float16
+    assert jax.eval_shape(half(steps), ones(n, K)).dtype == jnp.float16
 
 
 def test_a_symbolic_batch_is_moved_like_any_other(standard_promotion):
     scope = jax.export.SymbolicScope()
     n, t = jax.export.symbolic_shape("n, t", scope=scope)
-    w, b = jnp.ones((6, 12)), jnp.ones(12)
+    w, b = ones(6, 12), ones(12)
     moves = {
         "as it is": lambda h: h,
         "merged": lambda h: h.reshape(-1, 12),

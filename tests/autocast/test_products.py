@@ -9,6 +9,7 @@ from jax import lax
 
 import jamp
 from tests.bits import check_near, nudged
+from tests.marks import cover
 
 from . import ways
 
@@ -17,8 +18,12 @@ pytestmark = pytest.mark.usefixtures("default_precision")
 half = jamp.autocast(jnp.float16)
 HIGHEST = lax.Precision.HIGHEST
 PRESETS = lax.DotAlgorithmPreset
-WAYS = ways.given(region=half)
-x, w = jnp.full((2, 4), 0.1), jnp.full((4, 3), 0.1)
+WAYS = ("jit inside", "live", "jit around")
+x, w = np.full((2, 4), 0.1, np.float32), np.full((4, 3), 0.1, np.float32)
+
+
+def run(way, function):
+    return ways.WAYS[way](half, function)(jnp.asarray(x))
 
 
 def dense(precision):
@@ -42,11 +47,12 @@ ASKED = {
 }
 
 
-@WAYS
+@cover(quick=4)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ASKED)
 def test_a_call_that_says_highest_runs_in_float32(name, way, standard_promotion):
     function = ASKED[name]
-    found = way(function)(x)
+    found = run(way, function)
     assert found.dtype == jnp.float32
     if name == "widened":
         np.testing.assert_allclose(found, function(x), rtol=1e-3)
@@ -64,16 +70,17 @@ NOT_ASKED = {
 }
 
 
-@WAYS
+@cover(quick=3)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NOT_ASKED)
 def test_other_products_are_lowered(name, way):
-    assert way(NOT_ASKED[name])(x).dtype == jnp.float16
+    assert run(way, NOT_ASKED[name]).dtype == jnp.float16
 
 
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 def test_the_default_of_the_config_says_nothing(way):
     with jax.default_matmul_precision("highest"):
-        assert way(lambda x: x @ w)(x).dtype == jnp.float16
+        assert run(way, lambda x: x @ w).dtype == jnp.float16
 
 
 def test_a_rule_of_the_user_wins():

@@ -10,11 +10,11 @@ from jax import lax, random
 
 import jamp
 from jamp._autocast import sampling
-from tests.bits import check_rounded
-from tests.marks import slow
+from tests.bits import check_rounded, check_same_bits
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-HALVES = [jnp.float16, slow(jnp.bfloat16)]
+HALVES = [jnp.float16, jnp.bfloat16]
 N_TOKENS, N_DRAWS, N_FLIPS = 1000, 512, 4096
 
 
@@ -56,10 +56,11 @@ def expected_draws(sample, value, n=20):
     return np.stack([run(key) for key in random.split(random.key(3), n)])
 
 
-WAYS = [eager, slow(jit_around), jit_inside, slow(scanned)]
+WAYS = [jit_inside, eager, jit_around, scanned]
 
 
 @pytest.mark.slow
+@cover()
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.__name__)
 def test_frequencies_are_those_of_float32(dtype, way):
@@ -77,9 +78,9 @@ def test_frequencies_are_those_of_float32(dtype, way):
 
 DRAWS = {
     "categorical": random.categorical,
+    "bernoulli, high": functools.partial(random.bernoulli, mode="high"),
     "categorical, high": functools.partial(random.categorical, mode="high"),
     "bernoulli": random.bernoulli,
-    "bernoulli, high": functools.partial(random.bernoulli, mode="high"),
     "geometric": random.geometric,
     "categorical without replacement": lambda key, x: random.categorical(
         key, x, shape=(3,), replace=False
@@ -91,11 +92,11 @@ DRAWS = {
     "two draws": lambda key, p: (random.bernoulli(key, p), random.categorical(key, p)),
 }
 BATCHED = {
+    "keys": lambda draw: lambda keys, p: jax.vmap(draw, (0, None))(keys[0], p[0, 0]),
     "scan of keys": lambda draw: (
         lambda keys, p: lax.map(lambda key: draw(key, p[0, 0]), keys[0])
     ),
     "neither": lambda draw: lambda keys, p: draw(keys[0, 0], p[0, 0]),
-    "keys": lambda draw: lambda keys, p: jax.vmap(draw, (0, None))(keys[0], p[0, 0]),
     "values": lambda draw: lambda keys, p: jax.vmap(draw, (None, 0))(keys[0, 0], p[0]),
     "both": lambda draw: lambda keys, p: jax.vmap(draw)(keys[0], p[0]),
     "both twice": lambda draw: jax.vmap(jax.vmap(draw)),
@@ -115,33 +116,30 @@ TAKEN = {"scan of keys", "neither", "values", "keys, and values around"}
 REFUSED = {("bernoulli, high", how) for how in BATCHED.keys() - TAKEN}
 
 
+@pytest.fixture(scope="module")
+def split_keys():
+    return random.split(random.key(0), (2, 3))
+
+
+@cover(quick=4)
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("how", BATCHED)
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_is_that_of_float32_or_refused(name):
-    keys = random.split(random.key(0), (2, 3))
-    p = jax.nn.softmax(jnp.linspace(-2, 2, 30).reshape(2, 3, 5))
-    wrong = []
-    for how, batched in BATCHED.items():
-        for dtype in (jnp.float16, jnp.bfloat16):
-            draw = batched(DRAWS[name])
-            given = p.astype(dtype)
-            expected = draw(keys, given.astype(jnp.float32))
-            for way in (lambda f: f, jax.jit):
-                run = jamp.autocast(dtype)(way(draw))
-                try:
-                    found = run(keys, given)
-                except NotImplementedError as error:
-                    assert "would draw in half precision" in str(error)
-                    if (name, how) not in REFUSED:
-                        wrong.append((how, dtype.__name__, "refused"))
-                    continue
-                if (name, how) in REFUSED:
-                    wrong.append((how, dtype.__name__, "not refused"))
-                same = jax.tree.map(np.array_equal, found, expected)
-                if not all(jax.tree.leaves(same)):
-                    wrong.append((how, dtype.__name__, found, expected))
-    assert wrong == []
+def test_a_draw_is_that_of_float32_or_refused(name, how, dtype, split_keys):
+    draw = BATCHED[how](DRAWS[name])
+    weights = np.exp(np.linspace(-2, 2, 30)).reshape(2, 3, 5)
+    given = jnp.asarray(weights / weights.sum(-1, keepdims=True), dtype)
+    expected = jax.jit(draw)(split_keys, given.astype(jnp.float32))
+    for way in (lambda f: f, jax.jit):
+        run = jamp.autocast(dtype)(way(draw))
+        if (name, how) in REFUSED:
+            with pytest.raises(NotImplementedError, match="would draw in half prec"):
+                run(split_keys, given)
+        else:
+            check_same_bits(run(split_keys, given), expected)
 
 
+@cover()
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_normal_vector_is_drawn_in_float32(way):
     def sample(key, mean):
@@ -159,6 +157,7 @@ def test_a_normal_vector_is_drawn_in_float32(way):
 OWN_NOISE = [random.uniform, random.normal, random.gumbel, random.exponential]
 
 
+@cover()
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("draw", OWN_NOISE, ids=lambda draw: draw.__name__)
 def test_noise_of_an_own_dtype_stays_what_it_is(draw, way):
@@ -184,8 +183,8 @@ def test_an_inner_region_that_is_off_draws_as_jax_does():
 
 def test_logits_of_a_model_in_a_gradient():
     # The draw is a number that the loss uses: the region is inside, and outside.
-    key, x = random.key(6), jnp.ones((4, 8))
-    w = random.normal(random.key(7), (8, 256))
+    key, x = random.key(6), np.ones((4, 8), np.float32)
+    w = np.random.default_rng(7).normal(size=(8, 256)).astype(np.float32)
 
     def loss_fn(w):
         logits = x @ w
@@ -193,16 +192,15 @@ def test_logits_of_a_model_in_a_gradient():
         log_p = jax.nn.log_softmax(logits)
         return jnp.mean(jnp.take_along_axis(log_p, token[:, None], 1)), token
 
-    inside = jamp.autocast(jnp.bfloat16)(loss_fn)
-    with jamp.autocast(jnp.bfloat16):
-        logits = x @ w
+    region = jamp.autocast(jnp.bfloat16)
+    logits = jax.jit(region(jnp.matmul))(x, w)
     expected = random.categorical(key, logits.astype(jnp.float32))
-    (_, token), grad = jax.value_and_grad(inside, has_aux=True)(w)
+    inside = jax.jit(jax.value_and_grad(region(loss_fn), has_aux=True))
+    (_, token), grad = inside(w)
     np.testing.assert_array_equal(token, expected)
     assert grad.dtype == jnp.float32
-    with jamp.autocast(jnp.bfloat16):
-        _, grad = jax.value_and_grad(loss_fn, has_aux=True)(w)
-    assert grad.dtype == jnp.float32
+    around = region(jax.value_and_grad(loss_fn, has_aux=True))
+    assert jax.eval_shape(around, w)[1].dtype == jnp.float32
 
 
 def test_a_draw_from_half_precision_in_a_gradient():
@@ -217,7 +215,7 @@ def test_a_draw_from_half_precision_in_a_gradient():
         jax.eval_shape(loss_fn, w)
     except TypeError:
         pytest.skip("this version of JAX does not draw from half precision")
-    expected = random.multivariate_normal(key, jnp.ones(4), jnp.eye(4))
+    expected = jax.jit(random.multivariate_normal)(key, jnp.ones(4), jnp.eye(4))
     gradient = jax.grad(loss_fn, has_aux=True)
     for run in (gradient, jax.jit(gradient)):
         with jamp.autocast(jnp.float16):
@@ -227,6 +225,7 @@ def test_a_draw_from_half_precision_in_a_gradient():
         check_rounded(drawn, expected, 9)
 
 
+@cover()
 @pytest.mark.parametrize("dtype", HALVES)
 def test_draws_of_an_unknown_version_of_jax_are_refused(dtype, monkeypatch):
     """What JAX's function is called, and how it draws, is for it to change."""

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -11,7 +12,7 @@ from flax import nnx
 import jamp
 
 from ..around import alike, alone, one_after_another, side_by_side
-from ..marks import mostly_slow
+from ..marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -155,7 +156,10 @@ def nnx_modules(pause):
         def __call__(self, x):
             return self.head(self.encode(x)) + x
 
-    plain = Model(nnx.Rngs(0))
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
+    plain = nnx.merge(
+        graph, jax.tree.map(lambda s: np.full(s.shape, 0.1, s.dtype), shapes)
+    )
     given = functools.partial(jamp.nnx.with_policy, plain)
     half, brain = given("c=float16"), given("c=bfloat16,o=float32")
     failing = given("c=float16")
@@ -232,6 +236,30 @@ def expected_of(case):
     return alone(case)
 
 
+def only(case, *names):
+    """A case with few of its calls."""
+
+    def few(pause):
+        calls = case(pause)
+        return {name: calls[name] for name in names}
+
+    return few
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_call_is_the_same_after_one_of_each_kind(case):
+    few = only(case, "half", "plain", "full head", "failing")
+    expected = alone(few)
+    assert alike(expected) == []
+    assert one_after_another(few, expected) == []
+
+
+def test_a_call_is_the_same_beside_one_of_another_kind():
+    few = only(linen, "half", "full head")
+    assert side_by_side(few, alone(few), [1]) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_call_is_the_same_after_others(case):
     expected = expected_of(case)
@@ -241,7 +269,9 @@ def test_a_call_is_the_same_after_others(case):
     assert one_after_another(case, expected) == []
 
 
-@pytest.mark.parametrize("distance", mostly_slow([1, 2, 9, 13], 1, 9))
+@pytest.mark.slow
+@cover()
+@pytest.mark.parametrize("distance", [1, 2, 9, 13])
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_call_is_the_same_beside_another(case, distance):
     assert side_by_side(case, expected_of(case), [distance]) == []

@@ -166,19 +166,36 @@ def ways(function):
         yield name, functools.partial(jax.eval_shape, way)  # nothing is compiled
 
 
-@cover(quick=len(FAST))
-@pytest.mark.parametrize("form", sorted(FORMS, key=[*FAST, *FORMS].index))
-def test_a_dtype_depends_on_no_size(form):
-    left, right, function, expected = FORMS[form]
+def sizes_of(form):
+    """Each letter with each size, from ones alone to twos alone."""
+    left, right, *_ = FORMS[form]
     letters = sorted({*left, *right})
-    for sizes in itertools.product(SIZES, repeat=len(letters)):
-        size = dict(zip(letters, sizes, strict=True))
-        shapes = [[size[d] for d in dims] for dims in (left, right)]
-        a, b = (jnp.asarray(np.ones(shape, np.float32)) for shape in shapes)
-        found = {name: way(a, b).dtype for name, way in ways(function)}
-        if len({*sizes}) == 1:
-            found["eager"] = half(function)(a, b).dtype
-        assert set(found.values()) == {jnp.dtype(expected)}, (size, found)
+    return [
+        dict(zip(letters, sizes, strict=True))
+        for sizes in itertools.product(SIZES, repeat=len(letters))
+    ]
+
+
+# First each form with ones alone, then with twos alone, and then with both.
+CASES = sorted(
+    ((i, form) for form in FORMS for i in range(len(sizes_of(form)))),
+    key=lambda case: (case[0] > 0, case[0] + 1 < len(sizes_of(case[1])), case[0]),
+)
+CASES.sort(key=lambda case: case[0] > 0 or case[1] not in FAST)
+
+
+@cover(quick=len(FAST), ci=4 * len(FORMS))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
+def test_a_dtype_depends_on_no_size(case):
+    i, form = case
+    left, right, function, expected = FORMS[form]
+    size = sizes_of(form)[i]
+    shapes = [[size[d] for d in dims] for dims in (left, right)]
+    a, b = (jnp.asarray(np.ones(shape, np.float32)) for shape in shapes)
+    found = {name: way(a, b).dtype for name, way in ways(function)}
+    if len({*size.values()}) == 1:
+        found["eager"] = half(function)(a, b).dtype
+    assert set(found.values()) == {jnp.dtype(expected)}, (size, found)
 
 
 def test_a_growing_cache_keeps_its_dtype():

@@ -83,7 +83,7 @@ def relative(result, truth):
 # Numbers.
 
 
-@cover(quick=2, ci=12)
+@cover(quick=2, ci=24)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", sorted(ALL, key=["rowwise", "scaled", *ALL].index))
 def test_each_product_is_the_one_that_it_would_be_alone(recipe, layout):

@@ -187,7 +187,7 @@ def on_one_device(name, compiled, *batch):
     return run(result_and_gradients(REGIONS[name], None))(*operands(*batch))
 
 
-@cover(quick=1, ci=18)
+@cover(ci=18)
 @pytest.mark.parametrize("case", NUMBERS, ids=str)
 @pytest.mark.parametrize("name", REGIONS)
 @pytest.mark.parametrize("compiled", [True, False])

@@ -34,7 +34,7 @@ def bfloat16_loss(seed: int, octaves: int = OCTAVES, experts: int = 0) -> float:
     return loss_after_training("bfloat16", **of)
 
 
-@cover(ci=1)
+@cover()
 @pytest.mark.parametrize("rules", [None, {"head": jamp.Float8("rowwise")}])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_scale_loses_the_small_rows(seed, rules):
@@ -42,7 +42,7 @@ def test_one_scale_loses_the_small_rows(seed, rules):
     assert loss_after_training("float8", rules, seed=seed) > 1.05 * bfloat16_loss(seed)
 
 
-@cover(ci=2)
+@cover()
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("region", ENOUGH)
 def test_a_rule_for_the_layer_brings_them_back(region, seed):
@@ -57,7 +57,7 @@ def test_one_scale_is_enough_for_rows_of_one_size():
     assert loss == pytest.approx(bfloat16_loss(0, octaves=0), rel=0.01)
 
 
-@cover(ci=1)
+@cover(ci=2)
 @pytest.mark.parametrize("octaves", [OCTAVES, 0])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_experts_have_a_scale_each(octaves, seed):

@@ -127,7 +127,7 @@ def flat(tree, kind):
     return np.concatenate([np.zeros(0), *map(np.ravel, leaves)])
 
 
-@cover(ci=2)
+@cover(ci=3)
 @pytest.mark.parametrize(
     "name", ["vae", "wmt", "vit_region_inside_vmap", "vit", "resnet50"]
 )

@@ -68,7 +68,7 @@ BRANCHING = OTHERS | {
 }
 
 
-@cover(quick=1, ci=18)
+@cover(ci=24)
 @by_dtype
 @pytest.mark.parametrize("name", sorted(BRANCHING, key=["log_ndtr", *BRANCHING].index))
 def test_a_function_that_branches_on_the_dtype_is_float32(name, dtype):
@@ -162,7 +162,7 @@ def scanned(function, dtype):
     return jamp.autocast(dtype)(run)
 
 
-@cover(quick=1, ci=10)
+@cover(ci=10)
 @by_dtype
 @pytest.mark.parametrize(
     "way", [*HALF_WAYS, checkpointed, scanned], ids=lambda way: way.__name__
@@ -326,7 +326,7 @@ MIXED = {
 }
 
 
-@cover(quick=1, ci=6)
+@cover(ci=12)
 @by_dtype
 @pytest.mark.parametrize("way", [jit_inside, live], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", MIXED)
@@ -436,7 +436,7 @@ def test_a_loss_of_logits_in_keras(dtype):
 # Haiku.
 
 
-@cover(ci=4)
+@cover(ci=6)
 @by_dtype
 @pytest.mark.parametrize(
     "way", [jit_inside, live, checkpointed], ids=lambda way: way.__name__

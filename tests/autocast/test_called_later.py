@@ -54,7 +54,7 @@ def again(run, later):
     return later(lambda x, w: jaxpr_as_fun(made)(x, w))(X, W)
 
 
-@cover(quick=4, ci=44)
+@cover(quick=3, ci=44)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize(
     ("name", "what"),
@@ -180,7 +180,7 @@ cosine.defvjp(
 )
 
 
-@cover(quick=3, ci=16)
+@cover(quick=2, ci=16)
 @pytest.mark.parametrize("function", [jax.nn.relu, sine, cosine, jax.checkpoint(sine)])
 @pytest.mark.parametrize("inner", [{"dtype": jnp.bfloat16}, {"enabled": False}])
 @pytest.mark.parametrize("outer", [True, False])

@@ -379,7 +379,7 @@ RUNS = [
     *(("float16", n, w) for n in CONSTRUCTS for w in ("eager", "vmap") if n != "plain"),
 ]
 RUNS.remove(("float16", "pmap", "vmap"))  # pmap cannot be mapped
-QUICK = len(CONSTRUCTS) + 1 + 4
+QUICK = len(CONSTRUCTS) + 1 + 3
 
 
 @cover(quick=QUICK)
@@ -399,7 +399,7 @@ REWRITTEN = [
 ]
 
 
-@cover(quick=9)
+@cover(quick=8)
 @pytest.mark.parametrize("case", REWRITTEN, ids=" ".join)
 def test_a_jitted_function_is_rewritten(case):
     precision, name = case

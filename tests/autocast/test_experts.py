@@ -231,7 +231,7 @@ AROUND = {
 }
 
 
-@cover(quick=3, ci=2 * len(AROUND))
+@cover(quick=2, ci=2 * len(AROUND))
 @pytest.mark.parametrize("around", [*reversed(AROUND)])
 @pytest.mark.parametrize("jit", [False, True])
 def test_attention_is_in_bfloat16_and_experts_are_in_float8(around, jit):

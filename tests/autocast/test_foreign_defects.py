@@ -162,6 +162,7 @@ def run(case, region, x=X):
         return case(jnp.asarray(x))
 
 
+@cover(quick=5)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_region_that_decides_nothing_changes_nothing(case):
     got, want = run(case, "nothing"), run(case, None)
@@ -169,7 +170,7 @@ def test_a_region_that_decides_nothing_changes_nothing(case):
     check_near(got, want, [run(case, None, x) for x in nudged(X)])  # XLA fuses more
 
 
-@cover(quick=4)
+@cover(quick=3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_it_runs_in_float16(case):
     nearby = [run(case, None, x) for x in nudged(X)]

@@ -117,7 +117,7 @@ CALLS = {
 }
 
 
-@cover(quick=5, ci=120)
+@cover(quick=4, ci=120)
 @pytest.mark.parametrize("name", sorted(FORMS, key=[*QUICK, *FORMS].index))
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8"])
@@ -223,7 +223,7 @@ def random_gather(rng, mode, spoiled):
     return gather, jnp.asarray(x), not spoiled and math.prod(sizes) > picks.FEW
 
 
-@cover(quick=3, ci=48)
+@cover(quick=2, ci=48)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("spoiled", (0, 1))
 @pytest.mark.parametrize("seed", SEEDS)

@@ -93,7 +93,7 @@ USES = {
 }
 
 
-@cover(quick=6, ci=12)
+@cover(quick=4, ci=12)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("norm", [of_haiku, of_batch_norm])
 def test_what_python_makes_like_a_norms_result_meets_it(norm, use):
@@ -106,7 +106,7 @@ def test_what_python_makes_like_a_norms_result_meets_it(norm, use):
 MASK = -2.3819763e38  # a number that float16 does not have
 
 
-@cover(quick=3)
+@cover(quick=2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_row_that_is_masked_whole(place):
     """Padding under a sliding window; nan in the loss stops the training."""

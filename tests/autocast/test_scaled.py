@@ -374,7 +374,7 @@ def test_explain_says_which_products_are_scaled():
 # Inf, nan, zeros.
 
 
-@cover(quick=2, ci=6)
+@cover(ci=6)
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 @pytest.mark.parametrize("name", ["matmul", "conv"])
 def test_a_cotangent_that_is_not_finite_makes_gradients_that_are_not(name, bad):
@@ -469,7 +469,7 @@ def cell(x):
     return model.apply, jax.jit(model.init)(jax.random.key(0), x)
 
 
-@cover(quick=2, ci=1 + len(MODELS))
+@cover()
 @pytest.mark.parametrize("name", [*reversed(MODELS), "cell"])
 def test_models_that_know_nothing_of_jamp(name):
     x = normal(3, 2, 3, 64)

@@ -64,7 +64,7 @@ def test_a_sum_of_many_is_that_of_float32(name, way, dtype):
 weights = np.random.default_rng(0).uniform(0, 2, (N, 4)).astype(np.float32)
 
 
-@cover(quick=2, ci=8)
+@cover(ci=8)
 @by_dtype
 @by_half_way
 def test_the_gradient_of_a_gather_is_that_of_float32(way, dtype):

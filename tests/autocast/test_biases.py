@@ -10,23 +10,23 @@ import pytest
 from flax import nnx
 
 import jamp
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 from . import ways
 
 half = jamp.autocast(jnp.float16)
 by_way = ways.given("live", "jit inside", region=half)
-HUGE = jnp.array([jnp.inf, -jnp.inf, 1e5, -1e9, 2.0, jnp.nan])
+HUGE = np.array([np.inf, -np.inf, 1e5, -1e9, 2.0, np.nan], np.float32)
 IN_TORCH = np.array([np.inf, -np.inf, np.inf, -np.inf, 3.0, np.nan], np.float16)
-x = jnp.full((2, 4), 0.5)
-w = jnp.full((4, 6), 0.5)
+x = np.full((2, 4), 0.5, np.float32)
+w = np.full((4, 6), 0.5, np.float32)
 
 
 # Layers of four inputs, with as many outputs as there are biases.
 
 
 def kernel(bias):
-    return jnp.full((4, bias.size), 0.5)
+    return jnp.asarray(np.full((4, bias.size), 0.5, np.float32))
 
 
 def linen_dense(bias, x):
@@ -77,35 +77,42 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layer",
-    mostly_slow(LAYERS, linen_dense, equinox_linear),
-    ids=lambda layer: layer.__name__,
-)
-def test_the_bias_of_a_layer_overflows_as_in_torch(layer, standard_promotion):
-    for way in ("live", "jit around", "jit inside"):
-        y = ways.WAYS[way](half, layer)(HUGE, x)
-        assert y.dtype == jnp.float16
-        np.testing.assert_array_equal(y, np.stack([IN_TORCH, IN_TORCH]))
+by_layer = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    mostly_slow(LAYERS, nnx_linear, linen_conv),
-    ids=lambda layer: layer.__name__,
-)
-def test_a_bias_that_is_inf_is_seen_by_the_scaler(layer, standard_promotion):
-    bias = jnp.zeros(6).at[2].set(jnp.inf)
+@cover(quick=3, ci=3 * len(LAYERS))
+@by_layer
+@ways.given(region=half)
+def test_the_bias_of_a_layer_overflows_as_in_torch(layer, way, standard_promotion):
+    y = way(layer)(jnp.asarray(HUGE), jnp.asarray(x))
+    assert y.dtype == jnp.float16
+    np.testing.assert_array_equal(y, np.stack([IN_TORCH, IN_TORCH]))
+
+
+def with_inf(layer):
+    """The loss of a layer by its bias, and such a bias of which one number is inf."""
 
     def loss_fn(bias):
         with jamp.autocast(jnp.float16):
             return jnp.mean(layer(bias, x) ** 2)
 
-    loss, grad = jax.value_and_grad(loss_fn)(bias)
+    return loss_fn, np.array([0, 0, np.inf, 0, 0, 0], np.float32)
+
+
+@cover(quick=2)
+@by_layer
+def test_a_bias_that_is_inf_is_seen_by_the_scaler(layer, standard_promotion):
+    loss_fn, bias = with_inf(layer)
+    loss, grad = jax.jit(jax.value_and_grad(loss_fn))(bias)
     assert not np.isfinite(loss)
     assert not np.isfinite(np.asarray(grad)[2])
-    report = jamp.debug.find_nonfinite(loss_fn)(bias)
-    assert report.found
+
+
+@pytest.mark.slow
+@by_layer
+def test_a_bias_that_is_inf_is_found(layer, standard_promotion):
+    loss_fn, bias = with_inf(layer)
+    assert jamp.debug.find_nonfinite(loss_fn)(bias).found
 
 
 @by_way
@@ -118,33 +125,34 @@ def test_a_mask_of_finite_numbers_stays_finite(way, standard_promotion):
 
 @by_way
 def test_gradients_of_a_bias_that_does_not_fit_are_kept(way, standard_promotion):
-    bias = jnp.array([1e5, -1e9, 1.0, 2.0, 3.0, 4.0])
+    bias = np.array([1e5, -1e9, 1.0, 2.0, 3.0, 4.0], np.float32)
     loss_fn = way(lambda bias: jnp.sum(plain(bias, x)))
     np.testing.assert_array_equal(jax.grad(loss_fn)(bias), np.full(6, 2.0))
 
 
 FILLED = {
-    "bias": lambda x: x @ w + jnp.full((6,), 1e6),
-    "row": lambda x: x @ w + jnp.full((6,), 1e6)[None],
-    "multiples": lambda x: x @ w + (jnp.full((6,), 1e3) * 1e3)[None],
-    "steps": lambda x: x @ w + (jnp.arange(6.0) * 1e6)[None],
+    "bias": lambda x: jnp.matmul(x, w) + jnp.full((6,), 1e6),
+    "row": lambda x: jnp.matmul(x, w) + jnp.full((6,), 1e6)[None],
+    "multiples": lambda x: jnp.matmul(x, w) + (jnp.full((6,), 1e3) * 1e3)[None],
+    "steps": lambda x: jnp.matmul(x, w) + (jnp.arange(6.0) * 1e6)[None],
 }
 
 
+@cover(quick=4, ci=len(FILLED) * len(ways.WAYS))
 @pytest.mark.parametrize("line", FILLED)
-def test_an_array_that_was_filled_is_a_bias_everywhere(line, standard_promotion):
-    exact = FILLED[line](x)
+@pytest.mark.parametrize("way", ways.WAYS)
+def test_an_array_that_was_filled_is_a_bias_everywhere(line, way, standard_promotion):
+    exact = jax.jit(FILLED[line])(x)
     expected = np.where(exact > 65504, np.inf, exact).astype(np.float16)
-    for name, way in ways.WAYS.items():
-        y = way(half, FILLED[line])(x)
-        assert y.dtype == jnp.float16, name
-        np.testing.assert_array_equal(y, expected, name)
+    y = ways.WAYS[way](half, FILLED[line])(x)
+    assert y.dtype == jnp.float16
+    np.testing.assert_array_equal(y, expected)
 
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_bias_is_known_by_where_its_dimensions_went(jit, standard_promotion):
-    x, w = jnp.ones((2, 3, 5)), jnp.ones((5, 4))
-    p, q = jnp.ones((3, 4)), jnp.ones((2, 3))
+    shapes = (2, 3, 5), (5, 4), (3, 4), (2, 3)
+    x, w, p, q = (jnp.asarray(np.ones(shape, np.float32)) for shape in shapes)
 
     def sums(x):
         both = jnp.broadcast_to(p, (2, 3, 4))  # it varies along both sides
@@ -153,7 +161,7 @@ def test_a_bias_is_known_by_where_its_dimensions_went(jit, standard_promotion):
         turned_rows = jnp.broadcast_to(q, (4, 2, 3)).transpose(1, 2, 0)
         return [x @ w + bias for bias in (both, turned, rows, turned_rows)]
 
-    found = half(jax.jit(sums) if jit else sums)(x)
+    found = jax.eval_shape(half(jax.jit(sums) if jit else sums), x)
     assert [y.dtype for y in found] == [jnp.float32] * 2 + [jnp.float16] * 2
 
 
@@ -184,19 +192,16 @@ def equal(found, expected):
     assert not differ.any(), (found[differ], expected[differ])
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@cover(quick=3, ci=4 * len([*LAYERS, plain]))
+@pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize(
-    "layer",
-    mostly_slow([*LAYERS, plain], linen_dense, plain),
-    ids=lambda layer: layer.__name__,
-)
+@pytest.mark.parametrize("layer", [plain, *LAYERS], ids=lambda layer: layer.__name__)
 def test_every_bias_and_its_gradient_are_rounded_as_a_cast_does(
     layer, dtype, jit, standard_promotion
 ):
     # torch casts the bias, adds in float32, rounds once; the gradient is cast back.
     numbers, region = all_numbers(dtype), jamp.autocast(dtype)
-    x = jnp.zeros((1, 4))
+    x = jnp.asarray(np.zeros((1, 4), np.float32))
 
     def with_gradient(bias, ct):
         out, vjp = jax.vjp(lambda bias: region(layer)(bias, x), bias)

@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec as P
 import jamp
 from tests.bits import check_near, nudged
 from tests.jaxprs import products
-from tests.marks import slow
+from tests.marks import cover
 
 from .squares import arrays, half
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-X = jnp.linspace(0, 1, 16).reshape(4, 4)
-W = jnp.linspace(-1, 2, 16).reshape(4, 4)
+X = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
+W = np.linspace(-1, 2, 16, dtype=np.float32).reshape(4, 4)
 
 
 def function(x, w):
@@ -54,6 +54,8 @@ def again(run, later):
     return later(lambda x, w: jaxpr_as_fun(made)(x, w))(X, W)
 
 
+@cover(quick=3, ci=44)
+@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -63,24 +65,17 @@ def again(run, later):
         if (name, what) != ("scaled", forward)  # which has no forward mode
     ],
 )
-def test_another_region_leaves_it_as_it_is(name, what):
+def test_another_region_leaves_it_as_it_is(name, what, around):
     later = jamp.autocast(jnp.bfloat16 if name == "scaled" else jnp.float16)
-    wrong = []
-    for around, wrap in AROUND.items():
-        region = wrap(jamp.autocast(**FORWARD[name])(function))
-        for how in (lambda f: f, jax.jit):
-            run = how(lambda wrapped=region: what(wrapped, lambda f: f))
-            expected = run()
-            found = how(lambda wrapped=region: what(wrapped, later))()
-            pairs = zip(*map(jax.tree.leaves, (found, expected)), strict=True)
-            for x, y in pairs:
-                if x.dtype != y.dtype or not np.array_equal(x, y):
-                    wrong.append((around, how is jax.jit, str(x.dtype), str(y.dtype)))
-            if name in ("bfloat16", "off"):
-                dtypes = products(lambda wrapped=region: what(wrapped, later))
-                if {"float16"} in dtypes:
-                    wrong.append((around, dtypes))
-    assert wrong == []
+    region = AROUND[around](jamp.autocast(**FORWARD[name])(function))
+    for how in (lambda f: f, jax.jit):
+        expected = how(lambda: what(region, lambda f: f))()
+        found = how(lambda: what(region, later))()
+        for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
+    if name in ("bfloat16", "off"):
+        assert {"float16"} not in products(lambda: what(region, later))
 
 
 def with_jvp(look):
@@ -106,7 +101,8 @@ def with_vjp(look):
     return function
 
 
-@pytest.mark.parametrize("make", [with_jvp, with_vjp])
+@cover()
+@pytest.mark.parametrize("make", [with_vjp, with_jvp])
 def test_a_rule_asks_for_the_region_that_called_its_function(make):
     """Also where the region has ended, or another one has begun."""
     others = [{"enabled": False}, {"dtype": jnp.bfloat16}, {"dtype": jnp.float16}]
@@ -184,9 +180,10 @@ cosine.defvjp(
 )
 
 
+@cover(quick=2, ci=16)
 @pytest.mark.parametrize("function", [jax.nn.relu, sine, cosine, jax.checkpoint(sine)])
 @pytest.mark.parametrize("inner", [{"dtype": jnp.bfloat16}, {"enabled": False}])
-@pytest.mark.parametrize("outer", [True, slow(False)])
+@pytest.mark.parametrize("outer", [True, False])
 def test_custom_derivatives_in_an_inner_region(function, inner, outer):
     x, _ = arrays()
 
@@ -196,7 +193,7 @@ def test_custom_derivatives_in_an_inner_region(function, inner, outer):
 
     plain = lambda x: jnp.sum(function(x) ** 2)
     around = half() if outer else jamp.autocast(enabled=False)
-    both = jax.value_and_grad(plain)
+    both = jax.jit(jax.value_and_grad(plain))
     (value, gradient), *nearby = map(both, [x, *nudged(x)])
 
     def check(found, expected, nearby):
@@ -217,6 +214,7 @@ def test_custom_derivatives_in_an_inner_region(function, inner, outer):
         check(around(found)(x), gradient, gradients)
 
 
+@cover(quick=7, ci=28)
 @pytest.mark.parametrize("inner", [{"dtype": jnp.bfloat16}, {"enabled": False}])
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize(
@@ -244,7 +242,7 @@ def test_a_gradient_keeps_to_an_inner_region_in_a_construct(loop, around, inner)
         "custom_vjp": lambda w: custom(x, w),
     }[loop]
     loss = lambda w: jnp.sum(run(w) ** 2)
-    expected, *nearby = map(jax.grad(loss), [w, *nudged(w)])
+    expected, *nearby = map(jax.jit(jax.grad(loss)), [w, *nudged(w)])
     dtype = "bfloat16" if "dtype" in inner else "float32"
     for jit in (lambda f: f, jax.jit):
         found = jax.grad(half()(jit(loss))) if around else half()(jit(jax.grad(loss)))

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jamp
 from tests.bits import check_rounded
 from tests.jaxprs import all_half, products, products_of
-from tests.marks import mostly_slow, slow
+from tests.marks import cover
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
@@ -32,15 +32,14 @@ half = partial(jamp.autocast, dtype=jnp.float16)
 
 
 def params(n=N):
-    keys = jax.random.split(jax.random.key(0), 2)
-    return {
-        "w": jax.random.normal(keys[0], (n, n)) / n**0.5,
-        "b": jax.random.normal(keys[1], (n,)) / 4,
-    }
+    rng = np.random.default_rng(0)
+    p = {"w": rng.normal(size=(n, n)) / n**0.5, "b": rng.normal(size=n) / 4}
+    return jax.tree.map(lambda x: jnp.asarray(x.astype(np.float32)), p)
 
 
 def batch(rows=4, n=N):
-    return jax.random.normal(jax.random.key(1), (rows, n))
+    x = np.random.default_rng(1).normal(size=(rows, n))
+    return jnp.asarray(x.astype(np.float32))
 
 
 def dense(p, x):
@@ -367,55 +366,43 @@ def times(factor, loss):
     return loss if factor == 1 else lambda p, x: loss(p, x) * factor
 
 
-# The quick tests hold each construct under jit, and the plain one every way.
+# The quick tests hold each construct under jit, and the plain one eagerly too.
 WAYS = {"eager": eager, "jit": jitted, "vmap": mapped}
-PLAIN = [("plain", way) for way in WAYS]
-ALL = [(name, "jit") for name in CONSTRUCTS if name != "plain"]
-OTHERS = [
-    (name, way)
-    for name, _ in ALL
-    for way in ("eager", "vmap")
-    if (name, way) != ("pmap", "vmap")  # pmap cannot be mapped
-]
-QUICK = {
-    "float16": [*PLAIN, *ALL],
-    "float8": [
-        *PLAIN[::2],
-        *((n, "jit") for n in ("scan", "cond", "remat", "custom_vjp")),
-        ("shard_map in jit", "jit"),
-    ],
-    "scaled": [
-        *PLAIN[::2],
-        *((n, "jit") for n in ("scan", "cond", "remat", "custom_jvp", "custom_vjp")),
-        *((n, "jit") for n in ("grad inside", "shard_map in jit")),
-    ],
-}
+OF_RECIPES = ["scan", "cond", "remat", "custom_vjp", "shard_map in jit"]
+OF_RECIPES += [name for name in CONSTRUCTS if name not in OF_RECIPES]
 RUNS = [
-    (precision, *run) if run in QUICK[precision] else slow((precision, *run))
-    for precision in PRECISIONS
-    for run in [*PLAIN, *ALL, *(OTHERS if precision == "float16" else [])]
+    *(("float16", name, "jit") for name in CONSTRUCTS),
+    ("float16", "plain", "eager"),
+    *((p, name, "jit") for name in OF_RECIPES for p in ("float8", "scaled")),
+    ("float16", "plain", "vmap"),
+    *((p, "plain", way) for p in ("float8", "scaled") for way in ("eager", "vmap")),
+    *(("float16", n, w) for n in CONSTRUCTS for w in ("eager", "vmap") if n != "plain"),
 ]
+RUNS.remove(("float16", "pmap", "vmap"))  # pmap cannot be mapped
+QUICK = len(CONSTRUCTS) + 1 + 3
 
 
-@pytest.mark.parametrize(("precision", "name", "way"), RUNS)
-def test_products_are_in_the_precision_and_gradients_in_float32(precision, name, way):
+@cover(quick=QUICK)
+@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+def test_products_are_in_the_precision_and_gradients_in_float32(run):
+    precision, name, way = run
     dtype, *_, factor = PRECISIONS[precision]
     loss = times(factor, loss_of(inside(CONSTRUCTS[name], dtype)))
     check(precision, name, WAYS[way](loss))
 
 
-REWRITTEN = {"float16": list(CONSTRUCTS), "float8": ["scan"], "scaled": ["scan", "jit"]}
+FEW = ["jit", "scan", "cond", "while", "remat", "custom_vjp", "shard_map"]
+REWRITTEN = [
+    *(("float16", name) for name in FEW),
+    *((p, name) for name in OF_RECIPES for p in ("float8", "scaled")),
+    *(("float16", name) for name in CONSTRUCTS if name not in FEW),
+]
 
 
-@pytest.mark.parametrize(
-    ("precision", "name"),
-    [
-        (precision, name) if name in quick else slow((precision, name))
-        for precision, quick in REWRITTEN.items()
-        for name in CONSTRUCTS
-    ],
-)
-def test_a_jitted_function_is_rewritten(precision, name):
+@cover(quick=8)
+@pytest.mark.parametrize("case", REWRITTEN, ids=" ".join)
+def test_a_jitted_function_is_rewritten(case):
+    precision, name = case
     dtype, *_, factor = PRECISIONS[precision]
     loss = times(factor, loss_of(CONSTRUCTS[name]))
     check(precision, name, region_around_jit(loss, dtype), rewritten=True)
@@ -435,10 +422,8 @@ def test_a_rule_of_custom_vmap_gives_the_dtype_of_the_function():
     assert one.dtype == many.dtype == jnp.float32
 
 
-QUICK_INSIDE = ("plain", "scan", "remat of loops")
-
-
-@pytest.mark.parametrize("name", mostly_slow(CONSTRUCTS, *QUICK_INSIDE))
+@cover(quick=2)
+@pytest.mark.parametrize("name", CONSTRUCTS)
 def test_a_jax_grad_inside_the_region_gives_the_same_dtypes(name):
     p, x, construct = params(), batch(), CONSTRUCTS[name]
     with half():
@@ -457,31 +442,23 @@ def test_a_jax_grad_inside_the_region_gives_the_same_dtypes(name):
 # Those in which functions are kept, and perhaps values with them.
 KEEPING = ["jit in jit", "scan", "cond", "custom_vjp in scan", "remat", "shard_map"]
 LEAKS = [
-    (precision, name)
-    for precision in PRECISIONS
-    for name in (CONSTRUCTS if precision == "float16" else KEEPING)
-    if name != "pmap"  # it keeps its arguments
-]
+    *(("float16", name) for name in KEEPING),
+    *((precision, name) for precision in ("float8", "scaled") for name in KEEPING),
+    *(("float16", name) for name in CONSTRUCTS if name not in (*KEEPING, "pmap")),
+]  # `pmap` keeps its arguments
 
 
-@pytest.mark.parametrize(
-    ("precision", "name"),
-    mostly_slow(
-        LEAKS,
-        *(("float16", name) for name in KEEPING),
-        ("float8", "remat"),
-        ("scaled", "remat"),
-    ),
-)
-def test_nothing_leaks(precision, name, checking_leaks):
+@cover(quick=5)
+@pytest.mark.parametrize("leak", LEAKS, ids=" ".join)
+def test_nothing_leaks(leak, checking_leaks):
+    precision, name = leak
     dtype, *_, shape, factor = PRECISIONS[precision]
     loss = times(factor, loss_of(inside(CONSTRUCTS[name], dtype)))
     jax.make_jaxpr(jitted(loss))(params(shape[1]), batch(*shape))
 
 
-@pytest.mark.parametrize(
-    "order", mostly_slow(["one region", "region inside", "both"], "both")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["both", "one region", "region inside"])
 def test_a_gradient_penalty_over_rematerialized_loops(order):
     p, x = params(), batch()
 
@@ -494,7 +471,7 @@ def test_a_gradient_penalty_over_rematerialized_loops(order):
     wheres = {"one region": (0, 1), "region inside": (1, 0), "both": (1, 1)}
     inner, outer = map(bool, wheres[order])
     found = jax.jit(jax.grad(partial(penalty, inner=inner, outer=outer)))
-    expected = jax.grad(partial(penalty, inner=False, outer=False))(p)
+    expected = jax.jit(jax.grad(partial(penalty, inner=False, outer=False)))(p)
     assert apart(found(p)["w"], expected["w"]) < 0.02
     all_half(found, p)
 
@@ -520,9 +497,8 @@ def test_kernels_and_callbacks_are_left_alone():
         z = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         return y, z
 
-    x = w = jnp.eye(N)
-    with half():
-        y, z = function(x, w)
+    x = w = jnp.asarray(np.eye(N, dtype=np.float32))
+    y, z = jax.jit(half()(function))(x, w)
     assert y.dtype == jnp.float16 and z.dtype == jnp.float32
 
     # Traced in float32 first, the kernel still gets what it was traced with.
@@ -530,8 +506,7 @@ def test_kernels_and_callbacks_are_left_alone():
     def traced(x, w):
         return call(x @ w, w)
 
-    with half():
-        assert traced(x, w).dtype == jnp.float32
+    assert jax.eval_shape(half()(traced), x, w).dtype == jnp.float32
     found = products(half()(traced), x, w)
     assert {"float16"} in found and {"float32"} in found
 
@@ -554,10 +529,10 @@ class Block(nn.Module):
 
 
 LIFTED = {
+    "remat": lambda: nn.remat(Block)(),
     "scan": lambda: nn.scan(
         Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
     )(),
-    "remat": lambda: nn.remat(Block)(),
     "remat scan": lambda: nn.scan(
         nn.remat(Block),
         variable_axes={"params": 0},
@@ -573,7 +548,8 @@ LIFTED = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(LIFTED, "remat scan", "jit"))
+@cover()
+@pytest.mark.parametrize("name", LIFTED)
 def test_linen_lifted_transforms(name):
     model, x = LIFTED[name](), batch()
     variables = jax.jit(model.init)(jax.random.key(0), x)
@@ -587,12 +563,12 @@ def test_linen_lifted_transforms(name):
 
     value, gradients = jax.jit(step)(variables)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(value, loss(variables), rtol=5e-3)
+    np.testing.assert_allclose(value, jax.jit(loss)(variables), rtol=5e-3)
     all_half(step, variables)
-    with half():  # parameters are made in float32 inside a region too
-        again = model.init(jax.random.key(0), x)
-    # Drawn by a polynomial with nine coefficients, and scaled three times.
-    check_rounded(again, model.init(jax.random.key(0), x), 12)
+    # Parameters are made in float32 inside a region too, drawn by a polynomial with
+    # nine coefficients, and scaled three times.
+    again = jax.jit(half()(model.init))(jax.random.key(0), x)
+    check_rounded(again, variables, 12)
 
 
 CELLS = [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.MGUCell, nn.SimpleCell]
@@ -602,17 +578,16 @@ CELLS = [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.MGUCell, nn.SimpleCel
 @pytest.mark.parametrize("cell", CELLS)
 def test_recurrent_networks(cell):
     model, x = nn.RNN(cell(N)), jnp.stack([batch()] * 3, axis=1)
-    with half():
-        variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(half()(model.init))(jax.random.key(0), x)
     assert {v.dtype for v in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
 
     def loss(variables):
         return jnp.mean(jnp.float32(model.apply(variables, x)) ** 2)
 
     step = jax.value_and_grad(half()(loss))
-    value, gradients = step(variables)
+    value, gradients = jax.jit(step)(variables)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(value, loss(variables), rtol=5e-3)
+    np.testing.assert_allclose(value, jax.jit(loss)(variables), rtol=5e-3)
     all_half(step, variables)
 
 
@@ -631,12 +606,8 @@ def nnx_loss(model, x):
     return jnp.mean(jnp.float32(model(x)) ** 2)
 
 
-@pytest.mark.parametrize(
-    "way",
-    mostly_slow(
-        ["eager", "jit", "remat", "scan", "jit inside"], "eager", "jit", "remat"
-    ),
-)
+@cover()
+@pytest.mark.parametrize("way", ["jit", "eager", "remat", "scan", "jit inside"])
 def test_nnx_transforms_update_their_state(way):
     def run(autocast):
         model, x = Net(nnx.Rngs(0)), batch()
@@ -680,41 +651,52 @@ def test_nnx_parallel_ensemble():
     def loss(models):
         return jnp.sum(jnp.float32(forward(models, batch())))
 
-    gradients = nnx.grad(loss)(models)
+    gradients = nnx.jit(nnx.grad(loss))(models)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
 
 
-def parameters_in_half():
-    f16, key, keys = jnp.float16, jax.random.key(0), jax.random.split(jax.random.key(0))
-    linear = lambda key: nnx.Linear(4, 4, param_dtype=f16, rngs=nnx.Rngs(key))
-    exp = lambda key, shape, dtype: jnp.exp(jax.random.normal(key, shape, dtype))
-    return {
-        "nnx.Linear": lambda: linear(0),
-        "nnx.Linear, own init": lambda: nnx.Linear(
-            4, 4, param_dtype=f16, kernel_init=exp, rngs=nnx.Rngs(0)
-        ),
-        "nnx.Conv": lambda: nnx.Conv(2, 4, (3,), param_dtype=f16, rngs=nnx.Rngs(0)),
-        "nnx.Embed": lambda: nnx.Embed(8, 4, param_dtype=f16, rngs=nnx.Rngs(0)),
-        "nnx.jit": lambda: nnx.jit(lambda: linear(0))(),
-        "nnx.vmap": lambda: nnx.vmap(linear)(keys),
-        "eqx.nn.Linear": lambda: eqx.nn.Linear(4, 4, dtype=f16, key=key),
-        "eqx.nn.Embedding": lambda: eqx.nn.Embedding(8, 4, dtype=f16, key=key),
-        "eqx.filter_jit": lambda: eqx.filter_jit(
-            lambda: eqx.nn.Embedding(8, 4, dtype=f16, key=key)
-        )(),
-        "lecun_normal": lambda: nn.initializers.lecun_normal()(key, (4, 4), f16),
-        "truncated_normal": lambda: jax.jit(
-            lambda: nn.initializers.truncated_normal(0.02)(key, (4, 4), f16)
-        )(),
-        "jax.random.normal": lambda: jax.random.normal(key, (4, 4), f16),
-    }
+def linear(key=0):
+    return nnx.Linear(4, 4, param_dtype=jnp.float16, rngs=nnx.Rngs(key))
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(parameters_in_half(), *[*parameters_in_half()][::4])
-)
+def exp_of_normal(key, shape, dtype):
+    return jnp.exp(jax.random.normal(key, shape, dtype))
+
+
+def embedding():
+    return eqx.nn.Embedding(8, 4, dtype=jnp.float16, key=jax.random.key(0))
+
+
+def drawn(initializer):
+    return initializer(jax.random.key(0), (4, 4), jnp.float16)
+
+
+IN_HALF = {
+    "nnx.Linear": linear,
+    "eqx.nn.Linear": lambda: eqx.nn.Linear(
+        4, 4, dtype=jnp.float16, key=jax.random.key(0)
+    ),
+    "jax.random.normal": lambda: drawn(jax.random.normal),
+    "nnx.Linear, own init": lambda: nnx.Linear(
+        4, 4, param_dtype=jnp.float16, kernel_init=exp_of_normal, rngs=nnx.Rngs(0)
+    ),
+    "nnx.Conv": lambda: nnx.Conv(2, 4, (3,), param_dtype=jnp.float16, rngs=nnx.Rngs(0)),
+    "nnx.Embed": lambda: nnx.Embed(8, 4, param_dtype=jnp.float16, rngs=nnx.Rngs(0)),
+    "nnx.jit": lambda: nnx.jit(linear)(),
+    "nnx.vmap": lambda: nnx.vmap(linear)(jax.random.split(jax.random.key(0))),
+    "eqx.nn.Embedding": embedding,
+    "eqx.filter_jit": lambda: eqx.filter_jit(embedding)(),
+    "lecun_normal": lambda: drawn(nn.initializers.lecun_normal()),
+    "truncated_normal": lambda: jax.jit(
+        lambda: drawn(nn.initializers.truncated_normal(0.02))
+    )(),
+}
+
+
+@cover(quick=3)
+@pytest.mark.parametrize("name", IN_HALF)
 def test_half_precision_parameters_made_in_a_region_are_those_made_outside(name):
-    make = parameters_in_half()[name]
+    make = IN_HALF[name]
     arrays = lambda tree: [
         leaf
         for leaf in jax.tree.leaves(tree)

@@ -17,7 +17,7 @@ import jamp
 from shared.collectives import COLLECTIVE
 from shared.jaxprs import equations
 from tests.bits import check_rounded
-from tests.marks import mostly_slow, slow
+from tests.marks import cover
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ALL = {name: jamp.Float8(name) for name in RECIPES} | {"scaled": jamp.ScaledFloat16()}
@@ -39,12 +39,12 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 def draw(*names, seed=0):
     """Arrays with the named dimensions, of experts that are far apart."""
-    keys = jax.random.split(jax.random.key(seed), len(names))
-    arrays = []
-    for key, dims in zip(keys, names, strict=True):
-        x = jax.random.normal(key, [SIZES[n] for n in dims])
+    rng, arrays = np.random.default_rng(seed), []
+    for dims in names:
+        x = rng.normal(size=[SIZES[n] for n in dims])
         shape = [SIZES[n] if n == "e" else 1 for n in dims]
-        arrays.append(x * APART["e"].reshape(shape) if "e" in dims else x)
+        x = x * APART["e"].reshape(shape) if "e" in dims else x
+        arrays.append(jnp.asarray(x.astype(np.float32)))
     return arrays
 
 
@@ -83,8 +83,9 @@ def relative(result, truth):
 # Numbers.
 
 
-@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, *LAYOUTS[1:4:2]))
-@pytest.mark.parametrize("recipe", mostly_slow(ALL, "rowwise", "scaled"))
+@cover(quick=2, ci=24)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", sorted(ALL, key=["rowwise", "scaled", *ALL].index))
 def test_each_product_is_the_one_that_it_would_be_alone(recipe, layout):
     region = jamp.autocast(ALL[recipe])
     if recipe == "rowwise_with_gw_hp" and layout == LAYOUTS[2]:
@@ -107,14 +108,14 @@ def test_the_weight_is_the_input_that_is_no_activation(layout):
         return jnp.einsum(layout, *((h, w) if layout == EXPERTS else (w, h)))
 
     region = jamp.autocast(jamp.Float8("rowwise_with_gw_hp"))
-    pull = jax.vjp(region(run), x, w)[1]
-    exact = jax.vjp(experts, x, w)[1]
-    dw, truth = pull(g.astype(jnp.bfloat16))[1], exact(g)[1]
+    both = lambda f, g: jax.jit(lambda x, w: jax.vjp(f, x, w)[1](g)[1])(x, w)
+    dw, truth = both(region(run), g.astype(jnp.bfloat16)), both(experts, g)
     assert max(map(relative, dw, truth)) < 0.01  # in bfloat16
 
 
-@pytest.mark.parametrize("inside", mostly_slow([False, True], False))
-@pytest.mark.parametrize("recipe", mostly_slow(ALL, "tensorwise", "scaled"))
+@cover(quick=2, ci=2 * len(ALL))
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("recipe", ALL)
 def test_experts_may_be_far_apart(recipe, inside):
     """A derivative that is taken inside a float8 region is in bfloat16."""
     region, same = jamp.autocast(ALL[recipe]), lambda f: f
@@ -126,20 +127,22 @@ def test_experts_may_be_far_apart(recipe, inside):
         x, w = (a / APART["e"].reshape(-1, 1, 1) for a in (x, w))
     arrays = x, w, g
     with jax.default_matmul_precision("highest"):
-        exact = result_and_gradients(same, EXPERTS, *arrays)
+        exact = jax.jit(functools.partial(result_and_gradients, same, EXPERTS))(*arrays)
     # E4M3 has three digits after the point, and E5M2, for cotangents, two.
     largest = {"tensorwise": (0.04, 0.065, 0.065), "scaled": (1e-3,) * 3}
     bounds = largest.get(recipe, (0.04,) * 3)
-    for a, b, bound in zip(run(*arrays), exact, bounds, strict=True):
+    for a, b, bound in zip(jax.jit(run)(*arrays), exact, bounds, strict=True):
         assert max(map(relative, a, b)) < bound
 
 
+@cover(ci=2 * len(ALL))
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-@pytest.mark.parametrize("recipe", mostly_slow(ALL, "tensorwise"))
+@pytest.mark.parametrize("recipe", ALL)
 def test_an_expert_alone_is_not_finite(recipe, bad):
     x, w, g = draw(*parts_of(EXPERTS))
     x, w, g = x.at[0].set(0), w.at[1, 2, 3].set(bad), g.at[2].set(0)
-    made = result_and_gradients(jamp.autocast(ALL[recipe]), EXPERTS, x, w, g)
+    run = jax.jit(result_and_gradients, static_argnums=(0, 1))
+    made = run(jamp.autocast(ALL[recipe]), EXPERTS, x, w, g)
     for result in made[:2]:
         finite = np.isfinite(np.float32(result)).all((1, 2))
         assert [*finite] == [True, False, True, True]
@@ -228,8 +231,9 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", mostly_slow(AROUND, "scan of vmap", "custom_vjp"))
-@pytest.mark.parametrize("jit", mostly_slow([False, True], False))
+@cover(quick=2, ci=2 * len(AROUND))
+@pytest.mark.parametrize("around", [*reversed(AROUND)])
+@pytest.mark.parametrize("jit", [False, True])
 def test_attention_is_in_bfloat16_and_experts_are_in_float8(around, jit):
     """Whatever function holds them: what is a weight is known from outside of it."""
 
@@ -268,8 +272,9 @@ def written(function):
 OUTSIDE = {"off": off, "jit of off": lambda f: jax.jit(off(f)), "ref": written}
 
 
-@pytest.mark.parametrize("made", mostly_slow(AROUND | OUTSIDE, "scan", "off", "ref"))
-@pytest.mark.parametrize("jit", mostly_slow([False, True], False))
+@cover(quick=5, ci=2 * len(AROUND | OUTSIDE))
+@pytest.mark.parametrize("made", [*OUTSIDE, *reversed(AROUND)])
+@pytest.mark.parametrize("jit", [False, True])
 def test_what_a_function_makes_by_a_product_is_an_activation(made, jit):
     """Its arguments are none, and the product is inside of it."""
     around = (AROUND | OUTSIDE)[made]
@@ -352,6 +357,7 @@ def layer_by_layer(h, w):
     return lax.fori_loop(0, 4, lambda i, h: (h @ w[i]).astype(h.dtype), h)
 
 
+@cover(quick=6)
 @pytest.mark.parametrize(
     "uses",
     [
@@ -360,11 +366,11 @@ def layer_by_layer(h, w):
         barred,
         of_norm_one,
         carried,
-        slow(layer_by_layer),
         beside(with_vjp),
-        slow(beside(with_vmap)),
-        slow(beside(sharded)),
-        slow(beside(jax.checkpoint)),
+        layer_by_layer,
+        beside(with_vmap),
+        beside(sharded),
+        beside(jax.checkpoint),
     ],
 )
 def test_a_weight_stays_one_beside_activations(uses):
@@ -460,7 +466,8 @@ class EquinoxExpert(eqx.Module):
 
 def linen_mixture():
     model, x = LinenMixture(), jnp.ones((4, 32, 64))
-    return lambda params: model.apply(params, x), model.init(jax.random.key(0), x)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), x))
+    return lambda params: model.apply(params, x), params
 
 
 def nnx_mixture():
@@ -499,7 +506,8 @@ def flops_of_experts(apply, params):
     return found
 
 
-@pytest.mark.parametrize("name", mostly_slow(MIXTURES, "linen_mixture"))
+@cover()
+@pytest.mark.parametrize("name", MIXTURES)
 def test_all_products_of_experts_are_in_float8(name):
     apply, params = MIXTURES[name]()
     assert {*flops_of_experts(apply, params)} <= {"float8_e4m3fn", "float8_e5m2"}
@@ -509,7 +517,8 @@ def linen_block(x):
     attention = nn.MultiHeadDotProductAttention(4)
     layers = [nn.LayerNorm(), attention, nn.Dense(256), nn.gelu, nn.Dense(64)]
     model = nn.Sequential(layers)
-    params = model.init(jax.random.key(0), x)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    params = jax.tree.map(lambda p: jnp.asarray(np.zeros(p.shape, p.dtype)), shapes)
     return lambda x: model.apply(params, x)
 
 
@@ -521,7 +530,8 @@ def nnx_block(x):
     return lambda x: down(nnx.gelu(up(attention(norm(x)))))
 
 
-@pytest.mark.parametrize("make", [slow(linen_block), nnx_block])
+@cover()
+@pytest.mark.parametrize("make", [linen_block, nnx_block])
 def test_all_of_a_transformer_block_but_attention_is_in_float8(make):
     x = jnp.ones((2, 32, 64))
     found = jamp.debug.explain(make(x), "float8")(x).matmul_flops
@@ -534,7 +544,8 @@ def test_all_of_a_transformer_block_but_attention_is_in_float8(make):
 # Meshes, export.
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(ALL, "tensorwise"))
+@cover()
+@pytest.mark.parametrize("recipe", ALL)
 def test_experts_on_devices_of_their_own_need_no_collective_more(recipe):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x, w, _ = draw(*parts_of(EXPERTS))
@@ -567,17 +578,19 @@ def test_experts_are_exported_for_a_batch_of_any_size():
 # Sizes.
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "rowwise"))
-@pytest.mark.parametrize("layout", ["cd,df->cf", slow(EXPERTS)])
+@cover(ci=6)
+@pytest.mark.parametrize("recipe", sorted(RECIPES, key=["rowwise", *RECIPES].index))
+@pytest.mark.parametrize("layout", ["cd,df->cf", EXPERTS])
 def test_large_sizes_are_padded(recipe, layout):
     sizes = {"e": 2, "c": 300, "d": 270, "f": 257}
-    keys = jax.random.split(jax.random.key(0), 3)
+    rng = np.random.default_rng(0)
     shapes = [[sizes[n] for n in dims] for dims in parts_of(layout)]
-    x, w, g = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+    x, w, g = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     region = jamp.autocast(jamp.Float8(recipe))
-    made = result_and_gradients(region, layout, x, w, g)
+    run = jax.jit(result_and_gradients, static_argnums=(0, 1))
+    made = run(region, layout, x, w, g)
     with jax.default_matmul_precision("highest"):
-        exact = result_and_gradients(lambda f: f, layout, x, w, g)
+        exact = run(lambda f: f, layout, x, w, g)
     for a, b in zip(made, exact, strict=True):
         assert a.shape == b.shape
         assert relative(a, b) < 0.065

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from tests.marks import mostly_nightly
+from tests.marks import cover
 
 from .spread import (
     LAYER,
@@ -19,7 +19,7 @@ from .spread import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
-SEEDS = mostly_nightly([0, 1], 0)
+SEEDS = [0, 1]
 ENOUGH = {
     "rowwise": ("float8", {LAYER: jamp.Float8("rowwise")}),
     "rowwise_with_gw_hp": ("float8", {LAYER: jamp.Float8("rowwise_with_gw_hp")}),
@@ -34,6 +34,7 @@ def bfloat16_loss(seed: int, octaves: int = OCTAVES, experts: int = 0) -> float:
     return loss_after_training("bfloat16", **of)
 
 
+@cover()
 @pytest.mark.parametrize("rules", [None, {"head": jamp.Float8("rowwise")}])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_scale_loses_the_small_rows(seed, rules):
@@ -41,6 +42,7 @@ def test_one_scale_loses_the_small_rows(seed, rules):
     assert loss_after_training("float8", rules, seed=seed) > 1.05 * bfloat16_loss(seed)
 
 
+@cover()
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("region", ENOUGH)
 def test_a_rule_for_the_layer_brings_them_back(region, seed):
@@ -55,14 +57,16 @@ def test_one_scale_is_enough_for_rows_of_one_size():
     assert loss == pytest.approx(bfloat16_loss(0, octaves=0), rel=0.01)
 
 
-@pytest.mark.parametrize("octaves", [0, OCTAVES])
-@pytest.mark.parametrize("seed", mostly_nightly([0, 1, 2], 0))
+@cover(ci=2)
+@pytest.mark.parametrize("octaves", [OCTAVES, 0])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_experts_have_a_scale_each(octaves, seed):
     """Eight, of which one gets numbers that are 2^16 times smaller."""
     loss = loss_after_training("float8", octaves=octaves, experts=8, seed=seed)
     assert loss == pytest.approx(bfloat16_loss(seed, octaves, 8), rel=0.01)
 
 
+@cover(ci=1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_rules_of_calibrate_train_as_bfloat16(seed):
     """Measured: at most 1.0013 times bfloat16's loss."""

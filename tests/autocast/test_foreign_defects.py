@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -16,6 +17,7 @@ import jamp
 from jamp._autocast.decision import Settings
 from jamp._autocast.region import enter
 from tests.bits import check_near, nudged
+from tests.marks import cover
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
@@ -152,14 +154,15 @@ CASES = [
 ]
 
 
-X = jax.random.normal(jax.random.key(0), (4,))
+X = np.random.default_rng(0).normal(size=4).astype(np.float32)
 
 
 def run(case, region, x=X):
     with contextlib.nullcontext() if region is None else REGIONS[region]():
-        return case(x)
+        return case(jnp.asarray(x))
 
 
+@cover(quick=5)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_region_that_decides_nothing_changes_nothing(case):
     got, want = run(case, "nothing"), run(case, None)
@@ -167,6 +170,7 @@ def test_a_region_that_decides_nothing_changes_nothing(case):
     check_near(got, want, [run(case, None, x) for x in nudged(X)])  # XLA fuses more
 
 
+@cover(quick=3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_it_runs_in_float16(case):
     nearby = [run(case, None, x) for x in nudged(X)]

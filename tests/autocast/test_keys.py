@@ -15,6 +15,7 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
@@ -22,10 +23,15 @@ from jax import lax
 import jamp
 from shared.jaxprs import equations
 from shared.keras_on_jax import import_keras
+from tests.marks import cover
 
 HALF, FLOAT32 = jnp.float16, jnp.float32
-X = jnp.ones((4, 4))
+X = np.ones((4, 4), np.float32)
 pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def ones():
+    return jnp.asarray(X)
 
 
 class Part(nnx.Module):
@@ -164,45 +170,66 @@ def in_file(name, text="def head(x):\n    return x @ x\n", key="head"):
 CLASS_TEXT = "class Head:\n    def __call__(self, x):\n        return x @ x\n"
 
 
+def zeros(make):
+    """What a function makes, with zeros as its arrays: nothing is drawn."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), jax.eval_shape(make)
+    )
+
+
 def of_linen(make):
     model = make(4, use_bias=False)
-    variables = model.init(jax.random.key(0), X)
+    variables = zeros(lambda: model.init(jax.random.key(0), X))
     return lambda x: model.apply(variables, x)
 
 
 def of_haiku(make):
     model = hk.transform(lambda x: make(4, with_bias=False)(x))
-    params = model.init(jax.random.key(0), X)
+    params = zeros(lambda: model.init(jax.random.key(0), X))
     return lambda x: model.apply(params, None, x)
 
 
 def of_nnx(make):
-    return make(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+    return make(
+        4, 4, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0)
+    )
+
+
+def of_part(make):
+    part = make(nnx.Rngs(0))
+    part.layer = of_nnx(nnx.Linear)
+    return part
+
+
+def equinox_layer(make, *sizes):
+    made = lambda: make(*sizes, use_bias=False, key=jax.random.key(0))
+    arrays = zeros(lambda: eqx.filter(made(), eqx.is_array))
+    return eqx.combine(arrays, eqx.filter_eval_shape(made))
 
 
 def of_eqx(make):
-    return jax.vmap(make(4, 4, use_bias=False, key=jax.random.key(0)))
+    return jax.vmap(equinox_layer(make, 4, 4))
 
 
 def image(make):
     """A convolution of Equinox, on as many dimensions as it has."""
-    layer = make(4, 4, 3, use_bias=False, key=jax.random.key(0))
+    layer = equinox_layer(make, 4, 4, 3)
     shape = (4,) * (1 + layer.num_spatial_dims)
     return lambda x: layer(jnp.ones(shape, x.dtype))
 
 
 def linen_image(make):
     """A convolution of Linen on a sequence."""
-    layer, images = make(4, (3,), use_bias=False), jnp.ones((2, 4, 4))
-    variables = layer.init(jax.random.key(0), images)
-    return lambda x: layer.apply(variables, images.astype(x.dtype))
+    layer, images = make(4, (3,), use_bias=False), np.ones((2, 4, 4), np.float32)
+    variables = zeros(lambda: layer.init(jax.random.key(0), images))
+    return lambda x: layer.apply(variables, jnp.asarray(images, x.dtype))
 
 
 def haiku_image(make):
-    images = jnp.ones((2,) + (4,) * (3 if make is hk.Conv2D else 2))
+    images = np.ones((2,) + (4,) * (3 if make is hk.Conv2D else 2), np.float32)
     model = hk.transform(lambda x: make(4, 3, with_bias=False)(x))
-    params = model.init(jax.random.key(0), images)
-    return lambda x: model.apply(params, None, images.astype(x.dtype))
+    params = zeros(lambda: model.init(jax.random.key(0), images))
+    return lambda x: model.apply(params, None, jnp.asarray(images, x.dtype))
 
 
 def scoped(name):
@@ -228,67 +255,106 @@ CLASSES = made_for(1), made_for(2)
 MIXED = normed(Assigned), normed(Twin)
 FILES = in_file("one"), in_file("two")
 CLASS_FILES = [in_file(name, CLASS_TEXT, "Head") for name in ("one", "two")]
-# A key, what it is for, and its look-alike. None: the key is refused.
+# A key, and what makes what it is for and its look-alike. None: the key is refused.
 PAIRS = {
-    "nnx, own call": (OwnNnxHead, of_nnx(OwnNnxHead), of_nnx(nnx.Linear)),
-    "nnx, inherited call": (NnxHead, of_nnx(NnxHead), of_nnx(nnx.Linear)),
-    "nnx, child with a call": (Calls, Calls(nnx.Rngs(0)), Part(nnx.Rngs(0))),
-    "nnx, child without": (Inherits, Inherits(nnx.Rngs(0)), Part(nnx.Rngs(0))),
-    "linen, own call": (OwnLinenHead, of_linen(OwnLinenHead), of_linen(nn.Dense)),
-    "linen, inherited call": (LinenHead, of_linen(LinenHead), of_linen(nn.Dense)),
-    "linen, a library's": (nn.Conv, linen_image(nn.Conv), linen_image(nn.ConvLocal)),
+    "nnx, own call": (OwnNnxHead, lambda: (of_nnx(OwnNnxHead), of_nnx(nnx.Linear))),
+    "nnx, inherited call": (NnxHead, lambda: (of_nnx(NnxHead), of_nnx(nnx.Linear))),
+    "nnx, child with a call": (Calls, lambda: (of_part(Calls), of_part(Part))),
+    "nnx, child without": (Inherits, lambda: (of_part(Inherits), of_part(Part))),
+    "linen, own call": (
+        OwnLinenHead,
+        lambda: (of_linen(OwnLinenHead), of_linen(nn.Dense)),
+    ),
+    "linen, inherited call": (
+        LinenHead,
+        lambda: (of_linen(LinenHead), of_linen(nn.Dense)),
+    ),
+    "linen, a library's": (
+        nn.Conv,
+        lambda: (linen_image(nn.Conv), linen_image(nn.ConvLocal)),
+    ),
     "equinox, own call": (
         OwnEqxHead,
-        of_eqx(OwnEqxHead),
-        of_eqx(eqx.nn.Linear),
+        lambda: (of_eqx(OwnEqxHead), of_eqx(eqx.nn.Linear)),
     ),
-    "equinox, inherited call": (EqxHead, of_eqx(EqxHead), of_eqx(eqx.nn.Linear)),
-    "equinox, a library's": (eqx.nn.Conv2d, image(eqx.nn.Conv2d), image(eqx.nn.Conv1d)),
-    "haiku, own call": (OwnHaikuHead, of_haiku(OwnHaikuHead), of_haiku(hk.Linear)),
-    "haiku, inherited call": (HaikuHead, of_haiku(HaikuHead), of_haiku(hk.Linear)),
-    "haiku, a library's": (hk.Conv2D, haiku_image(hk.Conv2D), haiku_image(hk.Conv1D)),
-    "class without a call": (Silent, None, None),
-    "haiku class without a call": (hk.Module, None, None),
-    "class without a function": (NoFunction, None, None),
-    "class with a function's": (Assigned, Assigned(), Twin()),
-    "classes of one function": (CLASSES[0], CLASSES[0](), CLASSES[1]()),
-    "classes with other bases": (MIXED[0], MIXED[0](), MIXED[1]()),
-    "classes of two files": (CLASS_FILES[0], CLASS_FILES[0](), CLASS_FILES[1]()),
-    "functions of two files": (FILES[0], *FILES),
-    "jitted functions of two files": (FILES[0], *map(jax.jit, FILES)),
-    "jitted key": (jax.jit(FILES[0]), *FILES),
-    "checkpointed key": (jax.checkpoint(FILES[0]), *FILES),
-    "closure": (multiplying_by(2)[0], None, None),
-    "jitted closure": (jax.jit(multiplying_by(2)[0]), None, None),
-    "default value": (jax.checkpoint(multiplying_by(2)[1]), None, None),
-    "jitted lambda": (jax.jit(LAMBDAS[0]), None, None),
-    "lambdas of one line": (LAMBDAS[0], None, LAMBDAS[1]),
-    "partial": (functools.partial(jnp.dot, X), None, functools.partial(jnp.dot, X + 1)),
-    "partial of JAX": (jax.tree_util.Partial(jnp.dot, X), None, None),
-    "bound method": (Heads().head, None, Heads().head),
-    "method": (Heads.head, Heads().head, Heads.make),
-    "class method": (Heads.make, Heads.make, Heads().head),
-    "inherited class method": (MoreHeads.make, None, Heads.make),
-    "static method": (Heads.plain, Heads.plain, Heads.make),
-    "primitive": (lax.dot_general_p, product, jnp.negative),
-    "path": ("^head$", scoped("head"), scoped("overhead")),
-    "path with a number": ("block_1", scoped("block_1"), scoped("block_11")),
-    "path from a number on": ("1/mlp", scoped("blocks/1/mlp"), scoped("blocks/11/mlp")),
+    "equinox, inherited call": (
+        EqxHead,
+        lambda: (of_eqx(EqxHead), of_eqx(eqx.nn.Linear)),
+    ),
+    "equinox, a library's": (
+        eqx.nn.Conv2d,
+        lambda: (image(eqx.nn.Conv2d), image(eqx.nn.Conv1d)),
+    ),
+    "haiku, own call": (
+        OwnHaikuHead,
+        lambda: (of_haiku(OwnHaikuHead), of_haiku(hk.Linear)),
+    ),
+    "haiku, inherited call": (
+        HaikuHead,
+        lambda: (of_haiku(HaikuHead), of_haiku(hk.Linear)),
+    ),
+    "haiku, a library's": (
+        hk.Conv2D,
+        lambda: (haiku_image(hk.Conv2D), haiku_image(hk.Conv1D)),
+    ),
+    "class without a call": (Silent, None),
+    "haiku class without a call": (hk.Module, None),
+    "class without a function": (NoFunction, None),
+    "class with a function's": (Assigned, lambda: (Assigned(), Twin())),
+    "classes of one function": (CLASSES[0], lambda: [make() for make in CLASSES]),
+    "classes with other bases": (MIXED[0], lambda: [make() for make in MIXED]),
+    "classes of two files": (CLASS_FILES[0], lambda: [make() for make in CLASS_FILES]),
+    "functions of two files": (FILES[0], lambda: FILES),
+    "jitted functions of two files": (FILES[0], lambda: map(jax.jit, FILES)),
+    "jitted key": (jax.jit(FILES[0]), lambda: FILES),
+    "checkpointed key": (jax.checkpoint(FILES[0]), lambda: FILES),
+    "closure": (multiplying_by(2)[0], None),
+    "jitted closure": (jax.jit(multiplying_by(2)[0]), None),
+    "default value": (jax.checkpoint(multiplying_by(2)[1]), None),
+    "jitted lambda": (jax.jit(LAMBDAS[0]), None),
+    "lambdas of one line": (LAMBDAS[0], None),
+    "partial": (functools.partial(jnp.dot, X), None),
+    "partial of JAX": (jax.tree_util.Partial(jnp.dot, X), None),
+    "bound method": (Heads().head, None),
+    "method": (Heads.head, lambda: (Heads().head, Heads.make)),
+    "class method": (Heads.make, lambda: (Heads.make, Heads().head)),
+    "inherited class method": (MoreHeads.make, None),
+    "static method": (Heads.plain, lambda: (Heads.plain, Heads.make)),
+    "primitive": (lax.dot_general_p, lambda: (product, jnp.negative)),
+    "path": ("^head$", lambda: (scoped("head"), scoped("overhead"))),
+    "path with a number": (
+        "block_1",
+        lambda: (scoped("block_1"), scoped("block_11")),
+    ),
+    "path from a number on": (
+        "1/mlp",
+        lambda: (scoped("blocks/1/mlp"), scoped("blocks/11/mlp")),
+    ),
 }
+
+
+def in_region(function, rules=None):
+    def run(x):
+        with jamp.autocast(HALF, rules=rules):
+            return function(x)
+
+    return run
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_rule_does_not_match_a_look_alike(name):
-    key, run, look_alike = PAIRS[name]
-    if run is None:
+    key, make = PAIRS[name]
+    if make is None:
         with pytest.raises(ValueError, match=r"is known by .*code"):
             jamp.autocast(HALF, rules={key: FLOAT32})
         return
-    plain = jamp.autocast(HALF)(look_alike)(X).dtype
+    run, look_alike = make()
+    plain = jax.eval_shape(in_region(look_alike), X).dtype
     for wrap in (lambda f: f, lambda f: jax.jit(lambda x: f(x))):  # a jit inside
         for functions in ((run, look_alike), (look_alike, run)):
-            with jamp.autocast(HALF, rules={key: FLOAT32}):
-                found = {f: wrap(f)(X).dtype for f in functions}
+            both = lambda x, wrap=wrap, fs=functions: [wrap(f)(x) for f in fs]
+            found = jax.eval_shape(in_region(both, {key: FLOAT32}), X)
+            found = dict(zip(functions, (y.dtype for y in found), strict=True))
             assert (found[run], found[look_alike]) == (FLOAT32, plain), name
 
 
@@ -297,7 +363,7 @@ def test_regions_with_look_alikes_share_no_cache():
     both = jax.jit(lambda x: (FILES[0](x), FILES[1](x)))
     for i in (0, 1, 0):
         with jamp.autocast(HALF, rules={FILES[i]: FLOAT32}):
-            dtypes = [y.dtype for y in both(X)]
+            dtypes = [y.dtype for y in both(ones())]
         assert (dtypes[i], dtypes[1 - i]) == (FLOAT32, HALF)
 
 
@@ -345,7 +411,7 @@ class LinenStep(nn.Module):
 
 def linen_layers():
     layers = nn.scan(LinenStep, {"params": 0}, split_rngs={"params": True}, length=2)()
-    variables = layers.init(jax.random.key(0), X, None)
+    variables = zeros(lambda: layers.init(jax.random.key(0), X, None))
     return lambda x: layers.apply(variables, x, None)[0]
 
 
@@ -359,19 +425,8 @@ class HaikuConv(hk.Conv1D):
         return x @ hk.get_parameter("w", (4, 4), init=jnp.ones)
 
 
-# A class as key, and an object of one that is derived from it.
-DERIVED = {
-    "plain": (Base, Derived()),
-    "nnx": (nnx.Linear, of_nnx(OwnNnxHead)),
-    "nnx, inherited call": (nnx.Linear, of_nnx(NnxHead)),
-    "linen": (nn.Conv, linen_image(LinenConv)),
-    "linen, remat": (nn.Conv, linen_image(nn.remat(nn.Conv))),
-    "linen, remat of a subclass": (nn.Conv, linen_image(nn.remat(LinenConv))),
-    "linen, scan": (nn.Conv, linen_layers()),
-    "equinox": (eqx.nn.Conv1d, image(EqxConv)),
-    "haiku": (hk.Conv1D, haiku_image(HaikuConv)),
-}
-if find_spec("keras") is not None:  # it is in the extras parity and ecosystem
+def keras_head(inherits):
+    """A class of Keras as key, and an object of one that is derived from it."""
     keras = import_keras()
 
     class KerasHead(keras.layers.Dense):
@@ -381,15 +436,29 @@ if find_spec("keras") is not None:  # it is in the extras parity and ecosystem
         def call(self, x):
             return keras.ops.matmul(x, self.kernel)
 
-    def of_keras(make):
-        layer = keras.Sequential([make(4, use_bias=False)])
-        layer.build((4, 4))
-        values = [variable.value for variable in layer.variables]
-        return lambda x: layer.stateless_call(values, [], x)[0]
+    make = KerasHead if inherits else OwnKerasHead
+    layer = keras.Sequential([make(4, use_bias=False)])
+    layer.build((4, 4))
+    values = [variable.value for variable in layer.variables]
+    return keras.layers.Dense, lambda x: layer.stateless_call(values, [], x)[0]
 
+
+# What makes a class as key, and an object of one that is derived from it.
+DERIVED = {
+    "plain": lambda: (Base, Derived()),
+    "nnx": lambda: (nnx.Linear, of_nnx(OwnNnxHead)),
+    "linen, remat of a subclass": lambda: (nn.Conv, linen_image(nn.remat(LinenConv))),
+    "equinox": lambda: (eqx.nn.Conv1d, image(EqxConv)),
+    "haiku": lambda: (hk.Conv1D, haiku_image(HaikuConv)),
+    "linen, scan": lambda: (nn.Conv, linen_layers()),
+    "nnx, inherited call": lambda: (nnx.Linear, of_nnx(NnxHead)),
+    "linen": lambda: (nn.Conv, linen_image(LinenConv)),
+    "linen, remat": lambda: (nn.Conv, linen_image(nn.remat(nn.Conv))),
+}
+if find_spec("keras") is not None:  # it is in the extras parity and ecosystem
     DERIVED |= {
-        "keras": (keras.layers.Dense, of_keras(OwnKerasHead)),
-        "keras, inherited call": (keras.layers.Dense, of_keras(KerasHead)),
+        "keras": lambda: keras_head(inherits=False),
+        "keras, inherited call": lambda: keras_head(inherits=True),
     }
 
 
@@ -398,8 +467,8 @@ def test_the_key_of_a_subclass_comes_first():
     for order in itertools.permutations((Base, Derived, MoreDerived)):
         rules = {key: value[key] for key in (*order, "")}
         with jamp.autocast(HALF, rules=rules):
-            dtypes = [make()(X).dtype for make in (Base, Derived, MoreDerived)]
-            product(X)
+            dtypes = [make()(ones()).dtype for make in (Base, Derived, MoreDerived)]
+            product(ones())
         assert dtypes == [FLOAT32, HALF, jnp.bfloat16]
 
 
@@ -410,7 +479,7 @@ def test_a_class_that_gets_a_call_is_used_as_before():
         copied = pickle.loads(pickle.dumps(region))
         assert copied.settings == region.settings
     assert inspect.signature(hk.Conv2D.__call__) == signature
-    assert float(Both()(X)[0, 0]) == 2 * 4  # `Right` comes after `Left`
+    assert float(Both()(ones())[0, 0]) == 2 * 4  # `Right` comes after `Left`
 
 
 def test_a_class_that_a_test_makes_is_a_key():
@@ -421,7 +490,7 @@ def test_a_class_that_a_test_makes_is_a_key():
                 return super().__call__(x)
 
         with jamp.autocast(HALF, rules={Head: FLOAT32}):
-            dtypes = [of_nnx(cls)(X).dtype for cls in (Head, nnx.Linear)]
+            dtypes = [of_nnx(cls)(ones()).dtype for cls in (Head, nnx.Linear)]
         assert dtypes == [FLOAT32, HALF]
 
 
@@ -439,7 +508,7 @@ def test_a_class_of_named_scopes_is_that_of_the_user():
     net = jamp.nnx.named_scopes(nnx.Sequential(Calls(nnx.Rngs(0)), Part(nnx.Rngs(0))))
     calls, part = net.layers
     with jamp.autocast(HALF, rules={type(calls): FLOAT32}):
-        assert (calls(X).dtype, part(X).dtype) == (FLOAT32, HALF)
+        assert (calls(ones()).dtype, part(ones()).dtype) == (FLOAT32, HALF)
 
 
 def exp_in_scope(x):
@@ -506,14 +575,14 @@ def test_a_message_says_why_a_rule_did_nothing(name, wrap):
     for _ in range(2):  # the second time from caches
         with pytest.raises(ValueError, match=f"(?s)^autocast.rules=.*{message}"):
             with jamp.autocast(HALF, rules=rules):
-                run(X)
+                run(ones())
 
 
 def test_a_rule_that_decides_anywhere_is_used():
     run = jax.jit(lambda x: (exp_in_scope(x), jnp.exp(x)))
     for _ in range(2):  # the second time from caches
         with jamp.autocast(HALF, rules={"head": FLOAT32, lax.exp_p: HALF}):
-            assert [y.dtype for y in run(X)] == [FLOAT32, HALF]
+            assert [y.dtype for y in run(ones())] == [FLOAT32, HALF]
 
 
 def scanned(f):
@@ -539,9 +608,9 @@ CALLED = {
 
 
 CLASS_KEYS = DERIVED | {
-    name: (key, run)
-    for name, (key, run, _) in PAIRS.items()
-    if isinstance(key, type) and run is not None
+    name: lambda key=key, make=make: (key, next(iter(make())))
+    for name, (key, make) in PAIRS.items()
+    if isinstance(key, type) and make is not None
 }
 AROUND = {
     "nothing": lambda f: f,
@@ -553,23 +622,26 @@ AROUND = {
 }
 
 
+PLACES = [  # inside and outside of the region; JAX has no derivative of a `while`
+    (inside, outside)
+    for inside, outside in itertools.product(CALLED, AROUND)
+    if (inside, outside) != ("while", "grad")
+]
+class_key = functools.cache(lambda name: CLASS_KEYS[name]())
+
+
+@cover(quick=9, ci=240)
 @pytest.mark.parametrize("name", CLASS_KEYS)
-def test_a_class_is_known_wherever_jax_traces_it(name):
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_class_is_known_wherever_jax_traces_it(name, place):
     """Also where a loop, a `jit` or a `checkpoint` in the region traces it apart."""
-    key, run = CLASS_KEYS[name]
+    (key, run), (inside, outside) = class_key(name), place
     total = lambda x: jnp.sum(x) + jnp.sum(jnp.float32(run(X + jnp.sum(x))))
-    failed = []
-    for inside, outside in itertools.product(CALLED, AROUND):
-        if (inside, outside) == ("while", "grad"):  # JAX has no such derivative
-            continue
-        inner = CALLED[inside](lambda x: x + total(x))
-        region = jamp.autocast(jnp.bfloat16, rules={key: FLOAT32})
-        program = AROUND[outside](region(lambda x, inner=inner: jnp.sum(inner(x))))
-        products = [e for e in equations(jax.make_jaxpr(program)(X)) if is_product(e)]
-        dtypes = {str(e.invars[0].aval.dtype) for e in products}
-        if dtypes != {"float32"}:
-            failed.append((inside, outside, dtypes))
-    assert not failed
+    inner = CALLED[inside](lambda x: x + total(x))
+    region = jamp.autocast(jnp.bfloat16, rules={key: FLOAT32})
+    program = AROUND[outside](region(lambda x: jnp.sum(inner(x))))
+    products = [e for e in equations(jax.make_jaxpr(program)(X)) if is_product(e)]
+    assert {str(e.invars[0].aval.dtype) for e in products} == {"float32"}
 
 
 def is_product(eqn):
@@ -617,8 +689,8 @@ def test_a_rule_for_a_function_holds_in_what_it_calls(name):
 def test_a_call_that_is_a_method_of_its_own_class():
     """`__call__ = forward` is written in the class: no other one runs its code."""
     with jamp.autocast(HALF, rules={Named: FLOAT32}):
-        assert Named()(X).dtype == FLOAT32
-        assert product(X).dtype == HALF
+        assert Named()(ones()).dtype == FLOAT32
+        assert product(ones()).dtype == HALF
 
 
 @pytest.mark.parametrize("cls", (nn.Conv, nnx.LoRALinear, hk.Conv2D, eqx.nn.Conv2d))

@@ -10,7 +10,7 @@ import pytest
 
 import jamp
 from shared.keras_on_jax import import_keras
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 from . import ways
 
@@ -58,10 +58,13 @@ def calls(name):
     return [(labels, PREDICTIONS) for labels in kinds]
 
 
-@pytest.mark.parametrize("way", ("live", "jit inside", "jit around", "vmap inside"))
-@pytest.mark.parametrize(
-    "name", mostly_slow([*LOSSES, *OTHERS], "mean_squared_error", "kl_divergence")
-)
+QUICK = "mean_squared_error", "kl_divergence"
+NAMES = [*QUICK, *(name for name in [*LOSSES, *OTHERS] if name not in QUICK)]
+
+
+@cover(quick=2, ci=4 * len(NAMES))
+@pytest.mark.parametrize("way", ("jit inside", "live", "jit around", "vmap inside"))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_loss_of_keras_is_float32_of_its_labels(name, way):
     function = function_of(name)
 

@@ -1,5 +1,6 @@
 """A mask that is added to a product: finite numbers stay finite, -inf stays -inf."""
 
+import functools
 import itertools
 
 import flax.linen as nn
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 import jamp
+from tests.marks import cover
 
 from . import ways
 
 N, SIZE = 16, 32  # of rows, and of what is contracted: enough for float8
-MASKED = jnp.arange(16) % 3 == 1
+MASKED = np.arange(16) % 3 == 1
 NUMBERS = {
     "-1e5": -1e5,
     "-1e9": -1e9,
@@ -74,10 +76,13 @@ def entropy(logits):
 
 def inputs(logit, mask):
     """A row has logits near `logit`, and a few of them are masked."""
-    spread = jax.random.normal(jax.random.key(0), (N, 16)) / 4
-    x = jnp.eye(N, SIZE)
-    w = jnp.zeros((SIZE, 16)).at[:N].set(logit + spread)
-    return x, w, jnp.where(MASKED, mask, 0.0)
+    w = np.zeros((SIZE, 16), np.float32)
+    w[:N] = logit + np.random.default_rng(0).normal(size=(N, 16)) / 4
+    return (
+        np.eye(N, SIZE, dtype=np.float32),
+        w,
+        np.where(MASKED, mask, 0).astype(np.float32),
+    )
 
 
 def logits_and_gradients(function, *args):
@@ -99,37 +104,37 @@ def with_entropy(product):
     return function
 
 
+@cover(quick=7, ci=80)
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_finite_mask_stays_finite(place, region, standard_promotion):
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_finite_mask_stays_finite(name, place, region, standard_promotion):
     """Through an entropy and its gradient: a nan there is -inf times a probability."""
     half = jamp.autocast(REGIONS[region])
-    way = PLACES[place]
-    functions = {name: way(half, with_entropy(f)) for name, f in PRODUCTS.items()}
-
-    @jax.jit
-    def all_of_them(*args):
-        return {n: logits_and_gradients(f, *args) for n, f in functions.items()}
-
+    function = PLACES[place](half, with_entropy(PRODUCTS[name]))
+    run = jax.jit(functools.partial(logits_and_gradients, function))
     for logit, number in itertools.product(LOGITS, NUMBERS):
-        found = all_of_them(*inputs(logit, NUMBERS[number]))
-        for name, (logits, entropies, grads) in found.items():
-            row = f"{name}, logits of {logit}, {number}"
-            logits = np.asarray(logits, np.float64)
-            if number == "-inf":
-                assert (logits[:, MASKED] == -np.inf).all(), row
-            elif name != "temperature" or abs(logit) < 100:
-                expected = entropy(logits[:, ~MASKED])
-                np.testing.assert_allclose(entropies, expected, 1e-3, 1e-5, err_msg=row)
-                assert all(np.isfinite(grad).all() for grad in grads), row
+        row = f"logits of {logit}, {number}"
+        logits, entropies, grads = run(*inputs(logit, NUMBERS[number]))
+        logits = np.asarray(logits, np.float32)
+        if number == "-inf":
+            assert (logits[:, MASKED] == -np.inf).all(), row
+        elif name != "temperature" or abs(logit) < 100:
+            expected = jax.jit(entropy)(logits[:, ~MASKED])
+            np.testing.assert_allclose(entropies, expected, 1e-3, 1e-5, err_msg=row)
+            assert all(np.isfinite(grad).all() for grad in grads), row
 
 
 SIZES = (1.0, 5e4, 6e4, 7e4, 1e9, float(jnp.finfo(jnp.float32).max), np.inf)
 VALUES = [sign * size for size in SIZES for sign in (1, -1)]
 MASKS = {-1e9, float(jnp.finfo(jnp.float32).min)}
-rows, cube = jnp.full((2, 4), 0.5), jnp.full((3, 2, 4), 0.5)
-kernel, kernels = jnp.full((4, 6), 0.5), jnp.full((3, 4, 6), 0.5)
-image, window = jnp.full((1, 2, 2, 4), 0.5), jnp.full((1, 1, 4, 6), 0.5)
+rows, cube, kernel, kernels, image, window = (
+    np.full(shape, 0.5, np.float32)
+    for shape in (
+        *((2, 4), (3, 2, 4), (4, 6), (3, 4, 6)),
+        *((1, 2, 2, 4), (1, 1, 4, 6)),
+    )
+)
 
 
 def convolved(x, window):
@@ -140,20 +145,20 @@ def convolved(x, window):
 
 # Sums of a product of ones and a number, by the shape that the number has.
 SUMS = {
-    "vector": lambda b: rows @ kernel + b,
-    "vector on the left": lambda b: b + rows @ kernel,
-    "row": lambda b: rows @ kernel + b[None],
+    "vector": lambda b: jnp.matmul(rows, kernel) + b,
+    "vector on the left": lambda b: b + jnp.matmul(rows, kernel),
+    "row": lambda b: jnp.matmul(rows, kernel) + b[None],
     "each row": lambda b: jax.vmap(lambda row: row @ kernel + b)(rows),
     "scan": lambda b: jax.lax.scan(lambda c, x: (c, x @ kernel + b), 0, cube)[1],
-    "batched": lambda b: cube @ kernel + b,
+    "batched": lambda b: jnp.matmul(cube, kernel) + b,
     "each kernel": lambda b: jnp.einsum("bij,bjk->bik", cube, kernels) + b,
-    "column": lambda b: (kernel.T @ rows.T + b[:, None]).T,
+    "column": lambda b: (jnp.matmul(kernel.T, rows.T) + b[:, None]).T,
     "convolution": lambda b: convolved(image, window) + b,
     "channel": lambda b: jnp.moveaxis(
         jnp.moveaxis(convolved(image, window), -1, 1) + b[:, None, None], 1, -1
     ),
-    "scalar": lambda b: rows @ kernel + b,
-    "scalar, batched": lambda b: cube @ kernel + b,
+    "scalar": lambda b: jnp.matmul(rows, kernel) + b,
+    "scalar, batched": lambda b: jnp.matmul(cube, kernel) + b,
     "scalar, convolution": lambda b: convolved(image, window) + b,
 }
 
@@ -165,10 +170,12 @@ def with_bias(numbers, dtype):
         return (1 + biases).astype(dtype).astype(np.float64)
 
 
+@cover(quick=7, ci=50)
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("way", ("jit inside", "live", "jit around"))
 @pytest.mark.parametrize("sum_", SUMS)
 def test_a_number_beyond_the_range_is_a_mask_or_overflows_as_in_torch(
-    sum_, dtype, standard_promotion
+    sum_, way, dtype, standard_promotion
 ):
     """A positive number is no mask, nor is a scalar, nor -7e4: they become inf."""
     largest = float(jnp.finfo(dtype).max)
@@ -176,17 +183,16 @@ def test_a_number_beyond_the_range_is_a_mask_or_overflows_as_in_torch(
     if is_scalar:
         calls = [jnp.float32(number) for number in VALUES]
     else:
-        calls = [jnp.full(6, number, jnp.float32) for number in VALUES]
+        calls = [jnp.asarray(np.full(6, number, np.float32)) for number in VALUES]
     expected = with_bias(VALUES, jnp.dtype(dtype))
     for i, number in enumerate(VALUES):
         if number in MASKS and number < -largest and not is_scalar:
-            expected[i] = jnp.asarray(1 - largest / 4, dtype)
-    for name in ("live", "jit around", "jit inside"):
-        way = ways.WAYS[name](jamp.autocast(dtype), SUMS[sum_])
-        for call, value in zip(calls, expected, strict=True):
-            y = way(call)
-            assert y.dtype == dtype, name
-            np.testing.assert_array_equal(np.asarray(y, np.float64), value, name)
+            expected[i] = np.asarray(1 - largest / 4).astype(dtype)
+    function = ways.WAYS[way](jamp.autocast(dtype), SUMS[sum_])
+    for call, value in zip(calls, expected, strict=True):
+        y = function(call)
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(y).astype(float), value)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
@@ -201,20 +207,24 @@ def test_torch_overflows_likewise(dtype):
 
 def test_masks_that_people_write(standard_promotion):
     """Beside -1e9: powers of ten, and the least number of float16. -6e4 fits."""
-    mask = jnp.array([-65504.0, -1e5, -1e6, -1e7, -1e8, -6e4, -65500.0, -7e4, 7e4])
+    mask = np.array(
+        [-65504.0, -1e5, -1e6, -1e7, -1e8, -6e4, -65500.0, -7e4, 7e4], np.float32
+    )
     expected = [-16376.0] * 5 + [-6e4, -65504.0, -np.inf, np.inf]
     with jamp.autocast(jnp.float16):
-        y = jnp.zeros((2, 4)) @ jnp.zeros((4, 9)) + mask
+        y = jnp.matmul(np.zeros((2, 4), "f"), np.zeros((4, 9), "f")) + np.float32(mask)
     np.testing.assert_array_equal(y[0], expected)
 
 
+@cover(ci=4)
 @pytest.mark.parametrize("batch", (1, 2))
 @pytest.mark.parametrize("number", ("-1e9", "least float32"))
 def test_a_row_that_a_layer_masks_as_a_whole_is_no_nan(
     number, batch, standard_promotion
 ):
     """Linen adds the mask itself, which has as many dimensions as the scores."""
-    q, k = jnp.ones((batch, 2, 2, 4)), jnp.ones((batch, 3, 2, 4))
-    mask = jnp.full((batch, 1, 1, 3), NUMBERS[number])
-    y = jamp.autocast(jnp.float16)(nn.dot_product_attention)(q, k, k, bias=mask)
+    q, k = (np.ones((batch, n, 2, 4), np.float32) for n in (2, 3))
+    mask = np.full((batch, 1, 1, 3), NUMBERS[number], np.float32)
+    half = jamp.autocast(jnp.float16)
+    y = jax.jit(half(nn.dot_product_attention))(q, k, k, bias=mask)
     np.testing.assert_allclose(np.asarray(y, np.float32), 1, 1e-3)

@@ -14,7 +14,7 @@ from shared.residuals import (
     saved_bytes,
     total,
 )
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 
 def saved(name, style):
@@ -22,12 +22,14 @@ def saved(name, style):
     return residuals(loss_of(case.model, style), *arguments(case))
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, "MLP", "CNN"))
+@cover()
+@pytest.mark.parametrize("name", sorted(CASES, key=["MLP", *CASES].index))
 def test_saved_bytes(name, standard_promotion):
     by_hand, autocast = saved(name, "by hand"), saved(name, "autocast")
     assert total(autocast) <= CASES[name].target * total(by_hand)
 
 
+@cover(quick=2, ci=6)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", ["MLP", "CNN"])
 def test_residuals_are_the_leaves_of_vjp(name, style, standard_promotion):

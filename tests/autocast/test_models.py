@@ -15,7 +15,7 @@ from jax import lax
 
 import jamp
 from tests.jaxprs import products_of
-from tests.marks import mostly_nightly
+from tests.marks import cover
 
 from . import models
 
@@ -127,9 +127,9 @@ def flat(tree, kind):
     return np.concatenate([np.zeros(0), *map(np.ravel, leaves)])
 
 
+@cover(ci=3)
 @pytest.mark.parametrize(
-    "name",
-    mostly_nightly(TASKS, "vae", "wmt", "vit_region_inside_vmap"),
+    "name", ["vae", "wmt", "vit_region_inside_vmap", "vit", "resnet50"]
 )
 def test_training_follows_float32(name):
     state32, _, curve32, _ = train(SAME_IN_FLOAT32.get(name, name), float32)

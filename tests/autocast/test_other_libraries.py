@@ -21,7 +21,7 @@ from jax.scipy import special
 
 import jamp
 from shared.keras_on_jax import import_keras
-from tests.marks import mostly_slow, slow
+from tests.marks import cover
 
 from .ways import (
     HALF_WAYS,
@@ -68,12 +68,13 @@ BRANCHING = OTHERS | {
 }
 
 
+@cover(ci=24)
 @by_dtype
-@pytest.mark.parametrize("name", mostly_slow(BRANCHING, *[*BRANCHING][1:5]))
+@pytest.mark.parametrize("name", sorted(BRANCHING, key=["log_ndtr", *BRANCHING].index))
 def test_a_function_that_branches_on_the_dtype_is_float32(name, dtype):
     function, x = BRANCHING[name]
     x = rounded(x, dtype)
-    expected = function(x)
+    expected = jax.jit(function)(x)
     for way in (jit_inside, checkpointed):
         found = way(function, dtype)(x)
         for y, wanted in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
@@ -83,10 +84,10 @@ def test_a_function_that_branches_on_the_dtype_is_float32(name, dtype):
 
 def test_a_custom_derivative_that_branches_on_the_dtype_takes_half_precision():
     x = rounded(NEGATIVE, jnp.float16)
-    expected = jax.value_and_grad(lambda x: jnp.sum(special.log_ndtr(x)))(x)
+    log_ndtr = lambda x: jnp.sum(special.log_ndtr(x))
+    expected = jax.jit(jax.value_and_grad(log_ndtr))(x)
     for way in (live, jit_inside):
-        run = way(lambda h: jnp.sum(special.log_ndtr(h)), jnp.float16)
-        found = jax.value_and_grad(run)(x)
+        found = jax.jit(jax.value_and_grad(way(log_ndtr, jnp.float16)))(x)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, 1e-3), found, expected
         )
@@ -112,6 +113,7 @@ def rms_norm(h):
 NORMS = [norm_by_var, norm_by_std, rms_norm, jax.nn.standardize]
 
 
+@cover(quick=5, ci=16)
 @by_dtype
 @by_half_way
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
@@ -160,6 +162,7 @@ def scanned(function, dtype):
     return jamp.autocast(dtype)(run)
 
 
+@cover(ci=10)
 @by_dtype
 @pytest.mark.parametrize(
     "way", [*HALF_WAYS, checkpointed, scanned], ids=lambda way: way.__name__
@@ -171,7 +174,7 @@ def test_a_mean_that_is_asked_for_in_float32_keeps_its_digits(way, dtype):
     np.testing.assert_allclose(found, norm_by_two_means(x), atol=1e-3)
     loss = lambda run: lambda x: jnp.sum(run(x) ** 3)
     grad = jax.grad(loss(way(norm_by_two_means, dtype)))(x)
-    expected = jax.grad(loss(norm_by_two_means))(x)
+    expected = jax.jit(jax.grad(loss(norm_by_two_means)))(x)
     np.testing.assert_allclose(grad, expected, rtol=5e-2, atol=5e-2)
 
 
@@ -194,6 +197,7 @@ def moments(h):
     return jnp.mean(h, -1), jnp.mean(jnp.square(h), -1)
 
 
+@cover(quick=2, ci=8)
 @by_dtype
 @by_half_way
 def test_moments_that_a_function_returns_keep_their_digits(way, dtype):
@@ -202,6 +206,7 @@ def test_moments_that_a_function_returns_keep_their_digits(way, dtype):
     np.testing.assert_allclose(mean_square - mean**2, jnp.var(x, -1), atol=2e-2)
 
 
+@cover(quick=2, ci=6)
 @by_dtype
 @pytest.mark.parametrize("way", HALF_WAYS, ids=lambda way: way.__name__)
 def test_a_loop_carries_a_mean(way, dtype):
@@ -244,24 +249,26 @@ def sums_of(library):
         ops = keras.ops
         return [ops.var, ops.layer_normalization, ops.rms_normalization, norm]
     if library == "e3nn_jax":
-        e3nn = pytest.importorskip(library)
+        import e3nn_jax as e3nn
+
         to = {"dst": jnp.zeros(8, int), "output_size": 1}
         names = ("scatter_sum", "scatter_mean")
         return [partial(getattr(e3nn, name), **to) for name in names]
-    tfp = pytest.importorskip(library)
+    import tensorflow_probability.substrates.jax as tfp
+
     return [tfp.stats.variance, tfp.stats.stddev]
 
 
+LIBRARIES = [
+    name
+    for name in ("optax", "keras", "e3nn_jax", "tensorflow_probability")
+    if find_spec(name) is not None
+]
+
+
+@cover(ci=2 * len(LIBRARIES))
 @by_dtype
-@pytest.mark.parametrize(
-    "library",
-    [
-        "optax",
-        pytest.param("keras", marks=[pytest.mark.slow, NEEDS_KERAS]),
-        slow("e3nn_jax"),
-        slow("tensorflow_probability.substrates.jax"),
-    ],
-)
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_sums_of_a_library_are_float32_wherever_jit_stands(library, dtype):
     x = rounded(np.abs(20 * wide), dtype)
     for function in sums_of(library):
@@ -319,14 +326,15 @@ MIXED = {
 }
 
 
+@cover(ci=12)
 @by_dtype
-@pytest.mark.parametrize("way", [live, jit_inside], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", mostly_slow(MIXED, "own"))
+@pytest.mark.parametrize("way", [jit_inside, live], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", MIXED)
 def test_a_jvp_rule_that_mixes_dtypes(name, way, dtype):
     x = rounded([0.5, -1.0, 2.0, 0.25], dtype)
     function = lambda h: jnp.sum(MIXED[name](h) * jnp.array([1.0, 2.0, 3.0, 4.0]))
     value, grad = jax.value_and_grad(way(function, dtype))(x)
-    expected, expected_grad = jax.value_and_grad(function)(x)
+    expected, expected_grad = jax.jit(jax.value_and_grad(function))(x)
     assert grad.dtype == jnp.float32
     np.testing.assert_allclose(value, expected, rtol=2e-2)
     np.testing.assert_allclose(grad, expected_grad, rtol=2e-2, atol=2e-2)
@@ -428,9 +436,10 @@ def test_a_loss_of_logits_in_keras(dtype):
 # Haiku.
 
 
+@cover(ci=6)
 @by_dtype
 @pytest.mark.parametrize(
-    "way", [live, jit_inside, slow(checkpointed)], ids=lambda way: way.__name__
+    "way", [jit_inside, live, checkpointed], ids=lambda way: way.__name__
 )
 def test_a_convolutional_lstm_after_a_layer(way, dtype):
     def run(h):
@@ -438,7 +447,8 @@ def test_a_convolutional_lstm_after_a_layer(way, dtype):
         return core(h[None], core.initial_state(1))[0]
 
     model = hk.without_apply_rng(hk.transform(run))
-    params = model.init(random.key(0), eye)
+    params = jax.jit(model.init)(random.key(0), eye)
     function = lambda h: model.apply(params, h)
     found = way(function, dtype)(eye)
-    np.testing.assert_allclose(found, function(eye), rtol=2e-2, atol=2e-3)
+    exact = jax.jit(function)(eye)
+    np.testing.assert_allclose(found, exact, rtol=2e-2, atol=2e-3)

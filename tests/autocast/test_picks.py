@@ -15,15 +15,16 @@ from jamp._autocast import picks, scatters
 from jamp._autocast.retracing import without_caches
 from jamp._jaxprs import equations
 from tests.bits import check_same_bits
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 ROWS, WIDTH = 12, 37
-keys = jax.random.split(jax.random.key(0), 3)
-logits = 3 * jax.random.normal(keys[0], (ROWS, WIDTH))
-labels = jax.random.randint(keys[1], (ROWS,), 0, WIDTH)
-weights = jax.random.normal(keys[2], (ROWS,))
+RNG = np.random.default_rng(0)
+LOGITS = 3 * RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)
+LABELS = RNG.integers(0, WIDTH, ROWS).astype(np.int32)
+WEIGHTS = RNG.normal(size=ROWS).astype(np.float32)
+QUICK = "arange", "along", "vmap", "optax"
 by_two = lambda x: x.reshape(3, 4, *x.shape[1:])
 # The ways in which losses pick the logit of a label.
 FORMS = {
@@ -73,8 +74,18 @@ OTHERS = {
 }
 
 
-def loss_of(pick):
-    return lambda x: jnp.sum(pick(x, labels) * weights)
+@pytest.fixture(scope="module")
+def logits():
+    return jnp.asarray(LOGITS)
+
+
+@pytest.fixture(scope="module")
+def labels():
+    return jnp.asarray(LABELS)
+
+
+def loss_of(pick, labels):
+    return lambda x: jnp.sum(pick(x, labels) * WEIGHTS)
 
 
 def is_masked(function, *args):
@@ -93,31 +104,39 @@ def scattered(monkeypatch):
     return run
 
 
-regions = pytest.mark.parametrize(
-    "dtype", mostly_slow([jnp.float16, jnp.bfloat16, "float8"], jnp.float16)
-)
+def twice(f):
+    return jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))
 
 
-@regions
-@pytest.mark.parametrize("name", mostly_slow(FORMS, "arange", "along", "vmap", "optax"))
-def test_the_gradient_is_the_same(scattered, name, dtype):
-    loss = loss_of(FORMS[name])
-    half = lambda x: loss(x.astype(jnp.float16))
-    for f in map(jamp.autocast(dtype), (loss, half)):
-        twice = jax.grad(lambda x, f=f: jnp.sum(jax.grad(f)(x) ** 2))
-        along = lambda x, f=f: jax.jvp(f, (x,), (x,))
-        assert is_masked(f, logits)
-        for call in (f, jax.grad(f), jax.jit(jax.grad(f)), along, twice):
-            check_same_bits(call(logits), scattered(call, logits))
+CALLS = {
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "grad": jax.grad,
+    "value": lambda f: f,
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    "grad of grad": twice,
+}
+
+
+@cover(quick=4, ci=120)
+@pytest.mark.parametrize("name", sorted(FORMS, key=[*QUICK, *FORMS].index))
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8"])
+@pytest.mark.parametrize("given", ["float32", "float16"])
+def test_the_gradient_is_the_same(scattered, name, call, dtype, given, logits, labels):
+    loss = loss_of(FORMS[name], labels)
+    f = jamp.autocast(dtype)(lambda x: loss(x.astype(given)))
+    assert is_masked(f, logits)
+    run = CALLS[call](f)
+    check_same_bits(run(logits), scattered(run, logits))
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_gathers_are_what_they_were(name):
+def test_other_gathers_are_what_they_were(name, logits, labels):
     loss = jamp.autocast(jnp.float16)(lambda x: jnp.sum(OTHERS[name](x, labels)))
     assert not is_masked(loss, logits)
 
 
-def test_a_loop_keeps_no_mask():
+def test_a_loop_keeps_no_mask(logits, labels):
     several = jnp.stack([labels, labels + 1, labels + 2]) % WIDTH
 
     def loss(x):
@@ -141,7 +160,6 @@ def is_loop(eqn):
 MODE = lax.GatherScatterMode
 MODES = MODE.CLIP, MODE.FILL_OR_DROP, MODE.PROMISE_IN_BOUNDS
 SEEDS = range(8)
-QUICK = [(mode, 0, 0) for mode in MODES] + [(MODE.CLIP, 1, 0)]
 
 
 def random_gather(rng, mode, spoiled):
@@ -205,40 +223,39 @@ def random_gather(rng, mode, spoiled):
     return gather, jnp.asarray(x), not spoiled and math.prod(sizes) > picks.FEW
 
 
-CASES = [
-    (mode, spoiled, seed) for mode in MODES for spoiled in (0, 1) for seed in SEEDS
-]
-
-
-@pytest.mark.parametrize(("mode", "spoiled", "seed"), mostly_slow(CASES, *QUICK))
-def test_any_gather(scattered, mode, spoiled, seed):
+@cover(quick=2, ci=48)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spoiled", (0, 1))
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.float16))
+def test_any_gather(scattered, mode, spoiled, seed, dtype):
     rng = np.random.default_rng(seed)
     gather, x, is_pick = random_gather(rng, mode, spoiled)
-    for dtype in (jnp.float32, jnp.float16):
-        f = jamp.autocast(jnp.float16)(lambda x, dtype=dtype: gather(x.astype(dtype)))
-        assert is_masked(f, x) == is_pick
-        given = random_like(f(x))
-        back = lambda x, f=f, given=given: jax.vjp(f, x)[1](given)
-        along = lambda x, f=f: jax.jvp(f, (x,), (jnp.cos(x),))
-        for call in (f, back, along):
-            check_same_bits(call(x), scattered(call, x))
+    f = jamp.autocast(jnp.float16)(lambda x: gather(x.astype(dtype)))
+    assert is_masked(f, x) == is_pick
+    given = random_like(jax.eval_shape(f, x))
+    back = lambda x: jax.vjp(f, x)[1](given)
+    along = lambda x: jax.jvp(f, (x,), (jnp.cos(x),))
+    for call in (f, back, along):
+        check_same_bits(call(x), scattered(call, x))
 
 
 def random_like(x):
-    key = jax.random.key(1)
     if jnp.issubdtype(x.dtype, jnp.integer):
         return np.zeros(x.shape, jax.dtypes.float0)
-    return jax.random.normal(key, x.shape, x.dtype)
+    numbers = np.random.default_rng(1).normal(size=x.shape)
+    return jnp.asarray(numbers.astype(x.dtype))
 
 
-@pytest.mark.parametrize("mode", mostly_slow(["clip", "fill", None], None))
-def test_a_pick_of_a_mapped_function(scattered, mode):
+@cover()
+@pytest.mark.parametrize("mode", [None, "clip", "fill"])
+def test_a_pick_of_a_mapped_function(scattered, mode, logits, labels):
     """Inside of `vmap` each example has one index, and the batch has many."""
     f = lambda x, y: x.at[jnp.array([0]), y].get(mode=mode)
 
     def loss(x):
         mapped = jax.vmap(jamp.autocast(jnp.float16)(f))
-        return jnp.sum(mapped(x[:, None], labels) * weights[:, None])
+        return jnp.sum(mapped(x[:, None], labels) * WEIGHTS[:, None])
 
     for call in (jax.grad(loss), jax.jit(jax.grad(loss))):
         check_same_bits(call(logits), scattered(call, logits))

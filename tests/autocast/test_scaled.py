@@ -28,14 +28,19 @@ from tests.autocast.test_constructs import (
 from tests.autocast.test_float8 import MODELS
 from tests.bits import check_rounded
 from tests.jaxprs import PRODUCTS, products
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 region = functools.partial(jamp.autocast, jamp.ScaledFloat16())
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    numbers = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(numbers.astype(np.float32))
+
+
+def shaped(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def mean_square(function, within=None, factor=SMALL):
@@ -56,6 +61,7 @@ def truth():
     return layers_apart.exact()
 
 
+@functools.cache
 def error_of(name):
     within = jamp.autocast(**layers_apart.REGIONS[name])
     return layers_apart.errors(layers_apart.gradients(within)(), truth())
@@ -78,6 +84,7 @@ def test_the_best_scale_for_all_layers_leaves_four_of_them_wrong():
     assert layers_apart.wrong(errors) == 4
 
 
+@pytest.mark.slow
 def test_bfloat16_loses_more():
     """Measured: 0.4 to 0.5 %, at least 15 times as much."""
     ratio = error_of("bfloat16") / error_of("scaled float16")
@@ -100,19 +107,22 @@ def test_a_product_gives_float32_and_is_in_float16():
 
 
 def test_sums_do_not_overflow_forward_or_backward():
-    x, w = jnp.full((4, 4096), 200.0), jnp.full((4096, 4), 200.0)
-    value, grads = jax.value_and_grad(
-        mean_square(jnp.matmul, region(), 1.0), argnums=(0, 1)
-    )(x, w)
+    full = lambda *shape: jnp.asarray(np.full(shape, 200, np.float32))
+    x, w = full(4, 4096), full(4096, 4)
+    loss = mean_square(jnp.matmul, region(), 1.0)
+    value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, w)
     assert value == np.float32(200.0 * 200 * 4096) ** 2
     assert all(np.all(np.isfinite(g)) for g in grads)
-    image, kernel = jnp.full((1, 64, 8, 8), 200.0), jnp.full((4, 64, 3, 3), 200.0)
+    image, kernel = full(1, 64, 8, 8), full(4, 64, 3, 3)
     conv = functools.partial(lax.conv_general_dilated, window_strides=(1, 1))
     conv = functools.partial(conv, padding="VALID")
     assert region()(conv)(image, kernel)[0, 0, 0, 0] == 200.0 * 200 * 64 * 9
 
 
 # Which products.
+
+
+QUICK = "matmul", "conv", "ragged"
 
 
 def conv(x, w, **how):
@@ -162,7 +172,8 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(FUNCTIONS, *[*FUNCTIONS][::3]))
+@cover(quick=3, ci=len(FUNCTIONS))
+@pytest.mark.parametrize("name", sorted(FUNCTIONS, key=[*QUICK, *FUNCTIONS].index))
 def test_cotangents_of_every_product_are_scaled(name):
     function, *shapes = FUNCTIONS[name]
     args = [normal(i, *shape) for i, shape in enumerate(shapes)]
@@ -171,47 +182,50 @@ def test_cotangents_of_every_product_are_scaled(name):
     else:
         plain = mean_square(function)
     step = jax.grad(mean_square(function, region()), argnums=(0, 1))
-    assert apart(jax.jit(step)(*args), jax.grad(plain, argnums=(0, 1))(*args)) < 2e-3
+    truth = jax.jit(jax.grad(plain, argnums=(0, 1)))
+    assert apart(jax.jit(step)(*args), truth(*args)) < 2e-3
     found = products(step, *args)
     assert len(found) == 3 and all("float16" in dtypes for dtypes in found)
     assert "float32" not in set().union(*found)
 
 
-@pytest.mark.parametrize(
-    "name",
-    mostly_slow(["matmul", "conv", "ragged", "two contracted"], "matmul", "ragged"),
-)
+@cover()
+@pytest.mark.parametrize("name", ["matmul", "ragged", "conv", "two contracted"])
 def test_no_power_of_two_is_lost_or_doubled(name):
     """Small integers, of which each result is a number of float16."""
     function, *shapes = FUNCTIONS[name]
     random = np.random.default_rng(0)
     args = [jnp.float32(random.integers(-4, 5, shape)) for shape in shapes]
-    out, pullback = jax.vjp(region()(function), *args)
-    exact, true_pullback = jax.vjp(function, *args)
-    np.testing.assert_array_equal(out, exact)
-    cotangent = jnp.float32(random.integers(-4, 5, out.shape))
+    shape = jax.eval_shape(function, *args).shape
+    cotangent = random.integers(-4, 5, shape).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(function, cotangent, *args):
+        out, pullback = jax.vjp(function, *args)
+        return out, *pullback(cotangent)
+
     for exponent in (-100, -60, 0, 60, 100):
-        scaled = cotangent * 2.0**exponent
-        for found, true in zip(pullback(scaled), true_pullback(scaled), strict=True):
-            np.testing.assert_array_equal(found, true)
+        scaled = cotangent * np.float32(2.0**exponent)
+        found = both(region()(function), scaled, *args)
+        for a, b in zip(found, both(function, scaled, *args), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_no_cotangent_of_a_model_is_float16_where_nothing_scales_it():
     """All that is float16 was cast from float32, and goes into products alone."""
-    model, image = Net(), normal(0, 4, 8, 8, 3)
-    variables = jax.jit(model.init)(jax.random.key(0), image)
+    model, image = Net(), shaped(4, 8, 8, 3)
+    variables = dict(jax.eval_shape(model.init, jax.random.key(0), image))
 
-    def loss(p):
+    def loss(p, rest, image):
         with region():
-            out, _ = model.apply(
-                {**variables, "params": p}, image, mutable=["batch_stats"]
-            )
+            out, _ = model.apply({**rest, "params": p}, image, mutable=["batch_stats"])
         return jnp.mean(out**2)
 
     moving = {"transpose", "reshape", "rev", "broadcast_in_dim", "squeeze", "slice"}
     allowed = {*PRODUCTS, *moving, "convert_element_type", "custom_vjp_call", "jit",
                "custom_jvp_call", "pjit"}  # fmt: skip
-    jaxpr = jax.make_jaxpr(jax.grad(loss))(variables["params"])
+    p = variables.pop("params")
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(p, variables, image)
     n_products = 0
     for eqn in equations(jaxpr):
         given, made = (
@@ -249,8 +263,8 @@ def test_a_norm_of_half_precision_gives_float32():
         both = {"params": p, "batch_stats": stats}
         return model.apply(both, x, mutable=["batch_stats"])[0]
 
-    found = jax.grad(mean_square(apply, region()))(p, x)
-    truth = jax.grad(mean_square(apply))(p, x.astype(jnp.float32))
+    found = jax.jit(jax.grad(mean_square(apply, region())))(p, x)
+    truth = jax.jit(jax.grad(mean_square(apply)))(p, np.float32(x))
     norm = {name for name in p if "scale" in p[name]}
     for name in norm:
         assert apart(found[name], truth[name]) < 3e-3
@@ -278,17 +292,19 @@ def test_a_rule_may_scale_products_of_any_region():
         with jax.named_scope("head"):
             return x @ w
 
+    truth = jax.jit(jax.grad(mean_square(run), (0, 1)))(x, w)
     for dtype in (jnp.float16, jnp.bfloat16, "float8"):
         within = jamp.autocast(dtype, rules={"head": jamp.ScaledFloat16()})
-        assert within(run)(x, w).dtype == jnp.float32
+        assert jax.eval_shape(within(run), x, w).dtype == jnp.float32
         step = jax.grad(mean_square(run, within), (0, 1))
         assert products(step, x, w) == [{"float16"}] * 3
-        assert apart(step(x, w), jax.grad(mean_square(run), (0, 1))(x, w)) < 3e-3
+        assert apart(jax.jit(step)(x, w), truth) < 3e-3
     never = jamp.autocast(jnp.float16, rules={lax.sin_p: jamp.ScaledFloat16()})
     with pytest.raises(ValueError, match="'sin' asks for scaled float16, but"):
         never(jnp.sin)(x)
 
 
+@cover()
 @pytest.mark.parametrize("construct", ["custom_jvp", "custom_jvp in jit"])
 def test_tangents_are_not_scaled_by_a_rule(construct):
     """They stay linear: JAX transposes the products of a rule that it has traced."""
@@ -300,6 +316,7 @@ def test_tangents_are_not_scaled_by_a_rule(construct):
     assert apart(step(p, x)[1], truth) < 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_the_ops_of_a_cell_with_a_rule_stay_float32(dtype):
     x = normal(0, 2, 3, 64)
@@ -318,12 +335,13 @@ def test_a_rule_of_float8_and_what_does_not_qualify():
 
     within = region(rules={run: jamp.Float8()})
     assert products(within(run), x, w) == [{"float8_e4m3fn"}, {"float16"}, {"float16"}]
-    for y in within(run)(x, w):
+    for y in jax.eval_shape(within(run), x, w):
         assert y.dtype == jnp.float32
     within = region(rules={run: jamp.Float8("rowwise_with_gw_hp")})
     small = mean_square(lambda x, w: within(run)(x, w)[0], factor=2.0**-30)
     exact = mean_square(lambda x, w: run(x, w)[0], factor=2.0**-30)
-    assert apart(jax.grad(small, 1)(x, w), jax.grad(exact, 1)(x, w)) < 0.1
+    found, truth = (jax.jit(jax.grad(f, 1))(x, w) for f in (small, exact))
+    assert apart(found, truth) < 0.1
 
 
 def test_what_is_saved_for_a_product_is_float16():
@@ -338,7 +356,7 @@ def test_what_is_saved_for_a_product_is_float16():
 
 def test_explain_says_which_products_are_scaled():
     explanation = jamp.debug.explain(region()(FUNCTIONS["conv"][0]))(
-        normal(0, 2, 4, 8, 8), normal(1, 6, 4, 3, 3)
+        shaped(2, 4, 8, 8), shaped(6, 4, 3, 3)
     )
     (row,) = (r for r in explanation.rows if r.flops)
     assert (row.rule, row.note, row.runs_in) == ("lower", "scaled float16", "float16")
@@ -346,7 +364,7 @@ def test_explain_says_which_products_are_scaled():
     assert explanation.matmul_flops.keys() == {"float16"} and not explanation.found
     assert "lower; scaled float16" in str(explanation)
     step = jax.grad(mean_square(jnp.matmul, region()), (0, 1))
-    rows = jamp.debug.explain(step)(normal(0, 4, 5), normal(1, 5, 6)).rows
+    rows = jamp.debug.explain(step)(shaped(4, 5), shaped(5, 6)).rows
     rows = [row for row in rows if row.flops]
     assert sum(row.times for row in rows) == 3
     for row in rows:
@@ -356,47 +374,55 @@ def test_explain_says_which_products_are_scaled():
 # Inf, nan, zeros.
 
 
+@cover(ci=6)
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 @pytest.mark.parametrize("name", ["matmul", "conv"])
 def test_a_cotangent_that_is_not_finite_makes_gradients_that_are_not(name, bad):
     function, *shapes = FUNCTIONS[name]
-    args = [jnp.zeros(shape) for shape in shapes]  # 0 * inf
-    out, pullback = jax.vjp(region()(function), *args)
-    for gradient in pullback(jnp.zeros_like(out).at[(0,) * out.ndim].set(bad)):
+    args = [np.zeros(shape, np.float32) for shape in shapes]  # 0 * inf
+    cotangent = np.zeros(jax.eval_shape(function, *args).shape, np.float32)
+    cotangent[(0,) * cotangent.ndim] = bad
+    run = lambda cotangent, *args: jax.vjp(region()(function), *args)[1](cotangent)
+    for gradient in jax.jit(run)(cotangent, *args):
         assert not np.any(np.isfinite(gradient))
 
 
 def test_zeros_give_zeros():
-    x, w = normal(0, 5, 4), normal(1, 4, 6)
-    out, pullback = jax.vjp(region()(jnp.matmul), x, w)
-    for gradient in pullback(jnp.zeros_like(out)):
+    x, w, zero = normal(0, 5, 4), normal(1, 4, 6), np.zeros((5, 6), np.float32)
+    back = lambda x, w, y: jax.vjp(region()(jnp.matmul), x, w)[1](y)
+    for gradient in jax.jit(back)(x, w, zero):
         np.testing.assert_array_equal(gradient, 0)
 
 
 @pytest.mark.parametrize("exponent", [-126, -120, -112, -60, 0, 60, 126])
 def test_scales_reach_all_of_float32(exponent):
-    w = jnp.eye(4) * 2.0**-2
-    _, pullback = jax.vjp(region()(lambda x: x @ w), jnp.eye(4))
-    cotangent = jnp.full((4, 4), 2.0**exponent)
+    eye, w = (jnp.asarray(np.eye(4, dtype=np.float32) / n) for n in (1, 4))
+    _, pullback = jax.vjp(region()(lambda x: x @ w), eye)
+    cotangent = jnp.asarray(np.full((4, 4), 2.0**exponent, np.float32))
     expected = 0.0 if exponent < -124 else 2.0 ** (exponent - 2)  # XLA has none smaller
     np.testing.assert_array_equal(pullback(cotangent)[0], expected)
 
 
 def test_one_large_number_leaves_the_small_ones_40_bits():
-    _, pullback = jax.vjp(region()(lambda x: x @ jnp.eye(2)), jnp.zeros((1, 2)))
-    found = pullback(jnp.array([[2.0**10, 2.0**-28]]))[0]
+    eye, x = np.eye(2, dtype=np.float32), np.zeros((1, 2), np.float32)
+    back = lambda y: jax.vjp(region()(lambda x: jnp.matmul(x, eye)), x)[1](y)[0]
+    found = jax.jit(back)(np.float32([[2.0**10, 2.0**-28]]))
     np.testing.assert_array_equal(found, [[2.0**10, 2.0**-28]])
 
 
 def test_two_scales_that_no_float32_is_the_product_of():
     """In a derivative inside the region both inputs are scaled."""
-    x, w = jnp.eye(4) * 2.0**-80, jnp.eye(4) * 2.0**-40
-    with region():
-        out, pullback = jax.vjp(jnp.matmul, x, w)
-        np.testing.assert_array_equal(out, jnp.eye(4) * 2.0**-120)
-        dx, dw = pullback(jnp.eye(4) * 2.0**120)
-    np.testing.assert_array_equal(dx, jnp.eye(4) * 2.0**80)
-    np.testing.assert_array_equal(dw, jnp.eye(4) * 2.0**40)
+    eye = lambda exponent: np.eye(4, dtype=np.float32) * np.float32(2.0**exponent)
+
+    @jax.jit
+    def run(x, w, y):
+        with region():
+            out, pullback = jax.vjp(jnp.matmul, x, w)
+            return out, *pullback(y)
+
+    expected = eye(-120), eye(80), eye(40)
+    for found, wanted in zip(run(eye(-80), eye(-40), eye(120)), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_activations_overflow_as_in_plain_float16():
@@ -418,19 +444,20 @@ def smooth(w):
 
 
 SECOND = {
-    "hessian": jax.hessian,
-    "grad of grad": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w) ** 2)),
     "jit around": lambda f: jax.jit(jax.hessian(f)),
+    "grad of grad": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w) ** 2)),
+    "hessian": jax.hessian,
     "jacfwd": jax.jacfwd,
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(SECOND, "jit around", "grad of grad"))
+@cover()
+@pytest.mark.parametrize("name", SECOND)
 def test_other_derivatives_are_right(name):
     w, factor = params()["w"], 2.0**-30
     within = lambda f: region()(lambda w: f(w) * factor)
     found = SECOND[name](within(smooth))(w)
-    truth = SECOND[name](lambda w: smooth(w) * factor)(w)
+    truth = jax.jit(SECOND[name](lambda w: smooth(w) * factor))(w)
     assert apart(found, truth) < 0.01
 
 
@@ -442,11 +469,10 @@ def cell(x):
     return model.apply, jax.jit(model.init)(jax.random.key(0), x)
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(["cell", *MODELS], "linen", "equinox", "plain")
-)
+@cover()
+@pytest.mark.parametrize("name", [*reversed(MODELS), "cell"])
 def test_models_that_know_nothing_of_jamp(name):
-    x = normal(0, 2, 3, 64)
+    x = normal(3, 2, 3, 64)
     apply, p = (MODELS | {"cell": cell})[name](x)
     step = jax.jit(jax.grad(mean_square(apply, region())))
     found = step(p, x)
@@ -483,16 +509,19 @@ def trained(within, factor, tx):
         p, opt_state = jamp.step(tx, grads, opt_state, p)
         return (p, opt_state), (loss / factor, jamp.metrics(opt_state)["found_inf"])
 
-    p = init(jax.random.key(0))
-    keys = jax.random.split(jax.random.key(1), 60)
-    _, (losses, found) = jax.jit(lambda s: lax.scan(step, s, keys))((p, tx.init(p)))
+    @jax.jit
+    def run():
+        p = init(jax.random.key(0))
+        keys = jax.random.split(jax.random.key(1), 60)
+        return lax.scan(step, (p, tx.init(p)), keys)[1]
+
+    losses, found = run()
     return np.asarray(losses), int(np.sum(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "scaling",
-    mostly_slow([{"enabled": False}, {"init_scale": 1.0}, {}], {"enabled": False}),
-    ids=str,
+    "scaling", [{"enabled": False}, {"init_scale": 1.0}, {}], ids=str
 )
 def test_training_without_a_loss_scale_and_with_one(scaling):
     tx = jamp.dynamic_loss_scale(optax.adam(1e-2, eps=1e-30), **scaling)

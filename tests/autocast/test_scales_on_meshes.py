@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 from shared.collectives import COLLECTIVE
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 RECIPES = {
     **{n: jamp.Float8(n) for n in ("tensorwise", "rowwise", "rowwise_with_gw_hp")},
@@ -59,14 +59,19 @@ def assert_near(results, truth, tolerance):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise", "scaled"))
+NAMES = sorted(RECIPES, key=["scaled", *RECIPES].index)
+
+
+@cover()
+@pytest.mark.parametrize("recipe", NAMES)
 def test_a_scale_is_that_of_the_whole_array(recipe):
     run = gradients(RECIPES[recipe])
     on_one = run(*operands())
     assert_near(run(*placed(mesh_of(AxisType.Auto))), on_one, 0.01)
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise", "scaled"))
+@cover()
+@pytest.mark.parametrize("recipe", NAMES)
 def test_all_reduces_are_those_of_scales_over_the_mesh(recipe):
     arguments = placed(mesh_of(AxisType.Auto))
     plain = count(gradients(jnp.bfloat16), *arguments)
@@ -78,8 +83,9 @@ def test_all_reduces_are_those_of_scales_over_the_mesh(recipe):
     assert found - plain == more[recipe]
 
 
-@pytest.mark.parametrize("check", mostly_slow([True, False], True))
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "tensorwise", "scaled"))
+@cover(ci=8)
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("recipe", NAMES)
 def test_shard_map_has_a_scale_for_each_device_and_no_collective_more(recipe, check):
     mesh = mesh_of(AxisType.Auto)
 

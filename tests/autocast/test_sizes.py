@@ -12,12 +12,13 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
 
 import jamp
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 half = jamp.autocast(jnp.float16)
 SIZES = 1, 2
@@ -153,8 +154,8 @@ FAST = "@", "batched einsum", "attention by hand", "dot of vectors", "outer @", 
 def ways(function):
     """Regions around `jit` and `vmap` and inside of them; both inputs are mapped."""
     over_two = lambda f: lambda a, b: jax.vmap(f)(jnp.stack([a, a]), jnp.stack([b, b]))
-    yield "live", half(function)
     for name, way in {
+        "live": half(function),
         "jit inside": half(jax.jit(function)),
         "jit around": jax.jit(half(function)),
         "vmap around": over_two(half(function)),
@@ -165,15 +166,36 @@ def ways(function):
         yield name, functools.partial(jax.eval_shape, way)  # nothing is compiled
 
 
-@pytest.mark.parametrize("form", mostly_slow(list(FORMS), *FAST))
-def test_a_dtype_depends_on_no_size(form):
-    left, right, function, expected = FORMS[form]
+def sizes_of(form):
+    """Each letter with each size, from ones alone to twos alone."""
+    left, right, *_ = FORMS[form]
     letters = sorted({*left, *right})
-    for sizes in itertools.product(SIZES, repeat=len(letters)):
-        size = dict(zip(letters, sizes, strict=True))
-        a, b = (jnp.ones([size[d] for d in dims]) for dims in (left, right))
-        found = {name: way(a, b).dtype for name, way in ways(function)}
-        assert set(found.values()) == {jnp.dtype(expected)}, (size, found)
+    return [
+        dict(zip(letters, sizes, strict=True))
+        for sizes in itertools.product(SIZES, repeat=len(letters))
+    ]
+
+
+# First each form with ones alone, then with twos alone, and then with both.
+CASES = sorted(
+    ((i, form) for form in FORMS for i in range(len(sizes_of(form)))),
+    key=lambda case: (case[0] > 0, case[0] + 1 < len(sizes_of(case[1])), case[0]),
+)
+CASES.sort(key=lambda case: case[0] > 0 or case[1] not in FAST)
+
+
+@cover(quick=len(FAST), ci=4 * len(FORMS))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
+def test_a_dtype_depends_on_no_size(case):
+    i, form = case
+    left, right, function, expected = FORMS[form]
+    size = sizes_of(form)[i]
+    shapes = [[size[d] for d in dims] for dims in (left, right)]
+    a, b = (jnp.asarray(np.ones(shape, np.float32)) for shape in shapes)
+    found = {name: way(a, b).dtype for name, way in ways(function)}
+    if len({*size.values()}) == 1:
+        found["eager"] = half(function)(a, b).dtype
+    assert set(found.values()) == {jnp.dtype(expected)}, (size, found)
 
 
 def test_a_growing_cache_keeps_its_dtype():
@@ -182,20 +204,19 @@ def test_a_growing_cache_keeps_its_dtype():
     @half
     def decode(x):
         keys = x[:, :1]
-        dtypes = []
+        results = []
         for t in range(1, 4):
             y = jax.nn.dot_product_attention(x[:, t - 1 : t], keys, keys)
-            dtypes.append(y.dtype)
+            results.append(y)
             keys = jnp.concatenate([keys, x[:, t : t + 1]], axis=1)
-        return dtypes
+        return results
 
-    assert decode(jnp.ones((1, 4, 2, 8))) == [jnp.float16] * 3
-    carry, _ = half(
-        lambda x: lax.scan(
-            lambda c, _: (jax.nn.dot_product_attention(c, c, c), None),
-            x,
-            None,
-            length=2,
-        )
-    )(jnp.ones((1, 1, 2, 8), jnp.float16))
+    @half
+    def looped(x):
+        step = lambda c, _: (jax.nn.dot_product_attention(c, c, c), None)
+        return lax.scan(step, x, None, length=2)[0]
+
+    x = jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32)
+    assert [y.dtype for y in jax.eval_shape(decode, x)] == [jnp.float16] * 3
+    carry = jax.eval_shape(looped, jax.ShapeDtypeStruct((1, 1, 2, 8), jnp.float16))
     assert carry.dtype == jnp.float16

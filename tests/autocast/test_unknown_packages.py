@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jamp
@@ -14,7 +15,7 @@ from jamp._autocast import libraries
 from . import ways
 
 half = jamp.autocast(jnp.float16)
-x = jnp.full((4, 4), 1003.0)
+x = np.full((4, 4), 1003, np.float32)
 SOURCES = {
     "geometry": "import jax.numpy as jnp\ndef turned(x):\n    return inner(x)\n"
     "def solve(function, x):\n    return function(x)\n"
@@ -58,7 +59,7 @@ def package(folder, tmp_path, monkeypatch):
 def warned(function, *args):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        function(*args)
+        function(*map(jnp.asarray, args))
     return [str(each.message) for each in found]
 
 
@@ -109,4 +110,4 @@ def test_a_warning_that_is_an_error_is_raised_each_time(package, folder):
     turned = package("geometry").turned
     for _ in range(2):
         with pytest.raises(UserWarning, match="unheard_of"):
-            half(jax.jit(turned))(x)
+            half(jax.jit(turned))(jnp.asarray(x))

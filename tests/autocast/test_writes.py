@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from tests.marks import cover
+
 from .squares import N, arrays, half
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
@@ -82,6 +84,7 @@ def as_argument(x, w):
 FUNCTIONS = (assigned, added, swapped, number, scanned, chosen, mapped, as_argument)
 
 
+@cover(quick=8, ci=24)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("way", ["eager", "jit inside", "jit outside"])
 def test_half_precision_is_written_into_a_float32_reference(function, way):

@@ -24,14 +24,19 @@ def poisoned(params):
 # mpx 0.1.8: unscales with the *new* scale, so a growth step halves loss and gradients.
 def test_mpx_growth_step_keeps_loss_and_gradients():
     tx = jamp.dynamic_loss_scale(optax.sgd(0.25), growth_interval=2)
-    params = jnp.array([1.0, 2.0])
-    state = tx.init(params)
-    for _ in range(4):
+    params = np.array([1.0, 2.0], np.float32)
+    state = jax.jit(tx.init)(params)
+
+    @jax.jit
+    def train(params, state):
         loss, grads = jamp.value_and_grad(quadratic, state)(params)
-        new_params, new_state = jamp.step(tx, grads, state, params)
-        assert loss == quadratic(params)
+        return loss, *jamp.step(tx, grads, state, params)
+
+    for _ in range(4):
+        loss, new_params, state = train(params, state)
+        assert loss == np.sum(params**2)
         np.testing.assert_array_equal(new_params, params - 0.25 * 2 * params)
-        params, state = new_params, new_state
+        params = np.asarray(new_params)
     assert state.loss_scale == 2.0**18
 
 
@@ -69,13 +74,20 @@ def test_flax_complex_gradients_keep_their_imaginary_part():
 
 # optax apply_if_finite: accepts the NaN update after N errors.
 def test_apply_if_finite_gives_in_and_jamp_does_not():
-    params = jnp.ones(2)
+    params = np.ones(2, np.float32)
     peer = optax.apply_if_finite(optax.sgd(0.1), 3)
-    peer_state, tx = peer.init(params), jamp.dynamic_loss_scale(optax.sgd(0.1))
-    state = tx.init(params)
-    for _ in range(10):
-        peer_updates, peer_state = peer.update(poisoned(params), peer_state, params)
-        updates, state = tx.update(poisoned(params), state, params)
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
+
+    @jax.jit
+    def last_updates(params, grads):
+        states = peer.init(params), tx.init(params)
+        for _ in range(10):
+            both = zip((peer, tx), states, strict=True)
+            found = [each.update(grads, state, params) for each, state in both]
+            updates, states = zip(*found, strict=True)
+        return updates
+
+    peer_updates, updates = last_updates(params, params * np.nan)
     assert np.all(np.isnan(peer_updates))  # the control
     np.testing.assert_array_equal(updates, 0.0)
 

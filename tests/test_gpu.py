@@ -1,6 +1,6 @@
-"""What may differ on a GPU: `make gpu` runs this there, and `make test` on a CPU.
+"""What may differ on a GPU: `make gpu` runs this there, and CI on a CPU.
 
-On a CPU most are slow. What only a GPU can show is asked where `ON_GPU`. Numbers that are compared as bits are
+What only a GPU can show is asked where `ON_GPU`. Numbers that are compared as bits are
 exact on both, so that neither another order of a sum nor a fused product moves them.
 """
 
@@ -107,6 +107,7 @@ def test_float16_training_overflows_and_recovers():
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_grad_scaler_makes_no_transfer():
     model = nnx.Linear(256, 256, dtype=jnp.float16, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)

@@ -9,6 +9,8 @@ import pytest
 from jamp import __main__ as command
 from jamp import _measure, _targets
 
+from .marks import cover
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -40,7 +42,7 @@ def interrupt_at(monkeypatch, precision):
 
 
 @pytest.mark.cpu
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cpu_is_measured_and_says_that_it_tells_nothing(small, capsys):
     gc.collect()
     before = len(jax.live_arrays())
@@ -52,6 +54,7 @@ def test_a_cpu_is_measured_and_says_that_it_tells_nothing(small, capsys):
     assert len(jax.live_arrays()) <= before
 
 
+@pytest.mark.slow
 def test_only_what_the_units_have_is_measured(small, capsys):
     small.setattr(_targets, "units", lambda device: frozenset({"float16"}))
     assert command.main(["measure"]) == 0
@@ -93,9 +96,11 @@ def test_the_fastest_of_all_models_is_chosen():
         assert _measure.advise(device, slow) == _measure.CHOOSE_FLOAT32
 
 
+@cover(quick=0)
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_an_interrupted_run_leaves_what_it_had(options, small, capsys):
-    interrupt_at(small, "float16")
+@pytest.mark.parametrize("at", ["bfloat16", "float16"])
+def test_an_interrupted_run_leaves_what_it_had(at, options, small, capsys):
+    interrupt_at(small, at)
     assert command.main(["measure", *options]) == 130
     text = capsys.readouterr().out
     if options:
@@ -104,7 +109,8 @@ def test_an_interrupted_run_leaves_what_it_had(options, small, capsys):
         assert found["advice"] == "Interrupted."
     else:
         names = rows_of(text)
-    assert names == [("MLP", "float32"), ("MLP", "bfloat16")]
+    done = ["float32", "bfloat16"][: 1 + (at == "float16")]
+    assert names == [("MLP", precision) for precision in done]
 
 
 FULL = "RESOURCE_EXHAUSTED: Out of memory | 8 GiB\nallocator statistics"

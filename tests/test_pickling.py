@@ -155,6 +155,8 @@ def modules_in(pickled):
     return {str(text) for text in strings if re.fullmatch(r"jamp(\.\w+)*", str(text))}
 
 
+@pytest.mark.slow
+@pytest.mark.every_release
 def test_pickles_name_nothing_that_moves():
     stays = {"jamp", "jamp.debug", "jamp.linen", "jamp.nnx", "jamp._stable"}
     for kind, value in made().items():

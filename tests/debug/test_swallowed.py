@@ -498,8 +498,8 @@ def test_a_skipped_step_has_no_swallowed_ones():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    opt_state = jax.jit(tx.init)(params)
-    report = debug.find_nonfinite(step)(params, opt_state, BIG)
+    find = jax.jit(debug.find_nonfinite(step))
+    report = find(params, jax.jit(tx.init)(params), BIG)
     row = report.to_dict()
     assert row["ops"] and row["swallowed"] == []
 

@@ -280,6 +280,7 @@ def test_a_missing_logger_is_named(logging_metrics, tmp_path, monkeypatch):
         logging_metrics.main(["--logger", "wandb", "--logdir", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_non_finite_values_are_left_out(logging_metrics):
     row = {"loss": 0.5, "grad_norm": float("nan"), "found_inf": True}
     assert logging_metrics.finite(row) == {"loss": 0.5, "found_inf": 1.0}

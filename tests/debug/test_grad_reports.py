@@ -134,13 +134,14 @@ def test_printing_inside_a_trace_says_so():
 SIZES = [2.0**-24, 2.0**-25, 2.0**-26, 0.0, 1.0, -(2.0**-26), 60000.0, 2.0**-149]
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0, 1024.0, 2.0**16])
+@cover(quick=3, ci=6)
+@pytest.mark.parametrize("scale", [1024.0, 1.0, 2.0, 2.0**16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_flushed_elements_are_those_that_float16_makes_zero(scale, dtype):
-    x = np.asarray(jnp.asarray(SIZES, dtype)).astype(np.float64)
+    x = np.asarray(SIZES, np.float32).astype(dtype).astype(np.float64)
     flushed = np.sum((x.astype(np.float16) == 0) & (x != 0))
     unscaled = np.sum(((x / scale).astype(np.float16) == 0) & (x != 0))
-    report = debug.underflow_report({"w": jnp.asarray(SIZES, dtype)}, scale)
+    report = jax.jit(debug.underflow_report)({"w": x.astype(dtype)}, scale)
     row = report.to_dict()["w"]
     assert row["flushed"] == flushed / len(SIZES)
     assert row["flushed_unscaled"] == unscaled / len(SIZES)
@@ -160,7 +161,8 @@ def test_a_gradient_of_zeros_is_found():
 
 def test_what_the_scale_saves_is_shown():
     grads = np.random.default_rng(0).normal(size=1000) * 1e-8 * 2**16
-    report = debug.underflow_report({"w": np.float32(grads)}, np.float32(2**16))
+    underflow = jax.jit(debug.underflow_report)
+    report = underflow({"w": np.float32(grads)}, np.float32(2**16))
     row = report.to_dict()["w"]
     assert row["flushed"] < 0.01 and row["flushed_unscaled"] > 0.9
     assert report.found == []

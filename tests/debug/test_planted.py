@@ -94,6 +94,7 @@ def first_op(step, params, *batch):
     return report.to_dict()["ops"][0], str(report)
 
 
+@pytest.mark.slow
 def test_attention_logits():
     init = lambda x: jax.tree.map(
         lambda leaf: leaf * 300, Attention().init(jax.random.key(0), x)
@@ -128,6 +129,7 @@ def test_a_swallowed_variance_under_pmap():
     assert square.line.startswith(line("swallowed variance"))  # before it overflows
 
 
+@pytest.mark.slow
 def test_a_tiny_epsilon():
     def loss_fn(model, x):
         with jamp.autocast(dtype=jnp.float16):

@@ -326,7 +326,7 @@ HOLDING = {
 }
 
 
-@cover()
+@cover(quick=0)
 @pytest.mark.parametrize("way", HOLDING)
 def test_a_product_in_a_function_that_jax_holds_is_measured(way, expected):
     """In float32 nothing else there changes."""

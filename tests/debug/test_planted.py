@@ -141,6 +141,7 @@ def test_a_tiny_epsilon():
     assert op["primitive"] == "div" and op["line"].startswith(line("tiny epsilon"))
 
 
+@pytest.mark.slow
 def test_exp_in_a_loss():
     params = {"w": np.eye(8, dtype=np.float32)}
     op, _ = first_op(step_of(ratio_loss), params, X, np.full((4, 8), np.float32(-100)))

@@ -83,7 +83,7 @@ def largest(x):
 
 
 def nearest(x):
-    return RAMP[jnp.argmin((x[0] * RAMP[::-1]) ** 2)]
+    return jnp.asarray(RAMP)[jnp.argmin((x[0] * RAMP[::-1]) ** 2)]
 
 
 def three_largest(x):

@@ -24,6 +24,14 @@ def small(monkeypatch):
     return monkeypatch
 
 
+@pytest.fixture
+def faked(small):
+    """For tests whose rows are not measured: nothing is cleared between them."""
+    small.setattr(jax, "clear_caches", lambda: None)
+    small.setattr(gc, "collect", lambda: 0)
+    return small
+
+
 def rows_of(text):
     lines = [line.split(" | ") for line in text.splitlines() if line[:1] == "|"]
     assert lines[0][0] == "| model"
@@ -64,12 +72,12 @@ def test_only_what_the_units_have_is_measured(small, capsys):
     assert text.splitlines()[-1].startswith("Choose ")
 
 
-def test_a_ratio_is_to_float32_of_the_same_model(small):
+def test_a_ratio_is_to_float32_of_the_same_model(faked):
     def measured(model, precision, *size):
         seconds = len(model) * (1.0 if precision == "float32" else 0.5)
         return _measure.Row(model, precision, seconds, 1.0, 0, 0, 4)
 
-    small.setattr(_measure, "measure_row", measured)
+    faked.setattr(_measure, "measure_row", measured)
     rows = list(_measure.measure(jax.devices()[0]))
     assert {row.model for row in rows} == {*_measure.MODELS}
     for row in rows:
@@ -118,14 +126,14 @@ FULL = "RESOURCE_EXHAUSTED: Out of memory | 8 GiB\nallocator statistics"
 
 @pytest.mark.parametrize("fails", ["float32", "float16"])
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_row_that_fails_says_so_and_the_others_stay(fails, options, small, capsys):
+def test_a_row_that_fails_says_so_and_the_others_stay(fails, options, faked, capsys):
     def measure_row(model, precision, *size):
         if precision == fails:
             raise jax.errors.JaxRuntimeError(FULL)
         return _measure.Row(model, precision, 2.0 if precision == "float32" else 1.0)
 
-    small.setattr(_measure, "measure_row", measure_row)
-    small.setattr(_targets, "units", lambda device: frozenset({"float16"}))
+    faked.setattr(_measure, "measure_row", measure_row)
+    faked.setattr(_targets, "units", lambda device: frozenset({"float16"}))
     assert command.main(["measure", *options]) == 1
     text = capsys.readouterr().out
     if options:

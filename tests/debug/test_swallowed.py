@@ -473,7 +473,7 @@ def test_the_module_is_named():
             return Norm(name="norm_2")(nn.Dense(8, name="dense")(x))
 
     params = jax.jit(Model().init)(jax.random.key(0), SMALL)
-    find = debug.find_nonfinite(jamp.autocast(HALF)(Model().apply))
+    find = jax.jit(debug.find_nonfinite(jamp.autocast(HALF)(Model().apply)))
     (op,) = find(params, 10 * BIG).to_dict()["swallowed"]
     assert op["path"] == op["by"]["path"] == "Model/norm_2"
     assert find(params, SMALL).to_dict() == {}

@@ -27,6 +27,7 @@ from .bad_input import (
     shown,
 )
 from .first_errors import FIRST
+from .marks import cover
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "api.md"
 TAKES_ANYTHING = {
@@ -71,6 +72,7 @@ def values(names):
     return [scaler.state_dict(), *steps, model.kernel[...].tolist()]
 
 
+@pytest.mark.slow
 def test_good_calls_after_the_same_setup(prepared, names):
     before = values(prepared)
     run(GOOD_CALLS, names)
@@ -98,7 +100,17 @@ def owner(case):
     return ".".join(name[: 1 + (name[0] in ("debug", "linen", "nnx", "sharding"))])
 
 
-@pytest.mark.parametrize("name", sorted({owner(case) for case in CASES}))
+COSTLY = """
+debug.GradHistogram linen.dot_product_attention find_loss_scale debug.Calibration
+debug.StepReport GradScaler retry linen.with_policy autocast calibrate
+""".split()
+OWNERS = sorted(
+    {owner(case) for case in CASES}, key=lambda name: (name in COSTLY, name)
+)
+
+
+@cover(quick=len(OWNERS) - len(COSTLY))
+@pytest.mark.parametrize("name", OWNERS)
 def test_wrong_calls_are_refused(name, prepared, standard_promotion):
     failed = {}
     for case in (case for case in CASES if owner(case) == name):
@@ -108,6 +120,7 @@ def test_wrong_calls_are_refused(name, prepared, standard_promotion):
     assert not failed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not WRITES_THE_PAGES, reason="other messages than JAX 0.10's")
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_pages_have_the_messages_of_this_version(prepared):
@@ -136,25 +149,6 @@ def test_a_message_is_on_the_page_once_with_the_calls_that_need_advice():
 
 # Code in messages: the wrong call, what its message says, and a program with that.
 ADVICE = {
-    "jamp.retry(donating": (
-        "jax.jit(jamp.retry(step), donate_argnums=0)",
-        """
-step = retry_step
-retried = jax.jit(jamp.retry(step), donate_argnums=0)
-(new, _), _ = retried(copied((params, opt_state)), x)
-assert jnp.all(new["w"] != params["w"])
-""",
-    ),
-    "jamp.retry(nnx_donating": (
-        "nnx.jit(jamp.retry(step), donate_argnums=(0, 1, 2))",
-        """
-step, before = scaled_step, model.kernel[...]
-model, optimizer, scaler = copied((model, optimizer, scaler))
-retried = nnx.jit(jamp.retry(step), donate_argnums=(0, 1, 2))
-assert not retried(model, optimizer, scaler, x)
-assert jnp.all(model.kernel[...] != before)
-""",
-    ),
     "jamp.step(clip_tx": (
         "jamp.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), "
         "optimizer))",
@@ -177,20 +171,6 @@ for _ in range(2):
     loss, grads = jamp.value_and_grad(loss_fn, opt_state)(new, x)
     new, opt_state = jamp.step(tx, grads, opt_state, new)
 assert jnp.all(new["w"] != params["w"])
-""",
-    ),
-    "jamp.value_and_grad(loss_fn, some_steps(tx": (
-        "optax.conditionally_mask",
-        """
-for tx in (
-    jamp.dynamic_loss_scale(some_steps(optax.sgd(0.1))),
-    optax.conditionally_mask(jamp.dynamic_loss_scale(optax.sgd(0.1)), lambda n: n > 0),
-):
-    new, opt_state = params, tx.init(params)
-    for _ in range(2):
-        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(new, x)
-        new, opt_state = jamp.step(tx, grads, opt_state, new)
-    assert jnp.all(new["w"] != params["w"])
 """,
     ),
     "jamp.value_and_grad(loss_fn, optax.MultiSteps(tx": (
@@ -231,9 +211,43 @@ scaler.update()
 assert jnp.all(model.kernel[...] != before)
 """,
     ),
+    "jamp.retry(donating": (
+        "jax.jit(jamp.retry(step), donate_argnums=0)",
+        """
+step = retry_step
+retried = jax.jit(jamp.retry(step), donate_argnums=0)
+(new, _), _ = retried(copied((params, opt_state)), x)
+assert jnp.all(new["w"] != params["w"])
+""",
+    ),
+    "jamp.retry(nnx_donating": (
+        "nnx.jit(jamp.retry(step), donate_argnums=(0, 1, 2))",
+        """
+step, before = scaled_step, model.kernel[...]
+model, optimizer, scaler = copied((model, optimizer, scaler))
+retried = nnx.jit(jamp.retry(step), donate_argnums=(0, 1, 2))
+assert not retried(model, optimizer, scaler, x)
+assert jnp.all(model.kernel[...] != before)
+""",
+    ),
+    "jamp.value_and_grad(loss_fn, some_steps(tx": (
+        "optax.conditionally_mask",
+        """
+for tx in (
+    jamp.dynamic_loss_scale(some_steps(optax.sgd(0.1))),
+    optax.conditionally_mask(jamp.dynamic_loss_scale(optax.sgd(0.1)), lambda n: n > 0),
+):
+    new, opt_state = params, tx.init(params)
+    for _ in range(2):
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(new, x)
+        new, opt_state = jamp.step(tx, grads, opt_state, new)
+    assert jnp.all(new["w"] != params["w"])
+""",
+    ),
 }
 
 
+@cover(quick=5)
 @pytest.mark.parametrize("start", ADVICE)
 def test_code_in_a_message_runs(start, names, prepared):
     case = next(case for case in CASES if case.call.startswith(start))

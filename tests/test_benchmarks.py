@@ -30,6 +30,8 @@ from benchmarks.model_sizes import COMPILED
 from benchmarks.targets import TARGETS
 from benchmarks.train_rows import PRECISIONS, rows_for
 
+from .marks import cover
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -385,6 +387,7 @@ def test_tables_name_the_rows_that_are_measured():
     assert {*tables.SHORT} - torch_rows <= train_rows.ROWS.keys()
 
 
+@pytest.mark.slow
 def test_the_gpu_and_its_memory_are_found(monkeypatch):
     run = subprocess.run
 
@@ -470,6 +473,7 @@ def test_figures_of_a_page_are_made_from_a_file(page):
     assert not left
 
 
+@pytest.mark.slow
 def test_what_does_not_compile_shows_where_it_stands(tmp_path):
     program = (
         "import threading, time; threading.Thread(target=time.sleep, args=(600,), "
@@ -591,14 +595,14 @@ def test_the_example_has_the_committed_figures():
 
 # `make gpu DRY=1` runs the others, which share no code with these.
 BENCHMARKS = {
-    "loss_scale_overhead": (),
-    "eager_overhead": (),
     "proof_cost": (),
+    "eager_overhead": (),
+    "loss_scale_overhead": (),
     "train_step": ("--models", "gpt2", "--rows", "float16 by hand"),
 }
 
 
-@pytest.mark.slow
+@cover(quick=0, ci=2)
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_runs_small_and_writes_its_figures(name, tmp_path):
     command = [sys.executable, "-m", f"benchmarks.{name}", *BENCHMARKS[name]]

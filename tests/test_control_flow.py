@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jamp
 
 from .jaxprs import all_half
-from .marks import mostly_slow
+from .marks import cover
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
@@ -260,10 +260,10 @@ LEFT_OUT = {("calibrate", "while_loop")}
 CASES = [
     case for case in itertools.product(READERS, CONSTRUCTS) if case not in LEFT_OUT
 ]
-QUICK = [*((reader, "scan") for reader in READERS), ("find_loss_scale", "cond")]
 
 
-@pytest.mark.parametrize(("reader", "construct"), mostly_slow(CASES, *QUICK))
+@cover(quick=6)
+@pytest.mark.parametrize(("reader", "construct"), CASES)
 def test_the_inside_of_a_construct_is_read(reader, construct):
     READERS[reader](CONSTRUCTS[construct])
 
@@ -318,11 +318,12 @@ def parallel(step, state, batches):
     return jax.tree.map(lambda x: x[1], train(state, by_device))
 
 
-LOOPS = [python_loop, scanned, while_looped, fori_looped, branched]
+LOOPS = [scanned, python_loop, while_looped, fori_looped, branched]
 LOOPS += [mapped, sharded, parallel]
 
 
-@pytest.mark.parametrize("loop", mostly_slow(LOOPS, scanned, sharded))
+@cover()
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_training_runs_inside(loop):
     axis = "data" if loop in (sharded, parallel) else None
     tx = jamp.dynamic_loss_scale(optax.sgd(0.5), init_scale=2.0**10, axis_name=axis)
@@ -377,10 +378,11 @@ def nnx_branched(step, objects, batches):
         nnx.cond(jnp.any(x != 7), step, held, objects, x)
 
 
-NNX_LOOPS = [nnx_jitted, nnx_scanned, nnx_fori_looped, nnx_while_looped, nnx_branched]
+NNX_LOOPS = [nnx_scanned, nnx_jitted, nnx_fori_looped, nnx_while_looped, nnx_branched]
 
 
-@pytest.mark.parametrize("loop", mostly_slow(NNX_LOOPS, nnx_scanned))
+@cover()
+@pytest.mark.parametrize("loop", NNX_LOOPS)
 def test_a_training_of_objects_runs_inside(loop):
     model = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
     model.kernel[...] = jnp.asarray(eye)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TESTS = """
 import jax, jax.numpy as jnp, pytest
@@ -28,6 +30,7 @@ def test_of_the_default(default_precision):
 SKIPPED = {"8 devices": 1, "2 devices": 2, "6 devices": 1, "a CPU": 1}
 
 
+@pytest.mark.slow
 def test_what_the_device_cannot_run_is_skipped_with_a_word(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     environment = os.environ | {

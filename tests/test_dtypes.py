@@ -3,13 +3,16 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jamp
 from jamp._checks import DTYPE_NAMES, FLOAT8_NAMES
 
-X = jnp.ones((4, 4))
-HEADS = jnp.ones((2, 8, 4, 16))
+from .marks import cover
+
+X = np.ones((4, 4), np.float32)
+HEADS = np.ones((2, 8, 4, 16), np.float32)
 
 
 def program(function):
@@ -36,9 +39,6 @@ PLACES = {
     "rules": lambda d: jamp.autocast(rules={"a": d}).settings,
     "cast_inputs": lambda d: jamp.autocast(cast_inputs=d).cast_inputs,
     "explain": lambda d: jamp.debug.explain(jnp.matmul, d)(X, X).to_dict(),
-    "calibrate": lambda d: str(
-        jamp.calibrate(lambda x: jnp.sum(x @ x), dtype=d)(jnp.eye(16))
-    ),
     "Policy": lambda d: jamp.Policy(d, d, d),
     "get_policy": lambda d: jamp.get_policy(jnp.dtype(d).name if is_type(d) else d),
     "with_output_dtype": lambda d: jamp.get_policy("f32").with_output_dtype(d),
@@ -62,6 +62,9 @@ PLACES = {
     "nnx.dot_product_attention": program(
         lambda d, x: jamp.nnx.dot_product_attention(HEADS, HEADS, HEADS, dtype=d)
     ),
+    "calibrate": lambda d: str(
+        jamp.calibrate(lambda x: jnp.sum(x @ x), dtype=d)(np.eye(16, dtype=np.float32))
+    ),
 }
 # Those that take only half precision, and those that take no float64.
 HALF_ALONE = {"autocast, a region", "explain", "calibrate"}
@@ -74,6 +77,7 @@ def is_type(value):
     return not isinstance(value, str)
 
 
+@cover(quick=len(PLACES) - 1)  # but `calibrate`, which runs a program for each name
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_name_is_that_dtype_everywhere(place):
@@ -94,6 +98,7 @@ def test_a_name_is_that_dtype_everywhere(place):
     assert not failed
 
 
+@cover(quick=len(TAKES_FLOAT8) - 1)
 @pytest.mark.parametrize("place", TAKES_FLOAT8)
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_name_of_float8_is_the_recipe_everywhere(place):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 
-from .marks import mostly_slow
+from .marks import cover
 from .test_package import REFERENCE, methods_of
 
 pytestmark = [
@@ -472,11 +472,16 @@ def histories(x):
         jamp.debug.check(state)
 
 
-QUICK = [name for name in ROWS if name.endswith("-scan") or name.endswith("-eager")]
+# Of each function the row in a scan, or the first one.
+QUICK = {name.rpartition("-")[0]: name for name in reversed(ROWS)}
+QUICK |= {n.rpartition("-")[0]: n for n in ROWS if n.endswith("-scan")}
+del QUICK["calibrations"]  # is measured in tests of the reports
+ORDER = dict.fromkeys([*QUICK.values(), *ROWS])
 
 
 @pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
-@pytest.mark.parametrize("name", mostly_slow(ROWS, *QUICK))
+@cover(quick=len(QUICK))
+@pytest.mark.parametrize("name", ORDER)
 def test_a_call_gives_the_known_result(name):
     function, way = ROWS[name]
     expected = []

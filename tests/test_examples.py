@@ -13,13 +13,15 @@ import pytest
 
 import jamp
 
+from .marks import cover
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = [path.stem for path in EXAMPLES.glob("*.py")]
 SMALL = {
-    "resnet": "--steps 16 --stages 1 1 --width 4 --batch-size 16",
-    "gan": "--steps 12 --width 4 --batch-size 8",
     "equinox_lstm": "--steps 40 --layers 1 --width 16 --batch-size 16",
     "haiku_cnn": "--steps 40 --widths 8 8 --batch-size 16",
+    "resnet": "--steps 16 --stages 1 1 --width 4 --batch-size 16",
+    "gan": "--steps 12 --width 4 --batch-size 8",
 }
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -35,7 +37,7 @@ def load(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.slow
+@cover(quick=0, ci=2)
 @pytest.mark.parametrize("name", SMALL)
 def test_float16_trains_beside_float32(name, load, tmp_path, capsys):
     flags = "--growth-interval 3 --save-every 1000 --out"  # short: overflows soon
@@ -63,7 +65,7 @@ def test_float16_trains_beside_float32(name, load, tmp_path, capsys):
     assert re.search(r"float16.*\d", capsys.readouterr().out)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_float8_trains_beside_bfloat16(load, tmp_path):
     gpt = load("gpt")
     precisions = "bfloat16", *gpt.FLOAT8
@@ -149,7 +151,7 @@ def test_an_overflow_on_one_device_is_skipped_by_all(load, tmp_path, capsys):
     assert float(difference) < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_devices_exchange_gradients_as_they_are_told(load, tmp_path):
     flags = "--steps 4 --layers 1 --width 32 --length 16 --precisions float32 --out"
     norms = {}
@@ -162,6 +164,7 @@ def test_devices_exchange_gradients_as_they_are_told(load, tmp_path):
         assert 1e-6 < np.abs(found / exact - 1).max() < 1e-2, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -270,12 +273,14 @@ def test_metrics_go_to_tensorboard(logging_metrics, tmp_path):
     assert events.read_bytes().count(b"train/grad_norm") >= 5
 
 
+@pytest.mark.slow
 def test_a_missing_logger_is_named(logging_metrics, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SystemExit, match=r'pip install "\.\[examples,logging\]"'):
         logging_metrics.main(["--logger", "wandb", "--logdir", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_non_finite_values_are_left_out(logging_metrics):
     row = {"loss": 0.5, "grad_norm": float("nan"), "found_inf": True}
     assert logging_metrics.finite(row) == {"loss": 0.5, "found_inf": 1.0}

@@ -37,6 +37,8 @@ from foreign.suites.records import (
     Outcome,
 )
 
+from .marks import cover
+
 HERE = Path(__file__).parent
 EMPTY = f"Before.\n\n{report.BEGIN}\n{report.END}\n\nAfter.\n"
 
@@ -235,6 +237,7 @@ def compared(function, name="made.call", **options):
 
 
 @pytest.mark.usefixtures("standard_promotion")
+@cover(quick=0)
 @pytest.mark.parametrize("name", ["jnp.sum", "jnp.cumsum", "jnp.exp"])
 def test_calls_of_jax_numpy_pass(name):
     call = next(x for x in jax_numpy.calls() if x.name == name)
@@ -246,6 +249,7 @@ def test_calls_of_jax_numpy_pass(name):
             assert each.dtypes == "float32"
 
 
+@cover(quick=4)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("function", "fault", "said"),

@@ -1,4 +1,4 @@
-"""What may differ on a GPU: `make gpu` runs this there, and `make test` on a CPU.
+"""What may differ on a GPU: `make gpu` runs this there, and CI on a CPU.
 
 What only a GPU can show is asked where `ON_GPU`. Numbers that are compared as bits are
 exact on both, so that neither another order of a sum nor a fused product moves them.
@@ -27,6 +27,7 @@ from shared import hlo, products
 from shared.jaxprs import equations
 from shared.master_weights import nearest
 from tests.bits import check_same_bits
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -78,6 +79,7 @@ def test_the_product_with_a_factor_is_formed_in_float64():
     np.testing.assert_array_equal(np.asarray(found), np.float32(expected))
 
 
+@pytest.mark.slow
 def test_float16_training_overflows_and_recovers():
     params = {name: normal(64, 64) / 8 for name in ("first", "second")}
     tx = jamp.dynamic_loss_scale(optax.adamw(3e-3), 2.0**40, growth_interval=20)
@@ -105,6 +107,7 @@ def test_float16_training_overflows_and_recovers():
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_grad_scaler_makes_no_transfer():
     model = nnx.Linear(256, 256, dtype=jnp.float16, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
@@ -127,6 +130,7 @@ def test_grad_scaler_makes_no_transfer():
     assert scaler.get_scale() > 2.0**16
 
 
+@pytest.mark.slow
 def test_a_step_copies_no_parameter_and_never_asks_the_host():
     """A skipped one either: its parameters and state stay where they are, every bit."""
     tx = jamp.dynamic_loss_scale(optax.adamw(1e-3))
@@ -155,6 +159,7 @@ def test_a_step_copies_no_parameter_and_never_asks_the_host():
         assert figures.temporary_bytes < size
 
 
+@pytest.mark.slow
 def test_a_retried_step_ends_as_with_the_right_scale_and_never_asks_the_host():
     """One program from two scales, whose numbers are the same at each power of two."""
     tx = jamp.dynamic_loss_scale(optax.adam(1e-2))
@@ -221,6 +226,7 @@ def test_an_exported_step_runs_on_the_device_at_hand():
 # --- autocast and policies
 
 
+@pytest.mark.slow
 def test_autocast_runs_its_products_in_half_precision():
     model = nnx.MultiHeadAttention(8, 256, decode=False, rngs=nnx.Rngs(0))
     x = normal(4, 128, 256)
@@ -251,6 +257,7 @@ def in_region(function, region):
     return run
 
 
+@cover()
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_product_and_its_gradients_are_of_float8_numbers(recipe):
     """17 becomes 16 in float8; only `rowwise_with_gw_hp` keeps an input as it is."""
@@ -280,6 +287,7 @@ def test_a_product_and_its_gradients_are_of_float8_numbers(recipe):
         assert products.compiled(program.as_text()) == expected
 
 
+@cover(quick=0)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_training_step_in_float8_is_near_one_in_bfloat16(recipe):
     params = {"up": normal(64, 128) / 8, "down": normal(128, 32, seed=1) / 11}
@@ -308,6 +316,7 @@ def test_a_training_step_in_float8_is_near_one_in_bfloat16(recipe):
         assert far > (0.005 if ROUNDS_FLOAT8 else -1), f"{name}: not in float8"
 
 
+@pytest.mark.slow
 def test_policy_with_master_weights():
     model = jamp.nnx.with_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "half")
     tx = jamp.dynamic_loss_scale(jamp.master_weights(optax.adam(3e-4)))
@@ -335,6 +344,7 @@ def test_policy_with_master_weights():
 # --- masters in 16 bits
 
 
+@pytest.mark.slow
 def test_remainders_keep_every_bit_of_full_masters_for_10000_steps():
     """In one scan, and in sums that are rounded once: the rate is a power of two."""
     wraps = [functools.partial(jamp.master_weights, remainder=r) for r in (False, True)]
@@ -374,6 +384,7 @@ def test_remainders_keep_every_bit_of_full_masters_for_10000_steps():
     assert jnp.mean(w["w"] != params["w"]) > 0.9, "the control"
 
 
+@cover(quick=0)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_parameter_and_its_remainder_are_of_one_sum(scaled):
     """Two sums that differ in the last bit would make halves that do not fit."""
@@ -426,9 +437,10 @@ def on_one_device(function, in_specs, out_specs):
     return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
 
 
-EIGHT_BITS = pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+EIGHT_BITS = pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.int8])
 
 
+@cover()
 @EIGHT_BITS
 def test_a_mean_in_eight_bits_is_rounded(dtype):
     """No rounding of a cast to eight bits and back is dropped."""
@@ -440,6 +452,7 @@ def test_a_mean_in_eight_bits_is_rounded(dtype):
     assert jnp.isnan(bad[-1]) and not jnp.isnan(bad[0])
 
 
+@cover(quick=0)
 @EIGHT_BITS
 def test_error_feedback_makes_up_for_what_was_not_sent(dtype):
     codes, grads = near_codes(dtype)
@@ -470,6 +483,7 @@ def test_error_feedback_makes_up_for_what_was_not_sent(dtype):
 # --- reports
 
 
+@pytest.mark.slow
 def test_history_does_not_wait_for_the_device():
     size, rounds = (4096, 200) if ON_GPU else (256, 400)
 
@@ -491,6 +505,7 @@ def test_history_does_not_wait_for_the_device():
     assert history["loss"].shape == (6,)
 
 
+@pytest.mark.slow
 def test_an_overflow_is_named():
     def loss_fn(params, x):
         with jamp.autocast(dtype=jnp.float16):
@@ -540,6 +555,7 @@ def test_explain_shows_the_dtype_of_the_device():
     assert HALF.name in made
 
 
+@pytest.mark.slow
 def test_calibrate_finds_rows_that_one_scale_loses():
     """Its measurements are made beside the program and sent to the host."""
 
@@ -555,6 +571,7 @@ def test_calibrate_finds_rows_that_one_scale_loses():
     assert max(row.errors["rowwise"]["forward"]) < 0.11
 
 
+@pytest.mark.slow
 def test_measure_measures_each_precision_of_the_device(monkeypatch, capsys):
     """`python -m jamp measure` at a small size."""
     small = {

@@ -6,7 +6,7 @@ import numpy as np
 
 from shared import hlo
 
-X = jnp.ones((256, 128))
+X = np.ones((256, 128), np.float32)
 MATRIX = X.nbytes
 
 

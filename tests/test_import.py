@@ -87,6 +87,7 @@ def test_type_checkers_see_what_is_imported_by_need():
     assert seen == imported
 
 
+@pytest.mark.slow
 def test_names_are_found_on_first_use(run):
     run("""
 import jamp
@@ -111,6 +112,13 @@ import jamp
 assert not added(), added()
 assert "jamp.debug" not in sys.modules
 assert not hasattr(jamp, "autocst")
+""")
+
+
+@pytest.mark.slow
+def test_a_star_brings_in_every_name(run):
+    run("""
+import jamp
 star = {}
 exec("from jamp import *", star)
 assert "flax" in added()
@@ -122,6 +130,7 @@ for name in names:
 """)
 
 
+@pytest.mark.slow
 def test_plain_functions_never_bring_it_in(run):
     run("""
 import pickle
@@ -157,6 +166,7 @@ assert not added(), added()
 """)
 
 
+@pytest.mark.slow
 def test_a_function_that_was_jitted_before_is_not_traced_again(run):
     # A user context that is made later adds a new part to the key of JAX's caches.
     run("""
@@ -229,6 +239,7 @@ def test_flax_is_known_when_it_comes(order, run):
     run(flax + FLAX_USED)
 
 
+@pytest.mark.slow
 def test_flax_that_is_imported_inside_a_region_is_known_there(run):
     run("""
 import jamp
@@ -251,6 +262,7 @@ with jamp.autocast(dtype=jnp.bfloat16):
 """)
 
 
+@pytest.mark.slow
 def test_a_library_that_another_thread_is_importing(run):
     run("""
 import importlib.machinery, threading
@@ -295,6 +307,7 @@ with jamp.autocast(jnp.float16):
 """)
 
 
+@pytest.mark.slow
 def test_threads_that_use_a_name_at_the_same_time_get_the_same(run):
     run("""
 import pickle, threading

@@ -10,9 +10,7 @@ THREE = list(itertools.product("abc", "xyz", range(4)))
 
 
 def pairs(rows):
-    return {
-        pair for row in rows for pair in itertools.combinations(enumerate(row), 2)
-    }
+    return {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -15,6 +15,7 @@ import sys
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
@@ -29,7 +30,8 @@ from jamp._autocast.trace import RULES
 from jamp._debug import traits as of_reports
 
 RELEASE = jax.__version_info__
-X, KEY = jnp.ones((4, 4)), jax.random.key(0)
+X = np.ones((4, 4), np.float32)
+KEY_DTYPE = jax.eval_shape(lambda: jax.random.key(0)).dtype
 # Names of primitives that only some releases have: from one, or until before one.
 FROM = {
     "log2": (0, 11, 2),
@@ -107,7 +109,7 @@ PROGRAMS = {
     "jit": lambda x: jax.jit(jnp.sin)(x),
     "name": lambda x: jax.ad_checkpoint.checkpoint_name(x, "x"),
     "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([4])),
-    "random_bits": lambda x: jax.random.bits(KEY, (2,)),
+    "random_bits": lambda x: jax.random.bits(jax.random.key(0), (2,)),
     "reduce_prod": lambda x: lax.reduce_prod(x, (0,)),
     "reduce_sum": lambda x: lax.reduce_sum(x, (0,)),
     "remat2": jax.checkpoint(lambda x: jnp.sin(x) @ x),
@@ -376,8 +378,8 @@ COMPAT = {
     "split_bwd": (lambda: _compat.split_bwd([1.0])[0], [1.0]),
     "bind_shard_map": (bound_shard_map, (float(X[0, 0]) + 1, (1,))),
     "array_dtype": (
-        lambda: (_compat.array_dtype(X), _compat.array_dtype(KEY)),
-        (jnp.float32, KEY.dtype),
+        lambda: (_compat.array_dtype(X), _compat.array_dtype(jax.random.key(0))),
+        (jnp.float32, KEY_DTYPE),
     ),
     "widest": (
         lambda: _compat.widest(frozenset(map(jnp.dtype, ("float16", "float32")))),
@@ -427,8 +429,9 @@ def test_jax_has_each_function_that_draws():
     logits, p = jnp.zeros(3), jnp.full(3, 0.5)
 
     def draws(x):
-        drawn = jax.random.normal(KEY), jax.random.uniform(KEY)
-        return drawn, jax.random.categorical(KEY, x), jax.random.bernoulli(KEY, p)
+        key = jax.random.key(0)
+        drawn = jax.random.normal(key), jax.random.uniform(key)
+        return drawn, jax.random.categorical(key, x), jax.random.bernoulli(key, p)
 
     jitted = _jaxprs.equations(jax.make_jaxpr(draws)(logits))
     functions = filter(None, map(_jaxprs.called, jitted))

@@ -18,7 +18,7 @@ import pytest
 import jamp
 
 from . import bad_input
-from .marks import walk
+from .marks import cover, walk
 
 PACKAGE = Path(jamp.__file__).parent
 MODULES = ["jamp"]
@@ -139,13 +139,25 @@ def test_the_reference_names_the_errors(name):
             assert re.search(r"Raises:|Error", text), f"{name}{own} raises"
 
 
+COSTLY = """
+jamp.calibrate jamp.find_loss_scale jamp.linen.dot_product_attention
+jamp.nnx.dot_product_attention jamp.linen.with_policy jamp.sharding.error_feedback
+jamp.ScaledFloat16 jamp.GradScaler jamp.Float8 jamp.debug.Calibration
+jamp.debug.GradHistogram
+""".split()
+
+
 def examples():
+    """The examples of all docstrings, with those that take longest at the end."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     assert all(hasattr(jamp, name) for name in PUBLIC)  # some by need
     tests = [t for n in MODULES for t in finder.find(importlib.import_module(n))]
+    tests.sort(key=lambda test: test.name in COSTLY)
     return [pytest.param(t, id=t.name) for t in tests if t.examples]
 
 
+@pytest.mark.every_release
+@cover(quick=len(examples()) - len(COSTLY))
 @pytest.mark.parametrize("example", examples())
 def test_docstring_examples_run(example, standard_promotion):
     assert not doctest.DocTestRunner().run(example).failed

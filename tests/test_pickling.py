@@ -20,7 +20,12 @@ from .jaxprs import products
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
-x = jnp.ones((4, 4), jnp.float32)
+
+@pytest.fixture
+def x():
+    return jnp.ones((4, 4))
+
+
 COPIES = pytest.mark.parametrize(
     "copied",
     [copy.copy, copy.deepcopy, lambda region: pickle.loads(pickle.dumps(region))],
@@ -43,7 +48,7 @@ class Model:
 
 
 @COPIES
-def test_a_copy_has_the_arguments(copied):
+def test_a_copy_has_the_arguments(copied, x):
     rules = {"head": jnp.float32, lax.exp_p: None, nn.Dense: None, head: jnp.bfloat16}
     for region in (
         jamp.autocast(dtype=jnp.bfloat16),
@@ -66,7 +71,7 @@ def test_a_copy_has_the_arguments(copied):
 
 
 @COPIES
-def test_what_was_entered_stays_where_it_is(copied):
+def test_what_was_entered_stays_where_it_is(copied, x):
     region = jamp.autocast(dtype=jnp.float16)
     with region:
         new = copied(region)
@@ -77,7 +82,7 @@ def test_what_was_entered_stays_where_it_is(copied):
 
 
 @COPIES
-def test_a_copy_is_used_by_another_thread(copied):
+def test_a_copy_is_used_by_another_thread(copied, x):
     found = []
     with jamp.autocast(dtype=jnp.float16) as region:
         thread = threading.Thread(target=lambda: found.append(Model(copied(region))(x)))
@@ -101,7 +106,7 @@ def product(x):
 """
 
 
-def test_a_class_of_a_notebook_with_a_decorated_method():
+def test_a_class_of_a_notebook_with_a_decorated_method(x):
     cloudpickle = pytest.importorskip("cloudpickle")
     notebook = {"__name__": "__main__"}
     exec(SOURCE, notebook)
@@ -110,7 +115,7 @@ def test_a_class_of_a_notebook_with_a_decorated_method():
     assert net(x).dtype == product(x).dtype == jnp.float16
 
 
-def test_the_closure_of_a_decorated_function_is_pickled():
+def test_the_closure_of_a_decorated_function_is_pickled(x):
     # What cloudpickle saves of a function that cannot be imported from a module.
     decorated = jamp.autocast(dtype=jnp.float16)(lambda x: x @ x)
     cells = [cell.cell_contents for cell in decorated.__closure__]
@@ -155,6 +160,8 @@ def modules_in(pickled):
     return {str(text) for text in strings if re.fullmatch(r"jamp(\.\w+)*", str(text))}
 
 
+@pytest.mark.slow
+@pytest.mark.every_release
 def test_pickles_name_nothing_that_moves():
     stays = {"jamp", "jamp.debug", "jamp.linen", "jamp.nnx", "jamp._stable"}
     for kind, value in made().items():

@@ -8,26 +8,26 @@ import pytest
 
 import jamp
 
-from .marks import slow
+from .marks import cover
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-QUICK = ("README.md", "index.md", "checkpoints.md")
+QUICK = ("index.md", "checkpoints.md")
+NIGHTLY = ("debugging.md",)  # takes as long as the other pages together
+PAGES = sorted(
+    [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))],
+    key=lambda page: (page.name not in QUICK) + (page.name in NIGHTLY),
+)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 TORCH = re.compile(r"^\s*import torch|torch\.", re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page if page.name in QUICK else slow(page) for page in PAGES],
-    ids=lambda page: page.name,
-)
+@pytest.mark.every_release
+@cover(quick=len(QUICK), ci=len(PAGES) - len(NIGHTLY))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_blocks_run(page, standard_promotion, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = PYTHON.findall(page.read_text())
-    assert blocks or page.name not in QUICK
-    if page.name == "README.md":
-        assert blocks
+    assert blocks or page.name not in ("README.md", *QUICK)
     if any(TORCH.search(block) for block in blocks):
         pytest.importorskip("torch")
     namespace = {}

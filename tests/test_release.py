@@ -35,6 +35,8 @@ def refuses(*args, **kwargs):
     raise ImportError("this JAX is too new")
 
 
+@pytest.mark.slow
+@pytest.mark.every_release
 def test_the_command_says_what_runs_here(capsys):
     status, lines = run(capsys)
     assert status == 0

@@ -61,7 +61,7 @@ def test_the_units_of_a_device():
     assert _targets.units(jax.devices()[0]) == frozenset()
 
 
-X = jnp.ones((16, 16))
+X = np.ones((16, 16), np.float32)
 ASKED = {"float8": "float8", "rowwise": jamp.Float8("rowwise"), "bfloat16": "bfloat16"}
 
 

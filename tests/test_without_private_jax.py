@@ -8,7 +8,7 @@ import pytest
 
 import jamp
 
-from .marks import mostly_slow
+from .marks import cover
 
 # What may be gone: the file that uses JAX's internals, or one of those internals.
 GONE = {
@@ -87,7 +87,8 @@ print("all as it should be")
 """
 
 
-@pytest.mark.parametrize("gone", mostly_slow(GONE))
+@cover(quick=0, ci=1)
+@pytest.mark.parametrize("gone", GONE)
 def test_loss_scaling_goes_on_and_autocast_says_why(gone):
     code = f"import jax, flax, optax\n{GONE[gone]}\n{WORKS}{REFUSED.format(used=USED)}"
     done = subprocess.run(

@@ -16,7 +16,7 @@ from flax import nnx
 
 import jamp
 from jamp import debug
-from tests.marks import slow
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -236,12 +236,13 @@ CASES = [
 ]
 
 
-QUICK = [
-    slow(case) if case.plant is overflow_in_attention_logits else case for case in CASES
-]
+COSTLY = [vanishing_gradient, inside_linen, inside_nnx, inf_in_one_leaf, log_of_zero]
+COSTLY += [layer_forced_to_float32, overflow_in_attention_logits]
+CASES.sort(key=lambda case: case.plant in COSTLY)
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.plant.__name__)
+@cover(quick=len(CASES) - len(COSTLY))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.plant.__name__)
 def test_the_fault_is_named(case):
     report = case.plant(True)
     first, text = report.found[0], str(report)
@@ -252,7 +253,8 @@ def test_the_fault_is_named(case):
     assert report.to_markdown()
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.plant.__name__)
+@cover(quick=len(CASES) - len(COSTLY))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.plant.__name__)
 def test_a_clean_control_reports_nothing(case):
     report = case.plant(False)
     assert report.found == []

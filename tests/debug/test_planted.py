@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -15,7 +16,7 @@ from jamp import debug
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 LINES = Path(__file__).read_text().splitlines()
-X = jnp.linspace(-1, 1, 32).reshape(4, 8)
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 TX = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=8.0)
 
 
@@ -88,18 +89,23 @@ def step_of(loss_fn):
 
 
 def first_op(step, params, *batch):
-    report = debug.find_nonfinite(step)(params, TX.init(params), *batch)
+    find = jax.jit(debug.find_nonfinite(step))
+    report = find(params, jax.jit(TX.init)(params), *batch)
     return report.to_dict()["ops"][0], str(report)
 
 
+@pytest.mark.slow
 def test_attention_logits():
-    params = Attention().init(jax.random.key(0), X)
-    params = jax.tree.map(lambda leaf: leaf * 300, params)
+    init = lambda x: jax.tree.map(
+        lambda leaf: leaf * 300, Attention().init(jax.random.key(0), x)
+    )
+    params = jax.jit(init)(X)
     op, _ = first_op(step_of(loss_of(Attention())), params, X)
     assert (op["primitive"], op["path"]) == ("dot_general", "Attention")
     assert op["line"].startswith(line("attention logits"))
 
 
+@pytest.mark.slow
 def test_a_swallowed_variance_under_pmap():
     model = Normed()
 
@@ -123,23 +129,28 @@ def test_a_swallowed_variance_under_pmap():
     assert square.line.startswith(line("swallowed variance"))  # before it overflows
 
 
+@pytest.mark.slow
 def test_a_tiny_epsilon():
     def loss_fn(model, x):
         with jamp.autocast(dtype=jnp.float16):
             return jnp.mean(model(x))
 
-    report = debug.find_nonfinite(nnx.value_and_grad(loss_fn))(Embedding(), 0 * X)
+    model = nnx.jit(Embedding)()
+    report = debug.find_nonfinite(nnx.value_and_grad(loss_fn))(model, 0 * X)
     op = report.to_dict()["ops"][0]
     assert op["primitive"] == "div" and op["line"].startswith(line("tiny epsilon"))
 
 
+@pytest.mark.slow
 def test_exp_in_a_loss():
-    params = {"w": jnp.eye(8)}
-    op, _ = first_op(step_of(ratio_loss), params, X, jnp.full((4, 8), -100.0))
+    params = {"w": np.eye(8, dtype=np.float32)}
+    op, _ = first_op(step_of(ratio_loss), params, X, np.full((4, 8), np.float32(-100)))
     assert op["primitive"] == "exp" and op["line"].startswith(line("exp in a loss"))
 
 
 def test_an_unnormalised_input():
-    op, text = first_op(step_of(regression), {"w": jnp.eye(8)}, X * 1e6)
+    op, text = first_op(
+        step_of(regression), {"w": np.eye(8, dtype=np.float32)}, X * np.float32(1e6)
+    )
     assert op["primitive"] == "convert_element_type" and "from batch[0]" in text
     assert op["line"].startswith(line("unnormalised input"))

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jamp import debug
+from tests.marks import cover
 
 
 def reference(values):
@@ -22,8 +23,9 @@ def reference(values):
     return dict(zip(exponents.tolist(), counts.tolist(), strict=True))
 
 
+@cover()
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_every_magnitude_lands_in_its_bin(dtype, wrap):
     info = jnp.finfo(dtype)
     rng = np.random.default_rng(0)
@@ -36,15 +38,17 @@ def test_every_magnitude_lands_in_its_bin(dtype, wrap):
     assert histogram.counts[255] == 0
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@cover()
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_subnormals_of_float16_are_no_zeros(wrap):
     grads = np.float16([2.0**-24, 3 * 2.0**-24, 2.0**-15, 2.0**-14])
-    histogram = wrap(debug.grad_histogram)(jnp.asarray(grads))
+    histogram = wrap(debug.grad_histogram)(grads)
     expected = {-24: 1, -23: 1, -15: 1, -14: 1}
     assert histogram.to_dict()["exponents"] == expected and histogram.zeros == 0
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@cover()
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_subnormals_of_float32_share_the_first_bin(wrap):
     subnormal = np.float32([1e-45, -1e-40, 0.0])
     grads = [subnormal, subnormal.astype(jnp.bfloat16)]  # 1e-45 becomes 0 in bfloat16
@@ -63,25 +67,25 @@ def test_float64_keeps_to_the_exponents_of_float32():
 
 def test_what_is_not_floating_passes():
     grads = {
-        "int": jnp.arange(3),
-        "bool": jnp.ones(2, jnp.bool_),
+        "int": np.arange(3),
+        "bool": np.ones(2, bool),
         "float0": np.zeros(3, jax.dtypes.float0),
         "none": None,
         "masked": optax.MaskedNode(),
-        "complex": jnp.asarray([1 + 4j, 0 - 2j], jnp.complex64),
-        "empty": jnp.zeros([0, 3]),
+        "complex": np.asarray([1 + 4j, 0 - 2j], np.complex64),
+        "empty": np.zeros([0, 3], np.float32),
         "number": 8.0,
-        "float8": jnp.asarray([0.5], jnp.float8_e5m2),
+        "float8": np.asarray([0.5], jnp.float8_e5m2),
     }
-    result = debug.grad_histogram(grads).to_dict()
+    result = jax.jit(lambda: debug.grad_histogram(grads))().to_dict()
     assert result["exponents"] == {-1: 1, 0: 1, 1: 1, 2: 1, 3: 1}
     assert result["zeros"] == 1 and debug.grad_histogram({}).counts.sum() == 0
 
 
 def test_the_exponents_are_those_of_the_unscaled_gradients():
-    grads = jnp.asarray([2.0**-30, 2.0**-3]) * 2.0**16
+    grads = np.float32([2.0**-14, 2.0**13])
     expected = {"exponents": {-30: 1, -3: 1}, "zeros": 0, "nonfinite": 0}
-    result = debug.grad_histogram(grads, jnp.float32(2.0**16)).to_dict()
+    result = jax.jit(debug.grad_histogram)(grads, np.float32(2.0**16)).to_dict()
     assert result == expected | {"scale": 2.0**16}
     assert json.loads(json.dumps(result))["exponents"] == {"-30": 1, "-3": 1}
 
@@ -103,7 +107,7 @@ def test_sharded_gradients_are_counted_where_they_are(kind):
 def wide_histogram(scale=2.0**12):
     rng = np.random.default_rng(0)
     values = np.exp2(rng.normal(-24, 7, 4998)) * scale
-    return debug.grad_histogram(np.float32([*values, 0, np.nan]), scale)
+    return jax.jit(debug.grad_histogram)(np.float32([*values, 0, np.nan]), scale)
 
 
 def test_as_text():
@@ -113,18 +117,21 @@ def test_as_text():
     assert lines[0].startswith("5,000 gradients with a scale of 2^12: 0.02 % zero")
     assert "float16 with the scale:" in text and "█" in text
     assert "with the scale" not in str(wide_histogram(1.0))
-    assert len(str(debug.grad_histogram(jnp.zeros(3))).splitlines()) == 1
-    jax.jit(lambda x: print(debug.grad_histogram(x)))(jnp.ones(3))  # traced, no error
+    assert len(str(debug.grad_histogram(np.zeros(3, np.float32))).splitlines()) == 1
+    jax.jit(lambda x: print(debug.grad_histogram(x)))(
+        np.ones(3, np.float32)
+    )  # traced, no error
 
 
 def test_text_and_numbers_agree():
-    grads = jnp.asarray([2.0**-30, 2.0**-20, 1.0, 2.0]) * 16
-    *_, without, scaled, room = str(debug.grad_histogram(grads, 16.0)).splitlines()
+    grads = np.float32([2.0**-26, 2.0**-16, 16.0, 32.0])
+    histogram = jax.jit(debug.grad_histogram)
+    *_, without, scaled, room = str(histogram(grads, 16.0)).splitlines()
     assert without.endswith(": 25 % become zero, 25 % subnormal, 0 % overflow")
     assert scaled.endswith(": 25 % become zero, 25 % subnormal, 0 % overflow")
     assert room == "headroom to 65504: 10 doublings of the scale"
     assert 32 * 2**10 < 65504 < 32 * 2**11
-    text = str(debug.grad_histogram(jnp.asarray([1e5])))
+    text = str(histogram(np.float32([1e5])))
     assert text.endswith("no headroom: some are above 65504")
 
 
@@ -133,6 +140,7 @@ def matplotlib():
     return pytest.importorskip("matplotlib")
 
 
+@pytest.mark.slow
 def test_a_histogram_is_drawn(matplotlib, tmp_path):
     for scale in (1.0, 2.0**12, 1000.0):
         ax = wide_histogram(scale).plot()
@@ -149,6 +157,7 @@ def test_a_histogram_is_drawn(matplotlib, tmp_path):
     assert wide_histogram().plot(given) is given
 
 
+@pytest.mark.slow
 def test_the_scale_is_drawn(matplotlib, tmp_path):
     history = debug.History(start=10)
     for scale, skipped in [(8.0, False), (4.0, True), (4.0, False)]:

@@ -4,18 +4,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import jamp
 from jamp import debug
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 HALF, LOWEST = jnp.float16, jnp.finfo(jnp.float16).min
-BIG = jnp.full((2, 8), 300.0, HALF)  # their squares overflow
-WIDE = jnp.linspace(-2000.0, 2000.0, 16).astype(HALF).reshape(2, 8)
+BIG = np.full((2, 8), 300.0, HALF)  # their squares overflow
+SMALL = np.ones((2, 8), HALF)
+WIDE = np.linspace(-2000.0, 2000.0, 16).astype(HALF).reshape(2, 8)
 
 
 def rms_norm(x):
@@ -73,7 +75,7 @@ def in_float32(x):
     return x * jax.lax.rsqrt(jnp.mean(x**2))
 
 
-RAMP = jnp.arange(1, 9, dtype=HALF)
+RAMP = np.arange(1, 9, dtype=HALF)
 
 
 def largest(x):
@@ -81,7 +83,7 @@ def largest(x):
 
 
 def nearest(x):
-    return RAMP[jnp.argmin((x[0] * RAMP[::-1]) ** 2)]
+    return jnp.asarray(RAMP)[jnp.argmin((x[0] * RAMP[::-1]) ** 2)]
 
 
 def three_largest(x):
@@ -118,35 +120,36 @@ def an_integer(x):
 
 FAULTS = {  # the op that overflows, and the op that swallows it
     rms_norm: ("integer_pow", "rsqrt"),
+    by_cast: ("convert_element_type", "rsqrt"),
+    a_distance_that_is_large: ("integer_pow", "div"),
+    sorted_with_it: ("integer_pow", "sort"),
+    capped_norm: ("mul", "min"),
+    a_norm_below_a_threshold: ("mul", "gt"),
+    capped_softplus: ("exp", "clamp"),
+    an_integer: ("mul", "convert_element_type"),
     by_root: ("mul", "div"),
     by_power: ("square", "pow"),
     by_product: ("dot_general", "div"),
     by_convolution: ("conv_general_dilated", "div"),
-    by_cast: ("convert_element_type", "rsqrt"),
     by_sum: ("convert_element_type", "div"),
     by_inverse: ("cumsum", "integer_pow"),
     a_softmax_without_its_maximum: ("exp", "exp"),
     a_derivative_of_a_sigmoid: ("integer_pow", "div"),
     clipped_by_norm: ("integer_pow", "div"),
-    a_distance_that_is_large: ("integer_pow", "div"),
     in_float32: ("integer_pow", "rsqrt"),
     largest: ("integer_pow", "argmax"),
     nearest: ("integer_pow", "argmin"),
     three_largest: ("integer_pow", "top_k"),
     sorted_by_square: ("integer_pow", "sort"),
-    sorted_with_it: ("integer_pow", "sort"),
-    capped_norm: ("mul", "min"),
-    a_norm_below_a_threshold: ("mul", "gt"),
-    capped_softplus: ("exp", "clamp"),
     two_that_are_compared: ("mul", "gt"),
-    an_integer: ("mul", "convert_element_type"),
 }
 
 
+@cover(quick=8)
 @pytest.mark.parametrize("fn", FAULTS, ids=lambda fn: fn.__name__)
 def test_an_overflow_that_is_swallowed_is_named(fn):
     report = debug.find_nonfinite(fn)(BIG)
-    assert bool(jnp.all(jnp.isfinite(fn(BIG))))
+    assert np.all(np.isfinite(fn(jnp.asarray(BIG))))
     row = report.to_dict()
     assert row["ops"] == row["results"] == row["bad_arguments"] == []
     (found,) = row["swallowed"]
@@ -158,7 +161,7 @@ def test_an_overflow_that_is_swallowed_is_named(fn):
     assert first.startswith(f"inf made of finite numbers by {found['op']}")
     assert first.endswith(f"and swallowed by {found['by']['op']}")
     assert last == f"the result of {fn.__name__} is finite but wrong"
-    assert debug.find_nonfinite(fn)(BIG / 300).to_dict() == {}
+    assert debug.find_nonfinite(fn)(SMALL).to_dict() == {}
 
 
 def sigmoid(x):
@@ -279,6 +282,19 @@ def an_inverse_square_of_bfloat16(x):
 FINE = [
     sigmoid,
     silu,
+    clipped_by_the_norm_of_zeros,
+    a_distance_to_nowhere,
+    a_branch_that_is_not_chosen,
+    computed_for_nothing,
+    a_norm_that_is_cut,
+    a_small_integer,
+    dropped,
+    jax.nn.sigmoid,
+    jax.nn.gelu,
+    jax.nn.softmax,
+    jax.nn.log_softmax,
+    jax.nn.softplus,
+    functools.partial(jnp.linalg.norm, axis=-1),
     gelu,
     mish,
     gaussian,
@@ -291,35 +307,23 @@ FINE = [
     running_maximum,
     log_of_zero_that_is_not_chosen,
     entropy_of_zeros,
-    clipped_by_the_norm_of_zeros,
-    a_distance_to_nowhere,
-    a_branch_that_is_not_chosen,
-    computed_for_nothing,
     compared,
     the_only_inf,
     the_largest_of_masked_ones,
-    a_norm_that_is_cut,
-    a_small_integer,
-    dropped,
     an_inverse_square_of_bfloat16,
-    jax.nn.sigmoid,
-    jax.nn.gelu,
-    jax.nn.softmax,
-    jax.nn.log_softmax,
-    jax.nn.softplus,
     jax.nn.standardize,
     jnp.var,
-    functools.partial(jnp.linalg.norm, axis=-1),
 ]
 
 
+@cover(quick=12)
 @pytest.mark.parametrize("fn", FINE, ids=lambda f: getattr(f, "__name__", "partial"))
 def test_an_inf_with_the_right_result_is_no_fault(fn):
     report = debug.find_nonfinite(fn)(WIDE)
     assert report.to_dict().get("swallowed", []) == [], report
 
 
-THREE = jnp.arange(3)
+THREE = np.arange(3)
 
 
 def norm_in_a_branch(x):
@@ -395,19 +399,19 @@ AROUND = {
     "cond": norm_in_a_branch,
     "scan": norm_in_a_scan,
     "out of scan": norm_of_a_scan,
-    "in the carry of scan": norm_of_what_a_scan_carries,
     "while": norm_in_a_while_loop,
+    "scan of cond": a_branch_in_a_scan,
+    "shard_map": lambda x: on_devices(rms_norm)(x),
+    "grad": jax.grad(lambda x: jnp.sum(rms_norm(x).astype(jnp.float32))),
+    "in the carry of scan": norm_of_what_a_scan_carries,
     "while with masks": norm_in_a_loop_with_masks,
     "out of while": norm_of_a_while_loop,
     "while of scan": norm_in_nested_loops,
     "scan of scan": repeated(rms_norm),
     "scan of scan of scan": repeated(repeated(rms_norm)),
-    "scan of cond": a_branch_in_a_scan,
     "scan of while": a_while_loop_in_a_scan,
-    "shard_map": lambda x: on_devices(rms_norm)(x),
     "shard_map of scan": lambda x: on_devices(norm_in_a_scan)(x),
     "pmap": lambda x: jax.pmap(rms_norm)(x[:, None]),
-    "grad": jax.grad(lambda x: jnp.sum(rms_norm(x).astype(jnp.float32))),
     "region": jamp.autocast(HALF)(
         lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
     ),
@@ -428,7 +432,8 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("jit", mostly_slow([False, True], False))
+@cover(quick=10)
+@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("way", AROUND)
 def test_it_is_seen_through_every_construct(way, jit):
     find = debug.find_nonfinite(AROUND[way])
@@ -438,7 +443,7 @@ def test_it_is_seen_through_every_construct(way, jit):
     assert swallowed[0]["arguments"] == ["x"]
     assert {op["primitive"] for op in swallowed} <= {"integer_pow", "mul"}
     assert swallowed[0]["by"]["primitive"] in ("rsqrt", "div")
-    assert find(BIG / 300).to_dict() == {}
+    assert find(SMALL).to_dict() == {}
 
 
 def test_what_reaches_a_result_is_listed_as_such():
@@ -467,11 +472,11 @@ def test_the_module_is_named():
         def __call__(self, x):
             return Norm(name="norm_2")(nn.Dense(8, name="dense")(x))
 
-    params = jax.jit(Model().init)(jax.random.key(0), jnp.ones((2, 8)))
-    find = debug.find_nonfinite(jamp.autocast(HALF)(Model().apply))
+    params = jax.jit(Model().init)(jax.random.key(0), SMALL)
+    find = jax.jit(debug.find_nonfinite(jamp.autocast(HALF)(Model().apply)))
     (op,) = find(params, 10 * BIG).to_dict()["swallowed"]
     assert op["path"] == op["by"]["path"] == "Model/norm_2"
-    assert find(params, BIG / 300).to_dict() == {}
+    assert find(params, SMALL).to_dict() == {}
 
 
 def test_a_skipped_step_has_no_swallowed_ones():
@@ -482,7 +487,7 @@ def test_a_skipped_step_has_no_swallowed_ones():
     tx = jamp.dynamic_loss_scale(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     )
-    params = {"w": jnp.ones((8, 4))}
+    params = {"w": np.ones((8, 4), np.float32)}
 
     def loss_fn(params, x):
         with jamp.autocast(HALF):
@@ -493,12 +498,14 @@ def test_a_skipped_step_has_no_swallowed_ones():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    report = debug.find_nonfinite(step)(params, tx.init(params), BIG)
+    find = jax.jit(debug.find_nonfinite(step))
+    report = find(params, jax.jit(tx.init)(params), BIG)
     row = report.to_dict()
     assert row["ops"] and row["swallowed"] == []
 
 
-@pytest.mark.parametrize("way", ["scan of scan", "scan of cond"])
+@cover()
+@pytest.mark.parametrize("way", ["scan of cond", "scan of scan"])
 def test_only_an_iteration_that_is_chosen_counts(way):
     (op,) = debug.find_nonfinite(AROUND[way])(BIG).to_dict()["swallowed"]
     assert op["times"] == 1 and op["loops"][-1] == ("scan", 1)
@@ -506,6 +513,6 @@ def test_only_an_iteration_that_is_chosen_counts(way):
 
 def test_stacked_reports_count_the_steps_that_swallow():
     find = debug.find_nonfinite(rms_norm)
-    steps = jnp.stack([BIG / 300, BIG, BIG / 300])
+    steps = np.stack([SMALL, BIG, SMALL])
     _, reports = jax.lax.scan(lambda _, x: (None, find(x)), None, steps)
     assert "something found in 1: 1." in str(reports)

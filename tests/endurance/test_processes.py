@@ -9,7 +9,7 @@ import pytest
 
 from jamp._scaling.rule import LossScaleConfig
 
-from ..marks import mostly_nightly
+from ..marks import cover
 from . import processes
 from .storms.oracle import Scaling, trajectory
 
@@ -27,10 +27,8 @@ RUNS = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "count, devices, ways", mostly_nightly(RUNS, SHORT), ids=["short", "2", "4"]
-)
+@cover(quick=0, ci=1)
+@pytest.mark.parametrize("count, devices, ways", RUNS, ids=["short", "2", "4"])
 def test_processes_agree_with_each_other_and_with_one(count, devices, ways, tmp_path):
     rows = processes.ROWS // count
     hit = {row // rows for row, _ in processes.injections().values()}

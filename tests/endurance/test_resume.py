@@ -2,15 +2,15 @@
 
 import pytest
 
-from ..marks import mostly_nightly
+from ..marks import cover
 from . import kill_and_resume
 
 SHORT = "optax", 1
 RUNS = [SHORT, *((engine, 2) for engine in kill_and_resume.ENGINES)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine, kills", mostly_nightly(RUNS, SHORT))
+@cover(quick=0, ci=1)
+@pytest.mark.parametrize("engine, kills", RUNS)
 def test_training_does_not_notice_kills(engine, kills, tmp_path):
     report = kill_and_resume.kill_and_resume(engine, kills, tmp_path)
     assert report.kills == kills

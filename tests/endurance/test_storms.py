@@ -13,6 +13,7 @@ from flax import nnx
 
 import jamp
 from tests.bits import check_rounded
+from tests.marks import cover
 
 from . import storms
 from .storms.calls import Net
@@ -29,14 +30,15 @@ RULE = {
 }
 
 
+@cover(quick=0, ci=1)
 @pytest.mark.parametrize(
     "kind, seed, count, cases",
     [
-        pytest.param("trees", 0, 4, 110, marks=pytest.mark.nightly),
-        pytest.param("trees", 1, 4, 110, marks=pytest.mark.nightly),
-        pytest.param("calls", 0, 5, 25, marks=pytest.mark.nightly),
         ("garbage", 0, 4, 100),
-        pytest.param("programs", 0, 2, 25, marks=pytest.mark.nightly),
+        ("trees", 0, 4, 110),
+        ("trees", 1, 4, 110),
+        ("calls", 0, 5, 25),
+        ("programs", 0, 2, 25),
     ],
 )
 def test_storms(kind, seed, count, cases):

@@ -3,7 +3,7 @@
 import pytest
 
 from parity import behaviors, golden
-from tests.marks import mostly_nightly
+from tests.marks import cover
 
 
 @pytest.fixture(scope="module")
@@ -11,23 +11,22 @@ def recorded():
     return golden.load()
 
 
-QUICK = (
-    "plain, SGD: GradScaler in nnx.jit",
-    "autocast, AdamW: dynamic_loss_scale",
+KINDS = [  # one of each
     "clipping after unscale_: dynamic_loss_scale",
-    "two models, two optimizers, one poisoned: GradScaler in nnx.jit",
     "saved and resumed: torch to jamp",
-    "update(new_scale), a float: GradScaler",
-    "error messages: GradScaler",
     "what is refused: GradScaler",
     "states: GradScaler",
-)
+    "error messages: GradScaler",
+    "plain, SGD: GradScaler in nnx.jit",
+]
 NAMES = [
     name for name, case in behaviors.CASES.items() if case.side not in behaviors.LIVE
 ]
 
 
-@pytest.mark.parametrize("name", mostly_nightly(NAMES, *QUICK))
+@pytest.mark.every_release
+@cover(quick=len(KINDS) - 1, ci=len(KINDS))
+@pytest.mark.parametrize("name", dict.fromkeys(KINDS + NAMES))
 @pytest.mark.usefixtures("standard_promotion")
 def test_behavior_equals_torch(name: str, recorded):
     result = behaviors.compare_with(behaviors.CASES[name], recorded)

@@ -5,12 +5,19 @@ import pytest
 
 from parity import float8_jamp, golden
 from parity.float8 import RESULTS
-from parity.float8_cases import CASTS, PRODUCTS, RECIPES
+from parity.float8_cases import (
+    CASTS,
+    FORMATS,
+    PRODUCTS,
+    RECIPES,
+    SHARING,
+    SOURCES,
+    Casts,
+)
 from parity.trajectory import digest as digest_of
-from tests.marks import mostly_nightly
+from tests.marks import cover
 
 WHOLE = [case for case in PRODUCTS if case.is_in_golden_file]
-QUICK = [case for case in CASTS if case.source == "float32"]
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +26,13 @@ def recorded():
     return {n.removeprefix("float8/"): a for n, a in file if n.startswith("float8/")}
 
 
-@pytest.mark.parametrize(
-    "case", mostly_nightly(CASTS, *QUICK), ids=lambda case: case.name
-)
-def test_casts_equal_torchao(case, recorded):
+@pytest.mark.every_release
+@cover(quick=4, ci=4)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("format", FORMATS)
+def test_casts_equal_torchao(format, sharing, source, recorded):
+    case = Casts(format, source, sharing)
     found = float8_jamp.casts(case)
     digests = recorded[f"{case.name}/digests"]
     assert len(found) == len(digests)
@@ -35,6 +45,8 @@ def test_casts_equal_torchao(case, recorded):
 
 
 @pytest.mark.cpu  # whose products are exact sums
+@pytest.mark.every_release
+@cover(ci=3)
 @pytest.mark.parametrize("path", float8_jamp.PATHS)
 @pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.recipe)
 def test_products_and_gradients_equal_torchao(case, path, recorded):

@@ -1,15 +1,40 @@
 """jamp under autocast against torch's dtypes, values and gradients in the golden file.
 
-torch is not needed.
+torch is not needed. Some ops of each of torch's lists are quick, and all of them run on
+each release of JAX.
 """
 
 import pytest
 
 from parity import golden, ops
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 FILE = golden.load()
-QUICK = [case for case in ops.CASES.values() if case.half == "float16"]
+QUICK = [
+    # in half precision
+    "mm: jnp.dot, float16",
+    "matmul: x @ y, float16",
+    "convolution: lax.conv, float16",
+    "bmm: x @ y, bfloat16",
+    # in float32
+    "exp: jnp.exp, float16",
+    "sum.dim_IntList: jnp.sum(x, axis), float16",
+    "cumsum: jnp.cumsum, float16",
+    "norm.Scalar: jnp.linalg.norm, float16",
+    "pow.Tensor_Tensor: x ** y, float16",
+    "softmax.int: jax.nn.softmax, bfloat16",
+    "mse_loss: optax.squared_error, float16",
+    # in the widest dtype of the inputs
+    "vdot: jnp.vdot, float16",
+    "cat: jnp.concatenate, float16",
+    "atan2: jnp.atan2, bfloat16",
+    # on no list
+    "mul.Tensor: x * y, float16",
+    "add.Tensor: x + y, bfloat16",
+    "relu: jax.nn.relu, float16",
+    "mean: jnp.mean, float16",
+]
+CASES = {name: ops.CASES[name] for name in QUICK} | ops.CASES
 
 
 def test_the_file_is_of_these_cases():
@@ -17,10 +42,10 @@ def test_the_file_is_of_these_cases():
 
 
 @pytest.mark.cpu  # as torch's numbers; `python -m parity --device cuda` has others
+@pytest.mark.every_release
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    "case", mostly_slow(ops.CASES.values(), *QUICK), ids=lambda case: case.name
-)
+@cover(quick=len(QUICK), ci=len(QUICK))
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_equals_torch(case):
     result = ops.compare_with(case, FILE)
     assert list(result.data.torch) == case.op.inputs

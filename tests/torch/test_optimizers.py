@@ -1,11 +1,13 @@
 """optax beside torch: the last table of docs/someone-elses-trainer.md."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-torch = pytest.importorskip("torch")
+from tests.marks import cover
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 RNG = np.random.default_rng(0)
@@ -55,32 +57,46 @@ OTHERS = {
 }
 
 
-def apart(name, arguments, make):
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+def apart(torch, name, arguments, make):
     """The distance between the two after 30 steps, in units of torch's way."""
     param = torch.nn.Parameter(torch.tensor(START))
     theirs = getattr(torch.optim, name.split(",")[0])([param], lr=RATE, **arguments)
-    tx, params = make(), jnp.asarray(START)
-    state = tx.init(params)
     for grad in GRADS:
         param.grad = torch.tensor(grad)
         theirs.step()
-        updates, state = tx.update(jnp.asarray(grad), state, params)
-        params = optax.apply_updates(params, updates)
-    ours, of_torch = np.asarray(params), param.detach().numpy()
+
+    def step(carry, grad):
+        params, state = carry
+        updates, state = tx.update(grad, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    @jax.jit
+    def trained(params, grads):
+        return jax.lax.scan(step, (params, tx.init(params)), grads)[0][0]
+
+    tx = make()
+    ours, of_torch = np.asarray(trained(START, GRADS)), param.detach().numpy()
     return np.max(np.abs(ours - of_torch) / np.abs(of_torch - START))
 
 
+@cover(quick=2, ci=len(SAME))
 @pytest.mark.parametrize("name", SAME)
-def test_steps_as_torchs(name):
-    assert apart(name, *SAME[name]) < 1e-3
+def test_steps_as_torchs(name, torch):
+    assert apart(torch, name, *SAME[name]) < 1e-3
 
 
+@cover()
 @pytest.mark.parametrize("name", OTHERS)
-def test_steps_otherwise(name):
-    assert apart(name, *OTHERS[name]) > 0.05
+def test_steps_otherwise(name, torch):
+    assert apart(torch, name, *OTHERS[name]) > 0.05
 
 
-def test_clipping_is_torchs():
+def test_clipping_is_torchs(torch):
     param = torch.nn.Parameter(torch.tensor(START))
     param.grad = torch.tensor(100 * GRADS[0])
     torch.nn.utils.clip_grad_norm_([param], 1.0)

@@ -7,12 +7,16 @@ import pytest
 from parity import golden, jamp_side, scale
 from parity.cases import CASES, FIRST_OF_KIND, LONG_RUN, Case, overflows
 from parity.trajectory import digest
-from tests.marks import mostly_nightly
+from tests.marks import cover
 
 OPTAX_CASES = [case for case in CASES if jamp_side.fits_optax(case)]
-OTHER_CASES = [case for case in CASES if case not in (*OPTAX_CASES, *FIRST_OF_KIND)]
 # One of each kind; `make parity` compares all of them with live torch.
-QUICK = {case.kind: case for case in reversed(OPTAX_CASES)}.values()
+KINDS = [*{case.kind: case for case in reversed(OPTAX_CASES)}.values()]
+# Those without events compile one program each.
+OTHER_CASES = sorted(
+    (case for case in CASES if case not in (*OPTAX_CASES, *FIRST_OF_KIND)),
+    key=lambda case: (len(case.events), case.n_optimizers),
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,26 +24,26 @@ def torch_results():
     return scale.expected(golden.load())
 
 
+@pytest.mark.every_release
+@cover(quick=len(KINDS), ci=len(KINDS))
 @pytest.mark.parametrize(
-    "case", mostly_nightly(OPTAX_CASES, *QUICK), ids=lambda case: case.name
+    "case", dict.fromkeys(KINDS + OPTAX_CASES), ids=lambda case: case.name
 )
 def test_dynamic_loss_scale_equals_torch(case: Case, torch_results):
     scale.assert_equal(case, jamp_side.run_optax(case), torch_results[case.name])
 
 
-@pytest.mark.parametrize(
-    "case",
-    mostly_nightly(FIRST_OF_KIND, *(c for c in FIRST_OF_KIND if c.kind == "interval")),
-    ids=lambda case: case.kind,
-)
+@pytest.mark.every_release
+@cover(quick=0, ci=1)
+@pytest.mark.parametrize("case", FIRST_OF_KIND, ids=lambda case: case.kind)
 def test_grad_scaler_equals_torch(case: Case, torch_results):
     run = jamp_side.run_nnx(case, step_by_step=True)
     scale.assert_equal(case, run, torch_results[case.name])
 
 
-@pytest.mark.parametrize(
-    "case", mostly_nightly(OTHER_CASES, OTHER_CASES[0]), ids=lambda case: case.name
-)
+@pytest.mark.every_release
+@cover(ci=1)
+@pytest.mark.parametrize("case", OTHER_CASES, ids=lambda case: case.name)
 def test_grad_scaler_in_a_scan_equals_torch(case: Case, torch_results):
     scale.assert_equal(case, jamp_side.run_nnx(case), torch_results[case.name])
 

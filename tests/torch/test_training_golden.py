@@ -4,10 +4,10 @@ import pytest
 
 from parity import golden, spread, training, training_jamp
 from parity.training_data import SEEDS, STEPS, TASKS
-from tests.marks import mostly_nightly, walk
+from tests.marks import cover, walk
 
 RUNS = [(task, seed) for task in TASKS.values() for seed in SEEDS]
-QUICK = [TASKS[name] for name in ("mlp, AdamW", "gan, AdamW")]
+TRAINED = [TASKS[name] for name in ("mlp, AdamW", "gan, AdamW")]
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +15,8 @@ def arrays():
     return golden.load()
 
 
+@pytest.mark.slow
+@pytest.mark.every_release
 @walk("task, seed", RUNS)
 def test_scales_follow_the_overflows_of_torch(task, seed, arrays):
     torch = training.recorded(arrays, task, seed)
@@ -23,9 +25,9 @@ def test_scales_follow_the_overflows_of_torch(task, seed, arrays):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    "task", mostly_nightly(QUICK, QUICK[0]), ids=lambda task: task.name
-)
+@pytest.mark.every_release
+@cover(quick=0, ci=1)
+@pytest.mark.parametrize("task", TRAINED, ids=lambda task: task.name)
 def test_a_training_run_ends_where_torch_ends(task, arrays):
     torch = training.recorded(arrays, task, 0)
     spreads = [spread.recorded(arrays, task, seed) for seed in SEEDS]

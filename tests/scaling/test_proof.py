@@ -725,7 +725,7 @@ NAMES = ["lion", "sgd", "adam"]
 NAMES += [name for name in OPTIMIZERS if name not in {*NAMES, *NEEDS_VALUE}]
 
 
-@cover(quick=3, ci=60)
+@cover(quick=2, ci=60)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("wrap, dtype", TAKEN)
 def test_optimizers_pass(wrap, dtype, name):

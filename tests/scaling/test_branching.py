@@ -15,11 +15,13 @@ from jamp._scaling import skip
 from jamp._scaling.skip import branches
 from shared import hlo
 
+from ..marks import cover
+
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("standard_promotion")]
 WIDTH, LAYERS = 256, 3
 GRADIENT = 4 * WIDTH**2  # bytes
 TX = jamp.dynamic_loss_scale(optax.adamw(1e-3))
-X = jnp.ones((8, WIDTH))
+X = np.ones((8, WIDTH), np.float32)
 
 
 def make_params():
@@ -80,7 +82,8 @@ def figures(fn, donate):
     return summary.conditionals, len(copies), summary.bytes / (LAYERS * GRADIENT)
 
 
-@pytest.mark.parametrize("fn", [step, update])
+@cover()
+@pytest.mark.parametrize("fn", [update, step])
 def test_without_donation_nothing_is_copied_into_a_conditional(fn, monkeypatch):
     _, _, plain = figures(plain_step, donate=False)
     conditionals, copies, reads = figures(fn, donate=False)
@@ -105,12 +108,14 @@ def test_with_donation_a_conditional_works_in_place(monkeypatch):
     assert reads > plain + 2
 
 
-@pytest.mark.parametrize("fn", [scan, nested])
+@cover(ci=4)
+@pytest.mark.parametrize("fn", [nested, scan])
 @pytest.mark.parametrize("donate", [True, False])
 def test_in_a_loop_or_another_jit_it_branches(fn, donate):
     assert " conditional(" in compiled(fn, *start(), donate=donate).as_text()
 
 
+@cover(quick=4, ci=12)
 @pytest.mark.parametrize("fn", [step, update, scan])
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu", "cpu"])
 def test_only_a_cpu_branches_wherever_a_step_is_traced(fn, platform):

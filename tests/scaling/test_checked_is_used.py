@@ -22,8 +22,13 @@ from jamp._scaling.traced import never_moved, reads_and_run
 
 from ..around import settings
 from ..bits import check_near, check_same_bits, nudged, numbers
+from ..marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+JIT_AND_EAGER = pytest.mark.parametrize(
+    "wrap", [jax.jit, lambda f: f], ids=["jit", "eager"]
+)
 
 
 def by_name(of_w, of_b):
@@ -37,7 +42,8 @@ LABELS = by_name("train", "freeze")
 
 
 def params_of(dtype=jnp.float32):
-    return {"w": jnp.ones((4, 2), dtype), "b": jnp.ones(2, dtype)}
+    ones = {"w": np.ones((4, 2), dtype), "b": np.ones(2, dtype)}
+    return jax.tree.map(jnp.asarray, ones)
 
 
 def split(train):
@@ -149,51 +155,52 @@ WAYS = {
 
 
 def gradients(**bad):
-    grads = jax.tree.map(lambda p: jnp.full_like(p, 2.0**15), params_of())
-    return grads | {name: grads[name].at[0].set(value) for name, value in bad.items()}
+    grads = {"w": np.full((4, 2), 2.0**15, "f4"), "b": np.full(2, 2.0**15, "f4")}
+    for name, value in bad.items():
+        grads[name][0] = value
+    return jax.tree.map(jnp.asarray, grads)
 
 
+@cover(quick=6)
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("wrap", ["eager", "jit", "select"])
-def test_an_unread_gradient_skips_nothing(how, wrap, monkeypatch):
+@pytest.mark.parametrize("name", FREEZING)
+@pytest.mark.parametrize("wrap", ["jit", "select", "eager"])
+def test_an_unread_gradient_skips_nothing(wrap, name, how, monkeypatch):
     if wrap == "select":
         monkeypatch.setattr(skip, "branches", lambda: np.False_)
-    rows = FREEZING if wrap == "jit" else dict(list(FREEZING.items())[:4])
-    for name, inner in rows.items():
-        step = WAYS[how](inner)
-        step = step if wrap == "eager" else jax.jit(step)
-        expected, skipped = step(gradients())
-        assert not skipped, name
-        for bad in (jnp.inf, jnp.nan):
-            found, skipped = step(gradients(b=bad))
-            assert not skipped, name
-            chex.assert_trees_all_equal(found, expected)
-        np.testing.assert_array_equal(expected["b"], params_of()["b"], name)
-        found, skipped = step(gradients(w=jnp.inf))
-        assert skipped, name
-        chex.assert_trees_all_equal(found, params_of())
-
-
-def test_a_gradient_that_the_trace_does_not_see_is_checked():
-    """Beside traced gradients, one that is known when the program is traced."""
-    w = gradients()["w"]
+    step = WAYS[how](FREEZING[name])
+    step = step if wrap == "eager" else jax.jit(step)
+    expected, skipped = step(gradients())
+    assert not skipped
     for bad in (jnp.inf, jnp.nan):
-        known = gradients(b=bad)["b"]
-        for way in WAYS.values():
-            step = way(optax.adam(0.1))
-            program = jax.jit(lambda w, step=step, b=known: step({"w": w, "b": b}))
-            found, skipped = program(w)
-            assert skipped
-            chex.assert_trees_all_equal(found, params_of())
+        found, skipped = step(gradients(b=bad))
+        assert not skipped
+        chex.assert_trees_all_equal(found, expected)
+    np.testing.assert_array_equal(expected["b"], params_of()["b"])
+    found, skipped = step(gradients(w=jnp.inf))
+    assert skipped
+    chex.assert_trees_all_equal(found, params_of())
 
 
+@cover(quick=2, ci=10)
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_a_gradient_that_the_trace_does_not_see_is_checked(bad, how):
+    """Beside traced gradients, one that is known when the program is traced."""
+    known, step = gradients(b=bad)["b"], WAYS[how](optax.adam(0.1))
+    found, skipped = jax.jit(lambda w: step({"w": w, "b": known}))(gradients()["w"])
+    assert skipped
+    chex.assert_trees_all_equal(found, params_of())
+
+
+@cover(quick=2, ci=12)
 @pytest.mark.parametrize("how", ["step", "GradScaler"])
-def test_a_gradient_that_is_read_skips(how):
-    for name, inner in READING.items():
-        for wrap in (lambda f: f, jax.jit):
-            found, skipped = wrap(WAYS[how](inner))(gradients(b=jnp.inf))
-            assert skipped, name
-            chex.assert_trees_all_equal(found, params_of())
+@pytest.mark.parametrize("name", READING)
+@JIT_AND_EAGER
+def test_a_gradient_that_is_read_skips(wrap, name, how):
+    found, skipped = wrap(WAYS[how](READING[name]))(gradients(b=jnp.inf))
+    assert skipped
+    chex.assert_trees_all_equal(found, params_of())
 
 
 def needs_values(tx):
@@ -203,32 +210,45 @@ def needs_values(tx):
         return tx.init(jax.tree.map(np.asarray, params))
 
     def update(updates, state, params=None):
-        rate = 0.5 if float(optax.tree.norm(updates)) > 1e9 else 1.0
+        most = max(np.max(np.abs(update)) for update in jax.tree.leaves(updates))
+        rate = 0.5 if most > 1e9 else 1.0
         return tx.update(jax.tree.map(lambda u: u * rate, updates), state, params)
 
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.parametrize("how", ["step", "static", "GradScaler"])
-def test_an_optimizer_that_cannot_be_traced_trains_and_skips_eagerly(how):
-    for inner in (split(ADAM), optax.adam(1e-2, mu_dtype=jnp.bfloat16)):
-        step, expected = WAYS[how](needs_values(inner)), WAYS[how](inner)
-        for grads, skips in ((gradients(), False), (gradients(w=jnp.inf), True)):
-            found, skipped = step(grads)
-            assert skipped == skips
-            chex.assert_trees_all_equal(found, expected(grads)[0])
-        assert step(gradients(b=jnp.inf))[1]  # nothing is known of what it reads
+UNTRACED = {
+    "sgd": split(optax.sgd(1e-2)),
+    "split": split(ADAM),
+    "moments in bfloat16": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+}
 
 
-def test_master_weights_of_an_optimizer_that_cannot_be_traced():
-    for params in (params_of(), params_of(jnp.float16)):
-        tx, plain = needs_values(split(ADAM)), split(ADAM)
-        state = jamp.master_weights(tx).init(params)
-        grads = jax.tree.map(jnp.ones_like, params)
-        found, _ = jamp.step(jamp.master_weights(tx), grads, state, params)
-        plain = jamp.master_weights(plain)
-        expected, _ = jamp.step(plain, grads, plain.init(params), params)
-        chex.assert_trees_all_equal(found, expected)
+@cover(ci=9)
+@pytest.mark.parametrize("how", ["static", "step", "GradScaler"])
+@pytest.mark.parametrize("name", UNTRACED)
+def test_an_optimizer_that_cannot_be_traced_trains_and_skips_eagerly(name, how):
+    inner = UNTRACED[name]
+    step, expected = WAYS[how](needs_values(inner)), WAYS[how](inner)
+    for grads, skips in ((gradients(), False), (gradients(w=jnp.inf), True)):
+        found, skipped = step(grads)
+        assert skipped == skips
+        chex.assert_trees_all_equal(found, expected(grads)[0])
+    assert step(gradients(b=jnp.inf))[1]  # nothing is known of what it reads
+
+
+@cover(ci=4)
+@pytest.mark.parametrize("name", ["sgd", "split"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_master_weights_of_an_optimizer_that_cannot_be_traced(dtype, name):
+    params = params_of(dtype)
+    tx, plain = needs_values(UNTRACED[name]), UNTRACED[name]
+    state = jamp.master_weights(tx).init(params)
+    grads = params_of(dtype)
+    found, _ = jamp.step(jamp.master_weights(tx), grads, state, params)
+    plain = jamp.master_weights(plain)
+    expected, _ = jamp.step(plain, grads, plain.init(params), params)
+    chex.assert_trees_all_equal(found, expected)
 
 
 def test_after_unscale_every_gradient_counts():
@@ -240,11 +260,12 @@ def test_after_unscale_every_gradient_counts():
     assert scaler.step(optimizer, model, scaler.unscale_(optimizer, grads))
 
 
-def adapters(layers=4):
+def adapters(layers=2):
     params = {}
     for i in range(layers):
-        params[f"w{i}"] = jnp.full((32, 32), 1 / 32)
-        params |= {f"a{i}": jnp.full((32, 4), 1 / 32), f"b{i}": jnp.zeros((4, 32))}
+        params[f"w{i}"] = np.full((32, 32), 1 / 32, "f4")
+        params[f"a{i}"] = np.full((32, 4), 1 / 32, "f4")
+        params[f"b{i}"] = np.zeros((4, 32), "f4")
     return params
 
 
@@ -263,9 +284,15 @@ def products(function, *args, donate=()):
 
 
 @pytest.mark.cpu  # it counts the products of a program for one
+@cover(quick=2, ci=8)
 @pytest.mark.parametrize("how", ["step", "update"])
-def test_gradients_of_frozen_parameters_are_not_computed(how):
-    params, x = adapters(), jnp.ones((8, 32))
+@pytest.mark.parametrize("program", ["labels", "all", "partition", "labels, donated"])
+def test_gradients_of_frozen_parameters_are_not_computed(program, how):
+    """A program with labels has as many products as one that differentiates less.
+
+    Where it is donated what it steps, it branches on a CPU. The control trains all.
+    """
+    params, x = adapters(), np.ones((8, 32), "f4")
     labels = {name: "freeze" if name[0] == "w" else "train" for name in params}
     parts = {"train": ADAM, "freeze": optax.set_to_zero()}
     tx = jamp.dynamic_loss_scale(optax.multi_transform(parts, labels))
@@ -287,13 +314,13 @@ def test_gradients_of_frozen_parameters_are_not_computed(how):
 
     trained = {name: p for name, p in params.items() if labels[name] == "train"}
     frozen = {name: p for name, p in params.items() if labels[name] == "freeze"}
-    least = products(by_partition, trained, frozen, plain.init(trained))
-    assert least == 30
-    for donate in ((), (0, 1)):  # which branches on a CPU
-        assert products(by_labels, params, tx.init(params), donate=donate) == least
-    every = jamp.dynamic_loss_scale(ADAM)  # the control
-    tx = every
-    assert products(by_labels, params, every.init(params)) > least
+    if program == "partition":
+        assert products(by_partition, trained, frozen, plain.init(trained)) == 14
+        return
+    tx = plain if program == "all" else tx
+    donate = (0, 1) if program == "labels, donated" else ()
+    count = products(by_labels, params, tx.init(params), donate=donate)
+    assert count > 14 if program == "all" else count == 14
 
 
 MASTERED = {
@@ -311,29 +338,32 @@ MASTERED = {
 }
 
 
+SCALED_BY = {
+    "alone": jamp.master_weights,
+    "scaled": lambda inner: jamp.dynamic_loss_scale(jamp.master_weights(inner)),
+    "scaled inside": lambda inner: jamp.master_weights(jamp.dynamic_loss_scale(inner)),
+}
+
+
+@cover(quick=3)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_master_weights_copy_what_moves(dtype):
-    params = params_of(dtype)
-    for name, (inner, is_copied) in MASTERED.items():
-        for tx in (
-            jamp.master_weights(inner),
-            jamp.dynamic_loss_scale(jamp.master_weights(inner)),
-            jamp.master_weights(jamp.dynamic_loss_scale(inner)),
-        ):
-            state = tx.init(params)
-            master = getattr(state, "inner_state", state)
-            master = master if hasattr(master, "master") else state
-            copies = jax.tree.leaves(master.master)
-            assert len(copies) == 1 + is_copied, name
-            grads = jax.tree.map(jnp.ones_like, params)
-            for wrap in (lambda f: f, jax.jit):
-                new, after = wrap(functools.partial(jamp.step, tx))(
-                    grads, state, params
-                )
-                chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
-                chex.assert_trees_all_equal_dtypes(new, params)
-                if not is_copied:
-                    np.testing.assert_array_equal(new["b"], params["b"])
+@pytest.mark.parametrize("scaled", SCALED_BY)
+@pytest.mark.parametrize("name", MASTERED)
+@JIT_AND_EAGER
+def test_master_weights_copy_what_moves(wrap, name, scaled, dtype):
+    params, (inner, is_copied) = params_of(dtype), MASTERED[name]
+    tx = SCALED_BY[scaled](inner)
+    state = tx.init(params)
+    master = getattr(state, "inner_state", state)
+    master = master if hasattr(master, "master") else state
+    copies = jax.tree.leaves(master.master)
+    assert len(copies) == 1 + is_copied
+    grads = params_of(dtype)
+    new, after = wrap(functools.partial(jamp.step, tx))(grads, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    chex.assert_trees_all_equal_dtypes(new, params)
+    if not is_copied:
+        np.testing.assert_array_equal(new["b"], params["b"])
 
 
 def test_a_frozen_parameter_that_moves_again_needs_its_copy():
@@ -415,7 +445,7 @@ def test_the_transparent_form_of_sam_trains():
 # `jamp.step` around an optimizer that holds a loss scale.
 
 SCALED = jamp.dynamic_loss_scale(optax.sgd(0.1, momentum=0.9))
-KEY = jax.random.key(0)
+KEY = 0
 
 IN_FRONT = {
     "clip_by_global_norm": optax.clip_by_global_norm(1.0),
@@ -578,29 +608,48 @@ def kept(tree):
     return numbers([n.inner_state if isinstance(n, kind) else n for n in nodes])
 
 
+# Chains in which it stands in front.
+CHAINS = {
+    "chain": lambda member: optax.chain(member, SCALED),
+    "chain in a chain": lambda member: optax.chain(
+        optax.chain(optax.identity(), member), optax.masked(SCALED, TRAIN)
+    ),
+    "master weights": lambda member: optax.chain(member, jamp.master_weights(SCALED)),
+    "jitted": lambda member: jitted(optax.chain(member, SCALED)),
+    "jitted behind": lambda member: optax.chain(member, jitted(SCALED)),
+    "in some steps": lambda member: optax.conditionally_mask(
+        optax.chain(member, SCALED), ODD
+    ),
+    "in some steps behind": lambda member: optax.chain(
+        member, optax.conditionally_mask(SCALED, ODD)
+    ),
+    "in front in some steps": lambda member: optax.chain(
+        optax.conditionally_transform(member, ODD), SCALED
+    ),
+}
+
+
+@cover(quick=10)
+@pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("name", IN_FRONT)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_gradients_that_are_changed_before_the_loss_scale_are_refused(name, wrap):
-    member = IN_FRONT[name]
-    for tx in (
-        optax.chain(member, SCALED),
-        optax.chain(optax.chain(optax.identity(), member), optax.masked(SCALED, TRAIN)),
-        optax.chain(member, jamp.master_weights(SCALED)),
-        jitted(optax.chain(member, SCALED)),
-        optax.chain(member, jitted(SCALED)),
-        optax.conditionally_mask(optax.chain(member, SCALED), ODD),
-        optax.chain(member, optax.conditionally_mask(SCALED, ODD)),
-        optax.chain(optax.conditionally_transform(member, ODD), SCALED),
-    ):
-        step = wrap(
-            lambda grads, tx=tx: jamp.step(tx, grads, tx.init(params_of()), params_of())
-        )
-        with pytest.raises(ValueError, match=r"at \['[wb]'\] was changed before"):
-            step(gradients())
-    inside = jamp.dynamic_loss_scale(optax.chain(member, ADAM))
-    wrap(functools.partial(jamp.step, inside))(
-        gradients(), inside.init(params_of()), params_of()
-    )
+@JIT_AND_EAGER
+def test_gradients_that_are_changed_before_the_loss_scale_are_refused(
+    wrap, name, chain
+):
+    tx, params = CHAINS[chain](IN_FRONT[name]), params_of()
+    step = wrap(lambda grads: jamp.step(tx, grads, tx.init(params), params))
+    with pytest.raises(ValueError, match=r"at \['[wb]'\] was changed before"):
+        step(gradients())
+
+
+@cover(quick=2)
+@JIT_AND_EAGER
+@pytest.mark.parametrize("name", IN_FRONT)
+def test_gradients_that_are_changed_inside_of_the_loss_scale_are_not_refused(
+    name, wrap
+):
+    tx, params = jamp.dynamic_loss_scale(optax.chain(IN_FRONT[name], ADAM)), params_of()
+    wrap(functools.partial(jamp.step, tx))(gradients(), tx.init(params), params)
 
 
 def test_what_stands_in_front_of_a_disabled_loss_scale_may_change_gradients():
@@ -646,23 +695,41 @@ def test_a_step_is_watched_until_it_ends_and_in_its_own_thread():
     chex.assert_trees_all_equal(updated_alone(), expected)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_gradient_that_passes_by_the_loss_scale_is_refused(wrap):
-    for name, inner in {**LEAVING_B, **LEAVING_ALL}.items():
-        for tx in (inner, jitted(inner), optax.chain(optax.identity(), inner)):
-            params = params_of(jnp.float16 if "master" in name else jnp.float32)
-            step = wrap(lambda g, tx=tx, p=params: jamp.step(tx, g, tx.init(p), p))
-            at = "b" if name in LEAVING_B else "[wb]"
-            at = rf"scaled gradient at \['{at}'\] is used"
-            with pytest.raises(ValueError, match=at):
-                step(jax.tree.map(jnp.ones_like, params))
+INSIDE_OF = {
+    "alone": lambda inner: inner,
+    "jitted": jitted,
+    "in a chain": lambda inner: optax.chain(optax.identity(), inner),
+}
 
 
+@cover(quick=8)
+@JIT_AND_EAGER
+@pytest.mark.parametrize("around", INSIDE_OF)
+@pytest.mark.parametrize("name", [*LEAVING_B, *LEAVING_ALL])
+def test_a_gradient_that_passes_by_the_loss_scale_is_refused(name, around, wrap):
+    tx = INSIDE_OF[around](LEAVING_B.get(name) or LEAVING_ALL[name])
+    params = params_of(jnp.float16 if "master" in name else jnp.float32)
+    step = wrap(lambda grads: jamp.step(tx, grads, tx.init(params), params))
+    at = "b" if name in LEAVING_B else "[wb]"
+    with pytest.raises(ValueError, match=rf"scaled gradient at \['{at}'\] is used"):
+        step(jax.tree.map(jnp.ones_like, params))
+
+
+# The first of these are quick: eager and compiled in turns.
+FIRST = ("alone", "chain", "masked and frozen", "multi_transform inside", "jitted")
+FIRST += ("momentum behind", "in a loop", "master_weights", "no loss scale", "static")
+FIRST += ("inject_hyperparams", "condition on nothing", "MultiSteps inside")
+NESTS = [
+    (how, name)
+    for i, name in enumerate([*FIRST, *(n for n in LEGITIMATE if n not in FIRST)])
+    for how in (("eager", "branch"), ("branch", "eager"))[i % 2]
+]
 SELECTED = ("lookahead", "master_weights", "inject_hyperparams", "momentum behind")
-NESTS = [(how, name) for how in ("eager", "branch") for name in LEGITIMATE]
+NESTS += [("select", name) for name in SELECTED]
 
 
-@pytest.mark.parametrize("how, name", [*NESTS, *(("select", n) for n in SELECTED)])
+@cover(quick=14, ci=len(NESTS))
+@pytest.mark.parametrize("how, name", NESTS)
 def test_legitimate_nests_step_and_hold(how, name, monkeypatch):
     if how == "select":
         monkeypatch.setattr(skip, "branches", lambda: np.False_)
@@ -735,27 +802,37 @@ def zero_step(tx):
     return step, (params, tx.init(params))
 
 
-def test_zero_gradients_have_a_sane_scale():
-    for most, expected in ((float("inf"), 2.0**32), (2.0**18, 2.0**18), (1e5, 2.0**16)):
-        tx = jamp.dynamic_loss_scale(optax.sgd(0.1), max_scale=most)
-        step, state = zero_step(tx)
-        assert jamp.loss_scale(jamp.find_loss_scale(step, state, 1.0)) == expected
-        scaler, model = jamp.GradScaler(max_scale=most), Model()
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+MOST = [(float("inf"), 2.0**32), (2.0**18, 2.0**18), (1e5, 2.0**16)]
 
-        def nnx_step(model, optimizer, scaler):
-            grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
-            grads = jax.tree.map(lambda g: g * scaler.get_scale(), grads)
-            scaler.step(optimizer, model, grads)
-            scaler.update()
 
-        jamp.find_loss_scale(nnx_step, model, optimizer, scaler)
-        assert scaler.get_scale() == expected
+@cover(ci=len(MOST))
+@pytest.mark.parametrize("most, expected", MOST)
+def test_zero_gradients_have_a_sane_scale(most, expected):
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), max_scale=most)
+    step, state = zero_step(tx)
+    assert jamp.loss_scale(jamp.find_loss_scale(step, state, 1.0)) == expected
+
+
+@cover(ci=len(MOST))
+@pytest.mark.parametrize("most, expected", MOST)
+def test_zero_gradients_of_nnx_objects_have_a_sane_scale(most, expected):
+    scaler, model = jamp.GradScaler(max_scale=most), Model()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def nnx_step(model, optimizer, scaler):
+        grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+        grads = jax.tree.map(lambda g: g * scaler.get_scale(), grads)
+        scaler.step(optimizer, model, grads)
+        scaler.update()
+
+    jamp.find_loss_scale(nnx_step, model, optimizer, scaler)
+    assert scaler.get_scale() == expected
 
 
 @pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
 @pytest.mark.devices(4)
-@pytest.mark.parametrize("checks", [True, False])
+@cover()
+@pytest.mark.parametrize("checks", [False, True])
 def test_a_scale_is_found_where_the_state_varies(checks):
     tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**20)
 
@@ -787,7 +864,7 @@ def test_a_scale_is_found_where_the_state_varies(checks):
             check_vma=checks,
         )
     )
-    found, again = run(jnp.ones(2), 1 / jnp.arange(1.0, 9.0))
+    found, again = run(np.ones(2, "f4"), 1 / np.arange(1, 9, dtype="f4"))
     assert found.shape == (4,)
     if checks:
         np.testing.assert_array_equal(found, again)

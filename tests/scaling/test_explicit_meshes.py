@@ -5,7 +5,8 @@ One that is skipped holds them, and must return the same types.
 
 One table: how a parameter, its moment and its gradient lie on the mesh, and what makes
 the step. Where the optimizer alone takes a layout, so does jamp, and returns the same
-types. The numbers are exact in any order, and equal those of one device.
+types. The night goes through all layouts. The numbers are exact in any order, and equal
+those of one device.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 from tests.bits import check_same_bits
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 pytestmark = [
     pytest.mark.devices(8),
@@ -75,10 +76,11 @@ class Arrays(NamedTuple):
 
 def arrays(tx, dtype, scale, is_bad, place):
     """The arrays of a step, whose gradient is scaled."""
-    values = lambda seed: jax.random.randint(jax.random.key(seed), (8, 8), -4, 5)
-    param, grad = values(0).astype(dtype), values(1) * jnp.float32(scale)
+    values = lambda seed: np.random.default_rng(seed).integers(-4, 5, (8, 8))
+    param, grad = values(0).astype(dtype), np.float32(values(1) * scale)
     if is_bad:
-        grad = grad.at[5, 6].set(jnp.inf)
+        grad[5, 6] = np.inf
+    param, grad = jnp.asarray(param), jnp.asarray(grad)
     moments = lambda leaf: place(leaf, 1) if leaf.ndim else leaf
     state = jax.tree.map(moments, tx.init(param))
     return Arrays(place(grad, 2), state, place(param, 0))
@@ -207,24 +209,24 @@ def ways(axis_name=None):
     nnx_alone = of_nnx(nnx.Optimizer.update)
     return {
         "step": Way(scaled),
+        "masters, scaled": Way(dynamic(MASTERS), **half),
+        "GradScaler": Way(BARE, of_nnx(scaler_step), plain=nnx_alone),
+        "update": Way(scaled, alone),
+        "scan": Way(scaled, in_scan(step), plain=in_scan(alone)),
+        "remainders": Way(REMAINDERS, **half, **unscaled),
         "static": Way(static),
         "disabled": Way(disabled, **unscaled),
-        "update": Way(scaled, alone),
         "chain": Way(chain, inner=HALVED),
         "chain, update": Way(chain, alone, HALVED),
         "masters": Way(MASTERS, **half, **unscaled),
         "masters, update": Way(MASTERS, alone, **half, **unscaled),
-        "masters, scaled": Way(dynamic(MASTERS), **half),
         "masters, scaled inside": Way(jamp.master_weights(scaled), **half),
-        "remainders": Way(REMAINDERS, **half, **unscaled),
         "remainders, scaled": Way(dynamic(REMAINDERS), **half),
         "remainders, scaled, update": Way(dynamic(REMAINDERS), alone, **half),
         "MultiSteps": Way(dynamic(EVERY_2), inner=EVERY_2),
-        "scan": Way(scaled, in_scan(step), plain=in_scan(alone)),
         "scan of updates": Way(scaled, in_scan(alone), plain=in_scan(alone)),
         "retry": Way(scaled, retried),
         "find_loss_scale": Way(scaled, found),
-        "GradScaler": Way(BARE, of_nnx(scaler_step), plain=nnx_alone),
         "GradScaler, unscale_": Way(BARE, of_nnx(unscaled_step), plain=nnx_alone),
     }
 
@@ -283,23 +285,50 @@ def specs_of(way, mesh, layout, closed):
     return found, expected
 
 
-EVERY = list(itertools.product(LAYOUTS, CLOSED, ["set", "not set"]))
-
-
-@pytest.mark.parametrize(
-    "sizes, closed, mesh_is", mostly_slow(EVERY, ((8,), "nothing", "set"))
-)
-@pytest.mark.parametrize("name", WAYS)
-def test_types_are_those_of_the_optimizer_alone(name, sizes, closed, mesh_is):
+def check_types(name, sizes, layouts, closed, mesh_is):
+    """How many of the layouts the optimizer alone takes."""
     mesh, wrong, right = mesh_of(sizes), {}, 0
     with jax.set_mesh(mesh) if mesh_is == "set" else contextlib.nullcontext():
-        for layout in LAYOUTS[sizes]:
+        for layout in layouts:
             pair = specs_of(WAYS[name], mesh, layout, closed)
             right += pair is not None
             if pair is not None and pair[0] != pair[1]:
                 wrong[str(layout)] = pair
     assert not wrong
-    assert right > 12
+    return right
+
+
+# Layouts in which each parameter meets each moment, and both meet each gradient.
+SQUARES = {
+    f"{sizes}, {place}": (
+        sizes,
+        [
+            Layout(spec, moment, specs[(place + i) % len(specs)])
+            for i, moment in enumerate(specs)
+        ],
+    )
+    for place in range(4)
+    for sizes, specs in SPECS.items()
+    for spec in specs[place : place + 1]
+}
+
+
+@cover(quick=5)
+@pytest.mark.parametrize("mesh_is", ["set", "not set"])
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("square", SQUARES)
+def test_types_are_those_of_the_optimizer_alone(square, name, closed, mesh_is):
+    assert check_types(name, *SQUARES[square], closed, mesh_is)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh_is", ["set", "not set"])
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+@pytest.mark.parametrize("name", WAYS)
+def test_types_in_every_layout(name, sizes, closed, mesh_is):
+    assert check_types(name, sizes, LAYOUTS[sizes], closed, mesh_is) > 12
 
 
 NUMBERS = [
@@ -313,7 +342,8 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("layout", mostly_slow(NUMBERS, ZERO1), ids=str)
+@cover(quick=4, ci=60)
+@pytest.mark.parametrize("layout", NUMBERS, ids=str)
 @pytest.mark.parametrize("name", WAYS)
 def test_numbers_are_those_of_one_device(name, layout):
     way, mesh = WAYS[name], mesh_of((8,))
@@ -345,6 +375,7 @@ def to(spec):
     )
 
 
+@cover(quick=2, ci=6)
 @pytest.mark.parametrize("behind", [False, True], ids=["in front", "behind"])
 @pytest.mark.parametrize("name", ["step", "masters", "remainders, scaled"])
 def test_what_reshards_gradients_or_updates_may_stand_in_a_chain(name, behind):
@@ -386,6 +417,7 @@ WHICH = [
 ]
 
 
+@cover(quick=4)
 @pytest.mark.parametrize("name", MAPPED_WAYS)
 def test_parts_vary_as_those_of_the_optimizer_alone(name):
     way, wrong, right = MAPPED_WAYS[name], {}, 0

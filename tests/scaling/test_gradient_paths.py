@@ -5,8 +5,6 @@ finite, or the step would not be skipped and the scale would grow. And what thes
 leave finite stays finite.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 from jamp._scaling import arithmetic, eight_bits
+
+from ..marks import cover
 
 DEVICES = 8
 pytestmark = [
@@ -60,13 +60,15 @@ def on_devices(function):
     return jax.jit(run)(GRADIENTS)
 
 
+@cover(quick=2, ci=18)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("used", WIDE, ids=str)
 @pytest.mark.parametrize("own", WIDE, ids=str)
-def test_gather(own, split):
-    cases = list(itertools.product(WIDE, (None, *WIDE, *EIGHT)))
+def test_gather(own, used, split):
+    cases = (None, *WIDE, *EIGHT)
 
     def gradients(values):
-        def gradient(used, reduced):
+        def gradient(reduced):
             gather = lambda param: jamp.sharding.gather(
                 param,
                 "data",
@@ -79,52 +81,53 @@ def test_gather(own, split):
             given = jnp.tile(values, (DEVICES, 1)) if split else values
             return pull(given.astype(used))[0][:, -1]
 
-        return [gradient(*case) for case in cases]
+        return [gradient(reduced) for reduced in cases]
 
-    for (used, reduced), found in zip(cases, on_devices(gradients), strict=True):
+    for reduced, found in zip(cases, on_devices(gradients), strict=True):
         between = [reduced] if reduced in WIDE else []
         check((own, used, reduced), found, used, *between, own)
 
 
-def test_mean_and_error_feedback():
-    means = list(itertools.product(WIDE, (None, *WIDE, *EIGHT)))
-    feedbacks = list(itertools.product(WIDE, EIGHT))
+@cover(ci=3)
+@pytest.mark.parametrize("own", WIDE, ids=str)
+def test_mean_and_error_feedback(own):
+    means, feedbacks = (None, *WIDE, *EIGHT), EIGHT
 
     def averaged(values):
-        def mean(own, dtype):
+        def mean(dtype):
             given = values.astype(own)
             return jamp.sharding.mean(given, "data", dtype=dtype, block=BLOCK)[:, -1]
 
-        def feedback(own, dtype):
+        def feedback(dtype):
             tx = jamp.sharding.error_feedback("data", DEVICES, dtype=dtype, block=BLOCK)
             given = values.astype(own)
             return tx.update(given, tx.init(given))[0][:, -1]
 
-        return [mean(*case) for case in means], [feedback(*case) for case in feedbacks]
+        return [*map(mean, means)], [*map(feedback, feedbacks)]
 
     of_mean, of_feedback = on_devices(averaged)
-    for (own, dtype), found in zip(means, of_mean, strict=True):
+    for dtype, found in zip(means, of_mean, strict=True):
         between = [dtype, own] if dtype in WIDE else []
         check(("mean", own, dtype), found, own, *between)
-    for (own, dtype), found in zip(feedbacks, of_feedback, strict=True):
+    for dtype, found in zip(feedbacks, of_feedback, strict=True):
         check(("error_feedback", own, dtype), found, own)
 
 
-def test_unscale_and_the_step():
-    for scale in (1.0, 2.0**16, 2.0**126):
-        tx = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=scale)
-        inverse = arithmetic.invert(jnp.float32(scale))
-        for dtype in WIDE:
-            grads = jnp.asarray(VALUES).astype(dtype)
-            check(("unscale", dtype), arithmetic.unscale(grads, inverse), dtype)
-            for own in WIDE:
-                param = jnp.ones([], own)
+@cover(quick=3, ci=9)
+@pytest.mark.parametrize("scale", [2.0**16, 1.0, 2.0**126])
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_unscale_and_the_step(dtype, scale):
+    tx = jamp.dynamic_loss_scale(optax.sgd(1.0), init_scale=scale)
+    inverse = arithmetic.invert(jnp.float32(scale))
+    grads = jnp.asarray(VALUES).astype(dtype)
+    check(("unscale", dtype), arithmetic.unscale(grads, inverse), dtype)
 
-                def skips(grad, tx=tx, param=param):
-                    return jamp.step(tx, grad, tx.init(param), param)[1].found_inf
+    def skips(grad):
+        params = [jnp.ones([], own) for own in WIDE]
+        return [jamp.step(tx, grad, tx.init(p), p)[1].found_inf for p in params]
 
-                skipped = jax.jit(jax.vmap(skips))(grads)
-                check(("step", dtype, own), np.where(skipped, np.inf, 0.0), dtype)
+    for own, skipped in zip(WIDE, jax.jit(jax.vmap(skips))(grads), strict=True):
+        check(("step", dtype, own), np.where(skipped, np.inf, 0.0), dtype)
 
 
 PATHS = {
@@ -148,8 +151,10 @@ def test_casts_of_parameters(name):
         check((name, dtype), jax.jit(jax.vmap(pulled))(VALUES), dtype)
 
 
+@cover()
 @pytest.mark.parametrize("dtype", EIGHT, ids=str)
 def test_bytes_of_a_block(dtype):
     known = jnp.dtype(dtype)
-    sent = eight_bits.encode(jnp.asarray(GRADIENTS), known)
-    check(dtype, eight_bits.decode(sent, known)[:, -1], F32)
+    sent = jax.jit(lambda grads: eight_bits.encode(grads, known))(GRADIENTS)
+    found = jax.jit(lambda sent: eight_bits.decode(sent, known))(sent)
+    check(dtype, found[:, -1], F32)

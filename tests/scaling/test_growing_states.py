@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 from tests.bits import check_same_bits
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -48,14 +48,15 @@ def halved(params):
 SGD = optax.sgd(0.5, momentum=0.5)
 OPTIMIZERS = {
     "monitor": lambda: optax.chain(optax.monitor({"norm": norm}), SGD),
+    "none": lambda: momentum(
+        lambda p: {"m": None}, lambda m: {"m": m}, lambda state: state["m"]
+    ),
+    "wider": lambda: momentum(halved, lambda m: {"m": m}, lambda state: state["m"]),
     "monitor behind": lambda: optax.chain(SGD, optax.monitor({"norm": norm})),
     "two monitors": lambda: optax.chain(
         optax.monitor({"a": norm, "b": lambda g: {"max": jnp.max(g["w"])}}),
         SGD,
         optax.monitor({"ema": optax.measure_with_ema(norm, 0.5, debias=False)}),
-    ),
-    "none": lambda: momentum(
-        lambda p: {"m": None}, lambda m: {"m": m}, lambda state: state["m"]
     ),
     "empty": lambda: momentum(
         lambda p: (), lambda m: (m,), lambda state: state[0] if state else None
@@ -65,14 +66,13 @@ OPTIMIZERS = {
         lambda m: {"a": m, "z": jnp.ones(())},
         lambda state: state.get("a"),
     ),
-    "wider": lambda: momentum(halved, lambda m: {"m": m}, lambda state: state["m"]),
 }
 SCALES = {
     "dynamic": lambda tx: jamp.dynamic_loss_scale(tx, START),
     "static": lambda tx: jamp.static_loss_scale(tx, START),
     "disabled": lambda tx: jamp.dynamic_loss_scale(tx, enabled=False),
 }
-WRAPS = {"eager": lambda function: function, "jit": jax.jit}
+WRAPS = {"jit": jax.jit, "eager": lambda function: function}
 RUNS = {
     "runs": (1, 2, 3),
     "skips": (INF, 1, 2),
@@ -97,7 +97,8 @@ HOWS = {"step": by_step, "update": by_update}
 
 
 def make_params(dtype=jnp.float32):
-    return {"w": jnp.asarray([1, 2, 3], dtype), "b": jnp.ones((2, 2), dtype)}
+    params = {"w": [1, 2, 3], "b": [[1, 1], [1, 1]]}
+    return {name: jnp.asarray(np.array(p, dtype)) for name, p in params.items()}
 
 
 def make_grads(number, params):
@@ -113,11 +114,12 @@ def types(tree):
     return {path: (leaf.shape, leaf.dtype) for path, leaf in by_path(tree).items()}
 
 
+@cover(quick=3)
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("wrap", mostly_slow(WRAPS, "jit"))
-@pytest.mark.parametrize("scale", mostly_slow(SCALES, "dynamic"))
-@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "monitor", "none", "wider"))
-def test_the_first_step_adds_to_the_state(name, scale, wrap, how):
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_the_first_step_adds_to_the_state(wrap, name, scale, how):
     bare, tx = OPTIMIZERS[name](), SCALES[scale](OPTIMIZERS[name]())
     step = WRAPS[wrap](HOWS[how](tx))
     for numbers in RUNS.values():
@@ -145,7 +147,8 @@ def test_the_first_step_adds_to_the_state(name, scale, wrap, how):
                 np.testing.assert_array_equal(leaf, old.get(path, 0.0 * leaf))
 
 
-@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "monitor", "none"))
+@cover()
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_scan_begins_with_the_state_of_a_step(name):
     """Without a loss scale JAX refuses the first step in a scan too."""
     params = make_params()
@@ -168,7 +171,8 @@ def test_a_scan_begins_with_the_state_of_a_step(name):
     assert types(after) == types(state) and after.skipped_steps == 1
 
 
-@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "monitor", "wider"))
+@cover()
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_multi_steps_is_as_without_a_loss_scale(name):
     params = make_params()
     bare = optax.MultiSteps(OPTIMIZERS[name](), 2).gradient_transformation()
@@ -187,8 +191,9 @@ def test_multi_steps_is_as_without_a_loss_scale(name):
     check(found[1], found[0])
 
 
+@cover()
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "monitor", "wider"))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_retry_says_to_take_the_first_step_before(name, wrap):
     tx = jamp.dynamic_loss_scale(OPTIMIZERS[name](), 4.0)
 
@@ -208,36 +213,48 @@ def test_retry_says_to_take_the_first_step_before(name, wrap):
     assert types(state) == types(first[1])
 
 
+MONITOR = optax.monitor({"norm": norm})
+
+
+@cover(ci=8)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("remainder", [False, True])
-def test_masters_beside_a_monitor(remainder, how):
-    masters = functools.partial(jamp.master_weights, SGD, remainder=remainder)
-    other = jamp.master_weights(SGD, remainder=not remainder)
-    monitor = optax.monitor({"norm": norm})
-    inside = jamp.master_weights(optax.chain(monitor, SGD), remainder=remainder)
+@pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside"])
+def test_masters_beside_a_monitor(inside, remainder, how):
+    masters = functools.partial(jamp.master_weights, remainder=remainder)
+    inner = optax.chain(MONITOR, masters(SGD))
+    inner = masters(optax.chain(MONITOR, SGD)) if inside else inner
     params = make_params(jnp.bfloat16)
-    for inner in (optax.chain(monitor, masters()), inside):
-        tx = jamp.dynamic_loss_scale(inner, START)
-        state, moved = tx.init(params), params
-        step = jax.jit(HOWS[how](tx))
-        for number in (INF, 1, INF, 2):
-            grads = make_grads(number * float(state.loss_scale), params)
-            moved, state = step(grads, state, moved)
-        assert state.skipped_steps == 2 and optax.tree.get(state, "norm") > 0
-        check_same_bits(moved, trained_alone(params))
-    # The other form of the masters goes on, although the state has grown.
-    tx = jamp.dynamic_loss_scale(optax.chain(monitor, other), START)
-    same = jamp.dynamic_loss_scale(optax.chain(monitor, masters()), START)
-    _, state = jamp.step(same, params, same.init(params), params)
-    _, after = jamp.step(tx, params, state, params)
-    assert types(after) == types(jamp.step(tx, params, tx.init(params), params)[1])
+    tx = jamp.dynamic_loss_scale(inner, START)
+    state, moved = tx.init(params), params
+    step = jax.jit(HOWS[how](tx))
+    for number in (INF, 1, INF, 2):
+        grads = make_grads(number * float(state.loss_scale), params)
+        moved, state = step(grads, state, moved)
+    assert state.skipped_steps == 2 and optax.tree.get(state, "norm") > 0
+    check_same_bits(moved, trained_alone(params))
+
+
+@cover()
+@pytest.mark.parametrize("remainder", [False, True])
+def test_the_other_form_of_the_masters_goes_on_although_the_state_has_grown(remainder):
+    masters = functools.partial(jamp.master_weights, SGD)
+    params = make_params(jnp.bfloat16)
+    other = optax.chain(MONITOR, masters(remainder=not remainder))
+    same = optax.chain(MONITOR, masters(remainder=remainder))
+    tx, same = (jamp.dynamic_loss_scale(inner, START) for inner in (other, same))
+    first = jax.jit(functools.partial(jamp.step, same))
+    _, state = first(params, same.init(params), params)
+    step = functools.partial(jax.eval_shape, functools.partial(jamp.step, tx))
+    _, after = step(params, state, params)
+    assert types(after) == types(step(params, tx.init(params), params)[1])
 
 
 def trained_alone(params):
     tx = jamp.master_weights(SGD)
-    state = tx.init(params)
+    state, step = tx.init(params), jax.jit(functools.partial(jamp.step, tx))
     for number in (1, 2):
-        params, state = jamp.step(tx, make_grads(number, params), state, params)
+        params, state = step(make_grads(number, params), state, params)
     return params
 
 
@@ -310,23 +327,29 @@ class Weights(nnx.Module):
 
 
 # NNX itself cannot write into None or an empty tuple.
-NNX = {
+NNX = {"monitor": (nnx.Optimizer, OPTIMIZERS["monitor"])}
+NNX["subclass"] = Logs, lambda: SGD
+NNX |= {
     name: (nnx.Optimizer, of)
     for name, of in OPTIMIZERS.items()
-    if name not in ("none", "empty")
-} | {"subclass": (Logs, lambda: SGD)}
-NNX_WRAPS = {"eager": lambda function: function, "jit": nnx.jit}
+    if name not in ("none", "empty", *NNX)
+}
+NNX_WRAPS = {"jit": nnx.jit, "eager": lambda function: function}
+NNX_RUNS = [(True, run) for run in RUNS] + [(False, "runs")]  # enabled or not
 
 
 def grads_of(model, number):
     return jax.tree.map(lambda p: jnp.full_like(p, 0.25 * number), nnx.state(model))
 
 
+@cover(quick=4)
 @pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("enabled, run", NNX_RUNS)
+@pytest.mark.parametrize("name", NNX)
 @pytest.mark.parametrize("wrap", NNX_WRAPS)
-@pytest.mark.parametrize("enabled", mostly_slow([True, False], True))
-@pytest.mark.parametrize("name", mostly_slow(NNX, "monitor", "subclass"))
-def test_the_first_step_of_an_nnx_optimizer_adds_to_it(name, enabled, wrap, unscales):
+def test_the_first_step_of_an_nnx_optimizer_adds_to_it(
+    wrap, name, enabled, run, unscales
+):
     cls, of = NNX[name]
 
     def step(model, optimizer, scaler, number):
@@ -337,28 +360,25 @@ def test_the_first_step_of_an_nnx_optimizer_adds_to_it(name, enabled, wrap, unsc
         scaler.update()
         return skipped
 
-    for numbers in RUNS.values():
-        if not enabled and INF in numbers:
-            continue
-        run = NNX_WRAPS[wrap](step)
-        (model, plain), scaler = (
-            (Weights(), Weights()),
-            jamp.GradScaler(START, enabled=enabled),
-        )
-        optimizer, bare = (cls(m, of(), wrt=nnx.Param) for m in (model, plain))
-        known = model.w, optimizer.step
-        for number in numbers:
-            skipped = run(model, optimizer, scaler, jnp.float32(number))
-            assert bool(skipped) == (number == INF)
-            if number < INF:
-                bare.update(plain, grads_of(plain, number))
-                check_same_bits(*(nnx.as_pure(nnx.state(x)) for x in (model, plain)))
-                check_same_bits(*(nnx.as_pure(nnx.state(x)) for x in (optimizer, bare)))
-        assert model.w is known[0] and optimizer.step is known[1]
-        if cls is Logs:
-            assert isinstance(optimizer.norm, nnx.Variable)
-            assert isinstance(optimizer.more, More)
-        assert optimizer.step[...] == sum(number < INF for number in numbers)
+    numbers, step = RUNS[run], NNX_WRAPS[wrap](step)
+    (model, plain), scaler = (
+        (Weights(), Weights()),
+        jamp.GradScaler(START, enabled=enabled),
+    )
+    optimizer, bare = (cls(m, of(), wrt=nnx.Param) for m in (model, plain))
+    known = model.w, optimizer.step
+    for number in numbers:
+        skipped = step(model, optimizer, scaler, jnp.float32(number))
+        assert bool(skipped) == (number == INF)
+        if number < INF:
+            bare.update(plain, grads_of(plain, number))
+            check_same_bits(*(nnx.as_pure(nnx.state(x)) for x in (model, plain)))
+            check_same_bits(*(nnx.as_pure(nnx.state(x)) for x in (optimizer, bare)))
+    assert model.w is known[0] and optimizer.step is known[1]
+    if cls is Logs:
+        assert isinstance(optimizer.norm, nnx.Variable)
+        assert isinstance(optimizer.more, More)
+    assert optimizer.step[...] == sum(number < INF for number in numbers)
 
 
 @pytest.mark.parametrize("wrap", NNX_WRAPS)

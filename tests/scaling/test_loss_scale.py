@@ -39,6 +39,29 @@ def by_oracle(config, flags):
     return trajectory(start, np.array(flags), dataclasses.asdict(config))
 
 
+def check_update(config, flags):
+    states, expected = follow(config, flags), by_oracle(config, flags)
+    np.testing.assert_array_equal(
+        states.loss_scale.view(np.uint32), expected.scale.view(np.uint32)
+    )
+    np.testing.assert_array_equal(states.growth_tracker, expected.tracker)
+    np.testing.assert_array_equal(states.hysteresis_tracker, -2 - expected.forgiven)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 3},
+        {"growth_interval": 1, "hysteresis": 2, "min_scale": 100.0, "max_scale": 1e6},
+    ],
+    ids=["factors", "bounds"],
+)
+def test_some_updates_follow_the_rule(numbers):
+    flags = np.random.default_rng(0).random(200) < 0.4
+    check_update(LossScaleConfig(init_scale=2.0**10, **numbers), flags.tolist())
+
+
+@pytest.mark.slow
 @given(
     growth=st.floats(1.0000001, 16.0),
     backoff=st.floats(0.01, 0.999),
@@ -58,12 +81,7 @@ def test_update_follows_the_rule(growth, backoff, interval, hysteresis, bounds, 
         max_scale=bounds[1],
     )
     flags = flags + [True] * (200 - len(flags))  # one shape, and a run of overflows
-    states, expected = follow(config, flags), by_oracle(config, flags)
-    np.testing.assert_array_equal(
-        states.loss_scale.view(np.uint32), expected.scale.view(np.uint32)
-    )
-    np.testing.assert_array_equal(states.growth_tracker, expected.tracker)
-    np.testing.assert_array_equal(states.hysteresis_tracker, -2 - expected.forgiven)
+    check_update(config, flags)
 
 
 def test_the_product_is_formed_in_float64():
@@ -196,21 +214,22 @@ def test_all_finite_of_the_largest_numbers_and_of_nothing():
     assert arithmetic.all_finite({}) and arithmetic.all_finite(jnp.zeros((0, 4)))
 
 
-@pytest.mark.parametrize(
+@walk(
     "value, dtype",
     [
-        (jnp.float16(3), jnp.float32),
-        (jnp.bfloat16(3), jnp.float32),
-        (jnp.float32(3), jnp.float32),
-        (jnp.int32(3), jnp.float32),
+        (np.array(3, np.float16), jnp.float32),
+        (np.array(3, jnp.bfloat16), jnp.float32),
+        (np.array(3, np.float32), jnp.float32),
+        (np.array(3, np.int32), jnp.float32),
         (3.0, jnp.float32),
-        (jnp.ones(2, jnp.float16), jnp.float16),
-        (jnp.ones((2, 1), jnp.bfloat16), jnp.bfloat16),
-        (jnp.arange(2), jnp.float32),
-        (jnp.complex64(1j), jnp.complex64),
+        (np.ones(2, np.float16), jnp.float16),
+        (np.ones((2, 1), jnp.bfloat16), jnp.bfloat16),
+        (np.arange(2, dtype=np.int32), jnp.float32),
+        (np.array(1j, np.complex64), jnp.complex64),
     ],
 )
 def test_scale_has_torchs_result_dtypes(value, dtype):
+    value = value if isinstance(value, float) else jnp.asarray(value)
     result = arithmetic.scale(value, jnp.float32(2**10))
     assert result.dtype == dtype
     np.testing.assert_array_equal(result, np.asarray(value).astype(dtype) * 2**10)

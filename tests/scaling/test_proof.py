@@ -1,7 +1,7 @@
 """`find_loss_scale` and `check_step` name wrong steps, and right ones pass."""
 
+import contextlib
 import functools
-import itertools
 import re
 
 import jax
@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 
 import jamp
 
-from ..marks import mostly_nightly, mostly_slow
+from ..marks import cover
 from .optimizers import NEEDS_VALUE, OPTIMIZERS
 from .wrong_steps import (
     DIVIDED,
@@ -31,43 +31,50 @@ from .wrong_steps import (
     make_params,
 )
 
-CASES = list(itertools.product(STYLES, WAYS))
-QUICK = [("pair", "jit"), ("TrainState", "pmap"), ("NNX", "scan")]
+CASES = [(style, way) for way in WAYS for style in STYLES]
+CASES.remove(("NNX", "shard_map"))  # there is no such step
 pytestmark = [
     pytest.mark.devices(4),
     pytest.mark.usefixtures("standard_promotion"),
 ]
 
 
-def some(table):
-    """Each step in each style and way, of which CI runs one."""
-    rows = [(name, *case) for name in table for case in CASES]
-    quick = [(name, *QUICK[i % 3]) for i, name in enumerate(table)]
-    return mostly_nightly(rows, *quick)
-
-
-@pytest.mark.parametrize("name, style, way", some(WRONG))
-def test_a_wrong_step_is_named(name, style, way):
-    if (made := call(style, WRONG[name], way)) is None:
-        pytest.skip("no such step")
+@cover(quick=6, ci=40)
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("style, way", CASES)
+def test_a_wrong_step_is_named(style, way, name):
     with pytest.raises(ValueError) as error:
-        jamp.find_loss_scale(*made)
+        jamp.find_loss_scale(*call(style, WRONG[name], way))
     assert re.search(WRONG[name].message, str(error.value), re.DOTALL)
 
 
-@pytest.mark.parametrize("name, style, way", some(RIGHT))
-def test_a_right_step_passes(name, style, way):
-    if (made := call(style, RIGHT[name], way)) is None:
-        pytest.skip("no such step")
-    jamp.find_loss_scale(*made)
+@cover(quick=3, ci=24)
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("style, way", CASES)
+def test_a_right_step_passes(style, way, name):
+    jamp.find_loss_scale(*call(style, RIGHT[name], way))
 
 
 # Steps whose state is in several arguments, or is all that they return.
 
 X, Y = make_batch()
 TX = jamp.dynamic_loss_scale(optax.adamw(1e-3))
-PARAMS = make_params()
-STATE = PARAMS, TX.init(PARAMS)
+
+
+@functools.cache
+def start():
+    return make_params(), TX.init(make_params())
+
+
+def light_loss(params, x):
+    """Its gradient is `x` times the scale, in float16."""
+    product = params.astype(jnp.float16) * x.astype(jnp.float16)
+    return jnp.sum(product).astype(jnp.float32)
+
+
+def light_start(tx):
+    params = jnp.asarray(np.ones(4, np.float32))
+    return params, tx.init(params)
 
 
 def moved(params, opt_state, x, y, is_wrong):
@@ -129,40 +136,46 @@ def delayed(state, x, y, is_wrong):
     return (tuple(critic), actor, count + 1), loss
 
 
-BUFFER = {"key": jax.random.key(2), "agent": STATE, "count": jnp.int32(0)}
-BUFFER["buffer"] = (16 * X).astype(jnp.int8)
+def with_buffer():
+    state = {"key": jax.random.key(2), "agent": start(), "count": jnp.int32(0)}
+    return state | {"buffer": jnp.asarray((16 * X).astype(np.int8))}
+
+
 FORMS = {
-    of_params: STATE,
-    of_params_alone: STATE,
-    behind_a_key: (jax.random.key(0), STATE),
-    of_two: (STATE, STATE),
-    of_a_pair: (STATE, STATE),
-    alone: (STATE,),
-    with_two_results: (STATE,),
-    with_a_buffer: (BUFFER,),
-    delayed: ((STATE, STATE, jnp.int32(0)),),
+    of_params: start,
+    of_params_alone: start,
+    behind_a_key: lambda: (jax.random.key(0), start()),
+    of_two: lambda: (start(), start()),
+    of_a_pair: lambda: (start(), start()),
+    alone: lambda: (start(),),
+    with_two_results: lambda: (start(),),
+    with_a_buffer: lambda: (with_buffer(),),
+    delayed: lambda: ((start(), start(), jnp.int32(0)),),
 }
 
 
-@pytest.mark.parametrize("step", mostly_slow(FORMS, of_params, of_two, delayed))
-@pytest.mark.parametrize("jit", mostly_slow([False, True], True))
-def test_the_state_is_what_a_step_returns(step, jit):
-    given = FORMS[step]
-    right, wrong = (functools.partial(step, is_wrong=flag) for flag in (False, True))
-    if jit:
-        count = len(given)
-        right, wrong = (jax.jit(f, donate_argnums=range(count)) for f in (right, wrong))
-    found = jamp.find_loss_scale(right, *given, X, Y)
+@cover(quick=2)
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("step", FORMS)
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_state_is_what_a_step_returns(is_wrong, step, jit):
+    given = FORMS[step]()
+    taken = functools.partial(step, is_wrong=is_wrong)
+    taken = jax.jit(taken, donate_argnums=range(len(given))) if jit else taken
+    if is_wrong:
+        with pytest.raises(ValueError, match=DIVIDED):
+            jamp.find_loss_scale(taken, *given, X, Y)
+        return
+    found = jamp.find_loss_scale(taken, *given, X, Y)
     expected = [
         node for node in given if not isinstance(node, jax.Array) or node is None
     ]
     kept = expected[0] if len(expected) == 1 else tuple(expected)
     assert jax.tree.structure(found) == jax.tree.structure(kept)
-    with pytest.raises(ValueError, match=DIVIDED):
-        jamp.find_loss_scale(wrong, *given, X, Y)
 
 
-@pytest.mark.parametrize("jit", [lambda step: step, jax.jit], ids=["plain", "jit"])
+@cover()
+@pytest.mark.parametrize("jit", [jax.jit, lambda step: step], ids=["jit", "plain"])
 def test_a_step_that_wraps_another_has_its_own_arguments(jit):
     right = functools.partial(of_params, is_wrong=False)
 
@@ -171,20 +184,23 @@ def test_a_step_that_wraps_another_has_its_own_arguments(jit):
         params, opt_state, _ = right(*state, x, y)
         return params, opt_state
 
-    assert jamp.debug.check_step(jit(step), STATE, X, Y).problems == ()
+    assert jamp.debug.check_step(jit(step), start(), X, Y).problems == ()
     with pytest.raises(TypeError, match=r"missing .* 'y'. .* step\(state, x, y\)"):
-        jamp.debug.check_step(jit(step), STATE, X)
+        jamp.debug.check_step(jit(step), start(), X)
 
 
-def test_a_step_retries_in_each_form():
-    high = jax.tree.map(lambda a: a, STATE)
+@cover(ci=2)
+@pytest.mark.parametrize("form", [of_params, of_two])
+def test_a_step_retries_in_each_form(form):
+    high = jax.tree.map(lambda a: a, start())
     high = high[0], optax.tree.set(high[1], loss_scale=jnp.float32(2.0**24))
-    step = jax.jit(jamp.retry(functools.partial(of_params, is_wrong=False), 20))
-    _, opt_state, loss = step(*high, X, Y)
-    assert not jamp.metrics(opt_state)["found_inf"] and loss > 0
-    assert jamp.metrics(opt_state)["retried_steps"] > 0
-    step = jax.jit(jamp.retry(functools.partial(of_two, is_wrong=False), 20))
-    actor, critic, _ = step(high, STATE, X, Y)
+    step = jax.jit(jamp.retry(functools.partial(form, is_wrong=False), 20))
+    if form is of_params:
+        _, opt_state, loss = step(*high, X, Y)
+        assert not jamp.metrics(opt_state)["found_inf"] and loss > 0
+        assert jamp.metrics(opt_state)["retried_steps"] > 0
+        return
+    actor, critic, _ = step(high, start(), X, Y)
     for state in (actor, critic):
         assert not jamp.metrics(state)["found_inf"]
 
@@ -192,7 +208,7 @@ def test_a_step_retries_in_each_form():
 def test_states_that_a_step_does_not_return_are_told():
     step = lambda params, opt_state, x, y: moved(params, opt_state, x, y, False)[2]
     with pytest.raises(TypeError, match=r"got dict, .*State.*, and returned"):
-        jamp.find_loss_scale(step, *STATE, X, Y)
+        jamp.find_loss_scale(step, *start(), X, Y)
 
 
 # What is refused in a step, where it is traced.
@@ -231,10 +247,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("step", REFUSED)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_what_is_refused_where_it_is_traced(step, wrap):
+def test_what_is_refused_where_it_is_traced(step):
     with pytest.raises(ValueError, match=REFUSED[step]):
-        wrap(step)(*STATE)
+        jax.eval_shape(step, *start())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", REFUSED)
+def test_it_is_refused_eagerly_and_in_jit(step):
+    for wrapped in (step, jax.jit(step)):
+        with pytest.raises(ValueError, match=REFUSED[step]):
+            wrapped(*start())
 
 
 def test_a_plain_optimizer_called_by_hand_is_named():
@@ -247,10 +270,14 @@ def test_a_plain_optimizer_called_by_hand_is_named():
         return (optax.apply_updates(params, updates), opt_state, plain_state), None
 
     with pytest.raises(ValueError, match="to no optimizer with a loss scale"):
-        jamp.find_loss_scale(step, (*STATE, plain.init(PARAMS)), X, Y)
+        jamp.find_loss_scale(step, (*start(), plain.init(make_params())), X, Y)
 
 
-HALF = jax.tree.map(lambda a: a.astype(jnp.bfloat16), PARAMS)
+@functools.cache
+def half():
+    return jax.tree.map(lambda a: a.astype(jnp.bfloat16), make_params())
+
+
 BEHIND = {  # what stands behind master weights, and whether it may
     "scale": (optax.scale(0.5), False),
     "decay": (optax.add_decayed_weights(0.1), False),
@@ -262,36 +289,40 @@ BEHIND = {  # what stands behind master weights, and whether it may
 }
 
 
+@cover(quick=4)
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("remainder", [True, False])
 @pytest.mark.parametrize("name", BEHIND)
-@pytest.mark.parametrize("remainder", mostly_slow([False, True], True))
-@pytest.mark.parametrize("scaled", mostly_slow([False, True], True))
 def test_nothing_that_changes_updates_stands_behind_master_weights(
     name, remainder, scaled
 ):
     behind, may = BEHIND[name]
     tx = optax.chain(jamp.master_weights(optax.sgd(0.1), remainder=remainder), behind)
     tx = jamp.dynamic_loss_scale(tx) if scaled else tx
-    state, grads = tx.init(HALF), jax.tree.map(jnp.ones_like, HALF)
+    state, grads = tx.init(half()), jax.tree.map(jnp.ones_like, half())
     step = jax.jit(functools.partial(jamp.step, tx))
     if may:
-        step(grads, state, HALF)
+        step(grads, state, half())
         return
     with pytest.raises(ValueError, match=r"was changed after jamp\.master_weights"):
-        step(grads, state, HALF)
+        step(grads, state, half())
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_master_weights_stand_in_multi_steps_and_transforms(every):
+@cover(ci=6)
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("around", ["MultiSteps", "multi_transform", "every step"])
+def test_master_weights_stand_in_multi_steps_and_transforms(around, wrap):
     masters = jamp.master_weights(optax.adam(0.1), remainder=True)
     labels = {"w1": "a", "b": "b", "w2": "a"}
     parts = {"a": masters, "b": jamp.master_weights(optax.set_to_zero())}
-    for inner in (
-        optax.MultiSteps(masters, every),
-        optax.multi_transform(parts, labels),
-    ):
-        tx = jamp.dynamic_loss_scale(inner)
-        grads = jax.tree.map(jnp.ones_like, HALF)
-        jamp.step(tx, grads, tx.init(HALF), HALF)
+    inner = {
+        "MultiSteps": optax.MultiSteps(masters, 2),
+        "multi_transform": optax.multi_transform(parts, labels),
+        "every step": optax.MultiSteps(masters, 1),
+    }[around]
+    tx = jamp.dynamic_loss_scale(inner)
+    grads = jax.tree.map(jnp.ones_like, half())
+    wrap(functools.partial(jamp.step, tx))(grads, tx.init(half()), half())
 
 
 # GradScaler: what torch does in place.
@@ -316,18 +347,22 @@ def make_objects():
     return model, optimizer, jamp.GradScaler()
 
 
-@pytest.mark.parametrize("wrap", mostly_slow([lambda f: f, nnx.jit], nnx.jit))
-def test_a_scaler_used_as_in_torch_is_named(wrap):
-    objects = make_objects()
-    jamp.find_loss_scale(wrap(scaler_step), *objects, X, Y)
-    drops = functools.partial(scaler_step, dropped=True)
-    message = r"nothing uses what scaler\.unscale_ returned at test_proof\.py:\d+"
-    with pytest.raises(ValueError, match=message):
-        jamp.find_loss_scale(wrap(drops), *objects, X, Y)
-    twice = functools.partial(scaler_step, twice=True)
-    message = r"the loss is scaled at test_proof\.py:\d+ in loss_fn, and again"
-    with pytest.raises(ValueError, match=message):
-        jamp.find_loss_scale(wrap(twice), *objects, X, Y)
+USES = {  # of a scaler, and how they are named if they are wrong
+    "right": None,
+    "dropped": r"nothing uses what scaler\.unscale_ returned at test_proof\.py:\d+",
+    "twice": r"the loss is scaled at test_proof\.py:\d+ in loss_fn, and again",
+}
+
+
+@cover(quick=3, ci=6)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("wrap", [nnx.jit, lambda f: f], ids=["jit", "plain"])
+def test_a_scaler_used_as_in_torch_is_named(wrap, use):
+    right = USES[use] is None
+    step = scaler_step if right else functools.partial(scaler_step, **{use: True})
+    refused = pytest.raises(ValueError, match=USES[use])
+    with contextlib.nullcontext() if right else refused:
+        jamp.find_loss_scale(wrap(step), *make_objects(), X, Y)
 
 
 def test_what_jamp_unscale_returned_is_named_with_its_line():
@@ -339,7 +374,7 @@ def test_what_jamp_unscale_returned_is_named_with_its_line():
 
     message = r"jamp\.unscale divides at test_proof\.py:\d+ in step, and the loss scale"
     with pytest.raises(ValueError, match=message):
-        jamp.find_loss_scale(step, STATE, X, Y)
+        jamp.find_loss_scale(step, start(), X, Y)
 
 
 # Steps that cannot be proved, or have nothing to prove.
@@ -356,7 +391,7 @@ def test_a_step_that_draws_from_outside_is_refused():
         return tuple(state), loss
 
     with pytest.raises(ValueError, match="run twice with the same arguments"):
-        jamp.find_loss_scale(step, STATE, Y)
+        jamp.find_loss_scale(step, start(), Y)
 
 
 def test_a_skip_that_breaks_the_state_is_named():
@@ -369,10 +404,11 @@ def test_a_skip_that_breaks_the_state_is_named():
     with pytest.raises(
         ValueError, match=r"a skipped step writes inf or nan into \[2\]"
     ):
-        jamp.find_loss_scale(step, (*STATE, PARAMS), X, Y)
+        jamp.find_loss_scale(step, (*start(), make_params()), X, Y)
 
 
-@pytest.mark.parametrize("of_all", [False, True])
+@cover()
+@pytest.mark.parametrize("of_all", [True, False])
 def test_a_guard_by_the_size_of_scaled_gradients_is_named(of_all):
     """Their norm is 1, and 1e5 when it is scaled: no step would ever be taken."""
 
@@ -386,7 +422,7 @@ def test_a_guard_by_the_size_of_scaled_gradients_is_named(of_all):
         return (params, kept), loss
 
     with pytest.raises(ValueError, match="depends on the size of scaled"):
-        jamp.find_loss_scale(step, STATE, X, Y)
+        jamp.find_loss_scale(step, start(), X, Y)
 
 
 def test_a_hidden_nan_is_named_where_the_scale_cannot_rise_to_it():
@@ -398,37 +434,39 @@ def test_a_hidden_nan_is_named_where_the_scale_cannot_rise_to_it():
         return jamp.step(tx, grads, state[1], state[0]), loss
 
     with pytest.raises(ValueError, match=HIDDEN):
-        jamp.find_loss_scale(step, (PARAMS, tx.init(PARAMS)), X, Y)
+        jamp.find_loss_scale(step, (make_params(), tx.init(make_params())), X, Y)
 
 
 def test_a_step_that_skips_below_the_largest_scale_is_named():
-    def step(state, x, y, bad):
-        loss, grads = jamp.value_and_grad(loss_of, state[1])(state[0], x, y)
+    def step(state, x, bad):
+        loss, grads = jamp.value_and_grad(light_loss, state[1])(state[0], x)
         is_bad = jamp.loss_scale(state[1]) == bad
         grads = jax.tree.map(lambda g: jnp.where(is_bad, jnp.nan, g), grads)
         return jamp.step(TX, grads, state[1], state[0]), loss
 
-    largest = jamp.loss_scale(jamp.find_loss_scale(step, STATE, X, Y, 0.0)[1])
-    bad = largest / 2 if largest != 2.0**17 else largest / 4  # the search tries 2**16
+    given = light_start(TX), np.full(4, 4, np.float32)
+    largest = jamp.loss_scale(jamp.find_loss_scale(step, *given, 0.0)[1])
+    assert largest == 2.0**13
+    bad = largest / 2  # which the search does not try
     with pytest.raises(ValueError, match=r"skips at half of that or at a quarter"):
-        jamp.find_loss_scale(step, STATE, X, Y, bad)
+        jamp.find_loss_scale(step, *given, bad)
 
 
 def test_a_skip_in_a_loop_that_the_next_step_makes_good_counts():
     """With `growth_interval=1` the scale after the loop is the one before it."""
     tx = jamp.dynamic_loss_scale(optax.adamw(1e-3), growth_interval=1)
 
-    def steps(state, xs, ys):
-        def body(state, batch):
-            loss, grads = jamp.value_and_grad(loss_of, state[1])(state[0], *batch)
+    @jax.jit
+    def steps(state, xs):
+        def body(state, x):
+            loss, grads = jamp.value_and_grad(light_loss, state[1])(state[0], x)
             return jamp.step(tx, grads, state[1], state[0]), loss
 
-        return jax.lax.scan(body, state, (xs, ys))
+        return jax.lax.scan(body, state, xs)
 
-    xs, ys = jnp.stack([4 * X, X]), jnp.stack([16 * Y, Y])
-    state = PARAMS, tx.init(PARAMS)
-    found = jamp.find_loss_scale(steps, state, xs, ys)
-    (_, opt_state), _ = steps(found, xs, ys)
+    xs = np.float32([[4] * 4, [1] * 4])
+    found = jamp.find_loss_scale(steps, light_start(tx), xs)
+    (_, opt_state), _ = steps(found, xs)
     assert opt_state.skipped_steps == 0
 
 
@@ -442,7 +480,9 @@ def test_a_state_that_starts_at_inf_passes():
         new = jamp.step(tx, grads, opt_state, params, value=loss)
         return (*new, jnp.minimum(best, loss)), loss
 
-    jamp.find_loss_scale(step, (PARAMS, tx.init(PARAMS), jnp.float32(jnp.inf)), X, Y)
+    jamp.find_loss_scale(
+        step, (make_params(), tx.init(make_params()), jnp.float32(jnp.inf)), X, Y
+    )
 
 
 def test_a_step_that_divides_by_what_is_flushed_at_tiny_scales_passes():
@@ -454,27 +494,27 @@ def test_a_step_that_divides_by_what_is_flushed_at_tiny_scales_passes():
         grads = jax.tree.map(lambda g: g * cosine, grads)
         return jamp.step(TX, grads, opt_state, params), loss
 
-    jamp.find_loss_scale(step, STATE, X, Y)
+    jamp.find_loss_scale(step, start(), X, Y)
 
 
 # `check_step`.
 
 
-def test_the_report_of_a_right_step():
-    def step(state, x, y):
-        params, opt_state, average, count = state
-        loss, grads = jamp.value_and_grad(loss_of, opt_state)(params, x, y)
-        grads = {**grads, "b": jnp.zeros_like(grads["b"])}
-        params, opt_state = jamp.step(TX, grads, opt_state, params)
-        average = optax.incremental_update(params, average, 0.1)
-        norm = optax.tree.norm(grads)
-        count = count + jnp.float32(1)
-        return (params, opt_state, average, count), {"loss": loss, "norm": norm}
+def with_an_average(state, x, y):
+    params, opt_state, average, count = state
+    loss, grads = jamp.value_and_grad(loss_of, opt_state)(params, x, y)
+    grads = {**grads, "b": jnp.zeros_like(grads["b"])}
+    params, opt_state = jamp.step(TX, grads, opt_state, params)
+    average = optax.incremental_update(params, average, 0.1)
+    norm = optax.tree.norm(grads)
+    count = count + jnp.float32(1)
+    return (params, opt_state, average, count), {"loss": loss, "norm": norm}
 
-    state = (*STATE, make_params(), 0.0)
-    report = jamp.debug.check_step(jax.jit(step), state, X, Y)
-    found = jamp.find_loss_scale(step, state, X, Y)
-    assert report.problems == () and report.scale == jamp.loss_scale(found)
+
+def test_the_report_of_a_right_step():
+    state = (*start(), make_params(), 0.0)
+    report = jamp.debug.check_step(jax.jit(with_an_average), state, X, Y)
+    assert report.problems == ()
     assert report.no_gradient == ("b",) and report.gradients["b"]["zeros"] == 1
     assert report.still == (
         "[0]['b']",
@@ -486,11 +526,24 @@ def test_the_report_of_a_right_step():
     assert report.scaled_results == ("['norm']",)
     assert report.compiles_again == ("[3]",)  # a Python number
     assert len(report.kept) > 10
-    donating = jax.jit(step, donate_argnums=0)
-    assert jamp.debug.check_step(donating, state, X, Y).kept == ()
-    assert jamp.debug.check_step(step, state, X, Y).kept is None
     assert report.to_dict()["scale"] == report.scale
     assert "nothing wrong" in str(report) and "2**1" in report.to_markdown()
+
+
+@pytest.mark.slow
+def test_the_report_has_the_scale_that_is_found():
+    step, state = jax.jit(with_an_average), (*start(), make_params(), 0.0)
+    found = jamp.find_loss_scale(with_an_average, state, X, Y)
+    assert jamp.debug.check_step(step, state, X, Y).scale == jamp.loss_scale(found)
+
+
+@cover(ci=2)
+@pytest.mark.parametrize("donates", [True, False])
+def test_what_a_step_that_donates_or_is_not_jitted_keeps(donates):
+    state = (*start(), make_params(), 0.0)
+    step = jax.jit(with_an_average, donate_argnums=0) if donates else with_an_average
+    kept = jamp.debug.check_step(step, state, X, Y).kept
+    assert kept == () if donates else kept is None
 
 
 def test_the_report_counts_what_float16_loses():
@@ -502,9 +555,8 @@ def test_the_report_counts_what_float16_loses():
         loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
         return jamp.step(tx, grads, opt_state, params), loss
 
-    small = jnp.float32([2.0**-30, 2.0**-18, 1.0, 1.0]) * 2.0**-22
-    state = jnp.ones(4), tx.init(jnp.ones(4))
-    report = jamp.debug.check_step(step, state, small)
+    small = np.float32([2.0**-30, 2.0**-18, 1.0, 1.0]) * np.float32(2.0**-22)
+    report = jamp.debug.check_step(step, light_start(tx), small)
     assert not report.problems
     of = report.gradients["the root"]
     scale = np.float32(report.scale)
@@ -516,29 +568,34 @@ def test_the_report_counts_what_float16_loses():
 
 def test_the_report_of_a_wrong_step_does_not_raise():
     wrong = jax.jit(functools.partial(alone, is_wrong=True))
-    report = jamp.debug.check_step(wrong, STATE, X, Y)
+    report = jamp.debug.check_step(wrong, start(), X, Y)
     assert re.search(DIVIDED, report.problems[0], re.DOTALL) and report.scale
     assert "1 problem" in str(report) and report.problems[0] in str(report)
-    never = jamp.debug.check_step(wrong, STATE, X * jnp.nan, Y)
+
+
+def test_the_report_of_a_step_that_always_overflows_does_not_raise():
+    wrong = jax.jit(functools.partial(alone, is_wrong=True))
+    never = jamp.debug.check_step(wrong, start(), X * jnp.nan, Y)
     assert "overflows at every loss scale" in never.problems[0] and never.scale is None
 
 
 def test_inside_of_a_trace_nothing_is_proved_and_a_warning_says_so():
     find = functools.partial(jamp.find_loss_scale, functools.partial(alone, is_wrong=1))
     with pytest.warns(UserWarning, match=r"jamp\.find_loss_scale proves nothing"):
-        jax.jit(find)(STATE, X, Y)
+        jax.jit(find)(start(), X, Y)
 
 
 def test_a_report_needs_values():
     step = functools.partial(alone, is_wrong=False)
     inside = jax.jit(lambda state: jamp.debug.check_step(step, state, X, Y))
     with pytest.raises(TypeError, match="outside of jit"):
-        inside(STATE)
+        inside(start())
     with pytest.raises(TypeError, match="step must be a function"):
-        jamp.debug.check_step(STATE, X, Y)
+        jamp.debug.check_step(start(), X, Y)
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, "pmap"))
+@cover(ci=len(WAYS))
+@pytest.mark.parametrize("way", ["scan", "shard_map", "jit", "pmap"])
 def test_the_report_of_a_step_on_devices_and_in_loops(way):
     report = jamp.debug.check_step(*call("TrainState", RIGHT["as it is"], way))
     assert report.problems == () and report.moved_by_skip == (".step",)
@@ -553,7 +610,7 @@ def test_a_step_is_traced_and_compiled_once():
         traces.append(1)
         return moved(*state, x, y, False)[:2]
 
-    jamp.find_loss_scale(step, STATE, X, Y)
+    jamp.find_loss_scale(step, start(), X, Y)
     assert len(traces) == 1
 
 
@@ -591,11 +648,12 @@ def attention_loss(params, x, y):
 
 
 def make_attention(seed, gamma):
-    keys = iter(jax.random.split(jax.random.key(seed), 5))
-    draw = lambda *shape: jax.random.normal(next(keys), shape) / 4
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.standard_normal(shape) / 4
     params = {"q": draw(16, 16), "k": draw(16, 16), "v": draw(16, 16)}
-    params |= {"bias": jnp.zeros(16), "gamma": jnp.full(16, gamma), "out": draw(16, 3)}
-    return params, 4 * draw(8, 12, 16), jnp.arange(8) % 3
+    params |= {"bias": np.zeros(16), "gamma": np.full(16, gamma), "out": draw(16, 3)}
+    params = {name: jnp.asarray(p, jnp.float32) for name, p in params.items()}
+    return params, np.float32(4 * draw(8, 12, 16)), np.arange(8, dtype=np.int32) % 3
 
 
 INNER = {
@@ -606,19 +664,23 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(INNER, "sgd"))
-@pytest.mark.parametrize("gamma", mostly_slow([1e-4, 1e-6, 1e-8], 1e-6))
-def test_a_gradient_that_is_nothing_but_rounding_passes(name, gamma):
-    for seed in range(4):
-        params, x, y = make_attention(seed, gamma)
-        step, state = step_of(attention_loss, INNER[name], params)
-        jamp.find_loss_scale(step, state, x, y)
+@cover(quick=0)
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("gamma", [1e-6, 1e-4, 1e-8])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gradient_that_is_nothing_but_rounding_passes(seed, gamma, name):
+    params, x, y = make_attention(seed, gamma)
+    step, state = step_of(attention_loss, INNER[name], params)
+    jamp.find_loss_scale(step, state, x, y)
 
 
-@pytest.mark.parametrize("name", mostly_slow(INNER, "lion"))
+@cover()
+@pytest.mark.parametrize("name", ["lion", "sgd", "adam", "rmsprop"])
 def test_a_scale_that_cannot_rise_passes(name):
     small = lambda params, x, y: 1e-5 * loss_of(params, x, y)
-    step, state = step_of(small, INNER[name], PARAMS, init_scale=1.0, max_scale=1.0)
+    step, state = step_of(
+        small, INNER[name], make_params(), init_scale=1.0, max_scale=1.0
+    )
     assert jamp.loss_scale(jamp.find_loss_scale(step, state, X, Y)[1]) == 1
 
 
@@ -629,10 +691,14 @@ LOGS = {
 }
 
 
+@cover(ci=6)
 @pytest.mark.parametrize("name", LOGS)
-def test_a_log_in_the_state_is_reported_and_not_refused(name):
-    step, state = step_of(loss_of, INNER["adam"], PARAMS, log=LOGS[name])
-    jamp.find_loss_scale(step, state, X, Y)
+@pytest.mark.parametrize("function", ["check_step", "find_loss_scale"])
+def test_a_log_in_the_state_is_reported_and_not_refused(function, name):
+    step, state = step_of(loss_of, INNER["adam"], make_params(), log=LOGS[name])
+    if function == "find_loss_scale":
+        jamp.find_loss_scale(step, state, X, Y)
+        return
     report = jamp.debug.check_step(step, state, X, Y)
     assert not report.problems and "[2]" in report.moved_by_skip
     assert report.scaled_results == (() if name == "norm" else ("[2]",))
@@ -644,27 +710,40 @@ WRAPPED = {
     "masters": jamp.master_weights,
     "remainder": functools.partial(jamp.master_weights, remainder=True),
 }
-NOT_TAKEN = {("masters", "float32"), ("remainder", "float32"), ("remainder", "float16")}
-NAMES = [name for name in OPTIMIZERS if name not in NEEDS_VALUE]
+TAKEN = [  # masters are of half-precision parameters, remainders of bfloat16
+    ("alone", "float32"),
+    ("masters", "float16"),
+    ("remainder", "bfloat16"),
+    ("MultiSteps", "float32"),
+    ("MultiSteps", "float16"),
+    ("MultiSteps", "bfloat16"),
+    ("alone", "float16"),
+    ("alone", "bfloat16"),
+    ("masters", "bfloat16"),
+]
+NAMES = ["lion", "sgd", "adam"]
+NAMES += [name for name in OPTIMIZERS if name not in {*NAMES, *NEEDS_VALUE}]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("wrap", WRAPPED)
-@pytest.mark.parametrize("name", mostly_nightly(NAMES, "adam", "lion"))
-def test_optimizers_pass(name, wrap, dtype):
+@cover(quick=2, ci=60)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("wrap, dtype", TAKEN)
+def test_optimizers_pass(wrap, dtype, name):
     """With parameters in each dtype, and in each wrapper that takes it."""
-    if (wrap, dtype) in NOT_TAKEN:
-        pytest.skip("masters are of half-precision parameters, rests of bfloat16")
-    params = jax.tree.map(lambda a: a.astype(dtype), PARAMS)
+    params = jax.tree.map(lambda a: a.astype(dtype), make_params())
     step, state = step_of(loss_of, WRAPPED[wrap](OPTIMIZERS[name]()), params)
     jamp.find_loss_scale(step, state, X, Y)
 
 
-def test_hyperparameters_that_are_injected_pass():
+@cover(ci=2)
+@pytest.mark.parametrize("function", ["find_loss_scale", "check_step"])
+def test_hyperparameters_that_are_injected_pass(function):
     inner = optax.inject_hyperparams(optax.adamw)(
         learning_rate=optax.linear_schedule(0.0, 1e-3, 10)
     )
-    step, state = step_of(loss_of, inner, PARAMS)
-    jamp.find_loss_scale(step, state, X, Y)
+    step, state = step_of(loss_of, inner, make_params())
+    if function == "find_loss_scale":
+        jamp.find_loss_scale(step, state, X, Y)
+        return
     report = jamp.debug.check_step(step, state, X, Y)
     assert {"[0]['b']", "[0]['w1']", "[0]['w2']"} <= {*report.still}  # a rate of 0

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jamp
 from jamp._scaling import skip
 from tests.bits import check_near, check_same_bits, nudged, numbers
-from tests.marks import mostly_slow
+from tests.marks import cover
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -61,8 +61,8 @@ class Training:
         return {
             "params": params,
             "opt_state": self.tx.init(params),
-            "average": jax.tree.map(jnp.copy, params),
-            "mean": jnp.zeros(8),
+            "average": make_params(),
+            "mean": jnp.asarray(np.zeros(8, np.float32)),
             "key": jax.random.key(3),
             "steps": 0,
         }
@@ -108,6 +108,7 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.slow
 def test_no_batch_is_lost_and_all_is_as_with_the_right_scale(way):
     lossy = Training()
     state, _ = train(jax.jit(lossy.step, donate_argnums=0), lossy.start())
@@ -137,6 +138,7 @@ def test_no_batch_is_lost_and_all_is_as_with_the_right_scale(way):
     check_programs(state, once, batches())
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_overflow_is_as_it_was(way):
     plain, retried = Training(2.0**10), Training(2.0**10)
     found = train(jax.jit(jamp.retry(retried.step)), retried.start())
@@ -176,7 +178,8 @@ def test_a_batch_that_can_never_be_finite_is_skipped_after_the_attempts():
     assert not metrics["found_inf"] and good["opt_state"].recent_skips == 2
 
 
-@pytest.mark.parametrize("how", ["static", "floor"])
+@cover()
+@pytest.mark.parametrize("how", ["floor", "static"])
 def test_a_scale_that_stays_is_not_tried_again(how):
     training = Training(2.0**10, min_scale=2.0**9 if how == "floor" else 0.0)
     if how == "static":
@@ -188,6 +191,7 @@ def test_a_scale_that_stays_is_not_tried_again(how):
     assert jamp.metrics(state)["skipped_steps"] == 1
 
 
+@pytest.mark.slow
 def test_outside_of_a_trace_it_is_the_same():
     jitted, eager = Training(), Training()
     data = batches()[:5]
@@ -233,10 +237,8 @@ def test_microbatches_are_retried_one_by_one():
     assert jamp.metrics(state)["retried_steps"] > 10
 
 
-@pytest.mark.parametrize(
-    ("fits", "overflows"), mostly_slow([("a", "b"), ("b", "a")], ("a", "b"))
-)
-def test_of_two_optimizers_neither_steps_until_both_can(fits, overflows):
+def of_two(fits, overflows):
+    """A step of two optimizers, its state, and what a retried one returns."""
     tx = {
         name: jamp.dynamic_loss_scale(optax.sgd(1.0, momentum=0.5), init_scale=scale)
         for name, scale in ((fits, 2.0**4), (overflows, START))
@@ -253,8 +255,21 @@ def test_of_two_optimizers_neither_steps_until_both_can(fits, overflows):
     start = {"params": params, **{name: tx[name].init(params) for name in tx}}
     run = jax.jit(jamp.retry(step, 20))
     state, _ = run(start, *batches()[0])
+    return step, run, start, state
+
+
+@cover()
+@pytest.mark.parametrize("fits, overflows", [("a", "b"), ("b", "a")])
+def test_two_optimizers_are_retried_together(fits, overflows):
+    *_, state = of_two(fits, overflows)
     assert state[overflows].retried_steps > 10 and state[fits].retried_steps == 0
     assert state[fits].growth_tracker == 1 == state[overflows].growth_tracker
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fits, overflows", [("a", "b"), ("b", "a")])
+def test_of_two_optimizers_neither_steps_until_both_can(fits, overflows):
+    step, run, start, state = of_two(fits, overflows)
     start[overflows] = start[overflows]._replace(loss_scale=state[overflows].loss_scale)
     kept = lambda state: (state["params"], state[fits].inner_state)
     check_same_bits(kept(state), kept(run(start, *batches()[0])[0]))
@@ -270,6 +285,7 @@ class Norm(nn.Module):
         return nn.Dense(4)(nn.relu(x))
 
 
+@pytest.mark.slow
 def test_a_train_state_keeps_its_statistics():
     class State(jamp.linen.TrainState):
         batch_stats: object = None
@@ -349,7 +365,9 @@ def nnx_train(step, init_scale, data):
     return objects
 
 
-def test_nnx_objects_that_are_no_pytrees_are_held_too():
+@cover(ci=2)
+@pytest.mark.parametrize("wrap", [nnx.jit, lambda step: step], ids=["jit", "eager"])
+def test_nnx_objects_that_are_no_pytrees_are_held_too(wrap):
     class Counted(nnx.Module, pytree=False):
         def __init__(self):
             self.w, self.seen = nnx.Param(jnp.ones(2)), nnx.BatchStat(jnp.int32(0))
@@ -365,16 +383,16 @@ def test_nnx_objects_that_are_no_pytrees_are_held_too():
         scaler.step(optimizer, model, nnx.grad(scaled_loss)(model))
         scaler.update()
 
-    for wrap in (nnx.jit, lambda step: step):
-        model = Counted()
-        optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
-        scaler = jamp.GradScaler(2.0**18)
-        wrap(jamp.retry(step))(model, optimizer, scaler, jnp.ones(2))
-        assert jamp.metrics(scaler)["retried_steps"] > 1
-        assert model.seen[...] == 1
+    model = Counted()
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+    scaler = jamp.GradScaler(2.0**18)
+    wrap(jamp.retry(step))(model, optimizer, scaler, jnp.ones(2))
+    assert jamp.metrics(scaler)["retried_steps"] > 1
+    assert model.seen[...] == 1
 
 
-@pytest.mark.parametrize("how", mostly_slow(["jit", "eager"], "jit"))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["jit", "eager"])
 def test_nnx_objects_are_held_between_attempts(how):
     step = jamp.retry(nnx_step, 20)
     count = 3 if how == "jit" else 1
@@ -393,6 +411,7 @@ def test_nnx_objects_are_held_between_attempts(how):
     assert same and model.dropout.rngs.count[...] == count
 
 
+@cover(ci=2)
 @pytest.mark.parametrize("change", ["eval", "growth"])
 def test_an_attribute_that_a_step_changes_is_refused(change):
     def step(model, optimizer, scaler, x, y):
@@ -454,6 +473,7 @@ needs_devices = pytest.mark.devices(8)
 
 
 @needs_devices
+@cover(ci=4)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("order", ["retry outside", "retry inside"])
 def test_all_devices_agree_and_retry_together(order, check_vma):
@@ -479,7 +499,8 @@ def test_all_devices_agree_and_retry_together(order, check_vma):
         out_specs=(specs, P()),
         check_vma=check_vma,
     )
-    x = jnp.full((8, 4), 2.0**-6).at[5].set(1.0)
+    x = np.full((8, 4), 2.0**-6, np.float32)
+    x[5] = 1.0
     inside = order == "retry inside"
     run = mapped(jamp.retry(step)) if inside else jamp.retry(mapped(step))
     (params, opt_state, seen), loss = jax.jit(run)(state, x)
@@ -550,23 +571,30 @@ def test_a_flag_that_differs_is_raised_on_all():
     mapped = jax.shard_map(
         local, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P("data"))
     )
-    x = jnp.full((8, 4), 2.0**-6).at[5].set(1.0)
+    x = np.full((8, 4), 2.0**-6, np.float32)
+    x[5] = 1.0
     params, scales = jax.jit(mapped)(x)
     np.testing.assert_array_equal(params, 1 - x)
     assert scales[5] == 2.0**15 and np.all(np.delete(scales, 5) == 2.0**20)
 
 
-@pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
 def test_the_starting_scale_is_found_and_nothing_else_is_changed():
     training = Training()
     start = training.start()
-    x, y = batches()[0]
-    state = jamp.find_loss_scale(training.step, start, x, y)
+    state = jamp.find_loss_scale(training.step, start, *batches()[0])
     found = float(jamp.loss_scale(state))
     assert training.traces == 1 and np.log2(found) % 1 == 0
     reset = optax.tree.set(state["opt_state"], loss_scale=start["opt_state"].loss_scale)
     check_same_bits(state | {"opt_state": reset}, start)
 
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
+def test_the_starting_scale_is_the_largest_and_the_same_in_a_trace():
+    training = Training()
+    start = training.start()
+    x, y = batches()[0]
+    found = float(jamp.loss_scale(jamp.find_loss_scale(training.step, start, x, y)))
     step = jax.jit(training.step)
     for scale, overflows in ((found, False), (2 * found, True)):
         at = optax.tree.set(start["opt_state"], loss_scale=jnp.float32(scale))
@@ -696,15 +724,15 @@ def in_scan(step, length=1):
 
 
 WRAPS = {
-    "alone": lambda step: step,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
     "cond": behind_a_cond,
+    "jit": jax.jit,
+    "scan of 3": functools.partial(in_scan, length=3),
+    "alone": lambda step: step,
+    "checkpoint": jax.checkpoint,
     "select": selected,
     "fori_loop": in_fori_loop,
     "while_loop": in_while_loop,
     "scan": in_scan,
-    "scan of 3": functools.partial(in_scan, length=3),
     "jit, cond, loop": lambda step: jax.jit(behind_a_cond(in_fori_loop(step))),
 }
 
@@ -718,8 +746,9 @@ def step_with(grads_of, training):
     return step
 
 
+@cover(quick=3, ci=len(WRAPS) * 2)
 @pytest.mark.parametrize("grads_of", [plain_loss, captured_scale])
-@pytest.mark.parametrize("wrap", mostly_slow(WRAPS, "jit", "cond", "scan of 3"))
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_a_loss_that_is_not_scaled_is_told(grads_of, wrap):
     training = Training()
     step = WRAPS[wrap](step_with(grads_of, training))
@@ -730,7 +759,8 @@ def test_a_loss_that_is_not_scaled_is_told(grads_of, wrap):
             call(training.start(), *batches()[0])
 
 
-@pytest.mark.parametrize("wrap", mostly_slow(WRAPS, "cond", "while_loop"))
+@cover()
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_a_scaled_loss_is_found_wherever_the_step_is(wrap):
     training, idle = Training(), Training(2.0**3)
     step = step_with(scaled_loss, training)
@@ -803,8 +833,9 @@ def on_a_device(scale, loss):
 WAYS = [by_scan, by_cond, by_ref, by_callback, by_custom_vjp, on_a_device]
 
 
+@cover(quick=2, ci=2 * len(WAYS))
 @pytest.mark.parametrize("scaled", WAYS)
-@pytest.mark.parametrize("wrap", mostly_slow([lambda step: step, jax.jit], jax.jit))
+@pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["jit", "alone"])
 def test_a_loss_that_is_scaled_in_another_way_is_not_refused(scaled, wrap):
     training = Training()
 
@@ -834,7 +865,8 @@ def test_a_scaler_that_never_scaled_is_told():
 
 
 @pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
-@pytest.mark.parametrize("wrap", [lambda find: find, nnx.jit], ids=["host", "program"])
+@cover()
+@pytest.mark.parametrize("wrap", [nnx.jit, lambda find: find], ids=["program", "host"])
 def test_the_scale_of_nnx_objects_is_found_and_nothing_else_is_changed(wrap):
     """What was tried in a trace, numbers of the search, does not stay in them."""
     model, scaler = Net(), jamp.GradScaler()
@@ -873,7 +905,8 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["host", "program"])
+@cover(ci=4)
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["program", "host"])
 @pytest.mark.parametrize("a", [True, False])
 def test_a_counter_is_that_of_the_last_attempt_whatever_moves_it(wrap, a):
     def step(state, x, a):
@@ -914,6 +947,7 @@ SCALES = {
 FACTORS = [1.0, 1.0, 2.0, 8.0, 1.0, 2.0**14, 1.0, np.inf, 1.0]
 
 
+@cover(quick=2)
 @pytest.mark.parametrize("name", SCALES)
 def test_all_of_the_scale_is_the_same_in_one_program_and_by_the_host(name):
     # Of signs, whose numbers are exact in each program.
@@ -974,7 +1008,7 @@ def scan_of_one(run, state, x):
     return lax.scan(run, state, x[None])
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["host", "program"])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["program", "host"])
 def test_each_attempt_gets_a_state_and_a_batch_that_no_other_has_changed(wrap):
     def writing(state, batch):
         batch["x"] = batch["x"] * 0.5

@@ -12,6 +12,8 @@ from flax import nnx
 import jamp
 from jamp._scaling import skip
 
+from ..marks import cover
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 WAYS = {"branch": np.True_, "select": np.False_}
@@ -82,6 +84,7 @@ def updated(tx, grads, state, params):
 FLAGS = [False, True, False, False, True]
 
 
+@cover()
 @pytest.mark.parametrize("step", [fused, updated])
 def test_all_ways_give_the_same_bits(step, monkeypatch):
     runs = []
@@ -92,6 +95,7 @@ def test_all_ways_give_the_same_bits(step, monkeypatch):
     assert runs[0][0] != runs[0][2]
 
 
+@cover(quick=2, ci=8)
 @pytest.mark.parametrize("step", [fused, updated])
 def test_a_skipped_step_holds_every_bit(step, way, donate):
     tx = jamp.dynamic_loss_scale(optax.adam(optax.linear_schedule(0.1, 0.0, 10)))
@@ -117,6 +121,7 @@ def looking(met):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), look)
 
 
+@cover(quick=2, ci=4)
 def test_an_optimizer_never_meets_an_inf(way, donate):
     met = []
     tx = jamp.dynamic_loss_scale(looking(met))
@@ -129,6 +134,7 @@ def test_an_optimizer_never_meets_an_inf(way, donate):
     assert len(met) == (FLAGS.count(False) if way == "branch" else len(FLAGS))
 
 
+@cover(quick=2, ci=4)
 @pytest.mark.parametrize("unscales", [False, True])
 def test_an_optimizer_of_a_scaler_never_meets_an_inf(way, unscales):
     met, model, scaler = [], Net(), jamp.GradScaler()

@@ -32,7 +32,7 @@ def cover(quick: int = 1, ci: int | None = None) -> pytest.MarkDecorator:
 
 
 def in_order(rows: Sequence[Sequence[Any]]) -> tuple[list[int], int]:
-    """The places of the rows in the order of `cover`, and how many bring a new value."""
+    """The places of the rows in their order, and how many bring a new value."""
     size = 2 if len(rows[0]) > 2 else 1
     new = [set(itertools.combinations(enumerate(row), size)) for row in rows]
     seen: set[Any] = set()

@@ -141,11 +141,10 @@ def releases(names: Sequence[str], flags: Sequence[str]) -> list[Release]:
         row._replace(is_newest=row.jax in of_the_day, is_again=row != first[row.jax])
         for row in rows
     ]
-    others = {NEWEST: of_the_day, "lowest": {LOWEST}}
-    called = {
-        row: {row.python, row.jax, *(n for n, found in others.items() if row.jax in found)}
-        for row in rows
-    }
+    called = {row: {row.python, row.jax} for row in rows}
+    for row in rows:
+        called[row] |= {NEWEST} if row.jax in of_the_day else set()
+        called[row] |= {"lowest"} if row.jax == LOWEST else set()
     if unknown := {*names}.difference(*called.values()):
         sys.exit(f"There is no release {', '.join(unknown)}; see RELEASES.")
     return [row for row in rows if not names or called[row] & {*names}]

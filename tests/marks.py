@@ -75,41 +75,6 @@ def _key(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else id(value)
 
 
-def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """The cases, marked slow except for the quick ones.
-
-    Raises:
-      ValueError: a quick one is not a case.
-    """
-    return _except(cases, quick, SLOW)
-
-
-def mostly_nightly(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """The cases, marked nightly except for those that CI keeps.
-
-    Raises:
-      ValueError: one that is kept is not a case.
-    """
-    return _except(cases, kept, NIGHTLY)
-
-
-def _except(cases: Iterable[Any], few: tuple, mark: pytest.MarkDecorator) -> list[Any]:
-    cases = list(cases)
-    if unknown := [case for case in few if case not in cases]:
-        raise ValueError(f"{unknown} are not among the cases {cases}.")
-    return [case if case in few else marked(case, mark) for case in cases]
-
-
-def slow(case: Any) -> Any:
-    """A case that is marked slow."""
-    return marked(case, SLOW)
-
-
-def marked(case: Any, mark: pytest.MarkDecorator) -> Any:
-    values = case if type(case) is tuple else (case,)  # a NamedTuple is one value
-    return pytest.param(*values, marks=mark)
-
-
 def walk(
     names: str, rows: Iterable[Any], ids: Callable[[Any], str] = str
 ) -> Callable[[Callable], Callable]:

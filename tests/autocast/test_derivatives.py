@@ -85,7 +85,7 @@ DERIVATIVES = {
     "linear_transpose": lambda f: jax.linear_transpose(f, X)(DY),
     "vjp": lambda f: (f(X), *jax.vjp(f, X)[1](DY)),
     "jvp": with_tangent,
-    "vmap of vjp": lambda f: (jax.vmap(jax.vjp(f, X)[1])(DY[None])[0][0],),
+    "vmap of vjp": lambda f: (jax.vmap(jax.vjp(f, X)[1])(jnp.asarray(DY)[None])[0][0],),
     "jacfwd": jacobian,
     "linearize": linearized,
     "vmap of linearize": linear_at_many,

@@ -4,7 +4,7 @@ import importlib
 from types import ModuleType
 
 # The parts' names, in the order of the report and of the one that is made each night.
-NAMES = ("training", "scale", "behaviors", "ops", "float8")
+NAMES = ("training", "scale", "behaviors", "ops", "edges", "float8")
 NIGHTLY = ("faults", "spread")
 
 

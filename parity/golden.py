@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import behaviors, ops
+from . import behaviors, edges, ops
 from .result import Result
 
 PATH = pathlib.Path(__file__).with_name("golden.npz")
@@ -31,13 +31,14 @@ def check(
     Args:
       results: of the parts; with `write`, of all parts but `spread`.
       write: whether the file is replaced first. What `spread` measured is kept, and
-        results of ops that agree.
+        results of functions that agree.
 
     Returns:
       What differs, in words.
     """
     old, made = load(), pack(results)
-    made |= ops.confirmed(old, made)
+    for part in (ops, edges):
+        made |= part.confirmed(old, made)
     if write:
         spread = {name: value for name, value in old.items() if "/spread/" in name}
         save(spread | made)
@@ -71,9 +72,14 @@ def differences(
             name in committed
             and name in made
             and committed[name].dtype == made[name].dtype  # or records do not compare
-            and np.array_equal(committed[name], made[name])
+            and _equal(committed[name], made[name])
         )
     )
+
+
+def _equal(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether arrays of one dtype are equal, or have the same bits, as nan may have."""
+    return np.array_equal(x, y) or (x.shape == y.shape and x.tobytes() == y.tobytes())
 
 
 def load() -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 
 import jamp
 
-from .ops_table import Op, Side
+from .ops_table import Function, Side
 
 # Otherwise XLA may drop a cast to bfloat16 and back.
 _OPTIONS = {"xla_allow_excess_precision": False}
@@ -21,7 +21,7 @@ JITTED = ("in jit", "jitted in the region")
 
 
 @contextlib.contextmanager
-def _settings() -> Iterator[None]:
+def settings() -> Iterator[None]:
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
@@ -32,7 +32,7 @@ def _settings() -> Iterator[None]:
         yield
 
 
-def _forward(op: Op, half: str, jit: bool) -> Callable[..., list[jax.Array]]:
+def _forward(op: Function, half: str, jit: bool) -> Callable[..., list[jax.Array]]:
     """The op in a region, jitted there or not."""
 
     def forward(*inputs):
@@ -42,9 +42,8 @@ def _forward(op: Op, half: str, jit: bool) -> Callable[..., list[jax.Array]]:
     return forward
 
 
-def _derivative(op: Op, half: str, jit: bool) -> Callable[..., Any]:
-    """Results and gradients, with the derivative taken outside the region."""
-    forward = _forward(op, half, jit)
+def derivative_of(op: Function, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Results and gradients of the list of results that a function returns."""
 
     def derivative(*inputs):
         results, vjp = jax.vjp(forward, *inputs)
@@ -55,9 +54,14 @@ def _derivative(op: Op, half: str, jit: bool) -> Callable[..., Any]:
     return derivative
 
 
-def _derivatives(op: Op, half: str) -> Callable[..., Any]:
-    """The derivatives of the paths in `JITTED` for all inputs, to compile as one."""
-    paths = {path: _derivative(op, half, path != "in jit") for path in JITTED}
+def _derivatives(op: Function, half: str) -> Callable[..., Any]:
+    """The derivatives of the paths in `JITTED` for all inputs, to compile as one.
+
+    They are taken outside the region.
+    """
+    paths = {
+        path: derivative_of(op, _forward(op, half, path != "in jit")) for path in JITTED
+    }
 
     def derivatives(inputs):
         return {
@@ -68,11 +72,20 @@ def _derivatives(op: Op, half: str) -> Callable[..., Any]:
     return derivatives
 
 
-def run(ops: Sequence[tuple[Op, str]]) -> list[dict[str, dict[str, Side]]]:
+def compiled(function: Callable[..., Any], *inputs: Any) -> Any:
+    """What a function gives as one program, rounded wherever it casts."""
+    options = _OPTIONS | (_CPU_OPTIONS if jax.default_backend() == "cpu" else {})
+    return jax.jit(function, compiler_options=options)(*inputs)
+
+
+def run(
+    ops: Sequence[tuple[Function, str]], outside_jit: bool = True
+) -> list[dict[str, dict[str, Side]]]:
     """jamp's results and gradients of ops, by inputs and by path.
 
     Args:
       ops: each op with the region's dtype. All of them compile as one program.
+      outside_jit: whether float16 also runs there.
 
     Outside jit each step compiles alone, which takes most of the time. So that path has
     no gradients, and it does not run in bfloat16, where the Python code is the same.
@@ -84,22 +97,21 @@ def run(ops: Sequence[tuple[Op, str]]) -> list[dict[str, dict[str, Side]]]:
     def derivatives(inputs):
         return [function(x) for function, x in zip(functions, inputs, strict=True)]
 
-    with _settings():
-        options = _OPTIONS | (_CPU_OPTIONS if jax.default_backend() == "cpu" else {})
-        found = jax.jit(derivatives, compiler_options=options)(inputs)
+    with settings():
+        found = compiled(derivatives, inputs)
         for (op, half), of_op, arrays in zip(ops, found, inputs, strict=True):
             for name, x in arrays.items():
-                if half == "float16":
+                if half == "float16" and outside_jit:
                     eager = _forward(op, half, jit=False)(*x)
                     of_op[name] = {"outside jit": (eager, ())} | of_op[name]
     return [
         {
-            name: {path: _side(*side) for path, side in paths.items()}
+            name: {path: side_of(*side) for path, side in paths.items()}
             for name, paths in of_op.items()
         }
         for of_op in found
     ]
 
 
-def _side(results: Iterable[jax.Array], grads: Iterable[jax.Array]) -> Side:
+def side_of(results: Iterable[jax.Array], grads: Iterable[jax.Array]) -> Side:
     return Side([np.asarray(x) for x in results], [np.asarray(x) for x in grads])

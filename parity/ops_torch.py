@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .ops_table import Op, Side
+from .ops_table import Function, Side
 from .torch_autocast import cuda_lists, fake_cuda
 
 
@@ -24,14 +24,14 @@ def array(x: torch.Tensor) -> np.ndarray:
     return x.numpy()
 
 
-def _results(op: Op, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _results(op: Function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about deprecated ops, mixed dtypes and so on
         results = op.torch(*inputs)
     return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
-def run(op: Op, half: str, device: str) -> dict[str, Side]:
+def run(op: Function, half: str, device: str) -> dict[str, Side]:
     """Runs an op, and its derivative outside the region."""
     region = torch.autocast(device, dtype=getattr(torch, half))
     found = {}
@@ -50,7 +50,7 @@ def run(op: Op, half: str, device: str) -> dict[str, Side]:
     return found
 
 
-def fake_dtypes(op: Op, half: str) -> dict[str, list[str]]:
+def fake_dtypes(op: Function, half: str) -> dict[str, list[str]]:
     """The dtypes of an op's results under autocast on CUDA, on fake tensors."""
     found = {}
     with fake_cuda(getattr(torch, half)):

@@ -7,7 +7,8 @@ A part is a module with these names, which `__main__` uses:
 - `run(case, device) -> Result`: runs a case in torch and in jamp. It is called in a
   separate process, so cases and results must be picklable.
 - `program(case)` and `run_together(cases, device)`, which a part may lack: cases for
-  which `program` returns the same may run in one program of XLA.
+  which `program` returns the same may run in one program of XLA. They do on a GPU, and
+  `TOGETHER` says how many do on any device.
 - `section(results) -> str`: its section of the report, in Markdown; equal results give
   equal text.
 """

@@ -58,13 +58,15 @@ def run_cases(
 
 def groups(part: ModuleType, names: Sequence[str], device: str) -> list[list[str]]:
     """The cases of a part, those that share a program in one list."""
-    if device == devices.CPU or not hasattr(part, "program"):
+    size = 1 if device == devices.CPU else TOGETHER
+    size = getattr(part, "TOGETHER", size)
+    if size == 1 or not hasattr(part, "program"):
         return [[name] for name in names]
     by_program = grouped(names, lambda name: part.program(part.CASES[name]))
     return [
-        those[start : start + TOGETHER]
+        those[start : start + size]
         for those in by_program.values()
-        for start in range(0, len(those), TOGETHER)
+        for start in range(0, len(those), size)
     ]
 
 

@@ -48,6 +48,8 @@ def current_trace() -> Trace:
 
 # How a jitted function leaves no `jit` in a jaxpr.
 INLINE = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+# What `jnp.logaddexp` and `logaddexp2` are, of which a jaxpr has the inner function.
+LOGADDEXPS = [f"jax._src.lax.other.{name}" for name in ("logaddexp", "logaddexp2")]
 
 
 def is_differentiated_into_a_jaxpr(trace: Trace) -> bool:

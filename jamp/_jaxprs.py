@@ -25,7 +25,7 @@ PARAMETERS = {
         "broadcast_in_dim": "broadcast_dimensions shape",
         "cond": "branches",
         "conv_general_dilated dot_general": "dimension_numbers",
-        "convert_element_type": "new_dtype sharding",
+        "convert_element_type": "new_dtype sharding weak_type",
         "cumprod cumsum stack": "axis",
         "custom_jvp_call": "jvp_jaxpr_fun num_consts symbolic_zeros",
         "custom_vmap_call": "rule",

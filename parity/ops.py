@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._autocast.ops import DIFFERENCES, UNLISTED_DIFFERENCES, Kind
+from jamp._autocast.ops import Kind
 
 from . import devices, ops_jamp
 from .ops_float32 import FLOAT32
 from .ops_lower import LOWER
 from .ops_promote import PROMOTE, UNLISTED
 from .ops_report import section as section
-from .ops_table import HALVES, Found, Op, Side
+from .ops_table import DIFFERENCES, HALVES, UNLISTED_DIFFERENCES, Found, Op, Side
 from .result import Result
 
 TITLE = "Autocast, op by op"
@@ -265,7 +265,7 @@ def unpack(record: np.ndarray) -> dict[str, Side]:
     """What `pack` was given."""
     sides: dict[str, Side] = {}
     for field in record.dtype.names or ():
-        inputs, part, _ = field.split("/")
+        inputs, part, _ = field.rsplit("/", 2)
         side, x = sides.setdefault(inputs, Side([], [])), record[field]
         getattr(side, part).append(x.view(jnp.bfloat16) if x.dtype == np.uint16 else x)
     return sides

@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jamp._autocast.ops import DIFFERENCES, NO_COUNTERPART
-
-from .ops_table import HALVES, Found, Op
+from .ops_table import DIFFERENCES, HALVES, NO_COUNTERPART, Found, Op
 from .result import Result, grouped, table
 
 _TEXT = """\

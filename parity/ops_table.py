@@ -8,7 +8,7 @@ on a machine without torch.
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,23 @@ class Late:
 
 
 torch, F = Late("torch"), Late("torch.nn.functional")
+
+
+class Function(Protocol):
+    """What `ops_torch` and `ops_jamp` ask of a row: of an `Op`, or an `Edge`."""
+
+    @property
+    def torch(self) -> Callable[..., Any]: ...
+
+    @property
+    def jax(self) -> Callable[..., Any]: ...
+
+    @property
+    def inputs(self) -> list[str]: ...
+
+    def arrays(self, inputs: str, half: str) -> list[np.ndarray]: ...
+
+    def cotangents(self, shapes: list[Shape]) -> list[np.ndarray]: ...
 
 
 class Op(NamedTuple):
@@ -189,3 +206,38 @@ class Found(NamedTuple):
     torch: Mapping[str, Side]
     jamp: dict[str, list[list[str]]]
     ulps: dict[str, dict[str, float]]
+
+
+# The rest of torch's lists: what JAX lacks, and where jamp differs on purpose.
+NO_COUNTERPART = {
+    "_scaled_dot_product_flash_attention": "a kernel that torch chooses by itself",
+    "_thnn_fused_gru_cell": "a kernel that torch chooses by itself",
+    "_thnn_fused_lstm_cell": "a kernel that torch chooses by itself",
+    "addcdiv": "no such function in JAX; x + y / z is a quotient and a sum",
+    "addcmul": "no such function in JAX; x + y * z is a product and a sum",
+    "addmv": "no such function in JAX; x + a @ v is a product and a sum",
+    "addr": "no such function in JAX; jnp.outer multiplies, and so keeps its dtype",
+    "baddbmm": "no such function in JAX; x + a @ b is a product and a sum",
+    "bilinear": "no such layer in JAX, Flax or optax",
+    "cdist": "no such function in JAX",
+    "dist": "no such function in JAX; jnp.linalg.norm(x - y) is float32",
+    "grid_sampler": "map_coordinates takes indices, not a normalized grid",
+    "l1_loss": "no such function in optax",
+    "margin_ranking_loss": "no such function in optax",
+    "multi_margin_loss": "no such function in optax",
+    "multilabel_margin_loss": "no such function in optax",
+    "nll_loss2d": "a case of nll_loss that torch chooses by itself",
+    "pdist": "no such function in JAX",
+    "poisson_nll_loss": "no such function in optax",
+    "renorm": "no such function in JAX",
+}
+
+DIFFERENCES = {
+    "tensordot": "half precision, as any product in JAX, where torch promotes",
+    "index_put": "x.at[i].set(y) keeps the dtype of x, where torch promotes",
+    "scatter_add": "x.at[i].add(y) keeps the dtype of x, where torch promotes",
+}
+# Of ops that are not on torch's lists.
+UNLISTED_DIFFERENCES = {
+    "var": "float32, where torch's float16 overflows from a deviation of 256 on",
+}

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jamp._autocast.ops import (
-    DIFFERENCES,
-    FUNCTIONS,
-    NO_COUNTERPART,
-    PRIMITIVES,
-    UNLISTED_DIFFERENCES,
-    Kind,
-    Row,
-)
+from jamp._autocast.ops import FUNCTIONS, PRIMITIVES, Kind, Row
 from parity import golden, ops
 from parity.ops_jamp import JITTED
-from parity.ops_table import HALVES, Found, Op, Side
+from parity.ops_table import (
+    DIFFERENCES,
+    HALVES,
+    NO_COUNTERPART,
+    UNLISTED_DIFFERENCES,
+    Found,
+    Op,
+    Side,
+)
 from parity.result import Result
 
 torch = pytest.importorskip("torch")

@@ -13,7 +13,6 @@ float32, a JVP rule is evaluated as the jaxpr that it was traced to, because a c
 half precision would round what the function has computed.
 """
 
-import contextlib
 from typing import Any
 
 import jax
@@ -23,11 +22,20 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Primitive
 
 from .. import _compat
 from .._jaxprs import bound, called, param, with_functions
-from .._tree import HALVES
 from .advice import advise
-from .call_stack import JAX, raised_in
 from .casting import avals_of, dtypes_of
-from .decision import FLOAT32_DTYPE, Decision, Dtypes, Op, Params, Result, Value, Values
+from .decision import (
+    FLOAT32_DTYPE,
+    Decision,
+    Dtypes,
+    Kind,
+    Op,
+    Params,
+    Result,
+    Value,
+    Values,
+)
+from .one_op import halves
 from .rewriting import evaluate
 from .trace import AutocastTrace, register
 from .weights import activations_in, are_activations, note_activations
@@ -152,28 +160,6 @@ def cast_all(child: AutocastTrace, values: Values, dtypes: Dtypes) -> list[Value
     ]
 
 
-def run_rule(rule: Function, values: Values) -> tuple[list[Value], AutocastTrace]:
-    """Runs a JVP rule, on float32 if JAX refuses its dtypes in half precision.
-
-    A rule that mixes dtypes may give a float32 result with a float16 tangent.
-    """
-    try:
-        return rule(*values)
-    except TypeError as error:
-        if refuses_half(error, values):
-            wide = [FLOAT32_DTYPE] * len(values)
-            # An error of the second run says less than the first one.
-            with contextlib.suppress(Exception):
-                return rule(*cast_all(rule.child(), values, wide))
-        raise
-
-
-def refuses_half(error: TypeError, values: Values) -> bool:
-    """Whether JAX itself raised an error in a rule that got half precision."""
-    dtypes = [_compat.array_dtype(x) for x in values if isinstance(x, jax.Array)]
-    return any(dtype in HALVES for dtype in dtypes) and raised_in(JAX, error)
-
-
 def bind_jvp(
     trace: AutocastTrace,
     primitive: Primitive,
@@ -197,7 +183,7 @@ def bind_jvp(
         inputs = primals_and_tangents
         if traced is not None:
             inputs = cast_all(derivative.child(), inputs, traced)
-        outs, child = run_rule(derivative, inputs)
+        outs, child = derivative(*inputs)
         return cast_all(child, outs, contract.dtypes() * 2)
 
     functions = (
@@ -255,6 +241,12 @@ def bind_vjp(trace: AutocastTrace, op: Op, args: Values, run: Function) -> Resul
 @register("custom_jvp_call", is_function=True)
 def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
     args, decision, jaxpr = op.args, op.decision, called(op)
+    if decision is not None and decision.row is Kind.ONE_OP and not op.is_baked:
+        if decision.cast is None and (dtype := halves(args)) is not None:
+            wide = [trace.cast(x, FLOAT32_DTYPE) for x in args]
+            decision = decision._replace(cast=FLOAT32_DTYPE)
+            op = op._replace(args=wide, decision=decision, within=decision)
+            return [trace.cast(x, dtype) for x in custom_jvp(trace, op)]
     if jaxpr is not None:
         return custom_jvp_of_jaxpr(trace, op, jaxpr)
     if decision is not None:

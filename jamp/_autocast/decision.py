@@ -63,6 +63,7 @@ class Kind(enum.Enum):
     STATISTIC = "statistic"
     FLOAT32_INSIDE = "float32_inside"
     FLOAT32_NORM = "float32_norm"
+    ONE_OP = "one_op"
     DRAW = "draw"
     REFUSED = "refused"
     COUNTED = "counted"

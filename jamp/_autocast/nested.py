@@ -22,13 +22,13 @@ from jax.extend.core import ClosedJaxpr
 from .. import _compat
 from .._jaxprs import branches, called, calling, loop, param
 from .call_stack import is_library
-from .casting import avals_of
-from .decision import CASTABLE, Op, Result, Value, Values
+from .casting import avals_of, dtypes_of
+from .decision import CASTABLE, FLOAT32_DTYPE, Kind, Op, Result, Value, Values
 from .notes import Note
-from .numbers import holds
+from .numbers import holds, is_float
+from .one_op import COMPUTED_ANEW, halves, of_jaxpr
 from .rewriting import Rewritten, annotate, in_place, rewrite
 from .sampling import half_noise, redrawn
-from .saved_once import SAVED_ONCE, run_inside
 from .trace import AutocastTrace, register
 from .traits import REF_WRITES
 from .weights import activations_in, are_activations, note_activations
@@ -42,6 +42,8 @@ def jit(trace: AutocastTrace, op: Op) -> Result:
         return in_place(trace, jaxpr, args, noise)
     if (drawn := redrawn(trace, source, op, jaxpr)) is not None:
         return drawn
+    if (outs := run_as_one(trace, op, jaxpr)) is not None:
+        return outs
     half = trace.settings.dtype
     small = any(map(differs, args, jaxpr.in_avals)) or not all(
         isinstance(x, jax.Array) or holds(half, x) for x in args
@@ -62,10 +64,36 @@ def rewritten(trace: AutocastTrace, op: Op) -> Values:
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
     args, params = [*consts, *op.args], calling(op, jaxpr)
     outs: Any = trace.bind(op.primitive, args, params)
-    why = op.decision and op.decision.why
-    if op.name == "jit" and why and why.name in SAVED_ONCE:
-        outs = run_inside(trace, op, args, params, outs)
     return annotate(trace, outs, new)
+
+
+def run_as_one(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Values | None:
+    """The results of a function that is one op; None if it is another or in float32."""
+    decision = op.decision
+    if decision is None:
+        return None
+    if decision.row is not Kind.ONE_OP and not (
+        op.is_baked and decision.cast == FLOAT32_DTYPE
+    ):
+        return None
+    if _compat.inlined_early(op.params):  # a part of it
+        return None
+    if (dtype := halves(op.args)) is None:
+        return None
+    whole = decision._replace(row=Kind.ONE_OP, cast=FLOAT32_DTYPE)
+    inside = op._replace(within=whole, is_baked=False)
+    avals = [
+        aval.update(dtype=FLOAT32_DTYPE, weak_type=False) if is_float(x) else aval
+        for x, aval in zip(op.args, avals_of(op.args), strict=True)
+    ]
+    new = rewrite(trace, inside, jaxpr, avals)
+    outs = dtypes_of(jaxpr.out_avals)
+    if dtype not in dtypes_of(jaxpr.in_avals):  # it was traced in float32
+        outs = [dtype if out == FLOAT32_DTYPE else out for out in outs]
+    function = of_jaxpr(new.jaxpr, tuple(outs), decision.why.name in COMPUTED_ANEW)
+    trace.effects.touched = True
+    with trace.noted(decision):
+        return trace.call(function, op.args, {})
 
 
 def known_of(trace: AutocastTrace, args: Values) -> list[Note]:

@@ -62,9 +62,10 @@ def holds(dtype: np.dtype, number: Any) -> bool:
     return abs(float(number)) <= float(jnp.finfo(dtype).max)
 
 
-# Numbers in JAX's log10, and in its norms whose order is not a power of 2, by what they
-# are rounded to.
-NUMBERS = (1 / np.log(10), *(1 / n for n in (3, 5, 6, 7, 9, 10)))
+# Numbers in JAX's log10, sinc, logaddexp2 and selu, and in its norms whose order is not
+# a power of 2, by what they are rounded to.
+NUMBERS = (1 / np.log(10), np.pi, np.log(2), 1 / np.log(2), 1.6732632423543772)
+NUMBERS += (1.0507009873554805, *(1 / n for n in (3, 5, 6, 7, 9, 10)))
 EXACT = {
     jnp.dtype(half): {float(np.asarray(x, half)): x for x in NUMBERS} for half in HALVES
 }

@@ -14,6 +14,8 @@ and for functions that torch does not list, but that lose too much in half preci
     STATISTIC       PROMOTE, but FLOAT32 if it was traced in float32: it sums many
     FLOAT32_INSIDE  FLOAT32, but outside the result has the dtype of the input
     FLOAT32_NORM    the same for a result of the input's shape, not for statistics
+    ONE_OP          float32 inside, and the result is rounded to the dtype of the input:
+                    one kernel in torch, whose derivative is computed in float32 too
     DRAW            FLOAT32, and random numbers are drawn in float32
     REFUSED         FLOAT32, and half precision that Python hands to it is an error
     COUNTED         the same for so many elements that half precision cannot count them
@@ -23,8 +25,8 @@ and for functions that torch does not list, but that lose too much in half preci
 and the libraries around it that torch treats as one op. A function's row applies to all
 ops inside the function, so that `softmax` subtracts its maximum in float32 too and
 `gelu` does not turn float32 because of the cube inside it. Each row names the torch ops
-that it mirrors; `NO_COUNTERPART` and `DIFFERENCES` have the rest of torch's lists, and
-a test compares them with the header of the installed torch.
+that it mirrors. The parity suite has the rest of torch's lists, and compares them with
+the header of the installed torch.
 
 Ops that are not listed run in the dtypes that they are given. But inside a function
 that was traced before the casts reach it, as `jit` and `scan` do, their inputs get the
@@ -34,6 +36,7 @@ never cast.
 
 from typing import NamedTuple
 
+from .. import _compat
 from .decision import Kind as Kind
 
 
@@ -45,7 +48,7 @@ class Row(NamedTuple):
 LOWER, FLOAT32, PROMOTE, KEEP = Kind.LOWER, Kind.FLOAT32, Kind.PROMOTE, Kind.KEEP
 INTO = Kind.INTO
 STATISTIC, FLOAT32_INSIDE = Kind.STATISTIC, Kind.FLOAT32_INSIDE
-FLOAT32_NORM = Kind.FLOAT32_NORM
+FLOAT32_NORM, ONE_OP = Kind.FLOAT32_NORM, Kind.ONE_OP
 DRAW, REFUSED, COUNTED = Kind.DRAW, Kind.REFUSED, Kind.COUNTED
 LABELS = Kind.LABELS
 
@@ -211,11 +214,12 @@ FUNCTIONS: dict[str, Row] = {
     # torch lists none of these: half precision in, half precision out.
     """
     jax.nn.celu jax.nn.elu jax.nn.gelu jax.nn.glu jax.nn.hard_sigmoid jax.nn.hard_silu
-    jax.nn.hard_tanh jax.nn.leaky_relu jax.nn.log_sigmoid jax.nn.mish jax.nn.relu
-    jax.nn.relu6 jax.nn.selu jax.nn.sigmoid jax.nn.silu jax.nn.soft_sign
-    jax.nn.squareplus jax.nn.tanh
-    """.split(),
-    Row(KEEP),
+    jax.nn.log_sigmoid jax.nn.mish jax.nn.selu jax.nn.silu jax.nn.soft_sign
+    jax.nn.squareplus jax.numpy.hypot jax.numpy.sinc jax.scipy.special.logit
+    jax.scipy.special.xlog1py jax.scipy.special.xlogy
+    """.split()
+    + _compat.LOGADDEXPS,
+    Row(ONE_OP),
 )
 
 FUNCTIONS |= dict.fromkeys(  # sums, squares and counts of many, filters, losses
@@ -259,9 +263,10 @@ FUNCTIONS |= dict.fromkeys(  # they cast the labels to the dtype of the predicti
     """.split(),
     Row(LABELS),
 )
-FUNCTIONS |= dict.fromkeys(  # products with zeros and ones, which move elements
+FUNCTIONS |= dict.fromkeys(  # they move elements, some by products with zeros and ones
     """
-    jax.lax.conv_general_dilated_patches jax.numpy.take_along_axis
+    jax.lax.conv_general_dilated_patches jax.nn.hard_tanh jax.nn.leaky_relu jax.nn.relu
+    jax.nn.relu6 jax.numpy.take_along_axis
     keras.src.backend.jax.nn.fold keras.src.ops.image._extract_patches
     keras.src.ops.image._extract_patches_3d
     """.split(),
@@ -333,36 +338,3 @@ EXEMPT = (
     "haiku.get_parameter",
     "haiku.get_state",
 )
-
-NO_COUNTERPART = {
-    "_scaled_dot_product_flash_attention": "a kernel that torch chooses by itself",
-    "_thnn_fused_gru_cell": "a kernel that torch chooses by itself",
-    "_thnn_fused_lstm_cell": "a kernel that torch chooses by itself",
-    "addcdiv": "no such function in JAX; x + y / z is a quotient and a sum",
-    "addcmul": "no such function in JAX; x + y * z is a product and a sum",
-    "addmv": "no such function in JAX; x + a @ v is a product and a sum",
-    "addr": "no such function in JAX; jnp.outer multiplies, and so keeps its dtype",
-    "baddbmm": "no such function in JAX; x + a @ b is a product and a sum",
-    "bilinear": "no such layer in JAX, Flax or optax",
-    "cdist": "no such function in JAX",
-    "dist": "no such function in JAX; jnp.linalg.norm(x - y) is float32",
-    "grid_sampler": "map_coordinates takes indices, not a normalized grid",
-    "l1_loss": "no such function in optax",
-    "margin_ranking_loss": "no such function in optax",
-    "multi_margin_loss": "no such function in optax",
-    "multilabel_margin_loss": "no such function in optax",
-    "nll_loss2d": "a case of nll_loss that torch chooses by itself",
-    "pdist": "no such function in JAX",
-    "poisson_nll_loss": "no such function in optax",
-    "renorm": "no such function in JAX",
-}
-
-DIFFERENCES = {
-    "tensordot": "half precision, as any product in JAX, where torch promotes",
-    "index_put": "x.at[i].set(y) keeps the dtype of x, where torch promotes",
-    "scatter_add": "x.at[i].add(y) keeps the dtype of x, where torch promotes",
-}
-# Of ops that are not on torch's lists.
-UNLISTED_DIFFERENCES = {
-    "var": "float32, where torch's float16 overflows from a deviation of 256 on",
-}

@@ -35,13 +35,13 @@ from .input_casts import as_without, prepared, widens
 from .libraries import warn_of_unknown
 from .notes import Note, added_to_all, passed_on, product_sides
 from .numbers import is_filled, is_float
+from .one_op import WIDE, of_primitive, run_gelu
 from .ops import PRIMITIVES
 from .picks import index_note
 from .products import for_product, is_dot, is_wide
-from .saved_once import MADE, SAVED_ONCE, run_gated, run_inside
 from .scatters import SCATTERS, looked_up, scattered, summed
 from .trace import RULES, AutocastTrace, Rule, register
-from .traits import ALIGNED, FOLLOWED, GATHERING, PRODUCTS, UNMOVED
+from .traits import ALIGNED, CURVED, FOLLOWED, GATHERING, PRODUCTS, UNMOVED
 from .weights import are_activations
 from .written_casts import convert
 
@@ -82,17 +82,23 @@ def by_row(
 ) -> Result:
     """Casts the inputs as the row says. Where dtypes are fixed, so is the result's."""
     args, params = prepared(trace, op, decision)
+    one = None
+    is_whole = not op.is_baked and decision.row is not Kind.ONE_OP
+    if op.name in CURVED and is_whole:
+        if op.name in WIDE or not _compat.is_eager(trace.parent):
+            one = of_primitive(op, args, params)
+    if one is not None:
+        trace.effects.touched = True
+        return trace.call(one, args, {})[0]
     out = run(trace, op, args, params)
     if op.is_baked:
         out = as_without(trace, op, args, out)
     if op.name in ALIGNED and not trace.settings.is_policy:
         if added := added_to_all(op, trace.notes):
             trace.notes[out] = trace.notes[out]._replace(added=added)
-    if op.is_baked:
-        return out
-    if decision.why.name in SAVED_ONCE:
-        return run_inside(trace, op, args, params, out)
-    return run_gated(trace, op, args, out) if op.name == "mul" else out
+    if decision.why.name == "jax.nn.gelu" and not op.is_baked:
+        return run_gelu(trace, op, args, out)
+    return out
 
 
 register("convert_element_type")(with_row(convert))
@@ -122,8 +128,6 @@ def move(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
         trace.notes[out] = Note(added=note.added)
         return out
     trace.notes[out] = note
-    if op.name == "copy":  # the last op of an exact gelu
-        trace.notes.remember(out, MADE, trace.notes.copy(args[0], MADE))
     return out
 
 

@@ -193,12 +193,17 @@ class Decider:
           recipe: of a user's rule for the op.
         """
         name = asked.primitive.name
-        if self.settings.is_policy:
-            return POLICY_WRITE if name in UPDATES else POLICY
         rows = self.functions
         # The outermost function decides for all inside.
-        key = next((i for i in reversed(asked.ids) if i in rows), asked.source)
+        is_known = asked.source in rows or not rows.keys().isdisjoint(asked.ids)
+        key = is_known and next(
+            (i for i in reversed(asked.ids) if i in rows), asked.source
+        )
         _, decision = rows.get(key or "", (None, None))
+        if self.settings.is_policy:
+            if decision is not None and decision.row is Kind.ONE_OP:
+                return decision
+            return POLICY_WRITE if name in UPDATES else POLICY
         if decision is None or decision.row is LOWER:
             is_product = decision is not None or name in PRODUCTS
             place = asked.codes, self.places, asked.source
@@ -216,7 +221,7 @@ class Decider:
         """
         row, recipes = decision.row, (recipe, self.settings.recipe)
         is_wide = any(recipe.is_wide for recipe in recipes if recipe is not None)
-        if row in (KEEP, Kind.STATISTIC):
+        if row in (KEEP, Kind.ONE_OP, Kind.STATISTIC):
             return decision
         if is_wide and row is LOWER:
             return None

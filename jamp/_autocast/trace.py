@@ -136,8 +136,11 @@ class AutocastTrace(CastingTrace):
     def received(self, op: Op, scope: Scope) -> Op:
         """The op with the inputs that its rule gets."""
         decision = op.decision
+        row = None if decision is None else decision.row
+        if row is Kind.ONE_OP and decision.cast is not None:  # pyright: ignore
+            return op  # inside of a function that is one op
         if self.baked or scope.differentiated:
-            if decision is None or decision.row is not Kind.DRAW:
+            if row is not Kind.DRAW:
                 args = self.as_traced(op.args, op.avals)
                 baked = {"is_baked": True, "is_derived": not self.is_typed()}
                 return op._replace(args=args, **baked)

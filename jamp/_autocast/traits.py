@@ -28,6 +28,12 @@ ELEMENTWISE = names("""
     log2 logistic max min mul nextafter pow reduce_precision rem rsqrt select_n sin sinh
     sqrt square sub tan tanh
 """)
+# Those whose derivative may overflow or lose digits where they run in half precision.
+CURVED = names("""
+    acosh asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos digamma div erf erfc
+    exp2 igamma igammac lgamma logistic polygamma regularized_incomplete_beta rem sin
+    sqrt tanh zeta
+""")
 # Their results have the dimensions of their inputs; `stack` has one more.
 ALIGNED = ELEMENTWISE | names("""
     abs ceil concatenate eq floor ge gt le lt ne neg round sign stack

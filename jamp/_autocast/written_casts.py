@@ -77,6 +77,8 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
     if is_array and param(op, "sharding") is None and not explicit:
         if dtype != given:
             return trace.cast(x, dtype)
+        if jax.typeof(x).weak_type == param(op, "weak_type"):
+            return x
     out = trace.bind(op.primitive, op.args, op.params | {"new_dtype": dtype})
     note = trace.notes[x]
     trace.notes[out] = note._replace(sides=None) if explicit else note

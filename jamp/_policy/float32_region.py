@@ -52,8 +52,8 @@ def float32_region(
     dtype: np.dtype, names: frozenset[str]
 ) -> contextlib.AbstractContextManager:
     """The region for a computation in `dtype` that keeps some functions."""
-    rules = rules_for(names, loaded()) if dtype in HALVES else ()
-    if rules:
+    if dtype in HALVES:
+        rules = rules_for(names, loaded())
         return enter(Settings(dtype, rules=rules, is_policy=True))
     return contextlib.nullcontext() if REGION.value is None else enter(None)
 

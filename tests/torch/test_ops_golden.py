@@ -6,7 +6,9 @@ each release of JAX.
 
 import pytest
 
+from jamp._autocast.ops import FUNCTIONS, PRIMITIVES
 from parity import golden, ops
+from parity.ops_table import DIFFERENCES, NO_COUNTERPART
 from tests.marks import cover
 
 FILE = golden.load()
@@ -35,6 +37,14 @@ QUICK = [
     "mean: jnp.mean, float16",
 ]
 CASES = {name: ops.CASES[name] for name in QUICK} | ops.CASES
+
+
+def test_an_op_of_torch_is_in_one_table():
+    rows = (PRIMITIVES | FUNCTIONS).values()
+    mirrored = {op for row in rows for op in row.torch.split()}
+    assert not mirrored & NO_COUNTERPART.keys()
+    assert not mirrored & DIFFERENCES.keys()
+    assert not NO_COUNTERPART.keys() & DIFFERENCES.keys()
 
 
 def test_the_file_is_of_these_cases():

@@ -10,7 +10,7 @@ Usage: python scripts/versions.py [--write] [--all] [--optimized] [--pre]
   [RELEASE ...]
 
   RELEASE: as in the table, such as 0.11.1, or "lowest" or "newest", or 3.12 for all
-    that run on this Python. A Python that is not on this machine is skipped with a
+    that run on this Python, 3.12-newest for its newest. A Python that is not on this machine is skipped with a
     word, and is an error if it was asked for.
   --write: write the table into the documentation.
   --all: all tests but those of files.
@@ -143,7 +143,8 @@ def releases(names: Sequence[str], flags: Sequence[str]) -> list[Release]:
     ]
     called = {row: {row.python, row.jax} for row in rows}
     for row in rows:
-        called[row] |= {NEWEST} if row.jax in of_the_day else set()
+        if row.jax in of_the_day:
+            called[row] |= {NEWEST, f"{row.python}-{NEWEST}"}
         called[row] |= {"lowest"} if row.jax == LOWEST else set()
     if unknown := {*names}.difference(*called.values()):
         sys.exit(f"There is no release {', '.join(unknown)}; see RELEASES.")

@@ -39,6 +39,7 @@ def test_some_releases_are_named(newest):
     assert versions.releases(["0.11.1"], []) == [Release("3.12", "0.11.1")]
     rows = versions.releases(["lowest", "newest"], [])
     assert [row.jax for row in rows] == [versions.LOWEST, "0.99.1", "0.99.1"]
+    assert versions.releases(["3.12-newest"], []) == [rows[1]]
     rows = versions.releases(["newest", "3.11"], [])
     assert [row.python for row in rows] == ["3.11"] * 3 + ["3.12", "3.13"]
     with pytest.raises(SystemExit, match=r"no release 0\.9"):

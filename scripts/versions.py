@@ -10,8 +10,8 @@ Usage: python scripts/versions.py [--write] [--all] [--optimized] [--pre]
   [RELEASE ...]
 
   RELEASE: as in the table, such as 0.11.1, or "lowest" or "newest", or 3.12 for all
-    that run on this Python, 3.12-newest for its newest. A Python that is not on this machine is skipped with a
-    word, and is an error if it was asked for.
+    that run on this Python, 3.12-newest for its newest. A Python that is not on this
+    machine is skipped with a word, and is an error if it was asked for.
   --write: write the table into the documentation.
   --all: all tests but those of files.
   --optimized: compile with XLA's default optimizations.

@@ -246,7 +246,8 @@ def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
             wide = [trace.cast(x, FLOAT32_DTYPE) for x in args]
             decision = decision._replace(cast=FLOAT32_DTYPE)
             op = op._replace(args=wide, decision=decision, within=decision)
-            return [trace.cast(x, dtype) for x in custom_jvp(trace, op)]
+            outs: Any = custom_jvp(trace, op)
+            return [trace.cast(x, dtype) for x in outs]
     if jaxpr is not None:
         return custom_jvp_of_jaxpr(trace, op, jaxpr)
     if decision is not None:

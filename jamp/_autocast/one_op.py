@@ -106,7 +106,7 @@ def one_op(
             # back, as in the gradient of a bias, and would store the float32 for both.
             dots = [-widened(-dot) for dot in dots]
             if slope is not None:
-                return [to(*dtypes, dots[0] * slope(*at))]
+                return [to(dtypes[0], dots[0] * slope(at[0]))]
 
             def along(*moved: jax.Array) -> list[jax.Array]:
                 new = iter(moved)

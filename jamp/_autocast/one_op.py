@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from .._compat import array_dtype
 from .._tree import HALVES
 from .decision import FLOAT32_DTYPE, Op, Params, Values
-from .numbers import is_inexact
+from .numbers import fits, is_inexact, scalar
 from .trace import AutocastTrace
 
 Function = Callable[..., list[jax.Array]]
@@ -32,7 +32,7 @@ SLOPES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": lambda out: (1 - out) * (1 + out),
 }
 # In half precision XLA makes exponentials of two, which overflow or lose digits, and a
-# product of a quotient by what is broadcast, whose inverse may overflow.
+# product of a quotient by a number or a row, whose inverse may overflow.
 WIDE = frozenset({"exp2", "logistic", "div"})
 # Of these, XLA would store on a GPU what the derivative shares with the function.
 COMPUTED_ANEW = frozenset({"jax.nn.gelu", "jax.nn.mish"})
@@ -49,9 +49,10 @@ def halves(args: Values) -> np.dtype | None:
 
 def of_primitive(op: Op, args: Values, params: Params) -> Function | None:
     """A primitive of half precision with its derivative, or None if it needs none."""
-    *_, last = args
-    if (dtype := halves(args)) is None or not isinstance(last, jax.Array):
-        return None  # a quotient by a number is a product
+    if (dtype := halves(args)) is None:
+        return None
+    if op.name == "div" and (number := scalar(args[1])) and fits(1 / number, dtype):
+        return None  # XLA makes it a product
     return _of_primitive(op.primitive, tuple(params.items()), dtype)
 
 

@@ -250,3 +250,12 @@ def test_float32_stays_float32():
     x = jax.ShapeDtypeStruct((4,), jnp.float32)
     dtypes = {n: jax.eval_shape(region(f), x).dtype.name for n, f in ONE.items()}
     assert {*dtypes.values()} == {"float32"}
+
+
+@pytest.mark.parametrize("number", [1e-5, 3e-6, 6e4])
+@pytest.mark.parametrize("way", ["live", "jit inside", "jit around"])
+def test_a_quotient_by_a_number_whose_inverse_is_out_of_range(number, way):
+    x = np.asarray([1e-4, 1e-3, 0.0, -0.1], np.float16)
+    function = WAYS[way](jamp.autocast("float16"), lambda x: x / number)
+    expected = np.float32(x) / np.float32(np.float16(number))
+    np.testing.assert_allclose(function(jnp.asarray(x)), expected, rtol=1e-3, atol=1e-7)

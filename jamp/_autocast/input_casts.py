@@ -67,7 +67,8 @@ def dtype_for(
                 return trace.settings.dtype
         case Kind.LOWER | Kind.PROMOTE | Kind.STATISTIC:
             pass
-        case Kind.KEEP if op.avals is not None:  # dtypes may be mixed by now
+        # Dtypes may be mixed by now.
+        case Kind.KEEP | Kind.ONE_OP if op.avals is not None:
             pass
         case _:
             return None

@@ -36,7 +36,6 @@ never cast.
 
 from typing import NamedTuple
 
-from .. import _compat
 from .decision import Kind as Kind
 
 
@@ -217,8 +216,7 @@ FUNCTIONS: dict[str, Row] = {
     jax.nn.log_sigmoid jax.nn.mish jax.nn.selu jax.nn.silu jax.nn.soft_sign
     jax.nn.squareplus jax.numpy.hypot jax.numpy.sinc jax.scipy.special.logit
     jax.scipy.special.xlog1py jax.scipy.special.xlogy
-    """.split()
-    + _compat.LOGADDEXPS,
+    """.split(),
     Row(ONE_OP),
 )
 
@@ -239,7 +237,7 @@ FUNCTIONS |= dict.fromkeys(  # sums, squares and counts of many, filters, losses
     keras.src.ops.image._ssim keras.utils.bounding_boxes.affine_transform
     optax.ctc_loss optax.losses.ctc_loss_with_forward_probs
     optax.losses.multiclass_perceptron_loss optax.losses.multiclass_sparsemax_loss
-    optax.losses.perceptron_loss optax.tree.vdot
+    optax.losses.perceptron_loss optax.projections.projection_simplex optax.tree.vdot
     penzai.nn.standardization.RMSStandardize.__call__
     penzai.nn.standardization.Standardize.__call__
     tensorflow_probability.substrates.jax.stats.stddev

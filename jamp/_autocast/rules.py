@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from jax.extend.core import Primitive
 
+from .._compat import LOGADDEXPS
 from .call_stack import resolve
 from .decision import FLOAT32_DTYPE, Decision, Hit, Reason, Recipe, Settings, Source
 from .keys import Function, source_of
 from .libraries import MODULES, Places, of_library
-from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind
+from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind, Row
 from .paths import PathPattern
 from .traits import PASSED_THROUGH, PRODUCTS, UPDATES
 
@@ -24,7 +25,7 @@ def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Dec
     By id, because hashing a code reads all of it, and an op comes from a hundred codes.
     """
     table: dict[int | str, tuple[CodeType, Decision]] = {}
-    for path, row in FUNCTIONS.items():
+    for path, row in (FUNCTIONS | dict.fromkeys(LOGADDEXPS, Row(Kind.ONE_OP))).items():
         if (code := resolve(path, modules)) is not None:
             why = Reason(row.kind.value, Source.FUNCTION, path)
             decision = Decision(row.kind, why=why)

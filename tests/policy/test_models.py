@@ -227,6 +227,10 @@ def test_outputs_are_those_by_hand_and_near_float32(name):
         outputs(name, style) for style in ("float32", LEAN, "policy")
     )
     assert policy.dtype == jnp.float32
-    np.testing.assert_array_equal(policy, by_hand.astype(jnp.float32))
+    # A gelu rounds once under a policy. By hand, each of its ops does.
+    differs = 5e-3 if "transformer" in name else 0
+    np.testing.assert_allclose(
+        policy, by_hand.astype(jnp.float32), rtol=0, atol=differs
+    )
     np.testing.assert_allclose(policy, full, rtol=0, atol=1e-2)
     assert jnp.std(full) > 0.3 and not jnp.array_equal(policy, full)

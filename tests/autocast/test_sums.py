@@ -47,7 +47,7 @@ MEANS = {
 }
 
 
-@cover(quick=10, ci=96)
+@cover(quick=16, ci=96)
 @pytest.mark.parametrize("name", [*MEANS, *ROUNDED, *IN_FLOAT32])
 @by_dtype
 @pytest.mark.parametrize("way", HALF_WAYS, ids=lambda way: way.__name__)

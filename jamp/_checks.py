@@ -32,6 +32,10 @@ DTYPES = {name: dtype for dtype, names in DTYPE_NAMES.items() for name in names}
 FLOAT8_NAMES = "float8", "fp8", "f8"  # of a recipe, and of no dtype
 HALF = "half"
 
+# Whether a region casts nothing, because the step around it is proved in float32. JAX
+# keys its caches by it.
+REGIONS_OFF = jax.make_user_context(False)
+
 
 def check_count(name: str, value: object, lowest: int = 0) -> int:
     """The value as a Python integer; ValueError if it is too low, or not an int32."""
@@ -180,15 +184,6 @@ LIBRARIES = tuple(
     | {os.path.dirname(os.path.dirname(jax.__file__)) + os.sep}
     | {JAMP}
 )
-
-
-def called_at() -> str:
-    """The innermost line outside of all installed libraries, as " at a.py:1 in f"."""
-    for frame, line in traceback.walk_stack(None):
-        code = frame.f_code
-        if not code.co_filename.startswith(LIBRARIES):
-            return f" at {described((code.co_filename, line, code.co_qualname))}"
-    return ""
 
 
 def described(frame: tuple[str, int, str]) -> str:

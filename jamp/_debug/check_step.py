@@ -179,7 +179,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
         scales = find(trials)
     except ValueError as error:
         return StepReport((str(error),), **types)
-    trials(scales.exponents, counts=True)
+    jax.effects_barrier()
+    watcher.counts.clear()
+    trials(scales.exponents)
     gradients, proof = watcher.shares(), scales.proof
     factors = [np.exp2(np.float32(e)).tolist() for e in scales.exponents]
     return StepReport(
@@ -213,17 +215,16 @@ class Watcher:
             for path, count in self.counts.items()
         }
 
-    def __call__(self, grads: PyTree, scale: jax.Array, when: jax.Array) -> None:
+    def __call__(self, grads: PyTree, scale: jax.Array) -> None:
         """Called with scaled gradients where a step is traced."""
-        of = numbers("jamp.debug.check_step", grads, scale, when, *COUNTED)
+        of = numbers("jamp.debug.check_step", grads, scale, None, *COUNTED)
 
-        def add(when: jax.Array, *columns: jax.Array) -> None:
-            if when:
-                rows = np.stack([*map(np.asarray, columns), np.array(of.real_sizes)])
-                for path, row in zip(of.paths, rows.T, strict=True):
-                    self.counts[path] = self.counts.get(path, 0) + row
+        def add(*columns: jax.Array) -> None:
+            rows = np.stack([*map(np.asarray, columns), np.array(of.real_sizes)])
+            for path, row in zip(of.paths, rows.T, strict=True):
+                self.counts[path] = self.counts.get(path, 0) + row
 
-        jax.debug.callback(add, when, *of.columns)
+        jax.debug.callback(add, *of.columns)
 
 
 def compiles_again(trials: Trials) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from .arithmetic import power_of_two
 from .calls import with_scales
 from .proof import Proof, proof_of
 from .rule import LossScaleState
-from .scale_flow import check_scales_its_loss
 from .styles import call_of
 from .trials import LOWEST, Exponents, Trials
 
@@ -120,26 +119,23 @@ def find(trials: Trials) -> Found:
     """The largest scales at which a step is finite, and whether it is right.
 
     Raises:
-      ValueError: the step does not scale its loss. And outside a trace: it is not
-        finite at any scale.
+      ValueError: outside a trace, it is not finite at any scale.
     """
-    check_scales_its_loss(trials)
     exponents, asked = trials.highest()
     if trials.is_inside:
         return Found(exponents, asked, Proof())
     never = lambda exponent, asked: np.any(np.asarray(asked & (exponent < LOWEST)))
     if any(map(never, exponents, asked)):
         raise ValueError(NEVER_FINITE.format(caller=trials.call.caller))
-    return Found(exponents, asked, proof_of(trials, exponents, asked))
+    return Found(exponents, asked, proof_of(trials.call, exponents))
 
 
 def found_scales(trials: Trials, found: Found) -> list[LossScaleState]:
+    xp, power = (jnp, power_of_two) if trials.is_inside else (np, np.exp2)
 
-    def kept(
-        scale: LossScaleState, exponent: jax.Array, asked: jax.Array
-    ) -> LossScaleState:
+    def kept(scale: LossScaleState, exponent: Any, asked: Any) -> LossScaleState:
         is_found = asked & (exponent >= LOWEST)
-        value = jnp.where(is_found, power_of_two(exponent), scale.loss_scale)
-        return scale._replace(loss_scale=value)
+        value = xp.where(is_found, power(exponent), scale.loss_scale)
+        return scale._replace(loss_scale=jnp.asarray(value, jnp.float32))
 
     return [*map(kept, trials.scales, found.exponents, found.asked)]

@@ -26,7 +26,6 @@ from .._checks import (
 )
 from .._tree import PyTree, T
 from . import arithmetic, rule, skip
-from .labels import GIVEN, SCALED, UNSCALED_, labelled
 from .nnx_grads import (
     CONTEXT,
     Update,
@@ -168,7 +167,7 @@ class GradScaler(nnx.Pytree):
                 raise ValueError(
                     f"outputs must be an array or a nest of arrays; got {shown(leaf)}."
                 )
-            return labelled(SCALED, arithmetic.scale(leaf, loss_scale))
+            return arithmetic.scale(leaf, loss_scale)
 
         return jax.tree.map(scale_leaf, outputs, is_leaf=lambda leaf: leaf is None)
 
@@ -211,8 +210,8 @@ class GradScaler(nnx.Pytree):
         selected = select_gradients(optimizer, grads)
         finite = arithmetic.all_finite(selected, self._axis_name)
         inverse = arithmetic.invert(self.loss_scale[...])
-        watch(selected, scalars_of(self))
-        new = labelled(UNSCALED_, arithmetic.unscale_as_before(selected, inverse))
+        watch(selected, self.loss_scale[...])
+        new = arithmetic.unscale_as_before(selected, inverse)
         unscaled = with_selected(grads, new)
         record = Record(optimizer, finite)
         record.scaled, record.unscaled = references(selected), references(unscaled)
@@ -262,8 +261,7 @@ class GradScaler(nnx.Pytree):
             check_selected(optimizer, model, grads, selected)
             update = Update(optimizer, model, grads, kwargs)
             if record is None:
-                watch(selected, scalars_of(self))
-                selected = labelled(GIVEN, selected)
+                watch(selected, self.loss_scale[...])
                 inverse = arithmetic.invert(self.loss_scale[...])
                 finite, run, shapes = check_read(
                     lambda scaled: update.run(

@@ -19,7 +19,6 @@ from jax.typing import ArrayLike
 from .._checks import flag
 from .._tree import KeyPath, PyTree, check_leaves, dtype_of, is_half, path_text, widen
 from .foreign_state import Owner, check_state
-from .labels import OF_MASTERS, labelled
 from .master_form import REMAINDER, keep, master_of, rounded
 from .mesh import typed_as
 from .state import MasterWeightsState, is_master, keeps_master_weights
@@ -166,10 +165,7 @@ def master_weights(
         leaves, tree = jax.tree.flatten(updates, is_leaf=is_hole)
         masters, held = tree.flatten_up_to(known), tree.flatten_up_to(params)
         pairs = [move(*row) for row in zip(leaves, masters, held, strict=True)]
-        updates = tree.unflatten(
-            update if is_hole(master) else labelled(OF_MASTERS, update)
-            for (update, _), master in zip(pairs, masters, strict=True)
-        )
+        updates = tree.unflatten(update for update, _ in pairs)
         moved = tree.unflatten(master for _, master in pairs)
         return updates, MasterWeightsState(kept(moved), inner_state)
 

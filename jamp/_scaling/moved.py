@@ -1,17 +1,21 @@
 """How far each leaf of a state moved in two runs of a step."""
 
+import functools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import dtypes
 from jax.typing import ArrayLike
 
-from .._tree import PyTree, dtype_of, is_inexact, path_text, widened
+from .._tree import PyTree, T, dtype_of, is_inexact, path_text, widened
 from .state import is_scale
 
 FACTOR = 2.0**0.25  # between the sizes of a change at one scale and at half of it
+IN_NUMPY = 2**20  # elements, from which a compiled program is worth it
 PARALLEL = 0.94  # the least cosine of two changes of a step that is wrong
 
 
@@ -63,7 +67,7 @@ def moves(old: PyTree, a: PyTree, b: PyTree) -> Iterator[Moved]:
     rows = zip(leaves_of(old), leaves_of(a), leaves_of(b), strict=True)
     floating = [
         # One after the other: several CPU devices may wait for each other's sums.
-        (path, jnp.size(start), jax.block_until_ready(measured(start, first, second)))
+        (path, jnp.size(start), by(measured, start, first, second))
         for (path, start), (_, first), (_, second) in rows
         if is_inexact(start) and jnp.size(start)
     ]
@@ -73,27 +77,49 @@ def moves(old: PyTree, a: PyTree, b: PyTree) -> Iterator[Moved]:
         yield Moved(path, size, one, two, apart, cosine, bool(broken))
 
 
-@jax.jit
-def measured(old: jax.Array, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+def parameters(tree: PyTree) -> list[PyTree]:
+    """The floating leaves of a state outside of loss scales, or all, if there is none."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_scale)
+    return [x for x in nodes if not is_scale(x) and is_inexact(x)] or nodes
+
+
+def equal(one: PyTree, two: PyTree) -> bool:
+    rows = zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    return all(bool(by(same, *row)) for row in rows)
+
+
+def by(function: Callable[..., T], *arrays: ArrayLike) -> T:
+    """A function of NumPy or of JAX, whichever is done sooner: one has to be compiled."""
+    x = arrays[-1]
+    if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, dtypes.extended):
+        if x.size < IN_NUMPY and x.is_fully_addressable:
+            with np.errstate(all="ignore"):
+                return function(np, *map(np.asarray, arrays))
+    return jax.block_until_ready(COMPILED[function](*arrays))
+
+
+def measured(xp: Any, old: Any, a: Any, b: Any) -> list[Any]:
     """The numbers of a `Moved`, in units of the largest element of both changes."""
 
-    def change(new: jax.Array) -> jax.Array:
-        is_known = jnp.isfinite(new) & jnp.isfinite(old)
+    def change(new: Any) -> Any:
+        is_known = xp.isfinite(new) & xp.isfinite(old)
         wide = widened(dtype_of(old))
-        return jnp.where(is_known, new.astype(wide) - old.astype(wide), 0)
+        return xp.where(is_known, new.astype(wide) - old.astype(wide), 0)
 
     one, two = change(a), change(b)
-    top = jnp.maximum(jnp.max(jnp.abs(one)), jnp.max(jnp.abs(two)))
-    unit = jnp.where(top > 0, top, 1)
+    top = xp.maximum(xp.max(xp.abs(one)), xp.max(xp.abs(two)))
+    unit = xp.where(top > 0, top, 1)
     one, two = one / unit, two / unit
-    norm = lambda x: jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
-    inner = jnp.sum(jnp.real(jnp.conj(one) * two))
+    norm = lambda x: xp.sqrt(xp.sum(xp.abs(x) ** 2))
+    inner = xp.sum(xp.real(xp.conj(one) * two))
     is_same = (a == b) | ((a != a) & (b != b))  # it may have been inf before
-    broken = jnp.any(~jnp.isfinite(b) & jnp.isfinite(old) & ~is_same)
+    broken = xp.any(~xp.isfinite(b) & xp.isfinite(old) & ~is_same)
     return [norm(one), norm(two), norm(one - two), inner, broken]
 
 
-@jax.jit
-def same(a: jax.Array, b: jax.Array) -> jax.Array:
+def same(xp: Any, a: Any, b: Any) -> Any:
     is_nan = (a != a) & (b != b) if is_inexact(a) else False
-    return jnp.all((a == b) | is_nan)
+    return xp.all((a == b) | is_nan)
+
+
+COMPILED = {f: jax.jit(functools.partial(f, jnp)) for f in (measured, same)}

@@ -1,6 +1,7 @@
 """The states of the optax wrappers, and how to find them in a nest."""
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
@@ -33,6 +34,20 @@ REFUSED = {
     optax.MultiStepsState: ("inner_opt_state", SUMMED),
     optax.ConditionallyTransformState: ("inner_state", PASSED_ON),
 }
+
+FRONT = """{}: {} stands in front of the loss scale, in a chain or as a count of its \
+own, and gets scaled gradients. Put it inside: \
+jamp.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optimizer))."""
+
+PART = """{}: a mask or a partition around a loss scale passes scaled gradients on, as \
+updates of what it leaves out. Put the loss scale around it: \
+jamp.dynamic_loss_scale(optax.masked(...)). To freeze a parameter, give it \
+optax.set_to_zero(), as one of the optimizers of optax.multi_transform."""
+
+BEHIND = """{}: {} stands behind jamp.master_weights. An update takes the parameter to \
+its master, rounded: what stands behind that in a chain (a scale, decayed weights, a \
+mask) parts them. Put it inside: \
+jamp.master_weights(optax.chain(optimizer, optax.scale(0.5)))."""
 
 STACKED = """Of stacked states, and of one that is replicated for jax.pmap, call it \
 inside the function that jax.vmap or jax.pmap maps."""
@@ -168,6 +183,33 @@ def find_states(tree: PyTree) -> dict[str, DynamicLossScaleState]:
         if field and find_states(getattr(node, field)):
             raise ValueError(problem)
     return {path_text(path): node for path, node in nodes if is_scale(node)}
+
+
+def check_places(opt_state: PyTree, caller: str) -> None:
+    """Raises ValueError if a loss scale or masters stand in the wrong place of a nest.
+
+    The state shows it: a chain's is a tuple, or an OrderedDict if its members have
+    names. What would change no number there, such as `optax.identity()`, is refused too.
+    """
+    node, several = opt_state, isinstance(opt_state, tuple | dict)
+    members = [*(node.values() if isinstance(node, dict) else node)] if several else []
+    if isinstance(node, optax.transforms.PartitionState):
+        members = [group.inner_state for group in node.inner_states.values()]
+        if len({*map(bool, map(find_states, members))}) > 1:
+            raise ValueError(PART.format(caller))
+    elif isinstance(node, optax.MaskedState) and find_states(node):
+        is_left_out = lambda node: isinstance(node, optax.MaskedNode)
+        if any(map(is_left_out, jax.tree.leaves(node, is_leaf=is_left_out))):
+            raise ValueError(PART.format(caller))
+    elif type(node) in (tuple, OrderedDict):
+        scaled = [place for place, m in enumerate(members) if find_states(m)]
+        if scaled and scaled[0]:
+            raise ValueError(FRONT.format(caller, describe(members[0])))
+        masters = [place for place, m in enumerate(members) if keeps_master_weights(m)]
+        if masters and masters[-1] + 1 < len(members):
+            raise ValueError(BEHIND.format(caller, describe(members[-1])))
+    for member in members:
+        check_places(member, caller)
 
 
 def check_not_scaled_yet(opt_state: PyTree, argument: str) -> None:

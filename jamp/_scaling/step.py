@@ -14,13 +14,11 @@ import optax
 
 from .._tree import Flag, PyTree, check_leaves, dtype_of
 from . import skip
-from .arrivals import arrivals, check_last
 from .foreign_state import Owner
-from .state import find_states, is_master, is_scale, keeps_master_weights
+from .state import check_places, find_states, is_scale, keeps_master_weights
 from .state_types import as_made, extended
 from .transformation import as_transformation, check_gradients_match
 from .updates import apply_updates
-from .watched import NOT_SCALED, SWAPPED, refuse_scaled
 from .wrapper import LossScaled
 
 
@@ -74,30 +72,21 @@ def step(
     tx = as_transformation(tx, "tx")
     check_leaves(grads, "jamp.step: the gradient")
     check_gradients_match(grads, params, "jamp.step", wrapped=True)
-    refuse_scaled(params, "jamp.step", SWAPPED)
-    if not find_states(opt_state):
-        refuse_scaled(grads, "jamp.step", NOT_SCALED)
-    update = lambda grads: tx.update(grads, opt_state, params, **extra_args)
-    updates_of = lambda grads: update(grads)[0]
+    check_places(opt_state, "jamp.step")
     if keeps_master_weights(opt_state):
         opt_state = as_made(opt_state, tx.init, params)
     owner = Owner("jamp.step", tx.init, params)
     with owner.explained(opt_state):
-        updates, new_state = update(grads)
-    if keeps_master_weights(opt_state) and not is_master(opt_state):
-        check_last("jamp.step", updates_of, grads)
+        updates, new_state = tx.update(grads, opt_state, params, **extra_args)
     owner.check_moved(new_state, opt_state)
     new_params = apply_updates(params, updates)
-    scales = list(find_states(new_state).values())
-    if not scales:
+    before, after = find_states(opt_state).values(), find_states(new_state).values()
+    if len(after) != 1:
         return new_params, new_state
-    runs, is_as_returned = arrivals(updates_of, grads)
-    if not runs or len(scales) != 1:
-        return new_params, new_state
-    finite = jnp.logical_not(scales[0].found_inf)
-    if not is_as_returned:
-        new_params = held(finite, new_params, params)
-    return new_params, held(finite, new_state, opt_state)
+    # A scale that does not run in this step returns the `found_inf` of the last one.
+    (old,), (new,) = before, after
+    finite = new.skipped_steps == old.skipped_steps
+    return held(finite, (new_params, new_state), (params, opt_state))
 
 
 def held(finite: Flag, new: PyTree, old: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""Runs of one training step from one state, at other loss scales.
+"""Runs of one training step, at other loss scales.
 
 Outside of a trace, the step is traced and compiled once for all of them. Inside of one
 it is a part of the program, and runs in a loop.
@@ -13,18 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import is_traced
+from .._checks import REGIONS_OFF, is_traced
 from .._tree import PyTree, partition
 from .arithmetic import power_of_two
 from .calls import Call, attempt, scales_of, with_scales
-from .labels import LABELLED
 from .mesh import on_every_replica, typed_as
 from .rule import LossScaleState
 from .state import find_states
 from .traced import Traced
-from .watched import COUNTED, NOT_STEPPED
 
 LOWEST, HIGHEST = -126, 32  # exponents that are searched
+INFINITE = 128  # the exponent of a scale of inf
+FRESH = np.uint32(1)  # `recent_skips` before a step, which shifts it if it is asked
+
+PARTED = """{caller}: at a loss scale of {scales}, some devices skip the step and others \
+take it, and what they should share parts. Name the mapped axes, \
+jamp.dynamic_loss_scale(..., axis_name="data") or jamp.GradScaler(axis_name="data"), or \
+average the gradients before the step."""
 
 
 class Outcome(NamedTuple):
@@ -46,14 +51,14 @@ Between = tuple[Exponents, Exponents, list[jax.Array]]  # finite, infinite, aske
 
 
 class Trials:
-    """A step that can be run again and again.
+    """A step that can be run again and again. What it writes to a `jax.Ref` is undone.
 
     Attributes:
       once: the program of the step: of the loss scales, the state and the arrays among
-        the other arguments. It has labels (`LABELLED`).
+        the other arguments.
     """
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, in_float32: bool = False):
         self.call, self.scales = call, scales_of(call.state)
         self.is_inside = any(map(is_traced, jax.tree.leaves((call.state, call.inputs))))
         # Other leaves, such as `train=True`, do not change.
@@ -65,33 +70,35 @@ class Trials:
         ) -> tuple[PyTree, PyTree, list[LossScaleState]]:
             return attempt(call, with_scales(state, tried), rebuilt(arrays))
 
-        with LABELLED(True):
+        with REGIONS_OFF(in_float32):
             self.once = Traced(step_at, self.scales, call.state, self.arrays)
+        refs = [x for x in self.once.closed.consts if isinstance(x, jax.Ref)]
+        self._refs = [(ref, ref[...]) for ref in refs]
 
-        def run(
-            exponents: Exponents,
-            code: np.uint32,
-            state: PyTree,
-            arrays: list[jax.Array],
-        ) -> Run:
-            tried = [
-                _at(*of, code) for of in zip(scales_of(state), exponents, strict=True)
-            ]
+        def run(exponents: Exponents, state: PyTree, arrays: list[jax.Array]) -> Run:
+            tried = [_at(*of) for of in zip(scales_of(state), exponents, strict=True)]
             new, aux, scales = self.once(tried, state, arrays)
             rows = zip(*map(_outcome, tried, scales), strict=True)
             return Run(new, aux, Outcome(*map(list, rows)))
 
-        self._run = run if self.is_inside else jax.jit(run)
+        # It runs some ten times: a program that is compiled sooner is done sooner.
+        quick = {"xla_backend_optimization_level": 0}
+        options = quick if jax.default_backend() == "cpu" else None
+        self._run = run if self.is_inside else jax.jit(run, compiler_options=options)
 
-    def __call__(self, exponents: Exponents, counts: bool = False) -> Run:
-        """A run at these powers of two, from the state that was given.
-
-        Args:
-          counts: whether who watches the step counts its gradients.
-        """
-        code = COUNTED if counts else NOT_STEPPED
-        run = self._run(exponents, code, self.call.state, self.arrays)
-        return run if self.is_inside else jax.block_until_ready(run)
+    def __call__(self, exponents: Exponents, state: PyTree = None) -> Run:
+        """A run at these powers of two: from a state, or from that of the call."""
+        state = self.call.state if state is None else state
+        run = self._run(exponents, state, self.arrays)
+        if self.is_inside:
+            return run
+        jax.block_until_ready(run)
+        for ref, value in self._refs:
+            ref[...] = value
+        if any(map(differs_by_device, jax.tree.leaves(run.outcome))):
+            scales = ", ".join(f"2**{np.max(e)}" for e in exponents)
+            raise ValueError(PARTED.format(caller=self.call.caller, scales=scales))
+        return run
 
     @property
     def paths(self) -> list[str]:
@@ -105,17 +112,16 @@ class Trials:
           the step checked for an overflow, which it does not do if the scale is
           disabled, or if its optimizer does not step.
         """
-        full = lambda value: [
-            jnp.full(jnp.shape(s.loss_scale), value, jnp.int32) for s in self.scales
-        ]
-        none = [jnp.zeros(jnp.shape(s.loss_scale), bool) for s in self.scales]
-        between = full(LOWEST - 1), full(HIGHEST + 1), none
+        shapes = [jnp.shape(s.loss_scale) for s in self.scales]
+        full = lambda value: [np.full(shape, value) for shape in shapes]
+        between = full(np.int32(LOWEST - 1)), full(np.int32(HIGHEST + 1)), full(False)
         if self.is_inside:
             times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
             halve = lambda _, between: self._halve(_middle, between)
+            between = jax.tree.map(jnp.asarray, between)
             finite, _, asked = lax.fori_loop(0, times, halve, between)
             return finite, asked
-        is_open = lambda low, high: np.any(np.asarray(high - low) > 1)
+        is_open = lambda low, high: np.any(high - low > 1)
         while any(map(is_open, *between[:2])):
             between = self._halve(_likely, between)
         return between[0], between[2]
@@ -126,12 +132,13 @@ class Trials:
         finite, infinite, _ = between
         middle = [*map(choose, finite, infinite)]
         outcome = self(middle).outcome
-        too_high = [*map(on_every_replica, outcome.too_high)]
-        asked = [*map(on_every_replica, outcome.asked)]
+        flag = on_every_replica if self.is_inside else np.asarray
+        where = jnp.where if self.is_inside else np.where
+        too_high = [*map(flag, outcome.too_high)]
         return (
-            [*map(jnp.where, too_high, finite, middle)],
-            [*map(jnp.where, too_high, middle, infinite)],
-            asked,
+            [*map(where, too_high, finite, middle)],
+            [*map(where, too_high, middle, infinite)],
+            [*map(flag, outcome.asked)],
         )
 
 
@@ -139,19 +146,26 @@ def _middle(low: jax.Array, high: jax.Array) -> jax.Array:
     return jnp.maximum((low + high) // 2, LOWEST)
 
 
-def _likely(low: jax.Array, high: jax.Array) -> jax.Array:
+def _likely(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """The same, but scales below 1, which few steps need, only if no other is left."""
     is_above = (low < LOWEST) & (high > 0)
-    return jnp.where(is_above, (high - 1) // 2, _middle(low, high))
+    middle = np.maximum((low + high) // 2, LOWEST)
+    return np.where(is_above, (high - 1) // 2, middle)
 
 
-def _at(scale: LossScaleState, exponent: jax.Array, code: np.uint32) -> LossScaleState:
+def _at(scale: LossScaleState, exponent: jax.Array) -> LossScaleState:
     """A scale with another value, and no record of steps."""
-    codes = jnp.full(jnp.shape(scale.recent_skips), code, jnp.uint32)
+    fresh = jnp.full(jnp.shape(scale.recent_skips), FRESH)
     return scale._replace(
         loss_scale=typed_as(power_of_two(exponent), scale.loss_scale),
-        recent_skips=typed_as(codes, scale.recent_skips),
+        recent_skips=typed_as(fresh, scale.recent_skips),
     )
+
+
+def differs_by_device(array: jax.Array) -> bool:
+    """Whether devices that should hold the same number hold several."""
+    parts = array.addressable_shards if array.is_fully_replicated else ()
+    return len({np.asarray(part.data).tobytes() for part in parts}) > 1
 
 
 def _outcome(

@@ -12,10 +12,8 @@ from jax.typing import ArrayLike
 from .._checks import imported, shown
 from .._tree import PyTree, T, check_leaves, dtype_of
 from . import arithmetic
-from .labels import SCALED, UNSCALED, labelled
 from .metrics import is_scaler, loss_scale
 from .state import STACKED
-from .watched import remember
 
 ARRAYS_AND_REST = """ Differentiate arrays alone; for an Equinox model, write \
 params, static = eqx.partition(model, eqx.is_inexact_array), pass params, and call \
@@ -89,7 +87,7 @@ def value_and_grad(
                 )
             loss = loss[0]
         _check_loss(loss)
-        return labelled(SCALED, arithmetic.scale(loss, current)), result
+        return arithmetic.scale(loss, current), result
 
     grad_fn: Callable[..., tuple[PyTree, T]] = jax.grad(
         scaled, argnums, has_aux=True, allow_int=allow_int
@@ -111,7 +109,6 @@ def value_and_grad(
                     what = f"jamp.value_and_grad: argument {index}"
                     check_leaves(args[index], what, ARRAYS_AND_REST)
             raise
-        remember(grads)
         return result, grads
 
     return value_and_grad_fn
@@ -152,7 +149,7 @@ def scale_loss(loss: ArrayLike, opt_state: PyTree) -> jax.Array:
     current = _one_scale(opt_state)
     if not arithmetic.is_scalable(loss):
         raise TypeError(f"loss must be an array or a number; got {shown(loss)}.")
-    return labelled(SCALED, arithmetic.scale(loss, current))
+    return arithmetic.scale(loss, current)
 
 
 def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
@@ -178,7 +175,7 @@ def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
     """
     current = _one_scale(opt_state)
     check_leaves(grads, "jamp.unscale: the gradient")
-    return labelled(UNSCALED, arithmetic.unscale(grads, arithmetic.invert(current)))
+    return arithmetic.unscale(grads, arithmetic.invert(current))
 
 
 def _one_scale(opt_state: PyTree) -> jax.Array:

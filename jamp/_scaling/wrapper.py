@@ -12,16 +12,14 @@ import optax
 from .._checks import axis_names, flag
 from .._tree import Flag, PyTree, check_leaves, widen
 from . import arithmetic, rule, skip
-from .arrivals import check_last
 from .foreign_state import Owner, check_state
-from .labels import GIVEN, RETURNED, labelled
 from .mesh import is_mapped
 from .rule import LossScaleConfig, ScaleKind
 from .state import (
     DynamicLossScaleState,
     check_not_scaled_yet,
     check_not_stacked,
-    is_master,
+    check_places,
     keeps_master_weights,
     scalars_of,
 )
@@ -34,7 +32,7 @@ from .transformation import (
     is_hole,
 )
 from .updates import apply_updates, cast_update, no_update, without_float0
-from .watched import SWAPPED, refuse_scaled, watch
+from .watched import watch
 
 Step = tuple[optax.Updates, optax.OptState]
 
@@ -210,8 +208,6 @@ class LossScaled:
             return jax.tree.map(no_update, like()[0]), scaled.held
 
         updates, inner_state = skip.run_or_hold(scaled.finite, scaled.run, hold)
-        if self.kind is not ScaleKind.OFF:
-            updates = labelled(RETURNED, updates)
         return updates, scaled.advanced(inner_state)
 
     def step(
@@ -249,17 +245,14 @@ class ScaledGradients:
         if params is not None:
             check_leaves(params, f"{caller}: the parameter")
             check_gradients_match(grads, params, caller, wrapped=True)
-            refuse_scaled(params, caller, SWAPPED)
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         if by.kind is not ScaleKind.OFF:
             check_no_closures(extra_args, caller)
-            watch(grads, self.scalars)
-            grads = labelled(GIVEN, grads)
+            watch(grads, self.scalars.loss_scale)
         self.extra_args = extra_args
         self.old = as_made(state.inner_state, by.init_inner, params)
         update = lambda grads: self.update(grads, self.old)
-        if keeps_master_weights(self.old) and not is_master(self.old):
-            check_last(caller, lambda grads: update(grads)[0], grads)
+        check_places(self.old, caller)
         self.finite, update, shapes = check_read(update, grads, self.all_finite)
         self.held = grown(self.old, shapes and shapes[1])
         self.run = functools.partial(update, skip.harmless(self.finite, grads))

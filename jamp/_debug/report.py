@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._checks import brief, is_traced
+from .._scaling.mesh import zeros_like
 from .._tree import T
 
 SHOWN = 20  # rows of a printed table
@@ -179,8 +180,7 @@ def only_when(when: ArrayLike | None, compute: Callable[[], T]) -> T:
             'Pass jamp.metrics(opt_state)["found_inf"], or what scaler.step returned.'
         )
     shapes = jax.eval_shape(compute)
-    zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return lax.cond(when, compute, zeros)
+    return lax.cond(when, compute, lambda: jax.tree.map(zeros_like, shapes))
 
 
 def check_single(report: Report) -> None:

@@ -20,6 +20,7 @@ from .._autocast.traits import ELEMENTWISE, KERNELS
 from .._checks import is_traced
 from .._jaxprs import branches, called, param, read
 from .._scaling import arithmetic
+from .._scaling.mesh import typed_as, zeros_like
 from .marks import (
     BAD,
     FINE,
@@ -358,6 +359,8 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
 
     never = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
     none = Loop(never(shape), zeros(*shape), never(NOTED), zeros(NOTED))
+    made = jax.eval_shape(step, (jnp.int32(0), none, carry))[1]
+    none = jax.tree.map(typed_as, none, made)
     _, kept, outs = lax.while_loop(goes_on, step, (jnp.int32(0), none, carry))
     return outs, kept, Inner.of(loop, "while", programs)
 
@@ -411,7 +414,7 @@ def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
 
     def chosen(place, *args):
         outs, marks = branch(place, *args)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        zeros = jax.tree.map(zeros_like, shapes)
         return outs, [*zeros[:place], marks, *zeros[place + 1 :]]
 
     outs, marks = lax.switch(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._checks import shown
@@ -25,7 +26,8 @@ must hold the state of an optimizer in jamp.dynamic_loss_scale, or be a GradScal
 
 NOT_RETURNED = """{}: step must return the state that it got, and perhaps something \
 else: step(state, *batch) -> (state, aux). Of several arguments (params, opt_state) or \
-(actor, critic), it returns each, in their order. It got {}, and returned {}."""
+(actor, critic), it returns each, in their order, and at one place: first, or where \
+nothing else looks like them. It got {}, and returned {}."""
 
 
 Step = Callable[..., Any]
@@ -37,8 +39,9 @@ class Form(NamedTuple):
     """Where a step has its state: in which arguments, and where in its result."""
 
     places: tuple[int, ...]  # of the arguments; if one, the state is that argument
-    is_nested: bool = True  # the state is one item of the result, and not one for each
-    is_alone: bool = False  # the state is the whole result
+    key: Any = None  # of the state, or of its first part, in the result; None: all of it
+    parts: int = 0  # if not 0, that many items of the result are the state
+    make: Callable[[list[Any]], Any] = tuple  # the result, from its items
 
     def state_of(self, args: Sequence[PyTree]) -> PyTree:
         if len(self.places) == 1:
@@ -46,25 +49,71 @@ class Form(NamedTuple):
         return tuple(args[place] for place in self.places)
 
     def split(self, result: Any) -> tuple[PyTree, PyTree]:
-        if self.is_alone:
+        """The state, and the other items of the result by their keys."""
+        if self.key is None:
             return result, None
-        if self.is_nested:
-            state, *aux = result
-            return state, aux
-        count = len(self.places)
-        return tuple(result[:count]), list(result[count:])
+        items = items_of(result)
+        if not self.parts:
+            return items.pop(self.key), items
+        return tuple(items.pop(self.key + i) for i in range(self.parts)), items
 
     def joined(self, state: PyTree, aux: Any) -> Any:
-        if self.is_alone:
+        if self.key is None:
             return state
-        return (state, *aux) if self.is_nested else (*state, *aux)
+        own = dict(enumerate(state, self.key)) if self.parts else {self.key: state}
+        items = own | aux
+        return self.make([items[key] for key in sorted(items)])
+
+
+def items_of(result: Any) -> dict[Any, PyTree]:
+    if isinstance(result, dict):
+        return dict(result)
+    return dict(enumerate(result)) if isinstance(result, tuple | list) else {}
+
+
+def makes(result: Any) -> Callable[[list[Any]], Any]:
+    if isinstance(result, dict):
+        return lambda items: dict(zip(sorted(result), items, strict=True))
+    return getattr(type(result), "_make", type(result))
+
+
+def form_of(result: Any, args: Sequence[PyTree], places: tuple[int, ...]) -> Form | None:
+    """Where a result has the state: all of it, its first items, or one other place.
+
+    The state has the structure of these arguments. Where several other places have it,
+    shapes decide.
+    """
+    kinds = [jax.tree.structure(args[place]) for place in places]
+
+    def is_state(items: Any) -> bool:
+        if len(kinds) == 1:
+            return jax.tree.structure(items) == kinds[0]
+        is_row = isinstance(items, tuple | list) and len(items) == len(kinds)
+        return is_row and [*map(jax.tree.structure, items)] == kinds
+
+    def has_shapes(form: Form) -> bool:
+        found = jax.tree.leaves(form.split(result)[0])
+        return [*map(jnp.shape, found)] == [*map(jnp.shape, wanted)]
+
+    wanted = jax.tree.leaves([args[place] for place in places])
+    if is_state(result):
+        return Form(places)
+    items, make, several = items_of(result), makes(result), len(kinds) > 1
+    found = [Form(places, key, 0, make) for key, item in items.items() if is_state(item)]
+    if several and not isinstance(result, dict):
+        rows = ((i, list(items.values())[i : i + len(kinds)]) for i in items)
+        found += [Form(places, i, len(kinds), make) for i, row in rows if is_state(row)]
+    first = [form for form in found if form.key == 0]
+    if not first and len(found) > 1:
+        found = [form for form in found if has_shapes(form)]
+    return (first or found)[0] if first or len(found) == 1 else None
 
 
 class Call:
     """One call of `step(state, *batch) -> (state, aux)`.
 
-    The state may be several arguments, which the step returns in their order, and the
-    step may return nothing else.
+    The state may be several arguments, which the step returns in their order. It may
+    return them alone, or anything before or after them.
 
     Attributes:
       caller: the function of jamp that a user called, for messages.
@@ -77,21 +126,26 @@ class Call:
 
     def __init__(self, caller: str, step: Step, args: Args, kwargs: Kwargs):
         self.caller, self.step = caller, step
-        holders = [place for place, arg in enumerate(args) if find_states(arg)]
+        holders = tuple(place for place, arg in enumerate(args) if find_states(arg))
         if not holders:
             found = ", ".join(map(describe, args)) or "nothing"
             raise ValueError(NO_SCALE.format(caller, found))
-        self.form = Form((0,))
-        if holders != [0]:
-            self.form = self._form_of(args, kwargs, holders)
+        self.form = Form((0,), 0)
+        if holders != (0,):
+            result = self._result(args, kwargs)
+            leading = tuple(range(holders[-1] + 1))
+            forms = (form_of(result, args, places) for places in (leading, holders))
+            if not (form := next(filter(None, forms), None)):
+                got = ", ".join(type(arg).__name__ for arg in args)
+                raise TypeError(NOT_RETURNED.format(caller, got, named(result)))
+            self.form = form
         self.state: PyTree = self.form.state_of(args)
         places = self.form.places
         batch = {i: arg for i, arg in enumerate(args) if i not in places}
         self.inputs: PyTree = (batch, kwargs)
         check_leaves(self.state, f"{caller}: the state", ARRAYS_OF_THE_STATE)
 
-    def _form_of(self, args: Args, kwargs: Kwargs, holders: list[int]) -> Form:
-        """Of the arguments that a step returns: up to the last scale, or `holders`."""
+    def _result(self, args: Args, kwargs: Kwargs) -> Any:
         is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
         arrays, rebuilt = partition((args, kwargs), is_array)
 
@@ -99,26 +153,7 @@ class Call:
             args, kwargs = rebuilt(arrays)
             return self.step(*args, **kwargs)
 
-        result: Any = jax.eval_shape(run, arrays)
-        structures = [*map(jax.tree.structure, args)]
-        begins = lambda items, kinds: (
-            isinstance(items, tuple)
-            and [*map(jax.tree.structure, items[: len(kinds)])] == kinds
-        )
-        for places in (tuple(range(holders[-1] + 1)), tuple(holders)):
-            kinds = [structures[place] for place in places]
-            if len(kinds) == 1 and jax.tree.structure(result) == kinds[0]:
-                return Form(places, is_alone=True)
-            if begins(result, kinds):
-                return Form(places, is_nested=len(kinds) == 1)
-            if len(kinds) > 1 and isinstance(result, tuple) and result:
-                if len(result[0]) == len(kinds) and begins(tuple(result[0]), kinds):
-                    return Form(places)
-        got = ", ".join(type(arg).__name__ for arg in args)
-        returned = f"a {type(result).__name__}"
-        if type(result) is tuple:
-            returned = f"({', '.join(type(item).__name__ for item in result)})"
-        raise TypeError(NOT_RETURNED.format(self.caller, got, returned))
+        return jax.eval_shape(run, arrays)
 
     def run(self, state: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         batch, kwargs = inputs
@@ -127,18 +162,24 @@ class Call:
         args = given | batch
         result: Any = self.step(*(args[place] for place in sorted(args)), **kwargs)
         if places == (0,):
-            is_state = jax.tree.structure(result) == jax.tree.structure(state)
-            self.form = Form((0,), is_alone=is_state)
-            if not (is_state or (isinstance(result, tuple) and len(result) > 1)):
+            form = form_of(result, [state], places)
+            if form is None and not (isinstance(result, tuple) and len(result) > 1):
                 raise TypeError(
                     f"{self.caller}: step must return (state, aux), or the state "
                     f"alone; got {shown(result)}."
                 )
+            self.form = form or Form(places, 0, 0, makes(result))
         return self.form.split(result)
 
     def returned(self, state: PyTree, *aux: PyTree) -> Any:
         """What the user's call returns."""
         return self.form.joined(state, *aux) if aux else state
+
+
+def named(result: Any) -> str:
+    if type(result) is tuple:
+        return f"({', '.join(type(item).__name__ for item in result)})"
+    return f"a {type(result).__name__}"
 
 
 def scales_of(state: PyTree) -> list[LossScaleState]:

@@ -38,62 +38,65 @@ from .._jaxprs import equations, follow_loops
 from .._tree import PyTree, is_inexact
 from .calls import Call
 from .moved import Moved, equal, leaves_of, moves, parameters
+from .rule import SWITCHED_OFF
 from .trials import INFINITE, LOWEST, Exponents, Outcome, Run, Trials
 
 UP, DOWN = 40, -20  # the exponents of the scales at which it runs, and 0
 SAME = 2.0**-9  # the largest difference of two runs that compute the same
 STEPS = 64  # that are taken, at most, until a parameter moves
 
-DEPENDS = """{caller}: {cause} What the step computes depends on the loss scale: at a \
-scale {times} times as large, {leaf} moves {factor:.4g} times as far. A right step \
+DEPENDS = """{caller}: {cause} What the step computes depends on the loss scale{at}: at \
+one {times} times as large, {leaf} moves {factor:.4g} times as far. A right step \
 computes the same at each power of two."""
 
-DIVIDED = """the gradients are divided by the scale once too often. What is not \
-multiplied by it must not meet scaled gradients: a loss, a second loss or an auxiliary \
-one that is not scaled, a clip, a norm, jnp.nan_to_num, a penalty, noise, weight decay, \
-an epsilon, or what jamp.unscale returns. {cure}"""
+DIVIDED = """the gradients are divided by the scale once too often. Something else than \
+scaled gradients meets them: a loss (also a second or an auxiliary one) that is not \
+scaled, a clip, a norm, jnp.nan_to_num, a penalty, noise, weight decay, an epsilon, or \
+what jamp.unscale or a DynamicScale has divided. {cure}"""
 
-IN_CHAIN = """Scale each loss by the scale of the state that the step is given \
-(jamp.value_and_grad(loss_fn, opt_state), or jamp.scale_loss), and put the rest into \
-the chain inside: \
+IN_CHAIN = """Multiply each loss by the scale of the state that the step is given, by \
+jamp.value_and_grad(loss_fn, opt_state) or jamp.scale_loss, and clip, normalize and \
+penalize in the chain inside: \
 jamp.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optimizer))."""
 
-BY_SCALER = """Let the loss function return scaler.scale(loss), of each loss, and put \
-the rest between grads = scaler.unscale_(optimizer, grads) and scaler.step, or into the \
-optimizer's chain."""
+BY_SCALER = """Let the loss function return scaler.scale(loss) of each loss, and clip \
+what scaler.unscale_ returns, or in the optimizer's chain."""
 
 MULTIPLIED = """the gradients are multiplied by the scale once too often: scaled twice \
-(jamp.value_and_grad scales the loss itself: take one of it, jamp.scale_loss and \
-scaler.scale, once), or given to no optimizer with a loss scale, as by swapped \
-arguments or what scaler.unscale_ returned and nobody used. If this call only \
-accumulates them, give one that steps."""
+(take one of jamp.value_and_grad, jamp.scale_loss and scaler.scale, once), or given to \
+no optimizer with a loss scale, as if arguments are swapped, or if nothing uses what \
+scaler.unscale_ returned. If this call only accumulates them, give one that steps."""
 
-KEPT = """The state keeps scaled gradients from one call to the next, and by then the \
-scale may have moved: keep unscaled ones."""
+KEPT = """{caller}: {leaf} depends on how the loss scale moved between two calls: the \
+state keeps scaled gradients from one call to the next. Keep \
+jamp.unscale(grads, opt_state)."""
 
-STOPS = """{caller}: at a loss scale of 1 {leaf} moves, and at a scale {times} times as \
-large it does not. Either its loss is not scaled: {cure} Or the step is left out where \
-the norm of scaled gradients is large: compare jamp.unscale(grads, opt_state)."""
+STOPS = """{caller}: whether the step moves {leaf} depends on the size of scaled \
+gradients: it does at a loss scale of 1, and not at one {times} times as large. A \
+threshold on their norm meets them: put it into the chain inside of the loss scale, or \
+compare jamp.unscale(grads, opt_state). Or the loss is not scaled. {cure}"""
 
 HIDDEN = """{caller}: a loss scale of inf{at} does not skip the step, and {leaf} {what}. \
-Either the gradients do not depend on the scale, because the loss is not multiplied by \
-that of the state that the step is given, or by another state's: {cure} Or something \
-hides an inf or nan from the loss scale, such as jnp.nan_to_num, a clip by value, \
-jnp.where(jnp.isfinite(...), ...) or optax.zero_nans: delete it, the loss scale skips \
-these steps. Or another loss scale takes the gradient, such as a DynamicScale: turn it \
-off."""
+Something hides an inf or nan from the loss scale, such as jnp.nan_to_num, a clip by \
+value, jnp.where(jnp.isfinite(...), ...) or optax.zero_nans: delete it, the loss scale \
+skips these steps. Or the loss is not scaled. {cure}"""
 
 BROKEN = """{caller}: a skipped step writes inf or nan into {leaf}. A loss scale holds \
 what its own optimizer changes. Hold the rest: skipped = \
 jamp.metrics(opt_state)["found_inf"], and jnp.where(skipped, old, new)."""
 
-STILL = """{caller}: {what}, so nothing is proved. Is what jamp.step or the optimizer \
-returned used, are NNX objects changed under jax.jit (which loses it: use nnx.jit), or \
-are all gradients zero? If parameters move in a later call (a learning rate of 0 at \
-first, microbatches that are accumulated), give the state before that one."""
+STILL = """{caller}: nothing is proved, since no parameter moves{calls}. Use what \
+jamp.step or the optimizer returned, and change NNX objects under nnx.jit, because \
+jax.jit loses that. Are all gradients zero? If parameters move in a later call (after \
+microbatches, or from a learning rate of 0), give the state before that one."""
 
-UNPROVED = """{caller}: the step cannot be proved: in float32 it overflows at each loss \
-scale that was tried. There is an inf in the loss or in its gradient."""
+UNASKED = """{caller}: nothing is proved, since this call asks no loss scale: its \
+gradients reach no optimizer that has one. {cure} If it only accumulates them, or if \
+steps begin later, give a call that steps."""
+
+UNPROVED = """{caller}: the step cannot be proved: it is finite at the largest loss \
+scale, and skips at others. There is something in it that overflows in float32, or that \
+divides by gradients which half precision flushes to zero: add an epsilon."""
 
 NOT_REPEATED = """{caller}: the step cannot be proved: run twice with the same \
 arguments, it moves {leaf} otherwise. Keep what it draws or reads (a random key, a \
@@ -129,7 +132,7 @@ class Prover:
     def __init__(self, call: Call, highest: Exponents):
         self.call, self.state, self.highest = call, call.state, highest
         self.trials = Trials(call, in_float32=True)
-        self.kept = kept_leaves(self.trials)
+        self.kept, self.remembers = kept_leaves(self.trials)
         program = self.trials.once.closed
         eqns = [*equations(program)]
         values = [v.aval for eqn in eqns for v in eqn.outvars]
@@ -156,28 +159,45 @@ class Prover:
 
     def problems(self) -> Iterator[str]:
         """The first thing that is wrong with a step that does not skip, if any."""
-        if not self.takes_a_step():
-            yield self.says(STILL)
-        elif self.draws and (other := self.wrong(self.changes(self.one, self.run(self.base)))):
-            yield self.says(NOT_REPEATED, leaf=other[0].path)
-        elif self.is_exact:
-            yield from itertools.islice(self.exact_problems(), 1)
+        calls = self.calls_until_it_moves()
+        if skips(self.one.outcome):
+            yield self.says(UNPROVED)
+        elif calls:
+            yield self.says(STILL, calls=f" in {calls} calls" if calls > 1 else "")
+        elif self.draws and (leaf := self.drawn()):
+            yield self.says(NOT_REPEATED, leaf=leaf)
         else:
-            yield from self.coarse_problems()
+            judge = self.exact_problems if self.is_exact else self.coarse_problems
+            yield from itertools.islice(judge(), 1)
+            if not self.asks():
+                yield self.says(UNASKED)
 
-    def takes_a_step(self) -> bool:
-        """Whether a parameter moves. The state is then the one before it does."""
-        for _ in range(STEPS):
+    def asks(self) -> bool:
+        """Whether the step asks a loss scale, or all of them are switched off."""
+        off = [s.hysteresis_tracker == SWITCHED_OFF for s in self.trials.scales]
+        rows = [*self.one.outcome.asked, *off]
+        return any(np.any(np.asarray(row)) for row in rows)
+
+    def drawn(self) -> str:
+        """A leaf that moves otherwise if the step runs again."""
+        leaves = self.wrong(self.changes(self.one, self.run(self.base)))
+        return leaves[0].path if leaves else ""
+
+    def calls_until_it_moves(self) -> int:
+        """0, and the state before the first call that moves a parameter; or how many
+        calls do not."""
+        for calls in range(STEPS):
             self.one = self.run(self.base)
             if not equal(parameters(self.one.state), parameters(self.state)):
-                return True
-            if equal(self.one.state, self.state):
-                return False
+                return 0
+            if skips(self.one.outcome) or equal(self.one.state, self.state):
+                return calls + 1
             self.state = self.one.state
-        return False
+        return STEPS
 
     def exact_problems(self) -> Iterator[str]:
-        """One scale after the other is far higher. From there, all are far lower."""
+        """One scale after the other is far higher. From there, all are far lower, if
+        the state has something of one call that the next one reads."""
         up = self.one
         for place, highest in enumerate(self.highest):
             for exponent in (UP, highest):
@@ -187,7 +207,10 @@ class Prover:
             else:
                 yield self.says(UNPROVED)
             if wrong := self.wrong(self.changes(self.one, up)):
-                yield self.depends(wrong, np.max(exponent - self.base[place]))
+                at = f" at {self.trials.paths[place]}" if len(self.base) > 1 else ""
+                yield self.depends(wrong, np.max(exponent - self.base[place]), at)
+        if not self.remembers:
+            return
         two = self.run(self.base, self.one.state)
         low = self.run([e + DOWN for e in self.base], up.state)
         if not skips(two.outcome) and not skips(low.outcome):
@@ -211,7 +234,7 @@ class Prover:
         """How far each leaf moves at a lower scale, and at a higher one."""
         leaves = [*moves(self.state, low.state, high.state)]
         self.still = [leaf.path for leaf in leaves if not leaf.a and not leaf.b]
-        only = lambda aux: aux[0] if isinstance(aux, list) and len(aux) == 1 else aux
+        only = lambda aux: [*aux.values()][0] if type(aux) is dict and len(aux) == 1 else aux
         one, two = only(low.aux), only(high.aux)
         zeros = lambda x: np.zeros(x.shape, x.dtype) if is_inexact(x) else x
         others = [*moves(jax.tree.map(zeros, one), one, two)]
@@ -224,12 +247,12 @@ class Prover:
         found = [m for m in changes if m.path in self.kept and m.difference > SAME]
         return sorted(found, key=lambda m: -abs(math.log(m.factor)) - m.difference)
 
-    def depends(self, wrong: Sequence[Moved], power: int) -> str:
+    def depends(self, wrong: Sequence[Moved], power: int, at: str = "") -> str:
         leaf, times = wrong[0], f"2**{power}"
         if not leaf.b:
             return self.says(STOPS, leaf=leaf.path, times=times)
         cause = DIVIDED if leaf.factor < 1 else MULTIPLIED
-        of = {"leaf": leaf.path, "factor": leaf.factor, "times": times}
+        of = {"leaf": leaf.path, "factor": leaf.factor, "times": times, "at": at}
         return self.says(DEPENDS, cause=self.says(cause), **of)
 
     def overflown(self) -> tuple[list[str], tuple[str, ...] | None]:
@@ -258,6 +281,9 @@ class Prover:
         if len(places) > 1:
             rows = zip(asked, self.base, strict=True)
             run = self.run([np.where(flag, INFINITE, e) for flag, e in rows])
+        rows = zip(run.outcome.skipped, asked, strict=True)
+        if any(np.any(skipped != steps) for skipped, steps in rows):
+            return [], None  # after its first step, a loop is at a finite scale
         rows = zip(leaves_of(self.state), leaves_of(run.state), strict=True)
         return [], tuple(path for (path, a), (_, b) in rows if not equal(a, b))
 
@@ -280,10 +306,11 @@ def is_narrow(aval: Any) -> bool:
     return is_float and jnp.finfo(dtype).minexp > LOWEST
 
 
-def kept_leaves(trials: Trials) -> Set[str]:
+def kept_leaves(trials: Trials) -> tuple[Set[str], bool]:
     """The leaves of the state whose new value depends on the old one.
 
-    Parameters, moments and averages do, and what is written over does not.
+    Parameters, moments and averages do, and what is written over does not. And whether
+    one of them depends on the old value of what is written over.
     """
     program, state = trials.once.closed, trials.call.state
     first = len(jax.tree.leaves(trials.scales))  # the place of the state's first leaf
@@ -293,4 +320,7 @@ def kept_leaves(trials: Trials) -> Set[str]:
     results = lambda eqn, given: [both(given)] * len(eqn.outvars)
     found = follow_loops(program, inputs, results, both, 0)
     kept = [bool(found[place] >> (first + place) & 1) for place in range(len(leaves))]
-    return {path for path, flag in leaves_of(structure.unflatten(kept)) if flag}
+    named = dict(leaves_of(structure.unflatten(kept)))
+    written_over = sum(1 << first + place for place, flag in enumerate(kept) if not flag)
+    remembers = any(found[p] & written_over for p, flag in enumerate(kept) if flag)
+    return {path for path, flag in named.items() if flag}, remembers

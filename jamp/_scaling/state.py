@@ -198,9 +198,7 @@ def check_places(opt_state: PyTree, caller: str) -> None:
         if len({*map(bool, map(find_states, members))}) > 1:
             raise ValueError(PART.format(caller))
     elif isinstance(node, optax.MaskedState) and find_states(node):
-        is_left_out = lambda node: isinstance(node, optax.MaskedNode)
-        if any(map(is_left_out, jax.tree.leaves(node, is_leaf=is_left_out))):
-            raise ValueError(PART.format(caller))
+        raise ValueError(PART.format(caller))
     elif type(node) in (tuple, OrderedDict):
         scaled = [place for place, m in enumerate(members) if find_states(m)]
         if scaled and scaled[0]:

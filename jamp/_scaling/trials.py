@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
     too_high: list[jax.Array]  # bool: it overflowed, or lowered the scale (`max_scale`)
     skipped: list[jax.Array]  # int32: how many steps it skipped
-    asked: list[jax.Array]  # bool: whether it checked for an overflow
+    asked: list[jax.Array]  # int32: how many steps checked for one; -1 above 31
 
 
 class Run(NamedTuple):
@@ -79,7 +79,8 @@ class Trials:
             tried = [_at(*of) for of in zip(scales_of(state), exponents, strict=True)]
             new, aux, scales = self.once(tried, state, arrays)
             rows = zip(*map(_outcome, tried, scales), strict=True)
-            return Run(new, aux, Outcome(*map(list, rows)))
+            outcome = Outcome(*map(list, rows))
+            return Run(new, aux, outcome) if in_float32 else Run(None, None, outcome)
 
         # It runs some ten times: a program that is compiled sooner is done sooner.
         quick = {"xla_backend_optimization_level": 0}
@@ -138,7 +139,7 @@ class Trials:
         return (
             [*map(where, too_high, finite, middle)],
             [*map(where, too_high, middle, infinite)],
-            [*map(flag, outcome.asked)],
+            [flag(steps != 0) for steps in outcome.asked],
         )
 
 
@@ -175,5 +176,5 @@ def _outcome(
     return (
         new.found_inf | (skipped > 0) | (new.loss_scale < tried.loss_scale),
         skipped,
-        new.recent_skips != tried.recent_skips,
+        jnp.int32(31) - lax.clz(new.recent_skips).astype(jnp.int32),
     )

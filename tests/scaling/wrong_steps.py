@@ -27,7 +27,7 @@ DEPENDS = "What the step computes depends on the loss scale"
 DIVIDED = f"divided by the scale once too often.*{DEPENDS}"
 MULTIPLIED = f"multiplied by the scale once too often.*{DEPENDS}"
 HIDDEN = "hides an inf or nan from the loss scale"
-NOT_SCALED = "divides its gradients by a loss scale that they do not depend on"
+NOT_SCALED = "is not scaled"
 
 
 class Change(NamedTuple):

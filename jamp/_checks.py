@@ -7,7 +7,6 @@ import operator
 import os
 import sys
 import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeGuard
 

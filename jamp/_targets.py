@@ -45,6 +45,12 @@ def default_dtype() -> np.dtype:
     return jnp.dtype("float16" if jax.default_backend() == "gpu" else "bfloat16")
 
 
+def options_for_few_runs() -> dict[str, bool | int | str] | None:
+    """XLA's options for a program that runs some ten times: it is compiled sooner."""
+    is_cpu = jax.default_backend() == "cpu"
+    return {"xla_backend_optimization_level": 0} if is_cpu else None
+
+
 def half_dtype() -> np.dtype:
     """The default device's half-precision dtype: bfloat16 on TPU, otherwise float16.
 

@@ -701,6 +701,8 @@ jamp.find_loss_scale
   jamp.find_loss_scale(plain_step, (params, opt_state), x)
     ValueError: divided by the scale once too often
   jamp.find_loss_scale(lambda state, x: (x, state), (params, opt_state), x)
+    ValueError: no parameter moves
+  jamp.find_loss_scale(lambda state, x: (x, x), (params, opt_state), x)
     TypeError: structure
     > Write `return state, x`.
   jamp.find_loss_scale(clipping_step, (params, opt_state), x)

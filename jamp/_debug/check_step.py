@@ -15,8 +15,17 @@ from .._scaling.styles import call_of
 from .._scaling.trials import Trials
 from .._scaling.watched import WATCHER
 from .._tree import NUMBERS, PyTree, path_text
+from .explain import matmul_flops
+from .explanation import low_share
 from .grad_numbers import numbers
 from .report import Report, Table, percent
+from .walk import walk
+
+NO_HALF = """jamp.debug.check_step: no matrix product of the step is in half \
+precision, so it needs no loss scale. Call the loss function inside of \
+jamp.autocast(dtype=...): around its definition, that of a jitted function or of \
+value_and_grad(...), a region casts nothing. Or give enabled=False to the loss \
+scale."""
 
 INSIDE = """jamp.debug.check_step reads what the step computes, and got arrays inside \
 a trace. Call it outside of jit, with a whole step, which may be jitted or mapped."""
@@ -36,10 +45,12 @@ class StepReport(Report):
       gradients: by path, the shares of elements that are zero before float16 sees
         them, that float16 flushes to zero at this scale, and that are subnormal in it:
         `{"zeros": 0.0, "flushed": 0.0, "subnormal": 0.0}`.
+      matmul_share: the share of its matrix products' operations that is in half
+        precision or float8; None without matrix products.
       no_gradient: paths of the gradients that are zero, all of them.
       still: paths of the floating leaves of the state that do not move.
-      moved_by_skip: paths of the leaves that a skipped step moves; None if no scale
-        skips.
+      moved_by_skip: paths of the leaves that a skipped step moves; None if none was
+        seen, because of a problem, in a loop of steps, or without a scale to ask.
       scaled_results: paths of what else the step returns that depends on the scale.
       not_asked: paths of the loss scales that the step does not ask: disabled ones, and
         those of an optimizer that does not step.
@@ -62,6 +73,7 @@ class StepReport(Report):
     problems: tuple[str, ...]
     scale: float | list[Any] | None = None
     gradients: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    matmul_share: float | None = None
     no_gradient: tuple[str, ...] = ()
     still: tuple[str, ...] = ()
     moved_by_skip: tuple[str, ...] | None = None
@@ -90,14 +102,22 @@ class StepReport(Report):
         if self.scale is None:
             return parts
         half = [f"{percent(self.share(k))} {k}" for k in ("flushed", "subnormal")]
-        skip = "none was seen" if self.moved_by_skip is None else "holds everything"
-        if self.moved_by_skip:
-            skip = f"moves {_listed(self.moved_by_skip)}"
+        skip = f"moves {_listed(self.moved_by_skip or ())}"
+        if self.problems:
+            skip = "not tried, because of the problem"
+        elif self.moved_by_skip is None:
+            whole = "none was seen: give one step, not a loop of several"
+            skip = "none was seen: no scale is asked" if self.not_asked else whole
+        elif not self.moved_by_skip:
+            skip = "holds everything"
+        share = self.matmul_share
+        products = "none" if share is None else f"{percent(share)} in half precision"
         donated = "the step is not jitted" if self.kept is None else "all"
         if self.kept:
             donated = f"all but {_listed(self.kept)}" if self.donates else "nothing"
         rows = [
             ("loss scale", _powers(self.scale)),
+            ("matrix products", products),
             ("gradients in float16 there", ", ".join(half)),
             ("gradients that are zero", _listed(self.no_gradient)),
             ("leaves that do not move", _listed(self.still)),
@@ -113,13 +133,17 @@ class StepReport(Report):
 def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepReport:
     """Whether a training step uses its loss scale rightly, and what it does with it.
 
-    It runs the step at some fifteen scales, on the same state and batch, compiled once,
-    and discards the results. Two facts tell: what a right step computes does not depend
-    on a power-of-two loss scale, and a scale that overflows skips. `find_loss_scale`
-    runs the same checks, and raises an error for a step that is wrong.
+    It runs the step some ten times, on the same state and batch, and discards the
+    results. Two facts tell: what a right step computes does not depend on a
+    power-of-two loss scale, and a scale that overflows skips. Both are seen in float32,
+    with the step's regions off, at scales far apart: 1, 2**40, and once more from there
+    at 2**-20, and inf. `find_loss_scale` runs the same checks, and raises an error for
+    a step that is wrong. That no matrix product is in half precision is a problem here
+    alone.
 
-    What is smaller than half precision's rounding does not show: a penalty or noise
-    that is added to scaled gradients, if it is small beside them.
+    What the step casts to float16 itself (a `Policy`, half parameters) stays so, and
+    only near scales are compared there: a penalty or noise that is small beside scaled
+    gradients does not show.
 
     Args:
       step: as for `find_loss_scale`, jitted or not. Nothing is donated, and nothing
@@ -150,6 +174,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
       check_step: nothing wrong
       of the step                             found
       loss scale                              2**15
+      matrix products                         none
       gradients in float16 there              0 % flushed, 0 % subnormal
       gradients that are zero                 none
       leaves that do not move                 none
@@ -183,11 +208,17 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
     watcher.counts.clear()
     trials(scales.exponents)
     gradients, proof = watcher.shares(), scales.proof
+    program = trials.once.closed
+    ops, _ = walk(program, [""] * len(program.in_avals))
+    share = low_share(matmul_flops(ops))
+    is_on = any(np.any(flag) for flag in scales.asked)
+    no_half = (NO_HALF,) if share == 0 and is_on else ()
     factors = [np.exp2(np.float32(e)).tolist() for e in scales.exponents]
     return StepReport(
-        problems=proof.problems,
+        problems=proof.problems + no_half,
         scale=factors[0] if len(factors) == 1 else factors,
         gradients=gradients,
+        matmul_share=share,
         no_gradient=tuple(p for p, row in gradients.items() if row["zeros"] == 1),
         still=proof.still,
         moved_by_skip=proof.moved_by_skip,

@@ -82,7 +82,8 @@ def explain(
       - the memory that is kept for the backward pass;
       - half precision that silently became float32, float16 sums that may overflow, and
         matrix products that run in float32, with the line that made their input
-        float32. These are also its `found`.
+        float32. Or that no product at all is in half precision, and whether there is a
+        region. These are also its `found`.
 
       `to_dict()` has everything, and `to_markdown()` the printed text.
 
@@ -200,16 +201,19 @@ def counted(kind: OpRow, group: list[WalkedOp]) -> OpRow:
     counts = Counter()
     for op in group:
         counts[op.site.primitive] += op.times
+    runs_in, work = next(iter(group[0].site.dtypes_in), ""), flops(group[0].eqn)
+    # A gradient in a region gets float32 from a product that runs in half precision.
+    between = [runs_in] if work and runs_in not in {*inputs, *outputs} else []
     row = FUNCTIONS.get(kind.op) or PRIMITIVES.get(kind.op)
     is_listed = kind.rule in ("lower", "float32", "promote")
     return kind._replace(
         times=min(counts.values()),  # a function's rarest op runs once per call
-        dtypes=f"{', '.join(inputs)} -> {', '.join(outputs)}",
-        runs_in=next(iter(group[0].site.dtypes_in), ""),
+        dtypes=" -> ".join([", ".join(inputs), *between, ", ".join(outputs)]),
+        runs_in=runs_in,
         torch=tuple(row.torch.split()) if row and is_listed else (),
         flops=sum(op.times * flops(op.eqn) for op in group),
         bytes=sum(op.times * sum(map(nbytes, op.results)) for op in group),
-        since=widened_at(group[0]) if flops(group[0].eqn) else "",
+        since=widened_at(group[0]) if work else "",
         note=next(filter(None, (op.reason.note for op in group)), ""),
     )
 

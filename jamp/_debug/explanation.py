@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._autocast.decision import Kind
@@ -16,6 +16,11 @@ from .walk import starred
 ROWS, LARGEST, FEW = 20, 10, 4
 SQUARES = """float16 squares that are summed; square in float32, as in \
 jnp.mean(x.astype(jnp.float32) ** 2):"""
+NO_REGION = """no matrix product is in half precision: no autocast region is around \
+any op. Call the loss function inside of one: around its definition, that of a jitted \
+function or of value_and_grad(...), a region casts nothing."""
+NO_PRODUCT = """no matrix product is in half precision: all are outside of the \
+regions, or kept in float32."""
 RESULTS = """results in half precision; where a region ends, cast with \
 .astype(jnp.float32) what float32 code computes with:"""
 
@@ -25,7 +30,7 @@ class OpRow(NamedTuple):
 
     op: str  # a primitive, or a function that counts as one op
     times: int
-    dtypes: str  # of inputs and outputs: "float16, float32 -> float16"
+    dtypes: str  # "float16, float32 -> float16", between them what it runs in
     runs_in: str  # the dtype that the region has cast its first input to
     rule: str  # such as "lower", "left_alone", "rules['head']", "no region", "off"
     torch: tuple[str, ...]  # the ops of torch's lists that the rule mirrors
@@ -129,7 +134,7 @@ class Explanation(Report):
     def found(self) -> list[str]:
         """Ops that may be slow or overflow: promotions, float16 sums, float16 squares
         that are summed, and matrix products in float32 beside others in half precision,
-        as lines of text."""
+        as lines of text. And that no product at all is in half precision."""
         return [
             *(f"float32 operand widens {p.op} {place(p)}" for p in self.promotions),
             *(
@@ -138,7 +143,15 @@ class Explanation(Report):
             ),
             *(f"float16 {described_square(s)}" for s in self.squares),
             *(f"float32 {described_product(row)}" for row in self.wide_products),
+            *self._uncast(),
         ]
+
+    def _uncast(self) -> list[str]:
+        """That no matrix product is in half precision, if there are any."""
+        if self._share() != 0:
+            return []
+        is_open = any(row.rule not in ("no region", "off") for row in self.rows)
+        return [NO_PRODUCT if is_open else NO_REGION]
 
     @property
     def wide_products(self) -> list[OpRow]:
@@ -180,9 +193,7 @@ class Explanation(Report):
         }
 
     def _share(self) -> float | None:
-        total = sum(self.matmul_flops.values())
-        low = ("float16", "bfloat16", *map(str, FLOAT8))
-        return sum(self.matmul_flops.get(d, 0) for d in low) / total if total else None
+        return low_share(self.matmul_flops)
 
     def _saved_bytes(self) -> dict[str, int]:
         total: Counter[str] = Counter()
@@ -286,7 +297,7 @@ class Explanation(Report):
             ],
         }
         more = lambda lines: [f"and {len(lines) - FEW} more"] * (len(lines) > FEW)
-        return [
+        return self._uncast() + [
             "\n  ".join([title, *lines[:FEW], *more(lines)])
             for title, lines in kinds.items()
             if lines
@@ -295,6 +306,13 @@ class Explanation(Report):
 
 def described_square(square: Square) -> str:
     return f"{square.op} {place(square)}: overflows from {square.limit:.3g} on"
+
+
+def low_share(matmul_flops: Mapping[str, int]) -> float | None:
+    """How much of them is in half precision or float8; None if there are none."""
+    total = sum(matmul_flops.values())
+    low = ("float16", "bfloat16", *map(str, FLOAT8))
+    return sum(matmul_flops.get(d, 0) for d in low) / total if total else None
 
 
 def described_product(row: OpRow) -> str:

@@ -113,7 +113,7 @@ def unscale_as_before(tree: T, inverse: InverseScale) -> T:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """`2.0**exponent`, exactly, for int32 exponents from -126 to 127, and inf at 128."""
+    """`2.0**exponent`, exactly, for int32 exponents from -126 to 127; inf at 128."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 

@@ -29,6 +29,9 @@ else: step(state, *batch) -> (state, aux). Of several arguments (params, opt_sta
 (actor, critic), it returns each, in their order, and at one place: first, or where \
 nothing else looks like them. It got {}, and returned {}."""
 
+NOT_TOLD = """{}: step returned several things that look like the state it got. Return \
+the new state first: step(state, *batch) -> (state, aux)."""
+
 
 Step = Callable[..., Any]
 Args = Sequence[PyTree]
@@ -38,8 +41,8 @@ Kwargs = dict[str, PyTree]
 class Form(NamedTuple):
     """Where a step has its state: in which arguments, and where in its result."""
 
-    places: tuple[int, ...]  # of the arguments; if one, the state is that argument
-    key: Any = None  # of the state, or of its first part, in the result; None: all of it
+    places: tuple[int, ...]  # of the arguments: that of a single one is the state
+    key: Any = None  # of the state, or its first part, in the result, or None for all
     parts: int = 0  # if not 0, that many items of the result are the state
     make: Callable[[list[Any]], Any] = tuple  # the result, from its items
 
@@ -77,7 +80,9 @@ def makes(result: Any) -> Callable[[list[Any]], Any]:
     return getattr(type(result), "_make", type(result))
 
 
-def form_of(result: Any, args: Sequence[PyTree], places: tuple[int, ...]) -> Form | None:
+def form_of(
+    caller: str, result: Any, args: Sequence[PyTree], places: tuple[int, ...]
+) -> Form | None:
     """Where a result has the state: all of it, its first items, or one other place.
 
     The state has the structure of these arguments. Where several other places have it,
@@ -99,14 +104,18 @@ def form_of(result: Any, args: Sequence[PyTree], places: tuple[int, ...]) -> For
     if is_state(result):
         return Form(places)
     items, make, several = items_of(result), makes(result), len(kinds) > 1
-    found = [Form(places, key, 0, make) for key, item in items.items() if is_state(item)]
+    found = [
+        Form(places, key, 0, make) for key, item in items.items() if is_state(item)
+    ]
     if several and not isinstance(result, dict):
         rows = ((i, list(items.values())[i : i + len(kinds)]) for i in items)
         found += [Form(places, i, len(kinds), make) for i, row in rows if is_state(row)]
-    first = [form for form in found if form.key == 0]
-    if not first and len(found) > 1:
+    found = [form for form in found if form.key == 0] or found
+    if len(found) > 1:
         found = [form for form in found if has_shapes(form)]
-    return (first or found)[0] if first or len(found) == 1 else None
+    if len(found) > 1:
+        raise TypeError(NOT_TOLD.format(caller))
+    return found[0] if found else None
 
 
 class Call:
@@ -134,7 +143,7 @@ class Call:
         if holders != (0,):
             result = self._result(args, kwargs)
             leading = tuple(range(holders[-1] + 1))
-            forms = (form_of(result, args, places) for places in (leading, holders))
+            forms = (form_of(caller, result, args, at) for at in (leading, holders))
             if not (form := next(filter(None, forms), None)):
                 got = ", ".join(type(arg).__name__ for arg in args)
                 raise TypeError(NOT_RETURNED.format(caller, got, named(result)))
@@ -162,7 +171,7 @@ class Call:
         args = given | batch
         result: Any = self.step(*(args[place] for place in sorted(args)), **kwargs)
         if places == (0,):
-            form = form_of(result, [state], places)
+            form = form_of(self.caller, result, [state], places)
             if form is None and not (isinstance(result, tuple) and len(result) > 1):
                 raise TypeError(
                     f"{self.caller}: step must return (state, aux), or the state "

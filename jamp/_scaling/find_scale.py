@@ -29,19 +29,18 @@ state, *batch)."""
 def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Sets the largest power-of-two loss scale at which a step is finite.
 
-    It runs the step at eight scales, on the same state and batch, compiled once, and
-    discards the results. Only the scale of the state, or of the NNX objects, changes.
-    Later batches may need a lower scale: leave some room, or use `retry`.
+    It runs the step at some five scales, on the same state and batch, compiled once,
+    and discards the results. Only the scale of the state, or of the NNX objects, is
+    changed. Later batches may need a lower scale: leave some room, or use `retry`.
 
-    Then it proves the step at a few more scales: what a right step computes does not
-    depend on a power-of-two loss scale, and a scale that overflows skips.
+    Then it proves the step, in float32, at scales far apart: what a right step computes
+    does not depend on a power-of-two loss scale, and a scale that overflows skips.
     `jamp.debug.check_step` reports more of it, and raises nothing.
 
     If the state holds several loss scales, each is found for its own gradients. A scale
     that the step does not use (disabled, or of an optimizer that does not step) does
     not change. `max_scale` is obeyed. `min_scale` is not, until the next step, after
-    which a static scale is its argument again. A step whose gradients are zero is
-    finite at any scale, and the search ends at 2^32.
+    which a static scale is its argument again. The search ends at 2^32.
 
     Args:
       step: in the style of optax or of NNX, as for `retry`. It may be jitted, mapped by
@@ -61,7 +60,7 @@ def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
       TypeError: `step` is not a function, does not return a pair (in the style of
         optax), or returns another state than it got.
       ValueError: no argument holds a loss scale, or one inside `optax.MultiSteps`, or
-        the step is not finite at any scale, does not scale its loss, or uses the scale
+        the step is not finite at any scale, moves no parameter, or uses the scale
         wrongly: the message names what is likely, and what depends on the scale.
 
     Examples:

@@ -78,7 +78,7 @@ def moves(old: PyTree, a: PyTree, b: PyTree) -> Iterator[Moved]:
 
 
 def parameters(tree: PyTree) -> list[PyTree]:
-    """The floating leaves of a state outside of loss scales, or all, if there is none."""
+    """The floating leaves of a state outside of loss scales; all if there is none."""
     nodes = jax.tree.leaves(tree, is_leaf=is_scale)
     return [x for x in nodes if not is_scale(x) and is_inexact(x)] or nodes
 
@@ -89,7 +89,7 @@ def equal(one: PyTree, two: PyTree) -> bool:
 
 
 def by(function: Callable[..., T], *arrays: ArrayLike) -> T:
-    """A function of NumPy or of JAX, whichever is done sooner: one has to be compiled."""
+    """A function of NumPy or of JAX, which has to be compiled: what is done sooner."""
     x = arrays[-1]
     if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, dtypes.extended):
         if x.size < IN_NUMPY and x.is_fully_addressable:

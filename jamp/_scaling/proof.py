@@ -45,14 +45,14 @@ UP, DOWN = 40, -20  # the exponents of the scales at which it runs, and 0
 SAME = 2.0**-9  # the largest difference of two runs that compute the same
 STEPS = 64  # that are taken, at most, until a parameter moves
 
-DEPENDS = """{caller}: {cause} What the step computes depends on the loss scale{at}: at \
-one {times} times as large, {leaf} moves {factor:.4g} times as far. A right step \
+DEPENDS = """{caller}: {cause} What the step computes depends on the loss scale{at}: \
+at one {times} times as large, {leaf} moves {factor:.4g} times as far. A right step \
 computes the same at each power of two."""
 
-DIVIDED = """the gradients are divided by the scale once too often. Something else than \
-scaled gradients meets them: a loss (also a second or an auxiliary one) that is not \
-scaled, a clip, a norm, jnp.nan_to_num, a penalty, noise, weight decay, an epsilon, or \
-what jamp.unscale or a DynamicScale has divided. {cure}"""
+DIVIDED = """the gradients are divided by the scale once too often. Something else \
+than scaled gradients meets them: a loss (also a second or an auxiliary one) that is \
+not scaled, a clip, a norm, jnp.nan_to_num, a penalty, noise, weight decay, an \
+epsilon, or what jamp.unscale or a DynamicScale has divided. {cure}"""
 
 IN_CHAIN = """Multiply each loss by the scale of the state that the step is given, by \
 jamp.value_and_grad(loss_fn, opt_state) or jamp.scale_loss, and clip, normalize and \
@@ -76,10 +76,10 @@ gradients: it does at a loss scale of 1, and not at one {times} times as large. 
 threshold on their norm meets them: put it into the chain inside of the loss scale, or \
 compare jamp.unscale(grads, opt_state). Or the loss is not scaled. {cure}"""
 
-HIDDEN = """{caller}: a loss scale of inf{at} does not skip the step, and {leaf} {what}. \
-Something hides an inf or nan from the loss scale, such as jnp.nan_to_num, a clip by \
-value, jnp.where(jnp.isfinite(...), ...) or optax.zero_nans: delete it, the loss scale \
-skips these steps. Or the loss is not scaled. {cure}"""
+HIDDEN = """{caller}: a loss scale of inf{at} does not skip the step, and {leaf} \
+{what}. Something hides an inf or nan from the loss scale, such as jnp.nan_to_num, a \
+clip by value, jnp.where(jnp.isfinite(...), ...) or optax.zero_nans: delete it, the \
+loss scale skips these steps. Or the loss is not scaled. {cure}"""
 
 BROKEN = """{caller}: a skipped step writes inf or nan into {leaf}. A loss scale holds \
 what its own optimizer changes. Hold the rest: skipped = \
@@ -95,8 +95,8 @@ gradients reach no optimizer that has one. {cure} If it only accumulates them, o
 steps begin later, give a call that steps."""
 
 UNPROVED = """{caller}: the step cannot be proved: it is finite at the largest loss \
-scale, and skips at others. There is something in it that overflows in float32, or that \
-divides by gradients which half precision flushes to zero: add an epsilon."""
+scale, and skips at others. There is something in it that overflows in float32, or \
+that divides by gradients which half precision flushes to zero: add an epsilon."""
 
 NOT_REPEATED = """{caller}: the step cannot be proved: run twice with the same \
 arguments, it moves {leaf} otherwise. Keep what it draws or reads (a random key, a \
@@ -139,7 +139,9 @@ class Prover:
         self.is_exact = not any(map(is_narrow, [*program.in_avals, *values]))
         self.draws = any("callback" in eqn.primitive.name for eqn in eqns)
         lower = self.below(8)
-        self.base = [np.minimum(e, 0) for e in lower] if self.is_exact else self.below(1)
+        self.base = (
+            [np.minimum(e, 0) for e in lower] if self.is_exact else self.below(1)
+        )
         self.still: list[str] = []  # leaves that have not moved in any run
         self.results: list[str] = []  # what else depends on the scale
 
@@ -234,7 +236,8 @@ class Prover:
         """How far each leaf moves at a lower scale, and at a higher one."""
         leaves = [*moves(self.state, low.state, high.state)]
         self.still = [leaf.path for leaf in leaves if not leaf.a and not leaf.b]
-        only = lambda aux: [*aux.values()][0] if type(aux) is dict and len(aux) == 1 else aux
+        is_one = lambda aux: type(aux) is dict and len(aux) == 1
+        only = lambda aux: next(iter(aux.values())) if is_one(aux) else aux
         one, two = only(low.aux), only(high.aux)
         zeros = lambda x: np.zeros(x.shape, x.dtype) if is_inexact(x) else x
         others = [*moves(jax.tree.map(zeros, one), one, two)]
@@ -321,6 +324,8 @@ def kept_leaves(trials: Trials) -> tuple[Set[str], bool]:
     found = follow_loops(program, inputs, results, both, 0)
     kept = [bool(found[place] >> (first + place) & 1) for place in range(len(leaves))]
     named = dict(leaves_of(structure.unflatten(kept)))
-    written_over = sum(1 << first + place for place, flag in enumerate(kept) if not flag)
+    written_over = sum(
+        1 << first + place for place, flag in enumerate(kept) if not flag
+    )
     remembers = any(found[p] & written_over for p, flag in enumerate(kept) if flag)
     return {path for path, flag in named.items() if flag}, remembers

@@ -189,7 +189,7 @@ def check_places(opt_state: PyTree, caller: str) -> None:
     """Raises ValueError if a loss scale or masters stand in the wrong place of a nest.
 
     The state shows it: a chain's is a tuple, or an OrderedDict if its members have
-    names. What would change no number there, such as `optax.identity()`, is refused too.
+    names. What changes no number there, such as `optax.identity()`, is refused too.
     """
     node, several = opt_state, isinstance(opt_state, tuple | dict)
     members = [*(node.values() if isinstance(node, dict) else node)] if several else []

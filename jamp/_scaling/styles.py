@@ -6,6 +6,7 @@ from .._checks import imported
 from .calls import Args, Call, Kwargs, Step
 from .state import DynamicLossScaleState, is_scale
 
+
 def call_of(caller: str, step: Step, args: Args, kwargs: Kwargs) -> Call:
     """The call of a step in the style that its arguments show.
 

@@ -4,6 +4,7 @@ Outside of a trace, the step is traced and compiled once for all of them. Inside
 it is a part of the program, and runs in a loop.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from .._checks import REGIONS_OFF, is_traced
+from .._targets import options_for_few_runs
 from .._tree import PyTree, partition
 from .arithmetic import power_of_two
 from .calls import Call, attempt, scales_of, with_scales
@@ -26,10 +28,10 @@ LOWEST, HIGHEST = -126, 32  # exponents that are searched
 INFINITE = 128  # the exponent of a scale of inf
 FRESH = np.uint32(1)  # `recent_skips` before a step, which shifts it if it is asked
 
-PARTED = """{caller}: at a loss scale of {scales}, some devices skip the step and others \
-take it, and what they should share parts. Name the mapped axes, \
-jamp.dynamic_loss_scale(..., axis_name="data") or jamp.GradScaler(axis_name="data"), or \
-average the gradients before the step."""
+PARTED = """{caller}: at a loss scale of {scales}, some devices skip the step and \
+others take it, and what they should share parts. Name the mapped axes, \
+jamp.dynamic_loss_scale(..., axis_name="data") or jamp.GradScaler(axis_name="data"), \
+or average the gradients before the step."""
 
 
 class Outcome(NamedTuple):
@@ -82,10 +84,8 @@ class Trials:
             outcome = Outcome(*map(list, rows))
             return Run(new, aux, outcome) if in_float32 else Run(None, None, outcome)
 
-        # It runs some ten times: a program that is compiled sooner is done sooner.
-        quick = {"xla_backend_optimization_level": 0}
-        options = quick if jax.default_backend() == "cpu" else None
-        self._run = run if self.is_inside else jax.jit(run, compiler_options=options)
+        compiled = functools.partial(jax.jit, compiler_options=options_for_few_runs())
+        self._run = run if self.is_inside else compiled(run)
 
     def __call__(self, exponents: Exponents, state: PyTree = None) -> Run:
         """A run at these powers of two: from a state, or from that of the call."""

@@ -381,8 +381,10 @@ def test_what_reshards_gradients_may_stand_inside(name):
     way, mesh = WAYS[name], mesh_of((8,))
     inside = optax.chain(to(ROWS), way.inner)
     tx = {"step": jamp.dynamic_loss_scale, "masters": jamp.master_weights}.get(name)
-    tx = tx(inside) if tx else jamp.dynamic_loss_scale(
-        jamp.master_weights(inside, remainder=True)
+    tx = (
+        tx(inside)
+        if tx
+        else jamp.dynamic_loss_scale(jamp.master_weights(inside, remainder=True))
     )
     given = arrays(tx, way.dtype, way.scale, False, placed(mesh, ZERO1))
     with jax.set_mesh(mesh):

@@ -30,6 +30,7 @@ from .wrong_steps import (
     loss_of,
     make_batch,
     make_params,
+    mesh,
 )
 
 CASES = [(style, way) for way in WAYS for style in STYLES]
@@ -206,6 +207,119 @@ def test_a_step_retries_in_each_form(form):
         assert not jamp.metrics(state)["found_inf"]
 
 
+def loss_first(params, opt_state, x, y):
+    *state, loss = moved(params, opt_state, x, y, False)
+    return loss, *state
+
+
+def a_pair_last(params, opt_state, x, y):
+    *state, loss = moved(params, opt_state, x, y, False)
+    return loss, tuple(state)
+
+
+def in_a_dict(state, x, y):
+    *state, loss = moved(*state, x, y, False)
+    return {"loss": loss, "state": tuple(state)}
+
+
+def behind_metrics(state, x, y):
+    *state, loss = moved(*state, x, y, False)
+    return [{"loss": loss, "count": jnp.int32(0)}, tuple(state)]
+
+
+WHERE = {
+    loss_first: start,
+    a_pair_last: start,
+    in_a_dict: lambda: (start(),),
+    behind_metrics: lambda: (start(),),
+}
+
+
+@cover(quick=2)
+@pytest.mark.parametrize("call", ["check_step", "retry"])
+@pytest.mark.parametrize("step", WHERE)
+def test_the_state_stands_anywhere_among_the_results(step, call):
+    given = WHERE[step]()
+    if call == "check_step":
+        assert not jamp.debug.check_step(step, *given, X, Y).problems
+        return
+    once, again = step(*given, X, Y), jax.jit(jamp.retry(step))(*given, X, Y)
+    assert jax.tree.structure(once) == jax.tree.structure(again)
+    for one, two in zip(*map(jax.tree.leaves, (once, again)), strict=True):
+        assert jnp.shape(one) == jnp.shape(two)
+
+
+def test_two_results_like_the_state_are_refused():
+    step = lambda state, x, y: (jnp.float32(0), moved(*state, x, y, False)[:2], state)
+    with pytest.raises(TypeError, match="several things that look like the state"):
+        jamp.find_loss_scale(step, start(), X, Y)
+
+
+class Trainer:
+    @functools.partial(jax.jit, static_argnums=0)
+    def by_number(self, state, x, y):
+        return alone(state, x, y, False)
+
+    @functools.partial(jax.jit, static_argnames="self")
+    def by_name(self, state, x, y):
+        return alone(state, x, y, False)
+
+    @functools.partial(jax.pmap, static_broadcasted_argnums=0, axis_name="d")
+    def mapped(self, state, x, y):
+        _, grads = jamp.value_and_grad(loss_of, state[1])(state[0], x, y)
+        return jamp.step(TX, jax.lax.pmean(grads, "d"), state[1], state[0])
+
+    def plain(self, state, x, y):
+        return alone(state, x, y, False)
+
+
+TRAINER = Trainer()
+METHODS = {
+    "static_argnums": TRAINER.by_number,
+    "static_argnames": TRAINER.by_name,
+    "jit of a bound method": jax.jit(TRAINER.plain),
+    "a partial": functools.partial(jax.jit(Trainer.plain, static_argnums=0), TRAINER),
+    "vmap": jax.vmap(TRAINER.plain),
+    "pmap": TRAINER.mapped,
+}
+
+
+@cover(quick=1)
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_are_called_as_a_user_calls_them(name):
+    given = start(), X, Y
+    if name in ("vmap", "pmap"):
+        spread = lambda a: jnp.broadcast_to(a, (4, *jnp.shape(a)))
+        given = jax.tree.map(spread, given)
+    jamp.find_loss_scale(METHODS[name], *given)
+
+
+@cover(quick=1)
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_ref_has_its_value_in_each_run_and_afterwards(is_given, jit):
+    cursor = jax.new_ref(jnp.int32(0))
+    xs = np.stack([X, 64 * X, 1e9 * X])  # from another batch, another scale fits
+
+    def step(state, ref, xs):
+        x = xs[ref[...]]
+        ref[...] += 1
+        return moved(*state, x, Y, False)[:2]
+
+    closed = lambda state, xs: step(state, cursor, xs)
+    taken, given = (
+        (step, (start(), cursor, xs)) if is_given else (closed, (start(), xs))
+    )
+    taken = jax.jit(taken) if jit else taken
+    found = jamp.loss_scale(jamp.find_loss_scale(taken, *given))
+    assert found == jamp.loss_scale(jamp.find_loss_scale(alone_of, start(), X, Y))
+    assert jamp.debug.check_step(taken, *given).problems == () and cursor[...] == 0
+
+
+def alone_of(state, x, y):
+    return alone(state, x, y, False)
+
+
 def test_states_that_a_step_does_not_return_are_told():
     step = lambda params, opt_state, x, y: moved(params, opt_state, x, y, False)[2]
     with pytest.raises(TypeError, match=r"got dict, .*State.*, and returned"):
@@ -320,8 +434,12 @@ def averaged(state, x, y):
 def of_a_large_epsilon(state, x, y):
     """Sharpness-aware: the gradient at a point along the scaled gradient."""
     grads = scaled_grads(state, x, y)
-    there = jax.tree.map(lambda p, g: p + 0.1 * g / (norm(grads) + 1.0), state[0], grads)
-    return jamp.step(TX, scaled_grads((there, state[1]), x, y), state[1], state[0]), None
+    there = jax.tree.map(
+        lambda p, g: p + 0.1 * g / (norm(grads) + 1.0), state[0], grads
+    )
+    return jamp.step(
+        TX, scaled_grads((there, state[1]), x, y), state[1], state[0]
+    ), None
 
 
 def with_another_scale(state, x, y):
@@ -681,6 +799,108 @@ def test_the_report_counts_what_float16_loses():
     flushed = [0 < abs(g) <= 2.0**-25 for g in lost]
     assert of["flushed"] == sum(flushed) / 4
     assert of["subnormal"] == sum(2.0**-25 < g < 2.0**-14 for g in lost) / 4
+
+
+def without_a_region(params, x, y):
+    return jnp.mean((jax.nn.gelu(x @ params["w1"]) @ params["w2"] - y) ** 2)
+
+
+def switched_off(params, x, y):
+    with jamp.autocast(jnp.float16), jamp.autocast(enabled=False):
+        return without_a_region(params, x, y)
+
+
+@pytest.mark.parametrize("loss_fn", [without_a_region, switched_off])
+def test_a_step_without_a_product_in_half_is_named(loss_fn):
+    def step(state, x, y):
+        with jamp.autocast(jnp.float16):  # of no use: it is left before the call
+            grad_fn = jamp.value_and_grad(loss_fn, state[1])
+        return jamp.step(TX, grad_fn(state[0], x, y)[1], state[1], state[0])
+
+    report = jamp.debug.check_step(step, start(), X, Y)
+    assert report.matmul_share == 0 and "half precision" in report.problems[0]
+    whole = jamp.debug.check_step(alone_of, start(), X, Y)
+    assert whole.matmul_share == 1 and not whole.problems
+
+
+def test_devices_that_part_are_named():
+    """Each gets gradients of its own size, and no axis that they overflow over."""
+
+    def step(state, x, y):
+        _, grads = jamp.value_and_grad(loss_of, state[1])(state[0], x, y)
+        size = 8.0 ** jax.lax.axis_index("data")
+        grads = jax.tree.map(lambda g: (g * size).astype(jnp.float16), grads)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return jamp.step(TX, grads, state[1], state[0])
+
+    none = jax.sharding.PartitionSpec()
+    devices = {"mesh": mesh(), "in_specs": none, "out_specs": none}
+    mapped = jax.shard_map(step, check_vma=False, **devices)
+    with pytest.raises(ValueError, match=r"some devices skip the step .* axis_name"):
+        jamp.find_loss_scale(mapped, start(), X, Y)
+
+
+@cover(quick=1)
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_step_of_varying_axes_is_proved(is_wrong):
+    def step(state, x, y):
+        mean = lambda *args: jax.lax.pmean(loss_of(*args), "data")
+        loss, grads = jamp.value_and_grad(mean, state[1])(state[0], x, y)
+        grads = clipped(grads, None, None) if is_wrong else grads
+        return jamp.step(TX, grads, state[1], state[0]), loss
+
+    spec = jax.sharding.PartitionSpec
+    specs = (spec(), spec("data"), spec("data"))
+    step = jax.shard_map(step, mesh=mesh(), in_specs=specs, out_specs=spec())
+    report = jamp.debug.check_step(step, start(), X, Y)
+    assert bool(report.problems) == is_wrong
+
+
+def test_a_scale_that_never_overflows_is_overflown_too():
+    """A temperature's gradient is tiny; what a skip moves is seen all the same."""
+    log = jnp.float32(0)
+
+    def step(states, x, y):
+        pair, (log, opt_state), target = states
+        *pair, loss = moved(*pair, x, y, False)
+        tiny = lambda log: 1e-6 * jnp.exp(log)
+        _, grad = jamp.value_and_grad(tiny, opt_state)(log)
+        new = jamp.step(TX, grad, opt_state, log)
+        return (tuple(pair), new, optax.incremental_update(pair[0], target, 0.1)), loss
+
+    target = jax.tree.map(jnp.ones_like, make_params())
+    report = jamp.debug.check_step(step, (start(), (log, TX.init(log)), target), X, Y)
+    assert report.moved_by_skip == ("[2]['b']", "[2]['w1']", "[2]['w2']")
+
+
+GUARDED = {
+    "a guard of its own": lambda grads, new, old: jax.tree.map(
+        lambda a, b: jnp.where(jnp.isfinite(norm(grads)), a, b), new, old
+    ),
+    "no guard": lambda grads, new, old: new,
+}
+
+
+@cover(quick=2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize("averages", [True, False])
+def test_norms_that_are_divided_or_only_compared_pass(averages, name, dtype):
+    def loss_fn(params, x, y):
+        with jamp.autocast(dtype=dtype):
+            return without_a_region(params, x, y).astype(jnp.float32)
+
+    def step(state, x, y):
+        params, opt_state, average = state
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x, y)
+        size = norm(grads) / jamp.loss_scale(opt_state)
+        new, opt_state = jamp.step(TX, grads, opt_state, params)
+        kept = GUARDED[name](grads, new, params)
+        moved = jnp.where(opt_state.found_inf, average, 0.9 * average + 0.1 * size)
+        return (kept, opt_state, moved if averages else average), loss
+
+    report = jamp.debug.check_step(step, (*start(), jnp.float32(0)), X, Y)
+    assert report.problems == () and report.moved_by_skip == ()
 
 
 def test_the_report_of_a_wrong_step_does_not_raise():

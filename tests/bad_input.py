@@ -635,9 +635,9 @@ jamp.step
   jamp.step(m := optax.masked(tx, {"w": 1, "b": 0}), grads, m.init(params), params)
     ValueError: optax.masked
   jamp.step(part_tx, grads, part_tx.init(params), params)
-    ValueError: gradient at ['b']
+    ValueError: a partition around a loss scale
   jamp.step(clip_tx, grads, clip_tx.init(params), params)
-    ValueError: gradient at ['b']
+    ValueError: in front of the loss scale
   jamp.step(sam_tx, grads, sam_tx.init(params), params, grad_fn=lambda params, i: grads)
     ValueError: grad_fn is not supported
   jamp.step(f := optax.apply_if_finite(tx, 9), grads, f.init(params), params)
@@ -706,7 +706,7 @@ jamp.find_loss_scale
     TypeError: structure
     > Write `return state, x`.
   jamp.find_loss_scale(clipping_step, (params, opt_state), x)
-    ValueError: cut to a size of their own
+    ValueError: a clip
   jamp.find_loss_scale(hiding_step, (params, opt_state), x)
     ValueError: jnp.nan_to_num
   jamp.find_loss_scale(nnx_step, model, optimizer, x)

@@ -8,8 +8,8 @@ or hold (`skip`), and move the scale. `state` is what a step leaves behind (see 
 `state_types` and `foreign_state`), and `metrics` says what that means. `retry` and
 `find_scale` run a step again: `calls` or `nnx_call`, by its style (`styles`), makes it
 a function of its state, and `proof` runs that at several scales. `gather` and `mesh`
-are for sharded arrays, `mean`, `error_feedback` and `eight_bits` for gradients of several
-devices, and `master_weights` for half-precision parameters.
+are for sharded arrays, `mean`, `error_feedback` and `eight_bits` for gradients of
+several devices, and `master_weights` for half-precision parameters.
 
 May import: `_checks`, `_tree`, `_jaxprs`. Nothing here uses JAX's private parts.
 """

@@ -6,7 +6,6 @@ master. The parameter is the rounded master.
 """
 
 import itertools
-import operator
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from .foreign_state import Owner, check_state
 from .master_form import REMAINDER, keep, master_of, rounded
 from .mesh import typed_as
 from .state import MasterWeightsState, is_master, keeps_master_weights
-from .traced import never_moved
 from .transformation import as_transformation, check_gradients_match, is_hole
 
 NEEDS_BFLOAT16 = """remainder=True needs bfloat16: sixteen bits cannot hold what any \
@@ -58,8 +56,10 @@ def master_weights(
     `master.astype(jnp.float16)`. In bfloat16 a master half way between two neighbors
     goes to the one further from zero, where `astype` takes the even one. So the updates
     must reach the parameters unchanged: nothing may come after `master_weights` in an
-    `optax.chain`. A float32 parameter has no master, and neither has one that `inner`
-    freezes with `optax.set_to_zero`, which `inner` sees in float32 too.
+    `optax.chain`. A float32 parameter has no master. One that `inner` freezes has one
+    that never moves. To save it, freeze outside:
+    `optax.multi_transform({"train": master_weights(adam), "freeze": set_to_zero()},
+    labels)`.
 
     With loss scaling, write `dynamic_loss_scale(master_weights(inner))`: a skipped step
     holds the masters. `master_weights(dynamic_loss_scale(inner))` gives the same
@@ -112,10 +112,9 @@ def master_weights(
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         check_leaves(params, "master_weights's init: the parameter")
-        frozen = frozen_by(inner, params)
 
-        def first(path: KeyPath, param: ArrayLike, is_frozen: bool) -> PyTree:
-            if is_frozen or not is_half(param):
+        def first(path: KeyPath, param: ArrayLike) -> PyTree:
+            if not is_half(param):
                 return optax.MaskedNode()
             if dtype == REMAINDER and dtype_of(param) != jnp.bfloat16:
                 raise ValueError(
@@ -124,7 +123,7 @@ def master_weights(
                 )
             return jnp.asarray(param, jnp.float32)
 
-        masters = jax.tree_util.tree_map_with_path(first, params, frozen)
+        masters = jax.tree_util.tree_map_with_path(first, params)
         inner_state = inner.init(in_float32(masters, params))
         if keeps_master_weights(inner_state):
             raise ValueError(
@@ -155,10 +154,12 @@ def master_weights(
             extra_args = {**extra_args, "grad": widen(extra_args["grad"])}
         with Owner(caller, init_fn, params).explained(state):
             known = jax.tree.map(master_of, state.master, params, is_leaf=is_hole)
+            lacks = lambda m, p: is_hole(m) and not is_hole(p) and is_half(p)
+            lacking = jax.tree.map(lacks, known, params, is_leaf=is_hole)
+            if any(jax.tree.leaves(lacking)):
+                raise ValueError("a half-precision parameter has no float32 master.")
             full = in_float32(known, params)
             wide = widen(updates)
-            update = partial(inner.update, **extra_args)
-            check_copied(known, params, update, wide, state.inner_state, full)
             updates, inner_state = inner.update(
                 wide, state.inner_state, full, **extra_args
             )
@@ -236,39 +237,6 @@ def in_float32(masters: optax.Params, params: optax.Params) -> optax.Params:
         return widen(param) if is_hole(master) else master
 
     return jax.tree.map(chosen, masters, params, is_leaf=is_hole)
-
-
-def frozen_by(
-    inner: optax.GradientTransformationExtraArgs, params: optax.Params
-) -> PyTree:
-    """For each parameter, whether the optimizer is known to never move it.
-
-    An optimizer may need arguments, or mapped axes, that only a step has. It cannot be
-    traced here, and each parameter gets its master.
-    """
-    none = jax.tree.map(lambda _: False, params)
-    shapes = jax.eval_shape(widen, params)
-    is_mask = lambda node: isinstance(node, optax.MaskedState)
-    try:
-        state = jax.eval_shape(inner.init, shapes)
-        if not any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask))):
-            return none
-        frozen = never_moved(inner.update, shapes, state, shapes)
-    except Exception:
-        return none
-    return frozen if jax.tree.structure(frozen) == jax.tree.structure(params) else none
-
-
-def check_copied(masters: optax.Params, params: optax.Params, *update: Any) -> None:
-
-    def lacks(master: PyTree, param: PyTree) -> bool:
-        return is_hole(master) and not is_hole(param) and is_half(param)
-
-    lacking = jax.tree.map(lacks, masters, params, is_leaf=is_hole)
-    if any(jax.tree.leaves(lacking)):
-        frozen = never_moved(*update)
-        if not all(jax.tree.leaves(jax.tree.map(operator.le, lacking, frozen))):
-            raise ValueError("a half-precision parameter has no float32 master.")
 
 
 def move(update: PyTree, master: PyTree, param: PyTree) -> tuple[PyTree, PyTree]:

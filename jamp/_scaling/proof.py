@@ -251,7 +251,7 @@ class Prover:
         return sorted(found, key=lambda m: -abs(math.log(m.factor)) - m.difference)
 
     def depends(self, wrong: Sequence[Moved], power: int, at: str = "") -> str:
-        leaf, times = wrong[0], f"2**{power}"
+        leaf, times = wrong[0], f"2**{power}" if power > 1 else "2"
         if not leaf.b:
             return self.says(STOPS, leaf=leaf.path, times=times)
         cause = DIVIDED if leaf.factor < 1 else MULTIPLIED

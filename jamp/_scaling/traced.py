@@ -1,23 +1,19 @@
-"""A function traced once: which gradients it reads, which updates are always zero.
+"""A function traced once, and which gradients it reads.
 
 torch makes no gradient for a frozen parameter. JAX makes one, and an optimizer throws
 it away (`optax.set_to_zero`). No value shows this; the program of its update does.
 """
 
 import itertools
-import operator
 from collections.abc import Callable
 from typing import Generic, ParamSpec
 
 import jax
-import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from .._checks import is_traced
-from .._jaxprs import follow
 from .._tree import Flag, PyTree, T, is_inexact, partition
-from .transformation import is_hole
 
 # What JAX raises where a function needs the values of its arguments.
 NEEDS_VALUES = (
@@ -25,11 +21,6 @@ NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-
-# Primitives whose result is their operand, on other devices.
-PLACES = "reshard sharding_constraint".split()
-# Primitives whose result is zero if their operands are.
-KEEP_ZERO = "add broadcast_in_dim convert_element_type name neg reshape sub".split()
 
 P = ParamSpec("P")
 
@@ -92,33 +83,3 @@ def check_read(
     used, run, shapes = reads_and_run(run, grads)
     leaves = itertools.compress(jax.tree.leaves(grads), jax.tree.leaves(used))
     return all_finite(list(leaves)), run, shapes
-
-
-def never_moved(
-    update: Callable[..., tuple[PyTree, PyTree]], *arguments: PyTree
-) -> PyTree:
-    """For each gradient, whether its update is zero, whatever the arguments are."""
-    once = Traced(lambda *args: update(*args)[0], *arguments)
-    zeros = iter(_zeros(once.closed))
-    is_zero = lambda node: is_hole(node) or next(zeros)
-    return jax.tree.map(is_zero, once.shapes, is_leaf=is_hole)
-
-
-def _zeros(jaxpr: ClosedJaxpr) -> list[bool]:
-
-    def is_finite(atom: Var | Literal) -> bool:
-        return isinstance(atom, Literal) and bool(np.all(np.isfinite(atom.val)))
-
-    def results(eqn: JaxprEqn, given: list[bool]) -> list[bool]:
-        name = eqn.primitive.name
-        if name in KEEP_ZERO or name in PLACES:
-            return [all(given)]
-        if name == "select_n":
-            return [all(given[1:])]
-        if name == "mul":
-            finite = map(is_finite, eqn.invars)
-            return [any(given) and all(map(operator.or_, given, finite))]
-        return [False] * len(eqn.outvars)
-
-    unknown = [False] * len(jaxpr.in_avals)
-    return follow(jaxpr, unknown, results, all, False, lambda value: bool(value == 0))

@@ -1,7 +1,7 @@
 """Masters of parameters, some of which the optimizer freezes.
 
-A frozen parameter has no master, but what stands in front of the freeze still keeps
-numbers for it. The state that init makes has the dtypes that update returns.
+A frozen parameter's master never moves. The state that init makes has the dtypes that
+update returns.
 """
 
 import functools

@@ -414,8 +414,9 @@ injecting.defvjp(lambda h: (h, h), lambda h, ct: (ct + 1e-2 * h,))
 
 
 def injected(params, x, y, scale):
-    hidden = injecting(jax.nn.gelu(x @ params["w1"]))
-    return scale * jnp.mean((hidden @ params["w2"] - y) ** 2)
+    with jamp.autocast(jnp.float16):
+        hidden = injecting(jax.nn.gelu(x @ params["w1"]))
+        return scale * jnp.mean((hidden @ params["w2"] - y) ** 2).astype(jnp.float32)
 
 
 def nothing_is_used(state, x, y):

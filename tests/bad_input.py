@@ -633,7 +633,7 @@ jamp.step
   jamp.step(tx, {**grads, "b": jnp.ones((5, 3))}, opt_state, params)
     ValueError: gradients averaged
   jamp.step(m := optax.masked(tx, {"w": 1, "b": 0}), grads, m.init(params), params)
-    ValueError: optax.masked
+    ValueError: a mask
   jamp.step(part_tx, grads, part_tx.init(params), params)
     ValueError: a partition around a loss scale
   jamp.step(clip_tx, grads, clip_tx.init(params), params)

@@ -11,6 +11,6 @@ a function of its state, and `proof` runs that at several scales. `gather` and `
 are for sharded arrays, `mean`, `error_feedback` and `eight_bits` for gradients of
 several devices, and `master_weights` for half-precision parameters.
 
-May import: `_checks`, `_targets`, `_tree`, `_jaxprs`. Nothing here uses private parts of
-JAX.
+May import: `_checks`, `_targets`, `_tree`, `_jaxprs`. Nothing here uses private parts
+of JAX.
 """

@@ -235,7 +235,7 @@ WHERE = {
 }
 
 
-@cover(quick=2)
+@cover(quick=1)
 @pytest.mark.parametrize("call", ["check_step", "retry"])
 @pytest.mark.parametrize("step", WHERE)
 def test_the_state_stands_anywhere_among_the_results(step, call):

@@ -39,6 +39,7 @@ from .arguments import (
 from .casting import Effects
 from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
 from .name_stack import region_entry
+from .products import default_precision
 from .trace import OBSERVED, PROBE, REGION, AutocastTrace
 
 # Functions whose body runs after the region has ended.
@@ -117,6 +118,8 @@ def enter(
     if settings is not None:
         warn_if_missing((settings.recipe or settings.dtype).name)
         settings = settings._replace(depth=depth, observed=OBSERVED.value)
+        if settings.precision is ...:
+            settings = settings._replace(precision=default_precision())
         if PROBE.value is not None and not settings.is_policy:
             settings = settings._replace(dtype=FLOAT32_DTYPE, probe=PROBE.value)
             name = settings.dtype.name

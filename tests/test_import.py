@@ -393,7 +393,8 @@ def replaced():
     now = of_jax()
     return {{key[1:] for key, value in before.items() if now.get(key) is not value}}
 
-run = lambda: [carried(), *map(of_half, (jnp.linalg.eigh, jnp.linalg.qr, jnp.linalg.svd))]
+functions = jnp.linalg.eigh, jnp.linalg.qr, jnp.linalg.svd
+run = lambda: [carried(), *map(of_half, functions)]
 said, before = run(), of_jax()
 import jamp
 assert not replaced() and run() == said, replaced()
@@ -402,13 +403,13 @@ with jamp.autocast(enabled=False):
 with jamp.autocast(jnp.float16):
     assert jax.eval_shape(jnp.linalg.eigh, half)[0].dtype == jnp.float16
     jax.jit(lambda x: x @ x)(np.ones((4, 4)))
-is_new = jax.__version_info__ >= (0, 11, 1)
-assert {{key[1:] for key in replaced()}} == ({{("abstract_eval",)}} if is_new else set())
+expected = {{("abstract_eval",)}} if jax.__version_info__ >= (0, 11, 1) else set()
+assert {{key[1:] for key in replaced()}} == expected
 assert run() == said
 """
 
 
 @pytest.mark.slow
 def test_nothing_of_jax_is_replaced(run):
-    """But what newer releases ask before a region sees an op, and only inside of one."""
+    """But what newer releases ask before a region sees an op, and only in a region."""
     run(REPLACED)

@@ -53,9 +53,9 @@ NOT_A_DECORATOR = """autocast(cast_inputs=...) decorates a function and casts it
 inputs; it cannot be entered with `with`."""
 
 NOT_INNERMOST = """autocast: a region is closed that is not the innermost one of this \
-thread. A region belongs to one thread and to one function that JAX traces, and regions \
-close in the reverse order. Write the whole `with jamp.autocast(...):` in a function \
-that has no `yield` and no `await`, and call that."""
+thread. A region belongs to one thread and to one function that JAX traces, and \
+regions close in the reverse order. Write the whole `with jamp.autocast(...):` in a \
+function that has no `yield` and no `await`, and call that."""
 
 NOT_A_FUNCTION = """autocast(...) decorates a function; got {}. For a class, decorate \
 the method that computes. A generator or coroutine would leave the region open while \
@@ -129,8 +129,8 @@ def enter(
         contexts.enter_context(REGION(settings))
         contexts.enter_context(jax.named_scope(region_entry(name, depth)))
         if settings is not None:
-            effects = effects or Effects()
-            trace = AutocastTrace(_compat.current_trace(), settings, effects)
+            below = _compat.current_trace()
+            trace = AutocastTrace(below, settings, effects or Effects())
             contexts.enter_context(set_current_trace(trace))
             contexts.callback(trace.notes.clear)
         OPENED.regions.append((contexts, _compat.current_trace()))

@@ -120,12 +120,12 @@ def test_a_context_inside_of_the_region_asks_for_float32(way, asked):
     function = lambda x: (ASKED[asked](x, FINE), multiplied(x, FINE))
     exact, usual = ways.WAYS[way](jamp.autocast(jnp.bfloat16), function)(FINE)
     assert exact.dtype == jnp.float32
-    np.testing.assert_allclose(exact, SUM, rtol=1e-6)
+    np.testing.assert_allclose(exact, SUM, rtol=1e-5)
     np.testing.assert_array_equal(usual.astype(np.float32), np.full((4, 4), 4.0))
     loss = lambda x: ways.WAYS[way](jamp.autocast(jnp.bfloat16), ASKED[asked])(x, FINE)
     grads = jax.grad(lambda x: loss(x).astype(jnp.float32).sum())(FINE)
     expected = np.ones((4, 4)) @ FINE.T.astype(np.float64)
-    np.testing.assert_allclose(grads, expected, rtol=1e-6)
+    np.testing.assert_allclose(grads, expected, rtol=1e-5)
 
 
 @cover(quick=2)

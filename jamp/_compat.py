@@ -4,6 +4,7 @@ No other module imports `jax._src` or checks a version. `make versions` tests it
 release of JAX from 0.10.0 on.
 """
 
+import contextlib
 import functools
 import importlib
 import os
@@ -20,7 +21,6 @@ from jax._src import core, dispatch, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.lax import linalg
-from jax._src.lax.control_flow import conditionals, loops
 from jax._src.state import discharge
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
@@ -44,6 +44,15 @@ for _path in (__file__, *_FILES):
 
 def current_trace() -> Trace:
     return core.trace_ctx.trace
+
+
+@contextlib.contextmanager
+def staying() -> Iterator[None]:
+    """Keeps the current trace and name stack, whatever runs in this context."""
+    trace, source = current_trace(), source_info_util._source_info_context.context
+    yield
+    core.trace_ctx.set_trace(trace)
+    source_info_util._source_info_context.context = source
 
 
 # How a jitted function leaves no `jit` in a jaxpr.
@@ -114,6 +123,7 @@ def equation_context() -> "core.JaxprEqnContext":
     return core.new_jaxpr_eqn([], [], NOTHING, {}, set()).ctx
 
 
+@functools.cache
 def trace_linalg_in(dtypes: Collection[np.dtype], is_cast: Callable[[], bool]) -> None:
     """Lets JAX trace its linear algebra in half precision, where that is cast later.
 
@@ -135,35 +145,11 @@ def trace_linalg_in(dtypes: Collection[np.dtype], is_cast: Callable[[], bool]) -
         given = lambda out: out.update(**narrow) if out.dtype == wide["dtype"] else out
         return jax.tree.map(given, outs), effects
 
-    for primitive in vars(linalg).values():
+    found = vars(linalg).values() if jax.__version_info__ >= (0, 11, 1) else ()
+    for primitive in found:
         if isinstance(primitive, Primitive):
             evaluate = functools.partial(in_half, primitive.abstract_eval)
             primitive.def_effectful_abstract_eval(evaluate)
-
-
-def on_refused_carry(told: Callable[[Exception], None]) -> None:
-    """Tells of each error for a loop or branches whose dtypes do not fit together.
-
-    JAX finds it after the function has been traced, and no region is open by then.
-    """
-
-    def telling(check: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(check)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return check(*args, **kwargs)
-            except TypeError as error:
-                told(error)
-                raise
-
-        return checked
-
-    for module, name in (
-        (loops, "_check_carry_type"),
-        (conditionals, "_check_branch_outputs"),
-    ):
-        if check := getattr(module, name, None):
-            setattr(module, name, telling(check))
 
 
 def current_traceback() -> Any:

@@ -1,6 +1,7 @@
 """`import jamp` imports no model library; names that need one import it when used."""
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -353,3 +354,62 @@ for kind, (pickled, name) in pickle.loads(saved).items():
     assert type(value).__name__ == name, kind
     assert pickle.loads(pickle.dumps(value)) is not None
 """)
+
+
+def of_jax():
+    """The functions in the modules of JAX, and what their primitives do."""
+    from jax.extend.core import Primitive
+
+    found = {}
+    for module, contents in list(sys.modules.items()):
+        if module.partition(".")[0] == "jax":
+            for name, value in list(vars(contents).items()):
+                if callable(value):
+                    found[module, name] = value
+                if isinstance(value, Primitive):
+                    parts = vars(value).items()
+                    found |= {(module, name, part): of for part, of in parts}
+    return found
+
+
+REPLACED = f"""
+import jax.numpy as jnp, numpy as np
+{inspect.getsource(of_jax)}
+half = jax.ShapeDtypeStruct((4, 4), jnp.float16)
+
+def of_half(function):
+    try:
+        return jax.eval_shape(lambda x: function(x), half)
+    except TypeError as error:
+        return str(error), "autocast" in str(getattr(error, "__notes__", []))
+
+def carried():
+    try:
+        jax.lax.scan(lambda c, _: (c.astype(jnp.float16), None), np.ones(4), None, 2)
+    except TypeError as error:
+        return str(error), "autocast" in str(getattr(error, "__notes__", []))
+
+def replaced():
+    now = of_jax()
+    return {{key[1:] for key, value in before.items() if now.get(key) is not value}}
+
+functions = jnp.linalg.eigh, jnp.linalg.qr, jnp.linalg.svd
+run = lambda: [carried(), *map(of_half, functions)]
+said, before = run(), of_jax()
+import jamp
+assert not replaced() and run() == said, replaced()
+with jamp.autocast(enabled=False):
+    assert not replaced() and run()[1:] == said[1:], replaced()
+with jamp.autocast(jnp.float16):
+    assert jax.eval_shape(jnp.linalg.eigh, half)[0].dtype == jnp.float16
+    jax.jit(lambda x: x @ x)(np.ones((4, 4)))
+expected = {{("abstract_eval",)}} if jax.__version_info__ >= (0, 11, 1) else set()
+assert {{key[1:] for key in replaced()}} == expected
+assert run() == said
+"""
+
+
+@pytest.mark.slow
+def test_nothing_of_jax_is_replaced(run):
+    """But what newer releases ask before a region sees an op, and only in a region."""
+    run(REPLACED)

@@ -257,23 +257,13 @@ def explicit_sharding():
         return _compat.cotangent_sharding(X).spec
 
 
-def told_of_carries():
-    """How many errors of a loop and of branches a function is told of."""
-    told, half = [], lambda x: x.astype(jnp.float16)
-    modules = _compat.loops, _compat.conditionals
-    before = [vars(module).copy() for module in modules]
-    try:
-        _compat.on_refused_carry(told.append)
-        for refused in (
-            lambda: lax.scan(lambda c, _: (half(c), None), X, None, length=2),
-            lambda: lax.cond(True, half, lambda c: c, X),
-        ):
-            with pytest.raises(TypeError):
-                refused()
-    finally:
-        for module, names in zip(modules, before, strict=True):
-            vars(module).update(names)
-    return len(told)
+def stayed():
+    before = _compat.current_trace()
+    with _compat.staying(), jax.extend.core.set_current_trace(None):
+        pass
+    with jax.named_scope("a"), _compat.staying():
+        pass
+    return _compat.current_trace() is before, _compat.scopes()
 
 
 def linalg_of_half():
@@ -318,7 +308,7 @@ COMPAT = {
         True,
     ),
     "trace_linalg_in": (linalg_of_half, jnp.float16),
-    "on_refused_carry": (told_of_carries, 2),
+    "staying": (stayed, (True, [])),
     "current_traceback": (lambda: _compat.current_traceback() is None, False),
     "source_codes": (
         lambda: COMPAT["source_codes"][0].__code__ in _compat.source_codes(),
@@ -397,7 +387,7 @@ def test_what_is_private_does_what_it_did(name):
 def test_each_private_function_is_called_here():
     own = inspect.getmembers(_compat, inspect.isfunction)
     own = {name for name, f in own if f.__module__ == _compat.__name__}
-    assert own | {"widest", "is_jax_primitive"} == COMPAT.keys()
+    assert own | {"widest", "is_jax_primitive", "trace_linalg_in"} == COMPAT.keys()
 
 
 # Texts, and names of functions.

@@ -2,14 +2,11 @@
 
 import contextlib
 import re
-import threading
 import traceback
-import weakref
 
 import jax
 import numpy as np
 
-from .. import _compat
 from .._checks import JAMP
 from .call_stack import raised_in
 
@@ -23,10 +20,6 @@ This function does not accept {dtype}, or does not mix it with float32. Cast its
 input: `x.astype(jnp.float32)`. Inside a function that `jax.jit`, `jax.checkpoint` or \
 `scan` traces in float32, matrix products still run in {dtype}."""
 
-IN_BODY = """An autocast region inside of this function returns {dtype}. Return \
-`y.astype(x.dtype)`, or put the region around the loop or the branches: it keeps the \
-dtype of what they carry."""
-
 MESH = """JAX treats an autocast region as a trace, like `jax.jit`. Set the mesh \
 first: `with jax.set_mesh(mesh), jamp.autocast(...):`."""
 
@@ -36,30 +29,6 @@ BEGIN_AND_END = re.compile(r"carry|branches|same structure")
 # what has shapes and dtypes.
 MISFIT = re.compile(r"\bd-?types?\b|operator structures", re.IGNORECASE)
 FRAMES = 4  # of the library, from where the error was raised
-
-
-class Left(threading.local):
-    """The dtype of the region that a thread has left last, and the trace around it."""
-
-    last: tuple[np.dtype, weakref.ReferenceType[_compat.Trace]] | None = None
-
-
-LEFT = Left()
-
-
-def note_left(dtype: np.dtype, around: _compat.Trace) -> None:
-    """Remembers a region that ends, for `advise_after`."""
-    LEFT.last = None if _compat.is_eager(around) else (dtype, weakref.ref(around))
-
-
-def advise_after(error: Exception) -> None:
-    """Adds a note to an error about a function that a region has been left in."""
-    if LEFT.last is None:
-        return
-    dtype, around = LEFT.last
-    is_inside = around() is not _compat.current_trace()
-    if is_inside and re.search(named(dtype), str(error)):
-        error.add_note(IN_BODY.format(dtype=dtype.name))
 
 
 def named(dtype: np.dtype) -> str:

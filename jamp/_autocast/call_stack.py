@@ -68,12 +68,15 @@ def called_function(codes: tuple[CodeType, ...]) -> CodeType | None:
 
 def is_in_layer(codes: tuple[CodeType, ...]) -> bool:
     """Whether the current op comes from a library's layer, and not from a user's."""
-    modules = (sys.modules.get(name) for name in LAYER_LIBRARIES)
-    places = (getattr(module, "__file__", None) for module in modules)
-    roots = tuple(os.path.dirname(file) + os.sep for file in places if file)
     files = (code.co_filename for code in codes)
     nearest = next((file for file in files if not file.startswith((JAX, JAMP))), "")
-    return nearest.startswith(roots)
+    return nearest.startswith(tuple(map(folder_of, LAYER_LIBRARIES)))
+
+
+def folder_of(package: str) -> str:
+    """Where the files of a package begin; none begins so if it is not imported."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return os.path.dirname(file) + os.sep if file else "\0"
 
 
 def is_library(source: str) -> bool:

@@ -186,6 +186,7 @@ class Settings(NamedTuple):
     # result. The region then runs in float32.
     probe: Hashable | None = None
     cached: bool = True  # a value is cast once, and not anew for each op
+    precision: object = ...  # the default for products when the region was entered
     linear: bool = False  # in code that is linear in tangents: they are not scaled
 
     @property

@@ -35,7 +35,6 @@ from .low_precision import (
     multiplied,
     quantized,
 )
-from .products import says_precision
 from .rules import codes_at, loaded
 from .trace import AutocastTrace
 
@@ -157,7 +156,7 @@ def unfit(op: Op, activations: bool) -> str:
     preferred = param(op, "preferred_element_type")
     if preferred is not None and preferred not in CASTABLE:
         return f"{preferred} result"
-    if says_precision(param(op, "precision")):
+    if param(op, "precision") is not None:
         return "its own precision"
     sizes = sizes_of(op)
     if all(n != 0 and (is_fit(n) or is_padded(n)) for n in sizes):

@@ -167,11 +167,7 @@ def shared_by(function: Any) -> str:
     if last.__name__ == "<lambda>":
         return "a lambda may share that of another one on its line"
     is_local = last.__qualname__.rpartition(".")[0].endswith("<locals>")
-    if held_by(last) or (is_local and (last.__defaults__ or last.__kwdefaults__)):
+    held = {*last.__code__.co_freevars} - {"__class__"}  # of functions around it
+    if held or (is_local and (last.__defaults__ or last.__kwdefaults__)):
         return f"each function that `def {last.__name__}` makes here has the same code"
     return ""
-
-
-def held_by(function: FunctionType) -> set[str]:
-    """The variables of functions around it that a function holds."""
-    return set(function.__code__.co_freevars) - {"__class__"}

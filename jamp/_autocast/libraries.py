@@ -9,106 +9,80 @@ given, such as a network or the function to minimize, runs as the user's code do
 test searches the sources of the libraries for products that have no row.
 
 An installed package without a row may hold layers or anything else. Its products are
-lowered, with a warning if no file that they come from mentions layers.
+lowered, with one warning.
 """
 
 import functools
 import os
-import re
-import sys
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable
+from pathlib import Path
 from types import CodeType
 
 from .._checks import JAMP
-from .call_stack import JAX, LAYER_LIBRARIES, is_library
+from .call_stack import JAX, LAYER_LIBRARIES, folder_of, is_library
 from .decision import FLOAT32_DTYPE, Decision, Kind, Reason, Source
 
 # "jax.scipy" stands for the private module of that name, too.
-ALL_OPS = dict.fromkeys(  # losses and log-densities
-    """
-    distrax.distributions jax.scipy.stats jaxopt.loss keras.src.backend.jax.image
-    numpyro.distributions optax.losses
-    """.split(),
-    Kind.FLOAT32,
-)
-PRODUCTS_ALONE = dict.fromkeys(
-    """
+ALL_OPS = """
+    distrax.distributions flowjax.distributions jax.scipy.stats jaxopt.loss
+    keras.src.backend.jax.image numpyro.distributions optax.losses
+    """.split()  # losses and log-densities
+PRODUCTS_ALONE = """
     augmax brax cola dinosaur distrax dm_pix dynamax dynamiqs e3nn_jax.grad
     e3nn_jax.irreps e3nn_jax.irreps_array e3nn_jax.reduced_tensor_product
     e3nn_jax.rotation e3nn_jax.s2grid e3nn_jax.so3 e3nn_jax.spherical_harmonics
     equinox.nn._spectral_norm flax.linen.normalization flax.nnx.nn.normalization
-    haiku.nets.vqvae haiku.spectral_norm jax.example_libraries.optimizers
-    jax.experimental.ode jax.experimental.sparse.linalg jax.image jax.lax.linalg
-    jax.scipy jax.third_party.scipy jax_cosmo jax_fem jax_md jaxlie jaxns jaxopt jaxsim
-    keras.src.backend.jax.linalg keras.src.backend.jax.math kfac_jax matfree mujoco.mjx
-    numpyro optax ott pennylane rlax tinygp
-    """.split(),
-    Kind.FLOAT32,
-)
-PRODUCTS_ALONE |= dict.fromkeys(  # they refuse two dtypes
-    """
+    flowjax.bijections haiku.nets.vqvae haiku.spectral_norm
+    jax.example_libraries.optimizers jax.experimental.ode jax.experimental.sparse.linalg
+    jax.image jax.lax.linalg jax.scipy jax.third_party.scipy jax_cosmo jax_fem jax_md
+    jaxlie jaxns jaxopt jaxsim keras.src.backend.jax.linalg keras.src.backend.jax.math
+    kfac_jax matfree mujoco.mjx numpyro optax ott pennylane rlax tinygp
+    """.split()
+PROMOTED = """
     blackjax diffrax lineax optimistix tensorflow_probability.substrates.jax
-    """.split(),
-    Kind.PROMOTE,
-)
-LAYERS = (  # of these libraries
-    "brax.training",
-    "jax.example_libraries.stax",
-    "jax_md._nn",
-    "jax_md.nn",
-    "numpyro.nn",
-    "ott.neural",
-    "tensorflow_probability.substrates.jax.experimental.joint_distribution_layers",
-)
-ROWS = PRODUCTS_ALONE | ALL_OPS
-MODULES = (*ROWS, *LAYERS)
+    """.split()  # their products alone: they refuse two dtypes
+LAYERS = """
+    brax.training jax.example_libraries.stax jax_md._nn jax_md.nn numpyro.nn ott.neural
+    tensorflow_probability.substrates.jax.experimental.joint_distribution_layers
+    """.split()  # of these libraries
 
 
-# Reports count what a module does as one op, and not what a whole library does.
-BY_MODULE = {
-    name: Decision(
-        kind,
-        FLOAT32_DTYPE if kind is Kind.FLOAT32 else None,
-        why=Reason(
-            kind.value, Source.FUNCTION if "." in name else Source.PRIMITIVE, name
-        ),
-    )
-    for name, kind in ROWS.items()
-}
+def row_of(name: str) -> Decision:
+    """Reports count what a module does as one op, and not what a whole library does."""
+    source = Source.FUNCTION if "." in name else Source.PRIMITIVE
+    kind = Kind.PROMOTE if name in PROMOTED else Kind.FLOAT32
+    why = Reason(kind.value, source, name)
+    return Decision(kind, None if name in PROMOTED else FLOAT32_DTYPE, why=why)
 
 
-class Places(dict[str, str | None]):
+ROWS = {name: row_of(name) for name in (*ALL_OPS, *PRODUCTS_ALONE, *PROMOTED)}
+MODULES = sorted((*ROWS, *LAYERS), key=len, reverse=True)
+# They write products for others, which say what these are for.
+WRITERS = {"einops", "einx", "opt_einsum"}
+# Packages of layers, or that run those of others in another dtype.
+NETWORKS = "aqt haliax penzai quax qwix torchax transformer_engine".split()
+KNOWN = {name.partition(".")[0] for name in MODULES}.union(LAYER_LIBRARIES, NETWORKS)
+
+
+@functools.cache
+def module_of(file: str) -> str | None:
     """Which of the modules a file is part of, the innermost.
 
-    The files of JAX and jamp that are part of none have "", and all others None.
-
-    Args:
-      modules: the names of those that are imported, or whose parents are.
+    The files of JAX and jamp that are part of none have "": their callers say what they
+    are for. All others have None.
     """
-
-    def __init__(self, modules: Container[str]) -> None:
-        super().__init__()
-        known = [name for name in MODULES if name.partition(".")[0] in modules]
-        self.modules = sorted(known, key=len, reverse=True)
-
-    def __missing__(self, file: str) -> str | None:
-        other = "" if file.startswith((JAX, JAMP)) else None
-        self[file] = next((n for n in self.modules if is_part(file, n)), other)
-        return self[file]
-
-
-def is_part(file: str, module: str) -> bool:
-    root, *parts = module.split(".")
-    if (init := getattr(sys.modules.get(root), "__file__", None)) is None:
-        return False
-    folder = os.path.dirname(init)
-    places = os.path.join(folder, *parts), os.path.join(folder, "_src", *parts)
-    return file.startswith(tuple(p + end for p in places for end in (os.sep, ".py")))
+    for name in MODULES:
+        root, *parts = name.split(".")
+        for place in parts, ["_src", *parts]:
+            path = os.path.join(folder_of(root), *place)
+            if file.startswith((os.path.join(path, ""), f"{path}.py")):
+                return name
+    return "" if file.startswith((JAX, JAMP)) else None
 
 
 def of_library(
-    codes: Iterable[CodeType], places: Places, source: str | None, is_product: bool
+    codes: Iterable[CodeType], source: str | None, is_product: bool
 ) -> Decision | None:
     """The decision for an op that the code of one of the modules calls, or None.
 
@@ -123,81 +97,58 @@ def of_library(
         return None  # its ops say whose they are
     nearest = None
     for code in codes:
-        name = places[code.co_filename]
+        name = module_of(code.co_filename)
         if name is None or name in LAYERS:
             break
         if name in ALL_OPS:
-            return BY_MODULE[name]
+            return ROWS[name]
         nearest = nearest or name
-    return BY_MODULE[nearest] if nearest and is_product else None
+    return ROWS[nearest] if nearest and is_product else None
 
-
-# Packages that nobody has looked at.
 
 UNKNOWN = """jamp.autocast runs products of {package} in half precision, such as those \
-of {function} in {file}, and does not know this package. Layers are to run so. If it \
-multiplies to change coordinates, to solve or to count, call it under \
+of {function} in {file}, and does not know this package. For layers this is right: \
+`warnings.filterwarnings("ignore", "jamp.autocast runs products of {package} ")`. \
+If it multiplies to change coordinates, to solve or to count, call it under \
 `with jamp.autocast(enabled=False):`, or give a rule, \
 `rules={{{package}.{function}: jnp.float32}}`."""
-INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/](\w+)")
-# How a file says that it holds layers, of whichever library.
-MENTIONED = re.compile(
-    r"\b(?:hk|linen|nn|nnx|pz|snt)\.(?:Conv|Dense|Embed|Linear|Module|Param|compact)"
-    r"|\(Module\)|\bhk\.get_parameter\b|\beqx\.nn\b|\bequinox\.nn\b|\bkeras\.layers\b"
-)
-# They write products for others, which say what these are for, or are networks.
-WRITERS = (
-    "aqt einops einx haliax opt_einsum penzai quax qwix torchax transformer_engine"
-)
-KNOWN = {name.partition(".")[0] for name in MODULES}.union(
-    LAYER_LIBRARIES, WRITERS.split()
-)
 WARNED: set[str] = set()  # of these packages
 
 
 @functools.cache
-def unknown(file: str) -> str | None:
-    """The installed package that a file is part of; None if its products are known."""
-    match = INSTALLED.match(file)
-    return match[1] if match and match[1] not in KNOWN else None
+def holds_packages(folder: Path) -> bool:
+    """Whether packages are installed in a folder, by pip's record of one."""
+    is_usual = folder.name in ("site-packages", "dist-packages")
+    return is_usual or any(folder.glob("*.dist-info"))
 
 
 @functools.cache
-def mentions_layers(file: str) -> bool:
-    try:
-        with open(file, encoding="utf-8") as source:
-            return MENTIONED.search(source.read()) is not None
-    except (OSError, UnicodeDecodeError):
-        return False
+def package_of(file: str) -> str | None:
+    """The installed package that a file is part of, or None."""
+    path = Path(file)
+    folder = next(filter(holds_packages, path.parents), None)
+    return folder and path.relative_to(folder).parts[0].removesuffix(".py")
 
 
-def warn_of_unknown(codes: Sequence[CodeType]) -> None:
-    """Warns, once for each package, if nothing says that a product is a layer's.
+def warn_of_unknown(codes: Iterable[CodeType]) -> None:
+    """Warns of the package whose own code multiplies, once, if no table has it.
 
     Args:
       codes: the functions that the product comes from, innermost first.
     """
-    places = (
-        i for i, c in enumerate(codes) if not c.co_filename.startswith((JAX, JAMP))
-    )
-    codes = codes[next(places, len(codes)) :]
-    package = unknown(codes[0].co_filename) if codes else None
-    if package is None or package in WARNED:
-        return
-    called = codes[0]
+    package, called = None, None
     for code in codes:
         file = code.co_filename
-        if unknown(file) == package:
-            called = code
-            if mentions_layers(file):
-                return
-        elif not file.startswith((JAX, JAMP)):
+        if file.startswith((JAX, JAMP)) or (found := package_of(file)) in WRITERS:
+            continue
+        if called is not None and found != package:
             break
-    text = UNKNOWN.format(
-        package=package,
-        function=called.co_qualname.partition(".<locals>")[0],
-        file=called.co_filename,
-    )
-    line = called.co_firstlineno
-    warnings.warn_explicit(text, UserWarning, called.co_filename, line)
-    WARNED.add(package)
+        if found is None or found in KNOWN or found in WARNED:
+            return
+        package, called = found, code
+    if called is not None:
+        function = called.co_qualname.partition(".<locals>")[0]
+        file, line = called.co_filename, called.co_firstlineno
+        text = UNKNOWN.format(package=package, function=function, file=file)
+        warnings.warn_explicit(text, UserWarning, file, line)
+        WARNED.add(str(package))

@@ -11,9 +11,10 @@ Four kinds of product are not among those that torch lowers:
               `t[:, None] @ k[None]`. Other sums over one element happen to be short, as
               over the one key of a first step of decoding
     library   written by a library that has no layers: see `libraries.py`
-    highest   its own call says `precision=HIGHEST`, or names an algorithm of float32,
-              so the user wants float32. The default of `jax.default_matmul_precision`
-              is for all products, and does not count
+    highest   its own call, or `jax.default_matmul_precision` inside the region, says
+              HIGHEST or names an algorithm of float32, so the user wants float32. The
+              default that held when the region was entered is for all products, and
+              does not count
 """
 
 import jax
@@ -52,8 +53,13 @@ def for_product(
     if op.name == "dot_general" and is_outer(op, notes):
         return OUTER
     wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
-    if wide and is_highest(param(op, "precision")):
+    precision = param(op, "precision")
+    usual = None, lax.Precision.DEFAULT, settings.precision
+    if all(p in usual for p in both(precision)):
+        precision = None
+    if wide and is_highest(precision):
         return HIGHEST
+    op = op._replace(params=op.params | {"precision": precision})
     return with_recipe(op, decision, settings)
 
 
@@ -92,19 +98,11 @@ def is_outer(op: Op, notes: Notes) -> bool:
 
 
 def is_highest(precision: object) -> bool:
-    """Whether a call asks for a product of float32 numbers without rounding."""
-    if not says_precision(precision):
-        return False
+    """Whether a product of float32 numbers is asked for without rounding."""
     if isinstance(precision, lax.DotAlgorithmPreset):
         name = precision.name
         return name.startswith(("F32", "TF32")) or name.endswith(("_X3", "_X6", "_X9"))
     return lax.Precision.HIGHEST in both(precision)
-
-
-def says_precision(precision: object) -> bool:
-    """Whether a call says how exactly it multiplies."""
-    usual = None, lax.Precision.DEFAULT, default_precision()
-    return any(p not in usual for p in both(precision))
 
 
 def both(precision: object) -> tuple[object, ...]:

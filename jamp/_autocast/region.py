@@ -14,7 +14,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from .._checks import REGIONS_OFF, Given, flag, shown, without_device
 from .._targets import default_dtype, warn_if_missing
 from .._tree import HALVES, cast_floating
 from . import custom, nested, primitives  # noqa: F401 - they register their rules
-from .advice import advise, advise_after, note_left
+from .advice import advise
 from .arguments import (
     BAD_INPUTS,
     NO_DEVICE,
@@ -39,6 +39,7 @@ from .arguments import (
 from .casting import Effects
 from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
 from .name_stack import region_entry
+from .products import default_precision
 from .trace import OBSERVED, PROBE, REGION, AutocastTrace
 
 # Functions whose body runs after the region has ended.
@@ -51,9 +52,10 @@ RUNS_LATER = (
 NOT_A_DECORATOR = """autocast(cast_inputs=...) decorates a function and casts its \
 inputs; it cannot be entered with `with`."""
 
-NOT_ENTERED = """autocast: this thread closes a region that it has not entered. A \
-region belongs to one thread: write the whole `with jamp.autocast(...):` in the \
-function that the thread runs."""
+NOT_INNERMOST = """autocast: a region is closed that is not the innermost one of this \
+thread. A region belongs to one thread and to one function that JAX traces, and \
+regions close in the reverse order. Write the whole `with jamp.autocast(...):` in a \
+function that has no `yield` and no `await`, and call that."""
 
 NOT_A_FUNCTION = """autocast(...) decorates a function; got {}. For a class, decorate \
 the method that computes. A generator or coroutine would leave the region open while \
@@ -77,18 +79,6 @@ def is_autocast_enabled() -> bool:
     return REGION.value is not None and not REGION.value.is_policy
 
 
-_compat.trace_linalg_in(HALVES, is_autocast_enabled)
-
-
-def advise_outside(error: Exception) -> None:
-    """An open region adds its own note."""
-    if REGION.value is None:
-        advise_after(error)
-
-
-_compat.on_refused_carry(advise_outside)
-
-
 def get_autocast_dtype() -> np.dtype:
     """The dtype of the innermost region, or what `autocast()` would take by default.
 
@@ -106,6 +96,18 @@ def get_autocast_dtype() -> np.dtype:
     return REGION.value.dtype if is_autocast_enabled() else default_dtype()
 
 
+class Opened(threading.local):
+    """The regions that one thread has entered, and the objects that it did so with."""
+
+    def __init__(self) -> None:
+        # How to leave each, and the trace that is the current one until then.
+        self.regions: list[tuple[contextlib.ExitStack, _compat.Trace]] = []
+        self.objects: list[tuple[autocast, Any, AutocastTrace | None]] = []
+
+
+OPENED = Opened()
+
+
 @contextlib.contextmanager
 def enter(
     settings: Settings | None, effects: Effects | None = None
@@ -113,32 +115,59 @@ def enter(
     """A region with these settings; with None, one in which nothing is cast."""
     if REGIONS_OFF.value and settings is not None and not settings.is_policy:
         settings = None
-    outer = REGION.value
+    outer, trace = REGION.value, None
     depth = 0 if outer is None else outer.depth + 1
     name = "off" if settings is None else settings.dtype.name
     if settings is not None:
         warn_if_missing((settings.recipe or settings.dtype).name)
+        _compat.trace_linalg_in(HALVES, is_autocast_enabled)
         settings = settings._replace(depth=depth, observed=OBSERVED.value)
+        if settings.precision is ...:
+            settings = settings._replace(precision=default_precision())
         if PROBE.value is not None and not settings.is_policy:
             settings = settings._replace(dtype=FLOAT32_DTYPE, probe=PROBE.value)
             name = settings.dtype.name
-    with REGION(settings), jax.named_scope(region_entry(name, depth)):
-        if settings is None:
-            yield None
-            return
-        effects = effects or Effects()
-        trace = AutocastTrace(_compat.current_trace(), settings, effects)
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(REGION(settings))
+        contexts.enter_context(jax.named_scope(region_entry(name, depth)))
+        if settings is not None:
+            below = _compat.current_trace()
+            trace = AutocastTrace(below, settings, effects or Effects())
+            contexts.enter_context(set_current_trace(trace))
+            contexts.callback(trace.notes.clear)
+        OPENED.regions.append((contexts, _compat.current_trace()))
+        is_error = False
         try:
-            with set_current_trace(trace):
-                yield trace
+            yield trace
         except Exception as error:
-            if not settings.is_policy:  # which has a note of its own
-                advise(error, settings.dtype)
+            is_error = True
+            if settings is not None and not settings.is_policy:
+                advise(error, settings.dtype)  # a policy has a note of its own
             raise
         finally:
-            trace.notes.clear()
-            if not settings.is_policy:
-                note_left(settings.dtype, trace.parent)
+            if not leave(contexts):
+                if trace is not None:  # JAX may make it the current one again
+                    trace.apply = trace.left_to_another
+                if not is_error:
+                    raise RuntimeError(NOT_INNERMOST)
+
+
+def leave(contexts: contextlib.ExitStack) -> bool:
+    """Leaves a region, and those that were entered since: whether there are none.
+
+    Where JAX has begun or ended a trace since, the current one stays.
+    """
+    regions = OPENED.regions
+    is_innermost = bool(regions) and regions[-1][0] is contexts
+    while any(opened is contexts for opened, _ in regions):
+        opened, trace = regions.pop()
+        if _compat.current_trace() is trace:
+            opened.close()
+        else:
+            is_innermost = False
+            with _compat.staying():
+                opened.close()
+    return is_innermost
 
 
 def ambient() -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -149,13 +178,6 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[object]]:
         return contextlib.nullcontext
     effects = trace.effects if isinstance(trace, AutocastTrace) else None
     return lambda: enter(settings, effects)
-
-
-class Entered(threading.local):
-    """The regions that one thread has entered with one object."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[contextlib.ExitStack, AutocastTrace | None]] = []
 
 
 class autocast:
@@ -183,7 +205,8 @@ class autocast:
         float32), `jax.lax.Precision.HIGHEST` for float32 products with all their
         digits, a recipe for the matrix products that qualify (other ops that match
         follow the tables), or None to leave them. The first rule that matches an op
-        decides.
+        decides. A class that inherits its `__call__` gets one of its own, which calls
+        that, and keeps it for the rest of the process.
       cast_inputs: for a decorated function that needs one dtype: in a region, its
         floating inputs are cast to it and it runs with autocast off. Outside of
         regions it does nothing. This is torch's `custom_fwd(cast_inputs=...)`.
@@ -245,10 +268,6 @@ class autocast:
         self.enabled = flag("autocast(enabled=...)", enabled)
         self.cast_inputs = cast_inputs
         self._rules = dict(rules or {})
-        self._entered = Entered()
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self  # only the regions that a thread has entered change
 
     def __reduce__(self) -> tuple[object, ...]:
         rules = {_compat.Named.of(key): value for key, value in self._rules.items()}
@@ -261,9 +280,8 @@ class autocast:
     def __enter__(self) -> Self:
         if self.cast_inputs is not None:
             raise TypeError(NOT_A_DECORATOR)
-        region = contextlib.ExitStack()
-        trace = region.enter_context(enter(self.settings if self.enabled else None))
-        self._entered.stack.append((region, trace))
+        region = enter(self.settings if self.enabled else None)
+        OPENED.objects.append((self, region, region.__enter__()))
         return self
 
     def __exit__(
@@ -272,9 +290,11 @@ class autocast:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._entered.stack:
-            raise RuntimeError(NOT_ENTERED)
-        region, trace = self._entered.stack.pop()
+        objects = OPENED.objects
+        places = [i for i, (opened, *_) in enumerate(objects) if opened is self]
+        if not places:
+            raise RuntimeError(NOT_INNERMOST)
+        _, region, trace = objects.pop(places[-1])
         region.__exit__(error_type, error, traceback)
         if trace is not None and error_type is None:
             check_all_used(self.settings.rules, trace.effects.hits)

@@ -12,7 +12,7 @@ from .._compat import LOGADDEXPS
 from .call_stack import resolve
 from .decision import FLOAT32_DTYPE, Decision, Hit, Reason, Recipe, Settings, Source
 from .keys import Function, source_of
-from .libraries import MODULES, Places, of_library
+from .libraries import of_library
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind, Row
 from .paths import PathPattern
 from .traits import PASSED_THROUGH, PRODUCTS, UPDATES
@@ -33,9 +33,6 @@ def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Dec
     return table
 
 
-places_of = functools.lru_cache(Places)
-
-
 @functools.lru_cache
 def codes_at(
     paths: tuple[str, ...], modules: frozenset[str]
@@ -48,7 +45,7 @@ def codes_at(
 # Every part of the paths that may be a module. Which are imported may change.
 PREFIXES = frozenset(
     path.rsplit(".", depth)[0]
-    for path in (*FUNCTIONS, *EXEMPT, *(f"{name}." for name in MODULES))
+    for path in (*FUNCTIONS, *EXEMPT)
     for depth in range(1, path.count(".") + 1)
 )
 
@@ -116,7 +113,6 @@ class Decider:
             return
         self.modules = modules = loaded()
         self.functions, self.exempt = functions_of(modules), codes_at(EXEMPT, modules)
-        self.places = places_of(modules)
         self.count = count if modules == PREFIXES & sys.modules.keys() else 0
 
     def __call__(self, asked: Asked, within: Decision | None) -> Decision | None:
@@ -207,8 +203,8 @@ class Decider:
             return POLICY_WRITE if name in UPDATES else POLICY
         if decision is None or decision.row is LOWER:
             is_product = decision is not None or name in PRODUCTS
-            place = asked.codes, self.places, asked.source
-            if (of_module := of_library(*place, is_product)) is not None:
+            given = asked.codes, asked.source, is_product
+            if (of_module := of_library(*given)) is not None:
                 return of_module
         decision = decision and self.for_all_inside(decision, recipe)
         return BY_PRIMITIVE.get(name) if decision is None else decision

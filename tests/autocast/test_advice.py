@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import threading
 import weakref
 
 import equinox as eqx
@@ -314,46 +313,23 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_region_in_a_function_that_changes_what_is_carried(name, dtype):
-    """JAX compares the dtypes when the region has been left."""
+    """JAX compares the dtypes when the region has been left, and its error says both.
+
+    A note is added by a region that is open then.
+    """
     loop = LOOPS[name]
     in_half = jamp.autocast(dtype)(lambda c: c @ W)
 
     def notes_of(run):
-        with pytest.raises(TypeError, match="types") as caught:
+        with pytest.raises(TypeError, match=r"f32|float32") as caught:
             run()
-        notes = "".join(getattr(caught.value, "__notes__", ()))
-        return [part for part in ("inside of this", "In an autocast") if part in notes]
+        return "".join(getattr(caught.value, "__notes__", ()))
 
     run = lambda: loop(lambda c: in_half(c))  # JAX keeps what it has traced
     within = lambda: jamp.autocast(dtype)(loop)(lambda c: in_half(c))
     for wrap in (lambda f: f, jax.jit, jax.checkpoint):
-        assert notes_of(wrap(run)) == ["inside of this"]
-        assert notes_of(wrap(within)) == ["In an autocast"]
-    # What the note says to write.
+        assert "autocast" not in notes_of(wrap(run))
+        assert "In an autocast" in notes_of(wrap(within))
+    # What the page says to write.
     loop(lambda c: in_half(c).astype(c.dtype))
     jamp.autocast(dtype)(loop)(lambda c: c @ W)
-    # A region elsewhere is not the cause.
-    in_half(jnp.asarray(W))
-    other = lambda: loop(lambda c: c.astype(dtype))
-    assert notes_of(other) == []
-
-    def after_a_region():
-        in_half(jnp.asarray(W))
-        return other()
-
-    assert notes_of(jax.jit(after_a_region)) == []
-
-
-def test_a_region_is_closed_by_its_own_thread():
-    region, raised = jamp.autocast(jnp.float16), []
-
-    def close():
-        with pytest.raises(RuntimeError, match="belongs to one thread"):
-            region.__exit__(None, None, None)
-        raised.append(True)
-
-    with region:
-        thread = threading.Thread(target=close)
-        thread.start()
-        thread.join()
-        assert raised and jamp.get_autocast_dtype() == jnp.float16

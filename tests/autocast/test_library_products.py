@@ -26,7 +26,7 @@ from jax.scipy.spatial.transform import Rotation
 
 import jamp
 from jamp._autocast.call_stack import resolve
-from jamp._autocast.libraries import LAYERS, MODULES, Places
+from jamp._autocast.libraries import LAYERS, MODULES, module_of
 from jamp._autocast.ops import FUNCTIONS, Kind
 from shared.keras_on_jax import import_keras
 from tests.autocast.product_search import Holder, holders
@@ -156,9 +156,9 @@ REASONS["tensorflow_probability.substrates.jax"] = {
 }
 NEWER = {"_src.numpy.hijax.Einsum.transpose"}  # than the oldest JAX
 OTHERS = """
-    augmax blackjax brax cola diffrax dinosaur distrax dm_pix dynamax dynamiqs jax_cosmo
-    jax_fem jax_md jaxlie jaxns jaxopt jaxsim jraph kfac_jax lineax matfree mujoco.mjx
-    optimistix ott pennylane quax rlax tinygp
+    augmax blackjax brax cola diffrax dinosaur distrax dm_pix dynamax dynamiqs flowjax
+    jax_cosmo jax_fem jax_md jaxlie jaxns jaxopt jaxsim jraph kfac_jax lineax matfree
+    mujoco.mjx optimistix ott pennylane quax rlax tinygp
     """.split()
 REASONS |= {root: {} for root in OTHERS}
 INSTALLED = [root for root in REASONS if find_spec(root.partition(".")[0])]
@@ -196,11 +196,10 @@ def is_listed(holder: Holder, name: str, seen: frozenset[str] = frozenset()) -> 
 def unlisted(root) -> list[str]:
     """The functions of a library that hold a product and have no row."""
     folder = Path(imported(root).__file__).parent
-    places = Places(sys.modules)
     return [
         holder.name
         for holder in holders(str(folder))
-        if places[holder.file] in (None, "", *LAYERS)
+        if module_of(holder.file) in (None, "", *LAYERS)
         and not is_listed(holder, holder.qualname)
     ]
 
@@ -547,3 +546,24 @@ def test_angles_are_exact_in_a_derivative(name, derivative):
 def test_an_op_of_each_element_leaves_an_outer_product_one(name):
     each = OF_EACH_ELEMENT[name]
     assert not wrong(lambda t, k: each(t[:, None]) @ k[None], (POSITIONS, FREQUENCIES))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["live", "jit"])
+def test_distributions_and_bijections_of_flowjax(wrap):
+    flowjax = pytest.importorskip("flowjax.distributions")
+    from flowjax.bijections import TriangularAffine
+
+    covariance = np.float32([[1003, 3], [3, 7.001]])
+
+    def values(x):
+        normal = flowjax.MultivariateNormal(jnp.ones(2), covariance)
+        moved = TriangularAffine(jnp.ones(2), covariance).transform(x)
+        return normal.sample(jax.random.key(0), (3,)), normal.log_prob(x), moved
+
+    x = jnp.float32([1.003, 2.7])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = jamp.autocast(jnp.bfloat16)(wrap(values))(x)
+    for each, expected in zip(found, values(x), strict=True):
+        assert each.dtype == jnp.float32
+        np.testing.assert_allclose(each, expected, rtol=1e-5)

@@ -1,8 +1,10 @@
 """A package that nobody has looked at: its products are lowered, with a warning."""
 
 import importlib
+import re
 import sys
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +29,21 @@ SOURCES = {
     "def outer(x):\n    return x[0][:, None] @ x[0][None]\n"
     "def integers(x):\n    return (x > 0).astype(int) @ (x > 0).astype(int)\n"
     "def halves(x):\n    return x.astype(jnp.float16) @ x.astype(jnp.float16)\n",
-    "linen_layers": "import flax.linen as nn\n"
-    "class Layer(nn.Module):\n    pass\ndef turned(x):\n    return x @ x\n",
-    "nnx_layers": "from flax import nnx\nfrom . import geometry\n"
-    "weight = nnx.Param\ndef turned(x):\n    return geometry.inner(x)\n",
-    "equinox_layers": "import equinox as eqx\ndef turned(x):\n    eqx.nn.Linear\n"
-    "    return x @ x\n",
+    # What says that there are layers here, in the words of three libraries.
+    "layers": '"""As equinox.nn and `nn.Dense`."""\nimport flax.linen as nn\n'
+    "from flax import nnx\nimport equinox as eqx\nimport opt_einsum\n"
+    "class Layer(nn.Module):\n    pass\ndef turned(x):\n    return x @ x\n"
+    "def written(x):\n    return opt_einsum.contract('ij,jk->ik', x, x)\n"
+    "def dense(x):\n    return nn.Dense(4).apply({'params': {'kernel': x}}, x)\n"
+    "def made(x):\n    return nn.Dense(4, use_bias=False).apply("
+    "{'params': {'kernel': x}}, x)\n",
 }
 
 
-@pytest.fixture(params=("site-packages", "dist-packages", "projects"))
+FOLDERS = "site-packages", "dist-packages", "target", "projects"
+
+
+@pytest.fixture(params=FOLDERS)
 def folder(request):
     return request.param
 
@@ -46,6 +53,8 @@ def package(folder, tmp_path, monkeypatch):
     """A package that no row names, in a folder of installed ones or of projects."""
     root = tmp_path / folder / "unheard_of"
     root.mkdir(parents=True)
+    if folder == "target":  # of `pip install --target`
+        (root.parent / "unheard_of-1.0.dist-info").mkdir()
     (root / "__init__.py").touch()
     for name, text in SOURCES.items():
         (root / f"{name}.py").write_text(text)
@@ -76,9 +85,43 @@ def test_a_product_of_an_unknown_package_is_named_once(way, package, folder):
     assert warned(ways.WAYS[way](half, geometry.Frame()), x) == []
 
 
-@pytest.mark.parametrize("name", ("linen_layers", "nnx_layers", "equinox_layers"))
-def test_a_product_of_a_package_that_holds_layers_is_not(name, package):
-    assert warned(half(package(name).turned), x) == []
+@pytest.mark.parametrize("name", ("turned", "written"))
+def test_what_its_source_mentions_does_not_matter(name, package, folder):
+    """Also where another package writes the product."""
+    found = warned(half(getattr(package("layers"), name)), x)
+    assert len(found) == (folder != "projects")
+    assert all(f"unheard_of.{name}" in text for text in found)
+
+
+def test_a_product_of_another_librarys_layer_is_that_layers(package):
+    assert warned(half(package("layers").made), x) == []
+
+
+def test_the_line_in_the_warning_silences_it(package, folder):
+    turned = package("geometry").turned
+    found = warned(half(turned), x)
+    if folder == "projects":
+        assert not found
+        return
+    (line,) = re.findall(r"`(warnings\..*?)`", found[0])
+    libraries.WARNED.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(line, {"warnings": warnings})
+        half(turned)(jnp.asarray(x))
+        libraries.WARNED.clear()
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="unheard_of"):
+            half(turned)(jnp.asarray(x))
+
+
+def test_no_source_is_read(package, folder):
+    """Each file of the package could be gone by now."""
+    turned = package("geometry").turned
+    root = Path(sys.modules["unheard_of"].__file__).parent
+    for path in root.glob("*.py"):
+        path.unlink()
+    assert len(warned(half(turned), x)) == (folder != "projects")
 
 
 @pytest.mark.parametrize("name", ("highest", "dot", "outer", "integers", "halves"))

@@ -133,6 +133,17 @@ def is_inexact(leaf: ArrayLike) -> bool:
     return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
 
 
+def cloned(tree: T) -> T:
+    """The same in new containers, with keys that may be used again, on purpose."""
+
+    def clone(leaf: Any) -> Any:
+        is_array = isinstance(leaf, jax.Array)
+        is_key = is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.clone(leaf) if is_key else leaf
+
+    return jax.tree.map(clone, tree)
+
+
 def widened(dtype: np.dtype) -> np.dtype:
     """float32 for floating dtypes narrower than it, every other dtype unchanged."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32

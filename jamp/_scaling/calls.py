@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import shown
-from .._tree import PyTree, T, check_leaves, partition
+from .._tree import PyTree, T, check_leaves, cloned, partition
 from .rule import LossScaleState
 from .state import describe, find_states, is_scale, scalars_of
 from .state_types import check_same
@@ -208,6 +208,6 @@ def attempt(
     call: Call, state: T, inputs: PyTree
 ) -> tuple[T, PyTree, list[LossScaleState]]:
     # New containers: changes that a step makes in place do not reach the next one.
-    new, aux = call.run(*jax.tree.map(lambda leaf: leaf, (state, inputs)))
+    new, aux = call.run(*cloned((state, inputs)))
     check_same(new, state, f"{call.caller}: step")
     return new, aux, scales_of(new)

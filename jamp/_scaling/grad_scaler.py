@@ -24,7 +24,7 @@ from .._checks import (
     shown,
     without_device,
 )
-from .._tree import PyTree, T
+from .._tree import Flag, PyTree, T
 from . import arithmetic, rule, skip
 from .nnx_grads import (
     CONTEXT,
@@ -38,7 +38,7 @@ from .rule import LossScaleConfig, LossScaleState
 from .state import scalars_of
 from .state_types import grown
 from .traced import check_read
-from .transformation import CLOSURES
+from .transformation import without_closures
 from .watched import watch
 
 NO_DEVICE = (
@@ -208,7 +208,7 @@ class GradScaler(nnx.Pytree):
                 "update()."
             )
         selected = select_gradients(optimizer, grads)
-        finite = arithmetic.all_finite(selected, self._axis_name)
+        finite = self._all_finite(selected)
         inverse = arithmetic.invert(self.loss_scale[...])
         watch(selected, self.loss_scale[...])
         new = arithmetic.unscale_as_before(selected, inverse)
@@ -231,8 +231,8 @@ class GradScaler(nnx.Pytree):
           optimizer: the optimizer to step.
           model: the model it updates.
           grads: scaled gradients or, after `unscale_`, its result.
-          **kwargs: passed on to `optimizer.update`. One named `grad` is scaled or
-            unscaled like `grads`.
+          **kwargs: passed on to `optimizer.update`. It may ignore a function to
+            differentiate (`value_fn`) and a gradient (`grad`), and not use them.
 
         Returns:
           Whether the step was skipped: bool [].
@@ -245,7 +245,7 @@ class GradScaler(nnx.Pytree):
         if not self._enabled:
             optimizer.update(model, grads, **kwargs)
             return jnp.zeros([], jnp.bool_)
-        if not kwargs.keys().isdisjoint(CLOSURES):
+        if "closure" in kwargs:
             raise RuntimeError(
                 "Closure use is not currently supported if GradScaler is enabled."
             )
@@ -259,6 +259,7 @@ class GradScaler(nnx.Pytree):
         # The model may hold the scaler.
         with iteration.set_aside(), nnx.update_context(CONTEXT):
             check_selected(optimizer, model, grads, selected)
+            kwargs = without_closures(kwargs, "GradScaler.step")
             update = Update(optimizer, model, grads, kwargs)
             if record is None:
                 watch(selected, self.loss_scale[...])
@@ -268,7 +269,7 @@ class GradScaler(nnx.Pytree):
                         arithmetic.unscale_as_before(scaled, inverse)
                     ),
                     selected,
-                    functools.partial(arithmetic.all_finite, axis_name=self._axis_name),
+                    self._all_finite,
                 )
             else:
                 record.check_unscaled(selected)
@@ -281,6 +282,11 @@ class GradScaler(nnx.Pytree):
             self._iteration = iteration  # NNX puts a new one into a scaler it updates
         iteration.add(Record(optimizer, finite, has_stepped=True))
         return jnp.logical_not(finite)
+
+    def _all_finite(self, grads: PyTree) -> Flag:
+        finite = arithmetic.all_finite(grads, self._axis_name)
+        is_scale = rule.usable(self.loss_scale[...], "GradScaler.step")
+        return jnp.logical_and(finite, is_scale)
 
     def update(self, new_scale: ArrayLike | None = None) -> None:
         """Moves the scale, once every optimizer of the iteration has stepped.

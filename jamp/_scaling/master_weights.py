@@ -21,7 +21,12 @@ from .foreign_state import Owner, check_state
 from .master_form import REMAINDER, keep, master_of, rounded
 from .mesh import typed_as
 from .state import MasterWeightsState, is_master, keeps_master_weights
-from .transformation import as_transformation, check_gradients_match, is_hole
+from .transformation import (
+    Unusable,
+    as_transformation,
+    check_gradients_match,
+    is_hole,
+)
 
 NEEDS_BFLOAT16 = """remainder=True needs bfloat16: sixteen bits cannot hold what any \
 other half-precision number lacks of a float32. Leave remainder out, or cast the \
@@ -151,7 +156,8 @@ def master_weights(
         if any(dtype_of(leaf) == other for leaf in jax.tree.leaves(state.master)):
             raise ValueError(OTHER_FORM.format(other, dtype))
         if "grad" in extra_args:  # of line searches
-            extra_args = {**extra_args, "grad": widen(extra_args["grad"])}
+            usable = lambda x: x if isinstance(x, Unusable) else widen(x)
+            extra_args |= {"grad": jax.tree.map(usable, extra_args["grad"])}
         with Owner(caller, init_fn, params).explained(state):
             known = jax.tree.map(master_of, state.master, params, is_leaf=is_hole)
             lacks = lambda m, p: is_hole(m) and not is_hole(p) and is_half(p)

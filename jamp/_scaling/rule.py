@@ -30,6 +30,12 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 SWITCHED_OFF, NONE_FORGIVEN = -1, -2
 
 
+NO_SCALE = """{caller}: the loss scale of the state is {scale}, which is no positive \
+normal number. The state is of a run whose scale collapsed, or it was cast to half \
+precision. Set one: optax.tree.set(opt_state, loss_scale=jnp.float32(2.0**16)), or \
+scaler.update(2.0**16)."""
+
+
 class ScaleKind(enum.Enum):
     DYNAMIC = enum.auto()
     STATIC = enum.auto()  # it is always the argument
@@ -132,6 +138,18 @@ def check_scale(name: str, value: object) -> float:
     return scale
 
 
+def usable(scale: jax.Array, caller: str = "") -> jax.Array:
+    """Whether a state's number is a scale: bool []. A step at another one is skipped.
+
+    A run that collapsed saves 0 in torch, and a state cast to float16 has inf. With a
+    caller, it raises ValueError for what is known outside of a trace.
+    """
+    is_scale = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
+    if caller and not is_traced(is_scale) and not np.all(is_scale):
+        raise ValueError(NO_SCALE.format(caller=caller, scale=scale))
+    return is_scale
+
+
 def as_scale(name: str, value: object, shape: tuple[int, ...] = ()) -> jax.Array:
     return jnp.asarray(in_shape(name, value, shape, check_scale), jnp.float32)
 
@@ -185,7 +203,8 @@ def adopted(
     adopted again.
 
     A dynamic scale goes on from any other, within its bounds, but from `init_scale`
-    after a disabled one, unless the user has set the scale since then.
+    after a disabled one, unless the user has set the scale since then, and after what
+    is no scale.
     """
     old, tracker = state.loss_scale, state.hysteresis_tracker
     # Unchecked inside a trace: optax.inject_hyperparams may have cast it to inf.
@@ -195,7 +214,7 @@ def adopted(
             is_new = (tracker == SWITCHED_OFF) & (old == 1)
             highest = jnp.minimum(_float32(config.max_scale), np.float32(LARGEST_SCALE))
             kept = jnp.clip(old, floor(config), highest)
-            loss_scale = jnp.where(is_new, first, kept)
+            loss_scale = jnp.where(is_new | ~usable(old), first, kept)
             most = _int32(config.hysteresis) - 1
             was_left = tracker >= 0
             forgiven = jnp.where(was_left, most + 1, NONE_FORGIVEN) - tracker

@@ -28,7 +28,7 @@ from jax.interpreters import mlir
 from jax.typing import ArrayLike
 
 from .._checks import is_traced
-from .._tree import Flag, PyTree, T, dtype_of, is_inexact
+from .._tree import Flag, PyTree, T, cloned, dtype_of, is_inexact
 from .mesh import typed_as
 from .state_types import check_same
 
@@ -133,8 +133,9 @@ def choose(flag: Flag, a: ArrayLike, b: ArrayLike) -> ArrayLike:
     """
     if dtype_of(b) == jax.dtypes.float0:
         return b
+    a, b = cloned((jnp.asarray(a), jnp.asarray(b)))
     # Not jnp.where, a jitted function: JAX would lower a call and a broadcast.
-    return lax.select_n(flag, typed_as(jnp.asarray(b), a), jnp.asarray(a))
+    return cloned(lax.select_n(flag, typed_as(b, a), a))
 
 
 def harmless(finite: Flag, grads: T) -> T:

@@ -1,6 +1,7 @@
 """An optimizer in a wrapper, and gradients that match its parameters."""
 
 from collections.abc import Collection
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +44,30 @@ def as_transformation(
     return optax.with_extra_args_support(inner)
 
 
-def check_no_closures(extra_args: dict[str, object], caller: str) -> None:
-    for name in CLOSURES:
-        if extra_args.get(name) is not None:
-            raise ValueError(NO_CLOSURES.format(caller=caller, name=name))
+def without_closures(extra_args: dict[str, Any], caller: str) -> dict[str, Any]:
+    """The arguments, of which an optimizer may ignore those that it must not use."""
+
+    def refused(name: str) -> Any:
+        message = NO_CLOSURES.format(caller=caller, name=name)
+        return jax.tree.map(lambda _: Unusable(message), extra_args[name])
+
+    given = {name for name in CLOSURES if extra_args.get(name) is not None}
+    return extra_args | {name: refused(name) for name in given}
+
+
+class Unusable:
+    """In the place of a function or an array: whoever uses it gets an error."""
+
+    def __init__(self, message: str):
+        self._message = message
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(self._message)
+
+    # What JAX and Python ask of an array.
+    dtype = shape = property(__call__)
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __call__
+    __truediv__ = __rtruediv__ = __matmul__ = __pow__ = __neg__ = __abs__ = __call__
 
 
 def check_gradients_match(

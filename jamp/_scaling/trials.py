@@ -16,7 +16,7 @@ from jax import lax
 
 from .._checks import REGIONS_OFF, is_traced
 from .._targets import options_for_few_runs
-from .._tree import PyTree, partition
+from .._tree import PyTree, cloned, partition
 from .arithmetic import power_of_two
 from .calls import Call, attempt, scales_of, with_scales
 from .mesh import on_every_replica, typed_as
@@ -90,7 +90,7 @@ class Trials:
     def __call__(self, exponents: Exponents, state: PyTree = None) -> Run:
         """A run at these powers of two: from a state, or from that of the call."""
         state = self.call.state if state is None else state
-        run = self._run(exponents, state, self.arrays)
+        run = self._run(exponents, *cloned((state, self.arrays)))
         if self.is_inside:
             return run
         jax.block_until_ready(run)

@@ -28,8 +28,8 @@ from .traced import check_read
 from .transformation import (
     as_transformation,
     check_gradients_match,
-    check_no_closures,
     is_hole,
+    without_closures,
 )
 from .updates import apply_updates, cast_update, no_update, without_float0
 from .watched import watch
@@ -247,7 +247,7 @@ class ScaledGradients:
             check_gradients_match(grads, params, caller, wrapped=True)
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         if by.kind is not ScaleKind.OFF:
-            check_no_closures(extra_args, caller)
+            extra_args = without_closures(extra_args, caller)
             watch(grads, self.scalars.loss_scale)
         self.extra_args = extra_args
         self.old = as_made(state.inner_state, by.init_inner, params)
@@ -258,13 +258,14 @@ class ScaledGradients:
         self.run = functools.partial(update, skip.harmless(self.finite, grads))
 
     def all_finite(self, grads: PyTree) -> Flag:
-        axes = self.by.axis_name
+        axes, scale = self.by.axis_name, self.scalars.loss_scale
         if self.by.kind is not ScaleKind.OFF:
-            return arithmetic.all_finite(grads, axes)
+            finite = arithmetic.all_finite(grads, axes)
+            return jnp.logical_and(finite, rule.usable(scale, self.caller))
         # Only what the scale of another run may cause, on the axes that there are.
         axes = tuple(filter(is_mapped, axes or ())) or None
-        finite = arithmetic.all_finite(grads, axes)
-        return jnp.logical_or(finite, self.scalars.loss_scale == 1)
+        finite = arithmetic.all_finite(grads, axes) & rule.usable(scale)
+        return jnp.logical_or(finite, scale == 1)
 
     def update(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
         """The inner optimizer's step, on gradients that this unscales first."""

@@ -561,3 +561,57 @@ def test_integer_parameters_with_float_gradients_move_as_in_optax(how, wrap):
     grads = {"int": np.full(4, INF, np.float32)}
     held, _ = run[0](grads, scaled.init(large), large)
     check_equal(held, large)
+
+
+# A number that is no scale: what a collapsed run saves, or a cast to float16 leaves.
+
+NO_SCALES = (0.0, 1e-40, float("inf"), float("nan"), -2.0)
+
+
+@cover(quick=4)
+@pytest.mark.parametrize("value", NO_SCALES)
+@pytest.mark.parametrize("scaled", ["dynamic", "static", "disabled"])
+def test_what_is_no_scale_skips_one_step_and_starts_anew(scaled, value):
+    tx, params = SCALES[scaled](inner()), make_params(jnp.float32)
+    state = optax.tree.set(tx.init(params), loss_scale=jnp.float32(value))
+    first = {"dynamic": START, "static": OWN, "disabled": 1.0}[scaled]
+
+    def step(params, state):
+        loss_fn = lambda params: jnp.sum(params["w"]) + jnp.sum(params["b"])
+        _, grads = jamp.value_and_grad(loss_fn, state)(params)
+        return jamp.step(tx, grads, state, params)
+
+    held, state = jax.jit(step)(params, state)
+    check_same_bits(held, params)
+    assert state.loss_scale == first and state.skipped_steps == 1
+    moved, state = jax.jit(step)(held, state)
+    np.testing.assert_array_equal(moved["w"], params["w"] - 0.5)
+
+
+@pytest.mark.parametrize("value", NO_SCALES)
+def test_what_is_no_scale_is_refused_where_it_is_seen(value):
+    tx, params = SCALES["dynamic"](inner()), make_params(jnp.float32)
+    state = optax.tree.set(tx.init(params), loss_scale=jnp.float32(value))
+    with pytest.raises(ValueError, match="no positive normal number"):
+        jamp.step(tx, params, state, params)
+
+
+@pytest.mark.parametrize("value", NO_SCALES)
+def test_a_scaler_with_what_is_no_scale_skips_one_step(value):
+    model, scaler = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jamp.GradScaler(START)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    scaler.loss_scale[...] = jnp.float32(value)
+    before = nnx.as_pure(nnx.state(model, nnx.Param))
+
+    @nnx.jit
+    def step(model, optimizer, scaler):
+        loss_fn = lambda model: scaler.scale(jnp.sum(model(jnp.ones((1, 2)))))
+        scaler.step(optimizer, model, nnx.grad(loss_fn)(model))
+        scaler.update()
+
+    step(model, optimizer, scaler)
+    check_same_bits(nnx.as_pure(nnx.state(model, nnx.Param)), before)
+    assert scaler.get_scale() == START
+    step(model, optimizer, scaler)
+    after = nnx.as_pure(nnx.state(model, nnx.Param))
+    np.testing.assert_allclose(after["kernel"], before["kernel"] - 0.5, rtol=1e-6)

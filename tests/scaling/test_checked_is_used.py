@@ -4,6 +4,7 @@ A gradient that the optimizer throws away skips nothing. A derivative that it ta
 itself counts. And `jamp.step` sees what stands in front of a loss scale and behind it.
 """
 
+import contextlib
 import functools
 import re
 
@@ -386,30 +387,55 @@ def test_what_is_read():
 # Derivatives that an optimizer takes itself.
 
 SAM = optax.contrib.sam(ADAM, optax.sgd(0.1), opaque_mode=True)
+
+
+def given_to_all(params):
+    """What trainers pass to every optimizer, whether it takes it or not."""
+    constant = lambda params: jnp.float32(0)
+    return {"value_fn": constant, "value": jnp.float32(0), "grad": params}
+
+
 TAKE_DERIVATIVES = {
     "grad_fn": SAM,
-    "value_fn": optax.lbfgs(),
     "obj_fn": optax.contrib.sophia(0.1),
+    "value_fn": optax.chain(ADAM, optax.scale_by_zoom_linesearch(5)),
     "grad": optax.scale_by_backtracking_linesearch(5),
-    "closure": ADAM,
+}
+IGNORE = {
+    "adam": ADAM,
+    "chain": optax.chain(optax.clip(1.0), ADAM),
+    "plateau": optax.chain(ADAM, optax.contrib.reduce_on_plateau(patience=5)),
+    "masters": jamp.master_weights(ADAM),
+    "split": split(ADAM),
+    "MultiSteps": every_second(ADAM),
+    "injected": optax.inject_hyperparams(optax.adam)(0.1),
 }
 
 
-@pytest.mark.parametrize("name", TAKE_DERIVATIVES)
-def test_an_optimizer_that_takes_derivatives_is_refused(name):
-    inner, params, function = TAKE_DERIVATIVES[name], params_of(), lambda *args: 0.0
-    for tx in (jamp.dynamic_loss_scale(inner), jamp.static_loss_scale(inner, 8.0)):
-        state = tx.init(params)
-        for use in (tx.update, functools.partial(jamp.step, tx)):
-            args = (params, state, params)
-            args = args if use is tx.update else (gradients(), state, params)
-            with pytest.raises(ValueError, match=f"{name} is not.*opaque_mode=False"):
-                use(*args, **{name: function})
+@cover(quick=4)
+@JIT_AND_EAGER
+@pytest.mark.parametrize("name", [*TAKE_DERIVATIVES, *IGNORE])
+def test_what_an_optimizer_must_not_use_is_refused_when_it_is_used(name, wrap):
+    inner, params = (TAKE_DERIVATIVES | IGNORE)[name], params_of()
+    is_ignored = name in IGNORE
+    refused = pytest.raises(ValueError, match=r"is not supported.*opaque_mode=False")
+    tx = jamp.dynamic_loss_scale(inner)
+    given = given_to_all
+    if name in ("grad_fn", "obj_fn"):
+        given = lambda params: {name: lambda *args: params}
+    for use in (tx.update, functools.partial(jamp.step, tx)):
+        call = lambda grads, state, params, use=use: use(
+            grads, state, params, **given(params)
+        )
+        with contextlib.nullcontext() if is_ignored else refused:
+            wrap(call)(gradients(), tx.init(params), params)
     model, scaler = Model(), jamp.GradScaler()
     optimizer = nnx.Optimizer(model, inner, wrt=nnx.Param)
-    grads = nnx.state(model, nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    with contextlib.nullcontext() if is_ignored else refused:
+        scaler.step(optimizer, model, grads, **given(grads))
     with pytest.raises(RuntimeError, match="Closure use is not currently supp"):
-        scaler.step(optimizer, model, grads, **{name: function})
+        jamp.GradScaler().step(optimizer, model, grads, closure=lambda: 0.0)
 
 
 def test_the_transparent_form_of_sam_trains():

@@ -1026,3 +1026,41 @@ def test_each_attempt_gets_a_state_and_a_batch_that_no_other_has_changed(wrap):
     assert x == 0.5 and state["count"] == 1
     np.testing.assert_array_equal(state["params"], 1 - 0.5 * 0.5)
     assert state["opt_state"].retried_steps == 5
+
+
+# Keys that are used again on purpose, where JAX checks that none is.
+
+
+def drawing_step(tx):
+    def step(state, x):
+        params, opt_state, key = state
+        key, draw = jax.random.split(key)
+        x = x + jax.random.normal(draw, x.shape) / 8
+        loss_fn = lambda params: jnp.sum((params * x).astype(jnp.float16))
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
+        return (*jamp.step(tx, grads, opt_state, params), key), loss
+
+    return step
+
+
+NOISY = optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1))
+
+
+@cover(quick=2)
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("call", ["step", "overflow", "retry", "find", "check"])
+def test_keys_that_are_used_again_are_cloned(call, wrap):
+    tx = jamp.dynamic_loss_scale(NOISY, 2.0**18 if call == "retry" else 2.0**4)
+    step, params = drawing_step(tx), jnp.ones(2)
+    x = jnp.full(2, jnp.inf if call == "overflow" else 1.0)
+    with jax.debug_key_reuse(True):
+        state = params, tx.init(params), jax.random.key(1)
+        if call == "find":
+            jamp.find_loss_scale(wrap(step), state, x)
+        elif call == "check":
+            assert not jamp.debug.check_step(wrap(step), state, x).problems
+        else:
+            taken = wrap(jamp.retry(step) if call == "retry" else step)
+            for _ in range(2):
+                state, _ = taken(state, x)
+            assert jamp.metrics(state)["found_inf"] == (call == "overflow")

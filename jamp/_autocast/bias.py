@@ -75,7 +75,6 @@ def with_bias(trace: AutocastTrace, op: Op) -> Value | None:
             continue
         if any(np.shape(product)[d] != np.shape(bias)[d] for d in varies):
             continue
-        trace.effects.touched = True
         # What a layer adds to the scores of attention, which have a batch, is a mask.
         masks = not in_layer or BATCH in sides
         if _compat.is_batched(product):  # vmap would broadcast the bias in half

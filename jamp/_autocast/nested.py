@@ -91,7 +91,6 @@ def run_as_one(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Values | Non
     if dtype not in dtypes_of(jaxpr.in_avals):  # it was traced in float32
         outs = [dtype if out == FLOAT32_DTYPE else out for out in outs]
     function = of_jaxpr(new.jaxpr, tuple(outs), decision.why.name in COMPUTED_ANEW)
-    trace.effects.touched = True
     with trace.noted(decision):
         return trace.call(function, op.args, {})
 

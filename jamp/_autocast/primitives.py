@@ -88,7 +88,6 @@ def by_row(
         if op.name in WIDE or not _compat.is_eager(trace.parent):
             one = of_primitive(op, args, params)
     if one is not None:
-        trace.effects.touched = True
         return trace.call(one, args, {})[0]
     out = run(trace, op, args, params)
     if op.is_baked:
@@ -180,7 +179,6 @@ def multiply(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     else:
         args, params = prepared(trace, op, decision)
         if decision.precision is not None:
-            trace.effects.touched = True
             params = params | {"precision": (decision.precision, decision.precision)}
         lowers = decision.row is Kind.LOWER or trace.settings.is_policy
         prepared_op = op._replace(args=args, params=params)
@@ -205,7 +203,6 @@ def wide_product(trace: AutocastTrace, op: Op) -> Value:
     Its own derivative would multiply float32 by float16. This one casts the
     (co)tangent first, so that the backward pass runs in half precision too.
     """
-    trace.effects.touched = True
     params, bind = op.params, op.primitive.bind
     if param(op, "precision") in IMPLIED:
         params = params | {"precision": None}

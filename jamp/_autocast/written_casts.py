@@ -40,7 +40,6 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
     if given not in CASTABLE or dtype not in CASTABLE:
         params = op.params
         if decision.cast is not None and dtype in CASTABLE and not op.is_baked:
-            trace.effects.touched |= dtype != decision.cast
             params = params | {"new_dtype": decision.cast}
         out = trace.bind(op.primitive, op.args, params)
         if dtype == FLOAT32_DTYPE and op.avals is not None and not is_float(x):
@@ -64,13 +63,11 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
             decision.row is Kind.LOWER and given == dtype
         )
         if decision.cast is not None and not kept:
-            trace.effects.touched |= dtype != decision.cast
             dtype = decision.cast
         elif op.avals is not None and dtypes_of(op.avals)[0] == dtype != given:
             return x  # nothing was converted when this was traced
     promotes = is_plain and not (explicit or op.is_baked)
     if promotes and dtype == trace.settings.dtype and is_weak_array(x):
-        trace.effects.touched = True
         out = trace.call(lax.convert_element_type, [x], {"new_dtype": x.dtype})
         trace.notes[out] = trace.notes[x]._replace(constant=None)  # but may be a bias
         return out

@@ -98,7 +98,7 @@ def run_as_one(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Values | Non
 def known_of(trace: AutocastTrace, args: Values) -> list[Note]:
     """What is known about a function's arguments, inside it too."""
     notes = map(trace.notes.__getitem__, args)
-    known = [Note(None, n.sides, n.varies, n.raised, n.added) for n in notes]
+    known = [Note(sides=n.sides, along=n.along) for n in notes]
     pairs = zip(known, activations_in(trace, args) or known, strict=True)
     return [n._replace(activation=other.activation) for n, other in pairs]
 

@@ -14,7 +14,6 @@ from .decision import CASTABLE, FLOAT32_DTYPE, Decision, Kind, Op, Value
 from .input_casts import in_attention
 from .notes import Note
 from .numbers import asks_for_dtype, holds, is_float, is_weak_array
-from .picks import index_note
 from .rules import BY_PRIMITIVE
 from .trace import AutocastTrace
 
@@ -45,10 +44,7 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
         if dtype == FLOAT32_DTYPE and op.avals is not None and not is_float(x):
             # In code that sees half precision, JAX would have promoted to that.
             asked = not is_plain or is_explicit() or asks_for_dtype()
-            trace.notes[out] = Note(counted=not asked, added=trace.notes[x].added)
-        elif not is_float(x):
-            note = index_note(op, out, trace.notes)
-            trace.notes[out] = note._replace(added=trace.notes[x].added)
+            trace.notes[out] = Note(counted=not asked)
         return out
     explicit = is_explicit()
     narrows = given == FLOAT32_DTYPE and dtype == trace.settings.dtype

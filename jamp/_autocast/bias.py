@@ -126,14 +126,13 @@ def is_vector(
     trace: AutocastTrace, bias: jax.Array, product: Value, sides: Sides
 ) -> bool:
     """Whether a value is a number, or a vector along the right operand's dimension."""
-    if _compat.is_batched(bias):  # one for each example
+    along, n, each = trace.notes[bias].along, np.ndim(bias), _compat.is_batched(bias)
+    if each and not sides.each:
         return False
-    if _compat.is_batched(product) and np.ndim(bias) <= 1:
-        return True  # `vmap` adds the batch to the other one
-    if np.ndim(bias) == 0 < np.ndim(product):
+    # `vmap` adds the batch to the product alone; a number is added to an array.
+    if not each and (n == 0 < np.ndim(product) or n <= _compat.is_batched(product)):
         return True
-    along = trace.notes[bias].along
-    if along is None or len(along) > 1 or len(along) == np.ndim(bias):
+    if along is None or not each <= len(along) <= 1 or len(along) == n:
         return False
     return along <= sides.right
 

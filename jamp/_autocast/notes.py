@@ -48,9 +48,10 @@ class Sides(NamedTuple):
     left: Dims
     right: Dims
     batch: Dims = frozenset()
+    each: bool = False  # `vmap` gives each example a right operand of its own
 
     def turned(self) -> "Sides":
-        return Sides(self.right, self.left, self.batch)
+        return self._replace(left=self.right, right=self.left)
 
 
 class Note(NamedTuple):
@@ -172,7 +173,9 @@ def product_sides(op: Op) -> Sides:
     dims = iter(range(len(batch) + len(left) + len(right)))
     take = lambda part: frozenset(itertools.islice(dims, len(part)))
     sides = Sides(batch=take(batch), left=take(left), right=take(right))
-    return sides.turned() if is_turned() else sides
+    turned = is_turned()
+    sides = sides.turned() if turned else sides
+    return sides._replace(each=_compat.is_batched(op.args[0 if turned else 1]))
 
 
 def is_turned() -> bool:
@@ -200,7 +203,8 @@ def passed_on(op: Op, notes: Notes) -> Note:
     along = move(before)
     known = {"along": along if len(along) >= len(before) else None}
     if (sides := note.sides) is not None:
-        left, right, _ = made = Sides(*map(move, sides))
+        left, right, batch = map(move, sides[:3])
+        made = Sides(left, right, batch, sides.each)
         if name == "transpose" and left == {np.ndim(x) - 1} and is_mapped(x):
             made = made.turned()  # the left one is the matrix, the right one the batch
         known["sides"] = made if right or not sides.right else None
@@ -244,10 +248,12 @@ def moved(op: Op, dims: Dims) -> Dims:
                 pairs += [(start, d) for d in range(start, end + more)]
         case _:
             pairs = zip(range(len(old)), range(len(old)), strict=True)
-    return frozenset(place for d, place in pairs if d in dims)
+    return frozenset([place for d, place in pairs if d in dims])
 
 
 def equal(old: Sequence[Any], new: Sequence[Any]) -> int:
     """How many of the first dimensions are equal. A size may be symbolic."""
-    same = (size == other for size, other in zip(old, new, strict=False))
-    return sum(itertools.takewhile(bool, same))
+    n = 0
+    while n < min(len(old), len(new)) and old[n] == new[n]:
+        n += 1
+    return n

@@ -179,7 +179,9 @@ def multiply(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
         out = trace.bind(op.primitive, args, params)
         if op.is_baked:
             return as_without(trace, op, args, out)
-    if array_dtype(out) == trace.settings.dtype and op.name != "ragged_dot_general":
+    if trace.settings.is_policy or op.name == "ragged_dot_general":
+        return out
+    if array_dtype(out) == trace.settings.dtype:
         trace.notes[out] = Note(sides=product_sides(op))
     return out
 

@@ -5,11 +5,10 @@ the results of both would be float32, where torch's `linear`, `conv` and `batch_
 return half precision.
 
 A sum of a half-precision product and a float32 value is a layer with a bias, if the
-value was broadcast from fewer dimensions and these are of one operand of the product
-only. In the code of a layer library it may also have as many dimensions as the product,
-and under `vmap` also vary along all that are of both operands.
-Elsewhere that may be a batch of one, whose dtype must not differ from that of a batch
-of two. So there a dimension of size 1 counts as one of any size.
+value is a number, or a vector along a dimension of the product's right operand. A
+number for each row, `x @ w + e[:, None]`, is none: scores may be large, and torch adds
+them in float32. In the code of a layer library a bias is what does not vary along both
+operands, as a mask of queries and keys does.
 
 The bias is broadcast in float32 and then cast, so that its gradient is summed in
 float32. Then the sum is rounded to half precision, and overflows, as torch's does.
@@ -26,7 +25,6 @@ running statistics are not results: they stay float32.
 """
 
 import functools
-from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +37,7 @@ from .._targets import rounded
 from .._tree import HALVES
 from .call_stack import is_in_layer
 from .decision import FLOAT32_DTYPE, Decision, Kind, Op, Result, Value
-from .notes import BATCH, Sides
+from .notes import Sides
 from .numbers import fits
 from .trace import AutocastTrace
 from .traits import OVER_AXES
@@ -64,20 +62,14 @@ def with_bias(trace: AutocastTrace, op: Op) -> Value | None:
         if number is not None and not fits(number, dtype):
             continue
         in_layer = is_in_layer(_compat.source_codes())
-        varies = dimensions(trace, bias, product, in_layer)
-        if varies is None:
+        is_bias = is_of_layer if in_layer else is_vector
+        if not is_bias(trace, bias, product, sides):
             continue
-        batch = {
-            d for d, s in enumerate(sides) if s == BATCH and np.shape(product)[d] != 1
-        }
-        of_each = in_layer and batch <= set(varies)  # a layer's, under `vmap`
-        if not is_one_side([sides[d] for d in varies if not (of_each and d in batch)]):
+        sizes = zip(np.shape(product), np.shape(bias), strict=False)
+        if any(size not in (1, of) for of, size in sizes):
             continue
-        if any(np.shape(product)[d] != np.shape(bias)[d] for d in varies):
-            continue
-        trace.effects.touched = True
         # What a layer adds to the scores of attention, which have a batch, is a mask.
-        masks = not in_layer or BATCH in sides
+        masks = not in_layer or bool(sides.batch)
         if _compat.is_batched(product):  # vmap would broadcast the bias in half
             bias = trace.call(prepared, [bias], {"dtype": dtype, "masks": masks})
             wide = trace.cast(product, FLOAT32_DTYPE)
@@ -120,24 +112,29 @@ def _(largest, primals, tangents):
     return within_range(*primals, largest), tangents[0]
 
 
-def dimensions(
-    trace: AutocastTrace, bias: jax.Array, product: Value, in_layer: bool
-) -> Collection[int] | None:
-    """The dimensions of a product along which a bias varies; None if it is not one."""
-    note, wide = trace.notes[bias], {d for d, n in enumerate(np.shape(bias)) if n != 1}
-    if note.raised and not in_layer:
-        return note.varies
-    # Under vmap it is the same for the whole batch.
-    shared = _compat.is_batched(product) and not _compat.is_batched(bias)
-    if in_layer or shared or np.ndim(bias) == 0:
-        return wide if note.varies is None else wide & note.varies
-    return None
+def is_of_layer(
+    trace: AutocastTrace, bias: jax.Array, product: Value, sides: Sides
+) -> bool:
+    """Whether a value in a layer's code does not vary along both operands."""
+    varies = {d for d, n in enumerate(np.shape(bias)) if n != 1}
+    if (along := trace.notes[bias].along) is not None:
+        varies &= along
+    return varies.isdisjoint(sides.left) or varies.isdisjoint(sides.right)
 
 
-def is_one_side(sides: Sides) -> bool:
-    """Whether dimensions with these sides are all of one operand, or there are none."""
-    known = [set(side) if isinstance(side, str) else set() for side in sides]
-    return not sides or bool(set.intersection(*known) - {BATCH})
+def is_vector(
+    trace: AutocastTrace, bias: jax.Array, product: Value, sides: Sides
+) -> bool:
+    """Whether a value is a number, or a vector along the right operand's dimension."""
+    along, n, each = trace.notes[bias].along, np.ndim(bias), _compat.is_batched(bias)
+    if each and not sides.each:
+        return False
+    # `vmap` adds the batch to the product alone; a number is added to an array.
+    if not each and (n == 0 < np.ndim(product) or n <= _compat.is_batched(product)):
+        return True
+    if along is None or not each <= len(along) <= 1 or len(along) == n:
+        return False
+    return along <= sides.right
 
 
 def note_results(trace: AutocastTrace, op: Op, decision: Decision, out: Result) -> None:

@@ -32,7 +32,6 @@ class Effects:
 
     def __init__(self) -> None:
         self.hits: set[Hit] = set()  # of the user's rules
-        self.touched = False  # whether anything was changed
 
 
 class CastingTrace(_compat.Trace):
@@ -76,7 +75,6 @@ class CastingTrace(_compat.Trace):
                 return np.asarray(x, dtype)
         if (copy := self.kept(x, dtype)) is None:
             copy = self.call(lax.convert_element_type, [x], {"new_dtype": dtype})
-            self.effects.touched = True
             widened = dtype == FLOAT32_DTYPE
             note = self.notes[x]
             # Under a policy, Python goes on to ask for float32 products of the copy.

@@ -106,7 +106,6 @@ def run(trace: AutocastTrace, op: Op, product: Product, inputs: Inputs) -> jax.A
     else:
         function = in_any_mode(product)
     leaves, tree = jax.tree.flatten(inputs)
-    trace.effects.touched = True
     return trace.call(flat(function, tree), [*op.args[:2], *leaves], {})
 
 

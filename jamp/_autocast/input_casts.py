@@ -41,7 +41,6 @@ def prepared(trace: AutocastTrace, op: Op, decision: Decision) -> tuple[Values, 
         wholly = decision.cast is not None
         if wholly or (FLOAT32_DTYPE in dtypes and not is_attention(op)):
             # Recorded for float32 inputs; for half-precision ones, the user's wish.
-            trace.effects.touched |= preferred != dtype
             params = params | {"preferred_element_type": dtype}
     pairs = zip(args, given, strict=True)
     return [x if has == dtype else trace.cast(x, dtype) for x, has in pairs], params

@@ -91,7 +91,6 @@ def run_as_one(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Values | Non
     if dtype not in dtypes_of(jaxpr.in_avals):  # it was traced in float32
         outs = [dtype if out == FLOAT32_DTYPE else out for out in outs]
     function = of_jaxpr(new.jaxpr, tuple(outs), decision.why.name in COMPUTED_ANEW)
-    trace.effects.touched = True
     with trace.noted(decision):
         return trace.call(function, op.args, {})
 
@@ -99,7 +98,7 @@ def run_as_one(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Values | Non
 def known_of(trace: AutocastTrace, args: Values) -> list[Note]:
     """What is known about a function's arguments, inside it too."""
     notes = map(trace.notes.__getitem__, args)
-    known = [Note(None, n.sides, n.varies, n.raised, n.added) for n in notes]
+    known = [Note(sides=n.sides, along=n.along) for n in notes]
     pairs = zip(known, activations_in(trace, args) or known, strict=True)
     return [n._replace(activation=other.activation) for n, other in pairs]
 

@@ -7,61 +7,69 @@ kept by the identity of the value, for as long as the value lives:
                and saved for the backward pass once, and copies in float8; for a value
                that was widened, the half-precision value that it was made of
     constant   the number that a scalar or an array filled with it holds
-    sides      for the result of a matrix product or convolution, which operand each
-               dimension comes from, also after its elements were moved
-    varies     for a broadcast value, the dimensions that it had before, along which it
-               varies. A sum of it and a product is a layer's bias if it varies along
-               one side only
-    raised     how many dimensions it has more than before: 1 for `b[None]`, and 0 for a
-               (1, n) array
-    added      the dimensions that it did not have before, and that ops of each element
-               left as they were
+    sides      for the result of a matrix product or convolution, which dimensions are
+               of the left operand, of the right one and of both, also after its
+               elements were moved
+    along      for a value that was moved, the dimensions that it had before
+    counts     the integers 0, 1, 2 ... along that dimension
     widened    float32 only because JAX promoted a half-precision value
     counted    float32 only because JAX promoted integers or bools
     result     float32, and half precision for ops outside of the function it is from
     statistic  a part of a statistic that is computed in float32, and given in it
     activation made from the result of a product, and so no weight. It is noted only
                where a recipe asks
-    arange     the integers 0, 1, 2 ... along the one dimension in `varies`
     columns    for integers that were concatenated, the dimension of each that is such
 """
 
+import functools
 import itertools
+import re
 import weakref
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from .. import _compat
 from .._jaxprs import param
+from .call_stack import called_function, code_of
+from .contraction import Contraction
 from .decision import Op
 from .numbers import scalar
 
-# For each dimension "l" or "r", or "lr" for a new one of size 1, or BATCH for one of
-# both operands. A merged one has the sizes and sides of its parts, and None is unknown.
-Sides = Sequence[Any]
+Dims = frozenset[int]
+
+
+class Sides(NamedTuple):
+    left: Dims
+    right: Dims
+    batch: Dims = frozenset()
+    each: bool = False  # `vmap` gives each example a right operand of its own
+
+    def turned(self) -> "Sides":
+        return self._replace(left=self.right, right=self.left)
 
 
 class Note(NamedTuple):
     constant: float | None = None
     sides: Sides | None = None
-    varies: frozenset[int] | None = None  # the dimensions that it had before
-    raised: int = 0
-    added: frozenset[int] = frozenset()
+    along: Dims | None = None
+    counts: bool = False
     widened: bool = False
     counted: bool = False
     result: bool = False
     statistic: bool = False
     activation: bool = False
-    arange: bool = False
     columns: tuple[int | None, ...] = ()
 
     @property
-    def along(self) -> int | None:
-        return next(iter(self.varies or ()), None) if self.arange else None
+    def row(self) -> int | None:
+        """The dimension along which integers count."""
+        return next(iter(self.along or ()), None) if self.counts else None
 
 
 NOTHING = Note()
@@ -153,170 +161,99 @@ class Notes:
 
 # Facts about products and biases, carried through the ops that move elements.
 
-Shape = tuple[int, ...]
-EITHER, BATCH = "lr", "b"
+
+MATVEC, EINSUM = code_of(jnp.matvec), re.compile("([^,]+),([^,]+)->([^,]*)")
 
 
 def product_sides(op: Op) -> Sides:
-    numbers = param(op, "dimension_numbers")
     if op.name == "conv_general_dilated":
-        feature = numbers.out_spec[1]
-        return tuple("r" if d == feature else "l" for d in range(np.ndim(op.args[0])))
-    contracting, batch = numbers
-    gone = map(len, contracting)
-    shared = len(batch[0])
-    left, right = (np.ndim(x) - n - shared for x, n in zip(op.args, gone, strict=True))
-    return (BATCH,) * shared + ("l",) * left + ("r",) * right
+        right = frozenset([param(op, "dimension_numbers").out_spec[1]])
+        return Sides(frozenset(range(np.ndim(op.args[0]))) - right, right)
+    (batch, left, _), (_, right, _) = Contraction.of_op(op)
+    dims = iter(range(len(batch) + len(left) + len(right)))
+    take = lambda part: frozenset(itertools.islice(dims, len(part)))
+    sides = Sides(batch=take(batch), left=take(left), right=take(right))
+    turned = is_turned()
+    sides = sides.turned() if turned else sides
+    return sides._replace(each=_compat.is_batched(op.args[0 if turned else 1]))
+
+
+def is_turned() -> bool:
+    """Whether the user's right operand is the left one of the current product.
+
+    So it may be in an einsum whose result has the dimensions in another order; JAX
+    writes the subscripts into the name stack. In `matvec` the matrix is the left one.
+    """
+    if called_function(_compat.source_codes()) is MATVEC:
+        return True
+    names = (name.replace(" ", "") for _, name in _compat.scopes())
+    for form in filter(None, map(EINSUM.fullmatch, names)):
+        first, second, out = form.groups()
+        free = (set(first) ^ set(second)) & set(out)
+        if not out.endswith("".join(c for c in first + second if c in free)):
+            return True
+    return False
 
 
 def passed_on(op: Op, notes: Notes) -> Note:
     """The note of the result of an op that moves elements."""
-    x, name = op.args[0], op.primitive.name
-    note, old = notes[x], np.shape(x)
-    if note.columns:
-        note = note._replace(columns=())
-    if name == "transpose":
-        return with_dimensions(note, param(op, "permutation"))
-    if name == "squeeze":
-        gone = param(op, "dimensions")
-        note = note._replace(raised=max(0, note.raised - len(gone)))
-        return with_dimensions(note, [d for d in range(len(old)) if d not in gone])
-    sides, varies = note.sides, note.varies
-    if varies is None:
-        varies = range(len(old))
-    if name == "broadcast_in_dim":
-        to, new = param(op, "broadcast_dimensions"), param(op, "shape")
-        if sides is not None:
-            kept = {to[d]: side for d, side in enumerate(sides) if old[d] == new[to[d]]}
-            sides = tuple(map(kept.get, range(len(new))))
-        arange = note.arange and all(old[d] == new[to[d]] for d in varies)
-        varies = frozenset(map(to.__getitem__, varies))
-        raised = note.raised + len(new) - len(old)
-        held = {d for before, d in enumerate(to) if before not in note.added}
-        added = frozenset(range(len(new))) - held
-        made = Note(note.constant, sides, varies, raised, added, counted=note.counted)
-        return made._replace(arange=True) if arange else made
-    if name == "reshape":
-        new = param(op, "new_sizes")
-        raised = max(0, len(new) - len(old))
-        is_same = [n for n in old if n != 1] == [n for n in new if n != 1]
-        vary = reshaped(tuple(map(varies.__contains__, range(len(old)))), old, new)
-        varies = frozenset(d for d, is_varying in enumerate(vary) if is_varying is True)
-        varies = varies if is_same and raised else None
-        sides = sides and reshaped(sides, old, new)
-        added = added_by_reshape(note.added, old, new)
-        made = Note(note.constant, sides, varies, raised, added, counted=note.counted)
-        return made._replace(arange=True) if note.arange and varies else made
+    x, name = op.args[0], op.name
+    note, move = notes[x], functools.partial(moved, op)
+    before = frozenset(range(np.ndim(x))) if note.along is None else note.along
+    along = move(before)
+    known = {"along": along if len(along) >= len(before) else None}
+    if (sides := note.sides) is not None:
+        left, right, batch = map(move, sides[:3])
+        made = Sides(left, right, batch, sides.each)
+        if name == "transpose" and left == {np.ndim(x) - 1} and is_mapped(x):
+            made = made.turned()  # the left one is the matrix, the right one the batch
+        known["sides"] = made if right or not sides.right else None
+    if name in ("broadcast_in_dim", "reshape"):
+        counts = note.counts and known["along"] is not None
+        return Note(note.constant, counts=counts, counted=note.counted, **known)
+    known |= {"columns": (), "counts": note.counts and name != "slice"}
     if name in ("slice", "copy"):
-        if sides is not None and name == "slice":
-            sides = tuple(None if isinstance(side, tuple) else side for side in sides)
-        gone = {"constant": None, "varies": None, "raised": 0, "arange": False}
-        return note._replace(sides=sides, **gone)
-    return NOTHING
+        known["constant"] = None
+    return note._replace(**known)
 
 
-def with_dimensions(note: Note, kept: Sequence[int]) -> Note:
-    """The note of a value with these dimensions of the noted one, in this order."""
-    sides = note.sides and tuple(note.sides[d] for d in kept)
-    moved = lambda dims: frozenset(new for new, d in enumerate(kept) if d in dims)
-    varies = None if note.varies is None else moved(note.varies)
-    return note._replace(sides=sides, varies=varies, added=moved(note.added))
+def is_mapped(x: object) -> bool:
+    """Whether `vmap` was traced, and moves its own dimension to the front."""
+    return not _compat.is_batched(x) and (True, "vmap") in _compat.scopes()
 
 
-def added_by_reshape(added: Collection[int], old: Shape, new: Shape) -> frozenset[int]:
-    """The dimensions that were added to a value, after a reshape.
+def moved(op: Op, dims: Dims) -> Dims:
+    """Where dimensions are after an op that moves elements; one that is gone is not.
 
-    Where one of size 1 is new, those of size 1 beside it may be the new one too.
-
-    >>> sorted(added_by_reshape((), (6,), (2, 3, 1)))
-    [2]
-    >>> sorted(added_by_reshape((), (1,), (1, 1)))
-    [0, 1]
+    A dimension of size 1 may be in two places after a reshape.
     """
-    names = reshaped(["added" if d in added else "" for d in range(len(old))], old, new)
-    result = {d for d, name in enumerate(names) if name in ("added", EITHER)}
-    for order in (range(len(new)), reversed(range(len(new)))):
-        for d in order:
-            if new[d] == 1 and result & {d - 1, d + 1}:
-                result.add(d)
-    return frozenset(result)
+    old = np.shape(op.args[0])
+    match op.name:
+        case "transpose":
+            pairs = zip(param(op, "permutation"), range(len(old)), strict=True)
+        case "squeeze":
+            kept = [d for d in range(len(old)) if d not in param(op, "dimensions")]
+            pairs = zip(kept, range(len(kept)), strict=True)
+        case "broadcast_in_dim":
+            new = param(op, "shape")
+            to = enumerate(param(op, "broadcast_dimensions"))
+            pairs = [(d, int(place)) for d, place in to if old[d] == new[place]]
+        case "reshape":
+            new = param(op, "new_sizes")
+            start, end = equal(old, new), len(old) - equal(old[::-1], new[::-1])
+            more = len(new) - len(old)
+            pairs = [(d, d) for d in range(start)]
+            pairs += [(d, d + more) for d in range(end, len(old))]
+            if start < end and dims.issuperset(range(start, end)):  # all of one side
+                pairs += [(start, d) for d in range(start, end + more)]
+        case _:
+            pairs = zip(range(len(old)), range(len(old)), strict=True)
+    return frozenset([place for d, place in pairs if d in dims])
 
 
-def added_to_all(op: Op, notes: Notes) -> frozenset[int]:
-    """The dimensions that were added to all inputs of an op, apart from numbers."""
-    added = None
-    for x in op.args:
-        if dims := notes[x].added:
-            added = dims if added is None else added & dims
-        elif np.ndim(x):
-            return frozenset()
-    if op.name == "stack":
-        axis = param(op, "axis")
-        return frozenset(d + (d >= axis) for d in added or ())
-    return added or frozenset()
-
-
-def reshaped(sides: Sides, old: Shape, new: Shape) -> Sides:
-    """What is known of each dimension, after a reshape.
-
-    A dimension that was merged has the sizes and sides of its parts. One of size 1
-    stays the last of those of size 1 beside it, and a new one may be of either side.
-
-    >>> reshaped(("l", "l", "r"), (2, 3, 4), (6, 4))
-    ('l', 'r')
-    >>> reshaped(("l", "r"), (6, 1), (6, 1, 1))
-    ('l', 'lr', 'r')
-    >>> reshaped(("l", "r"), (6, 4), (24,))
-    (((6, 'l'), (4, 'r')),)
-    >>> reshaped((((6, "l"), (4, "r")),), (24,), (6, 4))
-    ('l', 'r')
-    >>> reshaped((), (), ())
-    ()
-    """
-    if not {*map(type, old), *map(type, new)} <= {int}:
-        return around_symbolic(sides, old, new)
-    parts = []
-    for n, side in zip(old, sides, strict=True):
-        parts += side if isinstance(side, tuple) else [(n, side)]
-    result = []
-    for size in reversed(new):
-        left, group = size, []
-        while parts and (left > 1 or (not group and parts[-1][0] == 1)):
-            n, side = parts.pop()
-            if n > left > 0 and n % left == 0:
-                parts.append((n // left, side))
-                n = left
-            elif n == 0 or left % n:
-                return (None,) * len(new)
-            if n > 1 or size == 1:
-                group.insert(0, (n, side))
-            left //= n
-        ends = {side for _, side in group if side is not None or size > 1}
-        side = EITHER if size == 1 else None
-        result.insert(0, tuple(group) if len(ends) > 1 else next(iter(ends), side))
-    return tuple(result)
-
-
-def around_symbolic(sides: Sides, old: Shape, new: Shape) -> Sides:
-    """`reshaped` where a size is symbolic, and cannot be compared or divided.
-
-    The first and the last dimensions that are equal keep their sides. What lies between
-    is of one side, or of known sizes, or nothing is known of it.
-    """
-    first = _equal(old, new)
-    last = _equal(old[first:][::-1], new[first:][::-1])
-    part = lambda x: x[first : len(x) - last]
-    known = set(part(sides))
-    if len(known) == 1:
-        made = (*known,) * len(part(new))
-    elif all(isinstance(n, int) for n in (*part(old), *part(new))):
-        made = reshaped(part(sides), part(old), part(new))
-    else:
-        made = (None,) * len(part(new))
-    return (*sides[:first], *made, *sides[len(sides) - last :])
-
-
-def _equal(old: Shape, new: Shape) -> int:
-    """How many of the first dimensions are equal."""
-    pairs = itertools.zip_longest(old, new)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+def equal(old: Sequence[Any], new: Sequence[Any]) -> int:
+    """How many of the first dimensions are equal. A size may be symbolic."""
+    n = 0
+    while n < min(len(old), len(new)) and old[n] == new[n]:
+        n += 1
+    return n

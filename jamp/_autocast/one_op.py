@@ -167,7 +167,6 @@ def run_gelu(trace: AutocastTrace, op: Op, args: Values, out: Any) -> Any:
         return out
     (source,), form = sources.values(), next(iter(forms), None)
     if op.name == "mul" and len(arrays) == 2 and form is not None:
-        trace.effects.touched = True
         # A float8 product and gelu would be a kernel of cuBLAS's that does not exist.
         joins = not trace.settings.tells_weights
         return trace.call(of_gelu(dtype, form, joins), [source], {})[0]

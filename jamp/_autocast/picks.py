@@ -22,6 +22,7 @@ from .._compat import array_dtype
 from .._jaxprs import param
 from .decision import CASTABLE, Op, Values
 from .notes import NOTED, NOTHING, Note, Notes
+from .traits import names
 
 FEW = 8
 Mode = lax.GatherScatterMode
@@ -129,43 +130,44 @@ def by_mask(x: jax.Array, indices: jax.Array, pick: Pick, shape: Any) -> jax.Arr
 # Arrays of integers that count the rows, on their way into an index.
 
 
+INDEXING = names("concatenate convert_element_type iota lt select_n")
+
+
 def index_note(op: Op, out: Any, notes: Notes) -> Note:
-    """The note of the result of an op of integers.
+    """The note of the result of an op of which an index may be made.
 
     JAX writes `i < 0`, `i + n` and a choice between the last and `i` around each index
     of a user, and then concatenates the indices of all dimensions.
     """
-    args = op.args
-    if op.name == "iota":
-        dimension = param(op, "dimension")
-        if not is_held(np.shape(out)[dimension], out.dtype):
-            return NOTHING
-        return Note(arange=True, varies=frozenset([dimension]))
-    known = [notes[x] if isinstance(x, NOTED) else note_of(np.asarray(x)) for x in args]
+    known = [notes[x] if isinstance(x, NOTED) else note_of(x) for x in op.args]
     match op.name:
-        case "lt" if known[0].arange and known[1].constant == 0:
+        case "iota":
+            note = Note(along=frozenset([param(op, "dimension")]), counts=True)
+            return note if holds_count(note, out) else NOTHING
+        case "convert_element_type" if holds_count(known[0], out):
+            return known[0]
+        case "lt" if known[0].counts and known[1].constant == 0:
             return Note(constant=0.0)
         case "select_n" if known[0].constant == 0:
             return known[1]
-        case "convert_element_type" if known[0].arange:
-            size = np.shape(out)[known[0].along or 0]
-            return known[0] if is_held(size, out.dtype) else NOTHING
-        case "concatenate" if any(note.arange for note in known):
-            last = param(op, "dimension") == np.ndim(args[0]) - 1
-            if last and all(np.shape(x)[-1] == 1 for x in args):
-                return Note(columns=tuple(note.along for note in known))
-    return NOTHING
+        case "concatenate" if any(note.counts for note in known):
+            last = param(op, "dimension") == np.ndim(out) - 1
+            if last and all(np.shape(x)[-1] == 1 for x in op.args):
+                return Note(columns=tuple(note.row for note in known))
+    return notes[out]
 
 
-def is_held(size: Any, dtype: np.dtype) -> bool:
-    """Whether a dtype counts as far as a dimension's size."""
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    return is_integer and isinstance(size, int) and size <= jnp.iinfo(dtype).max
+def holds_count(note: Note, out: Any) -> bool:
+    """Whether integers count, and their dtype holds all of them."""
+    if note.row is None or not jnp.issubdtype(out.dtype, jnp.integer):
+        return False
+    size = np.shape(out)[note.row]
+    return isinstance(size, int) and size <= jnp.iinfo(out.dtype).max
 
 
-def note_of(x: np.ndarray) -> Note:
+def note_of(x: Any) -> Note:
     """The note of an array of NumPy's that `jnp.arange` or `jnp.zeros` could make."""
-    if not x.any():
+    if not np.any(x):
         return Note(constant=0.0)
-    is_counting = x.ndim == 1 and np.array_equal(x, np.arange(x.size))
-    return Note(arange=True, varies=frozenset([0])) if is_counting else NOTHING
+    counts = np.ndim(x) == 1 and np.array_equal(x, np.arange(np.size(x)))
+    return Note(along=frozenset([0]), counts=True) if counts else NOTHING

@@ -33,15 +33,14 @@ from .decision import (
 )
 from .input_casts import as_without, prepared, widens
 from .libraries import warn_of_unknown
-from .notes import Note, added_to_all, passed_on, product_sides
-from .numbers import is_filled, is_float
+from .notes import Note, passed_on, product_sides
+from .numbers import is_filled
 from .one_op import WIDE, of_primitive, run_gelu
 from .ops import PRIMITIVES
-from .picks import index_note
 from .products import for_product, is_dot, is_wide
 from .scatters import SCATTERS, looked_up, scattered, summed
 from .trace import RULES, AutocastTrace, Rule, register
-from .traits import ALIGNED, CURVED, FOLLOWED, GATHERING, PRODUCTS, UNMOVED
+from .traits import CURVED, FOLLOWED, GATHERING, PRODUCTS, UNMOVED
 from .weights import are_activations
 from .written_casts import convert
 
@@ -88,14 +87,10 @@ def by_row(
         if op.name in WIDE or not _compat.is_eager(trace.parent):
             one = of_primitive(op, args, params)
     if one is not None:
-        trace.effects.touched = True
         return trace.call(one, args, {})[0]
     out = run(trace, op, args, params)
     if op.is_baked:
         out = as_without(trace, op, args, out)
-    if op.name in ALIGNED and not trace.settings.is_policy:
-        if added := added_to_all(op, trace.notes):
-            trace.notes[out] = trace.notes[out]._replace(added=added)
     if decision.why.name == "jax.nn.gelu" and not op.is_baked:
         return run_gelu(trace, op, args, out)
     return out
@@ -119,15 +114,11 @@ def move(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
             return trace.cast(out, array_dtype(op.args[0]))
     args, params = prepared(trace, op, decision)
     out = trace.bind(op.primitive, args, params)
-    if op.is_baked:
-        out = as_without(trace, op, args, out)
+    if op.is_baked:  # no layer ends here
+        return as_without(trace, op, args, out)
     if op.name == "broadcast_in_dim" and is_filled(args[0]):
         return out  # the user's array, not a number
-    note = passed_on(op._replace(args=args), trace.notes)
-    if op.is_baked:  # no layer ends here
-        trace.notes[out] = Note(added=note.added)
-        return out
-    trace.notes[out] = note
+    trace.notes[out] = passed_on(op._replace(args=args), trace.notes)
     return out
 
 
@@ -165,7 +156,7 @@ def product(trace: AutocastTrace, op: Op) -> Result:
     if trace.tells_weights:
         activations = tuple(are_activations(trace, op.args[:2]))
         op = op._replace(activations=activations)
-    decision = for_product(op, op.decision, trace.settings, trace.notes)
+    decision = for_product(op, op.decision, trace.settings)
     if decision is not None and decision.row is Kind.LOWER and lowers(op):
         warn_of_unknown(_compat.source_codes())
     return multiply(trace, op._replace(decision=decision))
@@ -180,7 +171,6 @@ def multiply(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     else:
         args, params = prepared(trace, op, decision)
         if decision.precision is not None:
-            trace.effects.touched = True
             params = params | {"precision": (decision.precision, decision.precision)}
         lowers = decision.row is Kind.LOWER or trace.settings.is_policy
         prepared_op = op._replace(args=args, params=params)
@@ -189,7 +179,9 @@ def multiply(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
         out = trace.bind(op.primitive, args, params)
         if op.is_baked:
             return as_without(trace, op, args, out)
-    if array_dtype(out) == trace.settings.dtype and op.name != "ragged_dot_general":
+    if trace.settings.is_policy or op.name == "ragged_dot_general":
+        return out
+    if array_dtype(out) == trace.settings.dtype:
         trace.notes[out] = Note(sides=product_sides(op))
     return out
 
@@ -205,7 +197,6 @@ def wide_product(trace: AutocastTrace, op: Op) -> Value:
     Its own derivative would multiply float32 by float16. This one casts the
     (co)tangent first, so that the backward pass runs in half precision too.
     """
-    trace.effects.touched = True
     params, bind = op.params, op.primitive.bind
     if param(op, "precision") in IMPLIED:
         params = params | {"precision": None}
@@ -283,23 +274,6 @@ def as_one_op(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
         return trace.bind(op.primitive, args, params)
 
     return by_row(trace, op, decision, run)
-
-
-@register("iota")
-def count(trace: AutocastTrace, op: Op) -> Result:
-    out = trace.left_alone(op)
-    trace.notes[out] = index_note(op, out, trace.notes)
-    return out
-
-
-@register("concatenate", "lt", "select_n")
-@with_row
-def maybe_of_indices(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
-    """Runs an op by its row, of which an index may be made."""
-    out = by_row(trace, op, decision)
-    if not is_float(op.args[-1]):
-        trace.notes[out] = index_note(op, out, trace.notes)
-    return out
 
 
 register(*(PRIMITIVES.keys() - RULES.keys()))(with_row(by_row))

@@ -6,10 +6,9 @@ Four kinds of product are not among those that torch lowers:
               `vmap` makes of them
     outer     contracts nothing, as in `einsum("t,k->tk")`: a multiplication, which half
               precision does not speed up. Rotary angles are outer products, and float16
-              cannot represent position 2049. If both inputs are float32, as positions
-              are, it may also contract dimensions that were added to both, of size 1:
-              `t[:, None] @ k[None]`. Other sums over one element happen to be short, as
-              over the one key of a first step of decoding
+              cannot represent position 2049. So is what contracts sizes of 1 alone, as
+              `t[:, None] @ k[None]` does, in a user's own code and without an input in
+              half precision
     library   written by a library that has no layers: see `libraries.py`
     highest   its own call, or `jax.default_matmul_precision` inside the region, says
               HIGHEST or names an algorithm of float32, so the user wants float32. The
@@ -22,9 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
 from .._tree import HALVES
+from .call_stack import code_of, is_in_layer
 from .contraction import Contraction
 from .decision import (
     FLOAT32_DTYPE,
@@ -34,15 +35,15 @@ from .decision import (
     Settings,
     Source,
 )
-from .notes import Notes
 from .ops import FLOAT32, LOWER, PROMOTE
 
 OUTER = Decision(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
+ATTENTION = frozenset([code_of(jax.nn.dot_product_attention)])
 HIGHEST = Decision(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
 
 
 def for_product(
-    op: Op, decision: Decision | None, settings: Settings, notes: Notes
+    op: Op, decision: Decision | None, settings: Settings
 ) -> Decision | None:
     """The decision for a product, which may have a recipe, or not be lowered."""
     if decision is not None and decision.precision is not None:
@@ -50,7 +51,7 @@ def for_product(
         return decision._replace(why=decision.why._replace(note=note))
     if decision is None or decision.row is not LOWER:
         return decision
-    if op.name == "dot_general" and is_outer(op, notes):
+    if op.name == "dot_general" and is_outer(op):
         return OUTER
     wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
     precision = param(op, "precision")
@@ -84,17 +85,19 @@ def with_recipe(op: Op, decision: Decision, settings: Settings) -> Decision:
     return decision._replace(recipe=chosen, why=why)
 
 
-def is_outer(op: Op, notes: Notes) -> bool:
+def is_outer(op: Op) -> bool:
     """Whether a product multiplies, and sums over nothing."""
-    contracting, _ = param(op, "dimension_numbers")
-    if not contracting[0]:
+    (contracting, _), _ = param(op, "dimension_numbers")
+    if not contracting:
         return True
-    if any(array_dtype(x) != jnp.float32 for x in op.args):
+    if any(array_dtype(x) in HALVES for x in op.args):
         return False
-    if any(np.shape(op.args[0])[d] != 1 for d in contracting[0]):
+    if any(np.shape(op.args[0])[d] != 1 for d in contracting):
         return False
-    pairs = zip(op.args, contracting, strict=True)
-    return all(notes[x].added.issuperset(dims) for x, dims in pairs)
+    if (True, "transpose") in _compat.scopes():  # the gradient of a batch of one
+        return False
+    codes = _compat.source_codes()
+    return not is_in_layer(codes) and ATTENTION.isdisjoint(codes)
 
 
 def is_highest(precision: object) -> bool:

@@ -92,7 +92,7 @@ def as_weak(trace: AutocastTrace, x: Value, aval: Any) -> Value:
 class Rewritten(NamedTuple):
     """A jaxpr with casts, what is known about its results, and what was done to it."""
 
-    jaxpr: Any  # None in the cache, if nothing had to be changed
+    jaxpr: ClosedJaxpr
     notes: Sequence[Note]
     effects: Effects
 
@@ -138,14 +138,9 @@ def rewrite(
             return results
 
         new = _compat.trace_to_jaxpr(run, avals, jaxpr.jaxpr.debug_info)
-        effects.touched |= list(new.in_avals) != list(jaxpr.in_avals)
-        # An entry that held its own key would never die.
-        cache[key] = Rewritten(new if effects.touched else None, notes, effects)
+        cache[key] = Rewritten(new, notes, effects)
     result = cache[key]
-    if result.jaxpr is None:
-        result = result._replace(jaxpr=jaxpr)
     trace.effects.hits |= result.effects.hits
-    trace.effects.touched |= result.effects.touched
     return result
 
 

@@ -62,7 +62,6 @@ def redrawn(
     for _ in range(n_batched):
         draw = jax.vmap(draw, in_axes=(0, *[None] * len(rest)))
     wide = [trace.cast(x, FLOAT32_DTYPE) for x in rest]
-    trace.effects.touched = True
     with trace.noted(decision), set_current_trace(trace.parent):
         return [draw(key, *wide)]
 

@@ -57,7 +57,6 @@ def looked_up(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Res
         function = None if param(op, "unique_indices") else gathered
     if function is None:
         return trace.bind(op.primitive, args, params)
-    trace.effects.touched = True
     return trace.call(function, args, params)
 
 

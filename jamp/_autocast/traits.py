@@ -34,10 +34,6 @@ CURVED = names("""
     exp2 igamma igammac lgamma logistic polygamma regularized_incomplete_beta rem sin
     sqrt tanh zeta
 """)
-# Their results have the dimensions of their inputs; `stack` has one more.
-ALIGNED = ELEMENTWISE | names("""
-    abs ceil concatenate eq floor ge gt le lt ne neg round sign stack
-""")
 # They add or multiply many numbers into one, or their gradients do: see `scatters.py`.
 GATHERING = names("gather scatter-add scatter-mul scatter-sub")
 # They pick slices of their first input, at the places that the others say.

@@ -14,7 +14,6 @@ from .decision import CASTABLE, FLOAT32_DTYPE, Decision, Kind, Op, Value
 from .input_casts import in_attention
 from .notes import Note
 from .numbers import asks_for_dtype, holds, is_float, is_weak_array
-from .picks import index_note
 from .rules import BY_PRIMITIVE
 from .trace import AutocastTrace
 
@@ -40,16 +39,12 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
     if given not in CASTABLE or dtype not in CASTABLE:
         params = op.params
         if decision.cast is not None and dtype in CASTABLE and not op.is_baked:
-            trace.effects.touched |= dtype != decision.cast
             params = params | {"new_dtype": decision.cast}
         out = trace.bind(op.primitive, op.args, params)
         if dtype == FLOAT32_DTYPE and op.avals is not None and not is_float(x):
             # In code that sees half precision, JAX would have promoted to that.
             asked = not is_plain or is_explicit() or asks_for_dtype()
-            trace.notes[out] = Note(counted=not asked, added=trace.notes[x].added)
-        elif not is_float(x):
-            note = index_note(op, out, trace.notes)
-            trace.notes[out] = note._replace(added=trace.notes[x].added)
+            trace.notes[out] = Note(counted=not asked)
         return out
     explicit = is_explicit()
     narrows = given == FLOAT32_DTYPE and dtype == trace.settings.dtype
@@ -64,13 +59,11 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
             decision.row is Kind.LOWER and given == dtype
         )
         if decision.cast is not None and not kept:
-            trace.effects.touched |= dtype != decision.cast
             dtype = decision.cast
         elif op.avals is not None and dtypes_of(op.avals)[0] == dtype != given:
             return x  # nothing was converted when this was traced
     promotes = is_plain and not (explicit or op.is_baked)
     if promotes and dtype == trace.settings.dtype and is_weak_array(x):
-        trace.effects.touched = True
         out = trace.call(lax.convert_element_type, [x], {"new_dtype": x.dtype})
         trace.notes[out] = trace.notes[x]._replace(constant=None)  # but may be a bias
         return out

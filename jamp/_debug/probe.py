@@ -68,7 +68,6 @@ class Probe:
         self.found.setdefault(product, {})
         if op.is_baked or op.name not in MEASURED:
             return out
-        trace.effects.touched = True  # an untouched jaxpr would run as it was traced
         return trace.call(self.tap(product, op), [*op.args, out], {})
 
     def tap(self, product: SeenProduct, op: Op) -> Callable[..., jax.Array]:

@@ -151,18 +151,21 @@ def test_an_array_that_was_filled_is_a_bias_everywhere(line, way, standard_promo
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_bias_is_known_by_where_its_dimensions_went(jit, standard_promotion):
-    shapes = (2, 3, 5), (5, 4), (3, 4), (2, 3)
-    x, w, p, q = (jnp.asarray(np.ones(shape, np.float32)) for shape in shapes)
+    shapes = (2, 3, 5), (5, 4), (3, 4), (3,), (4,)
+    x, w, p, q, b = (jnp.asarray(np.ones(shape, np.float32)) for shape in shapes)
 
     def sums(x):
         both = jnp.broadcast_to(p, (2, 3, 4))  # it varies along both sides
         turned = jnp.broadcast_to(p[:, :, None], (3, 4, 2)).transpose(2, 0, 1)
-        rows = jnp.broadcast_to(q[:, :, None], (2, 3, 4))
+        rows = jnp.broadcast_to(q[:, None], (2, 3, 4))
         turned_rows = jnp.broadcast_to(q, (4, 2, 3)).transpose(1, 2, 0)
-        return [x @ w + bias for bias in (both, turned, rows, turned_rows)]
+        known = jnp.broadcast_to(b, (2, 3, 4))
+        known_turned = jnp.broadcast_to(b[:, None], (4, 3)).T[None]
+        biases = both, turned, rows, turned_rows, known, known_turned
+        return [x @ w + bias for bias in biases]
 
     found = jax.eval_shape(half(jax.jit(sums) if jit else sums), x)
-    assert [y.dtype for y in found] == [jnp.float32] * 2 + [jnp.float16] * 2
+    assert [y.dtype for y in found] == [jnp.float32] * 4 + [jnp.float16] * 2
 
 
 # All numbers of a 16-bit format are the biases of a layer, and then the cotangents.
@@ -217,3 +220,60 @@ def test_every_bias_and_its_gradient_are_rounded_as_a_cast_does(
         fits = ~(np.abs(bias) > 0.8 * largest) | (layer is not plain)
         equal(np.asarray(out)[fits], expected[fits])
         equal(grad, np.float32(numbers))
+
+
+# One number for each row of `x`, which is no layer's bias: torch adds it in float32.
+ROWS, COLUMNS = 12, 8
+rng = np.random.default_rng(0)
+OF_ROWS = {
+    "column": lambda x, w, e: x @ w + e[:, None],
+    "on the left": lambda x, w, e: e[:, None] + x @ w,
+    "reshaped": lambda x, w, e: x @ w + e.reshape(-1, 1),
+    "broadcast": lambda x, w, e: x @ w + jnp.broadcast_to(e[:, None], (ROWS, COLUMNS)),
+    "transposed": lambda x, w, e: ((x @ w).T + e).T,
+    "einsum": lambda x, w, e: jnp.einsum("ij,jk->ik", x, w) + e[:, None],
+    "einsum, turned": lambda x, w, e: (jnp.einsum("ij, jk -> ki", x, w) + e).T,
+    "matvec": lambda x, w, e: jnp.matvec(w.T, x) + e[:, None],
+    "beams": lambda x, w, e: (
+        (x @ w).reshape(3, 4, COLUMNS) + e.reshape(3, 4)[..., None]
+    ).reshape(ROWS, COLUMNS),
+    "of a batch": lambda x, w, e: (x[:, None] @ w + e[:, None, None])[:, 0],
+    "convolution": lambda x, w, e: (
+        jax.lax.conv_general_dilated(
+            *(x[:, None], w[None], (1,), "SAME"),
+            dimension_numbers=("NWC", "WIO", "NWC"),
+        )[:, 0]
+        + e[:, None]
+    ),
+    "vmap": lambda x, w, e: jax.vmap(lambda x, e: x @ w + e)(x, e),
+    "vmap of numbers": lambda x, w, e: jax.vmap(
+        lambda x, e: jnp.stack([(x @ w)[i] + e for i in range(COLUMNS)])
+    )(x, e),
+    "after vmap": lambda x, w, e: (jax.vmap(lambda x: x @ w)(x).T + e).T,
+    "inside of vmap": lambda x, w, e: jax.vmap(lambda x: (x @ w).T + e)(x[None])[0].T,
+}
+
+
+@cover(quick=4, ci=2 * len(OF_ROWS))
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("way", ["live", "jit inside", "jit around"])
+@pytest.mark.parametrize("number", [-900.0, -14975.2, -101234.0, -1e5])
+@pytest.mark.parametrize("form", OF_ROWS)
+def test_one_number_for_each_row_is_added_in_float32(
+    form, number, way, dtype, standard_promotion
+):
+    x, w = rng.normal(size=(ROWS, 5)), rng.normal(size=(5, COLUMNS))
+    e = np.float32(number + rng.normal(size=ROWS))
+    x, w = (np.asarray(a, np.float32) for a in (x, w))
+    y = ways.WAYS[way](jamp.autocast(dtype), OF_ROWS[form])(x, w, e)
+    expected = np.float64(x) @ np.float64(w) + np.float64(e)[:, None]
+    assert y.dtype == jnp.float32
+    error = 0.01 if dtype == "float16" else 0.1  # of the product alone
+    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=error)
+
+
+def test_torch_adds_one_number_for_each_row_in_float32():
+    torch = pytest.importorskip("torch")
+    x, w, e = torch.ones(3, 4), torch.ones(4, 5), torch.full((3,), -14975.2)
+    with torch.autocast("cpu", torch.float16):
+        assert (x @ w + e[:, None]).dtype == torch.float32

@@ -142,9 +142,9 @@ def branches(p, x):
 def rematerialized_loops(p, x):
     step = lambda c, _: (jnp.tanh(c @ p["w"]), None)
     x = jax.checkpoint(lambda x: lax.scan(step, x, None, length=3)[0])(x)
-    return jax.checkpoint(lambda x: lax.map(lambda r: jnp.sin(r[None] @ p["w"])[0], x))(
-        x
-    )
+    pairs = x.reshape(-1, 2, x.shape[-1])
+    of_pair = lambda r: jnp.sin(r @ p["w"])
+    return jax.checkpoint(lambda x: lax.map(of_pair, x))(pairs).reshape(x.shape)
 
 
 def with_hints(p, x):

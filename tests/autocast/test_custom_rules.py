@@ -214,3 +214,56 @@ def test_a_rule_sees_what_it_sees_without_a_region(rule, around, way):
         for x, y in zip(given, grads, strict=True):
             assert x.dtype == y.dtype, dtype
             np.testing.assert_allclose(x, y, rtol=0.05, atol=1e-8, err_msg=str(dtype))
+
+
+# Rules that multiply, of functions that compute nothing in which a region casts.
+
+
+def doubled(x, w):
+    return x * 2
+
+
+def vjp_that_multiplies():
+    function = jax.custom_vjp(doubled)
+    function.defvjp(lambda x, w: (x * 2, w), lambda w, g: (g @ w, jnp.zeros_like(w)))
+    return function
+
+
+def jvp_that_multiplies():
+    function = jax.custom_jvp(doubled)
+    function.defjvp(lambda args, dots: (doubled(*args), dots[0] @ args[1].T))
+    return function
+
+
+def carried(function):
+    step = lambda carry, w: (function(carry, w), None)
+    return lambda x, w: lax.scan(step, x, w[None])[0]
+
+
+def over_one(function):
+    return lambda x, w: jax.vmap(function, (0, None))(x[None], w)[0]
+
+
+CALLERS = {
+    "live": lambda f: f,
+    "jit": jax.jit,
+    "jit of jit": lambda f: jax.jit(lambda *args: jax.jit(f)(*args)),
+    "checkpoint": jax.checkpoint,
+    "scan": carried,
+    "jit of scan": lambda f: jax.jit(carried(f)),
+    "cond": lambda f: lambda x, w: lax.cond(x[0, 0] < 9, f, f, x, w),
+    "jit of vmap": lambda f: lambda *args: jax.jit(over_one(f))(*args),
+}
+
+
+@cover(quick=4)
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("rule", [vjp_that_multiplies, jvp_that_multiplies])
+@pytest.mark.parametrize("around", CALLERS)
+def test_a_rule_that_multiplies_alone_is_in_half_precision(around, rule, jit):
+    """The numbers tell: half precision rounds the weights to one."""
+    w = jnp.full((4, 4), 1 + 2.0**-12)
+    function = jamp.autocast(jnp.float16)(CALLERS[around](rule()))
+    gradient = jax.grad(lambda x: jnp.sum(function(x, w)))
+    found = (jax.jit(gradient) if jit else gradient)(jnp.ones((4, 4)))
+    np.testing.assert_array_equal(found, np.full((4, 4), 4.0))

@@ -46,7 +46,7 @@ PRODUCTS = {
     "matmul": lambda x, w, mask: x @ w + mask,
     "mask on the left": lambda x, w, mask: mask + x @ w,
     "row": lambda x, w, mask: x @ w + mask[None],
-    "mask by rows": lambda x, w, mask: (w.T @ x.T + mask[:, None]).T,
+    "mask by rows": lambda x, w, mask: jnp.einsum("ij,jk->ki", x, w).T + mask,
     "einsum": lambda x, w, mask: jnp.einsum("ij,jk->ik", x, w) + mask,
     "dense": lambda x, w, mask: dense(x, w) + mask,
     "convolution": lambda x, w, mask: channels(x, w) + mask,
@@ -152,7 +152,7 @@ SUMS = {
     "scan": lambda b: jax.lax.scan(lambda c, x: (c, x @ kernel + b), 0, cube)[1],
     "batched": lambda b: jnp.matmul(cube, kernel) + b,
     "each kernel": lambda b: jnp.einsum("bij,bjk->bik", cube, kernels) + b,
-    "column": lambda b: (jnp.matmul(kernel.T, rows.T) + b[:, None]).T,
+    "column": lambda b: (jnp.einsum("ij,jk->ki", rows, kernel) + b[:, None]).T,
     "convolution": lambda b: convolved(image, window) + b,
     "channel": lambda b: jnp.moveaxis(
         jnp.moveaxis(convolved(image, window), -1, 1) + b[:, None, None], 1, -1

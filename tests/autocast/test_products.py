@@ -118,3 +118,32 @@ def test_a_dot_of_two_vectors_under_vmap():
         assert with_one.dtype == jnp.float16 and np.isinf(with_one).all(), name
     summed = half(jax.vmap(lambda v: jnp.sum(v**2)))(v)
     np.testing.assert_array_equal(summed, np.full(3, 80_000.0))
+
+
+# Angles of positions, which half precision cannot hold, by sums over one number.
+POSITIONS, FREQUENCIES = np.arange(4096), np.float32(10.0 ** -np.arange(4))
+ANGLES = {
+    "@": lambda t, k: t[:, None] @ k[None],
+    "integers": lambda t, k: t.astype(int).reshape(-1, 1)[:, :1] @ k[None],
+    "iota": lambda t, k: lax.broadcasted_iota(jnp.float32, (t.size, 1), 0) @ k[None],
+    "meshgrid": lambda t, k: jnp.meshgrid(t, t[:1], indexing="ij")[0] @ k[None],
+    "stack": lambda t, k: jnp.dot(jnp.stack([t], 1), k[None]),
+    "frequencies first": lambda t, k: (k[None, :, None] @ t[None, None])[0].T,
+    "einsum": lambda t, k: jnp.einsum("ti,ik->tk", t[:, None], k[None]),
+    "tensordot": lambda t, k: jnp.tensordot(t[:, None], k[None], 1),
+    "inner": lambda t, k: jnp.inner(jnp.where(t < 0, 0, t)[:, None], k[:, None]),
+    "vmap": lambda t, k: jax.vmap(lambda row: row @ k[None])(t[:, None]),
+    "scan": lambda t, k: lax.scan(lambda c, row: (c, row @ k[None]), 0, t[:, None])[1],
+}
+
+
+@cover(quick=4, ci=2 * len(ANGLES))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", ANGLES)
+def test_the_angles_of_positions_are_exact(form, way, dtype, standard_promotion):
+    cosines = lambda t, k: jnp.cos(ANGLES[form](t, k))
+    function = ways.WAYS[way](jamp.autocast(dtype), cosines)
+    found = function(np.float32(POSITIONS), FREQUENCIES)
+    expected = np.cos(np.float64(POSITIONS)[:, None] * np.float64(FREQUENCIES))
+    np.testing.assert_allclose(found, expected, atol=1e-3)

@@ -31,9 +31,9 @@ DTYPES = {name: dtype for dtype, names in DTYPE_NAMES.items() for name in names}
 FLOAT8_NAMES = "float8", "fp8", "f8"  # of a recipe, and of no dtype
 HALF = "half"
 
-# Whether a region casts nothing, because the step around it is proved in float32. JAX
-# keys its caches by it.
-REGIONS_OFF = jax.make_user_context(False)
+# Whether a step is proved in float32: regions cast nothing, and inf is a loss scale.
+# JAX keys its caches by it.
+PROVES = jax.make_user_context(False)
 
 
 def check_count(name: str, value: object, lowest: int = 0) -> int:

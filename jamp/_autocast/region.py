@@ -22,7 +22,7 @@ from jax.extend.core import set_current_trace
 from jax.typing import DTypeLike
 
 from .. import _compat
-from .._checks import REGIONS_OFF, Given, flag, shown, without_device
+from .._checks import PROVES, Given, flag, shown, without_device
 from .._targets import default_dtype, warn_if_missing
 from .._tree import HALVES, cast_floating
 from . import custom, nested, primitives  # noqa: F401 - they register their rules
@@ -113,7 +113,7 @@ def enter(
     settings: Settings | None, effects: Effects | None = None
 ) -> Iterator[AutocastTrace | None]:
     """A region with these settings; with None, one in which nothing is cast."""
-    if REGIONS_OFF.value and settings is not None and not settings.is_policy:
+    if PROVES.value and settings is not None and not settings.is_policy:
         settings = None
     outer, trace = REGION.value, None
     depth = 0 if outer is None else outer.depth + 1

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_range, is_traced, number
+from .._checks import PROVES, check_range, is_traced, number
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # 2**-126
 LARGEST_SCALE = float(np.finfo(np.float32).max)
@@ -30,10 +30,10 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 SWITCHED_OFF, NONE_FORGIVEN = -1, -2
 
 
-NO_SCALE = """{caller}: the loss scale of the state is {scale}, which is no positive \
-normal number. The state is of a run whose scale collapsed, or it was cast to half \
-precision. Set one: optax.tree.set(opt_state, loss_scale=jnp.float32(2.0**16)), or \
-scaler.update(2.0**16)."""
+NO_SCALE = """{caller}: the loss scale of the state is {scale}, which is not a \
+positive normal number. The state is of a run whose scale collapsed, or it was cast to \
+half precision. Set one: optax.tree.set(opt_state, loss_scale=jnp.float32(2.0**16)), \
+or scaler.update(2.0**16)."""
 
 
 class ScaleKind(enum.Enum):
@@ -144,7 +144,8 @@ def usable(scale: jax.Array, caller: str = "") -> jax.Array:
     A run that collapsed saves 0 in torch, and a state cast to float16 has inf. With a
     caller, it raises ValueError for what is known outside of a trace.
     """
-    is_scale = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
+    highest = math.inf if PROVES.value else LARGEST_SCALE
+    is_scale = (scale >= SMALLEST_SCALE) & (scale <= highest)
     if caller and not is_traced(is_scale) and not np.all(is_scale):
         raise ValueError(NO_SCALE.format(caller=caller, scale=scale))
     return is_scale
@@ -204,7 +205,7 @@ def adopted(
 
     A dynamic scale goes on from any other, within its bounds, but from `init_scale`
     after a disabled one, unless the user has set the scale since then, and after what
-    is no scale.
+    is not a scale.
     """
     old, tracker = state.loss_scale, state.hysteresis_tracker
     # Unchecked inside a trace: optax.inject_hyperparams may have cast it to inf.

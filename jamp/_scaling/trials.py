@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import REGIONS_OFF, is_traced
+from .._checks import PROVES, is_traced
 from .._targets import options_for_few_runs
 from .._tree import PyTree, cloned, partition
 from .arithmetic import power_of_two
@@ -72,7 +72,7 @@ class Trials:
         ) -> tuple[PyTree, PyTree, list[LossScaleState]]:
             return attempt(call, with_scales(state, tried), rebuilt(arrays))
 
-        with REGIONS_OFF(in_float32):
+        with PROVES(in_float32):
             self.once = Traced(step_at, self.scales, call.state, self.arrays)
         refs = [x for x in self.once.closed.consts if isinstance(x, jax.Ref)]
         self._refs = [(ref, ref[...]) for ref in refs]

@@ -249,6 +249,27 @@ def test_autocast_runs_its_products_in_half_precision():
         assert set(products.compiled(program.as_text())) == {half}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_row_that_a_bias_masks_is_finite_in_attention(dtype):
+    """cuDNN's kernel takes the bias in half precision, in which -1e9 is -inf."""
+    q, k = normal(2, 64, 4, 64), normal(2, 64, 4, 64)
+    bias = np.where(np.tri(64, k=-1), 0, -1e9).astype(np.float32)  # none for the first
+
+    def loss(attend, q):
+        out = in_region(attend, dtype)(q, k, k, bias).astype(jnp.float32)
+        return jnp.sum(out[:, 1:] ** 2), out
+
+    run = jax.jit(jax.value_and_grad(loss, 1, has_aux=True), static_argnums=0)
+    if ON_GPU:
+        text = run.lower(jamp.dot_product_attention, q).compile().as_text()
+        assert "fmha" in text
+    (_, out), grad = run(jamp.dot_product_attention, q)
+    (_, expected), expected_grad = run(jax.nn.dot_product_attention, q)
+    assert np.isfinite(out).all() and np.isfinite(grad).all()
+    np.testing.assert_allclose(out[:, 1:], expected[:, 1:], 2e-2, 2e-2)
+    np.testing.assert_allclose(grad, expected_grad, 5e-2, 5e-2)
+
+
 def in_region(function, region):
     def run(*args):
         with jamp.autocast(region):

@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 import jamp
 from jamp import _compat, _jaxprs
 from jamp._autocast import sampling, traits
-from jamp._autocast.attention import PRODUCTS_IN
+from jamp._autocast.attention import ATTENTION
 from jamp._autocast.name_stack import DIFFERENTIATION
 from jamp._autocast.ops import PRIMITIVES
 from jamp._autocast.trace import RULES
@@ -45,7 +45,7 @@ BEFORE = {"call": (0, 11, 1), "closed_call": (0, 11, 1)}
 ELSEWHERE = {
     "reverse_mode",
     "triton_kernel_call",
-    *PRODUCTS_IN,
+    ATTENTION,
 }  # in jamp or jax_triton
 
 

@@ -2,18 +2,20 @@
 
 cuDNN's takes half precision alone, and has one derivative, in reverse mode. Which form
 runs is chosen when the program is lowered, and JAX itself is asked whether it takes the
-inputs (`refused`). There are three primitives: attention, its tangent, which is linear,
-and the gradients, which are the tangent transposed. Derivatives of any other kind are
-those of XLA's form.
+inputs (`refused`). One primitive stands for a function of arrays: attention, and what
+JAX's transforms make of that (`Made`). So all that JAX asks about it (shapes, what is
+sharded, what varies) is what it says about XLA's form. Derivatives of any other kind
+are those of XLA's form.
 
 The gradients are computed from the inputs alone, and so from the forward pass again.
 XLA merges that with the first one, but not in the backward pass of a loop.
 """
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +28,15 @@ from .. import _compat
 from .._checks import flag, is_traced, number, shown
 from .._targets import default_device
 from .._tree import HALVES
+from .bias import within_range
 from .casting import Effects
-from .decision import Settings, Values
-from .trace import AutocastTrace
+from .decision import Settings
+from .trace import DECIDED_AS, REGION, AutocastTrace
 
-OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
-CUDNN, XLA, OP_BY_OP = "cudnn", "xla", "op by op"
+OTHERS = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 TRACED_SCALE = """scale must be a number that is known when the function is traced; \
 got {}. Multiply the query by it, and pass scale=1."""
+ATTENTION = "jamp_attention"
 REFUSALS = NotImplementedError, RuntimeError, ValueError
 
 
@@ -96,241 +99,233 @@ def dot_product_attention(
     """
     if scale is not None and is_traced(scale := number("scale", scale, float)):
         raise TypeError(TRACED_SCALE.format(shown(scale)))
-    given = bias, mask, query_seq_lengths, key_value_seq_lengths
-    names = tuple(n for n, x in zip(OPTIONAL, given, strict=True) if x is not None)
-    arrays = [jnp.asarray(x) for x in (query, key, value, *given) if x is not None]
-    if bias is not None and not jnp.issubdtype(arrays[3].dtype, jnp.floating):
+    causal = flag("dot_product_attention(is_causal=...)", is_causal)
+    others = bias, mask, query_seq_lengths, key_value_seq_lengths
+    names = tuple(n for n, x in zip(OTHERS, others, strict=True) if x is not None)
+    given = query, key, value, *others
+    arrays = [jnp.asarray(x) for x in given if x is not None]
+    if bias is not None and not is_moved(arrays[3]):
         arrays[3] = arrays[3].astype(jnp.float32)
-    shape = arrays[0].shape
-    four = 3 + sum(name in ("bias", "mask") for name in names)
+    shape, four = arrays[0].shape, 3 + sum(name in ("bias", "mask") for name in names)
     arrays[:four] = [lax.expand_dims(x, range(4 - x.ndim)) for x in arrays[:four]]
-    params = {
-        "names": names,
-        "scale": scale,
-        "is_causal": flag("dot_product_attention(is_causal=...)", is_causal),
-        "local_window_size": local_window_size,
-    }
-    out = attention_p.bind(*arrays, **params, trains=False)
+    run = Attention(names, scale, causal)
+    if local_window_size is not None or not all(map(is_moved, arrays[:3])):
+        # cuDNN's takes neither, nor can a region run it as one op.
+        form = Form(XLA if REGION.value is None else OP_BY_OP)
+        (out,) = run(form, *arrays, local_window_size=local_window_size)
+    else:
+        (out,) = attention_p.bind(*alike(arrays), run=run, dtype=None)
     return lax.reshape(out, shape)
 
 
-# The functions that the primitives stand for, in JAX's two forms.
+def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Arrays that vary over the same axes of a `shard_map`, as cuDNN's form needs.
 
-Options = dict[str, Any]
-Arrays = Sequence[Any]
-
-
-def of_floats(form: str, arrays: Arrays, params: Options) -> tuple[Callable, Arrays]:
-    """Attention as a function of the inputs that have gradients, and these."""
-    names, others = params["names"], dict(params)
-    del others["names"]
-    count = 3 + ("bias" in names)
-    fixed = dict(zip(names[count - 3 :], arrays[count:], strict=True))
-
-    def attend(*floats: jax.Array) -> jax.Array:
-        more = fixed | dict(zip(names, floats[3:], strict=False))
-        call: Any = jax.nn.dot_product_attention
-        implementation = CUDNN if form == CUDNN else XLA
-        if form == CUDNN and "bias" in more:
-            more["bias"] = more["bias"].astype(floats[0].dtype)
-        with region_for(form, floats[0].dtype):
-            return call(*floats[:3], **more, **others, implementation=implementation)
-
-    return attend, arrays[:count]
-
-
-@contextlib.contextmanager
-def region_for(form: str, dtype: np.dtype) -> Iterator[None]:
-    """XLA's form in half precision runs as in a region of its own.
-
-    JAX's asks for an algorithm that compilers for a CPU or a TPU do not have. Op by op,
-    the region around it decides.
+    So JAX sums the gradients of those that did not.
     """
-    region = contextlib.nullcontext()
-    if form == XLA and dtype in HALVES:
-        outer = _compat.current_trace()
-        region = AutocastTrace(outer, Settings(dtype), Effects()).current()
-    with region, jax.numpy_dtype_promotion("standard"):
-        yield
+    types = [jax.typeof(x).manual_axis_type for x in arrays]
+    known = [frozenset(() if t is None else t.varying) for t in types]
+    more = [tuple(sorted(frozenset().union(*known) - names)) for names in known]
+    return [lax.pcast(x, m, to="varying") for x, m in zip(arrays, more, strict=True)]
 
 
-def attention(form: str, *arrays: Any, trains: bool, **params: Any) -> jax.Array:
-    attend, floats = of_floats(form, arrays, params)
-    # With what cuDNN keeps for its gradients, so that XLA merges this call with theirs.
-    return jax.vjp(attend, *floats)[0] if trains and form == CUDNN else attend(*floats)
+# Functions of arrays, in JAX's two forms.
+
+CUDNN, XLA, OP_BY_OP = "cudnn", "xla", "op by op"
 
 
-def tangent(form: str, *args: jax.Array, **params: Any) -> jax.Array:
-    count = 3 + ("bias" in params["names"])
-    attend, floats = of_floats(form, args[count:], params)
-    return jax.jvp(attend, (*floats,), (*args[:count],))[1]
+class Form(NamedTuple):
+    """How a function runs."""
+
+    name: str
+    dtype: np.dtype | None = None  # of the products; None: that of the inputs
+    maps: int = 0  # dimensions before the batch, in cuDNN's form
 
 
-def gradients(form: str, cotangent: jax.Array, *arrays: jax.Array, **params: Any):
-    attend, floats = of_floats(form, arrays, params)
-    return list(jax.vjp(attend, *floats)[1](cotangent))
+def is_moved(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def refused(arrays: Sequence[Any], params: Options) -> str:
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """JAX's function, of three inputs and of some others."""
+
+    names: tuple[str, ...]  # of the others
+    scale: float | None
+    is_causal: bool
+
+    by, products = None, 2
+
+    def __call__(self, form: Form, *arrays: jax.Array, **more: Any) -> list[jax.Array]:
+        out, batch = arrays[0], arrays[0].shape[: form.maps + 1]
+        if form.maps:  # these dimensions become a part of the batch
+            pairs = [(x, x.shape[len(batch) :]) for x in arrays]
+            wide = [
+                jnp.broadcast_to(x, batch + rest).reshape(-1, *rest)
+                for x, rest in pairs
+            ]
+            arrays = tuple(wide)
+        floats = [x.astype(form.dtype or x.dtype) for x in arrays[:3]]
+        dtype, is_cudnn = floats[0].dtype, form.name == CUDNN
+        more |= dict(zip(self.names, arrays[3:], strict=True))
+        if is_cudnn and "bias" in more:  # in half precision, where a mask stays finite
+            bias = within_range(more["bias"], float(jnp.finfo(dtype).max))
+            more["bias"] = bias.astype(dtype)
+        more |= {"scale": self.scale, "is_causal": self.is_causal}
+        call, region = jax.nn.dot_product_attention, contextlib.nullcontext()
+        if form.name == XLA and dtype in HALVES:
+            # JAX's asks for an algorithm that compilers for a CPU or a TPU do not have,
+            # and a region for one that they have.
+            trace = AutocastTrace(_compat.current_trace(), Settings(dtype), Effects())
+            region = trace.current()
+        with region, jax.numpy_dtype_promotion("standard"):
+            result = call(*floats, **more, implementation=CUDNN if is_cudnn else XLA)
+        result = result.reshape(out.shape)
+        return [result if form.dtype is None else result.astype(out.dtype)]
+
+
+class Made(NamedTuple):
+    """A function that is made of another one."""
+
+    by: Callable[..., list[jax.Array]]  # one of the four below
+    of: Any
+    how: tuple[Any, ...]  # which inputs are mapped, or have tangents
+
+    @property
+    def products(self) -> float:
+        return self.of.products * {tangents: 3, gradients: 5 / 2}.get(self.by, 1)
+
+    def __call__(self, form: Form, *arrays: jax.Array) -> list[jax.Array]:
+        if self.by is tangents and form.name == CUDNN:  # which has none
+            form = form._replace(name=XLA)
+        return self.by(functools.partial(self.of, form), self.how, form, *arrays)
+
+
+def mapped(run, dims, form, *arrays):
+    if form.name != CUDNN:
+        return jax.vmap(run, dims)(*arrays)
+    dims = tuple(dim if dim is None else form.maps for dim in dims)
+    arrays = jax.vmap(lambda *arrays: arrays, dims)(*arrays)  # all of them get it
+    run = functools.partial(run.func, form._replace(maps=form.maps + 1))
+    return [jnp.moveaxis(x, 0, form.maps) for x in run(*arrays)]
+
+
+def trained(run, _, form, *arrays):
+    """The same. With what cuDNN keeps for gradients, so that XLA merges both calls."""
+    return jax.vjp(run, *arrays)[0] if form.name == CUDNN else run(*arrays)
+
+
+def tangents(run, moved, form, *arrays):
+    """Of the tangents of some inputs, and of all inputs."""
+    rest, given = iter(arrays), arrays[sum(moved) :]
+    none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+    pairs = zip(given, moved, strict=True)
+    along = [next(rest) if moves else none(x) for x, moves in pairs]
+    return jax.jvp(run, given, (*along,))[1]
+
+
+def gradients(run, moved, form, *arrays):
+    """Of the cotangents of all results, and of all inputs."""
+    n = len(arrays) - len(moved)
+    grads = jax.vjp(run, *arrays[n:])[1]([*arrays[:n]])
+    return [x for x, moves in zip(grads, moved, strict=True) if moves]
+
+
+# The primitive that stands for each of them.
+
+attention_p = Primitive(ATTENTION)
+attention_p.multiple_results = True
+DECIDED_AS[ATTENTION] = lax.dot_general_p  # its products are products
+
+
+@functools.lru_cache(maxsize=256)
+def jitted(function: Callable, *args: Any, **params: Any) -> Callable:
+    return jax.jit(functools.partial(function, *args, **params))
+
+
+def batched(arrays, dims, *, run, dtype):
+    pairs = [*zip(arrays, dims, strict=True)]
+    arrays = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
+    run = Made(mapped, run, tuple(None if dim is None else 0 for dim in dims))
+    outs = attention_p.bind(*arrays, run=run, dtype=dtype)
+    return outs, [0] * len(outs)
+
+
+def differentiated(primals, along, *, run, dtype):
+    run = run.of if run.by is trained else run
+    moved = tuple(map(is_moved, primals))
+    first = Made(trained, run, ()) if run.products == Attention.products else run
+    out = attention_p.bind(*primals, run=first, dtype=dtype)
+    pairs = zip(along, moved, strict=True)
+    along = [ad.instantiate_zeros(x) for x, moves in pairs if moves]
+    tangent = Made(tangents, run, moved)
+    return out, attention_p.bind(*along, *primals, run=tangent, dtype=dtype)
+
+
+def transposed(cotangents, *args, run, dtype):
+    if run.by is tangents:
+        n, run = sum(run.how), run._replace(by=gradients)
+        moved, given = [i < n for i in range(len(args))], args[n:]
+    else:  # the gradients of a linear function are the same at any point
+        moved = tuple(map(ad.is_undefined_primal, args))
+        pairs, run = zip(args, moved, strict=True), Made(gradients, run, moved)
+        given = [ad.Zero(x.aval) if moves else x for x, moves in pairs]
+    every = map(ad.instantiate_zeros, (*cotangents, *given))
+    grads = iter(attention_p.bind(*every, run=run, dtype=dtype))
+    return [next(grads) if moves else None for moves in moved]
+
+
+def lowered(ctx, *args, run, dtype, name=XLA):
+    run = functools.partial(run, Form(name, dtype))
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+
+
+def lowered_for_cuda(ctx, *args, run, dtype):
+    context = ctx.module_context.axis_context
+    # It is not known in a program that is exported, and JAX's kernel asks for it.
+    has_devices = getattr(context, "device_assignment", ()) is not None
+    takes = has_devices and not refused(run, ctx.avals_in, dtype)
+    return lowered(ctx, *args, run=run, dtype=dtype, name=CUDNN if takes else XLA)
+
+
+def typed(*avals, run, dtype):
+    return jax.make_jaxpr(jitted(run, Form(XLA, dtype)))(*avals).out_avals
+
+
+attention_p.def_impl(lambda *xs, **params: jitted(attention_p.bind, **params)(*xs))
+attention_p.def_abstract_eval(typed)
+ad.primitive_jvps[attention_p] = differentiated
+ad.primitive_transposes[attention_p] = transposed
+batching.primitive_batchers[attention_p] = batched
+mlir.register_lowering(attention_p, lowered)
+mlir.register_lowering(attention_p, lowered_for_cuda, platform="cuda")
+_compat.requires_devices(attention_p)
+
+
+def op_by_op(*arrays: jax.Array, run: Callable, dtype: None) -> list[jax.Array]:
+    """As the region around it decides about each op of JAX's function."""
+    return run(Form(OP_BY_OP, dtype), *arrays)
+
+
+def products_in(run: Attention | Made, dtype: np.dtype | None) -> float:
+    """How many matrix products it holds, of queries and keys or as many numbers."""
+    return run.products
+
+
+def refused(run: Callable, arrays: Sequence[Any], dtype: np.dtype | None) -> str:
     """Why cuDNN's kernel cannot run here, or "" if it can: what JAX says to it."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    if params["local_window_size"] is not None:
-        return "it has no windows"
     try:
-        given = jax.ShapeDtypeStruct(shapes[0].shape, shapes[0].dtype)
-        run = functools.partial(gradients, CUDNN, **params)
-        jax.eval_shape(run, given, *shapes)
+        jax.eval_shape(functools.partial(run, Form(CUDNN, dtype)), *shapes)
     except REFUSALS as error:
         return str(error).partition("\n")[0]
     return ""
 
 
-def chosen(arrays: Values, params: Options) -> str:
+def chosen(*arrays: Any, run: Callable, dtype: np.dtype | None) -> str:
     """Which form an attention takes on the default device, and why not the other."""
     if default_device().platform != "gpu":
         return "XLA's form, as for any device but an NVIDIA GPU"
-    why = refused(arrays, {k: v for k, v in params.items() if k != "trains"})
+    trains = isinstance(run, Attention)  # or may
+    why = refused(Made(trained, run, ()) if trains else run, arrays, dtype)
     return f"XLA's form, as cuDNN's says: {why}" if why else "cuDNN's form"
-
-
-# The primitives.
-
-
-def primitive(name: str, function: Callable, first: int | None) -> Primitive:
-    """A primitive that stands for a function, in the form that suits the platform.
-
-    Args:
-      first: where the inputs of the attention begin, or None after the tangents.
-    """
-    p = Primitive(name)
-    p.multiple_results = function is gradients
-    xla = functools.partial(function, XLA)
-    p.def_impl(lambda *args, **params: jitted(p, tuple(params.items()))(*args))
-
-    def inputs(args, params):
-        return args[3 + ("bias" in params["names"]) if first is None else first :]
-
-    def on_cuda(ctx, *args, **params):
-        options = {k: v for k, v in params.items() if k != "trains"}
-        context = ctx.module_context.axis_context
-        # It is not known in a program that is exported, and JAX's kernel asks for it.
-        has_devices = getattr(context, "device_assignment", ()) is not None
-        given = inputs(ctx.avals_in, params)
-        form = CUDNN if has_devices and not refused(given, options) else XLA
-        run = functools.partial(function, form)
-        return mlir.lower_fun(run, p.multiple_results)(ctx, *args, **params)
-
-    mlir.register_lowering(p, mlir.lower_fun(xla, p.multiple_results))
-    if function is not tangent:  # of which cuDNN has none
-        mlir.register_lowering(p, on_cuda, platform="cuda")
-        _compat.requires_devices(p)
-    batching.primitive_batchers[p] = functools.partial(batched, p)
-    return p
-
-
-@functools.lru_cache(maxsize=256)
-def jitted(p: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable:
-    return jax.jit(functools.partial(p.bind, **dict(params)))
-
-
-def batched(p: Primitive, args: Arrays, dims: Sequence[Any], **params: Any):
-    """Under `vmap`, the new dimension becomes a part of the batch."""
-    (size,) = {x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None}
-
-    def folded(x: jax.Array, dim: int | None) -> jax.Array:
-        if dim is None:
-            x = jnp.broadcast_to(x, (size, *x.shape))
-        else:
-            x = jnp.moveaxis(x, dim, 0)
-        if x.shape[1] == 1 and x.shape[1] != batch:  # a bias or mask for the batch
-            x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-        return x.reshape(size * x.shape[1], *x.shape[2:])
-
-    lengths = [
-        x.shape[(0 if d is None or d > 0 else 1)]
-        for x, d in zip(args, dims, strict=True)
-    ]
-    batch = max(lengths)
-    out = p.bind(*map(folded, args, dims), **params)
-    unfolded = lambda x: x.reshape(size, batch, *x.shape[1:])
-    if not p.multiple_results:
-        return unfolded(out), 0
-    outs = []
-    for x, n in zip(out, lengths[1:], strict=False):
-        x = unfolded(x)
-        outs.append(jnp.sum(x, 1, keepdims=True) if n == 1 != batch else x)
-    return outs, [0] * len(outs)
-
-
-attention_p = primitive("jamp_attention", attention, 0)
-tangent_p = primitive("jamp_attention_tangent", tangent, None)
-gradients_p = primitive("jamp_attention_gradients", gradients, 1)
-# How many matrix products each holds, of queries and keys or of as many numbers.
-PRODUCTS_IN = {attention_p.name: 2, tangent_p.name: 6, gradients_p.name: 5}
-
-
-@attention_p.def_abstract_eval
-def _(*avals, trains, **params):
-    shapes = tuple((x.shape, x.dtype) for x in avals)
-    dtype = result_dtype(shapes, tuple(params.items()))
-    return avals[0].update(dtype=dtype, weak_type=False)
-
-
-@functools.lru_cache(maxsize=256)
-def result_dtype(shapes: tuple[tuple, ...], params: tuple[tuple, ...]) -> np.dtype:
-    """The dtype of the result; JAX's function says what does not fit."""
-    run = functools.partial(attention, XLA, trains=False, **dict(params))
-    return jax.eval_shape(run, *(jax.ShapeDtypeStruct(*x) for x in shapes)).dtype
-
-
-@tangent_p.def_abstract_eval
-def _(*avals, **params):
-    return avals[0].update(weak_type=False)
-
-
-@gradients_p.def_abstract_eval
-def _(cotangent, *avals, **params):
-    return [x.update(weak_type=False) for x in avals[: 3 + ("bias" in params["names"])]]
-
-
-def _jvp(primals, tangents, *, trains, **params):
-    del trains
-    count = 3 + ("bias" in params["names"])
-    out = attention_p.bind(*primals, **params, trains=True)
-    moved = [*map(ad.instantiate_zeros, tangents[:count])]
-    return out, tangent_p.bind(*moved, *primals, **params)
-
-
-def _jvp_of(function):
-    """The rule of a function whose derivative is that of XLA's form."""
-
-    def rule(primals, tangents, **params):
-        is_moved = [jnp.issubdtype(x.dtype, jnp.floating) for x in primals]
-        moved = [x for x, moves in zip(primals, is_moved, strict=True) if moves]
-        along = [t for t, moves in zip(tangents, is_moved, strict=True) if moves]
-
-        def run(*floats):
-            rest = iter(floats)
-            args = [
-                next(rest) if m else x for x, m in zip(primals, is_moved, strict=True)
-            ]
-            return function(XLA, *args, **params)
-
-        return jax.jvp(run, (*moved,), (*map(ad.instantiate_zeros, along),))
-
-    return rule
-
-
-def _transpose(cotangent, *args, **params):
-    count = 3 + ("bias" in params["names"])
-    arrays = args[count:]
-    if type(cotangent) is ad.Zero:
-        return [None] * len(args)
-    grads = gradients_p.bind(cotangent, *arrays, **params)
-    return [*grads, *[None] * len(arrays)]
-
-
-ad.primitive_jvps[attention_p] = _jvp
-ad.primitive_jvps[tangent_p] = _jvp_of(tangent)
-ad.primitive_jvps[gradients_p] = _jvp_of(gradients)
-ad.primitive_transposes[tangent_p] = _transpose

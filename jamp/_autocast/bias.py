@@ -14,10 +14,10 @@ The bias is broadcast in float32 and then cast, so that its gradient is summed i
 float32. Then the sum is rounded to half precision, and overflows, as torch's does.
 
 A user's own `x @ w + mask` may hold -1e9, which is out of float16's range, or the least
-float32, which is out of bfloat16's too. Such numbers become a quarter of the largest
-number, so that the sum stays finite, and so does what a temperature makes of it. They
-keep their gradients. A bias overflows as in a layer: it may be positive, a scalar, or a
-negative number that nobody writes for a mask.
+float32, which is out of bfloat16's too. What is finite and at most the least number of
+the range becomes a quarter of that, so that the sum stays finite, and so does what a
+temperature above a quarter makes of it. Such numbers keep their gradients. A positive
+number or a scalar overflows as in a layer.
 
 A BatchNorm computes in float32. Whether a value is its result, and not some value
 inside, shows only when an op outside uses it. That op gets it in half precision. The
@@ -42,9 +42,6 @@ from .numbers import fits
 from .trace import AutocastTrace
 from .traits import OVER_AXES
 
-# What is out of range is a mask up to the first number, and if it is one of the others,
-# which people write. No bias is as low.
-LOWEST_BIAS, WRITTEN = -1e8, (-65504.0, -1e5, -1e6, -1e7)
 # Part of the range that a mask becomes: there is room for logits, and a temperature.
 MASK = 1 / 4
 
@@ -99,11 +96,7 @@ def prepared(bias: jax.Array, *, dtype: np.dtype, masks: bool) -> jax.Array:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def within_range(bias: jax.Array, largest: float) -> jax.Array:
     """Brings the numbers of a mask well into a range; the identity's gradient."""
-    is_mask = bias <= np.float32(min(LOWEST_BIAS, -largest))
-    for number in WRITTEN:
-        if number <= -largest:
-            is_mask |= bias == np.float32(number)
-    is_mask &= lax.is_finite(bias)
+    is_mask = (bias <= np.float32(-largest)) & lax.is_finite(bias)
     return lax.select(is_mask, lax.full_like(bias, -largest * MASK), bias)
 
 

@@ -24,14 +24,11 @@ from .decision import (
     Kind,
     Op,
     Params,
-    Reason,
     Result,
-    Settings,
-    Source,
     Value,
     Values,
 )
-from .input_casts import as_without, prepared, widens
+from .input_casts import as_without, dtype_for, prepared, widens
 from .libraries import warn_of_unknown
 from .notes import Note, passed_on, product_sides
 from .numbers import is_filled
@@ -240,40 +237,33 @@ def scatter(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     return by_row(trace, op, decision)
 
 
-@register(*attention.PRODUCTS_IN)
+@register(attention.ATTENTION)
 def attend(trace: AutocastTrace, op: Op) -> Result:
-    """Attention as one op, or op by op where its products are decided about."""
-    why = Reason("lower", Source.PRIMITIVE, op.name)
-    decision = op.decision or Decision(Kind.LOWER, why=why)
-    if op.name != attention.attention_p.name or op.is_baked:
-        return as_one_op(trace, op._replace(decision=decision))
-    if decides_products(trace.settings) or decision.precision is not None:
+    """Attention as one op, or op by op where its products are not just lowered."""
+    settings, decision, params = trace.settings, op.decision, op.params
+    assert decision is not None  # that of a product
+    inputs = op._replace(args=op.args[:3])  # a bias is added to float32 scores
+    recipes = [r for r in (decision.recipe, settings.recipe) if r is not None]
+    weighs = recipes and not (op.is_baked or all(are_activations(trace, inputs.args)))
+    takes = weighs or any(recipe._takes_activations for recipe in recipes)
+    if takes or settings.probe is not None or decision.precision is not None:
         with trace.current():
-            return attention.attention(attention.OP_BY_OP, *op.args, **op.params)
-    if trace.settings.observed:
-        args, _ = prepared(trace, op, decision)
-        note = attention.chosen(args, op.params)
+            return attention.op_by_op(*op.args, **params)
+    dtype = dtype_for(trace, inputs, decision, [*map(array_dtype, inputs.args)])
+    params = params | {"dtype": dtype}
+    if settings.observed:
+        note = attention.chosen(*op.args, **params)
         decision = decision._replace(why=decision.why._replace(note=note))
-    return as_one_op(trace, op._replace(decision=decision))
-
-
-def decides_products(settings: Settings) -> bool:
-    """Whether a region may run the products of an attention in different ways."""
-    if settings.probe is not None:
-        return True
-    if settings.recipe is not None and settings.recipe._takes_activations:
-        return True
-    return any(rule.test is lax.dot_general_p for rule in settings.rules)
+    if not op.is_baked and dtype is not None:
+        cast = [trace.cast(x, dtype) for x in inputs.args]
+        op, params = op._replace(args=[*cast, *op.args[3:]]), op.params
+    trace.effects.touched = True
+    return as_one_op(trace, op._replace(params=params, decision=decision))
 
 
 @with_row
 def as_one_op(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
-    def run(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Result:
-        if op.name == attention.attention_p.name:  # JAX adds a bias to float32 scores
-            args = [*args[:3], *op.args[3:]]
-        return trace.bind(op.primitive, args, params)
-
-    return by_row(trace, op, decision, run)
+    return bound(trace, op, op.args, op.params)
 
 
 register(*(PRIMITIVES.keys() - RULES.keys()))(with_row(by_row))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import set_current_trace
+from jax.extend.core import Primitive, set_current_trace
 
 from .. import _compat
 from .._jaxprs import bound, called, held, with_functions
@@ -42,6 +42,8 @@ Rule = Callable[["AutocastTrace", Op], Result]
 RULES: dict[str, Rule] = {}
 # The primitives that stand for one function.
 STANDS_FOR: set[str] = set()
+# The primitives that are decided about as another one.
+DECIDED_AS: dict[str, Primitive] = {}
 
 
 def register(*names: str, is_function: bool = False) -> Callable[[Rule], Rule]:
@@ -131,7 +133,8 @@ class AutocastTrace(CastingTrace):
         if within is not None and not self.settings.rules:
             return Op(primitive, args, params, avals, within, within)
         source, codes = source_of(op), _compat.source_codes()
-        asked = Asked(primitive, codes, [*map(id, codes)], self.place.path, source)
+        asked_as = DECIDED_AS.get(primitive.name, primitive)
+        asked = Asked(asked_as, codes, [*map(id, codes)], self.place.path, source)
         decision = self.decide(asked, within)
         if within is not None or source is not None:
             within = decision

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 
 from .. import _compat
+from .._autocast.attention import ATTENTION
 from .._autocast.decision import Kind, Reason, Recipe, Source
 from .._autocast.low_precision import FLOAT8
 from .._autocast.ops import FUNCTIONS, PRIMITIVES
@@ -168,7 +169,7 @@ def is_helper(op: WalkedOp) -> bool:
     """Whether autocast adds an op only to run another one, such as a layer's bias."""
     reason, primitive = op.reason, op.site.primitive
     if reason.note:
-        return primitive not in (*PRODUCTS, reason.name)
+        return primitive not in (*PRODUCTS, ATTENTION, reason.name)
     return reason.name in PRIMITIVES and reason.name != primitive
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
-from .._autocast.attention import PRODUCTS_IN as ATTENTION
+from .._autocast.attention import ATTENTION, products_in
 from .._autocast.decision import Reason
 from .._autocast.traits import LEFT_ALONE, PRODUCTS
 from .._jaxprs import Atom, branches, held, param, read, variables
@@ -147,9 +147,9 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 def flops(eqn: JaxprEqn) -> int:
     """Floating-point operations of matrix products and convolutions, 0 for others."""
-    if count := ATTENTION.get(eqn.primitive.name):
-        query, key = array(eqn.invars[0]).shape, array(eqn.invars[2]).shape
-        return 2 * count * math.prod(query) * key[1]
+    if eqn.primitive.name == ATTENTION:
+        size, keys = math.prod(array(eqn.outvars[0]).shape), array(eqn.invars[2]).shape
+        return round(2 * products_in(**eqn.params) * size * keys[-3])
     if eqn.primitive.name not in PRODUCTS:
         return 0
     left, right = (array(v).shape for v in eqn.invars[:2])

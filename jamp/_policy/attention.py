@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._autocast.attention import dot_product_attention
+from .._autocast.attention import dot_product_attention, is_moved
 from .._checks import floating
 
 HANDLED = (
@@ -20,7 +20,7 @@ def in_flax(own: Callable[..., jax.Array], given: dict[str, Any]) -> jax.Array:
     """`jamp.dot_product_attention` of inputs with any number of batch dimensions.
 
     Flax's own function runs where the weights are asked for, or there is dropout, or
-    the products are the user's.
+    the products are the user's, or for integers and values of another size.
 
     Args:
       own: Flax's function.
@@ -32,9 +32,10 @@ def in_flax(own: Callable[..., jax.Array], given: dict[str, Any]) -> jax.Array:
     if not given.get("is_causal"):  # which Flax's function may not have
         given.pop("is_causal", None)
     drops = given["dropout_rate"] > 0 and not given["deterministic"]
-    if drops or not given.keys() <= {*HANDLED}:
+    inputs = [jnp.asarray(given[name]) for name in HANDLED[:3]]
+    takes = all(map(is_moved, inputs)) and inputs[1].shape == inputs[2].shape
+    if drops or not takes or not given.keys() <= {*HANDLED}:
         return own(**given)
-    inputs = given["query"], given["key"], given["value"]
     dtype = given.get("dtype", jnp.result_type(*inputs))
     shape, batch = inputs[0].shape, inputs[0].shape[:-3]
 

@@ -127,7 +127,6 @@ def test_a_finite_mask_stays_finite(name, place, region, standard_promotion):
 
 SIZES = (1.0, 5e4, 6e4, 7e4, 1e9, float(jnp.finfo(jnp.float32).max), np.inf)
 VALUES = [sign * size for size in SIZES for sign in (1, -1)]
-MASKS = {-1e9, float(jnp.finfo(jnp.float32).min)}
 rows, cube, kernel, kernels, image, window = (
     np.full(shape, 0.5, np.float32)
     for shape in (
@@ -177,7 +176,7 @@ def with_bias(numbers, dtype):
 def test_a_number_beyond_the_range_is_a_mask_or_overflows_as_in_torch(
     sum_, way, dtype, standard_promotion
 ):
-    """A positive number is no mask, nor is a scalar, nor -7e4: they become inf."""
+    """A positive number is no mask, nor is a scalar: they become inf."""
     largest = float(jnp.finfo(dtype).max)
     is_scalar = sum_.startswith("scalar")
     if is_scalar:
@@ -186,7 +185,7 @@ def test_a_number_beyond_the_range_is_a_mask_or_overflows_as_in_torch(
         calls = [jnp.asarray(np.full(6, number, np.float32)) for number in VALUES]
     expected = with_bias(VALUES, jnp.dtype(dtype))
     for i, number in enumerate(VALUES):
-        if number in MASKS and number < -largest and not is_scalar:
+        if -np.inf < number <= -largest and not is_scalar:
             expected[i] = np.asarray(1 - largest / 4).astype(dtype)
     function = ways.WAYS[way](jamp.autocast(dtype), SUMS[sum_])
     for call, value in zip(calls, expected, strict=True):
@@ -205,15 +204,38 @@ def test_torch_overflows_likewise(dtype):
     np.testing.assert_array_equal(y[0].to(torch.float64).numpy(), expected)
 
 
-def test_masks_that_people_write(standard_promotion):
-    """Beside -1e9: powers of ten, and the least number of float16. -6e4 fits."""
+def test_a_mask_is_what_is_at_most_the_least_number(standard_promotion):
+    """Whatever number people write for it. -65500 fits, and rounds to the least."""
     mask = np.array(
-        [-65504.0, -1e5, -1e6, -1e7, -1e8, -6e4, -65500.0, -7e4, 7e4], np.float32
+        [-65504.0, -65505.0, -7e4, -123456.0, -1e8, -3e38, -6e4, -65500.0, 7e4], "f"
     )
-    expected = [-16376.0] * 5 + [-6e4, -65504.0, -np.inf, np.inf]
+    expected = [-16376.0] * 6 + [-6e4, -65504.0, np.inf]
     with jamp.autocast(jnp.float16):
-        y = jnp.matmul(np.zeros((2, 4), "f"), np.zeros((4, 9), "f")) + np.float32(mask)
+        y = jnp.matmul(np.zeros((2, 4), "f"), np.zeros((4, 9), "f")) + mask
     np.testing.assert_array_equal(y[0], expected)
+
+
+@pytest.mark.parametrize("temperature, is_finite", [(0.3, True), (0.2, False)])
+def test_a_row_of_masks_is_finite_above_a_temperature_of_a_quarter(
+    temperature, is_finite, standard_promotion
+):
+    scores = lambda x, w, mask: (x @ w + mask) / temperature
+    args = np.eye(4, dtype="f"), np.ones((4, 4), "f"), np.full(4, -1e9, "f")
+    with jamp.autocast(jnp.float16):
+        found = jax.jit(scores)(*args)
+        assert found.dtype == jnp.float16
+        assert np.isfinite(found).all() == is_finite
+
+
+def test_a_mask_is_compared_and_not_the_scores(standard_promotion):
+    """In float16 no score is as low as the mask was."""
+
+    def masked(x, w, mask):
+        return x @ w + mask > -1e8, mask > -1e8
+
+    args = np.eye(4, dtype="f"), np.ones((4, 4), "f"), np.full(4, -1e9, "f")
+    scores, mask = jax.jit(jamp.autocast(jnp.float16)(masked))(*args)
+    assert scores.all() and not mask.any()
 
 
 @cover(ci=4)

@@ -18,7 +18,7 @@ from jax import lax
 
 import jamp
 from jamp._autocast import ops, traits
-from jamp._autocast.attention import PRODUCTS_IN
+from jamp._autocast.attention import ATTENTION
 from jamp._autocast.call_stack import resolve
 from jamp._autocast.ops import EXEMPT, FUNCTIONS, PRIMITIVES, Kind
 from jamp._autocast.trace import RULES, STANDS_FOR
@@ -171,7 +171,7 @@ def test_a_trait_is_of_primitives_that_jamp_knows():
     promoting = {n for n, row in PRIMITIVES.items() if row.kind is Kind.PROMOTE}
     mixing = promoting & traits.ELEMENTWISE
     assert of_reports.MIXING == mixing - {"clamp", "nextafter"}
-    others = RULES.keys() - PRIMITIVES.keys() - {"iota", "random_bits", *PRODUCTS_IN}
+    others = RULES.keys() - PRIMITIVES.keys() - {"iota", "random_bits", ATTENTION}
     assert STANDS_FOR == others - traits.PASSED_THROUGH
     assert traits.PASSED_THROUGH < others
     assert others - traits.REF_WRITES - {"cond", "scan", "while"} == CALLS

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jamp
+from benchmarks import devices
 from jamp._autocast import attention
 from jamp._jaxprs import equations
 from tests.bits import check_near, check_same_bits, nudged
@@ -25,6 +26,7 @@ def normal(*shape):
     return rng.normal(size=shape).astype(np.float32)
 
 
+OTHER = normal(2, 8, 4, 16)
 query, key, value = normal(2, 8, 4, 16), normal(2, 6, 2, 16), normal(2, 6, 2, 16)
 bias, mask = normal(1, 4, 8, 6), rng.random((2, 1, 8, 6)) < 0.7
 lengths, EYE = np.int32([3, 8]), np.eye(16, dtype=np.float32)
@@ -163,21 +165,83 @@ def test_a_derivative_in_the_region_is_jaxs(order):
     check_near(own(*args), jaxs(*args), near)
 
 
+class Attention:
+    """A module that a rule may name; so may the scope in it."""
+
+    def __init__(self, attend):
+        self.attend = attend
+
+    def __call__(self, *args):
+        with jax.named_scope("attn"):
+            return self.attend(*(x @ EYE for x in args)).astype(jnp.float32)
+
+
+def in_a_scan(f):
+    step = lambda *args: lambda total, _: (total + f(*args), None)
+    return lambda *args: lax.scan(step(*args), 0 * args[0], None, 2)[0]
+
+
+def over_each(f):
+    return lambda *args: jax.vmap(f)(*(x[:, None] for x in args))[:, 0]
+
+
+CALLERS = {
+    "live": lambda module: module,
+    "jit": jax.jit,
+    "scan": in_a_scan,
+    "remat": jax.checkpoint,
+    "vmap": over_each,
+    "in a jit": lambda module: Attention(jax.jit(module.attend)),
+}
+REACHES = {
+    "scaled": jamp.ScaledFloat16(),
+    "float8 activations": jamp.Float8(activations=True),
+    "float8": jamp.Float8(),
+    "float32": jnp.float32,
+    "left": None,
+}
+
+
+@cover(quick=2, ci=24)
+@pytest.mark.parametrize("recipe", REACHES)
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("key", ["attn", Attention], ids=["path", "class"])
+@pytest.mark.parametrize("grad", ["around", "inside"])
+def test_a_rule_reaches_its_products(grad, key, caller, recipe):
+    """As those of JAX's function: float16 gradients of 1e-10 would be 0."""
+    rule = REACHES[recipe]
+    half = "bfloat16" if isinstance(rule, jamp.Float8) else "float16"
+    region = jamp.autocast(half, rules={key: rule})
+
+    def gradients(attend):
+        module = CALLERS[caller](Attention(attend))
+        loss = lambda *args: 1e-10 * jnp.sum(jnp.sin(module(*args)))
+        if grad == "inside":
+            return jax.jit(region(jax.grad(loss, (0, 1, 2))))
+        return jax.jit(jax.grad(region(loss), (0, 1, 2)))
+
+    args = query, query + OTHER, query - OTHER
+    for own, jaxs in zip(gradients(OWN)(*args), gradients(JAXS)(*args), strict=True):
+        assert half == "bfloat16" or own.any()
+        tolerance = 4 * float(jnp.finfo(half).eps)
+        np.testing.assert_allclose(own, jaxs, tolerance, tolerance * float(jaxs.max()))
+
+
+@pytest.mark.parametrize(
+    "rules", [{"other": jnp.float32}, {lax.conv_general_dilated_p: None}]
+)
+def test_a_rule_that_reaches_nothing_is_an_error(rules):
+    with pytest.raises(ValueError, match="rule"):
+        jamp.autocast("float16", rules=rules)(Attention(OWN))(query, query, query)
+
+
 def test_it_is_compiled_once():
     params = {"scale": 0.123, "is_causal": True}
     for i in range(3):
         OWN(query + i, key, value, **params)
-    function = attention.jitted(attention.attention_p, ARGUMENTS)
+    run = attention.Attention((), 0.123, True)
+    function = attention.jitted(attention.attention_p.bind, run=run, dtype=None)
     assert function._cache_size() == 1
-
-
-ARGUMENTS = (
-    ("names", ()),
-    ("scale", 0.123),
-    ("is_causal", True),
-    ("local_window_size", None),
-    ("trains", False),
-)
 
 
 def test_wrong_inputs_are_errors():
@@ -219,8 +283,8 @@ def test_jax_is_asked_what_cudnn_takes(monkeypatch):
     assert "cbrt" not in text_for("cuda", query[:, 1:], key, value)
     assert jnp.float16 in asked
     half = [x.astype(jnp.float16) for x in (query[:, 1:], key, value)]
-    params = {"names": (), "scale": None, "is_causal": False, "local_window_size": None}
-    assert attention.refused(half, params) == "an odd length"
+    run = attention.Attention((), None, False)
+    assert attention.refused(run, half, None) == "an odd length"
 
 
 def test_explain_says_which_form_it_took():
@@ -311,6 +375,280 @@ def test_it_is_divided_over_devices(way):
     check_near(found, expected, [expected + 1e-3, expected - 1e-3])
 
 
+FLOATS, MESH_BATCH = ("query", "key", "value", "bias"), 2
+WIDE = {name: normal(2, 8, 4, 16) for name in FLOATS[:3]} | {"bias": normal(2, 4, 8, 8)}
+
+
+def outcome(run):
+    """The results of a call with their types, or the type of its error."""
+    try:
+        return [(str(jax.typeof(x)), np.asarray(x)) for x in jax.tree.leaves(run())]
+    except Exception as error:
+        return type(error)
+
+
+def check_as_jaxs(run):
+    own, jaxs = (outcome(lambda f=f: run(f)) for f in (OWN, JAXS))
+    if isinstance(jaxs, type) or isinstance(own, type):
+        assert own is jaxs
+        return
+    for (kind, x), (jaxs_kind, y) in zip(own, jaxs, strict=True):
+        assert kind == jaxs_kind
+        np.testing.assert_allclose(np.float32(x), np.float32(y), 1e-2, 2e-3)
+
+
+def gradients_of(f):
+    loss = lambda *args: jnp.sum(jnp.sin(f(*args).astype(jnp.float32)))
+    return lambda *args: jax.grad(loss, tuple(range(len(args))))(*args)
+
+
+@cover(quick=2, ci=20)
+@pytest.mark.parametrize("mode", ["value", "gradient"])
+@pytest.mark.parametrize("varying", ["key", "bias", "query", "value bias", ""])
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("jitted", [True, False])
+def test_what_varies_in_a_shard_map_is_what_jax_says(
+    jitted, dtype, checks, varying, mode
+):
+    """A result is whole only if all that it is made of is."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    specs = tuple(P("data") if name in varying.split() else P() for name in FLOATS)
+    pairs = zip(WIDE.values(), specs, strict=True)
+    args = [np.concatenate([x, -x]) if spec else x for x, spec in pairs]
+
+    def run(attend):
+        f = attend if dtype is None else jamp.autocast(dtype)(attend)
+        f = gradients_of(f) if mode == "gradient" else f
+        outs = specs if mode == "gradient" else P()
+        run = jax.shard_map(
+            f, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=checks
+        )
+        return (jax.jit(run) if jitted else run)(*args)
+
+    check_as_jaxs(run)
+
+
+LAYOUTS = {
+    "batch": P("data"),
+    "heads": P(None, None, "model"),
+    "both": P("data", None, "model"),
+    "lengths": P(None, "data"),
+    "whole": P(),
+}
+
+
+@cover(quick=2)
+@pytest.mark.parametrize("mode", ["value", "gradient"])
+@pytest.mark.parametrize("keys", LAYOUTS)
+@pytest.mark.parametrize("queries", LAYOUTS)
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_what_is_sharded_on_an_explicit_mesh_is_what_jax_says(
+    dtype, queries, keys, mode
+):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), explicit)
+    specs = LAYOUTS[queries], LAYOUTS[keys], LAYOUTS[keys]
+
+    def run(attend):
+        f = attend if dtype is None else jamp.autocast(dtype)(attend)
+        pairs = zip(WIDE.values(), specs, strict=False)
+        args = [
+            jax.device_put(x, jax.sharding.NamedSharding(mesh, s)) for x, s in pairs
+        ]
+        return jax.jit(gradients_of(f) if mode == "gradient" else f)(*args)
+
+    with jax.set_mesh(mesh):
+        check_as_jaxs(run)
+
+
+@cover(quick=2)
+@pytest.mark.parametrize("mode", ["value", "gradient", "each gradient", "forward"])
+@pytest.mark.parametrize(
+    "mapped", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 1, 0)]
+)
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_vmap_over_a_dimension_that_is_sharded(dtype, mapped, mode):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Explicit,))
+    args = []
+    for x, dim in zip(list(WIDE.values())[:3], mapped, strict=True):
+        spec = P() if dim is None else P(*[None] * dim, "data")
+        x = x if dim is None else np.stack([x, -x], dim)
+        args.append(jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))
+
+    def run(attend):
+        f = attend if dtype is None else jamp.autocast(dtype)(attend)
+        each = jax.vmap(f, mapped)
+        return jax.jit(
+            {
+                "value": each,
+                "gradient": gradients_of(each),
+                "each gradient": jax.vmap(gradients_of(f), mapped),
+                "forward": lambda *args: jax.jvp(each, args, args),
+            }[mode]
+        )(*args)
+
+    with jax.set_mesh(mesh):
+        check_as_jaxs(run)
+
+
+def test_a_linear_derivative_is_transposed_after_vmap():
+    _, tangent = jax.linearize(lambda q: OWN(q, key, value), query)
+    each = jax.vmap(tangent)
+    (found,) = jax.linear_transpose(each, np.stack([query] * 2))(np.stack([query] * 2))
+    _, pull = jax.vjp(lambda q: JAXS(q, key, value), query)
+    np.testing.assert_allclose(found[1], pull(query)[0], 1e-4, 1e-5)
+
+
+TAKEN = {
+    "a list": {"local_window_size": [1, 2]},
+    "an array": {"local_window_size": np.array([2, 1])},
+    "a number": {"local_window_size": 1, "is_causal": True},
+    "a traced number": {"local_window_size": (jnp.int32(1), 1)},
+    "an integer bias": {"bias": np.int32(3 * bias)},
+    "a scale of NumPy's": {"scale": np.float32(0.3)},
+    "integers": {},
+}
+
+
+@cover(quick=3)
+@pytest.mark.parametrize("given", TAKEN)
+@pytest.mark.parametrize("half", [None, "float16"])
+def test_it_takes_what_jaxs_takes(half, given):
+    """The numbers are those of JAX's."""
+    region = jamp.autocast(half or "float16", enabled=half is not None)
+    args = query, key, value
+    if given == "integers":
+        args = [np.int32(4 * x) for x in args]
+
+    def of(attend):
+        f = lambda args, traced: attend(*args, **TAKEN[given] | traced)
+        traced = TAKEN[given] if given == "a traced number" else {}
+        return jax.jit(region(f))(args, traced)
+
+    assert of(OWN).dtype == of(JAXS).dtype
+    np.testing.assert_array_equal(of(OWN), of(JAXS))
+
+
+def test_it_takes_lists():
+    lists = [x.tolist() for x in (query, key, value)]
+    expected = JAXS(query, key, value)
+    np.testing.assert_allclose(OWN(*lists), expected, 1e-5, 1e-5)
+
+
+EACH = {
+    "one": lambda f: f,
+    "queries": lambda f: jax.vmap(f, (0, None, None, None)),
+    "others": lambda f: jax.vmap(f, (None, 1, 0, 0)),
+    "twice": lambda f: jax.vmap(
+        jax.vmap(f, (None, 0, None, None)), (0, None, None, None)
+    ),
+}
+
+
+@cover(quick=2)
+@pytest.mark.parametrize("each", EACH)
+@pytest.mark.parametrize("order", ["grad of vmap", "vmap of grad"])
+@pytest.mark.parametrize("name", ["nothing", "bias", "mask", "lengths"])
+def test_cudnns_form_is_mapped_as_xlas(name, order, each, monkeypatch):
+    """A kernel that takes one batch stands for it."""
+
+    def kernel(*floats, implementation, **options):
+        assert {x.ndim for x in floats} == {4}
+        return JAXS(*floats, implementation="xla", **options)
+
+    rest = {n: x for n, x in ALSO[name].items() if n != "bias"}
+    given = bias if name == "bias" else np.zeros_like(bias)
+    attend = lambda q, k, v, b: jnp.sin(
+        OWN(q, k, v, **rest, **({"bias": b} if name == "bias" else {}))
+    )
+    if order == "grad of vmap":
+        f = jax.grad(lambda *args: EACH[each](attend)(*args).sum(), (0, 1, 2, 3))
+    else:
+        f = EACH[each](jax.grad(lambda *args: attend(*args).sum(), (0, 1, 2, 3)))
+    args = [query, key, value, given]
+    dims = {"queries": {0: 0}, "others": {1: 1, 2: 0, 3: 0}, "twice": {0: 0, 1: 0}}
+    for i, dim in dims.get(each, {}).items():
+        args[i] = np.stack([args[i], 2 * args[i]], dim)
+    eqns = [*equations(jax.make_jaxpr(f)(*args))]
+    found = [e for e in eqns if e.primitive is attention.attention_p]
+    assert len(found) == 2  # forward, and backward
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    for eqn in found:
+        arrays = [drawn(v.aval) for v in eqn.invars]
+        forms = attention.CUDNN, attention.XLA
+        own, expected = (eqn.params["run"](attention.Form(n), *arrays) for n in forms)
+        for x, y in zip(own, expected, strict=True):
+            np.testing.assert_allclose(x, y, 1e-4, 1e-5)
+
+
+def drawn(aval):
+    numbers = normal(*aval.shape)
+    if aval.dtype == bool:
+        return jnp.asarray(numbers > 0)
+    return jnp.asarray(numbers + 4 * (aval.dtype == np.int32), aval.dtype)
+
+
+@cover(quick=2)
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("varying", ["all", "keys"])
+@pytest.mark.parametrize("around", ["shard_map", "vmap", "vmap of both"])
+def test_cudnns_kernel_is_called(around, varying, checks):
+    """As on a GPU that has it, for whatever JAX transforms."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    q, k = jnp.ones((4, 128, 4, 64)), jnp.ones((4, 128, 2, 64))
+    region = jamp.autocast("float16")
+    f = gradients_of(region(OWN))
+    if around == "vmap":
+        both = jax.vmap(region(OWN), (0, 0 if varying == "all" else None, None))
+        f = lambda q, k, v: gradients_of(both)(
+            q[None], k[None] if varying == "all" else k, v
+        )
+    elif around == "vmap of both":
+        each = jax.vmap(f, (0, None, 0))
+        f = lambda q, k, v: each(q[None], k, v[None])
+    else:
+        mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+        specs = P("data") if varying == "all" else P(), P("data"), P("data")
+        q = q if varying == "all" else q[:2]
+        outs = specs if checks else P("data")
+        f = jax.shard_map(
+            f, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=checks
+        )
+    with devices.asked_for("h100"):
+        traced = jax.jit(f).trace(q, k, k)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "fmhaSoftmaxBackward" in text and "dot_general" not in text
+
+
+def test_a_mask_in_a_bias_is_finite_for_cudnn(monkeypatch):
+    """Its kernel takes the bias in half precision, in which -1e9 is -inf."""
+    given = []
+
+    def kernel(q, k, v, *, bias, **options):
+        given.append(bias)
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    run = attention.Attention(("bias",), None, False)
+    low = np.float32([[[[-1e9, -7e4, -3.0, 2.0, np.finfo(np.float32).min, -np.inf]]]])
+    for dtype in (jnp.float16, jnp.bfloat16):
+        args = [jnp.asarray(x, dtype) for x in (query, key, value)]
+        run(attention.Form(attention.CUDNN), *args, jnp.asarray(low))
+        assert given[-1].dtype == dtype
+        assert np.isfinite(np.float32(given[-1])).tolist()[0][0][0] == [True] * 5 + [
+            False
+        ]
+        assert given[-1][0, 0, 0, 2:4].tolist() == [-3.0, 2.0]
+
+
 # Flax's modules.
 
 
@@ -359,6 +697,43 @@ def test_it_is_an_attention_of_linen(options):
     variables = jax.jit(own.init)(jax.random.key(0), x)
     applied = lambda layer: lambda x, **more: layer.apply(variables, x, **more)
     same_layer(applied(mine), applied(own), x, **options)
+
+
+LINENS, NNXS = nn.dot_product_attention, nnx.dot_product_attention
+PAIRS = [
+    (jamp.linen.dot_product_attention, LINENS),
+    (jamp.nnx.dot_product_attention, NNXS),
+]
+heads, lower = normal(2, 8, 4, 16), np.tril(np.ones((8, 8)))
+
+
+WHOLE = np.int32(4 * heads)
+FLAXS_TAKE = {
+    "integers": ((WHOLE, WHOLE, WHOLE), {}),
+    "integer keys": ((heads, WHOLE, WHOLE), {}),
+    "a mask of numbers": ((heads, heads, heads), {"mask": lower}),
+    "an integer bias": ((heads, heads, heads), {"bias": np.int32(3 * lower)}),
+    "a bias for each key": ((heads, heads, heads), {"bias": lower[0]}),
+    "small values": ((heads, heads, heads[..., :5]), {}),
+}
+
+
+@cover(quick=3)
+@pytest.mark.parametrize("given", FLAXS_TAKE)
+@pytest.mark.parametrize("own, flaxs", PAIRS, ids=["linen", "nnx"])
+@pytest.mark.parametrize("half", [None, "float16"])
+def test_it_takes_what_flaxs_takes(half, own, flaxs, given):
+    """NNX's refuses values of another size."""
+    region = jamp.autocast(half or "float16", enabled=half is not None)
+    args, more = FLAXS_TAKE[given]
+    if given == "small values" and flaxs is NNXS:
+        with pytest.raises(ValueError, match="value"):
+            own(*args)
+        return
+    got, expected = (region(f)(*args, **more) for f in (own, flaxs))
+    assert got.dtype == expected.dtype
+    tolerance = 1e-5 if half is None else 1e-2
+    np.testing.assert_allclose(got, expected, tolerance, tolerance)
 
 
 def test_dropout_is_flaxs():

@@ -21,6 +21,7 @@ EXCEPTIONS = {
     "tests/torch/": "parity",
     "tests/test_foreign.py": "foreign",
     "tests/test_benchmarks.py": "benchmarks",
+    "tests/autocast/test_own_attention.py": "benchmarks",
     "tests/test_compiled_targets.py": "benchmarks",
 }
 BESIDES_WINGS = {"torch", "endurance", "lint"}

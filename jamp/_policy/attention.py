@@ -33,7 +33,9 @@ def in_flax(own: Callable[..., jax.Array], given: dict[str, Any]) -> jax.Array:
         given.pop("is_causal", None)
     drops = given["dropout_rate"] > 0 and not given["deterministic"]
     inputs = [jnp.asarray(given[name]) for name in HANDLED[:3]]
-    takes = all(map(is_moved, inputs)) and inputs[1].shape == inputs[2].shape
+    _, key, value = (x.shape for x in inputs)
+    is_other_size = key[:-1] == value[:-1] and key[-1] != value[-1]
+    takes = all(map(is_moved, inputs)) and not is_other_size
     if drops or not takes or not given.keys() <= {*HANDLED}:
         return own(**given)
     dtype = given.get("dtype", jnp.result_type(*inputs))

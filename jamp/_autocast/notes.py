@@ -201,7 +201,7 @@ def passed_on(op: Op, notes: Notes) -> Note:
     note, move = notes[x], functools.partial(moved, op)
     before = frozenset(range(np.ndim(x))) if note.along is None else note.along
     along = move(before)
-    known = {"along": along if len(along) >= len(before) else None}
+    known: dict[str, Any] = {"along": along if len(along) >= len(before) else None}
     if (sides := note.sides) is not None:
         left, right, batch = map(move, sides[:3])
         made = Sides(left, right, batch, sides.each)

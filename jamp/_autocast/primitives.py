@@ -240,7 +240,8 @@ def scatter(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
 @register(attention.ATTENTION)
 def attend(trace: AutocastTrace, op: Op) -> Result:
     """Attention as one op, or op by op where its products are not just lowered."""
-    settings, decision, params = trace.settings, op.decision, op.params
+    settings, decision = trace.settings, op.decision
+    params: Any = op.params
     assert decision is not None  # that of a product
     inputs = op._replace(args=op.args[:3])  # a bias is added to float32 scores
     recipes = [r for r in (decision.recipe, settings.recipe) if r is not None]
@@ -248,7 +249,8 @@ def attend(trace: AutocastTrace, op: Op) -> Result:
     takes = weighs or any(recipe._takes_activations for recipe in recipes)
     if takes or settings.probe is not None or decision.precision is not None:
         with trace.current():
-            return attention.op_by_op(*op.args, **params)
+            arrays: Any = op.args
+            return attention.op_by_op(*arrays, **params)
     dtype = dtype_for(trace, inputs, decision, [*map(array_dtype, inputs.args)])
     params = params | {"dtype": dtype}
     if settings.observed:
@@ -257,7 +259,6 @@ def attend(trace: AutocastTrace, op: Op) -> Result:
     if not op.is_baked and dtype is not None:
         cast = [trace.cast(x, dtype) for x in inputs.args]
         op, params = op._replace(args=[*cast, *op.args[3:]]), op.params
-    trace.effects.touched = True
     return as_one_op(trace, op._replace(params=params, decision=decision))
 
 

@@ -113,6 +113,7 @@ class AutocastTrace(CastingTrace):
         # Asked first: where nothing is to be done, results are the inputs themselves.
         weighs = self.tells_weights
         made = makes_activations(self, op, scope.foreign) if weighs else ()
+        out: Any
         if scope.foreign:
             out = self.left_to_another(op)
         else:

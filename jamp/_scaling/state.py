@@ -191,10 +191,12 @@ def check_places(opt_state: PyTree, caller: str) -> None:
     The state shows it: a chain's is a tuple, or an OrderedDict if its members have
     names. What changes no number there, such as `optax.identity()`, is refused too.
     """
-    node, several = opt_state, isinstance(opt_state, tuple | dict)
+    node: Any = opt_state
+    several = isinstance(opt_state, tuple | dict)
     members = [*(node.values() if isinstance(node, dict) else node)] if several else []
     if isinstance(node, optax.transforms.PartitionState):
-        members = [group.inner_state for group in node.inner_states.values()]
+        groups: Any = node.inner_states.values()
+        members = [group.inner_state for group in groups]
         if len({*map(bool, map(find_states, members))}) > 1:
             raise ValueError(PART.format(caller))
     elif isinstance(node, optax.MaskedState) and find_states(node):

@@ -7,7 +7,7 @@ it is a part of the program, and runs in a loop.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,8 @@ class Run(NamedTuple):
     outcome: Outcome
 
 
-Exponents = list[jax.Array]  # int32, one for each scale, in its shape
-Between = tuple[Exponents, Exponents, list[jax.Array]]  # finite, infinite, asked
+Exponents = list[Any]  # arrays of int32, one for each scale, in its shape
+Between = tuple[Exponents, Exponents, list[Any]]  # finite, infinite, asked
 
 
 class Trials:
@@ -105,7 +105,7 @@ class Trials:
     def paths(self) -> list[str]:
         return [*find_states(self.call.state)]
 
-    def highest(self) -> tuple[Exponents, list[jax.Array]]:
+    def highest(self) -> tuple[Exponents, list[Any]]:
         """The largest exponents at which the step is finite, and which are asked.
 
         Returns:
@@ -127,9 +127,7 @@ class Trials:
             between = self._halve(_likely, between)
         return between[0], between[2]
 
-    def _halve(
-        self, choose: Callable[[jax.Array, jax.Array], jax.Array], between: Between
-    ) -> Between:
+    def _halve(self, choose: Callable[..., Any], between: Between) -> Between:
         finite, infinite, _ = between
         middle = [*map(choose, finite, infinite)]
         outcome = self(middle).outcome

@@ -24,8 +24,8 @@ from .walk import walk
 NO_HALF = """jamp.debug.check_step: no matrix product of the step is in half \
 precision, so it needs no loss scale. Call the loss function inside of \
 jamp.autocast(dtype=...): around its definition, that of a jitted function or of \
-value_and_grad(...), a region casts nothing. Or give enabled=False to the loss \
-scale."""
+value_and_grad(...), a region casts nothing, and it never casts float64. Or give \
+enabled=False to the loss scale."""
 
 INSIDE = """jamp.debug.check_step reads what the step computes, and got arrays inside \
 a trace. Call it outside of jit, with a whole step, which may be jitted or mapped."""
@@ -244,6 +244,7 @@ class Watcher:
         return {
             path: dict(zip(COUNTED, (count[:-1] / count[-1]).tolist(), strict=True))
             for path, count in self.counts.items()
+            if count[-1]
         }
 
     def __call__(self, grads: PyTree, scale: jax.Array) -> None:

@@ -102,9 +102,9 @@ def measured(xp: Any, old: Any, a: Any, b: Any) -> list[Any]:
     """The numbers of a `Moved`, in units of the largest element of both changes."""
 
     def change(new: Any) -> Any:
-        is_known = xp.isfinite(new) & xp.isfinite(old)
         wide = widened(dtype_of(old))
-        return xp.where(is_known, new.astype(wide) - old.astype(wide), 0)
+        start = xp.where(xp.isfinite(old), old, 0).astype(wide)  # the best, from inf
+        return xp.where(xp.isfinite(new), new.astype(wide) - start, 0)
 
     one, two = change(a), change(b)
     top = xp.maximum(xp.max(xp.abs(one)), xp.max(xp.abs(two)))

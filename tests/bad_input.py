@@ -706,7 +706,7 @@ jamp.find_loss_scale
     TypeError: structure
     > Write `return state, x`.
   jamp.find_loss_scale(clipping_step, (params, opt_state), x)
-    ValueError: a clip
+    ValueError: divided by the scale once too often
   jamp.find_loss_scale(hiding_step, (params, opt_state), x)
     ValueError: jnp.nan_to_num
   jamp.find_loss_scale(nnx_step, model, optimizer, x)

@@ -6,20 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._checks import shown
-from .._jaxprs import param, variables
+from .._jaxprs import equations, param, variables
 from .._scaling.find_scale import find
 from .._scaling.styles import call_of
 from .._scaling.trials import Trials
 from .._scaling.watched import WATCHER
-from .._tree import NUMBERS, PyTree, path_text
-from .explain import matmul_flops
-from .explanation import low_share
+from .._tree import NUMBERS, PyTree, dtype_of, path_text
 from .grad_numbers import numbers
 from .report import Report, Table, percent
-from .walk import walk
 
 NO_HALF = """jamp.debug.check_step: no matrix product of the step is in half \
 precision, so it needs no loss scale. Call the loss function inside of \
@@ -31,6 +29,7 @@ INSIDE = """jamp.debug.check_step reads what the step computes, and got arrays i
 a trace. Call it outside of jit, with a whole step, which may be jitted or mapped."""
 
 LISTED = 5
+PRODUCTS = "conv_general_dilated", "dot_general", "jamp_attention", "ragged_dot_general"
 COUNTED = "zeros", "flushed", "subnormal"
 
 
@@ -45,8 +44,8 @@ class StepReport(Report):
       gradients: by path, the shares of elements that are zero before float16 sees
         them, that float16 flushes to zero at this scale, and that are subnormal in it:
         `{"zeros": 0.0, "flushed": 0.0, "subnormal": 0.0}`.
-      matmul_share: the share of its matrix products' operations that is in half
-        precision or float8; None without matrix products.
+      matmul_share: the share of its matrix products and convolutions that is in half
+        precision or float8; None without any.
       no_gradient: paths of the gradients that are zero, all of them.
       still: paths of the floating leaves of the state that do not move.
       moved_by_skip: paths of the leaves that a skipped step moves; None if none was
@@ -209,8 +208,13 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
     trials(scales.exponents)
     gradients, proof = watcher.shares(), scales.proof
     program = trials.once.closed
-    ops, _ = walk(program, [""] * len(program.in_avals))
-    share = low_share(matmul_flops(ops))
+    dtypes = [
+        dtype_of(eqn.invars[0].aval)
+        for eqn in equations(program)
+        if eqn.primitive.name in PRODUCTS
+    ]
+    low = [d for d in dtypes if jnp.issubdtype(d, jnp.floating) and d.itemsize < 4]
+    share = len(low) / len(dtypes) if dtypes else None
     is_on = any(np.any(flag) for flag in scales.asked)
     no_half = (NO_HALF,) if share == 0 and is_on else ()
     factors = [np.exp2(np.float32(e)).tolist() for e in scales.exponents]

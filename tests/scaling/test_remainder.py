@@ -162,7 +162,7 @@ def test_a_run_is_the_same_in_both_forms(nesting, optimizer, way):
         assert_same_run(full, rest)
     first, last = runs[REST][0], runs[REST][-1]
     assert np.any(bits(last[0]["w"]) != bits(first[0]["w"])), "the control"
-    assert np.any(np.asarray(kept(last[1])[0]) != 0), "the control"
+    assert any(np.any(np.asarray(x) != 0) for x in kept(last[1])), "the control"
     if nesting in SCALED:
         for i in SKIPPED:
             before, after = runs[REST][i], runs[REST][i + 1]
@@ -363,7 +363,7 @@ def test_master_params_are_float32_and_leave_the_rest():
     inner = {"a": optax.sgd(0.1), "f": optax.set_to_zero()}
     tx = jamp.master_weights(optax.multi_transform(inner, labels), remainder=True)
     masters = jamp.master_params(params, tx.init(params))
-    np.testing.assert_array_equal(masters["b"], params["b"])  # frozen: no master
+    np.testing.assert_array_equal(masters["b"], params["b"])  # frozen
     dtypes = {name: leaf.dtype for name, leaf in masters.items() if leaf is not None}
     wide = jnp.dtype(jnp.float32)
     assert dtypes == {"w": wide, "b": wide, "full": wide, "i": jnp.dtype("int32")}

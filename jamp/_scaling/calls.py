@@ -13,7 +13,7 @@ import numpy as np
 
 from .._checks import shown
 from .._tree import PyTree, T, check_leaves, partition
-from .rule import LossScaleState
+from .rule import SWITCHED_OFF, LossScaleState
 from .state import describe, find_states, is_scale, scalars_of
 from .state_types import check_same
 
@@ -160,7 +160,9 @@ class Call:
 
         def run(arrays: list[Any]) -> Any:
             args, kwargs = rebuilt(arrays)
-            return self.step(*args, **kwargs)
+            result = self.step(*args, **kwargs)
+            check_leaves(result, f"{self.caller}: the result", ARRAYS_OF_THE_STATE)
+            return result
 
         return jax.eval_shape(run, arrays)
 
@@ -179,6 +181,11 @@ class Call:
                 )
             self.form = form or Form(places, 0, 0, makes(result))
         return self.form.split(result)
+
+    def is_off(self) -> bool:
+        """Whether a loss scale of the state is disabled."""
+        trackers = [s.hysteresis_tracker for s in scales_of(self.state)]
+        return any(np.any(tracker == SWITCHED_OFF) for tracker in trackers)
 
     def returned(self, state: PyTree, *aux: PyTree) -> Any:
         """What the user's call returns."""

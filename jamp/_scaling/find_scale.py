@@ -109,7 +109,7 @@ def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class Found(NamedTuple):
-    exponents: Exponents  # the largest at which it is finite
+    exponents: Exponents  # the largest at which it is finite; its own if not asked
     asked: Sequence[jax.Array]  # bool: whether it asks each scale
     proof: Proof
 
@@ -126,6 +126,9 @@ def find(trials: Trials) -> Found:
     never = lambda exponent, asked: np.any(np.asarray(asked & (exponent < LOWEST)))
     if any(map(never, exponents, asked)):
         raise ValueError(NEVER_FINITE.format(caller=trials.call.caller))
+    own = [np.floor(np.log2(np.asarray(s.loss_scale))) for s in trials.scales]
+    rows = zip(asked, exponents, own, strict=True)
+    exponents = [np.where(*row).astype(np.int32) for row in rows]
     return Found(exponents, asked, proof_of(trials.call, exponents))
 
 

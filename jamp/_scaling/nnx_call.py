@@ -41,7 +41,9 @@ class NNXCall(Call):
         self.donating = f"nnx.jit(jamp.retry(step), donate_argnums=({places}))"
         holders = (DynamicLossScaleState, *imported("jamp", "GradScaler"))
         nodes = nnx.iter_graph(self.objects)
-        self.places = [path for path, node in nodes if isinstance(node, holders)]
+        found = {path: node for path, node in nodes if isinstance(node, holders)}
+        self.places = [*found]
+        self.scalers = [x for x in found.values() if hasattr(x, "is_enabled")]
         if not self.places:
             got = ", ".join(type(arg).__name__ for arg in given.values())
             raise ValueError(NO_OBJECT.format(caller, got))
@@ -57,6 +59,9 @@ class NNXCall(Call):
         if graph != self.graph:
             raise TypeError(STATIC.format(self.caller))
         return self.pure(new), aux
+
+    def is_off(self) -> bool:
+        return super().is_off() or not all(x.is_enabled() for x in self.scalers)
 
     def returned(self, state: PyTree, *aux: PyTree) -> Any:
         nnx.update(self.objects, self.of_nnx(state))

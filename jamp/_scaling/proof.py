@@ -6,18 +6,20 @@ a step that does not skip must still compute the same.
 
 In float32 both can be seen at once. So the step is traced with its regions off, and
 runs at a scale of 1 and at 2**40, then once more from there, at 2**-20: but for an
-error, all of it is equal to the last bits. At a scale of inf it must skip.
+error, all of it is equal to the last bits. At a scale of inf it must skip. Each run is
+as many calls as it takes until one steps, at one scale: sums of scaled gradients over
+calls are right.
 
-What a program casts to float16 itself stays so. It overflows at such scales, and below
-its normal range it rounds otherwise: a leaf whose gradient is nothing but rounding,
-such as the bias of an attention's keys, may be twice as large at half the scale. A
-mistake differs in kind: it changes the size of a leaf and not its direction, and
-rounding changes both. Of a gradient and something of a size of its own, the sum at one
-scale and that at half of it have a cosine of at least 2 sqrt(2) / 3 = 0.943, wherever
-they point. So two pairs of runs convict a leaf there, one near the largest scale and
-one eight times below, where rounding is coarser: the changes of each pair must be
-parallel, and the first have different sizes, either both pairs in the same way, or by
-a power of two, which a clip makes that does not act below.
+What a program casts to float16 itself stays so. If it depends on the loss scale, it
+overflows at such scales, and below its normal range it rounds otherwise: a leaf whose
+gradient is nothing but rounding, such as the bias of an attention's keys, may be twice
+as large at half the scale. A mistake differs in kind: it changes the size of a leaf and
+not its direction, and rounding changes both. Of a gradient and something of a size of
+its own, the sum at one scale and that at half of it have a cosine of at least 2 sqrt(2)
+/ 3 = 0.943, wherever they point. So two pairs of runs convict a leaf there, one near
+the largest scale and one eight times below, where rounding is coarser: the changes of
+each pair must be parallel, and the first have different sizes, either both pairs in the
+same way, or by a power of two, which a clip makes that does not act below.
 
 What a step writes over, such as a log in the state, does not count.
 """
@@ -32,40 +34,41 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
 
-from .._jaxprs import equations, follow_loops
+from .._jaxprs import equations, follow_loops, inside
 from .._tree import PyTree, is_inexact
 from .calls import Call
-from .moved import Moved, equal, leaves_of, moves, parameters
-from .rule import SWITCHED_OFF
-from .trials import INFINITE, LOWEST, Exponents, Outcome, Run, Trials
+from .moved import FACTOR, Moved, equal, leaves_of, moves, parameters
+from .trials import INFINITE, LOWEST, Exponents, Run, Trials
 
 UP, DOWN = 40, -20  # the exponents of the scales at which it runs, and 0
-SAME = 2.0**-9  # the largest difference of two runs that compute the same
-STEPS = 64  # that are taken, at most, until a parameter moves
+SAME = 2.0**-16  # the largest difference of two runs that compute the same
+STEPS = 64  # calls, at most, until one moves a parameter and asks a loss scale
 
 DEPENDS = """{caller}: {cause} What the step computes depends on the loss scale{at}: \
-at one {times} times as large, {leaf} moves {factor:.4g} times as far. A right step \
-computes the same at each power of two."""
+at one {times} times as large, {leaf} moves {how}. A right step computes the same at \
+each power of two."""
 
 DIVIDED = """the gradients are divided by the scale once too often. Something else \
 than scaled gradients meets them: a loss (also a second or an auxiliary one) that is \
-not scaled, a clip, a norm, jnp.nan_to_num, a penalty, noise, weight decay, an \
-epsilon, or what jamp.unscale or a DynamicScale has divided. {cure}"""
+not scaled, a clip, a norm, a threshold, jnp.nan_to_num, a penalty, noise, weight \
+decay, an epsilon, or what jamp.unscale or a DynamicScale has divided. {cure}"""
 
 IN_CHAIN = """Multiply each loss by the scale of the state that the step is given, by \
 jamp.value_and_grad(loss_fn, opt_state) or jamp.scale_loss, and clip, normalize and \
 penalize in the chain inside: \
 jamp.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optimizer))."""
 
-BY_SCALER = """Let the loss function return scaler.scale(loss) of each loss, and clip \
-what scaler.unscale_ returns, or in the optimizer's chain."""
+BY_SCALER = """Let the loss function return scaler.scale(loss) of each loss, and use \
+what scaler.unscale_ returned: clip that, or clip in the optimizer's chain."""
 
 MULTIPLIED = """the gradients are multiplied by the scale once too often: scaled twice \
 (take one of jamp.value_and_grad, jamp.scale_loss and scaler.scale, once), or given to \
-no optimizer with a loss scale, as if arguments are swapped, or if nothing uses what \
-scaler.unscale_ returned. If this call only accumulates them, give one that steps."""
+an optimizer without this loss scale, as if arguments are swapped, or if nothing uses \
+what scaler.unscale_ returned. Or the state keeps scaled ones, a mean of them or a \
+scaled loss: keep those of jamp.unscale(grads, opt_state)."""
 
 KEPT = """{caller}: {leaf} depends on how the loss scale moved between two calls: the \
 state keeps scaled gradients from one call to the next. Keep \
@@ -73,8 +76,8 @@ jamp.unscale(grads, opt_state)."""
 
 STOPS = """{caller}: whether the step moves {leaf} depends on the size of scaled \
 gradients: it does at a loss scale of 1, and not at one {times} times as large. A \
-threshold on their norm meets them: put it into the chain inside of the loss scale, or \
-compare jamp.unscale(grads, opt_state). Or the loss is not scaled. {cure}"""
+threshold, a clip or a norm meets them: put it into the chain inside of the loss \
+scale, or compare jamp.unscale(grads, opt_state). Or the loss is not scaled. {cure}"""
 
 HIDDEN = """{caller}: a loss scale of inf{at} does not skip the step, and {leaf} \
 {what}. Something hides an inf or nan from the loss scale, such as jnp.nan_to_num, a \
@@ -85,14 +88,15 @@ BROKEN = """{caller}: a skipped step writes inf or nan into {leaf}. A loss scale
 what its own optimizer changes. Hold the rest: skipped = \
 jamp.metrics(opt_state)["found_inf"], and jnp.where(skipped, old, new)."""
 
-STILL = """{caller}: nothing is proved, since no parameter moves{calls}. Use what \
-jamp.step or the optimizer returned, and change NNX objects under nnx.jit, because \
-jax.jit loses that. Are all gradients zero? If parameters move in a later call (after \
-microbatches, or from a learning rate of 0), give the state before that one."""
+STILL = """{caller}: nothing is proved, since in {calls} no parameter moves that a \
+skip would hold. Use what jamp.step or the optimizer returned, and change NNX objects \
+under nnx.jit, because jax.jit loses that. Or all gradients are zero, as \
+jnp.nan_to_num makes those that overflow. If parameters move later, give the state \
+before that."""
 
-UNASKED = """{caller}: nothing is proved, since this call asks no loss scale: its \
-gradients reach no optimizer that has one. {cure} If it only accumulates them, or if \
-steps begin later, give a call that steps."""
+UNASKED = """{caller}: nothing is proved, since {calls} leaves the loss scale as it \
+is: gradients reach no optimizer or GradScaler that has it, or the state that this \
+returned is dropped. {cure} If steps begin later, give the state before that."""
 
 UNPROVED = """{caller}: the step cannot be proved: it is finite at the largest loss \
 scale, and skips at others. There is something in it that overflows in float32, or \
@@ -132,12 +136,9 @@ class Prover:
     def __init__(self, call: Call, highest: Exponents):
         self.call, self.state, self.highest = call, call.state, highest
         self.trials = Trials(call, in_float32=True)
-        self.kept, self.remembers = kept_leaves(self.trials)
-        program = self.trials.once.closed
-        eqns = [*equations(program)]
-        values = [v.aval for eqn in eqns for v in eqn.outvars]
-        self.is_exact = not any(map(is_narrow, [*program.in_avals, *values]))
-        self.draws = any("callback" in eqn.primitive.name for eqn in eqns)
+        self.kept, self.remembers, self.is_exact = kept_leaves(self.trials)
+        names = [eqn.primitive.name for eqn in equations(self.trials.once.closed)]
+        self.draws = any("callback" in name for name in names)
         lower = self.below(8)
         self.base = (
             [np.minimum(e, 0) for e in lower] if self.is_exact else self.below(1)
@@ -149,7 +150,11 @@ class Prover:
         return [np.clip(e - times, LOWEST, INFINITE - 2) for e in self.highest]
 
     def run(self, exponents: Exponents, state: PyTree = None) -> Run:
-        return self.trials(exponents, self.state if state is None else state)
+        """As many calls as it takes to step, at these scales."""
+        run = Run(self.state if state is None else state, None, self.one.outcome)
+        for _ in range(self.calls):
+            run = self.trials(exponents, run.state)
+        return run
 
     def base_but(self, place: int, exponent: ArrayLike) -> Exponents:
         new = np.full_like(self.base[place], exponent)
@@ -161,41 +166,41 @@ class Prover:
 
     def problems(self) -> Iterator[str]:
         """The first thing that is wrong with a step that does not skip, if any."""
-        calls = self.calls_until_it_moves()
-        if skips(self.one.outcome):
-            yield self.says(UNPROVED)
-        elif calls:
-            yield self.says(STILL, calls=f" in {calls} calls" if calls > 1 else "")
+        if problem := self.first_calls():
+            calls = f"each of {self.calls} calls" if self.calls > 1 else "this call"
+            yield self.says(problem, calls=calls)
         elif self.draws and (leaf := self.drawn()):
             yield self.says(NOT_REPEATED, leaf=leaf)
         else:
             judge = self.exact_problems if self.is_exact else self.coarse_problems
             yield from itertools.islice(judge(), 1)
-            if not self.asks():
-                yield self.says(UNASKED)
-
-    def asks(self) -> bool:
-        """Whether the step asks a loss scale, or all of them are switched off."""
-        off = [s.hysteresis_tracker == SWITCHED_OFF for s in self.trials.scales]
-        rows = [*self.one.outcome.asked, *off]
-        return any(np.any(np.asarray(row)) for row in rows)
 
     def drawn(self) -> str:
         """A leaf that moves otherwise if the step runs again."""
         leaves = self.wrong(self.changes(self.one, self.run(self.base)))
         return leaves[0].path if leaves else ""
 
-    def calls_until_it_moves(self) -> int:
-        """0, and the state before the first call that moves a parameter; or how many
-        calls do not."""
-        for calls in range(STEPS):
-            self.one = self.run(self.base)
-            if not equal(parameters(self.one.state), parameters(self.state)):
-                return 0
-            if skips(self.one.outcome) or equal(self.one.state, self.state):
-                return calls + 1
-            self.state = self.one.state
-        return STEPS
+    def first_calls(self) -> str:
+        """Calls until one steps: it asks a loss scale, and a parameter moves, which it
+        does not if it is skipped. Or why none does."""
+        infinite = [np.full_like(e, INFINITE) for e in self.base]
+        state, is_moved, asks = self.state, False, False
+        for self.calls in range(1, STEPS + 1):
+            self.one = self.trials(self.base, state)
+            new, asks = parameters(self.one.state), some(self.one.outcome.asked)
+            is_moved = not equal(new, parameters(self.state))
+            if some(self.one.outcome.skipped):
+                return UNPROVED
+            if is_moved and self.call.is_off():
+                return ""
+            if is_moved and asks:
+                over = self.trials(infinite, state)
+                if not equal(new, parameters(over.state)):
+                    return ""
+            if equal(self.one.state, state):
+                break
+            state = self.one.state
+        return UNASKED if is_moved and not asks else STILL
 
     def exact_problems(self) -> Iterator[str]:
         """One scale after the other is far higher. From there, all are far lower, if
@@ -204,7 +209,7 @@ class Prover:
         for place, highest in enumerate(self.highest):
             for exponent in (UP, highest):
                 up = self.run(self.base_but(place, exponent))
-                if not skips(up.outcome):
+                if not some(up.outcome.skipped):
                     break
             else:
                 yield self.says(UNPROVED)
@@ -215,7 +220,7 @@ class Prover:
             return
         two = self.run(self.base, self.one.state)
         low = self.run([e + DOWN for e in self.base], up.state)
-        if not skips(two.outcome) and not skips(low.outcome):
+        if not some(two.outcome.skipped) and not some(low.outcome.skipped):
             for leaf in self.wrong(moves(self.state, two.state, low.state)):
                 yield self.says(KEPT, leaf=leaf.path)
 
@@ -227,8 +232,9 @@ class Prover:
             return
         far = moves(self.state, *(self.run(self.below(n)).state for n in (5, 4)))
         low = {leaf.path: leaf for leaf in far}
-        some = any(leaf.size > 1 for leaf in evidence)  # of one number, all is parallel
-        evidence = [leaf for leaf in evidence if leaf.size > 1 or not some]
+        # Of one number, all is parallel.
+        least = min(2, max(leaf.size for leaf in evidence))
+        evidence = [leaf for leaf in evidence if leaf.size >= least]
         if wrong := [leaf for leaf in evidence if convicts(leaf, low[leaf.path])]:
             yield self.depends(wrong, 1)
 
@@ -254,8 +260,9 @@ class Prover:
         leaf, times = wrong[0], f"2**{power}" if power > 1 else "2"
         if not leaf.b:
             return self.says(STOPS, leaf=leaf.path, times=times)
-        cause = DIVIDED if leaf.factor < 1 else MULTIPLIED
-        of = {"leaf": leaf.path, "factor": leaf.factor, "times": times, "at": at}
+        cause = MULTIPLIED if leaf.factor > FACTOR**power else DIVIDED
+        how = f"{leaf.factor:.4g} times as far" if leaf.is_scaled() else "otherwise"
+        of = {"leaf": leaf.path, "how": how, "times": times, "at": at}
         return self.says(DEPENDS, cause=self.says(cause), **of)
 
     def overflown(self) -> tuple[list[str], tuple[str, ...] | None]:
@@ -298,8 +305,8 @@ def convicts(near: Moved, far: Moved) -> bool:
     return near.is_power() or (same_way and far.is_scaled())
 
 
-def skips(outcome: Outcome) -> bool:
-    return any(np.any(np.asarray(count)) for count in outcome.skipped)
+def some(flags: Sequence[ArrayLike]) -> bool:
+    return any(np.any(np.asarray(flag)) for flag in flags)
 
 
 def is_narrow(aval: Any) -> bool:
@@ -309,18 +316,26 @@ def is_narrow(aval: Any) -> bool:
     return is_float and jnp.finfo(dtype).minexp > LOWEST
 
 
-def kept_leaves(trials: Trials) -> tuple[Set[str], bool]:
+def kept_leaves(trials: Trials) -> tuple[Set[str], bool, bool]:
     """The leaves of the state whose new value depends on the old one.
 
     Parameters, moments and averages do, and what is written over does not. And whether
-    one of them depends on the old value of what is written over.
+    one of them depends on the old value of what is written over. And whether nothing
+    narrow depends on a loss scale, as frozen parts and a batch in float16 do not.
     """
     program, state = trials.once.closed, trials.call.state
     first = len(jax.tree.leaves(trials.scales))  # the place of the state's first leaf
     leaves, structure = jax.tree.flatten(state)
     inputs = [1 << place for place in range(len(program.in_avals))]
     both = lambda sets: functools.reduce(operator.or_, sets, 0)
-    results = lambda eqn, given: [both(given)] * len(eqn.outvars)
+    narrow: list[Any] = []
+
+    def results(eqn: JaxprEqn, given: list[int]) -> list[int]:
+        if both(given) % (1 << first):
+            made = [v.aval for e in (eqn, *inside(eqn)) for v in e.outvars]
+            narrow.extend(filter(is_narrow, made))
+        return [both(given)] * len(eqn.outvars)
+
     found = follow_loops(program, inputs, results, both, 0)
     kept = [bool(found[place] >> (first + place) & 1) for place in range(len(leaves))]
     named = dict(leaves_of(structure.unflatten(kept)))
@@ -328,4 +343,4 @@ def kept_leaves(trials: Trials) -> tuple[Set[str], bool]:
         1 << first + place for place, flag in enumerate(kept) if not flag
     )
     remembers = any(found[p] & written_over for p, flag in enumerate(kept) if flag)
-    return {path for path, flag in named.items() if flag}, remembers
+    return {path for path, flag in named.items() if flag}, remembers, not narrow

@@ -6,8 +6,8 @@ it is a part of the program, and runs in a loop.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Run(NamedTuple):
     outcome: Outcome
 
 
-Exponents = list[jax.Array]  # int32, one for each scale, in its shape
+Exponents = Sequence[Any]  # int32 arrays, one for each scale, in its shape
 Between = tuple[Exponents, Exponents, list[jax.Array]]  # finite, infinite, asked
 
 

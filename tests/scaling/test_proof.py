@@ -320,6 +320,13 @@ def alone_of(state, x, y):
     return alone(state, x, y, False)
 
 
+def test_a_function_among_several_arguments_is_named():
+    params, opt_state = start()
+    step = lambda model, opt_state, x, y: (model, opt_state)
+    with pytest.raises(TypeError, match=r"result at \[0\]\['act'\] .*eqx\.partition"):
+        jamp.find_loss_scale(step, {**params, "act": jax.nn.gelu}, opt_state, X, Y)
+
+
 def test_states_that_a_step_does_not_return_are_told():
     step = lambda params, opt_state, x, y: moved(params, opt_state, x, y, False)[2]
     with pytest.raises(TypeError, match=r"got dict, .*State.*, and returned"):
@@ -472,11 +479,57 @@ UNSEEN = {
         )[0]
     ),
     "sharpness": of_a_large_epsilon,
+    "a small decay": with_grads(
+        lambda g, p, s: jax.tree.map(lambda g, p: g + 1e-5 * p, g, p)
+    ),
+    "beside a batch in half": lambda state, x, y: UNSEEN["a second loss"](
+        state, x.astype(jnp.float16).astype(jnp.float32), y
+    ),
+}
+
+
+def lost(state, x, y):
+    """The parameters, but not the statistics and what the optimizer keeps."""
+    params, opt_state, mean = state
+    _, opt_state = jamp.step(TX, scaled_grads(state, x, y), opt_state, params)
+    return (params, opt_state, 0.9 * mean + 0.1 * x.mean(0)), None
+
+
+def best(state, x, y):
+    """The least loss so far, which begins at inf and is scaled."""
+    params, opt_state, least = state
+    loss = lambda params: jamp.scale_loss(loss_of(params, x, y), opt_state)
+    value, grads = jax.value_and_grad(loss)(params)
+    return (*jamp.step(TX, grads, opt_state, params), jnp.minimum(least, value)), None
+
+
+def summed(state, x, y, clip=False):
+    """torch's accumulation: scaled gradients of two calls, which meet one scale."""
+    params, opt_state, total, count = state
+    grads = scaled_grads(state, x, y)
+    grads = clipped(grads, None, None) if clip else grads
+    total = jax.tree.map(jnp.add, total, grads)
+    stepped = jamp.step(TX, total, opt_state, params)
+    new = *stepped, jax.tree.map(jnp.zeros_like, total)
+    kept = jax.lax.cond(count % 2 == 1, lambda: new, lambda: (*state[:2], total))
+    return (*kept, count + 1), None
+
+
+STATES = {
+    "one": start,
+    "two": lambda: (start(), start()),
+    "grads": lambda: (*start(), jax.tree.map(jnp.zeros_like, make_params())),
+    "mean": lambda: (*start(), jnp.zeros(8)),
+    "least": lambda: (*start(), jnp.float32(jnp.inf)),
+    "sums": lambda: (*STATES["grads"](), jnp.int32(0)),
 }
 OF_THEIR_OWN = {  # with another message, or another state
-    "nothing is used": (nothing_is_used, 1, "no parameter moves"),
+    "nothing is used": (nothing_is_used, "one", "no parameter moves"),
+    "parameters are lost": (lost, "mean", "no parameter moves that a skip would hold"),
+    "the best scaled loss": (best, "least", r"a scaled loss: .*\[2\] moves"),
     "a mean of two calls": (averaged, "grads", "between two calls"),
-    "the scale of another": (with_another_scale, 2, DEPENDS),
+    "sums of clipped ones": (functools.partial(summed, clip=True), "sums", DIVIDED),
+    "the scale of another": (with_another_scale, "two", DEPENDS),
 }
 
 
@@ -492,10 +545,60 @@ def test_what_only_float32_shows_is_named(jit, name):
 @pytest.mark.parametrize("name", OF_THEIR_OWN)
 def test_what_moves_nothing_or_between_calls_is_named(name):
     step, kind, message = OF_THEIR_OWN[name]
-    zeros = jax.tree.map(jnp.zeros_like, make_params())
-    state = {1: start(), 2: (start(), start()), "grads": (*start(), zeros)}[kind]
     with pytest.raises(ValueError, match=message):
-        jamp.find_loss_scale(step, state, X, Y)
+        jamp.find_loss_scale(step, STATES[kind](), X, Y)
+
+
+def with_statistics_and_a_warmup(state, x, y):
+    """At first only the statistics move, on a skipped step too."""
+    params, opt_state, mean = state
+    grads = scaled_grads(state, x, y)
+    return (*jamp.step(WARM, grads, opt_state, params), 0.9 * mean + x.mean(0)), None
+
+
+WARM = jamp.dynamic_loss_scale(optax.sgd(optax.linear_schedule(0.0, 0.1, 2)))
+LATER = {  # a call that is not the first steps
+    "sums": (summed, STATES["sums"]),
+    "a warmup": (
+        with_statistics_and_a_warmup,
+        lambda: (make_params(), WARM.init(make_params()), jnp.zeros(8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_step_is_as_many_calls_as_it_takes(name):
+    step, state = LATER[name]
+    report = jamp.debug.check_step(jax.jit(step), state(), X, Y)
+    assert report.problems == ()
+    assert {"[0]['b']", "[0]['w1']", "[0]['w2']"}.isdisjoint(report.still)
+
+
+def test_sums_of_half_gradients_over_calls_pass():
+    tx = jamp.dynamic_loss_scale(jamp.master_weights(optax.adam(1e-3)))
+    params = jax.tree.map(lambda a: a.astype(jnp.float16), make_params())
+
+    def step(state, x, y):
+        params, opt_state, total, count = state
+        grads = scaled_grads(state, x, y)
+        total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
+        new = (
+            *jamp.step(tx, total, opt_state, params),
+            jax.tree.map(jnp.zeros_like, total),
+        )
+        kept = jax.lax.cond(count % 2 == 1, lambda: new, lambda: (*state[:2], total))
+        return (*kept, count + 1), None
+
+    zeros = jax.tree.map(jnp.zeros_like, make_params())
+    state = params, tx.init(params), zeros, jnp.int32(0)
+    found = jamp.find_loss_scale(step, state, X, Y)
+    assert jamp.loss_scale(found[1]) == 2.0**16  # the first call does not ask it
+
+
+def test_what_moves_a_step_as_far_another_way_is_divided():
+    """Adam moves each element by its rate, so that no leaf moves less."""
+    with pytest.raises(ValueError, match=DIVIDED):
+        jamp.find_loss_scale(UNSEEN["noise"], start(), X, Y)
 
 
 def test_a_plain_optimizer_called_by_hand_is_named():
@@ -507,7 +610,7 @@ def test_a_plain_optimizer_called_by_hand_is_named():
         updates, plain_state = plain.update(grads, plain_state, params)
         return (optax.apply_updates(params, updates), opt_state, plain_state), None
 
-    with pytest.raises(ValueError, match="to no optimizer with a loss scale"):
+    with pytest.raises(ValueError, match="reach no optimizer or GradScaler"):
         jamp.find_loss_scale(step, (*start(), plain.init(make_params())), X, Y)
 
 
@@ -586,9 +689,16 @@ def make_objects():
 
 USES = {  # of a scaler, and how they are named if they are wrong
     "right": None,
-    "dropped": r"nothing uses what scaler\.unscale_ returned",
+    "dropped": r"use what scaler\.unscale_ returned",
     "twice": r"scaled twice",
 }
+
+
+def test_a_scaler_that_is_switched_off_passes():
+    model, optimizer, _ = make_objects()
+    off = jamp.GradScaler(enabled=False)
+    report = jamp.debug.check_step(nnx.jit(scaler_step), model, optimizer, off, X, Y)
+    assert report.problems == ()
 
 
 @cover(quick=3, ci=6)
@@ -800,6 +910,13 @@ def test_the_report_counts_what_float16_loses():
     flushed = [0 < abs(g) <= 2.0**-25 for g in lost]
     assert of["flushed"] == sum(flushed) / 4
     assert of["subnormal"] == sum(2.0**-25 < g < 2.0**-14 for g in lost) / 4
+
+
+def test_a_leaf_without_elements_has_no_shares():
+    params = make_params() | {"none": jnp.zeros((0, 3))}
+    step, state = step_of(loss_of, optax.sgd(0.1), params)
+    report = jamp.debug.check_step(step, state, X, Y)
+    assert not report.problems and {*report.gradients} == {*make_params()}
 
 
 def without_a_region(params, x, y):
@@ -1021,6 +1138,21 @@ def test_a_scale_that_cannot_rise_passes(name):
         small, INNER[name], make_params(), init_scale=1.0, max_scale=1.0
     )
     assert jamp.loss_scale(jamp.find_loss_scale(step, state, X, Y)[1]) == 1
+
+
+def test_few_elements_whose_signs_are_rounding_pass():
+    """A sum in another order, as on a GPU, may turn one of so many, and Lion's step."""
+    params = jnp.zeros(2**18)
+
+    def step(state, x):
+        params, opt_state = state
+        loss, grads = jamp.value_and_grad(lambda p: jnp.sum(p * x), opt_state)(params)
+        turned = jnp.where(jamp.loss_scale(opt_state) > 1, -1e-9, 1e-9)
+        grads = grads.at[0].multiply(turned)
+        return jamp.step(tx, grads, opt_state, params), loss
+
+    tx = jamp.dynamic_loss_scale(optax.lion(0.1))
+    jamp.find_loss_scale(step, (params, tx.init(params)), np.ones(2**18, np.float32))
 
 
 LOGS = {

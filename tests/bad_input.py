@@ -708,7 +708,7 @@ jamp.find_loss_scale
   jamp.find_loss_scale(clipping_step, (params, opt_state), x)
     ValueError: divided by the scale once too often
   jamp.find_loss_scale(hiding_step, (params, opt_state), x)
-    ValueError: jnp.nan_to_num
+    ValueError: divided by the scale once too often
   jamp.find_loss_scale(nnx_step, model, optimizer, x)
     ValueError: loss scale
 

@@ -39,8 +39,9 @@ class StepReport(Report):
 
     Attributes:
       problems: what is wrong, in words; empty if nothing was found.
-      scale: float32: the largest power of two at which the step is finite. Of several
-        states, or devices, a list. None if there is no such scale.
+      scale: float32: the largest power of two at which the step is finite, or its own
+        if the first call does not ask it. Of several states, or devices, a list. None
+        if there is no such scale.
       gradients: by path, the shares of elements that are zero before float16 sees
         them, that float16 flushes to zero at this scale, and that are subnormal in it:
         `{"zeros": 0.0, "flushed": 0.0, "subnormal": 0.0}`.
@@ -133,16 +134,16 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
     """Whether a training step uses its loss scale rightly, and what it does with it.
 
     It runs the step some ten times, on the same state and batch, and discards the
-    results. Two facts tell: what a right step computes does not depend on a
-    power-of-two loss scale, and a scale that overflows skips. Both are seen in float32,
-    with the step's regions off, at scales far apart: 1, 2**40, and once more from there
-    at 2**-20, and inf. `find_loss_scale` runs the same checks, and raises an error for
-    a step that is wrong. That no matrix product is in half precision is a problem here
-    alone.
+    results. If steps begin later, as after microbatches, a run is several calls. Two
+    facts tell: what a right step computes does not depend on a power-of-two loss scale,
+    and a scale that overflows skips. Both are seen in float32, with the step's regions
+    off, at scales far apart: 1, 2**40, and once more from there at 2**-20, and inf.
+    `find_loss_scale` runs the same checks, and raises an error for a step that is
+    wrong. That no matrix product is in half precision is a problem here alone.
 
-    What the step casts to float16 itself (a `Policy`, half parameters) stays so, and
-    only near scales are compared there: a penalty or noise that is small beside scaled
-    gradients does not show.
+    Gradients that the step itself casts to float16 (a `Policy`, half parameters) stay
+    so, and only near scales are compared there: a penalty or noise that is small beside
+    scaled gradients does not show.
 
     Args:
       step: as for `find_loss_scale`, jitted or not. Nothing is donated, and nothing

@@ -26,7 +26,7 @@ class Moved(NamedTuple):
     size: int  # in elements
     a: float
     b: float
-    apart: float  # of a - b
+    difference: float  # the mean size of a - b, over that of a or b, the larger one
     cosine: float  # of the angle between a and b; 0 if it did not move in one of them
     broken: bool  # whether b has an inf or nan where there was none
 
@@ -34,10 +34,6 @@ class Moved(NamedTuple):
     def factor(self) -> float:
         """How much farther it moved in b; 1 if it did not move in one of them."""
         return self.b / self.a if self.a and self.b else 1.0
-
-    @property
-    def difference(self) -> float:
-        return self.apart / max(self.a, self.b) if self.apart else 0.0
 
     def is_scaled(self) -> bool:
         return not 1 / FACTOR < self.factor < FACTOR
@@ -72,9 +68,9 @@ def moves(old: PyTree, a: PyTree, b: PyTree) -> Iterator[Moved]:
         if is_inexact(start) and jnp.size(start)
     ]
     for path, size, numbers in jax.device_get(floating):
-        one, two, apart, inner, broken = map(float, numbers)
+        one, two, difference, inner, broken = map(float, numbers)
         cosine = inner / (one * two) if one and two else 0.0
-        yield Moved(path, size, one, two, apart, cosine, bool(broken))
+        yield Moved(path, size, one, two, difference, cosine, bool(broken))
 
 
 def parameters(tree: PyTree) -> list[PyTree]:
@@ -111,10 +107,13 @@ def measured(xp: Any, old: Any, a: Any, b: Any) -> list[Any]:
     unit = xp.where(top > 0, top, 1)
     one, two = one / unit, two / unit
     norm = lambda x: xp.sqrt(xp.sum(xp.abs(x) ** 2))
+    # Not of norms: of few elements, whose signs are rounding, a norm is large.
+    mean = lambda x: xp.mean(xp.abs(x))
+    difference = mean(one - two) / xp.maximum(xp.maximum(mean(one), mean(two)), 1e-30)
     inner = xp.sum(xp.real(xp.conj(one) * two))
     is_same = (a == b) | ((a != a) & (b != b))  # it may have been inf before
     broken = xp.any(~xp.isfinite(b) & xp.isfinite(old) & ~is_same)
-    return [norm(one), norm(two), norm(one - two), inner, broken]
+    return [norm(one), norm(two), difference, inner, broken]
 
 
 def same(xp: Any, a: Any, b: Any) -> Any:

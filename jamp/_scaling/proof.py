@@ -6,18 +6,20 @@ a step that does not skip must still compute the same.
 
 In float32 both can be seen at once. So the step is traced with its regions off, and
 runs at a scale of 1 and at 2**40, then once more from there, at 2**-20: but for an
-error, all of it is equal to the last bits. At a scale of inf it must skip.
+error, all of it is equal to the last bits. At a scale of inf it must skip. Each run is
+as many calls as it takes until one steps, at one scale: sums of scaled gradients over
+calls are right.
 
-What a program casts to float16 itself stays so. It overflows at such scales, and below
-its normal range it rounds otherwise: a leaf whose gradient is nothing but rounding,
-such as the bias of an attention's keys, may be twice as large at half the scale. A
-mistake differs in kind: it changes the size of a leaf and not its direction, and
-rounding changes both. Of a gradient and something of a size of its own, the sum at one
-scale and that at half of it have a cosine of at least 2 sqrt(2) / 3 = 0.943, wherever
-they point. So two pairs of runs convict a leaf there, one near the largest scale and
-one eight times below, where rounding is coarser: the changes of each pair must be
-parallel, and the first have different sizes, either both pairs in the same way, or by
-a power of two, which a clip makes that does not act below.
+What a program casts to float16 itself stays so. If it depends on the loss scale, it
+overflows at such scales, and below its normal range it rounds otherwise: a leaf whose
+gradient is nothing but rounding, such as the bias of an attention's keys, may be twice
+as large at half the scale. A mistake differs in kind: it changes the size of a leaf and
+not its direction, and rounding changes both. Of a gradient and something of a size of
+its own, the sum at one scale and that at half of it have a cosine of at least 2 sqrt(2)
+/ 3 = 0.943, wherever they point. So two pairs of runs convict a leaf there, one near
+the largest scale and one eight times below, where rounding is coarser: the changes of
+each pair must be parallel, and the first have different sizes, either both pairs in the
+same way, or by a power of two, which a clip makes that does not act below.
 
 What a step writes over, such as a log in the state, does not count.
 """
@@ -182,23 +184,23 @@ class Prover:
         """Calls until one steps: it asks a loss scale, and a parameter moves, which it
         does not if it is skipped. Or why none does."""
         infinite = [np.full_like(e, INFINITE) for e in self.base]
-        state, moves, asks = self.state, False, False
+        state, is_moved, asks = self.state, False, False
         for self.calls in range(1, STEPS + 1):
             self.one = self.trials(self.base, state)
             new, asks = parameters(self.one.state), some(self.one.outcome.asked)
-            moves = not equal(new, parameters(self.state))
+            is_moved = not equal(new, parameters(self.state))
             if some(self.one.outcome.skipped):
                 return UNPROVED
-            if moves and self.call.is_off():
+            if is_moved and self.call.is_off():
                 return ""
-            if moves and asks:
+            if is_moved and asks:
                 self.over = self.trials(infinite, state)
                 if not equal(new, parameters(self.over.state)):
                     return ""
             if equal(self.one.state, state):
                 break
             state = self.one.state
-        return UNASKED if moves and not asks else STILL
+        return UNASKED if is_moved and not asks else STILL
 
     def exact_problems(self) -> Iterator[str]:
         """One scale after the other is far higher. From there, all are far lower, if
@@ -230,8 +232,9 @@ class Prover:
             return
         far = moves(self.state, *(self.run(self.below(n)).state for n in (5, 4)))
         low = {leaf.path: leaf for leaf in far}
-        some = any(leaf.size > 1 for leaf in evidence)  # of one number, all is parallel
-        evidence = [leaf for leaf in evidence if leaf.size > 1 or not some]
+        # Of one number, all is parallel.
+        least = min(2, max(leaf.size for leaf in evidence))
+        evidence = [leaf for leaf in evidence if leaf.size >= least]
         if wrong := [leaf for leaf in evidence if convicts(leaf, low[leaf.path])]:
             yield self.depends(wrong, 1)
 

@@ -6,7 +6,7 @@ it is a part of the program, and runs in a loop.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +48,7 @@ class Run(NamedTuple):
     outcome: Outcome
 
 
-Exponents = list[Any]  # arrays of int32, one for each scale, in its shape
+Exponents = Sequence[Any]  # int32 arrays, one for each scale, in its shape
 Between = tuple[Exponents, Exponents, list[Any]]  # finite, infinite, asked
 
 

@@ -597,7 +597,7 @@ def test_sums_of_half_gradients_over_calls_pass():
 
 def test_what_moves_a_step_as_far_another_way_is_divided():
     """Adam moves each element by its rate, so that no leaf moves less."""
-    with pytest.raises(ValueError, match=f"{DIVIDED}.*moves otherwise"):
+    with pytest.raises(ValueError, match=DIVIDED):
         jamp.find_loss_scale(UNSEEN["noise"], start(), X, Y)
 
 
@@ -1138,6 +1138,21 @@ def test_a_scale_that_cannot_rise_passes(name):
         small, INNER[name], make_params(), init_scale=1.0, max_scale=1.0
     )
     assert jamp.loss_scale(jamp.find_loss_scale(step, state, X, Y)[1]) == 1
+
+
+def test_few_elements_whose_signs_are_rounding_pass():
+    """A sum in another order, as on a GPU, may turn one of so many, and Lion's step."""
+    params = jnp.zeros(2**18)
+
+    def step(state, x):
+        params, opt_state = state
+        loss, grads = jamp.value_and_grad(lambda p: jnp.sum(p * x), opt_state)(params)
+        turned = jnp.where(jamp.loss_scale(opt_state) > 1, -1e-9, 1e-9)
+        grads = grads.at[0].multiply(turned)
+        return jamp.step(tx, grads, opt_state, params), loss
+
+    tx = jamp.dynamic_loss_scale(optax.lion(0.1))
+    jamp.find_loss_scale(step, (params, tx.init(params)), np.ones(2**18, np.float32))
 
 
 LOGS = {

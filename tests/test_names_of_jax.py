@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
 import jamp
@@ -107,7 +108,7 @@ PROGRAMS = {
     "integer_pow": lambda x: lax.integer_pow(x, 3),
     "iota": lambda x: lax.iota(x.dtype, 4),
     "jit": lambda x: jax.jit(jnp.sin)(x),
-    "name": lambda x: jax.ad_checkpoint.checkpoint_name(x, "x"),
+    "name": lambda x: checkpoint_name(x, "x"),
     "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([4])),
     "random_bits": lambda x: jax.random.bits(jax.random.key(0), (2,)),
     "reduce_prod": lambda x: lax.reduce_prod(x, (0,)),

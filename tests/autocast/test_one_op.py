@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jamp
 from jamp._autocast.one_op import SLOPES
@@ -220,7 +221,7 @@ def test_a_policy_of_checkpoint_keeps_no_more_than_without(policy, layer, act):
     policies = jax.checkpoint_policies
     names = policies.save_only_these_names("before")
     chosen = names if policy == "names" else getattr(policies, policy)
-    named = lambda x: act(jax.ad_checkpoint.checkpoint_name(x, "before"))
+    named = lambda x: act(checkpoint_name(x, "before"))
 
     def loss(h, w):
         step = jax.checkpoint(LAYERS[layer](named), policy=chosen)

@@ -273,8 +273,10 @@ def trace_to_jaxpr(
     fun: Callable, avals: Sequence[AbstractValue], debug_info: "core.DebugInfo"
 ) -> ClosedJaxpr:
     """The jaxpr of a function of a flat list of arguments to a flat list."""
+    # JAX 0.10.0 adds to the names of a loop's condition.
+    names = debug_info.with_unknown_names()._replace(arg_names=("",) * len(avals))
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(
-        wrap(fun, debug_info), tuple(avals)
+        lu.wrap_init(fun, debug_info=names), tuple(avals)
     )
     return ClosedJaxpr(jaxpr, consts)
 

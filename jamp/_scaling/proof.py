@@ -191,7 +191,7 @@ class Prover:
             is_moved = not equal(new, parameters(self.state))
             if some(self.one.outcome.skipped):
                 return UNPROVED
-            if is_moved and self.call.is_off():
+            if is_moved and not asks and self.call.is_off():
                 return ""
             if is_moved and asks:
                 self.over = self.trials(infinite, state)

@@ -71,9 +71,9 @@ FAULTS = (
     Fault(
         "infs are looked for after the product with the inverse scale",
         "_scaling/grad_scaler.py",
-        "functools.partial(arithmetic.all_finite, axis_name=self._axis_name)",
-        "lambda scaled: arithmetic.all_finite("
-        "arithmetic.unscale_as_before(scaled, inverse))",
+        "selected,\n                    self._all_finite,",
+        "selected, lambda scaled: self._all_finite("
+        "arithmetic.unscale_as_before(scaled, inverse)),",
         "scale",
         "overflow in the product: init_scale=7.88860905e-31, growth_interval=100, "
         "seed=86",

@@ -70,23 +70,6 @@ def is_differentiated_into_a_jaxpr(trace: Trace) -> bool:
     return differentiated and isinstance(base, partial_eval.DynamicJaxprTrace)
 
 
-def is_differentiated_once(trace: Trace) -> bool:
-    """Whether ops on a trace have one derivative, in reverse mode, or may have.
-
-    A jaxpr that they go into may be differentiated later: once, as far as is known.
-    """
-    base: Any = trace
-    count, is_forward = 0, False
-    through = ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace
-    while isinstance(base, through) or hasattr(base, "parent"):
-        count += isinstance(base, ad.JVPTrace | ad.LinearizeTrace)
-        is_forward |= isinstance(base, ad.JVPTrace)
-        is_forward |= not getattr(base, "is_vjp", True)  # `jax.linearize`
-        base = base.parent if hasattr(base, "parent") else base.parent_trace
-    is_final = isinstance(base, core.EvalTrace)  # ops there are done
-    return not is_forward and (count == 1 or (count == 0 and not is_final))
-
-
 def reference_of(trace: Trace) -> Any:
     """The weak reference by which JAX and Flax compare traces."""
     return trace._weakref

@@ -43,11 +43,7 @@ FROM = {
     "vary_unreduced_cast": (0, 12, 0),
 }
 BEFORE = {"call": (0, 11, 1), "closed_call": (0, 11, 1)}
-ELSEWHERE = {
-    "reverse_mode",
-    "triton_kernel_call",
-    ATTENTION,
-}  # in jamp or jax_triton
+ELSEWHERE = {"triton_kernel_call", ATTENTION}  # in jamp or jax_triton
 
 
 @jax.custom_jvp
@@ -290,12 +286,6 @@ COMPAT = {
     "is_differentiated_into_a_jaxpr": (
         lambda: differentiated(
             lambda: _compat.is_differentiated_into_a_jaxpr(_compat.current_trace())
-        ),
-        True,
-    ),
-    "is_differentiated_once": (
-        lambda: differentiated(
-            lambda: _compat.is_differentiated_once(_compat.current_trace())
         ),
         True,
     ),

@@ -22,7 +22,7 @@ from .._targets import warn_if_missing
 from .casting import dtypes_of
 from .contraction import Contraction, Dims
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
-from .derivatives import Given, Inputs, Product, copied, run
+from .derivatives import Inputs, Product, copied, run
 from .low_precision import (
     E4M3,
     E5M2,
@@ -125,15 +125,13 @@ class Float8(Recipe):
     def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
         warn_if_missing(self.name)
         half, region = trace.settings.dtype, trace.settings.recipe
-        product = product_for(op, half, self.recipe)
-        if region is not None and region.is_wide:  # nothing is in float16
-            half = self.dtype
-            product = dataclasses.replace(product, half=half, out=FLOAT32_DTYPE)
+        is_wide = region is not None and region.is_wide  # nothing is in float16
+        half, out = (self.dtype, FLOAT32_DTYPE) if is_wide else (half, half)
+        product = product_for(op, out, self.recipe)
         copy = functools.partial(copied, trace, dtype=E4M3)
         lower = lambda x: Scaled(trace.cast(x, half))
-        has_gradient = _compat.is_differentiated_once(trace.parent)
-        left, right = op.args
-        inputs = product.inputs(left, right, copy, lower if has_gradient else None)
+        has_gradient = not _compat.is_eager(trace.parent)
+        inputs = product.inputs(*op.args, copy, lower if has_gradient else None)
         return run(trace, op, product, inputs)
 
 
@@ -192,8 +190,8 @@ def asked_for(op: Op, half: np.dtype) -> np.dtype:
 
 def product_for(op: Op, half: np.dtype, recipe: str) -> "Float8Product":
     weight = weight_of(op) if recipe == "rowwise_with_gw_hp" else 1
-    out = asked_for(op, half)
-    return Float8Product.of(op, out, half, Contraction.of_op(op), recipe, weight)
+    over, out = Contraction.of_op(op), asked_for(op, half)
+    return Float8Product.of(op, over, out, recipe, weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +199,7 @@ class Float8Product(Product):
     """A product of float8 inputs, with gradients from float8 too."""
 
     over: Contraction
+    out: np.dtype  # of the result
     recipe: str
     weight: int  # which input is the weight: 0 or 1
 
@@ -232,17 +231,17 @@ class Float8Product(Product):
 
         Args:
           quantize: makes the float8 copy of a value, with a scale along some `axes`.
-          lower: makes one in half precision; None: no gradient is taken in float8.
+          lower: makes one in half precision; None: no gradient is taken.
         """
 
-        def for_gradients(side: int, x: Value) -> Scaled:
-            if lower is not None and self.is_kept_in_half(side):
+        def for_gradients(side: int, x: Value, lower: Callable) -> Scaled:
+            if self.is_kept_in_half(side):
                 return lower(x)
             return quantize(x, axes=self.kept(self.over[side]))
 
         kept = ()
         if self.is_rowwise and lower is not None:
-            kept = for_gradients(0, left), for_gradients(1, right)
+            kept = for_gradients(0, left, lower), for_gradients(1, right, lower)
         shared = [*map(self.shared, self.over)]
         pair = quantize(left, axes=shared[0]), quantize(right, axes=shared[1])
         return Inputs(pair, kept)
@@ -251,35 +250,29 @@ class Float8Product(Product):
         params = {n: v for n, v in self.params if n in ("precision", "out_sharding")}
         return multiplied(*inputs.pair, self.over, self.out, **params)
 
-    def gradients(
-        self, kept: Inputs, cotangent: jax.Array, given: Sequence[Given]
-    ) -> Sequence[jax.Array]:
+    def gradients(self, kept: Inputs, cotangent: jax.Array) -> Sequence[jax.Array]:
         dtype = E4M3 if self.is_rowwise else E5M2
         copies = functools.cache(
             lambda axes: quantized(cotangent, dtype=dtype, axes=axes)
         )
-        left, right = kept.pair
-        return [
-            self.gradient(0, cotangent, copies, right, given[0].sharding),
-            self.gradient(1, cotangent, copies, left, given[1].sharding),
-        ]
+        return [self.gradient(side, cotangent, copies, kept.pair) for side in (0, 1)]
 
     def gradient(
         self,
         side: int,
         cotangent: jax.Array,
         copies: Callable[[Axes], Scaled],
-        other: Scaled,
-        sharding: jax.sharding.NamedSharding | None,
+        kept: tuple[Scaled, Scaled],
     ) -> jax.Array:
         """The gradient of the left or the right input, in the dtype of the cotangent.
 
         Args:
           copies: makes the cotangent float8, with a scale for all numbers along axes.
-          other: the other input, as it was kept.
+          kept: both inputs, as they were kept.
         """
         over, order = self.over.gradient(side)
-        if sharding is not None:
+        this, other = kept[side], kept[1 - side]
+        if (sharding := _compat.cotangent_sharding(this.values)) is not None:
             spec = [sharding.spec[i] for i in np.argsort(order)]
             sharding = sharding.update(spec=jax.P(*spec))
         if other.inverse is None:

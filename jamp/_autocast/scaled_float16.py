@@ -26,7 +26,7 @@ from .._compat import array_dtype
 from .._jaxprs import read
 from .contraction import Contraction
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
-from .derivatives import Given, Inputs, Product, copied, run
+from .derivatives import Inputs, Product, copied, run
 from .low_precision import FLOAT16, Scaled, inverses, quantized, sharded_as
 from .products import is_of_vectors
 from .trace import AutocastTrace
@@ -69,7 +69,7 @@ class ScaledFloat16(Recipe):
         may_differ = op.is_derived or not all(op.activations)
         has_entries = op.name == "dot_general" and may_differ
         over = Contraction.of_op(op) if has_entries else None
-        product = ScaledProduct.of(op, FLOAT32_DTYPE, FLOAT32_DTYPE, over)
+        product = ScaledProduct.of(op, over)
         left, right, *others = op.args
 
         def operand(side: int, x: Value) -> Scaled:
@@ -91,37 +91,35 @@ class ScaledProduct(Product):
 
     name = "scaled float16 product"
 
+    def bind(self, *args: Value) -> jax.Array:
+        params = dict(self.params) | {"preferred_element_type": FLOAT32_DTYPE}
+        return self.primitive.bind(*args, **params)
+
     def forward(self, inputs: Inputs) -> jax.Array:
-        values = (x.values for x in inputs.pair)
-        out = self.bind(*values, *inputs.others, dtype=FLOAT32_DTYPE)
+        out = self.bind(*(x.values for x in inputs.pair), *inputs.others)
         return unscaled(out, self.inverses(*inputs.pair))
 
-    def gradients(
-        self, kept: Inputs, cotangent: jax.Array, given: Sequence[Given]
-    ) -> Sequence[jax.Array]:
+    def gradients(self, kept: Inputs, cotangent: jax.Array) -> Sequence[jax.Array]:
         n = len(self.over.batch_of_result) if self.over else 0
         axes = tuple(range(n, cotangent.ndim)) if n else None
         scaled = quantized(cotangent, dtype=FLOAT16, axes=axes)
-        return [self.gradient(side, scaled, kept, given) for side in (0, 1)]
+        return [self.gradient(side, scaled, kept) for side in (0, 1)]
 
-    def gradient(
-        self, side: int, cotangent: Scaled, kept: Inputs, given: Sequence[Given]
-    ) -> jax.Array:
+    def gradient(self, side: int, cotangent: Scaled, kept: Inputs) -> jax.Array:
         """The gradient of the left or the right input, in float32."""
         other, others = kept.pair[1 - side], kept.others
 
         def transposed(cotangent, other, *others):
             def linear(x):
                 pair = (x, other) if side == 0 else (other, x)
-                return self.bind(*pair, *others, dtype=FLOAT32_DTYPE)
+                return self.bind(*pair, *others)
 
             return jax.linear_transpose(linear, wide[side])(cotangent)[0]
 
         # The transpose is read off a float32 product, where all dtypes agree.
         in_float32 = {"dtype": FLOAT32_DTYPE, "weak_type": False}
-        wide: list[Any] = [x.aval.update(**in_float32) for x in given]
-        of_cotangent: Any = jax.typeof(cotangent.values)
-        of_cotangent = of_cotangent.update(dtype=FLOAT32_DTYPE)
+        given: list[Any] = [jax.typeof(x.values) for x in (*kept.pair, cotangent)]
+        *wide, of_cotangent = (aval.update(**in_float32) for aval in given)
         avals = of_cotangent, wide[1 - side], *map(jax.typeof, others)
         jaxpr = jax.make_jaxpr(transposed)(*avals)
         out = evaluated(jaxpr, [cotangent.values, other.values, *others])

@@ -439,28 +439,6 @@ def test_a_jitted_step_gives_the_bits_of_an_eager_one():
     np.testing.assert_array_equal(*found)
 
 
-def smooth(w):
-    return jnp.sum(jnp.tanh(batch() @ w) ** 2)
-
-
-SECOND = {
-    "jit around": lambda f: jax.jit(jax.hessian(f)),
-    "grad of grad": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w) ** 2)),
-    "hessian": jax.hessian,
-    "jacfwd": jax.jacfwd,
-}
-
-
-@cover()
-@pytest.mark.parametrize("name", SECOND)
-def test_other_derivatives_are_right(name):
-    w, factor = params()["w"], 2.0**-30
-    within = lambda f: region()(lambda w: f(w) * factor)
-    found = SECOND[name](within(smooth))(w)
-    truth = jax.jit(SECOND[name](lambda w: smooth(w) * factor))(w)
-    assert apart(found, truth) < 0.01
-
-
 # Libraries, and training.
 
 

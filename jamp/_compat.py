@@ -10,14 +10,14 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, dispatch, source_info_util, traceback_util
+from jax._src import config, core, dispatch, dtypes, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.lax import linalg
@@ -68,6 +68,83 @@ def is_differentiated_into_a_jaxpr(trace: Trace) -> bool:
         differentiated |= not isinstance(base, batching.BatchTrace)
         base = base.parent_trace
     return differentiated and isinstance(base, partial_eval.DynamicJaxprTrace)
+
+
+def tracing_context() -> Hashable:
+    """What JAX's caches of traced functions are keyed by, beside the arguments."""
+    return config.trace_context()
+
+
+class Linearized:
+    """A function whose linearization is made once and written into traces again.
+
+    `jax.jit` does the same, but goes a long way through Python at each call. This is
+    the end of that way alone, where `jax.grad` differentiates once into a jaxpr.
+
+    Args:
+      function: takes and returns arrays.
+      trace: on which it is traced.
+      avals: the abstract values of its arguments.
+    """
+
+    NEEDED = (
+        (ad, "linearize_jaxpr LinearizeTracer LinearizeTrace"),
+        (partial_eval, "inline_jaxpr_into_trace DynamicJaxprTrace"),
+        (partial_eval.DynamicJaxprTrace, "to_jaxpr_tracer"),
+        (ad.LinearizeTrace, "to_primal_tangent_pair _name_stack_suffix"),
+    )
+
+    def __init__(self, function: Callable[..., Any], trace: Trace, avals: Sequence):
+        with core.set_current_trace(trace):
+            traced = jax.make_jaxpr(function, return_shape=True)
+            self.jaxpr, shape = traced(*avals)
+        self.tree = jax.tree.structure(shape)
+        self.forms: dict[Hashable, Any] = {}  # by which arguments are differentiated
+
+    @staticmethod
+    def takes(trace: Any) -> bool:
+        staged = partial_eval.DynamicJaxprTrace
+        return (
+            CAN_LINEARIZE
+            and type(trace) is ad.LinearizeTrace
+            and type(trace.parent_trace) is type(trace.tangent_trace) is staged
+        )
+
+    def __call__(self, trace: Any, args: Sequence[ArrayLike]) -> Any:
+        args = [dtypes.canonicalize_value(x) for x in args]
+        given, tangents = zip(*map(trace.to_primal_tangent_pair, args), strict=True)
+        tangents = [None if type(t) is ad.Zero else t for t in tangents]
+        key = moves, is_vjp = tuple(t is not None for t in tangents), trace.is_vjp
+        below, beside = trace.parent_trace, trace.tangent_trace
+        here = source_info_util.current()
+        if not any(moves):
+            return self.tree.unflatten(self.written(below, here, self.jaxpr, given))
+        if key not in self.forms:
+            self.forms[key] = ad.linearize_jaxpr(self.jaxpr, moves, is_vjp=is_vjp)
+        primal, _, moved, forwarded, linear = self.forms[key]
+        outs = self.written(below, here, primal, given)
+        outs, saved = outs[: len(moved)], iter(outs[len(moved) :])
+        known = [*self.jaxpr.consts, *given]
+        saved = [next(saved) if i is None else known[i] for i in forwarded]
+        there = here.replace(name_stack=trace._name_stack_suffix())
+        inputs = (*saved, *(t for t in tangents if t is not None))
+        made = iter(self.written(beside, there, linear, inputs))
+        with_tangent = lambda x: ad.LinearizeTracer(trace, x, next(made))
+        pairs = zip(outs, moved, strict=True)
+        return self.tree.unflatten(with_tangent(x) if m else x for x, m in pairs)
+
+    @staticmethod
+    def written(trace: Any, source: Any, closed: Any, args: Sequence) -> list[Any]:
+        """The results of a jaxpr whose equations are added to those of a trace."""
+        args = [trace.to_jaxpr_tracer(x, source) for x in args]
+        write = partial_eval.inline_jaxpr_into_trace
+        return write(trace, source, closed.jaxpr, closed.consts, *args)
+
+
+# Or each function is jitted.
+CAN_LINEARIZE = all(
+    hasattr(owner, name) for owner, names in Linearized.NEEDED for name in names.split()
+)
 
 
 def reference_of(trace: Trace) -> Any:
@@ -165,7 +242,12 @@ def current_frames() -> list[tuple[str, int, str]]:
 def codes_of(source_info: "source_info_util.SourceInfo") -> tuple[CodeType, ...]:
     """The Python functions that an equation comes from, innermost first."""
     traceback = source_info.traceback
-    return tuple(traceback.raw_frames()[0]) if traceback is not None else ()
+    return () if traceback is None else _codes_of(traceback)
+
+
+@functools.lru_cache(maxsize=1024)  # the layers of a loop have equal tracebacks
+def _codes_of(traceback: Any) -> tuple[CodeType, ...]:
+    return tuple(traceback.raw_frames()[0])
 
 
 def stack_entries(name_stack: "source_info_util.NameStack") -> list[tuple[bool, str]]:

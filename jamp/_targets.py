@@ -103,7 +103,7 @@ def _(dtype, primals, tangents):
     return rounded(x, dtype), lax.convert_element_type(narrow, jnp.float32)
 
 
-@functools.partial(jax.jit, inline=True)  # traced once for each shape
+@jax.jit  # traced once for each shape, and transposed once
 def kept_apart(x: jax.Array) -> jax.Array:
     """`x`, so that XLA does not drop the casts before and after it."""
     same = lambda x: x

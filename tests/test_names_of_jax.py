@@ -280,7 +280,15 @@ def mutable(x):
 
 
 SIN = jax.make_jaxpr(lambda x: jnp.sin(x))(X)
+
+
 # Each function of `_compat.py`: a call, and what it gives.
+def contexts():
+    here = _compat.tracing_context()
+    with jax.default_matmul_precision("highest"):
+        return here, _compat.tracing_context()
+
+
 COMPAT = {
     "current_trace": (lambda: traced(lambda x: _compat.current_trace()) is None, False),
     "is_differentiated_into_a_jaxpr": (
@@ -362,6 +370,10 @@ COMPAT = {
         lambda: (_compat.array_dtype(X), _compat.array_dtype(jax.random.key(0))),
         (jnp.float32, KEY_DTYPE),
     ),
+    "tracing_context": (
+        lambda: [_compat.tracing_context() == kept for kept in contexts()],
+        [True, False],
+    ),
     "widest": (
         lambda: _compat.widest(frozenset(map(jnp.dtype, ("float16", "float32")))),
         jnp.float32,
@@ -379,6 +391,20 @@ def test_each_private_function_is_called_here():
     own = inspect.getmembers(_compat, inspect.isfunction)
     own = {name for name, f in own if f.__module__ == _compat.__name__}
     assert own | {"widest", "is_jax_primitive", "trace_linalg_in"} == COMPAT.keys()
+
+
+def test_a_linearization_can_be_kept():
+    """Or each op of a step is jitted, and tracing costs more."""
+    takes = []
+
+    def loss(x):
+        takes.append(_compat.Linearized.takes(_compat.current_trace()))
+        return jnp.sum(x)
+
+    jax.jit(jax.grad(loss)).trace(X)
+    jax.jit(jax.grad(lambda x: jax.vmap(loss)(x).sum())).trace(X)
+    jax.grad(loss)(X)
+    assert takes == [True, False, False]
 
 
 # Texts, and names of functions.

@@ -44,7 +44,7 @@ class CastingTrace(_compat.Trace):
         super().__init__()
         self.parent, self.settings, self.effects = parent, settings, effects
         self.requires_low = parent.requires_low
-        self.seen = retracing.seen_on(parent) if retracing.CACHED.value else None
+        self.derived = retracing.kept_for(parent) if retracing.CACHED.value else None
         # Flax NNX refuses to update a Variable on another trace than the one that made
         # it, and compares traces by this reference. Values are valid on both.
         self._weakref = _compat.reference_of(parent)
@@ -57,11 +57,11 @@ class CastingTrace(_compat.Trace):
         return self.parent.cur_qdd(x)  # pyright: ignore
 
     def bind(self, primitive: Primitive, args: Values, params: Params) -> Any:
-        seen = self.seen if primitive.name in PRIMITIVES else None
-        return retracing.run(self.parent, primitive.bind, args, params, seen)
+        derived = self.derived if primitive.name in PRIMITIVES else None
+        return retracing.run(self.parent, primitive.bind, args, params, derived)
 
     def call(self, function: Callable[..., Out], args: Values, params: Params) -> Out:
-        return retracing.run(self.parent, function, args, params, self.seen)
+        return retracing.run(self.parent, function, args, params, self.derived)
 
     def cast(self, x: Value, dtype: np.dtype) -> Value:
         """`x` in `dtype` if it is of a castable dtype. Each copy is made once."""

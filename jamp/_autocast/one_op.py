@@ -143,6 +143,7 @@ def to(dtype: np.dtype, x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, dtype) if is_inexact(array_dtype(x)) else x
 
 
+@jax.jit  # traced once for each shape, and transposed once
 def again(args: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Values from which a GPU computes anew what it has computed from them before.
 

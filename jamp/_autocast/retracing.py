@@ -5,9 +5,10 @@ A cache must not change a result. Tests compare programs with and without jamp's
     with without_caches():
         expected = program()
 
-JAX caches the derivative of a jitted function, but derives an op anew each time. So an
-op that is seen for the second time, on a trace that is differentiated, is jitted. The
-`jit` is inlined, so a jaxpr does not show it.
+JAX derives an op anew each time. So on a trace that is differentiated, the derivative
+of an op or a small function is kept, and written again. Where that is not just
+`jax.grad` in `jax.jit`, the function is jitted, and JAX keeps its derivative. The `jit`
+is inlined, so a jaxpr does not show it.
 """
 
 import contextlib
@@ -36,8 +37,8 @@ def without_caches() -> contextlib.AbstractContextManager[object]:
 
 
 Out = TypeVar("Out")
-Seen = set[Hashable]
-SEEN: weakref.WeakKeyDictionary[_compat.Trace, Seen] = weakref.WeakKeyDictionary()
+Kept = dict[Hashable, _compat.Linearized]
+KEPT: weakref.WeakKeyDictionary[_compat.Trace, Kept] = weakref.WeakKeyDictionary()
 
 
 def run(
@@ -45,19 +46,23 @@ def run(
     function: Callable[..., Out],
     args: Sequence[ArrayLike],
     params: dict[str, object],
-    seen: Seen | None,
+    kept: Kept | None,
 ) -> Out:
     """Calls a function of arrays with `trace` as the current one.
 
     Args:
-      seen: what ran on the trace before, or None if nothing is to be jitted.
+      kept: what is kept for the trace, or None if no derivative is to be.
     """
-    if seen is not None:
+    if kept is not None:
         fixed = function, tuple(params.items())
-        key = fixed, tuple(map(jax.typeof, args))
-        if key in seen:
-            function, params = jitted(*fixed), {}
-        seen.add(key)
+        if _compat.Linearized.takes(trace):
+            avals = tuple(map(jax.typeof, args))
+            key = fixed, avals, _compat.tracing_context()
+            if (linearized := kept.get(key)) is None:
+                bound = functools.partial(function, **params)
+                linearized = kept[key] = _compat.Linearized(bound, trace, avals)
+            return linearized(trace, args)
+        function, params = jitted(*fixed), {}
     with set_current_trace(trace):
         return function(*args, **params)
 
@@ -70,8 +75,8 @@ def jitted(
     return jax.jit(bound, inline=_compat.INLINE)
 
 
-def seen_on(trace: _compat.Trace) -> Seen | None:
-    """What ran on this trace, if it is differentiated and goes into a jaxpr."""
+def kept_for(trace: _compat.Trace) -> Kept | None:
+    """What is kept for a trace, if it is differentiated and goes into a jaxpr."""
     if _compat.is_differentiated_into_a_jaxpr(trace):
-        return SEEN.setdefault(trace, set())
+        return KEPT.setdefault(trace, {})
     return None

@@ -39,16 +39,20 @@ def evaluate(
     they come from the call that is being evaluated.
     """
     outer = _compat.current_name_stack()
-    call = None if own_sources else _compat.current_traceback()
+    call = _compat.current_traceback()
+    own_sources = own_sources or call is None
     here = _compat.equation_context()
 
     def results(eqn: JaxprEqn, inputs: list[Value]) -> Values:
-        name_stack = outer + eqn.source_info.name_stack
-        traceback = call or eqn.source_info.traceback
+        source, place = eqn.source_info, NO_CONTEXT
+        if own_sources or source.name_stack:
+            traceback = source.traceback if own_sources else call
+            stack = outer + source.name_stack
+            place = _compat.user_context(traceback, name_stack=stack)
         avals = [v.aval for v in eqn.invars]
         # JAX compiles a program again in a context that is set, if only to itself.
         context = NO_CONTEXT if eqn.ctx == here else eqn.ctx.manager
-        with _compat.user_context(traceback, name_stack=name_stack), context:
+        with place, context:
             op = Op(eqn.primitive, inputs, dict(eqn.params), avals, within)
             out: Any = trace.apply(op)
         return out if eqn.primitive.multiple_results else [out]

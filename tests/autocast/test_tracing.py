@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 
 import jamp
+from jamp import _compat
 from jamp._autocast import retracing
 from jamp._autocast.rules import Decider
 from jamp._autocast.trace import AutocastTrace
@@ -20,23 +21,42 @@ def three_layers(w, b, x):
         return jnp.sum(x)
 
 
-@pytest.mark.parametrize("transform", [jax.grad, jax.value_and_grad, jax.jacfwd])
-def test_ops_jitted_for_their_derivatives_leave_no_trace(transform, monkeypatch):
-    """What recurs under a derivative is jitted; the program is as if it were not."""
+TRANSFORMS = {
+    "grad": jax.grad,
+    "value_and_grad": jax.value_and_grad,
+    "jacfwd": jax.jacfwd,
+    "mapped": lambda f: jax.grad(
+        lambda w, b, x: jax.vmap(f, (None, None, 0))(w, b, x[None])[0]
+    ),
+    "per example": lambda f: jax.vmap(jax.grad(f), (None, None, 0)),
+    "linearize": lambda f: (
+        lambda w, *rest: jax.linearize(lambda w: f(w, *rest), w)[1](w)
+    ),
+}
+
+
+@pytest.mark.parametrize("jits", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_derivatives_that_are_kept_leave_no_trace(name, jits, monkeypatch):
+    """The program is as if each op were derived anew."""
+    transform, used = TRANSFORMS[name], []
     args = jnp.eye(4), jnp.zeros(4), jnp.ones((2, 4))
-    used = []
+    if name == "per example":
+        args = *args[:2], args[2][None]
 
-    def jitted(function, params, original=retracing.jitted):
-        used.append(function)
-        return original(function, params)
+    def run(*arguments, original=retracing.run):
+        used.append(arguments[-1] is not None)
+        return original(*arguments)
 
-    monkeypatch.setattr(retracing, "jitted", jitted)
+    monkeypatch.setattr(retracing, "run", run)
+    if jits:  # as where JAX's inside is another one
+        monkeypatch.setattr(_compat, "CAN_LINEARIZE", False)
     kept = jax.jit(transform(three_layers)).trace(*args).jaxpr
-    assert used
-    monkeypatch.setattr(retracing, "seen_on", lambda trace: None)
+    assert any(used)
+    monkeypatch.setattr(retracing, "kept_for", lambda trace: None)
     used.clear()
     plain = jax.jit(transform(lambda *args: three_layers(*args))).trace(*args).jaxpr
-    assert not used
+    assert not any(used)
     assert equations(kept) == equations(plain)
 
 
@@ -55,6 +75,7 @@ def test_ops_are_not_jitted_where_they_are_not_differentiated(monkeypatch):
     """Nor in an eager derivative, where each would be compiled anew."""
     args = jnp.eye(4), jnp.zeros(4), jnp.ones((2, 4))
     monkeypatch.setattr(retracing, "jitted", None)
+    monkeypatch.setattr(_compat, "Linearized", None)
     jax.jit(three_layers).trace(*args)
     jax.grad(three_layers)(*args)
 

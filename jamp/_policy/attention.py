@@ -1,5 +1,7 @@
 """Attention in the form that Flax's attention modules take."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,33 +12,44 @@ import jax.numpy as jnp
 from .._autocast.attention import dot_product_attention, is_moved
 from .._checks import floating
 
-HANDLED = (
-    "query key value bias mask is_causal dtype broadcast_dropout dropout_rng "
-    "dropout_rate deterministic"
-).split()
+HANDLED = "query key value bias mask is_causal dtype".split()
+DROPOUT = "broadcast_dropout dropout_rng dropout_rate deterministic".split()
+
+Attention = Callable[..., jax.Array]
 
 
-def in_flax(own: Callable[..., jax.Array], given: dict[str, Any]) -> jax.Array:
-    """`jamp.dot_product_attention` of inputs with any number of batch dimensions.
+def in_flax(own: Attention) -> Callable[[Callable[..., object]], Attention]:
+    """Makes an attention with the signature of Flax's of a function with its docstring.
 
-    Flax's own function runs where the weights are asked for, or there is dropout, or
-    the products are the user's, or for integers and values of another size.
-
-    Args:
-      own: Flax's function.
-      given: its arguments. None is one that was not given.
+    It is `jamp.dot_product_attention` of inputs with any number of batch dimensions.
+    Flax's own runs where the weights are asked for, or there is dropout, or the
+    products are the user's, or for integers and values of another size.
     """
+    signature = inspect.signature(own)
+
+    def decorate(documented: Callable[..., object]) -> Attention:
+        @functools.wraps(documented)
+        def attention(*args: Any, **kwargs: Any) -> jax.Array:
+            given = signature.bind(*args, **kwargs).arguments
+            given.pop("force_fp32_for_softmax", None)  # it always is
+            return attend(own, given)
+
+        attention.__wrapped__ = own  # whose signature it has
+        return attention
+
+    return decorate
+
+
+def attend(own: Attention, given: dict[str, Any]) -> jax.Array:
     given = {name: x for name, x in given.items() if x is not None}
     if "dtype" in given:
         given["dtype"] = floating("dtype", given["dtype"])
-    if not given.get("is_causal"):  # which Flax's function may not have
-        given.pop("is_causal", None)
-    drops = given["dropout_rate"] > 0 and not given["deterministic"]
+    drops = given.get("dropout_rate", 0) > 0 and not given.get("deterministic")
     inputs = [jnp.asarray(given[name]) for name in HANDLED[:3]]
     _, key, value = (x.shape for x in inputs)
     is_other_size = key[:-1] == value[:-1] and key[-1] != value[-1]
     takes = all(map(is_moved, inputs)) and not is_other_size
-    if drops or not takes or not given.keys() <= {*HANDLED}:
+    if drops or not takes or not given.keys() <= {*HANDLED, *DROPOUT}:
         return own(**given)
     dtype = given.get("dtype", jnp.result_type(*inputs))
     shape, batch = inputs[0].shape, inputs[0].shape[:-3]

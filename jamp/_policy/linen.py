@@ -8,12 +8,9 @@ the stored parameters. `linen_call.py` describes what happens in a call.
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
-import jax
 from flax import linen as nn
-from jax.typing import DTypeLike
 
 from .attention import in_flax
 from .linen_call import ACTIVE, CALLER, RootCall, Seen
@@ -120,30 +117,18 @@ def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
     return made
 
 
-def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: DTypeLike | None = None,
-    precision: Any = None,
-    module: nn.Module | None = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Callable[..., jax.Array] | None = None,
-    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
-    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
-) -> jax.Array:
+@in_flax(nn.dot_product_attention)
+def dot_product_attention(*args, **kwargs):
     """`flax.linen.dot_product_attention`, by the kernel that suits the device.
 
     It is what `nn.MultiHeadDotProductAttention` takes as `attention_fn=`, and is
-    `jamp.dot_product_attention` with the arguments of Flax's function. Where there is
-    dropout, or the weights are asked for (`sow_weights`), or `precision` or an einsum
-    of the user's own is given, Flax's own function runs.
+    `jamp.dot_product_attention` with the arguments of Flax's function. That function
+    itself runs where there is dropout (`dropout_rate`, without `deterministic`; with
+    `dropout_rng` and `broadcast_dropout`), where the weights are asked for
+    (`sow_weights` of the layer, which passes `module`), with a `precision`, and with a
+    product of your own (`einsum_dot_general`, `qk_attn_weights_einsum`,
+    `attn_weights_value_einsum`). The softmax is in float32, with
+    `force_fp32_for_softmax` or without.
 
     Args:
       query: floating [batch..., length, heads, size].
@@ -151,17 +136,7 @@ def dot_product_attention(
       value: of the shape of `key`.
       bias: added to the scores; broadcast to [batch..., heads, length, other length].
       mask: bool, broadcast to the same shape.
-      broadcast_dropout: of dropout, as in Flax.
-      dropout_rng: of dropout.
-      dropout_rate: of dropout.
-      deterministic: whether there is no dropout.
       dtype: to cast the inputs to, by default their widest one.
-      precision: of the products.
-      module: where the weights are stored, if they are asked for.
-      force_fp32_for_softmax: without effect: the softmax always is.
-      einsum_dot_general: a product of the user's own.
-      qk_attn_weights_einsum: the same, of queries and keys.
-      attn_weights_value_einsum: the same, of weights and values.
 
     Returns:
       An array of the query's shape, [batch..., length, heads, size].
@@ -183,6 +158,3 @@ def dot_product_attention(
 
     PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
     """
-    given = locals()
-    del given["force_fp32_for_softmax"]  # it always is
-    return in_flax(nn.dot_product_attention, given)

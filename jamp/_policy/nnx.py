@@ -8,12 +8,11 @@ Attributes, paths and metadata do not change, and `isinstance` and NNX's filters
 import functools
 import threading
 from collections.abc import Collection, Hashable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from .._autocast.notes import Memory
 from .._tree import PyTree, cast_floating
@@ -252,27 +251,16 @@ def is_floating(value: object) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: DTypeLike | None = None,
-    precision: Any = None,
-    module: nnx.Module | None = None,
-    is_causal: bool = False,
-) -> jax.Array:
+@in_flax(nnx.dot_product_attention)
+def dot_product_attention(*args, **kwargs):
     """`flax.nnx.dot_product_attention`, by the kernel that suits the device.
 
     It is what `nnx.MultiHeadAttention` takes as `attention_fn=`, and is
-    `jamp.dot_product_attention` with the arguments of Flax's function. Where there is
-    dropout, or the weights are asked for (`sow_weights`), or `precision` is given,
-    Flax's own function runs.
+    `jamp.dot_product_attention` with the arguments of Flax's function. That function
+    itself runs where there is dropout (`dropout_rate`, without `deterministic`; with
+    `dropout_rng` and `broadcast_dropout`), where the weights are asked for
+    (`sow_weights` of the layer, which passes `module`), and with a `precision` or
+    `promote_dtype`.
 
     Args:
       query: floating [batch..., length, heads, size].
@@ -280,13 +268,7 @@ def dot_product_attention(
       value: of the shape of `key`.
       bias: added to the scores; broadcast to [batch..., heads, length, other length].
       mask: bool, broadcast to the same shape.
-      broadcast_dropout: of dropout, as in Flax.
-      dropout_rng: of dropout.
-      dropout_rate: of dropout.
-      deterministic: whether there is no dropout.
       dtype: to cast the inputs to, by default their widest one.
-      precision: of the products.
-      module: where the weights are stored, if they are asked for.
       is_causal: whether no place attends to later ones.
 
     Returns:
@@ -308,4 +290,3 @@ def dot_product_attention(
 
     PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
     """
-    return in_flax(nnx.dot_product_attention, locals())

@@ -6,35 +6,34 @@ Attributes, paths and metadata do not change, and `isinstance` and NNX's filters
 """
 
 import functools
-import threading
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._autocast.notes import Memory
 from .._tree import PyTree, cast_floating
 from .attention import in_flax
 from .float32_region import COMPUTE_DTYPE
 from .module_call import ModuleCall
 from .overrides import (
-    ROOT,
-    Place,
+    Path,
     Plan,
     check_all_used,
     has_policy,
+    joined,
     make_plan,
-    place_of,
+    nearest,
+    policy_of,
 )
 from .policy import FLOAT32_FOR, Policy
-from .surgery import change_class, is_changed, methods_of, replaced, subclass
+from .surgery import Calls, change_class, is_changed, methods_of, replaced, subclass
 
 M = TypeVar("M", bound=nnx.Module)
 CALLER = "jamp.nnx.with_policy"
 
-ROUNDED_WRITE = """{}: {} writes its parameter {!r} while it is called, after reading \
+ROUNDED_WRITE = """{}: {} writes its parameter {!r} while it is called, where it reads \
 it in {}: each call would round the value, which is stored in {}. If no optimizer \
 trains it, as with a running average, make it a Variable that is not an nnx.Param: \
 policies leave those alone. Otherwise give the module an override in which it reads \
@@ -105,88 +104,65 @@ def with_policy(
             "are read; make it without them (nnx.use_hijax(False))."
         )
     model = nnx.clone(model)
-    places = assign(model, plan)
+    policies = assign(model, plan)
     for path, module in list(nnx.iter_modules(model)):
-        if (place := places[path]) is not None:
-            ends = not path or place != nearest(path[:-1], places)
-            change_class(module, policied(type(module), plan, place, ends))
+        if (own := policies[path]) is not None:
+            ends = not path or own != nearest(path[:-1], policies)
+            change_class(module, policied(type(module), plan, own, ends))
             if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
                 module.dtype = None  # by default it is the stored parameter's dtype
     for path, variable in list(nnx.iter_graph(model)):
-        if is_param(variable) and (place := nearest(path, places)):
-            raw = cast_floating(variable.get_raw_value(), place.policy.param_dtype)
+        if is_param(variable) and (own := nearest(path, policies)):
+            raw = cast_floating(variable.get_raw_value(), own.param_dtype)
             variable.set_raw_value(raw)
     cast_parameters_on_use(model)
     return model
 
 
-Path = tuple[Hashable, ...]
-Places = dict[Path, Place | None]
-
-
-def joined(path: Path) -> str:
-    return "/".join(map(str, path))
+Policies = dict[Path, Policy | None]
 
 
 def is_param(node: object) -> bool:
     return isinstance(node, nnx.Param)
 
 
-def nearest(path: Path, places: Places) -> Place | None:
-    """The place at the longest prefix of a path that has an entry."""
-    starts = (path[:depth] for depth in range(len(path), -1, -1))
-    return next(places[start] for start in starts if start in places)
-
-
-def assign(model: nnx.Module, plan: Plan) -> Places:
-    """Each module's place, or None if it is or is in one that has a policy already."""
-    places: Places = {}
+def assign(model: nnx.Module, plan: Plan) -> Policies:
+    """Each module's policy, or None if it is or is in one that has one already."""
+    policies: Policies = {}
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
     for path, module in modules:
-        outer = nearest(path[:-1], places) if path else Place(plan.policy, ROOT)
+        outer = nearest(path[:-1], policies) if path else plan.policy
         if outer is None or has_policy(module):
-            places[path] = None
+            policies[path] = None
         else:
-            places[path] = place_of(plan, joined(path), module, outer)
+            policies[path] = policy_of(plan, joined(path), module, outer)
     seen = {(joined(path), type(module)) for path, module in modules}
     check_all_used(CALLER, (key for key, _ in plan.overrides), seen)
-    return places
+    return policies
 
 
-class Active(threading.local):
-    """The module that is being called, its place, and what it has read so far."""
-
-    module: nnx.Module | None = None
-    place: Place | None = None
-    rounded = Memory()  # stored parameters that were read in fewer bits
-
-
-ACTIVE = Active()
+ACTIVE = Calls()  # the module that is being called, and its policy
 
 
 @functools.cache
-def policied(base: type, plan: Plan, place: Place, ends: bool) -> type:
+def policied(base: type, plan: Plan, policy: Policy, ends: bool) -> type:
     """A subclass whose methods run under a policy, which perhaps ends at the module."""
     if issubclass(base, nnx.List | nnx.Dict):
         return base  # containers
 
     def call(module, name, function, args, kwargs):
-        inside, around = ACTIVE.module, ACTIVE.place
+        inside, around = ACTIVE.innermost or (None, None)
         if inside is module or (ends and type(inside) is type(module)):
             return function(module, *args, **kwargs)  # itself, or a copy under jit
         if inside is None:  # perhaps just merged from a plain model's state
             cast_parameters_on_use(module)
-            ACTIVE.rounded = Memory()
-        ACTIVE.module, ACTIVE.place = module, place
-        try:
-            governed = ModuleCall(plan, module, name, place, around, ends)
+        with ACTIVE.inside((module, policy)):
+            governed = ModuleCall(plan, module, name, policy, around, ends)
             return governed.run(functools.partial(function, module), args, kwargs)
-        finally:
-            ACTIVE.module, ACTIVE.place = inside, around
 
     methods = methods_of(base, nnx.Module)
     namespace = {name: replaced(name, f, call) for name, f in methods.items()}
-    rebuild = (policied, (base, plan, place, ends))
+    rebuild = (policied, (base, plan, policy, ends))
     return subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
 
 
@@ -205,7 +181,8 @@ def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
     """A subclass of a Variable type that casts when it is read in a call."""
 
     def get_value(self, **kwargs):
-        return as_read(self, base.get_value(self, **kwargs))
+        dtype, value = COMPUTE_DTYPE.value, base.get_value(self, **kwargs)
+        return value if dtype is None else cast_floating(value, dtype)
 
     def set_value(self, value, **kwargs):
         base.set_value(self, as_stored(self, value), **kwargs)
@@ -222,33 +199,19 @@ def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
     return made
 
 
-def as_read(variable: nnx.Variable, value: PyTree) -> PyTree:
-    dtype = COMPUTE_DTYPE.value
-    if dtype is None:
-        return value
-    stored = variable.get_raw_value()
-    if is_floating(stored) and dtype.itemsize < stored.dtype.itemsize:
-        ACTIVE.rounded.set(stored, True)
-    return cast_floating(value, dtype)
-
-
 def as_stored(variable: nnx.Variable, value: PyTree) -> PyTree:
-    stored = variable.get_raw_value()
-    if COMPUTE_DTYPE.value is None or not is_floating(stored):
+    stored, read = variable.get_raw_value(), COMPUTE_DTYPE.value
+    is_array = isinstance(stored, jax.Array)
+    if read is None or not (is_array and jnp.issubdtype(stored.dtype, jnp.floating)):
         return value
-    if ACTIVE.rounded.get(stored, False):
-        module = ACTIVE.module
+    if read.itemsize < stored.dtype.itemsize:
+        module, _ = ACTIVE.innermost
         found = (path for path, node in nnx.iter_graph(module) if node is variable)
         name, kind = joined(next(found, ("?",))), type(module).__name__
-        read = COMPUTE_DTYPE.value
         raise ValueError(
             ROUNDED_WRITE.format(CALLER, kind, name, read, stored.dtype, kind)
         )
     return cast_floating(value, stored.dtype)
-
-
-def is_floating(value: object) -> bool:
-    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 @in_flax(nnx.dot_product_attention)

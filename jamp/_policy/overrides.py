@@ -9,8 +9,8 @@ value is widened between two layers.
 import difflib
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
@@ -19,7 +19,8 @@ from .._checks import shown
 from .float32_region import norm_classes
 from .policy import Policy, check_float32_for, get_policy
 
-ROOT, NORM = -1, -2
+T = TypeVar("T")
+Path = tuple[Hashable, ...]
 
 NO_MODULE = """{}: the first argument must be a module; got {}.
 Use jamp.linen.with_policy for Flax Linen, jamp.nnx.with_policy for NNX, and \
@@ -39,13 +40,6 @@ class Plan(NamedTuple):
     policy: Policy
     overrides: tuple[tuple[str | type, Policy], ...]
     float32_for: frozenset[str]
-
-
-class Place(NamedTuple):
-    """A module's policy and where it comes from: an override's index, ROOT or NORM."""
-
-    policy: Policy
-    source: int
 
 
 def make_plan(
@@ -94,16 +88,26 @@ def has_policy(module: object) -> bool:
     return hasattr(type(module), "_jamp_plan")
 
 
-def place_of(plan: Plan, path: str, module: object, outer: Place) -> Place:
-    """The place of a module that another one calls."""
-    for index, (key, own) in enumerate(plan.overrides):
+def policy_of(plan: Plan, path: str, module: object, outer: Policy) -> Policy:
+    """The policy of a module that is in another one."""
+    for key, policy in plan.overrides:
         if matches(key, path, module):
-            return Place(own, index)
-    policy, full = outer.policy, jnp.dtype("float32")
-    narrow = jnp.finfo(policy.compute_dtype).bits < 32
+            return policy
+    full = jnp.dtype("float32")
+    narrow = jnp.finfo(outer.compute_dtype).bits < 32
     if "norms" in plan.float32_for and narrow and isinstance(module, norm_classes()):
-        return Place(Policy(full, full, policy.compute_dtype), NORM)
+        return Policy(full, full, outer.compute_dtype)
     return outer
+
+
+def joined(path: Path) -> str:
+    return "/".join(map(str, path))
+
+
+def nearest(path: Path, found: Mapping[Path, T]) -> T:
+    """The entry of the longest prefix of a path that has one."""
+    starts = (path[:depth] for depth in range(len(path), -1, -1))
+    return next(found[start] for start in starts if start in found)
 
 
 def matches(key: str | type, path: str, module: object) -> bool:

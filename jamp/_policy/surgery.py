@@ -17,16 +17,32 @@ attributes and other paths. With a subclass,
 Only `type(module) is Model` becomes false.
 """
 
+import contextlib
 import copyreg
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 C = TypeVar("C")
 
 # Takes a module, a method's name and function, its arguments and keyword arguments.
 MethodCall = Callable[..., object]
+
+
+class Calls(threading.local):
+    """What is known about the innermost call of a module in this thread, or None."""
+
+    innermost: Any = None
+
+    @contextlib.contextmanager
+    def inside(self, call: object) -> Iterator[None]:
+        outer, self.innermost = self.innermost, call
+        try:
+            yield
+        finally:
+            self.innermost = outer
 
 
 def change_class(thing: C, cls: type[C]) -> None:

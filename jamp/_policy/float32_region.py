@@ -92,15 +92,10 @@ def advised() -> Iterator[None]:
 
 def norm_classes() -> tuple[type, ...]:
     """The norms of Flax, Equinox and Haiku, as far as they are imported."""
-    return classes(NORMS, loaded())
-
-
-def state_classes() -> tuple[type, ...]:
-    """Classes that hold state, such as the averages of an Equinox BatchNorm."""
-    return classes(("equinox.nn.State",), loaded())
+    return norms_in(loaded())
 
 
 @functools.lru_cache
-def classes(paths: tuple[str, ...], modules: frozenset[str]) -> tuple[type, ...]:
-    found = (find(path, modules) for path in paths)
+def norms_in(modules: frozenset[str]) -> tuple[type, ...]:
+    found = (find(path, modules) for path in NORMS)
     return tuple(value for value in found if isinstance(value, type))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .._autocast.paths import PathPattern
 from .._checks import shown
 from .float32_region import norm_classes
-from .policy import Policy, check_float32_for, get_policy
+from .policy import Policy, as_policy, check_float32_for
 
 T = TypeVar("T")
 Path = tuple[Hashable, ...]
@@ -26,9 +26,9 @@ NO_MODULE = """{}: the first argument must be a module; got {}.
 Use jamp.linen.with_policy for Flax Linen, jamp.nnx.with_policy for NNX, and \
 policy.wrap for functions."""
 
-BAD_KEY = """{}: overrides[{!r}]: {}
+BAD_KEY = """{}: the key {}.
 A key is a regular expression that is searched for in the module's path ("encoder/.*", \
-"^lm_head$") or a module class (nn.LayerNorm); a value is a policy or its string."""
+"^lm_head$") or a module class (nn.LayerNorm)."""
 
 UNUSED = """{}: overrides match no module: {}.
 The nearest module paths are: {}."""
@@ -57,31 +57,24 @@ def make_plan(
             f"{caller}: the module already has a policy; pass the plain module, and "
             "all overrides at once."
         )
-    if not isinstance(policy, Policy | str):
-        raise TypeError(
-            f"{caller}: policy must be a jamp.Policy or a string for jamp.get_policy; "
-            f"got {policy!r}."
-        )
     if not isinstance(overrides, Mapping | None):
         raise TypeError(
             f"{caller}: overrides must be a dict of module paths and policies; got "
             f"{type(overrides).__name__}."
         )
-    rows = []
+    whole, rows = as_policy(f"{caller}: policy", policy), []
     for key, value in (overrides or {}).items():
-        bad_key = functools.partial(BAD_KEY.format, caller, key)
-        if not isinstance(value, Policy | str):
-            raise TypeError(bad_key(f"{value!r} is not a policy."))
-        if not isinstance(key, str | type):
-            raise TypeError(bad_key("the key is neither a string nor a class."))
+        where = f"{caller}: overrides[{key!r}]"
         if isinstance(key, str):
             try:
                 pattern_of(key)
             except re.error as error:
-                problem = f"the key is not a regular expression: {error}."
-                raise ValueError(bad_key(problem)) from None
-        rows.append((key, get_policy(value)))
-    return Plan(get_policy(policy), tuple(rows), check_float32_for(float32_for))
+                problem = f"is not a regular expression: {error}"
+                raise ValueError(BAD_KEY.format(where, problem)) from None
+        elif not isinstance(key, type):
+            raise TypeError(BAD_KEY.format(where, "is neither a string nor a class"))
+        rows.append((key, as_policy(where, value)))
+    return Plan(whole, tuple(rows), check_float32_for(float32_for))
 
 
 def has_policy(module: object) -> bool:

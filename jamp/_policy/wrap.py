@@ -8,7 +8,7 @@ import numpy as np
 
 from .._checks import imported
 from .._tree import cast_floating
-from .float32_region import advised, float32_region, norm_classes, state_classes
+from .float32_region import advised, float32_region, norm_classes
 
 
 def wrap(
@@ -30,7 +30,7 @@ def wrap(
 
     @functools.wraps(function, updated=())
     def wrapped(*args, **kwargs):
-        states = state_classes()
+        states = imported("equinox.nn", "State")  # such as the averages of a BatchNorm
         norms = norm_classes() if "norms" in kept else ()
         call = (function, args, kwargs)  # an equinox.Module has arrays inside
         run, args, kwargs = cast_floating(call, compute_dtype, states + norms)

@@ -4,7 +4,7 @@ A `Policy` casts trees (`policy.py`) or wraps a function (`wrap.py`). `with_poli
 (`linen.py`, `nnx.py`) runs a model under one, with other policies for its parts:
 
 - `overrides.py` reads the arguments (`Plan`) and finds the policy of a module by its
-  path and class (`Place`).
+  path and class.
 - `surgery.py` makes the classes whose methods and reads a policy governs.
 - `module_call.py` casts around one call of a module (`ModuleCall`).
 - `float32_region.py` has what holds meanwhile: the dtype that parameters are read in,

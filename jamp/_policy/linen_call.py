@@ -132,7 +132,7 @@ class RootCall:
         args: tuple,
         kwargs: dict,
     ) -> PyTree:
-        outer = self.outer_policy(module.path, caller)
+        outer = self.outer_policy(module.path)
         policy = policy_of(self.plan, joined(self.below(module.path)), module, outer)
         with self.active(module, policy):
             if not self.casts:
@@ -162,12 +162,10 @@ class RootCall:
         depth = len(self.path)
         return path[depth:] if path[:depth] == self.path else path
 
-    def outer_policy(self, path: Path, caller: Active) -> Policy:
-        """The policy of the module around another: the caller's, if that is around."""
-        start, policy = len(caller.module.path), caller.policy
-        if path[:start] != caller.module.path:  # made elsewhere and passed on
-            start, policy = len(self.path), self.policies[()]
-        for depth in range(start + 1, len(path)):
+    def outer_policy(self, path: Path) -> Policy:
+        """The policy of the module around another."""
+        policy = self.policy
+        for depth in range(len(self.path) + 1, len(path)):
             name = self.below(path[:depth])
             found = self.policies.get(name)  # None if it is still to be called
             policy = found or policy_of(self.plan, joined(name), None, policy)

@@ -33,11 +33,11 @@ from .surgery import Calls, change_class, is_changed, methods_of, replaced, subc
 M = TypeVar("M", bound=nnx.Module)
 CALLER = "jamp.nnx.with_policy"
 
-ROUNDED_WRITE = """{}: {} writes its parameter {!r} while it is called, where it reads \
-it in {}: each call would round the value, which is stored in {}. If no optimizer \
-trains it, as with a running average, make it a Variable that is not an nnx.Param: \
-policies leave those alone. Otherwise give the module an override in which it reads \
-the stored value: {{{}: "full"}}."""
+ROUNDED_WRITE = """{}: {} writes a parameter while it is called, which it reads in {}: \
+each call would round the value, which is stored in {}. If no optimizer trains it, as \
+with a running average, make it a Variable that is not an nnx.Param: policies leave \
+those alone. Otherwise give the module an override in which it reads the stored value: \
+{{{}: "full"}}."""
 
 
 def with_policy(
@@ -104,13 +104,7 @@ def with_policy(
             "are read; make it without them (nnx.use_hijax(False))."
         )
     model = nnx.clone(model)
-    policies = assign(model, plan)
-    for path, module in list(nnx.iter_modules(model)):
-        if (own := policies[path]) is not None:
-            ends = not path or own != nearest(path[:-1], policies)
-            change_class(module, policied(type(module), plan, own, ends))
-            if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
-                module.dtype = None  # by default it is the stored parameter's dtype
+    policies = govern(model, plan)
     for path, variable in list(nnx.iter_graph(model)):
         if is_param(variable) and (own := nearest(path, policies)):
             raw = cast_floating(variable.get_raw_value(), own.param_dtype)
@@ -126,18 +120,26 @@ def is_param(node: object) -> bool:
     return isinstance(node, nnx.Param)
 
 
-def assign(model: nnx.Module, plan: Plan) -> Policies:
-    """Each module's policy, or None if it is or is in one that has one already."""
+def govern(model: nnx.Module, plan: Plan) -> Policies:
+    """Gives each module its policy, unless it is or is in one that has one already.
+
+    Returns:
+      The policies, and None for a module that keeps its own.
+    """
     policies: Policies = {}
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
+    seen = {(joined(path), type(module)) for path, module in modules}
+    check_all_used(CALLER, (key for key, _ in plan.overrides), seen)
     for path, module in modules:
         outer = nearest(path[:-1], policies) if path else plan.policy
         if outer is None or has_policy(module):
             policies[path] = None
-        else:
-            policies[path] = policy_of(plan, joined(path), module, outer)
-    seen = {(joined(path), type(module)) for path, module in modules}
-    check_all_used(CALLER, (key for key, _ in plan.overrides), seen)
+            continue
+        policies[path] = own = policy_of(plan, joined(path), module, outer)
+        ends = not path or own != outer
+        change_class(module, policied(type(module), plan, own, ends))
+        if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
+            module.dtype = None  # by default it is the stored parameter's dtype
     return policies
 
 
@@ -205,12 +207,8 @@ def as_stored(variable: nnx.Variable, value: PyTree) -> PyTree:
     if read is None or not (is_array and jnp.issubdtype(stored.dtype, jnp.floating)):
         return value
     if read.itemsize < stored.dtype.itemsize:
-        module, _ = ACTIVE.innermost
-        found = (path for path, node in nnx.iter_graph(module) if node is variable)
-        name, kind = joined(next(found, ("?",))), type(module).__name__
-        raise ValueError(
-            ROUNDED_WRITE.format(CALLER, kind, name, read, stored.dtype, kind)
-        )
+        kind = type(ACTIVE.innermost[0]).__name__
+        raise ValueError(ROUNDED_WRITE.format(CALLER, kind, read, stored.dtype, kind))
     return cast_floating(value, stored.dtype)
 
 

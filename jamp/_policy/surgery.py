@@ -74,9 +74,7 @@ def subclass(
 @functools.cache
 def pickled_meta(meta: type) -> type:
     """A metaclass whose classes are pickled as the calls that made them."""
-    if "_jamp_pickled" in vars(meta):
-        return meta
-    made = type(meta)(meta.__name__, (meta,), {"_jamp_pickled": True})
+    made = type(meta)(meta.__name__, (meta,), {})
     copyreg.pickle(made, lambda cls: cls._jamp_rebuild)
     return made
 

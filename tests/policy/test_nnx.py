@@ -146,7 +146,7 @@ def test_a_parameter_is_not_written_from_its_rounded_value(wrap):
             model(x)
 
     run(plain := Average(), x)
-    with pytest.raises(ValueError, match="Average writes its parameter 'mean' while"):
+    with pytest.raises(ValueError, match="Average writes a parameter while"):
         run(jamp.nnx.with_policy(Average(), MIXED), x)
     cures = [
         jamp.nnx.with_policy(Average(), MIXED, {Average: "full"}),
@@ -172,7 +172,7 @@ def test_a_parameter_that_is_written_keeps_the_dtype_that_it_is_stored_in():
     last = jamp.nnx.with_policy(Last(), "p=f16,c=f32,o=f32")
     assert last(jnp.full((2, 4), 0.1)).dtype == FULL
     assert last.whole[...].dtype == last.part[...].dtype == jnp.float16
-    with pytest.raises(ValueError, match="Last writes its parameter 'whole' while"):
+    with pytest.raises(ValueError, match="Last writes a parameter while"):
         jamp.nnx.with_policy(Last(), MIXED)(jnp.ones((2, 4)))
 
 

@@ -48,14 +48,24 @@ dtype of what it meets here: the start of a loop, another branch, a cache. Cast 
 value first (x.astype(h.dtype)), or cast the result (h.astype(x.dtype))."""
 
 
-def float32_region(
-    dtype: np.dtype, names: frozenset[str]
-) -> contextlib.AbstractContextManager:
-    """The region for a computation in `dtype` that keeps some functions."""
+@contextlib.contextmanager
+def float32_region(dtype: np.dtype, names: frozenset[str]) -> Iterator[None]:
+    """The region for a computation in `dtype` that keeps some functions.
+
+    It adds advice to JAX's error if the casts around it made two dtypes differ.
+    """
+    settings = None
     if dtype in HALVES:
-        rules = rules_for(names, loaded())
-        return enter(Settings(dtype, rules=rules, is_policy=True))
-    return contextlib.nullcontext() if REGION.value is None else enter(None)
+        settings = Settings(dtype, rules=rules_for(names, loaded()), is_policy=True)
+    is_needed = settings is not None or REGION.value is not None
+    try:
+        with enter(settings) if is_needed else contextlib.nullcontext():
+            yield
+    except TypeError as error:
+        is_known = CAST_ONE in getattr(error, "__notes__", ())
+        if TWO_DTYPES.search(str(error)) and not is_known:
+            error.add_note(CAST_ONE)
+        raise
 
 
 @functools.lru_cache
@@ -77,17 +87,6 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
             if (code := resolve(path, modules)) is not None
         ]
     )
-
-
-@contextlib.contextmanager
-def advised() -> Iterator[None]:
-    """Adds advice to JAX's error if a policy's casts made two dtypes differ."""
-    try:
-        yield
-    except TypeError as error:
-        if TWO_DTYPES.search(str(error)):
-            error.add_note(CAST_ONE)
-        raise
 
 
 def norm_classes() -> tuple[type, ...]:

@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax import nnx
 
 from .._tree import PyTree, cast_floating
-from .float32_region import COMPUTE_DTYPE, advised, float32_region
+from .float32_region import COMPUTE_DTYPE, float32_region
 from .overrides import Plan
 from .policy import Policy
 
@@ -35,13 +35,11 @@ class ModuleCall(NamedTuple):
         split = 1 if is_cell and self.method == "__call__" else 0
         carry, inputs = args[:split], args[split:]  # a carry keeps its dtype
         inputs, kwargs = cast_floating((inputs, kwargs), dtype, STATEFUL)
-        with contextlib.ExitStack() as contexts:
-            contexts.enter_context(COMPUTE_DTYPE(dtype))
-            if self.around is None:
-                contexts.enter_context(advised())
-            if self.around is None or self.around.compute_dtype != dtype:
-                functions = self.plan.float32_for - {"norms"}  # norms are modules here
-                contexts.enter_context(float32_region(dtype, functions))
+        region = contextlib.nullcontext()
+        if self.around is None or self.around.compute_dtype != dtype:
+            functions = self.plan.float32_for - {"norms"}  # norms are modules here
+            region = float32_region(dtype, functions)
+        with COMPUTE_DTYPE(dtype), region:
             out = function(*carry, *inputs, **kwargs)
         if self.ends:
             out = cast_floating(out, self.policy.output_dtype, STATEFUL)

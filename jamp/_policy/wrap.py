@@ -8,7 +8,7 @@ import numpy as np
 
 from .._checks import imported
 from .._tree import cast_floating
-from .float32_region import advised, float32_region, norm_classes
+from .float32_region import float32_region, norm_classes
 
 
 def wrap(
@@ -34,7 +34,7 @@ def wrap(
         norms = norm_classes() if "norms" in kept else ()
         call = (function, args, kwargs)  # an equinox.Module has arrays inside
         run, args, kwargs = cast_floating(call, compute_dtype, states + norms)
-        with advised(), float32_region(compute_dtype, kept):
+        with float32_region(compute_dtype, kept):
             out = run(*args, **kwargs)
         return cast_floating(out, output_dtype, states)
 

@@ -9,7 +9,7 @@ A `Policy` casts trees (`policy.py`) or wraps a function (`wrap.py`). `with_poli
 - `module_call.py` casts around one call of a module (`ModuleCall`).
 - `float32_region.py` has what holds meanwhile: the dtype that parameters are read in,
   and a region whose table holds only the functions that stay in float32. NNX's
-  parameters look there themselves; Linen's are in boxes that do (`linen_box.py`).
+  parameters look there themselves; Linen's are in boxes that do (`linen_call.py`).
 - `linen_call.py` follows a call through a Linen model, from the root to the leaves.
 
 `policy.py` imports only the table of ops from `_autocast`, so that casts work where

@@ -1,6 +1,5 @@
 """Attention in the form that Flax's attention modules take."""
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -15,32 +14,15 @@ from .._checks import floating
 HANDLED = "query key value bias mask is_causal dtype".split()
 DROPOUT = "broadcast_dropout dropout_rng dropout_rate deterministic".split()
 
-Attention = Callable[..., jax.Array]
 
+def in_flax(own: Callable[..., jax.Array], args: tuple, kwargs: dict) -> jax.Array:
+    """`jamp.dot_product_attention` of inputs with any number of batch dimensions.
 
-def in_flax(own: Attention) -> Callable[[Callable[..., object]], Attention]:
-    """Makes an attention with the signature of Flax's of a function with its docstring.
-
-    It is `jamp.dot_product_attention` of inputs with any number of batch dimensions.
-    Flax's own runs where the weights are asked for, or there is dropout, or the
-    products are the user's, or for integers and values of another size.
+    Flax's own function runs where the weights are asked for, or there is dropout, or
+    the products are the user's, or for integers and values of another size.
     """
-    signature = inspect.signature(own)
-
-    def decorate(documented: Callable[..., object]) -> Attention:
-        @functools.wraps(documented)
-        def attention(*args: Any, **kwargs: Any) -> jax.Array:
-            given = signature.bind(*args, **kwargs).arguments
-            given.pop("force_fp32_for_softmax", None)  # it always is
-            return attend(own, given)
-
-        attention.__wrapped__ = own  # whose signature it has
-        return attention
-
-    return decorate
-
-
-def attend(own: Attention, given: dict[str, Any]) -> jax.Array:
+    given: dict[str, Any] = inspect.signature(own).bind(*args, **kwargs).arguments
+    given.pop("force_fp32_for_softmax", None)  # it always is
     given = {name: x for name, x in given.items() if x is not None}
     if "dtype" in given:
         given["dtype"] = floating("dtype", given["dtype"])
@@ -54,15 +36,14 @@ def attend(own: Attention, given: dict[str, Any]) -> jax.Array:
     dtype = given.get("dtype", jnp.result_type(*inputs))
     shape, batch = inputs[0].shape, inputs[0].shape[:-3]
 
-    def with_one_batch(x: jax.Array | None) -> jax.Array | None:
-        if x is None:
-            return None
+    def with_one_batch(x: jax.Array) -> jax.Array:
         if all(n == 1 for n in x.shape[:-3]):
             return x.reshape(1, *x.shape[-3:])
         x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
         return x.reshape(math.prod(batch), *x.shape[-3:])
 
-    bias, mask = with_one_batch(given.get("bias")), with_one_batch(given.get("mask"))
+    others = given.get("bias"), given.get("mask")
+    bias, mask = jax.tree.map(with_one_batch, others)
     query, key, value = (
         x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in inputs
     )

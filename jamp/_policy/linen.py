@@ -2,7 +2,7 @@
 
 The result is the same module with another class: its methods run under Flax's method
 interceptors, which see every call of every module inside, with its path. While they
-run, each parameter is in a box that casts it when a module reads it (`linen_box.py`).
+run, each parameter is in a box that casts it when a module reads it.
 So neither the tree of parameters nor the modules change, and lifted transformations see
 the stored parameters. `linen_call.py` describes what happens in a call.
 """
@@ -10,6 +10,7 @@ the stored parameters. `linen_call.py` describes what happens in a call.
 import functools
 from collections.abc import Collection, Mapping
 
+import jax
 from flax import linen as nn
 
 from .attention import in_flax
@@ -102,7 +103,7 @@ def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
         """`apply` or `init`: `method=` may be any function, and is governed too."""
         given = kwargs.get("method")
         if isinstance(given, str):
-            given = getattr(made, given, given)
+            given = getattr(type(module), given, given)
         if callable(given):
             given = getattr(given, "__func__", given)
             kwargs["method"] = governed(getattr(given, "__name__", ""), given)
@@ -113,12 +114,11 @@ def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
     for name in WAYS_IN:
         namespace[name] = nn.nowrap(replaced(name, getattr(nn.Module, name), enter))
     rebuild = (policied_linen, (base, plan))
-    made = subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
-    return made
+    return subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
 
 
-@in_flax(nn.dot_product_attention)
-def dot_product_attention(*args, **kwargs):
+@functools.wraps(nn.dot_product_attention, assigned=())
+def dot_product_attention(*args, **kwargs) -> jax.Array:
     """`flax.linen.dot_product_attention`, by the kernel that suits the device.
 
     It is what `nn.MultiHeadDotProductAttention` takes as `attention_fn=`, and is
@@ -158,3 +158,4 @@ def dot_product_attention(*args, **kwargs):
 
     PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
     """
+    return in_flax(nn.dot_product_attention, args, kwargs)

@@ -5,8 +5,8 @@ That module is the root of the modules inside. A call takes these steps:
 1. `RootCall.run` puts each parameter in a box that casts it when it is read, and has
    Flax call `intercept` for each method of each module inside.
 2. `RootCall.inside` runs the method of the root, with casts of its inputs and results.
-3. `intercept` is called for a module inside; `RootCall.call_module` finds its policy
-   and runs its method in the same way, or without casts.
+3. `intercept` is called for a module inside, finds its policy, and runs its method in
+   the same way, or without casts.
 4. Back in `run`, new parameters get the param dtype of the module that they belong to
    (`stored`), and `check_used` names the overrides that match no module.
 
@@ -16,16 +16,17 @@ caches, in the dtypes of later calls.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 from flax import linen as nn
+from flax.core import meta
 
 from .._tree import PyTree, cast_floating
 from .float32_region import COMPUTE_DTYPE
-from .linen_box import boxed, without_boxes
 from .module_call import ModuleCall
 from .overrides import (
     Path,
@@ -62,6 +63,57 @@ class Active(NamedTuple):
 
 
 ACTIVE = Calls()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CastOnUse(meta.AxisMetadata):
+    """A parameter, perhaps with a sharding annotation, that is cast when it is read.
+
+    Flax uses such boxes for sharding annotations: a module that reads its parameter
+    opens the box.
+    """
+
+    value: jax.Array | meta.AxisMetadata
+
+    def unbox(self):
+        dtype = COMPUTE_DTYPE.value
+        value = meta.unbox(self.value)
+        return value if dtype is None else cast_floating(value, dtype)
+
+    def replace_boxed(self, val):
+        return CastOnUse(meta.replace_boxed(self.value, val))
+
+    def add_axis(self, index, params):
+        return CastOnUse(meta.add_axis(self.value, index, params))
+
+    def remove_axis(self, index, params):
+        return CastOnUse(meta.remove_axis(self.value, index, params))
+
+    # For code that reads self.variables["params"] instead of self.param(...).
+
+    def __jax_array__(self):
+        return self.unbox()
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "value":
+            raise AttributeError(name)
+        return getattr(self.unbox(), name)
+
+    def __getitem__(self, index):
+        return self.unbox()[index]
+
+
+def boxed(variables: PyTree) -> PyTree:
+    is_annotated = lambda x: isinstance(x, meta.AxisMetadata)
+    return jax.tree.map(CastOnUse, variables, is_leaf=is_annotated)
+
+
+def without_boxes(variables: PyTree) -> PyTree:
+    is_box = lambda x: isinstance(x, CastOnUse)
+    return jax.tree.map(
+        lambda x: x.value if is_box(x) else x, variables, is_leaf=is_box
+    )
 
 
 class RootCall:
@@ -123,27 +175,6 @@ class RootCall:
         )
         return call.run(bound, args, kwargs)
 
-    def call_module(
-        self,
-        caller: Active,
-        module: nn.Module,
-        method: str,
-        function: Callable,
-        args: tuple,
-        kwargs: dict,
-    ) -> PyTree:
-        outer = self.outer_policy(module.path)
-        policy = policy_of(self.plan, joined(self.below(module.path)), module, outer)
-        with self.active(module, policy):
-            if not self.casts:
-                return function(*args, **kwargs)
-            if method == "setup" or (method.startswith("_") and method != "__call__"):
-                with COMPUTE_DTYPE(policy.compute_dtype):  # arguments stay
-                    return function(*args, **kwargs)
-            ends = policy != caller.policy
-            call = ModuleCall(self.plan, module, method, policy, caller.policy, ends)
-            return call.run(function, args, kwargs)
-
     def active(
         self, module: nn.Module, policy: Policy
     ) -> contextlib.AbstractContextManager:
@@ -162,14 +193,14 @@ class RootCall:
         depth = len(self.path)
         return path[depth:] if path[:depth] == self.path else path
 
-    def outer_policy(self, path: Path) -> Policy:
-        """The policy of the module around another."""
-        policy = self.policy
-        for depth in range(len(self.path) + 1, len(path)):
-            name = self.below(path[:depth])
-            found = self.policies.get(name)  # None if it is still to be called
-            policy = found or policy_of(self.plan, joined(name), None, policy)
-        return policy
+    def policy_of(self, module: nn.Module) -> Policy:
+        """The policy of a module inside, by its path and those of what is around it."""
+        path, policy = self.below(module.path), self.policy
+        for depth in range(1, len(path)):
+            found = self.policies.get(path[:depth])  # None if it is still to be called
+            name = joined(path[:depth])
+            policy = found or policy_of(self.plan, name, None, policy)
+        return policy_of(self.plan, joined(path), module, policy)
 
     def stored(self, variables: PyTree) -> PyTree:
         """Parameters out of their boxes, in the dtypes that they are stored in."""
@@ -207,13 +238,23 @@ def intercept(
     kwargs: dict,
     context: nn.module.InterceptorContext,
 ) -> PyTree:
-    module, method, top = context.module, context.method_name, ACTIVE.innermost
-    if module.scope is None or top is None:
+    module, method, caller = context.module, context.method_name, ACTIVE.innermost
+    if module.scope is None or caller is None:
         return function(*args, **kwargs)
-    if top.is_of(module):  # it calls itself, or is the copy of a transformation
-        with top.root.active(module, top.policy):
+    root = caller.root
+    if caller.is_of(module):  # it calls itself, or is the copy of a transformation
+        with root.active(module, caller.policy):
             return function(*args, **kwargs)
     if has_policy(module) or not hasattr(type(module), method):
         # It has its own policy, or a transformation made it to call a function.
         return function(*args, **kwargs)
-    return top.root.call_module(top, module, method, function, args, kwargs)
+    policy = root.policy_of(module)
+    with root.active(module, policy):
+        if not root.casts:
+            return function(*args, **kwargs)
+        if method == "setup" or (method.startswith("_") and method != "__call__"):
+            with COMPUTE_DTYPE(policy.compute_dtype):  # arguments stay
+                return function(*args, **kwargs)
+        ends = policy != caller.policy
+        call = ModuleCall(root.plan, module, method, policy, caller.policy, ends)
+        return call.run(function, args, kwargs)

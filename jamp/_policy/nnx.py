@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._tree import PyTree, cast_floating
+from .._tree import cast_floating
 from .attention import in_flax
 from .float32_region import COMPUTE_DTYPE
 from .module_call import ModuleCall
@@ -187,7 +187,15 @@ def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
         return value if dtype is None else cast_floating(value, dtype)
 
     def set_value(self, value, **kwargs):
-        base.set_value(self, as_stored(self, value), **kwargs)
+        stored, read = self.get_raw_value(), COMPUTE_DTYPE.value
+        is_array = isinstance(stored, jax.Array)
+        if read is not None and is_array and jnp.issubdtype(stored.dtype, jnp.floating):
+            if read.itemsize < stored.dtype.itemsize:
+                kind = type(ACTIVE.innermost[0]).__name__
+                text = ROUNDED_WRITE.format(CALLER, kind, read, stored.dtype, kind)
+                raise ValueError(text)
+            value = cast_floating(value, stored.dtype)
+        base.set_value(self, value, **kwargs)
 
     def __getattr__(self, name):
         value = base.__getattr__(self, name)  # metadata, or an attribute of the array
@@ -201,19 +209,8 @@ def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
     return made
 
 
-def as_stored(variable: nnx.Variable, value: PyTree) -> PyTree:
-    stored, read = variable.get_raw_value(), COMPUTE_DTYPE.value
-    is_array = isinstance(stored, jax.Array)
-    if read is None or not (is_array and jnp.issubdtype(stored.dtype, jnp.floating)):
-        return value
-    if read.itemsize < stored.dtype.itemsize:
-        kind = type(ACTIVE.innermost[0]).__name__
-        raise ValueError(ROUNDED_WRITE.format(CALLER, kind, read, stored.dtype, kind))
-    return cast_floating(value, stored.dtype)
-
-
-@in_flax(nnx.dot_product_attention)
-def dot_product_attention(*args, **kwargs):
+@functools.wraps(nnx.dot_product_attention, assigned=())
+def dot_product_attention(*args, **kwargs) -> jax.Array:
     """`flax.nnx.dot_product_attention`, by the kernel that suits the device.
 
     It is what `nnx.MultiHeadAttention` takes as `attention_fn=`, and is
@@ -251,3 +248,4 @@ def dot_product_attention(*args, **kwargs):
 
     PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
     """
+    return in_flax(nnx.dot_product_attention, args, kwargs)

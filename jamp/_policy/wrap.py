@@ -21,8 +21,11 @@ def wrap(
         function = jax.tree_util.Partial(
             function.func, *function.args, **function.keywords
         )
-    if not callable(function) or is_flax(function):
-        kind = function if isinstance(function, type) else type(function)
+    owner = getattr(function, "__self__", function)  # of a bound method
+    kind = owner if isinstance(owner, type) else type(owner)
+    # A cast copy of a Flax module would lose its state.
+    flax = imported("flax.linen", "Module") + imported("flax.nnx", "Module")
+    if not callable(function) or issubclass(kind, flax):
         raise TypeError(
             f"policy.wrap: {kind.__name__} is not a function of arrays; "
             "for Flax, use jamp.linen.with_policy or jamp.nnx.with_policy."
@@ -39,15 +42,3 @@ def wrap(
         return cast_floating(out, output_dtype, states)
 
     return wrapped
-
-
-def is_flax(function: object) -> bool:
-    """Whether something is a Flax module, whose state would be lost in a cast copy.
-
-    It is also true for a class of modules, which is not a function of arrays.
-    """
-    modules = imported("flax.linen", "Module") + imported("flax.nnx", "Module")
-    if isinstance(function, type):
-        return issubclass(function, modules)
-    owner = getattr(function, "__self__", None)  # of a bound method
-    return isinstance(function, modules) or isinstance(owner, modules)

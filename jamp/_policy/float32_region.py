@@ -32,7 +32,6 @@ from .._autocast.keys import Function
 from .._autocast.ops import DRAW, FLOAT32, FLOAT32_NORM, FUNCTIONS, KEPT
 from .._autocast.region import enter
 from .._autocast.rules import loaded
-from .._autocast.trace import REGION
 from .._tree import HALVES
 
 # The dtype that a module under a policy reads parameters in, or None.
@@ -57,9 +56,8 @@ def float32_region(dtype: np.dtype, names: frozenset[str]) -> Iterator[None]:
     settings = None
     if dtype in HALVES:
         settings = Settings(dtype, rules=rules_for(names, loaded()), is_policy=True)
-    is_needed = settings is not None or REGION.value is not None
     try:
-        with enter(settings) if is_needed else contextlib.nullcontext():
+        with enter(settings):
             yield
     except TypeError as error:
         is_known = CAST_ONE in getattr(error, "__notes__", ())

@@ -2,9 +2,9 @@
 
 The result is the same module with another class: its methods run under Flax's method
 interceptors, which see every call of every module inside, with its path. While they
-run, each parameter is in a box that casts it when a module reads it.
-So neither the tree of parameters nor the modules change, and lifted transformations see
-the stored parameters. `linen_call.py` describes what happens in a call.
+run, each parameter is in a box that casts it when a module reads it. So neither the
+tree of parameters nor the modules change, and lifted transformations see the stored
+parameters. `linen_call.py` describes what happens in a call.
 """
 
 import functools
@@ -18,8 +18,6 @@ from .linen_call import ACTIVE, CALLER, RootCall, Seen
 from .overrides import Plan, make_plan
 from .policy import FLOAT32_FOR, Policy
 from .surgery import change_class, methods_of, replaced, subclass
-
-WAYS_IN = ("apply", "init", "init_with_output")
 
 
 def with_policy(
@@ -111,7 +109,7 @@ def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
 
     methods = methods_of(base, nn.Module)
     namespace = {name: governed(name, f) for name, f in methods.items()}
-    for name in WAYS_IN:
+    for name in ("apply", "init", "init_with_output"):
         namespace[name] = nn.nowrap(replaced(name, getattr(nn.Module, name), enter))
     rebuild = (policied_linen, (base, plan))
     return subclass(base, namespace | {"_jamp_plan": plan}, rebuild)

@@ -98,7 +98,7 @@ def with_policy(
     maps paths in the same way.
     """
     plan = make_plan(CALLER, model, nnx.Module, policy, overrides, float32_for)
-    if any(getattr(v, "hijax", False) for _, v in nnx.iter_graph(model) if is_param(v)):
+    if any(getattr(node, "hijax", False) for _, node in nnx.iter_graph(model)):
         raise NotImplementedError(
             f"{CALLER}: the model has hijax Variables, which cannot be cast when they "
             "are read; make it without them (nnx.use_hijax(False))."
@@ -106,7 +106,7 @@ def with_policy(
     model = nnx.clone(model)
     policies = govern(model, plan)
     for path, variable in list(nnx.iter_graph(model)):
-        if is_param(variable) and (own := nearest(path, policies)):
+        if isinstance(variable, nnx.Param) and (own := nearest(path, policies)):
             raw = cast_floating(variable.get_raw_value(), own.param_dtype)
             variable.set_raw_value(raw)
     cast_parameters_on_use(model)
@@ -114,10 +114,6 @@ def with_policy(
 
 
 Policies = dict[Path, Policy | None]
-
-
-def is_param(node: object) -> bool:
-    return isinstance(node, nnx.Param)
 
 
 def govern(model: nnx.Module, plan: Plan) -> Policies:
@@ -173,7 +169,7 @@ def cast_parameters_on_use(model: nnx.Module) -> None:
     bridges = [node for node in nodes if isinstance(node, nnx.bridge.ToNNX)]
     foreign = {id(v) for bridge in bridges for _, v in nnx.iter_graph(bridge)}
     for variable in nodes:
-        if is_param(variable) and not is_changed(variable):
+        if isinstance(variable, nnx.Param) and not is_changed(variable):
             if id(variable) not in foreign:  # Linen's, which does not know these types
                 change_class(variable, cast_on_use(type(variable)))
 

@@ -28,7 +28,7 @@ from .overrides import (
     policy_of,
 )
 from .policy import FLOAT32_FOR, Policy
-from .surgery import Calls, change_class, is_changed, methods_of, replaced, subclass
+from .surgery import Calls, change_class, methods_of, replaced, subclass
 
 M = TypeVar("M", bound=nnx.Module)
 CALLER = "jamp.nnx.with_policy"
@@ -98,7 +98,8 @@ def with_policy(
     maps paths in the same way.
     """
     plan = make_plan(CALLER, model, nnx.Module, policy, overrides, float32_for)
-    if any(getattr(node, "hijax", False) for _, node in nnx.iter_graph(model)):
+    nodes = (node for _, node in nnx.iter_graph(model))
+    if any(isinstance(v, nnx.Param) and getattr(v, "hijax", False) for v in nodes):
         raise NotImplementedError(
             f"{CALLER}: the model has hijax Variables, which cannot be cast when they "
             "are read; make it without them (nnx.use_hijax(False))."
@@ -169,14 +170,16 @@ def cast_parameters_on_use(model: nnx.Module) -> None:
     bridges = [node for node in nodes if isinstance(node, nnx.bridge.ToNNX)]
     foreign = {id(v) for bridge in bridges for _, v in nnx.iter_graph(bridge)}
     for variable in nodes:
-        if isinstance(variable, nnx.Param) and not is_changed(variable):
-            if id(variable) not in foreign:  # Linen's, which does not know these types
-                change_class(variable, cast_on_use(type(variable)))
+        # Linen's parameters stay: it does not know these types.
+        if isinstance(variable, nnx.Param) and id(variable) not in foreign:
+            change_class(variable, cast_on_use(type(variable)))
 
 
 @functools.cache
 def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
     """A subclass of a Variable type that casts when it is read in a call."""
+    if hasattr(base, "_jamp_rebuild"):
+        return base  # it is one already
 
     def get_value(self, **kwargs):
         dtype, value = COMPUTE_DTYPE.value, base.get_value(self, **kwargs)

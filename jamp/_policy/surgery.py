@@ -50,10 +50,6 @@ def change_class(thing: C, cls: type[C]) -> None:
     object.__setattr__(thing, "__class__", cls)
 
 
-def is_changed(thing: object) -> bool:
-    return hasattr(type(thing), "_jamp_rebuild")
-
-
 def subclass(
     base: type[C], namespace: Mapping[str, object], rebuild: tuple[Callable, tuple]
 ) -> type[C]:

@@ -31,7 +31,7 @@ HOMES = {
     "_debug.op_location": ("Site",),
     "_policy.linen": ("policied_linen",),
     "_policy.nnx": ("cast_on_use", "policied"),
-    "_policy.overrides": ("Place", "Plan"),
+    "_policy.overrides": ("Plan",),
     "_policy.scopes": ("scoped",),
     "_scaling.optimizer_stages": ("Iteration",),
     "_scaling.rule": ("LossScaleConfig",),

@@ -110,6 +110,6 @@ def test_a_name_of_float8_is_the_recipe_everywhere(place):
 @pytest.mark.parametrize("place", PLACES)
 def test_another_name_is_refused_with_a_similar_one(place):
     for name in ("flaot16", "torch.float16", "B16", "float", "f2", "e"):
-        message = "dtype" if len(name) < 3 else "dtype.*(Did you mean|similar names)"
+        message = "dtype" if len(name) < 3 else "dtype.*Did you mean"
         with pytest.raises((TypeError, ValueError), match=f"(?s){message}"):
             PLACES[place](name)

@@ -90,6 +90,7 @@ def signature(name, function):
     bare = bare[1:] if bare and bare[0].name == "self" else bare
     text = str(found.replace(parameters=bare, return_annotation=found.empty))
     text = re.sub(r"<class '(?:jax\.numpy\.)?(\w+)'>", r"\1", text)
+    text = re.sub(r"<function (\w+) at \w+>", r"\1", text)
     indent = " " * (len(name) - len(name.lstrip()) + 8)
     return textwrap.fill(name + text, 88, subsequent_indent=indent) + "\n"
 

@@ -32,7 +32,6 @@ from .._autocast.keys import Function
 from .._autocast.ops import DRAW, FLOAT32, FLOAT32_NORM, FUNCTIONS, KEPT
 from .._autocast.region import enter
 from .._autocast.rules import loaded
-from .._autocast.trace import REGION
 from .._tree import HALVES
 
 # The dtype that a module under a policy reads parameters in, or None.
@@ -48,14 +47,23 @@ dtype of what it meets here: the start of a loop, another branch, a cache. Cast 
 value first (x.astype(h.dtype)), or cast the result (h.astype(x.dtype))."""
 
 
-def float32_region(
-    dtype: np.dtype, names: frozenset[str]
-) -> contextlib.AbstractContextManager:
-    """The region for a computation in `dtype` that keeps some functions."""
+@contextlib.contextmanager
+def float32_region(dtype: np.dtype, names: frozenset[str]) -> Iterator[None]:
+    """The region for a computation in `dtype` that keeps some functions.
+
+    It adds advice to JAX's error if the casts around it made two dtypes differ.
+    """
+    settings = None
     if dtype in HALVES:
-        rules = rules_for(names, loaded())
-        return enter(Settings(dtype, rules=rules, is_policy=True))
-    return contextlib.nullcontext() if REGION.value is None else enter(None)
+        settings = Settings(dtype, rules=rules_for(names, loaded()), is_policy=True)
+    try:
+        with enter(settings):
+            yield
+    except TypeError as error:
+        is_known = CAST_ONE in getattr(error, "__notes__", ())
+        if TWO_DTYPES.search(str(error)) and not is_known:
+            error.add_note(CAST_ONE)
+        raise
 
 
 @functools.lru_cache
@@ -79,28 +87,12 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
     )
 
 
-@contextlib.contextmanager
-def advised() -> Iterator[None]:
-    """Adds advice to JAX's error if a policy's casts made two dtypes differ."""
-    try:
-        yield
-    except TypeError as error:
-        if TWO_DTYPES.search(str(error)):
-            error.add_note(CAST_ONE)
-        raise
-
-
 def norm_classes() -> tuple[type, ...]:
     """The norms of Flax, Equinox and Haiku, as far as they are imported."""
-    return classes(NORMS, loaded())
-
-
-def state_classes() -> tuple[type, ...]:
-    """Classes that hold state, such as the averages of an Equinox BatchNorm."""
-    return classes(("equinox.nn.State",), loaded())
+    return norms_in(loaded())
 
 
 @functools.lru_cache
-def classes(paths: tuple[str, ...], modules: frozenset[str]) -> tuple[type, ...]:
-    found = (find(path, modules) for path in paths)
+def norms_in(modules: frozenset[str]) -> tuple[type, ...]:
+    found = (find(path, modules) for path in NORMS)
     return tuple(value for value in found if isinstance(value, type))

@@ -2,26 +2,22 @@
 
 The result is the same module with another class: its methods run under Flax's method
 interceptors, which see every call of every module inside, with its path. While they
-run, each parameter is in a box that casts it when a module reads it (`linen_box.py`).
-So neither the tree of parameters nor the modules change, and lifted transformations see
-the stored parameters. `linen_call.py` describes what happens in a call.
+run, each parameter is in a box that casts it when a module reads it. So neither the
+tree of parameters nor the modules change, and lifted transformations see the stored
+parameters. `linen_call.py` describes what happens in a call.
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import jax
 from flax import linen as nn
-from jax.typing import DTypeLike
 
 from .attention import in_flax
 from .linen_call import ACTIVE, CALLER, RootCall, Seen
 from .overrides import Plan, make_plan
 from .policy import FLOAT32_FOR, Policy
 from .surgery import change_class, methods_of, replaced, subclass
-
-WAYS_IN = ("apply", "init", "init_with_output")
 
 
 def with_policy(
@@ -105,7 +101,7 @@ def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
         """`apply` or `init`: `method=` may be any function, and is governed too."""
         given = kwargs.get("method")
         if isinstance(given, str):
-            given = getattr(made, given, given)
+            given = getattr(type(module), given, given)
         if callable(given):
             given = getattr(given, "__func__", given)
             kwargs["method"] = governed(getattr(given, "__name__", ""), given)
@@ -113,37 +109,24 @@ def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
 
     methods = methods_of(base, nn.Module)
     namespace = {name: governed(name, f) for name, f in methods.items()}
-    for name in WAYS_IN:
+    for name in ("apply", "init", "init_with_output"):
         namespace[name] = nn.nowrap(replaced(name, getattr(nn.Module, name), enter))
     rebuild = (policied_linen, (base, plan))
-    made = subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
-    return made
+    return subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
 
 
-def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: DTypeLike | None = None,
-    precision: Any = None,
-    module: nn.Module | None = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Callable[..., jax.Array] | None = None,
-    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
-    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
-) -> jax.Array:
+@functools.wraps(nn.dot_product_attention, assigned=())
+def dot_product_attention(*args, **kwargs) -> jax.Array:
     """`flax.linen.dot_product_attention`, by the kernel that suits the device.
 
     It is what `nn.MultiHeadDotProductAttention` takes as `attention_fn=`, and is
-    `jamp.dot_product_attention` with the arguments of Flax's function. Where there is
-    dropout, or the weights are asked for (`sow_weights`), or `precision` or an einsum
-    of the user's own is given, Flax's own function runs.
+    `jamp.dot_product_attention` with the arguments of Flax's function. That function
+    itself runs where there is dropout (`dropout_rate`, without `deterministic`; with
+    `dropout_rng` and `broadcast_dropout`), where the weights are asked for
+    (`sow_weights` of the layer, which passes `module`), with a `precision`, and with a
+    product of your own (`einsum_dot_general`, `qk_attn_weights_einsum`,
+    `attn_weights_value_einsum`). The softmax is in float32, with
+    `force_fp32_for_softmax` or without.
 
     Args:
       query: floating [batch..., length, heads, size].
@@ -151,17 +134,7 @@ def dot_product_attention(
       value: of the shape of `key`.
       bias: added to the scores; broadcast to [batch..., heads, length, other length].
       mask: bool, broadcast to the same shape.
-      broadcast_dropout: of dropout, as in Flax.
-      dropout_rng: of dropout.
-      dropout_rate: of dropout.
-      deterministic: whether there is no dropout.
       dtype: to cast the inputs to, by default their widest one.
-      precision: of the products.
-      module: where the weights are stored, if they are asked for.
-      force_fp32_for_softmax: without effect: the softmax always is.
-      einsum_dot_general: a product of the user's own.
-      qk_attn_weights_einsum: the same, of queries and keys.
-      attn_weights_value_einsum: the same, of weights and values.
 
     Returns:
       An array of the query's shape, [batch..., length, heads, size].
@@ -183,6 +156,4 @@ def dot_product_attention(
 
     PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
     """
-    given = locals()
-    del given["force_fp32_for_softmax"]  # it always is
-    return in_flax(nn.dot_product_attention, given)
+    return in_flax(nn.dot_product_attention, args, kwargs)

@@ -6,40 +6,38 @@ Attributes, paths and metadata do not change, and `isinstance` and NNX's filters
 """
 
 import functools
-import threading
-from collections.abc import Collection, Hashable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
-from .._autocast.notes import Memory
-from .._tree import PyTree, cast_floating
+from .._tree import cast_floating
 from .attention import in_flax
 from .float32_region import COMPUTE_DTYPE
 from .module_call import ModuleCall
 from .overrides import (
-    ROOT,
-    Place,
+    Path,
     Plan,
     check_all_used,
     has_policy,
+    joined,
     make_plan,
-    place_of,
+    nearest,
+    policy_of,
 )
 from .policy import FLOAT32_FOR, Policy
-from .surgery import change_class, is_changed, methods_of, replaced, subclass
+from .surgery import Calls, change_class, methods_of, replaced, subclass
 
 M = TypeVar("M", bound=nnx.Module)
 CALLER = "jamp.nnx.with_policy"
 
-ROUNDED_WRITE = """{}: {} writes its parameter {!r} while it is called, after reading \
-it in {}: each call would round the value, which is stored in {}. If no optimizer \
-trains it, as with a running average, make it a Variable that is not an nnx.Param: \
-policies leave those alone. Otherwise give the module an override in which it reads \
-the stored value: {{{}: "full"}}."""
+ROUNDED_WRITE = """{}: {} writes a parameter while it is called, which it reads in {}: \
+each call would round the value, which is stored in {}. If no optimizer trains it, as \
+with a running average, make it a Variable that is not an nnx.Param: policies leave \
+those alone. Otherwise give the module an override in which it reads the stored value: \
+{{{}: "full"}}."""
 
 
 def with_policy(
@@ -100,94 +98,70 @@ def with_policy(
     maps paths in the same way.
     """
     plan = make_plan(CALLER, model, nnx.Module, policy, overrides, float32_for)
-    if any(getattr(v, "hijax", False) for _, v in nnx.iter_graph(model) if is_param(v)):
+    nodes = (node for _, node in nnx.iter_graph(model))
+    if any(isinstance(v, nnx.Param) and getattr(v, "hijax", False) for v in nodes):
         raise NotImplementedError(
             f"{CALLER}: the model has hijax Variables, which cannot be cast when they "
             "are read; make it without them (nnx.use_hijax(False))."
         )
     model = nnx.clone(model)
-    places = assign(model, plan)
-    for path, module in list(nnx.iter_modules(model)):
-        if (place := places[path]) is not None:
-            ends = not path or place != nearest(path[:-1], places)
-            change_class(module, policied(type(module), plan, place, ends))
-            if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
-                module.dtype = None  # by default it is the stored parameter's dtype
+    policies = govern(model, plan)
     for path, variable in list(nnx.iter_graph(model)):
-        if is_param(variable) and (place := nearest(path, places)):
-            raw = cast_floating(variable.get_raw_value(), place.policy.param_dtype)
+        if isinstance(variable, nnx.Param) and (own := nearest(path, policies)):
+            raw = cast_floating(variable.get_raw_value(), own.param_dtype)
             variable.set_raw_value(raw)
     cast_parameters_on_use(model)
     return model
 
 
-Path = tuple[Hashable, ...]
-Places = dict[Path, Place | None]
+Policies = dict[Path, Policy | None]
 
 
-def joined(path: Path) -> str:
-    return "/".join(map(str, path))
+def govern(model: nnx.Module, plan: Plan) -> Policies:
+    """Gives each module its policy, unless it is or is in one that has one already.
 
-
-def is_param(node: object) -> bool:
-    return isinstance(node, nnx.Param)
-
-
-def nearest(path: Path, places: Places) -> Place | None:
-    """The place at the longest prefix of a path that has an entry."""
-    starts = (path[:depth] for depth in range(len(path), -1, -1))
-    return next(places[start] for start in starts if start in places)
-
-
-def assign(model: nnx.Module, plan: Plan) -> Places:
-    """Each module's place, or None if it is or is in one that has a policy already."""
-    places: Places = {}
+    Returns:
+      The policies, and None for a module that keeps its own.
+    """
+    policies: Policies = {}
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
-    for path, module in modules:
-        outer = nearest(path[:-1], places) if path else Place(plan.policy, ROOT)
-        if outer is None or has_policy(module):
-            places[path] = None
-        else:
-            places[path] = place_of(plan, joined(path), module, outer)
     seen = {(joined(path), type(module)) for path, module in modules}
     check_all_used(CALLER, (key for key, _ in plan.overrides), seen)
-    return places
+    for path, module in modules:
+        outer = nearest(path[:-1], policies) if path else plan.policy
+        if outer is None or has_policy(module):
+            policies[path] = None
+            continue
+        policies[path] = own = policy_of(plan, joined(path), module, outer)
+        ends = not path or own != outer
+        change_class(module, policied(type(module), plan, own, ends))
+        if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
+            module.dtype = None  # by default it is the stored parameter's dtype
+    return policies
 
 
-class Active(threading.local):
-    """The module that is being called, its place, and what it has read so far."""
-
-    module: nnx.Module | None = None
-    place: Place | None = None
-    rounded = Memory()  # stored parameters that were read in fewer bits
-
-
-ACTIVE = Active()
+ACTIVE = Calls()  # the module that is being called, and its policy
 
 
 @functools.cache
-def policied(base: type, plan: Plan, place: Place, ends: bool) -> type:
+def policied(base: type, plan: Plan, policy: Policy, ends: bool) -> type:
     """A subclass whose methods run under a policy, which perhaps ends at the module."""
     if issubclass(base, nnx.List | nnx.Dict):
         return base  # containers
 
     def call(module, name, function, args, kwargs):
-        inside, around = ACTIVE.module, ACTIVE.place
+        inside, around = ACTIVE.innermost or (None, None)
         if inside is module or (ends and type(inside) is type(module)):
             return function(module, *args, **kwargs)  # itself, or a copy under jit
         if inside is None:  # perhaps just merged from a plain model's state
             cast_parameters_on_use(module)
-            ACTIVE.rounded = Memory()
-        ACTIVE.module, ACTIVE.place = module, place
-        try:
-            governed = ModuleCall(plan, module, name, place, around, ends)
+        with ACTIVE.inside((module, policy)):
+            governed = ModuleCall(plan, module, name, policy, around, ends)
             return governed.run(functools.partial(function, module), args, kwargs)
-        finally:
-            ACTIVE.module, ACTIVE.place = inside, around
 
     methods = methods_of(base, nnx.Module)
     namespace = {name: replaced(name, f, call) for name, f in methods.items()}
-    rebuild = (policied, (base, plan, place, ends))
+    rebuild = (policied, (base, plan, policy, ends))
     return subclass(base, namespace | {"_jamp_plan": plan}, rebuild)
 
 
@@ -196,20 +170,31 @@ def cast_parameters_on_use(model: nnx.Module) -> None:
     bridges = [node for node in nodes if isinstance(node, nnx.bridge.ToNNX)]
     foreign = {id(v) for bridge in bridges for _, v in nnx.iter_graph(bridge)}
     for variable in nodes:
-        if is_param(variable) and not is_changed(variable):
-            if id(variable) not in foreign:  # Linen's, which does not know these types
-                change_class(variable, cast_on_use(type(variable)))
+        # Linen's parameters stay: it does not know these types.
+        if isinstance(variable, nnx.Param) and id(variable) not in foreign:
+            change_class(variable, cast_on_use(type(variable)))
 
 
 @functools.cache
 def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
     """A subclass of a Variable type that casts when it is read in a call."""
+    if hasattr(base, "_jamp_rebuild"):
+        return base  # it is one already
 
     def get_value(self, **kwargs):
-        return as_read(self, base.get_value(self, **kwargs))
+        dtype, value = COMPUTE_DTYPE.value, base.get_value(self, **kwargs)
+        return value if dtype is None else cast_floating(value, dtype)
 
     def set_value(self, value, **kwargs):
-        base.set_value(self, as_stored(self, value), **kwargs)
+        stored, read = self.get_raw_value(), COMPUTE_DTYPE.value
+        is_array = isinstance(stored, jax.Array)
+        if read is not None and is_array and jnp.issubdtype(stored.dtype, jnp.floating):
+            if read.itemsize < stored.dtype.itemsize:
+                kind = type(ACTIVE.innermost[0]).__name__
+                text = ROUNDED_WRITE.format(CALLER, kind, read, stored.dtype, kind)
+                raise ValueError(text)
+            value = cast_floating(value, stored.dtype)
+        base.set_value(self, value, **kwargs)
 
     def __getattr__(self, name):
         value = base.__getattr__(self, name)  # metadata, or an attribute of the array
@@ -223,56 +208,16 @@ def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
     return made
 
 
-def as_read(variable: nnx.Variable, value: PyTree) -> PyTree:
-    dtype = COMPUTE_DTYPE.value
-    if dtype is None:
-        return value
-    stored = variable.get_raw_value()
-    if is_floating(stored) and dtype.itemsize < stored.dtype.itemsize:
-        ACTIVE.rounded.set(stored, True)
-    return cast_floating(value, dtype)
-
-
-def as_stored(variable: nnx.Variable, value: PyTree) -> PyTree:
-    stored = variable.get_raw_value()
-    if COMPUTE_DTYPE.value is None or not is_floating(stored):
-        return value
-    if ACTIVE.rounded.get(stored, False):
-        module = ACTIVE.module
-        found = (path for path, node in nnx.iter_graph(module) if node is variable)
-        name, kind = joined(next(found, ("?",))), type(module).__name__
-        read = COMPUTE_DTYPE.value
-        raise ValueError(
-            ROUNDED_WRITE.format(CALLER, kind, name, read, stored.dtype, kind)
-        )
-    return cast_floating(value, stored.dtype)
-
-
-def is_floating(value: object) -> bool:
-    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
-
-
-def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: DTypeLike | None = None,
-    precision: Any = None,
-    module: nnx.Module | None = None,
-    is_causal: bool = False,
-) -> jax.Array:
+@functools.wraps(nnx.dot_product_attention, assigned=())
+def dot_product_attention(*args, **kwargs) -> jax.Array:
     """`flax.nnx.dot_product_attention`, by the kernel that suits the device.
 
     It is what `nnx.MultiHeadAttention` takes as `attention_fn=`, and is
-    `jamp.dot_product_attention` with the arguments of Flax's function. Where there is
-    dropout, or the weights are asked for (`sow_weights`), or `precision` is given,
-    Flax's own function runs.
+    `jamp.dot_product_attention` with the arguments of Flax's function. That function
+    itself runs where there is dropout (`dropout_rate`, without `deterministic`; with
+    `dropout_rng` and `broadcast_dropout`), where the weights are asked for
+    (`sow_weights` of the layer, which passes `module`), and with a `precision` or
+    `promote_dtype`.
 
     Args:
       query: floating [batch..., length, heads, size].
@@ -280,13 +225,7 @@ def dot_product_attention(
       value: of the shape of `key`.
       bias: added to the scores; broadcast to [batch..., heads, length, other length].
       mask: bool, broadcast to the same shape.
-      broadcast_dropout: of dropout, as in Flax.
-      dropout_rng: of dropout.
-      dropout_rate: of dropout.
-      deterministic: whether there is no dropout.
       dtype: to cast the inputs to, by default their widest one.
-      precision: of the products.
-      module: where the weights are stored, if they are asked for.
       is_causal: whether no place attends to later ones.
 
     Returns:
@@ -308,4 +247,4 @@ def dot_product_attention(
 
     PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
     """
-    return in_flax(nnx.dot_product_attention, locals())
+    return in_flax(nnx.dot_product_attention, args, kwargs)

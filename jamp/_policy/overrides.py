@@ -9,25 +9,26 @@ value is widened between two layers.
 import difflib
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
 from .._autocast.paths import PathPattern
 from .._checks import shown
 from .float32_region import norm_classes
-from .policy import Policy, check_float32_for, get_policy
+from .policy import Policy, as_policy, check_float32_for
 
-ROOT, NORM = -1, -2
+T = TypeVar("T")
+Path = tuple[Hashable, ...]
 
 NO_MODULE = """{}: the first argument must be a module; got {}.
 Use jamp.linen.with_policy for Flax Linen, jamp.nnx.with_policy for NNX, and \
 policy.wrap for functions."""
 
-BAD_KEY = """{}: overrides[{!r}]: {}
+BAD_KEY = """{}: the key {}.
 A key is a regular expression that is searched for in the module's path ("encoder/.*", \
-"^lm_head$") or a module class (nn.LayerNorm); a value is a policy or its string."""
+"^lm_head$") or a module class (nn.LayerNorm)."""
 
 UNUSED = """{}: overrides match no module: {}.
 The nearest module paths are: {}."""
@@ -39,13 +40,6 @@ class Plan(NamedTuple):
     policy: Policy
     overrides: tuple[tuple[str | type, Policy], ...]
     float32_for: frozenset[str]
-
-
-class Place(NamedTuple):
-    """A module's policy and where it comes from: an override's index, ROOT or NORM."""
-
-    policy: Policy
-    source: int
 
 
 def make_plan(
@@ -63,47 +57,50 @@ def make_plan(
             f"{caller}: the module already has a policy; pass the plain module, and "
             "all overrides at once."
         )
-    if not isinstance(policy, Policy | str):
-        raise TypeError(
-            f"{caller}: policy must be a jamp.Policy or a string for jamp.get_policy; "
-            f"got {policy!r}."
-        )
     if not isinstance(overrides, Mapping | None):
         raise TypeError(
             f"{caller}: overrides must be a dict of module paths and policies; got "
             f"{type(overrides).__name__}."
         )
-    rows = []
+    whole, rows = as_policy(f"{caller}: policy", policy), []
     for key, value in (overrides or {}).items():
-        bad_key = functools.partial(BAD_KEY.format, caller, key)
-        if not isinstance(value, Policy | str):
-            raise TypeError(bad_key(f"{value!r} is not a policy."))
-        if not isinstance(key, str | type):
-            raise TypeError(bad_key("the key is neither a string nor a class."))
+        where = f"{caller}: overrides[{key!r}]"
         if isinstance(key, str):
             try:
                 pattern_of(key)
             except re.error as error:
-                problem = f"the key is not a regular expression: {error}."
-                raise ValueError(bad_key(problem)) from None
-        rows.append((key, get_policy(value)))
-    return Plan(get_policy(policy), tuple(rows), check_float32_for(float32_for))
+                problem = f"is not a regular expression: {error}"
+                raise ValueError(BAD_KEY.format(where, problem)) from None
+        elif not isinstance(key, type):
+            raise TypeError(BAD_KEY.format(where, "is neither a string nor a class"))
+        rows.append((key, as_policy(where, value)))
+    return Plan(whole, tuple(rows), check_float32_for(float32_for))
 
 
 def has_policy(module: object) -> bool:
     return hasattr(type(module), "_jamp_plan")
 
 
-def place_of(plan: Plan, path: str, module: object, outer: Place) -> Place:
-    """The place of a module that another one calls."""
-    for index, (key, own) in enumerate(plan.overrides):
+def policy_of(plan: Plan, path: str, module: object, outer: Policy) -> Policy:
+    """The policy of a module that is in another one."""
+    for key, policy in plan.overrides:
         if matches(key, path, module):
-            return Place(own, index)
-    policy, full = outer.policy, jnp.dtype("float32")
-    narrow = jnp.finfo(policy.compute_dtype).bits < 32
+            return policy
+    full = jnp.dtype("float32")
+    narrow = jnp.finfo(outer.compute_dtype).bits < 32
     if "norms" in plan.float32_for and narrow and isinstance(module, norm_classes()):
-        return Place(Policy(full, full, policy.compute_dtype), NORM)
+        return Policy(full, full, outer.compute_dtype)
     return outer
+
+
+def joined(path: Path) -> str:
+    return "/".join(map(str, path))
+
+
+def nearest(path: Path, found: Mapping[Path, T]) -> T:
+    """The entry of the longest prefix of a path that has one."""
+    starts = (path[:depth] for depth in range(len(path), -1, -1))
+    return next(found[start] for start in starts if start in found)
 
 
 def matches(key: str | type, path: str, module: object) -> bool:

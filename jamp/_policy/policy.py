@@ -1,7 +1,6 @@
 """Policy: which dtypes parameters, computation and outputs have. jmp's names."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
@@ -10,15 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._autocast.ops import KEPT
-from .._checks import (
-    DTYPE_NAMES,
-    DTYPES,
-    HALF,
-    brief,
-    dtype_or_none,
-    similar,
-    unavailable,
-)
+from .._checks import DTYPE_NAMES, brief, did_you_mean, dtype_or_none, unavailable
 from .._targets import half_dtype
 from .._tree import cast_floating
 
@@ -212,14 +203,21 @@ def get_policy(policy_name: str | Policy) -> Policy:
 
     PyTorch: no counterpart. The grammar is jmp's; the last two names are Keras's.
     """
-    if isinstance(policy_name, Policy):
-        return policy_name
-    if not isinstance(policy_name, str):
-        raise TypeError(f"policy_name must be a string; got {policy_name!r}.")
+    return as_policy("policy_name", policy_name)
+
+
+def as_policy(argument: str, value: str | Policy) -> Policy:
+    if isinstance(value, Policy):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{argument} must be a jamp.Policy or a string for jamp.get_policy; got "
+            f"{value!r}."
+        )
     try:
-        return _parsed(NAMED.get(policy_name.strip(), policy_name))
+        return _parsed(NAMED.get(value.strip(), value))
     except ValueError as error:
-        raise ValueError(BAD_STRING.format(policy_name, error)) from None
+        raise ValueError(BAD_STRING.format(value, error)) from None
 
 
 def _parsed(text: str) -> Policy:
@@ -244,20 +242,15 @@ def _parsed(text: str) -> Policy:
 def _dtype(value: DTypeLike | None, where: str) -> np.dtype:
     """The floating dtype that a user means. Raises ValueError for anything else."""
     dtype = dtype_or_none(value)
-    if isinstance(value, str) and value in NAMED:
-        problem = f"{value!r} is a policy, not a dtype; write get_policy({value!r})."
-    elif dtype is None:
-        names = [*DTYPES, HALF, *(NAMED if where == "Policy" else ())]
-        near = similar(value, [*DTYPE_NAMES, *(NAMED if where == "Policy" else ())])
-        there_are = "similar names:" if near else "the names are"
-        there_are = f"{there_are} {', '.join(near or names)}."
-        problem = f"Unknown dtype {brief(value)}; {there_are}"
+    if dtype is None:
+        problem = f"Unknown dtype {brief(value)}"
     elif not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
-        problem = f"{dtype} is not a floating dtype; use one of "
-        problem += f"{', '.join(DTYPE_NAMES)}. Integers and bools are never cast."
+        problem = f"{dtype} is not a floating dtype"
     else:
         return dtype
-    raise ValueError(f"{where}: {problem}")
+    names = [*DTYPE_NAMES, *(NAMED if where == "Policy" else ())]
+    hint = did_you_mean(value, names)
+    raise ValueError(f"{where}: {problem}; use one of {', '.join(names)}.{hint}")
 
 
 def check_float32_for(names: Collection[str]) -> frozenset[str]:
@@ -268,10 +261,9 @@ def check_float32_for(names: Collection[str]) -> frozenset[str]:
         )
     for name in names:
         if not isinstance(name, str) or name not in KEPT:
-            near = difflib.get_close_matches(str(name), KEPT, n=1)
+            hint = did_you_mean(name, KEPT)
             raise ValueError(
-                f"float32_for: unknown name {name!r}"
-                + (f", did you mean {near[0]!r}?" if near else ".")
-                + f" The names are {', '.join(map(repr, KEPT))}."
+                f"float32_for: unknown name {name!r}; the names are "
+                f"{', '.join(map(repr, KEPT))}.{hint}"
             )
     return frozenset(names)

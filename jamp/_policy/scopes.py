@@ -6,14 +6,13 @@ gets a subclass of its class, whose methods open the scope.
 """
 
 import functools
-import threading
 from typing import TypeVar
 
 import jax
 from flax import nnx
 
 from .._checks import shown
-from .surgery import change_class, methods_of, replaced, subclass
+from .surgery import Calls, change_class, methods_of, replaced, subclass
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -68,14 +67,7 @@ def named_scopes(model: M) -> M:
     return model
 
 
-class Active(threading.local):
-    """The module that is being called, and its path."""
-
-    module: nnx.Module | None = None
-    path: str = ""
-
-
-ACTIVE = Active()
+ACTIVE = Calls()  # the module that is being called, and its path
 
 
 @functools.cache
@@ -83,15 +75,12 @@ def scoped(base: type, path: str) -> type:
     """A subclass of a module's class whose methods run in the scope of a path."""
 
     def call(module, name, function, args, kwargs):
-        outer, around = ACTIVE.module, ACTIVE.path
-        if outer is module:  # a method that calls another one, or that of a base
+        caller, around = ACTIVE.innermost or (None, "")
+        if caller is module:  # a method that calls another one, or that of a base
             return function(module, *args, **kwargs)
-        ACTIVE.module, ACTIVE.path = module, path
-        try:
-            with jax.named_scope(path.removeprefix(f"{around}/")):
-                return function(module, *args, **kwargs)
-        finally:
-            ACTIVE.module, ACTIVE.path = outer, around
+        scope = jax.named_scope(path.removeprefix(f"{around}/"))
+        with ACTIVE.inside((module, path)), scope:
+            return function(module, *args, **kwargs)
 
     methods = methods_of(base, nnx.Module)
     namespace = {name: replaced(name, f, call) for name, f in methods.items()}

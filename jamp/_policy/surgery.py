@@ -17,10 +17,12 @@ attributes and other paths. With a subclass,
 Only `type(module) is Model` becomes false.
 """
 
+import contextlib
 import copyreg
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 C = TypeVar("C")
@@ -29,13 +31,23 @@ C = TypeVar("C")
 MethodCall = Callable[..., object]
 
 
+class Calls(threading.local):
+    """What is known about the innermost call of a module in this thread, or None."""
+
+    innermost: Any = None
+
+    @contextlib.contextmanager
+    def inside(self, call: object) -> Iterator[None]:
+        outer, self.innermost = self.innermost, call
+        try:
+            yield
+        finally:
+            self.innermost = outer
+
+
 def change_class(thing: C, cls: type[C]) -> None:
     """Gives an object a subclass of its class, even if Flax forbids writes."""
     object.__setattr__(thing, "__class__", cls)
-
-
-def is_changed(thing: object) -> bool:
-    return hasattr(type(thing), "_jamp_rebuild")
 
 
 def subclass(
@@ -58,9 +70,7 @@ def subclass(
 @functools.cache
 def pickled_meta(meta: type) -> type:
     """A metaclass whose classes are pickled as the calls that made them."""
-    if "_jamp_pickled" in vars(meta):
-        return meta
-    made = type(meta)(meta.__name__, (meta,), {"_jamp_pickled": True})
+    made = type(meta)(meta.__name__, (meta,), {})
     copyreg.pickle(made, lambda cls: cls._jamp_rebuild)
     return made
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._checks import imported
 from .._tree import cast_floating
-from .float32_region import advised, float32_region, norm_classes, state_classes
+from .float32_region import float32_region, norm_classes
 
 
 def wrap(
@@ -21,8 +21,11 @@ def wrap(
         function = jax.tree_util.Partial(
             function.func, *function.args, **function.keywords
         )
-    if not callable(function) or is_flax(function):
-        kind = function if isinstance(function, type) else type(function)
+    owner = getattr(function, "__self__", function)  # of a bound method
+    kind = owner if isinstance(owner, type) else type(owner)
+    # A cast copy of a Flax module would lose its state.
+    flax = imported("flax.linen", "Module") + imported("flax.nnx", "Module")
+    if not callable(function) or issubclass(kind, flax):
         raise TypeError(
             f"policy.wrap: {kind.__name__} is not a function of arrays; "
             "for Flax, use jamp.linen.with_policy or jamp.nnx.with_policy."
@@ -30,24 +33,12 @@ def wrap(
 
     @functools.wraps(function, updated=())
     def wrapped(*args, **kwargs):
-        states = state_classes()
+        states = imported("equinox.nn", "State")  # such as the averages of a BatchNorm
         norms = norm_classes() if "norms" in kept else ()
         call = (function, args, kwargs)  # an equinox.Module has arrays inside
         run, args, kwargs = cast_floating(call, compute_dtype, states + norms)
-        with advised(), float32_region(compute_dtype, kept):
+        with float32_region(compute_dtype, kept):
             out = run(*args, **kwargs)
         return cast_floating(out, output_dtype, states)
 
     return wrapped
-
-
-def is_flax(function: object) -> bool:
-    """Whether something is a Flax module, whose state would be lost in a cast copy.
-
-    It is also true for a class of modules, which is not a function of arrays.
-    """
-    modules = imported("flax.linen", "Module") + imported("flax.nnx", "Module")
-    if isinstance(function, type):
-        return issubclass(function, modules)
-    owner = getattr(function, "__self__", None)  # of a bound method
-    return isinstance(function, modules) or isinstance(owner, modules)

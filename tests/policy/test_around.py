@@ -112,7 +112,7 @@ def linen(pause):
 
 
 class Running(nnx.Module):
-    """Keeps an average as a parameter, which a call may read, or write, or both."""
+    """Keeps an average as a parameter, which a call may read or write."""
 
     def __init__(self):
         self.average = nnx.Param(jnp.full(4, 1 / 3))
@@ -123,12 +123,6 @@ class Running(nnx.Module):
     def write(self, x):
         self.average[...] = jnp.full(4, 1 / 3)
         return x
-
-    def write_and_read(self, x):
-        return self.read(self.write(x))
-
-    def read_and_write(self, x):
-        return self.write(self.read(x))
 
 
 def nnx_modules(pause):
@@ -199,8 +193,6 @@ def nnx_modules(pause):
         "differentiated": call(differentiated),
         "reading": run("read"),
         "writing": run("write"),
-        "writing, then reading": run("write_and_read"),
-        "reading, then writing": run("read_and_write"),
         "reading as stored": lambda: average.average[...],
         "head by its path": ruled(named, head=jnp.float32),
         "body by its path": ruled(named, body=jnp.bfloat16),
@@ -213,7 +205,7 @@ def nnx_modules(pause):
 # What raises an error when it is alone, too.
 REFUSED = {
     linen: {"failing", "without a module"},
-    nnx_modules: {"failing", "reading, then writing"},
+    nnx_modules: {"failing", "writing"},
 }
 
 
@@ -226,7 +218,6 @@ ALIKE = {
     ],
     nnx_modules: [
         ["half", "in a region", "a policy with paths"],
-        ["reading", "writing, then reading"],
     ],
 }
 

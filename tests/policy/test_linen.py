@@ -177,31 +177,27 @@ def test_parameters_that_a_module_changes():
     np.testing.assert_array_equal(kernel, variables["params"]["Dense_0"]["kernel"])
 
 
-def test_weight_norm_and_map_variables():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.WeightNorm(nn.Dense(8))(x)
-
-    model = jamp.linen.with_policy(Model(), MIXED)
-    variables = jax.jit(Model().init)(RNGS, X)
-    assert products(lambda v: model.apply(v, X), variables) == [{"float16"}]
-    both = jax.jit(lambda v: (model.apply(v, X), Model().apply(v, X)))
-    np.testing.assert_allclose(*both(variables), atol=5e-3)
-
-
-@cover()
 @pytest.mark.parametrize("norm", [nn.WeightNorm, nn.SpectralNorm])
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_init_makes_the_parameters_of_the_plain_module(norm, jit):
+def test_norms_of_weights_are_refused(norm):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
             more = {"update_stats": True} if norm is nn.SpectralNorm else {}
-            return nn.Dense(2)(norm(nn.Dense(8))(x, **more))
+            return norm(nn.Dense(8))(x, **more)
 
-    models = [jamp.linen.with_policy(Model(), policy) for policy in (MIXED, "half")]
-    inits = jit(lambda: [m.init(RNGS, X)["params"] for m in (Model(), *models)])
+    variables = jax.eval_shape(Model().init, RNGS, X)
+    for module in (Model(), norm(nn.Dense(8))):
+        model = jamp.linen.with_policy(module, MIXED)
+        with pytest.raises(NotImplementedError, match=f"{norm.__name__} does not run"):
+            model.init(RNGS, X)
+        with pytest.raises(NotImplementedError, match=r"jamp\.autocast"):
+            model.apply(variables, X)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_init_makes_the_parameters_of_the_plain_module(jit):
+    models = [jamp.linen.with_policy(Setup(), policy) for policy in (MIXED, "half")]
+    inits = jit(lambda: [m.init(RNGS, X)["params"] for m in (Setup(), *models)])
     plain, made, half = inits()
     jax.tree.map(np.testing.assert_array_equal, made, plain)
     dtype = jax.tree.leaves(half)[0].dtype
@@ -290,35 +286,30 @@ class Chain(nn.Module):
         return x + nn.Dense(8)(nn.LayerNorm()(x))
 
 
-@cover()
-@pytest.mark.parametrize("policy", [MIXED, "half", "c=bf16,o=bf16"])
-@pytest.mark.parametrize("body", [Cell, nn.remat(Cell)])
-@pytest.mark.parametrize("overrides", [None, {Cell: "full"}, {Cell: "c=bf16,o=f16"}])
-def test_a_scanned_module_gives_back_the_carry_as_it_came(policy, body, overrides):
+SHARE = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+STACK = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+LOOPS = {
+    "cell": lambda x: nn.scan(Cell, **SHARE)(name="loop")({"h": x, "n": 0}, X[:, None]),
+    "layers": lambda x: nn.scan(Block, **STACK, length=3)(name="loop")(x, None),
+    "remat_scan": lambda x: [nn.remat_scan(Chain, lengths=(3,))(name="loop")(x)],
+}
+
+
+@pytest.mark.parametrize("start", [None, "float32"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_starts_in_the_dtype_that_it_computes_in(loop, start):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            share = {"variable_broadcast": "params", "split_rngs": {"params": False}}
-            cell = nn.scan(body, **share, in_axes=1, out_axes=1)
-            start = {"h": jnp.zeros((4, 8)), "n": 0}  # float32
-            carry, out = cell(name="cell")(start, x)
-            assert carry["h"].dtype == jnp.float32
-            return out
+            x = nn.Dense(8)(x)
+            return jax.tree.leaves(LOOPS[loop](x.astype(start or x.dtype))[0])[0]
 
-    x = np.ones((4, 3, 8), np.float32)
-    plain, model = Model(), jamp.linen.with_policy(Model(), policy, overrides)
-    variables = jax.jit(plain.init)(RNGS, x)
-    jax.eval_shape(model.init, RNGS, x)
-    dtype = "float32" if overrides == {Cell: "full"} else str(model_dtype(model, Cell))
-    assert all({dtype} == found for found in products(model.apply, variables, x))
-    out, expected = jax.jit(lambda v: (model.apply(v, x), plain.apply(v, x)))(variables)
-    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.05)
-
-
-def model_dtype(model, cls):
-    """The dtypes in which the modules of a class compute."""
-    plan = type(model)._jamp_plan
-    return dict(plan.overrides).get(cls, plan.policy).compute_dtype
+    model = jamp.linen.with_policy(Model(), MIXED, start and {"loop": "full"})
+    variables = jax.jit(model.init)(RNGS, X)
+    found = products(model.apply, variables, X)
+    assert all(dtypes == {start or "float16"} for dtypes in found[1:])
+    both = jax.jit(lambda v: (model.apply(v, X), Model().apply(v, X)))
+    np.testing.assert_allclose(*both(variables), atol=0.05)
 
 
 class Writer(nn.RNNCellBase):
@@ -360,27 +351,6 @@ def test_what_a_scanned_cell_draws_under_a_policy():
 
 
 @cover()
-@pytest.mark.parametrize("lift", ["remat_scan", "scan"])
-def test_scanned_layers_take_a_float32_residual_stream(lift):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(8)(x) + np.ones(8, np.float32)  # float32
-            if lift == "scan":
-                axes, split = {"params": 0}, {"params": True}
-                layers = nn.scan(Block, axes, split_rngs=split, length=3)
-                return layers()(x, None)[0]
-            return nn.remat_scan(Chain, lengths=(3,))()(x)
-
-    model = jamp.linen.with_policy(Model(), MIXED)
-    variables = jax.jit(model.init)(RNGS, X)
-    found = products(model.apply, variables, X)
-    assert found and all(dtypes == {"float16"} for dtypes in found)
-    both = jax.jit(lambda v: (model.apply(v, X), Model().apply(v, X)))
-    np.testing.assert_allclose(*both(variables), atol=0.05)
-
-
-@cover()
 @pytest.mark.parametrize("policy", [MIXED, "half"])
 def test_a_float32_cache_takes_half_precision(policy):
     class Cached(nn.Module):
@@ -401,13 +371,16 @@ def test_a_float32_cache_takes_half_precision(policy):
         assert np.count_nonzero(state["cache"]["key"]) == 8
 
 
-def test_a_carry_that_stays_unequal_is_explained():
+@pytest.mark.parametrize("loop", [*LOOPS, "function"])
+def test_a_carry_that_stays_unequal_is_explained(loop):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
+            x = x + jnp.ones(8)  # float32
+            if loop in LOOPS:
+                return LOOPS[loop](x)
             cell = lambda model, carry, x: (nn.Dense(8)(carry), None)
-            share = {"variable_broadcast": "params", "split_rngs": {"params": False}}
-            return nn.scan(cell, **share)(self, x + jnp.ones(8), X)
+            return nn.scan(cell, **SHARE)(self, x, X)
 
     model = jamp.linen.with_policy(Model(), MIXED)
     with pytest.raises(TypeError, match="carry input and carry output") as caught:

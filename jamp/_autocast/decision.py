@@ -64,7 +64,6 @@ class Kind(enum.Enum):
     FLOAT32_INSIDE = "float32_inside"
     FLOAT32_NORM = "float32_norm"
     ONE_OP = "one_op"
-    DRAW = "draw"
     REFUSED = "refused"
     COUNTED = "counted"
     LABELS = "labels"

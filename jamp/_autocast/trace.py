@@ -148,11 +148,9 @@ class AutocastTrace(CastingTrace):
         if row is Kind.ONE_OP and decision.cast is not None:  # pyright: ignore
             return op  # inside of a function that is one op
         if self.baked or scope.differentiated:
-            if row is not Kind.DRAW:
-                args = self.as_traced(op.args, op.avals)
-                baked = {"is_baked": True, "is_derived": not self.is_typed()}
-                return op._replace(args=args, **baked)
-            # What is drawn is not differentiated.
+            args = self.as_traced(op.args, op.avals)
+            baked = {"is_baked": True, "is_derived": not self.is_typed()}
+            return op._replace(args=args, **baked)
         if decision is not None and decision.inside:
             return op  # still inside of a norm, whose results are float32 there
         args = self.narrowed(op.args)

@@ -68,8 +68,7 @@ class AutocastTrace(CastingTrace):
     that is registered for the primitive.
 
     On a `baked` trace, each result gets the dtype that it would have without autocast.
-    A trace is baked in a derivative or, if it is `typed` too, only because JAX has
-    fixed the dtypes.
+    A trace is baked in a derivative, and where JAX has fixed the dtypes.
     """
 
     def __init__(
@@ -79,11 +78,10 @@ class AutocastTrace(CastingTrace):
         effects: Effects,
         baked: bool = False,
         prefix: str = "",
-        typed: bool = False,
         around: frozenset[int] = frozenset(),
     ):
         super().__init__(parent, settings, effects)
-        self.baked, self.typed = baked, typed
+        self.baked = baked
         self.place = Place(settings, prefix)
         self.decide = Decider(settings, effects.hits, around)
 
@@ -149,8 +147,7 @@ class AutocastTrace(CastingTrace):
             return op  # inside of a function that is one op
         if self.baked or scope.differentiated:
             args = self.as_traced(op.args, op.avals)
-            baked = {"is_baked": True, "is_derived": not self.is_typed()}
-            return op._replace(args=args, **baked)
+            return op._replace(args=args, is_baked=True)
         if decision is not None and decision.inside:
             return op  # still inside of a norm, whose results are float32 there
         args = self.narrowed(op.args)
@@ -197,7 +194,6 @@ class AutocastTrace(CastingTrace):
         self,
         baked: bool = False,
         effects: Effects | None = None,
-        typed: bool = False,
         of_tangents: bool = False,
     ) -> MakeTrace:
         """Returns a function that makes traces with these settings.
@@ -215,14 +211,9 @@ class AutocastTrace(CastingTrace):
             effects=effects or self.effects,
             baked=self.baked or baked,
             prefix=self.place.path(),
-            typed=typed,
             around=self.around(),
         )
         return lambda: make(_compat.current_trace())
-
-    def is_typed(self) -> bool:
-        """Whether an op here is baked, and not because of a derivative."""
-        return self.typed and not self.place.scope().differentiated
 
     @contextlib.contextmanager
     def current(self) -> Iterator["AutocastTrace"]:

@@ -5,10 +5,11 @@ all functions that decide on a rank. In float16 the tolerance is 8,000 times as 
 and the answer differs. `jax.random.categorical` draws noise in the dtype of the logits,
 which has so few values in half precision that draws tie, and ties go to the lowest
 index. A region sees only the ops that follow. So these functions (`REFUSED` in
-`ops.py`) raise if Python hands them half precision. `COUNTED` functions compute an index in the dtype of
-their input, and raise if that dtype cannot count the input's elements. `LABELS`
-functions cast labels to the dtype of the predictions. A region undoes that, but for
-NumPy arrays and numbers of Python, which were rounded before it sees them.
+`ops.py`) raise if Python hands them half precision. `COUNTED` functions compute an
+index in the dtype of their input, and raise if that dtype cannot count the input's
+elements. `LABELS` functions cast labels to the dtype of the predictions. A region
+undoes that, but for NumPy arrays and numbers of Python, which were rounded before it
+sees them.
 """
 
 import math

@@ -14,8 +14,6 @@ from .casting import CastingTrace, Effects, avals_of
 from .decision import Decision, Kind, Op, Reason, Result, Settings, Source, Values
 from .name_stack import Place, Scope, written
 from .notes import Note
-from .numbers import is_float
-from .picks import INDEXING, index_note
 from .products import is_wide
 from .refused import check_precision
 from .rules import Asked, Decider
@@ -119,8 +117,6 @@ class AutocastTrace(CastingTrace):
             check_precision(op.decision, op.given)
             rule = RULES.get(op.primitive.name)
             out = self.left_alone(op) if rule is None else rule(self, op)
-            if op.name in INDEXING and not is_float(out):
-                self.notes[out] = index_note(op, out, self.notes)
         if made:
             outs: Any = out if op.primitive.multiple_results else [out]
             note_activations(self, outs, made)

@@ -139,8 +139,8 @@ norm-in-a-branch _autocast/nested.py autocast/test_batch_statistics.py
 + trace.notes[value] = Note(result=any(note.result for note in notes))
 
 rewriting-key _autocast/rewriting.py autocast/test_around.py
-- key = (*given, outs, op.within, baked, typed, trace.settings, place)
-+ key = (*given, outs, op.within, baked, typed, place)
+- key = (*given, outs, op.within, baked, trace.settings, place)
++ key = (*given, outs, op.within, baked, place)
 
 scaled-copy-key _autocast/derivatives.py autocast/test_float8.py
 - key = "scaled", dtype, axes

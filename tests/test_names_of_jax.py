@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 
 import jamp
 from jamp import _compat, _jaxprs
-from jamp._autocast import sampling, traits
+from jamp._autocast import traits
 from jamp._autocast.attention import ATTENTION
 from jamp._autocast.name_stack import DIFFERENTIATION
 from jamp._autocast.ops import PRIMITIVES
@@ -430,20 +430,6 @@ def test_a_function_that_is_inlined_leaves_no_call():
     inner = jax.jit(jnp.sin, inline=_compat.INLINE)
     names = [e.primitive.name for e in jax.make_jaxpr(lambda x: inner(x))(X).eqns]
     assert names == ["sin"]
-
-
-def test_jax_has_each_function_that_draws():
-    logits, p = jnp.zeros(3), jnp.full(3, 0.5)
-
-    def draws(x):
-        key = jax.random.key(0)
-        drawn = jax.random.normal(key), jax.random.uniform(key)
-        return drawn, jax.random.categorical(key, x), jax.random.bernoulli(key, p)
-
-    jitted = _jaxprs.equations(jax.make_jaxpr(draws)(logits))
-    functions = filter(None, map(_jaxprs.called, jitted))
-    names = (_compat.source_name(f.jaxpr.debug_info) for f in functions)
-    assert sampling.DRAWN.keys() <= {name.partition(" at ")[0] for name in names}
 
 
 def test_jax_writes_the_names_of_transforms_that_are_read():

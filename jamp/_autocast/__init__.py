@@ -8,8 +8,7 @@ that is current. For an op that arrives there it reads where the op is (`name_st
 the trace below (`casting`). Those in `nested` and `custom` are for ops that hold jaxprs
 or Python functions, which come back to the trace, op by op (`rewriting`). `notes`
 remember what a value was made of, for `bias`, `numbers` and `written_casts`;
-`one_op`, `products`, `sampling`, `refused`, `scatters` and `picks` are for ops of these
-kinds.
+`one_op`, `products`, `refused`, `scatters` and `picks` are for ops of these kinds.
 A recipe (`float8`, `scaled_float16`) says which products it takes, by their `weights`,
 and runs them: over one description of their dimensions (`contraction`), with numbers
 that have a scale (`low_precision`), and with a derivative of their own (`derivatives`).

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, DebugInfo, Primitive
+from jax.extend.core import ClosedJaxpr, DebugInfo
 
 from .. import _compat
 from .._jaxprs import bound, called, param, with_functions
@@ -30,7 +30,6 @@ from .decision import (
     Dtypes,
     Kind,
     Op,
-    Params,
     Result,
     Value,
     Values,
@@ -101,22 +100,12 @@ class JaxprFunction(Function):
 
 
 class WideRule(JaxprFunction):
-    """The JVP rule of an equation, in the dtype that its whole function runs in.
+    """The JVP rule of an equation, in the dtype that its whole function runs in."""
 
-    Args:
-      make_jvp: returns the rule as a jaxpr.
-    """
-
-    def __init__(
-        self,
-        trace: AutocastTrace,
-        make_jvp: "_compat.lu.WrappedFun",
-        n_consts: int,
-        within: Decision,
-        baked: bool,
-    ):
-        super().__init__(trace, None, within, baked)
-        self.make_jvp, self.n_consts = make_jvp, n_consts
+    def __init__(self, trace: AutocastTrace, op: Op):
+        super().__init__(trace, None, op.decision, op.is_baked)
+        self.make_jvp = param(op, "jvp_jaxpr_fun")
+        self.n_consts = param(op, "num_consts")
 
     def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
         half, n_consts = len(args) // 2, self.n_consts
@@ -160,28 +149,34 @@ def cast_all(child: AutocastTrace, values: Values, dtypes: Dtypes) -> list[Value
     ]
 
 
-def bind_jvp(
-    trace: AutocastTrace,
-    primitive: Primitive,
-    args: Values,
-    params: Params,
-    contract: Contract,
-    derivative: Function,
-    jvp: "_compat.lu.WrappedFun",
-    traced: Dtypes | None = None,
-) -> Result:
-    """Binds a custom_jvp whose functions run under autocast.
+def primal_code(trace: AutocastTrace, op: Op, args: Values) -> Function:
+    if (jaxpr := called(op)) is not None:
+        return JaxprFunction(trace, jaxpr, op.within, op.is_baked, args)
+    return Function(trace, bound(op)[1][0], op.is_baked, args=args)
 
-    Args:
-      jvp: the rule as JAX knows it.
-      traced: the dtypes of primals and tangents that the rule was made for, or None if
-        it takes any.
-    """
+
+def is_in_float32(op: Op) -> bool:
+    """Whether a custom_jvp was traced as a part of a function that runs in float32."""
+    if op.decision is None or called(op) is None:
+        return False
+    return op.decision.cast == FLOAT32_DTYPE and not param(op, "symbolic_zeros")
+
+
+def bind_jvp(trace: AutocastTrace, op: Op, args: Values) -> Result:
+    """Binds a custom_jvp whose functions run under autocast."""
+    params, (fun, jvp) = bound(op)
+    contract = Contract(primal_code(trace, op, args), args, fun.debug_info)
+    jaxpr = called(op)
+    if is_in_float32(op):
+        derivative, jaxpr = WideRule(trace, op), None  # it takes any dtypes
+    else:
+        derivative = Function(trace, jvp, baked=True, of_tangents=True)
 
     def autocast_jvp(*primals_and_tangents):
         contract.run.forget()  # or JAX compares the dtypes before they are cast
         inputs = primals_and_tangents
-        if traced is not None:
+        if jaxpr is not None:
+            traced = dtypes_of(jaxpr.in_avals) * 2
             inputs = cast_all(derivative.child(), inputs, traced)
         outs, child = derivative(*inputs)
         return cast_all(child, outs, contract.dtypes() * 2)
@@ -190,18 +185,15 @@ def bind_jvp(
         _compat.wrap(contract.primal, contract.debug_info),
         _compat.wrap(autocast_jvp, jvp.debug_info),
     )
-    outs = trace.bind(primitive, args, with_functions(params, *functions))
+    outs = trace.bind(op.primitive, args, with_functions(params, *functions))
     note_activations(trace, outs, contract.activations)
     return outs
 
 
-def bind_vjp(trace: AutocastTrace, op: Op, args: Values, run: Function) -> Result:
-    """Binds a custom_vjp whose functions run under autocast.
-
-    Args:
-      run: the primal code.
-    """
+def bind_vjp(trace: AutocastTrace, op: Op, args: Values) -> Result:
+    """Binds a custom_vjp whose functions run under autocast."""
     params, (fun, fwd, bwd) = bound(op)
+    run = primal_code(trace, op, args)
     contract = Contract(run, args, fun.debug_info)
     forward, backward = Function(trace, fwd, True), Function(trace, bwd, True)
     dtypes = [_compat.array_dtype(x) for x in args]
@@ -240,7 +232,7 @@ def bind_vjp(trace: AutocastTrace, op: Op, args: Values, run: Function) -> Resul
 
 @register("custom_jvp_call", is_function=True)
 def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
-    args, decision, jaxpr = op.args, op.decision, called(op)
+    args, decision = op.args, op.decision
     if decision is not None and decision.row is Kind.ONE_OP and not op.is_baked:
         if decision.cast is None and (dtype := halves(args)) is not None:
             wide = [trace.cast(x, FLOAT32_DTYPE) for x in args]
@@ -248,54 +240,26 @@ def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
             op = op._replace(args=wide, decision=decision, within=decision)
             outs: Any = custom_jvp(trace, op)
             return [trace.cast(x, dtype) for x in outs]
-    if jaxpr is not None:
-        return custom_jvp_of_jaxpr(trace, op, jaxpr)
-    if decision is not None:
+    if decision is not None and called(op) is None:
         if decision.cast is not None and not op.is_baked:
             args = [trace.cast(x, decision.cast) for x in args]
         with trace.noted(decision):
             return trace.bind(op.primitive, args, op.params)
-    _, (fun, jvp) = bound(op)
-    run = Function(trace, fun, op.is_baked, args=args)
-    contract = Contract(run, args, fun.debug_info)
-    rule = Function(trace, jvp, baked=True, of_tangents=True)
-    return bind_jvp(trace, op.primitive, args, op.params, contract, rule, jvp)
-
-
-def custom_jvp_of_jaxpr(trace: AutocastTrace, op: Op, jaxpr: ClosedJaxpr) -> Result:
-    decision, (params, (fun, jvp)) = op.decision, bound(op)
-    run = JaxprFunction(trace, jaxpr, op.within, op.is_baked, op.args)
-    contract = Contract(run, op.args, fun.debug_info)
-    in_float32 = decision is not None and decision.cast == FLOAT32_DTYPE
-    if decision is not None and in_float32 and not param(op, "symbolic_zeros"):
-        make_jvp, n_consts = param(op, "jvp_jaxpr_fun"), param(op, "num_consts")
-        rule = WideRule(trace, make_jvp, n_consts, decision, op.is_baked)
-        traced = None
-    else:
-        rule = Function(trace, jvp, baked=True, of_tangents=True)
-        traced = dtypes_of(jaxpr.in_avals) * 2
-    return bind_jvp(trace, op.primitive, op.args, params, contract, rule, jvp, traced)
+    return bind_jvp(trace, op, args)
 
 
 @register("custom_vjp_call", is_function=True)
 def custom_vjp(trace: AutocastTrace, op: Op) -> Result:
-    if (jaxpr := called(op)) is None:
-        run = Function(trace, bound(op)[1][0], op.is_baked, args=op.args)
-        return bind_vjp(trace, op, op.args, run)
-    args = trace.as_traced(op.args, jaxpr.in_avals)
-    run = JaxprFunction(trace, jaxpr, op.within, op.is_baked, args)
-    return bind_vjp(trace, op, args, run)
+    jaxpr = called(op)
+    args = trace.as_traced(op.args, None if jaxpr is None else jaxpr.in_avals)
+    return bind_vjp(trace, op, args)
 
 
 @register("shard_map")
 def shard_map(trace: AutocastTrace, op: Op) -> Result:
     """Runs the function under autocast; from a jaxpr, in dtypes that JAX has fixed."""
     args = trace.as_traced(op.args, op.avals)
-    if called(op) is None:
-        make_child = trace.spawner(op.is_baked, typed=trace.typed)
-    else:
-        typed = trace.is_typed() or not op.is_baked
-        make_child = trace.spawner(baked=True, typed=typed)
+    make_child = trace.spawner(op.is_baked or called(op) is not None)
     params, (fun,) = bound(op)
     known = activations_in(trace, args)
 

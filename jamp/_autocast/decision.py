@@ -64,7 +64,6 @@ class Kind(enum.Enum):
     FLOAT32_INSIDE = "float32_inside"
     FLOAT32_NORM = "float32_norm"
     ONE_OP = "one_op"
-    DRAW = "draw"
     REFUSED = "refused"
     COUNTED = "counted"
     LABELS = "labels"
@@ -100,8 +99,9 @@ class Op(NamedTuple):
     # For all ops of a function that it is part of, or that it stands for.
     within: Decision | None = None
     decision: Decision | None = None  # None: it has no row
-    is_baked: bool = False  # of code whose dtypes are fixed: a derivative, its function
-    is_derived: bool = False  # part of a derivative, and perhaps given a cotangent
+    # Of code whose dtypes are fixed: a derivative, in which it may get a cotangent, its
+    # function, or a jitted `shard_map`.
+    is_baked: bool = False
     activations: tuple[bool, ...] = ()  # of each input of a product, if it is one
 
     @property

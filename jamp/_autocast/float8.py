@@ -46,6 +46,7 @@ NOT_A_CONTRACTION = {
     "ragged_dot_general": "ragged, of which a GPU makes one dense product",
 }
 
+FIXED = "in a derivative or a jitted shard_map"
 BAD_RECIPE = "Float8(recipe={}): the recipe must be {}."
 
 
@@ -120,7 +121,7 @@ class Float8(Recipe):
         return f"{self.name} {self.recipe}{more}"
 
     def _problem(self, op: Op) -> str:
-        return "in a derivative" if op.is_derived else unfit(op, self.activations)
+        return FIXED if op.is_baked else unfit(op, self.activations)
 
     def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
         warn_if_missing(self.name)

@@ -28,7 +28,6 @@ from .notes import Note
 from .numbers import holds, is_float
 from .one_op import COMPUTED_ANEW, halves, of_jaxpr
 from .rewriting import Rewritten, annotate, in_place, rewrite
-from .sampling import half_noise, redrawn
 from .trace import AutocastTrace, register
 from .traits import REF_WRITES
 from .weights import activations_in, are_activations, note_activations
@@ -38,10 +37,6 @@ from .weights import activations_in, are_activations, note_activations
 def jit(trace: AutocastTrace, op: Op) -> Result:
     args, jaxpr = op.args, called(op)
     source = _compat.source_name(jaxpr.jaxpr.debug_info)
-    if (noise := half_noise(trace, source, op, jaxpr)) is not None:
-        return in_place(trace, jaxpr, args, noise)
-    if (drawn := redrawn(trace, source, op, jaxpr)) is not None:
-        return drawn
     if (outs := run_as_one(trace, op, jaxpr)) is not None:
         return outs
     half = trace.settings.dtype

@@ -11,14 +11,12 @@ kept by the identity of the value, for as long as the value lives:
                of the left operand, of the right one and of both, also after its
                elements were moved
     along      for a value that was moved, the dimensions that it had before
-    counts     the integers 0, 1, 2 ... along that dimension
     widened    float32 only because JAX promoted a half-precision value
     counted    float32 only because JAX promoted integers or bools
     result     float32, and half precision for ops outside of the function it is from
     statistic  a part of a statistic that is computed in float32, and given in it
     activation made from the result of a product, and so no weight. It is noted only
                where a recipe asks
-    columns    for integers that were concatenated, the dimension of each that is such
 """
 
 import functools
@@ -58,18 +56,11 @@ class Note(NamedTuple):
     constant: float | None = None
     sides: Sides | None = None
     along: Dims | None = None
-    counts: bool = False
     widened: bool = False
     counted: bool = False
     result: bool = False
     statistic: bool = False
     activation: bool = False
-    columns: tuple[int | None, ...] = ()
-
-    @property
-    def row(self) -> int | None:
-        """The dimension along which integers count."""
-        return next(iter(self.along or ()), None) if self.counts else None
 
 
 NOTHING = Note()
@@ -209,9 +200,7 @@ def passed_on(op: Op, notes: Notes) -> Note:
             made = made.turned()  # the left one is the matrix, the right one the batch
         known["sides"] = made if right or not sides.right else None
     if name in ("broadcast_in_dim", "reshape"):
-        counts = note.counts and known["along"] is not None
-        return Note(note.constant, counts=counts, counted=note.counted, **known)
-    known |= {"columns": (), "counts": note.counts and name != "slice"}
+        return Note(note.constant, counted=note.counted, **known)
     if name in ("slice", "copy"):
         known["constant"] = None
     return note._replace(**known)

@@ -16,7 +16,6 @@ and for functions that torch does not list, but that lose too much in half preci
     FLOAT32_NORM    the same for a result of the input's shape, not for statistics
     ONE_OP          float32 inside, and the result is rounded to the dtype of the input:
                     one kernel in torch, whose derivative is computed in float32 too
-    DRAW            FLOAT32, and random numbers are drawn in float32
     REFUSED         FLOAT32, and half precision that Python hands to it is an error
     COUNTED         the same for so many elements that half precision cannot count them
     LABELS          FLOAT32, and labels that Python has rounded already are an error
@@ -48,8 +47,7 @@ LOWER, FLOAT32, PROMOTE, KEEP = Kind.LOWER, Kind.FLOAT32, Kind.PROMOTE, Kind.KEE
 INTO = Kind.INTO
 STATISTIC, FLOAT32_INSIDE = Kind.STATISTIC, Kind.FLOAT32_INSIDE
 FLOAT32_NORM, ONE_OP = Kind.FLOAT32_NORM, Kind.ONE_OP
-DRAW, REFUSED, COUNTED = Kind.DRAW, Kind.REFUSED, Kind.COUNTED
-LABELS = Kind.LABELS
+REFUSED, COUNTED, LABELS = Kind.REFUSED, Kind.COUNTED, Kind.LABELS
 
 # A contraction of two vectors is torch's `dot`, which promotes; see `input_casts.py`.
 PRIMITIVES: dict[str, Row] = {
@@ -297,12 +295,12 @@ FUNCTIONS |= dict.fromkeys(  # they take a tolerance from the dtype of their inp
     """.split(),
     Row(REFUSED),
 )
-FUNCTIONS |= dict.fromkeys(  # JAX draws their noise in the dtype of a probability
+FUNCTIONS |= dict.fromkeys(  # they draw noise in the dtype of their input
     """
     jax.random.bernoulli jax.random.categorical jax.random.choice jax.random.geometric
     jax.random.multivariate_normal
     """.split(),
-    Row(DRAW),
+    Row(REFUSED),
 )
 FUNCTIONS |= dict.fromkeys(  # these draw in the dtype that they are asked for
     """

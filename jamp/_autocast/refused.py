@@ -2,12 +2,14 @@
 
 `jnp.linalg.pinv` takes its tolerance from the dtype of its input, in Python, and so do
 all functions that decide on a rank. In float16 the tolerance is 8,000 times as wide,
-and the answer differs. A region sees only the ops that follow. So these functions
-(`REFUSED` in `ops.py`) raise if Python hands them half precision, as they do in torch,
-and in JAX outside of regions. `COUNTED` functions compute an index in the dtype of
-their input, and raise if that dtype cannot count the input's elements. `LABELS`
-functions cast labels to the dtype of the predictions. A region undoes that, but for
-NumPy arrays and numbers of Python, which were rounded before it sees them.
+and the answer differs. `jax.random.categorical` draws noise in the dtype of the logits,
+which has so few values in half precision that draws tie, and ties go to the lowest
+index. A region sees only the ops that follow. So these functions (`REFUSED` in
+`ops.py`) raise if Python hands them half precision. `COUNTED` functions compute an
+index in the dtype of their input, and raise if that dtype cannot count the input's
+elements. `LABELS` functions cast labels to the dtype of the predictions. A region
+undoes that, but for NumPy arrays and numbers of Python, which were rounded before it
+sees them.
 """
 
 import math
@@ -22,9 +24,9 @@ from jax.core import AbstractValue
 from .._tree import HALVES
 from .decision import Decision, Kind
 
-READS_DTYPE = """{function} got a {dtype} value in an autocast region. It takes {what} \
-from the dtype of its input, and {dtype} is too coarse for that. Cast the input: \
-`x.astype(jnp.float32)`."""
+READS_DTYPE = """{function} got a {dtype} value in an autocast region or under a \
+policy. It takes {what} from the dtype of its input, and {dtype} is too coarse for \
+that. Cast the input: `x.astype(jnp.float32)`."""
 
 ROUNDED = """{function} cast y_true to the dtype of y_pred, {dtype}, before the \
 autocast region saw it, and {what}. Pass y_true as a JAX array, `jnp.asarray(y_true)`, \
@@ -51,7 +53,7 @@ def check_precision(decision: Decision | None, given: Sequence[Any]) -> None:
         exact = 2 ** (jnp.finfo(dtype).nmant + 1)  # the dtype counts up to here
         if decision.row is Kind.COUNTED and math.prod(value.shape) <= exact:
             continue
-        what = "indices" if decision.row is Kind.COUNTED else "a tolerance"
+        what = "indices" if decision.row is Kind.COUNTED else "its precision"
         function = decision.why.name
         raise TypeError(READS_DTYPE.format(function=function, dtype=dtype, what=what))
 

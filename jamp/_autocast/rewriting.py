@@ -122,13 +122,13 @@ def rewrite(
     """
     place = trace.place.path(), trace.around()
     outs = tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
-    baked, typed = op.is_baked or trace.baked, trace.is_typed()
+    baked = op.is_baked or trace.baked
     given = tuple(avals), tuple(known)
-    key = (*given, outs, op.within, baked, typed, trace.settings, place)
+    key = (*given, outs, op.within, baked, trace.settings, place)
     cache = CACHE.setdefault(jaxpr.jaxpr, {}) if CACHED.value else {}
     if key not in cache:
         notes, effects = [], Effects()
-        make_child = trace.spawner(baked, effects, typed)
+        make_child = trace.spawner(baked, effects)
 
         def run(*args):
             child = make_child()

@@ -66,7 +66,7 @@ class ScaledFloat16(Recipe):
 
     def _run(self, trace: AutocastTrace, op: Op) -> jax.Array:
         # A derivative's product may be the gradient of a weight, without the weight.
-        may_differ = op.is_derived or not all(op.activations)
+        may_differ = op.is_baked or not all(op.activations)
         has_entries = op.name == "dot_general" and may_differ
         over = Contraction.of_op(op) if has_entries else None
         product = ScaledProduct.of(op, over)
@@ -74,7 +74,7 @@ class ScaledFloat16(Recipe):
 
         def operand(side: int, x: Value) -> Scaled:
             """An input in float16, and scaled if it may be a cotangent."""
-            if op.is_derived:
+            if op.is_baked:
                 axes = over and over[side].of_an_entry
                 return copied(trace, x, FLOAT16, axes)
             return Scaled(trace.cast(x, FLOAT16))

@@ -19,7 +19,7 @@ from .._compat import array_dtype
 from .._jaxprs import param
 from .._tree import HALVES
 from .decision import FLOAT32_DTYPE, Op, Params, Result, Value, Values
-from .picks import is_few, pick_of, picked
+from .picks import Pick, by_mask, is_few, pick_of
 from .trace import AutocastTrace
 
 # How they combine two numbers is recorded in the dtype of the numbers.
@@ -50,14 +50,11 @@ def looked_up(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Res
     # What is computed at once is not differentiated.
     if op.is_baked or _compat.is_eager(trace.parent):
         return trace.bind(op.primitive, args, params)
-    function = None
-    if (pick := pick_of(op, args, trace.notes)) is not None:
-        function, params = picked, params | {"pick": pick}
-    elif array_dtype(args[0]) in HALVES and repeats(args[1]):
-        function = None if param(op, "unique_indices") else gathered
-    if function is None:
+    sums = array_dtype(args[0]) in HALVES and repeats(args[1])
+    pick = pick_of(op, args)
+    if pick is None and (param(op, "unique_indices") or not sums):
         return trace.bind(op.primitive, args, params)
-    return trace.call(function, args, params)
+    return trace.call(gathered, args, params | {"pick": pick})
 
 
 def scattered(trace: AutocastTrace, op: Op, args: Values, params: Params) -> Value:
@@ -77,24 +74,34 @@ def repeats(indices: Value) -> bool:
     return not is_few(np.shape(indices)[:-1])
 
 
-def gathered(x: jax.Array, indices: jax.Array, **params: object) -> jax.Array:
-    return _gathered(x, indices, tuple(params.items()))
+def gathered(
+    x: jax.Array, indices: jax.Array, *, pick: Pick | None, **params: object
+) -> jax.Array:
+    return _gathered(x, indices, pick, tuple(params.items()))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _gathered(
-    x: jax.Array, indices: jax.Array, params: tuple[tuple[str, object], ...]
+    x: jax.Array,
+    indices: jax.Array,
+    pick: Pick | None,
+    params: tuple[tuple[str, object], ...],
 ) -> jax.Array:
     return lax.gather_p.bind(x, indices, **dict(params))
 
 
 @_gathered.defjvp
-def _(params, primals, tangents):
+def _(pick, params, primals, tangents):
     (x, indices), (tangent, _) = primals, tangents
+    out = _gathered(x, indices, pick, params)
+    if pick is not None:
+        # A loop keeps the indices for the backward pass, and makes the mask anew.
+        masked = functools.partial(by_mask, pick=pick, shape=np.shape(out))
+        return out, jax.checkpoint(masked, prevent_cse=False)(tangent, indices)
 
     def in_float32(x):
         wide = lax.convert_element_type(x, jnp.float32)
         wide = lax.gather_p.bind(wide, indices, **dict(params))
         return lax.convert_element_type(wide, x.dtype)
 
-    return _gathered(x, indices, params), jax.jvp(in_float32, [x], [tangent])[1]
+    return out, jax.jvp(in_float32, [x], [tangent])[1]

@@ -14,8 +14,6 @@ from .casting import CastingTrace, Effects, avals_of
 from .decision import Decision, Kind, Op, Reason, Result, Settings, Source, Values
 from .name_stack import Place, Scope, written
 from .notes import Note
-from .numbers import is_float
-from .picks import INDEXING, index_note
 from .products import is_wide
 from .refused import check_precision
 from .rules import Asked, Decider
@@ -68,8 +66,7 @@ class AutocastTrace(CastingTrace):
     that is registered for the primitive.
 
     On a `baked` trace, each result gets the dtype that it would have without autocast.
-    A trace is baked in a derivative or, if it is `typed` too, only because JAX has
-    fixed the dtypes.
+    A trace is baked in a derivative, and where JAX has fixed the dtypes.
     """
 
     def __init__(
@@ -79,11 +76,10 @@ class AutocastTrace(CastingTrace):
         effects: Effects,
         baked: bool = False,
         prefix: str = "",
-        typed: bool = False,
         around: frozenset[int] = frozenset(),
     ):
         super().__init__(parent, settings, effects)
-        self.baked, self.typed = baked, typed
+        self.baked = baked
         self.place = Place(settings, prefix)
         self.decide = Decider(settings, effects.hits, around)
 
@@ -121,8 +117,6 @@ class AutocastTrace(CastingTrace):
             check_precision(op.decision, op.given)
             rule = RULES.get(op.primitive.name)
             out = self.left_alone(op) if rule is None else rule(self, op)
-            if op.name in INDEXING and not is_float(out):
-                self.notes[out] = index_note(op, out, self.notes)
         if made:
             outs: Any = out if op.primitive.multiple_results else [out]
             note_activations(self, outs, made)
@@ -148,11 +142,8 @@ class AutocastTrace(CastingTrace):
         if row is Kind.ONE_OP and decision.cast is not None:  # pyright: ignore
             return op  # inside of a function that is one op
         if self.baked or scope.differentiated:
-            if row is not Kind.DRAW:
-                args = self.as_traced(op.args, op.avals)
-                baked = {"is_baked": True, "is_derived": not self.is_typed()}
-                return op._replace(args=args, **baked)
-            # What is drawn is not differentiated.
+            args = self.as_traced(op.args, op.avals)
+            return op._replace(args=args, is_baked=True)
         if decision is not None and decision.inside:
             return op  # still inside of a norm, whose results are float32 there
         args = self.narrowed(op.args)
@@ -199,7 +190,6 @@ class AutocastTrace(CastingTrace):
         self,
         baked: bool = False,
         effects: Effects | None = None,
-        typed: bool = False,
         of_tangents: bool = False,
     ) -> MakeTrace:
         """Returns a function that makes traces with these settings.
@@ -217,14 +207,9 @@ class AutocastTrace(CastingTrace):
             effects=effects or self.effects,
             baked=self.baked or baked,
             prefix=self.place.path(),
-            typed=typed,
             around=self.around(),
         )
         return lambda: make(_compat.current_trace())
-
-    def is_typed(self) -> bool:
-        """Whether an op here is baked, and not because of a derivative."""
-        return self.typed and not self.place.scope().differentiated
 
     @contextlib.contextmanager
     def current(self) -> Iterator["AutocastTrace"]:

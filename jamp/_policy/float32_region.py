@@ -29,7 +29,7 @@ from .._autocast.decision import (
     UserRules,
 )
 from .._autocast.keys import Function
-from .._autocast.ops import DRAW, FLOAT32, FLOAT32_NORM, FUNCTIONS, KEPT
+from .._autocast.ops import FLOAT32, FLOAT32_NORM, FUNCTIONS, KEPT, REFUSED
 from .._autocast.region import enter
 from .._autocast.rules import loaded
 from .._tree import HALVES
@@ -75,9 +75,9 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
         row = FLOAT32_NORM if name == "norms" else FLOAT32
         decisions.append((path, Decision(row, FLOAT32_DTYPE, inside)))
     for path, row in FUNCTIONS.items():
-        if row.kind is DRAW:
-            why = Reason("draw", Source.FUNCTION, path)
-            decisions.append((path, Decision(DRAW, FLOAT32_DTYPE, why=why)))
+        if row.kind is REFUSED:
+            why = Reason("refused", Source.FUNCTION, path)
+            decisions.append((path, Decision(REFUSED, FLOAT32_DTYPE, why=why)))
     return UserRules(
         [
             UserRule(path, Function(code), decision)

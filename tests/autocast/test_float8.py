@@ -112,7 +112,7 @@ QUALIFIED = [
     ),
     (
         lambda x, w: jax.jvp(lambda x: x @ w, (x,), (x,))[0],
-        "no float8: in a derivative",
+        "no float8: in a derivative or a jitted shard_map",
     ),
 ]
 

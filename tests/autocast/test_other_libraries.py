@@ -278,27 +278,6 @@ def test_sums_of_a_library_are_float32_wherever_jit_stands(library, dtype):
             np.testing.assert_allclose(found, function(x), rtol=1e-3, atol=1e-3)
 
 
-# Noise.
-
-
-def test_noise_in_the_dtype_of_a_value_is_named_by_explain():
-    def sample(key, x):
-        mu = x @ eye
-        return mu + random.normal(key, mu.shape, mu.dtype)
-
-    def wide_sample(key, x):
-        return x @ eye + random.normal(key, x.shape)
-
-    def rules(function):
-        explained = jamp.debug.explain(function, jnp.float16)(random.key(0), eye)
-        return {row.op: row.rule for row in explained.rows}
-
-    assert rules(sample)["jax.random.normal"] == "half_noise"
-    assert "half_noise" not in rules(wide_sample).values()
-    uniform = lambda key, x: random.uniform(key, (4,), (x @ eye).dtype)
-    assert rules(uniform)["jax.random.uniform"] == "half_noise"
-
-
 # JVP rules that mix dtypes.
 
 

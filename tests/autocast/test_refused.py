@@ -18,6 +18,7 @@ tall = np.random.default_rng(0).normal(size=(120, 12)).astype(np.float32)
 square = tall[:12] + 4 * np.eye(12, dtype=np.float32)
 line = np.linspace(0, 1, 200, dtype=np.float32)
 wave = np.sin(line)
+chances = np.full(9, 0.5, np.float32)
 
 CASES = {
     "lstsq": (lambda a: jnp.linalg.lstsq(a, a[:, 0])[0], tall),
@@ -28,9 +29,14 @@ CASES = {
     "roots": (lambda p: jnp.roots(p, strip_zeros=False), np.float32([1, -6, 11, -6])),
     "expm": (lambda a: linalg.expm(a / 12), square),
     "gmres": (lambda a: gmres(lambda v: a @ v, a[0])[0], square),
-    "binomial": (
-        lambda p: random.binomial(random.key(0), 3000.0, p, (9,)),
-        np.full(9, 0.5, np.float32),
+    "binomial": (lambda p: random.binomial(random.key(0), 3000.0, p, (9,)), chances),
+    "bernoulli": (lambda p: random.bernoulli(random.key(0), p), chances),
+    "categorical": (lambda x: random.categorical(random.key(0), x, shape=(99,)), wave),
+    "choice": (lambda p: random.choice(random.key(0), 9, (99,), p=p / 4.5), chances),
+    "geometric": (lambda p: random.geometric(random.key(0), p), chances),
+    "multivariate_normal": (
+        lambda x: random.multivariate_normal(random.key(0), x, jnp.diag(1 + x**2)),
+        wave[:9],
     ),
 }
 WAYS = {
@@ -114,3 +120,12 @@ def test_a_quantile_of_more_than_half_precision_counts(name, standard_promotion)
             run(h)
         assert abs(float(run(h[::100])) - 0.5) < 0.01
         assert abs(float(run(h.astype(jnp.float32))) - 0.5) < 0.001
+
+
+def test_noise_has_the_dtype_that_it_is_asked_for(standard_promotion):
+    for draw in (random.uniform, random.normal, random.gumbel):
+        noise = lambda: draw(random.key(0), (16,), jnp.float16)  # noqa: B023
+        expected = jax.jit(noise)()
+        for run in ways(noise):
+            assert run().dtype == jnp.float16
+            np.testing.assert_allclose(run(), expected, rtol=2e-3)

@@ -461,7 +461,9 @@ NO_COST = {
     "one that is mapped": jax.vmap(lambda h: jnp.mean((h - TARGET[0]) ** 2)),
     "cross entropy": lambda h: -jnp.sum(jax.nn.log_softmax(h) * TARGET),
     "binary cross entropy": binary_cross_entropy,
-    "a draw": lambda h: jax.random.categorical(jax.random.key(0), h),
+    "a draw": lambda h: jax.random.categorical(
+        jax.random.key(0), h.astype(jnp.float32)
+    ),
     "an index": lambda h: jnp.argmax(h + TARGET, -1),
 }
 COST = {

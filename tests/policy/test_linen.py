@@ -319,7 +319,7 @@ class Writer(nn.RNNCellBase):
     def __call__(self, carry, x):
         state, last = carry
         state, y = nn.LSTMCell(8)(state, last)
-        logits = nn.Dense(64)(y)
+        logits = nn.Dense(64)(y).astype(jnp.float32)
         drawn = jax.random.categorical(self.make_rng("draw"), logits)
         return (state, jax.nn.one_hot(drawn, 8)), (logits, drawn)
 

@@ -334,7 +334,7 @@ def test_losses_of_a_library_that_is_imported_late_stay_in_float32(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("float32_for", [(), ("norms", "softmax", "losses")])
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_draws_under_a_policy_are_those_of_float32(
+def test_draws_under_a_policy_are_those_of_float32_or_refused(
     dtype, float32_for, wrap, standard_promotion
 ):
     """Noise in half precision has ties, which go to the first tokens."""
@@ -345,9 +345,16 @@ def test_draws_under_a_policy_are_those_of_float32(
     def draw(logits):
         return jax.random.categorical(key, logits, shape=(2000,))
 
-    wrapped = policy.wrap(draw, float32_for=float32_for)
+    def cast_and_draw(logits):
+        return draw(logits.astype(jnp.float32))
+
+    wrapped = lambda function: wrap(policy.wrap(function, float32_for=float32_for))
+    with pytest.raises(TypeError, match=rf"categorical got a {dtype}.*Cast the input"):
+        wrapped(draw)(logits)
     rounded = logits.astype(jnp.dtype(dtype)).astype(np.float32)
-    np.testing.assert_array_equal(wrap(wrapped)(logits), jax.jit(draw)(rounded))
+    np.testing.assert_array_equal(
+        wrapped(cast_and_draw)(logits), jax.jit(draw)(rounded)
+    )
 
 
 def test_a_policy_wins_over_a_region_around_it():

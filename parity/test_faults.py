@@ -15,14 +15,6 @@ def test_there_are_ten_faults_or_more_and_each_is_another():
     )
 
 
-def test_each_fault_has_its_place():
-    package = faults.ROOT / "jamp"
-    texts = {
-        f.name: (package / f.file).read_text().count(f.before) for f in faults.FAULTS
-    }
-    assert {*texts.values()} == {1}, texts
-
-
 def test_a_fault_whose_place_is_gone_is_an_error(tmp_path):
     fault = faults.FAULTS[0]._replace(before="no such text")
     with pytest.raises(ValueError, match="does not have 'no such text' once"):

@@ -94,7 +94,7 @@ master-near-zero _scaling/master_weights.py scaling/test_master_weights.py
 - target = jnp.where(target == 0, moved, target)
 + target = jnp.where(moved == 0, moved, target)
 
-master-frozen _scaling/master_weights.py scaling/test_remainder.py scaling/test_master_frozen.py
+master-frozen _scaling/master_weights.py scaling/test_master_frozen.py
 - lacks = lambda m, p: is_hole(m) and not is_hole(p) and is_half(p)
 + lacks = lambda m, p: False
 

@@ -57,7 +57,8 @@ def evaluate(
             out: Any = trace.apply(op)
         return out if eqn.primitive.multiple_results else [out]
 
-    return read(jaxpr, args, results)
+    with _compat.user_context(call, name_stack=outer):
+        return read(jaxpr, args, results)
 
 
 def in_place(

@@ -53,8 +53,9 @@ def build(case, args, style):
     start = time.perf_counter()
     compiled = lowered.compile()
     compiling = time.perf_counter() - start
-    tracing, both = times[1] - times[0], times[2] - times[0]
-    seconds = dict(zip(PHASES, (tracing, both, compiling, both + compiling), strict=True))
+    both = times[2] - times[0]
+    found = times[1] - times[0], both, compiling, both + compiling
+    seconds = dict(zip(PHASES, found, strict=True))
     return seconds, {"lowered": lowered.as_text(), "compiled": compiled.as_text()}
 
 

@@ -235,13 +235,16 @@ def test_a_rule_that_reaches_nothing_is_an_error(rules):
         jamp.autocast("float16", rules=rules)(Attention(OWN))(query, query, query)
 
 
-def test_it_is_compiled_once():
-    params = {"scale": 0.123, "is_causal": True}
-    for i in range(3):
-        OWN(query + i, key, value, **params)
-    run = attention.Attention((), 0.123, True)
-    function = attention.jitted(attention.attention_p.bind, run=run, dtype=None)
-    assert function._cache_size() == 1
+def test_it_is_compiled_once(caplog):
+    def compiled(shift):
+        caplog.clear()
+        with jax.log_compiles():
+            jax.block_until_ready(OWN(query + shift, key, value, scale=0.123))
+        texts = [record.message for record in caplog.records]
+        return [t for t in texts if t.startswith("Compiling")]
+
+    assert compiled(0)
+    assert [compiled(i) for i in range(1, 4)] == [[]] * 3
 
 
 def test_wrong_inputs_are_errors():

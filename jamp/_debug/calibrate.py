@@ -214,14 +214,12 @@ def judged(
             choice, why = names[-1], "not measured"
         qualifies = names[0] in RECIPES and not product.problem
         wanted.append(Wanted(product.scope, choice, qualifies))
-        spread = {at: numbers.get(f"spread {at}") for at in "xwg"}
         rows.append(
             ProductRow(
                 product.path,
                 product.line,
                 product.primitive,
                 spelled_sizes(product),
-                {at: float(n) for at, n in spread.items() if n is not None},
                 errors,
                 product.problem,
                 choice,

@@ -94,13 +94,13 @@ class Probe:
         return tapped
 
     def add(self, product: SeenProduct, numbers: Measured) -> None:
-        if product.weight == 0:
-            numbers = swapped(numbers)
         with self._lock:
             kept = self.found[product]
             for name, value in numbers.items():
                 key = name if value.ndim < 3 else f"{name} {len(value)}"
                 new = np.asarray(value, np.float64)
+                if value.ndim == 3 and product.weight == 0:
+                    new = new[::-1]  # dgrad and wgrad
                 kept[key] = np.maximum(kept.get(key, new), new)
 
 
@@ -112,11 +112,3 @@ def seen_at(scope: str, op: Op) -> SeenProduct:
     sizes = tuple(sizes) if weight else tuple(sizes[::-1])
     line = innermost_line(_compat.current_frames())
     return SeenProduct(scope, line, op.name, shapes, batch, sizes, problem, weight)
-
-
-def swapped(numbers: Measured) -> Measured:
-    """The measurements of a product whose left input is the weight."""
-    pairs = ("spread x", "spread w"), ("spread g", "spread of columns of g")
-    names = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
-    numbers = {names.get(name, name): value for name, value in numbers.items()}
-    return {n: v[::-1] if v.ndim == 3 else v for n, v in numbers.items()}

@@ -110,14 +110,10 @@ def in_float8(product: Float8Product) -> Run:
 
 
 def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Measured:
-    """Errors of the result by candidate, [1, entries, 2], and the inputs' spread."""
+    """Errors of the result by candidate: [1, entries, 2]."""
     left, right = (x.astype(FLOAT32_DTYPE) for x in (left, right))
     exact, size = p.exact(left, right), typical(p.exact, left, right)
-    numbers = {
-        "spread x": row_spread(left, p.over.left.contracted, p.over.left.batch),
-        "spread w": row_spread(right, p.over.right.contracted, p.over.right.batch),
-        "largest forward": top_of(left, right, exact),
-    }
+    numbers = {}
     for name, run in p.candidates.items():
         got = run(left, right).astype(FLOAT32_DTYPE)
         numbers[name] = entry_errors(got, exact, size, p.over.batch_of_result)[None]
@@ -127,7 +123,7 @@ def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Measured:
 def backward_numbers(
     p: Probed, left: jax.Array, right: jax.Array, cotangent: jax.Array
 ) -> Measured:
-    """Errors of both gradients by candidate, [2, entries, 2], and a spread.
+    """Errors of both gradients by candidate: [2, entries, 2], and their largest number.
 
     The sizes of gradients are those of products, with the same random signs.
     """
@@ -136,14 +132,7 @@ def backward_numbers(
     (x, x_unit), (w, w_unit), (g, g_unit) = map(scaled_square, (left, right, cotangent))
     of_x, of_w = map(jnp.sqrt, jax.vjp(p.exact, x, w)[1](g))
     sizes = of_x * (w_unit * g_unit), of_w * (x_unit * g_unit)
-    batch = p.over.batch_of_result
-    rows = range(len(batch), len(batch) + len(p.over.left.free))
-    columns = range(rows.stop, cotangent.ndim)
-    numbers = {
-        "spread g": row_spread(cotangent, columns, batch),
-        "spread of columns of g": row_spread(cotangent, rows, batch),
-        "largest backward": top_of(cotangent, *exact),
-    }
+    numbers = {"largest backward": top_of(cotangent, *exact)}
     for name, run in p.candidates.items():
         out, pull = jax.vjp(run, left, right)
         got = pull((cotangent * p.scale).astype(out.dtype))
@@ -197,23 +186,6 @@ def errors(got: jax.Array, exact: jax.Array, size: jax.Array) -> jax.Array:
         worst = jnp.maximum(worst, jnp.max(slices))
     both = jnp.stack([whole, worst])
     return jnp.where(jnp.isnan(both), jnp.full_like(both, jnp.inf), both)
-
-
-def row_spread(
-    x: jax.Array, axes: Sequence[int], batch: Sequence[int] = ()
-) -> jax.Array:
-    """How many powers of two are between the largest row and the smallest.
-
-    Args:
-      axes: the axes of a row. A row of zeros does not count.
-      batch: axes along which rows are not compared.
-    """
-    rows = jnp.max(jnp.abs(x), axis=tuple(axes), initial=0, keepdims=True)
-    others = tuple(axis for axis in range(x.ndim) if axis not in batch)
-    most = jnp.max(rows, axis=others, initial=0)
-    rows = jnp.where(rows > 0, rows, jnp.full_like(rows, jnp.inf))
-    powers = jnp.log2(most) - jnp.log2(jnp.min(rows, axis=others, initial=jnp.inf))
-    return jnp.max(jnp.where(most > 0, powers, jnp.zeros_like(powers)), initial=0)
 
 
 def top_of(*values: jax.Array) -> jax.Array:

@@ -38,8 +38,6 @@ class ProductRow(NamedTuple):
     problem: str  # why it cannot run in float8, or ""
     choice: str  # "float8", "rowwise", "bfloat16", "float16" or "float32"
     why: str  # why it is not what was asked for
-    # Of a batch: the errors of those products that lose far more than most, by number.
-    entries: dict[str, dict[str, dict[str, tuple[float, float]]]]
 
     def worst(self, name: str) -> float | None:
         """The largest error in a dtype or recipe, None if it was not measured."""
@@ -220,9 +218,6 @@ def rows_table(rows: list[ProductRow], table: Table) -> str:
         errors = (errors_text(row.errors.get(name, {})) for name in names)
         place, why = shortened(row.path, 32) or "-", row.why or row.problem
         cells.append((place, row.sizes, *errors, row.choice, why))
-        for entry, by_name in row.entries.items():
-            errors = (errors_text(by_name.get(name, {})) for name in names)
-            cells.append((f"  number {entry} of them", "", *errors, "", ""))
     return table([*header, "choice", "why"], cells)
 
 
@@ -246,13 +241,8 @@ def as_json(value: object) -> object:
 
 def row_from_json(fields: dict[str, Any]) -> ProductRow:
     row = ProductRow(**fields)
-    entries = {n: errors_from_json(errors) for n, errors in row.entries.items()}
-    errors = errors_from_json(row.errors)
-    return row._replace(errors=errors, entries=entries)
-
-
-def errors_from_json(errors: dict[str, Any]) -> dict[str, Any]:
-    return {
+    errors = {
         name: {at: (float(whole), float(worst)) for at, (whole, worst) in pairs.items()}
-        for name, pairs in errors.items()
+        for name, pairs in row.errors.items()
     }
+    return row._replace(errors=errors)

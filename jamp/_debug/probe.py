@@ -74,7 +74,7 @@ class Probe:
         """A function of both inputs and the result, which returns the result."""
         left_out = RECIPES if product.problem else ()
         names = [name for name in self.names if name not in left_out]
-        measure = measures(op, names, self.scale)
+        measure = measures(op, names, self.scale, product.weight)
         send = functools.partial(self.add, product)
 
         @jax.custom_vjp
@@ -97,11 +97,8 @@ class Probe:
         with self._lock:
             kept = self.found[product]
             for name, value in numbers.items():
-                key = name if value.ndim < 3 else f"{name} {len(value)}"
                 new = np.asarray(value, np.float64)
-                if value.ndim == 3 and product.weight == 0:
-                    new = new[::-1]  # dgrad and wgrad
-                kept[key] = np.maximum(kept.get(key, new), new)
+                kept[name] = np.maximum(kept.get(name, new), new)
 
 
 def seen_at(scope: str, op: Op) -> SeenProduct:

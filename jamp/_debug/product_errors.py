@@ -1,10 +1,10 @@
 """What a product loses in a lower dtype against float32: forward and backward.
 
 Errors are relative, for the whole result and for its worst slice: a row (along the last
-axis) or a column (along all others). Each product of a batch is measured alone. A slice
-is measured against its own size: its norm, or the norm that its numbers would have if
-their signs were random, whichever is larger. Otherwise a row in which terms happen to
-cancel would count as an error.
+axis) or a column (along all others). Each product of a batch is measured alone, and the
+largest errors are kept. A slice is measured against its own size: its norm, or the norm
+that its numbers would have if their signs were random, whichever is larger. Otherwise a
+row in which terms happen to cancel would count as an error.
 """
 
 import functools
@@ -28,7 +28,7 @@ LEAST = 16
 # A slice that is smaller than this share of the largest one is lost in float32 too if
 # the two are added.
 NEGLIGIBLE = 2.0**-24
-DIRECTIONS = ("forward", "dgrad", "wgrad")
+DIRECTIONS = FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
 BFLOAT16 = jnp.dtype("bfloat16")
 
 Run = Callable[[jax.Array, jax.Array], jax.Array]
@@ -42,6 +42,7 @@ class Probed(NamedTuple):
     candidates: dict[str, Run]  # by dtype, or recipe of float8
     scale: float  # a loss scale that multiplies the gradient before it is cast
     over: Contraction
+    weight: int  # which input is the weight: 0 or 1
 
 
 class Measures(NamedTuple):
@@ -51,7 +52,7 @@ class Measures(NamedTuple):
     backward: Callable[[jax.Array, jax.Array, jax.Array], Measured]
 
 
-def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
+def measures(op: Op, names: Sequence[str], scale: float, weight: int) -> Measures:
     params = tuple(sorted(op.params.items()))
     products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
     if op.name == "dot_general":
@@ -59,7 +60,8 @@ def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
     else:  # of a convolution, errors are those of rows along the last axis
         n = np.ndim(op.args[0])
         over = Contraction.of((((n - 1,), (n - 1,)), ((), ())), (n, n))
-    return measures_for(op.primitive, params, over, tuple(names), products, scale)
+    key = op.primitive, params, over, tuple(names), products, scale, weight
+    return measures_for(*key)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,6 +72,7 @@ def measures_for(
     names: tuple[str, ...],
     products: tuple[Float8Product, ...],
     scale: float,
+    weight: int,
 ) -> Measures:
     """One result for equal products, so that the layers of a model compile once."""
     half = [name for name in names if name not in RECIPES]
@@ -77,7 +80,7 @@ def measures_for(
         **{product.recipe: in_float8(product) for product in products},
         **{name: in_half(primitive, dict(params), jnp.dtype(name)) for name in half},
     }
-    p = Probed(exactly(primitive, dict(params)), candidates, scale, over)
+    p = Probed(exactly(primitive, dict(params)), candidates, scale, over, weight)
     forward, backward = (
         jax.jit(functools.partial(f, p)) for f in (forward_numbers, backward_numbers)
     )
@@ -110,20 +113,21 @@ def in_float8(product: Float8Product) -> Run:
 
 
 def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Measured:
-    """Errors of the result by candidate: [1, entries, 2]."""
+    """Errors of the result by candidate: "float8 forward", say, of [2]."""
     left, right = (x.astype(FLOAT32_DTYPE) for x in (left, right))
     exact, size = p.exact(left, right), typical(p.exact, left, right)
     numbers = {}
     for name, run in p.candidates.items():
         got = run(left, right).astype(FLOAT32_DTYPE)
-        numbers[name] = entry_errors(got, exact, size, p.over.batch_of_result)[None]
+        found = entry_errors(got, exact, size, p.over.batch_of_result)
+        numbers[f"{name} {FORWARD}"] = found
     return numbers
 
 
 def backward_numbers(
     p: Probed, left: jax.Array, right: jax.Array, cotangent: jax.Array
 ) -> Measured:
-    """Errors of both gradients by candidate: [2, entries, 2], and their largest number.
+    """Errors of both gradients by candidate, [2], and the gradients' largest number.
 
     The sizes of gradients are those of products, with the same random signs.
     """
@@ -137,8 +141,10 @@ def backward_numbers(
         out, pull = jax.vjp(run, left, right)
         got = pull((cotangent * p.scale).astype(out.dtype))
         got = [x.astype(FLOAT32_DTYPE) / p.scale for x in got]
+        of = (WGRAD, DGRAD) if p.weight == 0 else (DGRAD, WGRAD)
         each = zip(got, exact, sizes, (dims.batch for dims in p.over), strict=True)
-        numbers[name] = jnp.stack([entry_errors(*arrays) for arrays in each])
+        for direction, arrays in zip(of, each, strict=True):
+            numbers[f"{name} {direction}"] = entry_errors(*arrays)
     return numbers
 
 
@@ -158,13 +164,14 @@ def scaled_square(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def entry_errors(
     got: jax.Array, exact: jax.Array, size: jax.Array, batch: Sequence[int]
 ) -> jax.Array:
-    """The errors of each entry of a batch, or of the one product: [entries, 2]."""
+    """The largest errors of the entries of a batch, or of the one product: [2]."""
 
     def entries(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, batch, range(len(batch)))
         return x.reshape(-1, *x.shape[len(batch) :])
 
-    return jax.vmap(errors)(*map(entries, (got, exact, size)))
+    each = jax.vmap(errors)(*map(entries, (got, exact, size)))
+    return jnp.max(each, axis=0, initial=0)
 
 
 def errors(got: jax.Array, exact: jax.Array, size: jax.Array) -> jax.Array:

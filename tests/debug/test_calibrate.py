@@ -274,12 +274,8 @@ def test_experts_are_measured_one_by_one(factor):
     report = calibrated(loss, w, x)
     row = row_at(report, "experts")
     assert row.sizes == "8 of 64x32x48"
-    assert list(row.entries) == (["3"] if factor < 1 else [])
     assert row.choice == ("rowwise" if factor < 1 else "float8")
-    if row.entries:
-        assert "number 3 of them" in str(report)
-        assert max(row.entries["3"]["tensorwise"]["forward"]) > 0.5
-        assert jamp.debug.Calibration.from_json(report.to_json()).rows == report.rows
+    assert (max(row.errors["tensorwise"]["forward"]) > 0.5) == (factor < 1)
 
 
 def test_a_product_without_a_gradient_is_measured_forward():
@@ -373,7 +369,7 @@ def test_float16_gradients_are_measured_under_a_loss_scale():
         (
             [
                 {"largest backward": 1.0},
-                {"largest backward": 1e3, "float16 1": np.array([[np.inf] * 2])},
+                {"largest backward": 1e3, "float16 forward": np.array([np.inf] * 2)},
             ],
             2.0**15,
         ),

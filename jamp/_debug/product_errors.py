@@ -9,7 +9,7 @@ row in which terms happen to cancel would count as an error.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,55 +36,38 @@ Measured = dict[str, jax.Array]
 
 
 class Probed(NamedTuple):
-    """A product that runs in several dtypes."""
+    """A product to measure. Equal ones, of the layers of a model, compile once."""
 
-    exact: Run
-    candidates: dict[str, Run]  # by dtype, or recipe of float8
-    scale: float  # a loss scale that multiplies the gradient before it is cast
+    primitive: Primitive
+    params: tuple[tuple[str, Any], ...]
     over: Contraction
+    dtypes: tuple[str, ...]  # candidates in half precision
+    products: tuple[Float8Product, ...]  # and in float8
+    scale: float  # a loss scale that multiplies the gradient before it is cast
     weight: int  # which input is the weight: 0 or 1
 
+    @classmethod
+    def of(cls, op: Op, names: Sequence[str], scale: float, weight: int) -> Self:
+        params = tuple(sorted(op.params.items()))
+        products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
+        dtypes = tuple(name for name in names if name not in RECIPES)
+        if op.name == "dot_general":
+            over = Contraction.of_op(op)
+        else:  # of a convolution, errors are those of rows along the last axis
+            n = np.ndim(op.args[0])
+            over = Contraction.of((((n - 1,), (n - 1,)), ((), ())), (n, n))
+        return cls(op.primitive, params, over, dtypes, products, scale, weight)
 
-class Measures(NamedTuple):
-    """Functions to run on a product's inputs, and on its inputs and cotangent."""
+    @property
+    def exact(self) -> Run:
+        return exactly(self.primitive, dict(self.params))
 
-    forward: Callable[[jax.Array, jax.Array], Measured]
-    backward: Callable[[jax.Array, jax.Array, jax.Array], Measured]
-
-
-def measures(op: Op, names: Sequence[str], scale: float, weight: int) -> Measures:
-    params = tuple(sorted(op.params.items()))
-    products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
-    if op.name == "dot_general":
-        over = Contraction.of_op(op)
-    else:  # of a convolution, errors are those of rows along the last axis
-        n = np.ndim(op.args[0])
-        over = Contraction.of((((n - 1,), (n - 1,)), ((), ())), (n, n))
-    key = op.primitive, params, over, tuple(names), products, scale, weight
-    return measures_for(*key)
-
-
-@functools.lru_cache(maxsize=4096)
-def measures_for(
-    primitive: Primitive,
-    params: tuple[tuple[str, Any], ...],
-    over: Contraction,
-    names: tuple[str, ...],
-    products: tuple[Float8Product, ...],
-    scale: float,
-    weight: int,
-) -> Measures:
-    """One result for equal products, so that the layers of a model compile once."""
-    half = [name for name in names if name not in RECIPES]
-    candidates = {
-        **{product.recipe: in_float8(product) for product in products},
-        **{name: in_half(primitive, dict(params), jnp.dtype(name)) for name in half},
-    }
-    p = Probed(exactly(primitive, dict(params)), candidates, scale, over, weight)
-    forward, backward = (
-        jax.jit(functools.partial(f, p)) for f in (forward_numbers, backward_numbers)
-    )
-    return Measures(forward, backward)
+    @property
+    def candidates(self) -> dict[str, Run]:
+        """By dtype, or recipe of float8."""
+        half = functools.partial(in_half, self.primitive, dict(self.params))
+        in_halves = {name: half(jnp.dtype(name)) for name in self.dtypes}
+        return {p.recipe: in_float8(p) for p in self.products} | in_halves
 
 
 def exactly(primitive: Primitive, params: Params) -> Run:
@@ -112,6 +95,7 @@ def in_float8(product: Float8Product) -> Run:
     return run
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Measured:
     """Errors of the result by candidate: "float8 forward", say, of [2]."""
     left, right = (x.astype(FLOAT32_DTYPE) for x in (left, right))
@@ -124,6 +108,7 @@ def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Measured:
     return numbers
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def backward_numbers(
     p: Probed, left: jax.Array, right: jax.Array, cotangent: jax.Array
 ) -> Measured:

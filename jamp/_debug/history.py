@@ -227,11 +227,11 @@ class History:
         if self._taken and "found_inf" in self._names:
             skipped = sum(np.count_nonzero(c["found_inf"]) for c in self._chunks)
             text += f", {skipped} skipped ({percent(skipped / self._taken)})"
-        last: list[dict[str, Scalar]] = []
-        for chunk in reversed(self._chunks):
-            last = [*_rows(chunk, LAST - len(last)), *last]
-            if len(last) == LAST:
-                break
+        ends = [
+            {name: column[-LAST:] for name, column in chunk.items()}
+            for chunk in self._chunks[-LAST:]
+        ]
+        last = [row for chunk in ends for row in _rows(chunk)][-LAST:]
         if not last:
             return text
         end = self._start + self._taken
@@ -290,16 +290,10 @@ class History:
             self._calling = False
 
 
-def _rows(
-    chunk: dict[str, np.ndarray], last: int | None = None
-) -> list[dict[str, Scalar]]:
-    """The rows of a chunk, or only the last ones, as Python scalars."""
-    steps = len(next(iter(chunk.values())))
-    start = 0 if last is None else max(steps - last, 0)
-    columns = (column[start:].tolist() for column in chunk.values())
-    return [
-        dict(zip(chunk, values, strict=True)) for values in zip(*columns, strict=True)
-    ]
+def _rows(chunk: dict[str, np.ndarray]) -> list[dict[str, Scalar]]:
+    """The rows of a chunk, as Python scalars."""
+    rows = zip(*(column.tolist() for column in chunk.values()), strict=True)
+    return [dict(zip(chunk, values, strict=True)) for values in rows]
 
 
 def _short(value: Scalar) -> str:

@@ -1,14 +1,13 @@
 """`python -m jamp`: versions, devices, and one training step in each precision.
 
-The exit status is 1 if autocast does not work. `python -m jamp measure` measures what
-each precision brings on this device.
+The exit status is 1 if autocast does not work.
 """
 
 import contextlib
 import math
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
@@ -18,14 +17,15 @@ import optax
 from jax.typing import DTypeLike
 
 import jamp
-from jamp import _measure, _targets
+from jamp import _targets
 from jamp._tree import PyTree
 
 # The table of docs/libraries.md, which a run of all tests writes.
 TESTED = "0.10.0 0.10.1 0.10.2 0.11.0 0.11.1 0.11.2 0.12.0 0.12.0.1".split()
 NEEDED = ("jaxlib", "flax", "optax", "numpy")
 OPTIONAL = ("equinox", "dm-haiku")
-USAGE = "usage: python -m jamp [measure [--json]]; got {}"
+MEASURE = """To measure what each precision brings here, run in a clone of jamp: \
+python -m benchmarks.measure"""
 # What `pip install jamp` installs; it overwrites the files of jmp.
 OTHER = (
     "warning: jamp {} from PyPI is installed too. It is another project, a fork of "
@@ -43,12 +43,7 @@ PRECISIONS = {
 }
 
 
-def main(arguments: Sequence[str] = ()) -> int:
-    if arguments[:1] == ["measure"]:
-        return _measure.main(arguments[1:])
-    if arguments:
-        print(USAGE.format(" ".join(arguments)))
-        return 2
+def main() -> int:
     print("\n".join(versions()))
     try:
         print("\n".join(devices()))
@@ -61,6 +56,7 @@ def main(arguments: Sequence[str] = ()) -> int:
             print(f"{name}: works; {step_in(*row)}")
         except Exception as error:
             print(f"{name}: does not work here; {said(error)}")
+    print(MEASURE)
     return 0
 
 
@@ -199,4 +195,4 @@ def said(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1258,7 +1258,7 @@ jamp.debug.check
   jax.jit(jamp.debug.check)(opt_state)
     TypeError: inside a trace
   history.append({"loss": 1.0}); jamp.debug.check(history)
-    ValueError: history
+    ValueError: metrics
 
 jamp.sharding.gather
   jamp.sharding.gather(params, "data")

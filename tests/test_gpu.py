@@ -18,8 +18,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp import __main__ as command
-from jamp import _measure, _targets
+from benchmarks import measure
+from jamp import _targets
 from jamp._autocast.float8 import RECIPES
 from jamp._scaling import rule
 from jamp._scaling.rule import LossScaleConfig
@@ -594,28 +594,28 @@ def test_calibrate_finds_rows_that_one_scale_loses():
 
 @pytest.mark.slow
 def test_measure_measures_each_precision_of_the_device(monkeypatch, capsys):
-    """`python -m jamp measure` at a small size."""
+    """`python -m benchmarks.measure` at a small size."""
     small = {
         "WIDTHS": (64,),
         "BATCHES": (1,),
         "SEQUENCE": 32,
         "ROW_SECONDS": 0.0,
-        "MODELS": {"MLP": _measure.MODELS["MLP"]},
-        "flops_per_second": functools.partial(_measure.flops_per_second, size=256),
+        "MODELS": {"MLP": measure.MODELS["MLP"]},
+        "flops_per_second": functools.partial(measure.flops_per_second, size=256),
     }
-    if not ON_GPU:  # one for each way to a program; tests/test_measure.py has all
+    if not ON_GPU:  # one for each way to a program; tests/testmeasure.py has all
         names = "float32", "float16", "float8"
-        small["PRECISIONS"] = {name: _measure.PRECISIONS[name] for name in names}
+        small["PRECISIONS"] = {name: measure.PRECISIONS[name] for name in names}
     for name, value in small.items():
-        monkeypatch.setattr(_measure, name, value)
-    assert command.main(["measure"]) == 0
+        monkeypatch.setattr(measure, name, value)
+    assert measure.main() == 0
     *lines, _, advice = capsys.readouterr().out.splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines[4:]]
     units = {"float32", *(UNITS or ("bfloat16", "float16", "float8"))}
     asked = [
-        n for n, precision in _measure.PRECISIONS.items() if precision.unit in units
+        n for n, precision in measure.PRECISIONS.items() if precision.unit in units
     ]
     assert [row[1] for row in rows] == asked
     for _, precision, milliseconds, ratio, *_ in rows:
         assert float(milliseconds) > 0 and float(ratio) > 0, precision
-    assert advice.startswith("Choose ") if ON_GPU else advice == _measure.CPU
+    assert advice.startswith("Choose ") if ON_GPU else advice == measure.CPU

@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -84,10 +83,8 @@ def kinds(outputs):
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_from_top_to_bottom(standard_promotion, monkeypatch):
+def test_the_notebook_runs_from_top_to_bottom(standard_promotion):
     pytest.importorskip("matplotlib")
-    # As on a machine without a GPU: `test_measure.py` tests what is measured on one.
-    monkeypatch.setattr(shutil, "which", lambda name: None)
     notebook, printed = read(), []
     for cell, outputs in zip(code_cells(notebook), run(notebook), strict=True):
         assert kinds(outputs) == kinds(cell["outputs"]), "".join(cell["source"])

@@ -1,8 +1,8 @@
 """`calibrate`: measures a model's products, and decides which tolerate float8."""
 
 import functools
+import itertools
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -193,7 +193,7 @@ def loss_scale_for(found: Iterable[Mapping[str, np.ndarray]]) -> float:
 
     Products that overflow in the forward pass do not count: they will run in float32.
     """
-    fit = [n for n in found if np.isfinite(n.get("float16 1", 0.0)).all()]
+    fit = [n for n in found if np.isfinite(n.get("float16 forward", 0.0)).all()]
     tops = [float(n.get("largest backward", 0.0)) for n in fit]
     top = max((top for top in tops if np.isfinite(top)), default=0.0)
     if top == 0:
@@ -208,25 +208,22 @@ def judged(
     """The rows of a report, and its rules: regular expressions, and what runs there."""
     rows, wanted = [], []
     for product, numbers in probe.found.items():
-        errors, entries = errors_in(numbers, names)
+        errors = errors_in(numbers, names)
         choice, why = choose_dtype(errors, product.sizes, tolerance, skip_small)
         if not errors:  # ragged, or in a derivative: it runs as it was traced
             choice, why = names[-1], "not measured"
         qualifies = names[0] in RECIPES and not product.problem
         wanted.append(Wanted(product.scope, choice, qualifies))
-        spread = {at: numbers.get(f"spread {at}") for at in "xwg"}
         rows.append(
             ProductRow(
                 product.path,
                 product.line,
                 product.primitive,
                 spelled_sizes(product),
-                {at: float(n) for at, n in spread.items() if n is not None},
                 errors,
                 product.problem,
                 choice,
                 why,
-                outstanding(entries, names[0], tolerance),
             )
         )
     by_scope = agreed_dtypes(wanted)
@@ -245,40 +242,14 @@ def judged(
     return rows, patterns
 
 
-def errors_in(
-    numbers: Mapping[str, np.ndarray], names: Iterable[str]
-) -> tuple[ErrorsIn, list[ErrorsIn]]:
-    """The largest errors by candidate and direction, and those of each of a batch."""
-    measured: dict[str, np.ndarray] = {}
-    for name in names:  # forward, and what was differentiated: [directions, entries, 2]
-        both = [numbers[n] for n in (f"{name} 1", f"{name} 2") if n in numbers]
-        if both:
-            measured[name] = np.concatenate(both)
-
-    def errors(of: Callable[[np.ndarray], np.ndarray]) -> ErrorsIn:
-        return {
-            name: {
-                at: (float(whole), float(worst))
-                for at, (whole, worst) in zip(DIRECTIONS, of(pairs), strict=False)
-            }
-            for name, pairs in measured.items()
-        }
-
-    n_entries = max((pairs.shape[1] for pairs in measured.values()), default=0)
-    entries = [errors(operator.itemgetter((slice(None), i))) for i in range(n_entries)]
-    return errors(lambda pairs: pairs.max(axis=1)), entries
-
-
-def outstanding(
-    entries: Sequence[ErrorsIn], name: str, tolerance: float
-) -> dict[str, ErrorsIn]:
-    """The products of a batch that do not tolerate a dtype, where most of them do."""
-    bad = {
-        str(i): errors
-        for i, errors in enumerate(entries)
-        if name in errors and beyond(errors[name], tolerance)
-    }
-    return bad if 2 * len(bad) < len(entries) else {}
+def errors_in(numbers: Mapping[str, np.ndarray], names: Iterable[str]) -> ErrorsIn:
+    """The errors by candidate and direction, of those that were measured."""
+    errors: ErrorsIn = {}
+    for name, direction in itertools.product(names, DIRECTIONS):
+        if (pair := numbers.get(f"{name} {direction}")) is not None:
+            whole, worst = pair.tolist()
+            errors.setdefault(name, {})[direction] = whole, worst
+    return errors
 
 
 def spelled_sizes(product: SeenProduct) -> str:

@@ -6,11 +6,10 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax.numpy as jnp
-import numpy as np
 
 from .._autocast.float8 import RECIPES, Float8
 from .._checks import shown
-from .plots import BLUE, RED, axes, finish
+from .plots import RED, axes, finish
 from .product_errors import DIRECTIONS
 from .report import SHOWN, Report, Table, percent, shortened
 
@@ -25,14 +24,6 @@ layers of eqx.nn write paths. For NNX, calibrate and train \
 `jamp.nnx.named_scopes(model)`. Elsewhere, put the product into `with \
 jax.named_scope("name"):`."""
 NOT_JSON = """Calibration.from_json takes what `to_json()` returned, as text; got {}."""
-ORANGE, GREEN, GRAY = "#e8912b", "#5a9e6f", "#777777"
-STYLES = {  # a color and a marker
-    "tensorwise": (BLUE, "o"),
-    "rowwise": (GREEN, "s"),
-    "rowwise_with_gw_hp": (GREEN, "s"),
-    "bfloat16": (ORANGE, "D"),
-    "float16": (BLUE, "o"),
-}
 
 
 class ProductRow(NamedTuple):
@@ -42,14 +33,11 @@ class ProductRow(NamedTuple):
     line: str
     primitive: str
     sizes: str  # "rows x contracted x columns", of a batch "8 of ..."; or the shapes
-    spread: dict[str, float]  # "x", "w", "g" -> powers of two between row maxima
     # By dtype or recipe and direction: the errors of the whole and of the worst row.
     errors: dict[str, dict[str, tuple[float, float]]]
     problem: str  # why it cannot run in float8, or ""
     choice: str  # "float8", "rowwise", "bfloat16", "float16" or "float32"
     why: str  # why it is not what was asked for
-    # Of a batch: the errors of those products that lose far more than most, by number.
-    entries: dict[str, dict[str, dict[str, tuple[float, float]]]]
 
     def worst(self, name: str) -> float | None:
         """The largest error in a dtype or recipe, None if it was not measured."""
@@ -162,14 +150,10 @@ class Calibration(Report):
         """
         rows = self.rows
         ax = axes("Calibration.plot", ax, (9, 1.6 + 0.32 * max(len(rows), 1)))
-        places = np.arange(len(rows))
-        names = list(dict.fromkeys(name for row in rows for name in row.errors))
-        for name in names:
-            worst = [row.worst(name) for row in rows]
-            drawn = [(at, min(error, 1.0)) for at, error in enumerate(worst) if error]
-            color, marker = STYLES.get(name, (GRAY, "x"))
-            where, errors = [p for p, _ in drawn], [e for _, e in drawn]
-            ax.plot(errors, where, marker, color=color, label=called(name), zorder=3)
+        for name in dict.fromkeys(name for row in rows for name in row.errors):
+            worst = {place: row.worst(name) for place, row in enumerate(rows)}
+            drawn = {place: min(error, 1.0) for place, error in worst.items() if error}
+            ax.plot([*drawn.values()], [*drawn], "o", label=called(name))
         label = f"tolerance, {percent(self.tolerance)}"
         ax.axvline(self.tolerance, color=RED, ls="--", lw=1, label=label)
         ax.set_xscale("log")
@@ -178,7 +162,7 @@ class Calibration(Report):
             f"{shortened(row.path or row.line or '-', 32)}  {row.sizes}: {row.choice}"
             for row in rows
         ]
-        ax.set_yticks(places, labels, fontsize=8)
+        ax.set_yticks(range(len(rows)), labels, fontsize=8)
         ax.invert_yaxis()
         return finish(ax, 4)
 
@@ -226,18 +210,14 @@ def as_rule(name: str) -> Any:
 
 
 def rows_table(rows: list[ProductRow], table: Table) -> str:
-    """Sizes, spread and the largest error by dtype; 4.1/5.9/5.8 are the directions."""
+    """Sizes and the largest error by dtype; 4.1/5.9/5.8 are the directions."""
     names = list(dict.fromkeys(name for row in rows for name in row.errors))
-    header = ["module", "product", "spread x w g", *(f"{called(n)} %" for n in names)]
+    header = ["module", "product", *(f"{called(n)} %" for n in names)]
     cells = []
     for row in rows:
-        spread = (f"2^{row.spread[at]:.0f}" for at in "xwg" if at in row.spread)
         errors = (errors_text(row.errors.get(name, {})) for name in names)
         place, why = shortened(row.path, 32) or "-", row.why or row.problem
-        cells.append((place, row.sizes, " ".join(spread), *errors, row.choice, why))
-        for entry, by_name in row.entries.items():
-            errors = (errors_text(by_name.get(name, {})) for name in names)
-            cells.append((f"  number {entry} of them", "", "", *errors, "", ""))
+        cells.append((place, row.sizes, *errors, row.choice, why))
     return table([*header, "choice", "why"], cells)
 
 
@@ -261,14 +241,8 @@ def as_json(value: object) -> object:
 
 def row_from_json(fields: dict[str, Any]) -> ProductRow:
     row = ProductRow(**fields)
-    spread = {at: float(powers) for at, powers in row.spread.items()}
-    entries = {n: errors_from_json(errors) for n, errors in row.entries.items()}
-    errors = errors_from_json(row.errors)
-    return row._replace(spread=spread, errors=errors, entries=entries)
-
-
-def errors_from_json(errors: dict[str, Any]) -> dict[str, Any]:
-    return {
+    errors = {
         name: {at: (float(whole), float(worst)) for at, (whole, worst) in pairs.items()}
-        for name, pairs in errors.items()
+        for name, pairs in row.errors.items()
     }
+    return row._replace(errors=errors)

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from .._tree import PyTree
 from .grad_numbers import BIAS, numbers, total
-from .plots import BLUE, axes
+from .plots import BLUE, axes, finish
 from .report import Report, Table, check_single, percent, report, stacked_text
 
 if TYPE_CHECKING:
@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 # What float16 does to a magnitude between two powers of two. Up to 2**-25, it rounds to
 # zero. From 2**-14 on, it keeps all its bits. From 65520 on, it rounds to inf.
 LIMITS = ZERO, NORMAL, OVERFLOW = -25, -14, 16
-REGIONS = {  # a color, and names from long to short
-    "zero": ("#d9485f", "becomes zero", "zero"),
-    "subnormal": ("#e8912b", "subnormal: fewer bits", "subnormal"),
-    "normal": ("#5a9e6f", "normal"),
-    "inf": ("#7b4ea3", "overflows", "inf"),
-}
+REGIONS = "zero", "subnormal", "normal", "inf"
 FATES = {"zero": "become zero", "subnormal": "subnormal", "inf": "overflow"}
+COLORS = {"zero": "#d9485f", "subnormal": "#e8912b", "inf": "#7b4ea3"}
 LINES, BAR = 24, 30  # of a printed histogram: lines, and columns of the longest bar
 
 
@@ -77,8 +73,8 @@ class GradHistogram(Report):
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draws the share of elements over the magnitude of the unscaled gradients.
 
-        The background colors and the upper ruler show what float16 would do to them
-        without a scale, the dashed lines and the lower ruler what it does with it.
+        The background colors show what float16 would do to them without a scale. The
+        dashed lines show where these regions begin and end with it.
 
         Args:
           ax: matplotlib Axes to draw into, or None for a new figure.
@@ -103,16 +99,14 @@ class GradHistogram(Report):
         bottom = share[bins].min() / 3 if len(bins) else 1e-3
 
         ax.stairs(share, edges, baseline=bottom, fill=True, color=BLUE, zorder=2)
-        for name, start, end in _regions(left, right, 0):
-            if name != "normal":
-                ax.axvspan(start, end, color=REGIONS[name][0], alpha=0.15, linewidth=0)
-        rulers = {"float16 without a scale": 0.0}
-        if shift:
-            rulers[f"with a scale of {_power(shift)}"] = shift
-            for limit in LIMITS:
-                ax.axvline(limit - shift, color="#444444", ls="--", lw=0.9, zorder=3)
-        for row, (label, moved) in enumerate(reversed(rulers.items())):
-            _ruler(ax, 1.02 + 0.075 * row, label, left, right, moved)
+        spans = {"zero": (left, ZERO), "subnormal": (ZERO, NORMAL)}
+        for name, span in (spans | {"inf": (OVERFLOW, right)}).items():
+            style = {"color": COLORS[name], "alpha": 0.2, "label": FATES[name]}
+            ax.axvspan(*span, linewidth=0, **style)
+        for limit in LIMITS if shift else ():
+            label = f"with a scale of {_power(shift)}" if limit == ZERO else None
+            style = {"color": "#444444", "ls": "--", "lw": 0.9}
+            ax.axvline(limit - shift, zorder=3, label=label, **style)
 
         ax.set_yscale("log")
         ax.set(xlim=(left, right), ylim=(bottom, 1.5))
@@ -121,8 +115,7 @@ class GradHistogram(Report):
         notes = ", ".join(filter(None, [*notes, _headroom(bins)]))
         ax.set_xlabel(f"log2 of the unscaled gradient's magnitude\n{notes}")
         ax.set_ylabel(f"share of {total:,} elements")
-        ax.spines[["top", "right"]].set_visible(False)
-        return ax
+        return finish(ax, 4)
 
     def _parts(self, table: Table) -> list[str]:
         if self._stacked_shape():
@@ -212,18 +205,7 @@ def _fetched(histogram: GradHistogram) -> tuple[np.ndarray, int, int, float]:
 
 def _region(exponent: int) -> str:
     """What float16 does to magnitudes from 2**exponent to its double."""
-    return tuple(REGIONS)[bisect.bisect(LIMITS, exponent)]
-
-
-def _regions(left: float, right: float, shift: float) -> list[tuple[str, float, float]]:
-    """Name, start and end of each region, within the limits of the plot."""
-    limits = [left, *(limit - shift for limit in LIMITS), right]
-    limits = np.clip(limits, left, right)
-    return [
-        (name, start, end)
-        for name, start, end in zip(REGIONS, limits[:-1], limits[1:], strict=True)
-        if end > start
-    ]
+    return REGIONS[bisect.bisect(LIMITS, exponent)]
 
 
 def _headroom(bins: np.ndarray) -> str:
@@ -238,22 +220,3 @@ def _headroom(bins: np.ndarray) -> str:
 
 def _power(shift: float) -> str:
     return f"2^{shift:.4g}"
-
-
-def _ruler(
-    ax: "Axes", height: float, label: str, left: float, right: float, shift: float
-) -> None:
-    """A strip above the plot that names the regions."""
-    from matplotlib.patches import Rectangle
-
-    where = ax.get_xaxis_transform()
-    for name, start, end in _regions(left, right, shift):
-        strip = Rectangle((start, height), end - start, 0.06, transform=where)
-        strip.set(facecolor=REGIONS[name][0], edgecolor="white", clip_on=False)
-        ax.add_patch(strip)
-        room = (end - start) / (right - left) / 0.0105  # letters
-        text = next((text for text in REGIONS[name][1:] if len(text) < room), "")
-        style = {"color": "white", "fontsize": 8, "ha": "center", "va": "center"}
-        ax.text((start + end) / 2, height + 0.028, text, transform=where, **style)
-    place = {"transform": ax.transAxes, "ha": "left", "va": "center", "fontsize": 8}
-    ax.text(1.008, height + 0.028, label, **place)

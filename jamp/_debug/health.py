@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from .._checks import is_traced
-from .._scaling.metrics import FLAGS, WINDOW, check_limits, fewest, metrics
+from .._scaling.metrics import FLAGS, metrics
+from .history import History
 
 CAUSES = """\
 Likely causes, and how to find the one:
@@ -33,10 +34,10 @@ def check(
 
     Args:
       source: an optimizer state or `GradScaler`, what `jamp.metrics` returned, or a
-        `jamp.debug.History` of that.
+        `jamp.debug.History` of that, whose last row counts.
       floor_steps: limit, as in `jamp.metrics`, for states and scalers. Metrics carry
         flags that were made with the limits given there.
-      window: the same. In a `History`, the last `window` rows count, however many.
+      window: the same.
       skipped_share: the same.
 
     Raises:
@@ -61,12 +62,14 @@ def check(
 
     PyTorch: no counterpart.
     """
-    history = getattr(source, "rows", None)
-    if callable(history):
-        row: dict[str, Any] = _last_of(source, window, skipped_share)
-    elif isinstance(source, Mapping) and "loss_scale" in source:
-        row = dict(source)
-        if missing := [flag for flag in FLAGS if flag not in row]:
+    is_row = isinstance(source, Mapping) and "loss_scale" in source
+    if isinstance(source, History):
+        if not len(source):
+            return
+        source, is_row = {name: source[name][-1] for name in source}, True
+    if is_row:
+        row: dict[str, Any] = dict(source)
+        if missing := [name for name in ("loss_scale", *FLAGS) if name not in row]:
             raise ValueError(
                 f"check: the metrics lack {', '.join(missing)}; pass what "
                 "jamp.metrics(opt_state) returned, an optimizer state or a GradScaler."
@@ -99,20 +102,3 @@ def check(
         raise FloatingPointError(
             f"the loss scale {'; it '.join(alarms)}{total}.\n{causes}"
         )
-
-
-def _last_of(history: Any, window: int, skipped_share: float) -> dict[str, Any]:
-    """The last row of a History, with the share of skips in its last rows."""
-    at_most = min(window, WINDOW) if isinstance(window, int) else window
-    check_limits(1, at_most, skipped_share)
-    keys = set(history.keys())
-    if len(history) and keys.isdisjoint({"found_inf", *FLAGS}):
-        raise ValueError(
-            f"check: the history has neither found_inf nor {', '.join(FLAGS)}; append "
-            "what jamp.metrics(opt_state) returned."
-        )
-    row = {key: np.asarray(history[key])[-1] for key in keys if len(history)}
-    if "found_inf" in keys and len(history):
-        skips = np.asarray(history["found_inf"])[-window:]
-        row["many_skips"] = np.sum(skips) >= fewest(window, skipped_share)
-    return row

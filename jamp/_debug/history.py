@@ -3,12 +3,13 @@
 A host that reads a value waits until the device has computed it, and the device then
 waits for the host's next step. `History` never reads a value that has not arrived. The
 scalars of a step become one small vector for each dtype, which is also the copy that
-survives when the next step donates their buffers. `every` of these vectors are stacked,
-and their copy to the host begins. The block is read once it has arrived.
+survives when the next step donates their buffers, and whose copy to the host begins at
+once. `every` steps are read together, when all of them have arrived.
 """
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -35,36 +36,34 @@ Scalar = bool | int | float | complex
 OnHost = np.ndarray | Scalar
 
 
-class Group(NamedTuple):
-    device: Hashable
-    dtype: np.dtype
-    names: tuple[str, ...]
+class Row(NamedTuple):
+    """The values of one step, or of several that `extend` got."""
 
-
-class Block(NamedTuple):
-    """Values of one step, or of several that are copied together."""
-
-    groups: tuple[Group, ...]
-    arrays: list[list[Any]]  # of each group, to be concatenated: [names], [n, names]
-    host: Mapping[str, Any]  # values that are not device arrays
+    names: tuple[tuple[str, ...], ...]  # of each array
+    arrays: list[jax.Array]  # [names] or [names, steps], one for each dtype and device
+    host: Mapping[str, OnHost]  # values that are not device arrays
     steps: int = 1
 
-    def send(self) -> None:
-        # An intended transfer: a user's guard against implicit ones must allow it.
-        with jax.transfer_guard_device_to_host("allow"):
-            for array in (array for group in self.arrays for array in group):
-                array.copy_to_host_async()
+    def dtypes(self) -> dict[tuple[str, ...], np.dtype]:
+        return {
+            names: a.dtype for names, a in zip(self.names, self.arrays, strict=True)
+        }
 
     def is_ready(self) -> bool:
-        return all(array.is_ready() for group in self.arrays for array in group)
+        return all(array.is_ready() for array in self.arrays)
 
-    def columns(self) -> dict[str, np.ndarray]:
-        """The values by name, [steps], each in its dtype. Waits for the copy."""
-        columns = {name: np.array(values) for name, values in self.host.items()}
-        for group, arrays in zip(self.groups, self.arrays, strict=True):
-            rows = [np.atleast_2d(rows) for rows in jax.device_get(arrays)]
-            columns |= zip(group.names, np.concatenate(rows).T, strict=True)
-        return columns
+
+def columns_of(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """The values of several rows by name, [steps], in their dtypes. Waits for them."""
+    columns = {
+        name: np.concatenate([np.atleast_1d(row.host[name]) for row in rows])
+        for name in rows[0].host
+    }
+    fetched = jax.device_get([row.arrays for row in rows])
+    for names, *arrays in zip(rows[0].names, *fetched, strict=True):
+        values = [array.reshape(len(names), -1) for array in arrays]
+        columns |= zip(names, np.concatenate(values, axis=1), strict=True)
+    return columns
 
 
 class History:
@@ -88,7 +87,7 @@ class History:
     a `finally` if you stop it with Ctrl-C: it passes on the rest.
 
     Args:
-      every: the number of steps that are copied to the host together, at least 1.
+      every: the number of steps that are read together, at least 1.
       on_row: called as `on_row(step, row)` with the step's number and a dict of Python
         scalars, or None.
       start: the number of the first step, for a run that is resumed.
@@ -127,8 +126,8 @@ class History:
             )
         self._on_row = on_row
         self._names: tuple[str, ...] = ()
-        self._rows: list[Block] = []  # fewer than `every` steps
-        self._pending: list[Block] = []  # on their way
+        self._rows: list[Row] = []  # fewer than `every` steps
+        self._pending: list[list[Row]] = []  # to be read together
         self._chunks: list[dict[str, np.ndarray]] = []  # here
         self._taken = 0  # steps in the chunks
         self._queue: deque[tuple[int, dict[str, Scalar]]] = deque()  # for on_row
@@ -148,11 +147,11 @@ class History:
         names = self._check_names("append", metrics)
         row = on_devices("append", metrics, names, None)
         self._names = names
-        if self._rows and self._rows[0].groups != row.groups:
-            self._send()  # a value has changed its dtype or device
+        if self._rows and self._rows[0].dtypes() != row.dtypes():
+            self._close()
         self._rows.append(row)
         if len(self._rows) >= self._every:
-            self._send()
+            self._close()
         self._take_ready()
 
     def extend(self, stacked: Mapping[str, ArrayLike]) -> None:
@@ -172,17 +171,18 @@ class History:
                 f"extend: all values need one shape, [steps]; got {shapes}."
             )
         steps = next(iter(shapes[names[0]]), 0)
-        block = on_devices("extend", stacked, names, steps)
+        row = on_devices("extend", stacked, names, steps)
         self._names = names
         if self._rows:
-            self._send()
-        self._launch(block)
+            self._close()
+        self._rows.append(row)
+        self._close()
         self._take_ready()
 
     def fetch(self) -> None:
         """Waits for all steps so far, and passes the remaining ones to `on_row`."""
         if self._rows:
-            self._send()
+            self._close()
         while self._pending:
             self._take()
         self._call_on_row()
@@ -211,8 +211,8 @@ class History:
 
     def __len__(self) -> int:
         """The number of steps so far."""
-        pending = sum(block.steps for block in self._pending)
-        return self._taken + pending + len(self._rows)
+        waiting = itertools.chain(*self._pending, self._rows)
+        return self._taken + sum(row.steps for row in waiting)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -227,11 +227,11 @@ class History:
         if self._taken and "found_inf" in self._names:
             skipped = sum(np.count_nonzero(c["found_inf"]) for c in self._chunks)
             text += f", {skipped} skipped ({percent(skipped / self._taken)})"
-        last: list[dict[str, Scalar]] = []
-        for chunk in reversed(self._chunks):
-            last = [*_rows(chunk, LAST - len(last)), *last]
-            if len(last) == LAST:
-                break
+        ends = [
+            {name: column[-LAST:] for name, column in chunk.items()}
+            for chunk in self._chunks[-LAST:]
+        ]
+        last = [row for chunk in ends for row in _rows(chunk)][-LAST:]
         if not last:
             return text
         end = self._start + self._taken
@@ -259,30 +259,25 @@ class History:
             raise ValueError(f"{caller} needs names for the values; got {metrics!r}.")
         return tuple(metrics)
 
-    def _send(self) -> None:
-        """Begins to copy the collected rows to the host."""
-        # A smaller number of rows is not worth compiling for.
-        self._launch(block_of(self._rows, stacked=len(self._rows) == self._every))
-
-    def _launch(self, block: Block) -> None:
-        block.send()
+    def _close(self) -> None:
         # In one statement, so that Ctrl-C finds each row in one place.
-        self._pending, self._rows = [*self._pending, block], []
+        self._pending, self._rows = [*self._pending, self._rows], []
 
     def _take_ready(self) -> None:
-        while self._pending and self._pending[0].is_ready():
+        # The last row is most often the last to arrive.
+        while self._pending and all(r.is_ready() for r in reversed(self._pending[0])):
             self._take()
         self._call_on_row()
 
     def _take(self) -> None:
-        block = self._pending[0]
-        columns = block.columns()
+        rows = self._pending[0]
+        columns = columns_of(rows)
         chunk = {name: columns[name] for name in self._names}
         self._chunks.append(chunk)
         del self._pending[0]
         if self._on_row is not None:
             self._queue.extend(enumerate(_rows(chunk), self._start + self._taken))
-        self._taken += block.steps
+        self._taken += sum(row.steps for row in rows)
 
     def _call_on_row(self) -> None:
         if self._on_row is None or self._calling:  # on_row may read the history
@@ -295,16 +290,10 @@ class History:
             self._calling = False
 
 
-def _rows(
-    chunk: dict[str, np.ndarray], last: int | None = None
-) -> list[dict[str, Scalar]]:
-    """The rows of a chunk, or only the last ones, as Python scalars."""
-    steps = len(next(iter(chunk.values())))
-    start = 0 if last is None else max(steps - last, 0)
-    columns = (column[start:].tolist() for column in chunk.values())
-    return [
-        dict(zip(chunk, values, strict=True)) for values in zip(*columns, strict=True)
-    ]
+def _rows(chunk: dict[str, np.ndarray]) -> list[dict[str, Scalar]]:
+    """The rows of a chunk, as Python scalars."""
+    rows = zip(*(column.tolist() for column in chunk.values()), strict=True)
+    return [dict(zip(chunk, values, strict=True)) for values in rows]
 
 
 def _short(value: Scalar) -> str:
@@ -313,8 +302,8 @@ def _short(value: Scalar) -> str:
 
 def on_devices(
     caller: str, metrics: Mapping[str, object], names: Sequence[str], steps: int | None
-) -> Block:
-    """Checks the values, and copies those on devices: one call for each device.
+) -> Row:
+    """Checks the values, and begins to copy those on devices to the host.
 
     Args:
       steps: their number, or None for the scalars of one step.
@@ -331,27 +320,15 @@ def on_devices(
             given.setdefault(device, {}).setdefault(value.dtype, {})[name] = value
         else:
             host[name] = _of_host(caller, name, value, ndim)
-    groups: list[Group] = []
-    arrays: list[list[Any]] = []
-    for device, by_dtype in given.items():
-        groups += [Group(device, d, tuple(values)) for d, values in by_dtype.items()]
-        several = [list(values.values()) for values in by_dtype.values()]
-        arrays += [[array] for array in _stacked(several, -1)]
-    return Block(tuple(groups), arrays, host, 1 if steps is None else steps)
-
-
-def block_of(rows: Sequence[Block], stacked: bool) -> Block:
-    """Blocks of one step, with the same groups, as one.
-
-    Args:
-      stacked: whether to send one array per group, which compiles for their number.
-    """
-    groups = rows[0].groups
-    arrays = [[row.arrays[i][0] for row in rows] for i in range(len(groups))]
-    if stacked:
-        arrays = [_stacked([group], 0) for group in arrays]
-    host = {name: [row.host[name] for row in rows] for name in rows[0].host}
-    return Block(groups, arrays, host, len(rows))
+    groups = [values for by_dtype in given.values() for values in by_dtype.values()]
+    arrays: list[jax.Array] = []
+    for by_dtype in given.values():  # one call for each device
+        arrays += _stacked([list(values.values()) for values in by_dtype.values()])
+    # An intended transfer: a user's guard against implicit ones must allow it.
+    with jax.transfer_guard_device_to_host("allow"):
+        for array in arrays:
+            array.copy_to_host_async()
+    return Row(tuple(map(tuple, groups)), arrays, host, 1 if steps is None else steps)
 
 
 def _of_device(caller: str, name: str, value: jax.Array, ndim: int) -> jax.Array:
@@ -417,10 +394,10 @@ def _is_number(dtype: np.dtype) -> bool:
     return dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.number)
 
 
-def _stacked(groups: list[list[jax.Array]], axis: int) -> list[jax.Array]:
+def _stacked(groups: list[list[jax.Array]]) -> list[jax.Array]:
     """New arrays on the device of those given, one for each group."""
     with _without_mesh():
-        arrays = _stack(groups, axis)
+        arrays = _stack(groups)
     if any(map(is_traced, arrays)):
         raise TypeError(OUTSIDE)
     if any(a.dtype != group[0].dtype for a, group in zip(arrays, groups, strict=True)):
@@ -428,7 +405,7 @@ def _stacked(groups: list[list[jax.Array]], axis: int) -> list[jax.Array]:
         from .._autocast.region import autocast
 
         with autocast(enabled=False):
-            return _stacked(groups, axis)
+            return _stacked(groups)
     return arrays
 
 
@@ -444,13 +421,9 @@ def _without_mesh() -> Iterator[None]:
         yield
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _stack(groups: list[list[jax.Array]], axis: int) -> list[jax.Array]:
+@jax.jit
+def _stack(groups: list[list[jax.Array]]) -> list[jax.Array]:
     # `lax` keeps 64 bits outside of x64 mode as well.
     return [
-        lax.concatenate(
-            [lax.expand_dims(x, [axis]) for x in group], axis % (x.ndim + 1)
-        )
-        for group in groups
-        for x in group[:1]
+        lax.concatenate([lax.expand_dims(x, [0]) for x in group], 0) for group in groups
     ]

@@ -34,6 +34,10 @@ TAKEN = np.uint8(32)  # a select takes a part of it
 ROOT_MATTERS = 64  # it differs from that of the root of the largest finite number
 BAD = INF | NAN
 
+# The level of an iteration: what was noted in it, and whether a carried value is bad.
+NOTED = HIDDEN, MATTERED, CHECKED = 1, 2, 3
+CARRIED = 4
+
 
 def can_hold_nan(value: ArrayLike) -> bool:
     dtype = getattr(value, "dtype", None)
@@ -231,15 +235,12 @@ class Marks(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """For each carried value, the iterations of a while loop that made it bad."""
+    """One iteration of a while loop: the first from which on a carried value was bad,
+    or else the last in which the most was noted."""
 
-    iteration: jax.Array  # int32 [2, carry]: INF, and NAN; -1 if there was none
-    marks: Marks  # of those iterations, [2, carry]
-    # int32 [3]: the last iterations in which a loss scaler's check met an inf or nan,
-    # in which an op swallowed an inf, and in which it mattered how large the number
-    # was. Reports of version 0.2 do not have them.
-    noted: jax.Array | None = None
-    noted_marks: Marks | None = None  # of those iterations, [3]
+    level: jax.Array  # int32 []: what was noted, 0 for nothing, and `CARRIED`
+    iteration: jax.Array  # int32 []
+    marks: Marks  # of that iteration
 
 
 class Branches(NamedTuple):

@@ -22,7 +22,7 @@ from .._autocast.float8 import RECIPES, unfit, weight_of
 from .._autocast.trace import AutocastTrace
 from .._autocast.traits import PRODUCTS
 from .op_location import innermost_line, is_module
-from .product_errors import Measured, measures
+from .product_errors import Measured, Probed, backward_numbers, forward_numbers
 
 IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATISTIC)
 MEASURED = ("dot_general", "conv_general_dilated")
@@ -74,12 +74,12 @@ class Probe:
         """A function of both inputs and the result, which returns the result."""
         left_out = RECIPES if product.problem else ()
         names = [name for name in self.names if name not in left_out]
-        measure = measures(op, names, self.scale)
+        probed = Probed.of(op, names, self.scale, product.weight)
         send = functools.partial(self.add, product)
 
         @jax.custom_vjp
         def tapped(left, right, out):
-            jax.debug.callback(send, measure.forward(left, right))
+            jax.debug.callback(send, forward_numbers(probed, left, right))
             return out
 
         def fwd(left, right, out):
@@ -87,21 +87,19 @@ class Probe:
 
         def bwd(inputs, cotangent):
             left, right = inputs
-            jax.debug.callback(send, measure.backward(left, right, cotangent))
+            numbers = backward_numbers(probed, left, right, cotangent)
+            jax.debug.callback(send, numbers)
             return jnp.zeros_like(left), jnp.zeros_like(right), cotangent
 
         tapped.defvjp(fwd, bwd)
         return tapped
 
     def add(self, product: SeenProduct, numbers: Measured) -> None:
-        if product.weight == 0:
-            numbers = swapped(numbers)
         with self._lock:
             kept = self.found[product]
             for name, value in numbers.items():
-                key = name if value.ndim < 3 else f"{name} {len(value)}"
                 new = np.asarray(value, np.float64)
-                kept[key] = np.maximum(kept.get(key, new), new)
+                kept[name] = np.maximum(kept.get(name, new), new)
 
 
 def seen_at(scope: str, op: Op) -> SeenProduct:
@@ -112,11 +110,3 @@ def seen_at(scope: str, op: Op) -> SeenProduct:
     sizes = tuple(sizes) if weight else tuple(sizes[::-1])
     line = innermost_line(_compat.current_frames())
     return SeenProduct(scope, line, op.name, shapes, batch, sizes, problem, weight)
-
-
-def swapped(numbers: Measured) -> Measured:
-    """The measurements of a product whose left input is the weight."""
-    pairs = ("spread x", "spread w"), ("spread g", "spread of columns of g")
-    names = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
-    numbers = {names.get(name, name): value for name, value in numbers.items()}
-    return {n: v[::-1] if v.ndim == 3 else v for n, v in numbers.items()}

@@ -1,15 +1,15 @@
 """What a product loses in a lower dtype against float32: forward and backward.
 
 Errors are relative, for the whole result and for its worst slice: a row (along the last
-axis) or a column (along all others). Each product of a batch is measured alone. A slice
-is measured against its own size: its norm, or the norm that its numbers would have if
-their signs were random, whichever is larger. Otherwise a row in which terms happen to
-cancel would count as an error.
+axis) or a column (along all others). Each product of a batch is measured alone, and the
+largest errors are kept. A slice is measured against its own size: its norm, or the norm
+that its numbers would have if their signs were random, whichever is larger. Otherwise a
+row in which terms happen to cancel would count as an error.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ LEAST = 16
 # A slice that is smaller than this share of the largest one is lost in float32 too if
 # the two are added.
 NEGLIGIBLE = 2.0**-24
-DIRECTIONS = ("forward", "dgrad", "wgrad")
+DIRECTIONS = FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
 BFLOAT16 = jnp.dtype("bfloat16")
 
 Run = Callable[[jax.Array, jax.Array], jax.Array]
@@ -36,52 +36,38 @@ Measured = dict[str, jax.Array]
 
 
 class Probed(NamedTuple):
-    """A product that runs in several dtypes."""
+    """A product to measure. Equal ones, of the layers of a model, compile once."""
 
-    exact: Run
-    candidates: dict[str, Run]  # by dtype, or recipe of float8
-    scale: float  # a loss scale that multiplies the gradient before it is cast
+    primitive: Primitive
+    params: tuple[tuple[str, Any], ...]
     over: Contraction
+    dtypes: tuple[str, ...]  # candidates in half precision
+    products: tuple[Float8Product, ...]  # and in float8
+    scale: float  # a loss scale that multiplies the gradient before it is cast
+    weight: int  # which input is the weight: 0 or 1
 
+    @classmethod
+    def of(cls, op: Op, names: Sequence[str], scale: float, weight: int) -> Self:
+        params = tuple(sorted(op.params.items()))
+        products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
+        dtypes = tuple(name for name in names if name not in RECIPES)
+        if op.name == "dot_general":
+            over = Contraction.of_op(op)
+        else:  # of a convolution, errors are those of rows along the last axis
+            n = np.ndim(op.args[0])
+            over = Contraction.of((((n - 1,), (n - 1,)), ((), ())), (n, n))
+        return cls(op.primitive, params, over, dtypes, products, scale, weight)
 
-class Measures(NamedTuple):
-    """Functions to run on a product's inputs, and on its inputs and cotangent."""
+    @property
+    def exact(self) -> Run:
+        return exactly(self.primitive, dict(self.params))
 
-    forward: Callable[[jax.Array, jax.Array], Measured]
-    backward: Callable[[jax.Array, jax.Array, jax.Array], Measured]
-
-
-def measures(op: Op, names: Sequence[str], scale: float) -> Measures:
-    params = tuple(sorted(op.params.items()))
-    products = tuple(product_for(op, BFLOAT16, n) for n in names if n in RECIPES)
-    if op.name == "dot_general":
-        over = Contraction.of_op(op)
-    else:  # of a convolution, errors are those of rows along the last axis
-        n = np.ndim(op.args[0])
-        over = Contraction.of((((n - 1,), (n - 1,)), ((), ())), (n, n))
-    return measures_for(op.primitive, params, over, tuple(names), products, scale)
-
-
-@functools.lru_cache(maxsize=4096)
-def measures_for(
-    primitive: Primitive,
-    params: tuple[tuple[str, Any], ...],
-    over: Contraction,
-    names: tuple[str, ...],
-    products: tuple[Float8Product, ...],
-    scale: float,
-) -> Measures:
-    """One result for equal products, so that the layers of a model compile once."""
-    half = [name for name in names if name not in RECIPES]
-    candidates = {
-        **{product.recipe: in_float8(product) for product in products},
-        **{name: in_half(primitive, dict(params), jnp.dtype(name)) for name in half},
-    }
-    p = Probed(exactly(primitive, dict(params)), candidates, scale, over)
-    forward, backward = (
-        jax.jit(functools.partial(f, p)) for f in (forward_numbers, backward_numbers)
-    )
-    return Measures(forward, backward)
+    @property
+    def candidates(self) -> dict[str, Run]:
+        """By dtype, or recipe of float8."""
+        half = functools.partial(in_half, self.primitive, dict(self.params))
+        in_halves = {name: half(jnp.dtype(name)) for name in self.dtypes}
+        return {p.recipe: in_float8(p) for p in self.products} | in_halves
 
 
 def exactly(primitive: Primitive, params: Params) -> Run:
@@ -109,25 +95,24 @@ def in_float8(product: Float8Product) -> Run:
     return run
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def forward_numbers(p: Probed, left: jax.Array, right: jax.Array) -> Measured:
-    """Errors of the result by candidate, [1, entries, 2], and the inputs' spread."""
+    """Errors of the result by candidate: "float8 forward", say, of [2]."""
     left, right = (x.astype(FLOAT32_DTYPE) for x in (left, right))
     exact, size = p.exact(left, right), typical(p.exact, left, right)
-    numbers = {
-        "spread x": row_spread(left, p.over.left.contracted, p.over.left.batch),
-        "spread w": row_spread(right, p.over.right.contracted, p.over.right.batch),
-        "largest forward": top_of(left, right, exact),
-    }
+    numbers = {}
     for name, run in p.candidates.items():
         got = run(left, right).astype(FLOAT32_DTYPE)
-        numbers[name] = entry_errors(got, exact, size, p.over.batch_of_result)[None]
+        found = entry_errors(got, exact, size, p.over.batch_of_result)
+        numbers[f"{name} {FORWARD}"] = found
     return numbers
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def backward_numbers(
     p: Probed, left: jax.Array, right: jax.Array, cotangent: jax.Array
 ) -> Measured:
-    """Errors of both gradients by candidate, [2, entries, 2], and a spread.
+    """Errors of both gradients by candidate, [2], and the gradients' largest number.
 
     The sizes of gradients are those of products, with the same random signs.
     """
@@ -136,20 +121,15 @@ def backward_numbers(
     (x, x_unit), (w, w_unit), (g, g_unit) = map(scaled_square, (left, right, cotangent))
     of_x, of_w = map(jnp.sqrt, jax.vjp(p.exact, x, w)[1](g))
     sizes = of_x * (w_unit * g_unit), of_w * (x_unit * g_unit)
-    batch = p.over.batch_of_result
-    rows = range(len(batch), len(batch) + len(p.over.left.free))
-    columns = range(rows.stop, cotangent.ndim)
-    numbers = {
-        "spread g": row_spread(cotangent, columns, batch),
-        "spread of columns of g": row_spread(cotangent, rows, batch),
-        "largest backward": top_of(cotangent, *exact),
-    }
+    numbers = {"largest backward": top_of(cotangent, *exact)}
     for name, run in p.candidates.items():
         out, pull = jax.vjp(run, left, right)
         got = pull((cotangent * p.scale).astype(out.dtype))
         got = [x.astype(FLOAT32_DTYPE) / p.scale for x in got]
+        of = (WGRAD, DGRAD) if p.weight == 0 else (DGRAD, WGRAD)
         each = zip(got, exact, sizes, (dims.batch for dims in p.over), strict=True)
-        numbers[name] = jnp.stack([entry_errors(*arrays) for arrays in each])
+        for direction, arrays in zip(of, each, strict=True):
+            numbers[f"{name} {direction}"] = entry_errors(*arrays)
     return numbers
 
 
@@ -169,13 +149,14 @@ def scaled_square(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def entry_errors(
     got: jax.Array, exact: jax.Array, size: jax.Array, batch: Sequence[int]
 ) -> jax.Array:
-    """The errors of each entry of a batch, or of the one product: [entries, 2]."""
+    """The largest errors of the entries of a batch, or of the one product: [2]."""
 
     def entries(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, batch, range(len(batch)))
         return x.reshape(-1, *x.shape[len(batch) :])
 
-    return jax.vmap(errors)(*map(entries, (got, exact, size)))
+    each = jax.vmap(errors)(*map(entries, (got, exact, size)))
+    return jnp.max(each, axis=0, initial=0)
 
 
 def errors(got: jax.Array, exact: jax.Array, size: jax.Array) -> jax.Array:
@@ -197,23 +178,6 @@ def errors(got: jax.Array, exact: jax.Array, size: jax.Array) -> jax.Array:
         worst = jnp.maximum(worst, jnp.max(slices))
     both = jnp.stack([whole, worst])
     return jnp.where(jnp.isnan(both), jnp.full_like(both, jnp.inf), both)
-
-
-def row_spread(
-    x: jax.Array, axes: Sequence[int], batch: Sequence[int] = ()
-) -> jax.Array:
-    """How many powers of two are between the largest row and the smallest.
-
-    Args:
-      axes: the axes of a row. A row of zeros does not count.
-      batch: axes along which rows are not compared.
-    """
-    rows = jnp.max(jnp.abs(x), axis=tuple(axes), initial=0, keepdims=True)
-    others = tuple(axis for axis in range(x.ndim) if axis not in batch)
-    most = jnp.max(rows, axis=others, initial=0)
-    rows = jnp.where(rows > 0, rows, jnp.full_like(rows, jnp.inf))
-    powers = jnp.log2(most) - jnp.log2(jnp.min(rows, axis=others, initial=jnp.inf))
-    return jnp.max(jnp.where(most > 0, powers, jnp.zeros_like(powers)), initial=0)
 
 
 def top_of(*values: jax.Array) -> jax.Array:

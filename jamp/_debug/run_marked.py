@@ -1,8 +1,8 @@
 """Runs a jaxpr, and marks each value that holds an inf or a nan.
 
 jit, remat, shard_map and custom derivatives are run in place. Each body of scan, while
-and cond is a Program of its own, and a while loop keeps only the marks of iterations
-that made something bad. Other ops that hold functions (kernels, solvers) count as one.
+and cond is a Program of its own, and a while loop keeps only the marks of one
+iteration. Other ops that hold functions (kernels, solvers) count as one.
 """
 
 import functools
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.typing import ArrayLike
 
 from .. import _compat, _jaxprs
 from .._autocast.traits import ELEMENTWISE, KERNELS
@@ -23,10 +24,10 @@ from .._scaling import arithmetic
 from .._scaling.mesh import typed_as, zeros_like
 from .marks import (
     BAD,
+    CARRIED,
     FINE,
-    INF,
     MATTERS,
-    NAN,
+    NOTED,
     RECIPROCAL,
     ROOT_MATTERS,
     SWALLOWED,
@@ -49,7 +50,6 @@ from .traits import COMPARING, OVERFLOWING, PRESERVING, RANKING, SWALLOWING
 from .walk import array
 
 CHECK = arithmetic.all_finite.__code__
-NOTED = 3  # iterations of a while loop, beside those that made carried values bad
 
 Numbered = tuple[RunValue, int]  # a value, and its number in the Program
 # The results of an equation, the marks of its bodies, and what these belong to.
@@ -315,7 +315,7 @@ def run_scan(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
 def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
     loop, programs = _jaxprs.loop(eqn), []
     cond_consts, body_consts, carry, _ = loop.split(values)
-    condition, n_body = loop.condition, loop.n_consts
+    condition = loop.condition
     assert condition is not None
     inside = around.inside(eqn, loop.body.jaxpr)
 
@@ -324,72 +324,64 @@ def run_while(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:
         programs[:] = [program]
         return outs, marks, program
 
-    kinds = np.array([[INF], [NAN]], np.uint8)
-    shape = 2, len(carry)
-    shapes = jax.eval_shape(lambda carry: body(carry)[1], carry)
-    zeros = lambda *n: jax.tree.map(
-        lambda s: jnp.zeros((*n, *s.shape), s.dtype), shapes
-    )
+    start = [mark_of(x) if can_hold_nan(x) else np.uint8(FINE) for x in carry]
+    start = jnp.stack(start)
 
     def step(state):
         count, kept, carry = state
         outs, marks, program = body(carry)
-        before = marks_of(program, marks, program.inputs[n_body:])
         after = marks_of(program, marks, program.outputs)
-        worse = ((after & ~before)[None] & kinds) > 0
-        noted = noted_in(program, marks)
-
-        def latest(is_new, new, old):
-            choose = lambda new, old: jnp.where(
-                is_new.reshape(*is_new.shape, *[1] * new.ndim), new, old
-            )
-            return jax.tree.map(choose, new, old)
-
-        kept = Loop(
-            latest(worse, count, kept.iteration),
-            latest(worse, marks, kept.marks),
-            latest(noted, count, kept.noted),
-            latest(noted, marks, kept.noted_marks),
-        )
-        return count + 1, kept, outs
+        is_bad = jnp.any(after & ~start & np.uint8(BAD))
+        level = noted_in(program, marks) + only_if(is_bad, CARRIED)
+        before = jnp.where(is_bad, kept.level, kept.level % CARRIED)
+        is_new = (level >= before) & (before < CARRIED)
+        choose = functools.partial(jnp.where, is_new)
+        new, old = Loop(level, count, marks), kept._replace(level=before)
+        return count + 1, jax.tree.map(choose, new, old), outs
 
     def goes_on(state):
         args = [*cond_consts, *state[2]]
         return jaxpr_as_fun(condition)(*args)[0]
 
-    never = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
-    none = Loop(never(shape), zeros(*shape), never(NOTED), zeros(NOTED))
-    made = jax.eval_shape(step, (jnp.int32(0), none, carry))[1]
+    shapes = jax.eval_shape(lambda carry: body(carry)[1], carry)
+    zero = jnp.int32(0)
+    none = Loop(zero, zero, jax.tree.map(zeros_like, shapes))
+    made = jax.eval_shape(step, (zero, none, carry))[1]
     none = jax.tree.map(typed_as, none, made)
-    _, kept, outs = lax.while_loop(goes_on, step, (jnp.int32(0), none, carry))
+    _, kept, outs = lax.while_loop(goes_on, step, (zero, none, carry))
     return outs, kept, Inner.of(loop, "while", programs)
 
 
 def noted_in(program: Program, marks: Marks) -> jax.Array:
-    """Whether a loss scaler's check met an inf or nan, whether an inf was swallowed,
-    and whether it was by an op for which it matters how large the number is: bool [3].
-    The marks may be those of all iterations of a scan."""
+    """The level of what happened in a body, int32 []: `CHECKED` if a loss scaler's
+    check met an inf or nan, `MATTERED` if an inf was swallowed by an op for which it
+    matters how large the number is, `HIDDEN` if by another. The marks may be those of
+    all iterations of a scan."""
     is_any = lambda bits: jnp.any(marks.values & np.uint8(bits))
     checked = [n for node in program.nodes if node.is_check for n in node.inputs]
     slots = sorted({program.slots[n] for n in checked if n in program.slots})
     met = jnp.any(marks.values[..., slots] & np.uint8(BAD))
-    flags = [jnp.array([met, is_any(SWALLOWED), is_any(MATTERS | ROOT_MATTERS)])]
+    flags = is_any(SWALLOWED), is_any(MATTERS | ROOT_MATTERS), met
+    levels = [*map(only_if, flags, NOTED)]
     for node in program.nodes:
         if node.inner is None:
             continue
         kept = marks.inner[node.inner.place]
         if isinstance(kept, Loop):
-            assert kept.noted is not None  # it has just been made
-            flags.append(jnp.any(kept.noted.reshape(-1, NOTED) >= 0, axis=0))
+            levels.append(jnp.max(kept.level % CARRIED))
         elif isinstance(kept, Marks):
-            flags.append(noted_in(node.inner.programs[0], kept))
+            levels.append(noted_in(node.inner.programs[0], kept))
         else:
             for place, (body, part) in enumerate(
                 zip(node.inner.programs, kept.marks, strict=True)
             ):
                 is_chosen = jnp.any(kept.chosen == place)
-                flags.append(noted_in(body, part) & is_chosen)
-    return functools.reduce(jnp.logical_or, flags)
+                levels.append(only_if(is_chosen, noted_in(body, part)))
+    return functools.reduce(jnp.maximum, levels)
+
+
+def only_if(flag: jax.Array, level: ArrayLike) -> jax.Array:
+    return jnp.where(flag, jnp.asarray(level, jnp.int32), jnp.int32(0))
 
 
 def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:

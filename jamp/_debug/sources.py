@@ -15,7 +15,19 @@ from typing import NamedTuple
 
 import jax
 
-from .marks import BAD, FRESH, INF, NAN, Inner, Loop, Marks, Node, Program, holds
+from .marks import (
+    BAD,
+    CARRIED,
+    FRESH,
+    INF,
+    NAN,
+    Inner,
+    Loop,
+    Marks,
+    Node,
+    Program,
+    holds,
+)
 from .op_location import Location, Site
 from .traits import CHOOSING, MOVES
 
@@ -140,41 +152,22 @@ def inside(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
 
 
 def through_while(inner: Inner, loop: Loop, outputs: Sought, checked: bool) -> Trail:
-    """From a carried value to the iteration that made it bad, and then to others."""
+    """From carried values to the iteration from which on one of them was bad."""
     body, first = inner.programs[0], inner.n_consts
-    waiting, seen = [(i, k) for i, both in outputs.items() for k in split(both)], set()
-    origins, inputs, constants = [], Counter(), []
-
-    def search(iteration, here, wanted):
-        trail = find_sources(body, here, wanted, checked)
-        origins.extend(in_iteration(o, inner, iteration) for o in trail.origins)
-        constants.extend(trail.constants)
-        for i, kind in trail.inputs.items():
-            if i < first:
-                inputs[i + inner.skipped] |= kind
-            else:
-                waiting.extend((i - first, k) for k in split(kind))
-
-    noted, noted_marks = loop.noted, loop.noted_marks
-    if checked and noted is not None and noted_marks is not None and noted[0] >= 0:
-        search(int(noted[0]), at(noted_marks, 0), {})
-    while waiting:
-        place, kind = waiting.pop()
-        if (place, kind) in seen:
-            continue
-        seen.add((place, kind))
-        row = (INF, NAN).index(kind)
-        iteration = int(loop.iteration[row, place])
-        if iteration < 0:  # bad before it began
-            inputs[inner.skipped + first + place] |= kind
-            continue
-        here = at(at(loop.marks, row), place)
-        search(iteration, here, {body.outputs[place]: kind})
-    return Trail(sorted(origins, key=lambda o: o.loops), inputs, constants)
-
-
-def split(kind: int) -> list[int]:
-    return [k for k in (INF, NAN) if kind & k]
+    mark = functools.partial(body.mark, loop.marks)
+    carried = list(zip(body.inputs[first:], body.outputs, strict=True))
+    became = {n: BAD for before, n in carried if BAD & mark(n) & ~mark(before)}
+    wanted, inputs = {}, Counter()
+    for place, kind in outputs.items():
+        before, number = carried[place]
+        if loop.level < CARRIED or mark(before) & kind:  # bad before the loop began
+            inputs[first + place] |= kind
+        else:  # or bad after the others
+            wanted |= {number: BAD} if number in became else became
+    trail = find_sources(body, loop.marks, wanted, checked)
+    origins = [in_iteration(o, inner, int(loop.iteration)) for o in trail.origins]
+    inputs = {i + inner.skipped: kind for i, kind in (inputs | trail.inputs).items()}
+    return Trail(origins, Counter(inputs), trail.constants)
 
 
 def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:

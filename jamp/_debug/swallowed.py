@@ -22,8 +22,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from .marks import (
     BAD,
     FRESH,
@@ -227,25 +225,10 @@ def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> For
 
 
 def through_while(inner: Inner, loop: Loop, given: Mapping[int, Stands]) -> Forward:
-    """The iterations whose marks are kept."""
-    body, first = inner.programs[0], inner.n_consts
-    carry = [given.get(first + i, {}) for i in range(inner.n_carry)]
-    flow = Forward(carry)
-    kept = [
-        (int(iteration), at(at(loop.marks, kind), place))
-        for (kind, place), iteration in np.ndenumerate(loop.iteration)
-    ]
-    if loop.noted is not None and loop.noted_marks is not None:
-        kept += [
-            (int(i), at(loop.noted_marks, row)) for row, i in enumerate(loop.noted)
-        ]
-    seen = set()
-    for iteration, marks in kept:
-        if iteration < 0 or iteration in seen:
-            continue
-        seen.add(iteration)
-        inside = follow_infs(body, marks, given)
-        flow.add(inside, functools.partial(in_iteration, inner=inner, place=iteration))
-        pairs = zip(flow.outputs, inside.outputs, strict=True)
-        flow.outputs = [merged(pair) for pair in pairs]
+    """The iteration whose marks are kept."""
+    carry = [given.get(inner.n_consts + i, {}) for i in range(inner.n_carry)]
+    inside = follow_infs(inner.programs[0], loop.marks, given)
+    flow = Forward([merged(pair) for pair in zip(carry, inside.outputs, strict=True)])
+    place = int(loop.iteration)
+    flow.add(inside, functools.partial(in_iteration, inner=inner, place=place))
     return flow

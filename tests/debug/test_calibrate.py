@@ -89,7 +89,6 @@ def test_a_layer_whose_rows_spread_is_not_tensorwise(powers, choice):
     report = calibrated(layer, W, spread_over(powers))
     row = row_at(report, "layer")
     assert row.choice == choice
-    assert row.spread["x"] == pytest.approx(powers, abs=1.5)
     whole, worst = row.errors["tensorwise"]["forward"]
     assert 0.02 < whole < 0.05  # the whole does not show it
     if powers >= 16:
@@ -110,19 +109,6 @@ def test_a_gradient_whose_rows_vanish_is_not_tensorwise(direction):
     assert row.choice == "rowwise" and row.why.startswith(f"float8: {direction} loses")
     beyond = {at for at, found in row.errors["tensorwise"].items() if found[1] > 0.15}
     assert beyond == {direction}
-
-
-def test_the_spread_is_that_of_rows_that_hold_numbers():
-    powers = np.linspace(0, 1, 64, dtype=np.float32)[:, None]
-    over = lambda power: np.float32(2.0) ** (-power * powers) * np.ones(64, np.float32)
-    x, w, g = over(4), over(8).T, over(12)
-    x[1] = 0.0
-
-    def loss(w, x):
-        with jax.named_scope("layer"):
-            return jnp.sum((x @ w) * g)
-
-    assert row_at(calibrated(loss, w, x), "layer").spread == {"x": 4, "w": 8, "g": 12}
 
 
 def test_a_row_that_float32_would_lose_beside_the_others_does_not_count():
@@ -248,13 +234,11 @@ def test_iterations_become_the_worst_of_them():
     x[:, 0] = 1.0
     for ws, is_spread in ((jnp.stack([eye, eye]), False), (jnp.stack([w, eye]), True)):
         row = row_at(calibrated(loss, ws, x), "body")
-        assert (row.spread["x"], row.spread["w"]) != (0, 0)
         assert set(row.errors["tensorwise"]) == {"forward", "dgrad", "wgrad"}
         assert (row.worst("tensorwise") > 0.2) == is_spread
-        assert (row.spread["w"] > 15) == is_spread
         if not is_spread:  # the same product twice counts once
             once = row_at(calibrated(loss, ws[:1], x), "body")
-            assert (row.errors, row.spread) == (once.errors, once.spread)
+            assert row.errors == once.errors
 
 
 @pytest.mark.slow
@@ -290,13 +274,8 @@ def test_experts_are_measured_one_by_one(factor):
     report = calibrated(loss, w, x)
     row = row_at(report, "experts")
     assert row.sizes == "8 of 64x32x48"
-    assert (row.spread["x"] > 19) == (factor < 1)
-    assert list(row.entries) == (["3"] if factor < 1 else [])
     assert row.choice == ("rowwise" if factor < 1 else "float8")
-    if row.entries:
-        assert "number 3 of them" in str(report)
-        assert max(row.entries["3"]["tensorwise"]["forward"]) > 0.5
-        assert jamp.debug.Calibration.from_json(report.to_json()).rows == report.rows
+    assert (max(row.errors["tensorwise"]["forward"]) > 0.5) == (factor < 1)
 
 
 def test_a_product_without_a_gradient_is_measured_forward():
@@ -390,7 +369,7 @@ def test_float16_gradients_are_measured_under_a_loss_scale():
         (
             [
                 {"largest backward": 1.0},
-                {"largest backward": 1e3, "float16 1": np.array([[np.inf] * 2])},
+                {"largest backward": 1e3, "float16 forward": np.array([np.inf] * 2)},
             ],
             2.0**15,
         ),
@@ -597,7 +576,6 @@ def test_it_prints_as_a_table():
     assert head == "layer: 0 of 1 products in float8, with errors up to 15 %"
     assert names.split()[:2] == ["module", "product"] and "float8 %" in names
     assert row.startswith("layer") and "64x64x64" in row and "rowwise" in row
-    assert "2^16" in row or "2^15" in row or "2^17" in row
     assert "| layer |" in calibrated(layer, W, spread_over(16)).to_markdown()
 
 
@@ -655,8 +633,6 @@ def test_the_weight_may_stand_on_the_left():
         jamp.calibrate(loss)(layer.weight, x).rows for loss in (by_equinox, by_hand)
     )
     assert row.sizes == other.sizes == "48x32x64"
-    assert row.spread == pytest.approx(other.spread, abs=1e-3)  # octaves
-    assert row.spread["x"] > 40 > 4 > row.spread["w"]
     for at, errors in row.errors["tensorwise"].items():
         assert errors == pytest.approx(other.errors["tensorwise"][at], rel=0.3)
 

@@ -68,7 +68,7 @@ def test_rows_arrive_while_the_loop_runs():
     history = History(every=3, on_row=lambda step, row: seen.append((step, row["i"])))
     for i in range(8):
         history.append({"i": jnp.int32(i)})
-        jax.block_until_ready([block.arrays for block in history._pending])
+        jax.block_until_ready([row.arrays for rows in history._pending for row in rows])
     assert seen == [(i, i) for i in range(6)]
     history.fetch()
     assert seen == [(i, i) for i in range(8)]
@@ -80,7 +80,7 @@ def test_few_scalars_are_held_on_the_device():
     history = History(every=4)
     for i in range(50):
         history.append({"i": jnp.int32(i)})
-        jax.block_until_ready([block.arrays for block in history._pending])
+        jax.block_until_ready([row.arrays for rows in history._pending for row in rows])
         assert len(history._rows) < 4 and len(history._pending) <= 1
     assert history["i"].tolist() == list(range(50))
 

@@ -589,6 +589,36 @@ def test_a_while_loop_whose_carries_pass_it_on():
     assert op["primitive"] == "div"
 
 
+def test_the_first_iteration_explains_what_follows_in_a_while_loop():
+    def loop(x):
+        def body(state):
+            i, grown, difference = state
+            return i + 1, grown * 2.0**60, difference + (grown - grown)
+
+        start = jnp.int32(0), x, jnp.float32(0)
+        return jax.lax.while_loop(lambda s: s[0] < 6, body, start)[2]
+
+    (op,) = debug.find_nonfinite(loop)(jnp.float32(1)).to_dict()["ops"]
+    assert op["primitive"] == "mul" and op["made"] == "inf" and not op["from_inf"]
+    assert op["loops"] == [("while", 2)]
+    (op,) = jax.jit(debug.find_nonfinite(loop))(jnp.float32(2.0**90)).to_dict()["ops"]
+    assert op["primitive"] == "mul" and op["loops"] == [("while", 0)]
+
+
+def test_a_mask_that_a_while_loop_is_given_hides_nothing():
+    def loop(mask, x):
+        def body(state):
+            i, mask, total = state
+            return i + 1, mask + 0.0, total + jnp.log(x - i.astype(jnp.float32))
+
+        start = jnp.int32(0), mask, jnp.float32(0)
+        return jax.lax.while_loop(lambda s: s[0] < 5, body, start)[2]
+
+    arguments = jnp.array([0.0, -jnp.inf]), jnp.float32(3)
+    (op,) = debug.find_nonfinite(loop)(*arguments).to_dict()["ops"]
+    assert op["primitive"] == "log" and op["loops"] == [("while", 3)]
+
+
 def test_only_the_case_that_was_chosen_is_followed():
     def f(x, y):
         kept = jnp.where(x > 0, jnp.log(x), jnp.exp(y))

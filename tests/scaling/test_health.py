@@ -161,11 +161,13 @@ def test_check_names_numbers_and_causes():
 
 
 def test_check_reads_a_history():
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
     history = debug.History(every=10)
-    for step in range(100):
-        skip = step >= 40 and step % 2 == 0
-        history.append({"loss_scale": 8.0, "found_inf": skip, "many_skips": False})
-    debug.check(history, window=100, skipped_share=0.31)
+    debug.check(history)  # nothing to report yet
+    for skipped in (np.zeros(20, bool), np.ones(16, bool)):
+        state, _ = train(tx, skipped)
+        history.append(jamp.metrics(state))
+        if not skipped[-1]:
+            debug.check(history)
     with pytest.raises(FloatingPointError, match="too many of the last steps"):
-        debug.check(history, window=60, skipped_share=0.49)
-    debug.check(debug.History())  # nothing to report yet
+        debug.check(history)

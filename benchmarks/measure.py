@@ -1,4 +1,7 @@
-"""`python -m jamp measure`: what each precision brings on the device at hand.
+"""What each precision brings on the device at hand.
+
+    python -m benchmarks.measure
+    python -m benchmarks.measure --json measured.json
 
 It trains an MLP and a transformer block, at sizes that fill the device, in each
 precision that the device's units have. A row is printed as soon as it is measured, so
@@ -8,11 +11,12 @@ because a compiler refuses it, says so, and the others are measured.
 
 import argparse
 import gc
-import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +24,7 @@ import jax.numpy as jnp
 import optax
 
 import jamp
+from benchmarks import _harness
 from jamp import _targets
 from jamp._tree import PyTree
 
@@ -148,31 +153,26 @@ class Row(NamedTuple):
         )
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m jamp measure", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
-    as_json = parser.parse_args(arguments).json
+def main(arguments: Sequence[str] = ()) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    path = parser.parse_args(arguments).json
     device = _targets.default_device()
     here = f"{_targets.described(device)}: {_targets.said_of_units(device)}"
-    if not as_json:
-        print(f"jamp {jamp.__version__}, JAX {jax.__version__}, {here}\n")
-        print(f"| {' | '.join(COLUMNS)} |\n|---|---|{'---:|' * 4}", flush=True)
+    print(f"jamp {jamp.__version__}, JAX {jax.__version__}, {here}\n")
+    print(f"| {' | '.join(COLUMNS)} |\n|---|---|{'---:|' * 4}", flush=True)
     rows: list[Row] = []
     advice, status = "Interrupted.", 130
     try:
         for row in measure(device):
             rows.append(row)
-            if not as_json:
-                print(f"| {' | '.join(row.cells())} |", flush=True)
+            print(f"| {' | '.join(row.cells())} |", flush=True)
         advice, status = advise(device, rows), int(any(row.error for row in rows))
     except KeyboardInterrupt:
         pass
-    if as_json:
-        head = {"jamp": jamp.__version__, "jax": jax.__version__, "device": here}
-        measured = [row._asdict() for row in rows]
-        print(json.dumps({**head, "rows": measured, "advice": advice}, indent=2))
-    else:
-        print(f"\n{advice}")
+    measured = [row._asdict() for row in rows]
+    _harness.save(path, {"device": here, "rows": measured, "advice": advice})
+    print(f"\n{advice}")
     return status
 
 
@@ -287,3 +287,7 @@ def advise(device: _targets.Device, rows: Sequence[Row]) -> str:
     if best == FLOAT32:
         return CHOOSE_FLOAT32
     return CHOOSE.format(best, 1 / means[best], PRECISIONS[best].write)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

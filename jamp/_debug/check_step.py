@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import shown
-from .._jaxprs import equations
+from .._jaxprs import equations, param, variables
 from .._scaling.find_scale import find
 from .._scaling.styles import call_of
 from .._scaling.trials import Trials
 from .._scaling.watched import WATCHER
-from .._tree import PyTree, dtype_of
+from .._tree import NUMBERS, PyTree, dtype_of, path_text
 from .grad_numbers import numbers
 from .report import Report, Table, percent
 
@@ -54,6 +54,11 @@ class StepReport(Report):
       scaled_results: paths of what else the step returns that depends on the scale.
       not_asked: paths of the loss scales that the step does not ask: disabled ones, and
         those of an optimizer that does not step.
+      compiles_again: paths of the leaves of the state whose type the step changes, so
+        that a second call compiles again.
+      kept: paths of the leaves of the state that the step does not donate; None if the
+        step is not jitted.
+      donates: whether it donates others.
 
     Raises:
       TypeError: it was read as a bool; ask for `problems`.
@@ -74,6 +79,9 @@ class StepReport(Report):
     moved_by_skip: tuple[str, ...] | None = None
     scaled_results: tuple[str, ...] = ()
     not_asked: tuple[str, ...] = ()
+    compiles_again: tuple[str, ...] = ()
+    kept: tuple[str, ...] | None = None
+    donates: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """All of it."""
@@ -104,6 +112,9 @@ class StepReport(Report):
             skip = "holds everything"
         share = self.matmul_share
         products = "none" if share is None else f"{percent(share)} in half precision"
+        donated = "the step is not jitted" if self.kept is None else "all"
+        if self.kept:
+            donated = f"all but {_listed(self.kept)}" if self.donates else "nothing"
         rows = [
             ("loss scale", _powers(self.scale)),
             ("matrix products", products),
@@ -113,6 +124,8 @@ class StepReport(Report):
             ("a skipped step", skip),
             ("results that depend on the scale", _listed(self.scaled_results)),
             ("loss scales that it does not ask", _listed(self.not_asked)),
+            ("types that a second call finds changed", _listed(self.compiles_again)),
+            ("donated", donated),
         ]
         return [*parts, table(("of the step", "found"), rows)]
 
@@ -159,15 +172,17 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
       >>> state = params, tx.init(params)
       >>> jamp.debug.check_step(step, state, jnp.full(2, 1e-3))
       check_step: nothing wrong
-      of the step                       found
-      loss scale                        2**15
-      matrix products                   none
-      gradients in float16 there        0 % flushed, 0 % subnormal
-      gradients that are zero           none
-      leaves that do not move           none
-      a skipped step                    holds everything
-      results that depend on the scale  none
-      loss scales that it does not ask  none
+      of the step                             found
+      loss scale                              2**15
+      matrix products                         none
+      gradients in float16 there              0 % flushed, 0 % subnormal
+      gradients that are zero                 none
+      leaves that do not move                 none
+      a skipped step                          holds everything
+      results that depend on the scale        none
+      loss scales that it does not ask        none
+      types that a second call finds changed  none
+      donated                                 the step is not jitted
 
     PyTorch: no counterpart.
     """
@@ -179,10 +194,16 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
         trials = Trials(call)
     if trials.is_inside:
         raise TypeError(INSIDE)
+    left, donates = kept(trials)
+    types: dict[str, Any] = {
+        "compiles_again": compiles_again(trials),
+        "kept": left,
+        "donates": donates,
+    }
     try:
         scales = find(trials)
     except ValueError as error:
-        return StepReport((str(error),))
+        return StepReport((str(error),), **types)
     jax.effects_barrier()
     watcher.counts.clear()
     trials(scales.exponents)
@@ -212,6 +233,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepRepor
             for path, flag in zip(trials.paths, scales.asked, strict=True)
             if not np.any(flag)
         ),
+        **types,
     )
 
 
@@ -240,6 +262,43 @@ class Watcher:
                 self.counts[path] = self.counts.get(path, 0) + row
 
         jax.debug.callback(add, *of.columns)
+
+
+def compiles_again(trials: Trials) -> tuple[str, ...]:
+    """The leaves of the state that come back with another type."""
+    given = jax.tree_util.tree_leaves_with_path(trials.call.state)
+    program = trials.once.closed
+    made = program.jaxpr.outvars[: len(given)]
+    is_weak = lambda x: isinstance(x, NUMBERS) or getattr(x, "weak_type", False)
+    return tuple(
+        path_text(path)
+        for (path, leaf), atom in zip(given, made, strict=True)
+        if is_weak(leaf) != is_weak(atom.aval)
+    )
+
+
+def kept(trials: Trials) -> tuple[tuple[str, ...] | None, bool]:
+    """The leaves of the state that a jitted step keeps, and whether it donates others.
+
+    They are None if the step is not jitted. A leaf that it does not use is neither.
+    """
+    program = trials.once.closed.jaxpr
+    given = jax.tree_util.tree_leaves_with_path(trials.call.state)
+    first = len(jax.tree.leaves(trials.scales))  # the place of the state's first leaf
+    places = {
+        v: path_text(path)
+        for (path, _), v in zip(given, program.invars[first:], strict=False)
+    }
+    donated: set[Any] = set()
+    is_jitted = False
+    for eqn in program.eqns:
+        flags = param(eqn, "donated_invars")
+        if flags is not None and len(eqn.outvars) > len(program.outvars) // 2:
+            is_jitted = True
+            donated |= {v for v, flag in zip(eqn.invars, flags, strict=True) if flag}
+    used = {v for eqn in program.eqns for v in variables(eqn.invars)}
+    left = tuple(path for v, path in places.items() if v in used - donated)
+    return left if is_jitted else None, not donated.isdisjoint(places)
 
 
 def _powers(scale: Any) -> str:

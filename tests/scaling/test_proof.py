@@ -870,6 +870,8 @@ def test_the_report_of_a_right_step():
     )
     assert {*report.moved_by_skip} <= {"[2]['w1']", "[2]['w2']", "[3]"}
     assert report.scaled_results == ("['norm']",)
+    assert report.compiles_again == ("[3]",)  # a Python number
+    assert len(report.kept) > 10
     assert report.to_dict()["scale"] == report.scale
     assert "nothing wrong" in str(report) and "2**1" in report.to_markdown()
 
@@ -879,6 +881,15 @@ def test_the_report_has_the_scale_that_is_found():
     step, state = jax.jit(with_an_average), (*start(), make_params(), 0.0)
     found = jamp.find_loss_scale(with_an_average, state, X, Y)
     assert jamp.debug.check_step(step, state, X, Y).scale == jamp.loss_scale(found)
+
+
+@cover(ci=2)
+@pytest.mark.parametrize("donates", [True, False])
+def test_what_a_step_that_donates_or_is_not_jitted_keeps(donates):
+    state = (*start(), make_params(), 0.0)
+    step = jax.jit(with_an_average, donate_argnums=0) if donates else with_an_average
+    kept = jamp.debug.check_step(step, state, X, Y).kept
+    assert kept == () if donates else kept is None
 
 
 def test_the_report_counts_what_float16_loses():

@@ -7,7 +7,7 @@ The step is `jax.value_and_grad` of the loss of a Flax Linen transformer. It is 
 with float16 set by hand on every layer, and without any dtype under `jamp.autocast`,
 each time from new functions and with empty JAX caches. Tracing and lowering are in
 seconds of the processor, without Python's garbage collector, whose full collections
-come at a number of objects that one program has and the other just has not.
+come at a number of objects that one program just reaches and the other does not.
 
 The matrix products of the two programs are counted by the dtypes of their operands, as
 lowered and as compiled (including cuBLAS calls). On a CPU without float16, XLA

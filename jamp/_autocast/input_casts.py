@@ -8,6 +8,7 @@ import numpy as np
 from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
+from .call_stack import resolve
 from .casting import dtypes_of
 from .decision import (
     CASTABLE,
@@ -21,11 +22,11 @@ from .decision import (
 )
 from .numbers import fits, is_inexact
 from .products import is_dot
-from .rules import codes_at, loaded
+from .rules import loaded
 from .trace import AutocastTrace
 from .traits import PRODUCTS
 
-ATTENTION = ("jax.nn.dot_product_attention",)
+ATTENTION = "jax.nn.dot_product_attention"
 
 
 def prepared(trace: AutocastTrace, op: Op, decision: Decision) -> tuple[Values, Params]:
@@ -150,5 +151,4 @@ def in_attention(modules: frozenset[str]) -> bool:
     Args:
       modules: those of the table's libraries that are imported.
     """
-    attention = codes_at(ATTENTION, modules)
-    return not attention.keys().isdisjoint(map(id, _compat.source_codes()))
+    return resolve(ATTENTION, modules) in _compat.source_codes()

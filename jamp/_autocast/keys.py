@@ -35,8 +35,8 @@ class Function:
     """
 
     def __init__(self, code: CodeType):
-        self.codes = {id(code): code}  # an op has many codes: compared by id
-        self.source = source_of(code)
+        # By id, because an op has many. A jitted function is known by its source.
+        self.codes: dict[int | str, CodeType] = {id(code): code, source_of(code): code}
 
     def look(self) -> None:
         """Adds the code that was made since."""
@@ -50,7 +50,7 @@ class ModuleClass(Function):
     """A module class that is a key, with all classes that are derived from it."""
 
     def __init__(self, cls: type):
-        self.cls, self.codes, self.source = cls, {}, ""
+        self.cls, self.codes = cls, {}
         self.look()
 
     def look(self) -> None:

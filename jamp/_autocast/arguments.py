@@ -32,9 +32,9 @@ from .decision import (
     UserRule,
 )
 from .float8 import as_recipe
-from .keys import Function, function_of, problem_with
+from .keys import function_of, problem_with
 from .ops import KEEP
-from .paths import PathPattern
+from .paths import path_pattern
 
 BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16 (or \
 "float8", a jamp.Float8 or a jamp.ScaledFloat16).
@@ -119,7 +119,9 @@ def compile_rules(rules: Rules | None) -> tuple[UserRule, ...]:
 
 def comes_before(rule: UserRule, other: UserRule) -> bool:
     """Whether a rule is for a class derived from that of another: it decides first."""
-    return isinstance(rule.test, Function) and rule.test.comes_before(other.test)
+    derived, base = (getattr(r.test, "cls", None) for r in (rule, other))
+    is_of_classes = derived is not None and base is not None
+    return is_of_classes and derived is not base and issubclass(derived, base)
 
 
 def check_all_used(rules: tuple[UserRule, ...], hits: set[Hit]) -> None:
@@ -171,7 +173,7 @@ def compile_rule(key: object, value: object) -> UserRule:
         return UserRule(key.name, key, decision)
     if isinstance(key, str):
         try:
-            return UserRule(key, PathPattern(key), decision)
+            return UserRule(key, path_pattern(key), decision)
         except re.error as error:
             raise bad(f"the key is not a regular expression: {error}.") from None
     if problem := problem_with(key):

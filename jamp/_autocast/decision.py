@@ -149,7 +149,7 @@ class UserRule(NamedTuple):
     """One row of `autocast(rules=...)`. Equal rows of two regions are equal."""
 
     name: str  # what the user wrote, for messages
-    test: Hashable  # a primitive, a PathPattern, or a Function
+    test: Hashable  # a primitive, a pattern for paths, or a Function
     decision: Decision
 
 

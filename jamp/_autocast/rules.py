@@ -1,6 +1,7 @@
 """Which table decides about an op: rules, functions, libraries, primitives."""
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -14,7 +15,6 @@ from .decision import FLOAT32_DTYPE, Decision, Hit, Reason, Recipe, Settings, So
 from .keys import Function, source_of
 from .libraries import ALL_OPS, of_library
 from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind, Row
-from .paths import PathPattern
 from .traits import PASSED_THROUGH, PRODUCTS, UPDATES
 
 # Every part of the paths that may be a module. Which are imported may change.
@@ -194,8 +194,8 @@ class Decider:
             if isinstance(test, Function):
                 called = not asked.known.keys.isdisjoint(test.codes)
                 matches = called or index in self.around
-            elif isinstance(test, PathPattern):
-                matches = test.search(asked.path())
+            elif isinstance(test, re.Pattern):
+                matches = test.search(asked.path()) is not None
             else:
                 is_asked = test is asked.primitive
                 matches = is_asked and asked.primitive.name not in PASSED_THROUGH

@@ -59,7 +59,6 @@ class Kind(enum.Enum):
     FLOAT32 = "float32"
     PROMOTE = "promote"
     KEEP = "keep"
-    INTO = "into"
     STATISTIC = "statistic"
     FLOAT32_INSIDE = "float32_inside"
     FLOAT32_NORM = "float32_norm"

@@ -1,8 +1,8 @@
 """What an op's inputs are cast to, and its results where dtypes are fixed."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import numpy as np
 
 from .. import _compat
@@ -60,8 +60,6 @@ def dtype_for(
     match decision.row:
         case Kind.FLOAT32:
             return FLOAT32_DTYPE
-        case Kind.INTO if is_inexact(given[0]):
-            return given[0]
         case Kind.LOWER if not is_dot(op):
             if all(d in CASTABLE for d in given if is_inexact(d)):
                 return trace.settings.dtype
@@ -113,21 +111,21 @@ def widens(trace: AutocastTrace, op: Op) -> bool:
     )
 
 
-def as_without(trace: AutocastTrace, op: Op, ran: Values | None, out: Result) -> Result:
+def as_without(trace: AutocastTrace, op: Op, out: Any) -> Result:
     """Results in the dtype that they would have without autocast.
 
-    Args:
-      ran: the inputs that the op ran with, if it did not run by a recipe.
+    Inputs of several dtypes have a result each.
     """
-    if ran is op.args:
-        return out
-    dtypes = [array_dtype(x) for x in op.args if array_dtype(x) in CASTABLE]
     is_product = op.primitive.name in PRODUCTS
-    preferred = param(op, "preferred_element_type") if is_product else None
-    if preferred is None and not dtypes:
-        return out
-    dtype = _compat.widest(frozenset(dtypes)) if preferred is None else preferred
-    return jax.tree.map(lambda x: trace.cast(x, dtype), out)
+    dtype = param(op, "preferred_element_type") if is_product else None
+    if dtype is None:
+        dtypes = frozenset(map(array_dtype, op.args)).intersection(CASTABLE)
+        if not dtypes or (len(dtypes) > 1 and op.primitive.multiple_results):
+            return out
+        dtype = _compat.widest(dtypes)
+    if op.primitive.multiple_results:
+        return [trace.cast(x, dtype) for x in out]
+    return trace.cast(out, dtype)
 
 
 def is_attention(op: Op) -> bool:

@@ -14,8 +14,8 @@ from .call_stack import is_library, resolve
 from .decision import FLOAT32_DTYPE, Decision, Hit, Reason, Recipe, Settings, Source
 from .keys import Function, source_of
 from .libraries import ALL_OPS, of_library
-from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind, Row
-from .traits import PASSED_THROUGH, PRODUCTS, UPDATES
+from .ops import EXEMPT, FUNCTIONS, KEEP, LOWER, PRIMITIVES, Kind, Row
+from .traits import PASSED_THROUGH, PRODUCTS
 
 # Every part of the paths that may be a module. Which are imported may change.
 PREFIXES = frozenset(
@@ -44,11 +44,10 @@ BY_PRIMITIVE = {
     name: Decision(row.kind, why=Reason(row.kind.value, Source.PRIMITIVE, name))
     for name, row in PRIMITIVES.items()
 }
-BY_POLICY = Reason("policy", Source.JAMP)
 EXEMPTED = Decision(KEEP, why=Reason("keep", Source.JAMP, "parameter"))
-POLICY = Decision(KEEP, why=BY_POLICY)
-# Half precision that is written into a float32 cache, which JAX refuses.
-POLICY_WRITE = Decision(INTO, why=BY_POLICY)
+POLICY = Decision(KEEP, why=Reason("policy", Source.JAMP))
+# JAX refuses half precision that is written into a float32 cache.
+BY_POLICY = {"dynamic_update_slice": POLICY._replace(row=Kind.PROMOTE)}
 
 
 @functools.lru_cache
@@ -211,9 +210,8 @@ class Decider:
         name = asked.primitive.name
         decision, of_module = asked.known.function, asked.known.library
         if self.settings.is_policy:
-            if decision is not None and decision.row is Kind.ONE_OP:
-                return decision
-            return POLICY_WRITE if name in UPDATES else POLICY
+            is_one = decision is not None and decision.row is Kind.ONE_OP
+            return decision if is_one else BY_POLICY.get(name, POLICY)
         if decision is None or decision.row is LOWER:
             is_product = decision is not None or name in PRODUCTS
             if of_module and (is_product or of_module.why.name in ALL_OPS):

@@ -107,11 +107,6 @@ class Op(NamedTuple):
     def name(self) -> str:
         return self.primitive.name
 
-    @property
-    def given(self) -> Sequence[Value | AbstractValue]:
-        """The inputs, or their abstract values, in the dtypes that Python saw."""
-        return self.avals or self.args
-
 
 class Recipe:
     """A way to run the products that a region lowers: its `dtype`, or a rule's value.

@@ -61,7 +61,7 @@ def dtype_for(
         case Kind.FLOAT32:
             return FLOAT32_DTYPE
         case Kind.LOWER if not is_dot(op):
-            if all(d in CASTABLE for d in given if is_inexact(d)):
+            if {*CASTABLE}.issuperset(filter(is_inexact, given)):
                 return trace.settings.dtype
         case Kind.LOWER | Kind.PROMOTE | Kind.STATISTIC:
             pass

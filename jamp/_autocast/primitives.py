@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import set_current_trace
 
@@ -143,7 +142,7 @@ def add(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
 
 def lowers(op: Op) -> bool:
     """Whether a product that may be lowered has float32 inputs, and is not a `dot`."""
-    return any(array_dtype(x) == jnp.float32 for x in op.args) and not is_dot(op)
+    return FLOAT32_DTYPE in map(array_dtype, op.args) and not is_dot(op)
 
 
 @register(*PRODUCTS)

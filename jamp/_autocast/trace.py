@@ -118,7 +118,7 @@ class AutocastTrace(CastingTrace):
             out = self.left_to_another(op)
         else:
             op = self.received(self.decided(op), scope)
-            check_precision(op.decision, op.given)
+            check_precision(op.decision, op.avals or op.args)
             rule = RULES.get(op.primitive.name)
             out = self.left_alone(op) if rule is None else rule(self, op)
             if op.name in INDEXING and not is_float(out):

@@ -25,7 +25,6 @@ from .decision import (
     FLOAT32_DTYPE,
     Decision,
     Dtypes,
-    Hit,
     Reason,
     Recipe,
     Source,
@@ -58,14 +57,12 @@ jax.lax.Precision.HIGHEST for float32 with all digits; "float8", a jamp.Float8 o
 jamp.ScaledFloat16 for the matrix products that qualify; or None to leave the op \
 unchanged."""
 
-UNMATCHED = """no op matched {}. A module path is searched for in the name stack, \
-which Flax Linen, Haiku, jax.named_scope and the layers of eqx.nn write (as \
-"eqx.nn.Linear"). For NNX and your own Equinox modules, use the class. \
-jamp.nnx.named_scopes(model) makes an NNX model that writes paths. A function matches \
-while it runs in the region."""
-SHADOWED = "{} only matches ops that the earlier rule {} decides about: {}."
-REMOVE = "remove it, or the rule for the subclass"
-NO_PRODUCT = "{} asks for {}, but does not match any matrix product."
+UNUSED = """autocast(rules=...): no op matched {}, or an earlier rule decides about \
+all that do: put the narrower one first. A recipe is for matrix products alone. A \
+module path is searched for in the name stack, which Flax Linen, Haiku, \
+jax.named_scope and the layers of eqx.nn write (as "eqx.nn.Linear"). For NNX and your \
+own Equinox modules, use the class. jamp.nnx.named_scopes(model) makes an NNX model \
+that writes paths. A function matches while it runs in the region."""
 
 
 def region_dtype(
@@ -124,28 +121,11 @@ def comes_before(rule: UserRule, other: UserRule) -> bool:
     return is_of_classes and derived is not base and issubclass(derived, base)
 
 
-def check_all_used(rules: tuple[UserRule, ...], hits: set[Hit]) -> None:
-    """Raises ValueError for rules that decided about no op, and says why."""
-    used = {hit.rule for hit in hits if hit.by == hit.rule}
-    unmatched, problems = [], []
-    for index in sorted({*range(len(rules))} - used):
-        name = repr(rules[index].name)
-        deciding = {hit.by for hit in hits if hit.rule == index}
-        earlier = [rule for i, rule in enumerate(rules) if i in deciding]
-        recipe = rules[index].decision.recipe
-        if None in deciding and recipe is not None:
-            problems.append(NO_PRODUCT.format(name, recipe.name))
-        elif earlier:
-            names = " or ".join(repr(rule.name) for rule in earlier)
-            is_base = any(comes_before(rule, rules[index]) for rule in earlier)
-            cure = REMOVE if is_base else "put it first"
-            problems.append(SHADOWED.format(name, names, cure))
-        else:
-            unmatched.append(name)
-    if unmatched:
-        problems.insert(0, UNMATCHED.format(", ".join(unmatched)))
-    if problems:
-        raise ValueError(" ".join(["autocast(rules=...):", *problems]))
+def check_all_used(rules: tuple[UserRule, ...], used: set[int]) -> None:
+    """Raises ValueError for rules that decided about no op."""
+    unused = [repr(rule.name) for i, rule in enumerate(rules) if i not in used]
+    if unused:
+        raise ValueError(UNUSED.format(", ".join(unused)))
 
 
 def compile_rule(key: object, value: object) -> UserRule:

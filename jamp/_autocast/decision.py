@@ -147,13 +147,6 @@ class UserRule(NamedTuple):
     decision: Decision
 
 
-class Hit(NamedTuple):
-    """One of the user's rules matched an op: by their places in the table."""
-
-    rule: int
-    by: int | None  # which rule decided; None: this one has a recipe, for no product
-
-
 class UserRules(tuple[UserRule, ...]):
     """Rules whose hash is computed once: hashing a code object reads all of it.
 

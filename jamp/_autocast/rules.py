@@ -3,7 +3,7 @@
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 
 from .. import _compat
 from .call_stack import is_library, resolve
-from .decision import FLOAT32_DTYPE, Decision, Hit, Reason, Recipe, Settings, Source
+from .decision import FLOAT32_DTYPE, Decision, Reason, Recipe, Settings, Source
 from .keys import Function, source_of
 from .libraries import ALL_OPS, of_library
 from .ops import EXEMPT, FUNCTIONS, KEEP, LOWER, PRIMITIVES, Kind, Row
@@ -120,7 +120,7 @@ class Decider:
     """
 
     def __init__(
-        self, settings: Settings, hits: set[Hit], around: frozenset[int] = frozenset()
+        self, settings: Settings, hits: set[int], around: frozenset[int] = frozenset()
     ):
         self.settings, self.hits = settings, hits
         self.around = around  # rules for functions that called what runs here
@@ -148,33 +148,31 @@ class Decider:
         if place is None:
             return within or self.by_tables(asked)
         rule = self.settings.rules[place].decision
-        if rule.recipe is None:
-            self.hits.add(Hit(place, place))
-            return rule
-        decision = within or self.by_tables(asked, rule.recipe)
-        is_product = asked.primitive.name in rule.recipe.products
-        if decision is None or decision.row is not LOWER or not is_product:
-            self.hits.add(Hit(place, None))
-            return decision
-        self.hits.add(Hit(place, place))
-        return decision._replace(recipe=rule.recipe, why=rule.why)
+        if rule.recipe is not None:
+            decision = within or self.by_tables(asked, rule.recipe)
+            is_product = asked.primitive.name in rule.recipe.products
+            if decision is None or decision.row is not LOWER or not is_product:
+                return decision
+            rule = decision._replace(recipe=rule.recipe, why=rule.why)
+        self.hits.add(place)
+        return rule
 
     def first_rule(self, asked: Asked, within: Decision | None) -> int | None:
-        """The place of the first of the user's rules that matches an op.
-
-        Notes which later ones match it too, for the message about unused rules.
-        """
-        rules, matching = self.settings.rules, self.matching(asked)
-        around = (i for i, rule in enumerate(rules) if rule.decision is within)
-        matched = next(matching, None)
-        places = [i for i in (next(around, None), matched) if i is not None]
-        if not places or self.settings.is_policy:  # a policy's may be unused
-            return min(places, default=None)
-        known = {hit.rule for hit in self.hits}
-        if len(known) < len(rules):
-            later = {*places, *matching} - known
-            self.hits |= {Hit(i, min(places)) for i in later if i > min(places)}
-        return min(places)
+        """The place of the first of the user's rules that matches an op."""
+        for index, (_, test, decision) in enumerate(self.settings.rules):
+            if decision is within:
+                return index
+            if isinstance(test, Function):
+                called = not asked.known.keys.isdisjoint(test.codes)
+                matches = called or index in self.around
+            elif isinstance(test, re.Pattern):
+                matches = test.search(asked.path()) is not None
+            else:
+                is_asked = test is asked.primitive
+                matches = is_asked and asked.primitive.name not in PASSED_THROUGH
+            if matches:
+                return index
+        return None
 
     def running_here(self) -> frozenset[int]:
         """The rules for functions that are running here, for what is called here.
@@ -187,19 +185,6 @@ class Decider:
         keys = known_here().keys
         called = (i for i, key in self.called if not keys.isdisjoint(key.codes))
         return self.around.union(called)
-
-    def matching(self, asked: Asked) -> Iterator[int]:
-        for index, (_, test, _) in enumerate(self.settings.rules):
-            if isinstance(test, Function):
-                called = not asked.known.keys.isdisjoint(test.codes)
-                matches = called or index in self.around
-            elif isinstance(test, re.Pattern):
-                matches = test.search(asked.path()) is not None
-            else:
-                is_asked = test is asked.primitive
-                matches = is_asked and asked.primitive.name not in PASSED_THROUGH
-            if matches:
-                yield index
 
     def by_tables(self, asked: Asked, recipe: Recipe | None = None) -> Decision | None:
         """What the tables of functions, libraries and primitives say.

@@ -57,19 +57,13 @@ def dtype_for(
     """
     if decision.cast is not None:
         return decision.cast
-    match decision.row:
-        case Kind.FLOAT32:
-            return FLOAT32_DTYPE
-        case Kind.LOWER if not is_dot(op):
-            if {*CASTABLE}.issuperset(filter(is_inexact, given)):
-                return trace.settings.dtype
-        case Kind.LOWER | Kind.PROMOTE | Kind.STATISTIC:
-            pass
-        # Dtypes may be mixed by now.
-        case Kind.KEEP | Kind.ONE_OP if op.avals is not None:
-            pass
-        case _:
-            return None
+    if decision.row is Kind.FLOAT32:
+        return FLOAT32_DTYPE
+    if decision.row is Kind.LOWER and not is_dot(op):
+        if {*CASTABLE}.issuperset(filter(is_inexact, given)):
+            return trace.settings.dtype
+    if decision.row in (Kind.KEEP, Kind.ONE_OP) and op.avals is None:
+        return None  # in a jaxpr, dtypes may be mixed by now
     dtype = widest(trace, op.args, given)
     if dtype is None and op.primitive.name in PRODUCTS:
         return next(filter(is_inexact, given), None)  # of a product that is not lowered

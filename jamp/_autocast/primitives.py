@@ -41,6 +41,8 @@ from .weights import are_activations
 from .written_casts import convert
 
 KEPT = Decision(Kind.KEEP)
+# Their parameters say which dtype they return.
+AS_ASKED = ("convert_element_type", attention.ATTENTION)
 
 
 def with_row(rule: Callable[[AutocastTrace, Op, Decision], Result]) -> Rule:
@@ -56,7 +58,7 @@ def with_row(rule: Callable[[AutocastTrace, Op, Decision], Result]) -> Rule:
                 decision = decision._replace(cast=FLOAT32_DTYPE)
             out = rule(trace, op, decision)
             if op.is_baked:
-                if op.name in PRIMITIVES and op.name != "convert_element_type":
+                if op.name not in AS_ASKED:
                     out = as_without(trace, op, out)
             elif decision.inside:
                 note_results(trace, op, decision, out)
@@ -80,17 +82,14 @@ def by_row(
 ) -> Result:
     """Casts the inputs as the row says."""
     args, params = prepared(trace, op, decision)
-    one = None
-    is_whole = not op.is_baked and decision.row is not Kind.ONE_OP
-    if op.name in CURVED and is_whole:
-        if op.name in WIDE or not _compat.is_eager(trace.parent):
-            one = of_primitive(op, args, params)
-    if one is not None:
-        return trace.call(one, args, {})[0]
+    name, is_free = op.primitive.name, not op.is_baked
+    if name in CURVED and is_free and decision.row is not Kind.ONE_OP:
+        if name in WIDE or not _compat.is_eager(trace.parent):
+            if (one := of_primitive(op, args, params)) is not None:
+                return trace.call(one, args, {})[0]
     out = run(trace, op, args, params)
-    if decision.why.name == "jax.nn.gelu" and not op.is_baked:
-        return run_gelu(trace, op, args, out)
-    return out
+    is_of_gelu = is_free and decision.why.name == "jax.nn.gelu"
+    return run_gelu(trace, op, args, out) if is_of_gelu else out
 
 
 register("convert_element_type")(with_row(convert))

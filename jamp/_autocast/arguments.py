@@ -25,16 +25,15 @@ from .decision import (
     FLOAT32_DTYPE,
     Decision,
     Dtypes,
-    Hit,
     Reason,
     Recipe,
     Source,
     UserRule,
 )
 from .float8 import as_recipe
-from .keys import Function, function_of, problem_with
+from .keys import function_of, problem_with
 from .ops import KEEP
-from .paths import PathPattern
+from .paths import path_pattern
 
 BAD_DTYPE = """autocast(dtype={}): the dtype must be float16 or bfloat16 (or \
 "float8", a jamp.Float8 or a jamp.ScaledFloat16).
@@ -58,14 +57,12 @@ jax.lax.Precision.HIGHEST for float32 with all digits; "float8", a jamp.Float8 o
 jamp.ScaledFloat16 for the matrix products that qualify; or None to leave the op \
 unchanged."""
 
-UNMATCHED = """no op matched {}. A module path is searched for in the name stack, \
-which Flax Linen, Haiku, jax.named_scope and the layers of eqx.nn write (as \
-"eqx.nn.Linear"). For NNX and your own Equinox modules, use the class. \
-jamp.nnx.named_scopes(model) makes an NNX model that writes paths. A function matches \
-while it runs in the region."""
-SHADOWED = "{} only matches ops that the earlier rule {} decides about: {}."
-REMOVE = "remove it, or the rule for the subclass"
-NO_PRODUCT = "{} asks for {}, but does not match any matrix product."
+UNUSED = """autocast(rules=...): no op matched {}, or an earlier rule decides about \
+all that do: put the narrower one first. A recipe is for matrix products alone. A \
+module path is searched for in the name stack, which Flax Linen, Haiku, \
+jax.named_scope and the layers of eqx.nn write (as "eqx.nn.Linear"). For NNX and your \
+own Equinox modules, use the class. jamp.nnx.named_scopes(model) makes an NNX model \
+that writes paths. A function matches while it runs in the region."""
 
 
 def region_dtype(
@@ -119,31 +116,16 @@ def compile_rules(rules: Rules | None) -> tuple[UserRule, ...]:
 
 def comes_before(rule: UserRule, other: UserRule) -> bool:
     """Whether a rule is for a class derived from that of another: it decides first."""
-    return isinstance(rule.test, Function) and rule.test.comes_before(other.test)
+    derived, base = (getattr(r.test, "cls", None) for r in (rule, other))
+    is_of_classes = derived is not None and base is not None
+    return is_of_classes and derived is not base and issubclass(derived, base)
 
 
-def check_all_used(rules: tuple[UserRule, ...], hits: set[Hit]) -> None:
-    """Raises ValueError for rules that decided about no op, and says why."""
-    used = {hit.rule for hit in hits if hit.by == hit.rule}
-    unmatched, problems = [], []
-    for index in sorted({*range(len(rules))} - used):
-        name = repr(rules[index].name)
-        deciding = {hit.by for hit in hits if hit.rule == index}
-        earlier = [rule for i, rule in enumerate(rules) if i in deciding]
-        recipe = rules[index].decision.recipe
-        if None in deciding and recipe is not None:
-            problems.append(NO_PRODUCT.format(name, recipe.name))
-        elif earlier:
-            names = " or ".join(repr(rule.name) for rule in earlier)
-            is_base = any(comes_before(rule, rules[index]) for rule in earlier)
-            cure = REMOVE if is_base else "put it first"
-            problems.append(SHADOWED.format(name, names, cure))
-        else:
-            unmatched.append(name)
-    if unmatched:
-        problems.insert(0, UNMATCHED.format(", ".join(unmatched)))
-    if problems:
-        raise ValueError(" ".join(["autocast(rules=...):", *problems]))
+def check_all_used(rules: tuple[UserRule, ...], used: set[int]) -> None:
+    """Raises ValueError for rules that decided about no op."""
+    unused = [repr(rule.name) for i, rule in enumerate(rules) if i not in used]
+    if unused:
+        raise ValueError(UNUSED.format(", ".join(unused)))
 
 
 def compile_rule(key: object, value: object) -> UserRule:
@@ -171,7 +153,7 @@ def compile_rule(key: object, value: object) -> UserRule:
         return UserRule(key.name, key, decision)
     if isinstance(key, str):
         try:
-            return UserRule(key, PathPattern(key), decision)
+            return UserRule(key, path_pattern(key), decision)
         except re.error as error:
             raise bad(f"the key is not a regular expression: {error}.") from None
     if problem := problem_with(key):

@@ -34,6 +34,7 @@ def unwrapped(function: object) -> list[Any]:
         chain.append(function := inner)
 
 
+@functools.lru_cache(maxsize=1024)
 def resolve(path: str, modules: frozenset[str]) -> CodeType | None:
     return code_of(find(path, modules))
 

@@ -15,7 +15,6 @@ from . import retracing
 from .decision import (
     CASTABLE,
     FLOAT32_DTYPE,
-    Hit,
     Out,
     Params,
     Settings,
@@ -31,7 +30,7 @@ class Effects:
     """What a region, or the rewriting of a jaxpr, did."""
 
     def __init__(self) -> None:
-        self.hits: set[Hit] = set()  # of the user's rules
+        self.hits: set[int] = set()  # the places of the user's rules that decided
 
 
 class CastingTrace(_compat.Trace):

@@ -59,7 +59,6 @@ class Kind(enum.Enum):
     FLOAT32 = "float32"
     PROMOTE = "promote"
     KEEP = "keep"
-    INTO = "into"
     STATISTIC = "statistic"
     FLOAT32_INSIDE = "float32_inside"
     FLOAT32_NORM = "float32_norm"
@@ -108,11 +107,6 @@ class Op(NamedTuple):
     def name(self) -> str:
         return self.primitive.name
 
-    @property
-    def given(self) -> Sequence[Value | AbstractValue]:
-        """The inputs, or their abstract values, in the dtypes that Python saw."""
-        return self.avals or self.args
-
 
 class Recipe:
     """A way to run the products that a region lowers: its `dtype`, or a rule's value.
@@ -149,15 +143,8 @@ class UserRule(NamedTuple):
     """One row of `autocast(rules=...)`. Equal rows of two regions are equal."""
 
     name: str  # what the user wrote, for messages
-    test: Hashable  # a primitive, a PathPattern, or a Function
+    test: Hashable  # a primitive, a pattern for paths, or a Function
     decision: Decision
-
-
-class Hit(NamedTuple):
-    """One of the user's rules matched an op: by their places in the table."""
-
-    rule: int
-    by: int | None  # which rule decided; None: this one has a recipe, for no product
 
 
 class UserRules(tuple[UserRule, ...]):

@@ -19,6 +19,7 @@ from .._checks import FLOAT8_NAMES, brief, flag
 from .._compat import array_dtype
 from .._jaxprs import param
 from .._targets import warn_if_missing
+from .call_stack import resolve
 from .casting import dtypes_of
 from .contraction import Contraction, Dims
 from .decision import CASTABLE, FLOAT32_DTYPE, Op, Recipe, Value
@@ -35,12 +36,12 @@ from .low_precision import (
     multiplied,
     quantized,
 )
-from .rules import codes_at, loaded
+from .rules import loaded
 from .trace import AutocastTrace
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-# Layers whose weight is the left operand; in other layers it is the right one.
-WEIGHT_ON_THE_LEFT = ("equinox.nn.Linear.__call__",)
+# A layer whose weight is the left operand; in other layers it is the right one.
+WEIGHT_ON_THE_LEFT = "equinox.nn.Linear.__call__"
 NOT_A_CONTRACTION = {
     "conv_general_dilated": "a convolution",
     "ragged_dot_general": "ragged, of which a GPU makes one dense product",
@@ -177,8 +178,8 @@ def weight_of(op: Op) -> int:
     """
     if any(op.activations) and not all(op.activations):
         return op.activations.index(False)
-    left = codes_at(WEIGHT_ON_THE_LEFT, loaded())
-    return 1 if left.keys().isdisjoint(map(id, _compat.source_codes())) else 0
+    left = resolve(WEIGHT_ON_THE_LEFT, loaded())
+    return 0 if left in _compat.source_codes() else 1
 
 
 def asked_for(op: Op, half: np.dtype) -> np.dtype:

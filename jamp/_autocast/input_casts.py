@@ -1,13 +1,14 @@
 """What an op's inputs are cast to, and its results where dtypes are fixed."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import numpy as np
 
 from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
+from .call_stack import resolve
 from .casting import dtypes_of
 from .decision import (
     CASTABLE,
@@ -21,11 +22,11 @@ from .decision import (
 )
 from .numbers import fits, is_inexact
 from .products import is_dot
-from .rules import codes_at, loaded
+from .rules import loaded
 from .trace import AutocastTrace
 from .traits import PRODUCTS
 
-ATTENTION = ("jax.nn.dot_product_attention",)
+ATTENTION = "jax.nn.dot_product_attention"
 
 
 def prepared(trace: AutocastTrace, op: Op, decision: Decision) -> tuple[Values, Params]:
@@ -56,21 +57,13 @@ def dtype_for(
     """
     if decision.cast is not None:
         return decision.cast
-    match decision.row:
-        case Kind.FLOAT32:
-            return FLOAT32_DTYPE
-        case Kind.INTO if is_inexact(given[0]):
-            return given[0]
-        case Kind.LOWER if not is_dot(op):
-            if all(d in CASTABLE for d in given if is_inexact(d)):
-                return trace.settings.dtype
-        case Kind.LOWER | Kind.PROMOTE | Kind.STATISTIC:
-            pass
-        # Dtypes may be mixed by now.
-        case Kind.KEEP | Kind.ONE_OP if op.avals is not None:
-            pass
-        case _:
-            return None
+    if decision.row is Kind.FLOAT32:
+        return FLOAT32_DTYPE
+    if decision.row is Kind.LOWER and not is_dot(op):
+        if {*CASTABLE}.issuperset(filter(is_inexact, given)):
+            return trace.settings.dtype
+    if decision.row in (Kind.KEEP, Kind.ONE_OP) and op.avals is None:
+        return None  # in a jaxpr, dtypes may be mixed by now
     dtype = widest(trace, op.args, given)
     if dtype is None and op.primitive.name in PRODUCTS:
         return next(filter(is_inexact, given), None)  # of a product that is not lowered
@@ -112,21 +105,21 @@ def widens(trace: AutocastTrace, op: Op) -> bool:
     )
 
 
-def as_without(trace: AutocastTrace, op: Op, ran: Values | None, out: Result) -> Result:
+def as_without(trace: AutocastTrace, op: Op, out: Any) -> Result:
     """Results in the dtype that they would have without autocast.
 
-    Args:
-      ran: the inputs that the op ran with, if it did not run by a recipe.
+    Inputs of several dtypes have a result each.
     """
-    if ran is op.args:
-        return out
-    dtypes = [array_dtype(x) for x in op.args if array_dtype(x) in CASTABLE]
     is_product = op.primitive.name in PRODUCTS
-    preferred = param(op, "preferred_element_type") if is_product else None
-    if preferred is None and not dtypes:
-        return out
-    dtype = _compat.widest(frozenset(dtypes)) if preferred is None else preferred
-    return jax.tree.map(lambda x: trace.cast(x, dtype), out)
+    dtype = param(op, "preferred_element_type") if is_product else None
+    if dtype is None:
+        dtypes = frozenset(map(array_dtype, op.args)).intersection(CASTABLE)
+        if not dtypes or (len(dtypes) > 1 and op.primitive.multiple_results):
+            return out
+        dtype = _compat.widest(dtypes)
+    if op.primitive.multiple_results:
+        return [trace.cast(x, dtype) for x in out]
+    return trace.cast(out, dtype)
 
 
 def is_attention(op: Op) -> bool:
@@ -150,5 +143,4 @@ def in_attention(modules: frozenset[str]) -> bool:
     Args:
       modules: those of the table's libraries that are imported.
     """
-    attention = codes_at(ATTENTION, modules)
-    return not attention.keys().isdisjoint(map(id, _compat.source_codes()))
+    return resolve(ATTENTION, modules) in _compat.source_codes()

@@ -28,50 +28,34 @@ CALL = "__call__"
 
 
 class Function:
-    """A function that is a key: one object for each code object.
+    """A key that is a function, or a module class with all that are derived from it.
 
-    So that equal tables are compared by identity. Code objects themselves are equal if
-    the same text is at the same line of two files.
+    One object for each, so that equal tables are compared by identity. Code objects
+    themselves are equal if the same text is at the same line of two files.
     """
 
-    def __init__(self, code: CodeType):
-        self.codes = {id(code): code}  # an op has many codes: compared by id
-        self.source = source_of(code)
-
-    def look(self) -> None:
-        """Adds the code that was made since."""
-
-    def comes_before(self, other: object) -> bool:
-        """Whether this key decides before another, in whatever order they are."""
-        return False
-
-
-class ModuleClass(Function):
-    """A module class that is a key, with all classes that are derived from it."""
-
-    def __init__(self, cls: type):
-        self.cls, self.codes, self.source = cls, {}, ""
+    def __init__(self, key: CodeType | type):
+        self.cls = key if isinstance(key, type) else None
+        # By id, because an op has many. A jitted function is known by its source.
+        self.codes: dict[int | str, CodeType] = {}
+        if isinstance(key, CodeType):
+            self.codes = {id(key): key, source_of(key): key}
         self.look()
 
     def look(self) -> None:
-        for cls in below(self.cls):
+        """Adds the code of classes that were made since."""
+        for cls in below(self.cls) if self.cls else ():
             if cls is self.cls or is_function(vars(cls).get(CALL)):
                 code = own_call(cls)
                 self.codes[id(code)] = code  # kept: a jaxpr may outlive the class
-
-    def comes_before(self, other: object) -> bool:
-        if not isinstance(other, ModuleClass) or other is self:
-            return False
-        return issubclass(self.cls, other.cls)
 
 
 _keys = weakref.WeakValueDictionary[int, Function]()
 
 
 def function_of(key: Any) -> Function:
-    kind: Any = ModuleClass if isinstance(key, type) else Function
-    known = key if isinstance(key, type) else code_of(key)
-    return _keys.setdefault(id(known), _keys.get(id(known)) or kind(known))
+    known: Any = key if isinstance(key, type) else code_of(key)
+    return _keys.setdefault(id(known), _keys.get(id(known)) or Function(known))
 
 
 def source_of(code: CodeType) -> str:

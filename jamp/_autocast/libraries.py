@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType
 
 from .._checks import JAMP
-from .call_stack import JAX, LAYER_LIBRARIES, folder_of, is_library
+from .call_stack import JAX, LAYER_LIBRARIES, folder_of
 from .decision import FLOAT32_DTYPE, Decision, Kind, Reason, Source
 
 # "jax.scipy" stands for the private module of that name, too.
@@ -81,20 +81,15 @@ def module_of(file: str) -> str | None:
     return "" if file.startswith((JAX, JAMP)) else None
 
 
-def of_library(
-    codes: Iterable[CodeType], source: str | None, is_product: bool
-) -> Decision | None:
-    """The decision for an op that the code of one of the modules calls, or None.
+def of_library(codes: Iterable[CodeType]) -> Decision | None:
+    """The decision of the module whose code calls an op: of `ALL_OPS`, or products.
 
     The search goes outward, through JAX and the modules, up to any other code. What a
     log-density calls in another module is part of it.
 
     Args:
       codes: the functions that the op comes from, innermost first.
-      source: of an op that stands for a jitted function: what that function is.
     """
-    if source is not None and not is_library(source):
-        return None  # its ops say whose they are
     nearest = None
     for code in codes:
         name = module_of(code.co_filename)
@@ -103,7 +98,7 @@ def of_library(
         if name in ALL_OPS:
             return ROWS[name]
         nearest = nearest or name
-    return ROWS[nearest] if nearest and is_product else None
+    return ROWS[nearest] if nearest else None
 
 
 UNKNOWN = """jamp.autocast runs products of {package} in half precision, such as those \

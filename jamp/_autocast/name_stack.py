@@ -14,7 +14,6 @@ from typing import NamedTuple
 from .. import _compat
 from .._tree import HALVES
 from .decision import NO_REASON, Reason, Settings
-from .paths import PathPattern
 
 # A region, with its depth if it is in another one.
 REGION = re.compile(r"jamp\.autocast(?:\[(\d+)\])?\((\w+)\)")
@@ -73,7 +72,7 @@ class Place:
     def __init__(self, settings: Settings, prefix: str):
         self.depth, self.dtype = settings.depth, settings.dtype
         self.prefix = prefix
-        by_path = any(isinstance(r.test, PathPattern) for r in settings.rules)
+        by_path = any(isinstance(r.test, re.Pattern) for r in settings.rules)
         self.uses_paths = by_path or settings.probe is not None
         self.scopes = _compat.scopes()  # those around the code
         self.last_stack, self.last_scope = None, Scope(False, False)

@@ -7,7 +7,6 @@ The categories are those of `torch/include/ATen/autocast_mode.h`, the lists that
     FLOAT32         half-precision inputs are cast to float32
     PROMOTE         inputs of several floating dtypes are cast to the widest
     KEEP            runs in the dtype that it is given
-    INTO            a value gets the dtype of the array that it is written into
 
 and for functions that torch does not list, but that lose too much in half precision:
 
@@ -44,7 +43,6 @@ class Row(NamedTuple):
 
 
 LOWER, FLOAT32, PROMOTE, KEEP = Kind.LOWER, Kind.FLOAT32, Kind.PROMOTE, Kind.KEEP
-INTO = Kind.INTO
 STATISTIC, FLOAT32_INSIDE = Kind.STATISTIC, Kind.FLOAT32_INSIDE
 FLOAT32_NORM, ONE_OP = Kind.FLOAT32_NORM, Kind.ONE_OP
 REFUSED, COUNTED, LABELS = Kind.REFUSED, Kind.COUNTED, Kind.LABELS

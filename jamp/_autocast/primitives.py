@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import set_current_trace
 
@@ -42,6 +41,8 @@ from .weights import are_activations
 from .written_casts import convert
 
 KEPT = Decision(Kind.KEEP)
+# Their parameters say which dtype they return.
+AS_ASKED = ("convert_element_type", attention.ATTENTION)
 
 
 def with_row(rule: Callable[[AutocastTrace, Op, Decision], Result]) -> Rule:
@@ -56,9 +57,12 @@ def with_row(rule: Callable[[AutocastTrace, Op, Decision], Result]) -> Rule:
             if widened:
                 decision = decision._replace(cast=FLOAT32_DTYPE)
             out = rule(trace, op, decision)
-            if decision.inside and not op.is_baked:
+            if op.is_baked:
+                if op.name not in AS_ASKED:
+                    out = as_without(trace, op, out)
+            elif decision.inside:
                 note_results(trace, op, decision, out)
-            if widened and not op.is_baked:
+            elif widened:
                 trace.notes[out] = trace.notes[out]._replace(statistic=True)
             probe: Any = trace.settings.probe
             return out if probe is None else probe(trace, op, out)
@@ -76,21 +80,16 @@ def by_row(
     decision: Decision,
     run: Callable[[AutocastTrace, Op, Values, Params], Result] = bound,
 ) -> Result:
-    """Casts the inputs as the row says. Where dtypes are fixed, so is the result's."""
+    """Casts the inputs as the row says."""
     args, params = prepared(trace, op, decision)
-    one = None
-    is_whole = not op.is_baked and decision.row is not Kind.ONE_OP
-    if op.name in CURVED and is_whole:
-        if op.name in WIDE or not _compat.is_eager(trace.parent):
-            one = of_primitive(op, args, params)
-    if one is not None:
-        return trace.call(one, args, {})[0]
+    name, is_free = op.primitive.name, not op.is_baked
+    if name in CURVED and is_free and decision.row is not Kind.ONE_OP:
+        if name in WIDE or not _compat.is_eager(trace.parent):
+            if (one := of_primitive(op, args, params)) is not None:
+                return trace.call(one, args, {})[0]
     out = run(trace, op, args, params)
-    if op.is_baked:
-        out = as_without(trace, op, args, out)
-    if decision.why.name == "jax.nn.gelu" and not op.is_baked:
-        return run_gelu(trace, op, args, out)
-    return out
+    is_of_gelu = is_free and decision.why.name == "jax.nn.gelu"
+    return run_gelu(trace, op, args, out) if is_of_gelu else out
 
 
 register("convert_element_type")(with_row(convert))
@@ -100,8 +99,7 @@ register("convert_element_type")(with_row(convert))
 @with_row
 def move(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     """Moves elements, about which something may be known."""
-    # Under a policy, the casts around a module settle what is a layer's result.
-    is_free = not (op.is_baked or trace.settings.is_policy) and decision.cast is None
+    is_free = not op.is_baked and decision.cast is None
     if is_free and trace.notes[op.args[0]].sides is not None:
         narrow = trace.notes.copy(op.args[0], trace.settings.dtype)
         if narrow is not None:
@@ -111,8 +109,8 @@ def move(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
             return trace.cast(out, array_dtype(op.args[0]))
     args, params = prepared(trace, op, decision)
     out = trace.bind(op.primitive, args, params)
-    if op.is_baked:  # no layer ends here
-        return as_without(trace, op, args, out)
+    if op.is_baked:
+        return out  # no layer ends here
     if op.name == "broadcast_in_dim" and is_filled(args[0]):
         return out  # the user's array, not a number
     trace.notes[out] = passed_on(op._replace(args=args), trace.notes)
@@ -125,7 +123,7 @@ def same(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     args, params = prepared(trace, op, decision)
     out = trace.bind(op.primitive, args, params)
     if op.is_baked:
-        return as_without(trace, op, args, out)
+        return out
     for x, same in zip(args, jax.tree.leaves(out), strict=True):
         trace.notes[same] = trace.notes[x]
     return out
@@ -135,8 +133,7 @@ def same(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
 @with_row
 def add(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     """Adds, perhaps a bias to the product of a layer."""
-    is_free = not (op.is_baked or trace.settings.is_policy) and decision.cast is None
-    if is_free and op.within is None:
+    if not op.is_baked and decision.cast is None and op.within is None:
         if (out := with_bias(trace, op)) is not None:
             return out
     return by_row(trace, op, decision)
@@ -144,7 +141,7 @@ def add(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
 
 def lowers(op: Op) -> bool:
     """Whether a product that may be lowered has float32 inputs, and is not a `dot`."""
-    return any(array_dtype(x) == jnp.float32 for x in op.args) and not is_dot(op)
+    return FLOAT32_DTYPE in map(array_dtype, op.args) and not is_dot(op)
 
 
 @register(*PRODUCTS)
@@ -163,8 +160,6 @@ def product(trace: AutocastTrace, op: Op) -> Result:
 def multiply(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     if decision.recipe is not None:
         out = decision.recipe._run(trace, op)
-        if op.is_baked:
-            return as_without(trace, op, None, out)
     else:
         args, params = prepared(trace, op, decision)
         if decision.precision is not None:
@@ -174,9 +169,8 @@ def multiply(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
         if lowers and not op.is_baked and is_wide(prepared_op):
             return wide_product(trace, prepared_op)
         out = trace.bind(op.primitive, args, params)
-        if op.is_baked:
-            return as_without(trace, op, args, out)
-    if trace.settings.is_policy or op.name == "ragged_dot_general":
+    # Under a policy, the casts around a module settle what is a layer's result.
+    if op.is_baked or trace.settings.is_policy or op.name == "ragged_dot_general":
         return out
     if array_dtype(out) == trace.settings.dtype:
         trace.notes[out] = Note(sides=product_sides(op))

@@ -26,7 +26,6 @@ from .._compat import array_dtype
 from .._jaxprs import param
 from .._tree import HALVES
 from .call_stack import code_of, is_in_layer
-from .contraction import Contraction
 from .decision import (
     FLOAT32_DTYPE,
     Decision,
@@ -53,14 +52,13 @@ def for_product(
         return decision
     if op.name == "dot_general" and is_outer(op):
         return OUTER
-    wide = any(getattr(x, "dtype", None) == jnp.float32 for x in op.given)
     precision = param(op, "precision")
-    usual = None, lax.Precision.DEFAULT, settings.precision
-    if all(p in usual for p in both(precision)):
-        precision = None
-    if wide and is_highest(precision):
-        return HIGHEST
-    op = op._replace(params=op.params | {"precision": precision})
+    if {None, lax.Precision.DEFAULT, settings.precision}.issuperset(both(precision)):
+        op = op._replace(params=op.params | {"precision": None})
+    elif is_highest(precision):
+        given = op.avals or op.args
+        if any(getattr(x, "dtype", None) == jnp.float32 for x in given):
+            return HIGHEST
     return with_recipe(op, decision, settings)
 
 
@@ -90,9 +88,10 @@ def is_outer(op: Op) -> bool:
     (contracting, _), _ = param(op, "dimension_numbers")
     if not contracting:
         return True
-    if any(array_dtype(x) in HALVES for x in op.args):
+    sizes = np.shape(op.args[0])
+    if {sizes[d] for d in contracting} != {1}:
         return False
-    if any(np.shape(op.args[0])[d] != 1 for d in contracting):
+    if not {*HALVES}.isdisjoint(map(array_dtype, op.args)):
         return False
     if (True, "transpose") in _compat.scopes():  # the gradient of a batch of one
         return False
@@ -121,8 +120,9 @@ def default_precision() -> object:
 
 def is_wide(op: Op) -> bool:
     """Whether a call asks half-precision inputs for a float32 result."""
-    halves = all(array_dtype(x) in HALVES for x in op.args)
-    return halves and param(op, "preferred_element_type") == jnp.float32
+    if param(op, "preferred_element_type") != jnp.float32:
+        return False
+    return {*HALVES}.issuperset(map(array_dtype, op.args))
 
 
 def is_dot(op: Op) -> bool:
@@ -130,9 +130,11 @@ def is_dot(op: Op) -> bool:
 
     A `vmap` over one of the two makes a product with a matrix of it.
     """
-    if op.name != "dot_general":
+    if op.primitive.name != "dot_general":
         return False
-    return not any(dims.free for dims in Contraction.of_op(op))
+    pairs = zip(*param(op, "dimension_numbers"), strict=True)
+    used = [len(contracting) + len(batch) for contracting, batch in pairs]
+    return used == [*map(np.ndim, op.args)]
 
 
 def is_of_vectors(op: Op) -> bool:

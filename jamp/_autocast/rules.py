@@ -1,46 +1,21 @@
 """Which table decides about an op: rules, functions, libraries, primitives."""
 
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import CodeType
 from typing import NamedTuple
 
 from jax.extend.core import Primitive
 
-from .._compat import LOGADDEXPS
-from .call_stack import resolve
-from .decision import FLOAT32_DTYPE, Decision, Hit, Reason, Recipe, Settings, Source
+from .. import _compat
+from .call_stack import is_library, resolve
+from .decision import FLOAT32_DTYPE, Decision, Reason, Recipe, Settings, Source
 from .keys import Function, source_of
-from .libraries import of_library
-from .ops import EXEMPT, FUNCTIONS, INTO, KEEP, LOWER, PRIMITIVES, Kind, Row
-from .paths import PathPattern
-from .traits import PASSED_THROUGH, PRODUCTS, UPDATES
-
-
-@functools.lru_cache
-def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Decision]]:
-    """`FUNCTIONS` by the code's id and by source, for the libraries that are imported.
-
-    By id, because hashing a code reads all of it, and an op comes from a hundred codes.
-    """
-    table: dict[int | str, tuple[CodeType, Decision]] = {}
-    for path, row in (FUNCTIONS | dict.fromkeys(LOGADDEXPS, Row(Kind.ONE_OP))).items():
-        if (code := resolve(path, modules)) is not None:
-            why = Reason(row.kind.value, Source.FUNCTION, path)
-            decision = Decision(row.kind, why=why)
-            table[id(code)] = table[source_of(code)] = code, decision
-    return table
-
-
-@functools.lru_cache
-def codes_at(
-    paths: tuple[str, ...], modules: frozenset[str]
-) -> dict[int, CodeType | None]:
-    """The codes of functions by their ids, for the libraries that are imported."""
-    codes = [resolve(path, modules) for path in paths]
-    return {id(code): code for code in codes}
-
+from .libraries import ALL_OPS, of_library
+from .ops import EXEMPT, FUNCTIONS, KEEP, LOWER, PRIMITIVES, Kind, Row
+from .traits import PASSED_THROUGH, PRODUCTS
 
 # Every part of the paths that may be a module. Which are imported may change.
 PREFIXES = frozenset(
@@ -48,40 +23,91 @@ PREFIXES = frozenset(
     for path in (*FUNCTIONS, *EXEMPT)
     for depth in range(1, path.count(".") + 1)
 )
-
-
-COMPLETE: set[str] = set()
+LOADED: dict[int, frozenset[str]] = {}  # the last answer, by the number of all modules
 
 
 def loaded() -> frozenset[str]:
     """Which of them are fully imported: another thread may be importing one."""
+    count = len(sys.modules)
+    if (known := LOADED.get(count)) is not None:
+        return known
     here = PREFIXES & sys.modules.keys()
-    for name in here - COMPLETE:
-        spec = getattr(sys.modules[name], "__spec__", None)
-        if not getattr(spec, "_initializing", False):
-            COMPLETE.add(name)
-    return frozenset(here & COMPLETE)
+    specs = {name: getattr(sys.modules[name], "__spec__", None) for name in here}
+    unfinished = {n for n, s in specs.items() if getattr(s, "_initializing", False)}
+    LOADED.clear()
+    if not unfinished:
+        LOADED[count] = frozenset(here)
+    return frozenset(here - unfinished)
 
 
 BY_PRIMITIVE = {
     name: Decision(row.kind, why=Reason(row.kind.value, Source.PRIMITIVE, name))
     for name, row in PRIMITIVES.items()
 }
-BY_POLICY = Reason("policy", Source.JAMP)
 EXEMPTED = Decision(KEEP, why=Reason("keep", Source.JAMP, "parameter"))
-POLICY = Decision(KEEP, why=BY_POLICY)
-# Half precision that is written into a float32 cache, which JAX refuses.
-POLICY_WRITE = Decision(INTO, why=BY_POLICY)
+POLICY = Decision(KEEP, why=Reason("policy", Source.JAMP))
+# JAX refuses half precision that is written into a float32 cache.
+BY_POLICY = {"dynamic_update_slice": POLICY._replace(row=Kind.PROMOTE)}
+
+
+@functools.lru_cache
+def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Decision]]:
+    """The functions of the tables by the code's id and by source, if imported.
+
+    By id, because hashing a code reads all of it, and an op comes from a hundred codes.
+    """
+    rows = FUNCTIONS | dict.fromkeys(_compat.LOGADDEXPS, Row(Kind.ONE_OP))
+    decisions = dict.fromkeys(EXEMPT, EXEMPTED) | {
+        path: Decision(row.kind, why=Reason(row.kind.value, Source.FUNCTION, path))
+        for path, row in rows.items()
+    }
+    table: dict[int | str, tuple[CodeType, Decision]] = {}
+    for path, decision in decisions.items():
+        if (code := resolve(path, modules)) is not None:
+            table[id(code)] = table[source_of(code)] = code, decision
+    return table
+
+
+class Known(NamedTuple):
+    """What is known of the functions that an op comes from."""
+
+    keys: frozenset[object]  # the ids of their codes, and a jitted function's source
+    is_exempt: bool  # parameters are made there
+    function: Decision | None  # of the outermost that has a row: for all inside
+    library: Decision | None  # of the module that they are in
+
+
+def known_here(source: str | None = None) -> Known:
+    """What is known where the current op is called, read once for each such place.
+
+    Args:
+      source: of a jitted function that the op stands for: its "name at file:line".
+    """
+    return _known(_compat.current_traceback(), source, loaded())
+
+
+@functools.lru_cache(maxsize=1024)  # the layers of a loop have equal tracebacks
+def _known(traceback: object, source: str | None, modules: frozenset[str]) -> Known:
+    codes, rows = _compat.source_codes(), functions_of(modules)
+    keys = source, *map(id, codes)  # innermost first
+    found = [rows[key][1] for key in keys if key in rows]
+    decisions = [decision for decision in found if decision is not EXEMPTED]
+    # A user's jitted function has ops that say whose they are.
+    is_open = source is None or is_library(source)
+    return Known(
+        frozenset(keys),
+        len(decisions) < len(found),
+        decisions[-1] if decisions else None,
+        of_library(codes) if is_open else None,
+    )
 
 
 class Asked(NamedTuple):
     """What an op is looked up by."""
 
     primitive: Primitive
-    codes: tuple[CodeType, ...]  # of the functions around it, innermost first
-    ids: Sequence[int]  # of the codes
     path: Callable[[], str]  # makes the module path
-    source: str | None  # of a jitted function: its "name at file:line"
+    known: Known
 
 
 class Decider:
@@ -94,12 +120,10 @@ class Decider:
     """
 
     def __init__(
-        self, settings: Settings, hits: set[Hit], around: frozenset[int] = frozenset()
+        self, settings: Settings, hits: set[int], around: frozenset[int] = frozenset()
     ):
         self.settings, self.hits = settings, hits
         self.around = around  # rules for functions that called what runs here
-        self.count = 0  # of the modules at the last `look`
-        self.look()
         # Those of a policy are for functions of libraries: nothing is traced apart.
         rules = () if settings.is_policy else settings.rules
         tests = ((i, rule.test) for i, rule in enumerate(rules))
@@ -107,13 +131,9 @@ class Decider:
         for _, function in self.called:
             function.look()
 
-    def look(self) -> None:
-        """Adds the functions of libraries that were imported since."""
-        if (count := len(sys.modules)) == self.count:
-            return
-        self.modules = modules = loaded()
-        self.functions, self.exempt = functions_of(modules), codes_at(EXEMPT, modules)
-        self.count = count if modules == PREFIXES & sys.modules.keys() else 0
+    @property
+    def modules(self) -> frozenset[str]:
+        return loaded()
 
     def __call__(self, asked: Asked, within: Decision | None) -> Decision | None:
         """The decision about an op, or None if no table knows it.
@@ -122,43 +142,39 @@ class Decider:
           within: the decision about a function that counts as one op, for each op
             inside: it stands, unless a rule of the user's comes first.
         """
-        if within is None:
-            self.look()
-            if not self.exempt.keys().isdisjoint(asked.ids):
-                return EXEMPTED
+        if within is None and asked.known.is_exempt:
+            return EXEMPTED
         place = self.first_rule(asked, within) if self.settings.rules else None
         if place is None:
             return within or self.by_tables(asked)
         rule = self.settings.rules[place].decision
-        if rule.recipe is None:
-            self.hits.add(Hit(place, place))
-            return rule
-        decision = within or self.by_tables(asked, rule.recipe)
-        is_product = asked.primitive.name in rule.recipe.products
-        if decision is None or decision.row is not LOWER or not is_product:
-            self.hits.add(Hit(place, None))
-            return decision
-        self.hits.add(Hit(place, place))
-        return decision._replace(recipe=rule.recipe, why=rule.why)
+        if rule.recipe is not None:
+            decision = within or self.by_tables(asked, rule.recipe)
+            is_product = asked.primitive.name in rule.recipe.products
+            if decision is None or decision.row is not LOWER or not is_product:
+                return decision
+            rule = decision._replace(recipe=rule.recipe, why=rule.why)
+        self.hits.add(place)
+        return rule
 
     def first_rule(self, asked: Asked, within: Decision | None) -> int | None:
-        """The place of the first of the user's rules that matches an op.
+        """The place of the first of the user's rules that matches an op."""
+        for index, (_, test, decision) in enumerate(self.settings.rules):
+            if decision is within:
+                return index
+            if isinstance(test, Function):
+                called = not asked.known.keys.isdisjoint(test.codes)
+                matches = called or index in self.around
+            elif isinstance(test, re.Pattern):
+                matches = test.search(asked.path()) is not None
+            else:
+                is_asked = test is asked.primitive
+                matches = is_asked and asked.primitive.name not in PASSED_THROUGH
+            if matches:
+                return index
+        return None
 
-        Notes which later ones match it too, for the message about unused rules.
-        """
-        rules, matching = self.settings.rules, self.matching(asked)
-        around = (i for i, rule in enumerate(rules) if rule.decision is within)
-        matched = next(matching, None)
-        places = [i for i in (next(around, None), matched) if i is not None]
-        if not places or self.settings.is_policy:  # a policy's may be unused
-            return min(places, default=None)
-        known = {hit.rule for hit in self.hits}
-        if len(known) < len(rules):
-            later = {*places, *matching} - known
-            self.hits |= {Hit(i, min(places)) for i in later if i > min(places)}
-        return min(places)
-
-    def calling(self, codes: Callable[[], tuple[CodeType, ...]]) -> frozenset[int]:
+    def running_here(self) -> frozenset[int]:
         """The rules for functions that are running here, for what is called here.
 
         JAX traces a function of `scan` or `checkpoint` apart from its callers, and
@@ -166,22 +182,9 @@ class Decider:
         """
         if not self.called:
             return self.around
-        ids = list(map(id, codes()))
-        running = (i for i, key in self.called if not key.codes.keys().isdisjoint(ids))
-        return self.around.union(running)
-
-    def matching(self, asked: Asked) -> Iterator[int]:
-        for index, (_, test, _) in enumerate(self.settings.rules):
-            if isinstance(test, Function):
-                called = not test.codes.keys().isdisjoint(asked.ids)
-                matches = called or test.source == asked.source or index in self.around
-            elif isinstance(test, PathPattern):
-                matches = test.search(asked.path())
-            else:
-                is_asked = test is asked.primitive
-                matches = is_asked and asked.primitive.name not in PASSED_THROUGH
-            if matches:
-                yield index
+        keys = known_here().keys
+        called = (i for i, key in self.called if not keys.isdisjoint(key.codes))
+        return self.around.union(called)
 
     def by_tables(self, asked: Asked, recipe: Recipe | None = None) -> Decision | None:
         """What the tables of functions, libraries and primitives say.
@@ -190,21 +193,13 @@ class Decider:
           recipe: of a user's rule for the op.
         """
         name = asked.primitive.name
-        rows = self.functions
-        # The outermost function decides for all inside.
-        is_known = asked.source in rows or not rows.keys().isdisjoint(asked.ids)
-        key = is_known and next(
-            (i for i in reversed(asked.ids) if i in rows), asked.source
-        )
-        _, decision = rows.get(key or "", (None, None))
+        decision, of_module = asked.known.function, asked.known.library
         if self.settings.is_policy:
-            if decision is not None and decision.row is Kind.ONE_OP:
-                return decision
-            return POLICY_WRITE if name in UPDATES else POLICY
+            is_one = decision is not None and decision.row is Kind.ONE_OP
+            return decision if is_one else BY_POLICY.get(name, POLICY)
         if decision is None or decision.row is LOWER:
             is_product = decision is not None or name in PRODUCTS
-            given = asked.codes, asked.source, is_product
-            if (of_module := of_library(*given)) is not None:
+            if of_module and (is_product or of_module.why.name in ALL_OPS):
                 return of_module
         decision = decision and self.for_all_inside(decision, recipe)
         return BY_PRIMITIVE.get(name) if decision is None else decision

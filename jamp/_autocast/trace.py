@@ -16,7 +16,7 @@ from .name_stack import Place, Scope, written
 from .notes import Note
 from .products import is_wide
 from .refused import check_precision
-from .rules import Asked, Decider
+from .rules import Asked, Decider, known_here
 from .traits import LEFT_ALONE
 from .weights import makes_activations, note_activations
 
@@ -114,7 +114,7 @@ class AutocastTrace(CastingTrace):
             out = self.left_to_another(op)
         else:
             op = self.received(self.decided(op), scope)
-            check_precision(op.decision, op.given)
+            check_precision(op.decision, op.avals or op.args)
             rule = RULES.get(op.primitive.name)
             out = self.left_alone(op) if rule is None else rule(self, op)
         if made:
@@ -127,9 +127,8 @@ class AutocastTrace(CastingTrace):
         primitive, args, params, avals, within, *_ = op
         if within is not None and not self.settings.rules:
             return Op(primitive, args, params, avals, within, within)
-        source, codes = source_of(op), _compat.source_codes()
-        asked_as = DECIDED_AS.get(primitive.name, primitive)
-        asked = Asked(asked_as, codes, [*map(id, codes)], self.place.path, source)
+        source, asked_as = source_of(op), DECIDED_AS.get(primitive.name, primitive)
+        asked = Asked(asked_as, self.place.path, known_here(source))
         decision = self.decide(asked, within)
         if within is not None or source is not None:
             within = decision
@@ -219,7 +218,7 @@ class AutocastTrace(CastingTrace):
 
     def around(self) -> frozenset[int]:
         """The user's rules for functions that are running here."""
-        return self.decide.calling(_compat.source_codes)
+        return self.decide.running_here()
 
     def noted(self, decision: Decision) -> contextlib.AbstractContextManager[object]:
         """Writes an op's reason into its name stack, if the region is observed."""

@@ -40,8 +40,7 @@ GATHERING = names("gather scatter-add scatter-mul scatter-sub")
 PICKS = names("dynamic_slice gather")
 # Reductions over a mapped axis.
 OVER_AXES = names("pmax pmin psum psum_invariant")
-# They write a value into an array, or into a `Ref`, whose dtype is fixed.
-UPDATES = names("dynamic_update_slice")
+# They write a value into a `Ref`, whose dtype is fixed.
 REF_WRITES = names("accum_grad_in_ref addupdate swap")
 # They hold functions, and their results are known from inside.
 ANNOTATED = CALLS - {"custom_jvp_call"} | {"cond", "scan", "while"}

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from .._autocast.arguments import dtype_argument
 from .._autocast.decision import Settings
 from .._autocast.float8 import RECIPES, Float8, as_recipe
-from .._autocast.paths import PathPattern
+from .._autocast.paths import path_pattern
 from .._autocast.region import enter
 from .._autocast.trace import PROBE
 from .._checks import FLOAT8_NAMES, brief, flag, is_traced, number
@@ -335,5 +335,5 @@ def scope_pattern(scope: str, scopes: Sequence[str]) -> str:
     '^head$'
     """
     text = f"(^|/){re.escape(scope)}$"
-    others = [other for other in scopes if PathPattern(text).search(other)]
+    others = [other for other in scopes if path_pattern(text).search(other)]
     return text if others == [scope] else f"^{re.escape(scope)}$"

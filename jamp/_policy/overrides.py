@@ -7,14 +7,13 @@ value is widened between two layers.
 """
 
 import difflib
-import functools
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
-from .._autocast.paths import PathPattern
+from .._autocast.paths import path_pattern
 from .._checks import shown
 from .float32_region import norm_classes
 from .policy import Policy, as_policy, check_float32_for
@@ -67,7 +66,7 @@ def make_plan(
         where = f"{caller}: overrides[{key!r}]"
         if isinstance(key, str):
             try:
-                pattern_of(key)
+                path_pattern(key)
             except re.error as error:
                 problem = f"is not a regular expression: {error}"
                 raise ValueError(BAD_KEY.format(where, problem)) from None
@@ -107,12 +106,8 @@ def matches(key: str | type, path: str, module: object) -> bool:
     """Whether an override is for this module, and not just for one around it."""
     if isinstance(key, type):
         return isinstance(module, key)
-    around = path.rpartition("/")[0]
-    pattern = pattern_of(key)
-    return pattern.search(path) and (path == "" or not pattern.search(around))
-
-
-pattern_of = functools.cache(PathPattern)
+    found, around = path_pattern(key).search, path.rpartition("/")[0]
+    return bool(found(path)) and (path == "" or not found(around))
 
 
 def check_all_used(
@@ -122,7 +117,7 @@ def check_all_used(
 
     def is_used(key: str | type) -> bool:
         if isinstance(key, str):
-            return any(pattern_of(key).search(path) for path, _ in modules)
+            return any(path_pattern(key).search(path) for path, _ in modules)
         return any(issubclass(cls, key) for _, cls in modules)
 
     if unused := [key for key in keys if not is_used(key)]:

@@ -516,64 +516,53 @@ def exp_in_scope(x):
         return jnp.exp(x)
 
 
-# Rules, a function, and why one of the rules did nothing.
+# Rules, a function, and the rules that did nothing.
 UNUSED = {
-    "no such path": ({"decoder": FLOAT32}, product, "no op matched 'decoder'"),
+    "no such path": ({"decoder": FLOAT32}, product, "'decoder'"),
     "a loop, and not what it calls": (
         {lax.scan_p: FLOAT32},
         lambda x: lax.map(jnp.sin, x),
-        "no op matched 'scan'",
+        "'scan'",
     ),
-    "after a path": (
-        {"head": FLOAT32, lax.exp_p: HALF},
-        exp_in_scope,
-        r"\.\.\.\): 'exp' only matches ops that the earlier rule 'head' decides about",
-    ),
+    "after a path": ({"head": FLOAT32, lax.exp_p: HALF}, exp_in_scope, "'exp'"),
     "after a function around": (
         {exp_in_scope: FLOAT32, "head": HALF},
         exp_in_scope,
-        "'head' only matches ops that the earlier rule 'exp_in_scope' decides about",
+        "'head'",
     ),
-    "after a subclass": (
-        {Base: FLOAT32, Derived: HALF},
-        Derived(),
-        "'Base' only matches .* 'Derived' decides about: remove it, or the rule for",
-    ),
+    "after a subclass": ({Base: FLOAT32, Derived: HALF}, Derived(), "'Base'"),
     "inside a function of the tables": (
         {jax.nn.softmax: HALF, lax.exp_p: FLOAT32},
         jax.nn.softmax,
-        "'exp' only matches ops that the earlier rule 'softmax' decides about",
+        "'exp'",
     ),
-    "float8 of no product": (
-        {"head": "float8"},
-        exp_in_scope,
-        r"\.\.\.\): 'head' asks for float8, but does not match any matrix",
-    ),
+    "float8 of no product": ({"head": "float8"}, exp_in_scope, "'head'"),
     "float8 of a convolution": (
         {lax.conv_general_dilated_p: "float8"},
         lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME"),
-        "'conv_general_dilated' asks for float8, but does not match",
+        "'conv_general_dilated'",
     ),
     "after one for float8": (
         {"head": "float8", "he": HALF, lax.dot_general_p: None},
         lambda x: exp_in_scope(x @ x),
-        "'head' asks for float8.* 'he' only matches .* the earlier rule 'head'",
+        "'head', 'he'",
     ),
-    "several reasons": (
+    "several": (
         {"head": FLOAT32, lax.exp_p: HALF, "decoder": HALF, "encoder": HALF},
         exp_in_scope,
-        "no op matched 'decoder', 'encoder'.* 'exp' only matches ops",
+        "'exp', 'decoder', 'encoder'",
     ),
 }
 
 
 @pytest.mark.parametrize("name", UNUSED)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_message_says_why_a_rule_did_nothing(name, wrap):
-    rules, function, message = UNUSED[name]
+def test_rules_that_did_nothing_are_named(name, wrap):
+    rules, function, names = UNUSED[name]
     run = wrap(function)
     for _ in range(2):  # the second time from caches
-        with pytest.raises(ValueError, match=f"(?s)^autocast.rules=.*{message}"):
+        message = rf"^autocast\(rules=...\): no op matched {names}, or an earlier rule "
+        with pytest.raises(ValueError, match=message):
             with jamp.autocast(HALF, rules=rules):
                 run(ones())
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import jamp
-from jamp._autocast.paths import PathPattern
+from jamp._autocast.paths import path_pattern
 from tests.marks import walk
 
 
@@ -41,16 +41,14 @@ from tests.marks import walk
         ("[0-9]+/mlp", "blocks/10/mlp", True),
         (".*1/mlp", "blocks/11/mlp", True),
         ("[0-9]", "blocks/101", False),
-        ("(?i)BLOCK_1", "block_1", True),
-        ("(?i)BLOCK_1", "block_10", False),
-        ("(?x) block_1  # the second", "block_1", True),
-        ("(?x) block_1  # the second", "block_10", False),
+        ("(?i:BLOCK_1)", "block_1", True),
+        ("(?i:BLOCK_1)", "block_10", False),
         (r"(\w)_\1", "a_a1", True),
         ("", "", True),
     ],
 )
 def test_a_number_at_an_end_is_whole(key, path, expected):
-    assert PathPattern(key).search(path) is expected
+    assert bool(path_pattern(key).search(path)) is expected
 
 
 def test_rules_of_a_region():

@@ -300,7 +300,7 @@ def test_a_rule_may_scale_products_of_any_region():
         assert products(step, x, w) == [{"float16"}] * 3
         assert apart(jax.jit(step)(x, w), truth) < 3e-3
     never = jamp.autocast(jnp.float16, rules={lax.sin_p: jamp.ScaledFloat16()})
-    with pytest.raises(ValueError, match="'sin' asks for scaled float16, but"):
+    with pytest.raises(ValueError, match="no op matched 'sin'"):
         never(jnp.sin)(x)
 
 

@@ -258,3 +258,36 @@ def holds(marks: Marks, bits: int) -> bool:
     """Whether a value has one of the marks, also in loops and branches inside."""
     arrays = [leaf for leaf in jax.tree.leaves(marks) if leaf.dtype == np.uint8]
     return any(np.any(array & np.uint8(bits)) for array in arrays)
+
+
+def at(marks: Marks, place: int) -> Marks:
+    """The marks of one iteration, of those that are stacked."""
+    return jax.tree.map(lambda array: array[place], marks)
+
+
+def runs(
+    inner: Inner, kept: Marks | Loop | Branches
+) -> list[tuple[Program, Marks, int | None]]:
+    """The bodies that ran, in order: each with its marks, and its iteration in a loop.
+
+    Without the iterations that hold no mark. Of a while loop, those that are kept.
+    """
+    if isinstance(kept, Branches):
+        chosen = int(kept.chosen)
+        return [(inner.programs[chosen], kept.marks[chosen], None)]
+    if isinstance(kept, Loop):
+        several = [(kept.iteration, kept.marks)]
+        if kept.noted is not None and kept.noted_marks is not None:
+            several.append((kept.noted, kept.noted_marks))
+        found = {
+            int(iteration): functools.reduce(at, place, marks)
+            for iterations, marks in several
+            for place, iteration in np.ndenumerate(iterations)
+        }
+        each = [(i, found[i]) for i in sorted(found) if i >= 0]
+    else:
+        places = range(len(kept.values))
+        places = reversed(places) if inner.reverse else places
+        each = ((place, at(kept, place)) for place in places)
+    body, bits = inner.programs[0], BAD | SWALLOWED
+    return [(body, here, place) for place, here in each if holds(here, bits)]

@@ -22,8 +22,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from .marks import (
     BAD,
     FRESH,
@@ -33,14 +31,13 @@ from .marks import (
     SWALLOWED,
     TAKEN,
     Inner,
-    Loop,
     Marks,
     Node,
     Program,
-    holds,
+    runs,
 )
 from .op_location import Site
-from .sources import Origin, arguments, at, in_iteration, lifted
+from .sources import Origin, arguments, in_iteration, lifted
 from .traits import SWALLOWING
 
 LARGE, ROOT, LOGARITHM = range(3)  # what an inf stands for, the largest first
@@ -198,54 +195,13 @@ def through(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
     Args:
       given: what bad inputs of the bodies stand for.
     """
-    kept = marks.inner[inner.place]
-    if isinstance(kept, Marks):
-        return through_scan(inner, kept, given)
-    if isinstance(kept, Loop):
-        return through_while(inner, kept, given)
-    chosen = int(kept.chosen)
-    return follow_infs(inner.programs[chosen], kept.marks[chosen], given)
-
-
-def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
-    body, first, n_carry = inner.programs[0], inner.n_consts, inner.n_carry
-    flow, given = Forward([{} for _ in body.outputs]), dict(given)
-    places = range(len(marks.values))
-    for place in reversed(places) if inner.reverse else places:
-        here = at(marks, place)
-        if not holds(here, BAD | SWALLOWED):
-            outputs = [{} for _ in body.outputs]
-        else:
-            inside = follow_infs(body, here, given)
-            flow.add(inside, functools.partial(in_iteration, inner=inner, place=place))
-            outputs = inside.outputs
-        given.update({first + i: outputs[i] for i in range(n_carry)})
-        for i, out in enumerate(outputs):
-            is_last = i < n_carry
-            flow.outputs[i] = out if is_last else merged([flow.outputs[i], out])
-    return flow
-
-
-def through_while(inner: Inner, loop: Loop, given: Mapping[int, Stands]) -> Forward:
-    """The iterations whose marks are kept."""
-    body, first = inner.programs[0], inner.n_consts
-    carry = [given.get(first + i, {}) for i in range(inner.n_carry)]
-    flow = Forward(carry)
-    kept = [
-        (int(iteration), at(at(loop.marks, kind), place))
-        for (kind, place), iteration in np.ndenumerate(loop.iteration)
-    ]
-    if loop.noted is not None and loop.noted_marks is not None:
-        kept += [
-            (int(i), at(loop.noted_marks, row)) for row, i in enumerate(loop.noted)
-        ]
-    seen = set()
-    for iteration, marks in kept:
-        if iteration < 0 or iteration in seen:
-            continue
-        seen.add(iteration)
-        inside = follow_infs(body, marks, given)
-        flow.add(inside, functools.partial(in_iteration, inner=inner, place=iteration))
-        pairs = zip(flow.outputs, inside.outputs, strict=True)
-        flow.outputs = [merged(pair) for pair in pairs]
+    first, n_carry = inner.n_consts, inner.n_carry
+    flow, given = Forward([{} for _ in inner.programs[0].outputs]), dict(given)
+    flow.outputs[:n_carry] = [given.get(first + i, {}) for i in range(n_carry)]
+    for body, here, place in runs(inner, marks.inner[inner.place]):
+        inside = follow_infs(body, here, given)
+        flow.add(inside, functools.partial(in_iteration, inner=inner, place=place))
+        given.update({first + i: inside.outputs[i] for i in range(n_carry)})
+        pairs = zip(flow.outputs[n_carry:], inside.outputs[n_carry:], strict=True)
+        flow.outputs = [*inside.outputs[:n_carry], *map(merged, pairs)]
     return flow

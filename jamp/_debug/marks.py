@@ -7,6 +7,7 @@ and `sources.py` and `swallowed.py` read them.
 
 import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
@@ -270,7 +271,7 @@ def runs(
 ) -> list[tuple[Program, Marks, int | None]]:
     """The bodies that ran, in order: each with its marks, and its iteration in a loop.
 
-    Without the iterations that hold no mark. Of a while loop, those that are kept.
+    Only iterations that hold an inf or nan. Of a while loop, those that are kept.
     """
     if isinstance(kept, Branches):
         chosen = int(kept.chosen)
@@ -284,10 +285,10 @@ def runs(
             for iterations, marks in several
             for place, iteration in np.ndenumerate(iterations)
         }
-        each = [(i, found[i]) for i in sorted(found) if i >= 0]
+        each = sorted(found.items(), key=operator.itemgetter(0))  # -1 has no marks
     else:
         places = range(len(kept.values))
         places = reversed(places) if inner.reverse else places
         each = ((place, at(kept, place)) for place in places)
-    body, bits = inner.programs[0], BAD | SWALLOWED
-    return [(body, here, place) for place, here in each if holds(here, bits)]
+    body = inner.programs[0]
+    return [(body, here, place) for place, here in each if holds(here, BAD)]

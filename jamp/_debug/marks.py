@@ -259,3 +259,28 @@ def holds(marks: Marks, bits: int) -> bool:
     """Whether a value has one of the marks, also in loops and branches inside."""
     arrays = [leaf for leaf in jax.tree.leaves(marks) if leaf.dtype == np.uint8]
     return any(np.any(array & np.uint8(bits)) for array in arrays)
+
+
+def at(marks: Marks, place: int) -> Marks:
+    """The marks of one iteration, of those that are stacked."""
+    return jax.tree.map(lambda array: array[place], marks)
+
+
+def runs(
+    inner: Inner, kept: Marks | Loop | Branches
+) -> list[tuple[Program, Marks, int | None]]:
+    """The bodies that ran, in order: each with its marks, and its iteration in a loop.
+
+    Only iterations that hold an inf or nan. Of a while loop, the one that is kept.
+    """
+    if isinstance(kept, Branches):
+        chosen = int(kept.chosen)
+        return [(inner.programs[chosen], kept.marks[chosen], None)]
+    if isinstance(kept, Loop):
+        each = [(int(kept.iteration), kept.marks)]
+    else:
+        places = range(len(kept.values))
+        places = reversed(places) if inner.reverse else places
+        each = ((place, at(kept, place)) for place in places)
+    body = inner.programs[0]
+    return [(body, here, place) for place, here in each if holds(here, BAD)]

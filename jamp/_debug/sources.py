@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-import jax
-
 from .marks import (
     BAD,
     CARRIED,
@@ -26,7 +24,7 @@ from .marks import (
     Marks,
     Node,
     Program,
-    holds,
+    runs,
 )
 from .op_location import Location, Site
 from .traits import CHOOSING, MOVES
@@ -139,16 +137,25 @@ def inside(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
       A Trail whose `inputs` are places of the op's own inputs.
     """
     kept = marks.inner[inner.place]
-    if isinstance(kept, Marks):
-        return through_scan(inner, kept, outputs, checked)
     if isinstance(kept, Loop):
         return through_while(inner, kept, outputs, checked)
-    chosen = int(kept.chosen)
-    body = inner.programs[chosen]
-    wanted = {body.outputs[i]: kind for i, kind in outputs.items()}
-    trail = find_sources(body, kept.marks[chosen], wanted, checked)
-    inputs = Counter({i + inner.skipped: kind for i, kind in trail.inputs.items()})
-    return trail._replace(inputs=inputs)
+    first, last = inner.n_consts, inner.n_consts + inner.n_carry
+    carry = {i: kind for i, kind in outputs.items() if i < inner.n_carry}
+    stacked = {i: kind for i, kind in outputs.items() if i >= inner.n_carry}
+    origins, inputs, constants = [], Counter(), []
+    for body, here, place in reversed(runs(inner, kept)):
+        wanted = Counter()
+        for i, kind in (stacked | carry).items():  # a result may be both
+            wanted[body.outputs[i]] |= kind
+        trail = find_sources(body, here, wanted, checked)
+        origins[:0] = [in_iteration(o, inner, place) for o in trail.origins]
+        constants[:0] = trail.constants
+        carry = {i - first: k for i, k in trail.inputs.items() if first <= i < last}
+        for i, kind in trail.inputs.items():
+            if not first <= i < last:
+                inputs[i + inner.skipped] |= kind
+    inputs |= Counter({i + first: kind for i, kind in carry.items()})
+    return Trail(origins, inputs, constants)
 
 
 def through_while(inner: Inner, loop: Loop, outputs: Sought, checked: bool) -> Trail:
@@ -170,39 +177,10 @@ def through_while(inner: Inner, loop: Loop, outputs: Sought, checked: bool) -> T
     return Trail(origins, Counter(inputs), trail.constants)
 
 
-def through_scan(inner: Inner, marks: Marks, outputs: Sought, checked: bool) -> Trail:
-    body, first = inner.programs[0], inner.n_consts
-    last = first + inner.n_carry
-    carry = {i: kind for i, kind in outputs.items() if i < inner.n_carry}
-    stacked = {i: kind for i, kind in outputs.items() if i >= inner.n_carry}
-    origins, inputs, constants = [], Counter(), []
-    places = range(len(marks.values))
-    for place in places if inner.reverse else reversed(places):
-        here = at(marks, place)
-        if not holds(here, BAD):
-            carry = {}
-            continue
-        wanted = Counter()
-        for i, kind in (stacked | carry).items():  # a result may be both
-            wanted[body.outputs[i]] |= kind
-        trail = find_sources(body, here, wanted, checked)
-        origins[:0] = [in_iteration(o, inner, place) for o in trail.origins]
-        constants[:0] = trail.constants
-        carry = {i - first: k for i, k in trail.inputs.items() if first <= i < last}
-        for i, kind in trail.inputs.items():
-            if not first <= i < last:
-                inputs[i] |= kind
-    inputs |= Counter({i + first: kind for i, kind in carry.items()})
-    return Trail(origins, inputs, constants)
-
-
-def at(marks: Marks, place: int) -> Marks:
-    return jax.tree.map(lambda array: array[place], marks)
-
-
-def in_iteration(origin: Origin, inner: Inner, place: int) -> Origin:
+def in_iteration(origin: Origin, inner: Inner, place: int | None) -> Origin:
     """An origin in one iteration of a loop, as an origin in the loop."""
-    return origin._replace(loops=((inner.kind, place), *origin.loops))
+    loops = () if place is None else ((inner.kind, place),)
+    return origin._replace(loops=(*loops, *origin.loops))
 
 
 def lifted(origin: Origin, program: Program, node: Node) -> Origin:

@@ -35,10 +35,10 @@ from .marks import (
     Marks,
     Node,
     Program,
-    holds,
+    runs,
 )
 from .op_location import Site
-from .sources import Origin, arguments, at, in_iteration, lifted
+from .sources import Origin, arguments, in_iteration, lifted
 from .traits import SWALLOWING
 
 LARGE, ROOT, LOGARITHM = range(3)  # what an inf stands for, the largest first
@@ -196,39 +196,15 @@ def through(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
     Args:
       given: what bad inputs of the bodies stand for.
     """
-    kept = marks.inner[inner.place]
-    if isinstance(kept, Marks):
-        return through_scan(inner, kept, given)
-    if isinstance(kept, Loop):
-        return through_while(inner, kept, given)
-    chosen = int(kept.chosen)
-    return follow_infs(inner.programs[chosen], kept.marks[chosen], given)
-
-
-def through_scan(inner: Inner, marks: Marks, given: Mapping[int, Stands]) -> Forward:
-    body, first, n_carry = inner.programs[0], inner.n_consts, inner.n_carry
-    flow, given = Forward([{} for _ in body.outputs]), dict(given)
-    places = range(len(marks.values))
-    for place in reversed(places) if inner.reverse else places:
-        here = at(marks, place)
-        if not holds(here, BAD | SWALLOWED):
-            outputs = [{} for _ in body.outputs]
-        else:
-            inside = follow_infs(body, here, given)
-            flow.add(inside, functools.partial(in_iteration, inner=inner, place=place))
-            outputs = inside.outputs
-        given.update({first + i: outputs[i] for i in range(n_carry)})
-        for i, out in enumerate(outputs):
-            is_last = i < n_carry
-            flow.outputs[i] = out if is_last else merged([flow.outputs[i], out])
-    return flow
-
-
-def through_while(inner: Inner, loop: Loop, given: Mapping[int, Stands]) -> Forward:
-    """The iteration whose marks are kept."""
-    carry = [given.get(inner.n_consts + i, {}) for i in range(inner.n_carry)]
-    inside = follow_infs(inner.programs[0], loop.marks, given)
-    flow = Forward([merged(pair) for pair in zip(carry, inside.outputs, strict=True)])
-    place = int(loop.iteration)
-    flow.add(inside, functools.partial(in_iteration, inner=inner, place=place))
+    kept, first, n_carry = marks.inner[inner.place], inner.n_consts, inner.n_carry
+    flow, given = Forward([{} for _ in inner.programs[0].outputs]), dict(given)
+    flow.outputs[:n_carry] = [given.get(first + i, {}) for i in range(n_carry)]
+    for body, here, place in runs(inner, kept):
+        inside = follow_infs(body, here, given)
+        flow.add(inside, functools.partial(in_iteration, inner=inner, place=place))
+        pairs = [*map(merged, zip(flow.outputs, inside.outputs, strict=True))]
+        # Of a while loop other iterations ran too, whose marks are not kept.
+        carried = (pairs if isinstance(kept, Loop) else inside.outputs)[:n_carry]
+        given.update({first + i: carried[i] for i in range(n_carry)})
+        flow.outputs = [*carried, *pairs[n_carry:]]
     return flow

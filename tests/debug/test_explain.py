@@ -111,6 +111,17 @@ def test_kept_bytes_are_those_of_jax_vjp(name):
     assert table["saved"][0]["line"].startswith("residuals.py:")
 
 
+def test_what_a_scan_carries_is_kept_in_each_iteration():
+    """The body passes its carry on, as it was given: still the scan makes the stack."""
+
+    def loss(layers, x):
+        return jnp.sum(jax.lax.scan(lambda h, w: (h * w, None), x, layers)[0])
+
+    layers, x = jnp.ones((5, 4, 4)), jnp.ones((4, 4))
+    (saved,) = debug.explain(loss)(layers, x).to_dict()["saved"]
+    assert (saved["op"], saved["shape"]) == ("scan", (5, 4, 4))
+
+
 def test_the_whole_step_shows_the_backward_pass():
     tx = jamp.dynamic_loss_scale(optax.sgd(0.1))
 

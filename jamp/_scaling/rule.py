@@ -244,9 +244,8 @@ def advance(
     What a step found at a scale that is not adopted does not move the adopted one.
     """
     start = adopted(state, config, kind)
-    if kind is ScaleKind.OFF:  # it counts nothing, only what it skips at another scale
-        skipped = state.skipped_steps + found_inf.astype(jnp.int32)
-        return start._replace(found_inf=found_inf, skipped_steps=skipped)
+    if kind is ScaleKind.OFF:
+        return start._replace(found_inf=found_inf)
     if kind is ScaleKind.DYNAMIC:
         is_same = start.loss_scale == state.loss_scale
         choose = lambda moved, start: jnp.where(is_same, moved, start)

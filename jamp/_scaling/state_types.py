@@ -16,13 +16,14 @@ from .._tree import (
     T,
     dtype_of,
     is_half,
+    is_inexact,
     other_node,
     path_text,
     widen,
 )
 from .master_form import keep, master_of
 from .mesh import zeros_like
-from .state import is_master, keeps_master_weights
+from .state import is_master
 from .traced import NEEDS_VALUES
 from .transformation import is_hole
 
@@ -75,6 +76,21 @@ def _other_node(new: PyTree, old: PyTree) -> tuple[str, str, str] | None:
     return other_node(new, jax.tree.map(lambda _: 0, old, is_leaf=is_empty))
 
 
+def as_wide_as(like: PyTree, state: T) -> T:
+    """A state whose leaves are as wide as those in the same places of another one."""
+    places = _paths(like)
+
+    def widened(path: KeyPath, leaf: ArrayLike) -> ArrayLike:
+        match = places.get(path_text(path), leaf)
+        if match is leaf or not (is_inexact(leaf) and is_inexact(match)):
+            return leaf
+        given, dtype = dtype_of(leaf), dtype_of(match)
+        is_wider = given != dtype and np.can_cast(given, dtype)
+        return jnp.asarray(leaf, dtype) if is_wider else leaf
+
+    return jax.tree_util.tree_map_with_path(widened, state)
+
+
 def grown(old: T, new: T | None) -> T:
     """The state before a step, in the types of the one after it: for a skip of it.
 
@@ -84,15 +100,7 @@ def grown(old: T, new: T | None) -> T:
     Args:
       new: the state after it, or its shapes; None if they are not known.
     """
-
-    def as_wide(old: ArrayLike, new: ArrayLike) -> ArrayLike:
-        dtypes = of, dtype = dtype_of(old), dtype_of(new)
-        is_plain = of != dtype and all(isinstance(x, np.dtype) for x in dtypes)
-        return jnp.asarray(old, dtype) if is_plain and np.can_cast(*dtypes) else old
-
-    old = old if new is None else extended(old, new)
-    is_alike = jax.tree.structure(old) == jax.tree.structure(new)
-    return jax.tree.map(as_wide, old, new) if is_alike else old
+    return old if new is None else as_wide_as(new, extended(old, new))
 
 
 def extended(old: T, new: T) -> T:
@@ -118,20 +126,13 @@ def made_wide(init: Callable[[optax.Params], PyTree], params: optax.Params) -> P
 
     A loss scale gives its optimizer float32 gradients, so that a state in the dtypes of
     half-precision parameters would change its dtypes in the first step. A conditional,
-    a scan and a donated buffer need a state that does not. Master weights must see the
-    parameters themselves. What stands beside them gets float32 gradients too.
+    a scan and a donated buffer need a state that does not. Master weights see the
+    parameters themselves.
     """
+    state = init(params)
     if not any(map(is_half, jax.tree.leaves(params))):
-        return init(params)
-    shapes = jax.eval_shape(init, params)
-    if not keeps_master_weights(shapes):
-        return init(widen(params))
-    own = init(params)
-    beside = jax.tree.leaves(shapes, is_leaf=is_master)
-    if not any(is_half(leaf) for leaf in beside if not is_master(leaf)):
-        return own
-    choose = lambda own, wide: own if is_master(own) else wide
-    return jax.tree.map(choose, own, init(widen(params)), is_leaf=is_master)
+        return state
+    return as_wide_as(jax.eval_shape(lambda p: init(widen(p)), params), state)
 
 
 def as_made(
@@ -141,7 +142,7 @@ def as_made(
 
     Master weights take the form that `init` makes.
     """
-    may_differ = lambda node: is_master(node) or _is_half_array(node)
+    may_differ = lambda x: is_master(x) or (hasattr(x, "dtype") and is_half(x))
     nodes = jax.tree.leaves(state, is_leaf=is_master)
     if params is None or not any(map(may_differ, nodes)):
         return state
@@ -149,40 +150,19 @@ def as_made(
         like = jax.eval_shape(init, params)
     except NEEDS_VALUES:
         return state
-    like = extended(like, state)
-    if jax.tree.structure(like) != jax.tree.structure(state):
-        return state
+    masters = jax.tree_util.tree_leaves_with_path(like, is_leaf=is_master)
+    forms = {path_text(path): node.master for path, node in masters if is_master(node)}
 
     def converted(kept: PyTree, like: Any, param: PyTree) -> PyTree:
         same = is_hole(kept) or dtype_of(kept) == like.dtype
         return kept if same else keep(master_of(kept, param), like.dtype)
 
-    def in_form(node: PyTree, like: PyTree) -> PyTree:
-        if not is_master(node):
+    def in_form(path: KeyPath, node: PyTree) -> PyTree:
+        form = forms.get(path_text(path)) if is_master(node) else None
+        if form is None or jax.tree.structure(form) != jax.tree.structure(node.master):
             return node
-        trees = node.master, like.master, params
+        trees = node.master, form, params
         return node._replace(master=jax.tree.map(converted, *trees, is_leaf=is_hole))
 
-    return jax.tree.map(in_form, as_wide_as(like, state), like, is_leaf=is_master)
-
-
-def as_wide_as(like: PyTree, state: T) -> T:
-    """A state whose half-precision leaves have the wider dtypes of another one.
-
-    It may have leaves that the other one lacks. If it lacks some, it does not change,
-    and is refused elsewhere.
-    """
-    like = extended(like, state)
-
-    def cast(leaf: PyTree, like: Any) -> PyTree:
-        if not (_is_half_array(leaf) and jnp.issubdtype(like.dtype, jnp.floating)):
-            return leaf
-        dtype = jnp.promote_types(dtype_of(leaf), like.dtype)
-        return leaf if dtype == dtype_of(leaf) else jnp.asarray(leaf, dtype)
-
-    is_alike = jax.tree.structure(like) == jax.tree.structure(state)
-    return jax.tree.map(cast, state, like) if is_alike else state
-
-
-def _is_half_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and is_half(leaf)
+    state = as_wide_as(like, state)
+    return jax.tree_util.tree_map_with_path(in_form, state, is_leaf=is_master)

@@ -47,7 +47,7 @@ adopted-ceiling _scaling/rule.py scaling/test_adopted.py
 + kept = jnp.maximum(old, floor(config))
 
 hysteresis-growth _scaling/rule.py scaling/test_loss_scale.py
-- found_inf, after_overflow, jnp.where(grow, NONE_FORGIVEN, tracker)
+- found_inf, after_overflow, jnp.where(grow, 0, tracker)
 + found_inf, after_overflow, tracker
 
 floor-backoff _scaling/rule.py scaling/test_health.py
@@ -67,8 +67,8 @@ loaded-bounds _scaling/grad_scaler.py scaling/test_grad_scaler.py
 + self._set_scalars(scalars_of(self))
 
 saved-hysteresis _scaling/grad_scaler.py scaling/test_grad_scaler.py
-- left = self._config.hysteresis - rule.NONE_FORGIVEN + tracker
-+ left = self._config.hysteresis + rule.NONE_FORGIVEN - tracker
+- outside(self._config.hysteresis - tracker)
++ outside(tracker)
 
 disabled-skips _scaling/wrapper.py scaling/test_optax.py scaling/test_adopted.py
 - return np.True_

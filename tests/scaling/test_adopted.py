@@ -395,17 +395,17 @@ def test_what_was_counted_at_another_scale_is_forgotten():
     assert same.growth_tracker == 7 and same.floor_steps == 3
 
 
-@pytest.mark.parametrize("left", range(4))
-def test_states_of_older_versions_count_the_overflows_left(left):
+@pytest.mark.parametrize("forgiven", range(4))
+def test_states_of_older_versions_count_down_from_minus_two(forgiven):
     tx = jamp.dynamic_loss_scale(optax.sgd(0.5), 8.0, hysteresis=3)
     params = jnp.ones(2)
-    state = tx.init(params)._replace(hysteresis_tracker=jnp.int32(left))
+    state = tx.init(params)._replace(hysteresis_tracker=jnp.int32(-2 - forgiven))
     scales = []
     for _ in range(4):
         _, state = jamp.step(tx, params * INF, state, params)
         scales.append(float(state.loss_scale))
-    forgiven = max(left - 1, 0)
-    assert scales == [8.0] * forgiven + [8.0 / 2**n for n in range(1, 5 - forgiven)]
+    left = max(2 - forgiven, 0)
+    assert scales == [8.0] * left + [8.0 / 2**n for n in range(1, 5 - left)]
 
 
 # What an optimizer's state is made of.

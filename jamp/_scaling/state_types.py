@@ -1,5 +1,6 @@
 """The structure and dtypes of a state: what a step must keep, and what it may add."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import brief
 from .._tree import (
+    HALF_NAMES,
     KeyPath,
     PyTree,
     T,
@@ -32,48 +33,59 @@ lambda old, new: jnp.asarray(old, new.dtype), opt_state, tx.init(params))."""
 FIRST_STEP = """ If the first step of an optimizer adds to its state, take that step \
 on its own before this one."""
 
+NO_ARRAY = "no array"
+
 
 def check_same(new: PyTree, old: PyTree, step: str) -> None:
     """Raises TypeError unless a step returned a state like the one it was given."""
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        problem = f"{step} must return a state of the structure that it was given; "
-        if node := _other_node(new, old):
-            path, has, had = node
-            raise TypeError(
-                f"{problem}at {path or 'the root'} it returned a node of type {has}, "
-                f"and was given one of type {had}."
-            )
-        given, got = _paths(old), _paths(new)
-        lacks = ", ".join([path for path in given if path not in got][:3])
-        adds = ", ".join([path for path in got if path not in given][:3])
-        raise TypeError(
-            f"{problem}the state it returned lacks {lacks or 'nothing'} and adds "
-            f"{adds or 'nothing'}, as {brief(jax.tree.structure(new))}."
-            f"{'' if lacks else FIRST_STEP}"
-        )
-    leaves = jax.tree_util.tree_leaves_with_path(old)
-    for (path, was), now in zip(leaves, jax.tree.leaves(new), strict=True):
-        if dtype_of(was) == jax.dtypes.float0:
-            continue
-        for kind, of in (("dtype", dtype_of), ("shape", jnp.shape)):
-            if of(now) != of(was):
-                cure = OTHER_RUN if kind == "dtype" and is_half(was) else ""
-                raise TypeError(
-                    f"{step} must keep the {kind} of each leaf of its state; "
-                    f"{jax.tree_util.keystr(path) or 'the state'} became {of(now)} "
-                    f"from {of(was)}.{cure}"
-                )
+    typed = lambda leaf: f"{dtype_of(leaf)}{[*jnp.shape(leaf)]}"
+    is_alike = jax.tree.structure(new) == jax.tree.structure(old)
+    rows = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=is_alike)
+    if is_alike and all(itertools.starmap(has_type_of, rows)):
+        return
+    if not (found := difference(new, old, typed)):
+        return
+    path, has, was = found
+    is_wider = has.startswith("float32") and was.startswith(HALF_NAMES)
+    adds = has != NO_ARRAY and len(jax.tree.leaves(new)) > len(jax.tree.leaves(old))
+    raise TypeError(
+        f"{step} must return a state of the structure, dtypes and shapes that it was "
+        f"given; at {path or 'the root'} it returned {has}, and was given {was}."
+        f"{OTHER_RUN if is_wider else FIRST_STEP if adds else ''}"
+    )
+
+
+def has_type_of(now: ArrayLike, was: ArrayLike) -> bool:
+    if dtype_of(was) == jax.dtypes.float0:
+        return True
+    return dtype_of(now) == dtype_of(was) and jnp.shape(now) == jnp.shape(was)
+
+
+def difference(
+    given: PyTree, wanted: PyTree, shown: Callable[[Any], str]
+) -> tuple[str, str, str] | None:
+    """The first place where two trees differ: its path, and what each has there."""
+    if node := other_node(given, wanted):
+        path, has, wants = node
+        return path, f"a node of type {has}", f"one of type {wants}"
+
+    def leaves_of(tree: PyTree) -> dict[str, str]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): shown(leaf) for path, leaf in leaves}
+
+    found, expected = leaves_of(given), leaves_of(wanted)
+    for path in expected | found:
+        has, wants = found.get(path, NO_ARRAY), expected.get(path, NO_ARRAY)
+        if has != wants:
+            return path, has, wants
+    if jax.tree.structure(given) == jax.tree.structure(wanted):
+        return None
+    return "", "static attributes of its own", "others"
 
 
 def _paths(tree: PyTree) -> dict[str, ArrayLike]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_text(path): leaf for path, leaf in leaves}
-
-
-def _other_node(new: PyTree, old: PyTree) -> tuple[str, str, str] | None:
-    """`other_node`, but a node without leaves may become any other in a step."""
-    is_empty = lambda node: not jax.tree.leaves(node)
-    return other_node(new, jax.tree.map(lambda _: 0, old, is_leaf=is_empty))
 
 
 def as_wide_as(like: PyTree, state: T) -> T:
@@ -106,12 +118,14 @@ def grown(old: T, new: T | None) -> T:
 def extended(old: T, new: T) -> T:
     """`old` with zeros for the leaves that `new` adds.
 
-    If `new` also drops some, or has a node of another type, it is `old`.
+    If `new` also drops some, or has a node of another type, it is `old`. But a node
+    without leaves may become any other.
     """
     if jax.tree.structure(old) == jax.tree.structure(new):
         return old
-    given = _paths(old)
-    if not given.keys() <= _paths(new).keys() or _other_node(new, old):
+    given, is_empty = _paths(old), lambda node: not jax.tree.leaves(node)
+    nodes = jax.tree.map(lambda _: 0, old, is_leaf=is_empty)
+    if not given.keys() <= _paths(new).keys() or other_node(new, nodes):
         return old
 
     def of(path: KeyPath, new: ArrayLike) -> ArrayLike:

@@ -194,9 +194,11 @@ class LossScaled:
         scalars = rule.init(self.config, self.kind)
         return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)
 
-    def init_inner(self, params: optax.Params) -> optax.OptState:
-        bare = self.kind is ScaleKind.OFF
-        return self.inner.init(params) if bare else made_wide(self.inner.init, params)
+    @functools.cached_property  # one function, whose shapes JAX caches
+    def init_inner(self) -> Callable[[optax.Params], optax.OptState]:
+        if self.kind is ScaleKind.OFF:
+            return self.inner.init
+        return functools.partial(made_wide, self.inner.init)
 
     def update_fn(
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any

@@ -83,8 +83,8 @@ held-growth _scaling/wrapper.py scaling/test_growing_states.py
 + self.held = self.old
 
 held-parameters _scaling/step.py scaling/test_checked_is_used.py
-- if not is_as_returned:
-+ if is_as_returned:
+- return held(finite, (new_params, new_state), (params, opt_state))
++ return new_params, held(finite, new_state, opt_state)
 
 master-ties _scaling/master_form.py scaling/test_remainder.py
 - nearest = (pattern + np.int32(0x8000)) >> np.int32(16)
@@ -94,9 +94,9 @@ master-near-zero _scaling/master_weights.py scaling/test_master_weights.py
 - target = jnp.where(target == 0, moved, target)
 + target = jnp.where(moved == 0, moved, target)
 
-master-frozen _scaling/master_weights.py scaling/test_remainder.py
-- if is_frozen or not is_half(param):
-+ if not is_half(param):
+master-form _scaling/state_types.py scaling/test_remainder.py
+- return kept if same else keep(master_of(kept, param), like.dtype)
++ return kept
 
 retry-at-floor _scaling/retry.py scaling/test_retry.py
 - flags.append(new.found_inf & moved)

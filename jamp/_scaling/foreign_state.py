@@ -50,7 +50,7 @@ class Owner:
             raise problem from error
 
     def check_moved(self, new: PyTree, old: PyTree) -> None:
-        """Raises ValueError if it drops or hands on a loss scale, or master weights.
+        """Raises ValueError if it drops or hands on a state that is not its own.
 
         A stateless optimizer takes any state, and may return it as it is.
         """
@@ -58,6 +58,9 @@ class Owner:
         nodes_of = lambda tree: filter(is_own, jax.tree.leaves(tree, is_leaf=is_own))
         given, got = list(nodes_of(old)), list(nodes_of(new))
         moved = len(got) == len(given) and all(map(operator.is_not, got, given))
+        leaves, kept = jax.tree.leaves(old), jax.tree.leaves(new)
+        if leaves and len(leaves) == len(kept):
+            moved &= not all(map(operator.is_, leaves, kept))
         if not moved and (problem := self._problem(old)):
             raise problem
 

@@ -47,7 +47,7 @@ adopted-ceiling _scaling/rule.py scaling/test_adopted.py
 + kept = jnp.maximum(old, floor(config))
 
 hysteresis-growth _scaling/rule.py scaling/test_loss_scale.py
-- found_inf, after_overflow, jnp.where(grow, NONE_FORGIVEN, tracker)
+- found_inf, after_overflow, jnp.where(grow, 0, tracker)
 + found_inf, after_overflow, tracker
 
 floor-backoff _scaling/rule.py scaling/test_health.py
@@ -67,12 +67,12 @@ loaded-bounds _scaling/grad_scaler.py scaling/test_grad_scaler.py
 + self._set_scalars(scalars_of(self))
 
 saved-hysteresis _scaling/grad_scaler.py scaling/test_grad_scaler.py
-- left = self._config.hysteresis - rule.NONE_FORGIVEN + tracker
-+ left = self._config.hysteresis + rule.NONE_FORGIVEN - tracker
+- outside(self._config.hysteresis - tracker)
++ outside(tracker)
 
 disabled-skips _scaling/wrapper.py scaling/test_optax.py scaling/test_adopted.py
-- return jnp.logical_or(finite, scale == 1)
-+ return finite
+- return np.True_
++ return arithmetic.all_finite(grads, self.by.axis_name)
 
 half-parameters _scaling/wrapper.py scaling/test_adopted.py
 - params if as_they_are else widen(params),
@@ -83,8 +83,8 @@ held-growth _scaling/wrapper.py scaling/test_growing_states.py
 + self.held = self.old
 
 held-parameters _scaling/step.py scaling/test_checked_is_used.py
-- return skip.choose(finite, new, jnp.asarray(old, dtype_of(new)))
-+ return new
+- return held(finite, (new_params, new_state), (params, opt_state))
++ return new_params, held(finite, new_state, opt_state)
 
 master-ties _scaling/master_form.py scaling/test_remainder.py
 - nearest = (pattern + np.int32(0x8000)) >> np.int32(16)
@@ -94,9 +94,9 @@ master-near-zero _scaling/master_weights.py scaling/test_master_weights.py
 - target = jnp.where(target == 0, moved, target)
 + target = jnp.where(moved == 0, moved, target)
 
-master-frozen _scaling/master_weights.py scaling/test_master_frozen.py
-- lacks = lambda m, p: is_hole(m) and not is_hole(p) and is_half(p)
-+ lacks = lambda m, p: False
+master-form _scaling/state_types.py scaling/test_remainder.py
+- return kept if same else keep(master_of(kept, param), like.dtype)
++ return kept
 
 retry-at-floor _scaling/retry.py scaling/test_retry.py
 - flags.append(new.found_inf & moved)
@@ -159,8 +159,8 @@ path-prefix _autocast/name_stack.py autocast/test_autocast.py
 + return "/".join(names)
 
 first-of-rules _autocast/rules.py autocast/test_keys.py autocast/test_autocast.py
-- return min(places)
-+ return places[-1]
+- for index, (_, test, decision) in enumerate(self.settings.rules):
++ for index, (_, test, decision) in reversed([*enumerate(self.settings.rules)]):
 
 attention-bias _autocast/primitives.py autocast/test_own_attention.py
 - op, params = op._replace(args=[*cast, *op.args[3:]]), op.params
@@ -175,8 +175,8 @@ carried-dtype _policy/module_call.py policy/test_with_policy.py
 + like = lambda x, y: x
 
 override-inside _policy/overrides.py policy/test_with_policy.py
-- return pattern.search(path) and (path == "" or not pattern.search(around))
-+ return pattern.search(path)
+- return bool(found(path)) and (path == "" or not found(around))
++ return bool(found(path))
 
 stored-dtype _policy/overrides.py policy/test_linen.py
 - starts = (path[:depth] for depth in range(len(path), -1, -1))

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._tree import NUMBERS, PyTree, other_node
+from .._tree import NUMBERS, PyTree
 from .state import classes_of_states, describe, is_master, is_scale
+from .state_types import difference
 
 CONTINUE = """ To continue with the state of the optimizer inside it, pass \
 init(params)._replace(inner_state=state)."""
@@ -67,35 +68,16 @@ class Owner:
         if self.params is None:
             return None
         made = jax.eval_shape(self.init, self.params)
-        difference = _difference(state, made, self.at)
-        if difference is None:
+        if not (found := difference(state, made, shape)):
             return None
+        path, has, wants = found
         return ValueError(
             f"{self.caller}: the state belongs to another optimizer or to other "
-            f"parameters: {difference}. Pass the state that this transformation's init "
-            "made."
+            f"parameters: at {f'{self.at}{path}' or 'the root'} it has {has}, but init "
+            f"makes {wants}. Pass the state that this transformation's init made."
         )
 
 
-def _difference(given: PyTree, made: PyTree, at: str) -> str | None:
-    place = lambda path: f"{at}{path}" if path or at else "the root"
-
-    def shape(leaf: Any) -> str:
-        is_array = hasattr(leaf, "shape") or isinstance(leaf, NUMBERS)
-        return f"shape {jnp.shape(leaf)}" if is_array else f"a {type(leaf).__name__}"
-
-    def shapes(state: PyTree) -> dict[str, str]:
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        return {jax.tree_util.keystr(path): shape(leaf) for path, leaf in leaves}
-
-    if node := other_node(given, made):
-        path, has, wants = node
-        types = f"of type {has}, but init makes one of type {wants}"
-        return f"at {place(path)} it has a node {types}"
-    found, expected = shapes(given), shapes(made)
-    for path in expected | found:
-        has, wants = found.get(path, "nothing"), expected.get(path, "nothing")
-        if has != wants:
-            return f"at {place(path)} it has {has}, but init makes {wants}"
-    same = jax.tree.structure(given) == jax.tree.structure(made)
-    return None if same else "its tree differs from the one that init makes"
+def shape(leaf: Any) -> str:
+    is_array = hasattr(leaf, "shape") or isinstance(leaf, NUMBERS)
+    return f"shape {jnp.shape(leaf)}" if is_array else f"a {type(leaf).__name__}"

@@ -393,8 +393,7 @@ class GradScaler(nnx.Pytree):
         }
         if self._config.hysteresis > 1:
             tracker = rule.adopted(state, self._config).hysteresis_tracker
-            left = self._config.hysteresis - rule.NONE_FORGIVEN + tracker
-            result["_hysteresis_tracker"] = outside(left)
+            result["_hysteresis_tracker"] = outside(self._config.hysteresis - tracker)
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> None:
@@ -434,7 +433,9 @@ class GradScaler(nnx.Pytree):
         self._configure(**{key: state_dict[key] for key in keys[1:]})
         self.loss_scale[...] = scale
         self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)
-        self.hysteresis_tracker[...] = jnp.asarray(left, jnp.int32)
+        self.hysteresis_tracker[...] = jnp.asarray(
+            jnp.maximum(self._config.hysteresis - left, 0), jnp.int32
+        )
         self._set_scalars(rule.adopted(scalars_of(self), self._config))
 
     def _configure(self, **changes: ArrayLike) -> None:

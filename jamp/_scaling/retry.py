@@ -11,12 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import dtypes, lax
+from jax import lax
 
 from .._checks import is_traced, positive, shown
 from .._tree import Flag, PyTree, T
 from .calls import Call, attempt, scales_of, with_scales
-from .mesh import on_every_replica, varying_axes
+from .mesh import on_every_replica
 from .rule import LossScaleState
 from .skip import as_types, select
 from .state import check_not_stacked
@@ -196,10 +196,8 @@ def next_scales(state: PyTree, scales: list[LossScaleState]) -> list[LossScaleSt
 
 def run_in_one_program(call: Call, state: T, at_most: int) -> tuple[T, PyTree]:
     """`run_attempts` inside a trace: one `while`, the step traced once."""
-
-    zero = _unknown_zero(scales_of(state)[0])
     once = Traced(lambda state: attempt(call, state, call.inputs), state)
-    aux = jax.tree.map(functools.partial(_placeholder, zero), once.shapes[1])
+    aux = jax.tree.map(jnp.zeros_like, once.shapes[1])  # not read
 
     def body(carry: Carry[T]) -> Carry[T]:
         count, _, carried, _ = carry
@@ -214,26 +212,6 @@ def run_in_one_program(call: Call, state: T, at_most: int) -> tuple[T, PyTree]:
     # split array for a whole one, each attempt gets the array that was given.
     first = as_types(once.shapes[0], state)
     restored = lambda carried, first, given: carried if first is given else given
-    start = zero, zero == 0, first, aux
+    start = jnp.int32(0), jnp.bool_(True), first, aux
     _, _, state, aux = lax.while_loop(lambda carry: carry[1], body, start)
     return state, aux
-
-
-def _unknown_zero(state: LossScaleState) -> jax.Array:
-    """A zero that XLA does not take for a constant: int32 [].
-
-    XLA copies each constant that a loop starts from, which is a launch on a GPU. What
-    comes from this zero, one kernel writes.
-    """
-    scale = state.loss_scale
-    if varying_axes(scale):  # the loop's count and flag do not vary
-        return jnp.int32(0)
-    return jnp.int32((scale == scale) & jnp.isnan(scale))
-
-
-def _placeholder(zero: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of zeros that a loop starts from and does not read."""
-    is_key = jnp.issubdtype(shape.dtype, dtypes.extended)
-    if shape.shape or is_key or varying_axes(shape):
-        return jnp.zeros_like(shape)
-    return zero.astype(shape.dtype)

@@ -25,10 +25,7 @@ from .._checks import PROVES, check_range, is_traced, number
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)  # 2**-126
 LARGEST_SCALE = float(np.finfo(np.float32).max)
-# `hysteresis_tracker`: a forgiven overflow takes 1 off. So a new hysteresis finds what
-# an old one forgave. Numbers >= 0 are of older versions: overflows left to forgive.
-SWITCHED_OFF, NONE_FORGIVEN = -1, -2
-
+SWITCHED_OFF = -1  # the `hysteresis_tracker` of a disabled loss scale
 
 NO_SCALE = """{caller}: the loss scale of the state is {scale}, which is not a \
 positive normal number. The state is of a run whose scale collapsed, or it was cast to \
@@ -49,7 +46,7 @@ class LossScaleState(NamedTuple):
     growth_tracker: jax.Array  # finite steps in a row, 0 after a growth
     found_inf: jax.Array  # whether the last step was skipped
     skipped_steps: jax.Array  # steps skipped so far
-    hysteresis_tracker: jax.Array  # -2, less the overflows forgiven since a growth
+    hysteresis_tracker: jax.Array  # overflows forgiven since a growth
     recent_skips: jax.Array  # the last 32 steps, the newest lowest; 1 is a skip
     floor_steps: jax.Array  # steps at the floor since it overflowed there
     retried_steps: jax.Array  # attempts that `retry` ran again so far
@@ -216,12 +213,11 @@ def adopted(
             highest = jnp.minimum(_float32(config.max_scale), np.float32(LARGEST_SCALE))
             kept = jnp.clip(old, floor(config), highest)
             loss_scale = jnp.where(is_new | ~usable(old), first, kept)
-            most = _int32(config.hysteresis) - 1
-            was_left = tracker >= 0
-            forgiven = jnp.where(was_left, most + 1, NONE_FORGIVEN) - tracker
-            tracker = NONE_FORGIVEN - jnp.clip(forgiven, 0, most)
+            old_form = -2 - tracker  # of versions that counted down from -2
+            tracker = jnp.where(tracker < SWITCHED_OFF, old_form, tracker)
+            tracker = jnp.clip(tracker, 0, _int32(config.hysteresis) - 1)
         case ScaleKind.STATIC:
-            loss_scale, tracker = first, jnp.full_like(tracker, NONE_FORGIVEN)
+            loss_scale, tracker = first, jnp.zeros_like(tracker)
         case ScaleKind.OFF:
             loss_scale, tracker = 1.0, jnp.full_like(tracker, SWITCHED_OFF)
     is_same = loss_scale == old
@@ -244,9 +240,8 @@ def advance(
     What a step found at a scale that is not adopted does not move the adopted one.
     """
     start = adopted(state, config, kind)
-    if kind is ScaleKind.OFF:  # it counts nothing, only what it skips at another scale
-        skipped = state.skipped_steps + found_inf.astype(jnp.int32)
-        return start._replace(found_inf=found_inf, skipped_steps=skipped)
+    if kind is ScaleKind.OFF:
+        return start._replace(found_inf=found_inf)
     if kind is ScaleKind.DYNAMIC:
         is_same = start.loss_scale == state.loss_scale
         choose = lambda moved, start: jnp.where(is_same, moved, start)
@@ -261,8 +256,8 @@ def update(
     successes = state.growth_tracker + 1
     grow = ~found_inf & (successes == _int32(config.growth_interval))
     tracker = state.hysteresis_tracker
-    forgives = NONE_FORGIVEN - tracker < _int32(config.hysteresis) - 1
-    after_overflow = tracker - forgives.astype(jnp.int32)
+    forgives = tracker < _int32(config.hysteresis) - 1
+    after_overflow = tracker + forgives.astype(jnp.int32)
 
     grown = _float64_product(state.loss_scale, config.growth_factor)
     grown = jnp.minimum(grown, _float32(config.max_scale))
@@ -274,7 +269,7 @@ def update(
         loss_scale=jnp.where(found_inf & ~forgives, shrunk, loss_scale),
         growth_tracker=jnp.where(found_inf | grow, 0, successes),
         hysteresis_tracker=jnp.where(
-            found_inf, after_overflow, jnp.where(grow, NONE_FORGIVEN, tracker)
+            found_inf, after_overflow, jnp.where(grow, 0, tracker)
         ),
     )
 

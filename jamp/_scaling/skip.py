@@ -4,27 +4,16 @@ Branching (`lax.cond`) lets XLA's CPU backend update donated buffers in place. S
 (`lax.select_n`) costs less everywhere else: `docs/performance.md` says why.
 
 A trace holds both: a conditional, and a selection of its result. Which of the two
-decides is known when the program is lowered: one trace may be compiled for a CPU and
-exported for a GPU, and `jax.jit(step)` and `jax.jit(step, donate_argnums=0)` trace
-alike. So a trace binds a primitive without arguments, which lowers to a constant, true
-or false. XLA folds what depends on it, and drops the conditional or the selection.
-
-`lax.platform_dependent` would need no primitive, but cannot see donation. On a CPU, a
-conditional that hands on what it holds takes 1.14 to 1.20 of a plain step without
-donation (this way 1.06 to 1.11), and one that writes it 1.11 to 1.44 with donation
-(this way 0.94 to 1.01).
+decides is known when the program is lowered, since one trace may be compiled for a CPU
+and exported for a GPU. XLA folds what depends on the platform, and drops the
+conditional or the selection.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.typing import ArrayLike
 
 from .._checks import is_traced
@@ -32,49 +21,11 @@ from .._tree import Flag, PyTree, T, cloned, dtype_of, is_inexact
 from .mesh import typed_as
 from .state_types import check_same
 
-_DONOR = ("tf.aliasing_output", "jax.buffer_donor")  # attributes of a donated argument
-
 
 def branches() -> Flag:
-    """Whether the program is for a CPU and may write over arrays: bool [].
-
-    On a CPU it is false where it is known that the program may not: in a jitted
-    function that is called from outside and donates no argument. In a loop, or in a
-    jitted function that another one calls, the updated arrays may be the program's own.
-    """
-    return branches_p.bind()
-
-
-def _lower(ctx: mlir.LoweringRuleContext) -> list[mlir.ir.Value]:
-    may_write = _may_write()
-    platforms = ctx.module_context.platforms
-    if len(platforms) == 1:
-        return [mlir.ir_constant(np.bool_(may_write and platforms[0] == "cpu"))]
-    choose = lambda: lax.platform_dependent(
-        cpu=lambda: jnp.bool_(may_write), default=lambda: jnp.bool_(False)
-    )
-    return list(mlir.lower_fun(choose, multiple_results=False)(ctx))
-
-
-def _may_write() -> bool:
-    here: Any = mlir.ir.InsertionPoint.current
-    function = here.block.owner.operation
-    is_main = (
-        function.name == "func.func"
-        and mlir.ir.StringAttr(function.attributes["sym_name"]).value == "main"
-    )
-    return not is_main or any(
-        name in mlir.ir.DictAttr(attributes)
-        for attributes in mlir.ir.ArrayAttr(function.attributes["arg_attrs"])
-        for name in _DONOR
-    )
-
-
-branches_p = Primitive("jamp_branches")
-branches_p.def_impl(lambda: np.True_)
-branches_p.def_abstract_eval(lambda: ShapedArray((), jnp.bool_))
-# Lowered in place: a cached lowering would be a separate function.
-mlir.register_lowering(branches_p, _lower, cacheable=False)
+    """Whether the program is for a CPU: bool [], a constant once it is lowered."""
+    yes, no = (lambda: jnp.bool_(True)), (lambda: jnp.bool_(False))
+    return lax.platform_dependent(cpu=yes, default=no)
 
 
 def keeps(finite: Flag) -> Flag:

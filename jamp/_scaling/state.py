@@ -65,8 +65,8 @@ class DynamicLossScaleState(NamedTuple):
       growth_tracker: int32 []: finite steps in a row, 0 after a growth.
       found_inf: bool []: whether the last step was skipped.
       skipped_steps: int32 []: steps skipped so far.
-      hysteresis_tracker: int32 []: -2, less the overflows forgiven since the last
-        growth; -1 if disabled.
+      hysteresis_tracker: int32 []: overflows forgiven since the last growth; -1 if
+        disabled.
       recent_skips: uint32 []: the last 32 steps, the newest lowest; 1 is a skip.
       floor_steps: int32 []: steps at the floor since it overflowed there.
       inner_state: of the wrapped optimizer, held on a skipped step.

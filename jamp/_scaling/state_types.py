@@ -1,5 +1,6 @@
 """The structure and dtypes of a state: what a step must keep, and what it may add."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,20 +10,21 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import brief
 from .._tree import (
+    HALF_NAMES,
     KeyPath,
     PyTree,
     T,
     dtype_of,
     is_half,
+    is_inexact,
     other_node,
     path_text,
     widen,
 )
 from .master_form import keep, master_of
 from .mesh import zeros_like
-from .state import is_master, keeps_master_weights
+from .state import is_master
 from .traced import NEEDS_VALUES
 from .transformation import is_hole
 
@@ -31,37 +33,54 @@ lambda old, new: jnp.asarray(old, new.dtype), opt_state, tx.init(params))."""
 FIRST_STEP = """ If the first step of an optimizer adds to its state, take that step \
 on its own before this one."""
 
+NO_ARRAY = "no array"
+
 
 def check_same(new: PyTree, old: PyTree, step: str) -> None:
     """Raises TypeError unless a step returned a state like the one it was given."""
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        problem = f"{step} must return a state of the structure that it was given; "
-        if node := _other_node(new, old):
-            path, has, had = node
-            raise TypeError(
-                f"{problem}at {path or 'the root'} it returned a node of type {has}, "
-                f"and was given one of type {had}."
-            )
-        given, got = _paths(old), _paths(new)
-        lacks = ", ".join([path for path in given if path not in got][:3])
-        adds = ", ".join([path for path in got if path not in given][:3])
-        raise TypeError(
-            f"{problem}the state it returned lacks {lacks or 'nothing'} and adds "
-            f"{adds or 'nothing'}, as {brief(jax.tree.structure(new))}."
-            f"{'' if lacks else FIRST_STEP}"
-        )
-    leaves = jax.tree_util.tree_leaves_with_path(old)
-    for (path, was), now in zip(leaves, jax.tree.leaves(new), strict=True):
-        if dtype_of(was) == jax.dtypes.float0:
-            continue
-        for kind, of in (("dtype", dtype_of), ("shape", jnp.shape)):
-            if of(now) != of(was):
-                cure = OTHER_RUN if kind == "dtype" and is_half(was) else ""
-                raise TypeError(
-                    f"{step} must keep the {kind} of each leaf of its state; "
-                    f"{jax.tree_util.keystr(path) or 'the state'} became {of(now)} "
-                    f"from {of(was)}.{cure}"
-                )
+    typed = lambda leaf: f"{dtype_of(leaf)}{[*jnp.shape(leaf)]}"
+    is_alike = jax.tree.structure(new) == jax.tree.structure(old)
+    rows = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=is_alike)
+    if is_alike and all(itertools.starmap(has_type_of, rows)):
+        return
+    if not (found := difference(new, old, typed)):
+        return
+    path, has, was = found
+    is_wider = has.startswith("float32") and was.startswith(HALF_NAMES)
+    adds = has != NO_ARRAY and len(jax.tree.leaves(new)) > len(jax.tree.leaves(old))
+    raise TypeError(
+        f"{step} must return a state of the structure, dtypes and shapes that it was "
+        f"given; at {path or 'the root'} it returned {has}, and was given {was}."
+        f"{OTHER_RUN if is_wider else FIRST_STEP if adds else ''}"
+    )
+
+
+def has_type_of(now: ArrayLike, was: ArrayLike) -> bool:
+    if dtype_of(was) == jax.dtypes.float0:
+        return True
+    return dtype_of(now) == dtype_of(was) and jnp.shape(now) == jnp.shape(was)
+
+
+def difference(
+    given: PyTree, wanted: PyTree, shown: Callable[[Any], str]
+) -> tuple[str, str, str] | None:
+    """The first place where two trees differ: its path, and what each has there."""
+    if node := other_node(given, wanted):
+        path, has, wants = node
+        return path, f"a node of type {has}", f"one of type {wants}"
+
+    def leaves_of(tree: PyTree) -> dict[str, str]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): shown(leaf) for path, leaf in leaves}
+
+    found, expected = leaves_of(given), leaves_of(wanted)
+    for path in expected | found:
+        has, wants = found.get(path, NO_ARRAY), expected.get(path, NO_ARRAY)
+        if has != wants:
+            return path, has, wants
+    if jax.tree.structure(given) == jax.tree.structure(wanted):
+        return None
+    return "", "static attributes of its own", "others"
 
 
 def _paths(tree: PyTree) -> dict[str, ArrayLike]:
@@ -69,10 +88,19 @@ def _paths(tree: PyTree) -> dict[str, ArrayLike]:
     return {path_text(path): leaf for path, leaf in leaves}
 
 
-def _other_node(new: PyTree, old: PyTree) -> tuple[str, str, str] | None:
-    """`other_node`, but a node without leaves may become any other in a step."""
-    is_empty = lambda node: not jax.tree.leaves(node)
-    return other_node(new, jax.tree.map(lambda _: 0, old, is_leaf=is_empty))
+def as_wide_as(like: PyTree, state: T) -> T:
+    """A state whose leaves are as wide as those in the same places of another one."""
+    places = _paths(like)
+
+    def widened(path: KeyPath, leaf: ArrayLike) -> ArrayLike:
+        match = places.get(path_text(path), leaf)
+        if match is leaf or not (is_inexact(leaf) and is_inexact(match)):
+            return leaf
+        given, dtype = dtype_of(leaf), dtype_of(match)
+        is_wider = given != dtype and np.can_cast(given, dtype)
+        return jnp.asarray(leaf, dtype) if is_wider else leaf
+
+    return jax.tree_util.tree_map_with_path(widened, state)
 
 
 def grown(old: T, new: T | None) -> T:
@@ -84,26 +112,20 @@ def grown(old: T, new: T | None) -> T:
     Args:
       new: the state after it, or its shapes; None if they are not known.
     """
-
-    def as_wide(old: ArrayLike, new: ArrayLike) -> ArrayLike:
-        dtypes = of, dtype = dtype_of(old), dtype_of(new)
-        is_plain = of != dtype and all(isinstance(x, np.dtype) for x in dtypes)
-        return jnp.asarray(old, dtype) if is_plain and np.can_cast(*dtypes) else old
-
-    old = old if new is None else extended(old, new)
-    is_alike = jax.tree.structure(old) == jax.tree.structure(new)
-    return jax.tree.map(as_wide, old, new) if is_alike else old
+    return old if new is None else as_wide_as(new, extended(old, new))
 
 
 def extended(old: T, new: T) -> T:
     """`old` with zeros for the leaves that `new` adds.
 
-    If `new` also drops some, or has a node of another type, it is `old`.
+    If `new` also drops some, or has a node of another type, it is `old`. But a node
+    without leaves may become any other.
     """
     if jax.tree.structure(old) == jax.tree.structure(new):
         return old
-    given = _paths(old)
-    if not given.keys() <= _paths(new).keys() or _other_node(new, old):
+    given, is_empty = _paths(old), lambda node: not jax.tree.leaves(node)
+    nodes = jax.tree.map(lambda _: 0, old, is_leaf=is_empty)
+    if not given.keys() <= _paths(new).keys() or other_node(new, nodes):
         return old
 
     def of(path: KeyPath, new: ArrayLike) -> ArrayLike:
@@ -118,20 +140,13 @@ def made_wide(init: Callable[[optax.Params], PyTree], params: optax.Params) -> P
 
     A loss scale gives its optimizer float32 gradients, so that a state in the dtypes of
     half-precision parameters would change its dtypes in the first step. A conditional,
-    a scan and a donated buffer need a state that does not. Master weights must see the
-    parameters themselves. What stands beside them gets float32 gradients too.
+    a scan and a donated buffer need a state that does not. Master weights see the
+    parameters themselves.
     """
+    state = init(params)
     if not any(map(is_half, jax.tree.leaves(params))):
-        return init(params)
-    shapes = jax.eval_shape(init, params)
-    if not keeps_master_weights(shapes):
-        return init(widen(params))
-    own = init(params)
-    beside = jax.tree.leaves(shapes, is_leaf=is_master)
-    if not any(is_half(leaf) for leaf in beside if not is_master(leaf)):
-        return own
-    choose = lambda own, wide: own if is_master(own) else wide
-    return jax.tree.map(choose, own, init(widen(params)), is_leaf=is_master)
+        return state
+    return as_wide_as(jax.eval_shape(lambda p: init(widen(p)), params), state)
 
 
 def as_made(
@@ -141,7 +156,7 @@ def as_made(
 
     Master weights take the form that `init` makes.
     """
-    may_differ = lambda node: is_master(node) or _is_half_array(node)
+    may_differ = lambda x: is_master(x) or (hasattr(x, "dtype") and is_half(x))
     nodes = jax.tree.leaves(state, is_leaf=is_master)
     if params is None or not any(map(may_differ, nodes)):
         return state
@@ -149,40 +164,19 @@ def as_made(
         like = jax.eval_shape(init, params)
     except NEEDS_VALUES:
         return state
-    like = extended(like, state)
-    if jax.tree.structure(like) != jax.tree.structure(state):
-        return state
+    masters = jax.tree_util.tree_leaves_with_path(like, is_leaf=is_master)
+    forms = {path_text(path): node.master for path, node in masters if is_master(node)}
 
     def converted(kept: PyTree, like: Any, param: PyTree) -> PyTree:
         same = is_hole(kept) or dtype_of(kept) == like.dtype
         return kept if same else keep(master_of(kept, param), like.dtype)
 
-    def in_form(node: PyTree, like: PyTree) -> PyTree:
-        if not is_master(node):
+    def in_form(path: KeyPath, node: PyTree) -> PyTree:
+        form = forms.get(path_text(path)) if is_master(node) else None
+        if form is None or jax.tree.structure(form) != jax.tree.structure(node.master):
             return node
-        trees = node.master, like.master, params
+        trees = node.master, form, params
         return node._replace(master=jax.tree.map(converted, *trees, is_leaf=is_hole))
 
-    return jax.tree.map(in_form, as_wide_as(like, state), like, is_leaf=is_master)
-
-
-def as_wide_as(like: PyTree, state: T) -> T:
-    """A state whose half-precision leaves have the wider dtypes of another one.
-
-    It may have leaves that the other one lacks. If it lacks some, it does not change,
-    and is refused elsewhere.
-    """
-    like = extended(like, state)
-
-    def cast(leaf: PyTree, like: Any) -> PyTree:
-        if not (_is_half_array(leaf) and jnp.issubdtype(like.dtype, jnp.floating)):
-            return leaf
-        dtype = jnp.promote_types(dtype_of(leaf), like.dtype)
-        return leaf if dtype == dtype_of(leaf) else jnp.asarray(leaf, dtype)
-
-    is_alike = jax.tree.structure(like) == jax.tree.structure(state)
-    return jax.tree.map(cast, state, like) if is_alike else state
-
-
-def _is_half_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and is_half(leaf)
+    state = as_wide_as(like, state)
+    return jax.tree_util.tree_map_with_path(in_form, state, is_leaf=is_master)

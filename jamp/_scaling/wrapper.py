@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .._checks import axis_names, flag
 from .._tree import Flag, PyTree, check_leaves, widen
 from . import arithmetic, rule, skip
 from .foreign_state import Owner, check_state
-from .mesh import is_mapped
 from .rule import LossScaleConfig, ScaleKind
 from .state import (
     DynamicLossScaleState,
@@ -87,8 +87,8 @@ def dynamic_loss_scale(
       growth_interval: finite steps in a row before the scale grows, >= 1.
       enabled: if False, the result is `inner` with a scale of 1: nothing is checked
         and nothing is skipped. A state may go from one kind to the other. The first
-        step is checked, and divides by the scale of the state, since the loss was
-        multiplied by it. After that the scale is 1, or `init_scale`.
+        step divides by the scale of the state, since the loss was multiplied by it.
+        After that the scale is 1, or `init_scale`.
       min_scale: floor of the scale. At 0 the floor is 2**-126.
       max_scale: ceiling of the scale.
       hysteresis: how many overflows since the last growth it takes to back off
@@ -194,9 +194,11 @@ class LossScaled:
         scalars = rule.init(self.config, self.kind)
         return DynamicLossScaleState(**scalars._asdict(), inner_state=inner_state)
 
-    def init_inner(self, params: optax.Params) -> optax.OptState:
-        bare = self.kind is ScaleKind.OFF
-        return self.inner.init(params) if bare else made_wide(self.inner.init, params)
+    @functools.cached_property  # one function, whose shapes JAX caches
+    def init_inner(self) -> Callable[[optax.Params], optax.OptState]:
+        if self.kind is ScaleKind.OFF:
+            return self.inner.init
+        return functools.partial(made_wide, self.inner.init)
 
     def update_fn(
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
@@ -258,14 +260,11 @@ class ScaledGradients:
         self.run = functools.partial(update, skip.harmless(self.finite, grads))
 
     def all_finite(self, grads: PyTree) -> Flag:
-        axes, scale = self.by.axis_name, self.scalars.loss_scale
-        if self.by.kind is not ScaleKind.OFF:
-            finite = arithmetic.all_finite(grads, axes)
-            return jnp.logical_and(finite, rule.usable(scale, self.caller))
-        # Only what the scale of another run may cause, on the axes that there are.
-        axes = tuple(filter(is_mapped, axes or ())) or None
-        finite = arithmetic.all_finite(grads, axes) & rule.usable(scale)
-        return jnp.logical_or(finite, scale == 1)
+        is_scale = rule.usable(self.scalars.loss_scale, self.caller)
+        if self.by.kind is ScaleKind.OFF:
+            return np.True_
+        finite = arithmetic.all_finite(grads, self.by.axis_name)
+        return jnp.logical_and(finite, is_scale)
 
     def update(self, grads: optax.Updates, inner_state: optax.OptState) -> Step:
         """The inner optimizer's step, on gradients that this unscales first."""

@@ -1,4 +1,4 @@
-"""A conditional for donated buffers on a CPU, a selection for all else."""
+"""A conditional on a CPU, a selection elsewhere."""
 
 import re
 
@@ -84,16 +84,12 @@ def figures(fn, donate):
 
 @cover()
 @pytest.mark.parametrize("fn", [update, step])
-def test_without_donation_nothing_is_copied_into_a_conditional(fn, monkeypatch):
+def test_without_donation_each_array_is_copied_into_the_conditional_once(fn):
     _, _, plain = figures(plain_step, donate=False)
     conditionals, copies, reads = figures(fn, donate=False)
-    assert (conditionals, copies) == (0, 0)
-    assert reads < plain + 2.6  # jmp adds 2.5
-    monkeypatch.setattr(skip, "branches", lambda: np.True_)  # the control
-    conditionals, copies, reads = figures(fn, donate=False)
     assert conditionals == 1
-    assert copies >= 2 * LAYERS
-    assert reads > plain + 5
+    assert copies <= 3 * LAYERS  # parameters, and both moments
+    assert reads < plain + (8 if fn is step else 9)  # `update` stores the updates
 
 
 def test_with_donation_a_conditional_works_in_place(monkeypatch):
@@ -130,33 +126,24 @@ def branching(x):
     return jnp.where(branches(), x + 1, x)
 
 
-def test_a_program_branches_if_it_may_overwrite():
-    def seen(fn, **jit):
-        return bool(jax.jit(fn, **jit)(jnp.zeros(2))[0])
-
+def test_the_platform_decides_under_each_transformation():
     fns = {
-        "jit": lambda x: branching(x),
-        "vmap": jax.vmap(branching),
-        "jvp": lambda x: jax.jvp(branching, (x,), (x,))[0],
-        "grad": lambda x: jax.linearize(branching, x)[0],
+        "jit": jax.jit(lambda x: branching(x)),
+        "donated": jax.jit(lambda x: branching(x), donate_argnums=0),
+        "vmap": jax.jit(jax.vmap(branching)),
+        "jvp": jax.jit(lambda x: jax.jvp(branching, (x,), (x,))[0]),
+        "grad": jax.jit(lambda x: jax.linearize(branching, x)[0]),
+        "loop": lambda x: jax.lax.fori_loop(0, 1, lambda _, x: branching(x), x),
+        "outside a trace": branching,
     }
     for name, fn in fns.items():
-        assert not seen(fn), name
-        assert seen(fn, donate_argnums=0), name
-    assert seen(lambda x: jax.lax.fori_loop(0, 1, lambda _, x: branching(x), x))
-    assert seen(lambda x: jax.jit(branching)(x))
-    assert branching(jnp.zeros(2))[0] == 1  # outside a trace
-    # One jitted function, donated or not, from one trace.
-    one = jax.jit(branching)
-    exported = jax.export.export(one)(jnp.zeros(2))
-    assert exported.call(jnp.zeros(2))[0] == 0
-    for donate in ((), 0):  # for several platforms, each has its own constant
-        one = jax.jit(branching, donate_argnums=donate)
-        exported = jax.export.export(one, platforms=("tpu", "cpu"))(jnp.zeros(2))
-        assert exported.call(jnp.zeros(2))[0] == (donate == 0)
+        assert fn(jnp.zeros(2))[0] == 1, name
+    jitted = jax.jit(branching)
+    exported = jax.export.export(jitted, platforms=("tpu", "cpu"))(jnp.zeros(2))
+    assert exported.call(jnp.zeros(2))[0] == 1
 
 
-def test_grad_scaler_follows_donation():
+def test_grad_scaler_branches():
     model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer, jamp.GradScaler()))
@@ -171,4 +158,4 @@ def test_grad_scaler_follows_donation():
     def conditionals(donate):
         return hlo.summarize(compiled(train_step, state, donate=donate)).conditionals
 
-    assert (conditionals(False), conditionals(True)) == (0, 1)
+    assert (conditionals(False), conditionals(True)) == (1, 1)

@@ -204,7 +204,7 @@ def test_retry_says_to_take_the_first_step_before(name, wrap):
 
     retried = WRAPS[wrap](jamp.retry(step))
     state = make_params(), tx.init(make_params())
-    message = "must keep the dtype" if name == "wider" else "take that step on its own"
+    message = "cast it first" if name == "wider" else "take that step on its own"
     with pytest.raises(TypeError, match=rf"jamp\.retry: step .*{message}"):
         retried(state, 1.0)
     first, _ = WRAPS[wrap](step)(state, 1.0)

@@ -45,7 +45,7 @@ def check_update(config, flags):
         states.loss_scale.view(np.uint32), expected.scale.view(np.uint32)
     )
     np.testing.assert_array_equal(states.growth_tracker, expected.tracker)
-    np.testing.assert_array_equal(states.hysteresis_tracker, -2 - expected.forgiven)
+    np.testing.assert_array_equal(states.hysteresis_tracker, expected.forgiven)
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_a_disabled_run_is_resumed_with_a_new_scale(wrap):
         )
     mine = optax.tree.set(state, loss_scale=jnp.float32(4.0))
     _, resumed = on_step(mine, params, X)
-    assert jamp.loss_scale(resumed) == 4.0 and resumed.hysteresis_tracker == -2
+    assert jamp.loss_scale(resumed) == 4.0 and resumed.hysteresis_tracker == 0
     static = jamp.static_loss_scale(optax.sgd(0.5, momentum=0.5), 32.0)
     assert jamp.loss_scale(take_step(static, state, params, X)[1]) == 32.0
 
@@ -422,6 +422,52 @@ def test_a_jitted_step_traces_once_and_transfers_nothing(
     assert jax.tree.structure(state) == structure
     assert jax.tree.map(lambda a: a.dtype, state) == dtypes
     assert state.skipped_steps == 10
+
+
+def frozen(inner):
+    parts = {"train": inner, "freeze": optax.set_to_zero()}
+    return optax.multi_transform(parts, {"w": "train", "b": "freeze"})
+
+
+CLIP = optax.clip_by_global_norm(1.0)
+NESTED = {
+    "alone": jamp.dynamic_loss_scale,
+    "behind": lambda tx: optax.chain(jamp.dynamic_loss_scale(tx), optax.scale(0.5)),
+    "masters": lambda tx: jamp.dynamic_loss_scale(
+        optax.chain(CLIP, jamp.master_weights(frozen(tx)))
+    ),
+    "inside": lambda tx: jamp.master_weights(jamp.dynamic_loss_scale(tx)),
+}
+
+
+@cover(quick=3)
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", NESTED)
+def test_a_nest_runs_its_optimizer_once_in_a_step(name, wrap, standard_promotion):
+    """And asks for the types of its state once, however many steps there are."""
+    calls = {"init": 0, "update": 0}
+    adam = optax.adam(1e-3)
+
+    def counted(name, function):
+        def counting(*args):
+            calls[name] += 1
+            return function(*args)
+
+        return counting
+
+    inner = [counted(*of) for of in zip(calls, adam, strict=True)]
+    tx = NESTED[name](optax.GradientTransformation(*inner))
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), make_params())
+    state = tx.init(params)
+    for factor in (1.0, np.inf):
+        step = wrap(functools.partial(jamp.step, tx))
+        for steps in range(2):
+            before = dict(calls)
+            grads = jax.tree.map(lambda p, f=factor: jnp.full_like(p, f), params)
+            step(grads, state, params)
+            is_traced = wrap is jax.jit and steps
+            assert calls["update"] == before["update"] + (not is_traced)
+    assert calls["init"] == before["init"]
 
 
 def test_the_step_runs_inside_scan_vmap_and_remat():

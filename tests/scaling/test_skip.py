@@ -178,12 +178,9 @@ def test_selecting_takes_leaves_that_are_no_plain_arrays(monkeypatch):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda s: s.astype(jnp.float16), r"keep the dtype .*\[0\] became float16"),
-        (
-            lambda s: jnp.stack([s, s]),
-            r"keep the shape .*\[0\] became \(2,\) from \(\)",
-        ),
-        (lambda s: (s, s), "structure that it was given"),
+        (lambda s: s.astype(jnp.float16), r"float16\[\]"),
+        (lambda s: jnp.stack([s, s]), r"float32\[2\]"),
+        (lambda s: (s, s), "no array"),
     ],
 )
 def test_a_state_that_changes_its_type_is_refused(change, message, monkeypatch):
@@ -194,6 +191,7 @@ def test_a_state_that_changes_its_type_is_refused(change, message, monkeypatch):
     )
     tx = jamp.dynamic_loss_scale(changing)
     params = start()
+    message = rf"at \[0\] it returned {message}, and was given float32\[\]\.\n"
     with pytest.raises(TypeError, match=message):
         jax.jit(tx.update)(gradients(False), tx.init(params), params)
 
@@ -237,8 +235,9 @@ def test_grad_scaler_by_both_ways(monkeypatch):
     assert runs[0] == runs[1]
 
 
-def test_the_zeros_of_a_skipped_step_are_negative():
+def test_the_zeros_of_a_skipped_step_are_negative(monkeypatch):
     """XLA shares positive ones with those of a scatter, and writes them for both."""
+    monkeypatch.setattr(skip, "branches", lambda: np.False_)
     grads = {"w": jnp.full(3, jnp.inf), "n": jnp.arange(3)}
     given = jax.jit(skip.harmless)(False, grads)
     assert bool((given["w"] == 0).all() & jnp.signbit(given["w"]).all())

@@ -74,7 +74,7 @@ class Calls:
     def check(self) -> None:
         """The numbers, and every weight's bits."""
         scaler = self.scaler
-        trackers = scaler.growth_tracker[...], -2 - scaler.hysteresis_tracker[...]
+        trackers = scaler.growth_tracker[...], scaler.hysteresis_tracker[...]
         got = Scaling(scaler.loss_scale[...], *trackers, scaler.found_inf[...])
         got = [np.asarray(leaf) for leaf in got[:4]]
         want = [

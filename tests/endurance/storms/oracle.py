@@ -82,7 +82,7 @@ def scaling_of(state: jamp.DynamicLossScaleState) -> Scaling:
     return Scaling(
         state.loss_scale,
         state.growth_tracker,
-        -2 - state.hysteresis_tracker,
+        state.hysteresis_tracker,
         state.found_inf,
         state.skipped_steps,
         state.recent_skips,

@@ -675,9 +675,9 @@ jamp.retry
   jamp.retry(lambda state, x: (state[1], None))((params, opt_state), x)
     TypeError: structure
   jamp.retry(lambda state, x: ((half, state[1]), None))((params, opt_state), x)
-    TypeError: dtype
+    TypeError: it returned float16[3]
   jamp.retry(lambda state, x: ((grads | {"b": x}, state[1]), 0))((params, opt_state), x)
-    TypeError: shape
+    TypeError: it returned float32[4, 2]
   jamp.retry(retry_step)((params, optax.MultiSteps(tx, 4).init(params)), x)
     ValueError: optax.MultiSteps around a loss scale
   jamp.retry(donating)(copied((params, opt_state)), x)

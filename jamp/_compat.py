@@ -23,6 +23,7 @@ from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.lax import linalg
 from jax._src.state import discharge
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters.ad import Zero
 from jax.typing import ArrayLike
 
 Trace = core.Trace
@@ -111,9 +112,9 @@ class Linearized:
         )
 
     def __call__(self, trace: Any, args: Sequence[ArrayLike]) -> Any:
-        args = [dtypes.canonicalize_value(x) for x in args]
         given, tangents = zip(*map(trace.to_primal_tangent_pair, args), strict=True)
-        tangents = [None if type(t) is ad.Zero else t for t in tangents]
+        given = [dtypes.canonicalize_value(x) for x in given]
+        tangents = [None if type(t) is Zero else t for t in tangents]
         key = moves, is_vjp = tuple(t is not None for t in tangents), trace.is_vjp
         below, beside = trace.parent_trace, trace.tangent_trace
         here = source_info_util.current()

@@ -117,8 +117,9 @@ def compile_rules(rules: Rules | None) -> tuple[UserRule, ...]:
 def comes_before(rule: UserRule, other: UserRule) -> bool:
     """Whether a rule is for a class derived from that of another: it decides first."""
     derived, base = (getattr(r.test, "cls", None) for r in (rule, other))
-    is_of_classes = derived is not None and base is not None
-    return is_of_classes and derived is not base and issubclass(derived, base)
+    if not isinstance(derived, type) or not isinstance(base, type):
+        return False
+    return derived is not base and issubclass(derived, base)
 
 
 def check_all_used(rules: tuple[UserRule, ...], used: set[int]) -> None:

@@ -133,7 +133,8 @@ class Float8(Recipe):
         copy = functools.partial(copied, trace, dtype=E4M3)
         lower = lambda x: Scaled(trace.cast(x, half))
         has_gradient = not _compat.is_eager(trace.parent)
-        inputs = product.inputs(*op.args, copy, lower if has_gradient else None)
+        left, right = op.args
+        inputs = product.inputs(left, right, copy, lower if has_gradient else None)
         return run(trace, op, product, inputs)
 
 

@@ -50,7 +50,8 @@ class Row(NamedTuple):
         }
 
     def is_ready(self) -> bool:
-        return all(array.is_ready() for array in self.arrays)
+        arrays: list[Any] = self.arrays
+        return all(array.is_ready() for array in arrays)
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, np.ndarray]:

@@ -90,7 +90,8 @@ def in_float8(product: Float8Product) -> Run:
         quantize = functools.partial(quantized, dtype=E4M3)
         lower = lambda x: Scaled(x.astype(BFLOAT16))
         inputs = product.inputs(left, right, quantize, lower)
-        return with_gradients(product, left, right, inputs)
+        out: Any = with_gradients(product, left, right, inputs)
+        return out
 
     return run
 

@@ -113,7 +113,8 @@ class Linearized:
 
     def __call__(self, trace: Any, args: Sequence[ArrayLike]) -> Any:
         given, tangents = zip(*map(trace.to_primal_tangent_pair, args), strict=True)
-        given = [dtypes.canonicalize_value(x) for x in given]
+        canonical = dtypes.canonicalize_value  # takes no tracer before JAX 0.10.2
+        given = [x if isinstance(x, core.Tracer) else canonical(x) for x in given]
         tangents = [None if type(t) is Zero else t for t in tangents]
         key = moves, is_vjp = tuple(t is not None for t in tangents), trace.is_vjp
         below, beside = trace.parent_trace, trace.tangent_trace

@@ -214,7 +214,7 @@ FAULTS = {
     ("strides=2, padding=1", "strides=2"): "loss",
     ("x.transpose(0, 3, 1, 2).reshape", "x.reshape"): "loss",
     ("adamw(1e-3, 0.0", "adamw(4e-3, 0.0"): "loss",
-    ("adamw(4e-3, 0.05", "adamw(4e-3, 0.0"): "final",
+    ("adamw(4e-3, 0.05", "adamw(4e-3, 0.5"): "loss",
     ("trainer.n_averaged[...] == 0", "False"): "final",
     ("jnp.clip(g, -0.1, 0.1)", "g"): "loss",
     ("b1=one_cycle(0.95, 0.85, 0.95, steps)", "b1=0.9"): "loss",

@@ -8,7 +8,6 @@ import numpy as np
 from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
-from .call_stack import resolve
 from .casting import dtypes_of
 from .decision import (
     CASTABLE,
@@ -21,12 +20,9 @@ from .decision import (
     Values,
 )
 from .numbers import fits, is_inexact
-from .products import is_dot
-from .rules import loaded
+from .products import in_attention, is_dot
 from .trace import AutocastTrace
 from .traits import PRODUCTS
-
-ATTENTION = "jax.nn.dot_product_attention"
 
 
 def prepared(trace: AutocastTrace, op: Op, decision: Decision) -> tuple[Values, Params]:
@@ -134,13 +130,4 @@ def is_attention(op: Op) -> bool:
     last = [(len(shape) - 1,) for shape in shapes]
     if [*map(tuple, contracting)] != last:  # as in the product with the values
         return False
-    return in_attention(loaded())
-
-
-def in_attention(modules: frozenset[str]) -> bool:
-    """Whether the current op is part of JAX's attention.
-
-    Args:
-      modules: those of the table's libraries that are imported.
-    """
-    return resolve(ATTENTION, modules) in _compat.source_codes()
+    return in_attention()

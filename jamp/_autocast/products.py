@@ -37,7 +37,7 @@ from .decision import (
 from .ops import FLOAT32, LOWER, PROMOTE
 
 OUTER = Decision(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
-ATTENTION = frozenset([code_of(jax.nn.dot_product_attention)])
+ATTENTION = code_of(jax.nn.dot_product_attention)
 HIGHEST = Decision(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
 
 
@@ -95,8 +95,12 @@ def is_outer(op: Op) -> bool:
         return False
     if (True, "transpose") in _compat.scopes():  # the gradient of a batch of one
         return False
-    codes = _compat.source_codes()
-    return not is_in_layer(codes) and ATTENTION.isdisjoint(codes)
+    return not is_in_layer(_compat.source_codes()) and not in_attention()
+
+
+def in_attention() -> bool:
+    """Whether the current op is part of JAX's attention."""
+    return ATTENTION in _compat.source_codes()
 
 
 def is_highest(precision: object) -> bool:

@@ -131,10 +131,6 @@ class Decider:
         for _, function in self.called:
             function.look()
 
-    @property
-    def modules(self) -> frozenset[str]:
-        return loaded()
-
     def __call__(self, asked: Asked, within: Decision | None) -> Decision | None:
         """The decision about an op, or None if no table knows it.
 

@@ -11,9 +11,9 @@ from .._jaxprs import param
 from .call_stack import code_of
 from .casting import dtypes_of
 from .decision import CASTABLE, FLOAT32_DTYPE, Decision, Kind, Op, Value
-from .input_casts import in_attention
 from .notes import Note
 from .numbers import asks_for_dtype, holds, is_float, is_weak_array
+from .products import in_attention
 from .rules import BY_PRIMITIVE
 from .trace import AutocastTrace
 
@@ -49,7 +49,7 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
     explicit = is_explicit()
     narrows = given == FLOAT32_DTYPE and dtype == trace.settings.dtype
     if explicit and narrows and not trace.settings.is_policy:
-        if in_attention(trace.decide.modules):
+        if in_attention():
             return x  # its log-sum-exp merges blocks; its product casts the rest
     if not op.is_baked:
         # Under a policy, a norm's own cast of its result to half precision is kept.

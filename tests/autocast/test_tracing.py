@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import jamp
 from jamp import _compat
@@ -24,6 +25,7 @@ def three_layers(w, b, x):
 TRANSFORMS = {
     "grad": jax.grad,
     "value_and_grad": jax.value_and_grad,
+    "in a scope": lambda f: jax.named_scope("outer")(jax.grad(f)),
     "jacfwd": jax.jacfwd,
     "mapped": lambda f: jax.grad(
         lambda w, b, x: jax.vmap(f, (None, None, 0))(w, b, x[None])[0]
@@ -58,6 +60,24 @@ def test_derivatives_that_are_kept_leave_no_trace(name, jits, monkeypatch):
     plain = jax.jit(transform(lambda *args: three_layers(*args))).trace(*args).jaxpr
     assert not any(used)
     assert equations(kept) == equations(plain)
+
+
+def test_what_is_kept_is_of_its_context():
+    """Here the second of two equal ops has a note for the compiler."""
+
+    def loss(x):
+        x = jnp.tanh(x @ x)
+        with set_xla_metadata(part="head"):
+            x = jnp.tanh(x @ x)
+        return jnp.tanh(x @ x).sum()
+
+    def noted():
+        region = jamp.autocast(jnp.float16)(lambda x: loss(x))
+        return jax.jit(jax.grad(region)).lower(jnp.eye(4)).as_text().count("head")
+
+    with retracing.without_caches():
+        expected = noted()
+    assert noted() == expected > 0
 
 
 def equations(jaxpr):

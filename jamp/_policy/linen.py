@@ -9,6 +9,7 @@ parameters. `linen_call.py` describes what happens in a call.
 
 import functools
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 from flax import linen as nn
@@ -116,7 +117,15 @@ def policied_linen(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
 
 
 @functools.wraps(nn.dot_product_attention, assigned=())
-def dot_product_attention(*args, **kwargs) -> jax.Array:
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> jax.Array:
     """`flax.linen.dot_product_attention`, by the kernel that suits the device.
 
     It is what `nn.MultiHeadDotProductAttention` takes as `attention_fn=`, and is
@@ -134,7 +143,9 @@ def dot_product_attention(*args, **kwargs) -> jax.Array:
       value: of the shape of `key`.
       bias: added to the scores; broadcast to [batch..., heads, length, other length].
       mask: bool, broadcast to the same shape.
-      dtype: to cast the inputs to, by default their widest one.
+      *args: further arguments of Flax's function, in its order.
+      **kwargs: the same by name, among them `dtype` to cast the inputs to, by default
+        their widest one.
 
     Returns:
       An array of the query's shape, [batch..., length, heads, size].
@@ -156,4 +167,5 @@ def dot_product_attention(*args, **kwargs) -> jax.Array:
 
     PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
     """
+    args = (query, key, value, bias, mask, *args)
     return in_flax(nn.dot_product_attention, args, kwargs)

@@ -7,7 +7,7 @@ Attributes, paths and metadata do not change, and `isinstance` and NNX's filters
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -209,7 +209,15 @@ def cast_on_use(base: type[nnx.Variable]) -> type[nnx.Variable]:
 
 
 @functools.wraps(nnx.dot_product_attention, assigned=())
-def dot_product_attention(*args, **kwargs) -> jax.Array:
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> jax.Array:
     """`flax.nnx.dot_product_attention`, by the kernel that suits the device.
 
     It is what `nnx.MultiHeadAttention` takes as `attention_fn=`, and is
@@ -225,8 +233,9 @@ def dot_product_attention(*args, **kwargs) -> jax.Array:
       value: of the shape of `key`.
       bias: added to the scores; broadcast to [batch..., heads, length, other length].
       mask: bool, broadcast to the same shape.
-      dtype: to cast the inputs to, by default their widest one.
-      is_causal: whether no place attends to later ones.
+      *args: further arguments of Flax's function, in its order.
+      **kwargs: the same by name, among them `dtype` to cast the inputs to, by default
+        their widest one, and `is_causal`, whether no place attends to later ones.
 
     Returns:
       An array of the query's shape, [batch..., length, heads, size].
@@ -247,4 +256,5 @@ def dot_product_attention(*args, **kwargs) -> jax.Array:
 
     PyTorch: `torch.nn.functional.scaled_dot_product_attention`.
     """
+    args = (query, key, value, bias, mask, *args)
     return in_flax(nnx.dot_product_attention, args, kwargs)

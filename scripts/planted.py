@@ -103,8 +103,8 @@ retry-at-floor _scaling/retry.py scaling/test_retry.py
 + flags.append(new.found_inf)
 
 retry-attempts _scaling/retry.py scaling/test_retry.py
-- again = is_worth_another(held, scales) & (count + 1 < at_most)
-+ again = is_worth_another(held, scales) & (count < at_most)
+- again = is_worth_another(held, new) & (count + 1 < at_most)
++ again = is_worth_another(held, new) & (count < at_most)
 
 trial-of-steps _scaling/trials.py scaling/test_proof.py
 - new.found_inf | (skipped > 0) | (new.loss_scale < tried.loss_scale),

@@ -70,7 +70,7 @@ class Trials:
 
         def step_at(
             tried: list[LossScaleState], state: PyTree, arrays: list[jax.Array]
-        ) -> tuple[PyTree, PyTree, list[LossScaleState]]:
+        ) -> tuple[PyTree, PyTree]:
             return attempt(call, with_scales(state, tried), rebuilt(arrays))
 
         with PROVES(in_float32):
@@ -80,8 +80,8 @@ class Trials:
 
         def run(exponents: Exponents, state: PyTree, arrays: list[jax.Array]) -> Run:
             tried = [_at(*of) for of in zip(scales_of(state), exponents, strict=True)]
-            new, aux, scales = self.once(tried, state, arrays)
-            rows = zip(*map(_outcome, tried, scales), strict=True)
+            new, aux = self.once(tried, state, arrays)
+            rows = zip(*map(_outcome, tried, scales_of(new)), strict=True)
             outcome = Outcome(*map(list, rows))
             return Run(new, aux, outcome) if in_float32 else Run(None, None, outcome)
 

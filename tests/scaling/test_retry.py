@@ -646,7 +646,8 @@ def test_a_scale_that_is_not_asked_stays():
         return states | {"used": new, "off": disabled}, aux
 
     stale = idle.start()
-    stale["opt_state"] = stale["opt_state"]._replace(found_inf=jnp.bool_(True))
+    skipped = {"found_inf": jnp.bool_(True), "recent_skips": jnp.uint32(5)}
+    stale["opt_state"] = stale["opt_state"]._replace(**skipped)
     params = make_params()
     states = {"idle": stale, "used": used.start(), "off": off.init(params)}
     states["params"] = params
@@ -654,6 +655,21 @@ def test_a_scale_that_is_not_asked_stays():
     assert jamp.loss_scale(found["idle"]) == 3.0
     assert found["off"].loss_scale == 1.0
     assert 2.0**10 < jamp.loss_scale(found["used"]) < START
+
+
+def test_a_loop_of_more_steps_than_the_state_records_is_asked():
+    def steps(state, x):
+        return lax.scan(lambda s, _: once(s, x), state, length=40)
+
+    def once(state, x):
+        params, opt_state = state
+        loss_fn = lambda params: jnp.sum((params * x).astype(jnp.float16))
+        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)
+        return jamp.step(TX, grads, opt_state, params), loss
+
+    state = jnp.ones(2), TX.init(jnp.ones(2))
+    found = jamp.find_loss_scale(steps, state, jnp.full(2, 1e-3))
+    assert jamp.loss_scale(found) == 2.0**15
 
 
 def test_a_step_that_is_never_finite_has_no_scale():

@@ -77,7 +77,7 @@ targets: .venv-targets/.targets
 	JAX_PLATFORMS=cpu $(subst $(VENV),.venv-targets,$(CACHED)) -m pytest \
 	  $(if $(filter night,$(DRY)),,-m "not nightly") tests/test_compiled_targets.py
 else
-targets: .venv-targets/.targets ## compile steps for GPUs and TPUs, for docs/targets.md; DRY=1 or DRY=night: small ones
+targets: .venv-targets/.targets ## compile steps for GPUs and TPUs, for results/targets.md; DRY=1 or DRY=night: small ones
 	for target in t4 l4 a100 h100 b200 v5e v6e tpu7x; do \
 	  $(COMPILE) --for $$target --json $(FIGURES)-$$target.json || exit 1; done
 	for chips in 8 256 4096; do \

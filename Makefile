@@ -77,7 +77,7 @@ targets: .venv-targets/.targets
 	JAX_PLATFORMS=cpu $(subst $(VENV),.venv-targets,$(CACHED)) -m pytest \
 	  $(if $(filter night,$(DRY)),,-m "not nightly") tests/test_compiled_targets.py
 else
-targets: .venv-targets/.targets ## compile steps for GPUs and TPUs, for docs/targets.md; DRY=1 or DRY=night: small ones
+targets: .venv-targets/.targets ## compile steps for GPUs and TPUs, for results/targets.md; DRY=1 or DRY=night: small ones
 	for target in t4 l4 a100 h100 b200 v5e v6e tpu7x; do \
 	  $(COMPILE) --for $$target --json $(FIGURES)-$$target.json || exit 1; done
 	for chips in 8 256 4096; do \
@@ -106,7 +106,7 @@ endurance: $(VENV)/.test ## long storms, and a training that is killed again and
 	$(CACHED) -m tests.endurance.storms --cases 2000
 	$(CACHED) -m tests.endurance.kill_and_resume --kills 10
 
-planted: $(VENV)/.test ## plant forty errors in copies of jamp, and count what the quick tests catch
+planted: $(VENV)/.test ## plant some forty errors in copies of jamp, and count what the quick tests catch
 	$(CACHED) scripts/planted.py $(ROWS)
 
 # Folders of SOURCES are checkouts of the installed releases of jax, flax, equinox, optax.

@@ -5,7 +5,7 @@
 writes the tables of the pages in `PAGES`, each between a comment that names it, such as
 `<!-- benchmarks.tables nvidia-h200 gpt2 -->`, and `<!-- end -->`. The names are a
 folder of `benchmarks/results` and one of `TABLES`. `benchmarks.gpu` writes all tables
-of its folder to `tables.md`. `docs/targets.md` has `benchmarks.targets_page`.
+of its folder to `tables.md`. `results/targets.md` has `benchmarks.targets_page`.
 
 A ratio is called level where the rounds do not tell the row from the baseline
 (`benchmarks._harness`). Without ±, the rounds were not kept.
@@ -30,8 +30,9 @@ PAGES = (
     "README.md",
     "benchmarks/README.md",
     "docs/examples.md",
+    "docs/float8.md",
     "docs/performance.md",
-    "docs/scaled-float16.md",
+    "docs/policy.md",
     "docs/scaling.md",
 )
 MARK = re.compile(

@@ -1,4 +1,4 @@
-"""The tables and the picture of `docs/targets.md`, from the committed figures.
+"""The tables of `results/targets.md`, and a picture, from the committed figures.
 
     python -m benchmarks.targets_page
 
@@ -15,7 +15,7 @@ from benchmarks.targets import TARGETS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "targets.md"
+PAGE = RESULTS / "targets.md"
 PICTURE = ROOT / "docs" / "images" / "targets.png"
 NAMES = {"t4": "T4", "l4": "L4", "v5e": "TPU v5e", "v6e": "TPU v6e", "tpu7x": "TPU7x"}
 TITLES = {

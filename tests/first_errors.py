@@ -46,8 +46,8 @@ assert 0 < jnp.max(jnp.abs(new["w"] - params["w"])) < 1e-4
         "`eqx.filter_value_and_grad`, `nnx.value_and_grad` and Linen's "
         "`nn.value_and_grad` do not: with these, let the loss function return "
         "`jamp.scale_loss(loss, opt_state)`. To test a step, give it to "
-        "[`jamp.find_loss_scale`](retry.md#where-to-start), which raises an error for "
-        "this mistake.",
+        "[`jamp.find_loss_scale`](recipes.md#where-to-start), which raises an error "
+        "for this mistake.",
         """\
 loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, x)
 params, opt_state = jamp.step(tx, grads, opt_state, params)

@@ -11,7 +11,7 @@ import jamp
 from .marks import cover
 
 ROOT = Path(__file__).parent.parent
-QUICK = ("index.md", "checkpoints.md")
+QUICK = ("how-it-works.md",)
 NIGHTLY = ("debugging.md",)  # takes as long as the other pages together
 PAGES = sorted(
     [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))],

@@ -39,7 +39,7 @@ class ScaledFloat16(Recipe):
 
     The cotangent of each product is scaled by a power of two that its own largest
     number requires. Products return float32, and what is computed between them is
-    float32, which costs memory: see `docs/scaled-float16.md`.
+    float32, which costs memory: see `docs/float8.md`.
 
     Examples:
       >>> import jamp, jax, jax.numpy as jnp

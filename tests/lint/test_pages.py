@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, and the pairs of the migration guide fit."""
+"""The pages: links and commands lead somewhere, and the migration guide's pairs fit."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 LINKED = [
     *ROOT.glob("*.md"),
     *sorted((ROOT / "docs").glob("**/*.md")),
-    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "benchmarks").glob("**/*.md")),
 ]
 
 
@@ -29,6 +29,40 @@ def anchors(page):
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     words = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
     return {re.sub(r"[\s-]+", "-", word.strip()) for word in words}
+
+
+UNITS = "ms|s|seconds|minutes|microseconds|kB|MB|GB|kernels|nats"
+FIGURE = re.compile(
+    rf"(?<!\w)[\d.,]+ (?:{UNITS})\b|\d\.\d+ times\b|\d ± \d"
+    r"|\d times as (?:long|fast|much)"
+)
+BLOCK = re.compile(
+    r"^```.*?^```|<!-- benchmarks\.tables.*?<!-- end -->", re.DOTALL | re.MULTILINE
+)
+
+
+@walk("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_measured_figures_are_in_blocks_that_a_command_writes(page):
+    text = " ".join(BLOCK.sub("", page.read_text()).split())
+    assert not [text[max(0, m.start() - 60) : m.end()] for m in FIGURE.finditer(text)]
+
+
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+OURS = "benchmarks", "foreign", "jamp", "parity", "tests"
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@walk("page", [p for p in LINKED if p.stem != "CHANGELOG"], ids=lambda page: page.name)
+def test_commands_are_there(page):
+    for code in CODE.findall(page.read_text()):
+        for module in re.findall(r"python -m ([\w.]+)", code):
+            path = ROOT / module.replace(".", "/")
+            if module.partition(".")[0] in OURS:
+                assert path.is_dir() or path.with_suffix(".py").exists(), code
+        for path in re.findall(r"(?:python|pytest) ([\w/]+/[\w./]*\w)", code):
+            assert (ROOT / path).exists(), code
+        for target in re.findall(r"(?m)^`?make ([a-z-]+)", code):
+            assert target in TARGETS, code
 
 
 def test_every_block_has_a_title_that_is_run():

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").glob("**/*.md"),
-    ROOT / "benchmarks" / "README.md",
+    *(ROOT / "benchmarks").glob("**/*.md"),
     ROOT / "parity" / "report.md",
 ]
 MODULES = [

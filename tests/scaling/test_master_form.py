@@ -138,7 +138,7 @@ def test_what_cannot_belong_together_is_refused(dtype, kept, message):
 
 
 def test_what_float16_lacks_of_a_float32_takes_more_than_sixteen_bits():
-    """Why there is no remainder for it; docs/policy.md has the numbers."""
+    """Why there is no remainder for it."""
     below = np.float32(2.0**-25).view(np.uint32)
     assert int(below) > 2**29  # positive numbers that round to 0
     for exponent, lacks in ((15, 13), (-14, 13), (-15, 14), (-17, 16), (-18, 17)):

@@ -1,4 +1,4 @@
-"""optax beside torch: the last table of docs/someone-elses-trainer.md."""
+"""optax beside torch: a table of docs/coming-from-torch.md."""
 
 import jax
 import jax.numpy as jnp

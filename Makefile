@@ -106,7 +106,7 @@ endurance: $(VENV)/.test ## long storms, and a training that is killed again and
 	$(CACHED) -m tests.endurance.storms --cases 2000
 	$(CACHED) -m tests.endurance.kill_and_resume --kills 10
 
-planted: $(VENV)/.test ## plant forty errors in copies of jamp, and count what the quick tests catch
+planted: $(VENV)/.test ## plant some forty errors in copies of jamp, and count what the quick tests catch
 	$(CACHED) scripts/planted.py $(ROWS)
 
 # Folders of SOURCES are checkouts of the installed releases of jax, flax, equinox, optax.

@@ -242,15 +242,13 @@ def follow(
     results: Callable[[JaxprEqn, list[V]], Sequence[V]],
     joined: Callable[[Sequence[V]], V],
     other: V,
-    literal: Callable[[Any], V] | None = None,
 ) -> list[V]:
     """What is known of the outputs of a program, through calls and branches.
 
     Args:
       results: of an equation that is neither, from what is known of its inputs.
       joined: of a value that is one of several.
-      other: of constants.
-      literal: of a number in the program; without it, `other`.
+      other: of constants, and of numbers in the program.
     """
 
     def through(eqn: JaxprEqn, given: list[V]) -> Sequence[V]:
@@ -262,7 +260,7 @@ def follow(
         return results(eqn, given)
 
     def below(jaxpr: ClosedJaxpr, inputs: Iterable[V]) -> list[V]:
-        return read(jaxpr, inputs, through, lambda value: other, literal)
+        return read(jaxpr, inputs, through, lambda value: other)
 
     return below(jaxpr, inputs)
 

@@ -89,8 +89,8 @@ FAULTS = (
     Fault(
         "a key of the state dict has another name",
         "_scaling/grad_scaler.py",
-        '"_growth_tracker": outside(',
-        '"growth_tracker": outside(',
+        '"_growth_tracker": state',
+        '"growth_tracker": state',
         "behaviors",
         "save",
     ),

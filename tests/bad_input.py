@@ -711,6 +711,8 @@ jamp.find_loss_scale
     ValueError: divided by the scale once too often
   jamp.find_loss_scale(nnx_step, model, optimizer, x)
     ValueError: loss scale
+  jax.jit(lambda x: jamp.find_loss_scale(retry_step, (params, opt_state), x))(x)
+    TypeError: outside of jit
 
 jamp.loss_scale
   jamp.loss_scale(tx)

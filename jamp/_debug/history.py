@@ -12,7 +12,7 @@ import functools
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,27 +44,20 @@ class Row(NamedTuple):
     host: Mapping[str, OnHost]  # values that are not device arrays
     steps: int = 1
 
-    def dtypes(self) -> dict[tuple[str, ...], np.dtype]:
-        return {
-            names: a.dtype for names, a in zip(self.names, self.arrays, strict=True)
-        }
-
     def is_ready(self) -> bool:
         arrays: list[Any] = self.arrays
         return all(array.is_ready() for array in arrays)
 
 
-def columns_of(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+def columns_of(rows: Sequence[Row], names: Iterable[str]) -> dict[str, np.ndarray]:
     """The values of several rows by name, [steps], in their dtypes. Waits for them."""
-    columns = {
-        name: np.concatenate([np.atleast_1d(row.host[name]) for row in rows])
-        for name in rows[0].host
-    }
+    each = [dict(row.host) for row in rows]
     fetched = jax.device_get([row.arrays for row in rows])
-    for names, *arrays in zip(rows[0].names, *fetched, strict=True):
-        values = [array.reshape(len(names), -1) for array in arrays]
-        columns |= zip(names, np.concatenate(values, axis=1), strict=True)
-    return columns
+    for values, row, arrays in zip(each, rows, fetched, strict=True):
+        for group, array in zip(row.names, arrays, strict=True):
+            values |= zip(group, array.reshape(len(group), -1), strict=True)
+    column = lambda name: np.concatenate([np.atleast_1d(v[name]) for v in each])
+    return {name: column(name) for name in names}
 
 
 class History:
@@ -148,8 +141,6 @@ class History:
         names = self._check_names("append", metrics)
         row = on_devices("append", metrics, names, None)
         self._names = names
-        if self._rows and self._rows[0].dtypes() != row.dtypes():
-            self._close()
         self._rows.append(row)
         if len(self._rows) >= self._every:
             self._close()
@@ -272,8 +263,7 @@ class History:
 
     def _take(self) -> None:
         rows = self._pending[0]
-        columns = columns_of(rows)
-        chunk = {name: columns[name] for name in self._names}
+        chunk = columns_of(rows, self._names)
         self._chunks.append(chunk)
         del self._pending[0]
         if self._on_row is not None:

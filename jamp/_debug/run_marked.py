@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
-from jax.typing import ArrayLike
 
 from .. import _compat, _jaxprs
 from .._autocast.traits import ELEMENTWISE, KERNELS
@@ -369,19 +368,14 @@ def noted_in(program: Program, marks: Marks) -> jax.Array:
         kept = marks.inner[node.inner.place]
         if isinstance(kept, Loop):
             levels.append(jnp.max(kept.level % CARRIED))
-        elif isinstance(kept, Marks):
-            levels.append(noted_in(node.inner.programs[0], kept))
-        else:
-            for place, (body, part) in enumerate(
-                zip(node.inner.programs, kept.marks, strict=True)
-            ):
-                is_chosen = jnp.any(kept.chosen == place)
-                levels.append(only_if(is_chosen, noted_in(body, part)))
+        else:  # the marks of a branch that did not run are zeros
+            parts = kept.marks if isinstance(kept, Branches) else (kept,)
+            levels += map(noted_in, node.inner.programs, parts)
     return functools.reduce(jnp.maximum, levels)
 
 
-def only_if(flag: jax.Array, level: ArrayLike) -> jax.Array:
-    return jnp.where(flag, jnp.asarray(level, jnp.int32), jnp.int32(0))
+def only_if(flag: jax.Array, level: int) -> jax.Array:
+    return jnp.where(flag, jnp.int32(level), jnp.int32(0))
 
 
 def run_cond(eqn: JaxprEqn, values: list[RunValue], around: Around) -> Looped:

@@ -6,7 +6,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._tree import Flag, PyTree, T, dtype_of, is_inexact, widened
-from .mesh import everywhere, may_be_split, on_all
+from .mesh import may_be_split, on_all
 from .rule import SMALLEST_SCALE
 
 
@@ -45,17 +45,14 @@ def all_finite(tree: PyTree, axis_name: str | Sequence[str] | None = None) -> Fl
     replicas must be finite.
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
-    return on_all(everywhere(_all_finite, leaves), axis_name)
-
-
-def _all_finite(leaves: Sequence[ArrayLike]) -> Flag:
     # Layers repeat: arrays of one shape take one reduction instead of one each.
-    alike: dict[int | tuple[int, ...], list[jax.Array]] = {}
+    alike: dict[Any, list[jax.Array]] = {}
     for index, leaf in enumerate(leaves):
-        key = index if may_be_split(leaf) else jnp.shape(leaf)
+        split = jax.typeof(leaf).sharding.spec
+        key = index if may_be_split(leaf) else (jnp.shape(leaf), split)
         alike.setdefault(key, []).append(jnp.isfinite(leaf))
     checks = (jnp.all(functools.reduce(jnp.logical_and, c)) for c in alike.values())
-    return functools.reduce(jnp.logical_and, checks, np.True_)
+    return on_all(functools.reduce(jnp.logical_and, checks, np.True_), axis_name)
 
 
 class InverseScale(NamedTuple):

@@ -211,10 +211,8 @@ def with_scales(state: T, scales: Sequence[LossScaleState]) -> T:
     return jax.tree.map(replaced, state, is_leaf=is_scale)
 
 
-def attempt(
-    call: Call, state: T, inputs: PyTree
-) -> tuple[T, PyTree, list[LossScaleState]]:
+def attempt(call: Call, state: T, inputs: PyTree) -> tuple[T, PyTree]:
     # New containers: changes that a step makes in place do not reach the next one.
     new, aux = call.run(*cloned((state, inputs)))
     check_same(new, state, f"{call.caller}: step")
-    return new, aux, scales_of(new)
+    return new, aux

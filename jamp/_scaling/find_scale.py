@@ -1,6 +1,5 @@
 """`find_loss_scale`: finds a first scale without losing batches. It proves the step."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import shown
-from .arithmetic import power_of_two
 from .calls import with_scales
 from .proof import Proof, proof_of
 from .rule import LossScaleState
@@ -19,11 +17,6 @@ from .trials import LOWEST, Exponents, Trials
 NEVER_FINITE = """{caller}: the step overflows at every loss scale down to 2**-126: \
 there is an inf or nan in the batch, the parameters or the loss. \
 jamp.debug.find_nonfinite names the op that makes it."""
-
-
-UNPROVED = """jamp.find_loss_scale proves nothing inside of a trace, and finds a scale \
-alone. Call it outside, with the whole step: jamp.find_loss_scale(jax.pmap(step, ...), \
-state, *batch)."""
 
 
 def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -53,12 +46,11 @@ def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Returns:
       In the style of optax, the state with a scale between 2^-126 and 2^32, or the
       arguments that are the state. In the style of NNX, None: the scale is set in the
-      objects. Inside a trace, which cannot raise an error, nothing is proved, which a
-      warning says, and a step that is never finite keeps the scale that was there.
+      objects.
 
     Raises:
       TypeError: `step` is not a function, does not return a pair (in the style of
-        optax), or returns another state than it got.
+        optax), or returns another state than it got, or it was called inside a trace.
       ValueError: no argument holds a loss scale, or one inside `optax.MultiSteps`, or
         the step is not finite at any scale, moves no parameter, or uses the scale
         wrongly: the message names what is likely, and what depends on the scale.
@@ -101,8 +93,6 @@ def find_loss_scale(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = call_of("jamp.find_loss_scale", step, args, kwargs)
     trials = Trials(call)
     found = find(trials)
-    if trials.is_inside:
-        warnings.warn(UNPROVED, stacklevel=2)
     if found.proof.problems:
         raise ValueError("\n".join(found.proof.problems))
     return call.returned(with_scales(call.state, found_scales(trials, found)))
@@ -118,11 +108,9 @@ def find(trials: Trials) -> Found:
     """The largest scales at which a step is finite, and whether it is right.
 
     Raises:
-      ValueError: outside a trace, it is not finite at any scale.
+      ValueError: it is not finite at any scale.
     """
     exponents, asked = trials.highest()
-    if trials.is_inside:
-        return Found(exponents, asked, Proof())
     never = lambda exponent, asked: np.any(np.asarray(asked & (exponent < LOWEST)))
     if any(map(never, exponents, asked)):
         raise ValueError(NEVER_FINITE.format(caller=trials.call.caller))
@@ -133,11 +121,8 @@ def find(trials: Trials) -> Found:
 
 
 def found_scales(trials: Trials, found: Found) -> list[LossScaleState]:
-    xp, power = (jnp, power_of_two) if trials.is_inside else (np, np.exp2)
-
     def kept(scale: LossScaleState, exponent: Any, asked: Any) -> LossScaleState:
-        is_found = asked & (exponent >= LOWEST)
-        value = xp.where(is_found, power(exponent), scale.loss_scale)
+        value = np.where(asked, np.exp2(exponent), scale.loss_scale)
         return scale._replace(loss_scale=jnp.asarray(value, jnp.float32))
 
     return [*map(kept, trials.scales, found.exponents, found.asked)]

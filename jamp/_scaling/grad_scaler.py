@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
@@ -51,11 +50,6 @@ NO_STEP = (
     "grads) first. It replaces optimizer.update(model, grads), which would apply "
     "gradients that are still scaled."
 )
-
-
-def outside(x: jax.Array) -> Any:
-    """A number as Python's, and numbers of a stacked scaler as NumPy's."""
-    return x.item() if x.ndim == 0 else np.asarray(x)
 
 
 class GradScaler(nnx.Pytree):
@@ -304,8 +298,8 @@ class GradScaler(nnx.Pytree):
             return
         self._iteration.check_trace()
         if new_scale is not None:
-            shape = self.loss_scale[...].shape
-            self.loss_scale[...] = rule.as_scale("new_scale", new_scale, shape)
+            scale = rule.as_scale("new_scale", new_scale)
+            self.loss_scale[...] = jnp.full_like(self.loss_scale[...], scale)
         else:
             flags = [record.finite for record in self._iteration.records.values()]
             if not flags:
@@ -323,13 +317,14 @@ class GradScaler(nnx.Pytree):
     def __str__(self) -> str:
         return repr(self)
 
-    def get_scale(self) -> float | np.ndarray | jax.Array:
+    def get_scale(self) -> float | jax.Array:
         """The scale: a Python float outside a trace, the traced array inside, 1.0 if
-        disabled. A NumPy array if the scaler is stacked, as `nnx.vmap` makes it."""
+        disabled. An array if the scaler is stacked, as `nnx.vmap` makes it."""
         if not self._enabled:
             return 1.0
         loss_scale = self.loss_scale[...]
-        return loss_scale if is_traced(loss_scale) else outside(loss_scale)
+        is_array = is_traced(loss_scale) or loss_scale.ndim
+        return loss_scale if is_array else loss_scale.item()
 
     def get_growth_factor(self) -> float:
         """The factor by which the scale grows."""
@@ -367,13 +362,13 @@ class GradScaler(nnx.Pytree):
     def state_dict(self) -> dict[str, Any]:
         """The state as Python scalars, with torch's five keys; `{}` if disabled.
 
-        Of a stacked scaler, as `nnx.vmap` makes it, the scale and its tracker are NumPy
-        arrays. `torch.amp.GradScaler.load_state_dict` accepts it. With `hysteresis`
-        above 1 it has a sixth key, `_hysteresis_tracker`, which torch ignores:
-        overflows left before the scale backs off.
+        `torch.amp.GradScaler.load_state_dict` accepts it. With `hysteresis` above 1 it
+        has a sixth key, `_hysteresis_tracker`, which torch ignores: overflows left
+        before the scale backs off.
 
         Raises:
           RuntimeError: it was called inside a trace, or in the middle of an iteration.
+          ValueError: the scaler is stacked, as `nnx.vmap` makes it.
         """
         if not self._enabled:
             return {}
@@ -384,16 +379,17 @@ class GradScaler(nnx.Pytree):
                 "state_dict() needs the values of the scale and was called inside a "
                 "trace; call it outside the jitted function."
             )
+        self._check_one("state_dict")
         result = {
-            "scale": outside(state.loss_scale),
+            "scale": state.loss_scale.item(),
             "growth_factor": self._config.growth_factor,
             "backoff_factor": self._config.backoff_factor,
             "growth_interval": self._config.growth_interval,
-            "_growth_tracker": outside(state.growth_tracker),
+            "_growth_tracker": state.growth_tracker.item(),
         }
         if self._config.hysteresis > 1:
             tracker = rule.adopted(state, self._config).hysteresis_tracker
-            result["_hysteresis_tracker"] = outside(self._config.hysteresis - tracker)
+            result["_hysteresis_tracker"] = self._config.hysteresis - tracker.item()
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> None:
@@ -404,7 +400,7 @@ class GradScaler(nnx.Pytree):
         Raises:
           RuntimeError: the dict is empty, like that of a disabled scaler.
           ValueError, TypeError: a key is missing, or a value is out of its range or not
-            a number. Then nothing is loaded.
+            a number, or the scaler is stacked. Then nothing is loaded.
         """
         if not self._enabled:
             return
@@ -424,12 +420,12 @@ class GradScaler(nnx.Pytree):
                 f"state_dict lacks {', '.join(sorted(missing))}; it has "
                 f"{', '.join(map(str, state_dict))}. Pass what state_dict() returned."
             )
-        shape = self.loss_scale[...].shape
-        scale = rule.as_scale("scale", state_dict["scale"], shape)
-        key, value = "_growth_tracker", state_dict["_growth_tracker"]
-        tracker = rule.in_shape(key, value, shape, check_count)
+        self._check_one("load_state_dict")
+        scale = rule.as_scale("scale", state_dict["scale"])
+        key = "_growth_tracker"
+        tracker = rule.one_number(key, state_dict[key], check_count)
         key, default = "_hysteresis_tracker", self._config.hysteresis
-        left = rule.in_shape(key, state_dict.get(key, default), shape, check_count)
+        left = rule.one_number(key, state_dict.get(key, default), check_count)
         self._configure(**{key: state_dict[key] for key in keys[1:]})
         self.loss_scale[...] = scale
         self.growth_tracker[...] = jnp.asarray(tracker, jnp.int32)
@@ -437,6 +433,13 @@ class GradScaler(nnx.Pytree):
             jnp.maximum(self._config.hysteresis - left, 0), jnp.int32
         )
         self._set_scalars(rule.adopted(scalars_of(self), self._config))
+
+    def _check_one(self, caller: str) -> None:
+        if shape := self.loss_scale[...].shape:
+            raise ValueError(
+                f"{caller}: this scaler is stacked, with numbers of shape {shape}, and "
+                "torch's dict has one of each. Save and load nnx.state(scaler)."
+            )
 
     def _configure(self, **changes: ArrayLike) -> None:
         for name, value in changes.items():

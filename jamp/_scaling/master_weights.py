@@ -149,8 +149,6 @@ def master_weights(
                 f"{caller}: params must be the parameters to step; got None. Write "
                 "tx.update(grads, opt_state, params)."
             )
-        check_leaves(updates, f"{caller}: the gradient")
-        check_leaves(params, f"{caller}: the parameter")
         check_gradients_match(updates, params, caller, wrapped=True)
         other = jnp.dtype(jnp.float32) if dtype == REMAINDER else REMAINDER
         if any(dtype_of(leaf) == other for leaf in jax.tree.leaves(state.master)):

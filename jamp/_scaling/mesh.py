@@ -1,11 +1,10 @@
 """Mapped axes and sharded arrays: types that match, and one flag for all devices.
 
-Under plain jit, XLA makes the flag: it reduces each array over the devices that hold
-its parts, and may or may not combine those reductions. If the types say how an array is
-sharded (explicit sharding), each device can check its own parts first.
+Under jit, XLA makes the flag: it reduces each array over the devices that hold its
+parts, and may or may not combine those reductions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jax.core import ShapedArray
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
-from .._checks import axis_names, is_traced
+from .._checks import axis_names
 from .._tree import Flag
 
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec
@@ -96,43 +95,13 @@ def zeros_like(like: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
     return typed_as(jnp.zeros(jnp.shape(like), type_of(like).dtype), like)
 
 
-def everywhere(
-    check: Callable[[Sequence[ArrayLike]], Flag], arrays: Sequence[ArrayLike]
-) -> Flag:
-    """`check(arrays)`, for a check that holds if it holds for each part: bool [].
-
-    Outside a trace, the plain call is just as good.
-    """
-    split = [array for array in arrays if is_traced(array) and axes_of(array)]
-    if not split:
-        return check(arrays)
-    axes = tuple(dict.fromkeys(axis for array in split for axis in axes_of(array)))
-    specs = [jax.typeof(array).sharding.spec for array in arrays]
-
-    def check_own(arrays: Sequence[ArrayLike]) -> jax.Array:
-        return lax.pmin(jnp.int32(check(arrays)), axes) == 1
-
-    return jax.shard_map(
-        check_own,
-        mesh=jax.typeof(split[0]).sharding.mesh,
-        in_specs=(specs,),
-        out_specs=PartitionSpec(),
-        axis_names=set(axes),
-    )(arrays)
-
-
 def may_be_split(array: ArrayLike) -> bool:
-    """Whether devices may hold parts of an array, as far as is known here."""
+    """Whether devices may hold parts of an array of which its type says nothing."""
     sharding = jax.typeof(array).sharding
     if sharding.mesh.empty:  # `jit(in_shardings=...)` leaves it empty
         return jax.device_count() > 1
     axes = zip(sharding.mesh.axis_sizes, sharding.mesh.axis_types, strict=True)
-    unknown = any(size > 1 and kind == AxisType.Auto for size, kind in axes)
-    return unknown or bool(axes_of(array))
-
-
-def axes_of(array: ArrayLike) -> tuple[str, ...]:
-    return tuple(n for entry in jax.typeof(array).sharding.spec for n in names(entry))
+    return any(size > 1 and kind == AxisType.Auto for size, kind in axes)
 
 
 def names(entry: Entry) -> tuple[str, ...]:

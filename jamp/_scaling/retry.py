@@ -146,26 +146,26 @@ def run_attempts(call: Call, at_most: int) -> tuple[PyTree, PyTree]:
     count = 0
     while True:
         count += 1
-        new, aux, scales = attempt(call, state, call.inputs)
+        new, aux = attempt(call, state, call.inputs)
         arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
         if any(not is_traced(x) and x.is_deleted() for x in arrays):
             raise ValueError(DELETED.format(caller=call.caller, cure=call.donating))
-        again = is_worth_another(state, scales)
+        again = is_worth_another(state, new)
         if is_traced(again):  # the step reads a traced value that it closes over
             return run_in_one_program(call, state, at_most)
         if count == at_most or not again:
             return new, aux
-        state = with_scales(state, next_scales(state, scales))
+        state = with_next_scales(state, new)
 
 
-def is_worth_another(state: PyTree, scales: list[LossScaleState]) -> Flag:
+def is_worth_another(state: PyTree, attempted: PyTree) -> Flag:
     """Whether an attempt overflowed, and left a scale that may not: bool [].
 
     A scale that does not move (at its floor, or static) would overflow again. A scale
     that the step did not use (inside `MultiSteps`) does not move either.
     """
     flags: list[jax.Array] = []
-    for old, new in zip(scales_of(state), scales, strict=True):
+    for old, new in zip(scales_of(state), scales_of(attempted), strict=True):
         moved = (new.loss_scale != old.loss_scale) | (
             new.hysteresis_tracker != old.hysteresis_tracker
         )
@@ -173,8 +173,8 @@ def is_worth_another(state: PyTree, scales: list[LossScaleState]) -> Flag:
     return on_every_replica(jnp.any(jnp.stack(flags)))
 
 
-def next_scales(state: PyTree, scales: list[LossScaleState]) -> list[LossScaleState]:
-    """The loss scales for another attempt.
+def with_next_scales(state: T, attempted: T) -> T:
+    """A state with the loss scales for another attempt.
 
     A scale that overflowed is as the attempt left it, except for the record of skipped
     steps: the batch is not skipped yet.
@@ -191,7 +191,8 @@ def next_scales(state: PyTree, scales: list[LossScaleState]) -> list[LossScaleSt
         found_inf = new.found_inf
         return LossScaleState(*map(choose, retried, old))
 
-    return list(map(following, scales_of(state), scales))
+    scales = map(following, scales_of(state), scales_of(attempted))
+    return with_scales(state, [*scales])
 
 
 def run_in_one_program(call: Call, state: T, at_most: int) -> tuple[T, PyTree]:
@@ -203,9 +204,9 @@ def run_in_one_program(call: Call, state: T, at_most: int) -> tuple[T, PyTree]:
         count, _, carried, _ = carry
         held = jax.tree.map(restored, carried, first, state)
         held = with_scales(held, scales_of(carried))
-        new, aux, scales = once(held)
-        again = is_worth_another(held, scales) & (count + 1 < at_most)
-        held = with_scales(held, next_scales(held, scales))
+        new, aux = once(held)
+        again = is_worth_another(held, new) & (count + 1 < at_most)
+        held = with_next_scales(held, new)
         return count + 1, again, select(again, as_types(new, held), new), aux
 
     # The loop carries what the step returns. Where that has another type, such as a

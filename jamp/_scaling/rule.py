@@ -148,35 +148,19 @@ def usable(scale: jax.Array, caller: str = "") -> jax.Array:
     return is_scale
 
 
-def as_scale(name: str, value: object, shape: tuple[int, ...] = ()) -> jax.Array:
-    return jnp.asarray(in_shape(name, value, shape, check_scale), jnp.float32)
+def as_scale(name: str, value: object) -> jax.Array:
+    return jnp.asarray(one_number(name, value, check_scale), jnp.float32)
 
 
-def in_shape(
-    name: str,
-    value: Any,
-    shape: tuple[int, ...],
-    check: Callable[[str, object], float],
-) -> Any:
-    """A number from a user, or an array of one, in the shape that a state has.
-
-    A state that is stacked also takes as many numbers as it has.
-    """
-    if isinstance(value, list) and shape:
-        value = np.asarray(value)
+def one_number(
+    name: str, value: Any, check: Callable[[str, object], float]
+) -> float | jax.Array:
+    """A number from a user, or from an array of one."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
-        if value.size != 1 and value.shape != shape:
-            more = f", or an array of shape {shape}" if shape else ""
-            got = f"got shape {value.shape}"
-            raise ValueError(f"{name} must be one number{more}; {got}.")
-        if value.size == 1:
-            value = jnp.reshape(value, []) if is_traced(value) else value.item()
-        elif is_traced(value):
-            return value
-        else:
-            return np.reshape([check(name, x) for x in value.ravel()], shape)
-    checked = check(name, value)
-    return jnp.broadcast_to(checked, shape) if shape else checked
+        if value.size != 1:
+            raise ValueError(f"{name} must be one number; got shape {value.shape}.")
+        value = jnp.reshape(value, []) if is_traced(value) else value.item()
+    return check(name, value)
 
 
 def init(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._tree import Flag, PyTree, check_leaves, dtype_of
+from .._tree import Flag, PyTree, dtype_of
 from . import skip
 from .foreign_state import Owner
 from .state import check_places, find_states, is_scale, keeps_master_weights
@@ -70,7 +70,6 @@ def step(
     if isinstance(scaled, LossScaled):
         return scaled.step(grads, opt_state, params, **extra_args)
     tx = as_transformation(tx, "tx")
-    check_leaves(grads, "jamp.step: the gradient")
     check_gradients_match(grads, params, "jamp.step", wrapped=True)
     check_places(opt_state, "jamp.step")
     if keeps_master_weights(opt_state):

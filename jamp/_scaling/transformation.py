@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .._checks import shown
-from .._tree import PyTree, dtype_of, path_text
+from .._tree import PyTree, check_leaves, dtype_of, path_text
 
 FROZEN = "or None for a frozen one, with optax.masked inside the wrapper, not around it"
 NOT_OWN = "or make the optimizer with a filter (wrt) that leaves this one out"
@@ -75,16 +75,22 @@ def check_gradients_match(
 ) -> None:
     """Raises ValueError naming the first path where gradients and parameters differ.
 
+    It raises TypeError for a leaf that is not an array.
+
     Args:
-      params: `None` and `optax.MaskedNode` in it match anything.
+      params: or None if the caller has none. `None` and `optax.MaskedNode` in it match
+        anything.
       wrapped: whether an optax transformation in between may accept gradients unlike
         parameters: `None` or `optax.MaskedNode` for "no gradient here", and a leading
         axis of examples (differential privacy).
     """
+    check_leaves(grads, f"{caller}: the gradient")
+    if params is None:
+        return
+    check_leaves(params, f"{caller}: the parameter")
     if isinstance(params, optax.LookaheadParams):
         params = params.fast  # lookahead takes gradients of its fast parameters only
-
-    if grads is None and params is not None:
+    if grads is None:
         raise ValueError(f"{caller}: the gradients must be a pytree; got None.")
 
     def leaves_by_path(tree: PyTree) -> dict[str, ArrayLike | None]:

@@ -1,12 +1,6 @@
-"""Runs of one training step, at other loss scales.
+"""Runs of one training step, at other loss scales. It is traced and compiled once."""
 
-Outside of a trace, the step is traced and compiled once for all of them. Inside of one
-it is a part of the program, and runs in a loop.
-"""
-
-import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +13,7 @@ from .._targets import options_for_few_runs
 from .._tree import PyTree, cloned, partition
 from .arithmetic import power_of_two
 from .calls import Call, attempt, scales_of, with_scales
-from .mesh import on_every_replica, typed_as
+from .mesh import typed_as
 from .rule import LossScaleState
 from .state import find_states
 from .traced import Traced
@@ -27,6 +21,10 @@ from .traced import Traced
 LOWEST, HIGHEST = -126, 32  # exponents that are searched
 INFINITE = 128  # the exponent of a scale of inf
 FRESH = np.uint32(1)  # `recent_skips` before a step, which shifts it if it is asked
+
+INSIDE = """{caller} reads what the step computes, and got arrays inside a trace. Call \
+it outside of jit, with a whole step, which may be jitted or mapped: \
+{caller}(jax.pmap(step, ...), state, *batch)."""
 
 PARTED = """{caller}: at a loss scale of {scales}, some devices skip the step and \
 others take it, and what they should share parts. Name the mapped axes, \
@@ -49,7 +47,6 @@ class Run(NamedTuple):
 
 
 Exponents = Sequence[Any]  # int32 arrays, one for each scale, in its shape
-Between = tuple[Exponents, Exponents, list[Any]]  # finite, infinite, asked
 
 
 class Trials:
@@ -58,18 +55,22 @@ class Trials:
     Attributes:
       once: the program of the step: of the loss scales, the state and the arrays among
         the other arguments.
+
+    Raises:
+      TypeError: inside a trace.
     """
 
     def __init__(self, call: Call, in_float32: bool = False):
         self.call, self.scales = call, scales_of(call.state)
-        self.is_inside = any(map(is_traced, jax.tree.leaves((call.state, call.inputs))))
+        if any(map(is_traced, jax.tree.leaves((call.state, call.inputs)))):
+            raise TypeError(INSIDE.format(caller=call.caller))
         # Other leaves, such as `train=True`, do not change.
         is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
         self.arrays, rebuilt = partition(call.inputs, is_array)
 
         def step_at(
             tried: list[LossScaleState], state: PyTree, arrays: list[jax.Array]
-        ) -> tuple[PyTree, PyTree, list[LossScaleState]]:
+        ) -> tuple[PyTree, PyTree]:
             return attempt(call, with_scales(state, tried), rebuilt(arrays))
 
         with PROVES(in_float32):
@@ -79,20 +80,17 @@ class Trials:
 
         def run(exponents: Exponents, state: PyTree, arrays: list[jax.Array]) -> Run:
             tried = [_at(*of) for of in zip(scales_of(state), exponents, strict=True)]
-            new, aux, scales = self.once(tried, state, arrays)
-            rows = zip(*map(_outcome, tried, scales), strict=True)
+            new, aux = self.once(tried, state, arrays)
+            rows = zip(*map(_outcome, tried, scales_of(new)), strict=True)
             outcome = Outcome(*map(list, rows))
             return Run(new, aux, outcome) if in_float32 else Run(None, None, outcome)
 
-        compiled = functools.partial(jax.jit, compiler_options=options_for_few_runs())
-        self._run = run if self.is_inside else compiled(run)
+        self._run = jax.jit(run, compiler_options=options_for_few_runs())
 
     def __call__(self, exponents: Exponents, state: PyTree = None) -> Run:
         """A run at these powers of two: from a state, or from that of the call."""
         state = self.call.state if state is None else state
         run = self._run(exponents, *cloned((state, self.arrays)))
-        if self.is_inside:
-            return run
         jax.block_until_ready(run)
         for ref, value in self._refs:
             ref[...] = value
@@ -115,38 +113,19 @@ class Trials:
         """
         shapes = [jnp.shape(s.loss_scale) for s in self.scales]
         full = lambda value: [np.full(shape, value) for shape in shapes]
-        between = full(np.int32(LOWEST - 1)), full(np.int32(HIGHEST + 1)), full(False)
-        if self.is_inside:
-            times = math.ceil(math.log2(HIGHEST - LOWEST + 2))
-            halve = lambda _, between: self._halve(_middle, between)
-            between = jax.tree.map(jnp.asarray, between)
-            finite, _, asked = lax.fori_loop(0, times, halve, between)
-            return finite, asked
-        is_open = lambda low, high: np.any(high - low > 1)
-        while any(map(is_open, *between[:2])):
-            between = self._halve(_likely, between)
-        return between[0], between[2]
-
-    def _halve(self, choose: Callable[..., Any], between: Between) -> Between:
-        finite, infinite, _ = between
-        middle = [*map(choose, finite, infinite)]
-        outcome = self(middle).outcome
-        flag = on_every_replica if self.is_inside else np.asarray
-        where = jnp.where if self.is_inside else np.where
-        too_high = [*map(flag, outcome.too_high)]
-        return (
-            [*map(where, too_high, finite, middle)],
-            [*map(where, too_high, middle, infinite)],
-            [flag(steps != 0) for steps in outcome.asked],
-        )
+        finite, infinite = full(np.int32(LOWEST - 1)), full(np.int32(HIGHEST + 1))
+        asked, is_open = full(False), lambda low, high: np.any(high - low > 1)
+        while any(map(is_open, finite, infinite)):
+            middle = [*map(_middle, finite, infinite)]
+            outcome = jax.tree.map(np.asarray, self(middle).outcome)
+            finite = [*map(np.where, outcome.too_high, finite, middle)]
+            infinite = [*map(np.where, outcome.too_high, middle, infinite)]
+            asked = [steps != 0 for steps in outcome.asked]
+        return finite, asked
 
 
-def _middle(low: jax.Array, high: jax.Array) -> jax.Array:
-    return jnp.maximum((low + high) // 2, LOWEST)
-
-
-def _likely(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """The same, but scales below 1, which few steps need, only if no other is left."""
+def _middle(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """One between two; below 1, which few steps need, only if no other is left."""
     is_above = (low < LOWEST) & (high > 0)
     middle = np.maximum((low + high) // 2, LOWEST)
     return np.where(is_above, (high - 1) // 2, middle)

@@ -243,10 +243,7 @@ class ScaledGradients:
         check_state(state, DynamicLossScaleState, caller)
         self.scalars = scalars_of(state)
         check_not_stacked(self.scalars._asdict(), caller)
-        check_leaves(grads, f"{caller}: the gradient")
-        if params is not None:
-            check_leaves(params, f"{caller}: the parameter")
-            check_gradients_match(grads, params, caller, wrapped=True)
+        check_gradients_match(grads, params, caller, wrapped=True)
         self.inverse = arithmetic.invert(self.scalars.loss_scale)
         if by.kind is not ScaleKind.OFF:
             extra_args = without_closures(extra_args, caller)

@@ -18,6 +18,7 @@ from jamp import debug
 from jamp._debug.calibrate import (
     Wanted,
     agreed_dtypes,
+    choose_dtype,
     loss_scale_for,
     pays,
     scope_pattern,
@@ -217,6 +218,27 @@ def test_small_products_stay_out_and_large_ones_do_not():
 )
 def test_what_pays_begins_where_torchaos_filters_say(recipe, k, n, expected):
     assert pays(recipe, k, n) == expected
+
+
+def test_rows_do_not_make_a_product_pay():
+    exact = {"tensorwise": {"forward": (0.0, 0.0)}}
+    assert choose_dtype(exact, (8192, 64, 64), 0.15, True)[0] == "float32"
+    assert choose_dtype(exact, (64, 64, 8192), 0.15, True)[0] == "float8"
+
+
+@pytest.mark.slow
+def test_the_worst_iteration_counts_wherever_it_is():
+    def loss(w, xs):
+        def body(total, x):
+            return total + jnp.sum(x @ w), None
+
+        return jax.lax.scan(body, jnp.float32(0), xs)[0]
+
+    outlier = X.copy()
+    outlier[0, 0] = 2.0**20
+    orders = np.stack([X, outlier]), np.stack([outlier, X])
+    one, two = (calibrated(loss, X, xs).rows[0].errors for xs in orders)
+    assert one == two and one["tensorwise"]["forward"][1] > 0.15
 
 
 @pytest.mark.slow

@@ -619,6 +619,18 @@ def test_a_mask_that_a_while_loop_is_given_hides_nothing():
     assert op["primitive"] == "log" and op["loops"] == [("while", 3)]
 
 
+def test_what_was_bad_before_a_while_loop_explains_nothing_in_it(standard_promotion):
+    def loop(mask, x):
+        body = lambda s: (s[0] + 1, s[1] + 0.0, 1 / (3 - s[0] * x), s[3] + s[2])
+        start = jnp.int32(0), mask, jnp.float32(0), jnp.float32(0)
+        return jax.lax.while_loop(lambda s: s[0] < 6, body, start)[3]
+
+    arguments = jnp.array([0.0, -jnp.inf]), jnp.float32(1)
+    found = debug.find_nonfinite(loop)(*arguments).to_dict()
+    assert [op["primitive"] for op in found["ops"]] == ["div"]
+    assert found["bad_arguments"] == []
+
+
 def test_only_the_case_that_was_chosen_is_followed():
     def f(x, y):
         kept = jnp.where(x > 0, jnp.log(x), jnp.exp(y))

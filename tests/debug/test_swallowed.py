@@ -516,3 +516,17 @@ def test_stacked_reports_count_the_steps_that_swallow():
     steps = np.stack([SMALL, BIG, SMALL])
     _, reports = jax.lax.scan(lambda _, x: (None, find(x)), None, steps)
     assert "something found in 1: 1." in str(reports)
+
+
+def test_an_overflow_that_a_while_loop_moves_about_is_followed():
+    """It goes to the other place and back: no iteration that is kept has it in both."""
+
+    def fn(x):
+        swap = lambda s: (s[0] + 1, s[2], s[1])
+        start = 0, jnp.sum(x * x), x[0, 0]
+        big = jax.lax.while_loop(lambda s: s[0] < 2, swap, start)[1]
+        return x * jax.lax.rsqrt(big)
+
+    (fault,) = debug.find_nonfinite(fn)(BIG).to_dict()["swallowed"]
+    assert fault["by"]["primitive"] == "rsqrt"
+    assert debug.find_nonfinite(fn)(SMALL).found == []

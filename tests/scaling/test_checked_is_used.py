@@ -802,11 +802,10 @@ def test_tiny_gradients_of_nnx_objects_have_a_sane_scale(most, expected):
     assert scaler.get_scale() == expected
 
 
-@pytest.mark.filterwarnings("ignore:jamp.find_loss_scale proves nothing")
 @pytest.mark.devices(4)
 @cover()
 @pytest.mark.parametrize("checks", [False, True])
-def test_a_scale_is_found_where_the_state_varies(checks):
+def test_a_step_runs_again_where_the_state_varies(checks):
     tx = jamp.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**20)
 
     def step(state, x):
@@ -821,10 +820,8 @@ def test_a_scale_is_found_where_the_state_varies(checks):
     def local(params, x):
         state = jax.tree.map(lambda a: a + jnp.zeros_like(a), tx.init(params))
         state = jax.tree.map(lambda a: varying(a[None])[0], (params, state))
-        found = jamp.find_loss_scale(step, state, x)
         again, _ = jamp.retry(step, 12)(state, x)
-        scales = map(jamp.loss_scale, (found, again))
-        return tuple(scale[None] for scale in scales)
+        return jamp.loss_scale(again)[None]
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     P = jax.sharding.PartitionSpec
@@ -837,8 +834,6 @@ def test_a_scale_is_found_where_the_state_varies(checks):
             check_vma=checks,
         )
     )
-    found, again = run(np.ones(2, "f4"), 1 / np.arange(1, 9, dtype="f4"))
-    assert found.shape == (4,)
-    if checks:
-        np.testing.assert_array_equal(found, again)
-    np.testing.assert_array_equal(found[0], 2.0**15)
+    scales = run(np.ones(2, "f4"), 1 / np.arange(1, 9, dtype="f4"))
+    assert scales.shape == (4,) and scales[0] == 2.0**15
+    assert not checks or np.all(scales == scales[0])

@@ -324,6 +324,44 @@ def test_a_checkpoint_of_another_structure_is_refused(other, tmp_path):
         through_msgpack(opt_state, target, tmp_path)
 
 
+def overflown(steps, **kwargs):
+    tx, params = jamp.dynamic_loss_scale(optax.sgd(0.1), **kwargs), jnp.ones(2)
+    state = tx.init(params)
+    for _ in range(steps):
+        _, state = tx.update(params * jnp.inf, state, params)
+    return state, params
+
+
+def test_a_run_goes_on_with_less_hysteresis():
+    state, params = overflown(3, hysteresis=4)
+    tx = jamp.dynamic_loss_scale(optax.sgd(0.1), hysteresis=2)
+    _, state = tx.update(params, state, params)
+    assert state.hysteresis_tracker == 1 and jamp.loss_scale(state) == 2.0**16
+
+
+def test_a_run_that_is_switched_off_after_a_skip_has_not_skipped():
+    state, params = overflown(1)
+    off = jamp.dynamic_loss_scale(optax.sgd(0.1), enabled=False)
+    _, after = off.update(params, state, params)
+    assert state.found_inf and not after.found_inf and jamp.loss_scale(after) == 1
+
+
+def test_a_run_that_is_switched_off_keeps_wide_moments_of_half_parameters():
+    params, inner = jnp.ones(2, jnp.bfloat16), optax.adam(0.1, mu_dtype=jnp.bfloat16)
+    state = jamp.dynamic_loss_scale(inner).init(params)
+    off = jamp.dynamic_loss_scale(inner, enabled=False)
+    _, after = off.update(params, state, params)
+    dtypes = lambda state: [x.dtype for x in jax.tree.leaves(state.inner_state)]
+    assert dtypes(after) == dtypes(state) == [jnp.int32, jnp.bfloat16, jnp.float32]
+
+
+def test_moments_of_a_half_parameter_beside_a_wide_one_are_wide():
+    params = {"w": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
+    state = jamp.dynamic_loss_scale(optax.sgd(0.1, momentum=0.9)).init(params)
+    moments = jax.tree.leaves(optax.tree.get(state, "trace"))
+    assert [x.dtype for x in moments] == [jnp.float32] * 2
+
+
 @cover(ci=2)
 @pytest.mark.parametrize("carrier", [through_msgpack, through_orbax])
 def test_a_checkpoint_from_before_there_were_retries(carrier, tmp_path):

@@ -11,7 +11,6 @@ those of one device.
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -139,20 +138,6 @@ def retried(tx, grad, state, param):
     return jamp.retry(step)((param, state), grad)[0]
 
 
-def found(tx, grad, state, param):
-    """A step after the search for its scale. It adds nothing but a scale."""
-
-    def step(state, grad):
-        param, opt_state = state
-        grad = grad / SCALE * jamp.loss_scale(opt_state)
-        return jamp.step(tx, grad, opt_state, param), opt_state.found_inf
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "jamp.find_loss_scale proves nothing")
-        state = jamp.find_loss_scale(step, (param, state), grad)
-    return step(state, grad)[0]
-
-
 def of_nnx(update):
     """A step of an NNX optimizer, as a function of arrays."""
 
@@ -226,7 +211,6 @@ def ways(axis_name=None):
         "MultiSteps": Way(dynamic(EVERY_2), inner=EVERY_2),
         "scan of updates": Way(scaled, in_scan(alone), plain=in_scan(alone)),
         "retry": Way(scaled, retried),
-        "find_loss_scale": Way(scaled, found),
         "GradScaler, unscale_": Way(BARE, of_nnx(unscaled_step), plain=nnx_alone),
     }
 
@@ -366,6 +350,23 @@ def test_numbers_are_those_of_one_device(name, layout):
             np.testing.assert_array_equal(rounded, truth["param"])
             found = {n: (leaf.dtype, spec_of(leaf)) for n, leaf in result.items()}
             assert found == expected
+
+
+@pytest.mark.slow
+def test_a_scale_is_found_and_nothing_else_is_changed():
+    tx, mesh = WAYS["step"].tx, mesh_of((8,))
+    given = arrays(tx, jnp.float32, 1.0, False, placed(mesh, ZERO1))
+
+    def step(state, grad):
+        param, opt_state = state
+        grad = grad * jamp.loss_scale(opt_state)
+        return jamp.step(tx, grad, opt_state, param), opt_state.found_inf
+
+    before = given.param, given.state
+    with jax.set_mesh(mesh):
+        param, state = jamp.find_loss_scale(step, before, given.grad)
+    assert jamp.loss_scale(state) == 2.0**32
+    check_same_bits((param, state._replace(loss_scale=given.state.loss_scale)), before)
 
 
 def to(spec):

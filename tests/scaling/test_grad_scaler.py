@@ -1,7 +1,6 @@
 """GradScaler: torch's methods and errors, eagerly and under nnx.jit."""
 
 import copy
-import json
 import pickle
 
 import chex
@@ -595,9 +594,9 @@ def stacked(shape):
 
 @cover(ci=3)
 @pytest.mark.parametrize("shape", [(3,), (1,), (2, 3)])
-def test_a_stacked_scaler_is_logged_and_saved(shape):
+def test_a_stacked_scaler_is_logged_and_copied(shape):
     """A third of the scalers overflow, and each has its own numbers afterwards."""
-    scaler, other = stacked(shape), stacked(shape)
+    scaler = stacked(shape)
     found_inf = np.arange(np.prod(shape)).reshape(shape) % 3 == 1
 
     def overflow(scaler, found_inf):
@@ -616,40 +615,26 @@ def test_a_stacked_scaler_is_logged_and_saved(shape):
     expected = np.where(found_inf, 512.0, 1024.0)
     assert np.array_equal(scaler.get_scale(), expected)
     assert "512" in repr(scaler) if found_inf.any() else "1024" in str(scaler)
-    saved = scaler.state_dict()
-    assert np.array_equal(saved["scale"], expected)
-    assert np.array_equal(saved["_growth_tracker"], np.where(found_inf, 0, 3))
-    assert np.array_equal(saved["_hysteresis_tracker"], np.where(found_inf, 1, 3))
-    assert np.array_equal(jamp.metrics(scaler)["skipped_steps"], 3 * found_inf)
-    as_lists = {k: np.asarray(value).tolist() for k, value in saved.items()}
-    for copied in (saved, json.loads(json.dumps(as_lists))):
-        other.load_state_dict(copied)
-        again = other.state_dict()
-        assert again.keys() == saved.keys()
-        assert all(np.array_equal(again[key], saved[key]) for key in saved)
-        other.load_state_dict(stacked(shape).state_dict())
+    logged = jamp.metrics(scaler)
+    assert np.array_equal(logged["growth_tracker"], np.where(found_inf, 0, 3))
+    assert np.array_equal(logged["skipped_steps"], 3 * found_inf)
+    assert np.array_equal(scaler.hysteresis_tracker[...], np.where(found_inf, 2, 0))
     for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert np.array_equal(copied.get_scale(), expected)
 
 
-def test_a_stacked_scaler_takes_one_number_or_its_own():
+def test_a_stacked_scaler_takes_one_number():
     scaler = stacked((3,))
-    scaler.load_state_dict(jamp.GradScaler(8.0).state_dict())
-    assert scaler.get_scale().tolist() == [8.0] * 3
-    for new_scale, expected in [
-        (4.0, [4.0] * 3),
-        (jnp.arange(1.0, 4), [1.0, 2.0, 3.0]),
-    ]:
-        scaler.update(new_scale)
-        assert scaler.get_scale().tolist() == expected
-    before = scaler.state_dict()
-    for wrong in (jnp.ones(2), jnp.ones((3, 1)), jnp.array([1.0, jnp.inf, 1.0])):
-        with pytest.raises(ValueError, match="new_scale must be"):
-            scaler.update(wrong)
-        with pytest.raises(ValueError, match="scale must be"):
-            scaler.load_state_dict(before | {"scale": np.asarray(wrong)})
-    with pytest.raises(ValueError, match="scale must be one number; got"):
-        jamp.GradScaler().load_state_dict(before)
+    scaler.update(4.0)
+    assert scaler.get_scale().tolist() == [4.0] * 3
+    with pytest.raises(ValueError, match="new_scale must be one number; got shape"):
+        scaler.update(jnp.arange(1.0, 4))
+    one = jamp.GradScaler(8.0).state_dict()
+    for call in (scaler.state_dict, lambda: scaler.load_state_dict(one)):
+        with pytest.raises(ValueError, match=r"nnx\.state"):
+            call()
+    with pytest.raises(ValueError, match="scale must be one number; got shape"):
+        jamp.GradScaler().load_state_dict(one | {"scale": np.ones(3)})
     with pytest.raises(ValueError, match=r"check: .*jax\.tree\.map"):
         jamp.debug.check(scaler)
     one = jax.tree.map(lambda x: x[0], jamp.metrics(scaler))

@@ -105,6 +105,12 @@ def test_a_parameter_changed_from_outside_is_kept(old, new):
         assert bits(split(master)[0]).item() == new
 
 
+def test_a_copy_goes_with_its_parameter_and_with_a_neighbor_alone():
+    copy = jnp.full(2, 1.0001, jnp.float32)
+    param = jnp.asarray([1 + 2**-10, 1 + 3 * 2**-10], jnp.float16)
+    np.testing.assert_array_equal(master_of(copy, param), [copy[0], param[1]])
+
+
 @given(pattern=st.integers(0, 2**32 - 1))
 def test_one_form_becomes_the_other(pattern):
     x = float32([pattern])

@@ -14,9 +14,7 @@ from .bad_input import (
     PAGE,
     RECORD,
     WRITES_THE_PAGES,
-    Case,
     after_setup,
-    by_message,
     copies,
     first_message,
     message_of,
@@ -128,23 +126,6 @@ def test_the_pages_have_the_messages_of_this_version(prepared):
     messages = [message_of(case, copies(prepared)) for case in CASES]
     assert PAGE.read_text() == page(first, messages), OUT_OF_DATE
     assert RECORD.read_text() == record(messages), OUT_OF_DATE
-
-
-def test_a_message_is_on_the_page_once_with_the_calls_that_need_advice():
-    one, two, three = (Case("f", f"f({n})", "TypeError", "") for n in range(3))
-    two = two._replace(advice="Write `1`.")
-    rows = [(one, "f: got 0. Use x. Use y."), (two, "f: got 1. Use x. Use y.")]
-    above = {"Use y."}
-    lines = list(by_message([*rows, (three, "f: got 2. Use z.")], above))
-    assert lines == [
-        "- `TypeError: f: got .... Use x. ...`",
-        "    - `f(1)`: Write `1`.",
-        "- `TypeError: f: got 2. Use z.`",
-        "    - `f(2)`",
-    ]
-    assert above == {"TypeError: f: got ....", "Use x.", "Use y.", "Use z."}
-    assert list(by_message(rows[:1], above)) == []
-    assert len(list(by_message(rows[1:], above))) == 2
 
 
 # Code in messages: the wrong call, what its message says, and a program with that.

@@ -322,40 +322,6 @@ def test_gradients_of_frozen_parameters_are_not_computed(program, how):
     assert count > 14 if program == "all" else count == 14
 
 
-MASTERED = {
-    "multi_transform": split(ADAM),
-    "decay behind": optax.chain(split(ADAM), optax.add_decayed_weights(0.1)),
-    "masked": optax.masked(ADAM, TRAIN),  # hands the gradient on
-    "all": ADAM,
-}
-
-
-SCALED_BY = {
-    "alone": jamp.master_weights,
-    "scaled": lambda inner: jamp.dynamic_loss_scale(jamp.master_weights(inner)),
-    "scaled inside": lambda inner: jamp.master_weights(jamp.dynamic_loss_scale(inner)),
-}
-
-
-@cover(quick=3)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("scaled", SCALED_BY)
-@pytest.mark.parametrize("name", MASTERED)
-@JIT_AND_EAGER
-def test_master_weights_copy_all_that_is_half(wrap, name, scaled, dtype):
-    params, tx = params_of(dtype), SCALED_BY[scaled](MASTERED[name])
-    state = tx.init(params)
-    master = getattr(state, "inner_state", state)
-    master = master if hasattr(master, "master") else state
-    assert len(jax.tree.leaves(master.master)) == 2
-    grads = params_of(dtype)
-    new, after = wrap(functools.partial(jamp.step, tx))(grads, state, params)
-    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
-    chex.assert_trees_all_equal_dtypes(new, params)
-    if name == "multi_transform":
-        np.testing.assert_array_equal(new["b"], params["b"])
-
-
 def test_a_freeze_around_master_weights_saves_their_copies():
     parts = {"train": jamp.master_weights(ADAM), "freeze": optax.set_to_zero()}
     tx, params = optax.multi_transform(parts, LABELS), params_of(jnp.bfloat16)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
 
 import jamp
 
@@ -33,20 +34,29 @@ class Scaling(NamedTuple):
     floor_steps: int = 0
 
 
+def floor_of(numbers: dict[str, Any]) -> np.float32:
+    return max(np.float32(numbers["min_scale"]), TINY)
+
+
+def bounded(was: Scaling, numbers: dict[str, Any]) -> Scaling:
+    """A scale that was set from outside, within its bounds."""
+    kept = np.clip(was.scale, floor_of(numbers), np.float32(numbers["max_scale"]))
+    if kept == was.scale:
+        return was
+    return was._replace(scale=kept, tracker=0, floor_steps=0)
+
+
 def next_scaling(was: Scaling, found_inf: bool, numbers: dict[str, Any]) -> Scaling:
     """One step of torch's rule: products in float64, rounded once to float32."""
+    before, was = was, was if numbers.get("fixed") else bounded(was, numbers)
     scale, tracker, forgiven = was[:3]
-    floor = max(np.float32(numbers["min_scale"]), TINY)
+    floor = floor_of(numbers)
     with np.errstate(over="ignore"):
         shrunk = np.float32(np.float64(scale) * np.float64(numbers["backoff_factor"]))
         grown = np.float32(np.float64(scale) * np.float64(numbers["growth_factor"]))
         grown = min(grown, np.float32(numbers["max_scale"]))
-    kept = np.clip(scale, floor, np.float32(numbers["max_scale"]))
-    if numbers.get("fixed"):
+    if numbers.get("fixed") or scale != before.scale:
         pass
-    elif kept != scale:  # set from outside, beyond the bounds
-        scale, tracker = kept, 0
-        was = was._replace(floor_steps=0)
     elif found_inf:
         tracker, forgives = 0, forgiven < numbers["hysteresis"] - 1
         scale = scale if forgives else max(shrunk, floor)
@@ -121,16 +131,18 @@ def as_real(array: np.ndarray) -> np.ndarray:
     return array[..., None].view(f"f{array.dtype.itemsize // 2}")
 
 
-def draw_numbers(rng: np.random.Generator) -> dict[str, Any]:
-    """Random arguments of a dynamic loss scale."""
-    numbers: dict[str, Any] = {k: float(rng.choice(v)) for k, v in FACTORS.items()}
-    low, high = sorted(2.0 ** rng.integers(-4, 24, 2))
-    numbers["growth_interval"] = int(rng.integers(1, 6))
-    numbers["hysteresis"] = int(rng.choice([1, 1, 2, 3]))
-    numbers["min_scale"] = float(rng.choice([0.0, low]))
-    numbers["max_scale"] = float(rng.choice([math.inf, high]))
-    numbers["init_scale"] = float(np.float32(rng.uniform(low, high)))
-    return numbers
+@st.composite
+def draw_numbers(draw: st.DrawFn) -> dict[str, Any]:
+    """The arguments of a dynamic loss scale."""
+    numbers: dict[str, Any] = {k: draw(st.sampled_from(v)) for k, v in FACTORS.items()}
+    low, high = sorted(2.0**n for n in draw(st.tuples(*[st.integers(-4, 23)] * 2)))
+    return numbers | {
+        "growth_interval": draw(st.integers(1, 5)),
+        "hysteresis": draw(st.sampled_from([1, 1, 2, 3])),
+        "min_scale": draw(st.sampled_from([0.0, low])),
+        "max_scale": draw(st.sampled_from([math.inf, high])),
+        "init_scale": draw(st.floats(low, high, width=32)),
+    }
 
 
 def draw_steps(rng: np.random.Generator, steps: int, cases: int) -> np.ndarray:

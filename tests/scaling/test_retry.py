@@ -685,12 +685,11 @@ def unscaled_step(training):
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_scaled_loss_is_found_wherever_the_step_is(wrap):
     training, idle = Training(), Training(2.0**3)
-    step = training.step
-    expected = jamp.find_loss_scale(step, training.start(), *batches()[0])
+    expected = jamp.find_loss_scale(training.step, training.start(), *batches()[0])
 
     def with_idle(states, x, y):
-        new, loss = step(states["used"], x, y)
-        return states | {"used": new}, loss
+        new, aux = training.step(states["used"], x, y)
+        return states | {"used": new}, aux["loss"]
 
     states = {"used": training.start(), "idle": idle.start()}
     states["params"] = states["used"]["params"]

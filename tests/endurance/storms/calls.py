@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 
 import jamp
 
-from .oracle import Scaling, bounded, check_bits, draw_numbers, next_scaling
+from .oracle import Scaling, bounded, check_bits, next_scaling
+from .plans import draw_numbers
 from .refusals import refused
 
 HALF_WAY = (RuntimeError, "in the middle of an iteration")

@@ -1,12 +1,10 @@
 """torch's rule in NumPy and float64, bits compared, random settings."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import strategies as st
 
 import jamp
 
@@ -129,20 +127,6 @@ def as_real(array: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(array):
         return array
     return array[..., None].view(f"f{array.dtype.itemsize // 2}")
-
-
-@st.composite
-def draw_numbers(draw: st.DrawFn) -> dict[str, Any]:
-    """The arguments of a dynamic loss scale."""
-    numbers: dict[str, Any] = {k: draw(st.sampled_from(v)) for k, v in FACTORS.items()}
-    low, high = sorted(2.0**n for n in draw(st.tuples(*[st.integers(-4, 23)] * 2)))
-    return numbers | {
-        "growth_interval": draw(st.integers(1, 5)),
-        "hysteresis": draw(st.sampled_from([1, 1, 2, 3])),
-        "min_scale": draw(st.sampled_from([0.0, low])),
-        "max_scale": draw(st.sampled_from([math.inf, high])),
-        "init_scale": draw(st.floats(low, high, width=32)),
-    }
 
 
 def draw_steps(rng: np.random.Generator, steps: int, cases: int) -> np.ndarray:

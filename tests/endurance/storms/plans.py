@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import jamp
 
-from .oracle import STEPS, as_real, draw_numbers, draw_steps
+from .oracle import FACTORS, STEPS, as_real, draw_steps
 
 
 class Pair(NamedTuple):
@@ -205,6 +205,20 @@ def apply(param: Any, update: Any) -> Any:
     if is_half(param) and update.dtype == jnp.float32:
         return (param.astype(jnp.float32) + update).astype(param.dtype)
     return optax.apply_updates(param, update)
+
+
+@st.composite
+def draw_numbers(draw: st.DrawFn) -> dict[str, Any]:
+    """The arguments of a dynamic loss scale."""
+    numbers: dict[str, Any] = {k: draw(st.sampled_from(v)) for k, v in FACTORS.items()}
+    low, high = sorted(2.0**n for n in draw(st.tuples(*[st.integers(-4, 23)] * 2)))
+    return numbers | {
+        "growth_interval": draw(st.integers(1, 5)),
+        "hysteresis": draw(st.sampled_from([1, 1, 2, 3])),
+        "min_scale": draw(st.sampled_from([0.0, low])),
+        "max_scale": draw(st.sampled_from([math.inf, high])),
+        "init_scale": draw(st.floats(low, high, width=32)),
+    }
 
 
 def trees(dtypes: list[str]) -> st.SearchStrategy[Any]:

@@ -1,5 +1,6 @@
 """Wrong arguments: jamp accepts each one, or refuses it with its own message."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,7 @@ def spoiled(draw: st.DrawFn, good: Any) -> Any:
     return draw(junk | st.just(tree.unflatten(leaves)))
 
 
+@functools.cache
 class Target:
     """Good arguments for each public function; the storm spoils one of them."""
 

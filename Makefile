@@ -103,7 +103,7 @@ nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
 	$(CACHED) -m benchmarks.gpu --dry-run
 
 endurance: $(VENV)/.test ## long storms, and a training that is killed again and again
-	$(CACHED) -m tests.endurance.storms --cases 2000
+	STORMS=4 $(CACHED) -m pytest -q tests/endurance/test_storms.py
 	$(CACHED) -m tests.endurance.kill_and_resume --kills 10
 
 planted: $(VENV)/.test ## plant some forty errors in copies of jamp, and count what the quick tests catch

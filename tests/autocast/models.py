@@ -373,6 +373,3 @@ def vit(size=16, patch=4, width=32, heads=4, depth=2, batch=8, classes=10, *, in
         return labeled_images(rng, batch, size, 3, classes)
 
     return Task(init, loss, batch_of, optax.adam(1e-3))
-
-
-# Flax NNX.

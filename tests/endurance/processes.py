@@ -13,9 +13,7 @@ that row is on a single device.
 import argparse
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +32,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jamp
+from shared.processes import end_group, start_group
 from tests.trainers import nnx_trainer, optax_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -212,15 +211,8 @@ def together(
         workers = []
         for command in commands:
             log = stack.enter_context(tempfile.TemporaryFile("w+"))
-            worker = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=env,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            stack.callback(end, worker)
+            worker = start_group(command, log, ROOT, env)
+            stack.callback(end_group, worker)
             workers.append((worker, log))
         deadline = time.monotonic() + timeout
         while True:
@@ -242,13 +234,6 @@ def printed(workers: Any, codes: Sequence[int | None]) -> str:
             log.seek(0)
             texts.append(f"\n--- process {i}, exit code {code}:\n{log.read()}")
     return "".join(texts)
-
-
-def end(worker: subprocess.Popen) -> None:
-    """Kills a process and what it started, if it still runs."""
-    if worker.poll() is None:
-        os.killpg(worker.pid, signal.SIGKILL)
-    worker.wait()
 
 
 def main() -> None:

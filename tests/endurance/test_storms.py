@@ -1,5 +1,6 @@
 """Storms: thousands of random cases, long runs, threads, states of another JAX."""
 
+import os
 import pathlib
 import pickle
 import threading
@@ -10,14 +11,18 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import jamp
 from tests.bits import check_rounded
-from tests.marks import cover
 
-from . import storms
-from .storms.calls import Net
+from .storms.calls import Calls, Net
+from .storms.garbage import check_garbage
 from .storms.oracle import Scaling, check_bits, scaling_of, trajectory
+from .storms.plans import plans
+from .storms.programs import PROGRAMS, check_programs
+from .storms.trees import check_plan
 
 DATA = pathlib.Path(__file__).parent / "data"
 RULE = {
@@ -30,19 +35,42 @@ RULE = {
 }
 
 
-@cover(quick=0, ci=1)
-@pytest.mark.parametrize(
-    "kind, seed, count, cases",
-    [
-        ("garbage", 0, 4, 100),
-        ("trees", 0, 4, 110),
-        ("trees", 1, 4, 110),
-        ("calls", 0, 5, 25),
-        ("programs", 0, 2, 25),
-    ],
-)
-def test_storms(kind, seed, count, cases):
-    assert storms.rage(kind, seed, range(count), cases) == count * cases
+# `make endurance` runs as many times more, of other random inputs each time.
+TIMES = int(os.environ.get("STORMS", "1"))
+
+
+def storm(examples):
+    return settings(
+        max_examples=TIMES * examples,
+        derandomize=TIMES == 1,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+
+
+@pytest.mark.nightly
+@storm(8)
+@given(plans(), st.integers(0, 2**32 - 1))
+def test_trees(plan, seed):
+    check_plan(plan, np.random.default_rng(seed), 110)
+
+
+@pytest.mark.slow
+@storm(400)
+@given(st.data())
+def test_garbage(data):
+    check_garbage(data)
+
+
+@pytest.mark.nightly
+@storm(12)
+@given(PROGRAMS, st.integers(0, 2**32 - 1))
+def test_programs(programs, seed):
+    check_programs(programs, seed)
+
+
+test_calls = pytest.mark.nightly(Calls.TestCase)
+Calls.TestCase.settings = settings(storm(125), stateful_step_count=30)
 
 
 def test_what_the_storms_found():
@@ -56,22 +84,6 @@ def test_what_the_storms_found():
 
     tx = jamp.dynamic_loss_scale(optax.sgd(1.0))
     state = tx.init(jnp.ones(2))
-    for bad in (jnp.ones(2, jnp.int32), jnp.ones(2, jnp.complex64)):
-        with pytest.raises(
-            ValueError, match=r"the gradient is .* parameter is float32"
-        ):
-            tx.update(bad, state, jnp.ones(2))
-    wrong = state._replace(growth_tracker=jnp.float16(0))
-    with pytest.raises(ValueError, match=r"growth_tracker of the state must be int32"):
-        tx.update(jnp.ones(2), wrong, jnp.ones(2))
-    with pytest.raises(TypeError, match="the parameter at the root must be an array"):
-        tx.init(np.array(["a"]))
-    stacked = jax.vmap(tx.init)(jnp.ones((3, 2)))
-    assert jamp.loss_scale(stacked).shape == (3,)
-    with pytest.raises(ValueError, match=r"must be one number; got shape \(3,\)"):
-        jamp.unscale(jnp.ones(2), stacked)
-    with pytest.raises(ValueError, match=r"check: .* must be one number"):
-        jamp.debug.check(stacked)
     assert jamp.scale_loss(np.float64(2), state) == 2.0**17  # warned of float64
 
 

@@ -20,7 +20,7 @@ from shared.jaxprs import equations
 from tests.jaxprs import products
 from tests.marks import cover
 
-from .linen_models import MUTABLE, RNGS, Block, Compact, Own, Setup
+from .linen_models import MUTABLE, RNGS, Block, Compact, Setup
 
 MIXED = jamp.get_policy("mixed_float16")
 X = np.random.default_rng(2).normal(size=(4, 8)).astype(np.float32)
@@ -206,37 +206,6 @@ def test_init_makes_the_parameters_of_the_plain_module(jit):
 
 
 # Overrides.
-
-
-def test_param_dtypes_by_module():
-    overrides = {"jitted/Dense": "p=bf16,c=f16", "ScanBlock": "c=full,o=half"}
-    model = jamp.linen.with_policy(Compact(), "half", overrides)
-    params = jax.eval_shape(model.init, RNGS, X)["params"]
-    assert params["jitted"]["Dense_0"]["kernel"].dtype == jnp.bfloat16
-    assert params["jitted"]["LayerNorm_0"]["scale"].dtype == jnp.float32
-    assert params["ScanBlock_0"]["Dense_0"]["kernel"].dtype == jnp.float32
-    assert params["Dense_0"]["kernel"].dtype == jnp.float16
-    kernel = params["Dense_1"]["kernel"]
-    assert isinstance(kernel, nn.Partitioned)
-    assert kernel.value.dtype == jnp.float16
-
-
-def test_overrides_by_path_and_class():
-    overrides = {"^Dense_1$": "full", Own: "c=bf16", Block: jamp.get_policy("full")}
-    model = jamp.linen.with_policy(Compact(), MIXED, overrides)
-    variables = jax.eval_shape(model.init, RNGS, X)
-    run = lambda v: model.apply(v, X, rngs=RNGS, mutable=MUTABLE)[0]
-    found = products(run, variables)
-    # Dense_0, remat, scan, jit, vmap, Own, Dense_1
-    assert found == [
-        {"float16"},
-        {"float32"},
-        {"float32"},
-        {"float32"},
-        {"float16"},
-        {"bfloat16"},
-        {"float32"},
-    ]
 
 
 def test_an_override_of_the_output():

@@ -114,6 +114,13 @@ def by_path(tree):
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
+def types(tree):
+    """What must not change from step to step, for one program and for a scan."""
+    of = lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type)
+    shapes = jax.eval_shape(lambda: tree)
+    return jax.tree.structure(shapes), {p: of(x) for p, x in by_path(shapes).items()}
+
+
 def check_nearest(params, state):
     """Every half-precision parameter is its master, rounded: all 16 bits."""
     params = by_path(params)

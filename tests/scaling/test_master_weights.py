@@ -681,60 +681,6 @@ def test_train_states(cls, order):
     assert jamp.metrics(state)["skipped_steps"] == 1 and state.step == 60
 
 
-@pytest.mark.parametrize("inner", [3.0, optax.adam, None])
-def test_inner_that_is_no_transformation(inner):
-    with pytest.raises(TypeError, match=r"inner must be an optax\.GradientTransform"):
-        jamp.master_weights(inner)
-
-
-def test_parameters_are_needed():
-    params = make_params()
-    tx = wrap(optax.sgd(0.1))
-    state = tx.init(params)
-    with pytest.raises(ValueError, match=r"params must .* got None.*grads, opt_state"):
-        tx.update(params, state)
-    tx = jamp.dynamic_loss_scale(tx)
-    with pytest.raises(ValueError, match=r"params must be the parameters to step"):
-        tx.update(params, tx.init(params))
-
-
-@pytest.mark.parametrize("wrapper", [lambda f: f, jax.jit])
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (
-            {"half": np.ones((2, 3), np.float32)},
-            r"at \['half'\] .* \(2, 3\) .* \(128, 128\)",
-        ),
-        ({"more": np.ones(1, np.float32)}, r"gradients have a leaf at \['more'\]"),
-    ],
-)
-def test_gradients_that_do_not_match_name_the_path(change, message, wrapper):
-    params = make_params()
-    tx = wrap(optax.sgd(0.1))
-    state = tx.init(params)
-    with pytest.raises(ValueError, match="master_weights.*" + message):
-        wrapper(tx.update)(params | change, state, params)
-    with pytest.raises(ValueError, match=r"parameters have a leaf at \['brain'\]"):
-        wrapper(tx.update)({"half": params["half"]}, state, params)
-
-
-def test_a_state_of_something_else_is_named():
-    params, tx = make_params(), wrap(optax.sgd(0.1))
-    wrong = optax.adam(0.1).init(params)
-    with pytest.raises(ValueError, match=r"a MasterWeightsState.*got ScaleByAdamState"):
-        tx.update(params, wrong, params)
-    outside = jamp.dynamic_loss_scale(tx)
-    with pytest.raises(ValueError, match="got DynamicLossScaleState, MasterWeights"):
-        tx.update(params, outside.init(params), params)
-
-
-@pytest.mark.parametrize("around", [lambda tx: optax.chain(tx), scale])
-def test_master_weights_deeper_inside_are_refused(around):
-    with pytest.raises(ValueError, match="already keeps master weights; wrap it once"):
-        wrap(around(wrap(optax.sgd(0.1)))).init(make_params())
-
-
 # Training follows float32.
 
 

@@ -537,26 +537,6 @@ def test_numbers_of_a_state_may_come_from_elsewhere(jit):
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(step(items)))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"loss_scale": "x"},
-        {"loss_scale": True},
-        {"loss_scale": 1j},
-        {"growth_tracker": 1.5},
-        {"growth_tracker": 2**40},
-        {"found_inf": 3},
-        {"recent_skips": np.ones(2, np.float16)},
-    ],
-    ids=str,
-)
-def test_numbers_of_a_state_that_cannot_be_are_named(wrong):
-    tx = jamp.dynamic_loss_scale(optax.sgd(1.0))
-    state = tx.init(jnp.ones(2))._replace(**wrong)
-    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} of the state must be"):
-        tx.update(jnp.ones(2), state, jnp.ones(2))
-
-
 def test_an_optimizer_may_fail_in_its_own_words():
     def fails(updates, state, params=None):
         raise RuntimeError("out of budget")

@@ -14,13 +14,14 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import jamp
 from jamp._scaling import skip
 from tests.bits import check_near, check_same_bits, nudged, numbers
 from tests.marks import cover
+
+from .wrong_steps import WRAPS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -680,103 +681,25 @@ def test_a_step_that_is_never_finite_has_no_scale():
         jamp.find_loss_scale(training.step, training.start(), x * jnp.nan, y)
 
 
-def plain_loss(state, x, y):
-    return jax.value_and_grad(loss_fn)(state["params"], x, y)
-
-
-def captured_scale(state, x, y):
-    captured = jamp.dynamic_loss_scale(optax.sgd(1.0)).init(make_params())
-    return jamp.value_and_grad(loss_fn, captured)(state["params"], x, y)
-
-
-def scaled_loss(state, x, y):
-    grad_fn = jamp.value_and_grad(loss_fn, state["opt_state"])
-    return grad_fn(state["params"], x, y)
-
-
-def behind_a_cond(step):
-    keep = lambda state, x, y: (state, jnp.float32(0))
-    ready = lambda state: state["params"]["w1"].sum() < 1e6
-    return lambda state, x, y: jax.lax.cond(ready(state), step, keep, state, x, y)
-
-
-def selected(step):
-    def chosen(state, x, y):
-        new, loss = step(state, x, y)
-        choose = lambda old, new: jnp.where(loss < 1e6, new, old)
-        return jax.tree.map(choose, state, new), loss
-
-    return chosen
-
-
-def in_fori_loop(step):
-    def looped(state, x, y):
-        body = lambda _, state: step(state, x, y)[0]
-        return jax.lax.fori_loop(0, 1, body, state), jnp.float32(0)
-
-    return looped
-
-
-def in_while_loop(step):
-    def looped(state, x, y):
-        body = lambda pair: (step(pair[0], x, y)[0], pair[1] + 1)
-        return jax.lax.while_loop(lambda pair: pair[1] < 1, body, (state, 0))[0], None
-
-    return looped
-
-
-def in_scan(step, length=1):
-    def scanned(state, x, y):
-        body = lambda state, _: step(state, x, y)
-        return jax.lax.scan(body, state, None, length=length)
-
-    return scanned
-
-
-WRAPS = {
-    "cond": behind_a_cond,
-    "jit": jax.jit,
-    "scan of 3": functools.partial(in_scan, length=3),
-    "alone": lambda step: step,
-    "checkpoint": jax.checkpoint,
-    "select": selected,
-    "fori_loop": in_fori_loop,
-    "while_loop": in_while_loop,
-    "scan": in_scan,
-    "jit, cond, loop": lambda step: jax.jit(behind_a_cond(in_fori_loop(step))),
-}
-
-
-def step_with(grads_of, training):
+def unscaled_step(training):
     def step(state, x, y):
-        loss, grads = grads_of(state, x, y)
-        stepped = jamp.step(training.tx, grads, state["opt_state"], state["params"])
-        return state | dict(zip(("params", "opt_state"), stepped, strict=True)), loss
+        params, opt_state = state["params"], state["opt_state"]
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        params, opt_state = jamp.step(training.tx, grads, opt_state, params)
+        return state | {"params": params, "opt_state": opt_state}, loss
 
     return step
-
-
-@cover(quick=3, ci=len(WRAPS) * 2)
-@pytest.mark.parametrize("grads_of", [plain_loss, captured_scale])
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_a_loss_that_is_not_scaled_is_told(grads_of, wrap):
-    training = Training()
-    step = WRAPS[wrap](step_with(grads_of, training))
-    find = functools.partial(jamp.find_loss_scale, step)
-    with pytest.raises(ValueError, match="divided by the scale once too often"):
-        find(training.start(), *batches()[0])
 
 
 @cover()
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_scaled_loss_is_found_wherever_the_step_is(wrap):
     training, idle = Training(), Training(2.0**3)
-    step = step_with(scaled_loss, training)
-    expected = jamp.find_loss_scale(step, training.start(), *batches()[0])
+    expected = jamp.find_loss_scale(training.step, training.start(), *batches()[0])
 
     def with_idle(states, x, y):
-        new, loss = step(states["used"], x, y)
-        return states | {"used": new}, loss
+        new, aux = training.step(states["used"], x, y)
+        return states | {"used": new}, aux["loss"]
 
     states = {"used": training.start(), "idle": idle.start()}
     states["params"] = states["used"]["params"]
@@ -788,8 +711,7 @@ def test_a_scaled_loss_is_found_wherever_the_step_is(wrap):
 
 def test_which_of_several_losses_is_not_scaled():
     training = Training()
-    right = step_with(scaled_loss, training)
-    wrong = step_with(plain_loss, training)
+    right, wrong = training.step, unscaled_step(training)
 
     def step(states, x, y):
         return {
@@ -800,62 +722,6 @@ def test_which_of_several_losses_is_not_scaled():
     states = {"actor": training.start(), "critic": training.start()}
     with pytest.raises(ValueError, match=r"loss scale at \['critic'\]"):
         jamp.find_loss_scale(step, states, *batches()[0])
-
-
-def by_scan(scale, loss):
-    body = lambda total, part: (total + scale * part, None)
-    return jax.lax.scan(body, jnp.float32(0), jnp.stack([loss / 2] * 2))[0]
-
-
-def by_cond(scale, loss):
-    return jax.lax.cond(loss > -1, lambda: scale * loss, lambda: loss)
-
-
-def by_ref(scale, loss):
-    ref = jax.new_ref(jnp.float32(1))
-    ref[...] = scale
-    return loss * jax.lax.stop_gradient(ref[...])
-
-
-def by_callback(scale, loss):
-    kept = []
-    shape = jax.ShapeDtypeStruct((), jnp.float32)
-    io_callback(kept.append, None, scale, ordered=True)
-    return loss * jax.lax.stop_gradient(io_callback(kept.pop, shape, ordered=True))
-
-
-def by_custom_vjp(scale, loss):
-    scaled = jax.custom_vjp(lambda loss, scale: loss)
-    forward = lambda loss, scale: (loss, scale)
-    scaled.defvjp(forward, lambda scale, g: (scale * g, jnp.zeros_like(g)))
-    return scaled(loss, scale)
-
-
-def on_a_device(scale, loss):
-    mesh = jax.make_mesh((1,), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
-    product = lambda scale, loss: scale * loss
-    both = P(), P()
-    return jax.shard_map(product, mesh=mesh, in_specs=both, out_specs=P())(scale, loss)
-
-
-WAYS = [by_scan, by_cond, by_ref, by_callback, by_custom_vjp, on_a_device]
-
-
-@cover(quick=2, ci=2 * len(WAYS))
-@pytest.mark.parametrize("scaled", WAYS)
-@pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["jit", "alone"])
-def test_a_loss_that_is_scaled_in_another_way_is_not_refused(scaled, wrap):
-    training = Training()
-
-    def step(state, x, y):
-        opt_state, params = state["opt_state"], state["params"]
-        scale = jamp.loss_scale(opt_state)
-        grads = jax.grad(lambda p: scaled(scale, loss_fn(p, x, y)))(params)
-        params, opt_state = jamp.step(training.tx, grads, opt_state, params)
-        return state | {"params": params, "opt_state": opt_state}, None
-
-    state = jamp.find_loss_scale(wrap(step), training.start(), *batches()[0])
-    assert 2.0**8 < jamp.loss_scale(state) < START
 
 
 def test_a_scaler_that_never_scaled_is_told():

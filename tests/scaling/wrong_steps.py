@@ -1,11 +1,8 @@
 """Training steps that use their loss scale wrongly, and right ones beside them.
 
 Each is a change of one right step, in three styles (a pair of parameters and a state,
-a `TrainState`, NNX objects with a `GradScaler`), alone or in a loop or on several
-devices.
-
-A penalty or noise that is added to scaled gradients is not among them: it changes a
-step by its size over the scale, which is less than what rounding may do.
+a `TrainState`, NNX objects with a `GradScaler`), alone or in a loop, in a branch or on
+several devices.
 """
 
 import functools
@@ -18,6 +15,7 @@ import numpy as np
 import optax
 from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
+from jax.experimental import io_callback
 
 import jamp
 
@@ -35,6 +33,8 @@ class Change(NamedTuple):
 
     # of the loss and the loss scale, of what is differentiated
     loss: Callable[[jax.Array, jax.Array], jax.Array] = lambda loss, scale: scale * loss
+    # of the parameters, the batch and the scaled loss, added to it
+    more: Callable[[PyTree, jax.Array, jax.Array], jax.Array] | None = None
     # of scaled gradients, their parameters and the loss scale
     grads: Callable[[PyTree, PyTree, jax.Array], PyTree] = lambda g, p, s: g
     inner: tuple[optax.GradientTransformation, ...] = ()  # in front of the optimizer
@@ -57,6 +57,13 @@ def adaptively_clipped(grads, params, scale):
     return clip.update(grads, clip.init(params), params)[0]
 
 
+def summed(function):
+    """What is added to scaled gradients without being scaled: of each parameter."""
+    return lambda grads, params, scale: jax.tree.map(
+        lambda g, p: g + function(p), grads, params
+    )
+
+
 def unscaled(grads, params, scale):
     return jax.tree.map(lambda g: g / scale, grads)
 
@@ -67,6 +74,7 @@ def of_whole_norm(grads, params, scale):
 
 
 stop = jax.lax.stop_gradient
+KEY = np.array([0, 0], np.uint32)  # without a program to run on import
 WRONG = {
     "clipped by its norm": Change(grads=clipped, message=DIVIDED),
     "scaled by hand": Change(
@@ -137,7 +145,61 @@ WRONG = {
         grads=by_leaf(lambda g: jnp.where(jnp.isnan(g), 0, jnp.clip(g, -1e30, 1e30))),
         message=HIDDEN,
     ),
+    # No bound on scaled gradients tells these from right ones: seen in float32 alone.
+    "a second loss": Change(more=lambda p, x, y: loss_of(p, 2 * x, y), message=DEPENDS),
+    "a far larger second loss": Change(
+        more=lambda p, x, y: 1e4 * loss_of(p, 2 * x, y), message=DEPENDS
+    ),
+    "a penalty that is not scaled": Change(
+        more=lambda p, x, y: sum(jnp.sum(a**2) for a in jax.tree.leaves(p)),
+        message=DEPENDS,
+    ),
+    "decay": Change(grads=summed(lambda p: 0.1 * p), message=DEPENDS),
+    "a small decay": Change(grads=summed(lambda p: 1e-5 * p), message=DEPENDS),
+    "noise": Change(
+        grads=by_leaf(lambda g: g + 0.01 * jax.random.normal(KEY, g.shape)),
+        message=DIVIDED,  # Adam moves each element by its rate, so that none moves less
+    ),
+    "clipped at 65504": Change(
+        grads=functools.partial(clipped, most=65504.0), message=DEPENDS
+    ),
+    "clipped at 1e7": Change(
+        grads=functools.partial(clipped, most=1e7), message=DEPENDS
+    ),
 }
+
+
+def by_scan(loss, scale):
+    body = lambda total, part: (total + scale * part, None)
+    return jax.lax.scan(body, jnp.float32(0), jnp.stack([loss / 2] * 2))[0]
+
+
+def by_ref(loss, scale):
+    ref = jax.new_ref(jnp.float32(1))
+    ref[...] = scale
+    return loss * stop(ref[...])
+
+
+def by_callback(loss, scale):
+    kept = []
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    io_callback(kept.append, None, scale, ordered=True)
+    return loss * stop(io_callback(kept.pop, shape, ordered=True))
+
+
+def by_custom_vjp(loss, scale):
+    scaled = jax.custom_vjp(lambda loss, scale: loss)
+    forward = lambda loss, scale: (loss, scale)
+    scaled.defvjp(forward, lambda scale, g: (scale * g, jnp.zeros_like(g)))
+    return scaled(loss, scale)
+
+
+def on_a_device(loss, scale):
+    product = lambda loss, scale: scale * loss
+    spec = jax.sharding.PartitionSpec
+    places = {"mesh": mesh(1), "in_specs": (spec(), spec()), "out_specs": spec()}
+    return jax.shard_map(product, **places)(loss, scale)
+
 
 RIGHT = {
     "as it is": Change(),
@@ -154,7 +216,19 @@ RIGHT = {
     "in half precision": Change(
         grads=by_leaf(lambda g: g.astype(jnp.bfloat16).astype(g.dtype))
     ),
+    "scaled in a loop": Change(loss=by_scan),
+    "scaled in a branch": Change(
+        loss=lambda loss, scale: jax.lax.cond(
+            loss > -1, lambda: scale * loss, lambda: loss
+        )
+    ),
+    "scaled in a derivative of its own": Change(loss=by_custom_vjp),
+    "scaled by a ref": Change(loss=by_ref),
+    "scaled by a callback": Change(loss=by_callback),
+    "scaled on a device": Change(loss=on_a_device),
 }
+# What JAX takes in no loop, or on no other devices.
+ALONE = "scaled by a ref", "scaled by a callback", "scaled on a device"
 
 
 def make_params():
@@ -176,7 +250,10 @@ def loss_of(params, x, y):
 
 
 def gradients(change, params, scale, x, y):
-    scaled = lambda params: change.loss(loss_of(params, x, y), stop(scale))
+    def scaled(params):
+        loss = change.loss(loss_of(params, x, y), stop(scale))
+        return loss if change.more is None else loss + change.more(params, x, y)
+
     return change.grads(jax.grad(scaled)(params), params, scale)
 
 
@@ -237,22 +314,84 @@ class Objects:
         scaler.update()
 
 
+def behind_a_cond(step):
+    keep = lambda state, *batch: (state, jnp.float32(0))
+
+    def branched(state, *batch):
+        is_float = lambda a: jnp.issubdtype(getattr(a, "dtype", int), jnp.floating)
+        first = next(filter(is_float, jax.tree.leaves(state)))
+        return jax.lax.cond(first.sum() < 1e6, step, keep, state, *batch)
+
+    return branched
+
+
+def selected(step):
+    def chosen(state, *batch):
+        new, loss = step(state, *batch)
+        choose = lambda old, new: jnp.where(loss < 1e6, new, old)
+        return jax.tree.map(choose, state, new), loss
+
+    return chosen
+
+
+def in_fori_loop(step):
+    def looped(state, *batch):
+        body = lambda _, state: step(state, *batch)[0]
+        return jax.lax.fori_loop(0, 1, body, state), jnp.float32(0)
+
+    return looped
+
+
+def in_while_loop(step):
+    def looped(state, *batch):
+        body = lambda pair: (step(pair[0], *batch)[0], pair[1] + 1)
+        return jax.lax.while_loop(lambda pair: pair[1] < 1, body, (state, 0))[0], None
+
+    return looped
+
+
+def in_scan(step, length=1):
+    def scanned(state, *batch):
+        body = lambda state, _: step(state, *batch)
+        return jax.lax.scan(body, state, None, length=length)
+
+    return scanned
+
+
+# From a step of a state and a batch to another one.
+WRAPS = {
+    "cond": behind_a_cond,
+    "jit": jax.jit,
+    "scan of 3": functools.partial(in_scan, length=3),
+    "alone": lambda step: step,
+    "checkpoint": jax.checkpoint,
+    "select": selected,
+    "fori_loop": in_fori_loop,
+    "while_loop": in_while_loop,
+    "in a scan": in_scan,
+    "jit, cond, loop": lambda step: jax.jit(behind_a_cond(in_fori_loop(step))),
+}
+
 STYLES = {"pair": Pair, "TrainState": State, "NNX": Objects}
-WAYS = ("jit", "scan", "pmap", "shard_map")
+ON_BATCHES = ("jit", "scan", "pmap", "shard_map")
+# NNX has no step under shard_map; a state of Flax or of optax is the same in a wrap.
+CASES = [
+    (style, way)
+    for way in ON_BATCHES
+    for style in STYLES
+    if (style, way) != ("NNX", "shard_map")
+]
+CASES += [("pair", way) for way in WRAPS if way != "jit"]
 
 
 def call(style, change, way):
-    """A step and its arguments, for `find_loss_scale`.
-
-    Returns:
-      None if the style cannot be run in this way.
-    """
+    """A step and its arguments, for `find_loss_scale`."""
     made, (x, y) = STYLES[style](change), make_batch()
     if style == "NNX":
         return call_nnx(made, way, x, y)
     state, step = made.state, made.step
-    if way == "jit":
-        return jax.jit(step), state, x, y
+    if way in WRAPS:
+        return WRAPS[way](step), state, x, y
     if way == "scan":
         looped = lambda state, xs, ys: jax.lax.scan(
             lambda state, batch: step(state, *batch), state, (xs, ys)
@@ -295,8 +434,6 @@ def call_nnx(made, way, x, y):
             nnx.update((model, optimizer, scaler), state)
 
         return looped, *made.state, np.stack([x] * 3), np.stack([y] * 3)
-    if way == "shard_map":
-        return None
     graph, _ = nnx.split(made.state)
 
     def on_each(state, x, y):
@@ -318,6 +455,6 @@ def split(array):
     return array.reshape(DEVICES, -1, *array.shape[1:])
 
 
-def mesh():
+def mesh(devices=DEVICES):
     kinds = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((DEVICES,), ("data",), axis_types=kinds)
+    return jax.make_mesh((devices,), ("data",), axis_types=kinds)

@@ -1,6 +1,5 @@
 """torch's rule in NumPy and float64, bits compared, random settings."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -33,20 +32,29 @@ class Scaling(NamedTuple):
     floor_steps: int = 0
 
 
+def floor_of(numbers: dict[str, Any]) -> np.float32:
+    return max(np.float32(numbers["min_scale"]), TINY)
+
+
+def bounded(was: Scaling, numbers: dict[str, Any]) -> Scaling:
+    """A scale that was set from outside, within its bounds."""
+    kept = np.clip(was.scale, floor_of(numbers), np.float32(numbers["max_scale"]))
+    if kept == was.scale:
+        return was
+    return was._replace(scale=kept, tracker=0, floor_steps=0)
+
+
 def next_scaling(was: Scaling, found_inf: bool, numbers: dict[str, Any]) -> Scaling:
     """One step of torch's rule: products in float64, rounded once to float32."""
+    before, was = was, was if numbers.get("fixed") else bounded(was, numbers)
     scale, tracker, forgiven = was[:3]
-    floor = max(np.float32(numbers["min_scale"]), TINY)
+    floor = floor_of(numbers)
     with np.errstate(over="ignore"):
         shrunk = np.float32(np.float64(scale) * np.float64(numbers["backoff_factor"]))
         grown = np.float32(np.float64(scale) * np.float64(numbers["growth_factor"]))
         grown = min(grown, np.float32(numbers["max_scale"]))
-    kept = np.clip(scale, floor, np.float32(numbers["max_scale"]))
-    if numbers.get("fixed"):
+    if numbers.get("fixed") or scale != before.scale:
         pass
-    elif kept != scale:  # set from outside, beyond the bounds
-        scale, tracker = kept, 0
-        was = was._replace(floor_steps=0)
     elif found_inf:
         tracker, forgives = 0, forgiven < numbers["hysteresis"] - 1
         scale = scale if forgives else max(shrunk, floor)
@@ -119,18 +127,6 @@ def as_real(array: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(array):
         return array
     return array[..., None].view(f"f{array.dtype.itemsize // 2}")
-
-
-def draw_numbers(rng: np.random.Generator) -> dict[str, Any]:
-    """Random arguments of a dynamic loss scale."""
-    numbers: dict[str, Any] = {k: float(rng.choice(v)) for k, v in FACTORS.items()}
-    low, high = sorted(2.0 ** rng.integers(-4, 24, 2))
-    numbers["growth_interval"] = int(rng.integers(1, 6))
-    numbers["hysteresis"] = int(rng.choice([1, 1, 2, 3]))
-    numbers["min_scale"] = float(rng.choice([0.0, low]))
-    numbers["max_scale"] = float(rng.choice([math.inf, high]))
-    numbers["init_scale"] = float(np.float32(rng.uniform(low, high)))
-    return numbers
 
 
 def draw_steps(rng: np.random.Generator, steps: int, cases: int) -> np.ndarray:

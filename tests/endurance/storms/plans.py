@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from hypothesis import assume
+from hypothesis import strategies as st
 
 import jamp
 
-from .oracle import STEPS, as_real, draw_numbers, draw_steps
+from .oracle import FACTORS, STEPS, as_real, draw_steps
 
 
 class Pair(NamedTuple):
@@ -85,6 +87,7 @@ INNERS: dict[str, Callable[[], Any]] = {
 }
 
 
+PARTED = "masked", "multi"  # of which one part is not trained
 OUTERS = ["alone", "alone", "chain", "masked", "multi", "injected", "static", "off"]
 
 
@@ -119,21 +122,6 @@ class Plan:
         ):
             yield
 
-    def nest(self, wrapped: Any) -> Any:
-        """The optimizer around the loss scale, or around the bare optimizer."""
-        rest = optax.set_to_zero()
-        if self.outer == "chain":
-            return optax.chain(optax.identity(), wrapped, optax.scale(1.0))
-        if self.outer == "masked":
-            return optax.chain(
-                optax.masked(wrapped, self.trained),
-                optax.masked(rest, jax.tree.map(lambda t: not t, self.trained)),
-            )
-        if self.outer == "multi":
-            labels = jax.tree.map(lambda t: "train" if t else "rest", self.trained)
-            return optax.multi_transform({"train": wrapped, "rest": rest}, labels)
-        return wrapped
-
     def transformation(self) -> Any:
         inner, numbers = self.inner_transformation(), self.numbers
         if self.outer == "injected":
@@ -145,16 +133,27 @@ class Plan:
             return jamp.static_loss_scale(inner, numbers["init_scale"])
         enabled = self.outer != "off"
         tx = jamp.dynamic_loss_scale(inner, enabled=enabled, **numbers)
-        return self.nest(tx)
+        return self.behind(tx)
+
+    def behind(self, tx: Any) -> Any:
+        return optax.chain(tx, optax.scale(1.0)) if self.outer == "chain" else tx
 
     def inner_transformation(self) -> Any:
         """The inner optimizer, which skips the leaves that it cannot take."""
         inner = INNERS[self.inner]()
-        if self.outer in ("masked", "multi") or all(jax.tree.leaves(self.trained)):
+        if all(jax.tree.leaves(self.trained)) and self.outer not in PARTED:
             return inner
         if isinstance(inner, optax.MultiSteps):
             inner = inner.gradient_transformation()
-        return optax.masked(inner, self.trained)
+        if self.outer == "multi":
+            labels = jax.tree.map(lambda t: "train" if t else "rest", self.trained)
+            parts = {"train": inner, "rest": optax.set_to_zero()}
+            return optax.multi_transform(parts, labels)
+        inner = optax.masked(inner, self.trained)
+        if self.outer == "masked":
+            frozen = jax.tree.map(lambda t: not t, self.trained)
+            inner = optax.chain(inner, optax.masked(optax.set_to_zero(), frozen))
+        return inner
 
     def bare(self) -> Any:
         """The optimizer without jamp's scaling: what the oracle runs."""
@@ -163,15 +162,14 @@ class Plan:
             inner = inner.gradient_transformation()
         inner = optax.with_extra_args_support(inner)
         if self.outer == "off" or self.inner == "master":
-            return self.nest(inner)
+            return self.behind(inner)
 
         def update(grads, state, params):
             updates, state = inner.update(grads, state, widened(params))
             return jax.tree.map(as_param, updates, params), state
 
         init = lambda params: inner.init(widened(params))
-        tx = optax.GradientTransformationExtraArgs(init, update)
-        return self.nest(tx)
+        return self.behind(optax.GradientTransformationExtraArgs(init, update))
 
     def wrap(self, tree: Any) -> Any:
         """Parameters in the form that the optimizer takes."""
@@ -209,61 +207,78 @@ def apply(param: Any, update: Any) -> Any:
     return optax.apply_updates(param, update)
 
 
-def draw_tree(rng: np.random.Generator, dtypes: list[str], depth: int) -> Any:
-    if depth and rng.random() < 0.8:
-        container = CONTAINERS[rng.integers(len(CONTAINERS))]
-        return container(*(draw_tree(rng, dtypes, depth - 1) for _ in range(2)))
-    shape = SHAPES[rng.integers(len(SHAPES))]
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(str(rng.choice(dtypes))))
+@st.composite
+def draw_numbers(draw: st.DrawFn) -> dict[str, Any]:
+    """The arguments of a dynamic loss scale."""
+    numbers: dict[str, Any] = {k: draw(st.sampled_from(v)) for k, v in FACTORS.items()}
+    low, high = sorted(2.0**n for n in draw(st.tuples(*[st.integers(-4, 23)] * 2)))
+    return numbers | {
+        "growth_interval": draw(st.integers(1, 5)),
+        "hysteresis": draw(st.sampled_from([1, 1, 2, 3])),
+        "min_scale": draw(st.sampled_from([0.0, low])),
+        "max_scale": draw(st.sampled_from([math.inf, high])),
+        "init_scale": draw(st.floats(low, high, width=32)),
+    }
 
 
-def draw_plan(seed: int, number: int) -> Plan:
-    """A plan whose bare optimizer runs, since optax does not take every tree."""
-    rng = np.random.default_rng([seed, 1, number])
-    for _ in range(1000):
-        plan = draw_any_plan(rng)
-        with plan.settings():
-            params = plan.wrap(plan.specs)
-            grads = jax.tree.map(lambda s: s, bare_grads(plan))
-            tx = plan.bare()
-            try:
-                state = jax.eval_shape(tx.init, params)
-                jax.eval_shape(functools.partial(bare_step, plan), grads, state, params)
-            except (TypeError, ValueError, NotImplementedError, DeprecationWarning):
-                continue
-            return plan
-    raise AssertionError("no plan in a thousand")
+def trees(dtypes: list[str]) -> st.SearchStrategy[Any]:
+    """Trees of shapes, at most three containers deep."""
+    leaves = st.builds(
+        jax.ShapeDtypeStruct, st.sampled_from(SHAPES), st.sampled_from(dtypes)
+    )
+    join = lambda container, pair: container(*pair)
+    containers = st.sampled_from(CONTAINERS)
+    nodes = lambda inner: st.builds(join, containers, st.tuples(inner, inner))
+    return st.recursive(leaves, nodes, max_leaves=6)
 
 
-def draw_any_plan(rng: np.random.Generator) -> Plan:
-    x64 = bool(rng.random() < 0.3)
-    pool = list(rng.choice(DTYPES + WIDE * x64, size=rng.integers(1, 5)))
-    specs = draw_tree(rng, pool, int(rng.integers(0, 3)))
-    specs = {"w": jax.ShapeDtypeStruct((3,), jnp.float32), "tree": specs}
-    inner = str(rng.choice(list(INNERS)))
-    outer = str(rng.choice(OUTERS))
-    debug_nans = bool(rng.random() < 0.3 and outer != "off")
-    numbers = draw_numbers(rng)
+def mostly(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from([usual, usual, *others])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Plans whose bare optimizer runs, since optax does not take every tree."""
+    x64, outer = draw(mostly(False, True)), draw(st.sampled_from(OUTERS))
+    dtypes = st.sampled_from(DTYPES + WIDE * x64)
+    pool = draw(st.lists(dtypes, min_size=1, max_size=4))
+    w = jax.ShapeDtypeStruct((3,), jnp.float32)
+    specs = {"w": w, "tree": draw(trees(pool))}
+    debug_nans = outer != "off" and draw(mostly(False, True))
+    numbers = draw(draw_numbers())
     if debug_nans:  # no overflow of the optimizer's own
         numbers |= {"min_scale": 1.0, "init_scale": 2.0**10, "max_scale": math.inf}
-    drop = rng.random() < 0.3 and outer in ("masked", "multi")
-    return Plan(
+    drops = outer in PARTED and draw(mostly(False, True))
+    kept = lambda: not drops or draw(st.booleans())
+    plan = Plan(
         specs=specs,
-        trained=jax.tree.map(
-            lambda s: bool(is_float(s) and not (drop and rng.random() < 0.5)), specs
-        ),
-        inner=inner,
+        trained=jax.tree.map(lambda spec: is_float(spec) and kept(), specs),
+        inner=draw(st.sampled_from(sorted(INNERS))),
         outer=outer,
         numbers=numbers,
-        steps=int(rng.choice(STEPS)),
-        wide_grads=bool(rng.random() < 0.3),
-        zero_grads=bool(rng.random() < 0.5),
+        steps=draw(st.sampled_from(STEPS)),
+        wide_grads=draw(mostly(False, True)),
+        zero_grads=draw(st.booleans()),
         x64=x64,
-        strict=bool(rng.random() < 0.3),
+        strict=draw(mostly(False, True)),
         debug_nans=debug_nans,
-        checks=bool(rng.random() < 0.2),
-        replay=str(rng.choice(["", "", "", "eager", "donated"])),
+        checks=draw(mostly(False, False, True)),
+        replay=draw(mostly("", "eager", "donated")),
     )
+    assume(runs(plan))
+    return plan
+
+
+def runs(plan: Plan) -> bool:
+    with plan.settings():
+        params, tx = plan.wrap(plan.specs), plan.bare()
+        try:
+            state = jax.eval_shape(tx.init, params)
+            step = functools.partial(bare_step, plan)
+            jax.eval_shape(step, bare_grads(plan), state, params)
+        except (TypeError, ValueError, NotImplementedError, DeprecationWarning):
+            return False
+    return True
 
 
 def bare_grads(plan: Plan) -> Any:
@@ -294,7 +309,7 @@ def draw_grads(
     size = (cases, plan.steps)
     leaves, tree = jax.tree.flatten(plan.specs)
     trained = jax.tree.leaves(plan.trained)
-    seen = [t or plan.outer not in ("masked", "multi") for t in trained]
+    seen = [t or plan.outer not in PARTED for t in trained]
     grads = []
     for spec in leaves:
         dtype = np.dtype(jnp.float32) if wide_grad(plan, spec) else spec.dtype

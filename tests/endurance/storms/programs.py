@@ -3,7 +3,7 @@
 A program is a tree of steps over a few arrays: ops, calls of jitted functions, regions
 that nest and that are shared, derivatives, jit, scopes and settings of JAX. All
 programs use the same functions and regions, so that one program finds what another has
-left in a cache. Two threads run the programs, each in a different order.
+left in a cache. Two threads run the programs, the second one in the reverse order.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
 from jax import lax
 
 import jamp
@@ -24,7 +25,6 @@ Step = tuple[Any, ...]
 Row = tuple[str, str, bytes] | str
 
 N = 16  # float8 wants multiples of it
-THREADS = 2
 
 
 def layer(x: Any, y: Any) -> Any:
@@ -113,26 +113,24 @@ SETTINGS: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
     functools.partial(jax.disable_jit),
 ]
 
-KINDS = ["op", "jitted", "cast", "region", "setting", "grad", "jit", "fresh", "inputs"]
-SHARES = [0.3, 0.27, 0.05, 0.2, 0.08, 0.04, 0.02, 0.01, 0.03]
+NUMBER = st.integers(0, 2**16 - 1)
+LEAVES = ["op"] * 5 + ["jitted"] * 5 + ["cast", "fresh", "inputs"]
+BLOCKS = ["region"] * 5 + ["setting"] * 2 + ["grad", "jit"]
 
 
-def draw(rng: np.random.Generator, depth: int = 0) -> list[Step]:
-    """A block of steps, usually in a region; blocks nest at most three deep."""
-    steps = [draw_step(rng, depth) for _ in range(rng.integers(1, 4))]
-    if depth or rng.random() < 0.3:
-        return steps
-    return [("region", int(rng.integers(1 << 16)), steps)]
+def block(steps: st.SearchStrategy[Step]) -> st.SearchStrategy[list[Step]]:
+    return st.lists(steps, min_size=1, max_size=3)
 
 
-def draw_step(rng: np.random.Generator, depth: int) -> Step:
-    kind = str(rng.choice(KINDS, p=SHARES))
-    number, i, j = map(int, rng.integers(1 << 16, size=3))
-    if kind in ("region", "setting", "grad", "jit"):
-        if depth < 3:
-            return kind, number, draw(rng, depth + 1)
-        kind = "op"
-    return kind, number, i, j
+STEPS = st.recursive(
+    st.tuples(st.sampled_from(LEAVES), NUMBER, NUMBER, NUMBER),
+    lambda inner: st.tuples(st.sampled_from(BLOCKS), NUMBER, block(inner)),
+    max_leaves=6,
+)
+IN_A_REGION = block(STEPS).flatmap(
+    lambda steps: NUMBER.map(lambda number: [("region", number, steps)])
+)
+PROGRAMS = st.lists(IN_A_REGION | block(STEPS), min_size=1, max_size=10)
 
 
 def run(steps: list[Step], values: list[Any]) -> None:
@@ -192,23 +190,21 @@ def rows(program: list[Step], arrays: np.ndarray) -> Iterator[Row]:
     yield error
 
 
-def program_storm(seed: int, number: int, cases: int) -> None:
-    rng = np.random.default_rng([seed, number, 5])
-    programs = [
-        (draw(rng), rng.normal(size=(2, N, N)).astype(np.float32)) for _ in range(cases)
-    ]
-    orders = [rng.permutation(cases) for _ in range(THREADS)]
+def check_programs(programs: list[list[Step]], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    arrays = rng.normal(size=(len(programs), 2, N, N)).astype(np.float32)
+    orders = [range(len(programs)), range(len(programs))[::-1]]
     found: list[dict[int, list[Row]]] = [{} for _ in orders]
     failed: list[BaseException] = []
 
     def work(i: int) -> None:
         try:
             for at in orders[i]:
-                found[i][at] = list(rows(*programs[at]))
+                found[i][at] = list(rows(programs[at], arrays[at]))
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(orders))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -216,13 +212,13 @@ def program_storm(seed: int, number: int, cases: int) -> None:
     if failed:
         raise failed[0]
     with without_caches():
-        expected = [list(rows(*program)) for program in programs]
+        expected = [list(rows(*each)) for each in zip(programs, arrays, strict=True)]
     for at, want in enumerate(expected):
-        for thread in range(THREADS):
+        for thread in range(len(orders)):
             got = found[thread][at]
             for k, (mine, its) in enumerate(zip(got, want, strict=False)):
                 assert mine == its, (
                     f"thread {thread}, program {at}, value {k}: "
-                    f"{mine[:2]} with caches, {its[:2]} without: {programs[at][0]}"
+                    f"{mine[:2]} with caches, {its[:2]} without: {programs[at]}"
                 )
             assert len(got) == len(want)

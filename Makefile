@@ -83,7 +83,8 @@ targets: .venv-targets/.targets ## compile steps for GPUs and TPUs, for docs/tar
 	for chips in 8 256 4096; do \
 	  $(COMPILE) --for v5p --chips $$chips --json $(FIGURES)-v5p-$$chips.json || exit 1; done
 	$(COMPILE) --for h100 --chips 8 --json $(FIGURES)-h100-8.json
-	.venv-targets/bin/python -m benchmarks.targets_page
+	.venv-targets/bin/python -m benchmarks.compiled_tables
+	.venv-targets/bin/python -m benchmarks.tables
 endif
 
 ifdef DRY

@@ -32,9 +32,10 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed. Run: {hint}") from None
 
 FETCH_EVERY = 20  # steps; fetching the metrics makes the host wait for the device
-ON_A_CPU = """A CPU has no units for float16: XLA converts to float32 and back. So float16
-saves time on a GPU, and none here. Look at the accuracy, which is the same, and at
-the loss scale: it climbs until gradients overflow, and such a step is skipped.
+ON_A_CPU = """\
+A CPU has no units for float16: XLA converts to float32 and back. So float16 saves
+time on a GPU, and none here. Look at the accuracy, which is the same, and at the
+loss scale: it climbs until gradients overflow, and such a step is skipped.
 """
 
 
@@ -83,6 +84,7 @@ def train(use_amp, data, args, progress, task):
     optimizer = nnx.Optimizer(model, optax.adam(schedule), wrt=nnx.Param)
     scaler = jamp.GradScaler(growth_interval=args.growth_interval, enabled=use_amp)
 
+    start = time.perf_counter()
     history = []  # on the device at first, fetched a few steps at a time
     for step, batch in enumerate(batches(len(train_images), args), start=1):
         images, labels = train_images[batch], train_labels[batch]

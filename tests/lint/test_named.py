@@ -14,6 +14,7 @@ FILES = [
     *(ROOT / "parity").glob("*.md"),
     *(ROOT / ".github").glob("**/*.yml"),
     *(ROOT / ".ci").iterdir(),
+    *(ROOT / "tests").glob("*.txt"),
     ROOT / "Makefile",
 ]
 FOLDERS = "tests|benchmarks|scripts|examples|parity|foreign|shared|jamp"

@@ -40,12 +40,8 @@ AGAIN = "float16 by hand, again"
 FORM, FORM_AGAIN = "float32", "float32, again"
 SHORT = (  # rows of the first page, besides the fastest
     "float32",
-    "bfloat16 by hand",
     BY_HAND,
     "jamp.autocast + dynamic_loss_scale",
-    "jamp Policy + dynamic_loss_scale",
-    "flax DynamicScale, by hand",
-    "torch AMP",
     "torch.compile AMP",
 )
 WHERE = "outside", "inside"  # of a region
@@ -162,6 +158,8 @@ def training(name, documents, shown=None):
     title = f"{MODELS[name]}, {parameters(size) / 1e6:.0f} M, {items} {unit}"
     made = table(title, rows | torch_rows, columns, BY_HAND, AGAIN, torch_rows, shown)
     notes = resolved([rows], AGAIN)
+    if shown is not None:  # the first page says how many rounds, and no more
+        del notes[1:]
     if torch_rows:
         notes.append(f"torch {apart['run']['torch']} ran in a process of its own.")
     return f"{made}\n\n{about(document, notes=notes)}"

@@ -89,7 +89,7 @@ endif
 
 ifdef DRY
 gpu: $(VENV)/.parity
-	$(CACHED) -m benchmarks.gpu --dry-run
+	$(CACHED) -m benchmarks.gpu --dry-run --minutes 20
 else
 gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1: small, on the CPU
 	$(GPU_PYTHON) -m benchmarks.gpu
@@ -101,7 +101,7 @@ versions: ## every public call and op on the releases of JAX that are promised, 
 nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
 	$(CACHED) -m pytest -n auto -m nightly $(TESTS)
 	$(CACHED) -m parity --nightly
-	$(CACHED) -m benchmarks.gpu --dry-run
+	$(CACHED) -m benchmarks.gpu --dry-run --minutes 20
 
 endurance: $(VENV)/.test ## long storms, and a training that is killed again and again
 	$(CACHED) -m tests.endurance.storms --cases 2000

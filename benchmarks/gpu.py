@@ -39,7 +39,7 @@ from shared.processes import end_group, start_group
 ROOT = Path(__file__).parents[1]
 MINUTES = 9.0
 GRACE = 15  # seconds of a call that no part gets: for start, end and printing
-DRY_LIMIT = 120
+DRY_LIMIT = 300
 SHARE = 0.75  # XLA's part of the memory of checks; CUDA and torch have the rest
 KILLED, UNFINISHED = "killed at its limit", "not finished"
 NO_GPU = """JAX sees no GPU here, but {}.

@@ -426,6 +426,12 @@ def load(folder):
     return {name: found[name] for name in sorted(found) if "run" in found[name]}
 
 
+def show(name, results, part=""):
+    """Prints the table of figures that were measured just now."""
+    document = {"run": _harness.describe(), "results": _harness.finite(results)}
+    print(f"\n{TABLES[name]({part or name: document})}", flush=True)
+
+
 def every(folder):
     """All tables of a folder."""
     documents = load(folder)

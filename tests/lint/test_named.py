@@ -17,7 +17,7 @@ FILES = [
     *(ROOT / "tests").glob("*.txt"),
     ROOT / "Makefile",
 ]
-FOLDERS = "tests|benchmarks|scripts|examples|parity|foreign|shared|jamp"
+FOLDERS = "tests|benchmarks|scripts|examples|parity|foreign|shared|docs|jamp"
 FILE = rf"(?<![\w./{{-])((?:{FOLDERS}|_\w+)/[\w./-]*\.(?:py|txt|md|npz|ipynb))"
 FILE = re.compile(rf"{FILE}(?:::(\w+))?|(scripts/[\w-]+)\b(?![./])")
 MODULE = re.compile(rf"python -m ((?:{FOLDERS})(?:\.\w+)*)")

@@ -83,12 +83,13 @@ targets: .venv-targets/.targets ## compile steps for GPUs and TPUs, for results/
 	for chips in 8 256 4096; do \
 	  $(COMPILE) --for v5p --chips $$chips --json $(FIGURES)-v5p-$$chips.json || exit 1; done
 	$(COMPILE) --for h100 --chips 8 --json $(FIGURES)-h100-8.json
-	.venv-targets/bin/python -m benchmarks.targets_page
+	.venv-targets/bin/python -m benchmarks.compiled_tables
+	.venv-targets/bin/python -m benchmarks.tables
 endif
 
 ifdef DRY
 gpu: $(VENV)/.parity
-	$(CACHED) -m benchmarks.gpu --dry-run
+	$(CACHED) -m benchmarks.gpu --dry-run --minutes 20
 else
 gpu: ## tests, parity and benchmarks on a GPU, with GPU_PYTHON; DRY=1: small, on the CPU
 	$(GPU_PYTHON) -m benchmarks.gpu
@@ -100,7 +101,7 @@ versions: ## every public call and op on the releases of JAX that are promised, 
 nightly: $(VENV)/.parity ## the tests and measurements that CI leaves out
 	$(CACHED) -m pytest -n auto -m nightly $(TESTS)
 	$(CACHED) -m parity --nightly
-	$(CACHED) -m benchmarks.gpu --dry-run
+	$(CACHED) -m benchmarks.gpu --dry-run --minutes 20
 
 endurance: $(VENV)/.test ## long storms, and a training that is killed again and again
 	STORMS=4 $(CACHED) -m pytest -q tests/endurance/test_storms.py

@@ -266,6 +266,52 @@ def markdown(
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
+def grid(
+    head: str,
+    rows: Mapping[str, Any],
+    columns: Mapping[str, Callable[[Any], str]],
+) -> str:
+    """A table with a line for each row: its name, and what each column says of it."""
+    lines = (
+        [name, *(of(row) for of in columns.values())] for name, row in rows.items()
+    )
+    return markdown([head, *columns], lines)
+
+
+def number(
+    key: str, form: str, unit: float = 1, said: str = ""
+) -> Callable[[Mapping[str, Any]], str]:
+    """A column of numbers in some unit; empty where a row does not have one."""
+
+    def cell(row):
+        value = row.get(key)
+        if value is None:
+            return ""
+        return format(value if unit == 1 else value / unit, form) + said
+
+    return cell
+
+
+def percent(value: float, digits: int) -> str:
+    return f"{100 * value:.{digits}f} %"
+
+
+def about(*documents: Mapping[str, Any], notes: Iterable[str] = ()) -> str:
+    """Where and when files of figures were measured, and with which versions."""
+    said = dict.fromkeys(where_and_when(document["run"]) for document in documents)
+    return " ".join([*said, *notes])
+
+
+def where_and_when(run: Mapping[str, str]) -> str:
+    where = run["device"]
+    if "benchmarks.targets" in run.get("command", ""):
+        where = "Compiled, not run"
+    elif where == "cpu":
+        where = f"{run['cpus']} cores of an {run['processor']}"
+    found = f"Python {run['python']}, JAX {run['jax']}, Flax {run['flax']}"
+    return f"{where}, {run['date']}, {found}, optax {run['optax']}."
+
+
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     print(f"\n{markdown(columns, rows)}", flush=True)
 

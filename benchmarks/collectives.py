@@ -13,7 +13,7 @@ depend on the backend, since XLA joins collectives differently on each:
 
 import jax
 
-from benchmarks import _harness
+from benchmarks import _harness, tables
 from shared.collectives import ROWS, measure
 
 FULL = {"devices": 8, "layers": 12, "width": 256, "rows": 64}
@@ -22,17 +22,6 @@ SIZES = {
     "gpu": FULL,  # as many as available
     "small": {"devices": 4, "layers": 1, "width": 16, "rows": 8},
 }
-
-
-def print_table(rows):
-    columns = ("layout", "mode", "collectives", "MB: float16", "float32")
-    table = []
-    for row in rows:
-        count, by_dtype = row["plain"]["count"], row["plain"]["by_dtype"]
-        megabytes = (f"{by_dtype.get(d, 0) / 1e6:.3f}" for d in ("f16", "f32"))
-        extra = f"+{row['extra_count']}", f"+{row['extra_bytes']}"
-        table.append((row["layout"], row["mode"], str(count), *megabytes, *extra))
-    _harness.print_table((*columns, "extra", "bytes"), table)
 
 
 def main():
@@ -44,7 +33,7 @@ def main():
     wanted = ROWS[::8] if args.small else ROWS
     rows = [measure(*row, **sizes) for row in wanted]
     _harness.print_heading(f"{jax.device_count()} devices")
-    print_table(rows)
+    tables.show("collectives", rows)
     _harness.save(args.json, rows)
 
 

@@ -25,7 +25,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _harness
+from benchmarks import _harness, tables
 from shared.residuals import Case, Transformer, arguments, loss_of
 
 STYLES = ("by hand", "autocast")
@@ -114,22 +114,7 @@ def measure(args):
     }
 
 
-def print_tables(results):
-    ratios = {
-        phase: _harness.Ratio(**ratio).text()
-        for phase, ratio in results["ratio"].items()
-    }
-    _harness.print_table(
-        ("phase", *STYLES, "ratio"),
-        [
-            (
-                phase,
-                *(f"{row[s]:.2f} s" for s in STYLES),
-                ratios[phase],
-            )
-            for phase, row in results["seconds"].items()
-        ],
-    )
+def print_products(results):
     _harness.print_table(
         ("matrix products", *STYLES),
         [
@@ -149,7 +134,8 @@ def main():
         f"{args.rounds} rounds",
     )
     results = measure(args)
-    print_tables(results)
+    tables.show("compile-time", results)
+    print_products(results)
     _harness.save(args.json, results)
     products = results["products"]
     if args.device == "gpu":  # there XLA chooses kernels by their speed

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import jamp
-from benchmarks import _harness
+from benchmarks import _harness, tables
 
 SIZES = {
     "cpu": {"ops": 50, "rounds": 20},
@@ -157,18 +157,6 @@ def summarize(seconds, n):
     return table
 
 
-def print_tables(table):
-    for how, rows in table.items():
-        print(f"\n{how}, microseconds per op")
-        _harness.print_table(
-            ("op", "outside", "inside", "added"),
-            [
-                (name, *(f"{row[w]:.1f}" for w in ("outside", "inside", "added")))
-                for name, row in rows.items()
-            ],
-        )
-
-
 def main():
     args = _harness.parse_sizes(_harness.parser(__doc__), SIZES)
     _harness.prepare(args, "benchmarks.eager_overhead")
@@ -179,7 +167,7 @@ def main():
     else:
         print("torch is not installed.")
     table = summarize(_harness.take_turns(rows, args.rounds), args.ops)
-    print_tables(table)
+    tables.show("ops", table, "eager")
     _harness.save(args.json, table)
 
 

@@ -15,7 +15,7 @@ between, and would include any waiting of its own.
 import functools
 import statistics
 
-from benchmarks import _harness
+from benchmarks import _harness, tables
 
 SIZES = {
     "cpu": {"width": 1773, "layers": 4, "batch": 64, "rounds": 50, "steps": 5},
@@ -146,16 +146,10 @@ def main():
         f"{args.rounds} rounds of {args.steps} steps",
     )
     table = summarize(_harness.take_turns(turns, args.rounds), args.steps)
-    _harness.print_table(
-        ("step", "time", "ratio"),
-        [
-            (name, f"{row['milliseconds']:.2f} ms", _harness.ratio_cell(row))
-            for name, row in table.items()
-        ],
-    )
     microseconds = append_microseconds(args.every)
     print(f"\nA single append of 12 scalars: {microseconds:.0f} microseconds")
     results = {"rows": table, "append_microseconds": microseconds}
+    tables.show("logging", results)
     _harness.save(args.json, results)
 
 

@@ -24,15 +24,11 @@ scale, whose check also reads the gradients. Only this mode is timed.
 
 import functools
 
-import numpy as np
-
-from benchmarks import _harness
+from benchmarks import _harness, tables
 from benchmarks.model_sizes import ARRAYS, WIDTHS
 from shared.master_weights import (
     FORMS,
-    STEPS,
     TRAINED,
-    Forms,
     both_forms,
     curves,
     worst_difference,
@@ -53,17 +49,6 @@ def summarize(losses):
     }
 
 
-def print_table(name, table):
-    print(f"\n{name}")
-    rows = []
-    for kind, row in table.items():
-        worst = row["worst difference"]
-        far = f"{100 * worst:.2f} %" if np.isfinite(worst) else "not finite"
-        rows.append((kind, f"{row['first']:.4f}", f"{row['last']:.4f}", far))
-    columns = ("parameters", "first loss", f"after {STEPS} steps", "worst difference")
-    _harness.print_table(columns, rows)
-
-
 def compare_forms(args):
     results = {}
     for name, inner in list(FORMS.items())[: 1 if args.small else None]:
@@ -71,12 +56,7 @@ def compare_forms(args):
             found = both_forms(inner, args.steps, seed)
             results[f"{name}, seed {seed}"] = found._asdict()
             _harness.save(args.json, results)
-    columns = ("", "numbers", "differ", "skipped steps", "ties", "lost without masters")
-    rows = [
-        (name, *(f"{row[k]:,}" for k in Forms._fields[:-1]), f"{row['lost']:.3f}")
-        for name, row in results.items()
-    ]
-    _harness.print_table(columns, rows)
+    tables.show("master-forms", results)
 
 
 def forms():
@@ -149,21 +129,7 @@ def time_updates(args):
             "terabytes_per_second": row.figures.bytes / times["milliseconds"] / 1e9,
         }
     print(f"\n{ARRAYS} x {width}^2 = {parameters / 1e6:.1f} million parameters")
-    _harness.print_table(
-        ("form", "time", "ratio", "bytes a parameter", "held", "TB/s", "kernels"),
-        (
-            (
-                name,
-                f"{row['milliseconds']:.2f} ms",
-                _harness.ratio_cell(row, results[AGAIN]),
-                f"{row['bytes_per_parameter']:.1f}",
-                f"{row['held']:.1f}",
-                f"{row['terabytes_per_second']:.1f}",
-                str(row["kernels"]),
-            )
-            for name, row in results.items()
-        ),
-    )
+    tables.show("masters", results)
     _harness.save(args.json, results)
 
 
@@ -184,8 +150,7 @@ def main():
         return
     optimizers = list(TRAINED.items())[: 1 if args.small else None]
     results = {name: summarize(curves(inner)) for name, inner in optimizers}
-    for name, table in results.items():
-        print_table(name, table)
+    tables.show("master-weights", results)
     _harness.save(args.json, results)
 
 

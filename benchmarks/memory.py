@@ -12,7 +12,7 @@ number, such as the zeros of relu's derivative, which a compiled program does no
 
 from functools import partial
 
-from benchmarks import _harness
+from benchmarks import _harness, tables
 from shared.residuals import (
     CASES,
     STYLES,
@@ -71,21 +71,6 @@ def merge_shapes(rows):
     return merged.values()
 
 
-def print_totals(table):
-    _harness.print_table(
-        ("model", *STYLES, "ratio", "stored ratio"),
-        [
-            (
-                name,
-                *(f"{row[style] / 1e6:.1f} MB" for style in STYLES),
-                f"{row['ratio']:.3f}",
-                f"{row['stored']['ratio']:.3f}",
-            )
-            for name, row in table.items()
-        ],
-    )
-
-
 def print_break_down(name, rows):
     print(f"\n{name}, MB (number of arrays)")
     _harness.print_table(
@@ -114,7 +99,11 @@ def main():
     _harness.print_heading()
     cases = SMALL if args.small else CASES
     table = {name: summarize(measure(case)) for name, case in cases.items()}
-    print_totals(table)
+    totals = {
+        name: {key: row[key] for key in row if key != "groups"}
+        for name, row in table.items()
+    }
+    tables.show("memory", totals)
     for name, row in table.items():
         rows = row["groups"]
         if not args.all:
@@ -122,10 +111,6 @@ def main():
             rows = [r for r in rows if sum(r["by hand"]) != sum(r["autocast"])]
         if rows := [r for r in rows if is_large(r)]:
             print_break_down(name, rows)
-    totals = {
-        name: {key: row[key] for key in row if key != "groups"}
-        for name, row in table.items()
-    }
     _harness.save(args.json, totals)
 
 

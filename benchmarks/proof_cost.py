@@ -13,7 +13,7 @@ import jax
 
 import jamp
 
-from . import _harness, models
+from . import _harness, models, tables
 from .model_sizes import SIZES
 from .train_rows import autocast, with_dynamic_loss_scale
 
@@ -45,11 +45,7 @@ def main():
         for function in (jamp.find_loss_scale, jamp.debug.check_step):
             row[function.__name__], _ = seconds(function, jax.jit(step), *call)
         _harness.save(args.json, results)
-    _harness.print_heading()
-    _harness.print_table(
-        ("seconds", *row),
-        [(name, *(f"{x:.2f}" for x in row.values())) for name, row in results.items()],
-    )
+    tables.show("proof-cost", results)
 
 
 if __name__ == "__main__":

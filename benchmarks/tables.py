@@ -1,16 +1,19 @@
-"""Tables of pages, from the committed figures.
+"""Writes the tables of the pages from the committed figures.
 
-    python -m benchmarks.tables
+    python -m benchmarks.tables            # writes each table again
+    python -m benchmarks.tables --check    # names those that are stale
 
-writes the tables of the pages in `PAGES`, each between a comment that names it, such as
+A table stands on any page between a comment that names it, such as
 `<!-- benchmarks.tables nvidia-h200 gpt2 -->`, and `<!-- end -->`. The names are a
 folder of `benchmarks/results` and one of `TABLES`. `benchmarks.gpu` writes all tables
-of its folder to `tables.md`. `results/targets.md` has `benchmarks.targets_page`.
+of its folder to `tables.md`. What is compiled and not run has its tables in
+`benchmarks.compiled_tables`.
 
 A ratio is called level where the rounds do not tell the row from the baseline
 (`benchmarks._harness`). Without ±, the rounds were not kept.
 """
 
+import argparse
 import functools
 import itertools
 import json
@@ -18,38 +21,27 @@ import re
 import statistics
 from pathlib import Path
 
-from benchmarks import _harness, loss_scale_overhead
-from benchmarks._harness import markdown
+from benchmarks import _harness, compiled_tables, loss_scale_overhead
+from benchmarks._harness import Ratio, about, grid, markdown, number, percent
+from benchmarks.compiled_tables import BY_HAND, MODELS
 from benchmarks.float8_step import AGAIN as FLOAT8_AGAIN
 from benchmarks.float8_step import ROWS as FLOAT8_ROWS
 from benchmarks.model_sizes import ARRAYS, SIZES, WIDTHS, parameters
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (
-    "README.md",
-    "benchmarks/README.md",
-    "docs/examples.md",
-    "docs/float8.md",
-    "docs/performance.md",
-    "docs/policy.md",
-    "docs/scaling.md",
-)
+PAGES = ("*.md", "benchmarks/**/*.md", "docs/**/*.md", "parity/*.md")
 MARK = re.compile(
-    r"(<!-- benchmarks\.tables (\S+) (\S+) -->\n).*?(<!-- end -->\n)", re.DOTALL
+    r"(<!-- benchmarks\.tables (\S+) (\S+) -->\n)((?:(?!<!--).)*)(<!-- end -->\n)",
+    re.DOTALL,
 )
-MODELS = {"gpt2": "GPT-2", "resnet50": "ResNet-50", "vit": "ViT-B/16"}
 # Of `train_rows` and `master_weights`, which import JAX.
-BY_HAND, AGAIN = "float16 by hand", "float16 by hand, again"
+AGAIN = "float16 by hand, again"
 FORM, FORM_AGAIN = "float32", "float32, again"
 SHORT = (  # rows of the first page, besides the fastest
     "float32",
-    "bfloat16 by hand",
     BY_HAND,
     "jamp.autocast + dynamic_loss_scale",
-    "jamp Policy + dynamic_loss_scale",
-    "flax DynamicScale, by hand",
-    "torch AMP",
     "torch.compile AMP",
 )
 WHERE = "outside", "inside"  # of a region
@@ -64,13 +56,9 @@ EXAMPLES = {  # example -> result -> how it is called, and its digits; percent i
     "haiku_cnn": {"test loss": ("test loss", 3)},
 }
 REDUCED = {"fsdp-float32": "float32", "fsdp-int8": "int8", "fsdp-float8": "float8"}
-VERSIONS = {"python": "Python", "jax": "JAX", "flax": "Flax", "optax": "optax"}
 
 
-def load(folder):
-    """Part -> the document with its figures."""
-    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    return {name: document for name, document in found.items() if "run" in document}
+# --- steps that took turns
 
 
 def compared(row, base, apart=False):
@@ -80,12 +68,12 @@ def compared(row, base, apart=False):
       apart: whether the rows are of two processes, and so did not take turns.
     """
     if row.get("error") is not None:
-        return _harness.Ratio(row["ratio"], row["error"])
+        return Ratio(row["ratio"], row["error"])
     if "seconds" in row and "seconds" in base:
         how = _harness.ratio_of_medians if apart else _harness.ratio
         return how(row["seconds"], base["seconds"])
     medians = row["milliseconds"] / base["milliseconds"]
-    return _harness.Ratio(row.get("ratio", medians), None)
+    return Ratio(row.get("ratio", medians), None)
 
 
 def table(title, rows, columns, base, again="", apart=(), shown=None):
@@ -113,31 +101,6 @@ def rounded(value):
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def percent(value, digits):
-    return f"{100 * value:.{digits}f} %"
-
-
-def about(document, *notes):
-    """Where and when the figures were measured, with which versions."""
-    return " ".join([where_and_when(document["run"]), *notes])
-
-
-def about_all(documents):
-    """The same of several files, whose dates may differ."""
-    said = dict.fromkeys(where_and_when(document["run"]) for document in documents)
-    return " ".join(said)
-
-
-def where_and_when(run):
-    versions = [f"{said} {run[name]}" for name, said in VERSIONS.items()]
-    where = run["device"]
-    if "benchmarks.targets" in run.get("command", ""):
-        where = "Compiled, not run"
-    elif where == "cpu":
-        where = f"{run['cpus']} cores of an {run['processor']}"
-    return ", ".join([where, run["date"], *versions]) + "."
-
-
 def resolved(made, again):
     """What the text of tables says of their rounds and the baseline's second row.
 
@@ -157,15 +120,19 @@ def resolved(made, again):
     return notes
 
 
+def in_turns(document, columns, base, again, titles=None):
+    """A table for each of a file's results, and how well they are resolved."""
+    found = titles or document["results"]
+    made = [table(title, rows, columns, base, again) for title, rows in found.items()]
+    made.append(about(document, notes=resolved(found.values(), again)))
+    return "\n\n".join(made)
+
+
 def kind_of(document):
     """Which sizes a benchmark's figures are of."""
     if "--small" in document["run"].get("command", ""):
         return "small"
     return "cpu" if document["run"]["device"] == "cpu" else "gpu"
-
-
-def number(key, form, unit=1.0):
-    return lambda row: "" if row.get(key) is None else format(row[key] / unit, form)
 
 
 def training(name, documents, shown=None):
@@ -178,10 +145,8 @@ def training(name, documents, shown=None):
     others = [d for part, d in documents.items() if part.startswith("torch-")]
     apart = next((d for d in others if name in d["results"]), {"results": {}})
     torch_rows = apart["results"].get(name, {})
-    size, unit = (
-        SIZES[kind_of(document)][name],
-        "tokens" if name == "gpt2" else "images",
-    )
+    size = SIZES[kind_of(document)][name]
+    unit = "tokens" if name == "gpt2" else "images"
     items = f"{size.batch} x {size.sequence}" if name == "gpt2" else f"{size.batch}"
     columns = {
         f"{unit}/s": number("per_second", ",.0f"),
@@ -193,9 +158,11 @@ def training(name, documents, shown=None):
     title = f"{MODELS[name]}, {parameters(size) / 1e6:.0f} M, {items} {unit}"
     made = table(title, rows | torch_rows, columns, BY_HAND, AGAIN, torch_rows, shown)
     notes = resolved([rows], AGAIN)
+    if shown is not None:  # the first page says how many rounds, and no more
+        del notes[1:]
     if torch_rows:
         notes.append(f"torch {apart['run']['torch']} ran in a process of its own.")
-    return f"{made}\n\n{about(document, *notes)}"
+    return f"{made}\n\n{about(document, notes=notes)}"
 
 
 def loss_scale(documents):
@@ -205,30 +172,27 @@ def loss_scale(documents):
         "kernels": number("kernels", ".0f"),
         "copies": number("copies", ".0f"),
     }
-    plain, again = loss_scale_overhead.PLAIN, loss_scale_overhead.AGAIN
-    made = []
-    for part in ("loss-scale", "loss-scale-1b"):
-        if part in documents:
-            found = documents[part]["results"]
-            for title, rows in found.items():
-                made.append(table(title, rows, columns, plain, again))
-            made.append(about(documents[part], *resolved(found.values(), again)))
-    return "\n\n".join(made)
+    rows = loss_scale_overhead.PLAIN, loss_scale_overhead.AGAIN
+    found = [documents.get(part) for part in ("loss-scale", "loss-scale-1b")]
+    return "\n\n".join(in_turns(each, columns, *rows) for each in found if each)
 
 
-def masters(documents):
+def masters(document):
     """An update alone, by the form of the parameters."""
-    if "masters" not in documents:
-        return ""
-    rows = documents["masters"]["results"]
     columns = {
         "bytes a parameter, moved": number("bytes_per_parameter", ".0f"),
         "held": number("held", ".0f"),
         "TB/s": number("terabytes_per_second", ".1f"),
     }
-    title = f"AdamW alone, {ARRAYS} x {WIDTHS[kind_of(documents['masters'])]}^2"
-    made = table(title, rows, columns, FORM, FORM_AGAIN)
-    return f"{made}\n\n{about(documents['masters'], *resolved([rows], FORM_AGAIN))}"
+    title = f"AdamW alone, {ARRAYS} x {WIDTHS[kind_of(document)]}^2"
+    rows = {title: document["results"]}
+    return in_turns(document, columns, FORM, FORM_AGAIN, rows)
+
+
+def logging(document):
+    """A step that is logged, and one that would explain a skip."""
+    rows = document["results"]["rows"]
+    return in_turns(document, {}, next(iter(rows)), None, {"a step": rows})
 
 
 def float8(documents):
@@ -239,31 +203,17 @@ def float8(documents):
     }
     made = []
     if document := documents.get("float8"):
-        found = document["results"]
-        for title, rows in found.items():
-            made.append(table(title, rows, columns, FLOAT8_ROWS[0], FLOAT8_AGAIN))
-        made.append(about(document, *resolved(found.values(), FLOAT8_AGAIN)))
-    compiled = [d for part, d in documents.items() if part.startswith("float8-compile")]
-    for document in compiled:
-        found = document["results"]
-        lines = []
-        for name, row in found["rows"].items():
-            took = row["seconds"]
-            lines.append([name, row["outcome"] if took is None else f"{took:.1f}"])
-        title = f"compiled with {found['flags']}"
-        made += [markdown([title, "seconds"], lines), about(document)]
+        made.append(in_turns(document, columns, FLOAT8_ROWS[0], FLOAT8_AGAIN))
+    for part, document in documents.items():
+        if part.startswith("float8-compile"):
+            found = document["results"]
+            took = lambda row: number("seconds", ".1f")(row) or row["outcome"]
+            title = f"compiled with {found['flags']}"
+            made += [grid(title, found["rows"], {"seconds": took}), about(document)]
     return "\n\n".join(made)
 
 
-def of_file(part, make, **how):
-    """A table of one file: what `make` says of its results, and where they are from."""
-
-    def made(documents):
-        if part not in documents:
-            return ""
-        return f"{make(documents[part]['results'], **how)}\n\n{about(documents[part])}"
-
-    return made
+# --- other figures of one file
 
 
 def eager(results, ways=()):
@@ -279,176 +229,95 @@ def eager(results, ways=()):
     return markdown(["microseconds an op", *columns], rows)
 
 
-def logging(documents):
-    """A step that is logged, and one that would explain a skip."""
-    if "logging" not in documents:
-        return ""
-    rows = documents["logging"]["results"]["rows"]
-    made = table("a step", rows, {}, next(iter(rows)))
-    return f"{made}\n\n{about(documents['logging'], *resolved([rows], None))}"
-
-
 def compile_time(results):
     """Tracing, lowering and compiling under autocast, beside a model cast by hand."""
-    rows = [
-        [
-            phase,
-            *(f"{seconds:.2f} s" for seconds in row.values()),
-            _harness.Ratio(**results["ratio"][phase]).text(),
-        ]
+    rows = {
+        phase: row | {"ratio": Ratio(**results["ratio"][phase])}
         for phase, row in results["seconds"].items()
-    ]
-    return markdown(["phase", *results["seconds"]["total"], "ratio"], rows)
+    }
+    columns = {
+        way: number(way, ".2f", said=" s") for way in results["seconds"]["total"]
+    }
+    return grid("phase", rows, columns | {"ratio": lambda row: row["ratio"].text()})
 
 
 def proof_cost(results):
     """Seconds of the calls that prove a step, and their ratio to one compilation."""
-    rows = []
-    for name, row in results.items():
-        calls = [f"{row[key]:.1f} s" for key in ("compile", "run")]
-        for key in ("find_loss_scale", "check_step"):
-            calls.append(f"{row[key]:.1f} s, {row[key] / row['compile']:.2f}")
-        rows.append([MODELS[name], *calls])
-    columns = ("compile", "run", "find_loss_scale", "check_step")
-    return markdown(["a step", *columns], rows)
+    rows = {MODELS[name]: row for name, row in results.items()}
+    columns = {key: number(key, ".1f", said=" s") for key in ("compile", "run")}
+    for key in ("find_loss_scale", "check_step"):
+        columns[key] = lambda row, key=key: (
+            f"{row[key]:.1f} s, {row[key] / row['compile']:.2f}"
+        )
+    return grid("a step", rows, columns)
 
 
 def kept(results):
     """Bytes that a model keeps for the backward pass, as JAX traces it."""
-    ways = ("float32", "by hand", "autocast")
-    rows = [
-        [name, *(f"{row[way] / 1e6:.1f} MB" for way in ways), f"{row['ratio']:.3f}"]
-        for name, row in results.items()
-    ]
-    return markdown(["kept for the backward pass", *ways, "ratio"], rows)
+    ways = "float32", "by hand", "autocast"
+    columns = {way: number(way, ".1f", 1e6, " MB") for way in ways}
+    columns["ratio"] = number("ratio", ".3f")
+    return grid("kept for the backward pass", results, columns)
 
 
 def trained(results):
     """Losses of float16 parameters with and without master weights."""
-    made = []
-    for optimizer, rows in results.items():
-        cells = [
-            [
-                name,
-                f"{row['first']:.4f}",
-                "nan" if row["last"] is None else f"{row['last']:.4f}",
-                "not finite"
-                if row["worst difference"] is None
-                else percent(row["worst difference"], 2),
-            ]
-            for name, row in rows.items()
-        ]
-        columns = ("first loss", "after 100 steps", "worst difference")
-        made.append(markdown([optimizer, *columns], cells))
-    return "\n\n".join(made)
+    worst = "worst difference"
+    columns = {
+        "first loss": number("first", ".4f"),
+        "after 100 steps": lambda row: number("last", ".4f")(row) or "nan",
+        worst: lambda row: (
+            "not finite" if row[worst] is None else percent(row[worst], 2)
+        ),
+    }
+    return "\n\n".join(grid(*rows, columns) for rows in results.items())
 
 
 def forms(results):
     """Masters of both forms, compared bit for bit."""
-    keys = ("numbers", "differ", "skipped", "ties")
-    rows = [
-        [name, *(f"{row[key]:,}" for key in keys), f"{row['lost']:.3f}"]
-        for name, row in results.items()
-    ]
-    columns = ("numbers", "differ", "skipped steps", "ties", "lost without masters")
-    return markdown(["", *columns], rows)
+    columns = {"numbers": "numbers", "differ": "differ"}
+    columns |= {"skipped steps": "skipped", "ties": "ties"}
+    columns = {said: number(key, ",") for said, key in columns.items()}
+    columns["lost without masters"] = number("lost", ".3f")
+    return grid("", results, columns)
 
 
 def collectives(results):
     """What a step exchanges, and what loss scaling adds to it."""
-    rows = []
-    for row in results:
-        megabytes = row["plain"]["by_dtype"]
-        rows.append(
-            [
-                row["layout"],
-                row["mode"],
-                str(row["plain"]["count"]),
-                *(f"{megabytes.get(dtype, 0) / 1e6:.3f}" for dtype in ("f16", "f32")),
-                str(row["extra_count"]),
-                str(row["extra_bytes"]),
-            ]
-        )
-    sizes = ("MB in float16", "in float32", "jamp adds", "bytes")
-    return markdown(["layout", "mode", "collectives", *sizes], rows, text=2)
+    sent = lambda dtype: (
+        lambda row: f"{row['plain']['by_dtype'].get(dtype, 0) / 1e6:.3f}"
+    )
+    columns = {
+        "mode": lambda row: row["mode"],
+        "collectives": lambda row: str(row["plain"]["count"]),
+        "MB in float16": sent("f16"),
+        "in float32": sent("f32"),
+        "jamp adds": number("extra_count", "d"),
+        "bytes": number("extra_bytes", "d"),
+    }
+    lines = ([row["layout"], *(f(row) for f in columns.values())] for row in results)
+    return markdown(["layout", *columns], lines, text=2)
 
 
 def scaled_errors(results):
     """The least and the largest error of the gradients of twelve layers."""
-    rows = [
-        [name, percent(min(errors), 3), percent(max(errors), 3)]
-        for name, errors in results.items()
-        if not name.startswith("log2")
-    ]
-    return markdown(["error to float64", "least", "largest"], rows)
-
-
-def compiled(results, base):
-    """What a step of a full size becomes for an H100."""
-    (found,) = results.values()
-    first, cells = found["rows"][base], []
-    for name, row in found["rows"].items():
-        sizes = [f"{row['bytes'] / 1e9:.2f}", f"{row['bytes'] / first['bytes']:.3f}"]
-        for key in ("temporary_bytes", "peak_bytes"):
-            sizes += [f"{row[key] / 1e9:.2f}", f"{row[key] / first[key]:.3f}"]
-        cells.append([name, str(row["kernels"]), *sizes])
-    columns = ["kernels"]
-    for column in ("GB moved", "temporaries, GB", "peak, GB"):
-        columns += [column, "ratio"]
-    return markdown([f"`{found['size']}`", *columns], cells)
-
-
-def summary(documents):
-    """What jamp adds to the steps of three models, and what they save over float32."""
-    if "full-h100-vit" not in documents:
-        return ""
-    ways = {"a policy": "jamp Policy", "autocast": "jamp.autocast"}
-    ways = {said: f"{name} + dynamic_loss_scale" for said, name in ways.items()}
-    figures = {"bytes moved": "bytes", "peak memory": "peak_bytes"}
-    wanted = [
-        (f"{figure}, by {said}", row, key, BY_HAND)
-        for figure, key in figures.items()
-        for said, row in ways.items()
-    ]
-    row = "temporaries of autocast, against float32"
-    wanted.append((row, ways["autocast"], "temporary_bytes", "float32"))
-    models = {
-        said: rows_of(documents, f"full-h100-{name}") for name, said in MODELS.items()
+    rows = {name: errors for name, errors in results.items() if name[:4] != "log2"}
+    ends = {"least": min, "largest": max}
+    columns = {
+        said: lambda row, of=of: percent(of(row), 3) for said, of in ends.items()
     }
-    rows = [
-        [said, *(f"{m[row][key] / m[base][key]:.3f}" for m in models.values())]
-        for said, row, key, base in wanted
-    ]
-    head = "compiled for an H100, against float16 by hand"
-    made = markdown([head, *models], rows)
-    return f"{made}\n\n{about_all(documents[f'full-h100-{n}'] for n in MODELS)}"
+    return grid("error to float64", rows, columns)
 
 
-def scaled(documents):
-    """What scaled float16 costs beside plain float16."""
-    if "full-h100-mlp-1024" not in documents:
-        return ""
-    own = ("scaled float16",)
-    wanted = {
-        "mlp-1024": ("MLP, 1024 wide", own),
-        "mlp-4096": ("MLP, 4096 wide", own),
-        "resnet50": (MODELS["resnet50"], own),
-        "gpt2": (MODELS["gpt2"], ("float16 with XLA's attention", *own)),
-    }
-    lines = []
-    for part, (said, rows) in wanted.items():
-        found = rows_of(documents, f"full-h100-{part}")
-        base = found["float16"]
-        for row in ("float16", *rows):
-            cells = [f"{said}, {row}"]
-            for key in ("bytes", "temporary_bytes"):
-                ratio = found[row][key] / base[key]
-                cells.append(f"{found[row][key] / 1e9:.2f}")
-                cells.append("" if row == "float16" else f"{ratio:.2f}")
-            lines.append([*cells[:1], str(found[row]["ops"]), *cells[1:]])
-    sizes = ("GB moved", "ratio", "temporaries, GB", "ratio")
-    made = markdown(["compiled for an H100", "StableHLO ops", *sizes], lines)
-    return f"{made}\n\n{about_all(documents[f'full-h100-{n}'] for n in wanted)}"
+# --- examples
+
+
+def over_seeds(values, digits):
+    """Mean and standard deviation of a few runs, in percent if digits is below 0."""
+    unit = " %" if digits < 0 else ""
+    values = [100 * x if unit else x for x in values]
+    mean, deviation = statistics.mean(values), statistics.stdev(values)
+    return f"{mean:.{abs(digits)}f}{unit} ± {deviation:.{abs(digits)}f}"
 
 
 def examples(documents):
@@ -466,106 +335,101 @@ def examples(documents):
         return ""
     columns = ("measured", "float32", "float16", "skipped")
     made = markdown(["example", *columns], rows, text=2)
-    return f"{made}\n\n{about_all(documents[name] for name in EXAMPLES)}"
+    return f"{made}\n\n{about(*(documents[name] for name in EXAMPLES))}"
 
 
 def by_precision(results):
     """The language model in each precision."""
-    means = {name: statistics.mean(row["test loss"]) for name, row in results.items()}
-    rows = [
-        [
-            name,
-            over_seeds(row["test loss"], 3),
-            f"{means[name] / means['bfloat16']:.3f}",
-        ]
-        for name, row in results.items()
-    ]
-    return markdown(["", "test loss", "as a multiple of bfloat16's"], rows)
+    mean = lambda row: statistics.mean(row["test loss"])
+    columns = {
+        "test loss": lambda row: over_seeds(row["test loss"], 3),
+        "as a multiple of bfloat16's": lambda row: (
+            f"{mean(row) / mean(results['bfloat16']):.3f}"
+        ),
+    }
+    return grid("", results, columns)
 
 
 def mismatch(results):
     """How far a sampler and a trainer of the same weights are apart."""
-    rows = [
-        [
-            name,
-            over_seeds([1e3 * x for x in row["mismatch"]], 4),
-            over_seeds(row["largest ratio"], 3),
-            over_seeds(row["test reward"], 3),
-        ]
-        for name, row in results.items()
-    ]
-    columns = (
-        "mean \\|log p of trainer - log p of sampler\\|, 1e-3",
-        "largest ratio of the two p",
-        "test reward",
-    )
-    return markdown(["", *columns], rows)
+    columns = {
+        "mean \\|log p of trainer - log p of sampler\\|, 1e-3": lambda row: over_seeds(
+            [1e3 * x for x in row["mismatch"]], 4
+        ),
+        "largest ratio of the two p": lambda row: over_seeds(row["largest ratio"], 3),
+        "test reward": lambda row: over_seeds(row["test reward"], 3),
+    }
+    return grid("", results, columns)
 
 
 def reduced(documents):
     """A fully sharded model whose gradients are exchanged in other dtypes."""
     if "fsdp" not in documents:
         return ""
-    results = {name: documents[name]["results"] for name in REDUCED}
-    rows = [
-        [
-            f"computed in {precision}",
-            *(
-                over_seeds(found[precision]["test loss"], 3)
-                for found in results.values()
-            ),
-        ]
-        for precision in ("float32", "float16")
-    ]
-    made = markdown(["`--reduce`", *REDUCED.values()], rows)
-    return f"{made}\n\n{about_all(documents[name] for name in REDUCED)}"
+    found = {said: documents[name]["results"] for name, said in REDUCED.items()}
+    rows = {f"computed in {name}": name for name in ("float32", "float16")}
+    columns = {
+        said: lambda name, of=of: over_seeds(of[name]["test loss"], 3)
+        for said, of in found.items()
+    }
+    made = grid("`--reduce`", rows, columns)
+    return f"{made}\n\n{about(*(documents[name] for name in REDUCED))}"
 
 
-def over_seeds(values, digits):
-    """Mean and standard deviation of a few runs, in percent if digits is below 0."""
-    unit = " %" if digits < 0 else ""
-    values = [100 * x if unit else x for x in values]
-    mean, deviation = statistics.mean(values), statistics.stdev(values)
-    return f"{mean:.{abs(digits)}f}{unit} ± {deviation:.{abs(digits)}f}"
+# --- the pages
 
 
-def rows_of(documents, part):
-    (found,) = documents[part]["results"].values()
-    return found["rows"]
+def of_file(part, make):
+    """A table of one file, or "" if the folder does not have it."""
+    return lambda documents: make(documents[part]) if part in documents else ""
 
 
-# Of the files beside the folders; the row that ratios are to.
-COMPILED = {
-    **dict.fromkeys(("gpt2", "gpt2-triton", "resnet50", "vit"), BY_HAND),
-    **dict.fromkeys(("mlp", "mlp-triton", "llama"), "bfloat16"),
-}
+def of_results(part, make, **how):
+    """The same of the file's results alone, and below it where they are from."""
+    return of_file(part, lambda d: f"{make(d['results'], **how)}\n\n{about(d)}")
+
+
 TABLES = {
     "first": functools.partial(training, "gpt2", shown=SHORT),
     **{name: functools.partial(training, name) for name in MODELS},
     "loss-scale": loss_scale,
-    "masters": masters,
+    "masters": of_file("masters", masters),
     "float8": float8,
-    "eager": of_file("eager", eager, ways=("eager",)),
-    "ops": of_file("eager", eager),
-    "logging": logging,
-    "compile-time": of_file("compile-time", compile_time),
-    "proof-cost": of_file("proof-cost", proof_cost),
-    "memory": of_file("memory", kept),
-    "master-weights": of_file("master-weights", trained),
-    "master-forms": of_file("master-forms", forms),
-    "collectives": of_file("collectives", collectives),
-    "scaled-error": of_file("scaled-error", scaled_errors),
+    "eager": of_results("eager", eager, ways=("eager",)),
+    "ops": of_results("eager", eager),
+    "logging": of_file("logging", logging),
+    "compile-time": of_results("compile-time", compile_time),
+    "proof-cost": of_results("proof-cost", proof_cost),
+    "memory": of_results("memory", kept),
+    "master-weights": of_results("master-weights", trained),
+    "master-forms": of_results("master-forms", forms),
+    "collectives": of_results("collectives", collectives),
+    "scaled-error": of_results("scaled-error", scaled_errors),
     "examples": examples,
-    "precisions": of_file("gpt", by_precision),
-    "mismatch": of_file("rl", mismatch),
+    "precisions": of_results("gpt", by_precision),
+    "mismatch": of_results("rl", mismatch),
     "reduced": reduced,
-    "summary": summary,
-    "scaled": scaled,
     **{
-        f"h100-{part}": of_file(f"full-h100-{part}", compiled, base=base)
-        for part, base in COMPILED.items()
+        f"h100-{part}": of_results(f"full-h100-{part}", compiled_tables.step, base=base)
+        for part, base in compiled_tables.STEPS.items()
     },
+    "summary": compiled_tables.summary,
+    "scaled": compiled_tables.scaled,
+    "targets": compiled_tables.targets,
+    "targets-gpt2": compiled_tables.small_gpt2,
 }
+
+
+def load(folder):
+    """Part -> the document with its figures."""
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return {name: found[name] for name in sorted(found) if "run" in found[name]}
+
+
+def show(name, results, part=""):
+    """Prints the table of figures that were measured just now."""
+    document = {"run": _harness.describe(), "results": _harness.finite(results)}
+    print(f"\n{TABLES[name]({part or name: document})}", flush=True)
 
 
 def every(folder):
@@ -576,23 +440,37 @@ def every(folder):
 
 
 def written(text):
-    """A page with its tables."""
+    """A page with its tables, and the names of those that it did not have so."""
+    stale = []
 
     def fill(match):
-        start, folder, name, end = match.groups()
+        start, folder, name, old, end = match.groups()
         made = TABLES[name](load(RESULTS / folder))
         if not made:
             raise ValueError(f"{RESULTS / folder} has no figures for the table {name}")
+        if old != f"\n{made}\n\n":
+            stale.append(f"{folder} {name}")
         return f"{start}\n{made}\n\n{end}"
 
-    return MARK.sub(fill, text)
+    filled, count = MARK.subn(fill, text)
+    if count != text.count("<!-- benchmarks."):
+        raise ValueError("a comment of a table is misspelt, or its end is missing")
+    return filled, stale
 
 
 def main():
-    for page in PAGES:
-        path = ROOT / page
-        path.write_text(written(path.read_text()))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check, found = parser.parse_args().check, 0
+    for page in sorted(page for glob in PAGES for page in ROOT.glob(glob)):
+        filled, stale = written(page.read_text())
+        found += len(stale)
+        for name in stale:
+            print(f"{page.relative_to(ROOT)}: {name}")
+        if stale and not check:
+            page.write_text(filled)
+    return int(check and found > 0)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -12,7 +12,7 @@ import os
 import jax
 import pytest
 
-from . import at_once, marks, mlir_contexts, time_limit
+from . import marks, mlir_contexts, time_limit
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -39,8 +39,6 @@ def pytest_addoption(parser):
     parser.addoption("--time-limit", action="store_true", help=said)
     said = "compile with XLA's default optimizations, which take longer"
     parser.addoption("--optimized", action="store_true", help=said)
-    said = "print each failure when it comes: the run may be cut off"
-    parser.addoption("--at-once", action="store_true", help=said)
 
 
 def pytest_configure(config):
@@ -52,8 +50,6 @@ def pytest_configure(config):
     jax.make_mesh = with_devices(jax.make_mesh, lambda shape, *_: math.prod(shape))
     jax.pmap = for_several(jax.pmap)
     mlir_contexts.reuse()
-    if config.getoption("at_once"):
-        config.pluginmanager.register(at_once.AtOnce(config))
     if config.getoption("time_limit"):
         config.pluginmanager.register(time_limit)
     quick = config.getoption("markexpr").startswith("not slow")

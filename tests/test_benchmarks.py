@@ -1,4 +1,4 @@
-"""`make gpu` on toy parts, and each benchmark at its smallest size."""
+"""`make gpu` on toy parts, the tables, and each benchmark at its smallest size."""
 
 import itertools
 import json
@@ -15,12 +15,11 @@ import pytest
 
 from benchmarks import (
     _harness,
+    compiled_tables,
     float8_compile,
     gpu,
-    gpu_parts,
     master_weights,
     tables,
-    targets_page,
     train_rows,
 )
 from benchmarks.devices import GPUS
@@ -28,18 +27,18 @@ from benchmarks.model_sizes import COMPILED
 from benchmarks.targets import TARGETS
 from benchmarks.train_rows import PRECISIONS, rows_for
 
-from .marks import cover
+from .marks import cover, walk
 
 ROOT = Path(__file__).parents[1]
 
 
-def toy(name, *command, seconds=1, worth=0, memory=1, **other):
+def toy(name, *command, limit=60, **other):
     command = command or ("this",)
-    return gpu_parts.Part(name, worth, seconds, memory, command, command, **other)
+    return gpu.Part(name, limit, command, command, **other)
 
 
-def run(out, parts, minutes=5, again=False, **how):
-    runner = gpu.Runner(out, minutes, **how)
+def run(out, parts, minutes=5, again=False, cores=2):
+    runner = gpu.Runner(out, minutes, cores)
     status = gpu.run_all(runner, parts, again)
     return status, {name: entry["status"] for name, entry in runner.entries.items()}
 
@@ -52,12 +51,22 @@ FAILING = toy("failing", "nowhere_at_all")
 PASSING = toy("passing")
 
 
-def test_a_failed_part_does_not_stop_the_others(tmp_path, capsys):
+def test_a_failed_part_stops_no_other_and_runs_again_after_what_is_new(
+    tmp_path, capsys
+):
     status, entries = run(tmp_path, [FAILING, PASSING])
     assert status == 1
     assert entries == {"failing": "exit 1", "passing": "passed"}
     assert "No module named nowhere_at_all" in lines_of(tmp_path, "failing")[-1]
     assert "| failing | exit 1 |" in capsys.readouterr().out
+    assert run(tmp_path, [FAILING, PASSING, toy("new")], cores=1)[0] == 1
+    said = capsys.readouterr().out
+    assert said.index("new: passed") < said.index("failing: exit 1")
+    mended = FAILING._replace(command=("this",))
+    assert run(tmp_path, [mended, PASSING]) == (
+        0,
+        {"failing": "passed", "passing": "passed", "new": "passed"},
+    )
 
 
 def test_what_has_passed_is_not_run_again(tmp_path):
@@ -69,36 +78,19 @@ def test_what_has_passed_is_not_run_again(tmp_path):
     assert run(tmp_path, [PASSING], again=True)[0] == 0
     assert log.read_text() != "kept"
     log.write_text("kept")
-    assert run(tmp_path, [gpu_parts.small(PASSING)])[0] == 0, "the same command"
+    assert run(tmp_path, gpu.dry_run([PASSING]))[0] == 0, "the same command"
     assert log.read_text() == "kept"
     other = PASSING._replace(command=("this", "-h"))
     assert run(tmp_path, [other])[0] == 0
     assert log.read_text() != "kept", "its command has changed"
 
 
-def test_what_has_failed_is_run_again_after_what_has_not(tmp_path, capsys):
-    assert run(tmp_path, [FAILING, PASSING])[0] == 1
-    mended, new = FAILING._replace(worth=1), toy("new")
-    capsys.readouterr()
-    assert run(tmp_path, [mended, new])[0] == 1
-    said = capsys.readouterr().out
-    assert said.index("new: this") < said.index("failing: nowhere_at_all")
-    mended = FAILING._replace(command=("this",))
-    assert run(tmp_path, [mended, PASSING, new]) == (
-        0,
-        {"failing": "passed", "passing": "passed", "new": "passed"},
-    )
-
-
 def test_what_does_not_fit_is_left_and_what_fits_is_run(tmp_path, capsys):
-    long, large = toy("long", seconds=600, worth=1), toy("large", memory=90, worth=1)
-    status, entries = run(tmp_path, [long, large, PASSING], card=80)
-    assert (status, entries) == (3, {"passing": "passed"})
-    said = capsys.readouterr().out
-    assert "| long | left; for the next call (needs 600 s and 1 of 80 GB) |" in said
-    assert "| large | left; for the next call (needs 1 s and 90 of 80 GB) |" in said
+    long = toy("long", limit=600)
+    assert run(tmp_path, [long, PASSING]) == (3, {"passing": "passed"})
+    assert "| long | left, needs 600 s |" in capsys.readouterr().out
     assert run(tmp_path, [long, FAILING])[0] == 1
-    assert run(tmp_path, [long, large, PASSING], minutes=11, card=90)[0] == 0
+    assert run(tmp_path, [long, PASSING], minutes=11)[0] == 0
 
 
 TICKER = """
@@ -133,36 +125,26 @@ def ticking(tmp_path, monkeypatch):
     return make
 
 
-def test_a_part_and_its_children_are_killed_at_the_limit(
-    tmp_path, ticking, monkeypatch
-):
-    monkeypatch.setattr(gpu_parts, "LEAST_LIMIT", 2)
-    status, entries = run(tmp_path / "out", [ticking("slow", 600), PASSING])
+def test_a_part_and_its_children_are_killed_at_the_limit(tmp_path, ticking):
+    status, entries = run(tmp_path / "out", [ticking("slow", 600, limit=2), PASSING])
     assert status == 1
-    assert entries == {"slow": "killed at its limit", "passing": "passed"}
+    assert entries == {"slow": gpu.KILLED, "passing": "passed"}
     assert lines_of(tmp_path / "out", "slow") == ["begun"]
     before = ticking.ticks()["slow"]
     time.sleep(0.5)
     assert ticking.ticks()["slow"] == before, "the child has ended"
 
 
-def test_no_check_runs_while_a_timed_part_runs(tmp_path, ticking):
-    checks = [ticking("check", 2), ticking("hanging", 600)]
-    timed = [ticking(f"timed-{n}", 1, timed=True, seconds=3) for n in "ab"]
-    # The checks get the five seconds that are left of eleven.
-    status, entries = run(tmp_path / "out", [*timed, *checks], minutes=11 / 60)
-    assert entries == {
-        "check": "passed",
-        "hanging": gpu.STOPPED,
-        "timed-a": "passed",
-        "timed-b": "passed",
-    }
-    assert status == 3, "the check is left for the next call"
+def test_parts_run_beside_each_other_but_for_those_that_are_timed(tmp_path, ticking):
+    checks = [ticking("a", 2), ticking("b", 2), ticking("c", 1)]
+    timed = [ticking(f"timed-{n}", 1, timed=True) for n in "de"]
+    assert run(tmp_path / "out", [*checks, *timed, toy("last")])[0] == 0
     found = ticking.ticks()
     first, last = ({n: f(when) for n, when in found.items()} for f in (min, max))
-    assert max(first["check"], first["hanging"]) < last["check"], "beside each other"
-    order = [*sorted(("check", "hanging"), key=last.get), "timed-a", "timed-b"]
-    for one, other in itertools.pairwise(order[1:]):
+    assert max(first["a"], first["b"]) < min(last["a"], last["b"]), "on two cores"
+    assert first["c"] > min(last["a"], last["b"]), "and not three"
+    order = [max(("a", "b", "c"), key=last.get), "timed-d", "timed-e"]
+    for one, other in itertools.pairwise(order):
         assert last[one] < first[other], f"{other} began after {one} had ended"
 
 
@@ -171,10 +153,10 @@ def test_a_check_has_its_share_of_the_memory(tmp_path, monkeypatch):
         "import os\nprint({k[18:]: v for k, v in os.environ.items() if 'CLIENT' in k})"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    check = toy("check", "shares", memory=20, processes=2)
-    timed = toy("timed", "shares", memory=20, timed=True)
-    assert run(tmp_path, [check, timed], card=100, cores=2)[0] == 0
-    said = "{'PREALLOCATE': 'false', 'MEM_FRACTION': '0.075'}"
+    check = toy("check", "shares", processes=2)
+    timed = toy("timed", "shares", timed=True)
+    assert run(tmp_path, [check, PASSING, timed], cores=8)[0] == 0
+    said = "{'PREALLOCATE': 'false', 'MEM_FRACTION': '0.250'}"
     assert sorted(lines_of(tmp_path, "check")[0]) == sorted(said)
     assert lines_of(tmp_path, "timed") == ["{}"], "all of the card"
 
@@ -194,37 +176,17 @@ def test_a_call_that_is_interrupted_ends_its_parts(tmp_path, ticking, monkeypatc
     before = ticking.ticks()["part"]
     time.sleep(0.5)
     assert ticking.ticks()["part"] == before
-    runner = gpu.Runner(tmp_path / "out", 1)
-    assert runner.status(part) == gpu.UNFINISHED
-    assert [p for _, p in runner.choose([part])] == [part]
+    assert gpu.Runner(tmp_path / "out", 1).status(part) == gpu.UNFINISHED
 
 
-def names_of(planned):
-    return [(part.name, start) for start, part in planned]
-
-
-def test_a_call_gets_what_is_most_worth():
-    parts = [
-        toy("least", worth=1, seconds=30, timed=True),
-        toy("most", worth=9, seconds=60, timed=True),
-        toy("too long", worth=8, seconds=50, timed=True),
-        toy("too large", worth=7, seconds=1, memory=81, timed=True),
-        toy("check", worth=5, seconds=10),
-    ]
-    planned = gpu_parts.choose(parts, 100, 80, 4)
-    assert names_of(planned) == [("check", 0), ("most", 10), ("least", 70)]
-
-
-def test_checks_are_beside_each_other_as_memory_and_cores_allow():
-    checks = [toy(f"{n}", seconds=10 + n, memory=30, processes=2) for n in range(4)]
-    starts = lambda card, cores: [
-        start for start, _ in gpu_parts.schedule(checks, card, cores)
-    ]
-    assert starts(120, 8) == [0, 0, 0, 0]
-    assert starts(80, 8) == [0, 0, 12, 13]
-    assert starts(120, 5) == [0, 0, 12, 13]
-    assert starts(80, 1) == [0, 13, 25, 36], "one at a time always fits"
-    assert gpu_parts.together([*checks, toy("", memory=70)], 100, 8) == 2, "the largest"
+def test_every_part_fits_into_a_call_and_is_chosen_by_name():
+    assert all(part.limit <= 60 * gpu.MINUTES - gpu.GRACE for part in gpu.PARTS)
+    names = [part.name for part in gpu.PARTS]
+    assert len({*names}) == len(names)
+    assert gpu.named(None) == list(gpu.PARTS)
+    assert [part.name for part in gpu.named("memory,tests")] == ["tests", "memory"]
+    with pytest.raises(SystemExit, match="no nothing"):
+        gpu.named("tests,nothing")
 
 
 def test_tables_of_logs_are_shown(tmp_path, capsys):
@@ -235,28 +197,6 @@ def test_tables_of_logs_are_shown(tmp_path, capsys):
     assert shown == "\n== timing\ntitle\n| a | b |\n|---|---:|\n| x | 1 |\n"
     gpu.print_tables("parity-ops", log)
     assert capsys.readouterr().out == "\n== parity-ops\nend\n"
-
-
-def test_parts_are_chosen_by_name():
-    assert gpu.named(None) == list(gpu_parts.PARTS)
-    assert [part.name for part in gpu.named("memory,tests")] == ["tests", "memory"]
-    with pytest.raises(SystemExit, match="no nothing"):
-        gpu.named("tests,nothing")
-
-
-def test_every_part_fits_into_a_call():
-    names = [part.name for part in gpu_parts.PARTS]
-    assert len(set(names)) == len(names)
-    most = 60 * gpu_parts.CALLS[0] - gpu_parts.GRACE
-    assert all(part.limit <= most for part in gpu_parts.PARTS)
-    worths = [part.worth for part in gpu_parts.PARTS]
-    assert worths == sorted(worths, reverse=True), "the table shows what matters most"
-
-
-def test_the_plan_is_on_the_page(capsys):
-    gpu_parts.print_plan(gpu_parts.PARTS)
-    page = (ROOT / "benchmarks" / "README.md").read_text()
-    assert capsys.readouterr().out in page, "run `python -m benchmarks.gpu --plan`"
 
 
 def test_rows_take_turns_in_orders_that_are_drawn():
@@ -364,21 +304,48 @@ def test_tables_are_made_from_a_folder(tmp_path, monkeypatch):
     for line in (
         "| jmp | 4.00 | 0.400 ± 0.000 |  |  |",
         "| torch AMP | 20.0 | 2.000 ± 0.000 |  |  |",
-        "G, D, Python 3, JAX 1, Flax 2, optax 4. 6 rounds. The baseline has one row",
+        "G, D, Python 3, JAX 1, Flax 2, optax 4. 6 rounds. torch 5 ran in a process",
+        "6 rounds. The baseline has one row, so how far",
         "torch 5 ran in a process of its own.",
     ):
         assert line in made
     monkeypatch.setattr(tables, "RESULTS", tmp_path.parent)
     start = f"<!-- benchmarks.tables {tmp_path.name} first -->\n"
     page = f"a\n{start}old\n<!-- end -->\nb\n"
-    filled = tables.written(page)
+    filled, stale = tables.written(page)
+    assert stale == [f"{tmp_path.name} first"]
     assert "old" not in filled and "| jmp | 4.00 |" in filled
     assert filled.startswith(f"a\n{start}") and filled.endswith("<!-- end -->\nb\n")
-    assert tables.written(filled) == filled
+    assert tables.written(filled) == (filled, [])
+    for wrong in (page.replace("<!-- end -->", ""), page.replace("first", "first x")):
+        with pytest.raises(ValueError, match="misspelt, or its end is missing"):
+            tables.written(wrong)
+    with pytest.raises(ValueError, match="no figures for the table masters"):
+        tables.written(page.replace("first", "masters"))
+
+
+def test_the_pages_have_the_tables_of_the_committed_figures(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tables", "--check"])
+    status, said = tables.main(), capsys.readouterr().out
+    assert (status, said) == (0, ""), "run `python -m benchmarks.tables`"
+
+
+def test_a_stale_page_is_named_and_written(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "README.md"
+    old = "a\n<!-- benchmarks.tables cpu memory -->\n<!-- end -->\nb\n"
+    page.write_text(old)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    for options, status in ((["--check"], 1), ([], 0)):
+        assert page.read_text() == old
+        monkeypatch.setattr(sys, "argv", ["tables", *options])
+        assert tables.main() == status
+        assert capsys.readouterr().out == "README.md: cpu memory\n"
+    assert page.read_text() == tables.written(old)[0] != old
 
 
 def test_tables_name_the_rows_that_are_measured():
     assert (tables.BY_HAND, tables.AGAIN) == (train_rows.BASE, train_rows.AGAIN)
+    assert compiled_tables.SCALED == train_rows.SCALED
     forms = master_weights.PLAIN, master_weights.AGAIN
     assert (tables.FORM, tables.FORM_AGAIN) == forms
     torch_rows = {name for name in tables.SHORT if name.startswith("torch")}
@@ -386,14 +353,11 @@ def test_tables_name_the_rows_that_are_measured():
 
 
 @pytest.mark.slow
-def test_the_gpu_and_its_memory_are_found(monkeypatch):
-    run = subprocess.run
-
-    def answer(argv, **how):
-        return subprocess.CompletedProcess(argv, 0, "noise\ngpu 75000000000 NVIDIA H\n")
-
+def test_the_gpu_is_found(monkeypatch):
+    run, said = subprocess.run, "noise\ngpu NVIDIA H\n"
+    answer = lambda argv, **how: subprocess.CompletedProcess(argv, 0, said)
     monkeypatch.setattr(gpu.subprocess, "run", answer)
-    assert gpu.device() == ("NVIDIA H", 75)
+    assert gpu.device() == "NVIDIA H"
     monkeypatch.setattr(gpu.subprocess, "run", run)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(SystemExit, match="no GPU here, but cpu cpu"):
@@ -407,21 +371,6 @@ def test_what_starts_the_parts_does_not_take_the_gpu():
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
     )
     assert ran.stdout == "False\n", ran.stderr
-
-
-PAGES_OF_TEXT = ["README.md", "benchmarks/README.md"]
-PAGES_OF_TEXT += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-
-
-@pytest.mark.parametrize("page", PAGES_OF_TEXT)
-def test_a_page_has_the_figures_that_were_measured(page):
-    text = (ROOT / page).read_text()
-    assert tables.written(text) == text, "run `python -m benchmarks.tables`"
-    starts = text.count("<!-- benchmarks.")
-    assert (starts > 0) == (page in tables.PAGES)
-    matches = [match.group() for match in tables.MARK.finditer(text)]
-    assert starts == len(matches), "a comment is misspelt, or its end is missing"
-    assert all(match.count("<!--") == 2 for match in matches)
 
 
 @pytest.mark.slow
@@ -450,14 +399,8 @@ def test_tools_that_are_missing_are_named(monkeypatch):
     assert "gdb is not installed\neu-stack is not installed\nthread " in said
 
 
-def test_the_page_on_targets_has_the_committed_figures():
-    assert targets_page.written() == targets_page.PAGE.read_text(), (
-        "run `python -m benchmarks.targets_page`"
-    )
-
-
-RUNS, MODELS, MESHES = targets_page.load()
-NEWER = targets_page.load("newest-*.json")[1]
+RUNS, STEPS, MESHES = compiled_tables.load()
+NEWER = compiled_tables.load("newest-")[1]
 # Of libtpu's compiler; a newer one compiles them.
 CRASHES = {
     (f"tpu7x {model}", row)
@@ -481,49 +424,45 @@ def instead(target, model, row):
     return in_bfloat16 if row == "float32" else fused
 
 
-def test_the_committed_figures_are_of_all_targets_and_models():
+def test_all_targets_and_models_are_compiled_by_one_jax():
     assert len({run["jax"] for run in RUNS}) == 1
-    titles = {
-        f"{target} {model}" for target in TARGETS for model in targets_page.TITLES
-    }
-    assert titles == set(MODELS)
-    for title, found in MODELS.items():
+    titles = itertools.product(TARGETS, compiled_tables.SMALLER)
+    assert {f"{target} {model}" for target, model in titles} == {*STEPS}
+    for title, found in STEPS.items():
         size = COMPILED["gpu"][title.split()[1]]
         assert found["rows"].keys() == rows_for(size, PRECISIONS).keys(), title
-    assert {f"{count} x v5p" for count in (8, 256, 4096)} <= set(MESHES)
 
 
-@pytest.mark.parametrize("title", MODELS)
-def test_the_committed_figures_of_a_model_are_as_the_page_says(title):
+@walk("title", STEPS)
+def test_steps_are_compiled_as_the_page_says(title):
     target, model = title.split()
-    for models in (models for models in (MODELS, NEWER) if title in models):
-        found, rows = models[title], models[title]["rows"]
+    for steps in (steps for steps in (STEPS, NEWER) if title in steps):
+        found, rows = steps[title], steps[title]["rows"]
         for row, figures in rows.items():
             if "error" in figures:
-                assert (title, row) in CRASHES and models is MODELS
+                assert (title, row) in CRASHES and steps is STEPS
                 continue
             assert figures["conditionals"] == figures["host"] == 0, row
-            others = set(targets_page.others(figures))
-            assert others <= instead(target, model, row), row
+            assert {*compiled_tables.others(figures)} <= instead(target, model, row)
         # With a loss scale, XLA groups the kernels of a ResNet differently, which
         # moves more than the gradients are.
         if model == "resnet50" and target in GPUS:
-            scaled = rows[targets_page.SCALED]["bytes"]
+            scaled = rows[compiled_tables.SCALED]["bytes"]
             assert scaled <= 1.02 * rows["float16"]["bytes"]
-        elif added := targets_page.added(found):
+        elif added := compiled_tables.added(found):
             assert float(added) <= 1.05
 
 
-@pytest.mark.parametrize("model", ["mlp", "gpt2"])
-def test_a_t4_gains_from_float16_what_it_cannot_from_bfloat16(model):
-    rows = MODELS[f"t4 {model}"]["rows"]
-    assert rows[targets_page.SCALED]["bytes"] <= 0.70 * rows["bfloat16"]["bytes"]
-    kept = rows["float32"]["bytes"] * (0.87 if model == "gpt2" else 1)  # a mask's
-    assert rows["bfloat16"]["bytes"] >= kept
+def test_a_t4_gains_from_float16_what_it_cannot_from_bfloat16():
+    for model, kept in {"mlp": 1, "gpt2": 0.87}.items():  # GPT-2's masks are smaller
+        rows = STEPS[f"t4 {model}"]["rows"]
+        scaled = rows[compiled_tables.SCALED]["bytes"]
+        assert scaled <= 0.70 * rows["bfloat16"]["bytes"]
+        assert rows["bfloat16"]["bytes"] >= kept * rows["float32"]["bytes"]
 
 
-@pytest.mark.parametrize("title", MESHES)
-def test_the_committed_figures_of_a_mesh_are_as_the_page_says(title):
+@walk("title", MESHES)
+def test_loss_scaling_exchanges_one_flag(title):
     for row, (plain, scaled) in ((r, p.values()) for r, p in MESHES[title].items()):
         is_2d = row.startswith("2-D")
         assert scaled["count"] <= plain["count"] + (4 if is_2d else 1), row
@@ -534,14 +473,10 @@ def test_the_committed_figures_of_a_mesh_are_as_the_page_says(title):
 
 
 def test_programs_do_not_grow_with_the_number_of_chips():
-    few, most = (MESHES[f"{count} x v5p"] for count in (8, 4096))
+    few, _, most = (MESHES[f"{count} x v5p"] for count in (8, 256, 4096))
     for row, (plain, scaled) in ((r, p.values()) for r, p in most.items()):
         assert plain["bytes"] <= 1.01 * few[row]["plain"]["bytes"], row
         assert scaled["instructions"] <= 1.1 * [*few[row].values()][1]["instructions"]
-
-
-def test_the_example_has_the_committed_figures():
-    assert targets_page.small_gpt2(MODELS) in targets_page.PAGE.read_text()
 
 
 # `make gpu DRY=1` runs the others, which share no code with these.

@@ -1,7 +1,9 @@
-"""What may differ on a GPU: `make gpu` runs this there, and CI on a CPU.
+"""What only a GPU can show: which kernels there are, and that none drops a rounding.
 
-What only a GPU can show is asked where `ON_GPU`. Numbers that are compared as bits are
-exact on both, so that neither another order of a sum nor a fused product moves them.
+`make gpu` runs these tests there, with those of the wings that are marked `gpu`. On a
+CPU they run too, without what is asked where `ON_GPU`, so that none of them meets its
+first device on a GPU. Numbers that are compared as bits are exact on both: neither
+another order of a sum nor a fused product moves them.
 """
 
 import functools
@@ -18,18 +20,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from benchmarks import measure
 from jamp import _targets
 from jamp._autocast.float8 import RECIPES
-from jamp._scaling import rule
-from jamp._scaling.rule import LossScaleConfig
 from shared import hlo, products
-from shared.jaxprs import equations
-from shared.master_weights import nearest
 from tests.bits import check_same_bits
 from tests.marks import cover
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("standard_promotion")]
 
 ON_GPU = jax.default_backend() == "gpu"
 HALF = jnp.dtype("float16" if ON_GPU else "bfloat16")  # what `autocast()` runs in
@@ -56,78 +53,6 @@ def places(tree, size):
 
 
 # --- loss scaling
-
-
-def test_the_product_with_a_factor_is_formed_in_float64():
-    config = LossScaleConfig(growth_factor=1.1, backoff_factor=0.7, growth_interval=2)
-    flags = np.random.default_rng(0).random(2000) < 0.15
-
-    def step(state, found_inf):
-        state = rule.update(state, found_inf, config)
-        return state, state.loss_scale
-
-    found = jax.jit(lambda f: lax.scan(step, rule.init(config), f)[1])(flags)
-    scale, tracker, expected = np.float32(config.init_scale), 0, []
-    for found_inf in flags:
-        tracker = 0 if found_inf else tracker + 1
-        factor = config.backoff_factor if found_inf else 1.0
-        if tracker == config.growth_interval:
-            tracker, factor = 0, config.growth_factor
-        scale = np.float32(np.float64(scale) * factor)
-        expected.append(scale)
-    assert 2.0**-126 < min(expected) < max(expected) < 2.0**127
-    np.testing.assert_array_equal(np.asarray(found), np.float32(expected))
-
-
-@pytest.mark.slow
-def test_float16_training_overflows_and_recovers():
-    params = {name: normal(64, 64) / 8 for name in ("first", "second")}
-    tx = jamp.dynamic_loss_scale(optax.adamw(3e-3), 2.0**40, growth_interval=20)
-    x = normal(64, 64, seed=1, dtype=jnp.float16)
-
-    def loss_fn(params):
-        hidden = jax.nn.relu(x @ params["first"].astype(jnp.float16))
-        output = (hidden @ params["second"].astype(jnp.float16)).astype(jnp.float32)
-        return jnp.mean((output - x.astype(jnp.float32)) ** 2)
-
-    @jax.jit
-    def train_step(carry, _):
-        params, state = carry
-        loss, grads = jamp.value_and_grad(loss_fn, state)(params)
-        params, state = jamp.step(tx, grads, state, params)
-        return (params, state), (loss, jamp.metrics(state)["found_inf"])
-
-    carry = params, tx.init(params)
-    (_, state), (losses, skipped) = lax.scan(train_step, carry, length=200)
-    # The loss is finite, and its gradient is a float16 operand of the products: about
-    # the scale times 2**-10, which overflows until the scale is 2**26 or so.
-    assert skipped[:10].all() and not skipped[20:25].any()
-    assert skipped[40:].any(), "the scale grows until a step overflows again"
-    assert skipped.sum() == jamp.metrics(state)["skipped_steps"] < 60
-    assert losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.slow
-def test_grad_scaler_makes_no_transfer():
-    model = nnx.Linear(256, 256, dtype=jnp.float16, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    scaler = jamp.GradScaler(growth_interval=5)
-
-    @nnx.jit
-    def train_step(model, optimizer, scaler, x):
-        loss_fn = lambda m: scaler.scale(jnp.mean(m(x).astype(jnp.float32) ** 2))
-        skipped = scaler.step(optimizer, model, nnx.grad(loss_fn)(model))
-        scaler.update()
-        return skipped
-
-    x = jax.device_put(jnp.ones((32, 256)))
-    program = train_step.lower(model, optimizer, scaler, x).compile()
-    assert hlo.summarize(program).host == 0
-    train_step(model, optimizer, scaler, x)
-    with jax.transfer_guard("disallow"):
-        for _ in range(20):
-            train_step(model, optimizer, scaler, x)
-    assert scaler.get_scale() > 2.0**16
 
 
 @pytest.mark.slow
@@ -157,41 +82,6 @@ def test_a_step_copies_no_parameter_and_never_asks_the_host():
     if ON_GPU:
         assert figures.conditionals == 0
         assert figures.temporary_bytes < size
-
-
-@pytest.mark.slow
-def test_a_retried_step_ends_as_with_the_right_scale_and_never_asks_the_host():
-    """One program from two scales, whose numbers are the same at each power of two."""
-    tx = jamp.dynamic_loss_scale(optax.adam(1e-2))
-    x = normal(16, 32, seed=1, dtype=jnp.float16)
-
-    def loss_fn(w, x):
-        return jnp.mean((x @ w.astype(jnp.float16)).astype(jnp.float32) ** 2)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    @functools.partial(jamp.retry, attempts=30)
-    def step(state, x):
-        w, opt_state, steps = state
-        loss, grads = jamp.value_and_grad(loss_fn, opt_state)(w, x)
-        return (*jamp.step(tx, grads, opt_state, w), steps + 1), loss
-
-    def train(scale):
-        w = normal(32, 16) / 4
-        opt_state = tx.init(w)._replace(loss_scale=jnp.asarray(scale, jnp.float32))
-        state = w, opt_state, jnp.int32(0)
-        step(jax.tree.map(jnp.copy, state), x)  # compiles
-        with jax.transfer_guard("disallow"):
-            for _ in range(5):
-                state, _ = step(state, x)
-        return state
-
-    w, lossy, steps = train(2.0**40)
-    metrics = jamp.metrics(lossy)
-    assert metrics["retried_steps"] > 10 and metrics["skipped_steps"] == 0
-    assert steps == 5, "what a step counts itself is counted once"
-    right_w, right, _ = train(metrics["loss_scale"])
-    assert jamp.metrics(right)["retried_steps"] == 0
-    check_same_bits((w, lossy.inner_state), (right_w, right.inner_state))
 
 
 def test_an_exported_step_runs_on_the_device_at_hand():
@@ -306,60 +196,6 @@ def test_a_product_and_its_gradients_are_of_float8_numbers(recipe):
         in_half = sum(is_kept)
         expected = {"f8": 3 - in_half} | ({"bf16": 1} if in_half else {})
         assert products.compiled(program.as_text()) == expected
-
-
-@cover(quick=0)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_training_step_in_float8_is_near_one_in_bfloat16(recipe):
-    params = {"up": normal(64, 128) / 8, "down": normal(128, 32, seed=1) / 11}
-    x = normal(48, 64, seed=2)
-    tx = jamp.dynamic_loss_scale(optax.sgd(1.0))
-
-    def loss_fn(params):
-        hidden = jax.nn.gelu(x @ params["up"])
-        return jnp.mean(jnp.float32(hidden @ params["down"]) ** 2)
-
-    def moves(region):
-        @jax.jit
-        def train_step(params, state):
-            loss_of = in_region(loss_fn, region)
-            loss, grads = jamp.value_and_grad(loss_of, state)(params)
-            return jamp.step(tx, grads, state, params), loss
-
-        (moved, _), loss = train_step(params, tx.init(params))
-        return loss, jax.tree.map(jnp.subtract, moved, params)
-
-    (loss, found), (near, expected) = map(moves, (jamp.Float8(recipe), jnp.bfloat16))
-    np.testing.assert_allclose(loss, near, rtol=0.05)
-    for name, there in expected.items():
-        far = jnp.linalg.norm(found[name] - there) / jnp.linalg.norm(there)
-        assert far < 0.15, name
-        assert far > (0.005 if ROUNDS_FLOAT8 else -1), f"{name}: not in float8"
-
-
-@pytest.mark.slow
-def test_policy_with_master_weights():
-    model = jamp.nnx.with_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "half")
-    tx = jamp.dynamic_loss_scale(jamp.master_weights(optax.adam(3e-4)))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def train_step(model, optimizer, x):
-        def loss_fn(model):
-            loss = jnp.mean((model(x).astype(jnp.float32) - x) ** 2)
-            return jamp.scale_loss(loss, optimizer.opt_state), loss
-
-        grads, loss = nnx.grad(loss_fn, has_aux=True)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    x = normal(64, 64, seed=1)
-    losses = [float(train_step(model, optimizer, x)) for _ in range(100)]
-    assert losses[-1] < 0.9 * losses[0]
-    kernel = nnx.as_pure(nnx.state(model, nnx.Param))["kernel"]
-    master = nnx.as_pure(optimizer.opt_state).inner_state.master["kernel"]
-    assert kernel.dtype == jnp.float16
-    check_same_bits(np.asarray(kernel), nearest(master, jnp.float16))
 
 
 # --- masters in 16 bits
@@ -499,123 +335,3 @@ def test_error_feedback_makes_up_for_what_was_not_sent(dtype):
     assert np.all(np.abs(rounds * (codes - grads)) > 2 * spacing), "the control"
     lost = state.own[0] + state.means.reshape(-1)[:1024]
     np.testing.assert_allclose(sums + lost, rounds * grads, 1e-5)
-
-
-# --- reports
-
-
-@pytest.mark.slow
-def test_history_does_not_wait_for_the_device():
-    size, rounds = (4096, 200) if ON_GPU else (256, 400)
-
-    @jax.jit
-    def slow(x):
-        return jnp.sum(lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(x @ x), x))
-
-    x = normal(size, size) / 64
-    jax.block_until_ready(slow(x))
-    history = jamp.debug.History(every=2)
-    for _ in range(2):  # compiles what append runs
-        history.append({"loss": jnp.float32(0)})
-    history.fetch()
-    with jax.transfer_guard("disallow"):
-        late = slow(x)
-        for _ in range(4):
-            history.append({"loss": late})
-        assert not late.is_ready()
-    assert history["loss"].shape == (6,)
-
-
-@pytest.mark.slow
-def test_an_overflow_is_named():
-    def loss_fn(params, x):
-        with jamp.autocast(dtype=jnp.float16):
-            with jax.named_scope("head"):
-                return jnp.mean((x @ params["w"]) ** 2)
-
-    params, x = {"w": jnp.full((256, 64), 30.0)}, jnp.full((32, 256), 60.0)
-    find = jamp.debug.find_nonfinite(jax.grad(loss_fn))
-    for report in (find(params, x), jax.jit(find)(params, x)):
-        (op, *_) = report.to_dict()["ops"]
-        assert op["primitive"] == "dot_general" and op["path"] == "head"
-    assert find(params, x / 1000).found == []
-
-
-def test_gradients_are_counted_as_float16_has_them():
-    """Subnormals of float16 count as numbers, and what it rounds to zero does not."""
-    tiny = 2.0 ** np.array([-23, -24, -25, -26, -100])
-    grads = {
-        "tiny": jnp.asarray([*tiny, 0.0], jnp.float32),
-        "large": jnp.asarray([1.0, jnp.inf, -jnp.inf, jnp.nan], jnp.float16),
-    }
-
-    @jax.jit
-    def reports(grads):
-        overflow = jamp.debug.overflow_report(grads)
-        return overflow, jamp.debug.underflow_report(grads, 2.0)
-
-    overflow, underflow = reports(grads)
-    assert overflow.to_dict() == {"large": {"inf": 2, "nan": 1, "size": 4}}
-    row = underflow.to_dict()["tiny"]
-    counts = {
-        name: round(row[name] * 6, 4)
-        for name in ("flushed", "flushed_unscaled", "zeros")
-    }
-    assert counts == {"flushed": 3, "flushed_unscaled": 4, "zeros": 1}
-
-
-def test_explain_shows_the_dtype_of_the_device():
-    def loss_fn(w, x):
-        with jamp.autocast():
-            return jnp.sum(jnp.float32(x @ w))
-
-    (row, *_) = jamp.debug.explain(loss_fn)(jnp.ones((32, 16)), jnp.ones((8, 32))).rows
-    assert (row.op, row.dtypes) == ("dot_general", f"float32 -> {HALF}")
-    casts = jax.make_jaxpr(loss_fn)(jnp.ones((32, 16)), jnp.ones((8, 32)))
-    made = {str(e.outvars[0].aval.dtype) for e in equations(casts) if e.outvars}
-    assert HALF.name in made
-
-
-@pytest.mark.slow
-def test_calibrate_finds_rows_that_one_scale_loses():
-    """Its measurements are made beside the program and sent to the host."""
-
-    def loss_fn(w, x):
-        with jax.named_scope("layer"):
-            return jnp.mean(jnp.sin(x @ w))
-
-    x = normal(64, 64, seed=1) * 2.0 ** -jnp.linspace(0, 20, 64)[:, None]
-    report = jamp.calibrate(loss_fn, skip_small=False)(normal(64, 64) / 8, x)
-    (row,) = (row for row in report.rows if row.path == "layer")
-    assert row.choice == "rowwise"
-    assert row.errors["tensorwise"]["forward"][1] > 0.2
-    assert max(row.errors["rowwise"]["forward"]) < 0.11
-
-
-@pytest.mark.slow
-def test_measure_measures_each_precision_of_the_device(monkeypatch, capsys):
-    """`python -m benchmarks.measure` at a small size."""
-    small = {
-        "WIDTHS": (64,),
-        "BATCHES": (1,),
-        "SEQUENCE": 32,
-        "ROW_SECONDS": 0.0,
-        "MODELS": {"MLP": measure.MODELS["MLP"]},
-        "flops_per_second": functools.partial(measure.flops_per_second, size=256),
-    }
-    if not ON_GPU:  # one for each way to a program; tests/testmeasure.py has all
-        names = "float32", "float16", "float8"
-        small["PRECISIONS"] = {name: measure.PRECISIONS[name] for name in names}
-    for name, value in small.items():
-        monkeypatch.setattr(measure, name, value)
-    assert measure.main() == 0
-    *lines, _, advice = capsys.readouterr().out.splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines[4:]]
-    units = {"float32", *(UNITS or ("bfloat16", "float16", "float8"))}
-    asked = [
-        n for n, precision in measure.PRECISIONS.items() if precision.unit in units
-    ]
-    assert [row[1] for row in rows] == asked
-    for _, precision, milliseconds, ratio, *_ in rows:
-        assert float(milliseconds) > 0 and float(ratio) > 0, precision
-    assert advice.startswith("Choose ") if ON_GPU else advice == measure.CPU

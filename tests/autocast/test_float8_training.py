@@ -51,6 +51,7 @@ def test_a_rule_for_the_layer_brings_them_back(region, seed):
     assert loss == pytest.approx(bfloat16_loss(seed), rel=0.01)
 
 
+@pytest.mark.gpu
 def test_one_scale_is_enough_for_rows_of_one_size():
     """Measured: 1.002 times bfloat16's loss."""
     loss = loss_after_training("float8", octaves=0)

@@ -81,6 +81,7 @@ def linen_loss(params, x):
 # The numbers.
 
 
+@pytest.mark.gpu
 @cover(ci=3)
 @pytest.mark.parametrize(
     ("powers", "choice"),

@@ -134,6 +134,7 @@ def test_printing_inside_a_trace_says_so():
 SIZES = [2.0**-24, 2.0**-25, 2.0**-26, 0.0, 1.0, -(2.0**-26), 60000.0, 2.0**-149]
 
 
+@pytest.mark.gpu
 @cover(quick=3, ci=6)
 @pytest.mark.parametrize("scale", [1024.0, 1.0, 2.0, 2.0**16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])

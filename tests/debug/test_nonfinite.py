@@ -489,6 +489,7 @@ def test_modules_and_methods_are_called_with_their_parameters(standard_promotion
     assert debug.find_nonfinite(model.score)(x).found == ["Model/dense/kernel"]
 
 
+@pytest.mark.gpu
 def test_half_precision_is_seen_though_xla_computes_in_float32():
     f = lambda x: ((x * jnp.float16(300)) * jnp.float16(300)).astype(jnp.float32)
     report = jax.jit(debug.find_nonfinite(f))(jnp.float16(1.0))

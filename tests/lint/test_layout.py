@@ -23,7 +23,6 @@ EXCEPTIONS = {
     "tests/test_foreign.py": "foreign",
     "tests/test_benchmarks.py": "benchmarks",
     "tests/test_measure.py": "benchmarks",
-    "tests/test_gpu.py": "benchmarks",
     "tests/autocast/test_own_attention.py": "benchmarks",
     "tests/test_compiled_targets.py": "benchmarks",
 }

@@ -70,15 +70,6 @@ def test_the_picture_shows_the_faces():
     }
 
 
-@pytest.mark.parametrize("page", ["docs/how-it-works.md", "CONTRIBUTING.md"])
-def test_a_file_that_a_page_names_is_there(page):
-    text = (ROOT / page).read_text().partition(START)[0]
-    named = re.findall(r"`((?:jamp/)?_\w+/\w+\.py|jamp/\w+\.py)`", text)
-    assert len(named) >= 5
-    for name in named:
-        assert (PACKAGE / name.removeprefix("jamp/")).exists(), name
-
-
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text().partition(START)
     PAGE.write_text(before + START + tables() + END + rest.partition(END)[2])

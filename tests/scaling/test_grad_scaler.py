@@ -547,6 +547,7 @@ def test_bfloat16_gradients_keep_their_dtype():
     np.testing.assert_array_equal(unscaled["kernel"], jnp.full((2, 2), expected))
 
 
+@pytest.mark.gpu
 def test_a_jitted_step_traces_once_and_transfers_nothing(checking_leaks):
     (model, optimizer), scaler = make_model(), jamp.GradScaler(growth_interval=7)
     traces = []

@@ -84,6 +84,7 @@ def test_update_follows_the_rule(growth, backoff, interval, hysteresis, bounds, 
     check_update(config, flags)
 
 
+@pytest.mark.gpu
 def test_the_product_is_formed_in_float64():
     config = LossScaleConfig(init_scale=1.0, growth_factor=1.1, growth_interval=1)
     scales = follow(config, [False] * 500).loss_scale

@@ -597,6 +597,7 @@ def regression(seed=0):
     return x, x[:, :1] * x[:, 1:2]
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_nnx_model_learns_in_float16(order):

@@ -390,6 +390,7 @@ def test_train_state_leaves_fp8_scales_to_flax():
     np.testing.assert_array_equal(new_state.params["params"]["w"], 0.5)
 
 
+@pytest.mark.gpu
 @cover(ci=4)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("how", ["update", "step"])

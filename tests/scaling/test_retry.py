@@ -109,6 +109,7 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_no_batch_is_lost_and_all_is_as_with_the_right_scale(way):
     lossy = Training()
@@ -147,6 +148,7 @@ def test_a_step_that_does_not_overflow_is_as_it_was(way):
     check_programs(found, lambda data: train(step, plain.start(), data), batches())
 
 
+@pytest.mark.gpu
 def test_the_step_is_traced_once_and_the_host_is_not_asked(checking_leaks):
     training = Training()
     step = jax.jit(jamp.retry(training.step, 20), donate_argnums=0)

@@ -218,15 +218,6 @@ def current_traceback() -> Any:
     return source_info_util.current().traceback
 
 
-def source_codes() -> tuple[CodeType, ...]:
-    """The Python functions, innermost first, that the current op comes from.
-
-    JAX records them for every op, and keeps the record in jaxprs. They reach up to the
-    function that is being traced.
-    """
-    return codes_of(source_info_util.current())
-
-
 def frames(source_info: "source_info_util.SourceInfo") -> list[tuple[str, int, str]]:
     """Where an equation comes from: file, line and function, innermost first.
 
@@ -241,15 +232,14 @@ def current_frames() -> list[tuple[str, int, str]]:
     return frames(source_info_util.current())
 
 
-def codes_of(source_info: "source_info_util.SourceInfo") -> tuple[CodeType, ...]:
-    """The Python functions that an equation comes from, innermost first."""
-    traceback = source_info.traceback
-    return () if traceback is None else _codes_of(traceback)
-
-
 @functools.lru_cache(maxsize=1024)  # the layers of a loop have equal tracebacks
-def _codes_of(traceback: Any) -> tuple[CodeType, ...]:
-    return tuple(traceback.raw_frames()[0])
+def codes_of(traceback: Any) -> tuple[CodeType, ...]:
+    """The Python functions, innermost first, that an op comes from.
+
+    JAX records them for every op, and keeps the record in jaxprs. They reach up to the
+    function that is being traced.
+    """
+    return () if traceback is None else tuple(traceback.raw_frames()[0])
 
 
 def stack_entries(name_stack: "source_info_util.NameStack") -> list[tuple[bool, str]]:

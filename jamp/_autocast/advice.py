@@ -6,6 +6,7 @@ import numpy as np
 
 from .._checks import JAMP
 from .call_stack import raised_in
+from .decision import Settings
 
 HALF_CARRY = """In an autocast region one of these is in half precision and the other \
 in float32. JAX compares them before autocast sees the function. Start from float32 \
@@ -30,10 +31,13 @@ def named(dtype: np.dtype) -> str:
     return rf"{long}|{short}\b"
 
 
-def advise(error: Exception, dtype: np.dtype) -> None:
-    """Adds a note to an error that leaves a region of half precision, and names it."""
-    text = str(error)
-    if text.startswith("autocast(") or raised_in(JAMP, error):
+def advise(error: Exception, settings: Settings) -> None:
+    """Adds a note to an error that leaves a region of half precision, and names it.
+
+    A policy has a note of its own.
+    """
+    text, dtype = str(error), settings.dtype
+    if settings.is_policy or text.startswith("autocast(") or raised_in(JAMP, error):
         return
     is_refusal = isinstance(error, TypeError | ValueError | NotImplementedError)
     note = None

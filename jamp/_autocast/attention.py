@@ -4,8 +4,7 @@ cuDNN's takes half precision alone, and has one derivative, in reverse mode. Whi
 runs is chosen when the program is lowered, and JAX itself is asked whether it takes the
 inputs (`refused`). One primitive stands for a function of arrays: attention, and what
 JAX's transforms make of that (`Made`). So all that JAX asks about it (shapes, what is
-sharded, what varies) is what it says about XLA's form. Derivatives of any other kind
-are those of XLA's form.
+sharded, what varies) is what it says about XLA's form.
 
 The gradients are computed from the inputs alone, and so from the forward pass again.
 XLA merges that with the first one, but not in the backward pass of a loop.
@@ -29,7 +28,6 @@ from .._checks import flag, is_traced, number, shown
 from .._targets import default_device
 from .._tree import HALVES
 from .bias import within_range
-from .casting import Effects
 from .decision import Settings
 from .trace import DECIDED_AS, REGION, AutocastTrace
 
@@ -37,6 +35,8 @@ OTHERS = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 TRACED_SCALE = """scale must be a number that is known when the function is traced; \
 got {}. Multiply the query by it, and pass scale=1."""
 ATTENTION = "jamp_attention"
+ONCE = """jamp.dot_product_attention has one derivative, in reverse mode, and a second \
+one was asked for. jax.nn.dot_product_attention has all of them."""
 REFUSALS = NotImplementedError, RuntimeError, ValueError
 
 
@@ -62,7 +62,8 @@ def dot_product_attention(
     the same numbers as JAX's function, and so it does for what cuDNN does not take:
     float32, odd lengths, windows, heads of a size above 128 or not a multiple of 8.
     Which one it is, is known when the program is lowered, and `jamp.debug.explain` says
-    it for the default device. Derivatives of any order work, in both modes.
+    it for the default device. It has one derivative, in reverse mode, as torch's flash
+    attention; `jax.nn.dot_product_attention` has those of any order, in both modes.
 
     Args:
       query: floating [batch, length, heads, size], or without the batch.
@@ -84,6 +85,7 @@ def dot_product_attention(
     Raises:
       TypeError: `scale` is not a number or is traced, or `is_causal` is not a bool.
       ValueError: shapes or dtypes do not fit, as from JAX's function.
+      NotImplementedError: a second derivative is taken.
 
     Examples:
       >>> import jamp, jax.numpy as jnp
@@ -154,7 +156,7 @@ class Attention:
     scale: float | None
     is_causal: bool
 
-    by, products = None, 2
+    products, is_derived = 2, False
 
     def __call__(self, form: Form, *arrays: jax.Array, **more: Any) -> list[jax.Array]:
         out, batch = arrays[0], arrays[0].shape[: form.maps + 1]
@@ -176,7 +178,7 @@ class Attention:
         if form.name == XLA and dtype in HALVES:
             # JAX's asks for an algorithm that compilers for a CPU or a TPU do not have,
             # and a region for one that they have.
-            trace = AutocastTrace(_compat.current_trace(), Settings(dtype), Effects())
+            trace = AutocastTrace(_compat.current_trace(), Settings(dtype), set())
             region = trace.current()
         with region, jax.numpy_dtype_promotion("standard"):
             result = call(*floats, **more, implementation=CUDNN if is_cudnn else XLA)
@@ -187,17 +189,19 @@ class Attention:
 class Made(NamedTuple):
     """A function that is made of another one."""
 
-    by: Callable[..., list[jax.Array]]  # one of the four below
+    by: Callable[..., list[jax.Array]]  # one of the three below
     of: Any
-    how: tuple[Any, ...]  # which inputs are mapped, or have tangents
+    how: tuple[Any, ...] = ()  # which inputs are mapped, or have gradients
 
     @property
     def products(self) -> float:
-        return self.of.products * {tangents: 3, gradients: 5 / 2}.get(self.by, 1)
+        return self.of.products * (5 / 2 if self.by is gradients else 1)
+
+    @property
+    def is_derived(self) -> bool:
+        return self.by is not mapped or self.of.is_derived
 
     def __call__(self, form: Form, *arrays: jax.Array) -> list[jax.Array]:
-        if self.by is tangents and form.name == CUDNN:  # which has none
-            form = form._replace(name=XLA)
         return self.by(functools.partial(self.of, form), self.how, form, *arrays)
 
 
@@ -213,15 +217,6 @@ def mapped(run, dims, form, *arrays):
 def trained(run, _, form, *arrays):
     """The same. With what cuDNN keeps for gradients, so that XLA merges both calls."""
     return jax.vjp(run, *arrays)[0] if form.name == CUDNN else run(*arrays)
-
-
-def tangents(run, moved, form, *arrays):
-    """Of the tangents of some inputs, and of all inputs."""
-    rest, given = iter(arrays), arrays[sum(moved) :]
-    none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
-    pairs = zip(given, moved, strict=True)
-    along = [next(rest) if moves else none(x) for x, moves in pairs]
-    return jax.jvp(run, given, (*along,))[1]
 
 
 def gradients(run, moved, form, *arrays):
@@ -251,28 +246,33 @@ def batched(arrays, dims, *, run, dtype):
     return outs, [0] * len(outs)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_gradients(run, dtype, *arrays):
+    return attention_p.bind(*arrays, run=run, dtype=dtype)
+
+
+def fwd(run, dtype, *arrays):
+    return attention_p.bind(*arrays, run=Made(trained, run), dtype=dtype), arrays
+
+
+def bwd(run, dtype, arrays, cotangents):
+    moved = tuple(map(is_moved, arrays))
+    run, args = Made(gradients, run, moved), (*cotangents, *arrays)
+    grads = iter(attention_p.bind(*args, run=run, dtype=dtype))
+    return tuple(next(grads) if moves else None for moves in moved)
+
+
+with_gradients.defvjp(fwd, bwd)
+
+
 def differentiated(primals, along, *, run, dtype):
-    run = run.of if run.by is trained else run
-    moved = tuple(map(is_moved, primals))
-    first = Made(trained, run, ()) if run.products == Attention.products else run
-    out = attention_p.bind(*primals, run=first, dtype=dtype)
-    pairs = zip(along, moved, strict=True)
-    along = [ad.instantiate_zeros(x) for x, moves in pairs if moves]
-    tangent = Made(tangents, run, moved)
-    return out, attention_p.bind(*along, *primals, run=tangent, dtype=dtype)
-
-
-def transposed(cotangents, *args, run, dtype):
-    if run.by is tangents:
-        n, run = sum(run.how), run._replace(by=gradients)
-        moved, given = [i < n for i in range(len(args))], args[n:]
-    else:  # the gradients of a linear function are the same at any point
-        moved = tuple(map(ad.is_undefined_primal, args))
-        pairs, run = zip(args, moved, strict=True), Made(gradients, run, moved)
-        given = [ad.Zero(x.aval) if moves else x for x, moves in pairs]
-    every = map(ad.instantiate_zeros, (*cotangents, *given))
-    grads = iter(attention_p.bind(*every, run=run, dtype=dtype))
-    return [next(grads) if moves else None for moves in moved]
+    if run.is_derived:
+        raise NotImplementedError(ONCE)
+    none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+    pairs = zip(primals, along, strict=True)
+    along = [ad.instantiate_zeros(t) if is_moved(x) else none(x) for x, t in pairs]
+    function = functools.partial(with_gradients, run, dtype)
+    return jax.jvp(function, (*primals,), (*along,))
 
 
 def lowered(ctx, *args, run, dtype, name=XLA):
@@ -295,7 +295,6 @@ def typed(*avals, run, dtype):
 attention_p.def_impl(lambda *xs, **params: jitted(attention_p.bind, **params)(*xs))
 attention_p.def_abstract_eval(typed)
 ad.primitive_jvps[attention_p] = differentiated
-ad.primitive_transposes[attention_p] = transposed
 batching.primitive_batchers[attention_p] = batched
 mlir.register_lowering(attention_p, lowered)
 mlir.register_lowering(attention_p, lowered_for_cuda, platform="cuda")
@@ -327,5 +326,5 @@ def chosen(*arrays: Any, run: Callable, dtype: np.dtype | None) -> str:
     if default_device().platform != "gpu":
         return "XLA's form, as for any device but an NVIDIA GPU"
     trains = isinstance(run, Attention)  # or may
-    why = refused(Made(trained, run, ()) if trains else run, arrays, dtype)
+    why = refused(Made(trained, run) if trains else run, arrays, dtype)
     return f"XLA's form, as cuDNN's says: {why}" if why else "cuDNN's form"

@@ -35,12 +35,11 @@ from .. import _compat
 from .._compat import array_dtype
 from .._targets import rounded
 from .._tree import HALVES
-from .call_stack import is_in_layer
-from .decision import FLOAT32_DTYPE, Decision, Kind, Op, Result, Value
+from .decision import FLOAT32_DTYPE, Op, Result, Value
 from .notes import Sides
 from .numbers import fits
 from .trace import AutocastTrace
-from .traits import OVER_AXES
+from .traits import REDUCTIONS
 
 # Part of the range that a mask becomes: there is room for logits, and a temperature.
 MASK = 1 / 4
@@ -58,7 +57,7 @@ def with_bias(trace: AutocastTrace, op: Op) -> Value | None:
             continue
         if number is not None and not fits(number, dtype):
             continue
-        in_layer = is_in_layer(_compat.source_codes())
+        in_layer = op.known.is_in_layer
         is_bias = is_of_layer if in_layer else is_vector
         if not is_bias(trace, bias, product, sides):
             continue
@@ -130,18 +129,13 @@ def is_vector(
     return along <= sides.right
 
 
-def note_results(trace: AutocastTrace, op: Op, decision: Decision, out: Result) -> None:
+def note_results(trace: AutocastTrace, op: Op, out: Result) -> None:
     """Remembers what may be a function's result, which is half precision outside.
 
-    The result of a norm has the shape of its input. Its statistics have another shape,
-    or are reduced over a mapped axis: they are the module's state, and stay float32.
+    What is made of a reduction is a statistic: the module's state, which stays float32.
     """
-    is_norm = decision.row is Kind.FLOAT32_NORM
-    if is_norm and op.name in OVER_AXES:
-        return
-    shapes = [np.shape(x) for x in op.args if is_or_was_half(trace, x)]
-    for x in jax.tree.leaves(out):
-        if np.shape(x) in shapes or (shapes and not is_norm):
+    if op.name not in REDUCTIONS and any(is_or_was_half(trace, x) for x in op.args):
+        for x in jax.tree.leaves(out):
             trace.notes[x] = trace.notes[x]._replace(result=True)
 
 

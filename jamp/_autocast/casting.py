@@ -26,22 +26,15 @@ from .numbers import unrounded
 from .ops import PRIMITIVES
 
 
-class Effects:
-    """What a region, or the rewriting of a jaxpr, did."""
-
-    def __init__(self) -> None:
-        self.hits: set[int] = set()  # the places of the user's rules that decided
-
-
 class CastingTrace(_compat.Trace):
     """Runs ops on the trace below, unchanged, and casts values there.
 
     Values are those of the trace below: nothing is boxed.
     """
 
-    def __init__(self, parent: _compat.Trace, settings: Settings, effects: Effects):
+    def __init__(self, parent: _compat.Trace, settings: Settings):
         super().__init__()
-        self.parent, self.settings, self.effects = parent, settings, effects
+        self.parent, self.settings = parent, settings
         self.requires_low = parent.requires_low
         self.derived = retracing.kept_for(parent) if retracing.CACHED.value else None
         # Flax NNX refuses to update a Variable on another trace than the one that made
@@ -101,9 +94,12 @@ class CastingTrace(_compat.Trace):
 
     def narrowed(self, args: Values) -> Values:
         """The inputs of an op, with results of a norm cast to half precision."""
-        dtype, notes = self.settings.dtype, [self.notes[x] for x in args]
+        if not self.notes.have_results:
+            return args
+        notes = [self.notes[x] for x in args]
         if not any(note.result for note in notes):
             return args
+        dtype = self.settings.dtype
         return [
             self.cast(x, dtype) if note.result or note.widened else x
             for x, note in zip(args, notes, strict=True)

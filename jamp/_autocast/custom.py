@@ -13,12 +13,13 @@ float32, a JVP rule is evaluated as the jaxpr that it was traced to, because a c
 half precision would round what the function has computed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, DebugInfo
+from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
 from .._jaxprs import bound, called, param, with_functions
@@ -39,92 +40,82 @@ from .rewriting import evaluate
 from .trace import AutocastTrace, register
 from .weights import activations_in, are_activations, note_activations
 
+# What runs a function that JAX holds, on a trace.
+Run = Callable[[AutocastTrace, Values], list[Value]]
+
 
 class Function:
-    """A Python function that JAX holds, run under autocast wherever JAX calls it."""
+    """A function that JAX holds, run under autocast wherever JAX calls it."""
 
     def __init__(
         self,
         trace: AutocastTrace,
-        function: Any,
+        run: Run,
         baked: bool = False,
         of_tangents: bool = False,
         args: Values = (),
     ):
-        self.function, self.known = function, activations_in(trace, args)
+        self.run, self.known = run, activations_in(trace, args)
         self.child = trace.spawner(baked, of_tangents=of_tangents)
 
     def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
-        """Returns the results, and the trace that they were computed on.
-
-        A derivative may run after its region, which then gives its errors no note.
-        """
-        self.forget()
+        """Returns the results, and the trace that they were computed on."""
         child = self.child()
         child.follow(args, self.known)
+        return self.run(child, args), child
+
+
+def of_python(function: Any) -> Run:
+    def run(child: AutocastTrace, args: Values) -> list[Value]:
+        forget(function)
         try:
             with child.current():
-                return list(self.function.call_wrapped(*args)), child
+                return list(function.call_wrapped(*args))
         except Exception as error:
-            if not child.settings.is_policy:  # which has a note of its own
-                advise(error, child.settings.dtype)
+            # A derivative may run after its region, which then gives it no note.
+            advise(error, child.settings)
             raise
 
-    def forget(self) -> None:
-        """Lets the function be called again: it notes the tree of its results."""
-        for store in filter(None, self.function.stores):
-            store.reset()
+    return run
 
 
-class JaxprFunction(Function):
-    """A jaxpr as a `Function`; its inputs may have other dtypes by now."""
-
-    def __init__(
-        self,
-        trace: AutocastTrace,
-        jaxpr: ClosedJaxpr | None,
-        within: Decision | None,
-        baked: bool = False,
-        args: Values = (),
-    ):
-        super().__init__(trace, jaxpr, baked, args=args)
-        self.within = within
-
-    def forget(self) -> None:
-        pass
-
-    def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
-        child = self.child()
-        child.follow(args, self.known)
-        return evaluate(child, self.function, args, self.within, True), child
+def forget(function: Any) -> None:
+    """Lets a function be called again: it notes the tree of its results."""
+    for store in filter(None, function.stores):
+        store.reset()
 
 
-class WideRule(JaxprFunction):
+def of_jaxpr(jaxpr: ClosedJaxpr, within: Decision | None) -> Run:
+    """The inputs may have other dtypes by now."""
+    return lambda child, args: evaluate(child, jaxpr, args, within)
+
+
+def wide_rule(op: Op) -> Run:
     """The JVP rule of an equation, in the dtype that its whole function runs in."""
+    make_jvp, n_consts = param(op, "jvp_jaxpr_fun"), param(op, "num_consts")
 
-    def __init__(self, trace: AutocastTrace, op: Op):
-        super().__init__(trace, None, op.decision, op.is_baked)
-        self.make_jvp = param(op, "jvp_jaxpr_fun")
-        self.n_consts = param(op, "num_consts")
-
-    def __call__(self, *args: Value) -> tuple[list[Value], AutocastTrace]:
-        half, n_consts = len(args) // 2, self.n_consts
+    def run(child: AutocastTrace, args: Values) -> list[Value]:
+        half = len(args) // 2
         flags = [False] * (half - n_consts)  # no tangent is known to be zero
-        jaxpr, consts, zeros = self.make_jvp.call_wrapped(*flags)
-        self.function = ClosedJaxpr(jaxpr, consts)
-        outs, child = super().__call__(*args[n_consts:half], *args[half + n_consts :])
+        jaxpr, consts, zeros = make_jvp.call_wrapped(*flags)
+        given = *args[n_consts:half], *args[half + n_consts :]
+        outs = evaluate(child, ClosedJaxpr(jaxpr, consts), given, op.decision)
         primals, tangents = outs[: len(zeros)], iter(outs[len(zeros) :])
         pairs = zip(primals, zeros, strict=True)
         tangents = [jnp.zeros_like(x) if zero else next(tangents) for x, zero in pairs]
-        return [*primals, *tangents], child
+        return [*primals, *tangents]
+
+    return run
 
 
 class Contract:
     """The dtypes of a custom function's results: those of its primal code."""
 
-    def __init__(self, run: Function, args: Values, debug_info: DebugInfo):
-        self.run, self.debug_info = run, debug_info
-        self.avals = avals_of(args)
+    def __init__(self, trace: AutocastTrace, op: Op, args: Values):
+        self.function, self.avals = bound(op)[1][0], avals_of(args)
+        jaxpr = called(op)
+        run = of_python(self.function) if jaxpr is None else of_jaxpr(jaxpr, op.within)
+        self.run = Function(trace, run, op.is_baked, args=args)
         self.known: list[np.dtype | None] | None = None
         self.activations: list[bool] = []
 
@@ -136,8 +127,9 @@ class Contract:
 
     def dtypes(self) -> list[np.dtype | None]:
         if self.known is None:  # the primal code has not run, only its derivative
-            _compat.trace_to_jaxpr(self.primal, self.avals, self.debug_info)
-            self.run.forget()
+            debug_info = self.function.debug_info
+            _compat.trace_to_jaxpr(self.primal, self.avals, debug_info)
+            forget(self.function)
         return self.known or []
 
 
@@ -147,12 +139,6 @@ def cast_all(child: AutocastTrace, values: Values, dtypes: Dtypes) -> list[Value
         child.cast(v, d) if d is not None and isinstance(v, jax.Array) else v
         for v, d in zip(values, dtypes, strict=True)
     ]
-
-
-def primal_code(trace: AutocastTrace, op: Op, args: Values) -> Function:
-    if (jaxpr := called(op)) is not None:
-        return JaxprFunction(trace, jaxpr, op.within, op.is_baked, args)
-    return Function(trace, bound(op)[1][0], op.is_baked, args=args)
 
 
 def is_in_float32(op: Op) -> bool:
@@ -165,15 +151,16 @@ def is_in_float32(op: Op) -> bool:
 def bind_jvp(trace: AutocastTrace, op: Op, args: Values) -> Result:
     """Binds a custom_jvp whose functions run under autocast."""
     params, (fun, jvp) = bound(op)
-    contract = Contract(primal_code(trace, op, args), args, fun.debug_info)
+    contract = Contract(trace, op, args)
     jaxpr = called(op)
     if is_in_float32(op):
-        derivative, jaxpr = WideRule(trace, op), None  # it takes any dtypes
+        derivative = Function(trace, wide_rule(op), op.is_baked)
+        jaxpr = None  # it takes any dtypes
     else:
-        derivative = Function(trace, jvp, baked=True, of_tangents=True)
+        derivative = Function(trace, of_python(jvp), True, of_tangents=True)
 
     def autocast_jvp(*primals_and_tangents):
-        contract.run.forget()  # or JAX compares the dtypes before they are cast
+        forget(fun)  # or JAX compares the dtypes before they are cast
         inputs = primals_and_tangents
         if jaxpr is not None:
             traced = dtypes_of(jaxpr.in_avals) * 2
@@ -182,7 +169,7 @@ def bind_jvp(trace: AutocastTrace, op: Op, args: Values) -> Result:
         return cast_all(child, outs, contract.dtypes() * 2)
 
     functions = (
-        _compat.wrap(contract.primal, contract.debug_info),
+        _compat.wrap(contract.primal, fun.debug_info),
         _compat.wrap(autocast_jvp, jvp.debug_info),
     )
     outs = trace.bind(op.primitive, args, with_functions(params, *functions))
@@ -193,14 +180,14 @@ def bind_jvp(trace: AutocastTrace, op: Op, args: Values) -> Result:
 def bind_vjp(trace: AutocastTrace, op: Op, args: Values) -> Result:
     """Binds a custom_vjp whose functions run under autocast."""
     params, (fun, fwd, bwd) = bound(op)
-    run = primal_code(trace, op, args)
-    contract = Contract(run, args, fun.debug_info)
-    forward, backward = Function(trace, fwd, True), Function(trace, bwd, True)
+    contract = Contract(trace, op, args)
+    forward = Function(trace, of_python(fwd), True)
+    backward = Function(trace, of_python(bwd), True)
     dtypes = [_compat.array_dtype(x) for x in args]
     natural: list[np.dtype | None] = []  # the dtypes of the results in the rules
 
     def autocast_fwd(*args_and_flags):
-        run.forget()  # or JAX compares the dtypes before they are cast
+        forget(fun)  # or JAX compares the dtypes before they are cast
         outs, child = forward(*args_and_flags)
         results = contract.dtypes()
         n_residuals = len(outs) - len(results)
@@ -230,7 +217,7 @@ def bind_vjp(trace: AutocastTrace, op: Op, args: Values) -> Result:
 # The rules.
 
 
-@register("custom_jvp_call", is_function=True)
+@register("custom_jvp_call")
 def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
     args, decision = op.args, op.decision
     if decision is not None and decision.row is Kind.ONE_OP and not op.is_baked:
@@ -248,7 +235,7 @@ def custom_jvp(trace: AutocastTrace, op: Op) -> Result:
     return bind_jvp(trace, op, args)
 
 
-@register("custom_vjp_call", is_function=True)
+@register("custom_vjp_call")
 def custom_vjp(trace: AutocastTrace, op: Op) -> Result:
     jaxpr = called(op)
     args = trace.as_traced(op.args, None if jaxpr is None else jaxpr.in_avals)

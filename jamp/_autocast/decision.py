@@ -1,7 +1,10 @@
 """An op on its way through a region, and what is decided about it."""
 
+import dataclasses
 import enum
-from collections.abc import Hashable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import CodeType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -13,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 
 from .._tree import HALVES
+from .call_stack import called_function, is_in_layer
 
 FLOAT32_DTYPE = jnp.dtype("float32")
 CASTABLE = (*HALVES, FLOAT32_DTYPE)
@@ -61,11 +65,11 @@ class Kind(enum.Enum):
     KEEP = "keep"
     STATISTIC = "statistic"
     FLOAT32_INSIDE = "float32_inside"
-    FLOAT32_NORM = "float32_norm"
     ONE_OP = "one_op"
-    REFUSED = "refused"
-    COUNTED = "counted"
-    LABELS = "labels"
+
+
+# The error for an input in half precision of the function of this name, or "".
+Refuses = Callable[[str, Any], str]
 
 
 class Decision(NamedTuple):
@@ -81,6 +85,29 @@ class Decision(NamedTuple):
     why: Reason = NO_REASON
     recipe: "Recipe | None" = None  # of a product that is lowered, if it qualifies
     precision: lax.Precision | None = None  # of a product, instead of its own
+    refuses: Refuses | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What is known of the functions that an op comes from."""
+
+    traceback: Any  # JAX's record of them, or None
+    codes: tuple[CodeType, ...]  # innermost first
+    keys: frozenset[object]  # the ids of the codes, and a jitted function's source
+    is_exempt: bool  # parameters are made there
+    function: Decision | None  # of the outermost that has a row: for all inside
+    library: Decision | None  # of the module that they are in
+
+    @functools.cached_property
+    def called(self) -> CodeType | None:
+        """The JAX function that code outside of JAX called for the op."""
+        return called_function(self.codes)
+
+    @functools.cached_property
+    def is_in_layer(self) -> bool:
+        """Whether the op comes from a library's layer, and not from a user's."""
+        return is_in_layer(self.codes)
 
 
 class Op(NamedTuple):
@@ -102,6 +129,7 @@ class Op(NamedTuple):
     # function, or a jitted `shard_map`.
     is_baked: bool = False
     activations: tuple[bool, ...] = ()  # of each input of a product, if it is one
+    known: Known = Known(None, (), frozenset(), False, None, None)
 
     @property
     def name(self) -> str:

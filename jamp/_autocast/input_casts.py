@@ -130,4 +130,4 @@ def is_attention(op: Op) -> bool:
     last = [(len(shape) - 1,) for shape in shapes]
     if [*map(tuple, contracting)] != last:  # as in the product with the values
         return False
-    return in_attention()
+    return in_attention(op)

@@ -10,7 +10,6 @@ traced: the kernels, callbacks and solvers in `traits.py`, and the primitives of
 libraries.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr
 
 from .. import _compat
-from .._jaxprs import branches, called, calling, loop, param
+from .._jaxprs import branches, called, calling, loop
 from .call_stack import is_library
 from .casting import avals_of, dtypes_of
 from .decision import CASTABLE, FLOAT32_DTYPE, Kind, Op, Result, Value, Values
@@ -33,19 +32,19 @@ from .traits import REF_WRITES
 from .weights import activations_in, are_activations, note_activations
 
 
-@register("jit", is_function=True)
+@register("jit")
 def jit(trace: AutocastTrace, op: Op) -> Result:
     args, jaxpr = op.args, called(op)
     source = _compat.source_name(jaxpr.jaxpr.debug_info)
     if (outs := run_as_one(trace, op, jaxpr)) is not None:
         return outs
-    half = trace.settings.dtype
-    small = any(map(differs, args, jaxpr.in_avals)) or not all(
+    half, dtypes = trace.settings.dtype, dtypes_of(jaxpr.in_avals)
+    small = [*map(_compat.array_dtype, args)] != dtypes or not all(
         isinstance(x, jax.Array) or holds(half, x) for x in args
     )
     small = small and is_library(source)
     if _compat.inlined_early(op.params) or small:
-        return in_place(trace, jaxpr, args, op.within)
+        return in_place(trace, op, op.known.traceback)
     return rewritten(trace, op)
 
 
@@ -98,14 +97,10 @@ def known_of(trace: AutocastTrace, args: Values) -> list[Note]:
     return [n._replace(activation=other.activation) for n, other in pairs]
 
 
-def differs(value: Value, aval: AbstractValue) -> bool:
-    return _compat.array_dtype(value) != getattr(aval, "dtype", None)
-
-
 @register("call", "closed_call", "eval_jaxpr")
 def call(trace: AutocastTrace, op: Op) -> Values:
     """What `jax.checkpoint` makes of a scan: a function that is called in place."""
-    return in_place(trace, called(op), op.args, op.within, own_sources=True)
+    return in_place(trace, op)
 
 
 @register("scan", "while")
@@ -176,28 +171,6 @@ def agreed(avals: Sequence[AbstractValue]) -> np.dtype | None:
     """The widest dtype of a result, or None if the branches agree already."""
     dtypes = frozenset(getattr(a, "dtype", None) for a in avals)
     return _compat.widest(dtypes) if len(dtypes) > 1 else None
-
-
-@register("custom_vmap_call")
-def custom_vmap(trace: AutocastTrace, op: Op) -> Values:
-    jaxpr, rule = called(op), param(op, "rule")
-    dtypes = [a.dtype for a in jaxpr.out_avals]
-    args = trace.as_traced(op.args, jaxpr.in_avals)
-    known = activations_in(trace, args)
-    new = rewrite(trace, op, jaxpr, jaxpr.in_avals, dtypes, known)
-    make_child = trace.spawner(op.is_baked)
-
-    @functools.wraps(rule)
-    def autocast_rule(*rule_args):
-        with make_child().current() as child:
-            out, batched = rule(*rule_args)
-        leaves, tree = jax.tree.flatten(out)
-        return tree.unflatten(map(child.cast, leaves, dtypes)), batched
-
-    params = calling(op, new.jaxpr) | {"rule": autocast_rule}
-    outs = trace.bind(op.primitive, args, params)
-    note_made(trace, outs, new)
-    return outs
 
 
 @register(*REF_WRITES)

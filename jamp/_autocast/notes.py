@@ -20,7 +20,6 @@ kept by the identity of the value, for as long as the value lives:
 """
 
 import functools
-import itertools
 import re
 import weakref
 from collections.abc import Hashable, Sequence
@@ -34,8 +33,7 @@ from jax.typing import ArrayLike
 
 from .. import _compat
 from .._jaxprs import param
-from .call_stack import called_function, code_of
-from .contraction import Contraction
+from .call_stack import code_of
 from .decision import Op
 from .numbers import scalar
 
@@ -117,6 +115,7 @@ class Notes:
 
     def __setitem__(self, value: object, note: Note) -> None:
         if note != NOTHING and isinstance(value, NOTED):
+            self.have_results |= note.result
             self._notes.set(value, note)
 
     def copy(self, value: object, key: Hashable) -> Any:
@@ -148,6 +147,7 @@ class Notes:
 
     def clear(self) -> None:
         self._notes, self._copies = Memory(), Memory()
+        self.have_results = False
 
 
 # Facts about products and biases, carried through the ops that move elements.
@@ -160,22 +160,23 @@ def product_sides(op: Op) -> Sides:
     if op.name == "conv_general_dilated":
         right = frozenset([param(op, "dimension_numbers").out_spec[1]])
         return Sides(frozenset(range(np.ndim(op.args[0]))) - right, right)
-    (batch, left, _), (_, right, _) = Contraction.of_op(op)
-    dims = iter(range(len(batch) + len(left) + len(right)))
-    take = lambda part: frozenset(itertools.islice(dims, len(part)))
-    sides = Sides(batch=take(batch), left=take(left), right=take(right))
-    turned = is_turned()
+    (contracted, _), (batch, _) = param(op, "dimension_numbers")
+    n, n_left = len(batch), np.ndim(op.args[0]) - len(contracted)
+    n_result = n_left + np.ndim(op.args[1]) - len(contracted) - n
+    parts = range(n, n_left), range(n_left, n_result), range(n)
+    left, right, batch = map(frozenset, parts)
+    sides, turned = Sides(left, right, batch), is_turned(op)
     sides = sides.turned() if turned else sides
     return sides._replace(each=_compat.is_batched(op.args[0 if turned else 1]))
 
 
-def is_turned() -> bool:
-    """Whether the user's right operand is the left one of the current product.
+def is_turned(op: Op) -> bool:
+    """Whether the user's right operand is the left one of a product.
 
     So it may be in an einsum whose result has the dimensions in another order; JAX
     writes the subscripts into the name stack. In `matvec` the matrix is the left one.
     """
-    if called_function(_compat.source_codes()) is MATVEC:
+    if op.known.called is MATVEC:
         return True
     names = (name.replace(" ", "") for _, name in _compat.scopes())
     for form in filter(None, map(EINSUM.fullmatch, names)):

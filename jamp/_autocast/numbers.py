@@ -14,11 +14,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .. import _compat
 from .._compat import array_dtype
 from .._tree import HALVES
-from .call_stack import called_function, code_of
-from .decision import Value
+from .call_stack import code_of
+from .decision import Op, Value
 
 
 @functools.cache
@@ -98,7 +97,7 @@ FILLING = frozenset(
 )
 
 
-def is_filled(number: Value) -> bool:
+def is_filled(op: Op, number: Value) -> bool:
     """Whether the broadcast of a number is an array that a user made.
 
     In torch a number follows the arrays that it meets, and `torch.zeros(4)` does not:
@@ -106,7 +105,7 @@ def is_filled(number: Value) -> bool:
     """
     if np.ndim(number) or array_dtype(number) != jnp.float32:
         return False
-    return called_function(_compat.source_codes()) in FILLING
+    return op.known.called in FILLING
 
 
 # Functions that return the dtype that they are asked for, and those that do not.
@@ -118,7 +117,7 @@ TYPED = frozenset(
 )
 
 
-def is_weak_array(x: Value) -> TypeGuard[jax.Array]:
+def is_weak_array(x: Value, op: Op) -> TypeGuard[jax.Array]:
     """Whether JAX is about to cast an array as if it were a Python number.
 
     In JAX, `jnp.full((4,), 2.0)` and `jnp.arange(4) * 0.1` are only weakly float32, and
@@ -126,9 +125,9 @@ def is_weak_array(x: Value) -> TypeGuard[jax.Array]:
     """
     if np.ndim(x) == 0 or array_dtype(x) != jnp.float32 or not jax.typeof(x).weak_type:
         return False
-    return not asks_for_dtype()
+    return not asks_for_dtype(op)
 
 
-def asks_for_dtype() -> bool:
+def asks_for_dtype(op: Op) -> bool:
     """Whether the user calls a function that returns the dtype it is asked for."""
-    return called_function(_compat.source_codes()) in TYPED
+    return op.known.called in TYPED

@@ -11,14 +11,12 @@ The categories are those of `torch/include/ATen/autocast_mode.h`, the lists that
 and for functions that torch does not list, but that lose too much in half precision:
 
     STATISTIC       PROMOTE, but FLOAT32 if it was traced in float32: it sums many
-    FLOAT32_INSIDE  FLOAT32, but outside the result has the dtype of the input
-    FLOAT32_NORM    the same for a result of the input's shape, not for statistics
+    FLOAT32_INSIDE  FLOAT32, but outside the result has the dtype of the input: what no
+                    reduction has made, which is a statistic
     ONE_OP          float32 inside, and the result is rounded to the dtype of the input:
                     one kernel in torch, whose derivative is computed in float32 too
-    REFUSED         FLOAT32, and half precision that Python hands to it is an error
-    COUNTED         the same for so many elements that half precision cannot count them
-    LABELS          FLOAT32, and labels that Python has rounded already are an error
 
+A function that reads the dtype of its input has a row that `refuses` some inputs.
 `PRIMITIVES` maps the names of JAX's primitives, `FUNCTIONS` the Python functions of JAX
 and the libraries around it that torch treats as one op. A function's row applies to all
 ops inside the function, so that `softmax` subtracts its maximum in float32 too and
@@ -35,17 +33,19 @@ never cast.
 from typing import NamedTuple
 
 from .decision import Kind as Kind
+from .decision import Refuses
+from .refused import as_coarse, as_rounded_labels, as_too_many
 
 
 class Row(NamedTuple):
     kind: Kind
     torch: str = ""  # the ops of torch's lists that it mirrors, by their names there
+    refuses: Refuses | None = None
 
 
 LOWER, FLOAT32, PROMOTE, KEEP = Kind.LOWER, Kind.FLOAT32, Kind.PROMOTE, Kind.KEEP
 STATISTIC, FLOAT32_INSIDE = Kind.STATISTIC, Kind.FLOAT32_INSIDE
-FLOAT32_NORM, ONE_OP = Kind.FLOAT32_NORM, Kind.ONE_OP
-REFUSED, COUNTED, LABELS = Kind.REFUSED, Kind.COUNTED, Kind.LABELS
+ONE_OP = Kind.ONE_OP
 
 # A contraction of two vectors is torch's `dot`, which promotes; see `input_casts.py`.
 PRIMITIVES: dict[str, Row] = {
@@ -185,11 +185,10 @@ FUNCTIONS: dict[str, Row] = {
     "equinox.nn.AvgPool1d.__call__": Row(FLOAT32_INSIDE),
     "equinox.nn.AvgPool2d.__call__": Row(FLOAT32_INSIDE),
     "equinox.nn.AvgPool3d.__call__": Row(FLOAT32_INSIDE),
-    "equinox.nn.AdaptiveAvgPool2d.__call__": Row(FLOAT32_INSIDE),
-    "flax.linen.BatchNorm.__call__": Row(FLOAT32_NORM),
-    "flax.nnx.BatchNorm.__call__": Row(FLOAT32_NORM),
-    "equinox.nn.BatchNorm.__call__": Row(FLOAT32_NORM),
-    "haiku.BatchNorm.__call__": Row(FLOAT32_NORM),
+    "flax.linen.BatchNorm.__call__": Row(FLOAT32_INSIDE),
+    "flax.nnx.BatchNorm.__call__": Row(FLOAT32_INSIDE),
+    "equinox.nn.BatchNorm.__call__": Row(FLOAT32_INSIDE),
+    "haiku.BatchNorm.__call__": Row(FLOAT32_INSIDE),
     "optax.squared_error": Row(FLOAT32, "mse_loss"),
     "optax.l2_loss": Row(FLOAT32, "mse_loss"),
     "optax.huber_loss": Row(FLOAT32, "huber_loss smooth_l1_loss"),
@@ -255,7 +254,7 @@ FUNCTIONS |= dict.fromkeys(  # they cast the labels to the dtype of the predicti
     keras.losses.tversky keras.metrics.concordance_correlation
     keras.metrics.pearson_correlation
     """.split(),
-    Row(LABELS),
+    Row(FLOAT32, refuses=as_rounded_labels),
 )
 FUNCTIONS |= dict.fromkeys(  # they move elements, some by products with zeros and ones
     """
@@ -283,7 +282,7 @@ FUNCTIONS |= dict.fromkeys(  # their index into the sorted input is a floating n
     jax.numpy.median jax.numpy.nanmedian jax.numpy.nanpercentile jax.numpy.nanquantile
     jax.numpy.percentile jax.numpy.quantile
     """.split(),
-    Row(COUNTED),
+    Row(FLOAT32, refuses=as_too_many),
 )
 FUNCTIONS |= dict.fromkeys(  # they take a tolerance from the dtype of their input
     """
@@ -291,14 +290,14 @@ FUNCTIONS |= dict.fromkeys(  # they take a tolerance from the dtype of their inp
     jax.numpy.polyfit jax.numpy.roots jax.random.binomial jax.random.multinomial
     jax.scipy.linalg.funm jax.scipy.signal.detrend jax.scipy.sparse.linalg.gmres
     """.split(),
-    Row(REFUSED),
+    Row(FLOAT32, refuses=as_coarse),
 )
 FUNCTIONS |= dict.fromkeys(  # they draw noise in the dtype of their input
     """
     jax.random.bernoulli jax.random.categorical jax.random.choice jax.random.geometric
     jax.random.multivariate_normal
     """.split(),
-    Row(REFUSED),
+    Row(FLOAT32, refuses=as_coarse),
 )
 FUNCTIONS |= dict.fromkeys(  # these draw in the dtype that they are asked for
     """

@@ -61,7 +61,7 @@ def with_row(rule: Callable[[AutocastTrace, Op, Decision], Result]) -> Rule:
                 if op.name not in AS_ASKED:
                     out = as_without(trace, op, out)
             elif decision.inside:
-                note_results(trace, op, decision, out)
+                note_results(trace, op, out)
             elif widened:
                 trace.notes[out] = trace.notes[out]._replace(statistic=True)
             probe: Any = trace.settings.probe
@@ -111,7 +111,7 @@ def move(trace: AutocastTrace, op: Op, decision: Decision) -> Result:
     out = trace.bind(op.primitive, args, params)
     if op.is_baked:
         return out  # no layer ends here
-    if op.name == "broadcast_in_dim" and is_filled(args[0]):
+    if op.name == "broadcast_in_dim" and is_filled(op, args[0]):
         return out  # the user's array, not a number
     trace.notes[out] = passed_on(op._replace(args=args), trace.notes)
     return out
@@ -152,7 +152,7 @@ def product(trace: AutocastTrace, op: Op) -> Result:
         op = op._replace(activations=activations)
     decision = for_product(op, op.decision, trace.settings)
     if decision is not None and decision.row is Kind.LOWER and lowers(op):
-        warn_of_unknown(_compat.source_codes())
+        warn_of_unknown(op.known.codes)
     return multiply(trace, op._replace(decision=decision))
 
 
@@ -239,8 +239,7 @@ def attend(trace: AutocastTrace, op: Op) -> Result:
     assert decision is not None  # that of a product
     inputs = op._replace(args=op.args[:3])  # a bias is added to float32 scores
     recipes = [r for r in (decision.recipe, settings.recipe) if r is not None]
-    weighs = recipes and not (op.is_baked or all(are_activations(trace, inputs.args)))
-    takes = weighs or any(recipe._takes_activations for recipe in recipes)
+    takes = any(recipe._takes_activations for recipe in recipes)
     if takes or settings.probe is not None or decision.precision is not None:
         with trace.current():
             arrays: Any = op.args

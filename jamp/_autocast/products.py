@@ -25,7 +25,7 @@ from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
 from .._tree import HALVES
-from .call_stack import code_of, is_in_layer
+from .call_stack import code_of
 from .decision import (
     FLOAT32_DTYPE,
     Decision,
@@ -37,7 +37,7 @@ from .decision import (
 from .ops import FLOAT32, LOWER, PROMOTE
 
 OUTER = Decision(PROMOTE, why=Reason("outer", Source.PRIMITIVE, "dot_general"))
-ATTENTION = code_of(jax.nn.dot_product_attention)
+ATTENTION = id(code_of(jax.nn.dot_product_attention))
 HIGHEST = Decision(PROMOTE, why=Reason("highest", Source.PRIMITIVE, "dot_general"))
 
 
@@ -95,12 +95,12 @@ def is_outer(op: Op) -> bool:
         return False
     if (True, "transpose") in _compat.scopes():  # the gradient of a batch of one
         return False
-    return not is_in_layer(_compat.source_codes()) and not in_attention()
+    return not op.known.is_in_layer and not in_attention(op)
 
 
-def in_attention() -> bool:
-    """Whether the current op is part of JAX's attention."""
-    return ATTENTION in _compat.source_codes()
+def in_attention(op: Op) -> bool:
+    """Whether an op is part of JAX's attention."""
+    return ATTENTION in op.known.keys
 
 
 def is_highest(precision: object) -> bool:

@@ -36,7 +36,6 @@ from .arguments import (
     dtype_argument,
     region_dtype,
 )
-from .casting import Effects
 from .decision import CASTABLE, FLOAT32_DTYPE, Out, Recipe, Settings
 from .name_stack import region_entry
 from .products import default_precision
@@ -110,7 +109,7 @@ OPENED = Opened()
 
 @contextlib.contextmanager
 def enter(
-    settings: Settings | None, effects: Effects | None = None
+    settings: Settings | None, hits: set[int] | None = None
 ) -> Iterator[AutocastTrace | None]:
     """A region with these settings; with None, one in which nothing is cast."""
     if PROVES.value and settings is not None and not settings.is_policy:
@@ -132,7 +131,7 @@ def enter(
         contexts.enter_context(jax.named_scope(region_entry(name, depth)))
         if settings is not None:
             below = _compat.current_trace()
-            trace = AutocastTrace(below, settings, effects or Effects())
+            trace = AutocastTrace(below, settings, set() if hits is None else hits)
             contexts.enter_context(set_current_trace(trace))
             contexts.callback(trace.notes.clear)
         OPENED.regions.append((contexts, _compat.current_trace()))
@@ -141,8 +140,8 @@ def enter(
             yield trace
         except Exception as error:
             is_error = True
-            if settings is not None and not settings.is_policy:
-                advise(error, settings.dtype)  # a policy has a note of its own
+            if settings is not None:
+                advise(error, settings)
             raise
         finally:
             if not leave(contexts):
@@ -176,8 +175,8 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[object]]:
     settings, trace = REGION.value, _compat.current_trace()
     if settings is None:
         return contextlib.nullcontext
-    effects = trace.effects if isinstance(trace, AutocastTrace) else None
-    return lambda: enter(settings, effects)
+    hits = trace.hits if isinstance(trace, AutocastTrace) else None
+    return lambda: enter(settings, hits)
 
 
 class autocast:
@@ -297,7 +296,7 @@ class autocast:
         _, region, trace = objects.pop(places[-1])
         region.__exit__(error_type, error, traceback)
         if trace is not None and error_type is None:
-            check_all_used(self.settings.rules, trace.effects.hits)
+            check_all_used(self.settings.rules, trace.hits)
 
     def __call__(self, function: Callable[Given, Out]) -> Callable[Given, Out]:
         later = any(is_kind(function) for is_kind in RUNS_LATER)

@@ -16,8 +16,7 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, set_current_trace
 
 from .. import _compat
-from .._jaxprs import read
-from .casting import Effects
+from .._jaxprs import called, read
 from .decision import Decision, Dtypes, Op, Value, Values
 from .notes import Note
 from .retracing import CACHED
@@ -31,22 +30,21 @@ def evaluate(
     jaxpr: ClosedJaxpr,
     args: Values,
     within: Decision | None = None,
-    own_sources: bool = False,
+    call: Any = None,
 ) -> list[Value]:
     """Runs a jaxpr op by op on an autocast trace.
 
-    With `own_sources`, ops keep the jaxpr's record of where they come from; otherwise
-    they come from the call that is being evaluated.
+    Args:
+      call: the traceback of a call from which the ops come; None: they keep the
+        jaxpr's record of where they come from.
     """
     outer = _compat.current_name_stack()
-    call = _compat.current_traceback()
-    own_sources = own_sources or call is None
     here = _compat.equation_context()
 
     def results(eqn: JaxprEqn, inputs: list[Value]) -> Values:
         source, place = eqn.source_info, NO_CONTEXT
-        if own_sources or source.name_stack:
-            traceback = source.traceback if own_sources else call
+        if call is None or source.name_stack:
+            traceback = source.traceback if call is None else call
             stack = outer + source.name_stack
             place = _compat.user_context(traceback, name_stack=stack)
         avals = [v.aval for v in eqn.invars]
@@ -61,15 +59,10 @@ def evaluate(
         return read(jaxpr, args, results)
 
 
-def in_place(
-    trace: AutocastTrace,
-    jaxpr: ClosedJaxpr,
-    args: Values,
-    within: Decision | None,
-    own_sources: bool = False,
-) -> list[Value]:
+def in_place(trace: AutocastTrace, op: Op, call: Any = None) -> list[Value]:
     """Evaluates a function whose results Python may see: they are arrays."""
-    outs = evaluate(trace, jaxpr, args, within, own_sources)
+    jaxpr = called(op)
+    outs = evaluate(trace, jaxpr, op.args, op.within, call)
     pairs = zip(outs, jaxpr.out_avals, strict=True)
     return [as_array(trace, out, aval) for out, aval in pairs]
 
@@ -95,11 +88,11 @@ def as_weak(trace: AutocastTrace, x: Value, aval: Any) -> Value:
 
 
 class Rewritten(NamedTuple):
-    """A jaxpr with casts, what is known about its results, and what was done to it."""
+    """A jaxpr with casts, what is known about its results, and which rules decided."""
 
     jaxpr: ClosedJaxpr
     notes: Sequence[Note]
-    effects: Effects
+    hits: set[int]
 
 
 CACHE: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Rewritten]] = (
@@ -121,20 +114,21 @@ def rewrite(
       outs: for each result the dtype that it must have, or None.
       known: for each input what is known about it, if anything is.
     """
-    place = trace.place.path(), trace.around()
+    place = trace.place.path(), trace.decide.running_here()
     outs = tuple(outs or [None] * len(jaxpr.jaxpr.outvars))
     baked = op.is_baked or trace.baked
     given = tuple(avals), tuple(known)
     key = (*given, outs, op.within, baked, trace.settings, place)
     cache = CACHE.setdefault(jaxpr.jaxpr, {}) if CACHED.value else {}
     if key not in cache:
-        notes, effects = [], Effects()
-        make_child = trace.spawner(baked, effects)
+        notes: list[Note] = []
+        hits: set[int] = set()
+        make_child = trace.spawner(baked, hits)
 
         def run(*args):
             child = make_child()
             child.follow(args, known)
-            results = evaluate(child, jaxpr, args, op.within, own_sources=True)
+            results = evaluate(child, jaxpr, args, op.within)
             results = [
                 r if dtype is None else as_weak(child, child.cast(r, dtype), aval)
                 for r, dtype, aval in zip(results, outs, jaxpr.out_avals, strict=True)
@@ -143,9 +137,9 @@ def rewrite(
             return results
 
         new = _compat.trace_to_jaxpr(run, avals, jaxpr.jaxpr.debug_info)
-        cache[key] = Rewritten(new, notes, effects)
+        cache[key] = Rewritten(new, notes, hits)
     result = cache[key]
-    trace.effects.hits |= result.effects.hits
+    trace.hits |= result.hits
     return result
 
 

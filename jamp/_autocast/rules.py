@@ -1,17 +1,17 @@
 """Which table decides about an op: rules, functions, libraries, primitives."""
 
+import dataclasses
 import functools
 import re
 import sys
 from collections.abc import Callable
 from types import CodeType
-from typing import NamedTuple
 
 from jax.extend.core import Primitive
 
 from .. import _compat
 from .call_stack import is_library, resolve
-from .decision import FLOAT32_DTYPE, Decision, Reason, Recipe, Settings, Source
+from .decision import FLOAT32_DTYPE, Decision, Known, Reason, Recipe, Settings, Source
 from .keys import Function, source_of
 from .libraries import ALL_OPS, of_library
 from .ops import EXEMPT, FUNCTIONS, KEEP, LOWER, PRIMITIVES, Kind, Row
@@ -58,7 +58,11 @@ def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Dec
     """
     rows = FUNCTIONS | dict.fromkeys(_compat.LOGADDEXPS, Row(Kind.ONE_OP))
     decisions = dict.fromkeys(EXEMPT, EXEMPTED) | {
-        path: Decision(row.kind, why=Reason(row.kind.value, Source.FUNCTION, path))
+        path: Decision(
+            row.kind,
+            why=Reason(row.kind.value, Source.FUNCTION, path),
+            refuses=row.refuses,
+        )
         for path, row in rows.items()
     }
     table: dict[int | str, tuple[CodeType, Decision]] = {}
@@ -66,15 +70,6 @@ def functions_of(modules: frozenset[str]) -> dict[int | str, tuple[CodeType, Dec
         if (code := resolve(path, modules)) is not None:
             table[id(code)] = table[source_of(code)] = code, decision
     return table
-
-
-class Known(NamedTuple):
-    """What is known of the functions that an op comes from."""
-
-    keys: frozenset[object]  # the ids of their codes, and a jitted function's source
-    is_exempt: bool  # parameters are made there
-    function: Decision | None  # of the outermost that has a row: for all inside
-    library: Decision | None  # of the module that they are in
 
 
 def known_here(source: str | None = None) -> Known:
@@ -88,26 +83,21 @@ def known_here(source: str | None = None) -> Known:
 
 @functools.lru_cache(maxsize=1024)  # the layers of a loop have equal tracebacks
 def _known(traceback: object, source: str | None, modules: frozenset[str]) -> Known:
-    codes, rows = _compat.source_codes(), functions_of(modules)
-    keys = source, *map(id, codes)  # innermost first
+    rows = functions_of(modules)
+    if source is not None:  # the innermost
+        known, row = _known(traceback, None, modules), rows.get(source)
+        return dataclasses.replace(
+            known,
+            keys=known.keys | {source},
+            function=known.function or (row and row[1]),
+            # A user's jitted function has ops that say whose they are.
+            library=known.library if is_library(source) else None,
+        )
+    codes = _compat.codes_of(traceback)
+    keys = [*map(id, codes)]
     found = [rows[key][1] for key in keys if key in rows]
-    decisions = [decision for decision in found if decision is not EXEMPTED]
-    # A user's jitted function has ops that say whose they are.
-    is_open = source is None or is_library(source)
-    return Known(
-        frozenset(keys),
-        len(decisions) < len(found),
-        decisions[-1] if decisions else None,
-        of_library(codes) if is_open else None,
-    )
-
-
-class Asked(NamedTuple):
-    """What an op is looked up by."""
-
-    primitive: Primitive
-    path: Callable[[], str]  # makes the module path
-    known: Known
+    row, library = found[-1] if found else None, of_library(codes)
+    return Known(traceback, codes, frozenset(keys), EXEMPTED in found, row, library)
 
 
 class Decider:
@@ -120,9 +110,13 @@ class Decider:
     """
 
     def __init__(
-        self, settings: Settings, hits: set[int], around: frozenset[int] = frozenset()
+        self,
+        settings: Settings,
+        path: Callable[[], str],  # makes the module path
+        hits: set[int],
+        around: frozenset[int],
     ):
-        self.settings, self.hits = settings, hits
+        self.settings, self.path, self.hits = settings, path, hits
         self.around = around  # rules for functions that called what runs here
         # Those of a policy are for functions of libraries: nothing is traced apart.
         rules = () if settings.is_policy else settings.rules
@@ -131,41 +125,45 @@ class Decider:
         for _, function in self.called:
             function.look()
 
-    def __call__(self, asked: Asked, within: Decision | None) -> Decision | None:
+    def __call__(
+        self, primitive: Primitive, known: Known, within: Decision | None
+    ) -> Decision | None:
         """The decision about an op, or None if no table knows it.
 
         Args:
           within: the decision about a function that counts as one op, for each op
             inside: it stands, unless a rule of the user's comes first.
         """
-        if within is None and asked.known.is_exempt:
+        if within is None and known.is_exempt:
             return EXEMPTED
-        place = self.first_rule(asked, within) if self.settings.rules else None
+        rules = self.settings.rules
+        place = self.first_rule(primitive, known, within) if rules else None
         if place is None:
-            return within or self.by_tables(asked)
-        rule = self.settings.rules[place].decision
+            return within or self.by_tables(primitive.name, known)
+        rule = rules[place].decision
         if rule.recipe is not None:
-            decision = within or self.by_tables(asked, rule.recipe)
-            is_product = asked.primitive.name in rule.recipe.products
+            decision = within or self.by_tables(primitive.name, known, rule.recipe)
+            is_product = primitive.name in rule.recipe.products
             if decision is None or decision.row is not LOWER or not is_product:
                 return decision
             rule = decision._replace(recipe=rule.recipe, why=rule.why)
         self.hits.add(place)
         return rule
 
-    def first_rule(self, asked: Asked, within: Decision | None) -> int | None:
+    def first_rule(
+        self, primitive: Primitive, known: Known, within: Decision | None
+    ) -> int | None:
         """The place of the first of the user's rules that matches an op."""
         for index, (_, test, decision) in enumerate(self.settings.rules):
             if decision is within:
                 return index
             if isinstance(test, Function):
-                called = not asked.known.keys.isdisjoint(test.codes)
+                called = not known.keys.isdisjoint(test.codes)
                 matches = called or index in self.around
             elif isinstance(test, re.Pattern):
-                matches = test.search(asked.path()) is not None
+                matches = test.search(self.path()) is not None
             else:
-                is_asked = test is asked.primitive
-                matches = is_asked and asked.primitive.name not in PASSED_THROUGH
+                matches = test is primitive and primitive.name not in PASSED_THROUGH
             if matches:
                 return index
         return None
@@ -182,14 +180,15 @@ class Decider:
         called = (i for i, key in self.called if not keys.isdisjoint(key.codes))
         return self.around.union(called)
 
-    def by_tables(self, asked: Asked, recipe: Recipe | None = None) -> Decision | None:
+    def by_tables(
+        self, name: str, known: Known, recipe: Recipe | None = None
+    ) -> Decision | None:
         """What the tables of functions, libraries and primitives say.
 
         Args:
           recipe: of a user's rule for the op.
         """
-        name = asked.primitive.name
-        decision, of_module = asked.known.function, asked.known.library
+        decision, of_module = known.function, known.library
         if self.settings.is_policy:
             is_one = decision is not None and decision.row is Kind.ONE_OP
             return decision if is_one else BY_POLICY.get(name, POLICY)
@@ -215,5 +214,5 @@ class Decider:
             return None
         dtype = self.settings.dtype if row is LOWER else FLOAT32_DTYPE
         # Such a result becomes half precision, and so does its cotangent.
-        inside = row in (Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM) and not is_wide
+        inside = row is Kind.FLOAT32_INSIDE and not is_wide
         return decision._replace(cast=dtype, inside=inside)

@@ -10,14 +10,14 @@ from jax.extend.core import Primitive, set_current_trace
 
 from .. import _compat
 from .._jaxprs import bound, called, held, with_functions
-from .casting import CastingTrace, Effects, avals_of
+from .casting import CastingTrace, avals_of
 from .decision import Decision, Kind, Op, Reason, Result, Settings, Source, Values
 from .name_stack import Place, Scope, written
 from .notes import Note
 from .products import is_wide
-from .refused import check_precision
-from .rules import Asked, Decider, known_here
-from .traits import LEFT_ALONE
+from .refused import check
+from .rules import Decider, known_here
+from .traits import LEFT_ALONE, NAMED
 from .weights import makes_activations, note_activations
 
 NO_RULE = """autocast has no rule for the primitive {name!r}, which holds a function \
@@ -38,21 +38,17 @@ PROBE = jax.make_user_context(None)
 Rule = Callable[["AutocastTrace", Op], Result]
 # How each primitive is run, by its name.
 RULES: dict[str, Rule] = {}
-# The primitives that stand for one function.
-STANDS_FOR: set[str] = set()
 # The primitives that are decided about as another one.
 DECIDED_AS: dict[str, Primitive] = {}
 
 
-def register(*names: str, is_function: bool = False) -> Callable[[Rule], Rule]:
-    """Makes a function the rule of primitives. Each may stand for a function."""
+def register(*names: str) -> Callable[[Rule], Rule]:
+    """Makes a function the rule of primitives."""
 
     def registered(rule: Rule) -> Rule:
         for name in names:
             assert name not in RULES, name
             RULES[name] = rule
-            if is_function:
-                STANDS_FOR.add(name)
         return rule
 
     return registered
@@ -73,15 +69,16 @@ class AutocastTrace(CastingTrace):
         self,
         parent: _compat.Trace,
         settings: Settings,
-        effects: Effects,
+        hits: set[int],
         baked: bool = False,
         prefix: str = "",
         around: frozenset[int] = frozenset(),
     ):
-        super().__init__(parent, settings, effects)
+        super().__init__(parent, settings)
         self.baked = baked
         self.place = Place(settings, prefix)
-        self.decide = Decider(settings, effects.hits, around)
+        self.hits = hits  # the places of the user's rules that decided
+        self.decide = Decider(settings, self.place.path, hits, around)
 
     # What JAX calls.
 
@@ -114,7 +111,8 @@ class AutocastTrace(CastingTrace):
             out = self.left_to_another(op)
         else:
             op = self.received(self.decided(op), scope)
-            check_precision(op.decision, op.avals or op.args)
+            if op.decision is not None and op.decision.refuses is not None:
+                check(op.decision, op.avals or op.args)
             rule = RULES.get(op.primitive.name)
             out = self.left_alone(op) if rule is None else rule(self, op)
         if made:
@@ -125,14 +123,12 @@ class AutocastTrace(CastingTrace):
     def decided(self, op: Op) -> Op:
         """The op with the answer to which rule it is under."""
         primitive, args, params, avals, within, *_ = op
-        if within is not None and not self.settings.rules:
-            return Op(primitive, args, params, avals, within, within)
         source, asked_as = source_of(op), DECIDED_AS.get(primitive.name, primitive)
-        asked = Asked(asked_as, self.place.path, known_here(source))
-        decision = self.decide(asked, within)
+        known = known_here(source)
+        decision = self.decide(asked_as, known, within)
         if within is not None or source is not None:
             within = decision
-        return Op(primitive, args, params, avals, within, decision)
+        return Op(primitive, args, params, avals, within, decision, known=known)
 
     def received(self, op: Op, scope: Scope) -> Op:
         """The op with the inputs that its rule gets."""
@@ -188,7 +184,7 @@ class AutocastTrace(CastingTrace):
     def spawner(
         self,
         baked: bool = False,
-        effects: Effects | None = None,
+        hits: set[int] | None = None,
         of_tangents: bool = False,
     ) -> MakeTrace:
         """Returns a function that makes traces with these settings.
@@ -203,10 +199,10 @@ class AutocastTrace(CastingTrace):
         make = functools.partial(
             type(self),
             settings=self.settings._replace(linear=of_tangents or self.settings.linear),
-            effects=effects or self.effects,
+            hits=self.hits if hits is None else hits,
             baked=self.baked or baked,
             prefix=self.place.path(),
-            around=self.around(),
+            around=self.decide.running_here(),
         )
         return lambda: make(_compat.current_trace())
 
@@ -215,10 +211,6 @@ class AutocastTrace(CastingTrace):
         """Runs Python code on this trace, perhaps after its region has ended."""
         with REGION(self.settings), set_current_trace(self):
             yield self
-
-    def around(self) -> frozenset[int]:
-        """The user's rules for functions that are running here."""
-        return self.decide.running_here()
 
     def noted(self, decision: Decision) -> contextlib.AbstractContextManager[object]:
         """Writes an op's reason into its name stack, if the region is observed."""
@@ -229,7 +221,7 @@ class AutocastTrace(CastingTrace):
 
 def source_of(op: Op) -> str | None:
     """ "name at file:line" of the function that an op stands for, or None."""
-    if op.primitive.name not in STANDS_FOR:
+    if op.primitive.name not in NAMED:
         return None
     jaxpr = called(op)
     function = bound(op)[1][0] if jaxpr is None else jaxpr.jaxpr

@@ -38,20 +38,22 @@ CURVED = names("""
 GATHERING = names("gather scatter-add scatter-mul scatter-sub")
 # They pick slices of their first input, at the places that the others say.
 PICKS = names("dynamic_slice gather")
-# Reductions over a mapped axis.
-OVER_AXES = names("pmax pmin psum psum_invariant")
+# They make the statistics of a norm, of its input's dimensions or a mapped axis.
+REDUCTIONS = names("pmax pmin psum psum_invariant reduce_max reduce_min reduce_sum")
+# They stand for one function, whose row decides about all inside.
+NAMED = names("custom_jvp_call custom_vjp_call jit")
 # They write a value into a `Ref`, whose dtype is fixed.
 REF_WRITES = names("accum_grad_in_ref addupdate swap")
 # They hold functions, and their results are known from inside.
-ANNOTATED = CALLS - {"custom_jvp_call"} | {"cond", "scan", "while"}
+ANNOTATED = CALLS - {"custom_jvp_call", "custom_vmap_call"} | {"cond", "scan", "while"}
 # They hold functions, or write into a `Ref`, and a rule for them alone decides nothing:
 # the ops inside are asked about one by one.
 PASSED_THROUGH = REF_WRITES | ANNOTATED - {"custom_vjp_call", "jit"}
 # Kernels, callbacks and solvers, which run code that is not that of a jaxpr.
 KERNELS = names("""
     call_exported composite cudnn_fusion custom_lin custom_linear_solve
-    custom_partitioning ffi_call fused_call io_callback linear_call pallas_call
-    pure_callback remat_opt run_state tpu_custom_call triton_kernel_call
+    custom_partitioning custom_vmap_call ffi_call fused_call io_callback linear_call
+    pallas_call pure_callback remat_opt run_state tpu_custom_call triton_kernel_call
 """)
 # These and others that run as they were traced.
 LEFT_ALONE = KERNELS | names("""

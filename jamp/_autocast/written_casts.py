@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _compat
 from .._compat import array_dtype
 from .._jaxprs import param
 from .call_stack import code_of
@@ -17,15 +16,14 @@ from .products import in_attention
 from .rules import BY_PRIMITIVE
 from .trace import AutocastTrace
 
-# A user who calls one of these on a product wants its dtype: see `with_bias`.
+# A user who calls one of these on a product wants its dtype: see `with_bias`. By the
+# ids of their codes.
+CASTS = jnp.astype, jnp.asarray, jnp.array, lax.convert_element_type
+EXPLICIT = frozenset(id(code_of(function)) for function in CASTS)
 
-EXPLICIT = frozenset(
-    map(code_of, (jnp.astype, jnp.asarray, jnp.array, lax.convert_element_type))
-)
 
-
-def is_explicit() -> bool:
-    return not EXPLICIT.isdisjoint(_compat.source_codes())
+def is_explicit(op: Op) -> bool:
+    return not EXPLICIT.isdisjoint(op.known.keys)
 
 
 def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
@@ -43,13 +41,13 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
         out = trace.bind(op.primitive, op.args, params)
         if dtype == FLOAT32_DTYPE and op.avals is not None and not is_float(x):
             # In code that sees half precision, JAX would have promoted to that.
-            asked = not is_plain or is_explicit() or asks_for_dtype()
+            asked = not is_plain or is_explicit(op) or asks_for_dtype(op)
             trace.notes[out] = Note(counted=not asked)
         return out
-    explicit = is_explicit()
+    explicit = is_explicit(op)
     narrows = given == FLOAT32_DTYPE and dtype == trace.settings.dtype
     if explicit and narrows and not trace.settings.is_policy:
-        if in_attention():
+        if in_attention(op):
             return x  # its log-sum-exp merges blocks; its product casts the rest
     if not op.is_baked:
         # Under a policy, a norm's own cast of its result to half precision is kept.
@@ -63,7 +61,7 @@ def convert(trace: AutocastTrace, op: Op, decision: Decision) -> Value:
         elif op.avals is not None and dtypes_of(op.avals)[0] == dtype != given:
             return x  # nothing was converted when this was traced
     promotes = is_plain and not (explicit or op.is_baked)
-    if promotes and dtype == trace.settings.dtype and is_weak_array(x):
+    if promotes and dtype == trace.settings.dtype and is_weak_array(x, op):
         out = trace.call(lax.convert_element_type, [x], {"new_dtype": x.dtype})
         trace.notes[out] = trace.notes[x]._replace(constant=None)  # but may be a bias
         return out

@@ -266,7 +266,8 @@ def promotions(ops: Iterable[WalkedOp], returned: set[int]) -> list[Promotion]:
         kind = op.reason.kind
         if kind.startswith("float32") or kind in ("rules", "statistic"):
             continue
-        if not EXPLICIT.isdisjoint(_compat.codes_of(op.eqn.source_info)):
+        codes = _compat.codes_of(op.eqn.source_info.traceback)
+        if not EXPLICIT.isdisjoint(map(id, codes)):
             continue
         out = op.eqn.outvars[0]
         for reader in readers.get(op.writes[0], ()):

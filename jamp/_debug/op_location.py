@@ -158,6 +158,6 @@ def in_custom_vjp(eqn: JaxprEqn) -> bool:
 
     JAX does not record a line of the rule, only the line that called the function.
     """
-    codes = _compat.codes_of(eqn.source_info)
+    codes = _compat.codes_of(eqn.source_info.traceback)
     inner = itertools.takewhile(lambda code: code.co_filename.startswith(JAX), codes)
     return inspect.unwrap(jax.custom_vjp.__call__).__code__ in inner

@@ -24,7 +24,7 @@ from .._autocast.traits import PRODUCTS
 from .op_location import innermost_line, is_module
 from .product_errors import Measured, Probed, backward_numbers, forward_numbers
 
-IN_FLOAT32 = (Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.FLOAT32_NORM, Kind.STATISTIC)
+IN_FLOAT32 = Kind.FLOAT32, Kind.FLOAT32_INSIDE, Kind.STATISTIC
 MEASURED = ("dot_general", "conv_general_dilated")
 
 

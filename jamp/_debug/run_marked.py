@@ -118,7 +118,7 @@ class Recorder:
         """
 
         def results(eqn: JaxprEqn, inputs: list[Numbered]) -> list[Numbered]:
-            check = is_check or CHECK in _compat.codes_of(eqn.source_info)
+            check = is_check or CHECK in _compat.codes_of(eqn.source_info.traceback)
             return self.equation(eqn, inputs, around, check)
 
         constant = lambda value: (value, self.constant(value))

@@ -29,7 +29,8 @@ from .._autocast.decision import (
     UserRules,
 )
 from .._autocast.keys import Function
-from .._autocast.ops import FLOAT32, FLOAT32_NORM, FUNCTIONS, KEPT, REFUSED
+from .._autocast.ops import FLOAT32, FUNCTIONS, KEPT
+from .._autocast.refused import as_coarse
 from .._autocast.region import enter
 from .._autocast.rules import loaded
 from .._tree import HALVES
@@ -72,12 +73,12 @@ def rules_for(names: frozenset[str], modules: frozenset[str]) -> UserRules:
     for path, name in ((path, n) for n in sorted(names) for path in KEPT[n]):
         # Ops after a norm or softmax get half precision, if its input was.
         inside = name == "norms" or path == "jax.nn.softmax"
-        row = FLOAT32_NORM if name == "norms" else FLOAT32
-        decisions.append((path, Decision(row, FLOAT32_DTYPE, inside)))
+        decisions.append((path, Decision(FLOAT32, FLOAT32_DTYPE, inside)))
     for path, row in FUNCTIONS.items():
-        if row.kind is REFUSED:
-            why = Reason("refused", Source.FUNCTION, path)
-            decisions.append((path, Decision(REFUSED, FLOAT32_DTYPE, why=why)))
+        if row.refuses is as_coarse:
+            why = Reason("float32", Source.FUNCTION, path)
+            decision = Decision(FLOAT32, FLOAT32_DTYPE, why=why, refuses=row.refuses)
+            decisions.append((path, decision))
     return UserRules(
         [
             UserRule(path, Function(code), decision)

@@ -122,7 +122,9 @@ def test_a_rule_asks_for_the_region_that_called_its_function(make):
             assert seen == {(True, "float16", "float16")}, (around, later)
 
 
-def test_a_batching_rule_runs_in_the_region_that_called_its_function():
+def test_a_batching_rule_runs_in_the_region_around_its_vmap():
+    """In a region inside of the `vmap`, the function runs as it was traced."""
+
     @jax.custom_batching.custom_vmap
     def square(x):
         return x @ x
@@ -132,7 +134,7 @@ def test_a_batching_rule_runs_in_the_region_that_called_its_function():
         return jax.vmap(lambda x: x @ x)(x), batched[0]
 
     region, batch = jamp.autocast(jnp.float16), X[None]
-    assert products(lambda: jax.vmap(region(square))(batch)) == [{"float16"}]
+    assert products(lambda: jax.vmap(region(square))(batch)) == [{"float32"}]
     assert products(lambda: region(jax.vmap(square))(batch)) == [{"float16"}]
     assert products(lambda: jax.vmap(square)(batch)) == [{"float32"}]
 

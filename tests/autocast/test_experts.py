@@ -233,7 +233,7 @@ AROUND = {
 
 
 @cover(quick=2, ci=2 * len(AROUND))
-@pytest.mark.parametrize("around", [*reversed(AROUND)])
+@pytest.mark.parametrize("around", [n for n in reversed(AROUND) if n != "custom_vmap"])
 @pytest.mark.parametrize("jit", [False, True])
 def test_attention_is_in_bfloat16_and_experts_are_in_float8(around, jit):
     """Whatever function holds them: what is a weight is known from outside of it."""
@@ -372,7 +372,6 @@ def layer_by_layer(h, w):
         carried,
         beside(with_vjp),
         layer_by_layer,
-        beside(with_vmap),
         beside(sharded),
         beside(jax.checkpoint),
     ],

@@ -230,7 +230,7 @@ def compared(
     stars = case.op.cancels, case.op.cancels or case.op.grad_cancels
     figures = {
         "torch's list": kind.value if kind else "none",
-        "dtypes in torch": "; ".join(dtypes if len({*dtypes}) > 1 else dtypes[:1]),
+        "dtypes in torch": ", ".join(dtypes if len({*dtypes}) > 1 else dtypes[:1]),
         "ULPs of values": _class(comparison.ulps["value"], stars[0]),
         "of gradients": _class(comparison.ulps["gradient value"], stars[1]),
     }

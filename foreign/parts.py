@@ -76,7 +76,7 @@ def updated(optimizer: optax.GradientTransformation, grads: jax.Array) -> Any:
 
 def jaxopt_parts() -> dict[str, Any]:
     def residual(x: jax.Array, a: jax.Array) -> jax.Array:
-        return a @ x - 1.0
+        return a @ x - jnp.ones(6)
 
     def energy(x: jax.Array, a: jax.Array) -> jax.Array:
         return 0.5 * jnp.sum(residual(x, a) ** 2) + 0.05 * jnp.sum(x**2)

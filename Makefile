@@ -43,7 +43,7 @@ processors: $(VENV)/.test ## what compares two programs, for an older processor;
 
 parity: $(VENV)/.parity ## train beside live torch and compare; writes parity/report.md
 	$(CACHED) -m parity
-	$(CACHED) -m pytest -n auto -m "not suite" parity foreign
+	$(CACHED) -m pytest -n auto -m "not suite" parity
 
 lint: $(VENV)/.dev $(VENV)/.examples $(VENV)/.parity ## style, types, and tests of files
 	$(BIN)/ruff check .
@@ -111,10 +111,11 @@ planted: $(VENV)/.test ## plant some forty errors in copies of jamp, and count w
 	$(CACHED) scripts/planted.py $(ROWS)
 
 # Folders of SOURCES are checkouts of the installed releases of jax, flax, equinox, optax.
-foreign: $(VENV)/.test ## functions and, with SOURCES=DIR, tests of other libraries
+foreign: $(VENV)/.test ## calls, training loops and, with SOURCES=DIR, tests of other libraries
 	test -x .venv-ecosystem/bin/python || $(BIN)/python -m venv .venv-ecosystem
 	scripts/install .venv-ecosystem ecosystem,test
-	scripts/cached-python .venv-ecosystem -m foreign --suite ecosystem
+	XLA_FLAGS="--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" \
+	  scripts/cached-python .venv-ecosystem -m pytest -n auto foreign
 	for suite in $(notdir $(wildcard $(SOURCES)/*)); do $(CACHED) -m foreign \
 	  --suite $$suite --source $(SOURCES)/$$suite --sample 20 || exit 1; done
 

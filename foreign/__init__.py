@@ -1,9 +1,7 @@
-"""Other people's code under jamp: their tests, calls, models and training loops.
+"""Other people's code under jamp: their tests, their calls and their training loops.
 
 - `suites`: other projects' own tests, run as they are, inside jamp's regions
   (`python -m foreign --suite jax --source DIR`).
-- `ecosystem`: calls of other libraries, each compared with float32
-  (`python -m foreign --suite ecosystem`).
-- `models`, `trainers`: models and whole training loops, in each dtype
-  (`python -m foreign.train --source DIR`).
+- `test_calls`: calls of other libraries (`calls.txt`), each compared with float32, and
+  programs that train or draw samples (`programs`).
 """

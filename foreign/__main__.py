@@ -1,4 +1,11 @@
-"""`python -m foreign`: other projects' tests and calls, in jamp's regions."""
+"""`python -m foreign`: other projects' tests, in jamp's regions.
+
+Each test runs plain, in a region that decides nothing, where a test that passes plain
+must pass too, except for the short list in `suites/inside.py`, and in
+`jamp.autocast(jnp.float16)`. There values and dtypes differ, as they should, so only
+crashes count, and a sentence of docs/sharp-edges.md must cover each
+(`suites/edges.py`).
+"""
 
 import argparse
 import sys
@@ -10,18 +17,11 @@ from .suites import projects, records, report, result, running
 from .suites.records import PASSED, PLAIN, WAYS
 
 KEPT_IN = running.ROOT / "runs" / "foreign"
-PAGE = running.ROOT / "docs" / "parity" / "foreign.md"
-ECOSYSTEM = "ecosystem"  # calls of libraries, for which no checkout is needed
-ECOSYSTEM_PAGE = PAGE.with_name("ecosystem.md")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if a file cannot be run or a result is unexpected."""
     options = parse(arguments)
-    if options.suite == ECOSYSTEM:
-        from .ecosystem import run  # which imports JAX: the other suites do not
-
-        return run.main(options)
     suite = projects.SUITES[options.suite]
     folder = options.folder / options.suite
     projects.check_release(options.suite, options.source)
@@ -46,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report.line(result.file(folder, task.file)), flush=True)
     found = list(result.files(folder))
     print("\n".join(report.details(found)))
-    report.write(options.page, options.folder)
     wrong = any(file.differing() or result.uncovered(file) for file in found)
     return 1 if broken or wrong else 0
 
@@ -54,26 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m foreign", description=__doc__)
     add = parser.add_argument
-    add("--suite", choices=[*projects.SUITES, ECOSYSTEM], required=True)
-    add("--source", type=Path, help="a checkout of the installed tag")
-    add("--select", nargs="+", default=[], metavar="FILE[::PATTERN] or LIBRARY")
+    add("--suite", choices=[*projects.SUITES], required=True)
+    add("--source", type=Path, required=True, help="a checkout of the installed tag")
+    add("--select", nargs="+", default=[], metavar="FILE[::PATTERN]")
     add("--sample", type=int, help="number of tests of each file, always the same ones")
     add("--way", choices=WAYS, nargs="+", help="by default all three")
     add("--rerun", choices=("failed", "all"), help="run these again")
     add("--limit-seconds", type=float, default=float("inf"), help="of all together")
     add("--test-seconds", type=float, default=120.0, help="limit of one plain test")
     add("--folder", type=Path, default=KEPT_IN, help="folder of the outcomes")
-    add("--page", type=Path, help="page to write")
     options = parser.parse_args(arguments)
-    if options.page is None:
-        options.page = ECOSYSTEM_PAGE if options.suite == ECOSYSTEM else PAGE
-    if options.suite != ECOSYSTEM:
-        if options.source is None:
-            parser.error("--source is required for the tests of a project")
-        if not options.source.is_dir():
-            parser.error(f"--source {options.source}: no such folder; give a checkout")
-    if not options.page.is_file():
-        parser.error(f"--page {options.page}: no such file; give a page to write into")
+    if not options.source.is_dir():
+        parser.error(f"--source {options.source}: no such folder; give a checkout")
     return options
 
 

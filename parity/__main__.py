@@ -1,13 +1,12 @@
-"""`python -m parity`: runs and compares every case; writes the report and pictures."""
+"""`python -m parity`: runs and compares every case, and writes the report."""
 
 import argparse
 import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from . import (
     NAMES,
@@ -19,9 +18,7 @@ from . import (
     runner,
     scale,
     spread,
-    training,
 )
-from .result import Result
 
 LIBRARIES = ("torch", "torchao", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -58,7 +55,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--nightly",
         action="store_true",
-        help="run the parts that take long and write nightly.md",
+        help="run the parts that take long, and write no report",
     )
     parser.add_argument(
         "--case", default="", help="with --only: run cases whose names contain this"
@@ -88,21 +85,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
         options.processes = 1 if options.device == devices.CUDA else cores
     return options
-
-
-def _pictures(
-    folder: Path, suffix: str, streams: Mapping[str, Result], runs: Sequence[Result]
-) -> str:
-    """Draws the report's pictures, and shows them."""
-    from . import pictures  # needs matplotlib, which nothing else does
-
-    names = f"training{suffix}.png", f"trajectories{suffix}.png"
-    pictures.training(folder / names[0], runs)
-    pictures.trajectories(folder / names[1], streams)
-    return (
-        f"![Losses and scales of whole training runs]({names[0]})\n\n"
-        f"![Scales by step on streams of gradients]({names[1]})\n\n"
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,22 +123,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no report was written, because a case raised an exception")
         return 1
     suffix = "" if options.device == devices.CPU else f"-{options.device}"
-    folder = golden.PATH.parent
     stale = []
-    if options.nightly:
-        file, title, shown = f"nightly{suffix}.md", report.NIGHTLY, ""
-    else:
+    title = report.NIGHTLY
+    if not options.nightly:
         # On a GPU the sums of the other parts round differently.
         on_cpu = options.device == devices.CPU
         checked = results if on_cpu else {scale: results[scale]}
         stale = golden.check(checked, write=options.write_golden)
-        file, title = f"report{suffix}.md", report.TITLE
-        shown = _pictures(folder, suffix, found[scale], results[training])
+        title = report.TITLE
     flags = " --nightly" * options.nightly
     text = report.text(
         results,
         title=title,
-        pictures=shown,
         arguments=flags + f" --device {options.device}" * bool(suffix),
         device=f'on "{options.device}"',
         versions=_versions(),
@@ -166,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for part, took in seconds.items()
         ),
     )
-    (folder / file).write_text(text, encoding="utf-8")
+    if not options.nightly:
+        file = golden.PATH.with_name(f"report{suffix}.md")
+        file.write_text(text, encoding="utf-8")
     print(text)
     if stale:
         print(f"differs from live torch: {', '.join(stale)}")

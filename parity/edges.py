@@ -1,30 +1,39 @@
 """Values and gradients over the whole range of half precision.
 
-Each function of `edges_table` runs on half-precision inputs in a region of their dtype,
+Each function of `edges.txt` runs on half-precision inputs in a region of their dtype,
 in jit and jitted inside the region, with a cotangent of 1. Inputs of both signs cover
-the range of the dtype. What is right is what the same function gives in float64,
-without jamp. How far torch is from it says what half precision can do.
+the range of the dtype: in float16 from the smallest subnormal to the largest number, in
+bfloat16 from the smallest normal one, since XLA takes what is subnormal in float32,
+which bfloat16's subnormals are, as zero. Among the functions are all ops of `ops.txt`
+that are functions of each element.
+
+What is right is what the same function gives in float64, without jamp. How far torch is
+from it says what half precision can do: a number is wrong if it is more than 2% plus
+1e-5 away, and more than 4 times as far as torch's. The table has the largest relative
+error of values and derivatives, as a coarse bound.
 
 The golden file has torch's results, so that jamp can be compared on a machine without
 torch.
 """
 
-from collections.abc import Mapping, Sequence
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shared.cells import rows
+
 from . import devices, ops_jamp
-from .edges_table import EDGES, SHAPE, Edge
+from .cells import in_jax
 from .ops import pack, unpack
-from .ops_table import HALVES, Side
-from .result import Result, grouped, table
+from .ops_table import HALVES, OPS, Shape, Side
+from .result import Result, grouped
 
 TITLE = "Values and gradients over the range of half precision"
 PREFIX = "edges/"
-TOGETHER = len(EDGES)  # how many cases share a program
 
 # An error of rounding is below a hundredth, also in bfloat16, and so small a number
 # that half precision loses its digits need not be near.
@@ -33,6 +42,150 @@ RELATIVE, ABSOLUTE = 0.02, 1e-5
 TIMES_TORCH = 4.0
 FIELDS = ("value", "gradient")
 INPUTS = "half"
+Domain = Callable[[np.ndarray], np.ndarray]
+SHAPE = (16, 8)
+# The exponents of most numbers that are drawn; few of bfloat16's are beyond.
+_USUAL = {"float16": (-24, 16), "bfloat16": (-20, 20)}
+_N_ANYWHERE, _N_TIES = 12, 16
+OF_OPS = "of each element, all that `ops.txt` has"
+
+
+class Edge(NamedTuple):
+    """A function on both sides.
+
+    It has the attributes of an `Op` that `ops_jamp` and `ops_torch` ask for.
+
+    Attributes:
+      title: how it reads in JAX.
+      torch: the function in torch, as a cell.
+      jax: the function in JAX.
+      domains: for each operand, what maps numbers of the whole range into its domain.
+      section: of `edges.txt`.
+    """
+
+    title: str
+    torch: str
+    jax: Callable[..., Any]
+    domains: tuple[Domain, ...]
+    section: str
+
+    @property
+    def inputs(self) -> list[str]:
+        """The kinds of inputs that it runs with: the region's dtype."""
+        return [INPUTS]
+
+    def arrays(self, inputs: str, half: str) -> list[np.ndarray]:
+        """The operands, in half precision."""
+        dtype = jnp.dtype(half)
+        both = numbers(half), partners(half)
+        pairs = zip(self.domains, both, strict=False)
+        largest = float(jnp.finfo(dtype).max)
+        with np.errstate(over="ignore"):
+            found = [np.clip(domain(x), -largest, largest) for domain, x in pairs]
+        return [x.astype(dtype) for x in found]
+
+    def cotangents(self, shapes: list[Shape]) -> list[np.ndarray]:
+        """One for each number of the results."""
+        return [np.ones(shape) for shape in shapes]
+
+
+def numbers(half: str) -> np.ndarray:
+    """Numbers of both signs over the whole range of a dtype, in float64.
+
+    They are sorted by magnitude, so that each row of the matrix has its own.
+    """
+    info = jnp.finfo(jnp.dtype(half))
+    least, normal, eps = (
+        float(x) for x in (info.smallest_subnormal, info.smallest_normal, info.eps)
+    )
+    largest, (low, high) = float(info.max), _USUAL[half]
+    if half == "bfloat16":  # as the module says
+        edges = [normal, normal * (1 + eps), 2 * normal]
+    else:
+        edges = [least, 2 * least, 3 * least, normal - least, normal, normal + least]
+    edges += [1 - eps / 2, 1.0, 1 + eps, 2048.0, largest * (1 - eps), largest]
+    edges += [2.0**k for k in range(low, high, 4)]
+    random = np.random.RandomState(0)
+    ends = np.log2(min(edges)), np.log2(largest)
+    few, n = _N_ANYWHERE, int(np.prod(SHAPE))
+    usual = random.uniform(low, high, n - 2 * len(edges) - few)
+    drawn = 2.0 ** np.concatenate([random.uniform(*ends, few), usual])
+    signs = np.where(random.random_sample(len(drawn)) < 0.5, -1.0, 1.0)
+    every = np.concatenate([edges, -np.array(edges), drawn * signs])
+    # What is drawn is rounded here, so that a domain gets numbers of the dtype.
+    every = every.astype(jnp.dtype(half)).astype(np.float64)
+    return every[np.argsort(np.abs(every), kind="stable")].reshape(SHAPE)
+
+
+def partners(half: str) -> np.ndarray:
+    """The second operands: the same numbers in another order, and some ties."""
+    random = np.random.RandomState(1)
+    x = numbers(half).ravel()
+    y = random.permutation(x)
+    ties = random.choice(len(x), _N_TIES, replace=False)
+    y[ties] = x[ties] * np.where(np.arange(_N_TIES) % 2, -1.0, 1.0)
+    return y.reshape(SHAPE)
+
+
+def anything(x: np.ndarray) -> np.ndarray:
+    """No number is left out."""
+    return x
+
+
+def inside(x: np.ndarray) -> np.ndarray:
+    """Numbers from -1 to 1: those beyond are inverted."""
+    return np.where(np.abs(x) > 1, 1 / x, x)
+
+
+def above_minus_one(x: np.ndarray) -> np.ndarray:
+    """Positive numbers stay as they are, negative ones come inside."""
+    return np.where(x > 0, x, inside(x))
+
+
+def above_one(x: np.ndarray) -> np.ndarray:
+    """Numbers from 1 on."""
+    return 1 + np.abs(x)
+
+
+def from_zero_to_one(x: np.ndarray) -> np.ndarray:
+    """Positive numbers up to 1."""
+    return np.abs(inside(x))
+
+
+def within(largest: float, least: float = 0.0) -> Domain:
+    """Numbers of both signs in a range of magnitudes; others come to its ends."""
+    return lambda x: np.sign(x) * np.clip(np.abs(x), least, largest)
+
+
+def positive_within(largest: float, least: float = 0.0) -> Domain:
+    """Positive numbers in a range; others come to its ends."""
+    return lambda x: np.clip(np.abs(x), least, largest)
+
+
+# Numbers whose squares float32 holds. The derivatives of some functions have squares,
+# and beyond these JAX's own float32 differs from torch's too.
+squared = within(2.0**60, 2.0**-60)
+positive_squared = positive_within(2.0**60, 2.0**-60)
+# In JAX 0.10 the derivative of sinc loses its digits close to 0, in float32 too.
+not_small = within(2.0**60, 2.0**-4)
+
+
+def sigmoid_of(x: np.ndarray) -> np.ndarray:
+    """Numbers from 0 to 1, close to both ends: what logit inverts."""
+    return 1 / (1 + np.exp(-np.clip(x, -80, 80)))
+
+
+def _edges() -> Iterator[Edge]:
+    of_ops = {op.written: op.torch for op in OPS.values()}
+    path = pathlib.Path(__file__).with_name("edges.txt")
+    for section, (torch, title, domains) in rows(path):
+        torch = of_ops[title] if torch == "ops" else torch
+        named = tuple(eval(name, globals()) for name in domains.split())
+        yield Edge(title, torch, in_jax(title), named, section)
+
+
+EDGES = tuple(_edges())
+TOGETHER = len(EDGES)  # how many cases share a program
 _ROWS = {edge.title: edge for edge in EDGES}
 
 
@@ -52,21 +205,6 @@ class Case(NamedTuple):
 
 
 CASES = {case.name: case for half in HALVES for case in (Case(t, half) for t in _ROWS)}
-
-
-class Found(NamedTuple):
-    """What a case found, for the section and the golden file.
-
-    Attributes:
-      case: the function and the region's dtype.
-      torch: torch's results and gradients.
-      errors: the largest errors of torch's and of jamp's numbers, by library. They are
-        relative, and 0 where a number is not wrong by more than `ABSOLUTE`.
-    """
-
-    case: Case
-    torch: Side
-    errors: Mapping[str, float]
 
 
 def program(case: Case) -> str:
@@ -135,7 +273,7 @@ def errors(found: Any, right: np.ndarray, largest: float) -> np.ndarray:
 
 
 def _relative(distances: np.ndarray, right: np.ndarray, largest: float) -> float:
-    """The largest relative error, of the numbers that are wrong by more than a bit."""
+    """The largest relative error of numbers that are off by more than `ABSOLUTE`."""
     size = np.clip(np.abs(right), ABSOLUTE, largest)
     return float(np.where(distances > ABSOLUTE, distances / size, 0.0).max())
 
@@ -175,8 +313,8 @@ def compared(case: Case, torch: Side, jamp: Mapping[str, Side], right: Side) -> 
                     f"{case.name}, {path}: {what} at {_at(operands, at)} is "
                     f"{x[at]:.6g}, {r[at]:.6g} in float64, torch has {t[at]:.6g}"
                 )
-    found = Found(case, torch, largest_errors)
-    return Result(case.name, n, mismatches, where, data=found)
+    figures = {f"{case.half}, {x}": _class(e) for x, e in largest_errors.items()}
+    return Result(case.name, n, mismatches, where, "", torch, case.title, figures)
 
 
 def _arrays(*sides: Side) -> list[tuple[Any, ...]]:
@@ -196,46 +334,7 @@ def _at(operands: Sequence[np.ndarray], at: tuple[int, ...]) -> str:
     )
 
 
-_TEXT = """\
-{n} functions run on {numbers} numbers of both signs in a region of their dtype, in jit
-and jitted inside the region: in float16 from the smallest subnormal to the largest
-number, in bfloat16 from the smallest normal one, since XLA takes subnormal numbers of
-float32 as zero. Among the functions are all ops of autocast's tables that are functions
-of each element, and some that JAX composes of several ops. Each value, and each
-derivative with a cotangent of 1, is held against the same function of JAX in float64.
-A number is wrong if it is more than {relative:.0%} plus {absolute:g} away, and more
-than {times:g} times as far as torch's. What is beyond the largest number must be that
-number or an infinity of the same sign. Where torch has nan, nothing is asked.
-
-**{right} of the {n} functions are right in both dtypes.** The columns have the largest
-relative error of values and derivatives, which is large where torch, too, loses what a
-derivative needs. Errors below {absolute:g} do not count.
-
-{table}
-"""
 _CLASSES = (0.01, 0.1, 1.0)
-
-
-def section(results: Sequence[Result]) -> str:
-    """The section, with the two cases of a function in one row."""
-    rows = grouped(results, lambda result: result.data.case.title)
-    libraries = "torch", "jamp"
-    columns = [(half, library) for half in HALVES for library in libraries]
-    lines = []
-    for title, of_row in rows.items():
-        found = {r.data.case.half: r.data.errors for r in of_row}
-        numbers = [_class(found[h][x]) if h in found else "-" for h, x in columns]
-        wrong = " (jamp is wrong)" if any(r.differs for r in of_row) else ""
-        lines.append([f"`{title}`{wrong}", *numbers])
-    return _TEXT.format(
-        n=len(rows),
-        numbers=np.prod(SHAPE),
-        relative=RELATIVE,
-        absolute=ABSOLUTE,
-        times=TIMES_TORCH,
-        right=sum(not any(r.differs for r in of_row) for of_row in rows.values()),
-        table=table(["function", *(f"{half}, {x}:" for half, x in columns)], lines),
-    )
 
 
 def _class(error: float) -> str:
@@ -246,29 +345,18 @@ def _class(error: float) -> str:
 
 def golden(results: Sequence[Result]) -> dict[str, np.ndarray]:
     """torch's results and gradients, for the golden file: a record for each dtype."""
-    by_half = grouped(results, lambda result: result.data.case.half)
+    by_half = grouped(results, lambda result: CASES[result.case].half)
     return {
-        f"{PREFIX}{half}": pack({r.data.case.title: r.data.torch for r in found})
+        f"{PREFIX}{half}": pack({CASES[r.case].title: r.data for r in found})
         for half, found in by_half.items()
     }
 
 
-def confirmed(
-    committed: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """The records of a golden file for which live torch gives the same results.
+def agree(name: str, committed: np.ndarray, made: np.ndarray) -> bool:
+    """Whether two records of torch's are the same, as far as the processor allows.
 
-    They may differ by a part of what is allowed to jamp, since torch's last bits depend
-    on the processor.
+    They may differ by a part of what is allowed to jamp.
     """
-    return {
-        name: committed[name]
-        for name in committed.keys() & made.keys()
-        if name.startswith(PREFIX) and _agree(committed[name], made[name])
-    }
-
-
-def _agree(committed: np.ndarray, made: np.ndarray) -> bool:
     if committed.dtype != made.dtype:  # other functions, dtypes or shapes
         return False
     pairs = zip(unpack(committed).values(), unpack(made).values(), strict=True)

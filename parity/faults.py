@@ -12,10 +12,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from .result import Result, table
+from .result import Result
 
 TITLE = "Planted faults"
 ROOT = pathlib.Path(__file__).parent.parent
@@ -148,7 +147,7 @@ FAULTS = (
         "return rounded(bias, dtype)",
         "return bias",
         "ops",
-        "linear: nn.Dense, float16",
+        "linear: flax(nn.Dense",
     ),
     Fault(
         "a scale of float8 uses half of the format's range",
@@ -187,12 +186,12 @@ CASES = {fault.name: fault for fault in FAULTS}
 
 
 def plant(fault: Fault, folder: pathlib.Path) -> None:
-    """Copies jamp and the suite, and plants the fault in the copy.
+    """Copies jamp, the suite and what it shares, and plants the fault in the copy.
 
     Raises:
       ValueError: the text to replace does not occur exactly once.
     """
-    for name in ("jamp", "parity"):
+    for name in ("jamp", "parity", "shared"):
         shutil.copytree(ROOT / name, folder / name)
     path = folder / "jamp" / fault.file
     source = path.read_text(encoding="utf-8")
@@ -234,14 +233,10 @@ def run(fault: Fault, device: str) -> Result:
         _, first = suite(pathlib.Path(folder), fault.part, fault.case)
     caught = fault.explains(first)
     where = "" if caught else f"{fault.name}: not noticed, but {first or 'nothing'}"
-    return Result(fault.name, 1, {"unnoticed": int(not caught)}, where, data=first)
-
-
-def section(results: Sequence[Result]) -> str:
-    text = "Each fault is planted in a copy of jamp, and the suite runs on the copy."
-    rows = (
-        [r.case, f"`jamp/{CASES[r.case].file}`", "no" if r.differs else "yes", r.data]
-        for r in results
-    )
-    head = ["fault", "in", "caught", "the first case that differs"]
-    return f"{text}\n\n{table(head, rows)}"
+    figures = {
+        "in": f"jamp/{fault.file}",
+        "caught": "yes" if caught else "no",
+        "the first case that differs": first,
+    }
+    missed = {"unnoticed": int(not caught)}
+    return Result(fault.name, 1, missed, where, data=first, figures=figures)

@@ -1,15 +1,22 @@
 """Products in float8, against torchao: casts, results and gradients, and their error.
 
-jamp's recipes are torchao's with power-of-two scales. Casts must agree bit for bit, and
-so must products with one scale per array. Products with a scale per row may be one unit
-in the last place (ULP) of bfloat16 apart. Both libraries are also compared with the
-exact product in float64.
+jamp's recipes are torchao's with power-of-two scales. torchao's float8 kernels are for
+GPUs, so it runs with `emulate=True`: it quantizes as on a GPU, and multiplies in
+float32. Casts (`float8_cases.py` has the arrays) must agree bit for bit, and so must
+products with one scale per array. Products with a scale per row may be one unit in the
+last place (ULP) of bfloat16 apart.
+
+In large products a few numbers differ with every recipe: each library adds float32
+numbers in its own order, and a sum halfway between two bfloat16 numbers may round to
+either. These may differ by one ULP of the array's largest number. Both libraries are
+also compared with the exact product in float64, in decibels: 20 log10(norm / norm of
+the error) must be at least 28 for the result and 24.5 for the gradients.
 """
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +24,17 @@ import numpy as np
 
 from . import float8_jamp
 from .float8_cases import ABOVE_EDGE, CASTS, PRODUCTS, AboveEdge, Casts, Product
-from .float8_report import EDGE_REASON, RESULTS, Edge, Shown
-from .float8_report import section as section
 from .ops import ulps
 from .result import Result
 from .trajectory import digest
 
 TITLE = "Products in float8"
 
+EDGE_REASON = (
+    "torchao rounds the logarithm of a scale, which is twice as large as it should be "
+    "right above 1.75 * 2^n; jamp's is exact"
+)
+RESULTS = ("result", "gradient of x", "gradient of w")
 Case = Casts | AboveEdge | Product
 CASES: dict[str, Case] = {case.name: case for case in (*CASTS, ABOVE_EDGE, *PRODUCTS)}
 # How many units in the last place of bfloat16 a result may be from torchao's: sums are
@@ -59,8 +69,9 @@ def _run_casts(case: Casts) -> Result:
             compared += there.size
             if wrong and not where:
                 where = f"{case.name}, {name}: {wrong} of {there.size} {field} differ"
-    data = Shown(arrays=len(digests), golden={"digests": np.stack(digests)})
-    return Result(case.name, compared, mismatches, where, data=data)
+    data = {"digests": np.stack(digests)}
+    row = f"cast: {case.source} to {case.format}"
+    return Result(case.name, compared, mismatches, where, data=data, row=row)
 
 
 def differing(x: np.ndarray, y: np.ndarray) -> int:
@@ -71,20 +82,15 @@ def differing(x: np.ndarray, y: np.ndarray) -> int:
 def _run_edge(case: AboveEdge) -> Result:
     from . import float8_torch
 
-    edges, differ = [], 0
+    differ = 0
     for n in case.exponents:
-        x, row = case.array(n), case.next(n, 64)
+        x = case.array(n)
         torch = float8_torch.cast(x, "E4M3", None)
         jamp = float8_jamp.cast(x, "E4M3", None)
-        theirs = float8_torch.cast(row, "E4M3", -1)[1]
-        ours = float8_jamp.cast(row, "E4M3", (1,))[1]
-        apart = np.flatnonzero(theirs != ours)
-        reach = int(apart.max(initial=-1)) + 1
-        edges.append(Edge(n, x, stands_for(torch), stands_for(jamp), reach))
         differ += sum(differing(a, b) for a, b in zip(jamp, torch, strict=True))
     where = f"{case.name}: {differ} numbers and scales differ"
-    compared = 3 * len(edges)  # two numbers and a scale
-    return Result(case.name, compared, {"above": differ}, where, EDGE_REASON, edges)
+    compared = 3 * len(case.exponents)  # two numbers and a scale
+    return Result(case.name, compared, {"above": differ}, where, EDGE_REASON, {})
 
 
 def stands_for(cast: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -156,26 +162,26 @@ def _run_product(case: Product) -> Result:
             mismatches[name] += compared.wrong
             if compared.where and not where:
                 where = f"{case.name}, {path}: the {name} {compared.where}"
-    shown = Shown(
-        product=case,
-        values=[len(paths) * x.size for x in torch],
-        differ=[sum(c.differ for c in of) for of in found.values()],
-        ulps=[max(c.ulps for c in of) for of in found.values()],
-    )
+    data = {}
     if case.is_in_golden_file:
-        bits = {name: x.view(np.uint16) for name, x in zip(RESULTS, torch, strict=True)}
-        shown = shown._replace(golden=bits)
-    compared = sum(shown.values)
+        data = {name: x.view(np.uint16) for name, x in zip(RESULTS, torch, strict=True)}
+    compared = sum(len(paths) * x.size for x in torch)
+    figures: dict[str, Any] = {
+        "differ": max(c.differ for of in found.values() for c in of),
+        "ULPs": max(c.ulps for of in found.values() for c in of),
+    }
     if case.is_large:
         half = float8_jamp.product(case, float8_jamp.JIT, jnp.bfloat16)
         sides = {"jamp": jamp, "torchao": torch, "bfloat16": half}
         errors = {name: error_of(case, x) for name, x in sides.items()}
-        shown = shown._replace(decibels=errors)
+        for name, of_side in errors.items():
+            figures[f"dB, {name}"] = ", ".join(f"{x:.1f}" for x in of_side)
         low = too_far(errors)
         mismatches["error"] = len(low)
         compared += 2 * len(RESULTS)
         where = where or "".join(f"{case.name}: {text}" for text in low[:1])
-    return Result(case.name, compared, mismatches, where, data=shown)
+    row = f"product: {case.recipe}, {'large' if case.is_large else 'small'}"
+    return Result(case.name, compared, mismatches, where, "", data, row, figures)
 
 
 def too_far(errors: Mapping[str, Sequence[float]]) -> list[str]:
@@ -225,6 +231,5 @@ def golden(results: Iterable[Result]) -> dict[str, np.ndarray]:
     """
     arrays = {"torchao_version": np.array(version("torchao").split("+")[0])}
     for result in results:
-        found = result.data.golden if isinstance(result.data, Shown) else {}
-        arrays |= {f"float8/{result.case}/{name}": a for name, a in found.items()}
+        arrays |= {f"float8/{result.case}/{k}": a for k, a in result.data.items()}
     return arrays

@@ -169,13 +169,6 @@ class AboveEdge(NamedTuple):
         above = np.nextafter(np.float32(1.75 * 2.0**n), np.float32(np.inf))
         return np.array([above, 2.0 ** (n - 17)], np.float32)
 
-    def next(self, n: int, count: int) -> np.ndarray:
-        """The first numbers above, each alone in a row."""
-        bits = np.float32(1.75 * 2.0**n).view(np.int32)
-        return (bits + np.arange(1, count + 1, dtype=np.int32)).view(np.float32)[
-            :, None
-        ]
-
 
 ABOVE_EDGE = AboveEdge()
 

@@ -1,20 +1,28 @@
-"""What a row of the table of ops is: an op in torch beside the same op in JAX.
+"""What a row of `ops.txt` is: an op in torch beside the same op in JAX.
 
-The rows are in `ops_lower`, `ops_float32` and `ops_promote`, by torch's lists. They
-name torch's functions without importing torch, so that the golden file can be checked
-on a machine without torch.
+The rows name torch's functions without importing torch, so that the golden file can be
+checked on a machine without torch. The options of a row:
+
+- `one-dtype`: JAX does not take inputs of several dtypes.
+- `signed`, `small`: the span of the inputs' values; otherwise they are positive.
+- `all:REASON`: why small results come from large terms, so that distances of results
+  and gradients are counted in units of the largest element.
+- `gradient:REASON`: the same for the gradients alone.
+- `dtypes:REASON`: why the values are not compared.
+- `lapack`: the op goes through LAPACK, whose rounding differs between processors, so
+  the bound on distances grows with the condition number of the input.
 """
 
-import functools
-import importlib
-from collections.abc import Callable, Mapping
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._autocast.ops import Kind
+from shared.cells import rows
+
+from .cells import in_jax
 
 HALVES = ("float16", "bfloat16")  # the dtypes of a region
 # The dtypes of the first input and of the others; "half" is the region's.
@@ -25,38 +33,28 @@ INPUTS = {
     "mixed, half first": ("half", "float32"),
 }
 Shape = tuple[int, ...]
+SHAPES = {"V": (5,), "M": (4, 6), "B": (2, 4, 6)}
 # With values of one sign, sums of products do not cancel.
-POSITIVE, SIGNED, SMALL = (0.25, 0.75), (-2.0, 2.0), (-0.5, 0.5)
-# What cancels.
-CENTERED = "what is left after a mean is subtracted"
-DIFFERENCE = "a difference of two values that may be close"
-SIGNS = "a sum of terms of both signs"
-V, M, B = (5,), (4, 6), (2, 4, 6)  # a vector, a matrix, a batch of matrices
-
-
-class Late:
-    """A function or a module of torch, looked up when it is called."""
-
-    def __init__(self, path: str):
-        self._path = path
-
-    def __getattr__(self, name: str) -> "Late":
-        return Late(f"{self._path}.{name}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        root, *names = self._path.split(".")
-        function: Any = functools.reduce(getattr, names, importlib.import_module(root))
-        return function(*args, **kwargs)
-
-
-torch, F = Late("torch"), Late("torch.nn.functional")
+POSITIVE = (0.25, 0.75)
+SPANS = {"signed": (-2.0, 2.0), "small": (-0.5, 0.5)}
+REASONS = {
+    "centered": "what is left after a mean is subtracted",
+    "difference": "a difference of two values that may be close",
+    "signs": "a sum of terms of both signs",
+    "products": "a difference of products, which JAX rounds and torch does not",
+    "gelu": "1 + tanh(...), which is close to 0 for x < 0",
+    "tanh": "1 - tanh(x) ** 2, which is close to 0",
+    "cubic": "torch's cubic has the coefficient -0.75, JAX's -0.5",
+    "logits": "torch's takes log-probabilities, optax's logits",
+    "rounded": "torch rounds log-probabilities to the dtype of the logits",
+}
 
 
 class Function(Protocol):
     """What `ops_torch` and `ops_jamp` ask of a row: of an `Op`, or an `Edge`."""
 
     @property
-    def torch(self) -> Callable[..., Any]: ...
+    def torch(self) -> str: ...
 
     @property
     def jax(self) -> Callable[..., Any]: ...
@@ -74,32 +72,31 @@ class Op(NamedTuple):
 
     Attributes:
       name: as in torch's header, with the overload.
-      torch: the op in torch.
+      torch: the op in torch, as a cell.
       written: how it reads in JAX.
       jax: the op in JAX.
       shapes: of its inputs.
+      listed: whether it is on one of torch's lists.
       span: of its inputs' values, and of its cotangents'.
       mixed: whether JAX takes inputs of several dtypes.
       dtypes_only: why the values are not compared; empty if they are.
-      cancels: why small results come from large terms, so that distances of results and
-        gradients are counted in units of the largest element; empty if they do not.
+      cancels: why distances are counted in units of the largest element, or empty.
       grad_cancels: the same for the gradients alone.
-      condition: by what factor the result may amplify an error in its input, for ops
-        that go through LAPACK, whose rounding differs between processors. The bound on
-        distances grows with it.
+      lapack: whether the bound on distances grows with the condition number.
     """
 
     name: str
-    torch: Callable[..., Any]
+    torch: str
     written: str
     jax: Callable[..., Any]
     shapes: tuple[Shape, ...]
+    listed: bool = True
     span: tuple[float, float] = POSITIVE
     mixed: bool = True
     dtypes_only: str = ""
     cancels: str = ""
     grad_cancels: str = ""
-    condition: Callable[[np.ndarray], float] | None = None
+    lapack: bool = False
 
     @property
     def base(self) -> str:
@@ -116,6 +113,14 @@ class Op(NamedTuple):
         several = len(self.shapes) > 1 and self.mixed
         return list(INPUTS) if several else ["float32", "half"]
 
+    @property
+    def condition(self) -> float:
+        """By what factor the result may amplify an error in its input."""
+        if not self.lapack:
+            return 1.0
+        (matrices,) = self.arrays("float32", "float32")
+        return float(np.linalg.cond(matrices.astype(np.float64)).max())
+
     def arrays(self, inputs: str, half: str) -> list[np.ndarray]:
         """The inputs, the same numbers for all dtypes except for rounding."""
         random = np.random.RandomState(0)
@@ -129,33 +134,36 @@ class Op(NamedTuple):
         return [random.uniform(*self.span, shape) for shape in shapes]
 
 
-def same(
-    names: str, torch: Late, jax: Any, module: str, *shapes: Shape, **options: Any
-) -> list[Op]:
-    """Ops that have the same name in torch and in a module of JAX."""
-    return [
-        Op(x, getattr(torch, x), f"{module}.{x}", getattr(jax, x), shapes, **options)
-        for x in names.split()
-    ]
+def _shape(text: str) -> Shape:
+    return SHAPES.get(text) or tuple(map(int, text.split("x")))
 
 
-def along(names: Mapping[str, str], torch: Late, axis: str = "") -> list[Op]:
-    """Reductions of a matrix along its rows, by torch's names with the overload."""
-    return [
-        Op(
-            overload,
-            lambda x, name=name: getattr(torch, name)(x, 1),
-            f"jnp.{name}{axis}",
-            lambda x, name=name: getattr(jnp, name)(x, 1),
-            (M,),
-        )
-        for overload, name in names.items()
-    ]
+def _ops() -> Iterator[Op]:
+    path = pathlib.Path(__file__).with_name("ops.txt")
+    for section, (names, torch, written, shapes, *rest) in rows(path):
+        words = rest[0].split() if rest else []
+        reasons = dict(word.split(":") for word in words if ":" in word)
+        spans = [SPANS[word] for word in words if word in SPANS]
+        why = {key: REASONS[reason] for key, reason in reasons.items()}
+        for name in names.split():
+            cell = written.replace(".*", f".{name}")
+            yield Op(
+                name,
+                torch.replace(".*", f".{name}"),
+                cell,
+                in_jax(cell),
+                tuple(map(_shape, shapes.split())),
+                listed=section != "on none of the lists",
+                span=spans[0] if spans else POSITIVE,
+                mixed="one-dtype" not in words,
+                dtypes_only=why.get("dtypes", ""),
+                cancels=why.get("all", ""),
+                grad_cancels=why.get("gradient", ""),
+                lapack="lapack" in words,
+            )
 
 
-def condition_number(matrices: np.ndarray) -> float:
-    """The largest condition number of some matrices, by their singular values."""
-    return float(np.linalg.cond(matrices.astype(np.float64)).max())
+OPS = {op.title: op for op in _ops()}
 
 
 class Side(NamedTuple):
@@ -163,49 +171,6 @@ class Side(NamedTuple):
 
     results: list[np.ndarray]
     grads: list[np.ndarray]  # with respect to each input; none outside jit
-
-
-def by_labels(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A torch loss that takes labels beside its input."""
-    return lambda x: function(
-        x, torch.tensor(LABELS.tolist(), device=x.device), reduction="none"
-    )
-
-
-def channels_last(layer: Callable[[Any], Any], x: Any) -> Any:
-    return jnp.moveaxis(layer(jnp.moveaxis(x, 1, -1)), -1, 1)
-
-
-def params(module: Any, **names: str) -> Callable[..., Any]:
-    """Applies a Flax module to its input and to parameters in the order given."""
-
-    def run(x, *values):
-        named: Mapping[str, jax.Array] = dict(zip(names, values, strict=True))
-        return module.apply({"params": named}, x)
-
-    return run
-
-
-LABELS = np.array([1, 0, 3, 5])
-
-
-class Found(NamedTuple):
-    """What a case found, for the section and the golden file.
-
-    Attributes:
-      case: the op and the region's dtype.
-      kind: the kind of torch's list that has the op, or None.
-      torch: torch's results and gradients, by the inputs.
-      jamp: the dtypes of jamp's results on each path.
-      ulps: the largest distances of values and of gradients, by the dtype that they are
-        counted in.
-    """
-
-    case: Any
-    kind: Kind | None
-    torch: Mapping[str, Side]
-    jamp: dict[str, list[list[str]]]
-    ulps: dict[str, dict[str, float]]
 
 
 # The rest of torch's lists: what JAX lacks, and where jamp differs on purpose.

@@ -7,8 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from shared.cells import function
+
+from . import cells
 from .ops_table import Function, Side
 from .torch_autocast import cuda_lists, fake_cuda
+
+# What cells of torch use besides its modules; the arguments of a convolution follow its
+# weight and bias.
+_TORCH = {
+    "CONV": ([1], [0], [1], False, [0], 1),
+    "F": torch.nn.functional,
+    "labels": lambda x: torch.tensor(cells.LABELS.tolist(), device=x.device),
+    "rows": lambda x: torch.tensor(cells.ROWS.tolist(), device=x.device),
+    "torch": torch,
+}
 
 
 def tensor(x: np.ndarray, device: str = "cpu") -> torch.Tensor:
@@ -27,7 +40,7 @@ def array(x: torch.Tensor) -> np.ndarray:
 def _results(op: Function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about deprecated ops, mixed dtypes and so on
-        results = op.torch(*inputs)
+        results = function(op.torch, _TORCH, cells.INPUTS)(*inputs)
     return [results] if isinstance(results, torch.Tensor) else list(results)
 
 

@@ -1,10 +1,11 @@
-"""The report: one table of all parts, the pictures, and the section of each part."""
+"""The report: a table of all parts, and of each part what it does and its results."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from .result import Result, grouped, table
+from .result import Result, grouped
 
 TITLE = "Parity with torch.amp"
 NIGHTLY = "What the parity suite is worth"
@@ -15,7 +16,7 @@ _TEXT = """# {title}
 
 {table}
 
-{known}{failures}{pictures}{sections}
+{known}{failures}{sections}
 
 Made with {versions}, in {seconds} seconds. CPU seconds by part: {by_part}.
 """
@@ -25,15 +26,13 @@ def text(results: Mapping[ModuleType, Sequence[Result]], **facts: object) -> str
     """The report in Markdown; equal results give equal text except for its last line.
 
     Args:
-      results: of the parts, in the order of their cases. A part that compares nothing
-        with jamp has a section but no row in the table.
+      results: of the parts, in the order of their cases.
       **facts: the fields of the text that the caller knows.
     """
-    compared = {part: found for part, found in results.items() if _counts(found)}
-    every = [result for found in compared.values() for result in found]
-    rows = [_row(part.TITLE, found) for part, found in compared.items()]
+    every = [result for found in results.values() for result in found]
+    rows = [_row(part.TITLE, found) for part, found in results.items()]
     rows.append(_row("**all**", every))
-    head = ["area", "cases:", "values compared:", "mismatches:", "known differences:"]
+    head = ["area", "cases", "values compared", "mismatches", "known differences"]
     reasons = [
         f"- {' and '.join(cases)}: {reason}.\n"
         for reason, cases in _reasons(every).items()
@@ -47,22 +46,50 @@ def text(results: Mapping[ModuleType, Sequence[Result]], **facts: object) -> str
         table=table(head, rows),
         known="".join(["Known differences:\n\n", *reasons, "\n"] if reasons else []),
         failures="".join(["Mismatches:\n\n", *failures, "\n"] if failures else []),
-        sections="\n\n".join(
-            f"## {part.TITLE}\n\n{section(part, found)}"
-            for part, found in results.items()
-        ),
+        sections="\n\n".join(section(*of_part) for of_part in results.items()),
         **facts,
     )
 
 
 def section(part: ModuleType, found: Sequence[Result]) -> str:
-    """A part's section on the cases that ran to the end."""
-    ran = [result for result in found if not result.raised]
-    return part.section(ran) if ran else "No case ran to the end."
+    """What a part does, and a table of its cases that ran to the end."""
+    rows = grouped((r for r in found if not r.raised), lambda r: r.row or r.case)
+    columns = dict.fromkeys(x for of in rows.values() for r in of for x in r.figures)
+    lines = []
+    for name, of_row in rows.items():
+        wrong = sum(sum(r.mismatches.values()) for r in of_row)
+        figures = [
+            _figure([r.figures[x] for r in of_row if x in r.figures]) for x in columns
+        ]
+        compared = sum(r.compared for r in of_row)
+        lines.append([f"`{name}`", len(of_row), compared, wrong, *figures])
+    head = ["case", "cases", "values compared", "mismatches", *columns]
+    said = inspect.getdoc(part) or ""
+    return f"## {part.TITLE}\n\n{said}\n\n{table(head, lines)}"
 
 
-def _counts(found: Sequence[Result]) -> bool:
-    return any(result.mismatches for result in found)
+def _figure(values: Sequence[Any]) -> Any:
+    """The largest number, or each text once."""
+    if all(isinstance(x, str) for x in values):
+        return ", ".join(dict.fromkeys(filter(None, values)))
+    return max(values)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table in Markdown; a column of numbers is aligned to the right."""
+    numbers = [
+        any(not isinstance(row[i], str) for row in rows) for i in range(len(head))
+    ]
+    rule = ["---:" if of_numbers else "---" for of_numbers in numbers]
+    return "\n".join(_line(row) for row in (head, rule, *rows))
+
+
+def _line(row: Iterable[Any]) -> str:
+    cells = [
+        x if isinstance(x, str) else f"{x:,}" if isinstance(x, int) else f"{x:.2g}"
+        for x in row
+    ]
+    return f"| {' | '.join(x.replace('|', '&#124;') for x in cells)} |"
 
 
 def _reasons(found: Sequence[Result]) -> dict[str, list[str]]:

@@ -9,11 +9,11 @@ A part is a module with these names, which `__main__` uses:
 - `program(case)` and `run_together(cases, device)`, which a part may lack: cases for
   which `program` returns the same may run in one program of XLA. They do on a GPU, and
   `TOGETHER` says how many do on any device.
-- `section(results) -> str`: its section of the report, in Markdown; equal results give
-  equal text.
+
+The report says of a part what its docstring says, and has its results in a table.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -29,7 +29,10 @@ class Result(NamedTuple):
       mismatches: how many of them differ, by kind of value.
       where: the first difference in words; empty if there is none.
       reason: why jamp differs on purpose; empty if it should not.
-      data: what the section, the pictures and the golden file need from it.
+      data: what the golden file and tests need from it.
+      row: of the report's table; cases of one name share a row. Empty for the case's.
+      figures: what else stands in the row, by column. Of those of several cases, the
+        table has the largest number, and each text once.
     """
 
     case: str
@@ -38,6 +41,8 @@ class Result(NamedTuple):
     where: str = ""
     reason: str = ""
     data: Any = None
+    row: str = ""
+    figures: Mapping[str, Any] = {}
 
     @property
     def raised(self) -> bool:
@@ -53,14 +58,6 @@ class Result(NamedTuple):
     def as_expected(self) -> bool:
         """Whether it agrees, or differs and has a reason to."""
         return self.differs == bool(self.reason)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown; a column whose name ends in ":" holds numbers."""
-    names = [name.removesuffix(":") for name in head]
-    rule = ["---:" if name.endswith(":") else "---" for name in head]
-    cells = ([x if isinstance(x, str) else f"{x:,}" for x in row] for row in rows)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (names, rule, *cells))
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

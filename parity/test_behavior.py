@@ -12,8 +12,8 @@ import pytest
 
 from jamp._scaling import arithmetic, rule
 
-from . import behaviors, behaviors_api
-from .behaviors import BEHAVIORS, CASES, Case, compare
+from . import behaviors, behaviors_api, golden
+from .behaviors import CASES, RUNS, Case, compare
 from .behaviors_table import (
     FLOAT16_TOLERANCE,
     HANDOVER,
@@ -29,7 +29,6 @@ pytest.importorskip("torch")
 from . import behaviors_torch
 
 PLAIN = CASES[f"plain, SGD: {OPTAX}"]
-RUNS = {b.name: b for b in BEHAVIORS}
 
 
 @pytest.fixture(scope="module")
@@ -135,16 +134,14 @@ def test_a_wrong_answer_is_seen():
 
 
 def test_a_stale_golden_file_is_seen(references):
-    results = [
-        compare(PLAIN, references["plain, SGD"], references["plain, SGD"].record)
-    ]
-    made = behaviors.golden(results)
-    assert behaviors.stale(made, made) == []
-    assert behaviors.stale({}, made) == ["plain, SGD"]
+    result = compare(PLAIN, references["plain, SGD"], references["plain, SGD"].record)
+    made = behaviors.golden([result])
+    assert golden.differences(made, made) == []
+    assert golden.differences({}, made) == sorted(made)
     for name in made:
         old = made | {name: made[name].copy()}
         old[name].flat[0] += 64 if name.endswith("loss") else 1  # bits
-        assert len(behaviors.stale(old, made)) == 1
+        assert golden.differences(old, made) == [name]
 
 
 def test_the_runs_show_what_they_are_for(references):

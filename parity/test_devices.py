@@ -21,7 +21,7 @@ REHEARSAL = devices.REHEARSAL
 def test_that_torch_refuses_bfloat16_is_expected_on_cuda(case, monkeypatch):
     result = behaviors.run(case, REHEARSAL)
     assert result.as_expected
-    assert "torch on CUDA refuses" in behaviors.section([result])
+    assert result.figures["parameters"] == "torch on CUDA refuses"
     monkeypatch.setattr(behaviors_torch, "reference", lambda *_: None)
     assert not behaviors.run(case, REHEARSAL).as_expected
 
@@ -65,7 +65,6 @@ def test_the_long_run_is_shorter_and_not_kept():
     first = next(name for name in scale.CASES if name != scale.LONG)
     results = [run, scale.run(scale.CASES[first], REHEARSAL)]
     assert "long_run" not in scale.golden(results)
-    assert "| long run | 1 | 100,000 | 200,000 | 0 |" in scale.section(results)
 
 
 # Many cases in one program.
@@ -91,7 +90,7 @@ def test_a_shared_program_finds_what_programs_of_their_own_find():
     alone = [runner.run_cases(ops.__name__, [name], REHEARSAL)[0] for name in HALF]
     for (found, _), (expected, _) in zip(together, alone, strict=True):
         assert found[:5] == expected[:5]
-        assert found.data.jamp == expected.data.jamp
+        assert found.figures == expected.figures
         assert not found.differs and found.compared > 0
 
 

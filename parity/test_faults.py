@@ -52,14 +52,13 @@ def test_an_error_does_not_count():
     assert not fault.explains("")
 
 
-def run(loss: float, skips: int = 0, w: float = 1.0) -> training_data.Run:
+def run(loss: float, skips: int = 0) -> training_data.Run:
     steps = training_data.STEPS
     return training_data.Run(
         np.full(steps, loss, np.float32),
         np.full(steps, 2.0**16, np.float32),
         np.zeros(steps, np.int32),
         np.arange(steps)[:, None] < skips,
-        {"w": np.full(3, w, np.float32)},
     )
 
 
@@ -78,14 +77,10 @@ TASK = next(iter(training.CASES.values()))
     ],
 )
 def test_what_a_training_run_is_held_against(jamp, replayed, field):
-    tenth = np.float32(0.1)
-    apart = spread.Spread(tenth, np.zeros((1, 1), np.int32), tenth, np.float32(1))
-    trained = training.Trained(run(1.0), apart, jamp, replayed)
-    result = training.compare(TASK, [trained] * 3)
+    trained = training.Trained(run(1.0), jamp, replayed)
+    result = training.compare(TASK, [trained] * 3, noise=0.1)
     assert {name for name, n in result.mismatches.items() if n} == {field} - {None}
     assert bool(result.where) == (field is not None)
-    row = training.section([result]).splitlines()
-    assert sum(line.endswith("| no |") for line in row) == 3 * bool(field)
 
 
 def test_a_replay_sees_a_wrong_scale():
@@ -94,31 +89,15 @@ def test_a_replay_sees_a_wrong_scale():
     assert training.replay(recorded) > 0
 
 
-def test_distances():
-    assert spread.distance(run(1.0), run(1.0)) == 0.0
-    assert spread.distance(run(1.0), run(1.0, w=1.5)) == 0.5
-
-
 def test_variants_differ_in_rounding_alone():
     from . import training_torch
 
     task = training.CASES["mlp, SGD"]
     first, *others = (
-        training_torch.run(task, 0, variant, "cpu", steps=3)
+        training_torch.run(task, 0, variant, "cpu", steps=40)
         for variant in spread.VARIANTS
     )
-    assert len(first.loss) == 3
+    assert len(first.loss) == 40
     for other in others:
         np.testing.assert_allclose(other.loss, first.loss, rtol=1e-3)
-        assert 0 < spread.distance(first, other) < 1e-3
-
-
-def test_parameters_go_there_and_back():
-    from . import training_jamp
-
-    for model in {task.model for task in training.CASES.values()}:
-        params = training_data.weights(model, 0)
-        back = training_jamp.to_torch(training_jamp.to_flax(params), params)
-        assert back.keys() == params.keys()
-        for name, value in params.items():
-            np.testing.assert_array_equal(back[name], value)
+        assert not np.array_equal(other.loss, first.loss)

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import strategies as st
 
 from . import jamp_side
-from .cases import FIRST_OF_KIND, FLOAT32_MAX, Case
+from .cases import CASES, FIRST_OF_KIND, FLOAT32_MAX, Case
 from .trajectory import SMALLEST_NORMAL, Mismatch, bits, compare
+
+POISONS = CASES[0].poisons
 
 torch = pytest.importorskip("torch")
 torch_side = pytest.importorskip("parity.torch_side")
@@ -40,7 +42,7 @@ growth_factors = st.floats(1.0, 16.0, exclude_min=True) | st.floats(1.0, 1.01).f
     lambda factor: factor > 1
 )
 backoff_factors = st.floats(0.01, 1.0, exclude_max=True)
-intervals = st.integers(1, 12)
+intervals = st.integers(1, 12) | st.just(2000)
 scales = (
     st.floats(2.0**-60, FLOAT32_MAX)
     | st.floats(1e-3, 1e6)
@@ -91,7 +93,9 @@ events = st.lists(
         st.just("drawn"),
         st.just("drawn"),
         **configs,
+        enabled=st.sampled_from([True, True, True, False]),
         overflow=st.floats(0.0, 0.5),
+        poisons=st.sampled_from([POISONS, POISONS, (2.0**40, -(2.0**40))]),
         seed=st.integers(0, 2**32 - 1),
         steps=st.just(STEPS),
         n_optimizers=st.integers(1, 3),

@@ -65,7 +65,6 @@ class Run(NamedTuple):
     scale: np.ndarray  # float32 [steps]: after the step
     tracker: np.ndarray  # int32 [steps]
     skipped: np.ndarray  # bool [steps, n_optimizers]
-    params: Arrays  # float32, by torch's names, at the end
 
     @property
     def final_loss(self) -> float:

@@ -130,16 +130,6 @@ def to_flax(params: Arrays) -> dict[str, Any]:
     return tree
 
 
-def to_torch(tree: Any, like: Arrays) -> Arrays:
-    """A Flax tree under torch's names and in torch's layouts."""
-    found = {}
-    for name, value in like.items():
-        leaf = np.asarray(functools.reduce(lambda n, key: n[key], _path(name), tree))
-        back = {2: (1, 0), 4: (3, 2, 0, 1)} if _path(name)[-1] == "kernel" else {}
-        found[name] = leaf.transpose(back.get(value.ndim, range(value.ndim)))
-    return found
-
-
 @functools.cache  # the same object: `nnx.jit` compiles once for all seeds
 def _optimizer(task: Task) -> optax.GradientTransformation:
     if task.optimizer == "SGD":
@@ -172,17 +162,16 @@ def _trainer(task: Task) -> Callable[..., Any]:
 
     @jax.jit
     def train(params, data):
-        carry, records = lax.scan(step, (params, tx.init(params)), data)
-        return carry[0], records
+        return lax.scan(step, (params, tx.init(params)), data)[1]
 
     return train
 
 
 def _run_linen(task: Task, seed: int) -> Run:
-    initial = weights(task.model, seed)
-    params, records = _trainer(task)(to_flax(initial), batches(task.model, seed))
+    initial = to_flax(weights(task.model, seed))
+    records = _trainer(task)(initial, batches(task.model, seed))
     loss, scale, tracker, skipped = map(np.asarray, records)
-    return Run(loss, scale, tracker, skipped[:, None], to_torch(params, initial))
+    return Run(loss, scale, tracker, skipped[:, None])
 
 
 def _classifier_step(model, optimizers, scaler, x, labels):
@@ -240,17 +229,14 @@ def _train_nnx(model, optimizers, scaler, data):
 
 
 def _run_nnx(task: Task, seed: int) -> Run:
-    initial = weights(task.model, seed)
     model = {"cnn": CNN, "gan": GAN}[task.model](nnx.Rngs(0))
-    nnx.update(model, to_flax(initial))
+    nnx.update(model, to_flax(weights(task.model, seed)))
     parts = (model.generator, model.discriminator) if task.model == "gan" else (model,)
     optimizers = tuple(nnx.Optimizer(p, _optimizer(task), wrt=nnx.Param) for p in parts)
     scaler = jamp.GradScaler(growth_interval=GROWTH_INTERVAL)
     data = tuple(batches(task.model, seed))
     records = _train_nnx(model, optimizers, scaler, data)
-    loss, scale, tracker, skipped = map(np.asarray, records)
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return Run(loss, scale, tracker, skipped, to_torch(params, initial))
+    return Run(*map(np.asarray, records))
 
 
 def run(task: Task, seed: int) -> Run:

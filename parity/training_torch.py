@@ -199,7 +199,8 @@ def run(
             tracker = scaler.state_dict()["_growth_tracker"]
             skipped = [id(optimizer) not in stepped for optimizer in optimizers]
             records.append((loss, scaler.get_scale(), tracker, skipped))
-    return _run(records, model)
+    loss, scale, tracker, skipped = map(np.array, zip(*records, strict=True))
+    return Run(loss.astype("f4"), scale.astype("f4"), tracker, skipped)
 
 
 @contextlib.contextmanager
@@ -213,9 +214,3 @@ def _kernels(own: bool) -> Iterator[None]:
     finally:
         torch.set_num_threads(before[0])
         torch.backends.mkldnn.enabled = before[1]
-
-
-def _run(records: list[Any], model: nn.Module) -> Run:
-    loss, scale, tracker, skipped = map(np.array, zip(*records, strict=True))
-    params = {k: p.detach().cpu().numpy() for k, p in model.named_parameters()}
-    return Run(loss.astype("f4"), scale.astype("f4"), tracker, skipped, params)

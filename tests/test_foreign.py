@@ -1,6 +1,5 @@
-"""The runner of other projects' tests, on a project of a few lines."""
+"""The runner of other projects' tests, on a project of a few lines, and of calls."""
 
-import math
 import os
 import re
 import shutil
@@ -14,16 +13,7 @@ import pytest
 
 import jamp
 from foreign import __main__ as command
-from foreign.ecosystem import (
-    compare,
-    jax_numpy,
-    libraries,
-    page,
-    programs,
-    reasons,
-)
-from foreign.ecosystem import run as ecosystem
-from foreign.ecosystem.call import Table
+from foreign import compare, parts, programs
 from foreign.suites import edges, inside, projects, records, report, result, running
 from foreign.suites.records import (
     DIED,
@@ -40,7 +30,6 @@ from foreign.suites.records import (
 from .marks import cover
 
 HERE = Path(__file__).parent
-EMPTY = f"Before.\n\n{report.BEGIN}\n{report.END}\n\nAfter.\n"
 
 
 class Project:
@@ -48,17 +37,15 @@ class Project:
 
     def __init__(self, folder):
         self.source = folder / "source"
-        self.kept, self.page = folder / "kept", folder / "page.md"
+        self.kept = folder / "kept"
         (self.source / "tests").mkdir(parents=True)
         (self.source / "version.py").write_text('version = "1.2"\n')
         (self.source / "pyproject.toml").write_text("")
         shutil.copy(HERE / "foreign_project.py", self.source / "tests" / "a_test.py")
-        self.page.write_text(EMPTY)
 
     def __call__(self, *arguments):
         fixed = ["--suite", "made", "--source", self.source, "--folder", self.kept]
-        fixed += ["--page", self.page, *arguments]
-        return command.main(list(map(str, fixed)))
+        return command.main([*map(str, fixed), *arguments])
 
     @property
     def file(self):
@@ -76,7 +63,6 @@ def project(tmp_path_factory):
     patch.setitem(projects.SUITES, "made", made)
     patch.setitem(inside.INSIDE, "made", {})
     patch.setattr(projects, "version", lambda name: "1.2")
-    patch.setattr(report, "version", lambda name: "1.2")
     made = Project(tmp_path_factory.mktemp("project"))
     made.status = made()
     yield made
@@ -121,7 +107,6 @@ def test_a_difference_makes_the_command_fail(project, monkeypatch):
     monkeypatch.setitem(inside.INSIDE, "made", listed)
     assert project.file.differing() == []
     assert project() == 1  # crashes in float16, which no sharp edge covers
-    assert "it looks at the trace" in project.page.read_text()
     covered = {r"got float16|one|looks": "words", "process died": "more words"}
     monkeypatch.setattr(edges, "EDGES", covered | {"JAX does not have": "words"})
     assert project() == 0
@@ -144,29 +129,6 @@ def test_it_goes_on_where_it_stopped(project):
 
 
 @pytest.mark.nightly
-def test_the_page(project):
-    report.write(project.page, project.kept)
-    text = project.page.read_text()
-    assert text.startswith("Before.\n") and text.endswith("After.\n")
-    assert "## made 1.2" in text
-    row = next(x for x in text.splitlines() if "`a_test.py` |" in x)
-    assert row == "| `a_test.py` | 11 | 9 | 8 | 0 | 1 | 4 |"
-    row = next(x for x in text.splitlines() if "got array at" in x)
-    assert row.startswith("| 1 | `TypeError: got array at 0x` | float16 |")
-    before = text
-    report.write(project.page, project.kept)
-    assert project.page.read_text() == before
-
-
-@pytest.mark.nightly
-def test_a_page_without_marks_is_refused(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("nothing")
-    with pytest.raises(ValueError, match=r"foreign: begin.*Restore"):
-        report.write(page, tmp_path)
-
-
-@pytest.mark.nightly
 def test_a_file_that_cannot_be_run_makes_the_command_fail(project, tmp_path, capsys):
     broken = Project(tmp_path)
     (broken.source / "tests" / "a_test.py").write_text("import no_such_module")
@@ -183,14 +145,10 @@ def test_another_release_is_refused(project):
 
 
 @pytest.mark.nightly
-def test_what_is_not_there_is_refused(capsys, tmp_path):
+def test_what_is_not_there_is_refused(capsys):
     with pytest.raises(SystemExit):
         command.main(["--suite", "jax", "--source", "/no/such/folder"])
     assert "no such folder; give a checkout" in capsys.readouterr().err
-    page = ["--page", str(tmp_path / "page.md")]  # hours later it would be too late
-    with pytest.raises(SystemExit):
-        command.main(["--suite", "jax", "--source", str(tmp_path), *page])
-    assert "no such file; give a page" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
@@ -224,29 +182,19 @@ def test_the_committed_list_is_short_and_says_why():
 
 
 def test_the_sharp_edges_stand_in_the_page():
-    page = re.sub(r"\s+", " ", (command.PAGE.parents[1] / "sharp-edges.md").read_text())
+    page = (HERE.parent / "docs" / "sharp-edges.md").read_text()
     for words in edges.EDGES.values():
-        assert words in page
+        assert words in re.sub(r"\s+", " ", page)
 
 
-def compared(function, name="made.call", **options):
-    """A row of the calls of libraries, for a function of 64 by 8 values."""
-    table = Table("made")
-    table(name.removeprefix("made."), function, (64, 8), **options)
-    return compare.compare(table.calls[0])
+def faults_of(function, *options):
+    """The faults of a call of 64 by 8 values."""
+    call = compare.Call("made", "function", "64x8", options)
+    return compare.compare(call, {"function": function})
 
 
-@pytest.mark.usefixtures("standard_promotion")
-@cover(quick=0)
-@pytest.mark.parametrize("name", ["jnp.sum", "jnp.cumsum", "jnp.exp"])
-def test_calls_of_jax_numpy_pass(name):
-    call = next(x for x in jax_numpy.calls() if x.name == name)
-    row = compare.compare(call)
-    assert row.faults == {}
-    for results in row.results.values():
-        for each in results.values():
-            assert 0 <= each.error < 1e-2 and 0 <= each.gradient < 1e-2
-            assert each.dtypes == "float32"
+def test_a_right_call_has_no_faults(standard_promotion):
+    assert faults_of(jnp.sum, "counts") == {}
 
 
 @cover(quick=4)
@@ -269,138 +217,48 @@ def test_calls_of_jax_numpy_pass(name):
             "gradient",
             "float16, half: 1.0e+00",
         ),
-        (lambda h: h * jnp.ones(8, h.dtype), "dtype", "float16 and float32"),
+        (lambda h: h * jnp.ones(8, h.dtype), "dtype", "['float16'] and ['float32']"),
         (
             lambda h: jnp.exp(h) * (1 + (h.dtype == jnp.float16) / 50),
             "apart",
-            "float16: 2.0e-02",
+            "float16, 2.0e-02",
         ),
         (lambda h: jnp.linalg.matrix_rank(h), "raises", "half: TypeError"),
-        (lambda h: 1 / int(h.dtype == jnp.float32), "raises without a note", "Zero"),
+        (lambda h: 1 / int(h.dtype == jnp.float32), "unadvised", "Zero"),
     ],
 )
 def test_a_wrong_call_is_reported(function, fault, said):
-    counts = fault in ("dtype", "apart")
-    row = compared(function, counts=counts, gradient=fault == "gradient")
-    assert row.faults.keys() == {fault}
-    assert said in row.faults[fault]
-    assert reasons.unexplained(row, {}) == row.faults
-    assert reasons.unexplained(row, {row.name: ((fault,), "a reason")}) == {}
-    other = next(x for x in compare.FAULTS if x != fault)
-    assert reasons.unexplained(row, {row.name: ((other,), "a reason")}) == row.faults
+    options = ["counts"] if fault in ("dtype", "apart") else []
+    options += [] if fault == "gradient" else ["no-gradient"]
+    found = faults_of(function, *options)
+    assert found.keys() == {fault}
+    assert said in found[fault]
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("standard_promotion")
-def test_a_stale_reason_is_reported():
-    row = compared(jnp.tanh)
-    listed = {row.name: (("error",), "it was wrong once")}
-    assert reasons.stale([row], {}) == []
-    assert reasons.stale([row], listed) == [
-        "made.call passes, and has a reason for 'error'."
-    ]
-    assert reasons.unknown([row.name], listed) == []
-    assert "made.call, which is not a call" in reasons.unknown(["other"], listed)[0]
-    odd = {row.name: (("colour",), "no such fault")}
-    assert "another fault" in reasons.unknown([row.name], odd)[0]
+def test_a_log_density_is_not_half_precision(standard_promotion):
+    function = lambda h: jnp.sin(h)
+    call = compare.Call("made", "log_prob", "64x8")
+    found = compare.compare(call, {"log_prob": function})
+    assert found.keys() == {"halved"}
+    assert compare.Call("made", "f", "8", ("halved", "counts")).faults == {"halved"}
 
 
-@pytest.mark.nightly
-def test_a_library_that_is_not_installed_is_skipped(tmp_path, capsys):
-    library = libraries.Library("no-such-library", "no_such_library", "graphs")
-    section = ecosystem.section(library)
-    assert section.missing == "it is not installed" and section.rows == []
-    assert "no-such-library : skipped, it is not installed" in capsys.readouterr().out
-    path = tmp_path / "page.md"
-    path.write_text(EMPTY)
-    page.write(path, [section])
-    assert "Skipped: it is not installed." in path.read_text()
+def test_each_option_of_a_call_is_known():
+    flags = {"positive", "no-gradient", "counts", *compare.RANGES, *compare.FAULTS}
+    calls = [*compare.calls()]
+    assert {call.section for call in calls} == parts.PARTS.keys()
+    for call in calls:
+        words = {re.sub("=.*", "=", option) for option in call.options}
+        assert words <= flags | {"scale=", "shift=", "bound="}, call
 
 
-def test_calls_that_pass_are_names_and_calls_with_one_reason_share_a_row():
-    def row(name, wrong, dtype="float32", raised="", **faults):
-        result = compare.Result(wrong, 0.5, dtype, raised)
-        results = {x: dict.fromkeys(compare.WAYS, result) for x in compare.DTYPES}
-        return compare.Row(name, results, faults)
-
-    first, second = "jnp.fft.rfft", "jnp.fft.rfft2"  # two with one reason
-    rows = [
-        row("a", 0.0),
-        row(first, 0.1, raises=""),
-        row("b", 0.1, "float16"),
-        row("c", 0.2),
-        row(second, math.nan, raised="TypeError", raises=""),
-        row("d", math.nan, error="nan"),
-    ]
-    passed, table = page.blocks(rows)
-    assert passed == "- f32: `a`, `c`\n- f16: `b`"
-    one, other = table.splitlines()[2:]
-    assert one.startswith(f"| `{first}`, `{second}` | raises | raises |")
-    assert reasons.REFUSED in one
-    assert other == "| `d` | nan | nan | nan | nan | 5e-1 | f32 | **error**: nan |"
-    assert page.line(rows[:3:2]).startswith("| `a`, `b` | 1e-1 | 1e-1 |")
-
-
-@pytest.mark.nightly
-def test_a_library_that_is_not_in_the_table_is_refused():
-    with pytest.raises(ValueError, match=r"--select jaxx: .* jax, jax\.scipy, optax"):
-        command.main(["--suite", "ecosystem", "--select", "jaxx"])
-
-
-@pytest.mark.parametrize(("apart", "wrong"), [(0.2, False), (0.3, True)])
+@pytest.mark.parametrize(("apart", "wrong"), [(0.2, set()), (0.3, {"float16"})])
 def test_a_program_far_from_float32_is_wrong(apart, wrong):
-    figures = iter([[0.0], [0.1], [0.2]] for _ in range(2))
-
     def run(region):
-        return np.array(next(figures)) + isinstance(region, jamp.autocast) * apart
+        inside = isinstance(region, jamp.autocast)
+        return np.array([[0.0], [0.1], [0.2]]) + inside * apart
 
-    outcome = programs.measure(programs.Program("made", "a loss", run), ("float16",))
-    assert outcome.wrong == wrong
-    assert outcome.noise == pytest.approx(0.1 * (2 / 3) ** 0.5, rel=1e-3)
-
-
-@pytest.mark.nightly
-def test_a_program_that_raises_is_wrong():
-    def run(region):
-        if isinstance(region, jamp.autocast):
-            raise NotImplementedError
-        return np.zeros((3, 1))
-
-    program = programs.Program("made", "a loss", run)
-    outcome = programs.measure(program, ("float16",))
-    assert outcome.wrong and outcome.raised == "float16: NotImplementedError: "
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    ("function", "status", "said"),
-    [
-        (jnp.tanh, 0, "1 calls, 0 problems"),
-        (lambda h: 1 / int(h.dtype == jnp.float32), 1, "made.call: raises without"),
-    ],
-)
-def test_the_status_says_whether_calls_pass(
-    function, status, said, tmp_path, monkeypatch, capsys
-):
-    table = Table("made")
-    table("call", function, (64, 8), gradient=False)
-    library = libraries.Library("jax", "jax", "jax_numpy")
-    monkeypatch.setattr(libraries, "ALL", (library,))
-    monkeypatch.setattr(libraries, "calls", lambda library: table.calls)
-    monkeypatch.setattr(reasons, "unknown", lambda names: [])
-    for name in ("XLA_FLAGS", "KERAS_BACKEND"):  # the command sets them
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    path = tmp_path / "page.md"
-    path.write_text(EMPTY)
-    folders = ["--folder", str(tmp_path), "--page", str(path)]
-    assert command.main(["--suite", "ecosystem", *folders]) == status
-    assert said in capsys.readouterr().out
-    assert f"and {status} are wrong" in path.read_text()
-
-
-def test_the_reasons_say_why():
-    assert all(len(why.split()) > 3 for _, why in reasons.REASONS.values())
+    assert programs.measure(run, ["float16"]).keys() == wrong
 
 
 @pytest.mark.parametrize("ran", [(), (KEPT,), (FLOAT16,), (KEPT, FLOAT16)])

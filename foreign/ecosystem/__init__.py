@@ -1,1 +1,0 @@
-"""Calls of other libraries in regions, each compared with float32."""

@@ -113,7 +113,7 @@ def dot_product_attention(
     run = Attention(names, scale, causal)
     if local_window_size is not None or not all(map(is_moved, arrays[:3])):
         # cuDNN's takes neither, nor can a region run it as one op.
-        form = Form(XLA if REGION.value is None else OP_BY_OP)
+        form = Form(OP_BY_OP if REGION.value else XLA)
         (out,) = run(form, *arrays, local_window_size=local_window_size)
     else:
         (out,) = attention_p.bind(*alike(arrays), run=run, dtype=None)

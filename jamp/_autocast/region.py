@@ -75,7 +75,7 @@ def is_autocast_enabled() -> bool:
 
     PyTorch: `torch.is_autocast_enabled(device_type)`.
     """
-    return REGION.value is not None and not REGION.value.is_policy
+    return bool(REGION.value) and not REGION.value.is_policy
 
 
 def get_autocast_dtype() -> np.dtype:
@@ -115,7 +115,7 @@ def enter(
     if PROVES.value and settings is not None and not settings.is_policy:
         settings = None
     outer, trace = REGION.value, None
-    depth = 0 if outer is None else outer.depth + 1
+    depth = outer.depth + 1 if outer else 0
     name = "off" if settings is None else settings.dtype.name
     if settings is not None:
         warn_if_missing((settings.recipe or settings.dtype).name)
@@ -127,7 +127,9 @@ def enter(
             settings = settings._replace(dtype=FLOAT32_DTYPE, probe=PROBE.value)
             name = settings.dtype.name
     with contextlib.ExitStack() as contexts:
-        contexts.enter_context(REGION(settings))
+        # Not None inside of another one, whose trace sees all that runs: for None, JAX
+        # would run what it has compiled outside.
+        contexts.enter_context(REGION(settings or (None if outer is None else False)))
         contexts.enter_context(jax.named_scope(region_entry(name, depth)))
         if settings is not None:
             below = _compat.current_trace()
@@ -173,7 +175,7 @@ def ambient() -> Callable[[], contextlib.AbstractContextManager[object]]:
     """The current region, to be entered where code is traced apart from the code
     around it. A rule that decides there counts as used."""
     settings, trace = REGION.value, _compat.current_trace()
-    if settings is None:
+    if not settings:
         return contextlib.nullcontext
     hits = trace.hits if isinstance(trace, AutocastTrace) else None
     return lambda: enter(settings, hits)

@@ -26,8 +26,8 @@ Put the code around it under `with jamp.autocast(enabled=False):`, or register a
 in jamp/_autocast/nested.py (or add the name to LEFT_ALONE, in traits.py)."""
 
 MakeTrace = Callable[[], "AutocastTrace"]
-# The settings of the innermost region, or None. JAX keys its caches by it, so that a
-# function is traced anew in a region of another kind.
+# The settings of the innermost region, None outside, and False where one is switched
+# off. JAX keys its caches by it: a function is traced anew in a region of another kind.
 REGION = jax.make_user_context(None)
 # Whether regions are entered to be explained.
 OBSERVED = jax.make_user_context(False)

@@ -302,6 +302,19 @@ def test_what_a_function_makes_by_a_product_is_an_activation(made, jit):
     assert scores and {*scores} <= {"bfloat16", "float32"}
 
 
+@pytest.mark.parametrize("around", [off, jamp.autocast(cast_inputs=jnp.float32)])
+@pytest.mark.parametrize("outer", ["jit", "eager"])
+def test_it_is_one_where_the_function_ran_outside_before(around, outer):
+    """JAX has compiled it then, and would run that without a word to the region."""
+    inner, other = (jax.jit(lambda x, w: x @ w) for _ in range(2))
+    scores = lambda h: h @ jnp.swapaxes(h, 1, 2)
+    scores = jax.jit(scores) if outer == "jit" else scores
+    run = jamp.autocast("float8")(lambda f, x, w: scores(around(f)(x, w)))
+    x, w = draw("ecd", "df")
+    inner(jnp.sin(x), w), inner(x, w)
+    np.testing.assert_array_equal(run(inner, x, w), run(other, x, w))
+
+
 @pytest.mark.parametrize("name", ["broadcast_in_dim", "nested region"])
 def test_an_activation_stays_one(name):
     """Where an op returns its input, and in a region that is inside of another one."""

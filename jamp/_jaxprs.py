@@ -28,7 +28,6 @@ PARAMETERS = {
         "convert_element_type": "new_dtype sharding weak_type",
         "cumprod cumsum stack": "axis",
         "custom_jvp_call": "jvp_jaxpr_fun num_consts symbolic_zeros",
-        "custom_vmap_call": "rule",
         "dynamic_slice": "slice_sizes",
         "concatenate iota": "dimension",
         "gather": "dimension_numbers mode slice_sizes unique_indices",

@@ -744,7 +744,7 @@ jamp.find_loss_scale
   jamp.find_loss_scale(nnx_step, model, optimizer, x)
     ValueError: loss scale
   jax.jit(lambda x: jamp.find_loss_scale(retry_step, (params, opt_state), x))(x)
-    TypeError: outside of jit
+    TypeError: a trace
 
 jamp.loss_scale
   jamp.loss_scale(tx)

@@ -108,6 +108,7 @@ MORE = {
     ("FSDP", "jit"): (1, PARTS),
     ("tensor parallel", "jit"): (1, PARTS * 3 // 4),
     ("2-D, FSDP x tensor", "jit"): (3, PARTS + 4),
+    ("2-D, FSDP x tensor", "explicit"): (3, PARTS + 4),
     ("2-D, FSDP x tensor", "shard_map"): (2, PARTS * 3 // 4 + 4),
     ("data parallel", "jit"): (0, 0),
     ("data parallel", "explicit"): (0, 0),

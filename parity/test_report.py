@@ -6,7 +6,7 @@ from . import report
 from .result import Result
 
 PART = types.ModuleType("part", "What the part does.\n\nAnd how.")
-PART.TITLE = "A part"
+setattr(PART, "TITLE", "A part")  # noqa: B010 - the type of a module has none
 RESULTS = [
     Result("a, 1", 1000, {"value": 0}, row="a", figures={"error": 0.25, "in": "x"}),
     Result("a, 2", 1000, {"value": 2}, "a: 1 is 2", row="a", figures={"error": 0.5}),

@@ -97,7 +97,7 @@ class Known:
     keys: frozenset[object]  # the ids of the codes, and a jitted function's source
     is_exempt: bool  # parameters are made there
     function: Decision | None  # of the outermost that has a row: for all inside
-    library: Decision | None  # of the module that they are in
+    module: Decision | None  # of the module that they are in
 
     @functools.cached_property
     def called(self) -> CodeType | None:

@@ -91,7 +91,7 @@ def _known(traceback: object, source: str | None, modules: frozenset[str]) -> Kn
             keys=known.keys | {source},
             function=known.function or (row and row[1]),
             # A user's jitted function has ops that say whose they are.
-            library=known.library if is_library(source) else None,
+            module=known.module if is_library(source) else None,
         )
     codes = _compat.codes_of(traceback)
     keys = [*map(id, codes)]
@@ -188,7 +188,7 @@ class Decider:
         Args:
           recipe: of a user's rule for the op.
         """
-        decision, of_module = known.function, known.library
+        decision, of_module = known.function, known.module
         if self.settings.is_policy:
             is_one = decision is not None and decision.row is Kind.ONE_OP
             return decision if is_one else BY_POLICY.get(name, POLICY)

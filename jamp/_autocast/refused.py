@@ -26,7 +26,7 @@ import numpy as np
 from jax.core import AbstractValue
 
 from .._tree import HALVES
-from .decision import Decision
+from .decision import Refuses
 
 READS_DTYPE = """{function} got a {dtype} value in an autocast region or under a \
 policy. It takes {what} from the dtype of its input, and {dtype} is too coarse for \
@@ -38,15 +38,15 @@ or cast the predictions: `y_pred.astype(jnp.float32)`."""
 EXACT = 256  # integers up to here are exact in each dtype
 
 
-def check(decision: Decision, given: Sequence[Any]) -> None:
+def check(function: str, refuses: Refuses, given: Sequence[Any]) -> None:
     """Raises TypeError if an op of one of these functions gets half precision.
 
     Args:
       given: the inputs of the op, as Python saw them.
     """
     for value in given:
-        if getattr(value, "dtype", None) in HALVES and decision.refuses is not None:
-            if problem := decision.refuses(decision.why.name, value):
+        if getattr(value, "dtype", None) in HALVES:
+            if problem := refuses(function, value):
                 raise TypeError(problem)
 
 

@@ -111,8 +111,8 @@ class AutocastTrace(CastingTrace):
             out = self.left_to_another(op)
         else:
             op = self.received(self.decided(op), scope)
-            if op.decision is not None and op.decision.refuses is not None:
-                check(op.decision, op.avals or op.args)
+            if (decision := op.decision) and decision.refuses is not None:
+                check(decision.why.name, decision.refuses, op.avals or op.args)
             rule = RULES.get(op.primitive.name)
             out = self.left_alone(op) if rule is None else rule(self, op)
         if made:

@@ -60,5 +60,3 @@ LEFT_ALONE = KERNELS | names("""
     approx_top_k dce_sink debug_callback debug_print reduce reduce_window
     select_and_scatter
 """)
-# Rounding, which runs as it was traced.
-AS_TRACED = names("reduce_precision")

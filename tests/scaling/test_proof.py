@@ -299,7 +299,7 @@ def test_methods_are_called_as_a_user_calls_them(name):
     jamp.find_loss_scale(METHODS[name], *given)
 
 
-@cover(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("is_given", [True, False])
 def test_a_ref_has_its_value_in_each_run_and_afterwards(is_given, jit):

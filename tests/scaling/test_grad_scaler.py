@@ -521,18 +521,17 @@ def test_a_disabled_scaler_keeps_the_scale_for_an_enabled_one(wrap):
 
 
 def test_state_dict_round_trip():
-    (model, optimizer), scaler = make_model(), jamp.GradScaler(3.7, hysteresis=2)
+    (model, optimizer), scaler = make_model(), jamp.GradScaler(3.7, hysteresis=3)
     train_step(model, optimizer, scaler, BAD)
     saved = scaler.state_dict()
-    assert (
-        saved["scale"] == float(np.float32(3.7)) and saved["_hysteresis_tracker"] == 1
-    )
-    fresh = jamp.GradScaler(hysteresis=2)
+    assert saved["scale"] == float(np.float32(3.7))
+    assert saved["_hysteresis_tracker"] == 2  # overflows are left
+    fresh = jamp.GradScaler(hysteresis=3)
     fresh.load_state_dict(saved)
     assert fresh.state_dict() == saved
-    plain = jamp.GradScaler()
+    plain = jamp.GradScaler(max_scale=2.0, init_scale=1.0)
     plain.load_state_dict({**saved, "_hysteresis_tracker": 3})
-    assert plain.hysteresis_tracker[...] == 0
+    assert plain.hysteresis_tracker[...] == 0 and plain.get_scale() == 2.0
 
 
 def test_bfloat16_gradients_keep_their_dtype():
